@@ -1,0 +1,26 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Options that change the traced program; part of each call, so jit's cache sees them.
+"""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Implementation = Literal["auto", "cudnn", "xla"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Options:
+    """How a graph is to be run; hashable, and a parameter of the graph primitive.
+
+    ``implementation``: "cudnn" runs cuDNN or raises; "xla" never touches cuDNN;
+    "auto" runs cuDNN where it has a plan and XLA elsewhere, saying so.
+    """
+
+    implementation: Implementation = "auto"
+
+    def __post_init__(self) -> None:
+        if self.implementation not in get_args(Implementation):
+            raise ValueError(
+                f"implementation={self.implementation!r} is not one of "
+                f"{', '.join(map(repr, get_args(Implementation)))}."
+            )

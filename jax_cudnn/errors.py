@@ -1,0 +1,34 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exceptions that jax_cudnn raises, and how their messages are put together.
+
+``ValueError`` and ``TypeError`` say that the caller is wrong on every backend. The
+classes here say the rest: the request is right but cuDNN cannot serve it, or the
+environment (library, driver) failed.
+"""
+
+from collections.abc import Sequence
+
+
+class GraphError(ValueError):
+    """A graph specification is malformed; the message names the field."""
+
+
+class UnsupportedError(NotImplementedError):
+    """The request is valid, but cuDNN has no plan for it here.
+
+    ``reasons`` holds one sentence per failed condition; ``implementation="auto"`` or
+    ``"xla"`` still computes the same result.
+    """
+
+    def __init__(self, summary: str, reasons: Sequence[str] = (), advice: str = ""):
+        self.summary = summary
+        self.reasons = tuple(reasons)
+        self.advice = advice
+        lines = [summary, *(f"  - {reason}" for reason in self.reasons)]
+        if advice:
+            lines.append(advice)
+        super().__init__("\n".join(lines))
+
+
+class LibraryError(RuntimeError):
+    """cuDNN, CUDA or the driver is missing, too old or cannot be used."""

@@ -1,0 +1,18 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a graph is to run on: a GPU and a cuDNN version, as data."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """The GPU and cuDNN that a graph is to run on.
+
+    ``sm_version`` is ten times the compute capability (90 for Hopper),
+    ``cudnn_version`` what cudnnGetVersion returns (91900 for 9.19.0).
+    """
+
+    name: str
+    sm_version: int
+    sm_count: int
+    cudnn_version: int

@@ -1,0 +1,150 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention and its gradient in jax.numpy; axis letters as in graph/sdpa.py.
+
+Scores, softmax and sums are kept in f32 (f64 for f64). The probabilities are rounded
+to the operands' dtype before they meet the values, as flash kernels do.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph.sdpa import SdpaAttributes
+from jax_cudnn.graph.spec import Attributes
+
+Operands = Mapping[str, jax.Array]
+
+
+def forward(
+    attributes: Attributes, inputs: Operands, wanted: frozenset[str]
+) -> dict[str, jax.Array]:
+    """Return output and log-sum-exp; a row that sees no key gives 0 and -inf."""
+    assert isinstance(attributes, SdpaAttributes)
+    del wanted  # XLA removes what is not used.
+    logits = _logits(attributes, inputs)
+    # An all-masked row has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+    weights = jnp.exp(logits - top)
+    total = jnp.sum(weights, axis=-1, keepdims=True)
+    is_dead = total == 0
+    total = jnp.where(is_dead, 1, total)
+    probabilities = weights / total
+    return {
+        "output": _mix(probabilities, inputs["value"]),
+        "stats": jnp.where(is_dead, -jnp.inf, top + jnp.log(total)),
+    }
+
+
+def backward(
+    attributes: Attributes, inputs: Operands, wanted: frozenset[str]
+) -> dict[str, jax.Array]:
+    """Return the gradients, with probabilities recomputed from the log-sum-exp.
+
+    With P = exp(S - stats): dV = P^T dO and dS = P (dO V^T - rowsum(O dO) + dstats),
+    then dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast.
+    """
+    assert isinstance(attributes, SdpaAttributes)
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    grad_output, stats = inputs["grad_output"], inputs["stats"]
+    accumulator = stats.dtype
+    logits = _logits(attributes, inputs)
+    is_dead = stats == -jnp.inf
+    probabilities = jnp.exp(logits - jnp.where(is_dead, 0, stats))
+
+    grad_probabilities = _grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
+    delta = jnp.sum(
+        inputs["output"].astype(accumulator) * grad_output.astype(accumulator),
+        axis=-1,
+        keepdims=True,
+    )
+    if "grad_stats" in inputs:
+        delta = delta - jnp.where(is_dead, 0, inputs["grad_stats"])
+    grad_logits = probabilities * (grad_probabilities - delta)
+
+    rounded = grad_logits.astype(query.dtype)
+    weights = probabilities.astype(query.dtype)
+    scale = jnp.asarray(attributes.scale, accumulator)
+    results = {
+        "grad_query": scale * _grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
+        "grad_key": scale * _sum_over_group("bkgst,bkgsd->bktd", rounded, query, key),
+        "grad_value": _sum_over_group(
+            "bkgst,bkgse->bkte", weights, grad_output, value
+        ),
+    }
+    if "grad_bias" in wanted:
+        axes = [i for i, dim in enumerate(inputs["bias"].shape) if dim == 1]
+        results["grad_bias"] = jnp.sum(grad_logits, axis=axes, keepdims=True)
+    return results
+
+
+def _logits(attributes: SdpaAttributes, inputs: Operands) -> jax.Array:
+    """Return scale Q K^T + bias as (b, h, s, t), -inf where a key is hidden."""
+    query, key = inputs["query"], inputs["key"]
+    logits = _grouped_einsum("bkgsd,bktd->bkgst", query, key)
+    logits = logits * jnp.asarray(attributes.scale, logits.dtype)
+    if "bias" in inputs:
+        logits = logits + inputs["bias"].astype(logits.dtype)
+    is_visible = _visible(attributes, inputs, logits.shape)
+    return logits if is_visible is None else jnp.where(is_visible, logits, -jnp.inf)
+
+
+def _visible(
+    attributes: SdpaAttributes, inputs: Operands, shape: tuple[int, ...]
+) -> jax.Array | None:
+    _, _, s, t = shape
+    rows = jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
+    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
+    conditions: list[jax.Array] = []
+    if attributes.is_causal:
+        conditions.append(columns <= rows)
+    if "query_lengths" in inputs:
+        conditions.append(rows < inputs["query_lengths"])
+    if "key_lengths" in inputs:
+        conditions.append(columns < inputs["key_lengths"])
+    if "mask" in inputs:
+        conditions.append(inputs["mask"])
+    if not conditions:
+        return None
+    is_visible = functools.reduce(jnp.logical_and, conditions)
+    return jnp.broadcast_to(is_visible, shape)
+
+
+def _mix(weights: jax.Array, value: jax.Array) -> jax.Array:
+    return _grouped_einsum("bkgst,bkte->bkgse", weights.astype(value.dtype), value)
+
+
+def _accumulator(x: jax.Array) -> jnp.dtype:
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def _split_heads(x: jax.Array, key_heads: int) -> jax.Array:
+    b, h, s, n = x.shape
+    return jnp.reshape(x, (b, key_heads, h // max(key_heads, 1), s, n))
+
+
+def _grouped_einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """Contract x (b, h, s, .) with y (b, k, t, .), each key head serving h/k heads."""
+    b, h, s, _ = x.shape
+    product = jnp.einsum(
+        formula,
+        _split_heads(x, y.shape[1]),
+        y,
+        preferred_element_type=_accumulator(x),
+    )
+    return jnp.reshape(product, (b, h, s, product.shape[-1]))
+
+
+def _sum_over_group(
+    formula: str, x: jax.Array, y: jax.Array, like: jax.Array
+) -> jax.Array:
+    """Contract x and y, both (b, h, s, .), over s and each group of query heads."""
+    k = like.shape[1]
+    return jnp.einsum(
+        formula,
+        _split_heads(x, k),
+        _split_heads(y, k),
+        preferred_element_type=_accumulator(x),
+    )
