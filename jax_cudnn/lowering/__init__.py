@@ -1,0 +1,9 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Graphs under JAX: the primitives, their transformations and their lowerings."""
+
+from jax_cudnn.lowering import cuda as _cuda  # registers the lowerings
+from jax_cudnn.lowering.primitives import run_graph, subprograms
+
+decide = _cuda.decide
+
+__all__ = ["decide", "run_graph", "subprograms"]

@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every JAX name outside its compatibility promise that the package uses, in one place.
+
+See https://docs.jax.dev/en/latest/api_compatibility.html: `jax.extend` and
+`jax.interpreters` may change between releases. Nothing else in the package imports
+from them, so a new JAX release is met here.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.core import ShapedArray
+from jax.extend.core import Primitive, jaxprs_in_params
+from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
+
+__all__ = [
+    "Primitive",
+    "inner_jaxprs",
+    "instantiate_zero",
+    "is_linear_input",
+    "is_zero",
+    "lower_function",
+    "output_aval",
+    "set_batching",
+    "set_dce",
+    "set_jvp",
+    "set_lowering",
+    "set_transpose",
+    "zero_like",
+]
+
+
+def set_jvp(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Set the forward-mode rule, rule(primals, tangents, **params)."""
+    ad.primitive_jvps[primitive] = rule
+
+
+def set_transpose(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Set the transposition rule, rule(cotangents, *args, **params)."""
+    ad.primitive_transposes[primitive] = rule
+
+
+def set_batching(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Set the batching rule, rule(args, axes, **params); an axis may be None."""
+    batching.primitive_batchers[primitive] = rule
+
+
+def set_dce(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Set the rule that drops unused results, rule(used_outputs, equation)."""
+    pe.dce_rules[primitive] = rule
+
+
+def set_lowering(
+    primitive: Primitive, rule: Callable[..., Any], platform: str | None = None
+) -> None:
+    """Set the lowering rule for one platform, or the default for all others."""
+    mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def lower_function(function: Callable[..., Sequence[jax.Array]]) -> Callable[..., Any]:
+    """Return a lowering rule that inlines what a function of arrays computes."""
+    return mlir.lower_fun(function, multiple_results=True)
+
+
+def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
+    """Yield the jaxprs among an equation's parameters (loop bodies, branches, ...)."""
+    return jaxprs_in_params(params)
+
+
+def is_zero(tangent: object) -> bool:
+    """Whether a tangent or cotangent is symbolically zero."""
+    return isinstance(tangent, ad.Zero)
+
+
+def instantiate_zero(tangent: Any) -> jax.Array:
+    """Return the array that a tangent or cotangent stands for."""
+    return ad.instantiate_zeros(tangent)
+
+
+def zero_like(x: object) -> Any:
+    """Return the symbolic zero tangent of a value."""
+    return ad.Zero(jax.typeof(x).to_tangent_aval())
+
+
+def is_linear_input(x: object) -> bool:
+    """Whether an argument of a transposition rule is what it is linear in."""
+    return ad.is_undefined_primal(x)
+
+
+def output_aval(
+    shape: tuple[int, ...], dtype: np.dtype, operands: Sequence[Any]
+) -> ShapedArray:
+    """Return the type of a result; inside shard_map it varies as the operands do."""
+    axes = [aval.manual_axis_type for aval in operands]
+    varying = max(axes, key=lambda a: len(a.varying), default=None)
+    if varying is None or not varying.varying:
+        return ShapedArray(shape, dtype)
+    return ShapedArray(shape, dtype, manual_axis_type=varying)

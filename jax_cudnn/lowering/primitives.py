@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The graph primitive and its linear companion: differentiation and batching.
+
+``graph_p`` computes a graph. Its jvp rule binds the graph with residuals and
+``linear_p``, which maps tangents to tangents and is linear in them. Transposing
+``linear_p`` binds the gradient graph, again under ``graph_p``: a reverse-mode gradient
+is two cuDNN graphs. Every other derivative (forward mode, second order) comes from the
+reference, through ``linear_p``'s own lowering and jvp rule.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_cudnn.config import Options
+from jax_cudnn.graph import Graph, kind_named
+from jax_cudnn.graph.kinds import Derivative
+from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.fold import Fold, fold_graph
+from jax_cudnn.reference import evaluate
+from jax_cudnn.reference.interpreter import jax_dtype
+
+graph_p = _jax.Primitive("cudnn_graph")
+linear_p = _jax.Primitive("cudnn_graph_jvp")
+graph_p.multiple_results = True
+linear_p.multiple_results = True
+
+
+def run_graph(
+    graph: Graph, operands: Sequence[jax.Array], options: Options
+) -> list[jax.Array]:
+    """Return the graph's results; differentiable, batchable, on any platform."""
+    return graph_p.bind(*operands, graph=graph, options=options)
+
+
+def subprograms(jaxpr: Any) -> Iterator[tuple[Graph, Options, bool]]:
+    """Yield the graphs of a jaxpr and its inner ones, with whether it is linear_p's."""
+    for equation in jaxpr.eqns:
+        if equation.primitive in (graph_p, linear_p):
+            params = equation.params
+            is_linear = equation.primitive is linear_p
+            yield params["graph"], params["options"], is_linear
+        for inner in _jax.inner_jaxprs(equation.params):
+            yield from subprograms(inner)
+
+
+# --- evaluation and types -------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _jitted(primitive: Any, **params: Any) -> Callable[..., Any]:
+    return jax.jit(functools.partial(primitive.bind, **params))
+
+
+def _eager(primitive: Any) -> Callable[..., Any]:
+    return lambda *operands, **params: _jitted(primitive, **params)(*operands)
+
+
+def _result_avals(graph: Graph, operands: Sequence[Any]) -> list[Any]:
+    return [
+        _jax.output_aval(t.stored_shape, jax_dtype(t.dtype), operands)
+        for t in graph.output_tensors
+    ]
+
+
+def _graph_avals(*operands: Any, graph: Graph, options: Options) -> list[Any]:
+    del options
+    for tensor, aval in zip(graph.input_tensors, operands, strict=True):
+        expected = (tensor.stored_shape, jax_dtype(tensor.dtype))
+        assert (aval.shape, aval.dtype) == expected, (tensor, aval)
+    return _result_avals(graph, operands)
+
+
+def _linear_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
+    return _result_avals(graph, operands)
+
+
+# --- forward mode ---------------------------------------------------------------------
+
+
+def _derivative(graph: Graph) -> Derivative | None:
+    node = graph.sole_node()
+    return None if node is None else kind_named(node.kind).derivative
+
+
+def _graph_jvp(
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+    *,
+    graph: Graph,
+    options: Options,
+) -> tuple[list[jax.Array], list[Any]]:
+    derivative = _derivative(graph)
+    full = graph if derivative is None else derivative.with_residuals(graph)
+    results = run_graph(full, primals, options)
+    wanted = tuple(not _jax.is_zero(t) for t in tangents)
+    outputs = results[: len(graph.outputs)]
+    if not any(wanted):
+        return outputs, [_jax.zero_like(x) for x in outputs]
+    # Named, so that remat policies such as save_only_these_names can keep them.
+    saved = (
+        []
+        if derivative is None
+        else [
+            checkpoint_name(x, f"cudnn_{full.nodes[0].kind}_{name}")
+            for x, name in zip(results, full.outputs, strict=True)
+        ]
+    )
+    tangents_out = linear_p.bind(
+        *primals,
+        *saved,
+        *(t for t in tangents if not _jax.is_zero(t)),
+        graph=graph,
+        wanted=wanted,
+        options=options,
+    )
+    outputs = saved[: len(outputs)] if saved else outputs
+    return outputs, tangents_out
+
+
+def _split(
+    args: Sequence[Any], wanted: tuple[bool, ...]
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """Split linear_p's arguments into primals, saved results and tangents."""
+    primal_count, tangent_count = len(wanted), sum(wanted)
+    end = len(args) - tangent_count
+    return list(args[:primal_count]), list(args[primal_count:end]), list(args[end:])
+
+
+def _reference_tangents(
+    graph: Graph,
+    wanted: tuple[bool, ...],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[jax.Array],
+) -> tuple[jax.Array, ...]:
+    """Return the derivative of the reference at `primals` along `tangents`."""
+    moving = [x for x, is_wanted in zip(primals, wanted, strict=True) if is_wanted]
+
+    def function(*moving: jax.Array) -> tuple[jax.Array, ...]:
+        remaining = iter(moving)
+        return evaluate(
+            graph,
+            [
+                next(remaining) if is_wanted else x
+                for x, is_wanted in zip(primals, wanted, strict=True)
+            ],
+        )
+
+    return jax.jvp(function, tuple(moving), tuple(tangents))[1]
+
+
+def _linear_by_reference(
+    *args: jax.Array, graph: Graph, wanted: tuple[bool, ...], options: Options
+) -> tuple[jax.Array, ...]:
+    del options
+    primals, _, tangents = _split(args, wanted)
+    return _reference_tangents(graph, wanted, primals, tangents)
+
+
+def _linear_jvp(
+    primals: Sequence[jax.Array], tangents: Sequence[Any], **params: Any
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    # The saved results do not enter: they are functions of the primals, through which
+    # the reference is differentiated already.
+    moving = [i for i, t in enumerate(tangents) if not _jax.is_zero(t)]
+
+    def function(*values: jax.Array) -> tuple[jax.Array, ...]:
+        args = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            args[i] = value
+        return _linear_by_reference(*args, **params)
+
+    return jax.jvp(
+        function,
+        tuple(primals[i] for i in moving),
+        tuple(tangents[i] for i in moving),
+    )
+
+
+# --- reverse mode ---------------------------------------------------------------------
+
+
+def _linear_transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    graph: Graph,
+    wanted: tuple[bool, ...],
+    options: Options,
+) -> list[Any]:
+    primals, saved, tangents = _split(args, wanted)
+    derivative = _derivative(graph)
+    if all(_jax.is_zero(ct) for ct in cotangents):
+        gradients: list[Any] = [
+            _jax.zero_like(x) for x, w in zip(primals, wanted, strict=True) if w
+        ]
+    elif derivative is None:
+        gradients = _transpose_reference(graph, wanted, primals, cotangents)
+    else:
+        gradients = _run_backward(
+            derivative, graph, wanted, options, primals, saved, cotangents
+        )
+    kept = [
+        gradient if _jax.is_linear_input(tangent) else None
+        for gradient, tangent in zip(gradients, tangents, strict=True)
+    ]
+    return [None] * (len(primals) + len(saved)) + kept
+
+
+def _transpose_reference(
+    graph: Graph,
+    wanted: tuple[bool, ...],
+    primals: Sequence[jax.Array],
+    cotangents: Sequence[Any],
+) -> list[jax.Array]:
+    function = functools.partial(_reference_tangents, graph, wanted, primals)
+    moving = [x for x, is_wanted in zip(primals, wanted, strict=True) if is_wanted]
+    transposed = jax.linear_transpose(lambda *tangents: function(tangents), *moving)
+    return list(transposed(tuple(_jax.instantiate_zero(ct) for ct in cotangents)))
+
+
+def _run_backward(
+    derivative: Derivative,
+    graph: Graph,
+    wanted: tuple[bool, ...],
+    options: Options,
+    primals: Sequence[jax.Array],
+    saved: Sequence[jax.Array],
+    cotangents: Sequence[Any],
+) -> list[jax.Array]:
+    nonzero = tuple(not _jax.is_zero(ct) for ct in cotangents)
+    backward = derivative.backward(graph, wanted, nonzero)
+    sources: dict[str, Sequence[Any]] = {
+        "input": primals,
+        "output": saved,
+        "cotangent": cotangents,
+    }
+    operands = [
+        _jax.instantiate_zero(sources[source][index])
+        for source, index in backward.operands
+    ]
+    results = run_graph(backward.graph, operands, options)
+    by_input = dict(zip(backward.gradients, results, strict=True))
+    return [by_input[i] for i, is_wanted in enumerate(wanted) if is_wanted]
+
+
+# --- batching -------------------------------------------------------------------------
+
+
+def _axis_size(args: Sequence[jax.Array], axes: Sequence[int | None]) -> int:
+    return next(
+        x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None
+    )
+
+
+def _graph_batch(
+    args: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    graph: Graph,
+    options: Options,
+) -> tuple[list[jax.Array], list[int]]:
+    is_batched = tuple(axis is not None for axis in axes)
+    fold = fold_graph(graph, _axis_size(args, axes), is_batched)
+    operands = [
+        fold.input(i, x, axis) for i, (x, axis) in enumerate(zip(args, axes, strict=True))
+    ]
+    results = run_graph(fold.graph, operands, options)
+    return [fold.output(i, x) for i, x in enumerate(results)], [0] * len(results)
+
+
+def _linear_batch(
+    args: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    graph: Graph,
+    wanted: tuple[bool, ...],
+    options: Options,
+) -> tuple[list[jax.Array], list[int]]:
+    primals, saved, tangents = _split(args, wanted)
+    primal_axes, saved_axes, tangent_axes = _split(axes, wanted)
+    moving = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    is_batched = [axis is not None for axis in primal_axes]
+    for i, axis in zip(moving, tangent_axes, strict=True):
+        is_batched[i] |= axis is not None
+    # Results saved with an example axis need operands that have it as well.
+    if any(axis is not None for axis in saved_axes) and not any(is_batched):
+        is_batched[moving[0]] = True
+    fold = fold_graph(graph, _axis_size(args, axes), tuple(is_batched))
+    results = linear_p.bind(
+        *(
+            fold.input(i, x, axis)
+            for i, (x, axis) in enumerate(zip(primals, primal_axes, strict=True))
+        ),
+        *_fold_saved(graph, fold, saved, saved_axes),
+        *(
+            fold.input(i, x, axis)
+            for i, x, axis in zip(moving, tangents, tangent_axes, strict=True)
+        ),
+        graph=fold.graph,
+        wanted=wanted,
+        options=options,
+    )
+    return [fold.output(i, x) for i, x in enumerate(results)], [0] * len(results)
+
+
+def _fold_saved(
+    graph: Graph,
+    fold: Fold,
+    saved: Sequence[jax.Array],
+    axes: Sequence[int | None],
+) -> list[jax.Array]:
+    derivative = _derivative(graph)
+    if derivative is None:
+        return []
+    tensors = derivative.with_residuals(graph).output_tensors
+    return [
+        fold.fold_array(tensor, x, axis)
+        for tensor, x, axis in zip(tensors, saved, axes, strict=True)
+    ]
+
+
+# --- registration ---------------------------------------------------------------------
+
+graph_p.def_impl(_eager(graph_p))
+graph_p.def_abstract_eval(_graph_avals)
+_jax.set_jvp(graph_p, _graph_jvp)
+_jax.set_batching(graph_p, _graph_batch)
+
+linear_p.def_impl(_eager(linear_p))
+linear_p.def_abstract_eval(_linear_avals)
+_jax.set_jvp(linear_p, _linear_jvp)
+_jax.set_transpose(linear_p, _linear_transpose)
+_jax.set_batching(linear_p, _linear_batch)
+_jax.set_lowering(linear_p, _jax.lower_function(_linear_by_reference))
