@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The public operations, one a module: argument checks, docstring, graph."""

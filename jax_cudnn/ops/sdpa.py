@@ -1,0 +1,360 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.sdpa`: checks the arguments of attention and builds its graph."""
+
+import math
+from typing import Literal, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, Options
+from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
+from jax_cudnn.graph.sdpa import broadcasts_to
+from jax_cudnn.lowering import run_graph
+from jax_cudnn.reference.interpreter import dtype_name
+
+# Stored (b, s, h, d) for logical (b, h, s, d).
+_BSHD = (0, 2, 1, 3)
+_PLAIN = (0, 1, 2, 3)
+_DTYPES = ("bf16", "f16", "f32", "f64")
+
+
+class _Operands(NamedTuple):
+    """The operands with a batch axis; absent ones are None."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    bias: jax.Array | None
+    mask: jax.Array | None
+    query_lengths: jax.Array | None
+    key_lengths: jax.Array | None
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    implementation: Implementation = ...,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    implementation: Implementation = ...,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    implementation: Implementation = "auto",
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Return scaled dot-product attention, through cuDNN on NVIDIA GPUs.
+
+    A drop-in for :func:`jax.nn.dot_product_attention`. For each batch entry and head,
+
+    .. math::
+
+        S_{st} = \mathrm{scale} \sum_d Q_{sd} K_{td} + \mathrm{bias}_{st}, \qquad
+        O_{se} = \sum_t \frac{e^{S_{st}}}{\sum_{t'} e^{S_{st'}}} V_{te}
+
+    where the sums over t take only the keys that query s may see: those that `mask`
+    allows, with t <= s if `is_causal` (top-left alignment, also where the lengths
+    differ), and t below the entry's key length. Scores, softmax and sums are kept in
+    f32 (f64 for f64 operands); the result is rounded once. A query that sees no key,
+    or lies at or past its query length, gives 0 with gradient 0.
+
+    All of JAX's transformations apply. First-order reverse mode runs cuDNN's backward
+    kernel; forward mode and higher orders run the jax.numpy reference.
+
+    Axis letters: b batch, s query length, t key length, h query heads, k key heads,
+    d head size, e value head size.
+
+    Args:
+      query: (b, s, h, d) or (s, h, d); bf16, f16, f32 or f64.
+      key: (b, t, k, d) or (t, k, d), of query's dtype. h must be a multiple of k:
+        each key head serves h/k consecutive query heads (GQA; MQA for k = 1).
+      value: (b, t, k, e) or (t, k, e), of query's dtype; e may differ from d.
+      bias: added to the scaled scores; broadcasts to (b, h, s, t), fewer axes are
+        added in front; any float dtype. Differentiable. Default None: nothing added.
+      mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Default
+        None: every key is seen.
+      scale: a Python number, multiplies the scores. Default None: 1/sqrt(d).
+      is_causal: whether query s sees keys 0 to s only. Default False.
+      query_seq_lengths: integers (b,); queries at or past it are padding. Default
+        None: s.
+      key_value_seq_lengths: integers (b,); keys at or past it are padding. Default
+        None: t. Lengths below 0 count as 0, above the axis as the whole axis.
+      implementation: "auto" (default) uses cuDNN where it has a plan and XLA
+        elsewhere (why is logged at INFO by the logger "jax_cudnn"); "cudnn" raises
+        where cuDNN has none; "xla" never touches cuDNN. On other platforms than CUDA
+        all three run XLA.
+      return_residual: whether to return the log-sum-exp of the scores as well.
+        Default False.
+
+    Returns:
+      (b, s, h, e) or (s, h, e), of query's dtype. With `return_residual` a pair of
+      that and the natural-log log-sum-exp, (b, s, h) or (s, h), f32 (f64 for f64),
+      -inf for queries that see no key; it is differentiable.
+
+    Raises:
+      ValueError: shapes that do not fit, heads that do not divide, an unknown
+        `implementation`, a `scale` that is not finite.
+      TypeError: dtypes that are not taken or differ, a `mask` that is not bool, a
+        `scale` that is not a Python number.
+      UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
+        when the function is compiled for a GPU).
+      LibraryError: likewise, where cuDNN itself is missing or too old.
+
+    Notes:
+      cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN 9.12 on; head
+      sizes that are not multiples of 8 are padded. Its backward takes head sizes up to
+      256 on sm_90 and 128 on sm_80 (NVIDIA cuDNN frontend, "Attention" support
+      matrix). f32 and f64 run with XLA on every platform: cuDNN has no f32 attention
+      plans (asked of 9.19, 9.27). The gradient of an f32 bias is computed by XLA, since
+      cuDNN gives it in the operands' dtype only.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_cudnn
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
+      >>> jax_cudnn.sdpa(q, k, v, is_causal=True).shape
+      (2, 5, 4, 8)
+    """
+    options = Options(implementation=implementation)
+    operands, has_batch = _canonicalize(
+        query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
+    )
+    d = operands.query.shape[3]
+    graph = sdpa_graph(
+        {
+            role: _tensor(role, operand)
+            for role, operand in operands._asdict().items()
+            if operand is not None
+        },
+        attributes=SdpaAttributes(
+            scale=_check_scale(scale, d), is_causal=_check_flag("is_causal", is_causal)
+        ),
+        output_order=_BSHD,
+        with_stats=_check_flag("return_residual", return_residual),
+    )
+    results = run_graph(graph, [x for x in operands if x is not None], options)
+    output = results[0] if has_batch else results[0][0]
+    if not return_residual:
+        return output
+    residual = jnp.transpose(results[1][..., 0], (0, 2, 1))
+    return output, residual if has_batch else residual[0]
+
+
+def _tensor(role: str, stored: jax.Array) -> Tensor:
+    order = _BSHD if role in ("query", "key", "value") else _PLAIN
+    dims = tuple(stored.shape[order.index(axis)] for axis in range(4))
+    dtype = dtype_name(stored.dtype)
+    assert dtype is not None
+    return Tensor(name=role, dtype=dtype, dims=dims, order=order)  # type: ignore[arg-type]
+
+
+# --- checks ---------------------------------------------------------------------------
+
+
+def _describe(x: jax.Array) -> str:
+    name = dtype_name(x.dtype) or str(x.dtype)
+    return f"{name}[{','.join(map(str, x.shape))}]"
+
+
+def _check_scale(scale: float | None, d: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(d) if d else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
+        raise TypeError(
+            f"sdpa: scale is {type(scale).__name__}. It must be a Python number, since "
+            "it is part of the compiled program. Multiply query by a traced scale."
+        )
+    if not math.isfinite(scale):
+        raise ValueError(f"sdpa: scale={scale} is not finite. Pass a finite number.")
+    return float(scale)
+
+
+def _check_flag(name: str, value: bool) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"sdpa: {name} is {type(value).__name__}. It must be True or False, since "
+            "it is part of the compiled program."
+        )
+    return bool(value)
+
+
+def _canonicalize(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None,
+    mask: ArrayLike | None,
+    query_seq_lengths: ArrayLike | None,
+    key_value_seq_lengths: ArrayLike | None,
+) -> tuple[_Operands, bool]:
+    """Check the operands together and give each its batch axis and dtype."""
+    q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    _check_dtypes(q, k, v)
+    has_batch = _check_ranks(q, k, v)
+    if not has_batch:
+        q, k, v = q[None], k[None], v[None]
+    _check_shapes(q, k, v)
+    b, s, h, _ = q.shape
+    t = k.shape[1]
+    scores = (b, h, s, t)
+    return (
+        _Operands(
+            query=q,
+            key=k,
+            value=v,
+            bias=_check_bias(bias, scores),
+            mask=_check_mask(mask, scores),
+            query_lengths=_check_lengths("query_seq_lengths", query_seq_lengths, b),
+            key_lengths=_check_lengths(
+                "key_value_seq_lengths", key_value_seq_lengths, b
+            ),
+        ),
+        has_batch,
+    )
+
+
+def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    if dtype_name(q.dtype) not in _DTYPES:
+        raise TypeError(
+            f"sdpa: query is {_describe(q)}. Supported dtypes are {', '.join(_DTYPES)}. "
+            "Convert query, key and value to one of them."
+        )
+    for name, x in (("key", k), ("value", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"sdpa: {name} is {_describe(x)} but query is {_describe(q)}. All three "
+                f"must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
+            )
+
+
+def _check_ranks(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if x.ndim not in (3, 4) or x.ndim != q.ndim:
+            raise ValueError(
+                f"sdpa: {name} is {_describe(x)}, of rank {x.ndim}; query is "
+                f"{_describe(q)}. query, key and value must all be (batch, length, "
+                "heads, head size) or all (length, heads, head size). Use jax.vmap or "
+                "reshape for more batch axes."
+            )
+    return q.ndim == 4
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    shapes = f"query is {_describe(q)}, key {_describe(k)}, value {_describe(v)}"
+    if not q.shape[0] == k.shape[0] == v.shape[0]:
+        raise ValueError(
+            f"sdpa: batch sizes differ: {shapes}. They must be equal. Broadcast, or "
+            "use jax.vmap with in_axes=None for the shared operand."
+        )
+    if k.shape[1] != v.shape[1]:
+        raise ValueError(
+            f"sdpa: key has length {k.shape[1]} but value {v.shape[1]}: {shapes}. They "
+            "must be equal."
+        )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"sdpa: query has head size {q.shape[3]} but key {k.shape[3]}: {shapes}. "
+            "They must be equal; value's may differ."
+        )
+    if k.shape[2] != v.shape[2]:
+        raise ValueError(
+            f"sdpa: key has {k.shape[2]} heads but value {v.shape[2]}: {shapes}. They "
+            "must be equal."
+        )
+    h, heads = q.shape[2], k.shape[2]
+    if (heads == 0) != (h == 0) or (heads and h % heads):
+        raise ValueError(
+            f"sdpa: {h} query heads are not a multiple of {heads} key heads: {shapes}. "
+            "Repeat key and value heads, or change the number of query heads."
+        )
+
+
+def _check_bias(bias: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | None:
+    if bias is None:
+        return None
+    array = jnp.asarray(bias)
+    if dtype_name(array.dtype) not in _DTYPES:
+        raise TypeError(
+            f"sdpa: bias is {_describe(array)}. Supported dtypes are "
+            f"{', '.join(_DTYPES)}. Pass a boolean array as mask instead."
+        )
+    return _check_scores_like("bias", array, scores)
+
+
+def _check_mask(mask: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | None:
+    if mask is None:
+        return None
+    array = jnp.asarray(mask)
+    if array.dtype != jnp.bool_:
+        raise TypeError(
+            f"sdpa: mask is {_describe(array)}. It must be bool, True where a query may "
+            "see a key. Pass an additive mask as bias, or convert with mask != 0."
+        )
+    return _check_scores_like("mask", array, scores)
+
+
+def _check_scores_like(
+    name: str, array: jax.Array, scores: tuple[int, ...]
+) -> jax.Array:
+    padded = (1,) * (4 - array.ndim) + array.shape
+    if array.ndim > 4 or not broadcasts_to(padded, scores):
+        raise ValueError(
+            f"sdpa: {name} is {_describe(array)}, which does not broadcast to (batch, "
+            f"heads, query length, key length) = {list(scores)}. Each of its axes must "
+            "be 1 or the full size."
+        )
+    return jnp.reshape(array, padded)
+
+
+def _check_lengths(name: str, lengths: ArrayLike | None, b: int) -> jax.Array | None:
+    if lengths is None:
+        return None
+    array = jnp.asarray(lengths)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"sdpa: {name} is {_describe(array)}. Lengths must be integers. Convert "
+            "them to int32."
+        )
+    if array.shape != (b,):
+        raise ValueError(
+            f"sdpa: {name} is {_describe(array)}. It must have one length per batch "
+            f"entry, shape [{b}]."
+        )
+    return jnp.reshape(array.astype(jnp.int32), (b, 1, 1, 1))

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plans.inspect`: the cuDNN calls in a function, who runs each, with which plan."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_cudnn.config import Options
+from jax_cudnn.graph import Graph
+from jax_cudnn.lowering import decide, subprograms
+from jax_cudnn.lowering.cuda import Decision, local_target
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One distinct graph of a function.
+
+    ``op`` is its node kind, ``shapes`` its operands as stored, ``count`` how often the
+    traced program holds it (a loop's body counts once). ``implementation`` is "cudnn"
+    or "xla"; ``plan`` names cuDNN's plan and ``workspace_bytes`` its scratch memory,
+    None where XLA runs it or no GPU is here to plan for. ``reasons`` says, a sentence
+    each, why cuDNN does not run it, or does not run all of it.
+    """
+
+    op: str
+    shapes: str
+    count: int
+    implementation: str
+    plan: str | None
+    workspace_bytes: int | None
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What ``inspect`` found; ``str`` of it is a table."""
+
+    device: str
+    calls: tuple[Call, ...]
+
+    def __str__(self) -> str:
+        rows = [("op", "count", "operands", "runs on", "plan", "workspace")]
+        rows += [
+            (
+                call.op,
+                str(call.count),
+                call.shapes,
+                call.implementation,
+                call.plan or "-",
+                "-" if call.workspace_bytes is None else f"{call.workspace_bytes:,} B",
+            )
+            for call in self.calls
+        ]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+        lines = [f"cuDNN calls on {self.device}"]
+        for row in rows:
+            cells = (cell.ljust(w) for cell, w in zip(row, widths, strict=True))
+            lines.append("  ".join(cells).rstrip())
+        for call in self.calls:
+            lines += [f"{call.op}: {reason}" for reason in call.reasons]
+        return "\n".join(lines)
+
+
+def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+    """Return every cuDNN call that ``function(*args, **kwargs)`` makes, and its plan.
+
+    Traces the function (which may be jitted, or a gradient) without running it, and
+    asks for each graph what the compiler asks: on a machine with an NVIDIA GPU the
+    plans are built and stay cached for the run that follows. Arguments may be arrays
+    or ``jax.ShapeDtypeStruct``.
+
+    Returns:
+      A ``Report`` with one ``Call`` per distinct graph, in order of appearance;
+      forward-mode and second-order parts, which always run as XLA's own code, are
+      listed as op "...:derivative".
+    """
+    local = local_target()
+    traced = jax.jit(function).trace(*args, **kwargs)
+    found: Counter[tuple[Graph, Options, bool]] = Counter(subprograms(traced.jaxpr))
+    return Report(
+        device="XLA only (no CUDA device)" if local is None else local[1].name,
+        calls=tuple(
+            _call(graph, options, is_linear, count, has_gpu=local is not None)
+            for (graph, options, is_linear), count in found.items()
+        ),
+    )
+
+
+def _call(
+    graph: Graph, options: Options, is_linear: bool, count: int, *, has_gpu: bool
+) -> Call:
+    op = "+".join(node.kind for node in graph.nodes)
+    decision = _decision(graph, options, is_linear, has_gpu=has_gpu)
+    legal, plan = decision.legal, decision.plan
+    return Call(
+        op=f"{op}:derivative" if is_linear else op,
+        shapes=", ".join(
+            f"{t.dtype}[{','.join(map(str, t.stored_shape))}]"
+            for t in graph.input_tensors
+        ),
+        count=count,
+        implementation="xla" if legal is None else "cudnn",
+        plan=None if plan is None else plan.name,
+        workspace_bytes=None if plan is None else plan.workspace_bytes,
+        reasons=decision.reasons if legal is None else legal.notes,
+    )
+
+
+def _decision(
+    graph: Graph, options: Options, is_linear: bool, *, has_gpu: bool
+) -> Decision:
+    if is_linear:
+        return Decision(reasons=("forward mode and second order run the reference",))
+    if not has_gpu:
+        return Decision(reasons=("this machine has no CUDA device",))
+    return decide(graph, options)
+
