@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVIDIA cuDNN's graph API under JAX's transformations."""
 
+from jax.export import DisabledSafetyCheck
+
 from jax_cudnn import native as _native
+from jax_cudnn import plans
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.ops.sdpa import sdpa
 
@@ -9,4 +12,19 @@ __version__ = "0.1.0"
 
 _native.register_targets()
 
-__all__ = ["GraphError", "LibraryError", "UnsupportedError", "__version__", "sdpa"]
+# What `jax.export.export(f, disabled_checks=...)` needs to accept our custom calls:
+# their meaning is kept between releases, or refused with the schema number.
+EXPORT_SAFETY_CHECKS = (
+    DisabledSafetyCheck.custom_call(_native.TARGET_CAPTURED),
+    DisabledSafetyCheck.custom_call(_native.TARGET_SCRATCH),
+)
+
+__all__ = [
+    "EXPORT_SAFETY_CHECKS",
+    "GraphError",
+    "LibraryError",
+    "UnsupportedError",
+    "__version__",
+    "plans",
+    "sdpa",
+]

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options that change the traced program; part of each call, so jit's cache sees them.
-"""
+"""Options that change the traced program; part of each call, so that jit sees them."""
 
 from dataclasses import dataclass
 from typing import Literal, get_args

@@ -57,7 +57,9 @@ def from_json(text: str) -> Graph:
         data = json.loads(
             text, object_pairs_hook=_unique_fields, parse_constant=_refuse_constant
         )
-    except (json.JSONDecodeError, RecursionError) as error:
+    except GraphError:
+        raise
+    except (ValueError, RecursionError) as error:  # more digits than int() takes, too
         raise GraphError(f"graph: not JSON: {error}") from None
     fields = _fields(data, "graph", "inputs", "nodes", "outputs", "schema", "tensors")
     schema = _integer(fields["schema"], "graph.schema")
@@ -101,7 +103,7 @@ def _write(value: object) -> str:
 def _write_float(value: float) -> str:
     if not math.isfinite(value):
         raise GraphError(f"attribute value {value} is not finite")
-    return f"{value:.17g}"
+    return f"{value + 0.0:.17g}"  # -0.0 equals 0.0, so it is written alike
 
 
 def _node_fields(node: Node) -> dict[str, object]:
@@ -240,7 +242,8 @@ def _read_attribute(data: _Json, declared: object, path: str) -> AttributeValue:
     if declared is float:
         if isinstance(data, bool) or not isinstance(data, int | float):
             raise GraphError(f"{path}: expected a number, got {_type_name(data)}")
-        return float(data)
+        # No float is written with so many digits and no exponent as to pass 64 bits.
+        return data if isinstance(data, float) else float(_integer(data, path))
     if declared is str:
         return _string(data, path)
     return _integers(data, path)

@@ -8,7 +8,6 @@ import jax
 
 from jax_cudnn.graph import Graph, Target
 
-
 Arrays = tuple[jax.Array, ...]
 
 

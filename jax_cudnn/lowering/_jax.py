@@ -18,6 +18,8 @@ from jax.interpreters import partial_eval as pe
 
 __all__ = [
     "Primitive",
+    "align_varying",
+    "explicit_sharding",
     "inner_jaxprs",
     "instantiate_zero",
     "is_linear_input",
@@ -90,12 +92,39 @@ def is_linear_input(x: object) -> bool:
     return ad.is_undefined_primal(x)
 
 
+def align_varying(operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Inside shard_map, mark operands that do not vary over an axis as varying.
+
+    Some other operand does, so that the result will; gradients are summed over the
+    axis on the way back.
+    """
+    varying = [jax.typeof(x).manual_axis_type.varying for x in operands]
+    union = frozenset[Any]().union(*varying)
+    return [
+        jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
+        for x, own in zip(operands, varying, strict=True)
+    ]
+
+
+def explicit_sharding(x: jax.Array) -> str | None:
+    """Return the sharding in an array's type, where it names axes of a mesh."""
+    spec = jax.typeof(x).sharding.spec
+    return str(spec) if any(axes is not None for axes in spec) else None
+
+
 def output_aval(
     shape: tuple[int, ...], dtype: np.dtype, operands: Sequence[Any]
 ) -> ShapedArray:
     """Return the type of a result; inside shard_map it varies as the operands do."""
-    axes = [aval.manual_axis_type for aval in operands]
-    varying = max(axes, key=lambda a: len(a.varying), default=None)
-    if varying is None or not varying.varying:
+    like = max(
+        operands, key=lambda aval: len(aval.manual_axis_type.varying), default=None
+    )
+    if like is None or like.sharding.mesh.empty:
         return ShapedArray(shape, dtype)
-    return ShapedArray(shape, dtype, manual_axis_type=varying)
+    replicated = jax.sharding.PartitionSpec(*([None] * len(shape)))
+    return ShapedArray(
+        shape,
+        dtype,
+        sharding=jax.sharding.NamedSharding(like.sharding.mesh, replicated),
+        manual_axis_type=like.manual_axis_type,
+    )

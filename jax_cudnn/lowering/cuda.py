@@ -145,7 +145,8 @@ def _say_once(summary: str, reasons: tuple[str, ...]) -> None:
     _log.info("%s runs with XLA: %s", summary, "; ".join(reasons))
 
 
-_jax.set_lowering(graph_p, _jax.lower_function(
-    lambda *operands, graph, options: evaluate(graph, operands)
-))
+_jax.set_lowering(
+    graph_p,
+    _jax.lower_function(lambda *operands, graph, options: evaluate(graph, operands)),
+)
 _jax.set_lowering(graph_p, _lower_cuda, platform="cuda")

@@ -34,16 +34,12 @@ class Fold:
         """Merge the example axis into the stored place of dimension 0."""
         batch = self.rule.batch
         place = tensor.order.index(0)
-        if axis is None:
-            x = jnp.expand_dims(x, place)
-        else:
-            x = jnp.moveaxis(x, axis, place)
+        shared = axis is None
+        x = jnp.expand_dims(x, place) if shared else jnp.moveaxis(x, axis, place)
         shape = list(x.shape)
         shape[place], shape[place + 1] = self.count, batch
         x = jnp.broadcast_to(x, shape)
-        return jnp.reshape(
-            x, (*shape[:place], self.count * batch, *shape[place + 2 :])
-        )
+        return jnp.reshape(x, (*shape[:place], self.count * batch, *shape[place + 2 :]))
 
     def output(self, index: int, x: jax.Array) -> jax.Array:
         """Return a result of the folded graph with the examples as axis 0."""

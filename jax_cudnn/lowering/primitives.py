@@ -16,6 +16,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_cudnn.config import Options
+from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, kind_named
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
@@ -33,6 +34,15 @@ def run_graph(
     graph: Graph, operands: Sequence[jax.Array], options: Options
 ) -> list[jax.Array]:
     """Return the graph's results; differentiable, batchable, on any platform."""
+    for tensor, x in zip(graph.input_tensors, operands, strict=True):
+        if (sharding := _jax.explicit_sharding(x)) is not None:
+            raise UnsupportedError(
+                f"{tensor.name} is sharded in its type, as {sharding}. A cuDNN call "
+                "runs on one device's share of the operands. Wrap the call in "
+                "jax.shard_map, with batch and heads sharded alike in all operands, or "
+                "use a mesh with AxisType.Auto."
+            )
+    operands = _jax.align_varying(operands)
     return graph_p.bind(*operands, graph=graph, options=options)
 
 
@@ -265,7 +275,8 @@ def _graph_batch(
     is_batched = tuple(axis is not None for axis in axes)
     fold = fold_graph(graph, _axis_size(args, axes), is_batched)
     operands = [
-        fold.input(i, x, axis) for i, (x, axis) in enumerate(zip(args, axes, strict=True))
+        fold.input(i, x, axis)
+        for i, (x, axis) in enumerate(zip(args, axes, strict=True))
     ]
     results = run_graph(fold.graph, operands, options)
     return [fold.output(i, x) for i, x in enumerate(results)], [0] * len(results)

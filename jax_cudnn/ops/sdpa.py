@@ -196,7 +196,9 @@ def _describe(x: jax.Array) -> str:
 def _check_scale(scale: float | None, d: int) -> float:
     if scale is None:
         return 1.0 / math.sqrt(d) if d else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, int | float | np.number):
+    if isinstance(scale, bool) or not isinstance(
+        scale, int | float | np.integer | np.floating
+    ):
         raise TypeError(
             f"sdpa: scale is {type(scale).__name__}. It must be a Python number, since "
             "it is part of the compiled program. Multiply query by a traced scale."
@@ -253,14 +255,14 @@ def _canonicalize(
 def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
     if dtype_name(q.dtype) not in _DTYPES:
         raise TypeError(
-            f"sdpa: query is {_describe(q)}. Supported dtypes are {', '.join(_DTYPES)}. "
-            "Convert query, key and value to one of them."
+            f"sdpa: query is {_describe(q)}. Supported dtypes are "
+            f"{', '.join(_DTYPES)}. Convert query, key and value to one of them."
         )
     for name, x in (("key", k), ("value", v)):
         if x.dtype != q.dtype:
             raise TypeError(
-                f"sdpa: {name} is {_describe(x)} but query is {_describe(q)}. All three "
-                f"must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
+                f"sdpa: {name} is {_describe(x)} but query is {_describe(q)}. All "
+                f"three must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
             )
 
 
@@ -324,8 +326,8 @@ def _check_mask(mask: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | 
     array = jnp.asarray(mask)
     if array.dtype != jnp.bool_:
         raise TypeError(
-            f"sdpa: mask is {_describe(array)}. It must be bool, True where a query may "
-            "see a key. Pass an additive mask as bias, or convert with mask != 0."
+            f"sdpa: mask is {_describe(array)}. It must be bool, True where a query "
+            "may see a key. Pass an additive mask as bias, or convert with mask != 0."
         )
     return _check_scores_like("mask", array, scores)
 

@@ -117,4 +117,3 @@ def _decision(
     if not has_gpu:
         return Decision(reasons=("this machine has no CUDA device",))
     return decide(graph, options)
-

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The steps that turn attention into what cuDNN takes; letters as in graph/sdpa.py.
+
+Each step edits a ``Rewrite``: the tensors that cuDNN sees, and the array work before
+and after the call. legalize/sdpa.py says which steps a graph takes.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import SdpaAttributes, Target, Tensor
+from jax_cudnn.legalize.rewrite import (
+    Env,
+    Rewrite,
+    pad_axis,
+    to_logical,
+    to_stored,
+    where_logical,
+)
+from jax_cudnn.reference.interpreter import jax_dtype
+
+# Added to a hidden score: exp(it - any maximum) is 0, and it is finite in its dtype,
+# so that no inf - inf arises inside the kernel.
+_HIDDEN = {"bf16": -1e30, "f16": -6e4, "f32": -1e30}
+# Stands for the log-sum-exp of a row that sees no key: exp(score - it) is 0.
+_DEAD_STATS = 1e30
+# cuDNN takes head sizes in multiples of 8 for 16-bit types (cudnn-frontend 1.28,
+# scaled_dot_product_flash_attention.h, "hidden_dim should be multiple of 8").
+_HEAD_MULTIPLE = 8
+
+# --- layout ---------------------------------------------------------------------------
+
+
+def keep_layout(rewrite: Rewrite) -> None:
+    """Bring the last axis to the end of storage, where cuDNN wants stride 1."""
+    for table in (rewrite.inputs, rewrite.outputs):
+        for role, tensor in table.items():
+            if tensor.order[-1] != 3 and role not in _HANDLED_HERE:
+                _restore(rewrite, table, role, tensor)
+
+
+# Operands that cuDNN does not see as they are.
+_HANDLED_HERE = ("mask", "query_lengths", "key_lengths")
+
+
+def _restore(
+    rewrite: Rewrite, table: dict[str, Tensor], role: str, tensor: Tensor
+) -> None:
+    order = (*(axis for axis in tensor.order if axis != 3), 3)
+    table[role] = replace(tensor, order=order)
+    there = tuple(tensor.order.index(axis) for axis in order)
+    back = tuple(order.index(axis) for axis in tensor.order)
+    if table is rewrite.inputs:
+
+        def before(env: Env) -> None:
+            env[role] = jnp.transpose(env[role], there)
+
+        rewrite.before.append(before)
+    else:
+
+        def after(_: Env, results: Env) -> None:
+            results[role] = jnp.transpose(results[role], back)
+
+        rewrite.after.append(after)
+
+
+def _attributes(rewrite: Rewrite) -> SdpaAttributes:
+    assert isinstance(rewrite.attributes, SdpaAttributes)
+    return rewrite.attributes
+
+
+# --- rows that see no key -------------------------------------------------------------
+
+
+def hide_dead_rows(rewrite: Rewrite) -> None:
+    """Give dead rows and hidden positions their defined result: 0, or -inf for stats.
+
+    cuDNN leaves rows past a length as they were or as its version likes, and rows
+    without keys as a mean of hidden values. Gradients must flow to neither: a huge
+    log-sum-exp makes every probability of the row 0.
+    """
+    original = dict(rewrite.inputs)
+    if not {"mask", "query_lengths", "key_lengths"} & set(original):
+        return
+    outputs = dict(rewrite.outputs)
+
+    def before(env: Env) -> None:
+        for role, fill in (("stats", _DEAD_STATS), ("grad_stats", 0)):
+            if role in env:
+                is_live = _live_rows(rewrite, original, env)
+                env[role] = where_logical(original[role], is_live, env[role], fill)
+
+    def after(env: Env, results: Env) -> None:
+        for role, fill in (("output", 0), ("stats", -jnp.inf)):
+            if role in results:
+                is_live = _live_rows(rewrite, original, env)
+                results[role] = where_logical(
+                    outputs[role], is_live, results[role], fill
+                )
+        for length, sequence in (("query_lengths", "query"), ("key_lengths", "key")):
+            if length not in env:
+                continue
+            positions = _positions(original[sequence].dims[2])
+            is_inside = positions < to_logical(original[length], env[length])
+            for role in _GRADIENTS_ALONG[sequence]:
+                if role in results:
+                    results[role] = where_logical(
+                        outputs[role], is_inside, results[role], 0
+                    )
+
+    rewrite.before.append(before)
+    rewrite.after.append(after)
+
+
+_GRADIENTS_ALONG = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
+
+
+def _positions(count: int) -> jax.Array:
+    return jnp.arange(count, dtype=jnp.int32)[None, None, :, None]
+
+
+def _live_rows(rewrite: Rewrite, tensors: Mapping[str, Tensor], env: Env) -> jax.Array:
+    """Return, as (b|1, h|1, s|1, 1), whether a row has a key to see and is in range."""
+    _, _, s, _ = tensors["query"].dims
+    t = tensors["key"].dims[2]
+    is_live = jnp.ones((1, 1, 1, 1), bool)
+    if "mask" in env:
+        is_visible = to_logical(tensors["mask"], env["mask"])
+        columns = jnp.arange(t, dtype=jnp.int32)[None, None, None, :]
+        if _attributes(rewrite).is_causal:
+            is_visible = is_visible & (columns <= _positions(s))
+        if "key_lengths" in env:
+            lengths = to_logical(tensors["key_lengths"], env["key_lengths"])
+            is_visible = is_visible & (columns < lengths)
+        is_live = jnp.any(is_visible, axis=3, keepdims=True)
+    elif "key_lengths" in env:
+        is_live = to_logical(tensors["key_lengths"], env["key_lengths"]) > 0
+    if "query_lengths" in env:
+        lengths = to_logical(tensors["query_lengths"], env["query_lengths"])
+        is_live = is_live & (_positions(s) < lengths)
+    return is_live
+
+
+# --- masks, lengths and bias ----------------------------------------------------------
+
+
+def complete_bias(rewrite: Rewrite) -> None:
+    """Turn mask and bias into one bias with full rows and columns.
+
+    cuDNN plans a bias of size 1 along s or t and gets it wrong: outputs, log-sum-exps
+    and all gradients, depending on the pattern (seen with 9.19 on an H200, every
+    engine; tests/gpu has the cases). Size 1 along b and h is right. The gradient is
+    summed back afterwards.
+    """
+    given = [rewrite.inputs[r] for r in ("bias", "mask") if r in rewrite.inputs]
+    if not given:
+        return
+    query, key = rewrite.inputs["query"], rewrite.inputs["key"]
+    b, h = (max(tensor.dims[axis] for tensor in given) for axis in (0, 1))
+    dims = (b, h, query.dims[2], key.dims[2])
+    bias, mask = rewrite.inputs.get("bias"), rewrite.inputs.pop("mask", None)
+    if mask is None and bias is not None and bias.dims == dims:
+        return
+    dtype = query.dtype if bias is None else bias.dtype
+    rewrite.inputs["bias"] = Tensor(
+        name="bias", dtype=dtype, dims=dims, order=(0, 1, 2, 3)
+    )
+
+    def before(env: Env) -> None:
+        total = jnp.zeros((1, 1, 1, 1), jax_dtype(dtype))
+        if bias is not None:
+            total = to_logical(bias, env["bias"])
+        if mask is not None:
+            hidden = jnp.asarray(_HIDDEN[dtype], total.dtype)
+            total = jnp.where(to_logical(mask, env.pop("mask")), total, hidden)
+        env["bias"] = jnp.broadcast_to(total, dims)
+
+    rewrite.before.append(before)
+    if "grad_bias" in rewrite.outputs:
+        assert bias is not None
+        _sum_bias_gradient(rewrite, bias, dims)
+
+
+def _sum_bias_gradient(rewrite: Rewrite, bias: Tensor, dims: tuple[int, ...]) -> None:
+    """Have cuDNN compute dbias with larger `dims` and sum it to those of the bias."""
+    axes = tuple(
+        i for i, (x, y) in enumerate(zip(bias.dims, dims, strict=True)) if x != y
+    )
+    rewrite.outputs["grad_bias"] = Tensor(
+        name="grad_bias", dtype=bias.dtype, dims=dims, order=(0, 1, 2, 3)
+    )
+
+    def after(_: Env, results: Env) -> None:
+        total = results["grad_bias"]
+        if axes:
+            total = jnp.sum(total, axis=axes, keepdims=True, dtype=jnp.float32)
+        results["grad_bias"] = to_stored(bias, total.astype(jax_dtype(bias.dtype)))
+
+    rewrite.after.append(after)
+
+
+def complete_lengths(rewrite: Rewrite, target: Target | None) -> None:
+    """Give cuDNN both lengths or none, at least one key, and keys it can handle."""
+    query, key = rewrite.inputs["query"], rewrite.inputs["key"]
+    b, s, t = query.dims[0], query.dims[2], key.dims[2]
+    given = {r for r in ("query_lengths", "key_lengths") if r in rewrite.inputs}
+    if not given and not _needs_lengths(t, target):
+        return
+    for role in ("query_lengths", "key_lengths"):
+        rewrite.inputs[role] = Tensor(
+            name=role, dtype="i32", dims=(b, 1, 1, 1), order=(0, 1, 2, 3)
+        )
+
+    def before(env: Env) -> None:
+        # Zero keys gave NaN before cuDNN 9.25 (cudnn-frontend issue #943).
+        for role, least, full in (("query_lengths", 0, s), ("key_lengths", 1, t)):
+            lengths = jnp.full((b, 1, 1, 1), full, jnp.int32)
+            if role in env:
+                lengths = jnp.reshape(jnp.clip(env[role], least, full), (b, 1, 1, 1))
+            env[role] = lengths
+
+    rewrite.before.append(before)
+
+
+def _needs_lengths(t: int, target: Target | None) -> bool:
+    """Whether the frontend would otherwise add lengths of its own.
+
+    Up to cuDNN 9.15.0 it does so for t % 128 != 0 and copies them from host memory at
+    each launch, which a captured command buffer must not do (cudnn-frontend,
+    scaled_dot_product_flash_attention.h, "workaround padding mask").
+    """
+    return target is not None and target.cudnn_version <= 91500 and t % 128 != 0
+
+
+# --- scale ----------------------------------------------------------------------------
+
+
+def make_scale_positive(rewrite: Rewrite) -> None:
+    """Move the sign of the scale, or 0, into the query.
+
+    cuDNN gives NaN for a scale that is not positive: it scales hidden scores of -inf
+    like all others (seen with 9.19 on an H200).
+    """
+    attributes = _attributes(rewrite)
+    scale = attributes.scale
+    if scale > 0:
+        return
+    factor = -1.0 if scale < 0 else 0.0
+    rewrite.attributes = replace(attributes, scale=-scale if factor else 1.0)
+
+    def before(env: Env) -> None:
+        env["query"] = env["query"] * jnp.asarray(factor, env["query"].dtype)
+
+    def after(_: Env, results: Env) -> None:
+        if "grad_query" in results:
+            gradient = results["grad_query"]
+            results["grad_query"] = gradient * jnp.asarray(factor, gradient.dtype)
+
+    rewrite.before.append(before)
+    rewrite.after.append(after)
+
+
+# --- padding --------------------------------------------------------------------------
+
+
+def pad_head(rewrite: Rewrite, roles: tuple[str, ...], extra: int) -> int:
+    """Pad the last axis of the roles, gradients included, by at least `extra`.
+
+    Returns the old size. Zero columns add nothing to products and get no gradient
+    that anyone reads.
+    """
+    roles = tuple({*roles, *(f"grad_{role}" for role in roles)})
+    present = rewrite.roles
+    size = next(present[role].dims[3] for role in roles if role in present)
+    padded = -(-(size + extra) // _HEAD_MULTIPLE) * _HEAD_MULTIPLE
+    if padded != size:
+        pad_axis(rewrite, roles, 3, size, padded)
+    return size
+
+
+def pad_single_query(rewrite: Rewrite) -> None:
+    """Give a one-row gradient a second row of zeros, which adds nothing to any sum.
+
+    cuDNN's gradient refuses s = t = 1, and crashes or gives NaN for s = 1 in some
+    versions (cudnn-frontend issues #1071 and #1072).
+    """
+    if rewrite.inputs["query"].dims[2] == 1:
+        pad_axis(rewrite, _ALONG_ROWS, 2, 1, 2)
+
+
+_ALONG_ROWS = (
+    "query",
+    "bias",
+    "output",
+    "stats",
+    "grad_output",
+    "grad_stats",
+    "grad_query",
+    "grad_bias",
+)
+
+
+# --- the cotangent of the log-sum-exp -------------------------------------------------
+
+
+def carry_grad_stats(rewrite: Rewrite) -> None:
+    """Pass the cotangent g of the log-sum-exp in three spare columns of the values.
+
+    cuDNN computes dS = P (dO V^T - rowsum(O dO)); wanted is g added in the bracket.
+    With columns O = -g, dO = 1, V = 0 the row sum becomes rowsum(O dO) - g and nothing
+    else changes, apart from columns of dV that are cut off. Three columns hold g split
+    into high, middle and low parts, so that rounding to 16 bits loses nothing.
+    """
+    stats = rewrite.inputs.pop("grad_stats")
+    size = pad_head(rewrite, ("value", "output"), 3)
+    output = rewrite.inputs["output"]
+    grad_output = rewrite.inputs["grad_output"]
+
+    def before(env: Env) -> None:
+        remainder = to_logical(stats, env.pop("grad_stats"))
+        parts: list[jax.Array] = []
+        for _ in range(3):
+            part = remainder.astype(jax_dtype(output.dtype))
+            parts.append(part)
+            remainder = remainder - part.astype(remainder.dtype)
+        env["output"] = _set_columns(
+            output, env["output"], -jnp.concatenate(parts, axis=3), size
+        )
+        ones = jnp.ones((*grad_output.dims[:3], 3), jax_dtype(grad_output.dtype))
+        env["grad_output"] = _set_columns(grad_output, env["grad_output"], ones, size)
+
+    rewrite.before.append(before)
+
+
+def _set_columns(
+    tensor: Tensor, x: jax.Array, columns: jax.Array, start: int
+) -> jax.Array:
+    indices: list[int] = [0] * len(tensor.dims)
+    indices[tensor.order.index(3)] = start
+    return jax.lax.dynamic_update_slice(x, to_stored(tensor, columns), indices)
