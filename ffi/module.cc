@@ -1,0 +1,273 @@
+// SPDX-License-Identifier: Apache-2.0
+// The Python extension: what the C++ side offers, as a table at the end of the file.
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "cuda_device.h"
+#include "cudnn_library.h"
+#include "graph_handler.h"
+#include "graph_spec.h"
+#include "guard.h"
+#include "plan.h"
+#include "plan_cache.h"
+#include "status.h"
+
+namespace nb = nanobind;
+
+namespace jax_cudnn {
+namespace {
+
+// --- errors -------------------------------------------------------------------------
+
+// Splits "summary\n  - reason\n  - reason" for the exception that takes them apart.
+std::pair<std::string, nb::list> SplitReasons(const std::string& message) {
+  constexpr std::string_view kMark = "\n  - ";
+  nb::list reasons;
+  size_t end = message.find(kMark);
+  const std::string summary = message.substr(0, end);
+  while (end != std::string::npos) {
+    const size_t start = end + kMark.size();
+    end = message.find(kMark, start);
+    reasons.append(message.substr(start, end == std::string::npos ? end : end - start));
+  }
+  return {summary, reasons};
+}
+
+nb::object ToException(const Status& status) {
+  const auto plain = [&](const char* module, const char* name) {
+    return nb::module_::import_(module).attr(name)(status.message());
+  };
+  switch (status.code()) {
+    case StatusCode::kInvalidArgument:
+      return plain("jax_cudnn.errors", "GraphError");
+    case StatusCode::kUnimplemented: {
+      auto [summary, reasons] = SplitReasons(status.message());
+      return nb::module_::import_("jax_cudnn.errors")
+          .attr("UnsupportedError")(summary, reasons);
+    }
+    case StatusCode::kResourceExhausted:
+      return plain("builtins", "MemoryError");
+    case StatusCode::kFailedPrecondition:
+      return plain("jax_cudnn.errors", "LibraryError");
+    case StatusCode::kOk:
+    case StatusCode::kInternal:
+      break;
+  }
+  return plain("builtins", "RuntimeError");
+}
+
+[[noreturn]] void Raise(const Status& status) {
+  const nb::object exception = ToException(status);
+  PyErr_SetObject(exception.type().ptr(), exception.ptr());
+  throw nb::python_error();
+}
+
+// Calls `function` without the GIL and returns its value, or raises its status.
+template <typename Function>
+auto Call(const char* what, Function&& function) {
+  auto result = [&] {
+    const nb::gil_scoped_release release;
+    return Guard(what, std::forward<Function>(function));
+  }();
+  if (!result.ok()) Raise(result.status());
+  return std::move(*result);
+}
+
+// --- conversions --------------------------------------------------------------------
+
+std::string Text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+nb::dict ToDict(const Candidate& candidate) {
+  nb::dict knobs;
+  for (const auto& [name, value] : candidate.knobs) knobs[name.c_str()] = value;
+  nb::dict result;
+  result["name"] = candidate.name;
+  result["engine"] = candidate.engine;
+  result["knobs"] = knobs;
+  result["variant"] = candidate.variant;
+  result["choice"] = candidate.choice;
+  result["behavior_notes"] = candidate.behavior_notes;
+  result["numeric_notes"] = candidate.numeric_notes;
+  result["is_built"] = candidate.is_built;
+  result["workspace_bytes"] = candidate.workspace_bytes;
+  result["build_ms"] = candidate.build_ms;
+  result["failure"] = candidate.failure;
+  return result;
+}
+
+nb::dict ToDict(const std::vector<OpenLibrary>& libraries) {
+  nb::dict paths;
+  for (const OpenLibrary& library : libraries) {
+    paths[library.soname.c_str()] = library.path;
+  }
+  return paths;
+}
+
+// --- the functions ------------------------------------------------------------------
+
+std::string ParseGraphText(const nb::bytes& graph) {
+  const std::string text = Text(graph);
+  return Call("parsing a graph", [&]() -> StatusOr<std::string> {
+    ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
+    return WriteGraph(spec);
+  });
+}
+
+nb::dict LoadLibraries() {
+  const auto* runtime = Call("loading cuDNN", [] { return LoadCudnnRuntime(); });
+  std::vector<OpenLibrary> libraries = runtime->companions;
+  libraries.push_back(runtime->cudart);
+  libraries.push_back(runtime->cudnn.library);
+  return ToDict(libraries);
+}
+
+nb::dict CudnnVersion() {
+  const auto* cudnn = Call("loading cuDNN", [] { return LoadCudnn(); });
+  nb::dict result;
+  result["version"] = cudnn->version;
+  result["cuda_major"] = cudnn->cuda_major;
+  result["path"] = cudnn->library.path;
+  return result;
+}
+
+nb::dict PlanGraph(const nb::bytes& graph, const nb::bytes& choice, int device) {
+  const std::string text = Text(graph);
+  const std::string choice_text = Text(choice);
+  const auto plan = Call("planning", [&]() -> StatusOr<std::shared_ptr<const Plan>> {
+    ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
+    return PlanCache::Global().GetOrBuild(text, spec, choice_text, device);
+  });
+  nb::dict result = ToDict(plan->candidate());
+  result["failures"] = plan->failures();
+  return result;
+}
+
+nb::list PlanOffline(const nb::bytes& graph, const nb::bytes& choice,
+                     const nb::bytes& device_properties, int sm_version, int sm_count,
+                     bool build) {
+  const std::string text = Text(graph);
+  const std::string choice_text = Text(choice);
+  PlanTarget target;
+  target.device_properties = Text(device_properties);
+  target.sm_version = sm_version;
+  target.sm_count = sm_count;
+  const auto candidates = Call("planning", [&]() -> StatusOr<std::vector<Candidate>> {
+    ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
+    RETURN_IF_ERROR(LoadCudnnRuntime().status());
+    return ListCandidates(spec, choice_text, target, build);
+  });
+  nb::list result;
+  for (const Candidate& candidate : candidates) result.append(ToDict(candidate));
+  return result;
+}
+
+nb::list ListCandidatesOn(const nb::bytes& graph, int device) {
+  const std::string text = Text(graph);
+  const auto candidates = Call("planning", [&]() -> StatusOr<std::vector<Candidate>> {
+    ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
+    return ListDeviceCandidates(spec, device);
+  });
+  nb::list result;
+  for (const Candidate& candidate : candidates) result.append(ToDict(candidate));
+  return result;
+}
+
+nb::dict GetDeviceInfo(int device) {
+  const DeviceInfo info = Call("asking for a device", [&]() -> StatusOr<DeviceInfo> {
+    ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
+    return QueryDevice(*runtime, device);
+  });
+  nb::dict result;
+  result["name"] = info.name;
+  result["sm_version"] = info.sm_version;
+  result["sm_count"] = info.sm_count;
+  return result;
+}
+
+std::string GetDeviceProperties(int device) {
+  return Call("asking for a device", [&]() -> StatusOr<std::string> {
+    ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
+    RETURN_IF_ERROR(CheckDevice(*runtime, device));
+    return DescribeDevice(device);
+  });
+}
+
+nb::dict CacheStats() {
+  const PlanCacheStats stats = PlanCache::Global().stats();
+  nb::dict result;
+  result["entries"] = stats.entries;
+  result["builds"] = stats.builds;
+  result["hits"] = stats.hits;
+  return result;
+}
+
+nb::dict BuildInfo() {
+  nb::dict result;
+  result["frontend_version"] = FrontendVersion();
+  result["cudnn_header_version"] = CudnnHeaderVersion();
+  result["ffi_api_version"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
+  return result;
+}
+
+// --- registrations ------------------------------------------------------------------
+
+nb::capsule HandlerCapsule(XLA_FFI_Handler* handler) {
+  return nb::capsule(reinterpret_cast<void*>(handler));
+}
+
+nb::dict ToDict(const HandlerBundle& bundle) {
+  nb::dict stages;
+  stages["instantiate"] = HandlerCapsule(bundle.instantiate);
+  stages["initialize"] = HandlerCapsule(bundle.initialize);
+  stages["execute"] = HandlerCapsule(bundle.execute);
+  return stages;
+}
+
+nb::dict StateType() {
+  nb::dict type;
+  type["type_id"] = nb::capsule(static_cast<void*>(StateTypeId()));
+  type["type_info"] = nb::capsule(static_cast<const void*>(StateTypeInfo()));
+  return type;
+}
+
+}  // namespace
+}  // namespace jax_cudnn
+
+NB_MODULE(_ffi, m) {
+  using namespace jax_cudnn;  // NOLINT(google-build-using-namespace): a table
+  m.doc() = "cuDNN graphs for XLA: parsing, planning and the FFI handlers.";
+
+  // Data. Needs no library.
+  m.def("parse_graph", ParseGraphText, nb::arg("graph"));
+  m.def("build_info", BuildInfo);
+
+  // What jax.ffi registers. Needs no library.
+  m.def("state_type", StateType);
+  m.def("captured_handlers", [] { return ToDict(CapturedHandlers()); });
+  m.def("scratch_handlers", [] { return ToDict(ScratchHandlers()); });
+
+  // Libraries.
+  m.def("set_library_directories", SetLibraryDirectories, nb::arg("directories"));
+  m.def("load_libraries", LoadLibraries);
+  m.def("cudnn_version", CudnnVersion);
+
+  // Devices.
+  m.def("device_info", GetDeviceInfo, nb::arg("device"));
+  m.def("device_properties", GetDeviceProperties, nb::arg("device"));
+
+  // Plans.
+  m.def("plan", PlanGraph, nb::arg("graph"), nb::arg("choice"), nb::arg("device"));
+  m.def("list_candidates", ListCandidatesOn, nb::arg("graph"), nb::arg("device"));
+  m.def("plan_offline", PlanOffline, nb::arg("graph"), nb::arg("choice"),
+        nb::arg("device_properties"), nb::arg("sm_version"), nb::arg("sm_count"),
+        nb::arg("build"));
+  m.def("cache_stats", CacheStats);
+  m.def("clear_cache", [] { PlanCache::Global().Clear(); });
+}

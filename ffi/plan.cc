@@ -1,0 +1,510 @@
+// SPDX-License-Identifier: Apache-2.0
+// Building plans with the cuDNN frontend, and launching them.
+
+#include "plan.h"
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <iterator>
+#include <sstream>
+#include <string_view>
+#include <unordered_map>
+
+#include "graph_builder.h"
+#include "json_text.h"
+#include "refusal.h"
+
+namespace jax_cudnn {
+namespace {
+
+namespace fe = cudnn_frontend;
+
+// Execute keeps its pointers on the stack. The frontend has at most 250 operations.
+constexpr size_t kMaxOperands = 256;
+
+// Where a pointer of cuDNN's argument list comes from.
+struct PointerSource {
+  bool is_result;
+  size_t index;
+};
+
+// --- names of enumerators -----------------------------------------------------------
+
+using Knob = fe::KnobType_t;
+
+constexpr std::pair<Knob, std::string_view> kKnobNames[] = {
+    {Knob::ARRAY_SIZE_PER_THREAD, "ARRAY_SIZE_PER_THREAD"},
+    {Knob::BLOCK_SIZE, "BLOCK_SIZE"},
+    {Knob::CTA_COUNT, "CTA_COUNT"},
+    {Knob::EDGE, "EDGE"},
+    {Knob::IDX_MODE, "IDX_MODE"},
+    {Knob::INPUT_TMA_ENABLE, "INPUT_TMA_ENABLE"},
+    {Knob::KERNEL_CFG, "KERNEL_CFG"},
+    {Knob::LOAD_SIZE, "LOAD_SIZE"},
+    {Knob::MULTIPLY, "MULTIPLY"},
+    {Knob::OCCUPANCY, "OCCUPANCY"},
+    {Knob::OUTPUT_TMA_ENABLE, "OUTPUT_TMA_ENABLE"},
+    {Knob::REDUCTION_MODE, "REDUCTION_MODE"},
+    {Knob::SPECFILT, "SPECFILT"},
+    {Knob::SPLIT_COLS, "SPLIT_COLS"},
+    {Knob::SPLIT_K_BUF, "SPLIT_K_BUF"},
+    {Knob::SPLIT_K_SLC, "SPLIT_K_SLC"},
+    {Knob::SPLIT_P_SLC, "SPLIT_P_SLC"},
+    {Knob::STAGES, "STAGES"},
+    {Knob::STREAM_K, "STREAM_K"},
+    {Knob::SWAP_AB, "SWAP_AB"},
+    {Knob::SWIZZLE, "SWIZZLE"},
+    {Knob::TILEK, "TILEK"},
+    {Knob::TILE_CGA, "TILE_CGA"},
+    {Knob::TILE_CGA_M, "TILE_CGA_M"},
+    {Knob::TILE_CGA_N, "TILE_CGA_N"},
+    {Knob::TILE_COLS, "TILE_COLS"},
+    {Knob::TILE_M, "TILE_M"},
+    {Knob::TILE_N, "TILE_N"},
+    {Knob::TILE_ROWS, "TILE_ROWS"},
+    {Knob::TILE_SIZE, "TILE_SIZE"},
+    {Knob::WARP_SPEC_CFG, "WARP_SPEC_CFG"},
+    {Knob::WORKSPACE, "WORKSPACE"},
+};
+// A knob newer than the frontend: such a candidate cannot be pinned.
+constexpr std::string_view kUnknownKnob = "UNKNOWN";
+
+std::string_view KnobName(Knob knob) {
+  for (const auto& [value, name] : kKnobNames) {
+    if (value == knob) return name;
+  }
+  return kUnknownKnob;
+}
+
+std::string NoteName(fe::BehaviorNote_t note) {
+  switch (note) {
+    case fe::BehaviorNote_t::NOT_SET:
+      return "";
+    case fe::BehaviorNote_t::RUNTIME_COMPILATION:
+      return "RUNTIME_COMPILATION";
+    case fe::BehaviorNote_t::REQUIRES_FILTER_INT8x32_REORDER:
+      return "REQUIRES_FILTER_INT8x32_REORDER";
+    case fe::BehaviorNote_t::REQUIRES_BIAS_INT8x32_REORDER:
+      return "REQUIRES_BIAS_INT8x32_REORDER";
+    case fe::BehaviorNote_t::SUPPORTS_CUDA_GRAPH_NATIVE_API:
+      return "SUPPORTS_CUDA_GRAPH_NATIVE_API";
+    case fe::BehaviorNote_t::CUBLASLT_DEPENDENCY:
+      return "CUBLASLT_DEPENDENCY";
+  }
+  return "";
+}
+
+std::string NoteName(fe::NumericalNote_t note) {
+  switch (note) {
+    case fe::NumericalNote_t::NOT_SET:
+      return "";
+    case fe::NumericalNote_t::TENSOR_CORE:
+      return "TENSOR_CORE";
+    case fe::NumericalNote_t::DOWN_CONVERT_INPUTS:
+      return "DOWN_CONVERT_INPUTS";
+    case fe::NumericalNote_t::REDUCED_PRECISION_REDUCTION:
+      return "REDUCED_PRECISION_REDUCTION";
+    case fe::NumericalNote_t::FFT:
+      return "FFT";
+    case fe::NumericalNote_t::NONDETERMINISTIC:
+      return "NONDETERMINISTIC";
+    case fe::NumericalNote_t::WINOGRAD:
+      return "WINOGRAD";
+    case fe::NumericalNote_t::WINOGRAD_TILE_4x4:
+      return "WINOGRAD_TILE_4x4";
+    case fe::NumericalNote_t::WINOGRAD_TILE_6x6:
+      return "WINOGRAD_TILE_6x6";
+    case fe::NumericalNote_t::WINOGRAD_TILE_13x13:
+      return "WINOGRAD_TILE_13x13";
+    case fe::NumericalNote_t::STRICT_NAN_PROP:
+      return "STRICT_NAN_PROP";
+  }
+  return "";
+}
+
+template <typename Note>
+std::vector<std::string> NoteNames(const std::vector<Note>& notes) {
+  std::vector<std::string> names;
+  for (const Note note : notes) {
+    // The frontend's lists contain entries that were never set.
+    std::string name = NoteName(note);
+    if (!name.empty()) names.push_back(std::move(name));
+  }
+  return names;
+}
+
+// --- errors -------------------------------------------------------------------------
+
+// By value: the frontend's accessor is not const.
+std::string Message(fe::error_t error) { return OneLine(error.get_message()); }
+
+bool Mentions(const std::string& text, const char* words) {
+  return text.find(words) != std::string::npos;
+}
+
+// While planning, a refusal by cuDNN is an answer about the graph unless its words say
+// that a library or memory is missing. One line of the message per reason.
+Status PlanningStatus(fe::error_t error) {
+  const std::string text = error.get_message();
+  // The frontend's own words begin so when it cannot open or search a library.
+  if (Mentions(text, "SUBLIBRARY_LOADING_FAILED") || Mentions(text, "Unable to ")) {
+    return FailedPrecondition(OneLine(text));
+  }
+  if (Mentions(text, "ALLOC_FAILED")) return ResourceExhausted(OneLine(text));
+  std::string lines;
+  for (const std::string& reason : RefusalReasons(text)) {
+    if (!lines.empty()) lines += '\n';
+    lines += reason;
+  }
+  return Unimplemented(lines);
+}
+
+Status ExecutionStatus(const fe::error_t& error) {
+  const std::string text = "cuDNN failed to launch: " + Message(error);
+  if (Mentions(text, "ALLOC_FAILED")) return ResourceExhausted(text);
+  return Internal(text);
+}
+
+// --- choices ------------------------------------------------------------------------
+
+struct Choice {
+  int64_t engine;
+  std::unordered_map<Knob, int64_t> knobs;
+  int variant;
+};
+
+StatusOr<Choice> ParseChoice(const std::string& text) {
+  ASSIGN_OR_RETURN(const Json json, ParseJson(text, "choice"));
+  ASSIGN_OR_RETURN(const auto fields,
+                   ReadFields(json, "choice", {"engine", "knobs", "variant"}));
+  Choice choice;
+  ASSIGN_OR_RETURN(choice.engine, ReadInteger(*fields[0], "choice.engine"));
+  ASSIGN_OR_RETURN(const JsonObject* knobs, ReadObject(*fields[1], "choice.knobs"));
+  for (const auto& [name, value] : *knobs) {
+    const std::string path = "choice.knobs." + name;
+    const auto* known =
+        std::find_if(std::begin(kKnobNames), std::end(kKnobNames),
+                     [&name = name](const auto& each) { return each.second == name; });
+    if (known == std::end(kKnobNames)) return InvalidArgument(path + ": unknown knob");
+    ASSIGN_OR_RETURN(choice.knobs[known->first], ReadInteger(value, path));
+  }
+  ASSIGN_OR_RETURN(const int64_t variant, ReadInteger(*fields[2], "choice.variant"));
+  choice.variant = static_cast<int>(std::clamp<int64_t>(variant, -1, kMaxOperands));
+  return choice;
+}
+
+std::string WriteChoice(const Candidate& candidate) {
+  std::string text = "{\"engine\":" + std::to_string(candidate.engine) + ",\"knobs\":{";
+  for (const auto& [name, value] : candidate.knobs) {
+    if (name == kUnknownKnob) return "";
+    if (text.back() != '{') text += ',';
+    WriteJsonString(name, text);
+    text += ':' + std::to_string(value);
+  }
+  return text + "},\"variant\":" + std::to_string(candidate.variant) + "}";
+}
+
+// --- one variant of the graph, with its list of candidates --------------------------
+
+class Attempt {
+ public:
+  // Writes the graph and asks cuDNN for its candidates.
+  static StatusOr<Attempt> Make(const GraphSpec& spec,
+                                const std::optional<Choice>& choice,
+                                const PlanTarget& target, int variant) {
+    GraphStyle style;
+    style.sm_version = target.sm_version;
+    style.variant = variant;
+    if (target.handle == nullptr) {
+      style.sm_count = target.sm_count;
+      auto properties = std::make_shared<fe::DeviceProperties>();
+      const std::string& text = target.device_properties;
+      if (const auto error =
+              properties->deserialize(std::vector<uint8_t>(text.begin(), text.end()));
+          error.is_bad()) {
+        return InvalidArgument("cuDNN cannot use these device properties: " +
+                               Message(error));
+      }
+      style.device_properties = std::move(properties);
+    }
+    Attempt attempt;
+    attempt.variant_ = variant;
+    ASSIGN_OR_RETURN(attempt.graph_, BuildFrontendGraph(spec, style));
+    RETURN_IF_ERROR(attempt.QueryCandidates(choice, target));
+    return attempt;
+  }
+
+  int64_t count() const { return graph_->get_execution_plan_count(); }
+
+  StatusOr<Candidate> Describe(int64_t index) const {
+    Candidate candidate;
+    candidate.variant = variant_;
+    std::unordered_map<Knob, int64_t> knobs;
+    std::vector<fe::BehaviorNote_t> behavior;
+    for (const auto& error : {
+             graph_->get_plan_name_at_index(index, candidate.name),
+             graph_->get_engine_and_knobs_at_index(index, candidate.engine, knobs),
+             graph_->get_behavior_notes_for_plan_at_index(index, behavior),
+         }) {
+      if (error.is_bad()) return Internal(Message(error));
+    }
+    for (const auto& [knob, value] : knobs) {
+      candidate.knobs.emplace_back(KnobName(knob), value);
+    }
+    std::sort(candidate.knobs.begin(), candidate.knobs.end());
+    candidate.choice = WriteChoice(candidate);
+    candidate.behavior_notes = NoteNames(behavior);
+    candidate.numeric_notes = NoteNames(graph_->numeric_notes(index));
+    return candidate;
+  }
+
+  // Builds one candidate; a failure is noted in it. Status is not OK where the failure
+  // is not about this candidate.
+  Status Build(int64_t index, Candidate& candidate) {
+    const auto start = std::chrono::steady_clock::now();
+    const auto error = graph_->build_plan_at_index(index);
+    candidate.build_ms = std::chrono::duration<double, std::milli>(
+                             std::chrono::steady_clock::now() - start)
+                             .count();
+    if (error.is_bad()) {
+      const Status status = PlanningStatus(error);
+      candidate.failure = OneLine(status.message());
+      return status.code() == StatusCode::kUnimplemented ? Status() : status;
+    }
+    int64_t bytes = 0;
+    if (const auto size = graph_->get_workspace_size_plan_at_index(index, bytes);
+        size.is_bad()) {
+      return Internal(Message(size));
+    }
+    candidate.workspace_bytes = bytes;
+    candidate.is_built = true;
+    return {};
+  }
+
+  std::unique_ptr<FrontendGraph> TakeGraph() { return std::move(graph_); }
+
+ private:
+  Status QueryCandidates(const std::optional<Choice>& choice,
+                         const PlanTarget& target) {
+    if (const auto error = graph_->validate(); error.is_bad()) {
+      return PlanningStatus(error);
+    }
+    const auto lowered = target.handle == nullptr
+                             ? graph_->build_operation_graph()
+                             : graph_->build_operation_graph(target.handle);
+    if (lowered.is_bad()) return PlanningStatus(lowered);
+    const auto listed =
+        choice.has_value()
+            ? graph_->create_execution_plan(choice->engine, choice->knobs)
+            // Some graphs have candidates in one of the two lists only.
+            : graph_->create_execution_plans(
+                  {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK});
+    if (listed.is_bad()) return PlanningStatus(listed);
+    return {};
+  }
+
+  std::unique_ptr<FrontendGraph> graph_;
+  int variant_ = 0;
+};
+
+// The variants to try, in order.
+StatusOr<std::vector<int>> Variants(const GraphSpec& spec,
+                                    const std::optional<Choice>& choice) {
+  const int count = VariantCount(spec);
+  std::vector<int> variants;
+  if (choice.has_value()) {
+    if (choice->variant < 0 || choice->variant >= count) {
+      return InvalidArgument("choice.variant: " + std::to_string(choice->variant) +
+                             " is not one of the graph's " + std::to_string(count));
+    }
+    return std::vector<int>{choice->variant};
+  }
+  for (int variant = 0; variant < count; ++variant) variants.push_back(variant);
+  return variants;
+}
+
+StatusOr<std::optional<Choice>> ReadChoice(const std::string& text) {
+  if (text.empty()) return std::optional<Choice>();
+  ASSIGN_OR_RETURN(Choice choice, ParseChoice(text));
+  return std::optional<Choice>(std::move(choice));
+}
+
+// Collects reasons, each once, and makes the refusal of them.
+class Reasons {
+ public:
+  void Add(const std::string& lines) {
+    std::istringstream stream(lines);
+    for (std::string reason; std::getline(stream, reason);) {
+      if (std::find(reasons_.begin(), reasons_.end(), reason) == reasons_.end()) {
+        reasons_.push_back(reason);
+      }
+    }
+  }
+
+  Status Refusal(const PlanTarget& target, const std::string& choice) const {
+    const CudnnRuntime* runtime = LoadedCudnnRuntime();
+    std::string text =
+        "cuDNN " + VersionText(runtime == nullptr ? 0 : runtime->cudnn.version) +
+        " has no plan for this graph on sm_" + std::to_string(target.sm_version);
+    if (!choice.empty()) text += " with the choice " + choice;
+    text += '.';
+    for (const std::string& reason : reasons_) text += "\n  - " + reason;
+    return Unimplemented(text);
+  }
+
+  const std::vector<std::string>& list() const { return reasons_; }
+
+ private:
+  std::vector<std::string> reasons_;
+};
+
+}  // namespace
+
+struct Plan::Built {
+  std::unique_ptr<FrontendGraph> graph;
+  // In the order of cuDNN's argument list.
+  std::vector<PointerSource> sources;
+};
+
+Plan::Plan(std::unique_ptr<Built> built, Candidate candidate,
+           std::vector<std::string> failures)
+    : built_(std::move(built)),
+      candidate_(std::move(candidate)),
+      failures_(std::move(failures)) {}
+
+Plan::~Plan() = default;
+
+namespace {
+
+// Matches cuDNN's argument list with the graph's operands and results.
+StatusOr<std::vector<PointerSource>> FindSources(const GraphSpec& spec,
+                                                 const FrontendGraph& graph) {
+  std::unordered_map<int64_t, PointerSource> by_uid;
+  for (size_t i = 0; i < spec.inputs.size(); ++i) {
+    by_uid[TensorUid(spec, spec.inputs[i])] = {false, i};
+  }
+  for (size_t i = 0; i < spec.outputs.size(); ++i) {
+    by_uid[TensorUid(spec, spec.outputs[i])] = {true, i};
+  }
+  std::vector<PointerSource> sources;
+  size_t results = 0;
+  for (const int64_t uid : graph.get_variant_pack_uids_sorted()) {
+    const auto found = by_uid.find(uid);
+    if (found == by_uid.end()) {
+      return Internal("cuDNN wants a pointer for tensor id " + std::to_string(uid) +
+                      ", which is neither an operand nor a result");
+    }
+    results += found->second.is_result ? 1 : 0;
+    sources.push_back(found->second);
+  }
+  if (results != spec.outputs.size() || sources.size() > kMaxOperands) {
+    return Internal("cuDNN's plan takes " + std::to_string(sources.size()) +
+                    " tensors and writes " + std::to_string(results) + " of the " +
+                    std::to_string(spec.outputs.size()) + " results");
+  }
+  return sources;
+}
+
+}  // namespace
+
+StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
+                                                  const std::string& choice,
+                                                  const PlanTarget& target) {
+  ASSIGN_OR_RETURN(const std::optional<Choice> pinned, ReadChoice(choice));
+  ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(graph, pinned));
+  Reasons reasons;
+  for (const int variant : variants) {
+    auto attempt = Attempt::Make(graph, pinned, target, variant);
+    if (!attempt.ok()) {
+      if (attempt.status().code() != StatusCode::kUnimplemented) {
+        return attempt.status();
+      }
+      reasons.Add(attempt.status().message());
+      continue;
+    }
+    for (int64_t i = 0; i < attempt->count(); ++i) {
+      ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
+      RETURN_IF_ERROR(attempt->Build(i, candidate));
+      if (!candidate.is_built) {
+        reasons.Add(candidate.name + ": " + candidate.failure);
+        continue;
+      }
+      auto built = std::make_unique<Built>();
+      built->graph = attempt->TakeGraph();
+      // The plan is built already; this prepares its argument list.
+      if (const auto error = built->graph->build_plans(); error.is_bad()) {
+        return Internal(Message(error));
+      }
+      ASSIGN_OR_RETURN(built->sources, FindSources(graph, *built->graph));
+      return std::shared_ptr<const Plan>(
+          new Plan(std::move(built), std::move(candidate), reasons.list()));
+    }
+  }
+  return reasons.Refusal(target, choice);
+}
+
+Status Plan::Execute(CudnnHandle handle, void* const* operands, void* const* results,
+                     void* workspace) const {
+  std::array<void*, kMaxOperands> pointers;
+  const auto& sources = built_->sources;
+  for (size_t i = 0; i < sources.size(); ++i) {
+    pointers[i] = (sources[i].is_result ? results : operands)[sources[i].index];
+  }
+  const auto error = built_->graph->execute(
+      handle, pointers.data(), static_cast<int>(sources.size()), workspace);
+  return error.is_good() ? Status() : ExecutionStatus(error);
+}
+
+StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
+                                                const std::string& choice,
+                                                const PlanTarget& target, bool build) {
+  ASSIGN_OR_RETURN(const std::optional<Choice> pinned, ReadChoice(choice));
+  ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(graph, pinned));
+  Reasons reasons;
+  std::vector<Candidate> candidates;
+  bool is_wanted = build;
+  for (const int variant : variants) {
+    auto attempt = Attempt::Make(graph, pinned, target, variant);
+    if (!attempt.ok()) {
+      if (attempt.status().code() != StatusCode::kUnimplemented) {
+        return attempt.status();
+      }
+      reasons.Add(attempt.status().message());
+      continue;
+    }
+    for (int64_t i = 0; i < attempt->count(); ++i) {
+      ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
+      if (is_wanted) RETURN_IF_ERROR(attempt->Build(i, candidate));
+      if (candidate.is_built) is_wanted = false;
+      candidates.push_back(std::move(candidate));
+    }
+  }
+  if (candidates.empty()) return reasons.Refusal(target, choice);
+  return candidates;
+}
+
+StatusOr<std::string> DescribeDevice(int device) {
+  fe::DeviceProperties properties;
+  properties.set_device_id(device);
+  std::vector<uint8_t> bytes;
+  for (const auto& step : {properties.build(), properties.serialize(bytes)}) {
+    if (step.is_bad()) {
+      return Internal("cuDNN cannot describe device " + std::to_string(device) + ": " +
+                      Message(step));
+    }
+  }
+  std::string text(bytes.begin(), bytes.end());
+  text.resize(std::min(text.size(), text.find('\0')));
+  return text;
+}
+
+std::string FrontendVersion() {
+  return std::to_string(CUDNN_FRONTEND_MAJOR_VERSION) + "." +
+         std::to_string(CUDNN_FRONTEND_MINOR_VERSION) + "." +
+         std::to_string(CUDNN_FRONTEND_PATCH_VERSION);
+}
+
+int CudnnHeaderVersion() { return CUDNN_VERSION; }
+
+}  // namespace jax_cudnn

@@ -1,0 +1,61 @@
+// SPDX-License-Identifier: Apache-2.0
+// The process-wide cache of plans: each is built once, by whoever asks first.
+
+#ifndef JAX_CUDNN_PLAN_CACHE_H_
+#define JAX_CUDNN_PLAN_CACHE_H_
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "graph_spec.h"
+#include "plan.h"
+#include "status.h"
+
+namespace jax_cudnn {
+
+struct PlanCacheStats {
+  int64_t entries = 0;
+  int64_t builds = 0;  // plans asked of cuDNN, failed ones included
+  int64_t hits = 0;    // requests answered from the cache, failures included
+};
+
+// Thread-safe. Plans stay alive while anyone holds them, also after Clear.
+class PlanCache {
+ public:
+  static PlanCache& Global();
+
+  // The plan of a graph on a device, built at the first request while others for the
+  // same plan wait. A refusal is remembered; a failure of memory or of a library is
+  // not, since the next attempt may succeed. `text` is the canonical text of `graph`.
+  StatusOr<std::shared_ptr<const Plan>> GetOrBuild(const std::string& text,
+                                                   const GraphSpec& graph,
+                                                   const std::string& choice,
+                                                   int device);
+
+  PlanCacheStats stats() const;
+  void Clear();
+
+ private:
+  struct Entry {
+    std::mutex mutex;  // guards `result`; held by the thread that builds
+    std::optional<StatusOr<std::shared_ptr<const Plan>>> result;
+  };
+
+  mutable std::mutex mutex_;  // guards the members below; never held during a build
+  std::unordered_map<std::string, std::shared_ptr<Entry>> entries_;
+  int64_t builds_ = 0;
+  int64_t hits_ = 0;
+};
+
+// cuDNN's candidates for a graph on a device of this machine, none of them built.
+StatusOr<std::vector<Candidate>> ListDeviceCandidates(const GraphSpec& graph,
+                                                      int device);
+
+}  // namespace jax_cudnn
+
+#endif  // JAX_CUDNN_PLAN_CACHE_H_

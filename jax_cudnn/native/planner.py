@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Asking cuDNN for plans, with typed answers; all of it opens cuDNN on first use.
+
+Every function raises ``GraphError`` for a malformed graph or choice,
+``UnsupportedError`` where cuDNN has no plan, with cuDNN's reasons, and ``LibraryError``
+where a library, the driver or the device is missing.
+"""
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jax_cudnn.graph import Target
+from jax_cudnn.native._extension import extension
+from jax_cudnn.native.library import cudnn_version
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One engine with its knobs, as cuDNN lists it for a graph.
+
+    ``choice`` pins the candidate when passed to ``plan``; it is empty where this
+    version of the frontend cannot name one of the knobs. ``variant`` counts the ways of
+    writing the graph. ``workspace_bytes`` and ``build_ms`` are known where ``is_built``;
+    ``failure`` says why a candidate that was tried did not build.
+    """
+
+    name: str
+    engine: int
+    knobs: Mapping[str, int]
+    variant: int
+    choice: str
+    behavior_notes: tuple[str, ...]
+    numeric_notes: tuple[str, ...]
+    is_built: bool
+    workspace_bytes: int
+    build_ms: float
+    failure: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanInfo(Candidate):
+    """The plan that a graph runs with, and what was tried before it."""
+
+    failures: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CacheStats:
+    """The process's plan cache: entries, plans asked of cuDNN, requests answered."""
+
+    entries: int
+    builds: int
+    hits: int
+
+
+def parse_graph(text: str) -> str:
+    """Return the canonical text of the graph, as the C++ reader understands it."""
+    return extension().parse_graph(_bytes(text))
+
+
+def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
+    """Return the plan of a graph on a CUDA device; built once, then cached.
+
+    Args:
+        graph_json: canonical text of the graph.
+        choice: a candidate's ``choice``, or "" for the first that builds.
+        device: CUDA ordinal of the device.
+    """
+    fields = extension().plan(_bytes(graph_json), _bytes(choice), device)
+    failures = tuple(fields.pop("failures"))
+    return PlanInfo(failures=failures, **_candidate_fields(fields))
+
+
+def candidates(graph_json: str, *, device: int = 0) -> tuple[Candidate, ...]:
+    """Return cuDNN's candidates for a graph on a CUDA device, best guess first.
+
+    None of them is built: some may fail to, when it comes to it.
+    """
+    listed = extension().list_candidates(_bytes(graph_json), device)
+    return tuple(Candidate(**_candidate_fields(fields)) for fields in listed)
+
+
+def plan_offline(
+    graph_json: str,
+    target: Target,
+    device_properties: str,
+    *,
+    choice: str = "",
+    build: bool = True,
+) -> tuple[Candidate, ...]:
+    """Return the candidates for a described device, which need not be there.
+
+    Args:
+        graph_json: canonical text of the graph.
+        target: the device; its ``sm_version`` and ``sm_count`` count.
+        device_properties: cuDNN's JSON description of it, as from
+            ``device_properties``.
+        choice: lists only the candidate that it pins.
+        build: try the candidates in order until one builds.
+    """
+    listed = extension().plan_offline(
+        graph=_bytes(graph_json),
+        choice=_bytes(choice),
+        device_properties=_bytes(device_properties),
+        sm_version=target.sm_version,
+        sm_count=target.sm_count,
+        build=build,
+    )
+    return tuple(Candidate(**_candidate_fields(fields)) for fields in listed)
+
+
+@functools.cache
+def device_target(device: int = 0) -> Target:
+    """Return name, compute capability and size of a CUDA device, with cuDNN's version.
+
+    Raises:
+        LibraryError: there is no driver, no device or no cuDNN.
+    """
+    info = extension().device_info(device)
+    return Target(cudnn_version=cudnn_version().version, **info)
+
+
+def device_properties(device: int = 0) -> str:
+    """Return cuDNN's JSON description of a CUDA device, for ``plan_offline``."""
+    return extension().device_properties(device)
+
+
+def cache_stats() -> CacheStats:
+    """Return the counters of the process's plan cache."""
+    return CacheStats(**extension().cache_stats())
+
+
+def clear_cache() -> None:
+    """Forget all plans; those that compiled programs hold stay alive."""
+    extension().clear_cache()
+
+
+def _bytes(text: str) -> bytes:
+    # The reader refuses what is not UTF-8, surrogates included, as a malformed graph.
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _candidate_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    for name in ("behavior_notes", "numeric_notes"):
+        fields[name] = tuple(fields[name])
+    return fields
