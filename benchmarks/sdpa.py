@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Benchmarks jax_cudnn.sdpa against jax.nn and PyTorch, side by side on one GPU.
+
+    python -m benchmarks.sdpa --out docs/benchmarks
+
+writes sdpa.json and sdpa.md there. Needs an NVIDIA GPU; PyTorch is used where it is
+installed. Operands are random bf16; see timing.py for how times are taken.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# PyTorch shares the GPU with JAX in this process.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+
+import jax
+import jax.numpy as jnp
+
+import jax_cudnn
+from benchmarks.timing import Contender, Timing, compare
+from jax_cudnn import native
+
+try:
+    import torch
+except ImportError:
+    torch = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cell:
+    """One workload; axis letters as in jax_cudnn.sdpa."""
+
+    name: str
+    b: int
+    s: int
+    h: int
+    k: int
+    d: int
+    causal: bool
+    has_bias: bool = False
+    # The reference's s*t scores do not fit in memory.
+    skip_xla: bool = False
+
+
+CELLS = (
+    Cell(name="(4,4096,16h,128) causal", b=4, s=4096, h=16, k=16, d=128, causal=True),
+    Cell(name="(8,2048,16h,64) causal", b=8, s=2048, h=16, k=16, d=64, causal=True),
+    Cell(
+        name="(8,2048,16h,64) + bias [1,16,2048,2048]",
+        b=8, s=2048, h=16, k=16, d=64, causal=False, has_bias=True,
+    ),
+    Cell(
+        name="(1,32768,16h,128) causal",
+        b=1, s=32768, h=16, k=16, d=128, causal=True, skip_xla=True,
+    ),
+    Cell(
+        name="(8,4096,32h:8,128) causal", b=8, s=4096, h=32, k=8, d=128, causal=True,
+        skip_xla=True,
+    ),
+)  # fmt: skip
+SMALL = Cell(name="small", b=1, s=128, h=4, k=4, d=64, causal=True)
+
+Attention = Callable[..., jax.Array]
+
+
+def jax_contenders(cell: Cell) -> dict[str, Attention]:
+    """The ways to attention in JAX, by name."""
+
+    def ours(q: Any, k: Any, v: Any, bias: Any = None) -> jax.Array:
+        return jax_cudnn.sdpa(
+            q, k, v, bias, is_causal=cell.causal, implementation="cudnn"
+        )
+
+    def theirs(how: str) -> Attention:
+        def call(q: Any, k: Any, v: Any, bias: Any = None) -> jax.Array:
+            return jax.nn.dot_product_attention(
+                q, k, v, bias, is_causal=cell.causal, implementation=how
+            )
+
+        return call
+
+    contenders = {"jax_cudnn": ours, "jax.nn cudnn": theirs("cudnn")}
+    if not cell.skip_xla:
+        contenders["jax.nn xla"] = theirs("xla")
+    return contenders
+
+
+def operands(cell: Cell) -> tuple[list[jax.Array], jax.Array]:
+    """Random operands and the cotangent of the output."""
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), shape, jnp.bfloat16)
+
+    arrays = [
+        normal(cell.b, cell.s, cell.h, cell.d),
+        normal(cell.b, cell.s, cell.k, cell.d),
+        normal(cell.b, cell.s, cell.k, cell.d),
+    ]
+    cotangent = normal(cell.b, cell.s, cell.h, cell.d)
+    if cell.has_bias:
+        arrays.append(normal(1, cell.h, cell.s, cell.s))
+    return arrays, cotangent
+
+
+def _with_gradients(attention: Attention, cotangent: jax.Array) -> Attention:
+    def run(*arrays: jax.Array) -> Any:
+        output, pullback = jax.vjp(attention, *arrays)
+        return output, pullback(cotangent)
+
+    return run
+
+
+def _contender(function: Any, arrays: list[jax.Array]) -> Contender:
+    return Contender(call=lambda: function(*arrays), wait=jax.block_until_ready)
+
+
+def _torch_contenders(cell: Cell, *, gradients: bool) -> dict[str, Contender]:
+    if torch is None or (cell.has_bias and gradients):
+        return {}  # PyTorch has no fast path with a gradient for the mask.
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape: int) -> Any:
+        return torch.randn(
+            shape, device="cuda", dtype=torch.bfloat16, generator=generator
+        )
+
+    q, k, v, ct = (
+        normal(cell.b, cell.s, heads, cell.d).transpose(1, 2).requires_grad_(gradients)
+        for heads in (cell.h, cell.k, cell.k, cell.h)
+    )
+    bias = normal(1, cell.h, cell.s, cell.s) if cell.has_bias else None
+
+    def attention(backend: Any) -> Any:
+        with sdpa_kernel(backend):
+            output = torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, bias, is_causal=cell.causal, enable_gqa=cell.h != cell.k
+            )
+        return torch.autograd.grad(output, (q, k, v), ct) if gradients else output
+
+    backends = {"torch cudnn": SDPBackend.CUDNN_ATTENTION}
+    if not cell.has_bias:
+        backends["torch flash"] = SDPBackend.FLASH_ATTENTION
+    contenders = {
+        name: Contender(
+            call=lambda backend=backend: attention(backend),
+            wait=lambda _: torch.cuda.synchronize(),
+        )
+        for name, backend in backends.items()
+    }
+    return {name: c for name, c in contenders.items() if _runs(name, c)}
+
+
+def _runs(name: str, contender: Contender) -> bool:
+    try:
+        contender.wait(contender.call())
+    except RuntimeError as error:
+        print(f"  {name} cannot run this cell: {str(error).splitlines()[0]}")
+        return False
+    return True
+
+
+def run_cell(cell: Cell) -> list[dict[str, Any]]:
+    """Time one cell, forward and forward with gradients."""
+    rows: list[dict[str, Any]] = []
+    arrays, cotangent = operands(cell)
+    for gradients in (False, True):
+        compiled: dict[str, Any] = {}
+        for name, attention in jax_contenders(cell).items():
+            function = _with_gradients(attention, cotangent) if gradients else attention
+            compiled[name] = jax.jit(function).lower(*arrays).compile()
+        contenders = {n: _contender(f, arrays) for n, f in compiled.items()}
+        contenders |= _torch_contenders(cell, gradients=gradients)
+        builds = native.cache_stats().builds
+        timings = compare(contenders, baseline="jax.nn cudnn")
+        assert native.cache_stats().builds == builds, "a plan was built while timing"
+        what = "fwd+bwd" if gradients else "fwd"
+        for name, timing in timings.items():
+            rows.append(
+                _row(f"{cell.name} {what}", name, timing, compiled.get(name))
+            )
+    return rows
+
+
+def run_host() -> list[dict[str, Any]]:
+    """Time what the host does: one small call, and 50 chained in one program."""
+    arrays, _ = operands(SMALL)
+    rows: list[dict[str, Any]] = []
+    single = {
+        name: _contender(jax.jit(attention), arrays)
+        for name, attention in jax_contenders(SMALL).items()
+    }
+    single["add"] = _contender(jax.jit(lambda q, k, v: q + k), arrays)
+    for name, timing in compare(single, baseline="jax.nn cudnn").items():
+        rows.append(_row("host time of one small call", name, timing, None))
+
+    def chain(attention: Attention) -> Attention:
+        def run(q: Any, k: Any, v: Any) -> jax.Array:
+            for _ in range(50):
+                q = attention(q, k, v)
+            return q
+
+        return run
+
+    chained = {
+        name: _contender(jax.jit(chain(attention)), arrays)
+        for name, attention in jax_contenders(SMALL).items()
+    }
+    for name, timing in compare(chained, baseline="jax.nn cudnn").items():
+        each = dataclasses.replace(timing, median_us=timing.median_us / 50)
+        rows.append(_row("one of 50 chained small calls", name, each, None))
+    return rows
+
+
+def _row(cell: str, name: str, timing: Timing, compiled: Any) -> dict[str, Any]:
+    peak = None
+    if compiled is not None:
+        memory = compiled.memory_analysis()
+        peak = memory.temp_size_in_bytes + memory.output_size_in_bytes
+    row = {"cell": cell, "contender": name, **dataclasses.asdict(timing)}
+    row["temporary_and_output_bytes"] = peak
+    print(
+        f"{cell:52s} {name:13s} {timing.median_us:10.1f} us  "
+        f"{timing.ratio:5.3f} ({timing.ratio_low:.3f}-{timing.ratio_high:.3f})",
+        flush=True,
+    )
+    return row
+
+
+def environment() -> dict[str, str]:
+    """What the numbers were taken with."""
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True, text=True, check=False,
+    ).stdout.strip()  # fmt: skip
+    versions = {
+        "GPU": jax.local_devices()[0].device_kind,
+        "driver": driver,
+        "JAX": jax.__version__,
+        "cuDNN": native.cudnn_version().version_text,
+        "jax_cudnn": jax_cudnn.__version__,
+    }
+    if torch is not None:
+        versions["PyTorch"] = torch.__version__
+    return {name: str(value) for name, value in versions.items()}
+
+
+def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """The report as a table."""
+    lines = [
+        "# Attention benchmarks",
+        "",
+        "Printed by `python -m benchmarks.sdpa`; do not edit. "
+        + ", ".join(f"{name} {value}" for name, value in versions.items())
+        + ".",
+        "",
+        "Times are medians a call; the ratio is to `jax.nn` with cuDNN, taken round by "
+        "round in the same run (median, lowest and highest). Memory is what XLA "
+        "allocates for temporaries and results.",
+        "",
+        "| workload | contender | µs | ratio | range | memory (MB) |",
+        "| --- | --- | ---: | ---: | --- | ---: |",
+    ]
+    for row in rows:
+        peak = row["temporary_and_output_bytes"]
+        memory = "" if peak is None else f"{peak / 1e6:.1f}"
+        lines.append(
+            f"| {row['cell']} | {row['contender']} | {row['median_us']:.1f} "
+            f"| {row['ratio']:.3f} | {row['ratio_low']:.3f}-{row['ratio_high']:.3f} "
+            f"| {memory} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run all cells and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    options = parser.parse_args()
+    rows = run_host()
+    for cell in CELLS:
+        rows += run_cell(cell)
+    options.out.mkdir(parents=True, exist_ok=True)
+    versions = environment()
+    data = {"environment": versions, "rows": rows}
+    (options.out / "sdpa.json").write_text(json.dumps(data, indent=1) + "\n")
+    (options.out / "sdpa.md").write_text(markdown(rows, versions))
+
+
+if __name__ == "__main__":
+    main()

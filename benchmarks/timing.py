@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times several functions side by side on one GPU, in alternating rounds.
+
+Each round calls each contender often enough to last a few tens of milliseconds, waits
+for the device once, and divides; contenders take turns within a round, in an order that
+rotates, so that drift of the machine meets all of them. Reported are the median over
+rounds and the median of the per-round ratio to one contender, with its range.
+"""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class Contender:
+    """A function to time: `call` enqueues one call, `wait` waits for its result."""
+
+    call: Callable[[], Any]
+    wait: Callable[[Any], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timing:
+    """Times in microseconds a call; ratios are contender / baseline, round by round."""
+
+    median_us: float
+    ratio: float
+    ratio_low: float
+    ratio_high: float
+
+
+def _time(contender: Contender, count: int) -> float:
+    start = time.perf_counter()
+    for _ in range(count):
+        result = contender.call()
+    contender.wait(result)
+    return (time.perf_counter() - start) / count * 1e6
+
+
+def compare(
+    contenders: Mapping[str, Contender],
+    *,
+    baseline: str,
+    rounds: int = 9,
+    round_ms: float = 40.0,
+) -> dict[str, Timing]:
+    """Time the contenders; each is warmed up first and its call count chosen then."""
+    counts: dict[str, int] = {}
+    for name, contender in contenders.items():
+        _time(contender, 3)
+        once = _time(contender, 5)
+        counts[name] = max(5, min(2000, int(round_ms * 1e3 / once)))
+    names = list(contenders)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(rounds):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            times[name].append(_time(contenders[name], counts[name]))
+    result: dict[str, Timing] = {}
+    for name in names:
+        ratios = [x / y for x, y in zip(times[name], times[baseline], strict=True)]
+        result[name] = Timing(
+            median_us=statistics.median(times[name]),
+            ratio=statistics.median(ratios),
+            ratio_low=min(ratios),
+            ratio_high=max(ratios),
+        )
+    return result

@@ -1,0 +1,48 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# build_wheel.sh NAME PYTHON: builds the wheel of jax_cudnn that PYTHON makes, into
+# build/wheels/NAME. With EDITABLE=1, the wheel holds the extension and points to the
+# Python sources here. With WERROR=1, a warning of the C++ compiler is an error.
+#
+# pip would build in an isolated and ever new place. Here the place (.venv-build-NAME)
+# and the CMake folder (build/NAME) are kept, so unchanged C++ is not compiled again.
+# It is not the environment of the tests: its jaxlib is the one whose FFI headers we
+# build against, not the one we run with.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+name=$1 python=$2
+venv=.venv-build-$name
+wheels=build/wheels/$name
+
+install() { # installs, in $venv, the list of requirements that a Python expression gives
+  local listed needs
+  listed=$("$venv/bin/python" -c "import contextlib, importlib, sys, tomllib
+with contextlib.redirect_stdout(sys.stderr):
+    found = $1
+print(*found, sep='\n')")
+  mapfile -t needs <<<"$listed"
+  [ -z "$listed" ] || scripts/venv.sh "$venv" "$python" "${needs[@]}"
+}
+
+scripts/venv.sh "$venv" "$python"
+install "tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires']"
+# What the build backend asks for on top: cmake and ninja, where the machine has none.
+install "importlib.import_module('scikit_build_core.build').get_requires_for_build_wheel()"
+
+hook=build_wheel
+[ -z "${EDITABLE:-}" ] || hook=build_editable
+rm -rf "$wheels"
+mkdir -p "$wheels"
+log=build/$name.log
+echo "== building for $("$python" --version); the compiler's output is in $log"
+if ! PATH=$PWD/$venv/bin:$PATH "$venv/bin/python" -c "from scikit_build_core import build
+build.$hook('$wheels', {
+    'build-dir': 'build/$name',
+    'cmake.define.JAX_CUDNN_WERROR': '${WERROR:-0}',
+    'cmake.define.CMAKE_EXPORT_COMPILE_COMMANDS': '1',
+})" >"$log" 2>&1; then
+  cat "$log" >&2
+  exit 1
+fi
+echo "== built $(ls "$wheels")"

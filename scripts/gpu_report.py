@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the GPU tests and writes what they measured: docs/gpu-report.md and .json.
+
+    python scripts/gpu_report.py [--out docs] [pytest arguments]
+
+The committed report is this script's output.
+"""
+
+import argparse
+import collections
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+_PREFIX = "error ratio of "
+
+
+def _output(*command: str) -> str:
+    try:
+        result = subprocess.run(
+            command, capture_output=True, text=True, check=False, cwd=ROOT
+        )
+    except FileNotFoundError:
+        return ""
+    return result.stdout.strip()
+
+
+_VERSIONS = """
+import dataclasses, json, jax, jax_cudnn
+from jax_cudnn import native
+target = native.device_target(0)
+print(json.dumps({
+    "GPU": f"{target.name} (sm_{target.sm_version})",
+    "cuDNN": native.cudnn_version().version_text,
+    "JAX": jax.__version__,
+    "jax_cudnn": jax_cudnn.__version__,
+    **{k: str(v) for k, v in dataclasses.asdict(native.build_info()).items()},
+}))
+"""
+
+
+def environment() -> dict[str, str]:
+    """Return what the tests ran with."""
+    commit = _output("git", "rev-parse", "--short", "HEAD")
+    is_dirty = bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
+    versions = json.loads(_output(sys.executable, "-c", _VERSIONS).splitlines()[-1])
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return {
+        "commit": os.environ.get("JAX_CUDNN_COMMIT")
+        or (f"{commit} with changes" if is_dirty else commit)
+        or "unknown",
+        "driver": driver,
+        "Python": sys.version.split()[0],
+        **{name: str(value) for name, value in versions.items()},
+    }
+
+
+def run_tests(arguments: list[str]) -> list[dict[str, Any]]:
+    """Run pytest on tests/gpu and return one record per test."""
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.xml"
+        command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rfEs"]
+        subprocess.run(
+            [*command, f"--junitxml={report}", *arguments], check=False, cwd=ROOT
+        )
+        root = ElementTree.parse(report).getroot()
+    return [_record(case) for case in root.iter("testcase")]
+
+
+def _record(case: ElementTree.Element) -> dict[str, Any]:
+    outcome, text = "passed", ""
+    for kind in ("failure", "error", "skipped"):
+        if (found := case.find(kind)) is not None:
+            outcome, text = kind, found.get("message", "")
+    properties = {p.get("name", ""): p.get("value", "") for p in case.iter("property")}
+    return {
+        "module": (case.get("classname") or "").split(".")[-1],
+        "test": case.get("name"),
+        "outcome": outcome,
+        "message": text[:400],
+        "error_ratios": {
+            name.removeprefix(_PREFIX): float(value)
+            for name, value in properties.items()
+            if name.startswith(_PREFIX)
+        },
+    }
+
+
+def markdown(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
+    """Return the report as text."""
+    counts = collections.Counter(record["outcome"] for record in records)
+    summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    lines = [
+        "# GPU test report",
+        "",
+        "Written by `python scripts/gpu_report.py`; do not edit.",
+        "",
+        "| | |",
+        "| --- | --- |",
+        *(f"| {name} | {value} |" for name, value in versions.items()),
+        f"| tests | {summary} |",
+        "",
+        "## Accuracy",
+        "",
+        "Error against float32 truth, as a multiple of the error that the same dtype makes "
+        "in the reference (relative norm); the tests refuse more than 2.",
+        "",
+        "| case | largest ratio | of | all |",
+        "| --- | ---: | --- | --- |",
+    ]
+    for record in records:
+        ratios = record["error_ratios"]
+        if not ratios:
+            continue
+        worst = max(ratios, key=lambda name: ratios[name])
+        every = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+        name = str(record["test"]).partition("[")[2].rstrip("]")
+        lines.append(f"| {name} | {ratios[worst]:.2f} | {worst} | {every} |")
+    lines += ["", "## Everything else", "", "| test | outcome |", "| --- | --- |"]
+    for record in records:
+        if not record["error_ratios"] or record["outcome"] != "passed":
+            message = record["message"].replace("\n", " ").replace("|", "\\|")
+            outcome = " ".join(filter(None, (record["outcome"], message)))
+            lines.append(f"| {record['test']} | {outcome} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Run, write, and return 1 if a test failed."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "docs")
+    options, rest = parser.parse_known_args()
+    versions = environment()
+    records = run_tests(rest)
+    options.out.mkdir(parents=True, exist_ok=True)
+    data = {"environment": versions, "tests": records}
+    (options.out / "gpu-report.json").write_text(json.dumps(data, indent=1) + "\n")
+    (options.out / "gpu-report.md").write_text(markdown(records, versions))
+    return int(any(r["outcome"] in ("failure", "error") for r in records))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

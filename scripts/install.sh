@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
+# install.sh DIR PYTHON EXTRAS [REQUIREMENT...]: builds jax_cudnn[EXTRAS] and installs it,
+# with the REQUIREMENTs, in the virtual environment DIR, which PYTHON makes if need be.
+# EDITABLE and WERROR go to build_wheel.sh; with OFFLINE=1 nothing is built, and the
+# wheel of jax_cudnn has to be among $WHEELS (see venv.sh).
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+dir=$1 python=$2 extras=$3
+shift 3
+
+if [ -n "${OFFLINE:-}" ]; then
+  rm -rf "$dir"
+  scripts/venv.sh "$dir" "$python"
+  exit
+fi
+name=${dir#.}
+scripts/build_wheel.sh "$name" "$python"
+wheel=$(echo "build/wheels/$name"/*.whl)
+# First the file that was just built, whatever its version, then what it needs.
+scripts/venv.sh "$dir" "$python" --no-deps --force-reinstall "$wheel"
+scripts/venv.sh "$dir" "$python" "$wheel[$extras]" "$@"

@@ -1,0 +1,83 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings and fixtures of every test: strict promotion, the CPU, drawn operands."""
+
+import functools
+import zlib
+from collections.abc import Iterator
+from typing import Protocol
+
+import hypothesis
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from tests.attention import SIZES, shape_of
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+jax.config.update("jax_numpy_rank_promotion", "raise")
+
+# Examples are the same in every run. The first one of a shape compiles: no deadline.
+hypothesis.settings.register_profile(
+    "jax_cudnn", derandomize=True, deadline=None, database=None, max_examples=40
+)
+hypothesis.settings.load_profile("jax_cudnn")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip the GPU ring where there is no GPU."""
+    if item.get_closest_marker("gpu") and not _has_gpu():
+        pytest.skip("no CUDA device: jax.local_devices(backend='cuda') finds none")
+
+
+@functools.cache
+def _has_gpu() -> bool:
+    try:
+        return bool(jax.local_devices(backend="cuda"))
+    except RuntimeError:
+        return False
+
+
+@pytest.fixture(autouse=True)
+def _run_on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Keep all tests but the GPU ring's on the CPU, also where there is a GPU.
+
+    What they ask does not depend on how well XLA optimises for the CPU; with little
+    optimisation it compiles twice as fast, and the tests compile most of the time.
+    """
+    is_gpu = request.node.get_closest_marker("gpu") is not None
+    jax.config.update("jax_disable_most_optimizations", not is_gpu)
+    if is_gpu or not _has_gpu():
+        yield
+        return
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
+@pytest.fixture
+def x64() -> Iterator[None]:
+    """Let a test make f64 arrays."""
+    with jax.enable_x64(True):
+        yield
+
+
+class Draw(Protocol):
+    """Draws normal numbers of the shape that axis letters name ("1" for 1)."""
+
+    def __call__(
+        self, axes: str, dtype: jax.typing.DTypeLike = ..., **sizes: int
+    ) -> jax.Array: ...
+
+
+@pytest.fixture
+def draw(request: pytest.FixtureRequest) -> Draw:
+    """Return a function that draws operands, the same ones in every run of a test."""
+    rng = np.random.default_rng(zlib.crc32(request.node.name.encode()))
+
+    def normal(
+        axes: str, dtype: jax.typing.DTypeLike = jnp.float32, **sizes: int
+    ) -> jax.Array:
+        shape = shape_of(axes, {**SIZES, **sizes})
+        return jnp.asarray(rng.standard_normal(shape), dtype)
+
+    return normal

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How GPU results are judged: against float32 truth, by what the same dtype can do.
+
+`truth` is the reference on the operands converted to f32, with exact f32 products.
+`reference` is the same formula in the operands' own dtype (implementation="xla").
+A result passes if its error is at most ``BOUND`` times the reference's error.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+BOUND = 2.0
+# The largest single error is a noisier figure than the norm of all: with millions of
+# elements, two roundings that add up against one give a factor of 2 by themselves.
+MAX_BOUND = 4.0
+# Operands are standard normal, so what is summed has size 1 to 10, and f32 sums of it
+# carry about 1e-6. Where the truth is 0 by cancellation, that is all there is to see.
+FLOOR = 1e-5
+
+
+def to_f32(x: Any) -> Any:
+    """Convert 16-bit float arrays to f32 and leave the rest alone."""
+    if x is None or not jnp.issubdtype(jnp.asarray(x).dtype, jnp.floating):
+        return x
+    return jnp.asarray(x, jnp.float32)
+
+
+def judge(
+    names: Sequence[str],
+    results: Sequence[jax.Array],
+    references: Sequence[jax.Array],
+    truths: Sequence[jax.Array],
+) -> Mapping[str, float]:
+    """Assert the bounds for each named result; return the error ratios."""
+    ratios: dict[str, float] = {}
+    for name, x, reference, truth in zip(
+        names, results, references, truths, strict=True
+    ):
+        # A reference can be exact by luck (one key, say): half an ulp of the result's
+        # dtype is granted to everyone.
+        unit = float(jnp.finfo(x.dtype).eps) / 2
+        error, allowed = _norm_error(x, truth), _norm_error(reference, truth)
+        allowed = max(allowed, unit * _norm(truth), FLOOR * truth.size**0.5)
+        ratios[name] = error / allowed
+        assert error <= BOUND * allowed, (
+            f"{name}: error {error:.3e} exceeds {BOUND} x {allowed:.3e}"
+        )
+        error, allowed = _largest_error(x, truth), _largest_error(reference, truth)
+        allowed = max(allowed, unit * _largest(truth), FLOOR)
+        assert error <= MAX_BOUND * allowed, (
+            f"{name}: largest error {error:.3e} exceeds {MAX_BOUND} x {allowed:.3e}"
+        )
+    return ratios
+
+
+def _finite(x: jax.Array, truth: jax.Array) -> tuple[np.ndarray, np.ndarray]:
+    """Return both as float64 where truth is finite; elsewhere they must be equal."""
+    x64, truth64 = np.asarray(x, np.float64), np.asarray(truth, np.float64)
+    finite = np.isfinite(truth64)
+    np.testing.assert_array_equal(np.isfinite(x64), finite)
+    np.testing.assert_array_equal(x64[~finite], truth64[~finite])
+    return x64[finite], truth64[finite]
+
+
+def _norm_error(x: jax.Array, truth: jax.Array) -> float:
+    x64, truth64 = _finite(x, truth)
+    return float(np.linalg.norm(x64 - truth64))
+
+
+def _largest_error(x: jax.Array, truth: jax.Array) -> float:
+    x64, truth64 = _finite(x, truth)
+    return float(np.max(np.abs(x64 - truth64), initial=0.0))
+
+
+def _norm(truth: jax.Array) -> float:
+    return float(np.linalg.norm(_finite(truth, truth)[1]))
+
+
+def _largest(truth: jax.Array) -> float:
+    return float(np.max(np.abs(_finite(truth, truth)[1]), initial=0.0))
+
+
+def with_gradients(
+    function: Callable[..., Any], cotangents: Sequence[Any], wanted: Sequence[int]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return a jitted function giving results and gradients of operands `wanted`."""
+
+    def run(*operands: Any) -> tuple[jax.Array, ...]:
+        def closed(*moving: jax.Array) -> Any:
+            full = list(operands)
+            for index, value in zip(wanted, moving, strict=True):
+                full[index] = value
+            return function(*full)
+
+        outputs, pullback = jax.vjp(closed, *(operands[i] for i in wanted))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        given = tuple(
+            jnp.asarray(ct, out.dtype)
+            for ct, out in zip(cotangents, outputs, strict=True)
+        )
+        return (*outputs, *pullback(given if len(given) > 1 else given[0]))
+
+    return jax.jit(run)

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the real cuDNN plan attention for GPUs that are not there, and say why not?"""
+
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from jax_cudnn.graph import to_json
+from tests.attention import SIZES, attention_graph, backward_graph
+from tests.gpuless import driver_stub, harness
+
+_SIZES = {**SIZES, "d": 64, "e": 64, "s": 65, "t": 129}
+_FORWARD = attention_graph(sizes=_SIZES, dtype="bf16", with_stats=True)
+_GRAPHS = {"forward": to_json(_FORWARD), "backward": to_json(backward_graph(_FORWARD))}
+
+
+@functools.cache
+def _answers(profile: str) -> dict[str, dict[str, Any]]:
+    answers = harness.plan_all(list(_GRAPHS.values()), profile)
+    return dict(zip(_GRAPHS, answers, strict=True))
+
+
+@pytest.mark.parametrize("direction", _GRAPHS)
+@pytest.mark.parametrize("profile", ["a100", "h200", "b200"])
+def test_attention_in_bf16_plans_and_builds(profile: str, direction: str) -> None:
+    answer = _answers(profile)[direction]
+    assert "candidates" in answer, answer
+    built = [c for c in answer["candidates"] if c["is_built"]]
+    assert len(built) == 1, "builds stop at the first success"
+    assert built[0]["failure"] == ""
+    assert built[0]["build_ms"] > 0
+    # The gradient of the query is summed in workspace, whatever the GPU.
+    assert (built[0]["workspace_bytes"] > 0) or direction == "forward"
+
+
+@pytest.mark.parametrize("direction", _GRAPHS)
+def test_a_turing_gpu_is_refused_with_the_reason(direction: str) -> None:
+    answer = _answers("t4")[direction]
+    assert answer["error"] == "UnsupportedError"
+    version = answer["cudnn_version"]
+    text = f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+    assert answer["message"].startswith(
+        f"cuDNN {text} has no plan for this graph on sm_75.\n  - "
+    )
+    assert any("Ampere" in reason for reason in answer["reasons"]), answer["reasons"]
+
+
+def test_a_choice_pins_the_engine_that_it_was_read_from() -> None:
+    graph = _GRAPHS["forward"]
+    listed = harness.plan_all([graph], "h200", build=False)[0]["candidates"]
+    assert len(listed) > 1
+    last = listed[-1]
+    assert json.loads(last["choice"]) == {
+        "engine": last["engine"],
+        "knobs": last["knobs"],
+        "variant": last["variant"],
+    }
+    (answer,) = harness.plan_all(
+        [graph], "h200", build=False, choices=[last["choice"]]
+    )
+    (pinned,) = answer["candidates"]
+    assert pinned["name"] == last["name"]
+    assert pinned["choice"] == last["choice"]
+
+
+def test_a_choice_that_cannot_be_followed_is_refused() -> None:
+    unknown_engine = '{"engine":12345,"knobs":{},"variant":0}'
+    expected = {
+        "{": ("GraphError", "choice: not JSON"),
+        "[]": ("GraphError", "choice: expected an object, got a list"),
+        '{"engine":1,"knobs":{}}': ("GraphError", "choice.variant: missing field"),
+        '{"engine":1,"knobs":{"SIZE":1},"variant":0}': (
+            "GraphError",
+            "choice.knobs.SIZE: unknown knob",
+        ),
+        '{"engine":1.5,"knobs":{},"variant":0}': (
+            "GraphError",
+            "choice.engine: expected an integer, got a number",
+        ),
+        '{"engine":1,"knobs":{},"variant":2}': (
+            "GraphError",
+            "choice.variant: 2 is not one of the graph's 2",
+        ),
+        unknown_engine: ("UnsupportedError", f"with the choice {unknown_engine}."),
+    }
+    graphs = [_GRAPHS["forward"]] * len(expected)
+    answers = harness.plan_all(graphs, "h200", choices=list(expected))
+    for answer, (error, message) in zip(answers, expected.values(), strict=True):
+        assert answer["error"] == error
+        assert message in answer["message"]
+
+
+def test_what_python_rewrites_is_refused_by_name() -> None:
+    graphs = [
+        attention_graph(dtype="bf16", mask="11st"),
+        attention_graph(dtype="bf16", lengths=("key_lengths",)),
+        attention_graph(sizes={**SIZES, "s": 0}, dtype="bf16"),
+    ]
+    answers = harness.plan_all([to_json(graph) for graph in graphs], "h200")
+    assert [answer["error"] for answer in answers] == ["UnsupportedError"] * 3
+    mask, lengths, empty = (answer["message"] for answer in answers)
+    assert "sdpa: cuDNN has no mask operand" in mask
+    assert "takes query_lengths and key_lengths together" in lengths
+    assert "'output' with dims [2, 6, 0, 13] has no elements" in empty
+
+
+def test_a_crash_is_reported_and_the_rest_is_planned() -> None:
+    answers = harness.plan_all(
+        [_GRAPHS["forward"], harness.CRASH, _GRAPHS["backward"]], "h200", build=False
+    )
+    assert answers[1]["crash"] == "SIGABRT"
+    assert "candidates" in answers[0]
+    assert "candidates" in answers[2]
+
+
+def test_the_stand_in_has_both_spellings_and_pretends_to_load() -> None:
+    header = (
+        "#define cuMemAlloc __CUDA_API_PTDS(cuMemAlloc_v2)\n"
+        "CUresult CUDAAPI cuInit(unsigned int Flags);\n"
+    )
+    source = driver_stub.c_source(header)
+    assert "int cuInit(void) { return 100; }\n" in source
+    assert "int cuMemAlloc(void) { return 100; }\n" in source
+    assert "int cuMemAlloc_v2(void) { return 100; }\n" in source
+    assert "*library = (void*)1; return 0;" in source

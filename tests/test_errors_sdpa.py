@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a wrong argument of `sdpa` get a message with what is wrong, and what to do?"""
+
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_cudnn import UnsupportedError, sdpa
+from tests.attention import SIZES, shape_of
+
+
+def _zeros(axes: str, dtype: Any = jnp.bfloat16, **sizes: int) -> jax.Array:
+    return jnp.zeros(shape_of(axes, {**SIZES, **sizes}), dtype)
+
+
+def _call(**changes: Any) -> Any:
+    operands = {
+        "query": _zeros("bshd"),
+        "key": _zeros("btkd"),
+        "value": _zeros("btke"),
+    }
+    return sdpa(**{**operands, **changes})
+
+
+def _shapes(**changes: str) -> str:
+    """Return how a message lists the three operands."""
+    shown = {
+        "query": "bf16[2,5,6,11]",
+        "key": "bf16[2,7,3,11]",
+        "value": "bf16[2,7,3,13]",
+        **changes,
+    }
+    return f"query is {shown['query']}, key {shown['key']}, value {shown['value']}"
+
+
+_RANK_ADVICE = (
+    "query, key and value must all be (batch, length, heads, head size) or all "
+    "(length, heads, head size). Use jax.vmap or reshape for more batch axes."
+)
+_SCALE_ADVICE = (
+    "It must be a Python number, since it is part of the compiled program. Multiply "
+    "query by a traced scale."
+)
+_DOES_NOT_BROADCAST = (
+    "which does not broadcast to (batch, heads, query length, key length) = "
+    "[2, 6, 5, 7]. Each of its axes must be 1 or the full size."
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        # dtypes
+        (
+            {"query": _zeros("bshd", jnp.int32)},
+            TypeError,
+            "sdpa: query is i32[2,5,6,11]. Supported dtypes are bf16, f16, f32, f64. "
+            "Convert query, key and value to one of them.",
+        ),
+        (
+            {"query": _zeros("bshd", jnp.complex64)},
+            TypeError,
+            "sdpa: query is complex64[2,5,6,11]. Supported dtypes are bf16, f16, f32, "
+            "f64. Convert query, key and value to one of them.",
+        ),
+        (
+            {"query": _zeros("bshd", jnp.float8_e4m3fn)},
+            TypeError,
+            "sdpa: query is f8_e4m3fn[2,5,6,11]. Supported dtypes are bf16, f16, f32, "
+            "f64. Convert query, key and value to one of them.",
+        ),
+        (
+            {"key": _zeros("btkd", jnp.float16)},
+            TypeError,
+            "sdpa: key is f16[2,7,3,11] but query is bf16[2,5,6,11]. All three must "
+            "have one dtype. Convert key to bf16.",
+        ),
+        (
+            {"value": _zeros("btke", jnp.float32)},
+            TypeError,
+            "sdpa: value is f32[2,7,3,13] but query is bf16[2,5,6,11]. All three must "
+            "have one dtype. Convert value to bf16.",
+        ),
+        # ranks
+        (
+            {"query": _zeros("nbshd")},
+            ValueError,
+            "sdpa: query is bf16[4,2,5,6,11], of rank 5; query is bf16[4,2,5,6,11]. "
+            + _RANK_ADVICE,
+        ),
+        (
+            {"key": _zeros("tkd")},
+            ValueError,
+            "sdpa: key is bf16[7,3,11], of rank 3; query is bf16[2,5,6,11]. "
+            + _RANK_ADVICE,
+        ),
+        (
+            {"value": _zeros("te")},
+            ValueError,
+            "sdpa: value is bf16[7,13], of rank 2; query is bf16[2,5,6,11]. "
+            + _RANK_ADVICE,
+        ),
+        # shapes
+        (
+            {"key": _zeros("btkd", b=1)},
+            ValueError,
+            f"sdpa: batch sizes differ: {_shapes(key='bf16[1,7,3,11]')}. They must be "
+            "equal. Broadcast, or use jax.vmap with in_axes=None for the shared "
+            "operand.",
+        ),
+        (
+            {"value": _zeros("btke", t=8)},
+            ValueError,
+            "sdpa: key has length 7 but value 8: "
+            f"{_shapes(value='bf16[2,8,3,13]')}. They must be equal.",
+        ),
+        (
+            {"query": _zeros("bshd", d=12)},
+            ValueError,
+            "sdpa: query has head size 12 but key 11: "
+            f"{_shapes(query='bf16[2,5,6,12]')}. They must be equal; value's may "
+            "differ.",
+        ),
+        (
+            {"value": _zeros("btke", k=6)},
+            ValueError,
+            f"sdpa: key has 3 heads but value 6: {_shapes(value='bf16[2,7,6,13]')}. "
+            "They must be equal.",
+        ),
+        (
+            {"query": _zeros("bshd", h=7)},
+            ValueError,
+            "sdpa: 7 query heads are not a multiple of 3 key heads: "
+            f"{_shapes(query='bf16[2,5,7,11]')}. Repeat key and value heads, or "
+            "change the number of query heads.",
+        ),
+        (
+            {"query": _zeros("bshd", h=0)},
+            ValueError,
+            "sdpa: 0 query heads are not a multiple of 3 key heads: "
+            f"{_shapes(query='bf16[2,5,0,11]')}. Repeat key and value heads, or "
+            "change the number of query heads.",
+        ),
+        # bias and mask
+        (
+            {"bias": _zeros("bhst", jnp.bool_)},
+            TypeError,
+            "sdpa: bias is bool[2,6,5,7]. Supported dtypes are bf16, f16, f32, f64. "
+            "Pass a boolean array as mask instead.",
+        ),
+        (
+            {"bias": _zeros("bhs1", s=4)},
+            ValueError,
+            f"sdpa: bias is bf16[2,6,4,1], {_DOES_NOT_BROADCAST}",
+        ),
+        (
+            {"bias": _zeros("nbhst")},
+            ValueError,
+            f"sdpa: bias is bf16[4,2,6,5,7], {_DOES_NOT_BROADCAST}",
+        ),
+        (
+            {"mask": _zeros("b1st", jnp.int8)},
+            TypeError,
+            "sdpa: mask is i8[2,1,5,7]. It must be bool, True where a query may see a "
+            "key. Pass an additive mask as bias, or convert with mask != 0.",
+        ),
+        (
+            {"mask": _zeros("bst", jnp.bool_)},
+            ValueError,
+            f"sdpa: mask is bool[2,5,7], {_DOES_NOT_BROADCAST}",
+        ),
+        # lengths
+        (
+            {"query_seq_lengths": _zeros("b", jnp.float32)},
+            TypeError,
+            "sdpa: query_seq_lengths is f32[2]. Lengths must be integers. Convert them "
+            "to int32.",
+        ),
+        (
+            {"key_value_seq_lengths": _zeros("b", jnp.bool_)},
+            TypeError,
+            "sdpa: key_value_seq_lengths is bool[2]. Lengths must be integers. Convert "
+            "them to int32.",
+        ),
+        (
+            {"query_seq_lengths": _zeros("b", jnp.int32, b=3)},
+            ValueError,
+            "sdpa: query_seq_lengths is i32[3]. It must have one length per batch "
+            "entry, shape [2].",
+        ),
+        (
+            {"key_value_seq_lengths": 7},
+            ValueError,
+            "sdpa: key_value_seq_lengths is i32[]. It must have one length per batch "
+            "entry, shape [2].",
+        ),
+        # options
+        (
+            {"scale": float("inf")},
+            ValueError,
+            "sdpa: scale=inf is not finite. Pass a finite number.",
+        ),
+        (
+            {"scale": np.float32("nan")},
+            ValueError,
+            "sdpa: scale=nan is not finite. Pass a finite number.",
+        ),
+        ({"scale": True}, TypeError, f"sdpa: scale is bool. {_SCALE_ADVICE}"),
+        ({"scale": "1"}, TypeError, f"sdpa: scale is str. {_SCALE_ADVICE}"),
+        ({"scale": 1j}, TypeError, f"sdpa: scale is complex. {_SCALE_ADVICE}"),
+        (
+            {"scale": np.complex64(1)},
+            TypeError,
+            f"sdpa: scale is complex64. {_SCALE_ADVICE}",
+        ),
+        (
+            {"scale": jnp.ones(())},
+            TypeError,
+            f"sdpa: scale is ArrayImpl. {_SCALE_ADVICE}",
+        ),
+        (
+            {"is_causal": 1},
+            TypeError,
+            "sdpa: is_causal is int. It must be True or False, since it is part of the "
+            "compiled program.",
+        ),
+        (
+            {"return_residual": None},
+            TypeError,
+            "sdpa: return_residual is NoneType. It must be True or False, since it is "
+            "part of the compiled program.",
+        ),
+        (
+            {"implementation": "triton"},
+            ValueError,
+            "implementation='triton' is not one of 'auto', 'cudnn', 'xla'.",
+        ),
+        (
+            {"implementation": None},
+            ValueError,
+            "implementation=None is not one of 'auto', 'cudnn', 'xla'.",
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused(
+    changes: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}$"):
+        _call(**changes)
+
+
+def test_a_traced_option_is_refused() -> None:
+    with pytest.raises(
+        TypeError, match=r"^sdpa: scale is .*Tracer. It must be a Python"
+    ):
+        jax.jit(lambda scale: _call(scale=scale))(0.5)
+    with pytest.raises(
+        TypeError, match=r"^sdpa: is_causal is .*Tracer. It must be True"
+    ):
+        jax.jit(lambda is_causal: _call(is_causal=is_causal))(True)
+
+
+def test_wrong_arguments_are_refused_while_tracing_too() -> None:
+    with pytest.raises(ValueError, match=r"^sdpa: key has length 7 but value 8: "):
+        jax.eval_shape(lambda x: _call(value=x), _zeros("btke", t=8))
+
+
+def test_the_message_lists_operands_as_they_were_given() -> None:
+    with pytest.raises(ValueError, match=re.escape("sdpa: 5 query heads are not")):
+        sdpa(_zeros("shd", h=5), _zeros("tkd"), _zeros("tke"))
+
+
+def test_unsupported_keeps_its_parts_and_prints_them() -> None:
+    error = UnsupportedError("cannot", ["too wide", "too old"], "pad it")
+    assert str(error) == "cannot\n  - too wide\n  - too old\npad it"
+    assert (error.summary, error.reasons, error.advice) == (
+        "cannot",
+        ("too wide", "too old"),
+        "pad it",
+    )
+    assert str(UnsupportedError("cannot")) == "cannot"

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs each example on the CPU as a user would, and reads what it prints."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+pytestmark = pytest.mark.slow
+
+
+def run_example(name, *arguments):
+    """Return what the example prints; warnings are errors in it too."""
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    return done.stdout
+
+
+def number_after(label, text):
+    return float(re.search(rf"{label}\s+(-?[0-9.e+-]+)", text)[1])
+
+
+def test_every_example_is_run_here():
+    assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "gradient_check.py",
+        "quickstart.py",
+        "train_char_transformer.py",
+    }
+
+
+def test_quickstart_prints_loss_gradients_and_where_they_ran():
+    output = run_example("quickstart.py")
+    assert number_after("loss", output) > 0
+    for name in "qkv":
+        assert f"gradient of {name}: bfloat16[2, 77, 4, 64], largest" in output
+    assert re.search(r"^sdpa +1 .* xla ", output, re.MULTILINE)
+    assert re.search(r"^sdpa_backward +1 .* xla ", output, re.MULTILINE)
+
+
+def test_gradient_check_finds_no_error():
+    output = run_example("gradient_check.py", "--quick")
+    assert [line.split()[0] for line in output.splitlines() if line.endswith("ok")] == [
+        "plain",
+        "causal",
+    ]
+    assert "cuDNN's backward kernel was not checked" in output
+
+
+def test_train_char_transformer_lowers_its_loss():
+    pytest.importorskip("flax", reason="Flax is not installed")
+    pytest.importorskip("optax", reason="optax is not installed")
+    output = run_example("train_char_transformer.py", "--quick", "--seed", "3")
+    assert number_after("error of the chosen one in float32", output) <= 1e-5
+    assert " ok (allowed: 1.0e-05)" in output
+    assert re.search(r"^  sdpa +2 .* xla ", output, re.MULTILINE)
+    assert re.search(r"^  sdpa_backward +2 .* xla ", output, re.MULTILINE)
+    assert " 20/20  loss " in output
+    before = number_after("before training ", output)
+    assert number_after("after training ", output) < before - 1
+    assert number_after("counting pairs", output) < number_after(
+        "counting characters", output
+    )
+
+
+def test_train_char_transformer_refuses_zero_steps():
+    pytest.importorskip("flax", reason="Flax is not installed")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_char_transformer.py"), "--steps", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--steps 0: at least 1 step is needed" in done.stderr

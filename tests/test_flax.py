@@ -1,0 +1,634 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.flax.attention_fn` inside Flax's layers, against Flax's own attention."""
+
+import contextlib
+import functools
+import inspect
+import logging
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason="Flax is not installed")
+
+from flax import linen, nnx
+
+import jax_cudnn
+from jax_cudnn.flax import AttentionFn, attention_fn, delegate, make_attention_fn
+
+# b batch, s length, t key length, f features, h heads, d head size.
+B, S, T, F, H, D = 3, 7, 11, 30, 6, 5
+# The gradient of the key bias is 0: what is left is the rounding of its terms, each of
+# order 1, some hundred of which are added.
+TIGHT = {"rtol": 2e-5, "atol": 1e-5}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def operands(*batch, s=S, t=T, h=H, k=H, d=D, e=D, dtype=jnp.float32):
+    return (
+        normal(1, *batch, s, h, d, dtype=dtype),
+        normal(2, *batch, t, k, d, dtype=dtype),
+        normal(3, *batch, t, k, e, dtype=dtype),
+    )
+
+
+@contextlib.contextmanager
+def flax_promotes():
+    """Allow promotion where Flax's or jax.nn's own attention relies on it."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def assert_trees_close(actual, expected, **tolerances):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        np.testing.assert_allclose(x, y, **(tolerances or TIGHT))
+
+
+def padding_mask(dtype=jnp.float32):
+    """Keys past each entry's length are hidden; every query sees a key."""
+    lengths = jnp.array([S, 4, 1], jnp.int32)
+    is_key = jnp.arange(S, dtype=jnp.int32)[None] < lengths[:, None]
+    return linen.make_attention_mask(jnp.ones((B, S), bool), is_key, dtype=dtype)
+
+
+def masks(dtype=jnp.float32):
+    causal = linen.make_causal_mask(jnp.ones((B, S)), dtype=dtype)
+    padding = padding_mask(dtype)
+    return {
+        "none": None,
+        "causal": causal,
+        "padding": padding,
+        "combined": linen.combine_masks(causal, padding, dtype=dtype),
+    }
+
+
+# --- layers: the same parameters, with Flax's attention and with ours -----------------
+
+
+def linen_layer(fn=None, **options):
+    if fn is not None:
+        options["attention_fn"] = fn
+    return linen.MultiHeadDotProductAttention(num_heads=H, qkv_features=F, **options)
+
+
+def linen_variables(**options):
+    return linen_layer(**options).init(jax.random.key(0), jnp.ones((B, S, F)))
+
+
+def nnx_layer(fn=None, **options):
+    if fn is not None:
+        options["attention_fn"] = fn
+    options.setdefault("decode", False)
+    return nnx.MultiHeadAttention(
+        num_heads=H, in_features=F, rngs=nnx.Rngs(0), **options
+    )
+
+
+def nnx_value_and_grad(layer, x, **call):
+    graphdef, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def loss(params, x):
+        output = nnx.merge(graphdef, params, rest)(x, **call)
+        return jnp.sum(jnp.sin(output)), output
+
+    (_, output), grads = jax.jit(
+        jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    )(params, x)
+    return output, jax.tree.map(jnp.asarray, (nnx.to_pure_dict(grads[0]), grads[1]))
+
+
+def linen_value_and_grad(layer, variables, x, **call):
+    def loss(variables, x):
+        output = layer.apply(variables, x, **call)
+        return jnp.sum(jnp.sin(output)), output
+
+    (_, output), grads = jax.jit(
+        jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)
+    )(variables, x)
+    return output, grads
+
+
+@pytest.mark.parametrize(
+    ("mask", "mask_dtype", "normalize_qk"),
+    [
+        ("none", bool, True),
+        ("causal", bool, False),
+        ("padding", jnp.float32, False),
+        ("combined", jnp.float32, True),
+        ("combined", bool, False),
+    ],
+)
+def test_linen_layer_equals_flax(mask, mask_dtype, normalize_qk):
+    variables = linen_variables(normalize_qk=normalize_qk)
+    x, call = normal(4, B, S, F), {"mask": masks(mask_dtype)[mask]}
+    layers = [linen_layer(fn, normalize_qk=normalize_qk) for fn in (attention_fn, None)]
+    ours, flax = (linen_value_and_grad(m, variables, x, **call) for m in layers)
+    assert_trees_close(ours, flax)
+
+
+@pytest.mark.parametrize(
+    ("mask", "normalize_qk"),
+    [("none", False), ("causal", True), ("padding", False), ("combined", True)],
+)
+def test_nnx_layer_equals_flax(mask, normalize_qk):
+    x, call = normal(4, B, S, F), {"mask": masks()[mask]}
+    layers = [nnx_layer(fn, normalize_qk=normalize_qk) for fn in (attention_fn, None)]
+    ours, flax = (nnx_value_and_grad(layer, x, **call) for layer in layers)
+    assert_trees_close(ours, flax)
+
+
+def test_nnx_is_causal_equals_flax():
+    x = normal(4, B, S, F)
+    ours, flax = (
+        nnx_value_and_grad(nnx_layer(fn), x, is_causal=True, mask=padding_mask())
+        for fn in (attention_fn, None)
+    )
+    assert_trees_close(ours, flax)
+
+
+def test_is_causal_of_make_attention_fn_equals_a_causal_mask():
+    variables, x = linen_variables(), normal(4, B, S, F)
+    ours = linen_layer(make_attention_fn(is_causal=True)).apply(variables, x)
+    flax = linen_layer().apply(variables, x, mask=masks()["causal"])
+    assert_trees_close(ours, flax)
+    # nnx passes is_causal=False in every call, which does not undo it.
+    ours = nnx_layer(make_attention_fn(is_causal=True))(x)
+    assert_trees_close(ours, nnx_layer()(x, is_causal=True))
+
+
+@pytest.mark.parametrize("k", [1, 2, 3])
+def test_nnx_grouped_key_heads_equal_flax(k):
+    x = normal(4, B, S, F)
+    ours, flax = (
+        nnx_value_and_grad(nnx_layer(fn, num_kv_heads=k), x, is_causal=True)
+        for fn in (attention_fn, None)
+    )
+    assert_trees_close(ours, flax)
+
+
+def test_cross_attention_equals_flax():
+    x, y = normal(4, B, S, F), normal(5, B, T, F)
+    mask = linen.make_attention_mask(
+        jnp.ones((B, S), bool), jnp.arange(T)[None] < jnp.array([[11], [5], [2]])
+    )
+    assert_trees_close(
+        nnx_layer(attention_fn)(x, y, mask=mask), nnx_layer()(x, y, mask=mask)
+    )
+    variables = linen_variables()
+    assert_trees_close(
+        linen_layer(attention_fn).apply(variables, x, y, mask=mask),
+        linen_layer().apply(variables, x, y, mask=mask),
+    )
+
+
+# --- decoding -------------------------------------------------------------------------
+
+
+def test_linen_decoding_step_by_step_equals_the_causal_forward():
+    x = normal(4, B, S, F)
+    layer = linen_layer(attention_fn, decode=True)
+    variables = layer.init(jax.random.key(0), x)
+    params, cache = variables["params"], variables["cache"]
+    step = jax.jit(functools.partial(layer.apply, mutable=["cache"]))
+    outputs = []
+    for i in range(S):
+        output, updated = step({"params": params, "cache": cache}, x[:, i : i + 1])
+        cache = updated["cache"]
+        outputs.append(output)
+    full = linen_layer(attention_fn).apply(
+        {"params": params}, x, mask=masks()["causal"]
+    )
+    assert_trees_close(jnp.concatenate(outputs, axis=1), full)
+
+
+def test_nnx_decoding_step_by_step_equals_the_causal_forward():
+    x = normal(4, B, S, F)
+    full = nnx_layer(attention_fn)(x, is_causal=True)
+    layer = nnx_layer(attention_fn, decode=True)
+    layer.init_cache(x.shape)
+    step = nnx.jit(lambda layer, x: layer(x))
+    outputs = [step(layer, x[:, i : i + 1]) for i in range(S)]
+    assert_trees_close(jnp.concatenate(outputs, axis=1), full)
+
+
+def test_causal_call_with_one_query_and_several_keys_is_refused():
+    q, k, v = operands(B, s=1)
+    with pytest.raises(
+        ValueError, match=r"is_causal=True with one query and 11 keys.*decoding step"
+    ):
+        attention_fn(q, k, v, is_causal=True)
+    q, k, v = operands(B, s=1, t=1)
+    assert_trees_close(attention_fn(q, k, v, is_causal=True), v)
+
+
+# --- shapes ---------------------------------------------------------------------------
+
+SCORES = {
+    (): [(H, S, T), (1, S, T), (T,)],
+    (B,): [(B, 1, 1, T), (H, S, T), (S, 1)],
+    (2, B): [(2, B, 1, S, T), (2, 1, 1, 1, T), (1, B, H, 1, T), (B, 1, S, T)],
+}
+
+
+@pytest.mark.parametrize(
+    ("batch", "shape"), [(b, shape) for b, all_ in SCORES.items() for shape in all_]
+)
+def test_mask_and_bias_broadcast_as_in_flax(batch, shape):
+    q, k, v = operands(*batch, e=4)
+    bias = normal(6, *shape)
+    mask = jax.random.bernoulli(jax.random.key(7), 0.7, shape)
+    mask = mask.at[..., 0].set(True)  # every query sees a key
+
+    def loss(fn, q, k, v, bias):
+        output = fn(q, k, v, bias, mask)
+        return jnp.sum(jnp.sin(output)), output
+
+    def run(fn):
+        function = jax.value_and_grad(
+            functools.partial(loss, fn), argnums=(0, 1, 2, 3), has_aux=True
+        )
+        return jax.jit(function)(q, k, v, bias)
+
+    ours = run(attention_fn)
+    with flax_promotes():
+        flax = run(linen.dot_product_attention)
+    assert_trees_close(ours, flax)
+
+
+@pytest.mark.parametrize("batch", [(), (B,), (2, B), (2, B, 5)])
+def test_any_number_of_batch_axes(batch):
+    q, k, v = operands(*batch, e=4)
+    ours = attention_fn(q, k, v)
+    assert ours.shape == (*batch, S, H, 4)
+    assert_trees_close(ours, linen.dot_product_attention(q, k, v))
+
+
+def test_numbers_as_mask_hide_where_they_are_zero():
+    q, k, v = operands(B)
+    mask = jnp.array([0.5, 0, -2, 1, 0, 1, 1, 0, 3, 1, 1])
+    assert_trees_close(
+        attention_fn(q, k, v, mask=mask), attention_fn(q, k, v, mask=mask.astype(bool))
+    )
+    assert_trees_close(
+        attention_fn(q, k, v, mask=mask.astype(jnp.int32)),
+        linen.dot_product_attention(q, k, v, mask=mask.astype(jnp.int32)),
+    )
+
+
+def test_query_that_sees_no_key_gives_zero_where_flax_gives_the_mean():
+    q, k, v = operands(B)
+    mask = jnp.ones((B, 1, S, T), bool).at[1, :, 4].set(False)
+    ours = attention_fn(q, k, v, mask=mask)
+    flax = linen.dot_product_attention(q, k, v, mask=mask)
+    np.testing.assert_array_equal(ours[1, 4], 0)
+    np.testing.assert_allclose(flax[1, 4], v[1].mean(0), rtol=1e-5, atol=1e-6)
+    rest = jnp.ones((B, S), bool).at[1, 4].set(False)
+    assert_trees_close(ours[rest], flax[rest])
+
+
+def test_vmap_of_a_layer_equals_a_batch_axis():
+    layer, x = nnx_layer(attention_fn), normal(4, 2, B, S, F)
+    assert_trees_close(
+        jax.vmap(lambda x: layer(x, is_causal=True))(x), layer(x, is_causal=True)
+    )
+
+
+# --- dtypes and precision -------------------------------------------------------------
+
+
+def relative_error(x, truth):
+    x, truth = np.asarray(x, np.float64), np.asarray(truth, np.float64)
+    return np.linalg.norm(x - truth) / np.linalg.norm(truth)
+
+
+def test_bf16_layer_is_as_near_to_f32_as_flax():
+    """f32 parameters, computation in bf16: values and gradients."""
+    dtype = jnp.bfloat16
+    x, call = normal(4, B, S, F), {"is_causal": True}
+    truth = nnx_value_and_grad(nnx_layer(), x, **call)
+    ours = nnx_value_and_grad(nnx_layer(attention_fn, dtype=dtype), x, **call)
+    with flax_promotes():
+        flax = nnx_value_and_grad(nnx_layer(dtype=dtype), x, **call)
+    leaves = [jax.tree.leaves(tree) for tree in (ours, flax, truth)]
+    assert ours[0].dtype == dtype
+    bound = 1.5 * max(relative_error(f, t) for _, f, t in zip(*leaves, strict=True))
+    for got, flax_leaf, true_leaf in zip(*leaves, strict=True):
+        assert got.dtype == flax_leaf.dtype
+        if np.linalg.norm(true_leaf) > 1e-3:  # the key bias has gradient 0
+            assert relative_error(got, true_leaf) <= bound
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_linen_dtype_converts_f32_parameters(dtype):
+    variables, x = linen_variables(), normal(4, B, S, F)
+    ours, flax = (
+        linen_layer(fn, dtype=dtype).apply(variables, x) for fn in (attention_fn, None)
+    )
+    truth = linen_layer().apply(variables, x)
+    assert ours.dtype == flax.dtype == dtype
+    assert relative_error(ours, truth) <= 1.5 * relative_error(flax, truth)
+
+
+def test_operands_of_different_dtypes_are_promoted():
+    q, k, v = operands(B)
+    half = (q.astype(jnp.bfloat16), k, v)
+    with flax_promotes():
+        ours, flax = (f(*half) for f in (attention_fn, linen.dot_product_attention))
+    assert_trees_close(ours, flax)
+    assert attention_fn(*half, dtype=jnp.float16).dtype == jnp.float16
+
+
+def test_promote_dtype_is_called_as_nnx_calls_it():
+    q, k, v = operands(B)
+    seen = []
+
+    def promote(arrays, *, dtype=None):
+        seen.append((len(arrays), dtype))
+        return tuple(x.astype(jnp.float16) for x in arrays)
+
+    output = attention_fn(q, k, v, dtype=jnp.bfloat16, promote_dtype=promote)
+    assert output.dtype == jnp.float16
+    assert seen == [(3, jnp.bfloat16)]
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_force_fp32_for_softmax_gives_linens_dtype(dtype):
+    q, k, v = operands(B, dtype=dtype)
+    ours = attention_fn(q, k, v, force_fp32_for_softmax=True)
+    with flax_promotes():
+        flax = linen.dot_product_attention(q, k, v, force_fp32_for_softmax=True)
+    assert ours.dtype == flax.dtype == jnp.float32
+    truth = linen.dot_product_attention(*(x.astype(jnp.float32) for x in (q, k, v)))
+    assert relative_error(ours, truth) < (1e-6 if dtype == jnp.float32 else 8e-3)
+
+
+@pytest.fixture
+def messages(caplog):
+    delegate._say_once.cache_clear()
+    caplog.set_level(logging.INFO, logger="jax_cudnn")
+    return lambda: [record.getMessage() for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "is_delegated"),
+    [
+        (None, jnp.float32, False),
+        ("default", jnp.float32, False),
+        (jax.lax.Precision.HIGHEST, jnp.bfloat16, False),
+        (("high", "highest"), jnp.float16, False),
+        (jax.lax.Precision.HIGHEST, jnp.float32, True),
+        (("default", "highest"), jnp.float32, True),
+        (jax.lax.DotAlgorithmPreset.F32_F32_F32, jnp.float32, True),
+    ],
+)
+def test_precision_beyond_the_default_of_f32_goes_to_flax(
+    messages, precision, dtype, is_delegated
+):
+    q, k, v = operands(B, dtype=dtype)
+    traced = jax.make_jaxpr(functools.partial(attention_fn, precision=precision))
+    text = str(traced(q, k, v))
+    assert ("sdpa" not in text) == is_delegated
+    assert len(messages()) == is_delegated
+    if is_delegated:
+        assert "asked for float32 operands" in messages()[0]
+
+
+def test_precision_reaches_the_products_that_flax_makes():
+    q, k, v = operands(B, k=2)
+    fn = functools.partial(attention_fn, precision="highest", is_causal=True)
+    assert str(jax.make_jaxpr(fn)(q, k, v)).count("Precision.HIGHEST") >= 2
+    assert_trees_close(fn(q, k, v), attention_fn(q, k, v, is_causal=True))
+
+
+# --- what only Flax computes ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("broadcast_dropout", [True, False])
+def test_active_dropout_drops_the_weights_that_flax_drops(messages, broadcast_dropout):
+    variables, x = linen_variables(), normal(4, B, S, F)
+    options = {"dropout_rate": 0.4, "broadcast_dropout": broadcast_dropout}
+    call = {"deterministic": False, "rngs": {"dropout": jax.random.key(9)}}
+    ours, flax = (
+        linen_layer(fn, **options).apply(variables, x, **call)
+        for fn in (attention_fn, None)
+    )
+    assert_trees_close(ours, flax)
+    ours, flax = (
+        nnx_layer(fn, **options)(
+            x, deterministic=False, rngs=nnx.Rngs(9), is_causal=True
+        )
+        for fn in (attention_fn, None)
+    )
+    assert_trees_close(ours, flax)
+    (message,) = messages()
+    assert message == (
+        "attention_fn: Flax's own attention runs: dropout of attention weights is "
+        "active (dropout_rate=0.4, deterministic=False)"
+    )
+
+
+def test_dropout_with_grouped_heads_drops_the_weights_that_nnx_drops():
+    x, options = normal(4, B, S, F), {"num_kv_heads": 2, "dropout_rate": 0.4}
+    options["broadcast_dropout"] = False
+    ours, flax = (
+        nnx_layer(fn, **options)(x, deterministic=False, rngs=nnx.Rngs(9))
+        for fn in (attention_fn, None)
+    )
+    assert_trees_close(ours, flax)
+
+
+def test_dropout_that_is_not_in_effect_runs_sdpa(messages):
+    x = normal(4, B, S, F)
+    layer = nnx_layer(make_attention_fn(implementation="cudnn"), dropout_rate=0.4)
+    assert_trees_close(layer(x, deterministic=True), nnx_layer()(x))
+    q, k, v = operands(B)
+    attention_fn(q, k, v, dropout_rate=0.0, deterministic=False)
+    assert messages() == []
+
+
+def test_linen_sows_the_weights():
+    variables, x = linen_variables(), normal(4, B, S, F)
+    call = {"sow_weights": True, "mutable": ["intermediates"]}
+    ours, flax = (
+        linen_layer(fn).apply(variables, x, **call) for fn in (attention_fn, None)
+    )
+    (weights,) = ours[1]["intermediates"]["attention_weights"]
+    assert weights.shape == (B, H, S, S)
+    assert_trees_close(ours, flax)
+
+
+def test_nnx_sows_the_weights(messages):
+    x = normal(4, B, S, F)
+    ours, flax = (
+        nnx.capture(nnx_layer(fn), nnx.Intermediate)(
+            x, sow_weights=True, is_causal=True
+        )
+        for fn in (attention_fn, None)
+    )
+    (weights,) = jax.tree.leaves(ours[1])
+    assert weights.shape == (B, H, S, S)
+    assert_trees_close(ours, flax)
+    assert "the attention weights are asked for" in messages()[0]
+
+
+def test_linen_einsum_classes_are_used(messages):
+    calls = []
+
+    def einsum(formula, *arrays):
+        calls.append(formula)
+        return jnp.einsum(formula, *arrays)
+
+    options = {
+        "qk_attn_weights_einsum_cls": lambda: einsum,
+        "attn_weights_value_einsum_cls": lambda: einsum,
+    }
+    variables, x = linen_variables(), normal(4, B, S, F)
+    ours = linen_layer(attention_fn, **options).apply(variables, x)
+    assert len(calls) == 2
+    assert_trees_close(ours, linen_layer().apply(variables, x))
+    assert "qk_attn_weights_einsum replaces a product" in messages()[0]
+
+
+@pytest.mark.parametrize(
+    ("call", "reason"),
+    [
+        (
+            {"dropout_rate": 0.25, "dropout_rng": jax.random.key(0)},
+            r"active \(dropout_rate=0.25, deterministic=False\)",
+        ),
+        ({"module": object()}, "the attention weights are asked for"),
+        ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general replaces"),
+        ({"precision": "highest"}, "precision='highest' is asked for float32 operands"),
+    ],
+    ids=["dropout", "weights", "einsum", "precision"],
+)
+def test_implementation_cudnn_refuses_what_only_flax_computes(call, reason):
+    with pytest.raises(jax_cudnn.UnsupportedError, match=reason) as caught:
+        make_attention_fn(implementation="cudnn")(*operands(B), **call)
+    assert str(caught.value).startswith("attention_fn: cuDNN cannot run this attention")
+    assert 'Pass implementation="auto" or "xla"' in str(caught.value)
+
+
+def test_implementation_xla_lets_flax_compute_it_without_a_message(messages):
+    q, k, v = operands(B)
+    fn = make_attention_fn(implementation="xla")
+    assert_trees_close(
+        fn(q, k, v, precision="highest"), linen.dot_product_attention(q, k, v)
+    )
+    assert messages() == []
+
+
+def test_linen_options_with_an_nnx_module_are_refused():
+    with pytest.raises(
+        ValueError, match=r"force_fp32_for_softmax was passed .* nnx module MultiHead"
+    ):
+        attention_fn(*operands(B), module=nnx_layer(), force_fp32_for_softmax=True)
+
+
+# --- messages and the objects themselves ----------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+@pytest.mark.parametrize("shape", [(B, S), (B, 2, S, T), (1, B, 1, S, T)])
+def test_mask_or_bias_that_does_not_broadcast_is_refused(name, shape):
+    expected = (
+        rf"attention_fn: {name} has shape \[{', '.join(map(str, shape))}\], which does "
+        r"not broadcast .* = \[3, 6, 7, 11\]"
+    )
+    with pytest.raises(ValueError, match=expected):
+        attention_fn(*operands(B), **{name: jnp.ones(shape)})
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    q, k, v = operands(B)
+    with pytest.raises(
+        ValueError, match=r"ranks do not fit: query is \(7, 6, 5\), key"
+    ):
+        attention_fn(q[0], k, v)
+    with pytest.raises(
+        ValueError, match=r"batch axes differ: .* value \(2, 11, 6, 5\)"
+    ):
+        attention_fn(q, k, v[:2])
+    with pytest.raises(ValueError, match="key has length 11 but value 9"):
+        attention_fn(q, k, v[:, :9])
+
+
+def test_input_positions_are_refused():
+    with pytest.raises(ValueError, match=r"input_positions of shape \(3, 7\) was pass"):
+        attention_fn(*operands(B), input_positions=jnp.zeros((B, S)))
+
+
+def test_settings_are_checked():
+    with pytest.raises(ValueError, match="implementation='fast' is not one of 'auto'"):
+        make_attention_fn(implementation="fast")
+    with pytest.raises(TypeError, match=r"is_causal is 1\. It must be True or False"):
+        make_attention_fn(is_causal=1)
+
+
+def test_equal_settings_are_equal_and_compile_once():
+    assert make_attention_fn() == attention_fn == AttentionFn()
+    assert make_attention_fn(implementation="xla") != attention_fn
+    made = make_attention_fn(implementation="cudnn", is_causal=True)
+    assert pickle.loads(pickle.dumps(made)) == made
+    count = 0
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(layer, variables, x):
+        nonlocal count
+        count += 1
+        return layer.apply(variables, x)
+
+    variables, x = linen_variables(), normal(4, B, S, F)
+    for _ in range(2):
+        run(linen_layer(make_attention_fn(implementation="xla")), variables, x)
+    assert count == 1
+
+
+def test_every_option_of_flaxs_own_functions_is_taken():
+    ours = inspect.signature(attention_fn).parameters
+    for function in (linen.dot_product_attention, nnx.dot_product_attention):
+        assert set(inspect.signature(function).parameters) <= set(ours)
+    positional = [p.name for p in ours.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    for function in (linen.dot_product_attention, nnx.dot_product_attention):
+        flax = list(inspect.signature(function).parameters)
+        assert flax[: len(positional)] == positional
+
+
+def run_python(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+
+
+def test_importing_jax_cudnn_does_not_import_flax():
+    done = run_python("import sys, jax_cudnn; sys.exit('flax' in sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
+def test_missing_flax_says_what_to_install():
+    done = run_python("import sys; sys.modules['flax'] = None; import jax_cudnn.flax")
+    assert done.returncode == 1
+    assert "the package flax is not installed" in done.stderr
+    assert "Run: pip install 'jax_cudnn[flax]'" in done.stderr
+
+
+def test_snippets_of_the_guide_run():
+    guide = Path(__file__).parents[1] / "docs" / "flax.md"
+    snippets = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.M | re.S)
+    assert len(snippets) == 5
+    with flax_promotes():  # what a user has who sets nothing
+        for snippet in snippets:
+            if "logging.basicConfig" not in snippet:  # it would change this process
+                exec(compile(snippet, str(guide), "exec"), {})

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is importing the package quick, and without effect on JAX and the environment?"""
+
+import os
+import subprocess
+import sys
+
+# Seconds that `import jax_cudnn` may take once JAX is imported.
+_MOST_SECONDS = 0.2
+
+# The quickest of so many runs counts: others may be using the machine.
+_RUN_COUNT = 5
+
+
+def _run(program: str) -> str:
+    """Run a program in a new interpreter on the CPU, warnings as errors."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()
+
+
+def test_import_is_quick() -> None:
+    program = """
+import time, jax
+start = time.perf_counter()
+import jax_cudnn
+print(time.perf_counter() - start)
+"""
+    assert min(float(_run(program)) for _ in range(_RUN_COUNT)) < _MOST_SECONDS
+
+
+def test_import_starts_no_backend() -> None:
+    # JAX refuses this option once a backend has started, as the last lines show.
+    program = """
+import jax, jax_cudnn
+jax.config.update("jax_num_cpu_devices", 3)
+print(jax.device_count())
+try:
+    jax.config.update("jax_num_cpu_devices", 2)
+except RuntimeError:
+    print("refused")
+"""
+    assert _run(program).split() == ["3", "refused"]
+
+
+def test_import_opens_neither_cuda_nor_cudnn() -> None:
+    program = """
+import jax_cudnn
+with open("/proc/self/maps") as maps:
+    files = {line.split()[-1].rpartition("/")[2] for line in maps}
+print(*(name for name in files if name.startswith(("libcu", "libnv"))))
+"""
+    assert _run(program) == ""
+
+
+def test_import_changes_neither_environment_nor_config() -> None:
+    program = """
+import os, jax
+environment, config = dict(os.environ), dict(jax.config.values)
+import jax_cudnn
+assert dict(os.environ) == environment
+assert dict(jax.config.values) == config
+print("same")
+"""
+    assert _run(program) == "same"
+
+
+def test_import_brings_no_optional_dependency() -> None:
+    program = """
+import sys, jax_cudnn
+print(*{"flax", "optax", "jaxtyping"}.intersection(sys.modules))
+"""
+    assert _run(program) == ""
+
+
+def test_public_names_are_what_all_lists() -> None:
+    program = """
+import jax_cudnn
+assert all(hasattr(jax_cudnn, name) for name in jax_cudnn.__all__)
+assert jax_cudnn.__all__ == sorted(jax_cudnn.__all__), jax_cudnn.__all__
+print(jax_cudnn.sdpa.__module__)
+"""
+    assert _run(program) == "jax_cudnn.ops.sdpa"

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do imports go one way, does private JAX stay out, do files say what they are for?"""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).parent.parent
+_PACKAGE = _ROOT / "jax_cudnn"
+
+# What each layer may import from; itself always.
+_DATA = {"errors", "graph"}
+_MEANING = {*_DATA, "reference", "legalize"}
+_MACHINE = {*_MEANING, "native", "config", "lowering"}
+_ALLOWED = {
+    "errors": set[str](),
+    "config": set[str](),
+    "graph": {"errors"},
+    "reference": {"errors", "graph"},
+    "legalize": {"errors", "graph", "reference"},
+    "native": {"errors", "graph"},
+    "lowering": {*_MEANING, "native", "config"},
+    "ops": _MACHINE,
+    "plans": {*_MACHINE, "ops"},
+    # Of what computes, the public operations only.
+    "flax": {"errors", "config", "ops"},
+    "__init__": {*_MACHINE, "ops", "plans"},
+    "__main__": {*_MACHINE, "ops", "plans"},
+}
+# Names outside JAX's compatibility promise, and the one module that may import them.
+_SEMI_PUBLIC = ("jax.extend", "jax.interpreters", "jax.core")
+_SEMI_PUBLIC_HOME = "lowering/_jax.py"
+# Layers that are pure data and must not know of JAX's tracing.
+_WITHOUT_JAX = ("errors", "config", "graph")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module of the package imports."""
+
+    module: str
+    layer: str
+    name: str
+
+
+def _modules() -> list[Path]:
+    return sorted(_PACKAGE.rglob("*.py"))
+
+
+def _imported_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute):
+            # `jax.interpreters.ad` after `import jax`
+            chain = _attribute_chain(node)
+            yield from [chain] if chain.startswith("jax.") else []
+
+
+def _attribute_chain(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_attribute_chain(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _imports() -> list[Import]:
+    found: list[Import] = []
+    for path in _modules():
+        module = path.relative_to(_PACKAGE).as_posix()
+        layer = module.removesuffix(".py").split("/")[0]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [Import(module, layer, name) for name in _imported_names(tree)]
+    return found
+
+
+def _own_layer(name: str) -> str | None:
+    """Return the layer that an imported name of this package belongs to."""
+    parts = name.split(".")
+    if parts[0] != "jax_cudnn" or len(parts) < 2:
+        return None
+    return parts[1]
+
+
+def _is_within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def test_every_layer_has_a_place_in_the_order() -> None:
+    assert {found.layer for found in _imports()} <= set(_ALLOWED)
+
+
+def test_the_order_has_no_cycle() -> None:
+    places: list[str] = []
+    while len(places) < len(_ALLOWED):
+        ready = [x for x in _ALLOWED if x not in places and _ALLOWED[x] <= {*places}]
+        assert ready, f"the layers above {places} import one another"
+        places += ready
+
+
+def test_modules_import_from_lower_layers_only() -> None:
+    wrong = [
+        found
+        for found in _imports()
+        if (layer := _own_layer(found.name)) is not None
+        and layer != found.layer
+        and layer not in _ALLOWED[found.layer]
+    ]
+    assert not wrong
+
+
+def test_the_reader_of_imports_sees_what_there_is() -> None:
+    found = _imports()
+    assert Import("ops/sdpa.py", "ops", "jax_cudnn.lowering.run_graph") in found
+    assert Import("lowering/_jax.py", "lowering", "jax.interpreters.mlir") in found
+    chains = _imported_names(ast.parse("import jax\njax._src.core.x"))
+    assert {"jax", "jax._src.core", "jax._src"} <= set(chains)
+
+
+def test_private_jax_is_used_nowhere() -> None:
+    for path in (*_modules(), *sorted((_ROOT / "tests").rglob("*.py"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        wrong = [x for x in _imported_names(tree) if _is_within(x, "jax._src")]
+        assert not wrong, path
+
+
+def test_semi_public_jax_is_imported_in_one_module() -> None:
+    users = {
+        found.module
+        for found in _imports()
+        if any(_is_within(found.name, prefix) for prefix in _SEMI_PUBLIC)
+    }
+    assert users == {_SEMI_PUBLIC_HOME}
+
+
+def test_pure_data_does_not_import_jax() -> None:
+    wrong = [
+        found
+        for found in _imports()
+        if found.layer in _WITHOUT_JAX and _is_within(found.name, "jax")
+    ]
+    assert not wrong
+
+
+def test_names_with_an_underscore_stay_in_their_folder() -> None:
+    wrong = []
+    for found in _imports():
+        parts = found.name.split(".")
+        if parts[0] != "jax_cudnn":
+            continue
+        folder = "/".join(found.module.split("/")[:-1])
+        private = [i for i, part in enumerate(parts) if part.startswith("_")]
+        if private and "/".join(parts[1 : private[0]]) != folder:
+            wrong.append(found)
+    assert not wrong
+
+
+# --- first lines ----------------------------------------------------------------------
+
+
+def _sources(*patterns: str) -> list[Path]:
+    folders = ("jax_cudnn", "tests", "scripts", "benchmarks", "examples", "ffi")
+    return sorted(
+        path
+        for folder in folders
+        for pattern in patterns
+        for path in (_ROOT / folder).rglob(pattern)
+        if path.stat().st_size
+    )
+
+
+def _label(path: Path) -> str:
+    return path.relative_to(_ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", _sources("*.py"), ids=_label)
+def test_python_files_begin_with_licence_and_docstring(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if lines[0].startswith("#!"):
+        del lines[0]
+    assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
+    assert lines[1].startswith(('"""', 'r"""'))
+
+
+@pytest.mark.parametrize("path", _sources("*.cc", "*.h"), ids=_label)
+def test_cxx_files_begin_with_licence_and_purpose(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "// SPDX-License-Identifier: Apache-2.0"
+    assert lines[1].startswith("// ")
