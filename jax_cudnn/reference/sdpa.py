@@ -70,9 +70,7 @@ def backward(
     results = {
         "grad_query": scale * _grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
         "grad_key": scale * _sum_over_group("bkgst,bkgsd->bktd", rounded, query, key),
-        "grad_value": _sum_over_group(
-            "bkgst,bkgse->bkte", weights, grad_output, value
-        ),
+        "grad_value": _sum_over_group("bkgst,bkgse->bkte", weights, grad_output, value),
     }
     if "grad_bias" in wanted:
         axes = [i for i, dim in enumerate(inputs["bias"].shape) if dim == 1]

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+# Every task of the project; `make help` lists them. A machine needs python3 (3.11 or
+# newer) with pip and venv, g++ and make: all else is installed into .venv* here.
+#
+# Settings, each given as `make demo NAME=value`:
+#   PYTHON         interpreter of .venv (default: python3)
+#   PYTHON_OLDEST, PYTHON_NEWEST   interpreters of `make test` (default: searched for)
+#   GPU_EXTRA      cuda13, cuda12 or nothing (default: what the driver says)
+#   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default: -n 2)
+#   OFFLINE=1 WHEELS=folder   for a GPU machine that reaches no package registry: .venv
+#                  gets the packages that PYTHON sees and the wheels in the folder, that
+#                  of jax_cudnn from `make wheel` among them (for demo, build and gpu)
+
+PYTHON ?= python3
+PYTHON_OLDEST ?= $(shell scripts/find_python.sh 3.11 3.12 3.13)
+PYTHON_NEWEST ?= $(shell scripts/find_python.sh 3.13 3.12 3.14)
+GPU_EXTRA ?= $(shell scripts/gpu_extra.sh)
+PYTEST_FLAGS ?= -n 2
+export OFFLINE WHEELS
+
+# The supported range of JAX, as in pyproject.toml. JAX 0.11 needs Python 3.12.
+JAX_OLDEST := 0.10.0
+JAX_NEWEST := 0.11.2
+
+# Tools that judge the code: pinned, because their verdicts change with their versions.
+# pyright brings its own Node.js (the `nodejs` extra), so it needs nothing else.
+TOOLS := ruff==0.17.5 clang-format==23.1.5 clang-tidy==23.1.4 'pyright[nodejs]==1.1.414'
+
+comma := ,
+CXX_FILES = $(wildcard ffi/*.cc ffi/*.h)
+BUILD_FILES = pyproject.toml CMakeLists.txt $(shell find ffi cmake -type f)
+PACKAGE_FILES = $(shell find jax_cudnn -type f -not -path '*/__pycache__/*' -not -name '*.so')
+
+# Safe path: tests import the installed wheel, not the source tree that they start in,
+# which has no extension. (pytest's importlib mode, in pyproject.toml, is for that too.)
+pytest = PYTHONSAFEPATH=1 $(1)/bin/python -m pytest $(2)
+
+# The rings of tests in the environment $(1). The largest comes last, so that the output
+# ends with its summary.
+define rings
+$(call pytest,$(1),$(PYTEST_FLAGS) tests/gpuless)
+$(if $(GPU_EXTRA),$(call pytest,$(1),tests/gpu))
+$(call pytest,$(1),$(PYTEST_FLAGS) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
+endef
+
+define no_newest
+echo '**********************************************************************' >&2
+echo '** NOT TESTED: JAX $(JAX_NEWEST), the newest supported.' >&2
+echo '** It needs Python 3.12 or newer, and none that runs was found here.' >&2
+echo '** Name one: make $@ PYTHON_NEWEST=/path/to/python3.13' >&2
+echo '**********************************************************************' >&2
+endef
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.SUFFIXES:
+
+##@ Use
+
+.PHONY: help
+help:  ## list the targets
+	@awk -F ':.*## ' '/^##@/ {print "\n" substr($$0, 5)} \
+	  /^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+.PHONY: demo
+demo: .venv/.installed  ## train a small character transformer, on the GPU if there is one
+	.venv/bin/python examples/train_char_transformer.py $(DEMO_FLAGS)
+
+.PHONY: wheel
+wheel:  ## build a wheel for Python 3.12 and newer, in build/wheels/release
+	scripts/build_wheel.sh release '$(PYTHON_NEWEST)'
+
+.PHONY: build
+build: .venv/.installed  ## install the working tree, editable, in .venv
+
+##@ Check
+
+.PHONY: test
+test: lint types tidy test-newest test-oldest  ## everything that CI checks
+
+.PHONY: lint
+lint: .venv-tools/.installed  ## formatting and lint, Python and C++
+	.venv-tools/bin/ruff format --check .
+	.venv-tools/bin/ruff check .
+	.venv-tools/bin/clang-format --dry-run -Werror $(CXX_FILES)
+
+# In the folder where the tests' wheel was compiled, with the very commands that did it.
+.PHONY: tidy
+tidy: .venv-tools/.installed .venv-oldest/.installed  ## clang-tidy, some minutes
+	printf '%s\n' $(filter %.cc,$(CXX_FILES)) | xargs -P 2 -n 1 \
+	  .venv-tools/bin/clang-tidy --quiet -p build/venv-oldest
+
+.PHONY: format
+format: .venv-tools/.installed  ## rewrite the sources in the project's format
+	.venv-tools/bin/ruff format .
+	.venv-tools/bin/ruff check --fix .
+	.venv-tools/bin/clang-format -i $(CXX_FILES)
+
+.PHONY: types
+types: .venv-tools/.installed .venv-oldest/.installed  ## pyright
+	.venv-tools/bin/pyright --pythonpath .venv-oldest/bin/python
+
+.PHONY: test-oldest
+test-oldest: .venv-oldest/.installed  ## all rings with the oldest JAX supported
+	$(call rings,.venv-oldest)
+
+.PHONY: test-newest
+ifneq ($(PYTHON_NEWEST),)
+test-newest: .venv-newest/.installed  ## all rings with the newest JAX supported
+	$(call rings,.venv-newest)
+else
+test-newest:
+	@$(no_newest)
+endif
+
+.PHONY: gpuless
+gpuless: .venv-oldest/.installed  ## the real cuDNN plans every graph, without a GPU
+	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) tests/gpuless)
+
+.PHONY: gpu
+gpu: .venv/.installed  ## the GPU ring, with its report
+	PYTHONSAFEPATH=1 .venv/bin/python scripts/gpu_report.py
+
+##@ Tidy up
+
+.PHONY: clean
+clean:  ## remove all that make made, environments too
+	rm -rf .venv* build dist .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Environments. Each carries a mark that is as old as its last installation.
+
+.venv/.installed: $(BUILD_FILES)
+	EDITABLE=1 scripts/install.sh $(@D) '$(PYTHON)' 'test$(addprefix $(comma),$(GPU_EXTRA))'
+	@touch $@
+
+# Without a GPU, `gpuless` brings the libraries with which the real cuDNN still plans.
+.venv-oldest/.installed: $(BUILD_FILES) $(PACKAGE_FILES)
+	WERROR=1 scripts/install.sh $(@D) '$(PYTHON_OLDEST)' 'test,$(or $(GPU_EXTRA),gpuless)' jax==$(JAX_OLDEST)
+	@touch $@
+
+.venv-newest/.installed: $(BUILD_FILES) $(PACKAGE_FILES)
+	WERROR=1 scripts/install.sh $(@D) '$(PYTHON_NEWEST)' 'test,$(or $(GPU_EXTRA),gpuless)' jax==$(JAX_NEWEST)
+	@touch $@
+
+.venv-tools/.installed: Makefile scripts/venv.sh
+	scripts/venv.sh $(@D) '$(PYTHON)' $(TOOLS)
+	@touch $@

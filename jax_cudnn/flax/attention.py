@@ -1,0 +1,299 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attention_fn` for Flax's multi-head attention layers, both nnx and linen.
+
+Translates Flax's conventions into one call of `sdpa`. What `sdpa` does not compute
+(attention dropout, sown weights, ...) goes to flax/delegate.py.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax.linen.dtypes import promote_dtype as promote_to_common_dtype
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_cudnn.config import Implementation, Options
+from jax_cudnn.flax.delegate import Request, attend_with_flax, reasons_for_flax
+from jax_cudnn.ops.sdpa import sdpa
+
+Einsum = Callable[..., jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionFn:
+    """Attention as Flax's layers call it, run by `jax_cudnn.sdpa`.
+
+    Hashable, and equal where the settings are equal, so that a layer built anew with
+    it compiles nothing anew.
+
+    Attributes:
+      implementation: as in `jax_cudnn.sdpa`.
+      is_causal: whether every call is causal. For linen, whose layers have no such
+        argument; nnx's take `is_causal` in each call.
+    """
+
+    implementation: Implementation = "auto"
+    is_causal: bool = False
+
+    def __post_init__(self) -> None:
+        Options(implementation=self.implementation)  # refuses unknown names
+        if not isinstance(self.is_causal, bool):
+            raise TypeError(
+                f"make_attention_fn: is_causal is {self.is_causal!r}. It must be True "
+                "or False, since it is part of the compiled program."
+            )
+
+    # The names and their order are Flax's: nnx passes by keyword, linen passes those
+    # of its keywords that it finds in this signature and drops the others, so a name
+    # missing here would be an option silently ignored.
+    def __call__(
+        self,
+        query: ArrayLike,
+        key: ArrayLike,
+        value: ArrayLike,
+        bias: ArrayLike | None = None,
+        mask: ArrayLike | None = None,
+        broadcast_dropout: bool = True,
+        dropout_rng: jax.Array | None = None,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
+        dtype: DTypeLike | None = None,
+        precision: Any = None,
+        module: Any = None,
+        *,
+        promote_dtype: Callable[..., Any] | None = None,
+        is_causal: bool = False,
+        force_fp32_for_softmax: bool = False,
+        einsum_dot_general: Einsum | None = None,
+        qk_attn_weights_einsum: Einsum | None = None,
+        attn_weights_value_einsum: Einsum | None = None,
+        input_positions: ArrayLike | None = None,
+    ) -> jax.Array:
+        r"""Return the attention of each query over the keys it may see.
+
+        .. math::
+
+            O_{se} = \sum_t \mathrm{softmax}_t \Big( \frac{1}{\sqrt d} \sum_d Q_{sd}
+            K_{td} + \mathrm{bias}_{st} \Big) V_{te}
+
+        over the keys t that `mask` allows, with t <= s if causal. Scores, softmax and
+        sums are kept in f32 (f64 for f64 operands).
+
+        Axis letters: ... any number of batch axes, s query length, t key length, h
+        query heads, k key heads, d head size, e value head size.
+
+        Args:
+          query: (..., s, h, d).
+          key: (..., t, k, d), where k divides h.
+          value: (..., t, k, e).
+          bias: numbers, broadcast to (..., h, s, t), are added to the scaled scores.
+            Default None: nothing added.
+          mask: bool or numbers, broadcast to (..., h, s, t); a query sees the keys
+            where it is not 0. Default None: all of them.
+          broadcast_dropout: whether all batch entries and heads drop the same weights.
+          dropout_rng: the key for dropout.
+          dropout_rate: the share of weights that is dropped, unless `deterministic`.
+            A rate above 0 in effect makes Flax compute the attention. Default 0.
+          deterministic: whether dropout is off. Default False.
+          dtype: what query, key and value are converted to. Default None: the dtype
+            they promote to together.
+          precision: of the products, as in `jax.lax.dot_general`. Up to the highest,
+            it makes no difference to bf16, f16 and f64 operands; other values than
+            the default for f32 operands, and algorithm presets, make Flax compute
+            the attention.
+          module: a Flax module that is to be given the attention weights (`sow`).
+            Makes Flax compute the attention, as a fused kernel has no weights to
+            give. Default None.
+          promote_dtype: nnx's replacement of the conversion to `dtype`; takes a tuple
+            of arrays and `dtype`, and returns a tuple.
+          is_causal: whether query s sees keys 0 to s only. Default False.
+          force_fp32_for_softmax: linen's switch. The softmax is in f32 either way; if
+            set, the result is f32 too, as linen's is.
+          einsum_dot_general: replaces the products in linen's attention; makes Flax
+            compute it. So do `qk_attn_weights_einsum`, `attn_weights_value_einsum`.
+          qk_attn_weights_einsum: see above.
+          attn_weights_value_einsum: see above.
+          input_positions: refused; see Raises.
+
+        Returns:
+          (..., s, h, e), of the dtype that query, key and value were converted to.
+
+        Raises:
+          ValueError: shapes that do not fit; a causal call with one query and several
+            keys; `input_positions`, which only a rotary embedding has a use for; an
+            nnx `module` together with one of linen's options.
+          TypeError: dtypes that `jax_cudnn.sdpa` does not take.
+          UnsupportedError: `implementation="cudnn"` and the call asks for something
+            that only Flax computes, or (when compiled for a GPU) cuDNN has no plan.
+
+        Notes:
+          A query that sees no key gives 0 here; Flax gives the mean of all values.
+          Calls that Flax computes follow Flax in this too.
+
+        Example:
+          >>> import jax, jax.numpy as jnp
+          >>> from flax import nnx
+          >>> from jax_cudnn.flax import attention_fn
+          >>> layer = nnx.MultiHeadAttention(
+          ...     num_heads=4, in_features=24, attention_fn=attention_fn, decode=False,
+          ...     rngs=nnx.Rngs(0))
+          >>> layer(jnp.ones((2, 5, 24)), is_causal=True).shape
+          (2, 5, 24)
+        """
+        _refuse_positions(input_positions)
+        q, k, v = _promote((query, key, value), dtype, promote_dtype)
+        is_causal = self.is_causal or is_causal
+        _check_shapes(q, k, v, is_causal=is_causal)
+        request = Request(
+            bias=None if bias is None else jnp.asarray(bias),
+            mask=None if mask is None else jnp.asarray(mask),
+            is_causal=is_causal,
+            broadcast_dropout=broadcast_dropout,
+            dropout_rng=dropout_rng,
+            dropout_rate=0.0 if deterministic else dropout_rate,
+            precision=precision,
+            module=module,
+            force_fp32_for_softmax=force_fp32_for_softmax,
+            einsum_dot_general=einsum_dot_general,
+            qk_attn_weights_einsum=qk_attn_weights_einsum,
+            attn_weights_value_einsum=attn_weights_value_einsum,
+        )
+        if reasons := reasons_for_flax(request, q.dtype):
+            return attend_with_flax(q, k, v, request, reasons, self.implementation)
+        output = _attend(q, k, v, request, self.implementation)
+        return output.astype(jnp.float32) if force_fp32_for_softmax else output
+
+
+attention_fn = AttentionFn()
+
+
+def make_attention_fn(
+    *, implementation: Implementation = "auto", is_causal: bool = False
+) -> AttentionFn:
+    """Return an `attention_fn` with other settings than the default one.
+
+    Args:
+      implementation: as in `jax_cudnn.sdpa`. "auto" (default): cuDNN where it can,
+        XLA elsewhere, Flax for what only Flax computes (both say so once at INFO, by
+        the logger "jax_cudnn"). "cudnn": raises in both cases. "xla": never cuDNN.
+      is_causal: whether every call is causal: the way to a causal kernel from linen,
+        whose layers can only pass a mask. Default False: as each call says. Not for
+        `decode=True`, where the layer's own mask does it.
+
+    Returns:
+      An `AttentionFn`, for the `attention_fn` argument of Flax's attention layers.
+
+    Raises:
+      ValueError: an unknown `implementation`.
+      TypeError: an `is_causal` that is not True or False.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from flax import linen as nn
+      >>> from jax_cudnn.flax import make_attention_fn
+      >>> layer = nn.MultiHeadDotProductAttention(
+      ...     num_heads=4, attention_fn=make_attention_fn(is_causal=True))
+      >>> output, _ = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 24)))
+      >>> output.shape
+      (2, 5, 24)
+    """
+    return AttentionFn(implementation=implementation, is_causal=is_causal)
+
+
+def _attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    request: Request,
+    implementation: Implementation,
+) -> jax.Array:
+    """Call `sdpa` with all batch axes folded into one."""
+    batch = q.shape[:-3]
+    s, h, _ = q.shape[-3:]
+    scores = (*batch, h, s, k.shape[-3])
+    mask = request.mask
+    if mask is not None and mask.dtype != jnp.bool_:
+        mask = mask != 0
+    output = sdpa(
+        _fold_batch(q, len(batch)),
+        _fold_batch(k, len(batch)),
+        _fold_batch(v, len(batch)),
+        _fold_scores_like("bias", request.bias, scores),
+        _fold_scores_like("mask", mask, scores),
+        is_causal=request.is_causal,
+        implementation=implementation,
+    )
+    return jnp.reshape(output, (*batch, s, h, v.shape[-1]))
+
+
+def _fold_batch(x: jax.Array, rank: int) -> jax.Array:
+    """Merge the first `rank` axes into one."""
+    return jnp.reshape(x, (math.prod(x.shape[:rank]), *x.shape[rank:]))
+
+
+def _fold_scores_like(
+    name: str, x: jax.Array | None, scores: tuple[int, ...]
+) -> jax.Array | None:
+    """Merge the batch axes of what broadcasts to the scores, keeping its other 1s."""
+    if x is None:
+        return None
+    rank = len(scores) - 3
+    shape = (1,) * (len(scores) - x.ndim) + x.shape
+    if len(shape) != len(scores) or any(
+        size not in (1, full) for size, full in zip(shape, scores, strict=True)
+    ):
+        raise ValueError(
+            f"attention_fn: {name} has shape {list(x.shape)}, which does not broadcast "
+            f"to (batch axes, heads, query length, key length) = {list(scores)}. Each "
+            "of its axes must be 1 or the full size. Insert or expand axes."
+        )
+    x = jnp.reshape(x, shape)
+    if shape[:rank] != (1,) * rank:
+        x = jnp.broadcast_to(x, (*scores[:rank], *shape[rank:]))
+    return _fold_batch(x, rank)
+
+
+def _promote(
+    arrays: tuple[ArrayLike, ...],
+    dtype: DTypeLike | None,
+    promote_dtype: Callable[..., Any] | None,
+) -> tuple[jax.Array, ...]:
+    """Convert query, key and value to one dtype, as the calling layer wants it."""
+    if promote_dtype is not None:
+        return tuple(promote_dtype(arrays, dtype=dtype))
+    return tuple(promote_to_common_dtype(*arrays, dtype=dtype))
+
+
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> None:
+    shapes = f"query is {q.shape}, key {k.shape}, value {v.shape}"
+    if q.ndim < 3 or not q.ndim == k.ndim == v.ndim:
+        raise ValueError(
+            f"attention_fn: ranks do not fit: {shapes}. All three must be (batch axes, "
+            "length, heads, head size), with the same number of batch axes. Insert the "
+            "missing axes."
+        )
+    if not q.shape[:-3] == k.shape[:-3] == v.shape[:-3]:
+        raise ValueError(
+            f"attention_fn: batch axes differ: {shapes}. All axes before the last "
+            "three must be equal. Broadcast them first."
+        )
+    if is_causal and q.shape[-3] == 1 and k.shape[-3] > 1:
+        raise ValueError(
+            f"attention_fn: is_causal=True with one query and {k.shape[-3]} keys. The "
+            "causal mask is aligned at the top left, so the query would see the first "
+            "key only. In a decoding step leave is_causal False (also in "
+            "make_attention_fn): the layer's mask over its cache does the work."
+        )
+
+
+def _refuse_positions(input_positions: ArrayLike | None) -> None:
+    if input_positions is not None:
+        raise ValueError(
+            f"attention_fn: input_positions of shape {jnp.shape(input_positions)} was "
+            "passed. There is no rotary embedding here that could use positions. Pass "
+            "an attention_fn that rotates query and key and then calls this one "
+            "(docs/flax.md shows it)."
+        )

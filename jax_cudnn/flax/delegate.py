@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention that only Flax computes: decides which calls these are, and makes them."""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen, nnx
+
+from jax_cudnn.config import Implementation
+from jax_cudnn.errors import UnsupportedError
+
+_log = logging.getLogger("jax_cudnn")
+
+_EINSUMS = (
+    "einsum_dot_general",
+    "qk_attn_weights_einsum",
+    "attn_weights_value_einsum",
+)
+_ADVICE = (
+    'Pass implementation="auto" or "xla" to make_attention_fn to let Flax\'s own '
+    "attention compute it."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """What a Flax layer asks of its attention beside query, key and value.
+
+    ``dropout_rate`` is 0 where dropout is not in effect. The rest is as in
+    `AttentionFn.__call__`.
+    """
+
+    bias: jax.Array | None
+    mask: jax.Array | None
+    is_causal: bool
+    broadcast_dropout: bool
+    dropout_rng: jax.Array | None
+    dropout_rate: float
+    precision: Any
+    module: Any
+    force_fp32_for_softmax: bool
+    einsum_dot_general: Callable[..., jax.Array] | None
+    qk_attn_weights_einsum: Callable[..., jax.Array] | None
+    attn_weights_value_einsum: Callable[..., jax.Array] | None
+
+
+def reasons_for_flax(request: Request, dtype: jnp.dtype) -> tuple[str, ...]:
+    """Return why Flax must compute this attention; nothing where `sdpa` can."""
+    reasons: list[str] = []
+    if request.dropout_rate > 0:
+        reasons.append(
+            f"dropout of attention weights is active (dropout_rate="
+            f"{request.dropout_rate}, deterministic=False)"
+        )
+    if request.module is not None:
+        reasons.append("the attention weights are asked for (sow_weights=True)")
+    for name in _EINSUMS:
+        if getattr(request, name) is not None:
+            reasons.append(f"{name} replaces a product inside the attention")
+    if not _is_met(request.precision, dtype):
+        reasons.append(f"precision={request.precision!r} is asked for {dtype} operands")
+    return tuple(reasons)
+
+
+def _is_met(precision: Any, dtype: jnp.dtype) -> bool:
+    """Whether products as `sdpa` makes them have at least this precision."""
+    if precision is None:
+        return True
+    if isinstance(precision, tuple | list):
+        return all(_is_met(each, dtype) for each in precision)
+    try:
+        level = jax.lax.Precision(precision)
+    except ValueError:  # an algorithm preset: asks for particular arithmetic
+        return False
+    # Products of 16-bit floats are exact in f32, in which they are summed.
+    return dtype != jnp.float32 or level == jax.lax.Precision.DEFAULT
+
+
+def attend_with_flax(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    request: Request,
+    reasons: tuple[str, ...],
+    implementation: Implementation,
+) -> jax.Array:
+    """Return Flax's own attention of this call, or refuse if cuDNN was asked for."""
+    if implementation == "cudnn":
+        raise UnsupportedError(
+            "attention_fn: cuDNN cannot run this attention:", reasons, _ADVICE
+        )
+    if implementation == "auto":
+        _say_once(reasons)
+    if isinstance(request.module, nnx.Module):
+        _refuse_linen_options(request)
+        return _by_nnx(q, k, v, request)
+    return _by_linen(q, k, v, request)
+
+
+def _refuse_linen_options(request: Request) -> None:
+    """Refuse what nnx's attention does not take; nnx's own layer never passes it."""
+    names = [n for n in (*_EINSUMS, "force_fp32_for_softmax") if getattr(request, n)]
+    if names:
+        raise ValueError(
+            f"attention_fn: {', '.join(names)} was passed together with the nnx module "
+            f"{type(request.module).__name__}. Only linen's attention takes it. Leave "
+            "it out, or pass module=None."
+        )
+
+
+@functools.lru_cache(maxsize=256)
+def _say_once(reasons: tuple[str, ...]) -> None:
+    _log.info("attention_fn: Flax's own attention runs: %s", "; ".join(reasons))
+
+
+def _by_nnx(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax.Array:
+    """Let nnx compute it, which sows into nnx modules."""
+    return nnx.dot_product_attention(
+        q,
+        k,
+        v,
+        request.bias,
+        _visible(q, k, request),
+        broadcast_dropout=request.broadcast_dropout,
+        dropout_rng=request.dropout_rng,
+        dropout_rate=request.dropout_rate,
+        precision=request.precision,
+        module=request.module,
+    )
+
+
+def _by_linen(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax.Array:
+    """Let linen compute it, which takes all the rest; it knows neither GQA nor causal.
+
+    nnx's own would not do here: without a module to sow into it ignores `precision`.
+    """
+    group = q.shape[-2] // max(k.shape[-2], 1)
+    if group > 1:
+        k, v = jnp.repeat(k, group, axis=-2), jnp.repeat(v, group, axis=-2)
+    return linen.dot_product_attention(
+        q,
+        k,
+        v,
+        request.bias,
+        _visible(q, k, request),
+        broadcast_dropout=request.broadcast_dropout,
+        dropout_rng=request.dropout_rng,
+        dropout_rate=request.dropout_rate,
+        precision=request.precision,
+        module=request.module,
+        force_fp32_for_softmax=request.force_fp32_for_softmax,
+        einsum_dot_general=request.einsum_dot_general,
+        qk_attn_weights_einsum=request.qk_attn_weights_einsum,
+        attn_weights_value_einsum=request.attn_weights_value_einsum,
+    )
+
+
+def _visible(q: jax.Array, k: jax.Array, request: Request) -> jax.Array | None:
+    """Return the mask with causality in it, as Flax's functions take it."""
+    mask = None if request.mask is None else request.mask != 0
+    if not request.is_causal:
+        return mask
+    s, t = q.shape[-3], k.shape[-3]
+    rows = jnp.arange(s, dtype=jnp.int32)[:, None]
+    causal = jnp.arange(t, dtype=jnp.int32)[None, :] <= rows
+    if mask is None:
+        return causal
+    # Ranks are made equal first: jax_numpy_rank_promotion may be set to "raise".
+    rank = max(mask.ndim, 2)
+    mask = jnp.expand_dims(mask, tuple(range(rank - mask.ndim)))
+    return jnp.logical_and(mask, jnp.expand_dims(causal, tuple(range(rank - 2))))
