@@ -184,9 +184,7 @@ def run_cell(cell: Cell) -> list[dict[str, Any]]:
         assert native.cache_stats().builds == builds, "a plan was built while timing"
         what = "fwd+bwd" if gradients else "fwd"
         for name, timing in timings.items():
-            rows.append(
-                _row(f"{cell.name} {what}", name, timing, compiled.get(name))
-            )
+            rows.append(_row(f"{cell.name} {what}", name, timing, compiled.get(name)))
     return rows
 
 

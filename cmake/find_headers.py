@@ -32,6 +32,7 @@ def include_directory(header: str) -> Path | None:
 
 
 def main() -> None:
+    """Print the directories, or say which wheel is missing."""
     found = {}
     for header, wheel in WANTED.items():
         directory = include_directory(header)

@@ -13,9 +13,12 @@ class Options:
 
     ``implementation``: "cudnn" runs cuDNN or raises; "xla" never touches cuDNN;
     "auto" runs cuDNN where it has a plan and XLA elsewhere, saying so.
+    ``matmul_precision`` is ``jax.default_matmul_precision`` as it was when the
+    operation was traced; the reference is traced later, when it is no longer in force.
     """
 
     implementation: Implementation = "auto"
+    matmul_precision: str | None = None
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):

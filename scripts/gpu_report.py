@@ -50,7 +50,9 @@ def environment() -> dict[str, str]:
     commit = _output("git", "rev-parse", "--short", "HEAD")
     is_dirty = bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
     versions = json.loads(_output(sys.executable, "-c", _VERSIONS).splitlines()[-1])
-    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    driver = _output(
+        "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+    )
     return {
         "commit": os.environ.get("JAX_CUDNN_COMMIT")
         or (f"{commit} with changes" if is_dirty else commit)
@@ -95,7 +97,9 @@ def _record(case: ElementTree.Element) -> dict[str, Any]:
 def markdown(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
     """Return the report as text."""
     counts = collections.Counter(record["outcome"] for record in records)
-    summary = ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
+    summary = ", ".join(
+        f"{count} {outcome}" for outcome, count in sorted(counts.items())
+    )
     lines = [
         "# GPU test report",
         "",
@@ -108,8 +112,8 @@ def markdown(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "",
         "## Accuracy",
         "",
-        "Error against float32 truth, as a multiple of the error that the same dtype makes "
-        "in the reference (relative norm); the tests refuse more than 2.",
+        "Error against float32 truth, as a multiple of the error that the same dtype "
+        "makes in the reference (in norm); the tests refuse more than 2.",
         "",
         "| case | largest ratio | of | all |",
         "| --- | ---: | --- | --- |",

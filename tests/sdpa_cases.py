@@ -113,20 +113,63 @@ def _named(**kinds: dict[str, Any]) -> list[Case]:
 
 
 _BIAS_PATTERNS = [
-    "".join(letter for letter, bit in zip("bhst", f"{n:04b}", strict=True) if bit == "1")
+    "".join(
+        letter for letter, bit in zip("bhst", f"{n:04b}", strict=True) if bit == "1"
+    )
     for n in range(16)
 ]
 
 HEAD_SIZES = [
     Case(name=f"head_size_{d}", d=d, causal=True)
-    for d in (1, 3, 8, 13, 16, 32, 40, 64, 72, 77, 80, 96, 100, 128, 136, 160, 192, 200, 256)
+    for d in (
+        1,
+        3,
+        8,
+        13,
+        16,
+        32,
+        40,
+        64,
+        72,
+        77,
+        80,
+        96,
+        100,
+        128,
+        136,
+        160,
+        192,
+        200,
+        256,
+    )
 ]
 LENGTHS = [
-    Case(name=f"lengths_{s}_{t}_{'causal' if causal else 'full'}", s=s, t=t, causal=causal)
+    Case(
+        name=f"lengths_{s}_{t}_{'causal' if causal else 'full'}",
+        s=s,
+        t=t,
+        causal=causal,
+    )
     for s, t in (
-        (1, 1), (1, 2), (1, 63), (1, 128), (2, 1), (63, 1), (63, 64), (64, 63), (65, 65),
-        (127, 129), (129, 127), (191, 320), (192, 192), (320, 320), (1000, 1000),
-        (77, 1216), (1216, 77), (1280, 1280), (1009, 997),
+        (1, 1),
+        (1, 2),
+        (1, 63),
+        (1, 128),
+        (2, 1),
+        (63, 1),
+        (63, 64),
+        (64, 63),
+        (65, 65),
+        (127, 129),
+        (129, 127),
+        (191, 320),
+        (192, 192),
+        (320, 320),
+        (1000, 1000),
+        (77, 1216),
+        (1216, 77),
+        (1280, 1280),
+        (1009, 997),
     )
     for causal in (False, True)
 ]
@@ -136,7 +179,15 @@ GROUPS = [
 ]
 VALUE_SIZES = [
     Case(name=f"head_sizes_{d}_{e}", d=d, e=e, s=129, t=131)
-    for d, e in ((64, 128), (128, 64), (192, 128), (40, 24), (256, 128), (64, 256), (5, 11))
+    for d, e in (
+        (64, 128),
+        (128, 64),
+        (192, 128),
+        (40, 24),
+        (256, 128),
+        (64, 256),
+        (5, 11),
+    )
 ]
 BIAS = [
     Case(name=f"bias_{p or 'scalar'}_{h}_{k}", bias=p, h=h, k=k, b=3, s=67, t=133)
@@ -148,7 +199,11 @@ BIAS_MORE = _named(
     bias_f32={"bias": "hst", "bias_dtype": "float32"},
     bias_f16={"bias": "bhst", "dtype": "float16"},
     bias_minus_infinity={"bias": "bhst", "minus_infinity": True},
-    bias_minus_infinity_rows={"bias": "bhst", "minus_infinity": True, "dead_rows": True},
+    bias_minus_infinity_rows={
+        "bias": "bhst",
+        "minus_infinity": True,
+        "dead_rows": True,
+    },
     bias_minus_infinity_shared={"bias": "t", "minus_infinity": True},
     bias_lengths={"bias": "hst", "key_lengths": (129, 70), "query_lengths": (65, 9)},
     bias_mask={"bias": "hst", "mask": "bst"},
@@ -176,7 +231,11 @@ PADDING = _named(
     query_lengths_zero={"query_lengths": (0, 65)},
     both_lengths={"query_lengths": (13, 64), "key_lengths": (17, 128)},
     both_lengths_zero={"query_lengths": (0, 64), "key_lengths": (17, 0)},
-    lengths_causal={"query_lengths": (13, 64), "key_lengths": (17, 128), "causal": True},
+    lengths_causal={
+        "query_lengths": (13, 64),
+        "key_lengths": (17, 128),
+        "causal": True,
+    },
     lengths_groups={"key_lengths": (17, 128), "h": 8, "k": 2, "causal": True},
     lengths_odd_head={"key_lengths": (17, 128), "d": 77},
     lengths_one_query={"s": 1, "key_lengths": (17, 128)},
@@ -224,18 +283,42 @@ SCALES = _named(
     scale_one={"scale": 1.0},
 )
 F16 = [
-    Case(name=f"f16_{d}_{'causal' if causal else 'full'}", dtype="float16", d=d, causal=causal)
+    Case(
+        name=f"f16_{d}_{'causal' if causal else 'full'}",
+        dtype="float16",
+        d=d,
+        causal=causal,
+    )
     for d in (64, 77, 128)
     for causal in (False, True)
 ]
 LARGE = _named(
-    large_causal={"b": 1, "s": 4096, "t": 4096, "h": 4, "k": 2, "d": 128, "causal": True},
+    large_causal={
+        "b": 1,
+        "s": 4096,
+        "t": 4096,
+        "h": 4,
+        "k": 2,
+        "d": 128,
+        "causal": True,
+    },
     large_cross={"b": 1, "s": 1500, "t": 6000, "h": 3, "k": 3, "d": 96},
     many_batches={"b": 4099, "s": 3, "t": 5, "h": 2, "k": 1, "d": 16},
     many_heads={"b": 1, "s": 9, "t": 7, "h": 2050, "k": 1025, "d": 24},
 )
 
 ALL = [
-    *HEAD_SIZES, *LENGTHS, *GROUPS, *VALUE_SIZES, *BIAS, *BIAS_MORE, *MASKS, *PADDING,
-    *RESIDUAL, *KNOWN_BUGS, *SCALES, *F16, *LARGE,
+    *HEAD_SIZES,
+    *LENGTHS,
+    *GROUPS,
+    *VALUE_SIZES,
+    *BIAS,
+    *BIAS_MORE,
+    *MASKS,
+    *PADDING,
+    *RESIDUAL,
+    *KNOWN_BUGS,
+    *SCALES,
+    *F16,
+    *LARGE,
 ]

@@ -5,11 +5,11 @@ import os
 import subprocess
 import sys
 
-# Seconds that `import jax_cudnn` may take once JAX is imported.
+# Seconds of work that `import jax_cudnn` may take once JAX is imported.
 _MOST_SECONDS = 0.2
 
-# The quickest of so many runs counts: others may be using the machine.
-_RUN_COUNT = 5
+# The quickest of so many runs counts: the first may read files from disk.
+_RUN_COUNT = 3
 
 
 def _run(program: str) -> str:
@@ -27,10 +27,10 @@ def _run(program: str) -> str:
 
 def test_import_is_quick() -> None:
     program = """
-import time, jax
-start = time.perf_counter()
+import time, jax  # processor time: others may be using the machine
+start = time.process_time()
 import jax_cudnn
-print(time.perf_counter() - start)
+print(time.process_time() - start)
 """
     assert min(float(_run(program)) for _ in range(_RUN_COUNT)) < _MOST_SECONDS
 

@@ -20,7 +20,6 @@ from jax_cudnn.graph.spec import (
     SCHEMA,
     Attributes,
     AttributeValue,
-    DTypeName,
     Graph,
     Node,
     Tensor,
@@ -198,7 +197,7 @@ def _read_tensor(data: _Json, path: str) -> Tensor:
         raise GraphError(f"{path}.dtype: {dtype!r} is not a known dtype")
     return Tensor(
         name=_string(fields["name"], f"{path}.name"),
-        dtype=cast(DTypeName, dtype),
+        dtype=dtype,
         dims=_integers(fields["dims"], f"{path}.dims"),
         order=_integers(fields["order"], f"{path}.order"),
     )

@@ -17,13 +17,15 @@ class Legal:
 
     ``before`` maps the operands of the original graph to those of ``graph``; ``after``
     maps (original operands, results of ``graph``) to the original graph's results.
-    ``notes`` says, a sentence each, which parts run outside cuDNN and why.
+    ``notes`` says, a sentence each, which parts run outside cuDNN and why. ``slower``,
+    where not empty, says why "auto" leaves the graph to XLA all the same.
     """
 
     graph: Graph
     before: Callable[[Sequence[jax.Array]], Arrays]
     after: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Arrays]
     notes: tuple[str, ...] = ()
+    slower: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -56,7 +56,10 @@ def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
     make_scale_positive(rewrite)
     pad_head(rewrite, ("query", "key"), 0)
     pad_head(rewrite, ("value", "output"), 0)
-    return Legalization(candidates=(finish(graph, rewrite),))
+    legal = finish(graph, rewrite)
+    if rewrite.roles["query"].dtype == "f32":
+        legal = replace(legal, slower=_F32_IS_SLOW)
+    return Legalization(candidates=(legal,))
 
 
 def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
@@ -66,7 +69,7 @@ def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
     roles = start(graph).roles
     if "grad_bias" not in roles:
         return Legalization(candidates=(_backward_candidate(graph, target),))
-    if roles["bias"].dims[3] == 1 != roles["key"].dims[2]:
+    if roles["bias"].dims[3] == 1:
         return Legalization(candidates=(_row_bias_candidate(graph, target),))
     candidates = [_reference_bias_candidate(graph, target)]
     if roles["bias"].dtype == roles["query"].dtype:
@@ -167,15 +170,26 @@ def _with_bias_gradient(
 # --- refusals -------------------------------------------------------------------------
 
 
+# Asked of cuDNN 9.19 and 9.27 for sm_80, sm_90 and sm_100: tests/gpuless.
+_DTYPES = {"sdpa": ("bf16", "f16", "f32"), "sdpa_backward": ("bf16", "f16")}
+_F32_IS_SLOW = (
+    "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
+    'tokens) and has no gradient; implementation="cudnn" uses it, in memory that does '
+    "not grow with s*t"
+)
+
+
 def _refuse(rewrite: Rewrite, target: Target | None) -> Legalization | None:
     """Return the documented limits that the graph breaks, all of them."""
     reasons: list[str] = []
     roles = rewrite.roles
     query, value = roles["query"], roles["value"]
-    if query.dtype not in ("bf16", "f16"):
-        # Asked of cuDNN 9.19, 9.27 and 9.28 for sm_80, sm_90 and sm_100: f32 has no
-        # backward plan in any, and no forward plan from 9.27 on.
-        reasons.append(f"query is {query.dtype}; cuDNN's attention takes bf16 and f16")
+    taken = _DTYPES[rewrite.node.kind]
+    if query.dtype not in taken:
+        reasons.append(
+            f"query is {query.dtype}; cuDNN's {rewrite.node.kind} takes "
+            f"{', '.join(taken)}"
+        )
     if "bias" in roles and roles["bias"].dtype not in (query.dtype, "f32"):
         reasons.append(
             f"bias is {roles['bias'].dtype}; cuDNN takes {query.dtype} or f32 here"

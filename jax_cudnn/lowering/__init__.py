@@ -2,8 +2,8 @@
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
 from jax_cudnn.lowering import cuda as _cuda  # registers the lowerings
-from jax_cudnn.lowering.primitives import run_graph, subprograms
+from jax_cudnn.lowering.primitives import run_graph, subprograms, traced_graphs
 
 decide = _cuda.decide
 
-__all__ = ["decide", "run_graph", "subprograms"]
+__all__ = ["decide", "run_graph", "subprograms", "traced_graphs"]

@@ -20,9 +20,8 @@ from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.primitives import graph_p
+from jax_cudnn.lowering.primitives import graph_p, run_reference
 from jax_cudnn.native import PlanInfo
-from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.interpreter import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
@@ -60,7 +59,7 @@ def decide(graph: Graph, options: Options) -> Decision:
         return Decision(reasons=("a tensor has no elements: nothing to launch",))
     try:
         local = local_target()
-        return _decide(graph, local)
+        return _decide(graph, local, is_auto=options.implementation == "auto")
     except LibraryError as error:
         if options.implementation == "cudnn":
             raise
@@ -68,11 +67,16 @@ def decide(graph: Graph, options: Options) -> Decision:
 
 
 @functools.lru_cache(maxsize=4096)
-def _decide(graph: Graph, local: tuple[int, Target] | None) -> Decision:
+def _decide(
+    graph: Graph, local: tuple[int, Target] | None, *, is_auto: bool
+) -> Decision:
     ordinal, target = local or (0, None)
     legalization = legalize(graph, target)
     reasons = list(legalization.reasons)
     for legal in legalization.candidates:
+        if is_auto and legal.slower:
+            reasons.append(legal.slower)
+            continue
         if target is None:
             return Decision(legal=legal, reasons=tuple(reasons))
         try:
@@ -93,12 +97,14 @@ def _lower_cuda(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any
     else:
         if options.implementation == "auto" and not graph.has_empty_tensor:
             _say_once(_summary(graph), decision.reasons)
-        function = functools.partial(_evaluate, graph)
+        function = functools.partial(_evaluate, graph, options)
     return _jax.lower_function(function)(ctx, *operands)
 
 
-def _evaluate(graph: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
-    return evaluate(graph, operands)
+def _evaluate(
+    graph: Graph, options: Options, *operands: jax.Array
+) -> Sequence[jax.Array]:
+    return run_reference(graph, operands, options)
 
 
 def _run(
@@ -147,6 +153,8 @@ def _say_once(summary: str, reasons: tuple[str, ...]) -> None:
 
 _jax.set_lowering(
     graph_p,
-    _jax.lower_function(lambda *operands, graph, options: evaluate(graph, operands)),
+    _jax.lower_function(
+        lambda *operands, graph, options: run_reference(graph, operands, options)
+    ),
 )
 _jax.set_lowering(graph_p, _lower_cuda, platform="cuda")

@@ -46,6 +46,21 @@ def run_graph(
     return graph_p.bind(*operands, graph=graph, options=options)
 
 
+def run_reference(
+    graph: Graph, operands: Sequence[jax.Array], options: Options
+) -> tuple[jax.Array, ...]:
+    """Return the graph's results by the reference, in the precision asked for."""
+    with jax.default_matmul_precision(options.matmul_precision):
+        return evaluate(graph, operands)
+
+
+def traced_graphs(
+    function: Callable[..., Any], *args: Any, **kwargs: Any
+) -> list[tuple[Graph, Options, bool]]:
+    """Return the graphs that a call of the function runs, as `subprograms` does."""
+    return list(subprograms(jax.jit(function).trace(*args, **kwargs).jaxpr))
+
+
 def subprograms(jaxpr: Any) -> Iterator[tuple[Graph, Options, bool]]:
     """Yield the graphs of a jaxpr and its inner ones, with whether it is linear_p's."""
     for equation in jaxpr.eqns:
@@ -142,6 +157,7 @@ def _split(
 
 def _reference_tangents(
     graph: Graph,
+    options: Options,
     wanted: tuple[bool, ...],
     primals: Sequence[jax.Array],
     tangents: Sequence[jax.Array],
@@ -151,13 +167,11 @@ def _reference_tangents(
 
     def function(*moving: jax.Array) -> tuple[jax.Array, ...]:
         remaining = iter(moving)
-        return evaluate(
-            graph,
-            [
-                next(remaining) if is_wanted else x
-                for x, is_wanted in zip(primals, wanted, strict=True)
-            ],
-        )
+        operands = [
+            next(remaining) if is_wanted else x
+            for x, is_wanted in zip(primals, wanted, strict=True)
+        ]
+        return run_reference(graph, operands, options)
 
     return jax.jvp(function, tuple(moving), tuple(tangents))[1]
 
@@ -165,9 +179,8 @@ def _reference_tangents(
 def _linear_by_reference(
     *args: jax.Array, graph: Graph, wanted: tuple[bool, ...], options: Options
 ) -> tuple[jax.Array, ...]:
-    del options
     primals, _, tangents = _split(args, wanted)
-    return _reference_tangents(graph, wanted, primals, tangents)
+    return _reference_tangents(graph, options, wanted, primals, tangents)
 
 
 def _linear_jvp(
@@ -207,7 +220,7 @@ def _linear_transpose(
             _jax.zero_like(x) for x, w in zip(primals, wanted, strict=True) if w
         ]
     elif derivative is None:
-        gradients = _transpose_reference(graph, wanted, primals, cotangents)
+        gradients = _transpose_reference(graph, options, wanted, primals, cotangents)
     else:
         gradients = _run_backward(
             derivative, graph, wanted, options, primals, saved, cotangents
@@ -221,11 +234,12 @@ def _linear_transpose(
 
 def _transpose_reference(
     graph: Graph,
+    options: Options,
     wanted: tuple[bool, ...],
     primals: Sequence[jax.Array],
     cotangents: Sequence[Any],
 ) -> list[jax.Array]:
-    function = functools.partial(_reference_tangents, graph, wanted, primals)
+    function = functools.partial(_reference_tangents, graph, options, wanted, primals)
     moving = [x for x, is_wanted in zip(primals, wanted, strict=True) if is_wanted]
     transposed = jax.linear_transpose(lambda *tangents: function(tangents), *moving)
     return list(transposed(tuple(_jax.instantiate_zero(ct) for ct in cotangents)))

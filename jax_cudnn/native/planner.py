@@ -7,7 +7,6 @@ where a library, the driver or the device is missing.
 """
 
 import functools
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,15 +19,16 @@ from jax_cudnn.native.library import cudnn_version
 class Candidate:
     """One engine with its knobs, as cuDNN lists it for a graph.
 
-    ``choice`` pins the candidate when passed to ``plan``; it is empty where this
-    version of the frontend cannot name one of the knobs. ``variant`` counts the ways of
-    writing the graph. ``workspace_bytes`` and ``build_ms`` are known where ``is_built``;
-    ``failure`` says why a candidate that was tried did not build.
+    ``knobs`` are (name, value) pairs sorted by name. ``choice`` pins the candidate when
+    passed to ``plan``; it is empty where this version of the frontend cannot name one
+    of the knobs. ``variant`` counts the ways of writing the graph. ``workspace_bytes``
+    and ``build_ms`` are known where ``is_built``; ``failure`` says why a candidate that
+    was tried did not build.
     """
 
     name: str
     engine: int
-    knobs: Mapping[str, int]
+    knobs: tuple[tuple[str, int], ...]
     variant: int
     choice: str
     behavior_notes: tuple[str, ...]
@@ -145,4 +145,5 @@ def _bytes(text: str) -> bytes:
 def _candidate_fields(fields: dict[str, Any]) -> dict[str, Any]:
     for name in ("behavior_notes", "numeric_notes"):
         fields[name] = tuple(fields[name])
+    fields["knobs"] = tuple(sorted(fields["knobs"].items()))
     return fields

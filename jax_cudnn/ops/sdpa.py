@@ -141,10 +141,12 @@ def sdpa(
     Notes:
       cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN 9.12 on; head
       sizes that are not multiples of 8 are padded. Its backward takes head sizes up to
-      256 on sm_90 and 128 on sm_80 (NVIDIA cuDNN frontend, "Attention" support
-      matrix). f32 and f64 run with XLA on every platform: cuDNN has no f32 attention
-      plans (asked of 9.19, 9.27). The gradient of an f32 bias is computed by XLA, since
-      cuDNN gives it in the operands' dtype only.
+      256 on sm_90 and 128 on sm_80 and sm_100 (NVIDIA cuDNN frontend, "Attention"
+      support matrix; there, the gradient of the log-sum-exp needs e of 120 or less).
+      f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for it,
+      slower than XLA, and no gradient. f64 runs with XLA. The gradient of an f32 bias
+      is computed by XLA, since cuDNN gives it in the operands' dtype only.
+      `jax.default_matmul_precision` holds for what XLA runs.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -152,7 +154,10 @@ def sdpa(
       >>> jax_cudnn.sdpa(q, k, v, is_causal=True).shape
       (2, 5, 4, 8)
     """
-    options = Options(implementation=implementation)
+    options = Options(
+        implementation=implementation,
+        matmul_precision=jax.config.jax_default_matmul_precision,
+    )
     operands, has_batch = _canonicalize(
         query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
     )

@@ -6,11 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import jax
-
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph
-from jax_cudnn.lowering import decide, subprograms
+from jax_cudnn.lowering import decide, traced_graphs
 from jax_cudnn.lowering.cuda import Decision, local_target
 
 
@@ -78,8 +76,7 @@ def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
       listed as op "...:derivative".
     """
     local = local_target()
-    traced = jax.jit(function).trace(*args, **kwargs)
-    found: Counter[tuple[Graph, Options, bool]] = Counter(subprograms(traced.jaxpr))
+    found = Counter(traced_graphs(function, *args, **kwargs))
     return Report(
         device="XLA only (no CUDA device)" if local is None else local[1].name,
         calls=tuple(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few attention calls for compute-sanitizer, each buffer allocated on its own.
 
-    compute-sanitizer --error-exitcode 1 python -m tests.gpu.memcheck
+compute-sanitizer --error-exitcode 1 python -m tests.gpu.memcheck
 """
 
 import os

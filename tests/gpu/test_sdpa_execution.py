@@ -64,8 +64,14 @@ def test_results_do_not_depend_on_what_memory_held():
 
         def loss(q, k, v, bias, mask=mask, lengths=lengths, case=case):
             out = jax_cudnn.sdpa(
-                q, k, v, bias, mask, is_causal=case.causal,
-                key_value_seq_lengths=lengths, implementation="cudnn",
+                q,
+                k,
+                v,
+                bias,
+                mask,
+                is_causal=case.causal,
+                key_value_seq_lengths=lengths,
+                implementation="cudnn",
             )
             return jnp.sum(out.astype(jnp.float32) ** 2), out
 
@@ -109,7 +115,7 @@ def test_eight_threads_share_one_plan():
             for _ in range(20):
                 results[i] = run(*inputs[i])
             results[i] = jax.tree.map(np.asarray, results[i])
-        except BaseException as error:  # noqa: BLE001 (reported below)
+        except BaseException as error:
             errors.append(error)
 
     threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
@@ -149,7 +155,9 @@ def test_threads_that_need_one_new_plan_build_it_once():
 def test_backward_memory_grows_linearly_with_length():
     def temporary_bytes(length):
         shape = jax.ShapeDtypeStruct((1, length, 2, 128), jnp.bfloat16)
-        compiled = jax.jit(jax.grad(_loss, argnums=(0, 1, 2))).lower(shape, shape, shape)
+        compiled = jax.jit(jax.grad(_loss, argnums=(0, 1, 2))).lower(
+            shape, shape, shape
+        )
         return compiled.compile().memory_analysis().temp_size_in_bytes
 
     short, long = temporary_bytes(32768), temporary_bytes(131072)
@@ -179,17 +187,26 @@ def test_f32_bias_gradient_is_noted_as_computed_by_xla():
     case = Case(name="note", bias="bhst", bias_dtype="float32")
     q, k, v, bias, *_ = make_operands(case).arrays
     report = inspect(
-        jax.grad(lambda b: jnp.sum(jax_cudnn.sdpa(q, k, v, b).astype(jnp.float32))), bias
+        jax.grad(lambda b: jnp.sum(jax_cudnn.sdpa(q, k, v, b).astype(jnp.float32))),
+        bias,
     )
     backward = report.calls[-1]
     assert backward.op == "sdpa_backward"
     assert any("gradient of bias" in reason for reason in backward.reasons)
 
 
-def test_cudnn_refuses_f32_with_reasons():
+def test_cudnn_refuses_the_f32_gradient_with_reasons():
     q = jnp.ones((2, 3, 4, 8), jnp.float32)
-    with pytest.raises(jax_cudnn.UnsupportedError, match="takes bf16 and f16"):
-        jax_cudnn.sdpa(q, q, q, implementation="cudnn")
+    with pytest.raises(jax_cudnn.UnsupportedError, match="takes bf16, f16"):
+        jax.grad(lambda q: jax_cudnn.sdpa(q, q, q, implementation="cudnn").sum())(q)
+
+
+def test_cudnn_runs_the_f32_forward_pass_in_full_precision():
+    q, k, v = (x.astype(jnp.float32) for x in _qkv(s=67, t=131, d=72))
+    run = lambda how: jax_cudnn.sdpa(q, k, v, implementation=how)  # noqa: E731
+    with jax.default_matmul_precision("highest"):
+        truth = run("xla")
+    np.testing.assert_allclose(run("cudnn"), truth, rtol=1e-4, atol=1e-5)
 
 
 def test_auto_runs_f32_with_xla():
@@ -202,7 +219,8 @@ def test_auto_runs_f32_with_xla():
 _EXIT = """
 import jax, jax.numpy as jnp, jax_cudnn
 x = jnp.ones((2, 77, 4, 64), jnp.bfloat16)
-loss = lambda x: jax_cudnn.sdpa(x, x, x, implementation="cudnn").astype(jnp.float32).sum()
+def loss(x):
+    return jax_cudnn.sdpa(x, x, x, implementation="cudnn").astype(jnp.float32).sum()
 jax.block_until_ready(jax.jit(jax.grad(loss))(x))
 print("done")
 """
@@ -211,7 +229,10 @@ print("done")
 def test_process_exits_cleanly():
     result = subprocess.run(
         [sys.executable, "-W", "error", "-c", _EXIT],
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == "done"
@@ -245,11 +266,14 @@ def test_calls_are_inside_a_captured_command_buffer(tmp_path):
     )
     result = subprocess.run(
         [sys.executable, "-c", _CAPTURE],
-        capture_output=True, text=True, timeout=240, check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
         env={**os.environ, "XLA_FLAGS": flags},
     )
     assert result.returncode == 0, result.stderr
-    dumps = [path for path in Path(tmp_path).rglob("*thunk_sequence*")]
+    dumps = list(Path(tmp_path).rglob("*thunk_sequence*"))
     assert dumps, sorted(path.name for path in Path(tmp_path).iterdir())[:40]
     captured = [path for path in dumps if _captures_calls(path.read_text())]
     assert captured, dumps

@@ -77,7 +77,9 @@ def test_scan_and_remat():
             return x + y, None
 
         def loss(x):
-            return jnp.sum(lax.scan(layer, x, None, length=4)[0].astype(jnp.float32) ** 2)
+            return jnp.sum(
+                lax.scan(layer, x, None, length=4)[0].astype(jnp.float32) ** 2
+            )
 
         return jax.jit(jax.grad(loss))
 
@@ -92,7 +94,9 @@ def test_forward_mode_and_second_order_run_with_the_reference():
     operands = make_operands(_CASE).arrays[:4]
     tangents = make_operands(_CASE, 1).arrays[:4]
     _check(
-        lambda how: jax.jit(lambda *x: jax.jvp(_loss(how), x, tangents_like(x, tangents))),
+        lambda how: jax.jit(
+            lambda *x: jax.jvp(_loss(how), x, tangents_like(x, tangents))
+        ),
         operands,
     )
     _check(
@@ -114,13 +118,16 @@ def test_jacrev_and_donation():
     _check(
         lambda how: jax.jit(
             jax.jacrev(
-                lambda q, k, v: jax_cudnn.sdpa(q, k, v, implementation=how)[0, :2, 0, :3]
+                lambda q, k, v: jax_cudnn.sdpa(q, k, v, implementation=how)[
+                    0, :2, 0, :3
+                ]
             )
         ),
         (q, k, v),
     )
     run = jax.jit(
-        lambda q, k, v: jax_cudnn.sdpa(q, k, v, implementation="cudnn"), donate_argnums=0
+        lambda q, k, v: jax_cudnn.sdpa(q, k, v, implementation="cudnn"),
+        donate_argnums=0,
     )
     expected = np.asarray(run(q.copy(), k, v), np.float32)
     np.testing.assert_array_equal(np.asarray(run(q.copy(), k, v), np.float32), expected)
@@ -129,9 +136,9 @@ def test_jacrev_and_donation():
 def test_export_round_trip():
     operands = make_operands(_CASE).arrays[:4]
     function = jax.jit(_value_and_grad("cudnn"))
-    exported = export.export(
-        function, disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS
-    )(*operands)
+    exported = export.export(function, disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS)(
+        *operands
+    )
     again = export.deserialize(exported.serialize())
     for x, y in zip(
         jax.tree.leaves(again.call(*operands)),
@@ -153,7 +160,9 @@ def test_program_lowered_without_a_gpu_runs_here():
     cuda.local_target = lambda: None
     try:
         exported = export.export(
-            function, platforms=("cuda",), disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS
+            function,
+            platforms=("cuda",),
+            disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS,
         )(*operands)
     finally:
         cuda.local_target = real

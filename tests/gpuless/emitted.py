@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs that sdpa hands to cuDNN for a case, forward and backward, without a GPU."""
+"""The graphs that sdpa hands to cuDNN for a case, forward and backward, on any CPU."""
 
 import jax
 import jax.numpy as jnp

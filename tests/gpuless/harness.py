@@ -2,8 +2,8 @@
 """Plans graphs with the real cuDNN for GPUs that are not there.
 
 The planning happens in a subprocess, with a stand-in for the driver and a description
-of the GPU from profiles/. Nothing is ever launched, and the harness refuses to work on a
-machine with an NVIDIA driver, where the stand-in would get in its way.
+of the GPU from profiles/. Nothing is ever launched, and the harness refuses to work on
+a machine with an NVIDIA driver, where the stand-in would get in its way.
 """
 
 import atexit

@@ -54,12 +54,10 @@ def test_a_choice_pins_the_engine_that_it_was_read_from() -> None:
     last = listed[-1]
     assert json.loads(last["choice"]) == {
         "engine": last["engine"],
-        "knobs": last["knobs"],
+        "knobs": dict(last["knobs"]),
         "variant": last["variant"],
     }
-    (answer,) = harness.plan_all(
-        [graph], "h200", build=False, choices=[last["choice"]]
-    )
+    (answer,) = harness.plan_all([graph], "h200", build=False, choices=[last["choice"]])
     (pinned,) = answer["candidates"]
     assert pinned["name"] == last["name"]
     assert pinned["choice"] == last["choice"]

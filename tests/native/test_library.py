@@ -1,82 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a missing, old or wrong library an error that says so, and never a crash?
+"""Is a missing, old or wrong library an error that says so, and never a crash?"""
 
-The libraries are stand-ins, compiled here, with just the functions that are looked up.
-"""
-
-import ctypes
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from tests.native.processes import run_python
+from tests.native.stand_ins import compile_companions, compile_cudnn, obstacle
 
-
-def _obstacle() -> str:
-    """Return what keeps the stand-ins from being found, or nothing."""
-    if shutil.which("cc") is None:
-        return "no C compiler (cc)"
-    for name in ("libcuda.so.1", "libcudnn.so.9"):
-        try:
-            ctypes.CDLL(name)
-        except OSError:
-            continue
-        return f"a real {name} exists"
-    return ""
-
-
-pytestmark = pytest.mark.skipif(bool(_obstacle()), reason=_obstacle())
-
-# Stand-ins for a CUDA that no machine has: 99.
-_CUDNN = {
-    "cudnnGetVersion": "long {name}(void) {{ return {version}; }}",
-    "cudnnGetCudartVersion": "long {name}(void) {{ return 99000; }}",
-    "cudnnCreate": "int {name}(void** h) {{ *h = (void*)1; return 0; }}",
-    "cudnnSetStream": "int {name}(void) {{ return 0; }}",
-    "cudnnGetErrorString": 'const char* {name}(void) {{ return "?"; }}',
-    "cudnnGetLastErrorString": "void {name}(char* s) {{ *s = 0; }}",
-}
-_CUDART = (
-    "int cudaGetDevice(int* d) { *d = 0; return 0; }\n"
-    "int cudaSetDevice(int d) { return 0; }\n"
-    "int cudaGetDeviceCount(int* n) { *n = 0; return 100; }\n"
-    "int cudaDeviceGetAttribute(int* v, int a, int d) { *v = 9; return 0; }\n"
-    'const char* cudaGetErrorString(int e) { return "no device is there"; }\n'
-)
-_CUDA = "int cuDeviceGet(void) { return 100; }\nint cuDeviceGetName(void) { return 100; }\n"
-
-
-def _compile(directory: Path, soname: str, source: str) -> None:
-    subprocess.run(
-        ["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}", "-xc", "-"]
-        + ["-o", str(directory / soname)],
-        input=source,
-        text=True,
-        check=True,
-    )
-
-
-def _compile_cudnn(directory: Path, version: int, without: str = "") -> None:
-    source = "\n".join(
-        line.format(name=name, version=version)
-        for name, line in _CUDNN.items()
-        if name != without
-    )
-    _compile(directory, "libcudnn.so.9", source)
-
-
-def _compile_companions(directory: Path, *, without: str = "") -> None:
-    sources = {
-        "libcudart.so.99": _CUDART,
-        "libcuda.so.1": _CUDA,
-        "libcublasLt.so.99": "int unused;",
-        "libnvrtc.so.99": "int unused;",
-    }
-    for soname, source in sources.items():
-        if soname != without:
-            _compile(directory, soname, source)
+pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 
 
 def _ask(directory: Path, expression: str) -> str:
@@ -105,7 +37,7 @@ def test_a_missing_cudnn_is_named_with_the_places_looked_at(tmp_path: Path) -> N
 def test_a_cudnn_that_cannot_be_used_is_refused(
     tmp_path: Path, version: int, text: str
 ) -> None:
-    _compile_cudnn(tmp_path, version)
+    compile_cudnn(tmp_path, version)
     message = _ask(tmp_path, "native.cudnn_version()")
     assert message.startswith(
         f"LibraryError: cuDNN {text} ({tmp_path}/libcudnn.so.9) cannot be used: "
@@ -114,7 +46,7 @@ def test_a_cudnn_that_cannot_be_used_is_refused(
 
 
 def test_a_cudnn_without_a_function_is_refused(tmp_path: Path) -> None:
-    _compile_cudnn(tmp_path, 91900, without="cudnnSetStream")
+    compile_cudnn(tmp_path, 91900, without="cudnnSetStream")
     message = _ask(tmp_path, "native.cudnn_version()")
     assert message == (
         f"LibraryError: {tmp_path}/libcudnn.so.9 has no function cudnnSetStream"
@@ -122,9 +54,9 @@ def test_a_cudnn_without_a_function_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_version_needs_no_other_library(tmp_path: Path) -> None:
-    _compile_cudnn(tmp_path, 91900)
+    compile_cudnn(tmp_path, 91900)
     assert _ask(tmp_path, "native.cudnn_version()") == (
-        f"LibraryInfo(version=91900, cuda_major=13, path='{tmp_path}/libcudnn.so.9')"
+        f"LibraryInfo(version=91900, cuda_major=99, path='{tmp_path}/libcudnn.so.9')"
     )
     assert _ask(tmp_path, "native.cudnn_version().version_text") == "9.19.0"
 
@@ -136,23 +68,25 @@ def test_the_version_needs_no_other_library(tmp_path: Path) -> None:
 def test_cudnn_is_not_called_without_a_library_that_it_needs(
     tmp_path: Path, missing: str
 ) -> None:
-    _compile_cudnn(tmp_path, 91900)
-    _compile_companions(tmp_path, without=missing)
+    compile_cudnn(tmp_path, 91900)
+    compile_companions(tmp_path, without=missing)
     message = _ask(tmp_path, "native.load_libraries()")
-    assert message.startswith(f"LibraryError: Cannot open {missing}, which jax_cudnn needs.")
+    assert message.startswith(
+        f"LibraryError: Cannot open {missing}, which jax_cudnn needs."
+    )
 
 
 def test_all_libraries_are_taken_from_the_directories(tmp_path: Path) -> None:
-    _compile_cudnn(tmp_path, 91900)
-    _compile_companions(tmp_path)
+    compile_cudnn(tmp_path, 91900)
+    compile_companions(tmp_path)
     names = ["libcuda.so.1", "libcublasLt.so.99", "libnvrtc.so.99", "libcudart.so.99"]
     expected = {name: f"{tmp_path}/{name}" for name in [*names, "libcudnn.so.9"]}
     assert _ask(tmp_path, "native.load_libraries()") == str(expected)
 
 
 def test_a_machine_without_a_device_is_told_so(tmp_path: Path) -> None:
-    _compile_cudnn(tmp_path, 91900)
-    _compile_companions(tmp_path)
+    compile_cudnn(tmp_path, 91900)
+    compile_companions(tmp_path)
     message = _ask(tmp_path, "native.device_target()")
     assert message == (
         "LibraryError: There is no CUDA device to plan for. "
@@ -163,7 +97,7 @@ def test_a_machine_without_a_device_is_told_so(tmp_path: Path) -> None:
 def test_a_failed_load_can_be_tried_again(tmp_path: Path) -> None:
     early, late = tmp_path / "early", tmp_path / "late"
     early.mkdir()
-    _compile_cudnn(early, 91900)
+    compile_cudnn(early, 91900)
     answers = run_python(
         f"""
         import shutil
@@ -182,8 +116,8 @@ def test_a_failed_load_can_be_tried_again(tmp_path: Path) -> None:
 
 
 def test_threads_load_once_and_agree(tmp_path: Path) -> None:
-    _compile_cudnn(tmp_path, 91900)
-    _compile_companions(tmp_path)
+    compile_cudnn(tmp_path, 91900)
+    compile_companions(tmp_path)
     expression = (
         "len({str(p) for p in __import__('concurrent.futures').futures"
         ".ThreadPoolExecutor(8).map(lambda _: native.load_libraries(), range(64))})"

@@ -26,14 +26,17 @@ def test_importing_starts_no_backend_and_opens_no_nvidia_library() -> None:
 
 
 def test_the_cpu_backend_starts_after_registering() -> None:
-    assert run_python(
-        """
+    assert (
+        run_python(
+            """
         import jax_cudnn, jax, jax.numpy as jnp
         jax_cudnn.native.register_targets()
         print(int(jax.jit(lambda x: x + 1)(jnp.int32(1))), jax.default_backend())
         """,
-        JAX_PLATFORMS="cpu",
-    ) == "2 cpu"
+            JAX_PLATFORMS="cpu",
+        )
+        == "2 cpu"
+    )
 
 
 def test_the_extension_needs_no_library_but_the_system_s() -> None:

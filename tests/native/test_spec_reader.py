@@ -117,7 +117,10 @@ _TENSOR = {"dims": [2], "dtype": "f32", "name": "key", "order": [0]}
         ("null", "graph: expected an object, got null"),
         ("[1]", "graph: expected an object, got a list"),
         ("{}", "graph.inputs: missing field"),
-        ('{"schema":1,"schema":1}', "graph: field 'schema' appears twice in one object"),
+        (
+            '{"schema":1,"schema":1}',
+            "graph: field 'schema' appears twice in one object",
+        ),
         (_changed(extra=1), "graph.extra: unknown field"),
         (_changed(schema=True), "graph.schema: expected an integer, got a boolean"),
         (_changed(schema=1.0), "graph.schema: expected an integer, got a number"),
@@ -125,7 +128,10 @@ _TENSOR = {"dims": [2], "dtype": "f32", "name": "key", "order": [0]}
         (_changed(schema=2**63), f"graph.schema: {2**63} does not fit in 64 bits"),
         (_changed(schema=-(2**80)), f"graph.schema: {-(2**80)} does not fit"),
         (_changed(inputs="query"), "graph.inputs: expected a list, got a string"),
-        (_changed(inputs=["q", 1]), "graph.inputs[1]: expected a string, got an integer"),
+        (
+            _changed(inputs=["q", 1]),
+            "graph.inputs[1]: expected a string, got an integer",
+        ),
         (_changed(nodes=[[]]), "graph.nodes[0]: expected an object, got a list"),
         (_changed(nodes=[]), "a graph needs at least one node and one output"),
         (_changed(tensors=[None]), "graph.tensors[0]: expected an object, got null"),
@@ -157,13 +163,22 @@ _TENSOR = {"dims": [2], "dtype": "f32", "name": "key", "order": [0]}
             _changed(tensors=[{**_TENSOR, "name": "a-b"}]),
             "tensor name 'a-b' is not an ASCII identifier",
         ),
-        (_changed(outputs=["missing"]), "graph outputs name an unknown tensor 'missing'"),
-        (_changed(inputs=["key", "key"]), "graph inputs ['key', 'key'] name a tensor twice"),
+        (
+            _changed(outputs=["missing"]),
+            "graph outputs name an unknown tensor 'missing'",
+        ),
+        (
+            _changed(inputs=["key", "key"]),
+            "graph inputs ['key', 'key'] name a tensor twice",
+        ),
         (_TEXTS[0] + " ", "graph: the text is valid but not in canonical form"),
         (_TEXTS[0] + "}", "graph: not JSON: syntax error at byte"),
         ("[" * 100_000, "graph: nested deeper than 16 levels"),
         ('{"a":' * 100_000, "graph: nested deeper than 16 levels"),
-        ('"' + "x" * (9 << 20) + '"', "graph: 9437186 bytes of text, more than 8388608"),
+        (
+            '"' + "x" * (9 << 20) + '"',
+            "graph: 9437186 bytes of text, more than 8388608",
+        ),
     ],
 )
 def test_a_refusal_names_the_field(text: str, message: str) -> None:
@@ -176,13 +191,21 @@ def test_a_refusal_names_the_field(text: str, message: str) -> None:
     ("old", "new", "message"),
     [
         ('"scale"', '"scala"', "graph.nodes[0].attributes.scala: unknown field"),
-        ('"is_causal":true', '"is_causal":1', "graph.nodes[0].attributes.is_causal: exp"),
+        (
+            '"is_causal":true',
+            '"is_causal":1',
+            "graph.nodes[0].attributes.is_causal: exp",
+        ),
         ('"kind":"sdpa"', '"kind":"sdp"', "node kind 'sdp' is not one of sdpa, sdpa_b"),
         ('"key":"key"', '"keys":"key"', "sdpa: unknown input role 'keys'"),
         ('"key":"key",', "", "sdpa: input 'key' is missing"),
         ('"key":"key"', '"key":"k"', "sdpa: key names unknown tensor 'k'"),
         ('"stats":"stats"', '"stats":"output"', "sdpa: stats has dims"),
-        ('[1,6,5,7],"dtype":"f32"', '[1,6,5,3],"dtype":"f32"', "sdpa: bias dims [1, 6,"),
+        (
+            '[1,6,5,7],"dtype":"f32"',
+            '[1,6,5,3],"dtype":"f32"',
+            "sdpa: bias dims [1, 6,",
+        ),
         ('"dtype":"i32"', '"dtype":"i64"', "sdpa: query_lengths is i64, not i32"),
         ('"scale":', '"scale":1e999,"x":', "graph: not JSON: unreadable value at byte"),
     ],

@@ -1,0 +1,165 @@
+// SPDX-License-Identifier: Apache-2.0
+// Threads fight over the plan cache and the handle pool, with a cuDNN that does
+// nothing.
+//
+// test_threads.py compiles this with the thread sanitizer. Plan is replaced by one that
+// takes a while, so that the threads meet.
+
+#include <atomic>
+#include <chrono>
+#include <cstdio>
+#include <cstdlib>
+#include <mutex>
+#include <set>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "cudnn_library.h"
+#include "graph_spec.h"
+#include "handle_pool.h"
+#include "plan.h"
+#include "plan_cache.h"
+
+namespace jax_cudnn {
+
+std::atomic<int> build_count{0};
+
+struct Plan::Built {};
+
+Plan::Plan(std::unique_ptr<Built> built, Candidate candidate,
+           std::vector<std::string> failures)
+    : built_(std::move(built)),
+      candidate_(std::move(candidate)),
+      failures_(std::move(failures)) {}
+
+Plan::~Plan() = default;
+
+StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec&,
+                                                  const std::string& choice,
+                                                  const PlanTarget& target) {
+  ++build_count;
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  if (target.handle == nullptr) return Internal("no handle");
+  if (choice == "refused") return Unimplemented("refused");
+  if (choice == "broken") return FailedPrecondition("broken");
+  Candidate candidate;
+  candidate.choice = choice;
+  return std::shared_ptr<const Plan>(
+      new Plan(std::make_unique<Built>(), std::move(candidate), {}));
+}
+
+StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec&, const std::string&,
+                                                const PlanTarget&, bool) {
+  return Internal("not here");
+}
+
+}  // namespace jax_cudnn
+
+namespace {
+
+using jax_cudnn::PlanCache;
+using jax_cudnn::StatusCode;
+
+constexpr int kThreads = 8;
+
+void Expect(bool condition, const char* what) {
+  if (condition) return;
+  std::fprintf(stderr, "failed: %s\n", what);
+  std::exit(1);
+}
+
+template <typename Work>
+void InThreads(Work work) {
+  std::vector<std::thread> threads;
+  for (int i = 0; i < kThreads; ++i) threads.emplace_back(work, i);
+  for (std::thread& thread : threads) thread.join();
+}
+
+jax_cudnn::StatusOr<std::shared_ptr<const jax_cudnn::Plan>> Get(
+    const std::string& choice, int device = 0) {
+  return PlanCache::Global().GetOrBuild("graph", jax_cudnn::GraphSpec(), choice,
+                                        device);
+}
+
+void EachPlanIsBuiltOnce() {
+  std::set<const jax_cudnn::Plan*> plans[3];
+  std::mutex mutex;
+  InThreads([&](int thread) {
+    for (int i = 0; i < 30; ++i) {
+      const int key = (i + thread) % 3;
+      const auto plan = Get("choice " + std::to_string(key));
+      Expect(plan.ok(), "a plan");
+      const std::scoped_lock lock(mutex);
+      plans[key].insert(plan->get());
+    }
+  });
+  for (const auto& each : plans) Expect(each.size() == 1, "one plan per key");
+  Expect(jax_cudnn::build_count == 3, "one build per key");
+  const auto stats = PlanCache::Global().stats();
+  Expect(stats.entries == 3 && stats.builds == 3, "entries and builds");
+  Expect(stats.hits == kThreads * 30 - 3, "all others are hits");
+}
+
+void RefusalsAreRememberedAndFailuresAreNot() {
+  jax_cudnn::build_count = 0;
+  InThreads([](int) {
+    Expect(Get("refused").status().code() == StatusCode::kUnimplemented, "refused");
+  });
+  Expect(jax_cudnn::build_count == 1, "a refusal is remembered");
+  for (int i = 0; i < 2; ++i) {
+    Expect(Get("broken").status().code() == StatusCode::kFailedPrecondition, "broken");
+  }
+  Expect(jax_cudnn::build_count == 3, "a failure is tried again");
+}
+
+void PlansOutliveTheCache() {
+  const auto plan = Get("choice 0");
+  PlanCache::Global().Clear();
+  Expect(PlanCache::Global().stats().entries == 0, "cleared");
+  Expect((*plan)->candidate().choice == "choice 0", "still alive");
+}
+
+void DevicesAreKeptApart() {
+  Expect(*Get("choice 0", 0) != *Get("choice 0", 1), "a plan per device");
+  Expect(Get("choice 0", 2).status().code() == StatusCode::kInvalidArgument,
+         "a device that is not there");
+}
+
+void NoHandleIsUsedByTwoThreads(const jax_cudnn::CudnnRuntime& runtime) {
+  auto& pool = jax_cudnn::HandlePool::Global();
+  Expect(pool.Acquire(7).status().code() == StatusCode::kFailedPrecondition,
+         "no handle without a reservation");
+  Expect(pool.Reserve(runtime, 0).ok(), "a reservation");
+  std::set<jax_cudnn::CudnnHandle> in_use;
+  std::mutex mutex;
+  InThreads([&](int) {
+    for (int i = 0; i < 200; ++i) {
+      if (i % 50 == 0) Expect(pool.Reserve(runtime, 0).ok(), "a reservation");
+      const auto lease = pool.Acquire(0);
+      Expect(lease.ok(), "a lease");
+      {
+        const std::scoped_lock lock(mutex);
+        Expect(in_use.insert(lease->get()).second, "a handle of its own");
+      }
+      std::this_thread::yield();
+      const std::scoped_lock lock(mutex);
+      in_use.erase(lease->get());
+    }
+  });
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  jax_cudnn::SetLibraryDirectories(std::vector<std::string>(argv + 1, argv + argc));
+  const auto runtime = jax_cudnn::LoadCudnnRuntime();
+  Expect(runtime.ok(), runtime.status().message().c_str());
+  EachPlanIsBuiltOnce();
+  RefusalsAreRememberedAndFailuresAreNot();
+  PlansOutliveTheCache();
+  DevicesAreKeptApart();
+  NoHandleIsUsedByTwoThreads(**runtime);
+  std::puts("done");
+}

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compiles stand-ins for NVIDIA's libraries, with just the functions looked up.
+
+They belong to a CUDA that no machine has, 99, so that no real library gets in between.
+"""
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+_CUDNN = {
+    "cudnnGetVersion": "long {name}(void) {{ return {version}; }}",
+    "cudnnGetCudartVersion": "long {name}(void) {{ return 99000; }}",
+    "cudnnCreate": "int {name}(void** h) {{ *h = malloc(1); return 0; }}",
+    "cudnnSetStream": "int {name}(void) {{ return 0; }}",
+    "cudnnGetErrorString": 'const char* {name}(void) {{ return "?"; }}',
+    "cudnnGetLastErrorString": "void {name}(char* s) {{ *s = 0; }}",
+}
+_CUDART = """
+int cudaGetDevice(int* d) {{ *d = 0; return 0; }}
+int cudaSetDevice(int d) {{ return 0; }}
+int cudaGetDeviceCount(int* n) {{ *n = {devices}; return *n ? 0 : 100; }}
+int cudaDeviceGetAttribute(int* v, int a, int d) {{ *v = 9; return 0; }}
+const char* cudaGetErrorString(int e) {{ return "no device is there"; }}
+"""
+_CUDA = (
+    "int cuDeviceGet(void) { return 100; }\nint cuDeviceGetName(void) { return 100; }\n"
+)
+
+
+def obstacle() -> str:
+    """Return what keeps the stand-ins from being built or found, or nothing."""
+    if shutil.which("cc") is None:
+        return "no C compiler (cc)"
+    for name in ("libcuda.so.1", "libcudnn.so.9"):
+        try:
+            ctypes.CDLL(name)
+        except OSError:
+            continue
+        return f"a real {name} exists"
+    return ""
+
+
+def compile_cudnn(directory: Path, version: int = 91900, *, without: str = "") -> None:
+    """Make libcudnn.so.9 of a version, all functions but one."""
+    lines = [
+        line.format(name=name, version=version)
+        for name, line in _CUDNN.items()
+        if name != without
+    ]
+    _compile(directory, "libcudnn.so.9", "\n".join(["#include <stdlib.h>", *lines]))
+
+
+def compile_companions(directory: Path, *, without: str = "", devices: int = 0) -> None:
+    """Make all libraries but one that go with libcudnn."""
+    sources = {
+        "libcudart.so.99": _CUDART.format(devices=devices),
+        "libcuda.so.1": _CUDA,
+        "libcublasLt.so.99": "int unused;",
+        "libnvrtc.so.99": "int unused;",
+    }
+    for soname, source in sources.items():
+        if soname != without:
+            _compile(directory, soname, source)
+
+
+def _compile(directory: Path, soname: str, source: str) -> None:
+    command = ["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{soname}", "-xc", "-"]
+    subprocess.run(
+        [*command, "-o", str(directory / soname)], input=source, text=True, check=True
+    )
