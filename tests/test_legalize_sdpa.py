@@ -330,10 +330,11 @@ def test_an_unknown_gpu_gets_no_lengths() -> None:
     ("mask", "bias", "bias_dtype", "dims", "dtype"),
     [
         ("b11t", None, None, (2, 1, 5, 7), "bf16"),
-        ("b11t", "1hs1", "bf16", (2, 6, 5, 7), "bf16"),
-        ("11st", "1111", "f32", (1, 1, 5, 7), "f32"),
+        ("b11t", "1h1t", "bf16", (2, 6, 5, 7), "bf16"),
+        ("11st", "111t", "f32", (1, 1, 5, 7), "f32"),
+        ("11s1", "1hs1", "f32", (1, 1, 5, 7), "bf16"),
         (None, "1h1t", "bf16", (1, 6, 5, 7), "bf16"),
-        (None, "b111", "f32", (2, 1, 5, 7), "f32"),
+        (None, "b11t", "f32", (2, 1, 5, 7), "f32"),
     ],
 )
 def test_mask_and_bias_become_one_bias_with_full_rows_and_columns(
@@ -349,6 +350,49 @@ def test_mask_and_bias_become_one_bias_with_full_rows_and_columns(
     (legal,) = legalize(graph, _HOPPER).candidates
     tensor = legal.graph.tensor("bias")
     assert (tensor.dims, tensor.dtype) == (dims, dtype)
+
+
+@pytest.mark.parametrize("bias", ["1111", "b1s1", "bhs1"])
+def test_a_bias_that_all_keys_of_a_row_share_does_not_reach_cudnn(bias: str) -> None:
+    forward = attention_graph(sizes=_SIZES, dtype="bf16", bias=bias, with_stats=True)
+    for graph in (forward, backward_graph(forward)):
+        (legal,) = legalize(graph, _HOPPER).candidates
+        assert "bias" not in legal.graph.inputs
+        assert "grad_bias" not in legal.graph.outputs
+        assert not legal.notes
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("axes", ["bhs1", "1111"])
+@pytest.mark.parametrize("with_grad_stats", [False, True])
+def test_a_bias_of_whole_rows_is_added_to_the_statistics_only(
+    axes: str, with_grad_stats: bool
+) -> None:
+    graph = attention_graph(sizes=_SIZES, bias=axes, with_stats=True)
+    for legal in _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats):
+        assert "bias" not in legal.graph.inputs
+        assert legal.notes == ()
+
+
+@pytest.mark.usefixtures("_allow_f32")
+def test_minus_infinity_in_a_bias_of_whole_rows_hides_the_row() -> None:
+    forward = attention_graph(sizes=_SIZES, bias="b1s1", with_stats=True)
+    rng = np.random.default_rng(2)
+    values = {
+        tensor.name: jnp.asarray(random_array(rng, tensor, 7), jnp.float32)
+        for tensor in forward.input_tensors
+    }
+    values["bias"] = values["bias"].at[0, 0, 1].set(-jnp.inf).at[1].set(-jnp.inf)
+    for graph in (forward, backward_graph(forward)):
+        for tensor in graph.input_tensors:
+            if tensor.name not in values:  # the cotangent
+                values[tensor.name] = jnp.ones(tensor.stored_shape, jnp.float32)
+        operands = [values[name] for name in graph.inputs]
+        want = evaluate(graph, operands)
+        (legal,) = legalize(graph, _HOPPER).candidates
+        _assert_close(graph, _run(legal, operands), want)
+        values |= dict(zip(graph.outputs, want, strict=True))
+    assert np.isneginf(values["stats"]).sum() == 6 + 6 * 5
 
 
 @pytest.mark.parametrize(
@@ -428,16 +472,7 @@ def _target(**changes: Any) -> Target:
 @pytest.mark.parametrize(
     ("options", "target", "reasons"),
     [
-        (
-            {"dtype": "f32"},
-            None,
-            ["query is f32; cuDNN's attention takes bf16 and f16"],
-        ),
-        (
-            {"dtype": "f64"},
-            _HOPPER,
-            ["query is f64; cuDNN's attention takes bf16 and f16"],
-        ),
+        ({"dtype": "f64"}, None, ["query is f64; cuDNN's {kind} takes {dtypes}"]),
         (
             {"dtype": "bf16", "bias": "1hst", "bias_dtype": "f16"},
             None,
@@ -469,11 +504,11 @@ def _target(**changes: Any) -> Target:
             ["cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2"],
         ),
         (
-            {"dtype": "f32", "bias": "1hst", "bias_dtype": "f16"},
+            {"dtype": "f64", "bias": "1hst", "bias_dtype": "f16"},
             _target(name="Tesla T4", sm_version=75, cudnn_version=91001),
             [
-                "query is f32; cuDNN's attention takes bf16 and f16",
-                "bias is f16; cuDNN takes f32 or f32 here",
+                "query is f64; cuDNN's {kind} takes {dtypes}",
+                "bias is f16; cuDNN takes f64 or f32 here",
                 "Tesla T4 is sm_75; cuDNN's attention needs sm_80 (Ampere) or newer",
                 "cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2",
             ],
@@ -484,11 +519,31 @@ def test_what_cudnn_cannot_do_is_refused_with_all_reasons(
     options: dict[str, Any], target: Target | None, reasons: list[str]
 ) -> None:
     forward = attention_graph(**{"sizes": _SIZES, **options}, with_stats=True)
-    for graph in (forward, backward_graph(forward)):
+    for graph, dtypes in (
+        (forward, "bf16, f16, f32"),
+        (backward_graph(forward), "bf16, f16"),
+    ):
         refusal = legalize(graph, target)
+        kind = graph.nodes[0].kind
         assert refusal.candidates == ()
-        assert list(refusal.reasons) == reasons
+        assert list(refusal.reasons) == [
+            reason.format(kind=kind, dtypes=dtypes) for reason in reasons
+        ]
         assert refusal.advice == _ADVICE
+
+
+def test_f32_is_taken_forward_as_slower_and_refused_backward() -> None:
+    forward = attention_graph(sizes=_SIZES, with_stats=True)
+    (legal,) = legalize(forward, _HOPPER).candidates
+    assert legal.slower == (
+        "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
+        'tokens) and has no gradient; implementation="cudnn" uses it, in memory that '
+        "does not grow with s*t"
+    )
+    refusal = legalize(backward_graph(forward), None)
+    assert refusal.reasons == ("query is f32; cuDNN's sdpa_backward takes bf16, f16",)
+    (legal,) = legalize(attention_graph(sizes=_SIZES, dtype="f16"), None).candidates
+    assert legal.slower == ""
 
 
 @pytest.mark.parametrize(("d", "e"), [(264, 64), (64, 257)])

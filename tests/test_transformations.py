@@ -8,6 +8,7 @@ function applied without the transformation.
 import functools
 import itertools
 import math
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -522,6 +523,26 @@ def test_static_options_are_part_of_the_program(draw: Draw) -> None:
         {"implementation": "xla", "return_residual": True},
     ):
         _assert_close(jitted(*operands, **options), sdpa(*operands, **options), 1e-6)
+
+
+@pytest.mark.parametrize("precision", [None, "highest"])
+def test_products_have_the_precision_in_force_when_traced(
+    precision: str | None, draw: Draw
+) -> None:
+    operands = _operands(draw, jnp.float32)
+    # A function of its own, so that nothing traced before is taken again.
+    fresh = jax.jit(lambda *x: _gradients(*x))
+    with jax.default_matmul_precision(precision):
+        traced = fresh.trace(*operands)
+    products = [
+        line for line in traced.lower().as_text().splitlines() if "dot_general" in line
+    ]
+    assert len(products) >= 6
+    wanted = "DEFAULT" if precision is None else "HIGHEST"
+    for line in products:
+        found = set(re.findall(r"precision = \[(\w+), (\w+)\]", line))
+        assert found <= {(wanted, wanted)}
+        assert found or precision is None
 
 
 def test_equal_options_share_one_program(draw: Draw) -> None:

@@ -29,6 +29,7 @@ from jax_cudnn.legalize.rewrite import (
 )
 from jax_cudnn.legalize.rules import Legal, Legalization
 from jax_cudnn.legalize.sdpa_steps import (
+    absorb_row_bias,
     carry_grad_stats,
     complete_bias,
     complete_lengths,
@@ -52,6 +53,7 @@ def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
     keep_layout(rewrite)
     hide_dead_rows(rewrite)
     complete_lengths(rewrite, target)
+    absorb_row_bias(rewrite)
     complete_bias(rewrite)
     make_scale_positive(rewrite)
     pad_head(rewrite, ("query", "key"), 0)
@@ -82,6 +84,7 @@ def _backward_candidate(graph: Graph, target: Target | None) -> Legal:
     keep_layout(rewrite)
     hide_dead_rows(rewrite)
     complete_lengths(rewrite, target)
+    absorb_row_bias(rewrite)
     complete_bias(rewrite)
     make_scale_positive(rewrite)
     pad_single_query(rewrite)

@@ -147,6 +147,42 @@ def _live_rows(rewrite: Rewrite, tensors: Mapping[str, Tensor], env: Env) -> jax
 # --- masks, lengths and bias ----------------------------------------------------------
 
 
+def absorb_row_bias(rewrite: Rewrite) -> None:
+    """Take a bias that is the same for all keys of a row out of the graph.
+
+    It moves the row's log-sum-exp by itself and changes nothing else, unless it is
+    -inf and hides the row.
+    """
+    if "bias" not in rewrite.inputs or rewrite.inputs["bias"].dims[3] != 1:
+        return
+    original = dict(rewrite.inputs)
+    outputs = dict(rewrite.outputs)
+    bias = rewrite.inputs.pop("bias")
+
+    def row_bias(env: Env, like: Tensor) -> jax.Array:
+        return to_logical(bias, env["bias"]).astype(jax_dtype(like.dtype))
+
+    def before(env: Env) -> None:
+        if "stats" in env:
+            shift = row_bias(env, original["stats"])
+            moved = env["stats"] - to_stored(original["stats"], shift)
+            is_live = shift != -jnp.inf
+            env["stats"] = where_logical(original["stats"], is_live, moved, _DEAD_STATS)
+
+    def after(env: Env, results: Env) -> None:
+        if "output" in results:
+            is_live = to_logical(bias, env["bias"]) != -jnp.inf
+            results["output"] = where_logical(
+                outputs["output"], is_live, results["output"], 0
+            )
+        if "stats" in results:
+            shift = row_bias(env, outputs["stats"])
+            results["stats"] = results["stats"] + to_stored(outputs["stats"], shift)
+
+    rewrite.before.append(before)
+    rewrite.after.append(after)
+
+
 def complete_bias(rewrite: Rewrite) -> None:
     """Turn mask and bias into one bias with full rows and columns.
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the real cuDNN plan every graph that sdpa emits, and refuse what we say?"""
+
+import functools
+from typing import Any
+
+import pytest
+
+from jax_cudnn.graph import Graph, Target, to_json
+from jax_cudnn.legalize import legalize
+from tests.attention import SIZES, attention_graph, backward_graph
+from tests.gpuless import harness
+from tests.gpuless.emitted import emitted_graphs, semantic_graphs
+from tests.sdpa_cases import ALL, Case
+
+_GPUS = ("a100", "h200", "b200")
+_CUDNN = 92700
+# Their operands are large, and their graphs are those of other cases.
+_CASES = [c for c in ALL if not c.name.startswith(("large_", "many_"))]
+_DIRECTIONS = ("forward", "backward")
+
+# Graphs that differ in what the kernel has to do; these are built, not only planned.
+_BUILT = (
+    "head_size_1",
+    "head_size_77",
+    "head_size_128",
+    "lengths_1_128_causal",
+    "lengths_1009_997_full",
+    "heads_7_1",
+    "head_sizes_40_24",
+    "bias_hst_4_2",
+    "bias_f32",
+    "mask_bst_dead",
+    "both_lengths",
+    "residual_groups",
+    "f16_64_causal",
+)
+
+
+def _target(profile: str) -> Target:
+    properties = harness.load_profile(profile)
+    return Target(
+        name=properties["deviceName"],
+        sm_version=properties["deviceVer"] // 10,
+        sm_count=properties["multiProcessorCount"],
+        cudnn_version=_CUDNN,
+    )
+
+
+@functools.cache
+def _surface(profile: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Return cuDNN's answer to each candidate of each graph, by case and direction."""
+    emitted: dict[tuple[str, str], list[Graph]] = {}
+    for case in _CASES:
+        graphs = emitted_graphs(case, _target(profile))
+        for direction, candidates in zip(_DIRECTIONS, graphs, strict=True):
+            emitted[case.name, direction] = candidates
+    texts = sorted({to_json(g) for graphs in emitted.values() for g in graphs})
+    answers = dict(
+        zip(texts, harness.plan_all(texts, profile, build=False), strict=True)
+    )
+    return {
+        key: [answers[to_json(graph)] for graph in graphs]
+        for key, graphs in emitted.items()
+    }
+
+
+def _is_refused(case: Case, direction: str, profile: str) -> bool:
+    """What the documentation says: only gradients of large heads, by architecture."""
+    if direction == "forward" or profile == "h200":
+        return False
+    d = -(-case.d // 8) * 8
+    e = case.d if case.e is None else case.e
+    # The cotangent of the log-sum-exp takes three columns of the values.
+    e = -(-(e + 3 * case.with_residual) // 8) * 8
+    is_extra = profile == "b200" and (d, e) in ((192, 128), (256, 256))
+    return max(d, e) > 128 and not is_extra
+
+
+@pytest.mark.parametrize("profile", _GPUS)
+def test_every_emitted_graph_is_planned_or_refused_as_documented(profile: str) -> None:
+    surface = _surface(profile)
+    assert not [key for key, answers in surface.items() if _crashes(answers)]
+    refused = {
+        key
+        for key, answers in surface.items()
+        if not any("candidates" in answer for answer in answers)
+    }
+    assert refused == {
+        (case.name, direction)
+        for case in _CASES
+        for direction in _DIRECTIONS
+        if _is_refused(case, direction, profile)
+    }
+
+
+def _crashes(answers: list[dict[str, Any]]) -> bool:
+    return any("crash" in answer for answer in answers)
+
+
+@pytest.mark.parametrize("profile", _GPUS)
+def test_refusals_carry_cudnns_reasons(profile: str) -> None:
+    for answers in _surface(profile).values():
+        for answer in answers:
+            if "candidates" not in answer:
+                assert answer["error"] == "UnsupportedError"
+                assert answer["reasons"], answer
+
+
+@pytest.mark.parametrize("profile", _GPUS)
+def test_plans_of_every_sort_build(profile: str) -> None:
+    cases = [case for case in _CASES if case.name in _BUILT]
+    assert len(cases) == len(_BUILT)
+    texts = [
+        to_json(candidates[0])
+        for case in cases
+        for candidates in emitted_graphs(case, _target(profile))
+    ]
+    for answer in harness.plan_all(texts, profile):
+        built = [c for c in answer["candidates"] if c["is_built"]]
+        assert len(built) == 1
+        assert built[0]["workspace_bytes"] >= 0
+
+
+def test_a_turing_gpu_is_refused_before_cudnn_is_asked() -> None:
+    for graph in semantic_graphs(Case(name="turing")):
+        legalization = legalize(graph, _target("t4"))
+        assert not legalization.candidates
+        assert "needs sm_80 (Ampere) or newer" in legalization.reasons[0]
+
+
+@pytest.mark.parametrize("profile", _GPUS)
+def test_f32_has_a_forward_plan_and_no_gradient(profile: str) -> None:
+    sizes = {**SIZES, "d": 64, "e": 64}
+    forward = attention_graph(dtype="f32", sizes=sizes, with_stats=True)
+    graphs = [to_json(forward), to_json(backward_graph(forward))]
+    planned, refused = harness.plan_all(graphs, profile, build=False)
+    assert planned["candidates"]
+    assert refused["error"] == "UnsupportedError"
