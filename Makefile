@@ -18,9 +18,9 @@ GPU_EXTRA ?= $(shell scripts/gpu_extra.sh)
 PYTEST_FLAGS ?= -n 2
 export OFFLINE WHEELS
 
-# The supported range of JAX, as in pyproject.toml. JAX 0.11 needs Python 3.12.
+# The supported range of JAX, as in pyproject.toml. JAX 0.11 and later need Python 3.12.
 JAX_OLDEST := 0.10.0
-JAX_NEWEST := 0.11.2
+JAX_NEWEST := 0.12.0.1
 
 # Tools that judge the code: pinned, because their verdicts change with their versions.
 # pyright brings its own Node.js (the `nodejs` extra), so it needs nothing else.

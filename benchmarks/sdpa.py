@@ -3,8 +3,13 @@
 
     python -m benchmarks.sdpa --out docs/benchmarks
 
-writes sdpa.json and sdpa.md there. Needs an NVIDIA GPU; PyTorch is used where it is
-installed. Operands are random bf16; see timing.py for how times are taken.
+writes sdpa.json and sdpa.md there;
+
+    python -m benchmarks.sdpa --readme README.md docs/benchmarks/sdpa.json
+
+puts a table of those numbers between the benchmark marks of a page. Needs an NVIDIA
+GPU; PyTorch is used where it is installed. Operands are random bf16; see timing.py for
+how times are taken.
 """
 
 import argparse
@@ -278,11 +283,56 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     return "\n".join(lines) + "\n"
 
 
+MARKS = ("<!-- benchmarks -->", "<!-- /benchmarks -->")
+
+
+def short_table(data: dict[str, Any]) -> str:
+    """A table of ratios to jax.nn with cuDNN, one row a workload."""
+    cells: dict[str, dict[str, Any]] = {}
+    for row in data["rows"]:
+        cells.setdefault(row["cell"], {})[row["contender"]] = row
+    others = ("jax.nn xla", "torch cudnn", "torch flash")
+    versions = ", ".join(
+        f"{name} {value}" for name, value in data["environment"].items()
+    )
+    lines = [
+        f"{versions}. Times relative to `jax.nn` with cuDNN in the same run (median, "
+        "range over rounds); `python -m benchmarks.sdpa` prints them, "
+        "[all of them](docs/benchmarks/sdpa.md).",
+        "",
+        "| workload | jax_cudnn, µs | jax_cudnn | " + " | ".join(others) + " |",
+        "| --- | ---: | --- |" + " ---: |" * len(others),
+    ]
+    for cell, rows in cells.items():
+        ours = rows["jax_cudnn"]
+        span = f"{ours['ratio_low']:.2f}-{ours['ratio_high']:.2f}"
+        line = (
+            f"| {cell} | {ours['median_us']:.0f} | **{ours['ratio']:.2f}** ({span}) |"
+        )
+        for name in others:
+            line += f" {rows[name]['ratio']:.2f} |" if name in rows else " |"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def update_page(page: Path, data: dict[str, Any]) -> None:
+    """Replace what stands between the marks of a page by the short table."""
+    before, _, rest = page.read_text().partition(MARKS[0])
+    _, _, after = rest.partition(MARKS[1])
+    table = short_table(data)
+    page.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}")
+
+
 def main() -> None:
-    """Run all cells and write the report."""
+    """Run all cells and write the report, or put its table into a page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--readme", type=Path, help="the page to update")
+    parser.add_argument("json", type=Path, nargs="?", help="the numbers to put there")
     options = parser.parse_args()
+    if options.readme is not None:
+        update_page(options.readme, json.loads(options.json.read_text()))
+        return
     rows = run_host()
     for cell in CELLS:
         rows += run_cell(cell)
