@@ -37,6 +37,7 @@ class Case:
     key_lengths: tuple[int, ...] | None = None
     scale: float | None = None
     with_residual: bool = False
+    residual_cotangent: float = 1.0
     shift: float = 0.0
     minus_infinity: bool = False
 
@@ -94,7 +95,8 @@ def make_operands(case: Case, seed: int = 0) -> Operands:
     cotangents: tuple[Any, ...] = (normal(case.b, case.s, case.h, e),)
     if case.with_residual:
         names.append("residual")
-        cotangents += (normal(case.b, case.s, case.h, like=jnp.dtype("float32")),)
+        cotangent = normal(case.b, case.s, case.h, like=jnp.dtype("float32"))
+        cotangents += (case.residual_cotangent * cotangent,)
     names += [f"grad_{n}" for n in ("query", "key", "value", "bias")[: len(wanted)]]
     lengths = tuple(
         None if x is None else jnp.asarray(x, jnp.int32)
@@ -247,6 +249,8 @@ RESIDUAL = _named(
     residual_odd_head={"with_residual": True, "d": 77, "e": 13},
     residual_head_248={"with_residual": True, "d": 248},
     residual_f16={"with_residual": True, "dtype": "float16"},
+    residual_scaled_up={"with_residual": True, "residual_cotangent": 2.0**18},
+    residual_scaled_down={"with_residual": True, "residual_cotangent": 2.0**-20},
     residual_mask={"with_residual": True, "mask": "bst", "dead_rows": True},
     residual_lengths={"with_residual": True, "key_lengths": (0, 99)},
     residual_bias={"with_residual": True, "bias": "bhst"},

@@ -348,7 +348,8 @@ def carry_grad_stats(rewrite: Rewrite) -> None:
     cuDNN computes dS = P (dO V^T - rowsum(O dO)); wanted is g added in the bracket.
     With columns O = -g, dO = 1, V = 0 the row sum becomes rowsum(O dO) - g and nothing
     else changes, apart from columns of dV that are cut off. Three columns hold g split
-    into high, middle and low parts, so that rounding to 16 bits loses nothing.
+    into high, middle and low parts, so that rounding to 16 bits loses nothing. A power
+    of two moves from O to dO, so that f16 holds parts of any size.
     """
     stats = rewrite.inputs.pop("grad_stats")
     size = pad_head(rewrite, ("value", "output"), 3)
@@ -357,6 +358,8 @@ def carry_grad_stats(rewrite: Rewrite) -> None:
 
     def before(env: Env) -> None:
         remainder = to_logical(stats, env.pop("grad_stats"))
+        unit = _power_of_two(remainder)
+        remainder = remainder / unit
         parts: list[jax.Array] = []
         for _ in range(3):
             part = remainder.astype(jax_dtype(output.dtype))
@@ -365,10 +368,20 @@ def carry_grad_stats(rewrite: Rewrite) -> None:
         env["output"] = _set_columns(
             output, env["output"], -jnp.concatenate(parts, axis=3), size
         )
-        ones = jnp.ones((*grad_output.dims[:3], 3), jax_dtype(grad_output.dtype))
-        env["grad_output"] = _set_columns(grad_output, env["grad_output"], ones, size)
+        units = jnp.broadcast_to(
+            unit.astype(jax_dtype(grad_output.dtype)), (*grad_output.dims[:3], 3)
+        )
+        env["grad_output"] = _set_columns(grad_output, env["grad_output"], units, size)
 
     rewrite.before.append(before)
+
+
+def _power_of_two(x: jax.Array) -> jax.Array:
+    """Return the power of two near the largest |x| that f16 can hold, or 1 for none."""
+    largest = jnp.max(jnp.abs(x))
+    exponent = jnp.frexp(largest)[1]
+    exponent = jnp.where(jnp.isfinite(largest) & (largest > 0), exponent, 0)
+    return jnp.ldexp(jnp.ones((), x.dtype), jnp.clip(exponent, -14, 15))
 
 
 def _set_columns(

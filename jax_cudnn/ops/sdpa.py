@@ -156,7 +156,8 @@ def sdpa(
     """
     options = Options(
         implementation=implementation,
-        matmul_precision=jax.config.jax_default_matmul_precision,
+        # Set on the class when JAX is imported, where type checkers do not see it.
+        matmul_precision=jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
     operands, has_batch = _canonicalize(
         query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
