@@ -294,6 +294,26 @@ def test_the_cotangent_of_statistics_keeps_f32_accuracy(dtype: Any) -> None:
     np.testing.assert_allclose(got, 3 * last / 2, rtol=float(jnp.finfo(dtype).eps))
 
 
+@pytest.mark.parametrize("size", [0.0, 2.0**-12, 3.0, 2.0**20])
+def test_the_cotangent_of_statistics_may_have_any_size_in_f16(size: float) -> None:
+    forward = attention_graph(sizes=_SIZES, dtype="f16", with_stats=True)
+    graph = backward_graph(forward, with_grad_stats=True)
+    operands = _draw(graph)
+    index = graph.inputs.index("grad_stats")
+    operands[index] = size * operands[index]
+    (legal,) = legalize(graph, _HOPPER).candidates
+    given = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    e = _SIZES["e"]
+    columns = np.s_[..., e : e + 3]
+    products = np.prod(
+        [np.asarray(given[name], np.float64) for name in ("output", "grad_output")], 0
+    )
+    carried = -products[columns].sum(-1).transpose(0, 2, 1)
+    wanted = np.asarray(operands[index], np.float64)[..., 0]
+    largest = np.abs(wanted).max()
+    np.testing.assert_allclose(carried, wanted, rtol=0, atol=1e-6 * largest)
+
+
 @pytest.mark.parametrize(
     ("cudnn_version", "t", "is_given"),
     [
