@@ -30,6 +30,7 @@ import jax.numpy as jnp
 import jax_cudnn
 from benchmarks.timing import Contender, Timing, compare
 from jax_cudnn import native
+from jax_cudnn.config import Implementation
 
 try:
     import torch
@@ -69,6 +70,11 @@ CELLS = (
         skip_xla=True,
     ),
 )  # fmt: skip
+F32_CELLS = (
+    Cell(name="(2,1024,8h,64)", b=2, s=1024, h=8, k=8, d=64, causal=False),
+    Cell(name="(4,4096,16h,128) causal", b=4, s=4096, h=16, k=16, d=128, causal=True),
+    Cell(name="(1,16384,8h,64) causal", b=1, s=16384, h=8, k=8, d=64, causal=True),
+)
 SMALL = Cell(name="small", b=1, s=128, h=4, k=4, d=64, causal=True)
 
 Attention = Callable[..., jax.Array]
@@ -193,6 +199,32 @@ def run_cell(cell: Cell) -> list[dict[str, Any]]:
     return rows
 
 
+def run_f32(cell: Cell) -> list[dict[str, Any]]:
+    """Time the f32 forward pass: cuDNN's plan against XLA's reference."""
+    arrays = [x.astype(jnp.float32) for x in operands(cell)[0]]
+
+    def attention(how: Implementation) -> Attention:
+        return lambda q, k, v: jax_cudnn.sdpa(
+            q, k, v, is_causal=cell.causal, implementation=how
+        )
+
+    names: dict[str, Implementation] = {"jax_cudnn": "cudnn", "jax_cudnn xla": "xla"}
+    compiled = {
+        name: jax.jit(attention(how)).lower(*arrays).compile()
+        for name, how in names.items()
+    }
+    contenders = {n: _contender(f, arrays) for n, f in compiled.items()}
+    timings = compare(contenders, baseline="jax_cudnn xla")
+    return [
+        _row(f"{_F32} {cell.name} fwd", name, timing, compiled[name])
+        for name, timing in timings.items()
+    ]
+
+
+# Such rows have ratios to XLA: jax.nn's cuDNN does not take f32.
+_F32 = "f32"
+
+
 def run_host() -> list[dict[str, Any]]:
     """Time what the host does: one small call, and 50 chained in one program."""
     arrays, _ = operands(SMALL)
@@ -266,8 +298,8 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         + ".",
         "",
         "Times are medians a call; the ratio is to `jax.nn` with cuDNN, taken round by "
-        "round in the same run (median, lowest and highest). Memory is what XLA "
-        "allocates for temporaries and results.",
+        "round in the same run (median, lowest and highest); in the f32 rows it is to "
+        "XLA. Memory is what XLA allocates for temporaries and results.",
         "",
         "| workload | contender | µs | ratio | range | memory (MB) |",
         "| --- | --- | ---: | ---: | --- | ---: |",
@@ -290,6 +322,8 @@ def short_table(data: dict[str, Any]) -> str:
     """A table of ratios to jax.nn with cuDNN, one row a workload."""
     cells: dict[str, dict[str, Any]] = {}
     for row in data["rows"]:
+        if row["cell"].startswith(_F32):
+            continue
         cells.setdefault(row["cell"], {})[row["contender"]] = row
     others = ("jax.nn xla", "torch cudnn", "torch flash")
     versions = ", ".join(
@@ -336,6 +370,8 @@ def main() -> None:
     rows = run_host()
     for cell in CELLS:
         rows += run_cell(cell)
+    for cell in F32_CELLS:
+        rows += run_f32(cell)
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     data = {"environment": versions, "rows": rows}

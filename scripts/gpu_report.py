@@ -63,13 +63,32 @@ def environment() -> dict[str, str]:
     }
 
 
+# Many processes share the GPU, so none may take its memory in advance; and XLA's tuning
+# of the reference would take most of the time.
+_SHARED_GPU = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+    "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+}
+# These look at memory, threads and command buffers, and need the GPU to themselves.
+_ALONE = "tests/gpu/test_sdpa_execution.py"
+
+
 def run_tests(arguments: list[str]) -> list[dict[str, Any]]:
     """Run pytest on tests/gpu and return one record per test."""
+    processes = str(min(12, os.cpu_count() or 1))
+    together = ["tests/gpu", f"--ignore={_ALONE}", "-n", processes]
+    return [
+        *_run_pytest([*together, *arguments], {**os.environ, **_SHARED_GPU}),
+        *_run_pytest([_ALONE, *arguments], dict(os.environ)),
+    ]
+
+
+def _run_pytest(arguments: list[str], env: dict[str, str]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "tests/gpu", "-q", "-rfEs"]
+        command = [sys.executable, "-m", "pytest", "-q", "-rfEs", *arguments]
         subprocess.run(
-            [*command, f"--junitxml={report}", *arguments], check=False, cwd=ROOT
+            [*command, f"--junitxml={report}"], check=False, cwd=ROOT, env=env
         )
         root = ElementTree.parse(report).getroot()
     return [_record(case) for case in root.iter("testcase")]

@@ -139,8 +139,9 @@ def sdpa(
       LibraryError: likewise, where cuDNN itself is missing or too old.
 
     Notes:
-      cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN 9.12 on; head
-      sizes that are not multiples of 8 are padded. Its backward takes head sizes up to
+      cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN 9.8 on except for
+      9.10.0 and 9.10.1, whose attention has known bugs (cudnn-frontend 1.28). Head
+      sizes that are not multiples of 8 are padded. The backward takes head sizes up to
       256 on sm_90 and 128 on sm_80 and sm_100 (NVIDIA cuDNN frontend, "Attention"
       support matrix; there, the gradient of the log-sum-exp needs e of 120 or less).
       f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for it,
