@@ -79,7 +79,8 @@ ffi::TypeId GraphState::id = XLA_FFI_UNKNOWN_TYPE_ID;
 
 constexpr ffi::TypeInfo kStateTypeInfo = ffi::MakeTypeInfo<GraphState>();
 
-// XLA's buffers are aligned to more than this, and no plan asks for more.
+// What workspaces get where their alignment is ours to choose. cuDNN asks for 16 bytes;
+// XLA gives its own buffers 128 or more.
 constexpr size_t kWorkspaceAlignment = 256;
 
 // Execute keeps its pointers on the stack; Initialize refuses graphs with more.

@@ -64,7 +64,7 @@ class HandlePool {
     std::mutex mutex;  // guards the members below; never held while calling cuDNN
     std::condition_variable returned;
     std::vector<CudnnHandle> free;
-    int executing = 0;  // handles on loan through Acquire
+    int executing = 0;  // handles on loan
   };
 
   void Release(int device, CudnnHandle handle);

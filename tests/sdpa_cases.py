@@ -216,6 +216,20 @@ BIAS_MORE = _named(
     bias_f32_broadcast={"bias": "t", "bias_dtype": "float32"},
     bias_odd_heads={"bias": "ht", "d": 77, "e": 24, "h": 6, "k": 2, "causal": True},
     bias_mask_same={"bias": "bhst", "mask": "bhst", "dead_rows": True},
+    bias_below_hidden={"bias": "bhst", "mask": "bst", "shift": 3e38},
+    bias_below_hidden_f16={
+        "bias": "bhst",
+        "mask": "bst",
+        "shift": 65000.0,
+        "dtype": "float16",
+    },
+    bias_minus_infinity_mask={"bias": "bhst", "mask": "bst", "minus_infinity": True},
+    bias_minus_infinity_residual={
+        "bias": "bhst",
+        "minus_infinity": True,
+        "dead_rows": True,
+        "with_residual": True,
+    },
 )
 MASKS = [
     Case(name=f"mask_{p}_{'dead' if dead else 'live'}", mask=p, dead_rows=dead)

@@ -42,8 +42,12 @@ _RANK_ADVICE = (
     "(length, heads, head size). Use jax.vmap or reshape for more batch axes."
 )
 _SCALE_ADVICE = (
-    "It must be a Python number, since it is part of the compiled program. Multiply "
-    "query by a traced scale."
+    "It must be a number known when the program is traced, since it is part of it. "
+    "Multiply query by a traced scale."
+)
+_FLAG_ADVICE = (
+    "It must be True or False, since it is part of the compiled program. Under "
+    "jax.jit, name it in static_argnames."
 )
 _DOES_NOT_BROADCAST = (
     "which does not broadcast to (batch, heads, query length, key length) = "
@@ -153,6 +157,12 @@ _DOES_NOT_BROADCAST = (
             "Pass a boolean array as mask instead.",
         ),
         (
+            {"bias": _zeros("bhst", jnp.int32)},
+            TypeError,
+            "sdpa: bias is i32[2,6,5,7]. Supported dtypes are bf16, f16, f32, f64. "
+            "Convert it to the dtype of query.",
+        ),
+        (
             {"bias": _zeros("bhs1", s=4)},
             ValueError,
             f"sdpa: bias is bf16[2,6,4,1], {_DOES_NOT_BROADCAST}",
@@ -218,31 +228,34 @@ _DOES_NOT_BROADCAST = (
             f"sdpa: scale is complex64. {_SCALE_ADVICE}",
         ),
         (
-            {"scale": jnp.ones(())},
+            {"scale": np.ones(1)},
             TypeError,
-            f"sdpa: scale is ArrayImpl. {_SCALE_ADVICE}",
+            f"sdpa: scale is ndarray. {_SCALE_ADVICE}",
+        ),
+        (
+            {"scale": 1e39},
+            ValueError,
+            "sdpa: scale=1e+39 is not finite. Pass a finite number.",
+        ),
+        (
+            {"scale": 10**400},
+            ValueError,
+            f"sdpa: scale={10**400} is not finite. Pass a finite number.",
         ),
         (
             {"is_causal": 1},
             TypeError,
-            "sdpa: is_causal is int. It must be True or False, since it is part of the "
-            "compiled program.",
+            f"sdpa: is_causal is int. {_FLAG_ADVICE}",
         ),
         (
             {"return_residual": None},
             TypeError,
-            "sdpa: return_residual is NoneType. It must be True or False, since it is "
-            "part of the compiled program.",
+            f"sdpa: return_residual is NoneType. {_FLAG_ADVICE}",
         ),
         (
             {"implementation": "triton"},
             ValueError,
             "implementation='triton' is not one of 'auto', 'cudnn', 'xla'.",
-        ),
-        (
-            {"implementation": None},
-            ValueError,
-            "implementation=None is not one of 'auto', 'cudnn', 'xla'.",
         ),
     ],
 )
@@ -253,9 +266,30 @@ def test_a_wrong_argument_is_refused(
         _call(**changes)
 
 
+def test_concrete_arrays_and_none_are_taken_as_options() -> None:
+    want = _call(scale=0.5)
+    for scale in (np.float32(0.5), np.array(0.5), jnp.array(0.5)):
+        np.testing.assert_array_equal(_call(scale=scale), want)
+    np.testing.assert_array_equal(_call(implementation=None), _call())
+    # Finite as a double, 0 in f32.
+    np.testing.assert_array_equal(_call(scale=1e-50), _call(scale=0))
+
+
+def test_symbolic_dimensions_are_refused() -> None:
+    from jax import export
+
+    shape = export.symbolic_shape("b, 5, 6, 11")
+    query = jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+    with pytest.raises(
+        UnsupportedError,
+        match=re.escape("query has symbolic dimensions, bf16[b,5,6,11]"),
+    ):
+        export.export(jax.jit(lambda x: sdpa(x, x, x)))(query)
+
+
 def test_a_traced_option_is_refused() -> None:
     with pytest.raises(
-        TypeError, match=r"^sdpa: scale is .*Tracer. It must be a Python"
+        TypeError, match=r"^sdpa: scale is .*Tracer. It must be a number"
     ):
         jax.jit(lambda scale: _call(scale=scale))(0.5)
     with pytest.raises(

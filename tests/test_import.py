@@ -79,6 +79,15 @@ print(*{"flax", "optax", "jaxtyping"}.intersection(sys.modules))
     assert _run(program) == ""
 
 
+def test_the_version_is_the_one_that_was_installed() -> None:
+    program = """
+import importlib.metadata, jax_cudnn
+assert importlib.metadata.version("jax-cudnn") == jax_cudnn.__version__
+print("same")
+"""
+    assert _run(program) == "same"
+
+
 def test_public_names_are_what_all_lists() -> None:
     program = """
 import jax_cudnn

@@ -514,3 +514,15 @@ def test_the_smallest_sizes_are_taken(size: int, draw: Draw) -> None:
     want_out, want_stats = numpy_sdpa(*operands)
     np.testing.assert_allclose(out, want_out, rtol=1e-5, atol=1e-6)
     np.testing.assert_allclose(stats, want_stats, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [np.uint32, np.uint8, np.int32, np.int8])
+def test_lengths_beyond_the_axis_are_the_whole_axis_in_any_dtype(dtype: type) -> None:
+    rng = np.random.default_rng(0)
+    query, key, value = (
+        jnp.asarray(rng.standard_normal((2, 5, 3, 8)), jnp.float32) for _ in range(3)
+    )
+    lengths = np.array([np.iinfo(dtype).max, 4], dtype)
+    got = sdpa(query, key, value, key_value_seq_lengths=lengths)
+    want = sdpa(query, key, value, key_value_seq_lengths=jnp.array([5, 4]))
+    np.testing.assert_array_equal(got, want)

@@ -690,8 +690,16 @@ def test_sharded_attention_is_unsharded_attention() -> None:
         "batch and heads",
         "heads",
         "automatic",
-        "query is sharded in its type, as P('data', None, None, None). A cuDNN call "
-        "runs on one device's share of the operands. Wrap the call in jax.shard_map, "
-        "with batch and heads sharded alike in all operands, or use a mesh with "
-        "AxisType.Auto.",
+        "sdpa: query is sharded in its type, as P('data', None, None, None). A cuDNN "
+        "call runs on one device's share of the operands. Wrap the call in "
+        "jax.shard_map, with batch and heads sharded alike in all operands, use a mesh "
+        'with AxisType.Auto, or pass implementation="xla".',
     ]
+
+
+def test_the_values_alone_can_be_transposed(draw: Draw) -> None:
+    query, key, value = draw("bshd"), draw("btkd"), draw("btke")
+    cotangent = draw("bshe")
+    (got,) = jax.linear_transpose(lambda v: sdpa(query, key, v), value)(cotangent)
+    _, pullback = jax.vjp(lambda v: sdpa(query, key, v), value)
+    np.testing.assert_allclose(got, pullback(cotangent)[0], rtol=1e-5, atol=1e-6)

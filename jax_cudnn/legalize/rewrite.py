@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Attributes, Graph, Node, Tensor
 from jax_cudnn.graph.kinds import roles_of
 from jax_cudnn.legalize.rules import Legal
+from jax_cudnn.reference.interpreter import to_stored
 
 Env = dict[str, jax.Array]
 
@@ -105,17 +106,6 @@ def name_of(graph: Graph, role: str) -> str:
     """Return the name of the tensor in a role of the only node."""
     (node,) = graph.nodes
     return dict((*node.inputs, *node.outputs))[role]
-
-
-def to_logical(tensor: Tensor, stored: jax.Array) -> jax.Array:
-    """Reorder a tensor's stored array to its logical axes."""
-    inverse = tuple(tensor.order.index(axis) for axis in range(len(tensor.order)))
-    return jnp.transpose(stored, inverse)
-
-
-def to_stored(tensor: Tensor, logical: jax.Array) -> jax.Array:
-    """Reorder an array that broadcasts to logical axes so it broadcasts to storage."""
-    return jnp.transpose(logical, tensor.order)
 
 
 def where_logical(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a legalisation is, and the table of the rules, one per node kind."""
+"""What a legalisation is: candidates in order of preference, or reasons."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -39,15 +39,3 @@ class Legalization:
 
 # A target of None stands for an unknown GPU: only what no GPU can do is refused.
 Rule = Callable[[Graph, Target | None], Legalization]
-
-
-def legalize(graph: Graph, target: Target | None) -> Legalization:
-    """Return how cuDNN can compute the graph on the target."""
-    from jax_cudnn.legalize import sdpa
-
-    rules: dict[str, Rule] = {
-        "sdpa": sdpa.legalize_forward,
-        "sdpa_backward": sdpa.legalize_backward,
-    }
-    (node,) = graph.nodes
-    return rules[node.kind](graph, target)

@@ -24,11 +24,10 @@ from jax_cudnn.legalize.rewrite import (
     finish,
     name_of,
     start,
-    to_logical,
-    to_stored,
 )
 from jax_cudnn.legalize.rules import Legal, Legalization
 from jax_cudnn.legalize.sdpa_steps import (
+    STATS_COLUMNS,
     absorb_row_bias,
     carry_grad_stats,
     complete_bias,
@@ -40,7 +39,7 @@ from jax_cudnn.legalize.sdpa_steps import (
     pad_single_query,
 )
 from jax_cudnn.reference import evaluate
-from jax_cudnn.reference.interpreter import jax_dtype
+from jax_cudnn.reference.interpreter import jax_dtype, to_logical, to_stored
 
 _VALUE_LIKE = ("value", "output", "grad_output", "grad_value")
 
@@ -225,6 +224,11 @@ def _refuse_for(rewrite: Rewrite, target: Target, d: int, e: int) -> list[str]:
     # cudnn-frontend refuses both (scaled_dot_product_flash_attention.h, "known bugs").
     if target.cudnn_version in (91000, 91001):
         reasons.append("cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2")
-    if rewrite.node.kind == "sdpa_backward" and max(d, e) > 256:
-        reasons.append(f"head sizes d={d}, e={e}; cuDNN's gradient takes at most 256")
+    # See carry_grad_stats: the cotangent of the log-sum-exp takes columns of the value.
+    extra = STATS_COLUMNS if "grad_stats" in rewrite.inputs else 0
+    if rewrite.node.kind == "sdpa_backward" and max(d, e + extra) > 256:
+        plus = f" and {extra} for the gradient of the log-sum-exp" if extra else ""
+        reasons.append(
+            f"head sizes d={d}, e={e}{plus}; cuDNN's gradient takes at most 256"
+        )
     return reasons

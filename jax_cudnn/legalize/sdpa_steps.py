@@ -16,15 +16,10 @@ from jax_cudnn.legalize.rewrite import (
     Env,
     Rewrite,
     pad_axis,
-    to_logical,
-    to_stored,
     where_logical,
 )
-from jax_cudnn.reference.interpreter import jax_dtype
+from jax_cudnn.reference.interpreter import jax_dtype, to_logical, to_stored
 
-# Added to a hidden score: exp(it - any maximum) is 0, and it is finite in its dtype,
-# so that no inf - inf arises inside the kernel.
-_HIDDEN = {"bf16": -1e30, "f16": -6e4, "f32": -1e30}
 # Stands for the log-sum-exp of a row that sees no key: exp(score - it) is 0.
 _DEAD_STATS = 1e30
 # cuDNN takes head sizes in multiples of 8 for 16-bit types (cudnn-frontend 1.28,
@@ -124,24 +119,29 @@ def _positions(count: int) -> jax.Array:
 
 def _live_rows(rewrite: Rewrite, tensors: Mapping[str, Tensor], env: Env) -> jax.Array:
     """Return, as (b|1, h|1, s|1, 1), whether a row has a key to see and is in range."""
-    _, _, s, _ = tensors["query"].dims
-    t = tensors["key"].dims[2]
     is_live = jnp.ones((1, 1, 1, 1), bool)
     if "mask" in env:
-        is_visible = to_logical(tensors["mask"], env["mask"])
-        columns = jnp.arange(t, dtype=jnp.int32)[None, None, None, :]
-        if _attributes(rewrite).is_causal:
-            is_visible = is_visible & (columns <= _positions(s))
-        if "key_lengths" in env:
-            lengths = to_logical(tensors["key_lengths"], env["key_lengths"])
-            is_visible = is_visible & (columns < lengths)
+        is_visible = _visible(rewrite, tensors, env)
         is_live = jnp.any(is_visible, axis=3, keepdims=True)
     elif "key_lengths" in env:
         is_live = to_logical(tensors["key_lengths"], env["key_lengths"]) > 0
     if "query_lengths" in env:
         lengths = to_logical(tensors["query_lengths"], env["query_lengths"])
-        is_live = is_live & (_positions(s) < lengths)
+        is_live = is_live & (_positions(tensors["query"].dims[2]) < lengths)
     return is_live
+
+
+def _visible(rewrite: Rewrite, tensors: Mapping[str, Tensor], env: Env) -> jax.Array:
+    """Return the mask with what causality and the key lengths hide as well."""
+    s, t = tensors["query"].dims[2], tensors["key"].dims[2]
+    is_visible = to_logical(tensors["mask"], env["mask"])
+    columns = jnp.arange(t, dtype=jnp.int32)[None, None, None, :]
+    if _attributes(rewrite).is_causal:
+        is_visible = is_visible & (columns <= _positions(s))
+    if "key_lengths" in env:
+        lengths = to_logical(tensors["key_lengths"], env["key_lengths"])
+        is_visible = is_visible & (columns < lengths)
+    return is_visible
 
 
 # --- masks, lengths and bias ----------------------------------------------------------
@@ -190,12 +190,18 @@ def complete_bias(rewrite: Rewrite) -> None:
     and all gradients, depending on the pattern (seen with 9.19 on an H200, every
     engine; tests/gpu has the cases). Size 1 along b and h is right. The gradient is
     summed back afterwards.
+
+    A hidden key gets -inf, below any bias that a user may give, except in rows that
+    would see no key at all: their result is replaced afterwards (hide_dead_rows).
     """
     given = [rewrite.inputs[r] for r in ("bias", "mask") if r in rewrite.inputs]
     if not given:
         return
-    query, key = rewrite.inputs["query"], rewrite.inputs["key"]
+    original = dict(rewrite.inputs)
+    query, key = original["query"], original["key"]
     b, h = (max(tensor.dims[axis] for tensor in given) for axis in (0, 1))
+    if "mask" in original and "key_lengths" in original:
+        b = query.dims[0]  # Which rows see no key differs between batch entries.
     dims = (b, h, query.dims[2], key.dims[2])
     bias, mask = rewrite.inputs.get("bias"), rewrite.inputs.pop("mask", None)
     if mask is None and bias is not None and bias.dims == dims:
@@ -210,7 +216,9 @@ def complete_bias(rewrite: Rewrite) -> None:
         if bias is not None:
             total = to_logical(bias, env["bias"])
         if mask is not None:
-            hidden = jnp.asarray(_HIDDEN[dtype], total.dtype)
+            is_visible = _visible(rewrite, original, env)
+            is_live = jnp.any(is_visible, axis=3, keepdims=True)
+            hidden = jnp.where(is_live, -jnp.inf, 0).astype(total.dtype)
             total = jnp.where(to_logical(mask, env.pop("mask")), total, hidden)
         env["bias"] = jnp.broadcast_to(total, dims)
 
@@ -342,6 +350,10 @@ _ALONG_ROWS = (
 # --- the cotangent of the log-sum-exp -------------------------------------------------
 
 
+# High, middle and low parts of an f32 in 16-bit floats.
+STATS_COLUMNS = 3
+
+
 def carry_grad_stats(rewrite: Rewrite) -> None:
     """Pass the cotangent g of the log-sum-exp in three spare columns of the values.
 
@@ -352,7 +364,7 @@ def carry_grad_stats(rewrite: Rewrite) -> None:
     of two moves from O to dO, so that f16 holds parts of any size.
     """
     stats = rewrite.inputs.pop("grad_stats")
-    size = pad_head(rewrite, ("value", "output"), 3)
+    size = pad_head(rewrite, ("value", "output"), STATS_COLUMNS)
     output = rewrite.inputs["output"]
     grad_output = rewrite.inputs["grad_output"]
 
@@ -361,7 +373,7 @@ def carry_grad_stats(rewrite: Rewrite) -> None:
         unit = _power_of_two(remainder)
         remainder = remainder / unit
         parts: list[jax.Array] = []
-        for _ in range(3):
+        for _ in range(STATS_COLUMNS):
             part = remainder.astype(jax_dtype(output.dtype))
             parts.append(part)
             remainder = remainder - part.astype(remainder.dtype)
@@ -369,7 +381,8 @@ def carry_grad_stats(rewrite: Rewrite) -> None:
             output, env["output"], -jnp.concatenate(parts, axis=3), size
         )
         units = jnp.broadcast_to(
-            unit.astype(jax_dtype(grad_output.dtype)), (*grad_output.dims[:3], 3)
+            unit.astype(jax_dtype(grad_output.dtype)),
+            (*grad_output.dims[:3], STATS_COLUMNS),
         )
         env["grad_output"] = _set_columns(grad_output, env["grad_output"], units, size)
 

@@ -14,7 +14,6 @@ import numpy as np
 from jax.core import ShapedArray
 from jax.extend.core import Primitive, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
-from jax.interpreters import partial_eval as pe
 
 __all__ = [
     "Primitive",
@@ -27,7 +26,6 @@ __all__ = [
     "lower_function",
     "output_aval",
     "set_batching",
-    "set_dce",
     "set_jvp",
     "set_lowering",
     "set_transpose",
@@ -48,11 +46,6 @@ def set_transpose(primitive: Primitive, rule: Callable[..., Any]) -> None:
 def set_batching(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Set the batching rule, rule(args, axes, **params); an axis may be None."""
     batching.primitive_batchers[primitive] = rule
-
-
-def set_dce(primitive: Primitive, rule: Callable[..., Any]) -> None:
-    """Set the rule that drops unused results, rule(used_outputs, equation)."""
-    pe.dce_rules[primitive] = rule
 
 
 def set_lowering(

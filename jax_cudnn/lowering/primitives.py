@@ -36,11 +36,14 @@ def run_graph(
     """Return the graph's results; differentiable, batchable, on any platform."""
     for tensor, x in zip(graph.input_tensors, operands, strict=True):
         if (sharding := _jax.explicit_sharding(x)) is not None:
+            if options.implementation == "xla":
+                return list(run_reference(graph, operands, options))
             raise UnsupportedError(
-                f"{tensor.name} is sharded in its type, as {sharding}. A cuDNN call "
-                "runs on one device's share of the operands. Wrap the call in "
-                "jax.shard_map, with batch and heads sharded alike in all operands, or "
-                "use a mesh with AxisType.Auto."
+                f"{graph.nodes[0].kind}: {tensor.name} is sharded in its type, as "
+                f"{sharding}. A cuDNN call runs on one device's share of the operands. "
+                "Wrap the call in jax.shard_map, with batch and heads sharded alike in "
+                "all operands, use a mesh with AxisType.Auto, or pass "
+                'implementation="xla".'
             )
     operands = _jax.align_varying(operands)
     return graph_p.bind(*operands, graph=graph, options=options)
@@ -58,7 +61,8 @@ def traced_graphs(
     function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> list[tuple[Graph, Options, bool]]:
     """Return the graphs that a call of the function runs, as `subprograms` does."""
-    return list(subprograms(jax.jit(function).trace(*args, **kwargs).jaxpr))
+    traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
+    return list(subprograms(traceable.trace(*args, **kwargs).jaxpr))
 
 
 def subprograms(jaxpr: Any) -> Iterator[tuple[Graph, Options, bool]]:
@@ -270,6 +274,26 @@ def _run_backward(
     return [by_input[i] for i, is_wanted in enumerate(wanted) if is_wanted]
 
 
+def _graph_transpose(
+    cotangents: Sequence[Any], *args: Any, graph: Graph, options: Options
+) -> list[Any]:
+    """Transpose a graph that is linear in some operands, by the reference."""
+    linear = [i for i, x in enumerate(args) if _jax.is_linear_input(x)]
+
+    def function(*moving: jax.Array) -> tuple[jax.Array, ...]:
+        operands = list(args)
+        for index, value in zip(linear, moving, strict=True):
+            operands[index] = value
+        return run_reference(graph, operands, options)
+
+    avals = (args[i].aval for i in linear)
+    shapes = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    transposed = jax.linear_transpose(function, *shapes)
+    gradients = transposed(tuple(_jax.instantiate_zero(ct) for ct in cotangents))
+    by_index = dict(zip(linear, gradients, strict=True))
+    return [by_index.get(i) for i in range(len(args))]
+
+
 # --- batching -------------------------------------------------------------------------
 
 
@@ -352,6 +376,7 @@ def _fold_saved(
 graph_p.def_impl(_eager(graph_p))
 graph_p.def_abstract_eval(_graph_avals)
 _jax.set_jvp(graph_p, _graph_jvp)
+_jax.set_transpose(graph_p, _graph_transpose)
 _jax.set_batching(graph_p, _graph_batch)
 
 linear_p.def_impl(_eager(linear_p))

@@ -10,6 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options
+from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
 from jax_cudnn.graph.sdpa import broadcasts_to
 from jax_cudnn.lowering import run_graph
@@ -45,7 +46,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    implementation: Implementation = ...,
+    implementation: Implementation | None = ...,
     return_residual: Literal[False] = ...,
 ) -> jax.Array: ...
 
@@ -62,7 +63,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    implementation: Implementation = ...,
+    implementation: Implementation | None = ...,
     return_residual: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -78,12 +79,14 @@ def sdpa(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    implementation: Implementation = "auto",
+    implementation: Implementation | None = "auto",
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Return scaled dot-product attention, through cuDNN on NVIDIA GPUs.
 
-    A drop-in for :func:`jax.nn.dot_product_attention`. For each batch entry and head,
+    A drop-in for :func:`jax.nn.dot_product_attention`, apart from its
+    ``local_window_size``, which is not there yet, and from the log-sum-exp, which is
+    f32 here and has a gradient. For each batch entry and head,
 
     .. math::
 
@@ -120,7 +123,7 @@ def sdpa(
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (why is logged at INFO by the logger "jax_cudnn"); "cudnn" raises
         where cuDNN has none; "xla" never touches cuDNN. On other platforms than CUDA
-        all three run XLA.
+        all three run XLA. None stands for "auto".
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
 
@@ -135,7 +138,8 @@ def sdpa(
       TypeError: dtypes that are not taken or differ, a `mask` that is not bool, a
         `scale` that is not a Python number.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
-        when the function is compiled for a GPU).
+        when the function is compiled for a GPU); operands with symbolic dimensions or
+        with a sharding in their type.
       LibraryError: likewise, where cuDNN itself is missing or too old.
 
     Notes:
@@ -149,6 +153,10 @@ def sdpa(
       is computed by XLA, since cuDNN gives it in the operands' dtype only.
       `jax.default_matmul_precision` holds for what XLA runs.
 
+      A call runs on one device. Under `jax.jit` with operands sharded over several
+      GPUs, XLA gathers them on each; wrap the call in `jax.shard_map` to shard batch
+      and heads. Shapes must be known: symbolic dimensions of `jax.export` are refused.
+
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
       >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
@@ -156,7 +164,7 @@ def sdpa(
       (2, 5, 4, 8)
     """
     options = Options(
-        implementation=implementation,
+        implementation="auto" if implementation is None else implementation,
         # Set on the class when JAX is imported, where type checkers do not see it.
         matmul_precision=jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
     )
@@ -171,7 +179,8 @@ def sdpa(
             if operand is not None
         },
         attributes=SdpaAttributes(
-            scale=_check_scale(scale, d), is_causal=_check_flag("is_causal", is_causal)
+            scale=_check_scale(scale, d, operands.query.dtype),
+            is_causal=_check_flag("is_causal", is_causal),
         ),
         output_order=_BSHD,
         with_stats=_check_flag("return_residual", return_residual),
@@ -200,28 +209,42 @@ def _describe(x: jax.Array) -> str:
     return f"{name}[{','.join(map(str, x.shape))}]"
 
 
-def _check_scale(scale: float | None, d: int) -> float:
+def _check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
+    """Return the scale as cuDNN gets it: a double that is exact in f32, unless f64."""
     if scale is None:
-        return 1.0 / math.sqrt(d) if d else 1.0
-    if isinstance(scale, bool) or not isinstance(
-        scale, int | float | np.integer | np.floating
-    ):
-        raise TypeError(
-            f"sdpa: scale is {type(scale).__name__}. It must be a Python number, since "
-            "it is part of the compiled program. Multiply query by a traced scale."
-        )
-    if not math.isfinite(scale):
+        value = 1.0 / math.sqrt(d) if d else 1.0
+    else:
+        is_odd = isinstance(scale, bool | np.bool_ | str) or np.iscomplexobj(scale)
+        if is_odd or np.ndim(scale) != 0:
+            raise _not_a_number(scale)
+        try:
+            value = float(scale)
+        except TypeError:  # A traced value is one of its causes.
+            raise _not_a_number(scale) from None
+        except OverflowError:
+            value = math.inf
+    if dtype != np.float64:
+        with np.errstate(over="ignore"):
+            value = float(np.float32(value))
+    if not math.isfinite(value):
         raise ValueError(f"sdpa: scale={scale} is not finite. Pass a finite number.")
-    return float(scale)
+    return value
+
+
+def _not_a_number(scale: object) -> TypeError:
+    return TypeError(
+        f"sdpa: scale is {type(scale).__name__}. It must be a number known when the "
+        "program is traced, since it is part of it. Multiply query by a traced scale."
+    )
 
 
 def _check_flag(name: str, value: bool) -> bool:
-    if not isinstance(value, bool | np.bool_):
-        raise TypeError(
-            f"sdpa: {name} is {type(value).__name__}. It must be True or False, since "
-            "it is part of the compiled program."
-        )
-    return bool(value)
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(
+        f"sdpa: {name} is {type(value).__name__}. It must be True or False, since it "
+        "is part of the compiled program. Under jax.jit, name it in static_argnames."
+    )
 
 
 def _canonicalize(
@@ -235,6 +258,8 @@ def _canonicalize(
 ) -> tuple[_Operands, bool]:
     """Check the operands together and give each its batch axis and dtype."""
     q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        _check_dimensions_known(name, x)
     _check_dtypes(q, k, v)
     has_batch = _check_ranks(q, k, v)
     if not has_batch:
@@ -250,13 +275,21 @@ def _canonicalize(
             value=v,
             bias=_check_bias(bias, scores),
             mask=_check_mask(mask, scores),
-            query_lengths=_check_lengths("query_seq_lengths", query_seq_lengths, b),
+            query_lengths=_check_lengths("query_seq_lengths", query_seq_lengths, b, s),
             key_lengths=_check_lengths(
-                "key_value_seq_lengths", key_value_seq_lengths, b
+                "key_value_seq_lengths", key_value_seq_lengths, b, t
             ),
         ),
         has_batch,
     )
+
+
+def _check_dimensions_known(name: str, x: jax.Array) -> None:
+    if not all(isinstance(size, int) for size in x.shape):
+        raise UnsupportedError(
+            f"sdpa: {name} has symbolic dimensions, {_describe(x)}. A cuDNN plan is "
+            "made for one shape. Export the function for each shape it is to serve."
+        )
 
 
 def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -320,9 +353,12 @@ def _check_bias(bias: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | 
         return None
     array = jnp.asarray(bias)
     if dtype_name(array.dtype) not in _DTYPES:
+        advice = "Convert it to the dtype of query."
+        if array.dtype == jnp.bool_:
+            advice = "Pass a boolean array as mask instead."
         raise TypeError(
             f"sdpa: bias is {_describe(array)}. Supported dtypes are "
-            f"{', '.join(_DTYPES)}. Pass a boolean array as mask instead."
+            f"{', '.join(_DTYPES)}. {advice}"
         )
     return _check_scores_like("bias", array, scores)
 
@@ -352,7 +388,9 @@ def _check_scores_like(
     return jnp.reshape(array, padded)
 
 
-def _check_lengths(name: str, lengths: ArrayLike | None, b: int) -> jax.Array | None:
+def _check_lengths(
+    name: str, lengths: ArrayLike | None, b: int, size: int
+) -> jax.Array | None:
     if lengths is None:
         return None
     array = jnp.asarray(lengths)
@@ -366,4 +404,7 @@ def _check_lengths(name: str, lengths: ArrayLike | None, b: int) -> jax.Array | 
             f"sdpa: {name} is {_describe(array)}. It must have one length per batch "
             f"entry, shape [{b}]."
         )
-    return jnp.reshape(array.astype(jnp.int32), (b, 1, 1, 1))
+    # Clipped in its own dtype: a longer one would wrap.
+    largest = min(size, int(jnp.iinfo(array.dtype).max))
+    clipped = jnp.clip(array, 0, largest).astype(jnp.int32)
+    return jnp.reshape(clipped, (b, 1, 1, 1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jax_cudnn.config import Options
+from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import decide, traced_graphs
 from jax_cudnn.lowering.cuda import Decision, local_target
@@ -68,22 +69,34 @@ def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     Traces the function (which may be jitted, or a gradient) without running it, and
     asks for each graph what the compiler asks: on a machine with an NVIDIA GPU the
     plans are built and stay cached for the run that follows. Arguments may be arrays
-    or ``jax.ShapeDtypeStruct``.
+    or ``jax.ShapeDtypeStruct``; bind options that are not, with ``functools.partial``,
+    unless the function is jitted and names them in ``static_argnames``.
 
     Returns:
       A ``Report`` with one ``Call`` per distinct graph, in order of appearance;
       forward-mode and second-order parts, which always run as XLA's own code, are
       listed as op "...:derivative".
     """
-    local = local_target()
+    device, has_gpu = _device()
     found = Counter(traced_graphs(function, *args, **kwargs))
     return Report(
-        device="XLA only (no CUDA device)" if local is None else local[1].name,
+        device=device,
         calls=tuple(
-            _call(graph, options, is_linear, count, has_gpu=local is not None)
+            _call(graph, options, is_linear, count, has_gpu=has_gpu)
             for (graph, options, is_linear), count in found.items()
         ),
     )
+
+
+def _device() -> tuple[str, bool]:
+    """Return what to call this machine's GPU, and whether it has one."""
+    try:
+        local = local_target()
+    except LibraryError as error:
+        return f"a GPU that cannot be used: {error}", True
+    if local is None:
+        return "XLA only (no CUDA device)", False
+    return local[1].name, True
 
 
 def _call(
@@ -113,4 +126,7 @@ def _decision(
         return Decision(reasons=("forward mode and second order run the reference",))
     if not has_gpu:
         return Decision(reasons=("this machine has no CUDA device",))
-    return decide(graph, options)
+    try:
+        return decide(graph, options)
+    except LibraryError as error:
+        return Decision(reasons=(str(error),))

@@ -55,12 +55,12 @@ def dtype_name(dtype: object) -> str | None:
 def evaluate(graph: Graph, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     """Return the graph's results, given its operands as stored arrays."""
     values = {
-        tensor.name: _to_logical(tensor, operand)
+        tensor.name: to_logical(tensor, operand)
         for tensor, operand in zip(graph.input_tensors, operands, strict=True)
     }
     for node in graph.nodes:
         values |= _evaluate_node(graph, node, values)
-    return tuple(_to_stored(t, values[t.name]) for t in graph.output_tensors)
+    return tuple(to_stored(t, values[t.name]) for t in graph.output_tensors)
 
 
 def _evaluate_node(
@@ -75,9 +75,12 @@ def _evaluate_node(
     }
 
 
-def _to_logical(tensor: Tensor, stored: jax.Array) -> jax.Array:
-    return jnp.transpose(stored, tuple(int(i) for i in np.argsort(tensor.order)))
+def to_logical(tensor: Tensor, stored: jax.Array) -> jax.Array:
+    """Reorder a tensor's stored array to its logical axes."""
+    inverse = tuple(tensor.order.index(axis) for axis in range(len(tensor.order)))
+    return jnp.transpose(stored, inverse)
 
 
-def _to_stored(tensor: Tensor, logical: jax.Array) -> jax.Array:
+def to_stored(tensor: Tensor, logical: jax.Array) -> jax.Array:
+    """Reorder an array that broadcasts to logical axes so it broadcasts to storage."""
     return jnp.transpose(logical, tensor.order)
