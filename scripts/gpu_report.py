@@ -36,7 +36,7 @@ import dataclasses, json, jax, jax_cudnn
 from jax_cudnn import native
 target = native.device_target(0)
 print(json.dumps({
-    "GPU": f"{target.name} (sm_{target.sm_version})",
+    "GPU": f"{len(jax.local_devices())} x {target.name} (sm_{target.sm_version})",
     "cuDNN": native.cudnn_version().version_text,
     "JAX": jax.__version__,
     "jax_cudnn": jax_cudnn.__version__,
@@ -70,16 +70,20 @@ _SHARED_GPU = {
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
 }
 # These look at memory, threads and command buffers, and need the GPU to themselves.
-_ALONE = "tests/gpu/test_sdpa_execution.py"
+_ALONE = (
+    "tests/gpu/test_sdpa_execution.py",
+    "tests/gpu/test_sdpa_several_gpus.py",
+)
 
 
 def run_tests(arguments: list[str]) -> list[dict[str, Any]]:
     """Run pytest on tests/gpu and return one record per test."""
     processes = str(min(12, os.cpu_count() or 1))
-    together = ["tests/gpu", f"--ignore={_ALONE}", "-n", processes]
+    ignored = [f"--ignore={path}" for path in _ALONE]
+    together = ["tests/gpu", *ignored, "-n", processes]
     return [
         *_run_pytest([*together, *arguments], {**os.environ, **_SHARED_GPU}),
-        *_run_pytest([_ALONE, *arguments], dict(os.environ)),
+        *_run_pytest([*_ALONE, *arguments], dict(os.environ)),
     ]
 
 

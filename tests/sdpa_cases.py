@@ -216,13 +216,8 @@ BIAS_MORE = _named(
     bias_f32_broadcast={"bias": "t", "bias_dtype": "float32"},
     bias_odd_heads={"bias": "ht", "d": 77, "e": 24, "h": 6, "k": 2, "causal": True},
     bias_mask_same={"bias": "bhst", "mask": "bhst", "dead_rows": True},
-    bias_below_hidden={"bias": "bhst", "mask": "bst", "shift": 3e38},
-    bias_below_hidden_f16={
-        "bias": "bhst",
-        "mask": "bst",
-        "shift": 65000.0,
-        "dtype": "float16",
-    },
+    bias_very_low={"bias": "bhst", "mask": "bst", "shift": 1e30},
+    bias_very_low_f16={"bias": "bhst", "mask": "bst", "shift": 2e4, "dtype": "float16"},
     bias_minus_infinity_mask={"bias": "bhst", "mask": "bst", "minus_infinity": True},
     bias_minus_infinity_residual={
         "bias": "bhst",
