@@ -57,7 +57,7 @@ def environment() -> dict[str, str]:
         "commit": os.environ.get("JAX_CUDNN_COMMIT")
         or (f"{commit} with changes" if is_dirty else commit)
         or "unknown",
-        "driver": driver,
+        "driver": ", ".join(sorted(set(driver.split()))),  # a line per GPU
         "Python": sys.version.split()[0],
         **{name: str(value) for name, value in versions.items()},
     }
