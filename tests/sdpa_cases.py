@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The attention cases planned without a GPU and run on one, with random operands."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+import jax_cudnn
+from jax_cudnn.config import Implementation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,6 +112,52 @@ def make_operands(case: Case, seed: int = 0) -> Operands:
         names=tuple(names),
         cotangents=cotangents,
     )
+
+
+def attention(
+    case: Case, implementation: Implementation = "auto"
+) -> Callable[..., Any]:
+    """Return the case's call, as a function of all of its arrays."""
+
+    def call(query, key, value, bias, mask, query_lengths, key_lengths):
+        return jax_cudnn.sdpa(
+            query,
+            key,
+            value,
+            bias,
+            mask,
+            scale=case.scale,
+            is_causal=case.causal,
+            query_seq_lengths=query_lengths,
+            key_value_seq_lengths=key_lengths,
+            implementation=implementation,
+            return_residual=case.with_residual,
+        )
+
+    return call
+
+
+def with_gradients(
+    function: Callable[..., Any], cotangents: Sequence[Any], wanted: Sequence[int]
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Return a jitted function giving results and gradients of operands `wanted`."""
+
+    def run(*operands: Any) -> tuple[jax.Array, ...]:
+        def closed(*moving: jax.Array) -> Any:
+            full = list(operands)
+            for index, value in zip(wanted, moving, strict=True):
+                full[index] = value
+            return function(*full)
+
+        outputs, pullback = jax.vjp(closed, *(operands[i] for i in wanted))
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        given = tuple(
+            jnp.asarray(ct, out.dtype)
+            for ct, out in zip(cotangents, outputs, strict=True)
+        )
+        return (*outputs, *pullback(given if len(given) > 1 else given[0]))
+
+    return jax.jit(run)
 
 
 def _named(**kinds: dict[str, Any]) -> list[Case]:

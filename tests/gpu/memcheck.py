@@ -11,10 +11,8 @@ os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
 os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
 
 import jax
-import jax.numpy as jnp
 
-import jax_cudnn
-from tests.sdpa_cases import Case, make_operands
+from tests.sdpa_cases import Case, attention, make_operands, with_gradients
 
 CASES = (
     Case(name="plain", s=65, t=129, d=64),
@@ -29,29 +27,9 @@ CASES = (
 def run(case: Case) -> None:
     """Run forward and backward once and wait for both."""
     operands = make_operands(case)
-
-    def loss(*moving: jax.Array) -> jax.Array:
-        arrays = list(operands.arrays)
-        for index, value in zip(operands.wanted, moving, strict=True):
-            arrays[index] = value
-        results = jax_cudnn.sdpa(
-            *arrays[:5],
-            is_causal=case.causal,
-            query_seq_lengths=arrays[5],
-            key_value_seq_lengths=arrays[6],
-            implementation="cudnn",
-            return_residual=case.with_residual,
-        )
-        leaves = jax.tree.leaves(results)
-        total = jnp.zeros((), jnp.float32)
-        for leaf in leaves:
-            leaf = leaf.astype(jnp.float32)
-            total += jnp.sum(jnp.where(jnp.isfinite(leaf), leaf, 0) ** 2)
-        return total
-
-    moving = [operands.arrays[i] for i in operands.wanted]
-    gradient = jax.jit(jax.value_and_grad(loss, argnums=tuple(range(len(moving)))))
-    jax.block_until_ready(gradient(*moving))
+    call = attention(case, "cudnn")
+    gradients = with_gradients(call, operands.cotangents, operands.wanted)
+    jax.block_until_ready(gradients(*operands.arrays))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 A result passes if its error is at most ``BOUND`` times the reference's error.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -82,26 +82,3 @@ def _norm(truth: jax.Array) -> float:
 
 def _largest(truth: jax.Array) -> float:
     return float(np.max(np.abs(_finite(truth, truth)[1]), initial=0.0))
-
-
-def with_gradients(
-    function: Callable[..., Any], cotangents: Sequence[Any], wanted: Sequence[int]
-) -> Callable[..., tuple[jax.Array, ...]]:
-    """Return a jitted function giving results and gradients of operands `wanted`."""
-
-    def run(*operands: Any) -> tuple[jax.Array, ...]:
-        def closed(*moving: jax.Array) -> Any:
-            full = list(operands)
-            for index, value in zip(wanted, moving, strict=True):
-                full[index] = value
-            return function(*full)
-
-        outputs, pullback = jax.vjp(closed, *(operands[i] for i in wanted))
-        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-        given = tuple(
-            jnp.asarray(ct, out.dtype)
-            for ct, out in zip(cotangents, outputs, strict=True)
-        )
-        return (*outputs, *pullback(given if len(given) > 1 else given[0]))
-
-    return jax.jit(run)

@@ -6,30 +6,10 @@ import functools
 import jax
 import pytest
 
-import jax_cudnn
-from tests.gpu.numerics import judge, to_f32, with_gradients
-from tests.sdpa_cases import ALL, Case, make_operands
+from tests.gpu.numerics import judge, to_f32
+from tests.sdpa_cases import ALL, attention, make_operands, with_gradients
 
 pytestmark = pytest.mark.gpu
-
-
-def _attention(case: Case, implementation: str):
-    def call(query, key, value, bias, mask, query_lengths, key_lengths):
-        return jax_cudnn.sdpa(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            scale=case.scale,
-            is_causal=case.causal,
-            query_seq_lengths=query_lengths,
-            key_value_seq_lengths=key_lengths,
-            implementation=implementation,
-            return_residual=case.with_residual,
-        )
-
-    return call
 
 
 @pytest.mark.parametrize("case", ALL, ids=[case.name for case in ALL])
@@ -37,7 +17,7 @@ def test_results_and_gradients_match_f32_truth(case, record_property):
     operands = make_operands(case)
     run = functools.partial(
         lambda implementation, arrays: with_gradients(
-            _attention(case, implementation), operands.cotangents, operands.wanted
+            attention(case, implementation), operands.cotangents, operands.wanted
         )(*arrays)
     )
     results = run("cudnn", operands.arrays)
