@@ -49,6 +49,15 @@ def test_quickstart_prints_loss_gradients_and_where_they_ran():
     assert re.search(r"^sdpa_backward +1 .* xla ", output, re.MULTILINE)
 
 
+def test_the_readme_s_snippet_runs(tmp_path):
+    page = (EXAMPLES.parent / "README.md").read_text()
+    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    path = tmp_path / "snippet.py"
+    path.write_text(snippet)
+    output = run_example(path)
+    assert re.search(r"^sdpa_backward +1 .* xla ", output, re.MULTILINE)
+
+
 def test_gradient_check_finds_no_error():
     output = run_example("gradient_check.py", "--quick")
     assert [line.split()[0] for line in output.splitlines() if line.endswith("ok")] == [
