@@ -343,6 +343,52 @@ def test_old_cudnn_gets_lengths_where_the_frontend_would_add_its_own(
             assert given["key_lengths"].ravel().tolist() == [t, t]
 
 
+@pytest.mark.parametrize(
+    ("cudnn_version", "sm_version", "t", "is_padded"),
+    [
+        (92000, 90, 64, True),
+        (92501, 90, 192, True),
+        (92300, 90, 128, False),
+        (92300, 100, 64, False),
+        (91900, 90, 64, False),
+        (92600, 90, 64, False),
+    ],
+)
+def test_key_counts_whose_gradient_is_nan_are_padded(
+    cudnn_version: int, sm_version: int, t: int, is_padded: bool
+) -> None:
+    target = dataclasses.replace(
+        _HOPPER, cudnn_version=cudnn_version, sm_version=sm_version
+    )
+    forward = attention_graph(sizes={**_SIZES, "t": t}, dtype="bf16", with_stats=True)
+    (legal,) = legalize(forward, target).candidates
+    assert legal.graph.tensor("key").dims[2] == t
+    (legal,) = legalize(backward_graph(forward), target).candidates
+    for name in ("key", "value", "grad_key", "grad_value"):
+        assert legal.graph.tensor(name).dims[2] == (t + 64 if is_padded else t)
+    assert ("key_lengths" in legal.graph.inputs) == is_padded
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("lengths", [(), ("query_lengths", "key_lengths")])
+@pytest.mark.parametrize("mask", [None, "b1st"])
+@pytest.mark.parametrize("bias", [None, "1hst"])
+def test_padded_key_counts_keep_the_meaning(
+    bias: str | None, mask: str | None, lengths: tuple[str, ...]
+) -> None:
+    _check_meaning(
+        attention_graph(
+            sizes={**_SIZES, "t": 64},
+            bias=bias,
+            mask=mask,
+            lengths=lengths,
+            with_stats=True,
+        ),
+        dataclasses.replace(_HOPPER, cudnn_version=92300),
+        with_grad_stats=True,
+    )
+
+
 def test_an_unknown_gpu_gets_no_lengths() -> None:
     (legal,) = legalize(attention_graph(dtype="bf16"), None).candidates
     assert set(legal.graph.inputs) == {"query", "key", "value"}

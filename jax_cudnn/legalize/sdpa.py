@@ -36,6 +36,7 @@ from jax_cudnn.legalize.sdpa_steps import (
     keep_layout,
     make_scale_positive,
     pad_head,
+    pad_key_count,
     pad_single_query,
 )
 from jax_cudnn.reference import evaluate
@@ -86,6 +87,7 @@ def _backward_candidate(graph: Graph, target: Target | None) -> Legal:
     absorb_row_bias(rewrite)
     complete_bias(rewrite)
     make_scale_positive(rewrite)
+    pad_key_count(rewrite, target)
     pad_single_query(rewrite)
     pad_head(rewrite, ("query", "key"), 0)
     if "grad_stats" in rewrite.inputs:

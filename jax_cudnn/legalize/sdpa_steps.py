@@ -251,7 +251,8 @@ def complete_lengths(rewrite: Rewrite, target: Target | None) -> None:
     query, key = rewrite.inputs["query"], rewrite.inputs["key"]
     b, s, t = query.dims[0], query.dims[2], key.dims[2]
     given = {r for r in ("query_lengths", "key_lengths") if r in rewrite.inputs}
-    if not given and not _needs_lengths(t, target):
+    needs = _needs_lengths(t, target) or _has_key_count_bug(rewrite, target)
+    if not given and not needs:
         return
     for role in ("query_lengths", "key_lengths"):
         rewrite.inputs[role] = Tensor(
@@ -323,6 +324,30 @@ def pad_head(rewrite: Rewrite, roles: tuple[str, ...], extra: int) -> int:
     if padded != size:
         pad_axis(rewrite, roles, 3, size, padded)
     return size
+
+
+def pad_key_count(rewrite: Rewrite, target: Target | None) -> None:
+    """Add 64 keys, hidden by the lengths, where cuDNN's gradient would give NaN."""
+    if not _has_key_count_bug(rewrite, target):
+        return
+    t = rewrite.inputs["key"].dims[2]
+    pad_axis(rewrite, ("key", "value", "grad_key", "grad_value"), 2, t, t + 64)
+    pad_axis(rewrite, ("bias", "grad_bias"), 3, t, t + 64)
+
+
+def _has_key_count_bug(rewrite: Rewrite, target: Target | None) -> bool:
+    """Whether rows of log-sum-exp below -88.7 get NaN gradients for this key count.
+
+    For t % 128 == 64 on sm_90, from cuDNN 9.20 until 9.26 (pytorch issue #196678,
+    cudnn-frontend pull request #628).
+    """
+    return (
+        target is not None
+        and rewrite.node.kind == "sdpa_backward"
+        and target.sm_version == 90
+        and 92000 <= target.cudnn_version < 92600
+        and rewrite.inputs["key"].dims[2] % 128 == 64
+    )
 
 
 def pad_single_query(rewrite: Rewrite) -> None:
