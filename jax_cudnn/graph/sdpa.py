@@ -31,7 +31,6 @@ from jax_cudnn.graph.kinds import (
     NodeKind,
     OutputFold,
     Roles,
-    kind_named,
     register_kind,
     roles_of,
 )
@@ -148,7 +147,7 @@ def _check_sdpa_backward(roles: Roles, attributes: Attributes) -> None:
 
 
 def _check_operands(kind: str, roles: Roles) -> None:
-    query, key, value = roles["query"], roles["key"], roles["value"]
+    query, value = roles["query"], roles["value"]
     for role in ("query", "key", "value"):
         if len(roles[role].dims) != 4:
             raise GraphError(f"{kind}: {role} has rank {len(roles[role].dims)}, not 4")
@@ -173,7 +172,6 @@ def _check_operands(kind: str, roles: Roles) -> None:
     for role in ("query_lengths", "key_lengths"):
         _expect(kind, roles, role, (b, 1, 1, 1))
         _expect_dtype(kind, roles, role, "i32")
-    del key
 
 
 def broadcasts_to(dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
@@ -331,4 +329,3 @@ SDPA_BACKWARD = register_kind(
         fold=_fold,
     )
 )
-assert kind_named("sdpa") is SDPA
