@@ -168,6 +168,13 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   RETURN_IF_ERROR(Resolve(cudart, "cudaGetDeviceCount", cuda.get_device_count));
   RETURN_IF_ERROR(Resolve(cudart, "cudaDeviceGetAttribute", cuda.device_get_attribute));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGetErrorString", cuda.get_error_string));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaStreamCreateWithFlags", cuda.stream_create));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaStreamDestroy", cuda.stream_destroy));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaEventCreate", cuda.event_create));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaEventDestroy", cuda.event_destroy));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaEventRecord", cuda.event_record));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaEventSynchronize", cuda.event_synchronize));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaEventElapsedTime", cuda.event_elapsed_time));
   RETURN_IF_ERROR(Resolve(driver, "cuDeviceGet", cuda.driver_device_get));
   RETURN_IF_ERROR(Resolve(driver, "cuDeviceGetName", cuda.driver_device_get_name));
   return runtime;

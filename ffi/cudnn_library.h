@@ -16,11 +16,13 @@
 // The opaque types behind cudnnHandle_t and cudaStream_t, so that only the files that
 // talk to the frontend include NVIDIA's headers.
 struct cudnnContext;
+struct CUevent_st;
 struct CUstream_st;
 
 namespace jax_cudnn {
 
 using CudnnHandle = cudnnContext*;
+using CudaEvent = CUevent_st*;
 using CudaStream = CUstream_st*;
 
 // One shared library, and the path of the file it was opened from.
@@ -47,6 +49,13 @@ struct CudaFunctions {
   int (*get_device_count)(int*) = nullptr;
   int (*device_get_attribute)(int*, int, int) = nullptr;
   const char* (*get_error_string)(int) = nullptr;
+  int (*stream_create)(CudaStream*, unsigned) = nullptr;
+  int (*stream_destroy)(CudaStream) = nullptr;
+  int (*event_create)(CudaEvent*) = nullptr;
+  int (*event_destroy)(CudaEvent) = nullptr;
+  int (*event_record)(CudaEvent, CudaStream) = nullptr;
+  int (*event_synchronize)(CudaEvent) = nullptr;
+  int (*event_elapsed_time)(float*, CudaEvent, CudaEvent) = nullptr;
   int (*driver_device_get)(int*, int) = nullptr;
   int (*driver_device_get_name)(char*, int, int) = nullptr;
 };

@@ -4,6 +4,8 @@
 #include "graph_builder.h"
 
 #include <algorithm>
+#include <initializer_list>
+#include <iterator>
 #include <map>
 #include <string_view>
 #include <utility>
@@ -55,6 +57,10 @@ class NodeWriter {
   int variant() const { return variant_; }
 
   bool Has(std::string_view role) const { return FindName(role) != nullptr; }
+  const TensorSpec& Spec(std::string_view role) const {
+    return spec_.Tensor(*FindName(role));
+  }
+  bool IsResult(std::string_view role) const { return IsResultName(*FindName(role)); }
 
   // The tensor in an input role: what a former node made, or an operand.
   TensorPtr Input(std::string_view role) {
@@ -70,6 +76,18 @@ class NodeWriter {
     const TensorPtr tensor = graph_.tensor(Describe(name));
     Finish(name, tensor);
     return tensor;
+  }
+
+  // Makes an output role a scalar that travels with the plan.
+  template <typename Value>
+  void Constant(std::string_view role, Value value) {
+    const std::string& name = *FindName(role);
+    const TensorSpec& spec = spec_.Tensor(name);
+    tensors_[name] = graph_.tensor(Attributes(value)
+                                       .set_uid(TensorUid(spec_, name))
+                                       .set_name(name)
+                                       .set_dim(spec.dims)
+                                       .set_stride(spec.Strides()));
   }
 
   // Gives the tensor that the frontend made for an output role its name and layout.
@@ -105,11 +123,13 @@ class NodeWriter {
   }
 
   void Finish(const std::string& name, const TensorPtr& tensor) {
-    const auto& outputs = spec_.outputs;
-    if (std::find(outputs.begin(), outputs.end(), name) != outputs.end()) {
-      tensor->set_output(true);
-    }
+    if (IsResultName(name)) tensor->set_output(true);
     tensors_[name] = tensor;
+  }
+
+  bool IsResultName(const std::string& name) const {
+    const auto& outputs = spec_.outputs;
+    return std::find(outputs.begin(), outputs.end(), name) != outputs.end();
   }
 
   const GraphSpec& spec_;
@@ -188,6 +208,221 @@ Status AddSdpaBackward(NodeWriter& writer) {
   return {};
 }
 
+// --- contractions -------------------------------------------------------------------
+
+// The dtype in which a node computes.
+fe::DataType_t ComputeDType(const NodeWriter& writer,
+                            std::initializer_list<std::string_view> roles) {
+  const bool has_f64 = std::any_of(roles.begin(), roles.end(), [&](auto role) {
+    return writer.Has(role) && writer.Spec(role).dtype == DType::kF64;
+  });
+  return has_f64 ? fe::DataType_t::DOUBLE : fe::DataType_t::FLOAT;
+}
+
+// The dtype in which a contraction sums; products of 8-bit integers are summed exactly.
+fe::DataType_t SumDType(const NodeWriter& writer, std::string_view a,
+                        std::string_view b, std::string_view output) {
+  const auto is_byte = [&](std::string_view role) {
+    const DType dtype = writer.Spec(role).dtype;
+    return dtype == DType::kI8 || dtype == DType::kU8;
+  };
+  if (is_byte(a) && is_byte(b)) return fe::DataType_t::INT32;
+  return ComputeDType(writer, {a, b, output});
+}
+
+Status AddMatmul(NodeWriter& writer) {
+  writer.Output("output", writer.graph().matmul(writer.Input("a"), writer.Input("b"),
+                                                fe::graph::Matmul_attributes()
+                                                    .set_name(writer.node().kind)
+                                                    .set_compute_data_type(SumDType(
+                                                        writer, "a", "b", "output"))));
+  return {};
+}
+
+// What the Python side rewrites before a graph comes here.
+Status RefuseConv(const NodeSpec& node) {
+  const auto refuse = [&](const std::string& what) {
+    return Unimplemented(node.kind + ": cuDNN has no " + what);
+  };
+  using List = std::vector<int64_t>;
+  const auto& lhs_dilation = node.Attribute<List>("lhs_dilation");
+  if (lhs_dilation.size() < 2) {
+    return refuse("convolution with one spatial axis; add an axis of size 1");
+  }
+  if (std::any_of(lhs_dilation.begin(), lhs_dilation.end(),
+                  [](int64_t dilation) { return dilation != 1; })) {
+    return refuse("lhs_dilation " + ListText(lhs_dilation) +
+                  "; write the convolution as the gradient of another");
+  }
+  for (const char* name : {"padding_low", "padding_high"}) {
+    const auto& padding = node.Attribute<List>(name);
+    if (std::any_of(padding.begin(), padding.end(),
+                    [](int64_t size) { return size < 0; })) {
+      return refuse("negative " + std::string(name) + " " + ListText(padding) +
+                    "; cut the operand instead");
+    }
+  }
+  return {};
+}
+
+// One convolution: `add` is the frontend's function, from `first` and `second`.
+template <typename ConvAttributes, typename Add>
+Status AddConv(NodeWriter& writer, std::string_view first, std::string_view second,
+               std::string_view output, Add add) {
+  const NodeSpec& node = writer.node();
+  RETURN_IF_ERROR(RefuseConv(node));
+  using List = std::vector<int64_t>;
+  ConvAttributes attributes;
+  attributes.set_name(node.kind)
+      .set_compute_data_type(SumDType(writer, first, second, output))
+      .set_pre_padding(node.Attribute<List>("padding_low"))
+      .set_post_padding(node.Attribute<List>("padding_high"))
+      .set_stride(node.Attribute<List>("window_strides"))
+      .set_dilation(node.Attribute<List>("rhs_dilation"));
+  writer.Output(output, (writer.graph().*add)(writer.Input(first), writer.Input(second),
+                                              std::move(attributes)));
+  return {};
+}
+
+Status AddConvFprop(NodeWriter& writer) {
+  return AddConv<fe::graph::Conv_fprop_attributes>(writer, "x", "w", "output",
+                                                   &FrontendGraph::conv_fprop);
+}
+
+Status AddConvDgrad(NodeWriter& writer) {
+  return AddConv<fe::graph::Conv_dgrad_attributes>(writer, "grad_output", "w", "grad_x",
+                                                   &FrontendGraph::conv_dgrad);
+}
+
+Status AddConvWgrad(NodeWriter& writer) {
+  return AddConv<fe::graph::Conv_wgrad_attributes>(writer, "grad_output", "x", "grad_w",
+                                                   &FrontendGraph::conv_wgrad);
+}
+
+// --- around a contraction -----------------------------------------------------------
+
+using Mode = fe::PointwiseMode_t;
+
+constexpr std::pair<std::string_view, Mode> kPointwiseModes[] = {
+    {"abs", Mode::ABS},
+    {"add", Mode::ADD},
+    {"ceil", Mode::CEIL},
+    {"cos", Mode::COS},
+    {"div", Mode::DIV},
+    {"elu", Mode::ELU_FWD},
+    {"elu_grad", Mode::ELU_BWD},
+    {"eq", Mode::CMP_EQ},
+    {"erf", Mode::ERF},
+    {"exp", Mode::EXP},
+    {"floor", Mode::FLOOR},
+    {"ge", Mode::CMP_GE},
+    {"gelu_erf", Mode::GELU_FWD},
+    {"gelu_erf_grad", Mode::GELU_BWD},
+    {"gelu_tanh", Mode::GELU_APPROX_TANH_FWD},
+    {"gelu_tanh_grad", Mode::GELU_APPROX_TANH_BWD},
+    {"gt", Mode::CMP_GT},
+    {"identity", Mode::IDENTITY},
+    {"le", Mode::CMP_LE},
+    {"log", Mode::LOG},
+    {"lt", Mode::CMP_LT},
+    {"max", Mode::MAX},
+    {"min", Mode::MIN},
+    {"mul", Mode::MUL},
+    {"ne", Mode::CMP_NEQ},
+    {"neg", Mode::NEG},
+    {"pow", Mode::POW},
+    {"reciprocal", Mode::RECIPROCAL},
+    {"relu", Mode::RELU_FWD},
+    {"relu6", Mode::RELU_FWD},
+    {"relu6_grad", Mode::RELU_BWD},
+    {"relu_grad", Mode::RELU_BWD},
+    {"rsqrt", Mode::RSQRT},
+    {"select", Mode::BINARY_SELECT},
+    {"sigmoid", Mode::SIGMOID_FWD},
+    {"sigmoid_grad", Mode::SIGMOID_BWD},
+    {"silu", Mode::SWISH_FWD},
+    {"silu_grad", Mode::SWISH_BWD},
+    {"sin", Mode::SIN},
+    {"softplus", Mode::SOFTPLUS_FWD},
+    {"softplus_grad", Mode::SOFTPLUS_BWD},
+    {"sqrt", Mode::SQRT},
+    {"sub", Mode::SUB},
+    {"tan", Mode::TAN},
+    {"tanh", Mode::TANH_FWD},
+    {"tanh_grad", Mode::TANH_BWD},
+};
+
+// The mode with its constants; the frontend hands on only those that the mode has.
+fe::graph::Pointwise_attributes PointwiseAttributes(const NodeSpec& node) {
+  const auto& name = node.Attribute<std::string>("mode");
+  const auto alpha = static_cast<float>(node.Attribute<double>("alpha"));
+  const auto* row = std::find_if(std::begin(kPointwiseModes), std::end(kPointwiseModes),
+                                 [&](const auto& each) { return each.first == name; });
+  fe::graph::Pointwise_attributes attributes;
+  // The shape rule knows the same names: a row is found.
+  attributes.set_name(name)
+      .set_mode(row->second)
+      .set_relu_lower_clip(0)
+      .set_relu_lower_clip_slope(alpha)
+      .set_elu_alpha(alpha)
+      .set_swish_beta(1)
+      .set_softplus_beta(1);
+  if (name == "relu6" || name == "relu6_grad") attributes.set_relu_upper_clip(6);
+  return attributes;
+}
+
+// cuDNN wants a tensor that is broadcast to come second; where it may, it does.
+bool IsBetterSwapped(const NodeWriter& writer, Mode mode) {
+  const bool commutes =
+      mode == Mode::ADD || mode == Mode::MUL || mode == Mode::MAX || mode == Mode::MIN;
+  const auto& dims = writer.Spec("output").dims;
+  return commutes && writer.Spec("a").dims != dims && writer.Spec("b").dims == dims;
+}
+
+// A backward mode takes the cotangent first, a selection the predicate last: as we do.
+Status AddPointwise(NodeWriter& writer) {
+  auto attributes = PointwiseAttributes(writer.node());
+  attributes.set_compute_data_type(ComputeDType(writer, {"a", "b", "c", "output"}));
+  auto& graph = writer.graph();
+  TensorPtr output;
+  if (writer.Has("c")) {
+    output = graph.pointwise(writer.Input("a"), writer.Input("b"), writer.Input("c"),
+                             std::move(attributes));
+  } else if (writer.Has("b")) {
+    TensorPtr first = writer.Input("a");
+    TensorPtr second = writer.Input("b");
+    if (IsBetterSwapped(writer, attributes.get_mode())) std::swap(first, second);
+    output = graph.pointwise(first, second, std::move(attributes));
+  } else {
+    output = graph.pointwise(writer.Input("a"), std::move(attributes));
+  }
+  writer.Output("output", output);
+  return {};
+}
+
+Status AddConstant(NodeWriter& writer) {
+  if (writer.IsResult("output")) {
+    return Unimplemented("constant: cuDNN cannot give a constant as a result");
+  }
+  const double value = writer.node().Attribute<double>("value");
+  if (writer.Spec("output").dtype == DType::kF64) {
+    writer.Constant("output", value);
+  } else {
+    writer.Constant("output", static_cast<float>(value));
+  }
+  return {};
+}
+
+Status AddReduction(NodeWriter& writer) {
+  fe::graph::Reduction_attributes attributes;
+  attributes.set_name(writer.node().kind)
+      .set_mode(fe::ReductionMode_t::ADD)
+      .set_compute_data_type(ComputeDType(writer, {"input", "output"}));
+  writer.Output("output",
+                writer.graph().reduction(writer.Input("input"), std::move(attributes)));
+  return {};
+}
+
 // --- the table ----------------------------------------------------------------------
 
 struct KindBuilder {
@@ -197,6 +432,13 @@ struct KindBuilder {
 };
 
 constexpr KindBuilder kBuilders[] = {
+    {"constant", 1, AddConstant},
+    {"conv_dgrad", 1, AddConvDgrad},
+    {"conv_fprop", 1, AddConvFprop},
+    {"conv_wgrad", 1, AddConvWgrad},
+    {"matmul", 1, AddMatmul},
+    {"pointwise", 1, AddPointwise},
+    {"reduction", 1, AddReduction},
     {"sdpa", 2, AddSdpa},
     {"sdpa_backward", 1, AddSdpaBackward},
 };

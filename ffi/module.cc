@@ -2,6 +2,7 @@
 // The Python extension: what the C++ side offers, as a table at the end of the file.
 
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,6 +18,7 @@
 #include "guard.h"
 #include "plan.h"
 #include "plan_cache.h"
+#include "plan_timer.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -179,6 +181,46 @@ nb::list ListCandidatesOn(const nb::bytes& graph, int device) {
   return result;
 }
 
+using Pointers = std::vector<uintptr_t>;
+
+std::vector<void*> ToPointers(const Pointers& values) {
+  std::vector<void*> pointers;
+  // NOLINTNEXTLINE(performance-no-int-to-ptr): Python has addresses as integers
+  for (uintptr_t value : values) pointers.push_back(reinterpret_cast<void*>(value));
+  return pointers;
+}
+
+std::vector<double> TimeGraph(const nb::bytes& graph, const nb::bytes& choice,
+                              int device,
+                              const std::vector<std::pair<Pointers, Pointers>>& sets,
+                              uintptr_t workspace, int launches, int samples) {
+  const std::string text = Text(graph);
+  const std::string choice_text = Text(choice);
+  TimingRequest request;
+  for (const auto& [operands, results] : sets) {
+    request.sets.push_back({ToPointers(operands), ToPointers(results)});
+  }
+  request.workspace = ToPointers({workspace})[0];
+  request.launches = launches;
+  request.samples = samples;
+  return Call("timing a plan", [&]() -> StatusOr<std::vector<double>> {
+    ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
+    for (const LaunchBuffers& set : request.sets) {
+      if (set.operands.size() != spec.inputs.size() ||
+          set.results.size() != spec.outputs.size()) {
+        return InvalidArgument("timing: a set has " +
+                               std::to_string(set.operands.size()) + " operands and " +
+                               std::to_string(set.results.size()) + " results");
+      }
+    }
+    ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
+    ASSIGN_OR_RETURN(
+        const auto plan,
+        PlanCache::Global().GetOrBuild(text, spec, choice_text, device));
+    return TimePlan(*plan, *runtime, device, request);
+  });
+}
+
 nb::dict GetDeviceInfo(int device) {
   const DeviceInfo info = Call("asking for a device", [&]() -> StatusOr<DeviceInfo> {
     ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
@@ -268,6 +310,8 @@ NB_MODULE(_ffi, m) {
   m.def("plan_offline", PlanOffline, nb::arg("graph"), nb::arg("choice"),
         nb::arg("device_properties"), nb::arg("sm_version"), nb::arg("sm_count"),
         nb::arg("build"));
+  m.def("time_plan", TimeGraph, nb::arg("graph"), nb::arg("choice"), nb::arg("device"),
+        nb::arg("sets"), nb::arg("workspace"), nb::arg("launches"), nb::arg("samples"));
   m.def("cache_stats", CacheStats);
   m.def("clear_cache", [] { PlanCache::Global().Clear(); });
 }

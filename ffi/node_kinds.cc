@@ -5,13 +5,95 @@
 
 #include <algorithm>
 
+#include "conv_rules.h"
+#include "matmul_rules.h"
+#include "pointwise_rules.h"
 #include "sdpa_rules.h"
 
 namespace jax_cudnn {
+namespace {
+
+using AttributeList = std::vector<std::pair<std::string_view, AttributeType>>;
+
+// All three convolutions have the attributes of the forward one.
+AttributeList ConvAttributes() {
+  return {
+      {"window_strides", AttributeType::kIntegers},
+      {"padding_low", AttributeType::kIntegers},
+      {"padding_high", AttributeType::kIntegers},
+      {"lhs_dilation", AttributeType::kIntegers},
+      {"rhs_dilation", AttributeType::kIntegers},
+  };
+}
+
+}  // namespace
 
 const std::vector<NodeKind>& NodeKinds() {
   // Leaked, so that a thread that outlives static destruction can still read it.
   static const auto& kinds = *new std::vector<NodeKind>{
+      {
+          "constant",
+          {{"value", AttributeType::kNumber}},
+          {},
+          {},
+          {"output"},
+          {},
+          CheckConstant,
+      },
+      {
+          "conv_dgrad",
+          ConvAttributes(),
+          {"grad_output", "w"},
+          {},
+          {"grad_x"},
+          {},
+          CheckConvDgrad,
+      },
+      {
+          "conv_fprop",
+          ConvAttributes(),
+          {"x", "w"},
+          {},
+          {"output"},
+          {},
+          CheckConvFprop,
+      },
+      {
+          "conv_wgrad",
+          ConvAttributes(),
+          {"grad_output", "x"},
+          {},
+          {"grad_w"},
+          {},
+          CheckConvWgrad,
+      },
+      {
+          "matmul",
+          {},
+          {"a", "b"},
+          {},
+          {"output"},
+          {},
+          CheckMatmul,
+      },
+      {
+          "pointwise",
+          {{"mode", AttributeType::kString}, {"alpha", AttributeType::kNumber}},
+          {"a"},
+          {"b", "c"},
+          {"output"},
+          {},
+          CheckPointwise,
+      },
+      {
+          "reduction",
+          {{"mode", AttributeType::kString}},
+          {"input"},
+          {},
+          {"output"},
+          {},
+          CheckReduction,
+      },
       {
           "sdpa",
           {{"is_causal", AttributeType::kBool}, {"scale", AttributeType::kNumber}},

@@ -406,14 +406,13 @@ StatusOr<std::vector<PointerSource>> FindSources(const GraphSpec& spec,
   return sources;
 }
 
-}  // namespace
-
-StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
-                                                  const std::string& choice,
-                                                  const PlanTarget& target) {
+// Calls `visit` with each candidate of each variant, with its attempt and its place
+// there, until it says true: enough. Notes why a variant has none.
+template <typename Visit>
+Status VisitCandidates(const GraphSpec& graph, const std::string& choice,
+                       const PlanTarget& target, Reasons& reasons, Visit&& visit) {
   ASSIGN_OR_RETURN(const std::optional<Choice> pinned, ReadChoice(choice));
   ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(graph, pinned));
-  Reasons reasons;
   for (const int variant : variants) {
     auto attempt = Attempt::Make(graph, pinned, target, variant);
     if (!attempt.ok()) {
@@ -425,23 +424,40 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
     }
     for (int64_t i = 0; i < attempt->count(); ++i) {
       ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
-      RETURN_IF_ERROR(attempt->Build(i, candidate));
-      if (!candidate.is_built) {
-        reasons.Add(candidate.name + ": " + candidate.failure);
-        continue;
-      }
-      auto built = std::make_unique<Built>();
-      built->graph = attempt->TakeGraph();
-      // The plan is built already; this prepares its argument list.
-      if (const auto error = built->graph->build_plans(); error.is_bad()) {
-        return Internal(Message(error));
-      }
-      ASSIGN_OR_RETURN(built->sources, FindSources(graph, *built->graph));
-      return std::shared_ptr<const Plan>(
-          new Plan(std::move(built), std::move(candidate), reasons.list()));
+      ASSIGN_OR_RETURN(const bool is_enough, visit(*attempt, i, std::move(candidate)));
+      if (is_enough) return {};
     }
   }
-  return reasons.Refusal(target, choice);
+  return {};
+}
+
+}  // namespace
+
+StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
+                                                  const std::string& choice,
+                                                  const PlanTarget& target) {
+  Reasons reasons;
+  std::shared_ptr<const Plan> plan;
+  const auto build = [&](Attempt& attempt, int64_t index,
+                         Candidate candidate) -> StatusOr<bool> {
+    RETURN_IF_ERROR(attempt.Build(index, candidate));
+    if (!candidate.is_built) {
+      reasons.Add(candidate.name + ": " + candidate.failure);
+      return false;
+    }
+    auto built = std::make_unique<Built>();
+    built->graph = attempt.TakeGraph();
+    // The plan is built already; this prepares its argument list.
+    if (const auto error = built->graph->build_plans(); error.is_bad()) {
+      return Internal(Message(error));
+    }
+    ASSIGN_OR_RETURN(built->sources, FindSources(graph, *built->graph));
+    plan.reset(new Plan(std::move(built), std::move(candidate), reasons.list()));
+    return true;
+  };
+  RETURN_IF_ERROR(VisitCandidates(graph, choice, target, reasons, build));
+  if (plan == nullptr) return reasons.Refusal(target, choice);
+  return plan;
 }
 
 Status Plan::Execute(CudnnHandle handle, void* const* operands, void* const* results,
@@ -459,27 +475,17 @@ Status Plan::Execute(CudnnHandle handle, void* const* operands, void* const* res
 StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
                                                 const std::string& choice,
                                                 const PlanTarget& target, bool build) {
-  ASSIGN_OR_RETURN(const std::optional<Choice> pinned, ReadChoice(choice));
-  ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(graph, pinned));
   Reasons reasons;
   std::vector<Candidate> candidates;
   bool is_wanted = build;
-  for (const int variant : variants) {
-    auto attempt = Attempt::Make(graph, pinned, target, variant);
-    if (!attempt.ok()) {
-      if (attempt.status().code() != StatusCode::kUnimplemented) {
-        return attempt.status();
-      }
-      reasons.Add(attempt.status().message());
-      continue;
-    }
-    for (int64_t i = 0; i < attempt->count(); ++i) {
-      ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
-      if (is_wanted) RETURN_IF_ERROR(attempt->Build(i, candidate));
-      if (candidate.is_built) is_wanted = false;
-      candidates.push_back(std::move(candidate));
-    }
-  }
+  const auto collect = [&](Attempt& attempt, int64_t index,
+                           Candidate candidate) -> StatusOr<bool> {
+    if (is_wanted) RETURN_IF_ERROR(attempt.Build(index, candidate));
+    if (candidate.is_built) is_wanted = false;
+    candidates.push_back(std::move(candidate));
+    return false;
+  };
+  RETURN_IF_ERROR(VisitCandidates(graph, choice, target, reasons, collect));
   if (candidates.empty()) return reasons.Refusal(target, choice);
   return candidates;
 }

@@ -6,57 +6,25 @@
 #include <cmath>
 #include <cstdint>
 #include <string>
-#include <vector>
+#include <string_view>
+
+#include "role_checker.h"
 
 namespace jax_cudnn {
 namespace {
 
-using Dims = std::vector<int64_t>;
-
-const TensorSpec* Find(const Roles& roles, std::string_view role) {
-  const auto found = roles.find(role);
-  return found == roles.end() ? nullptr : found->second;
-}
-
-// The checks of one node; every message starts with its kind.
-class Checker {
+// The checks of one node that forward and backward have in common.
+class SdpaChecker : public RoleChecker {
  public:
-  Checker(const NodeSpec& node, const Roles& roles) : node_(node), roles_(roles) {}
+  using RoleChecker::RoleChecker;
 
-  const TensorSpec& operator[](std::string_view role) const {
-    return *roles_.find(role)->second;
-  }
-
-  Status Fail(const std::string& what) const {
-    return InvalidArgument(node_.kind + ": " + what);
-  }
-
-  Status ExpectDims(std::string_view role, const Dims& dims) const {
-    const TensorSpec* tensor = Find(roles_, role);
-    if (tensor == nullptr || tensor->dims == dims) return {};
-    return Fail(std::string(role) + " has dims " + ListText(tensor->dims) + ", not " +
-                ListText(dims));
-  }
-
-  Status ExpectDType(std::string_view role, DType dtype) const {
-    const TensorSpec* tensor = Find(roles_, role);
-    if (tensor == nullptr || tensor->dtype == dtype) return {};
-    return Fail(std::string(role) + " is " + std::string(DTypeName(tensor->dtype)) +
-                ", not " + std::string(DTypeName(dtype)));
-  }
-
-  // What forward and backward have in common.
   Status CheckOperands() const {
-    if (!std::isfinite(node_.Attribute<double>("scale"))) {
+    if (!std::isfinite(node().Attribute<double>("scale"))) {
       return Fail("scale is not finite");
     }
     const TensorSpec& query = (*this)["query"];
     for (std::string_view role : {"query", "key", "value"}) {
-      const size_t rank = (*this)[role].dims.size();
-      if (rank != 4) {
-        return Fail(std::string(role) + " has rank " + std::to_string(rank) +
-                    ", not 4");
-      }
+      RETURN_IF_ERROR(ExpectRank(role, 4));
       RETURN_IF_ERROR(ExpectDType(role, query.dtype));
     }
     if (!IsFloat(query.dtype)) {
@@ -79,7 +47,7 @@ class Checker {
     for (std::string_view role : {"bias", "mask"}) {
       RETURN_IF_ERROR(ExpectBroadcast(role, {b, h, s, t}));
     }
-    if (const TensorSpec* bias = Find(roles_, "bias");
+    if (const TensorSpec* bias = Find("bias");
         bias != nullptr && !IsFloat(bias->dtype)) {
       return Fail("bias dtype " + std::string(DTypeName(bias->dtype)) +
                   " is not a float");
@@ -109,41 +77,25 @@ class Checker {
   // grad_x, where there is one, is like x.
   Status CheckGradient(const std::string& role) const {
     const std::string gradient = "grad_" + role;
-    if (Find(roles_, gradient) == nullptr) return {};
-    const TensorSpec* tensor = Find(roles_, role);
+    if (Find(gradient) == nullptr) return {};
+    const TensorSpec* tensor = Find(role);
     if (tensor == nullptr) return Fail(gradient + " without " + role);
     RETURN_IF_ERROR(ExpectDims(gradient, tensor->dims));
     return ExpectDType(gradient, tensor->dtype);
   }
-
- private:
-  Status ExpectBroadcast(std::string_view role, const Dims& shape) const {
-    const TensorSpec* tensor = Find(roles_, role);
-    if (tensor == nullptr) return {};
-    bool fits = tensor->dims.size() == shape.size();
-    for (size_t i = 0; fits && i < shape.size(); ++i) {
-      fits = tensor->dims[i] == 1 || tensor->dims[i] == shape[i];
-    }
-    if (fits) return {};
-    return Fail(std::string(role) + " dims " + ListText(tensor->dims) +
-                " do not broadcast to " + ListText(shape));
-  }
-
-  const NodeSpec& node_;
-  const Roles& roles_;
 };
 
 }  // namespace
 
 Status CheckSdpa(const NodeSpec& node, const Roles& roles) {
-  const Checker checker(node, roles);
+  const SdpaChecker checker(node, roles);
   RETURN_IF_ERROR(checker.CheckOperands());
   RETURN_IF_ERROR(checker.CheckOutput("output"));
   return checker.CheckStats("stats");
 }
 
 Status CheckSdpaBackward(const NodeSpec& node, const Roles& roles) {
-  const Checker checker(node, roles);
+  const SdpaChecker checker(node, roles);
   RETURN_IF_ERROR(checker.CheckOperands());
   RETURN_IF_ERROR(checker.CheckOutput("output"));
   RETURN_IF_ERROR(checker.CheckOutput("grad_output"));

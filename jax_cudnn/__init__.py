@@ -6,6 +6,8 @@ from jax.export import DisabledSafetyCheck
 from jax_cudnn import native as _native
 from jax_cudnn import plans
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
+from jax_cudnn.ops.conv import conv
+from jax_cudnn.ops.matmul import dot_general, matmul
 from jax_cudnn.ops.sdpa import sdpa
 
 __version__ = "0.1.0"
@@ -27,6 +29,9 @@ __all__ = [
     "LibraryError",
     "UnsupportedError",
     "__version__",
+    "conv",
+    "dot_general",
+    "matmul",
     "plans",
     "sdpa",
 ]

@@ -7,7 +7,16 @@ Run from the repository's root, and only when the schema changes or a node is ad
 
 from pathlib import Path
 
-from jax_cudnn.graph import Graph, to_json
+from jax_cudnn.graph import (
+    ConvAttributes,
+    DTypeName,
+    Graph,
+    GraphWriter,
+    MatmulAttributes,
+    Tensor,
+    derivative_of,
+    to_json,
+)
 from tests.attention import attention_graph, backward_graph
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "golden"
@@ -36,7 +45,101 @@ def golden_graphs() -> dict[str, Graph]:
         "sdpa_forward_full": full,
         "sdpa_backward": backward_graph(plain),
         "sdpa_backward_full": backward_graph(biased, with_grad_stats=True),
+        "conv_forward": _with_residuals(_conv()),
+        "conv_backward": _backward(_conv()),
+        "matmul_forward": _with_residuals(_dequantized_matmul()),
+        "matmul_backward": _backward(_dequantized_matmul()),
+        "pointwise": _pointwise(),
     }
+
+
+# --- contractions and what goes around them -------------------------------------------
+
+_CHANNELS_LAST = (0, 2, 3, 1)
+
+
+def _tensor(
+    name: str,
+    dtype: DTypeName,
+    dims: tuple[int, ...],
+    order: tuple[int, ...] | None = None,
+) -> Tensor:
+    order = order or tuple(range(len(dims)))
+    return Tensor(name=name, dtype=dtype, dims=dims, order=order)
+
+
+def _conv() -> Graph:
+    """A convolution with a value of its own for every attribute, bias and gelu."""
+    writer = GraphWriter("f32")
+    x = writer.input(_tensor("x", "bf16", (2, 6, 11, 13), _CHANNELS_LAST))
+    w = writer.input(_tensor("w", "bf16", (10, 3, 3, 5), _CHANNELS_LAST))
+    bias = writer.input(_tensor("bias", "f32", (1, 10, 1, 1), _CHANNELS_LAST))
+    attributes = ConvAttributes(
+        window_strides=(2, 1),
+        padding_low=(1, 3),
+        padding_high=(-1, 4),
+        lhs_dilation=(1, 2),
+        rhs_dilation=(2, 3),
+    )
+    dims = (2, 10, 4, 20)
+    total = writer.node(
+        "conv_fprop", {"x": x, "w": w}, attributes, dims=dims, order=_CHANNELS_LAST
+    )
+    total = writer.pointwise("add", total, bias)
+    output = writer.pointwise("gelu_tanh", total)
+    final = _tensor("output", "bf16", dims, _CHANNELS_LAST)
+    return writer.finish([writer.result(output, final)])
+
+
+def _dequantized_matmul() -> Graph:
+    """A shared 8-bit right side with a scale per column, and elu of the product."""
+    writer = GraphWriter("f32")
+    a = writer.input(_tensor("a", "f16", (3, 5, 7)))
+    b = writer.input(_tensor("b", "i8", (1, 7, 11), (0, 2, 1)))
+    scale = writer.input(_tensor("scale", "f32", (1, 1, 11)))
+    b = writer.cast(b, "f16")
+    dims = (3, 5, 11)
+    total = writer.node(
+        "matmul", {"a": a, "b": b}, MatmulAttributes(), dims=dims, order=(0, 1, 2)
+    )
+    total = writer.pointwise("mul", total, scale)
+    output = writer.pointwise("elu", total, alpha=1.25)
+    return writer.finish([writer.result(output, _tensor("output", "f16", dims))])
+
+
+def _pointwise() -> Graph:
+    """A constant, a comparison, a selection, an alpha, and a sum."""
+    writer = GraphWriter("f64")
+    x = writer.input(_tensor("x", "f64", (2, 3, 5)))
+    y = writer.input(_tensor("y", "bf16", (1, 3, 1)))
+    small = writer.pointwise("lt", x, writer.constant(1e-3))
+    leaky = writer.pointwise("relu_grad", x, y, alpha=0.01)
+    chosen = writer.pointwise("select", leaky, x, small)
+    total = writer.reduce_to(chosen, (1, 3, 1))
+    return writer.finish(
+        [
+            writer.result(total, _tensor("total", "f64", (1, 3, 1))),
+            writer.result(leaky, _tensor("leaky", "f32", (2, 3, 5))),
+        ]
+    )
+
+
+def _with_residuals(graph: Graph) -> Graph:
+    derivative = derivative_of(graph)
+    assert derivative is not None
+    return derivative.with_residuals(graph, _floats(graph))
+
+
+def _backward(graph: Graph) -> Graph:
+    derivative = derivative_of(graph)
+    assert derivative is not None
+    backward = derivative.backward(graph, _floats(graph), (True,))
+    assert backward is not None
+    return backward.graph
+
+
+def _floats(graph: Graph) -> tuple[bool, ...]:
+    return tuple(tensor.dtype != "i8" for tensor in graph.input_tensors)
 
 
 def main() -> None:

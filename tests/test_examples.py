@@ -37,6 +37,7 @@ def test_every_example_is_run_here():
         "gradient_check.py",
         "quickstart.py",
         "train_char_transformer.py",
+        "train_residual_cnn.py",
     }
 
 
@@ -93,3 +94,33 @@ def test_train_char_transformer_refuses_zero_steps():
     )
     assert done.returncode == 2
     assert "--steps 0: at least 1 step is needed" in done.stderr
+
+
+def test_train_residual_cnn_tells_held_out_digits():
+    for package in ("flax", "optax", "sklearn"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    output = run_example("train_residual_cnn.py", "--quick", "--seed", "3")
+    assert "1,438 to train on, 359 held out" in output
+    kernels = [line.split()[:2] for line in output.splitlines() if " xla " in line]
+    for op, count in (
+        ("conv_fprop+add+relu", 3),
+        ("conv_fprop+add+add+relu", 2),
+        ("matmul+add", 1),
+    ):
+        assert kernels.count([op, "1"]) == count
+    assert " epoch   3/3  loss " in output
+    before = number_after("before training ", output)
+    assert number_after("after training ", output) > max(before, 60)
+
+
+def test_train_residual_cnn_refuses_zero_epochs():
+    for package in ("flax", "optax", "sklearn"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "train_residual_cnn.py"), "--epochs", "0"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "--epochs 0: at least 1 epoch is needed" in done.stderr

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jax_cudnn's operations in the form that Flax's layers (nnx and linen) call them."""
+"""jax_cudnn's operations for Flax (nnx and linen): as functions, and as layers."""
 
 try:
     import flax as _flax  # noqa: F401
@@ -11,6 +11,27 @@ except ModuleNotFoundError as error:
         "dependency of jax_cudnn. Run: pip install 'jax_cudnn[flax]'"
     ) from error
 
+from jax_cudnn.flax import linen, nnx
 from jax_cudnn.flax.attention import AttentionFn, attention_fn, make_attention_fn
+from jax_cudnn.flax.products import (
+    ConvGeneralDilated,
+    DotGeneral,
+    conv_general_dilated,
+    dot_general,
+    make_conv_general_dilated,
+    make_dot_general,
+)
 
-__all__ = ["AttentionFn", "attention_fn", "make_attention_fn"]
+__all__ = [
+    "AttentionFn",
+    "ConvGeneralDilated",
+    "DotGeneral",
+    "attention_fn",
+    "conv_general_dilated",
+    "dot_general",
+    "linen",
+    "make_attention_fn",
+    "make_conv_general_dilated",
+    "make_dot_general",
+    "nnx",
+]

@@ -2,7 +2,10 @@
 """Graphs as pure data: what cuDNN is to compute, with its canonical JSON form."""
 
 from jax_cudnn.graph.codec import from_json, to_json
-from jax_cudnn.graph.kinds import NodeKind, kind_named, register_kind
+from jax_cudnn.graph.conv import ConvAttributes
+from jax_cudnn.graph.derivative import derivative_of
+from jax_cudnn.graph.kinds import NodeKind, fold_rule, kind_named, register_kind
+from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_graph
 from jax_cudnn.graph.spec import (
     SCHEMA,
@@ -13,17 +16,23 @@ from jax_cudnn.graph.spec import (
     Tensor,
 )
 from jax_cudnn.graph.target import Target
+from jax_cudnn.graph.writer import GraphWriter
 
 __all__ = [
     "SCHEMA",
     "Attributes",
+    "ConvAttributes",
     "DTypeName",
     "Graph",
+    "GraphWriter",
+    "MatmulAttributes",
     "Node",
     "NodeKind",
     "SdpaAttributes",
     "Target",
     "Tensor",
+    "derivative_of",
+    "fold_rule",
     "from_json",
     "kind_named",
     "register_kind",

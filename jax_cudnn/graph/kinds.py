@@ -13,26 +13,26 @@ from jax_cudnn.graph.spec import Attributes, Node, Tensor
 
 if TYPE_CHECKING:
     from jax_cudnn.graph.spec import Graph
+    from jax_cudnn.graph.writer import GradientWriter
 
 # The tensors of one node by role.
 Roles = Mapping[str, Tensor]
 
-# How an input takes part when `n` examples are folded into dimension 0:
-# "keep": not batched, broadcasts as it is; "fold": `n` merges into dimension 0;
-# "broadcast": dimension 0 is first broadcast to the node's batch, then as "fold".
-# Outputs are always folded; "sum" means that dimension 0 was broadcast in the graph
-# before folding, so that the examples' own batch is summed away after the call.
-InputFold = Literal["keep", "fold", "broadcast"]
-OutputFold = Literal["fold", "sum"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldRule:
-    """What a node kind answers when `n` examples are to be folded into dimension 0."""
+    """How `n` examples enter the tensors of a graph, by tensor name.
 
-    inputs: Mapping[str, InputFold]
-    outputs: Mapping[str, OutputFold]
-    batch: int
+    ``axes``: the logical axis that the examples merge into, as its slower part; a
+    tensor that is not named here is shared by all examples and broadcasts as it is.
+    ``sizes``: the size to which that axis is first broadcast, for a tensor that has 1
+    there. ``sums``: results whose examples' own share of the axis is summed away after
+    the call.
+    """
+
+    axes: Mapping[str, int]
+    sizes: Mapping[str, int]
+    sums: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,8 @@ class BackwardGraph:
     ``operands`` has one entry per input of ``graph``: ("input", i) is the forward
     graph's i-th operand, ("output", i) the i-th result of the forward graph with
     residuals, ("cotangent", i) the cotangent of the forward graph's i-th result.
-    ``gradients[j]`` says which forward operand the j-th result is the gradient of.
+    ``gradients[j]`` says which forward operand the j-th result is the gradient of;
+    the gradients of operands that are not among them are zero.
     """
 
     graph: "Graph"
@@ -52,30 +53,46 @@ class BackwardGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Derivative:
-    """How cuDNN differentiates a node: extra results to save, and the gradient graph.
+    """How a graph is differentiated: extra results to save, and the gradient graph.
 
-    ``with_residuals(graph)`` adds outputs after the existing ones.
-    ``backward(graph, wanted, nonzero)`` takes the forward graph, which operands need
-    a gradient and which results have a cotangent that is not known to be zero.
+    ``with_residuals(graph, wanted)`` adds outputs after the existing ones; ``wanted``
+    says which operands need a gradient. ``backward(graph, wanted, nonzero)`` takes the
+    forward graph without them, and which results have a cotangent that is not known to
+    be zero; None where all gradients are zero.
     """
 
-    with_residuals: Callable[["Graph"], "Graph"]
-    backward: Callable[["Graph", tuple[bool, ...], tuple[bool, ...]], BackwardGraph]
+    with_residuals: Callable[["Graph", tuple[bool, ...]], "Graph"]
+    backward: Callable[
+        ["Graph", tuple[bool, ...], tuple[bool, ...]], BackwardGraph | None
+    ]
+
+
+# Writes the cotangent of one input role of a node, given that of its output; None
+# where it is zero everywhere.
+Vjp = Callable[["GradientWriter", Node, str, str], str | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeKind:
-    """All that the data layer knows of one kind of node."""
+    """All that the data layer knows of one kind of node.
+
+    A graph folds by the rule of its first node that has one (``fold`` returns None for
+    a graph that it cannot fold). Its gradient is its only node's ``derivative``, or
+    else written node by node with their ``vjp``, where all nodes have one: the
+    attributes of some have none (``has_vjp``).
+    """
 
     name: str
     attributes: type[Attributes]
     required_inputs: tuple[str, ...]
-    optional_inputs: tuple[str, ...]
+    optional_inputs: tuple[str, ...] = ()
     required_outputs: tuple[str, ...]
-    optional_outputs: tuple[str, ...]
+    optional_outputs: tuple[str, ...] = ()
     check: Callable[[Roles, Attributes], None]
-    fold: Callable[[Roles, frozenset[str]], FoldRule]
+    fold: Callable[["Graph", frozenset[str]], FoldRule | None] | None = None
     derivative: Derivative | None = None
+    vjp: Vjp | None = None
+    has_vjp: Callable[[Attributes], bool] = lambda _: True
 
 
 _KINDS: dict[str, NodeKind] = {}
@@ -96,6 +113,13 @@ def kind_named(name: str) -> NodeKind:
     except KeyError:
         known = ", ".join(sorted(_KINDS))
         raise GraphError(f"node kind {name!r} is not one of {known}") from None
+
+
+def fold_rule(graph: "Graph", batched: frozenset[str]) -> FoldRule | None:
+    """Return how examples of the `batched` inputs fold into the graph, if they do."""
+    rules = (kind_named(node.kind).fold for node in graph.nodes)
+    rule = next((rule for rule in rules if rule is not None), None)
+    return None if rule is None else rule(graph, batched)
 
 
 def roles_of(node: Node, table: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -27,17 +27,15 @@ from jax_cudnn.graph.kinds import (
     BackwardGraph,
     Derivative,
     FoldRule,
-    InputFold,
     NodeKind,
-    OutputFold,
     Roles,
     register_kind,
     roles_of,
 )
+from jax_cudnn.graph.rules import FLOATS, broadcasts_to, expect_dims, expect_dtype
 from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Node, Tensor
 
 _PLAIN = (0, 1, 2, 3)
-_FLOATS = ("f8_e4m3fn", "f8_e5m2", "bf16", "f16", "f32", "f64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,8 +121,8 @@ def _check_sdpa(roles: Roles, attributes: Attributes) -> None:
     del attributes
     _check_operands("sdpa", roles)
     b, h, s, _ = roles["query"].dims
-    _expect("sdpa", roles, "output", (b, h, s, roles["value"].dims[3]))
-    _expect_dtype("sdpa", roles, "output", roles["query"].dtype)
+    expect_dims("sdpa", roles, "output", (b, h, s, roles["value"].dims[3]))
+    expect_dtype("sdpa", roles, "output", roles["query"].dtype)
     _check_stats("sdpa", roles, "stats")
 
 
@@ -134,14 +132,14 @@ def _check_sdpa_backward(roles: Roles, attributes: Attributes) -> None:
     _check_operands(kind, roles)
     b, h, s, _ = roles["query"].dims
     for role in ("output", "grad_output"):
-        _expect(kind, roles, role, (b, h, s, roles["value"].dims[3]))
-        _expect_dtype(kind, roles, role, roles["query"].dtype)
+        expect_dims(kind, roles, role, (b, h, s, roles["value"].dims[3]))
+        expect_dtype(kind, roles, role, roles["query"].dtype)
     for role in ("query", "key", "value", "bias"):
         if f"grad_{role}" in roles:
             if role not in roles:
                 raise GraphError(f"{kind}: grad_{role} without {role}")
-            _expect(kind, roles, f"grad_{role}", roles[role].dims)
-            _expect_dtype(kind, roles, f"grad_{role}", roles[role].dtype)
+            expect_dims(kind, roles, f"grad_{role}", roles[role].dims)
+            expect_dtype(kind, roles, f"grad_{role}", roles[role].dtype)
     _check_stats(kind, roles, "stats")
     _check_stats(kind, roles, "grad_stats")
 
@@ -151,13 +149,13 @@ def _check_operands(kind: str, roles: Roles) -> None:
     for role in ("query", "key", "value"):
         if len(roles[role].dims) != 4:
             raise GraphError(f"{kind}: {role} has rank {len(roles[role].dims)}, not 4")
-        _expect_dtype(kind, roles, role, query.dtype)
-    if query.dtype not in _FLOATS:
+        expect_dtype(kind, roles, role, query.dtype)
+    if query.dtype not in FLOATS:
         raise GraphError(f"{kind}: query dtype {query.dtype} is not a float")
     b, h, s, d = query.dims
     _, k, t, e = value.dims
-    _expect(kind, roles, "key", (b, k, t, d))
-    _expect(kind, roles, "value", (b, k, t, e))
+    expect_dims(kind, roles, "key", (b, k, t, d))
+    expect_dims(kind, roles, "value", (b, k, t, e))
     if (k == 0) != (h == 0) or (k and h % k):
         raise GraphError(f"{kind}: {h} query heads do not divide by {k} key heads")
     for role in ("bias", "mask"):
@@ -166,70 +164,48 @@ def _check_operands(kind: str, roles: Roles) -> None:
                 f"{kind}: {role} dims {list(roles[role].dims)} do not broadcast to "
                 f"{[b, h, s, t]}"
             )
-    if "bias" in roles and roles["bias"].dtype not in _FLOATS:
+    if "bias" in roles and roles["bias"].dtype not in FLOATS:
         raise GraphError(f"{kind}: bias dtype {roles['bias'].dtype} is not a float")
-    _expect_dtype(kind, roles, "mask", "bool")
+    expect_dtype(kind, roles, "mask", "bool")
     for role in ("query_lengths", "key_lengths"):
-        _expect(kind, roles, role, (b, 1, 1, 1))
-        _expect_dtype(kind, roles, role, "i32")
-
-
-def broadcasts_to(dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether each of `dims` is 1 or the entry of `shape` at its place."""
-    return len(dims) == len(shape) and all(
-        dim in (1, full) for dim, full in zip(dims, shape, strict=True)
-    )
+        expect_dims(kind, roles, role, (b, 1, 1, 1))
+        expect_dtype(kind, roles, role, "i32")
 
 
 def _check_stats(kind: str, roles: Roles, role: str) -> None:
-    _expect(kind, roles, role, (*roles["query"].dims[:3], 1))
-    _expect_dtype(kind, roles, role, stats_dtype(roles["query"].dtype))
-
-
-def _expect(kind: str, roles: Roles, role: str, dims: tuple[int, ...]) -> None:
-    if role in roles and roles[role].dims != dims:
-        raise GraphError(
-            f"{kind}: {role} has dims {list(roles[role].dims)}, not {list(dims)}"
-        )
-
-
-def _expect_dtype(kind: str, roles: Roles, role: str, dtype: DTypeName) -> None:
-    if role in roles and roles[role].dtype != dtype:
-        raise GraphError(f"{kind}: {role} is {roles[role].dtype}, not {dtype}")
+    expect_dims(kind, roles, role, (*roles["query"].dims[:3], 1))
+    expect_dtype(kind, roles, role, stats_dtype(roles["query"].dtype))
 
 
 # --- batching -------------------------------------------------------------------------
 
 
-def _fold(roles: Roles, batched: frozenset[str]) -> FoldRule:
+def _fold(graph: Graph, batched: frozenset[str]) -> FoldRule:
     """Fold examples into b; a bias or mask shared by all of them is not copied.
 
     The gradient of a bias is an exception: each example needs its own, so the bias
     takes part with the full batch and the sum over b is made after the call.
     """
+    (node,) = graph.nodes
+    roles = roles_of(node, {t.name: t for t in graph.tensors})
     batch = roles["query"].dims[0]
-    outputs: dict[str, OutputFold] = {
-        role: "fold" for role in roles if role.startswith("grad_")
-    }
-    outputs |= {"output": "fold", "stats": "fold"}
-    inputs: dict[str, InputFold] = {}
-    for role, tensor in roles.items():
-        shared = tensor.dims[0] == 1 and role not in batched
-        if role in ("bias", "mask") and shared and f"grad_{role}" not in roles:
-            inputs[role] = "keep"
-        elif role not in batched or tensor.dims[0] != batch:
-            inputs[role] = "broadcast"
-        else:
-            inputs[role] = "fold"
+    sizes = {tensor.name: batch for tensor in graph.tensors}
+    for role in ("bias", "mask"):
+        if role in roles and f"grad_{role}" not in roles:
+            tensor = roles[role]
+            if tensor.dims[0] == 1 and tensor.name not in batched:
+                del sizes[tensor.name]
+    sums = set[str]()
     if "grad_bias" in roles and roles["bias"].dims[0] != batch:
-        outputs["grad_bias"] = "sum"
-    return FoldRule(inputs=inputs, outputs=outputs, batch=batch)
+        sums.add(roles["grad_bias"].name)
+    return FoldRule(axes=dict.fromkeys(sizes, 0), sizes=sizes, sums=frozenset(sums))
 
 
 # --- derivative -----------------------------------------------------------------------
 
 
-def _with_stats(graph: Graph) -> Graph:
+def _with_stats(graph: Graph, wanted: tuple[bool, ...] = ()) -> Graph:
+    del wanted  # Every gradient needs the log-sum-exp.
     node = graph.nodes[0]
     if "stats" in dict(node.outputs):
         return graph

@@ -1,28 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Turns a graph into one that cuDNN takes, with the array work before and after it.
+"""Turns a graph into graphs that cuDNN takes, with the array work around them.
 
-Graphs say what users mean; cuDNN takes less (head sizes in multiples of 8, no boolean
-masks, no cotangent of the log-sum-exp, ...). The difference is made up here, in
-jax.numpy, and nowhere else. Knows cuDNN's documented limits and asks no library.
+Graphs say what users mean; cuDNN takes less (one contraction in a kernel, head sizes
+in multiples of 8, no boolean masks, no cotangent of the log-sum-exp, ...). The
+difference is made up here, in jax.numpy, and nowhere else. Knows cuDNN's documented
+limits and asks no library.
 """
 
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize import sdpa
+from jax_cudnn.legalize import fusion, sdpa
+from jax_cudnn.legalize.partition import is_contraction, partition
 from jax_cudnn.legalize.rules import Legal, Legalization, Rule
 
-__all__ = ["Legal", "Legalization", "legalize"]
+__all__ = ["Legal", "Legalization", "is_contraction", "legalize", "partition"]
 
-# One rule per node kind.
+# Kinds with a rule of their own, which are alone in their graph.
 _RULES: dict[str, Rule] = {
     "sdpa": sdpa.legalize_forward,
     "sdpa_backward": sdpa.legalize_backward,
 }
 
 
-def legalize(graph: Graph, target: Target | None) -> Legalization:
-    """Return how cuDNN can compute the graph on the target."""
-    node = graph.sole_node()
-    if node is None:
-        kinds = ", ".join(node.kind for node in graph.nodes)
-        return Legalization(reasons=(f"no rule for a graph of several nodes: {kinds}",))
-    return _RULES[node.kind](graph, target)
+def legalize(part: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can compute a part of a graph on the target."""
+    node = part.sole_node()
+    rule = _RULES.get(node.kind) if node is not None else None
+    return (rule or fusion.legalize)(part, target)

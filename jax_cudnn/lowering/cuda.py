@@ -14,11 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn import native
+from jax_cudnn import choices, native
+from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
-from jax_cudnn.errors import LibraryError, UnsupportedError
+from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import (
+    Legal,
+    Legalization,
+    is_contraction,
+    legalize,
+    partition,
+)
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.primitives import graph_p, run_reference
 from jax_cudnn.native import PlanInfo
@@ -28,17 +35,37 @@ _log = logging.getLogger("jax_cudnn")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decision:
-    """Who runs a graph and why.
+class Step:
+    """A part of a graph, with who runs it and why.
 
     ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` is None
     where no GPU was there to plan for: the plan is then made on the machine that runs.
     """
 
+    part: Graph
     legal: Legal | None = None
     plan: PlanInfo | None = None
+    choice: str = ""
     reasons: tuple[str, ...] = ()
     advice: str = ""
+
+    @property
+    def is_missing(self) -> bool:
+        """Whether cuDNN was to run it and cannot."""
+        return self.legal is None and any(map(is_contraction, self.part.nodes))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """Who runs a graph: its parts in order. Without any, XLA runs it as a whole."""
+
+    steps: tuple[Step, ...] = ()
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def missing(self) -> tuple[Step, ...]:
+        """The parts that cuDNN was to run and cannot."""
+        return tuple(step for step in self.steps if step.is_missing)
 
 
 def local_target() -> tuple[int, Target] | None:
@@ -58,8 +85,7 @@ def decide(graph: Graph, options: Options) -> Decision:
     if graph.has_empty_tensor:
         return Decision(reasons=("a tensor has no elements: nothing to launch",))
     try:
-        local = local_target()
-        return _decide(graph, local, is_auto=options.implementation == "auto")
+        return _decide(graph, local_target(), options, choices.table().version)
     except LibraryError as error:
         if options.implementation == "cudnn":
             raise
@@ -68,54 +94,123 @@ def decide(graph: Graph, options: Options) -> Decision:
 
 @functools.lru_cache(maxsize=4096)
 def _decide(
-    graph: Graph, local: tuple[int, Target] | None, *, is_auto: bool
+    graph: Graph,
+    local: tuple[int, Target] | None,
+    options: Options,
+    choices_version: int,
 ) -> Decision:
+    del choices_version  # Choices that were added since may decide otherwise.
+    steps = tuple(_decide_part(part, local, options) for part in partition(graph))
+    reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
+    if all(step.legal is None for step in steps) and options.implementation == "auto":
+        steps = ()
+    return Decision(steps=steps, reasons=tuple(reasons))
+
+
+def _decide_part(
+    part: Graph, local: tuple[int, Target] | None, options: Options
+) -> Step:
+    if not any(map(is_contraction, part.nodes)):
+        return Step(part=part)
     ordinal, target = local or (0, None)
-    legalization = legalize(graph, target)
+    if (reason := _precision_refusal(part, options)) is not None:
+        return Step(part=part, reasons=(reason,))
+    legalization = legalize(part, target)
+    measured = None if target is None else choices.table().get(part, target)
+    is_auto = options.implementation == "auto"
+    if measured is not None and measured.implementation == "xla" and is_auto:
+        return Step(part=part, reasons=(_measured_reason(measured),))
+    if measured is not None and measured.plan:
+        step = _pinned(part, legalization, measured, ordinal)
+        if step is not None:
+            return step
     reasons = list(legalization.reasons)
     for legal in legalization.candidates:
         if is_auto and legal.slower:
             reasons.append(legal.slower)
             continue
         if target is None:
-            return Decision(legal=legal, reasons=tuple(reasons))
+            return Step(part=part, legal=legal, reasons=tuple(reasons))
         try:
             plan = native.plan(to_json(legal.graph), device=ordinal)
         except UnsupportedError as error:
             reasons += error.reasons or (error.summary,)
         else:
-            return Decision(legal=legal, plan=plan, reasons=tuple(reasons))
-    return Decision(reasons=tuple(reasons), advice=legalization.advice)
+            return Step(part=part, legal=legal, plan=plan, reasons=tuple(reasons))
+    return Step(part=part, reasons=tuple(reasons), advice=legalization.advice)
+
+
+def _pinned(
+    part: Graph, legalization: Legalization, measured: Choice, ordinal: int
+) -> Step | None:
+    """Return the step with the measured plan; None, said once, where it is stale."""
+    try:
+        legal = legalization.candidates[measured.candidate]
+        plan = native.plan(to_json(legal.graph), choice=measured.plan, device=ordinal)
+    except (IndexError, GraphError, UnsupportedError) as error:
+        _say_stale_once(_summary(part), str(error))
+        return None
+    return Step(part=part, legal=legal, plan=plan, choice=measured.plan)
+
+
+def _measured_reason(measured: Choice) -> str:
+    times = f"{measured.xla_us:.1f} µs" if measured.xla_us is not None else "?"
+    rival = (
+        f"{measured.cudnn_us:.1f} µs" if measured.cudnn_us is not None else "no plan"
+    )
+    return f"XLA was measured to be faster: {times}, cuDNN {rival}"
+
+
+# jax.default_matmul_precision values that TF32 products satisfy.
+_TF32_IS_ENOUGH = (None, "default", "fastest", "bfloat16", "tensorfloat32")
+
+
+def _precision_refusal(part: Graph, options: Options) -> str | None:
+    precision = options.matmul_precision
+    is_fusion = not any(node.kind.startswith("sdpa") for node in part.nodes)
+    has_f32 = any(
+        part.tensor(name).dtype == "f32"
+        for node in part.nodes
+        if is_contraction(node)
+        for _, name in node.inputs
+    )
+    if is_fusion and has_f32 and precision not in _TF32_IS_ENOUGH:
+        return f"cuDNN multiplies f32 in TF32, less than the precision {precision!r}"
+    return None
 
 
 def _lower_cuda(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
     decision = decide(graph, options)
-    if decision.legal is not None:
-        function = functools.partial(_run, decision.legal, decision.plan)
-    elif options.implementation == "cudnn" and not graph.has_empty_tensor:
-        raise _unsupported(graph, decision)
-    else:
-        if options.implementation == "auto" and not graph.has_empty_tensor:
+    missing = decision.missing
+    if missing and options.implementation == "cudnn":
+        raise _unsupported(missing[0])
+    if options.implementation == "auto" and not graph.has_empty_tensor:
+        if missing or not decision.steps:
             _say_once(_summary(graph), decision.reasons)
-        function = functools.partial(_evaluate, graph, options)
+    function = functools.partial(_run, graph, decision.steps, options)
     return _jax.lower_function(function)(ctx, *operands)
 
 
-def _evaluate(
-    graph: Graph, options: Options, *operands: jax.Array
-) -> Sequence[jax.Array]:
-    return run_reference(graph, operands, options)
-
-
 def _run(
-    legal: Legal, plan: PlanInfo | None, *operands: jax.Array
+    graph: Graph, steps: tuple[Step, ...], options: Options, *operands: jax.Array
 ) -> Sequence[jax.Array]:
-    results = _launch(legal.graph, plan, legal.before(operands))
-    return legal.after(operands, results)
+    if not steps:
+        return run_reference(graph, operands, options)
+    values = dict(zip(graph.inputs, operands, strict=True))
+    for step in steps:
+        arguments = [values[name] for name in step.part.inputs]
+        if step.legal is None:
+            results = run_reference(step.part, arguments, options)
+        else:
+            changed = step.legal.before(arguments)
+            launched = launch(step.legal.graph, step.plan, step.choice, changed)
+            results = step.legal.after(arguments, launched)
+        values |= dict(zip(step.part.outputs, results, strict=True))
+    return [values[name] for name in graph.outputs]
 
 
-def _launch(
-    graph: Graph, plan: PlanInfo | None, operands: Sequence[jax.Array]
+def launch(
+    graph: Graph, plan: PlanInfo | None, choice: str, operands: Sequence[jax.Array]
 ) -> Sequence[jax.Array]:
     """Bind the FFI target; with a plan, its workspace is a last, dropped result."""
     results = [
@@ -127,9 +222,9 @@ def _launch(
         target = native.TARGET_CAPTURED
         results.append(jax.ShapeDtypeStruct((plan.workspace_bytes,), jnp.uint8))
     call: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(target, results)
-    kinds = "+".join(node.kind for node in graph.nodes)
+    kinds = label(graph)
     with jax.named_scope(f"cudnn_{kinds}"):
-        returned = call(*operands, graph=to_json(graph), choice="", op=kinds)
+        returned = call(*operands, graph=to_json(graph), choice=choice, op=kinds)
     return returned[: len(graph.outputs)]
 
 
@@ -137,13 +232,24 @@ def _summary(graph: Graph) -> str:
     operands = ", ".join(
         f"{t.name} {t.dtype}{list(t.stored_shape)}" for t in graph.input_tensors
     )
-    return f"{'+'.join(node.kind for node in graph.nodes)}({operands})"
+    return f"{label(graph)}({operands})"
 
 
-def _unsupported(graph: Graph, decision: Decision) -> UnsupportedError:
+def label(graph: Graph) -> str:
+    """Return the graph's operations in a word: kinds, and modes of pointwise nodes."""
+    names = (getattr(n.attributes, "mode", n.kind) for n in graph.nodes)
+    return "+".join(name for name in names if name not in ("constant", "identity"))
+
+
+def _unsupported(step: Step) -> UnsupportedError:
     return UnsupportedError(
-        f"cuDNN cannot run {_summary(graph)} here:", decision.reasons, decision.advice
+        f"cuDNN cannot run {_summary(step.part)} here:", step.reasons, step.advice
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def _say_stale_once(summary: str, why: str) -> None:
+    _log.info("%s: the measured choice is stale and ignored: %s", summary, why)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vmap of a graph: folds the examples into dimension 0 of its tensors.
+"""vmap of a graph: folds the examples into axes of its tensors.
 
-The node kinds say which tensors take part (graph/kinds.py, FoldRule); here is what
-that means for arrays.
+The node kinds say which axes (graph/kinds.py, FoldRule); here is what that means for
+arrays.
 """
 
 from dataclasses import dataclass, replace
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Tensor, kind_named
-from jax_cudnn.graph.kinds import FoldRule, roles_of
+from jax_cudnn.graph import Graph, Tensor, fold_rule
+from jax_cudnn.graph.kinds import FoldRule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,69 +23,67 @@ class Fold:
     count: int
     rule: FoldRule
 
+    def part(self, graph: Graph) -> Graph:
+        """Return a graph that is part of the original one, folded alike."""
+        return replace(
+            graph,
+            tensors=tuple(
+                _folded_tensor(t, self.rule, self.count) for t in graph.tensors
+            ),
+        )
+
     def input(self, index: int, x: jax.Array, axis: int | None) -> jax.Array:
         """Return the operand for the folded graph; `axis` holds the examples."""
-        name = self.original.inputs[index]
-        if self.rule.inputs[_role_of(self.original, name)] == "keep":
-            return x
-        return self.fold_array(self.original.tensor(name), x, axis)
+        tensor = self.original.input_tensors[index]
+        return self.fold_array(tensor, tensor.name, x, axis)
 
-    def fold_array(self, tensor: Tensor, x: jax.Array, axis: int | None) -> jax.Array:
-        """Merge the example axis into the stored place of dimension 0."""
-        batch = self.rule.batch
-        place = tensor.order.index(0)
-        shared = axis is None
-        x = jnp.expand_dims(x, place) if shared else jnp.moveaxis(x, axis, place)
+    def fold_array(
+        self, tensor: Tensor, name: str, x: jax.Array, axis: int | None
+    ) -> jax.Array:
+        """Merge the example axis into the axis where the tensor `name` folds."""
+        if name not in self.rule.axes:
+            assert axis is None, f"{name} has examples but is shared"
+            return x
+        size = self.rule.sizes[name]
+        place = tensor.order.index(self.rule.axes[name])
+        x = jnp.expand_dims(x, place) if axis is None else jnp.moveaxis(x, axis, place)
         shape = list(x.shape)
-        shape[place], shape[place + 1] = self.count, batch
+        shape[place], shape[place + 1] = self.count, size
         x = jnp.broadcast_to(x, shape)
-        return jnp.reshape(x, (*shape[:place], self.count * batch, *shape[place + 2 :]))
+        return jnp.reshape(x, (*shape[:place], self.count * size, *shape[place + 2 :]))
 
     def output(self, index: int, x: jax.Array) -> jax.Array:
         """Return a result of the folded graph with the examples as axis 0."""
-        name = self.original.outputs[index]
-        tensor = self.original.tensor(name)
-        place = tensor.order.index(0)
+        tensor = self.original.output_tensors[index]
+        place = tensor.order.index(self.rule.axes[tensor.name])
         shape = x.shape
-        x = jnp.reshape(
-            x, (*shape[:place], self.count, self.rule.batch, *shape[place + 1 :])
-        )
-        if self.rule.outputs[_role_of(self.original, name)] == "sum":
+        size = self.rule.sizes[tensor.name]
+        x = jnp.reshape(x, (*shape[:place], self.count, size, *shape[place + 1 :]))
+        if tensor.name in self.rule.sums:
             # jnp.sum accumulates 16-bit floats in f32.
             x = jnp.sum(x, axis=place + 1, keepdims=True)
         return jnp.moveaxis(x, place, 0)
 
 
-def fold_graph(graph: Graph, count: int, is_batched: tuple[bool, ...]) -> Fold:
-    """Return the graph that runs `count` examples, given which inputs have them."""
-    node = graph.sole_node()
-    if node is None:
-        raise NotImplementedError("vmap of a graph with several nodes")
-    roles = roles_of(node, {t.name: t for t in graph.tensors})
+def fold_graph(graph: Graph, count: int, is_batched: tuple[bool, ...]) -> Fold | None:
+    """Return the graph that runs `count` examples, given which inputs have them.
+
+    None where the graph does not fold.
+    """
     batched = frozenset(
-        _role_of(graph, name)
-        for name, is_in in zip(graph.inputs, is_batched, strict=True)
-        if is_in
+        name for name, is_in in zip(graph.inputs, is_batched, strict=True) if is_in
     )
-    rule = kind_named(node.kind).fold(roles, batched)
-    folded = Graph(
-        tensors=tuple(
-            _folded_tensor(t, _role_of(graph, t.name), rule, count)
-            for t in graph.tensors
-        ),
-        nodes=graph.nodes,
-        inputs=graph.inputs,
-        outputs=graph.outputs,
-    )
-    return Fold(original=graph, graph=folded, count=count, rule=rule)
+    rule = fold_rule(graph, batched)
+    if rule is None:
+        return None
+    fold = Fold(original=graph, graph=graph, count=count, rule=rule)
+    return replace(fold, graph=fold.part(graph))
 
 
-def _folded_tensor(tensor: Tensor, role: str, rule: FoldRule, count: int) -> Tensor:
-    if rule.inputs.get(role) == "keep":
+def _folded_tensor(tensor: Tensor, rule: FoldRule, count: int) -> Tensor:
+    if tensor.name not in rule.axes:
         return tensor
-    return replace(tensor, dims=(count * rule.batch, *tensor.dims[1:]))
-
-
-def _role_of(graph: Graph, name: str) -> str:
-    (node,) = graph.nodes
-    return next(r for r, n in (*node.inputs, *node.outputs) if n == name)
+    axis = rule.axes[tensor.name]
+    dims = list(tensor.dims)
+    dims[axis] = count * rule.sizes[tensor.name]
+    return replace(tensor, dims=tuple(dims))

@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Graph, kind_named
+from jax_cudnn.graph import Graph, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.fold import Fold, fold_graph
@@ -110,11 +111,6 @@ def _linear_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
 # --- forward mode ---------------------------------------------------------------------
 
 
-def _derivative(graph: Graph) -> Derivative | None:
-    node = graph.sole_node()
-    return None if node is None else kind_named(node.kind).derivative
-
-
 def _graph_jvp(
     primals: Sequence[jax.Array],
     tangents: Sequence[Any],
@@ -122,22 +118,20 @@ def _graph_jvp(
     graph: Graph,
     options: Options,
 ) -> tuple[list[jax.Array], list[Any]]:
-    derivative = _derivative(graph)
-    full = graph if derivative is None else derivative.with_residuals(graph)
-    results = run_graph(full, primals, options)
+    derivative = derivative_of(graph)
     wanted = tuple(not _jax.is_zero(t) for t in tangents)
-    outputs = results[: len(graph.outputs)]
     if not any(wanted):
+        outputs = run_graph(graph, primals, options)
         return outputs, [_jax.zero_like(x) for x in outputs]
-    # Named, so that remat policies such as save_only_these_names can keep them.
-    saved = (
-        []
-        if derivative is None
-        else [
+    full = graph if derivative is None else derivative.with_residuals(graph, wanted)
+    results = run_graph(full, primals, options)
+    if derivative is not None:
+        # Named, so that remat policies such as save_only_these_names can keep them.
+        results = [
             checkpoint_name(x, f"cudnn_{full.nodes[0].kind}_{name}")
             for x, name in zip(results, full.outputs, strict=True)
         ]
-    )
+    saved = [results[i] for i in _saved(graph, wanted)]
     tangents_out = linear_p.bind(
         *primals,
         *saved,
@@ -146,8 +140,18 @@ def _graph_jvp(
         wanted=wanted,
         options=options,
     )
-    outputs = saved[: len(outputs)] if saved else outputs
-    return outputs, tangents_out
+    return results[: len(graph.outputs)], tangents_out
+
+
+@functools.lru_cache(maxsize=4096)
+def _saved(graph: Graph, wanted: tuple[bool, ...]) -> tuple[int, ...]:
+    """Return which results of the graph with residuals its gradient graph reads."""
+    derivative = derivative_of(graph)
+    nonzero = (True,) * len(graph.outputs)
+    backward = derivative and derivative.backward(graph, wanted, nonzero)
+    if backward is None:
+        return ()
+    return tuple(sorted({i for kind, i in backward.operands if kind == "output"}))
 
 
 def _split(
@@ -218,7 +222,7 @@ def _linear_transpose(
     options: Options,
 ) -> list[Any]:
     primals, saved, tangents = _split(args, wanted)
-    derivative = _derivative(graph)
+    derivative = derivative_of(graph)
     if all(_jax.is_zero(ct) for ct in cotangents):
         gradients: list[Any] = [
             _jax.zero_like(x) for x, w in zip(primals, wanted, strict=True) if w
@@ -260,17 +264,21 @@ def _run_backward(
 ) -> list[jax.Array]:
     nonzero = tuple(not _jax.is_zero(ct) for ct in cotangents)
     backward = derivative.backward(graph, wanted, nonzero)
-    sources: dict[str, Sequence[Any]] = {
-        "input": primals,
-        "output": saved,
-        "cotangent": cotangents,
+    zeros = {i: jnp.zeros_like(primals[i]) for i, w in enumerate(wanted) if w}
+    if backward is None:
+        return list(zeros.values())
+    sources = {
+        "input": dict(enumerate(primals)),
+        "output": dict(zip(_saved(graph, wanted), saved, strict=True)),
+        "cotangent": dict(enumerate(cotangents)),
     }
     operands = [
         _jax.instantiate_zero(sources[source][index])
         for source, index in backward.operands
     ]
     results = run_graph(backward.graph, operands, options)
-    by_input = dict(zip(backward.gradients, results, strict=True))
+    # XLA drops the zeros that are not used.
+    by_input = zeros | dict(zip(backward.gradients, results, strict=True))
     return [by_input[i] for i, is_wanted in enumerate(wanted) if is_wanted]
 
 
@@ -309,15 +317,72 @@ def _graph_batch(
     *,
     graph: Graph,
     options: Options,
-) -> tuple[list[jax.Array], list[int]]:
+) -> tuple[list[jax.Array], list[int | None]]:
+    if _axis_size(args, axes) == 0:
+        return _no_examples(graph)
     is_batched = tuple(axis is not None for axis in axes)
     fold = fold_graph(graph, _axis_size(args, axes), is_batched)
+    if fold is None:
+        return _batch_without_fold(args, axes, graph, options)
     operands = [
         fold.input(i, x, axis)
         for i, (x, axis) in enumerate(zip(args, axes, strict=True))
     ]
     results = run_graph(fold.graph, operands, options)
-    return [fold.output(i, x) for i, x in enumerate(results)], [0] * len(results)
+    return _unfold(fold, results)
+
+
+def _no_examples(graph: Graph) -> tuple[list[jax.Array], list[int | None]]:
+    results = [
+        jnp.zeros((0, *tensor.stored_shape), jax_dtype(tensor.dtype))
+        for tensor in graph.output_tensors
+    ]
+    return results, [0] * len(results)
+
+
+def _unfold(
+    fold: Fold, results: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[int | None]]:
+    # A tangent has no results that are only saved, which come last.
+    names = fold.original.outputs[: len(results)]
+    axes = [0 if name in fold.rule.axes else None for name in names]
+    return [
+        x if axis is None else fold.output(i, x)
+        for i, (x, axis) in enumerate(zip(results, axes, strict=True))
+    ], axes
+
+
+def _batch_without_fold(
+    args: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    graph: Graph,
+    options: Options,
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Run examples that no graph takes at once: one by one in cuDNN if it has to be."""
+    if options.implementation != "cudnn":
+
+        def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return run_reference(graph, operands, options)
+
+        results = jax.vmap(reference, in_axes=tuple(axes))(*args)
+    else:
+        moved = [
+            x if axis is None else jnp.moveaxis(x, axis, 0)
+            for x, axis in zip(args, axes, strict=True)
+        ]
+        is_batched = [axis is not None for axis in axes]
+
+        def one(examples: list[jax.Array]) -> list[jax.Array]:
+            remaining = iter(examples)
+            operands = [
+                next(remaining) if is_in else x
+                for x, is_in in zip(moved, is_batched, strict=True)
+            ]
+            return run_graph(graph, operands, options)
+
+        examples = [x for x, is_in in zip(moved, is_batched, strict=True) if is_in]
+        results = jax.lax.map(one, examples)
+    return list(results), [0] * len(results)
 
 
 def _linear_batch(
@@ -327,7 +392,9 @@ def _linear_batch(
     graph: Graph,
     wanted: tuple[bool, ...],
     options: Options,
-) -> tuple[list[jax.Array], list[int]]:
+) -> tuple[list[jax.Array], list[int | None]]:
+    if _axis_size(args, axes) == 0:
+        return _no_examples(graph)
     primals, saved, tangents = _split(args, wanted)
     primal_axes, saved_axes, tangent_axes = _split(axes, wanted)
     moving = [i for i, is_wanted in enumerate(wanted) if is_wanted]
@@ -337,38 +404,37 @@ def _linear_batch(
     # Results saved with an example axis need operands that have it as well.
     if any(axis is not None for axis in saved_axes) and not any(is_batched):
         is_batched[moving[0]] = True
-    fold = fold_graph(graph, _axis_size(args, axes), tuple(is_batched))
+    derivative = derivative_of(graph)
+    full = graph if derivative is None else derivative.with_residuals(graph, wanted)
+    fold = fold_graph(full, _axis_size(args, axes), tuple(is_batched))
+    saved_tensors = [full.output_tensors[i] for i in _saved(graph, wanted)]
+    if fold is None or any(
+        axis is not None and tensor.name not in fold.rule.axes
+        for tensor, axis in zip(saved_tensors, saved_axes, strict=True)
+    ):
+        function = functools.partial(
+            _linear_by_reference, graph=graph, wanted=wanted, options=options
+        )
+        results = jax.vmap(function, in_axes=tuple(axes))(*args)
+        return list(results), [0] * len(results)
     results = linear_p.bind(
         *(
             fold.input(i, x, axis)
             for i, (x, axis) in enumerate(zip(primals, primal_axes, strict=True))
         ),
-        *_fold_saved(graph, fold, saved, saved_axes),
+        *(
+            fold.fold_array(tensor, tensor.name, x, axis)
+            for tensor, x, axis in zip(saved_tensors, saved, saved_axes, strict=True)
+        ),
         *(
             fold.input(i, x, axis)
             for i, x, axis in zip(moving, tangents, tangent_axes, strict=True)
         ),
-        graph=fold.graph,
+        graph=fold.part(graph),
         wanted=wanted,
         options=options,
     )
-    return [fold.output(i, x) for i, x in enumerate(results)], [0] * len(results)
-
-
-def _fold_saved(
-    graph: Graph,
-    fold: Fold,
-    saved: Sequence[jax.Array],
-    axes: Sequence[int | None],
-) -> list[jax.Array]:
-    derivative = _derivative(graph)
-    if derivative is None:
-        return []
-    tensors = derivative.with_residuals(graph).output_tensors
-    return [
-        fold.fold_array(tensor, x, axis)
-        for tensor, x, axis in zip(tensors, saved, axes, strict=True)
-    ]
+    return _unfold(fold, results)
 
 
 # --- registration ---------------------------------------------------------------------

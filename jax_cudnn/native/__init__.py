@@ -9,6 +9,7 @@ from jax_cudnn.native.library import LibraryInfo, cudnn_version, load_libraries
 from jax_cudnn.native.planner import (
     CacheStats,
     Candidate,
+    LaunchBuffers,
     PlanInfo,
     cache_stats,
     candidates,
@@ -18,6 +19,7 @@ from jax_cudnn.native.planner import (
     parse_graph,
     plan,
     plan_offline,
+    time_plan,
 )
 from jax_cudnn.native.registration import (
     TARGET_CAPTURED,
@@ -31,6 +33,7 @@ __all__ = [
     "TARGET_SCRATCH",
     "CacheStats",
     "Candidate",
+    "LaunchBuffers",
     "LibraryInfo",
     "PlanInfo",
     "build_info",
@@ -45,4 +48,5 @@ __all__ = [
     "plan",
     "plan_offline",
     "register_targets",
+    "time_plan",
 ]

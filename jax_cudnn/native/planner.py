@@ -7,6 +7,7 @@ where a library, the driver or the device is missing.
 """
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -80,6 +81,50 @@ def candidates(graph_json: str, *, device: int = 0) -> tuple[Candidate, ...]:
     """
     listed = extension().list_candidates(_bytes(graph_json), device)
     return tuple(Candidate(**_candidate_fields(fields)) for fields in listed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LaunchBuffers:
+    """Device addresses of the operands and results of one launch."""
+
+    operands: tuple[int, ...]
+    results: tuple[int, ...]
+
+
+def time_plan(
+    graph_json: str,
+    sets: Sequence[LaunchBuffers],
+    *,
+    workspace: int,
+    choice: str = "",
+    device: int = 0,
+    launches: int = 10,
+    samples: int = 5,
+) -> tuple[float, ...]:
+    """Return microseconds a launch of a plan, one number per sample.
+
+    Launches on a stream of its own, taking the sets of buffers in turn, and measures
+    with the device's events.
+
+    Args:
+        graph_json: canonical text of the graph.
+        sets: the memory to work in, which must be alive and of the right sizes.
+        workspace: device address of the plan's scratch memory.
+        choice: a candidate's ``choice``, or "" for the first that builds.
+        device: CUDA ordinal of the device.
+        launches: launches between two events.
+        samples: measurements.
+    """
+    times = extension().time_plan(
+        graph=_bytes(graph_json),
+        choice=_bytes(choice),
+        device=device,
+        sets=[(list(each.operands), list(each.results)) for each in sets],
+        workspace=workspace,
+        launches=launches,
+        samples=samples,
+    )
+    return tuple(times)
 
 
 def plan_offline(

@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
-from jax_cudnn.graph.sdpa import broadcasts_to
+from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.lowering import run_graph
 from jax_cudnn.reference.interpreter import dtype_name
 

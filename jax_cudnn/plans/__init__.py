@@ -1,6 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execution plans in the user's hands: which cuDNN calls a function makes, and how."""
+"""Execution plans in the user's hands: which run, which are fastest, and why."""
 
+from jax_cudnn.choices import Choice
 from jax_cudnn.plans.inspection import Call, Report, inspect
+from jax_cudnn.plans.tuning import Tuning, autotune, load_choices
 
-__all__ = ["Call", "Report", "inspect"]
+__all__ = [
+    "Call",
+    "Choice",
+    "Report",
+    "Tuning",
+    "autotune",
+    "inspect",
+    "load_choices",
+]

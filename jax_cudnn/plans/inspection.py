@@ -10,14 +10,14 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import decide, traced_graphs
-from jax_cudnn.lowering.cuda import Decision, local_target
+from jax_cudnn.lowering.cuda import Decision, Step, label, local_target
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
-    """One distinct graph of a function.
+    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
 
-    ``op`` is its node kind, ``shapes`` its operands as stored, ``count`` how often the
+    ``op`` is what it computes, ``shapes`` its operands as stored, ``count`` how often the
     traced program holds it (a loop's body counts once). ``implementation`` is "cudnn"
     or "xla"; ``plan`` names cuDNN's plan and ``workspace_bytes`` its scratch memory,
     None where XLA runs it or no GPU is here to plan for. ``reasons`` says, a sentence
@@ -73,7 +73,7 @@ def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     unless the function is jitted and names them in ``static_argnames``.
 
     Returns:
-      A ``Report`` with one ``Call`` per distinct graph, in order of appearance;
+      A ``Report`` with the ``Call``s of each distinct graph, in order of appearance;
       forward-mode and second-order parts, which always run as XLA's own code, are
       listed as op "...:derivative".
     """
@@ -82,8 +82,9 @@ def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     return Report(
         device=device,
         calls=tuple(
-            _call(graph, options, is_linear, count, has_gpu=has_gpu)
+            call
             for (graph, options, is_linear), count in found.items()
+            for call in _calls(graph, options, is_linear, count, has_gpu=has_gpu)
         ),
     )
 
@@ -99,23 +100,29 @@ def _device() -> tuple[str, bool]:
     return local[1].name, True
 
 
-def _call(
+def _calls(
     graph: Graph, options: Options, is_linear: bool, count: int, *, has_gpu: bool
-) -> Call:
-    op = "+".join(node.kind for node in graph.nodes)
+) -> list[Call]:
     decision = _decision(graph, options, is_linear, has_gpu=has_gpu)
-    legal, plan = decision.legal, decision.plan
+    if not decision.steps:
+        op = f"{label(graph)}:derivative" if is_linear else label(graph)
+        return [_call(op, Step(part=graph, reasons=decision.reasons), count)]
+    return [_call(label(step.part) or "copy", step, count) for step in decision.steps]
+
+
+def _call(op: str, step: Step, count: int) -> Call:
+    legal, plan = step.legal, step.plan
     return Call(
-        op=f"{op}:derivative" if is_linear else op,
+        op=op,
         shapes=", ".join(
             f"{t.dtype}[{','.join(map(str, t.stored_shape))}]"
-            for t in graph.input_tensors
+            for t in step.part.input_tensors
         ),
         count=count,
         implementation="xla" if legal is None else "cudnn",
         plan=None if plan is None else plan.name,
         workspace_bytes=None if plan is None else plan.workspace_bytes,
-        reasons=decision.reasons if legal is None else legal.notes,
+        reasons=step.reasons if legal is None else legal.notes,
     )
 
 

@@ -2,6 +2,7 @@
 """Evaluates a graph with one jax.numpy rule per node kind."""
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,16 +10,23 @@ import numpy as np
 
 from jax_cudnn.graph import Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.spec import Attributes
-from jax_cudnn.reference import sdpa
+from jax_cudnn.reference import contraction, pointwise, sdpa
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and
-# which output roles are asked for; it returns those, in any float dtype that holds
+# the output tensors that are asked for; it returns those, in any dtype that holds
 # the result, and the interpreter rounds once.
 Rule = Callable[
-    [Attributes, Mapping[str, jax.Array], frozenset[str]], Mapping[str, jax.Array]
+    [Attributes, Mapping[str, jax.Array], Mapping[str, Tensor]], Mapping[str, Any]
 ]
 
 _RULES: dict[str, Rule] = {
+    "constant": pointwise.constant,
+    "conv_dgrad": contraction.conv_dgrad,
+    "conv_fprop": contraction.conv_fprop,
+    "conv_wgrad": contraction.conv_wgrad,
+    "matmul": contraction.matmul,
+    "pointwise": pointwise.pointwise,
+    "reduction": pointwise.reduction,
     "sdpa": sdpa.forward,
     "sdpa_backward": sdpa.backward,
 }
@@ -68,10 +76,11 @@ def _evaluate_node(
 ) -> dict[str, jax.Array]:
     rule = _RULES[kind_named(node.kind).name]
     inputs = {role: values[name] for role, name in node.inputs}
-    results = rule(node.attributes, inputs, frozenset(r for r, _ in node.outputs))
+    outputs = {role: graph.tensor(name) for role, name in node.outputs}
+    results = rule(node.attributes, inputs, outputs)
     return {
-        name: results[role].astype(jax_dtype(graph.tensor(name).dtype))
-        for role, name in node.outputs
+        tensor.name: results[role].astype(jax_dtype(tensor.dtype))
+        for role, tensor in outputs.items()
     }
 
 

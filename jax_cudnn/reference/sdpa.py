@@ -12,17 +12,17 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph.sdpa import SdpaAttributes
-from jax_cudnn.graph.spec import Attributes
+from jax_cudnn.graph.spec import Attributes, Tensor
 
 Operands = Mapping[str, jax.Array]
 
 
 def forward(
-    attributes: Attributes, inputs: Operands, wanted: frozenset[str]
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
     """Return output and log-sum-exp; a row that sees no key gives 0 and -inf."""
     assert isinstance(attributes, SdpaAttributes)
-    del wanted  # XLA removes what is not used.
+    del outputs  # XLA removes what is not used.
     logits = _logits(attributes, inputs)
     # An all-masked row has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
@@ -39,7 +39,7 @@ def forward(
 
 
 def backward(
-    attributes: Attributes, inputs: Operands, wanted: frozenset[str]
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
     """Return the gradients, with probabilities recomputed from the log-sum-exp.
 
@@ -72,7 +72,7 @@ def backward(
         "grad_key": scale * _sum_over_group("bkgst,bkgsd->bktd", rounded, query, key),
         "grad_value": _sum_over_group("bkgst,bkgse->bkte", weights, grad_output, value),
     }
-    if "grad_bias" in wanted:
+    if "grad_bias" in outputs:
         axes = [i for i, dim in enumerate(inputs["bias"].shape) if dim == 1]
         results["grad_bias"] = jnp.sum(grad_logits, axis=axes, keepdims=True)
     return results

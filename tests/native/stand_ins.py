@@ -23,6 +23,13 @@ int cudaSetDevice(int d) {{ return 0; }}
 int cudaGetDeviceCount(int* n) {{ *n = {devices}; return *n ? 0 : 100; }}
 int cudaDeviceGetAttribute(int* v, int a, int d) {{ *v = 9; return 0; }}
 const char* cudaGetErrorString(int e) {{ return "no device is there"; }}
+int cudaStreamCreateWithFlags(void) {{ return 100; }}
+int cudaStreamDestroy(void) {{ return 100; }}
+int cudaEventCreate(void) {{ return 100; }}
+int cudaEventDestroy(void) {{ return 100; }}
+int cudaEventRecord(void) {{ return 100; }}
+int cudaEventSynchronize(void) {{ return 100; }}
+int cudaEventElapsedTime(void) {{ return 100; }}
 """
 _CUDA = (
     "int cuDeviceGet(void) { return 100; }\nint cuDeviceGetName(void) { return 100; }\n"

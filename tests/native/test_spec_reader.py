@@ -12,10 +12,14 @@ from hypothesis import strategies as st
 
 from jax_cudnn import GraphError
 from jax_cudnn.graph import Graph, from_json, to_json
+from jax_cudnn.graph.pointwise import ARITY
+from jax_cudnn.graph.spec import DTYPE_NAMES
 from jax_cudnn.native import parse_graph
 from tests.attention import attention_graph, graphs
+from tests.native.drawn_graphs import fused_graphs
 
-_GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("*.json"))
+_FOLDER = Path(__file__).parents[1] / "golden"
+_GOLDEN = sorted(_FOLDER.glob("*.json"))
 _TEXTS = [path.read_text(encoding="ascii").strip() for path in _GOLDEN]
 _EXAMPLES = 400
 
@@ -47,17 +51,18 @@ def _refusal(text: str) -> str | None:
     return None
 
 
-def _python_takes(text: str) -> bool:
+def _python_refusal(text: str) -> str | None:
+    """Return Python's message, or None where it takes the text."""
     try:
         from_json(text)
-    except GraphError:
-        return False
-    return True
+    except GraphError as error:
+        return str(error)
+    return None
 
 
 def _assert_same_verdict(text: str) -> None:
     message = _refusal(text)
-    assert (message is None) == _python_takes(text), message
+    assert (message is None) == (_python_refusal(text) is None), message
     assert message is None or message.strip()
 
 
@@ -86,7 +91,8 @@ def test_golden_graphs_come_back_byte_for_byte(text: str) -> None:
     assert parse_graph(text) == text
 
 
-@given(graphs())
+@given(graphs() | fused_graphs())
+@settings(max_examples=_EXAMPLES)
 def test_every_graph_that_python_writes_is_taken(graph: Graph) -> None:
     assert parse_graph(to_json(graph)) == to_json(graph)
 
@@ -196,7 +202,12 @@ def test_a_refusal_names_the_field(text: str, message: str) -> None:
             '"is_causal":1',
             "graph.nodes[0].attributes.is_causal: exp",
         ),
-        ('"kind":"sdpa"', '"kind":"sdp"', "node kind 'sdp' is not one of sdpa, sdpa_b"),
+        (
+            '"kind":"sdpa"',
+            '"kind":"sdp"',
+            "node kind 'sdp' is not one of constant, conv_dgrad, conv_fprop, "
+            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward",
+        ),
         ('"key":"key"', '"keys":"key"', "sdpa: unknown input role 'keys'"),
         ('"key":"key",', "", "sdpa: input 'key' is missing"),
         ('"key":"key"', '"key":"k"', "sdpa: key names unknown tensor 'k'"),
@@ -211,19 +222,262 @@ def test_a_refusal_names_the_field(text: str, message: str) -> None:
     ],
 )
 def test_a_wrong_node_is_refused_as_in_python(old: str, new: str, message: str) -> None:
-    text = (Path(__file__).parents[1] / "golden/sdpa_forward_full.json").read_text()
+    text = (_FOLDER / "sdpa_forward_full.json").read_text()
     assert old in text
     changed = text.strip().replace(old, new)
     with pytest.raises(GraphError) as raised:
         parse_graph(changed)
     assert str(raised.value).startswith(message)
-    assert not _python_takes(changed)
+    assert _python_refusal(changed) is not None
+
+
+# One change of a golden file for each check of the contractions' shape rules.
+@pytest.mark.parametrize(
+    ("name", "old", "new", "message"),
+    [
+        (
+            "pointwise",
+            '"mode":"lt"',
+            '"mode":"l"',
+            "pointwise: mode 'l' is not a known",
+        ),
+        ("pointwise", ":0.01,", ":1e999,", None),
+        (
+            "pointwise",
+            '"alpha":0,"mode":"lt"',
+            '"alpha":2,"mode":"lt"',
+            "pointwise: lt takes no alpha",
+        ),
+        (
+            "pointwise",
+            '"b":"x","c":"lt_1"',
+            '"b":"x"',
+            "pointwise: select takes 3 inputs, not a, b",
+        ),
+        (
+            "pointwise",
+            '"b":"x","c":"lt_1"',
+            '"c":"lt_1"',
+            "pointwise: select takes 3 inputs, not a, c",
+        ),
+        (
+            "pointwise",
+            '[1,3,1],"dtype":"bf16"',
+            '[1,2,1],"dtype":"bf16"',
+            "pointwise: b dims [1, 2, 1] do not broadcast to [2, 3, 5]",
+        ),
+        (
+            "pointwise",
+            '[2,3,5],"dtype":"f64","name":"x"',
+            '[2,1,5],"dtype":"f64","name":"x"',
+            "pointwise: output dims [2, 3, 5] are not those of the inputs, [2, 1, 5]",
+        ),
+        (
+            "pointwise",
+            '"bool"',
+            '"f32"',
+            "pointwise: the output of lt is f32",
+        ),
+        (
+            "pointwise",
+            '"c":"lt_1"',
+            '"c":"x"',
+            "pointwise: c of select is f64",
+        ),
+        (
+            "pointwise",
+            '"dtype":"bf16"',
+            '"dtype":"bool"',
+            "pointwise: b of relu_grad is bool",
+        ),
+        (
+            "pointwise",
+            '[1,1,1],"dtype"',
+            '[1,1,2],"dtype"',
+            "constant: dims [1, 1, 2] are not all 1",
+        ),
+        (
+            "pointwise",
+            '[1,1,1],"dtype":"f64"',
+            '[1,1,1],"dtype":"f16"',
+            "constant: output is f16, not f32 or f64",
+        ),
+        (
+            "pointwise",
+            '"mode":"add"',
+            '"mode":"mul"',
+            "reduction: mode 'mul' is not a known one",
+        ),
+        (
+            "pointwise",
+            '[1,3,1],"dtype":"f64"',
+            '[1,2,1],"dtype":"f64"',
+            "reduction: output dims [1, 2, 1] are not those of the input, [2, 3, 5], "
+            "with some set to 1",
+        ),
+        (
+            "pointwise",
+            '[1,3,1],"dtype":"f64"',
+            '[1,3,1],"dtype":"bool"',
+            "reduction: output is bool",
+        ),
+        (
+            "matmul_forward",
+            '[3,5,7],"dtype":"f16","name":"a","order":[0,1,2]',
+            '[3,5],"dtype":"f16","name":"a","order":[0,1]',
+            "matmul: a has rank 2, not 3",
+        ),
+        (
+            "matmul_forward",
+            '"dtype":"f16","name":"a"',
+            '"dtype":"bool","name":"a"',
+            "matmul: a is bool",
+        ),
+        (
+            "matmul_forward",
+            "[3,5,7]",
+            "[3,5,6]",
+            "matmul: a has 6 columns but b 7 rows",
+        ),
+        ("matmul_forward", "[1,7,11]", "[2,7,11]", "matmul: a has batch 3 but b 2"),
+        (
+            "matmul_forward",
+            "[3,5,7]",
+            "[3,4,7]",
+            "matmul: output has dims [3, 5, 11], not [3, 4, 11]",
+        ),
+        (
+            "conv_forward",
+            '"padding_high":[-1,4]',
+            '"padding_high":[-1]',
+            "conv: padding_high has not 2 entries",
+        ),
+        (
+            "conv_forward",
+            '"rhs_dilation":[2,3]',
+            '"rhs_dilation":[2,0]',
+            "conv: rhs_dilation [2, 0] has an entry below 1",
+        ),
+        (
+            "conv_forward",
+            '{"lhs_dilation":[1,2],"padding_high":[-1,4],"padding_low":[1,3],'
+            '"rhs_dilation":[2,3],"window_strides":[2,1]}',
+            '{"lhs_dilation":[],"padding_high":[],"padding_low":[],"rhs_dilation":[],'
+            '"window_strides":[]}',
+            "conv_fprop: 0 spatial axes are not 1 to 3",
+        ),
+        (
+            "conv_forward",
+            '[2,6,11,13],"dtype":"bf16","name":"x","order":[0,2,3,1]',
+            '[2,6,11],"dtype":"bf16","name":"x","order":[0,2,1]',
+            "conv_fprop: x has rank 3, not 4",
+        ),
+        (
+            "conv_forward",
+            '"dtype":"bf16","name":"w"',
+            '"dtype":"bool","name":"w"',
+            "conv_fprop: w is bool",
+        ),
+        (
+            "conv_forward",
+            "[10,3,3,5]",
+            "[10,4,3,5]",
+            "conv_fprop: 6 channels do not divide by 4 of a group",
+        ),
+        (
+            "conv_forward",
+            "[10,3,3,5]",
+            "[10,0,3,5]",
+            "conv_fprop: 6 channels do not divide by 0 of a group",
+        ),
+        (
+            "conv_forward",
+            "[10,3,3,5]",
+            "[9,3,3,5]",
+            "conv_fprop: 9 out channels do not divide by 2 groups",
+        ),
+        (
+            "conv_forward",
+            '"window_strides":[2,1]',
+            '"window_strides":[2,3]',
+            "conv_fprop: output has dims [2, 10, 4, 20], not [2, 10, 4, 7]",
+        ),
+        (
+            "conv_forward",
+            '"rhs_dilation":[2,3]',
+            f'"rhs_dilation":[2,{2**62}]',
+            "conv_fprop: output has dims [2, 10, 4, 20], not [2, 10, 4, 0]",
+        ),
+        (
+            "conv_backward",
+            "[10,3,3,5]",
+            "[10,3,1,5]",
+            "conv_wgrad: grad_output has dims [2, 10, 4, 20], not [2, 10, 6, 20]",
+        ),
+        (
+            "conv_backward",
+            '[2,6,11,13],"dtype":"bf16","name":"grad_x"',
+            '[2,6,1,13],"dtype":"bf16","name":"grad_x"',
+            "conv_dgrad: grad_output has dims [2, 10, 4, 20], not [2, 10, 0, 20]",
+        ),
+    ],
+)
+def test_a_wrong_contraction_gets_the_message_of_python(
+    name: str, old: str, new: str, message: str | None
+) -> None:
+    text = (_FOLDER / f"{name}.json").read_text().strip()
+    assert old in text
+    changed = text.replace(old, new)
+    refusal = _refusal(changed)
+    assert refusal is not None
+    if message is None:  # C++ refuses the number before it knows the field.
+        assert _python_refusal(changed) == "pointwise: alpha inf is not finite"
+    else:
+        assert refusal.startswith(message)
+        assert refusal == _python_refusal(changed)
+
+
+@pytest.mark.parametrize("name", ["padding_high", "lhs_dilation"])
+def test_a_convolution_of_huge_sizes_overflows_nothing(name: str) -> None:
+    data = json.loads((_FOLDER / "conv_forward.json").read_text())
+    node = data["nodes"][0]
+    assert node["kind"] == "conv_fprop"
+    node["attributes"][name][1] = 2**63 - 1
+    node["attributes"]["padding_low"][1] = 2**63 - 1
+    refusal = _refusal(_dump(data))
+    assert refusal == "conv_fprop: the size of spatial axis 1 overflows 64 bits"
+    assert _python_refusal(_dump(data)) is not None
 
 
 def test_lone_surrogates_and_bytes_that_are_no_text_are_refused() -> None:
     for text in ('"\ud800"', '{"\udfff":1}'):
         with pytest.raises(GraphError, match=r"graph: not JSON: syntax error at byte"):
             parse_graph(text)
+
+
+_WORDS = st.sampled_from([*DTYPE_NAMES, *ARITY, "nope"])
+
+
+@given(
+    st.sampled_from(_TEXTS) | fused_graphs().map(to_json),
+    st.randoms(use_true_random=False),
+    st.integers(-2, 7),
+    _WORDS,
+)
+@settings(max_examples=4 * _EXAMPLES)
+def test_a_well_typed_change_gets_the_message_of_python(
+    text: str, rng: random.Random, number: int, word: str
+) -> None:
+    data = json.loads(text)
+    container, key = rng.choice(
+        [
+            (container, key)
+            for container, key in _places(data)
+            if isinstance(container[key], str | int | float)
+        ]
+    )
+    container[key] = word if isinstance(container[key], str) else number
+    assert _refusal(_dump(data)) == _python_refusal(_dump(data))
 
 
 # --- hostile texts --------------------------------------------------------------------

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes Flax's own layer code compute product, bias and what follows in one kernel.
+
+Geometry, parameters and dtypes stay Flax's: its `__call__` runs, on a stand-in that
+hands it another product and hides the bias from it.
+"""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation
+from jax_cudnn.flax.products import refuse_out_sharding
+from jax_cudnn.ops.activations import Activation
+
+
+@dataclass(kw_only=True, slots=True)
+class FusedProduct:
+    """The product of one call of a layer, with all that belongs in its kernel.
+
+    Stands in for `jax.lax.conv_general_dilated` or `jax.lax.dot_general`. ``bias`` is
+    set when the layer promotes its parameters, before it calls the product.
+    """
+
+    layer: str
+    product: Callable[..., jax.Array]
+    activation: Activation | None
+    residual: ArrayLike | None
+    implementation: Implementation
+    bias: jax.Array | None = None
+
+    def __call__(
+        self,
+        *operands: Any,
+        preferred_element_type: Any = None,
+        out_sharding: object = None,
+        **geometry: Any,
+    ) -> jax.Array:
+        """Return the layer's result."""
+        refuse_out_sharding(self.layer, out_sharding)
+        dtype = preferred_element_type
+        if dtype is not None and self.bias is not None:
+            # What adding the bias to the product would give.
+            dtype = jnp.promote_types(dtype, self.bias.dtype)
+        return self.product(
+            *operands,
+            **geometry,
+            preferred_element_type=dtype,
+            bias=self.bias,
+            residual=self.residual,
+            activation=self.activation,
+            implementation=self.implementation,
+        )
+
+
+class _StandIn:
+    """Reads as a layer does, but for the attributes that are given here."""
+
+    def __init__(self, layer: object, changes: dict[str, Any]) -> None:
+        vars(self).update(changes, _layer=layer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)
+
+
+def call_with(
+    flax_class: type, layer: object, *arguments: Any, **changes: Any
+) -> jax.Array:
+    """Run the `__call__` of Flax's class as if these attributes of the layer differed.
+
+    Flax's method as it was written, without what linen wraps around it: the layer's own
+    `__call__` has been through that already. Another module in its place would have its
+    intermediates recorded and interceptors run a second time.
+    """
+    return inspect.unwrap(flax_class.__call__)(_StandIn(layer, changes), *arguments)
+
+
+def fold_residual(
+    layer: str, residual: ArrayLike | None, shape: tuple[int, ...], space: int
+) -> jax.Array | None:
+    """Merge the residual's batch axes into one, as Flax's Conv does with its inputs.
+
+    The inputs have `shape`, the last `space` axes of which are no batch axes.
+    """
+    if residual is None:
+        return None
+    x = jnp.asarray(residual)
+    batch = shape[: len(shape) - space]
+    padded = (1,) * (len(shape) - x.ndim) + x.shape
+    own, rest = padded[: len(batch)], padded[len(batch) :]
+    if x.ndim > len(shape) or any(
+        size not in (1, full) for size, full in zip(own, batch, strict=True)
+    ):
+        raise ValueError(
+            f"{layer}: residual has shape {list(x.shape)}, whose batch axes do not "
+            f"broadcast to those of the inputs, {list(batch)}. Each of them must be 1 "
+            "or the full size. Insert or expand axes."
+        )
+    if any(size != 1 for size in own):
+        x = jnp.broadcast_to(jnp.reshape(x, padded), (*batch, *rest))
+        own = batch
+    return jnp.reshape(x, (math.prod(own), *rest))
+
+
+def refuse_replacements(layer: str, names: list[str]) -> None:
+    """Raise ValueError for another product in a layer that is made of its own."""
+    if names:
+        raise ValueError(
+            f"{layer}: {', '.join(names)} was passed. This layer runs jax_cudnn's own "
+            "product, with bias and activation in its kernel. Leave it out, or pass it "
+            "to Flax's layer."
+        )

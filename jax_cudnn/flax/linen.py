@@ -1,0 +1,172 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linen's `Conv` and `Dense`, in one kernel with bias, residual and activation."""
+
+from typing import Any
+
+import jax
+from flax import linen
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation
+from jax_cudnn.flax.fusion import (
+    FusedProduct,
+    call_with,
+    fold_residual,
+    refuse_replacements,
+)
+from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.conv import conv
+from jax_cudnn.ops.matmul import dot_general
+
+__all__ = ["Conv", "Dense"]
+
+
+class Conv(linen.Conv):
+    r"""`flax.linen.Conv`, in one kernel with bias, residual and activation.
+
+    .. math::
+
+        \mathrm{output} = \mathrm{activation}(x * \mathrm{kernel} + \mathrm{bias}
+            + \mathrm{residual})
+
+    A subclass of linen's layer with the same parameters, so that its checkpoints load
+    and its own code works out padding, dilation, masks, batch axes and dtypes. Sums,
+    and what follows them, are kept in f32 (f64 for f64) and rounded once.
+
+    Attributes:
+      activation: as in `jax_cudnn.conv`: a name such as "relu", or a pointwise function
+        of one array. Default None: none.
+      implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.conv`.
+      conv_general_dilated: must be None, and so must `conv_general_dilated_cls`. All
+        other attributes are those of `flax.linen.Conv`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import Conv
+      >>> x = jnp.ones((2, 8, 8, 16))
+      >>> layer = Conv(16, (3, 3), activation="relu")
+      >>> y, _ = layer.init_with_output(jax.random.key(0), x, residual=x)
+      >>> y.shape
+      (2, 8, 8, 16)
+    """
+
+    activation: Activation | None = None
+    implementation: Implementation = "auto"
+
+    @linen.compact
+    def __call__(
+        self, inputs: jax.Array, *, residual: ArrayLike | None = None
+    ) -> jax.Array:
+        r"""Return the activation of convolution, bias and residual.
+
+        Args:
+          inputs: (..., \*y, c), with any number of batch axes, spatial axes y and c in
+            channels.
+          residual: floats that broadcast to the result, added before the activation in
+            the kernel's f32. Default None: nothing added.
+
+        Returns:
+          (..., \*y, o), of the dtype in which linen's layer returns it.
+
+        Raises:
+          ValueError: an unknown activation or `implementation`; a residual that does
+            not broadcast; another convolution among the attributes.
+          TypeError: dtypes that `jax_cudnn.conv` does not take.
+          UnsupportedError, LibraryError: as `jax_cudnn.conv`.
+        """
+        size = self.kernel_size
+        space = (1 if isinstance(size, int) else len(size)) + 1
+        fused = FusedProduct(
+            layer="Conv",
+            product=conv,
+            activation=self.activation,
+            residual=fold_residual("Conv", residual, inputs.shape, space),
+            implementation=self.implementation,
+        )
+        return _call(linen.Conv, self, inputs, "conv_general_dilated", fused)
+
+
+class Dense(linen.Dense):
+    r"""`flax.linen.Dense`, in one kernel with bias, residual and activation.
+
+    .. math::
+
+        \mathrm{output} = \mathrm{activation}(x\, \mathrm{kernel} + \mathrm{bias}
+            + \mathrm{residual})
+
+    A subclass of linen's layer with the same parameters. Sums, and what follows them,
+    are kept in f32 (f64 for f64) and rounded once.
+
+    Attributes:
+      activation: as in `jax_cudnn.conv`. Default None: none.
+      implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.matmul`.
+      dot_general: must be None, and so must `dot_general_cls`. All other attributes are
+        those of `flax.linen.Dense`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import Dense
+      >>> layer = Dense(16, activation="gelu")
+      >>> y, _ = layer.init_with_output(jax.random.key(0), jnp.ones((5, 3, 8)))
+      >>> y.shape
+      (5, 3, 16)
+    """
+
+    activation: Activation | None = None
+    implementation: Implementation = "auto"
+
+    @linen.compact
+    def __call__(
+        self, inputs: jax.Array, *, residual: ArrayLike | None = None
+    ) -> jax.Array:
+        """Return the activation of product, bias and residual.
+
+        Args:
+          inputs: (..., c), with c in features.
+          residual: floats that broadcast to the result, added before the activation in
+            the kernel's f32. Default None: nothing added.
+
+        Returns:
+          (..., o), of the dtype in which linen's layer returns it.
+
+        Raises:
+          ValueError: an unknown activation or `implementation`; a residual that does
+            not broadcast; another product among the attributes.
+          TypeError: dtypes that `jax_cudnn.matmul` does not take.
+          UnsupportedError, LibraryError: as `jax_cudnn.matmul`.
+        """
+        fused = FusedProduct(
+            layer="Dense",
+            product=dot_general,
+            activation=self.activation,
+            residual=residual,
+            implementation=self.implementation,
+        )
+        return _call(linen.Dense, self, inputs, "dot_general", fused)
+
+
+def _call(
+    flax_class: type,
+    layer: Conv | Dense,
+    inputs: jax.Array,
+    name: str,
+    fused: FusedProduct,
+) -> jax.Array:
+    """Run linen's layer with `fused` as its attribute `name`."""
+    replacements = [name, f"{name}_cls"]
+    refuse_replacements(
+        fused.layer, [n for n in replacements if getattr(layer, n) is not None]
+    )
+
+    def promote_dtype(x: Any, kernel: Any, _: None, **options: Any) -> tuple[Any, ...]:
+        # Made here, after the kernel, as linen makes it: each parameter takes the next
+        # of the layer's random keys.
+        bias = None
+        if layer.use_bias:
+            shape = (layer.features,)
+            bias = layer.param("bias", layer.bias_init, shape, layer.param_dtype)
+        x, kernel, fused.bias = layer.promote_dtype(x, kernel, bias, **options)
+        return x, kernel, None
+
+    changes = {"use_bias": False, "promote_dtype": promote_dtype}
+    return call_with(flax_class, layer, inputs, **changes, **{name: fused})

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""nnx's `Conv` and `Linear`, in one kernel with bias, residual and activation."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, Options
+from jax_cudnn.flax.fusion import (
+    FusedProduct,
+    call_with,
+    fold_residual,
+    refuse_replacements,
+)
+from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.conv import conv
+from jax_cudnn.ops.matmul import dot_general
+
+__all__ = ["Conv", "Linear"]
+
+
+class Conv(nnx.Conv):
+    r"""`flax.nnx.Conv`, in one kernel with bias, residual and activation.
+
+    .. math::
+
+        \mathrm{output} = \mathrm{activation}(x * \mathrm{kernel} + \mathrm{bias}
+            + \mathrm{residual})
+
+    A subclass of nnx's layer with the same parameters, so that its checkpoints load and
+    its own code works out padding, dilation, masks, batch axes and dtypes. Sums, and
+    what follows them, are kept in f32 (f64 for f64) and rounded once.
+
+    Args:
+      in_features: as in `flax.nnx.Conv`, and so are the next three.
+      out_features: see there.
+      kernel_size: see there.
+      strides: see there.
+      activation: as in `jax_cudnn.conv`: a name such as "relu", or a pointwise function
+        of one array. Default None: none.
+      implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.conv`.
+      rngs: as in `flax.nnx.Conv`.
+      **options: all other keyword arguments of the installed `flax.nnx.Conv` but
+        `conv_general_dilated`: padding, input_dilation, kernel_dilation,
+        feature_group_count, use_bias, mask, dtype, param_dtype, precision, ...
+
+    Raises:
+      ValueError: an unknown `implementation`; `conv_general_dilated` is given.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_cudnn.flax.nnx import Conv
+      >>> layer = Conv(16, 16, (3, 3), activation="relu", rngs=nnx.Rngs(0))
+      >>> x = jnp.ones((2, 8, 8, 16))
+      >>> layer(x, residual=x).shape
+      (2, 8, 8, 16)
+    """
+
+    # The other options are not spelled out: they are those of the Flax installed, which
+    # gains some from version to version.
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        kernel_size: int | Sequence[int],
+        strides: int | Sequence[int] | None = 1,
+        *,
+        activation: Activation | None = None,
+        implementation: Implementation = "auto",
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        refuse_replacements(
+            "Conv", [n for n in ("conv_general_dilated",) if n in options]
+        )
+        Options(implementation=implementation)  # refuses unknown names
+        super().__init__(
+            in_features, out_features, kernel_size, strides, rngs=rngs, **options
+        )
+        self.activation: Activation | None = activation
+        self.implementation: Implementation = implementation
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        out_sharding: Any = None,
+        *,
+        residual: ArrayLike | None = None,
+    ) -> jax.Array:
+        r"""Return the activation of convolution, bias and residual.
+
+        Args:
+          inputs: (..., \*y, c), with any number of batch axes, spatial axes y and c in
+            channels.
+          out_sharding: must be None.
+          residual: floats that broadcast to the result, added before the activation in
+            the kernel's f32. Default None: nothing added.
+
+        Returns:
+          (..., \*y, o), of the dtype in which nnx's layer returns it.
+
+        Raises:
+          ValueError: an unknown activation; a residual that does not broadcast.
+          TypeError: dtypes that `jax_cudnn.conv` does not take.
+          UnsupportedError: as `jax_cudnn.conv`; and `out_sharding` is given.
+          LibraryError: as `jax_cudnn.conv`.
+        """
+        space = len(self.kernel_size) + 1
+        fused = FusedProduct(
+            layer="Conv",
+            product=conv,
+            activation=self.activation,
+            residual=fold_residual("Conv", residual, inputs.shape, space),
+            implementation=self.implementation,
+        )
+        return _call(
+            nnx.Conv, self, inputs, out_sharding, "conv_general_dilated", fused
+        )
+
+
+class Linear(nnx.Linear):
+    r"""`flax.nnx.Linear`, in one kernel with bias, residual and activation.
+
+    .. math::
+
+        \mathrm{output} = \mathrm{activation}(x\, \mathrm{kernel} + \mathrm{bias}
+            + \mathrm{residual})
+
+    A subclass of nnx's layer with the same parameters. Sums, and what follows them, are
+    kept in f32 (f64 for f64) and rounded once.
+
+    Args:
+      in_features: as in `flax.nnx.Linear`.
+      out_features: as in `flax.nnx.Linear`.
+      activation: as in `jax_cudnn.conv`. Default None: none.
+      implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.matmul`.
+      rngs: as in `flax.nnx.Linear`.
+      **options: all other keyword arguments of the installed `flax.nnx.Linear` but
+        `dot_general`: use_bias, dtype, param_dtype, precision, kernel_init, ...
+
+    Raises:
+      ValueError: an unknown `implementation`; `dot_general` is given.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_cudnn.flax.nnx import Linear
+      >>> layer = Linear(8, 16, activation="gelu", rngs=nnx.Rngs(0))
+      >>> layer(jnp.ones((5, 3, 8))).shape
+      (5, 3, 16)
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        activation: Activation | None = None,
+        implementation: Implementation = "auto",
+        rngs: nnx.Rngs,
+        **options: Any,
+    ) -> None:
+        refuse_replacements("Linear", [n for n in ("dot_general",) if n in options])
+        Options(implementation=implementation)  # refuses unknown names
+        super().__init__(in_features, out_features, rngs=rngs, **options)
+        self.activation: Activation | None = activation
+        self.implementation: Implementation = implementation
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        out_sharding: Any = None,
+        *,
+        residual: ArrayLike | None = None,
+    ) -> jax.Array:
+        """Return the activation of product, bias and residual.
+
+        Args:
+          inputs: (..., c), with c in features.
+          out_sharding: must be None.
+          residual: floats that broadcast to the result, added before the activation in
+            the kernel's f32. Default None: nothing added.
+
+        Returns:
+          (..., o), of the dtype in which nnx's layer returns it.
+
+        Raises:
+          ValueError: an unknown activation; a residual that does not broadcast.
+          TypeError: dtypes that `jax_cudnn.matmul` does not take.
+          UnsupportedError: as `jax_cudnn.matmul`; and `out_sharding` is given.
+          LibraryError: as `jax_cudnn.matmul`.
+        """
+        fused = FusedProduct(
+            layer="Linear",
+            product=dot_general,
+            activation=self.activation,
+            residual=residual,
+            implementation=self.implementation,
+        )
+        return _call(nnx.Linear, self, inputs, out_sharding, "dot_general", fused)
+
+
+def _call(
+    flax_class: type,
+    layer: Conv | Linear,
+    inputs: jax.Array,
+    out_sharding: object,
+    name: str,
+    fused: FusedProduct,
+) -> jax.Array:
+    """Run nnx's layer with `fused` as its attribute `name`."""
+    bias = None if layer.bias is None else layer.bias[...]
+
+    def promote_dtype(arrays: tuple[Any, ...], **options: Any) -> tuple[Any, ...]:
+        x, kernel, _ = arrays
+        x, kernel, fused.bias = layer.promote_dtype((x, kernel, bias), **options)
+        return x, kernel, None
+
+    changes = {"bias": None, "use_bias": False, "promote_dtype": promote_dtype}
+    return call_with(
+        flax_class, layer, inputs, out_sharding, **changes, **{name: fused}
+    )

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of a graph as one more graph, written node by node from the kinds' rules."""
+
+from dataclasses import replace
+
+from jax_cudnn.graph.kinds import BackwardGraph, Derivative, kind_named
+from jax_cudnn.graph.pointwise import PointwiseAttributes
+from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.spec import Graph, Node
+from jax_cudnn.graph.writer import GradientWriter, residual_tensor
+
+
+def derivative_of(graph: Graph) -> Derivative | None:
+    """Return how the graph is differentiated, or None: by the reference alone."""
+    node = graph.sole_node()
+    if node is not None and (own := kind_named(node.kind).derivative) is not None:
+        return own
+    if all(_has_vjp(node) for node in graph.nodes):
+        return Derivative(with_residuals=_with_residuals, backward=_backward)
+    return None
+
+
+def _has_vjp(node: Node) -> bool:
+    kind = kind_named(node.kind)
+    return kind.vjp is not None and kind.has_vjp(node.attributes)
+
+
+def _with_residuals(graph: Graph, wanted: tuple[bool, ...]) -> Graph:
+    """Add a result for each virtual tensor that the gradient will read."""
+    _, writer = _write(graph, wanted, (True,) * len(graph.outputs))
+    if not writer.residuals:
+        return graph
+    saved = [residual_tensor(graph, name) for name in writer.residuals]
+    copies = [
+        Node.make(
+            "pointwise",
+            {"a": name},
+            {"output": tensor.name},
+            PointwiseAttributes(mode="identity"),
+        )
+        for name, tensor in zip(writer.residuals, saved, strict=True)
+    ]
+    return Graph(
+        tensors=(*graph.tensors, *saved),
+        nodes=(*graph.nodes, *copies),
+        inputs=graph.inputs,
+        outputs=(*graph.outputs, *(tensor.name for tensor in saved)),
+    )
+
+
+def _backward(
+    graph: Graph, wanted: tuple[bool, ...], nonzero: tuple[bool, ...]
+) -> BackwardGraph | None:
+    gradients, writer = _write(graph, wanted, nonzero)
+    if not gradients:
+        return None
+    backward = writer.finish(tuple(gradients))
+    read = {name for node in backward.nodes for _, name in node.inputs}
+    inputs = tuple(name for name in backward.inputs if name in read)
+    backward = replace(
+        backward,
+        inputs=inputs,
+        tensors=tuple(
+            t
+            for t in backward.tensors
+            if t.name not in backward.inputs or t.name in read
+        ),
+    )
+    full = _with_residuals(graph, wanted)
+
+    def source(name: str) -> tuple[str, int]:
+        origin = writer.sources[name]
+        if name == f"grad_{origin}":
+            return "cotangent", graph.outputs.index(origin)
+        if origin in graph.inputs:
+            return "input", graph.inputs.index(origin)
+        return "output", full.outputs.index(origin)
+
+    return BackwardGraph(
+        graph=backward,
+        operands=tuple(source(name) for name in inputs),  # type: ignore[misc]
+        gradients=tuple(
+            graph.inputs.index(name.removeprefix("grad_")) for name in gradients
+        ),
+    )
+
+
+def _write(
+    graph: Graph, wanted: tuple[bool, ...], nonzero: tuple[bool, ...]
+) -> tuple[list[str], GradientWriter]:
+    """Write the gradients of the wanted operands; those that are zero are left out."""
+    dtypes = [accumulator(t.dtype) for t in graph.tensors]
+    writer = GradientWriter(graph, "f64" if "f64" in dtypes else "f32")
+    cotangents: dict[str, list[str]] = {
+        name: [writer.cotangent(name)]
+        for name, is_nonzero in zip(graph.outputs, nonzero, strict=True)
+        if is_nonzero
+    }
+    moving = _moving(graph, wanted)
+    for node in reversed(graph.nodes):
+        vjp = kind_named(node.kind).vjp
+        assert vjp is not None, "derivative_of has looked"
+        (output,) = (name for _, name in node.outputs)
+        if output not in cotangents or output not in moving:
+            continue
+        cotangent = _sum(writer, cotangents.pop(output))
+        for role, name in node.inputs:
+            if name in moving:
+                grad = vjp(writer, node, cotangent, role)
+                if grad is not None:
+                    cotangents.setdefault(name, []).append(grad)
+    results: list[str] = []
+    for tensor, is_wanted in zip(graph.input_tensors, wanted, strict=True):
+        if is_wanted and tensor.name in cotangents:
+            grad = _sum(writer, cotangents[tensor.name])
+            final = replace(tensor, name=f"grad_{tensor.name}")
+            results.append(writer.result(grad, final))
+    return results, writer
+
+
+def _moving(graph: Graph, wanted: tuple[bool, ...]) -> set[str]:
+    """Return the tensors that depend on a wanted operand."""
+    moving = {
+        name for name, is_wanted in zip(graph.inputs, wanted, strict=True) if is_wanted
+    }
+    for node in graph.nodes:
+        if moving.intersection(name for _, name in node.inputs):
+            moving.update(name for _, name in node.outputs)
+    return moving
+
+
+def _sum(writer: GradientWriter, names: list[str]) -> str:
+    total = names[0]
+    for name in names[1:]:
+        total = writer.pointwise("add", total, name)
+    return total

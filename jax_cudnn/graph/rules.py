@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the shape rules of several node kinds have in common."""
+
+from jax_cudnn.errors import GraphError
+from jax_cudnn.graph.kinds import Roles
+from jax_cudnn.graph.spec import DTypeName
+
+FLOATS = ("f8_e4m3fn", "f8_e5m2", "bf16", "f16", "f32", "f64")
+
+
+def accumulator(*dtypes: DTypeName) -> DTypeName:
+    """Return the dtype in which sums over these dtypes are kept."""
+    if "f64" in dtypes:
+        return "f64"
+    return "i32" if all(dtype in ("i8", "u8") for dtype in dtypes) else "f32"
+
+
+def broadcasts_to(dims: tuple[int, ...], shape: tuple[int, ...]) -> bool:
+    """Whether each of `dims` is 1 or the entry of `shape` at its place."""
+    return len(dims) == len(shape) and all(
+        dim in (1, full) for dim, full in zip(dims, shape, strict=True)
+    )
+
+
+def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the dims that shapes of one rank broadcast to, if they do."""
+    return tuple(
+        next((size for size in sizes if size != 1), 1)
+        for sizes in zip(*shapes, strict=True)
+    )
+
+
+def expect_dims(kind: str, roles: Roles, role: str, dims: tuple[int, ...]) -> None:
+    """Raise GraphError where the role is there and has other dims."""
+    if role in roles and roles[role].dims != dims:
+        raise GraphError(
+            f"{kind}: {role} has dims {list(roles[role].dims)}, not {list(dims)}"
+        )
+
+
+def expect_dtype(kind: str, roles: Roles, role: str, dtype: DTypeName) -> None:
+    """Raise GraphError where the role is there and has another dtype."""
+    if role in roles and roles[role].dtype != dtype:
+        raise GraphError(f"{kind}: {role} is {roles[role].dtype}, not {dtype}")

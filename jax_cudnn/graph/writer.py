@@ -1,0 +1,308 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writing graphs node by node: names, dims and dtypes of what lies between.
+
+A tensor made here is virtual, in the accumulator's dtype, until it is given a name and
+a dtype of its own as a result.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from jax_cudnn.graph.pointwise import (
+    COMPARISONS,
+    ConstantAttributes,
+    PointwiseAttributes,
+    ReductionAttributes,
+)
+from jax_cudnn.graph.rules import broadcast
+from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Node, Tensor
+
+
+# The nodes that are not contractions.
+_AROUND = ("pointwise", "constant", "reduction")
+
+
+class GraphWriter:
+    """A graph being written; tensors are spoken of by their names."""
+
+    def __init__(self, accumulator: DTypeName) -> None:
+        """Start empty; virtual tensors are in the accumulator's dtype."""
+        self.accumulator: DTypeName = accumulator
+        self._tensors: dict[str, Tensor] = {}
+        self._nodes: list[Node] = []
+        self._inputs: list[str] = []
+        self._constants: dict[tuple[float, int], str] = {}
+        self._casts: dict[tuple[str, DTypeName], str] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        """Return the tensor of that name."""
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is a tensor of that name."""
+        return name in self._tensors
+
+    def input(self, tensor: Tensor) -> str:
+        """Add an operand."""
+        self._tensors[tensor.name] = tensor
+        self._inputs.append(tensor.name)
+        return tensor.name
+
+    def node(
+        self,
+        kind: str,
+        inputs: Mapping[str, str],
+        attributes: Attributes,
+        *,
+        output: str = "output",
+        dims: tuple[int, ...],
+        order: tuple[int, ...],
+        dtype: DTypeName | None = None,
+    ) -> str:
+        """Add a node with one result, in its role `output`, and return its name."""
+        label = getattr(attributes, "mode", kind)
+        name = f"{label}_{len(self._nodes)}"
+        self._tensors[name] = Tensor(
+            name=name, dtype=dtype or self.accumulator, dims=dims, order=order
+        )
+        self._nodes.append(Node.make(kind, inputs, {output: name}, attributes))
+        return name
+
+    def pointwise(
+        self, mode: str, *names: str, alpha: float = 0.0, dtype: DTypeName | None = None
+    ) -> str:
+        """Add a pointwise node over tensors whose dims are broadcast."""
+        tensors = [self._tensors[name] for name in names]
+        dims = broadcast(*(tensor.dims for tensor in tensors))
+        order = next((t.order for t in tensors if t.dims == dims), tensors[0].order)
+        return self.node(
+            "pointwise",
+            dict(zip("abc", names, strict=False)),
+            PointwiseAttributes(mode=mode, alpha=alpha),
+            dims=dims,
+            order=order,
+            dtype="bool" if mode in COMPARISONS else dtype,
+        )
+
+    def constant(self, value: float, rank: int | None = None) -> str:
+        """Add a constant of that rank (by default that of the first tensor), once."""
+        rank = rank or len(next(iter(self._tensors.values())).dims)
+        if (value, rank) not in self._constants:
+            self._constants[value, rank] = self.node(
+                "constant",
+                {},
+                ConstantAttributes(value=value),
+                dims=(1,) * rank,
+                order=tuple(range(rank)),
+                dtype="f64" if self.accumulator == "f64" else "f32",
+            )
+        return self._constants[value, rank]
+
+    def cast(self, name: str, dtype: DTypeName) -> str:
+        """Return the tensor rounded to a dtype."""
+        if self._tensors[name].dtype == dtype:
+            return name
+        if (name, dtype) not in self._casts:
+            rounded = self.pointwise("identity", name, dtype=dtype)
+            self._casts[name, dtype] = rounded
+        return self._casts[name, dtype]
+
+    def reduce_to(self, name: str, dims: tuple[int, ...]) -> str:
+        """Return the tensor summed over the axes where `dims` has 1."""
+        tensor = self._tensors[name]
+        if tensor.dims == dims:
+            return name
+        return self.node(
+            "reduction",
+            {"input": name},
+            ReductionAttributes(mode="add"),
+            dims=dims,
+            order=tensor.order,
+        )
+
+    def result(self, name: str, final: Tensor) -> str:
+        """Give a tensor the name, dtype and order of a result, and return its name.
+
+        A tensor that others read, or an operand, is copied into it by a node.
+        """
+        is_read = any(name in dict(node.inputs).values() for node in self._nodes)
+        if is_read or not any(name in dict(n.outputs).values() for n in self._nodes):
+            name = self.pointwise("identity", name, dtype=final.dtype)
+        self._tensors.pop(name)
+        self._tensors[final.name] = final
+        self._nodes = [
+            replace(
+                node,
+                outputs=tuple(
+                    (role, final.name if each == name else each)
+                    for role, each in node.outputs
+                ),
+            )
+            for node in self._nodes
+        ]
+        return final.name
+
+    def finish(self, outputs: Sequence[str]) -> Graph:
+        """Return the graph of what the outputs need; all operands stay."""
+        needed = set(outputs)
+        nodes: list[Node] = []
+        for node in reversed(self._nodes):
+            if needed.intersection(name for _, name in node.outputs):
+                nodes.insert(0, node)
+                needed.update(name for _, name in node.inputs)
+        return Graph(
+            tensors=tuple(
+                tensor
+                for name, tensor in self._tensors.items()
+                if name in needed or name in self._inputs
+            ),
+            nodes=tuple(nodes),
+            inputs=tuple(self._inputs),
+            outputs=tuple(outputs),
+        )
+
+
+class GradientWriter(GraphWriter):
+    """A gradient graph being written beside the forward graph that it belongs to.
+
+    Forward values are used by their forward names. An operand or a result of the
+    forward graph is an operand here. A value that follows from operands without a
+    contraction, or from a single other one, as all within an activation do from its
+    argument, is computed again from that. Any other is a residual, which the forward
+    graph is to save.
+    """
+
+    def __init__(self, graph: Graph, accumulator: DTypeName) -> None:
+        """Start the gradient of a graph."""
+        super().__init__(accumulator)
+        self.graph = graph
+        self.residuals: list[str] = []
+        # Where each operand comes from: a forward tensor's name, seen with its axes in
+        # some order, or a result's name for its cotangent.
+        self.sources: dict[str, str] = {}
+        self._makers = {name: node for node in graph.nodes for _, name in node.outputs}
+        self._views: dict[tuple[str, tuple[int, ...]], str] = {}
+        # Of the first contraction's operands; the accumulator's without one.
+        self.operand_dtype: DTypeName = next(
+            (
+                graph.tensor(node.inputs[0][1]).dtype
+                for node in graph.nodes
+                if node.kind not in _AROUND
+                and graph.tensor(node.inputs[0][1]).dtype in ("bf16", "f16")
+            ),
+            accumulator,
+        )
+        self._roots: dict[str, str | None] = {}
+
+    def forward(self, name: str) -> Tensor:
+        """Return a tensor of the forward graph."""
+        return self.graph.tensor(name)
+
+    def is_result(self, name: str) -> bool:
+        """Whether the forward graph gives this tensor to its caller."""
+        return name in self.graph.outputs
+
+    def use(self, name: str) -> str:
+        """Return a forward value as a tensor of this graph."""
+        return self.view(name, tuple(range(len(self.forward(name).dims))))
+
+    def view(self, name: str, axes: tuple[int, ...]) -> str:
+        """Return a forward value with its logical axes permuted, nothing moved."""
+        if (name, axes) in self._views:
+            return self._views[name, axes]
+        is_made = name in self._makers and not self._follows_contraction(name)
+        # A truth value is cheaper to find again than to keep.
+        is_made |= name in self._makers and self.forward(name).dtype == "bool"
+        is_root = self._root(name) == name and not is_made
+        if is_root or self.is_result(name):
+            view = self._operand(name, axes)
+        else:
+            view = self._again(self._makers[name], name, axes)
+        self._views[name, axes] = view
+        return view
+
+    def rounded(self, name: str) -> str:
+        """Return a cotangent in the dtype in which contractions take it.
+
+        All that reads it reads the one tensor: the sum for a bias too.
+        """
+        return self.cast(name, self.operand_dtype)
+
+    def cotangent(self, name: str) -> str:
+        """Return the cotangent of a forward result, as an operand."""
+        grad = f"grad_{name}"
+        self.sources[grad] = name
+        return self.input(replace(self.forward(name), name=grad))
+
+    def _follows_contraction(self, name: str) -> bool:
+        maker = self._makers.get(name)
+        if maker is None:
+            return False
+        return maker.kind not in ("pointwise", "constant") or any(
+            self._follows_contraction(each) for _, each in maker.inputs
+        )
+
+    def _root(self, name: str) -> str | None:
+        """Return the one tensor that this one follows from; None for a constant."""
+        if name not in self._roots:
+            maker = self._makers.get(name)
+            root: str | None = name
+            if maker is not None and maker.kind in ("pointwise", "constant"):
+                roots = {self._root(each) for _, each in maker.inputs} - {None}
+                if len(roots) < 2:
+                    root = next(iter(roots), None)
+            self._roots[name] = root
+        return self._roots[name]
+
+    def _operand(self, name: str, axes: tuple[int, ...]) -> str:
+        tensor = self.forward(name)
+        is_residual = name in self._makers and not self.is_result(name)
+        if is_residual:
+            tensor = residual_tensor(self.graph, name)
+            # A graph that saves already, as one under a second derivative, goes on.
+            is_saved = self.is_result(tensor.name) or name in self.residuals
+            if not is_saved:
+                self.residuals.append(name)
+        is_plain = axes == tuple(range(len(axes)))
+        view = (
+            tensor.name if is_plain else f"{tensor.name}_view_{''.join(map(str, axes))}"
+        )
+        self.sources[view] = tensor.name
+        return self.input(
+            replace(
+                tensor,
+                name=view,
+                dims=tuple(tensor.dims[axis] for axis in axes),
+                order=tuple(axes.index(axis) for axis in tensor.order),
+            )
+        )
+
+    def _again(self, maker: Node, name: str, axes: tuple[int, ...]) -> str:
+        tensor = self.forward(name)
+        if maker.kind == "constant":
+            assert isinstance(maker.attributes, ConstantAttributes)
+            return self.constant(maker.attributes.value, len(tensor.dims))
+        return self.node(
+            maker.kind,
+            {role: self.view(each, axes) for role, each in maker.inputs},
+            maker.attributes,
+            dims=tuple(tensor.dims[axis] for axis in axes),
+            order=tuple(axes.index(axis) for axis in tensor.order),
+            dtype=tensor.dtype,
+        )
+
+
+def residual_tensor(graph: Graph, name: str) -> Tensor:
+    """Return how a virtual forward tensor is saved: in the dtype of the results.
+
+    Not in 8 bits: those are for values that have been scaled to them.
+    """
+    tensor = graph.tensor(name)
+    dtype = graph.output_tensors[0].dtype
+    if dtype in ("f8_e4m3fn", "f8_e5m2"):
+        dtype = "bf16"
+    return replace(
+        tensor,
+        name=f"saved_{name}",
+        dtype=dtype if tensor.dtype in ("f32", "f64") else tensor.dtype,
+    )

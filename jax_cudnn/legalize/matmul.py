@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmuls as cuDNN takes them: columns and sums padded where nothing else plans."""
+
+from jax_cudnn.graph import Graph
+from jax_cudnn.graph.folding import families
+from jax_cudnn.legalize.edit import ELEMENTS_PER_LOAD, Edit, constants
+from jax_cudnn.legalize.partition import is_contraction
+from jax_cudnn.legalize.rules import Legal
+
+_FAMILIES = {"a": "a", "b": "b", "output": "output"}
+
+
+def candidates(graph: Graph) -> tuple[Legal, ...]:
+    """Return the ways in which cuDNN may run a matmul with what surrounds it."""
+    padded = _padded(graph)
+    return (Edit.of(graph).finish(), *((padded,) if padded is not None else ()))
+
+
+def _padded(graph: Graph) -> Legal | None:
+    edit = Edit.of(graph)
+    node = next(node for node in edit.nodes if is_contraction(node))
+    a, b = (edit.tensors[name] for _, name in node.inputs)
+    narrow = [t for t in graph.input_tensors if t.dtype in ELEMENTS_PER_LOAD]
+    unit = max(ELEMENTS_PER_LOAD[t.dtype] for t in narrow)
+    m, r, n = a.dims[1], a.dims[2], b.dims[2]
+    rows_are_loaded = a.order[-1] == 1
+    grown = {
+        "a": {1: m if rows_are_loaded else 0, 2: r},
+        "b": {1: r, 2: n},
+        "output": {1: m if rows_are_loaded else 0, 2: n},
+    }
+    family = families(graph, _FAMILIES)
+    changed = False
+    for name, tensor in list(edit.tensors.items()):
+        if name in constants(edit) or name not in family:
+            continue
+        sizes = {
+            axis: -(-size // unit) * unit
+            for axis, size in grown[family[name]].items()
+            if tensor.dims[axis] == size and size % unit
+        }
+        if sizes:
+            changed = True
+            edit.pad(name, sizes)
+    if not changed:
+        return None
+    edit.notes.append(f"matrices are padded to multiples of {unit} elements")
+    return edit.finish()

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the operations' argument checks have in common."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, Options
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph import DTypeName, Tensor
+from jax_cudnn.reference.interpreter import dtype_name
+
+FLOATS = ("bf16", "f16", "f32", "f64")
+# A precision as JAX's operations take it, less the pair for each operand.
+Precision = str | jax.lax.Precision | None
+
+
+def describe(x: jax.Array) -> str:
+    """Return dtype and shape as JAX prints them."""
+    name = dtype_name(x.dtype) or str(x.dtype)
+    return f"{name}[{','.join(map(str, x.shape))}]"
+
+
+def options(
+    implementation: Implementation | None, precision: Precision | tuple[()] = ()
+) -> Options:
+    """Return the options of a call, with the precision in force where it is traced."""
+    # Set on the class when JAX is imported, where type checkers do not see it.
+    default: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    if isinstance(precision, tuple | list):
+        pair = set(precision)
+        if len(pair) > 1:
+            raise ValueError(
+                f"precision={precision!r} differs between the operands. Pass one."
+            )
+        precision = pair.pop() if pair else None
+    if isinstance(precision, jax.lax.Precision):
+        precision = precision.name.lower()
+    return Options(
+        implementation="auto" if implementation is None else implementation,
+        matmul_precision=default if precision is None else precision,
+    )
+
+
+def check_dimensions_known(op: str, name: str, x: jax.Array) -> None:
+    """Raise UnsupportedError for the symbolic dimensions of jax.export."""
+    if not all(isinstance(size, int) for size in x.shape):
+        raise UnsupportedError(
+            f"{op}: {name} has symbolic dimensions, {describe(x)}. A cuDNN plan is "
+            "made for one shape. Export the function for each shape it is to serve."
+        )
+
+
+def check_float(op: str, name: str, x: jax.Array) -> None:
+    """Raise TypeError unless the operand is a float that graphs know."""
+    if dtype_name(x.dtype) not in FLOATS:
+        raise TypeError(
+            f"{op}: {name} is {describe(x)}. Supported dtypes are {', '.join(FLOATS)}. "
+            "Convert it to one of them."
+        )
+
+
+def result_dtype(
+    op: str, preferred: object, default: np.dtype, operands: str
+) -> DTypeName:
+    """Return the result's dtype, or raise TypeError for one that is not taken."""
+    dtype = default if preferred is None else jnp.dtype(preferred)  # type: ignore[arg-type]
+    name = dtype_name(dtype)
+    taken = (*FLOATS, "i32", "f8_e4m3fn", "f8_e5m2")
+    if name not in taken:
+        advice = "Pass preferred_element_type."
+        if preferred is None and name in ("i8", "u8"):
+            advice = (
+                "8-bit results would wrap around: pass preferred_element_type, "
+                "for example jnp.int32, or jnp.bfloat16 with a scale."
+            )
+        raise TypeError(
+            f"{op}: the result of {operands} would be {name or dtype}. Supported are "
+            f"{', '.join(taken)}. {advice}"
+        )
+    if name == "i32" and dtype_name(default) not in ("i8", "u8"):
+        raise TypeError(
+            f"{op}: the result of {operands} would be i32. That is the dtype of sums "
+            "of 8-bit integers. Pass a float as preferred_element_type."
+        )
+    return name  # type: ignore[return-value]
+
+
+def tensor(name: str, stored: jax.Array, order: tuple[int, ...]) -> Tensor:
+    """Return the tensor of an array whose axes are the logical ones in `order`."""
+    dtype = dtype_name(stored.dtype)
+    assert dtype is not None
+    dims = tuple(stored.shape[order.index(axis)] for axis in range(len(order)))
+    return Tensor(name=name, dtype=dtype, dims=dims, order=order)  # type: ignore[arg-type]
+
+
+def as_array(value: ArrayLike, accumulator: DTypeName) -> jax.Array:
+    """Return an array; a Python number is f32, or f64 beside sums in f64."""
+    if isinstance(value, bool | int | float):
+        return jnp.asarray(value, jnp.float64 if accumulator == "f64" else jnp.float32)
+    return jnp.asarray(value)

@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times cuDNN plans and XLA's code for a part of a graph, on random operands."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn import native
+from jax_cudnn.graph import Graph, Tensor, to_json
+from jax_cudnn.reference.interpreter import jax_dtype
+
+# Enough operands in turn that none is still in the cache: the largest L2 cache of the
+# GPUs that cuDNN's fusions run on is 126 MB (B200).
+_ROTATED_BYTES = 2**28
+_MOST_SETS = 16
+_SAMPLE_US = 3000.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """Microseconds a call: the median of some samples and their range."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+
+    @classmethod
+    def of(cls, samples: Sequence[float]) -> "Measurement":
+        """Summarise samples."""
+        return cls(
+            median_us=statistics.median(samples),
+            low_us=min(samples),
+            high_us=max(samples),
+        )
+
+
+def draw(tensor: Tensor, seed: int, device: jax.Device) -> jax.Array:
+    """Return a random array for a tensor."""
+    dtype = jax_dtype(tensor.dtype)
+    with jax.default_device(device):
+        key = jax.random.key(seed)
+        shape = tensor.stored_shape
+        if jnp.issubdtype(dtype, jnp.integer):
+            return jax.random.randint(key, shape, -4, 5, jnp.int32).astype(dtype)
+        if dtype == np.bool_:
+            return jax.random.bernoulli(key, 0.9, shape)
+        return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+def draw_sets(graph: Graph, device: jax.Device) -> list[list[jax.Array]]:
+    """Return several sets of random operands, too large together for the cache."""
+    tensors = (*graph.input_tensors, *graph.output_tensors)
+    size = sum(_bytes(tensor) for tensor in tensors)
+    count = min(_MOST_SETS, max(2, math.ceil(_ROTATED_BYTES / max(size, 1))))
+    return [
+        [draw(t, 100 * i + j, device) for j, t in enumerate(graph.input_tensors)]
+        for i in range(count)
+    ]
+
+
+def _bytes(tensor: Tensor) -> int:
+    return math.prod(tensor.dims) * jax_dtype(tensor.dtype).itemsize
+
+
+class PlanStopwatch:
+    """Times plans of one graph in memory of its own."""
+
+    def __init__(
+        self, graph: Graph, sets: Sequence[Sequence[jax.Array]], device: jax.Device
+    ) -> None:
+        """Take the operands, and memory for the results."""
+        self._json = to_json(graph)
+        self._device = device
+        with jax.default_device(device):
+            results = [
+                [
+                    jnp.zeros(t.stored_shape, jax_dtype(t.dtype))
+                    for t in graph.output_tensors
+                ]
+                for _ in sets
+            ]
+        # Kept alive as long as their addresses are in use.
+        self._memory: list[Any] = [*sets, *results]
+        jax.block_until_ready(self._memory)
+        self._buffers = [
+            native.LaunchBuffers(operands=_addresses(xs), results=_addresses(ys))
+            for xs, ys in zip(sets, results, strict=True)
+        ]
+
+    def time(
+        self, plan: native.PlanInfo, *, samples: int, sample_us: float = _SAMPLE_US
+    ) -> Measurement:
+        """Time one plan of the graph, by the device's events."""
+        with jax.default_device(self._device):
+            workspace = jnp.zeros(max(plan.workspace_bytes, 1), jnp.uint8)
+        workspace.block_until_ready()
+
+        def run(launches: int, samples: int) -> tuple[float, ...]:
+            return native.time_plan(
+                self._json,
+                self._buffers,
+                workspace=workspace.unsafe_buffer_pointer(),
+                choice=plan.choice,
+                device=self._device.local_hardware_id,
+                launches=launches,
+                samples=samples,
+            )
+
+        (once,) = run(len(self._buffers), 1)
+        launches = max(len(self._buffers), math.ceil(sample_us / max(once, 0.1)))
+        return Measurement.of(run(launches, samples))
+
+
+def _addresses(arrays: Sequence[jax.Array]) -> tuple[int, ...]:
+    return tuple(x.unsafe_buffer_pointer() for x in arrays)
+
+
+def compile_over_sets(
+    function: Callable[..., Any], sets: Sequence[Sequence[jax.Array]]
+) -> Callable[[], Any]:
+    """Return a call that runs the function on every set, as one compiled program."""
+
+    def over_sets(sets: Sequence[Sequence[jax.Array]]) -> list[Any]:
+        return [function(*operands) for operands in sets]
+
+    compiled = jax.jit(over_sets).lower(sets).compile()
+    return lambda: compiled(sets)
+
+
+def time_calls(
+    call: Callable[[], Any], count: int, *, samples: int, sample_us: float = _SAMPLE_US
+) -> Measurement:
+    """Time a call that does `count` things, by the host's clock over many calls."""
+
+    def run(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / (calls * count) * 1e6
+
+    run(2)
+    once = run(2)
+    calls = max(2, math.ceil(2 * sample_us / (once * count)))
+    return Measurement.of([run(calls) for _ in range(samples)])

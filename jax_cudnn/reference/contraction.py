@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmul, convolution and the convolution's gradients in jax.numpy and jax.lax.
+
+Sums are kept in f32 (f64 for f64, i32 for 8-bit integers); roles and axis letters as in
+graph/matmul.py and graph/conv.py.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph.conv import ConvAttributes, dilated
+from jax_cudnn.graph.spec import Attributes, Tensor
+
+Operands = Mapping[str, jax.Array]
+
+
+def matmul(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return a b for each batch entry."""
+    del attributes, outputs
+    a, b = inputs["a"], inputs["b"]
+    return {"output": jnp.matmul(a, b, preferred_element_type=_accumulator(a))}
+
+
+def conv_fprop(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return the convolution of x with w."""
+    assert isinstance(attributes, ConvAttributes)
+    x, w = inputs["x"], inputs["w"]
+    if _has_empty(inputs, outputs):
+        return _zeros(outputs, x)
+    result = _conv(
+        x,
+        w,
+        window_strides=attributes.window_strides,
+        padding=_pairs(attributes.padding_low, attributes.padding_high),
+        lhs_dilation=attributes.lhs_dilation,
+        rhs_dilation=attributes.rhs_dilation,
+        feature_group_count=_groups(x.shape, w.shape),
+    )
+    return {"output": result}
+
+
+def conv_dgrad(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return the gradient of x: the cotangent with w, flipped and transposed."""
+    assert isinstance(attributes, ConvAttributes)
+    w, grad = inputs["w"], inputs["grad_output"]
+    if _has_empty(inputs, outputs):
+        return _zeros(outputs, w)
+    dims = outputs["grad_x"].dims
+    groups = _groups(dims, w.shape)
+    low: list[int] = []
+    high: list[int] = []
+    for i, size in enumerate(dims[2:]):
+        window = dilated(w.shape[i + 2], attributes.rhs_dilation[i])
+        low.append(window - 1 - attributes.padding_low[i])
+        grown = dilated(grad.shape[i + 2], attributes.window_strides[i])
+        full = dilated(size, attributes.lhs_dilation[i])
+        high.append(full + window - 1 - grown - low[i])
+    flipped = jnp.flip(w, axis=tuple(range(2, w.ndim)))
+    result = _conv(
+        grad,
+        _swap_channels(flipped, groups),
+        window_strides=attributes.lhs_dilation,
+        padding=_pairs(low, high),
+        lhs_dilation=attributes.window_strides,
+        rhs_dilation=attributes.rhs_dilation,
+        feature_group_count=groups,
+    )
+    return {"grad_x": result}
+
+
+def conv_wgrad(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return the gradient of w: x with the cotangent, contracted over images."""
+    assert isinstance(attributes, ConvAttributes)
+    x, grad = inputs["x"], inputs["grad_output"]
+    if _has_empty(inputs, outputs):
+        return _zeros(outputs, x)
+    dims = outputs["grad_w"].dims
+    groups = _groups(x.shape, dims)
+    high: list[int] = []
+    for i, size in enumerate(dims[2:]):
+        window = dilated(size, attributes.rhs_dilation[i])
+        grown = dilated(grad.shape[i + 2], attributes.window_strides[i])
+        full = dilated(x.shape[i + 2], attributes.lhs_dilation[i])
+        high.append(window - 1 + grown - full - attributes.padding_low[i])
+    result = _conv(
+        _swap_images(x, groups),
+        jnp.swapaxes(grad, 0, 1),
+        window_strides=attributes.rhs_dilation,
+        padding=_pairs(attributes.padding_low, high),
+        lhs_dilation=attributes.lhs_dilation,
+        rhs_dilation=attributes.window_strides,
+        feature_group_count=groups,
+    )
+    return {"grad_w": jnp.swapaxes(result, 0, 1)}
+
+
+def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:
+    """Whether all sums are empty; XLA takes no window without elements."""
+    has_empty_result = any(tensor.is_empty for tensor in outputs.values())
+    return has_empty_result or any(x.size == 0 for x in inputs.values())
+
+
+def _zeros(outputs: Mapping[str, Tensor], like: jax.Array) -> dict[str, jax.Array]:
+    return {
+        role: jnp.zeros(tensor.dims, _accumulator(like))
+        for role, tensor in outputs.items()
+    }
+
+
+def _conv(x: jax.Array, w: jax.Array, **options: object) -> jax.Array:
+    return jax.lax.conv_general_dilated(
+        x,
+        w,
+        preferred_element_type=_accumulator(x),
+        **options,  # type: ignore[arg-type]
+    )
+
+
+def _accumulator(x: jax.Array) -> jnp.dtype:
+    if x.dtype in (jnp.int8, jnp.uint8):
+        return jnp.dtype(jnp.int32)
+    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def _pairs(low: Sequence[int], high: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(low, high, strict=True))
+
+
+def _groups(x: Sequence[int], w: Sequence[int]) -> int:
+    return x[1] // w[1] if w[1] else 1
+
+
+def _swap_channels(w: jax.Array, groups: int) -> jax.Array:
+    """Turn (g o', c', *f) into (g c', o', *f): in and out channels of each group."""
+    out, channels, *window = w.shape
+    split = jnp.reshape(w, (groups, out // groups, channels, *window))
+    swapped = jnp.swapaxes(split, 1, 2)
+    return jnp.reshape(swapped, (groups * channels, out // groups, *window))
+
+
+def _swap_images(x: jax.Array, groups: int) -> jax.Array:
+    """Turn (n, g c', *y) into (c', g n, *y): images are what is contracted."""
+    n, channels, *spatial = x.shape
+    split = jnp.reshape(x, (n, groups, channels // groups, *spatial))
+    swapped = jnp.moveaxis(split, (2, 1, 0), (0, 1, 2))
+    return jnp.reshape(swapped, (channels // groups, groups * n, *spatial))

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pointwise nodes, constants and reductions in jax.numpy; modes as in graph/pointwise.py.
+
+Computed in f32 (f64 where an operand is f64), whatever the operands' dtypes.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn.graph.pointwise import (
+    ACTIVATIONS,
+    ConstantAttributes,
+    PointwiseAttributes,
+)
+from jax_cudnn.graph.spec import Attributes, Tensor
+
+Operands = Mapping[str, jax.Array]
+
+
+def pointwise(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Apply the mode to each element."""
+    assert isinstance(attributes, PointwiseAttributes)
+    del outputs
+    operands = [_widened(inputs[role], inputs) for role in sorted(inputs)]
+    mode = attributes.mode
+    if mode in ("elu", "relu"):
+        result = _ACTIVATIONS[mode](*operands, attributes.alpha)
+    elif mode in ACTIVATIONS:
+        result = _ACTIVATIONS[mode](*operands)
+    elif mode.endswith("_grad"):
+        result = _gradient(mode.removesuffix("_grad"), attributes.alpha, *operands)
+    else:
+        result = _OTHERS[mode](*operands)
+    return {"output": result}
+
+
+def constant(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, np.ndarray]:
+    """Return the value with as many axes as the output has."""
+    assert isinstance(attributes, ConstantAttributes)
+    del inputs
+    return {"output": np.full(outputs["output"].dims, attributes.value, np.float64)}
+
+
+def reduction(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return the sum over the axes where the output has 1."""
+    del attributes
+    x = _widened(inputs["input"], inputs)
+    dims = outputs["output"].dims
+    axes = [
+        axis
+        for axis, (size, reduced) in enumerate(zip(x.shape, dims, strict=True))
+        if size != reduced
+    ]
+    return {"output": jnp.sum(x, axis=axes, keepdims=True)}
+
+
+def _widened(x: jax.Array, inputs: Operands) -> jax.Array:
+    if x.dtype == jnp.bool_:
+        return x
+    is_double = any(each.dtype == jnp.float64 for each in inputs.values())
+    return x.astype(jnp.float64 if is_double else jnp.float32)
+
+
+def _scalar(value: float, x: jax.Array) -> jax.Array:
+    return jnp.asarray(value, x.dtype)
+
+
+def _relu(x: jax.Array, slope: float) -> jax.Array:
+    return jnp.where(x > 0, x, x * _scalar(slope, x) if slope else _scalar(0, x))
+
+
+def _elu(x: jax.Array, alpha: float) -> jax.Array:
+    # The inner `where` keeps the gradient of the branch not taken finite.
+    negative = jnp.where(x > 0, _scalar(0, x), x)
+    return jnp.where(x > 0, x, _scalar(alpha, x) * jnp.expm1(negative))
+
+
+def _relu6(x: jax.Array) -> jax.Array:
+    return jnp.where(x > 0, jnp.where(x < 6, x, _scalar(6, x)), _scalar(0, x))
+
+
+def _gelu_erf(x: jax.Array) -> jax.Array:
+    half = _scalar(0.5, x)
+    return half * x * (1 + jax.lax.erf(x * _scalar(math.sqrt(0.5), x)))
+
+
+_ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
+    "elu": _elu,
+    "gelu_erf": _gelu_erf,
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+    "relu": _relu,
+    "relu6": _relu6,
+    "sigmoid": jax.nn.sigmoid,
+    "silu": jax.nn.silu,
+    "softplus": jax.nn.softplus,
+    "tanh": jnp.tanh,
+}
+assert set(_ACTIVATIONS) == set(ACTIVATIONS)
+
+
+def _gradient(mode: str, alpha: float, cotangent: jax.Array, x: jax.Array) -> jax.Array:
+    options = (alpha,) if mode in ("elu", "relu") else ()
+    # Elementwise, so the derivative along the cotangent is the gradient.
+    _, gradient = jax.jvp(lambda x: _ACTIVATIONS[mode](x, *options), (x,), (cotangent,))
+    return gradient
+
+
+_OTHERS: dict[str, Callable[..., jax.Array]] = {
+    "abs": jnp.abs,
+    "add": jnp.add,
+    "ceil": jnp.ceil,
+    "cos": jnp.cos,
+    "div": jnp.divide,
+    "eq": jnp.equal,
+    "erf": jax.lax.erf,
+    "exp": jnp.exp,
+    "floor": jnp.floor,
+    "ge": jnp.greater_equal,
+    "gt": jnp.greater,
+    "identity": lambda x: x,
+    "le": jnp.less_equal,
+    "log": jnp.log,
+    "lt": jnp.less,
+    "max": jnp.maximum,
+    "min": jnp.minimum,
+    "mul": jnp.multiply,
+    "ne": jnp.not_equal,
+    "neg": jnp.negative,
+    "pow": jnp.power,
+    "reciprocal": jnp.reciprocal,
+    "rsqrt": jax.lax.rsqrt,
+    "select": lambda a, b, c: jnp.where(c, a, b),
+    "sin": jnp.sin,
+    "sqrt": jnp.sqrt,
+    "sub": jnp.subtract,
+    "tan": jnp.tan,
+}

@@ -1,0 +1,632 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Flax's layers with jax_cudnn's products, and jax_cudnn's layers, against Flax's."""
+
+import contextlib
+import functools
+import inspect
+import pickle
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax", reason="Flax is not installed")
+
+from flax import linen, nnx, serialization
+
+import jax_cudnn
+from jax_cudnn.flax import (
+    ConvGeneralDilated,
+    DotGeneral,
+    conv_general_dilated,
+    dot_general,
+    make_conv_general_dilated,
+    make_dot_general,
+)
+from jax_cudnn.flax import linen as our_linen
+from jax_cudnn.flax import nnx as our_nnx
+
+# n images, y and x space, c channels in, o out.
+N, Y, X, C, O = 3, 7, 10, 6, 9  # noqa: E741
+TIGHT = {"rtol": 2e-5, "atol": 1e-5}
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+@contextlib.contextmanager
+def flax_promotes():
+    """Allow promotion where Flax's own code relies on it."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def assert_trees_close(actual, expected, **tolerances):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for x, y in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert x.dtype == y.dtype
+        assert x.shape == y.shape
+        np.testing.assert_allclose(x, y, **(tolerances or TIGHT))
+
+
+def value_and_grads(function, *args):
+    """Return a function's result, and the gradients of a sum that weighs it."""
+
+    def loss(*args):
+        output = function(*args)
+        return jnp.sum(jnp.sin(output.astype(jnp.float32))), output
+
+    argnums = tuple(range(len(args)))
+    run = jax.jit(jax.value_and_grad(loss, argnums=argnums, has_aux=True))
+    (_, output), grads = run(*args)
+    return output, grads
+
+
+def pure(layer):
+    """Return a function of an nnx layer's parameters, and the parameters."""
+    graph, params, rest = nnx.split(layer, nnx.Param, ...)
+
+    def run(params, x, **call):
+        state = nnx.State(params)
+        return nnx.merge(graph, state, rest)(x, **call)
+
+    return run, nnx.to_pure_dict(params)
+
+
+BIAS = {"bias_init": linen.initializers.normal(1.0)}
+
+
+def nnx_conv(layer=nnx.Conv, size=(3, 2), c=C, **options):
+    return layer(c, O, size, rngs=nnx.Rngs(0), **BIAS, **options)
+
+
+def linen_conv(layer=linen.Conv, size=(3, 2), **options):
+    return layer(O, size, **BIAS, **options)
+
+
+def nnx_linear(layer=nnx.Linear, **options):
+    return layer(C, O, rngs=nnx.Rngs(0), **BIAS, **options)
+
+
+def linen_dense(layer=linen.Dense, **options):
+    return layer(O, **BIAS, **options)
+
+
+LAYERS = {
+    ("conv", "nnx"): (nnx_conv, our_nnx.Conv),
+    ("conv", "linen"): (linen_conv, our_linen.Conv),
+    ("dense", "nnx"): (nnx_linear, our_nnx.Linear),
+    ("dense", "linen"): (linen_dense, our_linen.Dense),
+}
+all_layers = pytest.mark.parametrize(
+    ("kind", "api"), LAYERS, ids=["-".join(key) for key in LAYERS]
+)
+
+
+def build(make, x, *layer, **options):
+    """Return a function of an nnx or linen layer's parameters, and the parameters."""
+    layer = make(*layer, **options)
+    if isinstance(layer, nnx.Module):
+        return pure(layer)
+    return layer.apply, layer.init(jax.random.key(0), x)
+
+
+def graphs_in(function, *args):
+    """Return the graphs of all cuDNN calls, and the names of all other primitives."""
+    jaxpr = jax.make_jaxpr(function)(*args)
+    graphs, others = [], set()
+
+    def read(jaxpr):
+        for equation in jaxpr.eqns:
+            if equation.primitive.name == "cudnn_graph":
+                graphs.append(equation.params["graph"])
+            elif "jaxpr" in equation.params:
+                inner = equation.params["jaxpr"]
+                read(getattr(inner, "jaxpr", inner))
+            else:
+                others.add(equation.primitive.name)
+
+    read(jaxpr.jaxpr)
+    return graphs, others
+
+
+def kinds(graph):
+    """Return what each node computes, in order."""
+    return [getattr(node.attributes, "mode", node.kind) for node in graph.nodes]
+
+
+# --- convolutions: the same parameters, with Flax's convolution and with ours ---------
+
+IMAGES = (N, Y, X, C)
+MASK = np.tril(np.ones((3, 2, C, O), np.float32))
+CONV = {
+    "same": ({}, IMAGES),
+    "no bias": ({"use_bias": False}, IMAGES),
+    "valid, strides": ({"padding": "VALID", "strides": (2, 3)}, IMAGES),
+    "one number": ({"padding": 1, "strides": 2, "kernel_dilation": 2}, IMAGES),
+    "pairs": ({"padding": ((1, 2), 0), "strides": None}, IMAGES),
+    "same lower": ({"padding": "SAME_LOWER", "strides": (1, 2)}, IMAGES),
+    "circular": ({"padding": "CIRCULAR", "kernel_dilation": (1, 2)}, IMAGES),
+    "reflect": ({"padding": "REFLECT", "strides": 2}, IMAGES),
+    "causal": ({"padding": "CAUSAL", "size": 3, "kernel_dilation": 2}, (N, Y, C)),
+    "volume": ({"size": (2, 1, 3)}, (2, 3, 4, 5, C)),
+    "groups": ({"feature_group_count": 3}, IMAGES),
+    "input dilation": ({"input_dilation": (2, 1), "padding": (1, (2, 0))}, IMAGES),
+    "mask": ({"mask": MASK}, IMAGES),
+    "two batch axes": ({"strides": 2}, (2, *IMAGES)),
+    "no batch axis": ({"strides": 2}, (Y, X, C)),
+}
+conv_cases = pytest.mark.parametrize(("options", "shape"), CONV.values(), ids=CONV)
+
+
+@conv_cases
+def test_nnx_conv_equals_flax(options, shape):
+    x = normal(1, *shape)
+    layers = [nnx_conv(layer, **options) for layer in (our_nnx.Conv, nnx.Conv)]
+    ours, flax = (value_and_grads(*pure(layer), x) for layer in layers)
+    assert_trees_close(ours, flax)
+
+
+@conv_cases
+def test_linen_conv_equals_flax(options, shape):
+    x = normal(1, *shape)
+    flax = linen_conv(**options)
+    ours = linen_conv(our_linen.Conv, **options)
+    variables = flax.init(jax.random.key(0), x)
+    assert_trees_close(
+        value_and_grads(ours.apply, variables, x),
+        value_and_grads(flax.apply, variables, x),
+    )
+
+
+@pytest.mark.parametrize(
+    "case", ["valid, strides", "causal", "groups", "no batch axis"]
+)
+def test_conv_general_dilated_in_flaxs_conv_equals_flax(case):
+    options, shape = CONV[case]
+    x = normal(1, *shape)
+    flax = nnx_conv(**options)
+    ours = nnx_conv(conv_general_dilated=conv_general_dilated, **options)
+    assert_trees_close(*(value_and_grads(*pure(layer), x) for layer in (ours, flax)))
+    flax = linen_conv(**options)
+    variables = flax.init(jax.random.key(0), x)
+    expected = flax.apply(variables, x)
+    for replaced in (
+        {"conv_general_dilated": conv_general_dilated},
+        {"conv_general_dilated_cls": make_conv_general_dilated},
+    ):
+        layer = linen_conv(**replaced, **options)
+        (graph,), _ = graphs_in(layer.apply, variables, x)
+        assert kinds(graph) == ["conv_fprop"]
+        assert_trees_close(layer.apply(variables, x), expected)
+
+
+def test_conv_general_dilated_takes_every_argument_of_lax():
+    lhs, rhs = normal(1, 4, C, Y), normal(2, O * 2, C, 3)
+    args = (lhs, rhs, (2,), [(1, 2)], (2,), (1,), ("NCH", "OIH", "NCH"), 1, 2)
+    keywords = {"precision": "highest", "preferred_element_type": jnp.float32}
+    assert_trees_close(
+        conv_general_dilated(*args, **keywords),
+        jax.lax.conv_general_dilated(*args, **keywords),
+    )
+    for ours, lax in (
+        (conv_general_dilated, jax.lax.conv_general_dilated),
+        (dot_general, jax.lax.dot_general),
+    ):
+        names = list(inspect.signature(lax).parameters)
+        assert list(inspect.signature(ours).parameters) == names
+
+
+# --- dense layers ---------------------------------------------------------------------
+
+DENSE = {
+    "one batch axis": ({}, (N, C)),
+    "no bias": ({"use_bias": False}, (N, C)),
+    "three batch axes": ({}, IMAGES),
+    "no batch axis": ({}, (C,)),
+}
+dense_cases = pytest.mark.parametrize(("options", "shape"), DENSE.values(), ids=DENSE)
+
+
+@dense_cases
+def test_nnx_linear_equals_flax(options, shape):
+    x = normal(1, *shape)
+    layers = (
+        nnx_linear(our_nnx.Linear, **options),
+        nnx_linear(dot_general=dot_general, **options),
+        nnx_linear(**options),
+    )
+    *ours, flax = (value_and_grads(*pure(layer), x) for layer in layers)
+    for each in ours:
+        assert_trees_close(each, flax)
+
+
+@dense_cases
+def test_linen_dense_equals_flax(options, shape):
+    x = normal(1, *shape)
+    flax = linen_dense(**options)
+    variables = flax.init(jax.random.key(0), x)
+    expected = value_and_grads(flax.apply, variables, x)
+    for layer in (
+        linen_dense(our_linen.Dense, **options),
+        linen_dense(dot_general=dot_general, **options),
+        linen_dense(dot_general_cls=make_dot_general, **options),
+    ):
+        assert_trees_close(value_and_grads(layer.apply, variables, x), expected)
+
+
+def test_dot_general_in_flaxs_general_layers_equals_flax():
+    x = normal(1, 2, 3, 4, 5)
+    with flax_promotes():
+        for options in ({"axis": (1, -1)}, {"axis": (-2,), "batch_axis": {0: 2}}):
+            sizes = [x.shape[axis] for axis in options["axis"]]
+            layers = [
+                nnx.LinearGeneral(sizes, (7, 6), rngs=nnx.Rngs(0), **options, **product)
+                for product in ({"dot_general": dot_general}, {})
+            ]
+            ours, flax = (value_and_grads(*pure(layer), x) for layer in layers)
+            assert_trees_close(ours, flax)
+        flax = linen.DenseGeneral((7, 6), axis=(1, -1))
+        variables = flax.init(jax.random.key(0), x)
+        ours = flax.clone(dot_general_cls=make_dot_general)
+        assert_trees_close(ours.apply(variables, x), flax.apply(variables, x))
+
+
+def test_dot_general_in_flaxs_attention_equals_flax():
+    x = normal(1, N, Y, C)
+    flax = linen.MultiHeadDotProductAttention(num_heads=3)
+    ours = flax.clone(qkv_dot_general=dot_general, out_dot_general=dot_general)
+    variables = flax.init(jax.random.key(0), x)
+    assert len(graphs_in(ours.apply, variables, x)[0]) == 4
+    assert_trees_close(ours.apply(variables, x), flax.apply(variables, x))
+
+
+# --- activation and residual in the same kernel ---------------------------------------
+
+ACTIVATIONS = {
+    "relu": ("relu", jax.nn.relu, ["relu"]),
+    "gelu": (jax.nn.gelu, jax.nn.gelu, ["gelu_tanh"]),
+    "own": (lambda x: x * jnp.tanh(x), lambda x: x * jnp.tanh(x), ["tanh", "mul"]),
+}
+RESIDUALS = {
+    "none": (lambda shape: None, []),
+    "whole": (lambda shape: normal(5, *shape), ["add"]),
+    "one batch entry": (
+        lambda shape: normal(5, *(1 for _ in shape[:-3]), *shape[-3:]),
+        ["add"],
+    ),
+    "per channel": (lambda shape: normal(5, shape[-1]), ["add"]),
+    "lower rank": (lambda shape: normal(5, *shape[-2:]), ["add"]),
+}
+
+
+@pytest.mark.parametrize("batch", [(N,), (2, N), ()], ids=["1", "2", "0"])
+@pytest.mark.parametrize(("make", "adds"), RESIDUALS.values(), ids=RESIDUALS)
+def test_residual_broadcasts_as_it_does_behind_flaxs_conv(batch, make, adds):
+    x, residual = normal(1, *batch, Y, X, C), make((*batch, Y, X, O))
+    layer = nnx_conv(our_nnx.Conv, activation="relu")
+    run, params = pure(layer)
+    flax, _ = pure(nnx_conv())
+
+    def expected(params, x, residual):
+        y = flax(params, x)
+        return jax.nn.relu(y if residual is None else y + residual)
+
+    def ours(params, x, residual):
+        return run(params, x, residual=residual)
+
+    with flax_promotes():
+        truth = value_and_grads(expected, params, x, residual)
+    (graph,), others = graphs_in(ours, params, x, residual)
+    assert kinds(graph) == ["conv_fprop", "add", *adds, "relu"]
+    assert others <= {"reshape", "broadcast_in_dim"}
+    assert_trees_close(value_and_grads(ours, params, x, residual), truth)
+
+
+@pytest.mark.parametrize(
+    ("activation", "function", "nodes"), ACTIVATIONS.values(), ids=ACTIVATIONS
+)
+@all_layers
+def test_activation_and_residual_are_in_the_kernel(
+    kind, api, activation, function, nodes
+):
+    x, residual = normal(1, 2, N, Y, X, C), normal(5, 2, N, Y, X, O)
+    make, layer = LAYERS[kind, api]
+    run, params = build(make, x, layer, activation=activation)
+    flax, _ = build(make, x)
+
+    def ours(params, x, residual):
+        return run(params, x, residual=residual)
+
+    def expected(params, x, residual):
+        return function(flax(params, x) + residual)
+
+    (graph,), others = graphs_in(ours, params, x, residual)
+    product = {"conv": "conv_fprop", "dense": "matmul"}[kind]
+    assert kinds(graph) == [product, "add", "add", *nodes]
+    assert others <= {"reshape", "broadcast_in_dim"}
+    assert_trees_close(
+        value_and_grads(ours, params, x, residual),
+        value_and_grads(expected, params, x, residual),
+    )
+
+
+# --- dtypes ---------------------------------------------------------------------------
+
+
+def error(x, truth):
+    """Return |x - truth| / |truth|."""
+    difference = np.asarray(x, np.float32) - truth
+    return float(np.linalg.norm(difference) / np.linalg.norm(truth))
+
+
+@all_layers
+def test_bf16_is_as_near_to_f32_as_flax_is(kind, api):
+    x = normal(1, N, Y, X, C)
+    make, layer = LAYERS[kind, api]
+
+    def in_flax(dtype):
+        run, params = build(make, x, dtype=dtype)
+        return value_and_grads(lambda p, x: jax.nn.gelu(run(p, x)), params, x)
+
+    truth, flax = in_flax(jnp.float32), in_flax(jnp.bfloat16)
+    run, params = build(make, x, layer, dtype=jnp.bfloat16, activation="gelu")
+    ours = value_and_grads(run, params, x)
+    assert ours[0].dtype == flax[0].dtype == jnp.bfloat16
+    # ours rounds once where Flax rounds product, sum and activation each
+    assert error(ours[0], truth[0]) <= error(flax[0], truth[0])
+    for each, theirs, true in zip(
+        *map(jax.tree.leaves, (ours[1], flax[1], truth[1])), strict=True
+    ):
+        assert each.dtype == theirs.dtype
+        assert error(each, true) <= 1.5 * error(theirs, true)
+
+
+@pytest.mark.parametrize("kind", ["conv", "dense"])
+@pytest.mark.parametrize(
+    ("dtype", "param_dtype", "preferred"),
+    [
+        (None, jnp.float32, None),
+        (None, jnp.bfloat16, None),
+        (jnp.bfloat16, jnp.float32, jnp.float32),
+        (jnp.float16, jnp.bfloat16, None),
+    ],
+)
+def test_result_has_the_dtype_of_flaxs(kind, dtype, param_dtype, preferred):
+    options = {
+        "dtype": dtype,
+        "param_dtype": param_dtype,
+        "preferred_element_type": preferred,
+    }
+    make, layer = LAYERS[kind, "nnx"]
+    x = normal(1, N, Y, X, C, dtype=jnp.bfloat16)
+    with flax_promotes():
+        for use_bias in (True, False):
+            flax = make(use_bias=use_bias, **options)
+            ours = make(layer, use_bias=use_bias, **options)
+            assert ours(x).dtype == flax(x).dtype
+            assert ours.kernel.dtype == flax.kernel.dtype
+
+
+def test_precision_and_implementation_reach_the_kernel():
+    x = normal(1, N, Y, X, C)
+    for layer in (
+        nnx_conv(our_nnx.Conv, precision="highest", implementation="xla"),
+        nnx_linear(our_nnx.Linear, precision="highest", implementation="xla"),
+        nnx_conv(
+            precision="highest",
+            conv_general_dilated=make_conv_general_dilated(implementation="xla"),
+        ),
+        nnx_linear(
+            precision="highest", dot_general=make_dot_general(implementation="xla")
+        ),
+    ):
+        text = str(jax.make_jaxpr(layer)(x))
+        assert "Options(implementation='xla', matmul_precision='highest')" in text
+
+
+def test_own_promote_dtype_is_used():
+    def to_f16(arrays, dtype):
+        assert dtype == jnp.bfloat16
+        return tuple(None if x is None else x.astype(jnp.float16) for x in arrays)
+
+    options = {"promote_dtype": to_f16, "dtype": jnp.bfloat16}
+    x = normal(1, N, Y, X, C)
+    assert nnx_conv(our_nnx.Conv, **options)(x).dtype == jnp.float16
+    assert nnx_linear(our_nnx.Linear, use_bias=False, **options)(x).dtype == jnp.float16
+
+
+# --- checkpoints ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize(
+    ("make", "layer"), [(nnx_conv, our_nnx.Conv), (nnx_linear, our_nnx.Linear)]
+)
+def test_nnx_parameters_are_those_of_flax(make, layer, use_bias):
+    ours = make(layer, activation="relu", use_bias=use_bias)
+    flax = make(use_bias=use_bias)
+    assert isinstance(ours, type(flax))
+    state = nnx.state(ours)
+    assert_trees_close(state, nnx.state(flax))
+    saved = jax.tree.map(lambda x: x + 1, nnx.state(flax))
+    nnx.update(ours, saved)
+    assert_trees_close(nnx.state(ours), saved)
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+@pytest.mark.parametrize(
+    ("make", "layer"), [(linen_conv, our_linen.Conv), (linen_dense, our_linen.Dense)]
+)
+def test_linen_parameters_are_those_of_flax(make, layer, use_bias):
+    x = normal(1, N, Y, X, C)
+    flax = make(use_bias=use_bias).init(jax.random.key(0), x)
+    ours = make(layer, activation="relu", use_bias=use_bias).init(jax.random.key(0), x)
+    assert_trees_close(ours, flax)
+    changed = jax.tree.map(lambda leaf: leaf + 1, flax)
+    loaded = serialization.from_bytes(ours, serialization.to_bytes(changed))
+    assert_trees_close(jax.tree.map(jnp.asarray, loaded), changed)
+
+
+class Twice(linen.Module):
+    """Runs one convolution two times, and a dense layer."""
+
+    layers: object
+
+    @linen.compact
+    def __call__(self, x):
+        conv = self.layers.Conv(C, (3,))
+        return self.layers.Dense(O, name="last")(conv(conv(x)))
+
+
+def test_linen_layers_in_a_model_keep_its_paths_and_intermediates():
+    x = normal(1, N, Y, C)
+    ours, flax = Twice(our_linen), Twice(linen)
+    variables = flax.init(jax.random.key(0), x)
+    assert_trees_close(ours.init(jax.random.key(0), x), variables)
+    run = {"capture_intermediates": True, "mutable": ["intermediates"]}
+    assert_trees_close(ours.apply(variables, x, **run), flax.apply(variables, x, **run))
+
+
+# --- transformations ------------------------------------------------------------------
+
+
+def test_nnx_layers_work_under_nnx_transformations():
+    x = normal(1, N, Y, X, C)
+    ours = nnx_conv(our_nnx.Conv, activation=jax.nn.relu)
+    flax = nnx_conv()
+    count = 0
+
+    @nnx.jit
+    def run(layer, x):
+        nonlocal count
+        count += 1
+        return layer(x)
+
+    for _ in range(2):
+        assert_trees_close(run(ours, x), jax.nn.relu(flax(x)))
+        ours = nnx_conv(our_nnx.Conv, activation=jax.nn.relu)  # equal, built anew
+    assert count == 1
+    grads = nnx.grad(nnx.remat(lambda layer: jnp.sum(layer(x) ** 2)))(ours)
+    expected = nnx.grad(lambda layer: jnp.sum(jax.nn.relu(layer(x)) ** 2))(flax)
+    assert_trees_close(nnx.to_pure_dict(grads), nnx.to_pure_dict(expected), rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("make", "layer"), [(nnx_conv, our_nnx.Conv), (nnx_linear, our_nnx.Linear)]
+)
+def test_nnx_layers_under_vmap_equal_flax(make, layer):
+    run, params = pure(make(layer, activation="silu"))
+    flax, _ = pure(make())
+    x, residual = normal(1, 2, N, Y, X, C), normal(5, 2, N, Y, X, O)
+    many = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), params)
+    for axes, parameters in (((None, 0, 0), params), ((0, 0, 0), many)):
+        ours = jax.vmap(lambda p, x, r: run(p, x, residual=r), axes)
+        expected = jax.vmap(lambda p, x, r: jax.nn.silu(flax(p, x) + r), axes)
+        assert_trees_close(
+            value_and_grads(ours, parameters, x, residual),
+            value_and_grads(expected, parameters, x, residual),
+        )
+
+
+def test_linen_layers_under_lifted_transformations_equal_flax():
+    x = normal(1, 2, N, Y, X, C)
+    lift = functools.partial(
+        linen.vmap, variable_axes={"params": 0}, split_rngs={"params": True}
+    )
+    ours = linen_conv(lift(linen.remat(our_linen.Conv)), activation="relu")
+    flax = linen_conv(lift(linen.Conv))
+    variables = flax.init(jax.random.key(0), x)
+    assert_trees_close(ours.init(jax.random.key(0), x), variables)
+    assert_trees_close(
+        value_and_grads(ours.apply, variables, x),
+        value_and_grads(lambda v, x: jax.nn.relu(flax.apply(v, x)), variables, x),
+    )
+
+
+# --- messages and the objects themselves ----------------------------------------------
+
+
+@pytest.mark.parametrize("make", [make_conv_general_dilated, make_dot_general])
+def test_settings_are_checked_and_equal_ones_are_equal(make):
+    with pytest.raises(ValueError, match="implementation='fast' is not one of 'auto'"):
+        make(implementation="fast")
+    default = {make_dot_general: dot_general}.get(make, conv_general_dilated)
+    assert make() == default
+    assert hash(make()) == hash(default)
+    other = make(implementation="cudnn")
+    assert other != default
+    assert pickle.loads(pickle.dumps(other)) == other
+    assert isinstance(other, ConvGeneralDilated | DotGeneral)
+
+
+def test_layers_refuse_an_unknown_implementation():
+    expected = "implementation='fast' is not one of 'auto'"
+    for make, layer in ((nnx_conv, our_nnx.Conv), (nnx_linear, our_nnx.Linear)):
+        with pytest.raises(ValueError, match=expected):
+            make(layer, implementation="fast")
+    for make, layer in ((linen_conv, our_linen.Conv), (linen_dense, our_linen.Dense)):
+        with pytest.raises(ValueError, match=expected):
+            make(layer, implementation="fast").init(
+                jax.random.key(0), normal(1, *IMAGES)
+            )
+
+
+def test_layers_refuse_another_product():
+    x, key = normal(1, *IMAGES), jax.random.key(0)
+    lax = jax.lax
+    refused = r"{}: {} was passed.*Leave it out, or pass it to Flax's layer"
+    with pytest.raises(
+        ValueError, match=refused.format("Conv", "conv_general_dilated")
+    ):
+        nnx_conv(our_nnx.Conv, conv_general_dilated=lax.conv_general_dilated)
+    with pytest.raises(ValueError, match=refused.format("Linear", "dot_general")):
+        nnx_linear(our_nnx.Linear, dot_general=lax.dot_general)
+    for name in ("conv_general_dilated", "conv_general_dilated_cls"):
+        with pytest.raises(ValueError, match=refused.format("Conv", name)):
+            linen_conv(our_linen.Conv, **{name: lax.conv_general_dilated}).init(key, x)
+    for name in ("dot_general", "dot_general_cls"):
+        with pytest.raises(ValueError, match=refused.format("Dense", name)):
+            linen_dense(our_linen.Dense, **{name: lax.dot_general}).init(key, x)
+
+
+def test_out_sharding_is_refused():
+    x, wanted = normal(1, *IMAGES), jax.sharding.PartitionSpec("data")
+    for name, layer in (
+        ("conv_general_dilated", nnx_conv(conv_general_dilated=conv_general_dilated)),
+        ("dot_general", nnx_linear(dot_general=dot_general)),
+        ("Conv", nnx_conv(our_nnx.Conv)),
+        ("Linear", nnx_linear(our_nnx.Linear)),
+    ):
+        with pytest.raises(
+            jax_cudnn.UnsupportedError,
+            match=rf"^{name}: out_sharding=P.*'data'.* was passed\. .* jax.shard_map",
+        ):
+            layer(x, wanted)
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 1, Y, X, O), (N + 1, Y, X, O), (2, 3, N, Y, X, O)]
+)
+def test_residual_that_does_not_broadcast_is_refused(shape):
+    x, residual = normal(1, 3, N, Y, X, C), jnp.ones(shape)
+    if len(shape) == 4:
+        expected = rf"residual has shape \[4, 7, 10, 9\], .* inputs, \[3, {N}\]"
+    else:
+        expected = r"Conv: residual has shape .* inputs, \[3, 3\]\. Each of them"
+    with pytest.raises(ValueError, match=expected):
+        nnx_conv(our_nnx.Conv)(x, residual=residual)
+
+
+def test_residual_of_other_space_is_refused():
+    x = normal(1, *IMAGES)
+    with pytest.raises(
+        ValueError, match=r"residual is f32\[3,7,9,9\].*\[3, 7, 10, 9\]"
+    ):
+        nnx_conv(our_nnx.Conv)(x, residual=jnp.ones((N, Y, X - 1, O)))
+    with pytest.raises(
+        ValueError, match=r"residual is f32\[3,7,9,9\].*\[3, 7, 10, 9\]"
+    ):
+        nnx_linear(our_nnx.Linear)(x, residual=jnp.ones((N, Y, X - 1, O)))
