@@ -30,9 +30,10 @@ class Choice:
     """What runs a part of a graph fastest, as measured.
 
     ``candidate`` counts the ways in which the part was rewritten for cuDNN, ``plan``
-    pins the engine and its knobs; both are for "cudnn" only. Times are medians in
-    microseconds, None where there was no such contender. ``first_us`` is the plan that
-    cuDNN's heuristic gives first.
+    pins the engine and its knobs; both are of the best plan, also where XLA won. Times
+    are medians in microseconds, None where there was no such contender.
+    ``first_ratio`` is the kernel time of the plan that cuDNN's heuristic gives first
+    over that of the best plan.
     """
 
     op: str
@@ -41,7 +42,7 @@ class Choice:
     candidate: int = 0
     plan: str = ""
     cudnn_us: float | None = None
-    first_us: float | None = None
+    first_ratio: float | None = None
     xla_us: float | None = None
 
 

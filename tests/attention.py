@@ -357,7 +357,7 @@ def _with_stats(forward: Graph) -> Graph:
     from jax_cudnn.graph.sdpa import SDPA
 
     assert SDPA.derivative is not None
-    return SDPA.derivative.with_residuals(forward)
+    return SDPA.derivative.with_residuals(forward, ())
 
 
 def with_tensor(graph: Graph, name: str, **changes: Any) -> Graph:

@@ -63,9 +63,7 @@ def gradients(function: Function, argnums: Sequence[int]) -> Function:
     return jax.value_and_grad(functools.partial(loss, function), argnums=argnums)
 
 
-def stacked(
-    function: Function, args: Sequence[Any], axes: Iterable[int | None]
-) -> Any:
+def stacked(function: Function, args: Sequence[Any], axes: Iterable[int | None]) -> Any:
     """Return the results of a function for one example after the other, stacked."""
     axes = tuple(axes)
     count = next(

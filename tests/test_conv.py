@@ -89,7 +89,9 @@ def problems(draw: st.DrawFn) -> Problem:
     lhs, rhs, out = (
         "".join(draw(st.permutations(base + letters))) for base in ("NC", "OI", "NC")
     )
-    groups, batch_groups = draw(st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2)]))
+    groups, batch_groups = draw(
+        st.sampled_from([(1, 1), (1, 1), (2, 1), (3, 1), (1, 2)])
+    )
 
     def sizes(low: int, high: int) -> tuple[int, ...]:
         return tuple(draw(st.integers(low, high)) for _ in range(rank))
@@ -277,7 +279,9 @@ def test_8_bit_floats_are_summed_in_f32(dtype: Any, draw: Draw) -> None:
     assert_close(got, want, 1e-6)
 
 
-@pytest.mark.parametrize("precision", ["highest", lax.Precision.HIGHEST, ("highest",) * 2])
+@pytest.mark.parametrize(
+    "precision", ["highest", lax.Precision.HIGHEST, ("highest",) * 2]
+)
 def test_precision_reaches_the_products(precision: Any, draw: Draw) -> None:
     x, w = draw("bshd"), jnp.ones((7, 5, 3, 2), jnp.float32)
     run = jax.jit(functools.partial(conv, precision=precision))
@@ -438,7 +442,7 @@ def test_two_orders_of_both_modes_are_derivatives(options: Any, draw: Draw) -> N
 
 @pytest.mark.usefixtures("x64")
 def test_hessian_jacfwd_and_linearize_are_lax_s(draw: Draw) -> None:
-    x, w, bias, residual, scale = _operands(draw)
+    x, w, bias, *_ = _operands(draw)
     args = x[:1, :2, :3], w[..., :2], bias[:2]
 
     def every(function: Any) -> Any:
@@ -453,7 +457,9 @@ def test_hessian_jacfwd_and_linearize_are_lax_s(draw: Draw) -> None:
             jax.jvp(run, args, args)[1],
         )
 
-    assert_close(jax.jit(every, static_argnums=0)(conv), jax.jit(every, static_argnums=0)(plain))
+    assert_close(
+        jax.jit(every, static_argnums=0)(conv), jax.jit(every, static_argnums=0)(plain)
+    )
 
 
 @pytest.mark.usefixtures("x64")
@@ -548,7 +554,10 @@ def test_vmap_over_filters_makes_groups(draw: Draw) -> None:
     x, w, bias, *_ = _operands(draw, jnp.float32)
     ws, biases = jnp.stack([w] * 3), jnp.stack([bias] * 3)
     run = functools.partial(_fused, activation="relu")
-    for axes, args in (((None, 0, 0), (x, ws, biases)), ((None, 0, None), (x, ws, bias))):
+    for axes, args in (
+        ((None, 0, 0), (x, ws, biases)),
+        ((None, 0, None), (x, ws, bias)),
+    ):
         ((graph, _),) = graphs(jax.vmap(run, in_axes=axes), *args)
         assert graph.tensor("x").dims == (2, 9, 5, 4)
         assert graph.tensor("w").dims == (21, 3, 2, 2)
@@ -560,7 +569,7 @@ def test_vmap_over_filters_makes_groups(draw: Draw) -> None:
 
 @pytest.mark.usefixtures("x64")
 def test_nested_vmap_and_vmap_of_forward_mode(draw: Draw) -> None:
-    x, w, bias, *_ = _operands(draw)
+    bias = _operands(draw)[2]
     xs = draw("nbstd", jnp.float64, n=3, t=4, d=3)
     ws = draw("nkkde", jnp.float64, n=2, k=2, d=3, e=7)
     run = functools.partial(_fused, activation="gelu")

@@ -108,7 +108,7 @@ def test_train_residual_cnn_tells_held_out_digits():
         ("matmul+add", 1),
     ):
         assert kernels.count([op, "1"]) == count
-    assert " epoch   3/3  loss " in output
+    assert " epoch   6/6  loss " in output
     before = number_after("before training ", output)
     assert number_after("after training ", output) > max(before, 60)
 

@@ -14,15 +14,16 @@ _PACKAGE = _ROOT / "jax_cudnn"
 # What each layer may import from; itself always.
 _DATA = {"errors", "graph"}
 _MEANING = {*_DATA, "reference", "legalize"}
-_MACHINE = {*_MEANING, "native", "config", "lowering"}
+_MACHINE = {*_MEANING, "native", "config", "choices", "lowering"}
 _ALLOWED = {
     "errors": set[str](),
     "config": set[str](),
+    "choices": {"errors", "graph"},
     "graph": {"errors"},
     "reference": {"errors", "graph"},
     "legalize": {"errors", "graph", "reference"},
     "native": {"errors", "graph"},
-    "lowering": {*_MEANING, "native", "config"},
+    "lowering": {*_MEANING, "native", "config", "choices"},
     "ops": _MACHINE,
     "plans": {*_MACHINE, "ops"},
     # Of what computes, the public operations only.

@@ -20,7 +20,7 @@ from jax_cudnn.graph.sdpa import SDPA
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.reference import evaluate
-from jax_cudnn.reference.interpreter import jax_dtype
+from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention import attention_graph, backward_graph, random_array
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)

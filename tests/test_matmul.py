@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are `matmul` and `dot_general` those of JAX with an epilogue, through every transform?
+"""Are `matmul` and `dot_general` JAX's with an epilogue, through every transform?
 
 The other side of each comparison is jnp.matmul or lax.dot_general with the epilogue in
 jax.numpy, in float64.
@@ -185,7 +185,9 @@ def test_stored_axes_are_read_by_strides(numbers: Any, orders: Any) -> None:
     assert (graph.tensor("a").order, graph.tensor("b").order) == orders
     assert "transpose" not in str(jax.make_jaxpr(run)(x, y))
     # Nor is anything moved for the gradient.
-    assert "transpose" not in str(jax.make_jaxpr(jax.grad(lambda x: run(x, y).sum()))(x))
+    assert "transpose" not in str(
+        jax.make_jaxpr(jax.grad(lambda x: run(x, y).sum()))(x)
+    )
 
 
 def test_a_call_is_one_graph_with_one_contraction(draw: Draw) -> None:
@@ -285,9 +287,7 @@ def test_the_scale_of_integers_has_a_gradient(draw: Draw) -> None:
 
     def total(rows: jax.Array) -> jax.Array:
         operands = jnp.asarray(a, jnp.int8), jnp.asarray(b, jnp.int8)
-        return matmul(
-            *operands, scale_a=rows, preferred_element_type=jnp.float32
-        ).sum()
+        return matmul(*operands, scale_a=rows, preferred_element_type=jnp.float32).sum()
 
     want = jnp.asarray((a @ b).sum(axis=1, keepdims=True), jnp.float32)
     assert_close(jax.grad(total)(rows), want, 1e-6)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gradient of a graph as one more graph, written node by node from the kinds' rules."""
+"""The gradient of a graph as one more graph, written by the rules of its nodes."""
 
 from dataclasses import replace
 

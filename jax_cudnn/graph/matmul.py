@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.folding import propagate
 from jax_cudnn.graph.kinds import FoldRule, NodeKind, Roles, register_kind
-from jax_cudnn.graph.rules import expect_dims
+from jax_cudnn.graph.rules import broadcast, expect_dims
 from jax_cudnn.graph.spec import Attributes, Graph, Node
 
 if TYPE_CHECKING:
@@ -90,12 +90,12 @@ def _vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> str
     other = writer.view(names["b" if role == "a" else "a"], (0, 2, 1))
     grad = writer.cast(cotangent, writer[other].dtype)
     inputs = {"a": grad, "b": other} if role == "a" else {"a": other, "b": grad}
-    batch = max(writer[name].dims[0] for name in inputs.values())
+    batch = broadcast(*(writer[name].dims[:1] for name in inputs.values()))
     product = writer.node(
         "matmul",
         inputs,
         MatmulAttributes(),
-        dims=(batch, *tensor.dims[1:]),
+        dims=(*batch, *tensor.dims[1:]),
         order=tensor.order,
     )
     return writer.reduce_to(product, tensor.dims)

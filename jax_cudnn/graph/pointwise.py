@@ -233,10 +233,9 @@ def _grad_full(
             slope = apply("mul", ct, constant(2 / math.sqrt(math.pi)))
             return apply("mul", slope, apply("exp", apply("neg", square)))
         case "abs", _:
-            # 0 at 0, as in JAX: log(exp(x) + 1) is written with it.
+            # 1 at 0, as in JAX.
             negative = apply("lt", use("a"), constant(0.0))
-            rest = apply("select", apply("neg", ct), constant(0.0), negative)
-            return apply("select", ct, rest, apply("gt", use("a"), constant(0.0)))
+            return apply("select", apply("neg", ct), ct, negative)
         case "mul", _:
             return apply("mul", ct, use("b" if role == "a" else "a"))
         case "div", "a":

@@ -180,13 +180,15 @@ def _check_stats(kind: str, roles: Roles, role: str) -> None:
 # --- batching -------------------------------------------------------------------------
 
 
-def _fold(graph: Graph, batched: frozenset[str]) -> FoldRule:
+def _fold(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
     """Fold examples into b; a bias or mask shared by all of them is not copied.
 
     The gradient of a bias is an exception: each example needs its own, so the bias
     takes part with the full batch and the sum over b is made after the call.
     """
-    (node,) = graph.nodes
+    node = graph.sole_node()
+    if node is None:
+        return None
     roles = roles_of(node, {t.name: t for t in graph.tensors})
     batch = roles["query"].dims[0]
     sizes = {tensor.name: batch for tensor in graph.tensors}

@@ -40,7 +40,8 @@ from jax_cudnn.legalize.sdpa_steps import (
     pad_single_query,
 )
 from jax_cudnn.reference import evaluate
-from jax_cudnn.reference.interpreter import jax_dtype, to_logical, to_stored
+from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 _VALUE_LIKE = ("value", "output", "grad_output", "grad_value")
 

@@ -18,7 +18,8 @@ from jax_cudnn.legalize.rewrite import (
     pad_axis,
     where_logical,
 )
-from jax_cudnn.reference.interpreter import jax_dtype, to_logical, to_stored
+from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 # Stands for the log-sum-exp of a row that sees no key: exp(score - it) is 0.
 _DEAD_STATS = 1e30

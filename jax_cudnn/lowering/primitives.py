@@ -23,7 +23,7 @@ from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.fold import Fold, fold_graph
 from jax_cudnn.reference import evaluate
-from jax_cudnn.reference.interpreter import jax_dtype
+from jax_cudnn.reference.dtypes import jax_dtype
 
 graph_p = _jax.Primitive("cudnn_graph")
 linear_p = _jax.Primitive("cudnn_graph_jvp")
@@ -51,11 +51,15 @@ def run_graph(
 
 
 def run_reference(
-    graph: Graph, operands: Sequence[jax.Array], options: Options
+    graph: Graph,
+    operands: Sequence[jax.Array],
+    options: Options,
+    *,
+    narrow_sums: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results by the reference, in the precision asked for."""
     with jax.default_matmul_precision(options.matmul_precision):
-        return evaluate(graph, operands)
+        return evaluate(graph, operands, narrow_sums=narrow_sums)
 
 
 def traced_graphs(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations as graph nodes: by name, by JAX's own function, or traced from any other."""
+"""Activations as graph nodes: by name, by JAX's function, or traced from any other."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -71,8 +71,8 @@ def apply(writer: GraphWriter, op: str, activation: Activation, x: str) -> str:
         return writer.pointwise(mode, x, alpha=alpha)
     if not callable(activation):
         raise TypeError(
-            f"{op}: activation is {type(activation).__name__}. Pass a name such as "
-            "'relu', or a function of one array."
+            f"{op}: activation is {type(activation).__name__}. A name or a function is "
+            "supported. Pass a name such as 'relu', or a function of one array."
         )
     try:
         name = _KNOWN.get(activation)
@@ -89,17 +89,17 @@ def _trace(
     """Write the pointwise operations of a function down as nodes."""
     dtype = jnp.float64 if writer.accumulator == "f64" else jnp.float32
     like = jax.ShapeDtypeStruct(writer[x].dims, dtype)
-    closed = jax.make_jaxpr(function)(like)
+    closed: Any = jax.make_jaxpr(function)(like)
     is_float = [jnp.issubdtype(x.dtype, jnp.floating) for x in closed.out_avals]
     if is_float != [True] or closed.out_avals[0].shape != like.shape:
+        given = closed.in_avals[0].str_short()
         found = ", ".join(x.str_short() for x in closed.out_avals) or "nothing"
         raise ValueError(
-            f"{op}: activation returns {found} for {closed.in_avals[0].str_short()}. It "
-            "must return one array of floats of the same shape. Apply the function to "
-            "the result instead."
+            f"{op}: activation returns {found} for {given}. It must return one array "
+            "of floats of the same shape. Apply the function to the result instead."
         )
     value = _Tracer(writer, op).run(closed.jaxpr, closed.consts, [x])[0]
-    if isinstance(value, float):
+    if not isinstance(value, str):
         raise ValueError(
             f"{op}: activation is {value} everywhere. A function that depends on its "
             "argument is supported. Pass None for no activation."
@@ -169,8 +169,8 @@ class _Tracer:
         if name not in _WRITE and not is_same:
             raise ValueError(
                 f"{self._op}: activation uses {name!r}, which is not a pointwise "
-                f"operation that cuDNN has. It has {', '.join(sorted(_WRITE))}. Apply "
-                "the function to the result instead."
+                f"operation that graphs have. They have {', '.join(sorted(_WRITE))}. "
+                "Apply the function to the result instead."
             )
         if is_same:
             return [args[0]]
@@ -184,7 +184,9 @@ class _Tracer:
         """
         avals = [variable.aval for variable in equation.invars]
         for function, write in _OWN_DERIVATIVES.items():
-            (known,) = jax.make_jaxpr(function)(*avals[: write.arity]).eqns
+            if write.arity != len(avals):
+                continue
+            (known,) = jax.make_jaxpr(function)(*avals).eqns
             if str(_call_jaxpr(known)) == str(_call_jaxpr(equation)):
                 return write.write(_Apply(self._writer, self._op), *args)
         raise ValueError(
@@ -236,7 +238,7 @@ class _Apply:
         return self._writer[x].dtype == "bool"
 
 
-_Write = Callable[..., str]
+_Write = Callable[..., _Value]
 
 
 def _mode(mode: str) -> _Write:

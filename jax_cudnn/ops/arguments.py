@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operations' argument checks have in common."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,9 +11,11 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import DTypeName, Tensor
-from jax_cudnn.reference.interpreter import dtype_name
+from jax_cudnn.reference.dtypes import dtype_name
 
 FLOATS = ("bf16", "f16", "f32", "f64")
+# What the operands of a contraction may be.
+CONTRACTED = (*FLOATS, "f8_e4m3fn", "f8_e5m2", "i8", "u8")
 # A precision as JAX's operations take it, less the pair for each operand.
 Precision = str | jax.lax.Precision | None
 
@@ -23,18 +27,22 @@ def describe(x: jax.Array) -> str:
 
 
 def options(
-    implementation: Implementation | None, precision: Precision | tuple[()] = ()
+    op: str,
+    implementation: Implementation | None,
+    precision: Precision | Sequence[Precision],
 ) -> Options:
     """Return the options of a call, with the precision in force where it is traced."""
     # Set on the class when JAX is imported, where type checkers do not see it.
     default: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if isinstance(precision, tuple | list):
-        pair = set(precision)
-        if len(pair) > 1:
+        first, *others = precision
+        if any(each != first for each in others):
             raise ValueError(
-                f"precision={precision!r} differs between the operands. Pass one."
+                f"{op}: precision={precision!r} differs between the operands. cuDNN "
+                "has one for both. Pass one."
             )
-        precision = pair.pop() if pair else None
+        precision = first
+    assert precision is None or isinstance(precision, str | jax.lax.Precision)
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()
     return Options(
@@ -52,11 +60,13 @@ def check_dimensions_known(op: str, name: str, x: jax.Array) -> None:
         )
 
 
-def check_float(op: str, name: str, x: jax.Array) -> None:
-    """Raise TypeError unless the operand is a float that graphs know."""
-    if dtype_name(x.dtype) not in FLOATS:
+def check_dtype(
+    op: str, name: str, x: jax.Array, taken: tuple[str, ...] = FLOATS
+) -> None:
+    """Raise TypeError unless the operand has one of the dtypes."""
+    if dtype_name(x.dtype) not in taken:
         raise TypeError(
-            f"{op}: {name} is {describe(x)}. Supported dtypes are {', '.join(FLOATS)}. "
+            f"{op}: {name} is {describe(x)}. Supported dtypes are {', '.join(taken)}. "
             "Convert it to one of them."
         )
 
@@ -69,7 +79,7 @@ def result_dtype(
     name = dtype_name(dtype)
     taken = (*FLOATS, "i32", "f8_e4m3fn", "f8_e5m2")
     if name not in taken:
-        advice = "Pass preferred_element_type."
+        advice = "Pass one of them as preferred_element_type."
         if preferred is None and name in ("i8", "u8"):
             advice = (
                 "8-bit results would wrap around: pass preferred_element_type, "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax_cudnn.conv`: checks the arguments of a fused convolution and builds its graph."""
+"""`jax_cudnn.conv`: checks a fused convolution's arguments and builds its graph."""
 
 import functools
 from collections.abc import Sequence
@@ -15,18 +15,17 @@ from jax_cudnn.graph.conv import output_size
 from jax_cudnn.graph.rules import accumulator, broadcasts_to
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
+    CONTRACTED,
     Precision,
     as_array,
     check_dimensions_known,
-    check_float,
+    check_dtype,
     describe,
     options,
     result_dtype,
     tensor,
 )
 from jax_cudnn.ops.fusion import Fusion
-
-_INTEGERS = ("int8", "uint8")
 
 
 class _Layout(NamedTuple):
@@ -138,10 +137,7 @@ def conv(
       ... ).shape
       (2, 8, 8, 16)
     """
-    call = options(
-        implementation,
-        () if precision is None else precision,  # type: ignore[arg-type]
-    )
+    call = options("conv", implementation, precision)
     x, w = jnp.asarray(x), jnp.asarray(w)
     layout, attributes = _geometry(
         x,
@@ -220,11 +216,11 @@ def _geometry(
         check_dimensions_known("conv", name, operand)
         if not 3 <= operand.ndim <= 5:
             raise ValueError(
-                f"conv: {name} is {describe(operand)}, of rank {operand.ndim}. An image "
-                "axis, a channel axis and one to three spatial axes are supported."
+                f"conv: {name} is {describe(operand)}, of rank {operand.ndim}. An "
+                "image axis, a channel axis and one to three spatial axes are "
+                "supported."
             )
-        if str(operand.dtype) not in (*_INTEGERS, *_FLOAT8):
-            check_float("conv", name, operand)
+        check_dtype("conv", name, operand, CONTRACTED)
     if x.dtype != w.dtype:
         raise TypeError(
             f"conv: w is {describe(w)} but x is {describe(x)}. Both must have one "
@@ -266,9 +262,6 @@ def _geometry(
     return layout, attributes
 
 
-_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
-
-
 def _groups_to_channels(x: jax.Array, layout: _Layout, groups: int) -> jax.Array:
     """Make groups of images groups of channels, which give the same convolution."""
     image, channel = layout.lhs_spec[:2]
@@ -293,7 +286,7 @@ def _broadcastable(
 ) -> jax.Array:
     """Return an operand with the result's rank and layout, 1 where it broadcasts."""
     check_dimensions_known("conv", name, array)
-    check_float("conv", name, array)
+    check_dtype("conv", name, array)
     out = tuple(dims[axis] for axis in order)
     if array.ndim <= 1 and array.shape in ((), (1,), (dims[1],)):
         shape = [1] * len(dims)

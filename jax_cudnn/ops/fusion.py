@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contraction's graph while it is written: its operands, and what follows the sums."""
+"""A contraction's graph while it is written: operands, and what follows the sums."""
 
 from collections.abc import Sequence
 
@@ -29,7 +29,7 @@ class Fusion:
     def scaled(self, value: str, factors: Sequence[str | float]) -> str:
         """Multiply a tensor by tensors and numbers."""
         for factor in factors:
-            if isinstance(factor, float):
+            if not isinstance(factor, str):
                 factor = self.writer.constant(factor, len(self.writer[value].dims))
             value = self.writer.pointwise("mul", value, factor)
         return value

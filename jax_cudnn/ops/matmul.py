@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax_cudnn.matmul` and `dot_general`: check a fused matmul's arguments, build its graph."""
+"""`jax_cudnn.matmul` and `dot_general`: check their arguments and build the graph."""
 
 import math
 from collections.abc import Sequence
@@ -12,19 +12,20 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.graph import MatmulAttributes
-from jax_cudnn.graph.rules import accumulator, broadcasts_to
+from jax_cudnn.graph.rules import accumulator, broadcast, broadcasts_to
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
+    CONTRACTED,
     Precision,
     as_array,
     check_dimensions_known,
-    check_float,
+    check_dtype,
     describe,
     options,
     result_dtype,
 )
 from jax_cudnn.ops.fusion import Fusion
-from jax_cudnn.reference.interpreter import dtype_name
+from jax_cudnn.reference.dtypes import dtype_name
 
 _EIGHT_BIT = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
 _PLAIN = (0, 1, 2)
@@ -73,7 +74,8 @@ def matmul(
       activation: as for :func:`jax_cudnn.conv`. Default None: none.
       scale_a: dequantises a: a number, or an array that broadcasts to a, () per tensor
         or (m, 1) per row. One that varies along r is multiplied in before the product
-        and rounded to the wider operand's dtype (f32 where both have 8 bits). Differentiable. Default None: 1.
+        and rounded to the wider operand's dtype (f32 where both have 8 bits).
+        Differentiable. Default None: 1.
       scale_b: likewise for b; (n,) or (1, n) is per column.
       scale_out: multiplies the result at the end, to quantise it: a number or ().
         Default None: 1.
@@ -106,39 +108,39 @@ def matmul(
       >>> jax_cudnn.matmul(x, w, bias=jnp.zeros(16), activation="gelu").shape
       (5, 3, 16)
     """
-    call = options(
-        implementation,
-        () if precision is None else precision,  # type: ignore[arg-type]
-    )
+    call = options("matmul", implementation, precision)
     a, b = jnp.asarray(a), jnp.asarray(b)
     for name, x in (("a", a), ("b", b)):
         check_dimensions_known("matmul", name, x)
         if x.ndim == 0:
             raise ValueError(
                 f"matmul: {name} is {describe(x)}. It must have one axis or more. "
-                "Multiply by a scalar with `*`, or pass it as scale_a."
+                f"Multiply by a scalar with `*`, or pass it as scale_{name}."
             )
     left = a[None, :] if a.ndim == 1 else a
     right = b[:, None] if b.ndim == 1 else b
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(
             f"matmul: a is {describe(a)} and b {describe(b)}. The last axis of a must "
-            "be as long as the last but one of b (the only one, of rank 1)."
+            "be as long as the last but one of b (the only one, of rank 1). Transpose "
+            "or reshape one of them."
         )
     try:
         batch = np.broadcast_shapes(left.shape[:-2], right.shape[:-2])
     except ValueError:
         raise ValueError(
-            f"matmul: a is {describe(a)} and b {describe(b)}. Their batch axes, all but "
-            "the last two, must broadcast."
+            f"matmul: a is {describe(a)} and b {describe(b)}. Their batch axes, all "
+            "but the last two, must broadcast. Reshape one of them."
         ) from None
     m, r, n = left.shape[-2], left.shape[-1], right.shape[-1]
     # Without a batch of its own, b serves all rows of a as one matrix.
     is_shared = math.prod(right.shape[:-2]) == 1
     outer, rows = ((), (*batch, m)) if is_shared else (batch, (m,))
-    a_sizes, b_sizes = (outer, rows, (r,)), (outer, (r,), (n,))
+    a_sizes = (outer, rows, (r,))
+    b_sizes = (right.shape[:-2] if is_shared else batch, (r,), (n,))
     problem = _Problem(
         op="matmul",
+        given=(a, b),
         a=_Matrix(_in_three("matmul", "a", left, a_sizes, keep=(1, 2)), _PLAIN),
         b=_Matrix(_in_three("matmul", "b", right, b_sizes, keep=(1, 2)), _PLAIN),
         sizes=(outer, rows, (n,)),
@@ -196,10 +198,7 @@ def dot_general(
       >>> jax_cudnn.dot_general(x, w, (((2,), (1,)), ((), ()))).shape
       (5, 3, 16)
     """
-    call = options(
-        implementation,
-        () if precision is None else precision,  # type: ignore[arg-type]
-    )
+    call = options("dot_general", implementation, precision)
     x, y = jnp.asarray(lhs), jnp.asarray(rhs)
     for name, operand in (("lhs", x), ("rhs", y)):
         check_dimensions_known("dot_general", name, operand)
@@ -222,6 +221,7 @@ def dot_general(
     )
     problem = _Problem(
         op="dot_general",
+        given=(x, y),
         a=_merge(x, (x_batch, x_free, x_sums)),
         b=_merge(y, (y_batch, y_sums, y_free)),
         sizes=sizes,
@@ -247,6 +247,7 @@ class _Problem(NamedTuple):
     """
 
     op: str
+    given: tuple[jax.Array, jax.Array]
     a: _Matrix
     b: _Matrix
     sizes: _Sizes
@@ -265,12 +266,12 @@ def _run(
     call: Options,
 ) -> jax.Array:
     op, sizes = problem.op, problem.sizes
-    a, b, wide = _promote(op, problem.a, problem.b)
+    a, b, wide = _promote(problem)
     dtype = result_dtype(
         op,
         preferred,
-        a.array.dtype if wide is None else np.dtype(wide),
-        f"{describe(problem.a.array)} and {describe(problem.b.array)}",
+        a.array.dtype if wide is None else wide,
+        " and ".join(map(describe, problem.given)),
     )
     scales = ((problem.scale_a, 2), (problem.scale_b, 1))
     if wide is None and any(
@@ -278,7 +279,7 @@ def _run(
         for scale, axis in scales
     ):
         # What such a scale gives has no 8 bits.
-        wide = jnp.float32
+        wide = np.dtype(np.float32)
     names = [dtype_name(each.array.dtype) for each in (a, b)]
     sums = accumulator(*names) if wide is None else accumulator(dtype_name(wide))  # type: ignore[arg-type]
     fusion = Fusion(op, sums)
@@ -286,7 +287,7 @@ def _run(
     sides = {"a": fusion.operand("a", *a), "b": fusion.operand("b", *b)}
     factors: list[str | float] = []
     for role, axis, scale in (("a", 2, problem.scale_a), ("b", 1, problem.scale_b)):
-        if isinstance(scale, float):
+        if isinstance(scale, int | float):
             factors.append(scale)
         elif scale is not None:
             name = fusion.operand(f"scale_{role}", scale, _PLAIN)
@@ -302,7 +303,7 @@ def _run(
         "matmul",
         sides,
         MatmulAttributes(),
-        dims=(max(first[0], second[0]), first[1], second[2]),
+        dims=(*broadcast(first[:1], second[:1]), first[1], second[2]),
         order=_PLAIN,
         dtype=sums,
     )
@@ -314,30 +315,40 @@ def _run(
     value = fusion.activated(fusion.scaled(product, factors), terms, activation)
     last = problem.scale_out
     if last is not None:
-        is_number = isinstance(last, float)
-        factor = last if is_number else fusion.operand("scale_out", last, _PLAIN)
-        value = fusion.scaled(value, [factor])
+        if not isinstance(last, int | float):
+            last = fusion.operand("scale_out", last, _PLAIN)
+        value = fusion.scaled(value, [last])
     output = fusion.run(value, dtype, _PLAIN, call)
     return jnp.reshape(output, tuple(size for group in sizes for size in group))
 
 
-def _promote(op: str, a: _Matrix, b: _Matrix) -> tuple[_Matrix, _Matrix, object]:
+def _promote(problem: _Problem) -> tuple[_Matrix, _Matrix, np.dtype | None]:
     """Return the operands and the dtype that both take part in, None for 8 bits."""
-    for name, each in zip("ab", (a, b), strict=True):
-        if str(each.array.dtype) not in _EIGHT_BIT:
-            check_float(op, name, each.array)
+    op, a, b = problem.op, problem.a, problem.b
+    names = ("lhs", "rhs") if op == "dot_general" else ("a", "b")
+    for name, array in zip(names, problem.given, strict=True):
+        check_dtype(op, name, array, CONTRACTED)
+    first, second = map(describe, problem.given)
+    shown = f"{names[0]} is {first} and {names[1]} {second}"
     narrow = [str(each.array.dtype) in _EIGHT_BIT for each in (a, b)]
     if all(narrow):
-        kinds = {str(each.array.dtype).rstrip("_e4m3fn52")[:5] for each in (a, b)}
-        if len(kinds) > 1:
+        kinds = [str(each.array.dtype).partition("_")[0] for each in (a, b)]
+        if kinds[0] != kinds[1]:
             raise TypeError(
-                f"{op}: {describe(a.array)} and {describe(b.array)} are of different "
-                "kinds. Convert one of them."
+                f"{op}: {shown}. Two operands of 8 bits must both be i8, both u8, or "
+                "both floats. Convert one of them."
             )
         return a, b, None
     if any(narrow):
         return a, b, (b if narrow[0] else a).array.dtype
-    dtype = jnp.result_type(a.array, b.array)
+    try:
+        dtype = jnp.result_type(a.array, b.array)
+    except ValueError:  # JAX has an exception of its own, which is one.
+        raise TypeError(
+            f"{op}: {shown}. They must have one dtype, unless one of them has 8 bits "
+            "or JAX promotes them (jax_numpy_dtype_promotion is 'strict'). Convert one "
+            "of them."
+        ) from None
     return *(each._replace(array=each.array.astype(dtype)) for each in (a, b)), dtype  # type: ignore[return-value]
 
 
@@ -345,7 +356,7 @@ def _term(problem: _Problem, name: str, array: jax.Array) -> jax.Array:
     """Return an operand of the epilogue as (batch, rows, columns), 1 where it may."""
     op, sizes, dropped = problem.op, problem.sizes, problem.dropped
     check_dimensions_known(op, name, array)
-    check_float(op, name, array)
+    check_dtype(op, name, array)
     if dropped:
         full = [size for group in sizes for size in group]
         kept = [size for i, size in enumerate(full, -len(full)) if i not in dropped]
@@ -361,8 +372,9 @@ def _scale(
         return value if value is None else float(value)
     array = jnp.asarray(value)
     check_dimensions_known("matmul", name, array)
-    check_float("matmul", name, array)
+    check_dtype("matmul", name, array)
     if is_vector and array.ndim:
+        _padded("matmul", name, array, sizes[1])
         array = array[..., None]
     return _in_three("matmul", name, array, sizes)
 

@@ -14,7 +14,7 @@ from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.reference.interpreter import dtype_name
+from jax_cudnn.reference.dtypes import dtype_name
 
 # Stored (b, s, h, d) for logical (b, h, s, d).
 _BSHD = (0, 2, 1, 3)

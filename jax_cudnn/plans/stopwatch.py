@@ -14,12 +14,12 @@ import numpy as np
 
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Tensor, to_json
-from jax_cudnn.reference.interpreter import jax_dtype
+from jax_cudnn.reference.dtypes import jax_dtype
 
 # Enough operands in turn that none is still in the cache: the largest L2 cache of the
 # GPUs that cuDNN's fusions run on is 126 MB (B200).
 _ROTATED_BYTES = 2**28
-_MOST_SETS = 16
+_MOST_SETS = 8
 _SAMPLE_US = 3000.0
 
 

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`plans.autotune`: times every plan of a function's cuDNN calls, and XLA's code."""
 
+import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_cudnn import choices, native
 from jax_cudnn.choices import Choice, Key
@@ -19,16 +19,13 @@ from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import Legal, is_contraction, legalize, partition
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import label, local_target
-from jax_cudnn.lowering.primitives import run_reference
+from jax_cudnn.lowering.cuda import label, launch, local_target, run_xla
 from jax_cudnn.plans.stopwatch import (
-    Measurement,
     PlanStopwatch,
     compile_over_sets,
     draw_sets,
     time_calls,
 )
-from jax_cudnn.reference.interpreter import jax_dtype
 
 # A first look takes one sample of each plan; those this much slower than the best one
 # are not looked at again.
@@ -45,12 +42,12 @@ class Tuning:
     choices: dict[Key, Choice]
 
     def __str__(self) -> str:
-        rows = [("op", "operands", "first plan", "best plan", "XLA", "chosen")]
+        rows = [("op", "operands", "first / best", "cuDNN", "XLA", "chosen")]
         rows += [
             (
                 choice.op,
                 choice.operands,
-                _text(choice.first_us),
+                "-" if choice.first_ratio is None else f"{choice.first_ratio:.2f}",
                 _text(choice.cudnn_us),
                 _text(choice.xla_us),
                 choice.implementation,
@@ -148,27 +145,33 @@ def _parts(found: list[tuple[Graph, Options, bool]]) -> Iterator[tuple[Graph, Op
 
 
 def measure(part: Graph, options: Options, target: Target) -> Choice:
-    """Time everything that can run a part of a graph, and return the fastest."""
+    """Time everything that can run a part of a graph, and return the fastest.
+
+    Plans of one graph race by the device's events. The winner of each way of rewriting
+    the part then meets XLA's code, each with all its array work, in compiled programs.
+    """
     device = jax.local_devices(backend="cuda")[0]
-    contenders = list(_contenders(part, target))
     sets = draw_sets(part, device)
-    xla = time_calls(
-        compile_over_sets(lambda *xs: run_reference(part, xs, options), sets),
-        len(sets),
-        samples=_SAMPLES,
-    )
-    first, best = None, None
-    for index, legal, plans in contenders:
-        fixed = _around(legal, sets)
-        changed = [list(legal.before(operands)) for operands in sets]
-        stopwatch = PlanStopwatch(legal.graph, changed, device)
-        for plan, time_ in _race(stopwatch, plans):
-            total = time_.median_us + fixed
-            if first is None:
-                first = total
-            if best is None or total < best[0]:
-                best = (total, index, plan.choice)
-    is_cudnn = best is not None and best[0] <= xla.median_us
+
+    def time_it(function: Callable[..., Any]) -> float:
+        call = compile_over_sets(function, sets)
+        return time_calls(call, len(sets), samples=_SAMPLES).median_us
+
+    xla_us = time_it(lambda *xs: run_xla(part, xs, options))
+    first_ratio: float | None = None
+    best: tuple[float, int, str] | None = None
+    for index, legal, plans in _contenders(part, target):
+        changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
+        race = list(_race(PlanStopwatch(legal.graph, changed, device), plans))
+        if not race:
+            continue
+        winner, winner_us = min(race, key=lambda entry: entry[1])
+        if first_ratio is None:
+            first_ratio = race[0][1] / winner_us
+        us = time_it(functools.partial(_run_legal, legal, winner))
+        if best is None or us < best[0]:
+            best = (us, index, winner.choice)
+    is_cudnn = best is not None and best[0] <= xla_us
     return Choice(
         op=label(part),
         operands=", ".join(
@@ -179,9 +182,16 @@ def measure(part: Graph, options: Options, target: Target) -> Choice:
         candidate=best[1] if best else 0,
         plan=best[2] if best else "",
         cudnn_us=round(best[0], 2) if best else None,
-        first_us=None if first is None else round(first, 2),
-        xla_us=round(xla.median_us, 2),
+        first_ratio=None if first_ratio is None else round(first_ratio, 3),
+        xla_us=round(xla_us, 2),
     )
+
+
+def _run_legal(
+    legal: Legal, plan: native.PlanInfo, *operands: jax.Array
+) -> Sequence[jax.Array]:
+    launched = launch(legal.graph, plan, plan.choice, legal.before(operands))
+    return legal.after(operands, launched)
 
 
 def _contenders(
@@ -209,30 +219,15 @@ def _build(json: str, choice: str) -> native.PlanInfo | None:
 
 def _race(
     stopwatch: PlanStopwatch, plans: list[native.PlanInfo]
-) -> Iterator[tuple[native.PlanInfo, Measurement]]:
+) -> Iterator[tuple[native.PlanInfo, float]]:
     """Time the plans, with more samples for those that may be the best."""
-    looks = [(plan, stopwatch.time(plan, samples=1, sample_us=500)) for plan in plans]
-    if not looks:
-        return
-    bound = min(look.median_us for _, look in looks) * _HOPELESS
-    for i, (plan, look) in enumerate(looks):
-        if i == 0 or look.median_us <= bound:
-            yield plan, stopwatch.time(plan, samples=_SAMPLES)
-
-
-def _around(legal: Legal, sets: list[list[jax.Array]]) -> float:
-    """Return the microseconds that the array work around a kernel takes."""
-    if not legal.notes:
-        return 0.0
-    before = compile_over_sets(lambda *xs: legal.before(xs), sets)
-    total = time_calls(before, len(sets), samples=_SAMPLES).median_us
-    results = [
-        [
-            jnp.zeros(t.stored_shape, jax_dtype(t.dtype))
-            for t in legal.graph.output_tensors
-        ]
-        for _ in sets
+    looks = [
+        (plan, stopwatch.time(plan, samples=1, sample_us=500).median_us)
+        for plan in plans
     ]
-    pairs = [[xs, ys] for xs, ys in zip(sets, results, strict=True)]
-    after = compile_over_sets(lambda xs, ys: legal.after(xs, ys), pairs)
-    return total + time_calls(after, len(sets), samples=_SAMPLES).median_us
+    bound = min((look for _, look in looks), default=0.0) * _HOPELESS
+    for i, (plan, look) in enumerate(looks):
+        if look <= bound:
+            yield plan, stopwatch.time(plan, samples=_SAMPLES).median_us
+        elif i == 0:
+            yield plan, look

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmul, convolution and the convolution's gradients in jax.numpy and jax.lax.
 
-Sums are kept in f32 (f64 for f64, i32 for 8-bit integers); roles and axis letters as in
-graph/matmul.py and graph/conv.py.
+Sums are returned in the dtype of the output tensor that the interpreter asks for; roles
+and axis letters as in graph/matmul.py and graph/conv.py.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph.conv import ConvAttributes, dilated
 from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.reference.dtypes import DTYPES
 
 Operands = Mapping[str, jax.Array]
 
@@ -20,9 +21,10 @@ def matmul(
     attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
     """Return a b for each batch entry."""
-    del attributes, outputs
-    a, b = inputs["a"], inputs["b"]
-    return {"output": jnp.matmul(a, b, preferred_element_type=_accumulator(a))}
+    del attributes
+    dtype = outputs["output"].dtype
+    sums = jnp.matmul(inputs["a"], inputs["b"], preferred_element_type=DTYPES[dtype])
+    return {"output": sums}
 
 
 def conv_fprop(
@@ -32,10 +34,11 @@ def conv_fprop(
     assert isinstance(attributes, ConvAttributes)
     x, w = inputs["x"], inputs["w"]
     if _has_empty(inputs, outputs):
-        return _zeros(outputs, x)
+        return _zeros(outputs)
     result = _conv(
         x,
         w,
+        outputs["output"],
         window_strides=attributes.window_strides,
         padding=_pairs(attributes.padding_low, attributes.padding_high),
         lhs_dilation=attributes.lhs_dilation,
@@ -52,7 +55,7 @@ def conv_dgrad(
     assert isinstance(attributes, ConvAttributes)
     w, grad = inputs["w"], inputs["grad_output"]
     if _has_empty(inputs, outputs):
-        return _zeros(outputs, w)
+        return _zeros(outputs)
     dims = outputs["grad_x"].dims
     groups = _groups(dims, w.shape)
     low: list[int] = []
@@ -67,6 +70,7 @@ def conv_dgrad(
     result = _conv(
         grad,
         _swap_channels(flipped, groups),
+        outputs["grad_x"],
         window_strides=attributes.lhs_dilation,
         padding=_pairs(low, high),
         lhs_dilation=attributes.window_strides,
@@ -83,7 +87,7 @@ def conv_wgrad(
     assert isinstance(attributes, ConvAttributes)
     x, grad = inputs["x"], inputs["grad_output"]
     if _has_empty(inputs, outputs):
-        return _zeros(outputs, x)
+        return _zeros(outputs)
     dims = outputs["grad_w"].dims
     groups = _groups(x.shape, dims)
     high: list[int] = []
@@ -95,6 +99,7 @@ def conv_wgrad(
     result = _conv(
         _swap_images(x, groups),
         jnp.swapaxes(grad, 0, 1),
+        outputs["grad_w"],
         window_strides=attributes.rhs_dilation,
         padding=_pairs(attributes.padding_low, high),
         lhs_dilation=attributes.lhs_dilation,
@@ -110,26 +115,20 @@ def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:
     return has_empty_result or any(x.size == 0 for x in inputs.values())
 
 
-def _zeros(outputs: Mapping[str, Tensor], like: jax.Array) -> dict[str, jax.Array]:
+def _zeros(outputs: Mapping[str, Tensor]) -> dict[str, jax.Array]:
     return {
-        role: jnp.zeros(tensor.dims, _accumulator(like))
+        role: jnp.zeros(tensor.dims, DTYPES[tensor.dtype])
         for role, tensor in outputs.items()
     }
 
 
-def _conv(x: jax.Array, w: jax.Array, **options: object) -> jax.Array:
+def _conv(x: jax.Array, w: jax.Array, output: Tensor, **options: object) -> jax.Array:
     return jax.lax.conv_general_dilated(
         x,
         w,
-        preferred_element_type=_accumulator(x),
+        preferred_element_type=DTYPES[output.dtype],
         **options,  # type: ignore[arg-type]
     )
-
-
-def _accumulator(x: jax.Array) -> jnp.dtype:
-    if x.dtype in (jnp.int8, jnp.uint8):
-        return jnp.dtype(jnp.int32)
-    return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
 def _pairs(low: Sequence[int], high: Sequence[int]) -> list[tuple[int, int]]:

@@ -2,15 +2,17 @@
 """Evaluates a graph with one jax.numpy rule per node kind."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from jax_cudnn.graph import Graph, Node, Tensor, kind_named
+from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
+from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.spec import Attributes
 from jax_cudnn.reference import contraction, pointwise, sdpa
+from jax_cudnn.reference.dtypes import jax_dtype
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and
 # the output tensors that are asked for; it returns those, in any dtype that holds
@@ -31,57 +33,60 @@ _RULES: dict[str, Rule] = {
     "sdpa_backward": sdpa.backward,
 }
 
-# Where our dtype names differ from NumPy's.
-_JAX_DTYPES = {
-    "bool": jnp.bool_,
-    "u8": jnp.uint8,
-    "i8": jnp.int8,
-    "i32": jnp.int32,
-    "i64": jnp.int64,
-    "f8_e4m3fn": jnp.float8_e4m3fn,
-    "f8_e5m2": jnp.float8_e5m2,
-    "bf16": jnp.bfloat16,
-    "f16": jnp.float16,
-    "f32": jnp.float32,
-    "f64": jnp.float64,
-}
 
+def evaluate(
+    graph: Graph, operands: Sequence[jax.Array], *, narrow_sums: bool = False
+) -> tuple[jax.Array, ...]:
+    """Return the graph's results, given its operands as stored arrays.
 
-def jax_dtype(name: str) -> np.dtype:
-    """Return the NumPy dtype that a graph's dtype name stands for."""
-    return np.dtype(_JAX_DTYPES[name])
-
-
-_NAMES = {jax_dtype(name): name for name in _JAX_DTYPES}
-
-
-def dtype_name(dtype: object) -> str | None:
-    """Return the graph's name of a dtype, or None where graphs have none for it."""
-    return _NAMES.get(np.dtype(dtype))  # type: ignore[call-overload]
-
-
-def evaluate(graph: Graph, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
-    """Return the graph's results, given its operands as stored arrays."""
+    With ``narrow_sums``, sums over 16-bit operands are rounded to their dtype before
+    what follows them, as in programs that are written in that dtype throughout: XLA
+    computes that faster, since it keeps no f32 array of the sums.
+    """
     values = {
         tensor.name: to_logical(tensor, operand)
         for tensor, operand in zip(graph.input_tensors, operands, strict=True)
     }
     for node in graph.nodes:
-        values |= _evaluate_node(graph, node, values)
+        values |= _evaluate_node(graph, node, values, narrow_sums=narrow_sums)
     return tuple(to_stored(t, values[t.name]) for t in graph.output_tensors)
 
 
 def _evaluate_node(
-    graph: Graph, node: Node, values: Mapping[str, jax.Array]
+    graph: Graph, node: Node, values: Mapping[str, jax.Array], *, narrow_sums: bool
 ) -> dict[str, jax.Array]:
     rule = _RULES[kind_named(node.kind).name]
     inputs = {role: values[name] for role, name in node.inputs}
     outputs = {role: graph.tensor(name) for role, name in node.outputs}
-    results = rule(node.attributes, inputs, outputs)
+    if rule in _CONTRACTIONS:
+        dtypes = [graph.tensor(name).dtype for _, name in node.inputs]
+        is_narrow = narrow_sums and all(dtype in ("bf16", "f16") for dtype in dtypes)
+        asked = {
+            role: replace(tensor, dtype=_sums_dtype(graph, tensor, dtypes, is_narrow))
+            for role, tensor in outputs.items()
+        }
+    else:
+        asked = outputs
+    results = rule(node.attributes, inputs, asked)
     return {
         tensor.name: results[role].astype(jax_dtype(tensor.dtype))
         for role, tensor in outputs.items()
     }
+
+
+_CONTRACTIONS = (
+    contraction.conv_dgrad,
+    contraction.conv_fprop,
+    contraction.conv_wgrad,
+    contraction.matmul,
+)
+
+
+def _sums_dtype(
+    graph: Graph, tensor: Tensor, dtypes: Sequence[DTypeName], is_narrow: bool
+) -> DTypeName:
+    is_asked_for = tensor.name in graph.outputs and tensor.dtype not in dtypes
+    return dtypes[0] if is_narrow and not is_asked_for else accumulator(*dtypes)
 
 
 def to_logical(tensor: Tensor, stored: jax.Array) -> jax.Array:

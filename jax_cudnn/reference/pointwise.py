@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise nodes, constants and reductions in jax.numpy; modes as in graph/pointwise.py.
+"""Pointwise nodes, constants and reductions in jax.numpy; see graph/pointwise.py.
 
 Computed in f32 (f64 where an operand is f64), whatever the operands' dtypes.
 """

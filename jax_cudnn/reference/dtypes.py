@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The dtypes of graphs as JAX knows them."""
+
+import jax.numpy as jnp
+import numpy as np
+
+DTYPES = {
+    "bool": np.dtype(jnp.bool_),
+    "u8": np.dtype(jnp.uint8),
+    "i8": np.dtype(jnp.int8),
+    "i32": np.dtype(jnp.int32),
+    "i64": np.dtype(jnp.int64),
+    "f8_e4m3fn": np.dtype(jnp.float8_e4m3fn),
+    "f8_e5m2": np.dtype(jnp.float8_e5m2),
+    "bf16": np.dtype(jnp.bfloat16),
+    "f16": np.dtype(jnp.float16),
+    "f32": np.dtype(jnp.float32),
+    "f64": np.dtype(jnp.float64),
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def jax_dtype(name: str) -> np.dtype:
+    """Return the NumPy dtype that a graph's dtype name stands for."""
+    return DTYPES[name]
+
+
+def dtype_name(dtype: object) -> str | None:
+    """Return the graph's name of a dtype, or None where graphs have none for it."""
+    return _NAMES.get(np.dtype(dtype))  # type: ignore[call-overload]
