@@ -25,7 +25,8 @@ _ALLOWED = {
     "native": {"errors", "graph"},
     "lowering": {*_MEANING, "native", "config", "choices"},
     "ops": _MACHINE,
-    "plans": {*_MACHINE, "ops"},
+    "measuring": _MACHINE,
+    "plans": {*_MACHINE, "ops", "measuring"},
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops"},
     "__init__": {*_MACHINE, "ops", "plans"},

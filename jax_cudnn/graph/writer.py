@@ -181,17 +181,14 @@ class GradientWriter(GraphWriter):
         self.sources: dict[str, str] = {}
         self._makers = {name: node for node in graph.nodes for _, name in node.outputs}
         self._views: dict[tuple[str, tuple[int, ...]], str] = {}
-        # Of the first contraction's operands; the accumulator's without one.
-        self.operand_dtype: DTypeName = next(
-            (
-                graph.tensor(node.inputs[0][1]).dtype
-                for node in graph.nodes
-                if node.kind not in _AROUND
-                and graph.tensor(node.inputs[0][1]).dtype in ("bf16", "f16")
-            ),
-            accumulator,
-        )
         self._roots: dict[str, str | None] = {}
+        # Of the first contraction's operands; the accumulator's without one.
+        self.operand_dtype: DTypeName = accumulator
+        for node in graph.nodes:
+            dtype = graph.tensor(node.inputs[0][1]).dtype if node.inputs else None
+            if node.kind not in _AROUND and dtype in ("bf16", "f16"):
+                self.operand_dtype = dtype
+                break
 
     def forward(self, name: str) -> Tensor:
         """Return a tensor of the forward graph."""

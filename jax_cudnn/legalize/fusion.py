@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One contraction with its prologue and epilogue as cuDNN takes it, or why it does not."""
+"""One contraction with what surrounds it as cuDNN takes it, or why it does not."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
 
-from jax_cudnn.graph import Graph, Node, Target
-from jax_cudnn.legalize import conv, matmul
+from jax_cudnn.graph import Graph, Node, Target, Tensor
+from jax_cudnn.legalize import conv, matmul, sums
 from jax_cudnn.legalize.partition import is_contraction
 from jax_cudnn.legalize.rules import Legal, Legalization
 from jax_cudnn.reference import evaluate
@@ -28,6 +28,8 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one contraction."""
     contractions = [node for node in graph.nodes if is_contraction(node)]
     kinds = [node.kind for node in contractions]
+    if not kinds:
+        return sums.legalize(graph)
     if len(kinds) != 1:
         return Legalization(
             reasons=(f"cuDNN has no kernel for {len(kinds)} contractions: {kinds}",)
@@ -37,14 +39,13 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
         return Legalization(
             reasons=tuple(reasons), advice='Pass implementation="xla" or "auto".'
         )
-    ways = _CANDIDATES[kinds[0]]
-    fused = ways(graph)
-    alone = _alone(graph, contractions[0], ways) if len(graph.nodes) > 1 else ()
+    ways, node = _CANDIDATES[kinds[0]], contractions[0]
+    fused = [*ways(graph), *_converted_first(graph, node, ways)]
+    alone = _alone(graph, node, ways)
     # cuDNN's engines for groups are fast without an epilogue and slow with one (an
     # H200 with 9.19: docs/benchmarks/fusion.md).
-    if _is_grouped(graph, contractions[0]):
-        return Legalization(candidates=(*alone, *fused))
-    return Legalization(candidates=(*fused, *alone))
+    order = [*alone, *fused] if _is_grouped(graph, node) else [*fused, *alone]
+    return Legalization(candidates=tuple(order))
 
 
 def _is_grouped(graph: Graph, node: Node) -> bool:
@@ -54,76 +55,113 @@ def _is_grouped(graph: Graph, node: Node) -> bool:
     return x.dims[1] != w.dims[1]
 
 
-def _alone(
-    graph: Graph, node: Node, ways: Callable[[Graph], tuple[Legal, ...]]
-) -> tuple[Legal, ...]:
+_Ways = Callable[[Graph], tuple[Legal, ...]]
+
+
+def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
+    """Return the ways in which XLA converts 8-bit operands and cuDNN does the rest.
+
+    With many rows, converting weights once is faster than in every tile.
+    """
+    first = _before(graph, node)
+    if not first:
+        return ()
+    rest = [each for each in graph.nodes if each not in first]
+    middle = _part(graph.tensors, _with_constants(graph, rest), graph.outputs)
+    note = "8-bit operands are converted by XLA before the kernel"
+    return tuple(_wrap(graph, way, first, middle, [], note) for way in ways(middle))
+
+
+def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
     """Return the ways to run the contraction in cuDNN and all else in XLA.
 
     The sums are rounded to the operands' dtype on their way.
     """
-    before, after = _around(graph, node)
+    if len(graph.nodes) == 1:
+        return ()
+    first = _before(graph, node)
+    last = [each for each in graph.nodes if each not in first and each is not node]
     operands = [graph.tensor(name) for _, name in node.inputs]
     (sums,) = (graph.tensor(name) for _, name in node.outputs)
     if sums.dtype == "f32" and sums.name not in graph.outputs:
         sums = replace(sums, dtype=operands[0].dtype)
-    middle = Graph(
-        tensors=(*operands, sums),
-        nodes=(node,),
-        inputs=tuple(tensor.name for tensor in operands),
-        outputs=(sums.name,),
-    )
-    return tuple(_wrap(graph, legal, before, middle, after) for legal in ways(middle))
+    middle = _part((*operands, sums), [node], (sums.name,))
+    last = _with_constants(graph, last)
+    note = "what surrounds the contraction is computed by XLA, from rounded sums"
+    return tuple(_wrap(graph, way, first, middle, last, note) for way in ways(middle))
 
 
-def _around(graph: Graph, node: Node) -> tuple[list[Node], list[Node]]:
-    """Return the nodes that the contraction follows from, and the others."""
+def _before(graph: Graph, node: Node) -> list[Node]:
+    """Return the nodes that the contraction follows from."""
     needed = {name for _, name in node.inputs}
     before: list[Node] = []
     for each in reversed(graph.nodes):
         if needed.intersection(name for _, name in each.outputs):
             before.insert(0, each)
             needed.update(name for _, name in each.inputs)
-    rest = [each for each in graph.nodes if each not in before and each is not node]
-    return before, rest
+    return before
+
+
+def _with_constants(graph: Graph, nodes: list[Node]) -> list[Node]:
+    """Return the nodes with the constants that they read."""
+    read = {name for node in nodes for _, name in node.inputs}
+    return [
+        node
+        for node in graph.nodes
+        if node in nodes or (node.kind == "constant" and node.outputs[0][1] in read)
+    ]
+
+
+def _part(
+    tensors: Sequence[Tensor], nodes: Sequence[Node], outputs: Sequence[str]
+) -> Graph:
+    """Return the graph of some nodes; its operands are what they read and not make."""
+    made = {name for node in nodes for _, name in node.outputs}
+    read = {name for node in nodes for _, name in node.inputs}
+    return Graph(
+        tensors=tuple(t for t in tensors if t.name in made | read),
+        nodes=tuple(nodes),
+        inputs=tuple(sorted(read - made)),
+        outputs=tuple(outputs),
+    )
 
 
 def _wrap(
-    graph: Graph, legal: Legal, first: list[Node], middle: Graph, last: list[Node]
+    graph: Graph,
+    way: Legal,
+    first: list[Node],
+    middle: Graph,
+    last: list[Node],
+    note: str,
 ) -> Legal:
-    def run(nodes: list[Node], values: dict[str, jax.Array]) -> None:
-        tensors = {t.name: t for t in graph.tensors}
-        tensors |= {t.name: t for t in middle.tensors}
-        made = [name for node in nodes for _, name in node.outputs]
-        read = {name for node in nodes for _, name in node.inputs} - {*made}
-        if not nodes:
-            return
-        inputs = sorted(read)
-        part = Graph(
-            tensors=tuple(tensors[name] for name in (*inputs, *made)),
-            nodes=tuple(nodes),
-            inputs=tuple(inputs),
-            outputs=tuple(made),
-        )
-        results = evaluate(part, [values[name] for name in inputs])
-        values |= dict(zip(made, results, strict=True))
+    """Return a way to run the middle of a graph, with the other nodes left to XLA."""
+    table = {t.name: t for t in (*graph.tensors, *middle.tensors)}
+    by_name = tuple(table.values())
+    middle_results = [name for node in first for _, name in node.outputs]
+    head = _part(by_name, first, middle_results) if first else None
+    tail = _part(by_name, last, graph.outputs) if last else None
 
     def before(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         values = dict(zip(graph.inputs, operands, strict=True))
-        run(first, values)
-        return legal.before([values[name] for name in middle.inputs])
+        _run(head, values)
+        return way.before([values[name] for name in middle.inputs])
 
     def after(
         operands: Sequence[jax.Array], results: Sequence[jax.Array]
     ) -> tuple[jax.Array, ...]:
         values = dict(zip(graph.inputs, operands, strict=True))
-        constants = [node for node in first if node.kind == "constant"]
-        (sums,) = legal.after((), results)
-        values[middle.outputs[0]] = sums
-        run([*constants, *last], values)
+        values |= dict(zip(middle.outputs, way.after((), results), strict=True))
+        _run(tail, values)
         return tuple(values[name] for name in graph.outputs)
 
-    note = "what surrounds the contraction is computed by XLA, from rounded sums"
-    return replace(legal, before=before, after=after, notes=(*legal.notes, note))
+    return replace(way, before=before, after=after, notes=(*way.notes, note))
+
+
+def _run(part: Graph | None, values: dict[str, jax.Array]) -> None:
+    """Compute a part by the reference, its tensors found and put by name."""
+    if part is not None:
+        results = evaluate(part, [values[name] for name in part.inputs])
+        values |= dict(zip(part.outputs, results, strict=True))
 
 
 def _refusals(graph: Graph, target: Target | None) -> list[str]:

@@ -7,6 +7,7 @@ Deciding is a pure function of graph, options and GPU (``decide``), so that
 
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -110,13 +111,15 @@ def _decide(
 def _decide_part(
     part: Graph, local: tuple[int, Target] | None, options: Options
 ) -> Step:
-    if not any(map(is_contraction, part.nodes)):
-        return Step(part=part)
     ordinal, target = local or (0, None)
+    measured = None if target is None else choices.table().get(part, target)
+    if not any(map(is_contraction, part.nodes)) and (
+        measured is None or measured.implementation == "xla"
+    ):
+        return Step(part=part)
     if (reason := _precision_refusal(part, options)) is not None:
         return Step(part=part, reasons=(reason,))
     legalization = legalize(part, target)
-    measured = None if target is None else choices.table().get(part, target)
     is_auto = options.implementation == "auto"
     if measured is not None and measured.implementation == "xla" and is_auto:
         return Step(part=part, reasons=(_measured_reason(measured),))
@@ -184,9 +187,9 @@ def _lower_cuda(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any
     missing = decision.missing
     if missing and options.implementation == "cudnn":
         raise _unsupported(missing[0])
-    if options.implementation == "auto" and not graph.has_empty_tensor:
-        if missing or not decision.steps:
-            _say_once(_summary(graph), decision.reasons)
+    falls_back = missing or not decision.steps
+    if options.implementation == "auto" and falls_back and not graph.has_empty_tensor:
+        _say_once(_summary(graph), decision.reasons)
     function = functools.partial(_run, graph, decision.steps, options)
     return _jax.lower_function(function)(ctx, *operands)
 
@@ -213,7 +216,27 @@ def run_xla(
     graph: Graph, operands: Sequence[jax.Array], options: Options
 ) -> Sequence[jax.Array]:
     """Return the graph's results by XLA, written as XLA is fastest at it."""
-    return run_reference(graph, operands, options, narrow_sums=True)
+    return run_reference(
+        graph, operands, options, narrow_sums=True, kept=_read_by_sums(graph)
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _read_by_sums(graph: Graph) -> frozenset[str]:
+    """Return the made tensors that sums read beside others.
+
+    They are in memory anyway: XLA would rather compute them twice than read them (a
+    gelu's gradient with its sum: 267 us against 184 on an H200).
+    """
+    made = {name for node in graph.nodes for _, name in node.outputs}
+    readers = Counter(name for node in graph.nodes for _, name in node.inputs)
+    return frozenset(
+        name
+        for node in graph.nodes
+        if node.kind == "reduction"
+        for _, name in node.inputs
+        if name in made and (readers[name] > 1 or name in graph.outputs)
+    )
 
 
 def launch(

@@ -56,10 +56,11 @@ def run_reference(
     options: Options,
     *,
     narrow_sums: bool = False,
+    kept: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results by the reference, in the precision asked for."""
     with jax.default_matmul_precision(options.matmul_precision):
-        return evaluate(graph, operands, narrow_sums=narrow_sums)
+        return evaluate(graph, operands, narrow_sums=narrow_sums, kept=kept)
 
 
 def traced_graphs(

@@ -17,11 +17,11 @@ from jax_cudnn.lowering.cuda import Decision, Step, label, local_target
 class Call:
     """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
 
-    ``op`` is what it computes, ``shapes`` its operands as stored, ``count`` how often the
-    traced program holds it (a loop's body counts once). ``implementation`` is "cudnn"
-    or "xla"; ``plan`` names cuDNN's plan and ``workspace_bytes`` its scratch memory,
-    None where XLA runs it or no GPU is here to plan for. ``reasons`` says, a sentence
-    each, why cuDNN does not run it, or does not run all of it.
+    ``op`` is what it computes, ``shapes`` its operands as stored, ``count`` how often
+    the traced program holds it (a loop's body counts once). ``implementation`` is
+    "cudnn" or "xla"; ``plan`` names cuDNN's plan and ``workspace_bytes`` its scratch
+    memory, None where XLA runs it or no GPU is here to plan for. ``reasons`` says, a
+    sentence each, why cuDNN does not run it, or does not run all of it.
     """
 
     op: str
@@ -58,8 +58,12 @@ class Report:
         for row in rows:
             cells = (cell.ljust(w) for cell, w in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
+        operations: dict[str, list[str]] = {}
         for call in self.calls:
-            lines += [f"{call.op}: {reason}" for reason in call.reasons]
+            for reason in call.reasons:
+                operations.setdefault(reason, []).append(call.op)
+        for reason, ops in operations.items():
+            lines.append(f"{', '.join(dict.fromkeys(ops))}: {reason}")
         return "\n".join(lines)
 
 

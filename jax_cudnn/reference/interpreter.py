@@ -35,20 +35,28 @@ _RULES: dict[str, Rule] = {
 
 
 def evaluate(
-    graph: Graph, operands: Sequence[jax.Array], *, narrow_sums: bool = False
+    graph: Graph,
+    operands: Sequence[jax.Array],
+    *,
+    narrow_sums: bool = False,
+    kept: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results, given its operands as stored arrays.
 
     With ``narrow_sums``, sums over 16-bit operands are rounded to their dtype before
     what follows them, as in programs that are written in that dtype throughout: XLA
-    computes that faster, since it keeps no f32 array of the sums.
+    computes that faster, since it keeps no f32 array of the sums. The tensors ``kept``
+    are computed once and read from memory after that.
     """
     values = {
         tensor.name: to_logical(tensor, operand)
         for tensor, operand in zip(graph.input_tensors, operands, strict=True)
     }
     for node in graph.nodes:
-        values |= _evaluate_node(graph, node, values, narrow_sums=narrow_sums)
+        results = _evaluate_node(graph, node, values, narrow_sums=narrow_sums)
+        for name in kept.intersection(results):
+            results[name] = jax.lax.optimization_barrier(results[name])
+        values |= results
     return tuple(to_stored(t, values[t.name]) for t in graph.output_tensors)
 
 
@@ -59,7 +67,7 @@ def _evaluate_node(
     inputs = {role: values[name] for role, name in node.inputs}
     outputs = {role: graph.tensor(name) for role, name in node.outputs}
     if rule in _CONTRACTIONS:
-        dtypes = [graph.tensor(name).dtype for _, name in node.inputs]
+        dtypes: list[DTypeName] = [graph.tensor(name).dtype for _, name in node.inputs]
         is_narrow = narrow_sums and all(dtype in ("bf16", "f16") for dtype in dtypes)
         asked = {
             role: replace(tensor, dtype=_sums_dtype(graph, tensor, dtypes, is_narrow))

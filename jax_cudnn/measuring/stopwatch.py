@@ -41,7 +41,7 @@ class Measurement:
         )
 
 
-def draw(tensor: Tensor, seed: int, device: jax.Device) -> jax.Array:
+def draw(tensor: Tensor, seed: int, device: Any) -> jax.Array:
     """Return a random array for a tensor."""
     dtype = jax_dtype(tensor.dtype)
     with jax.default_device(device):
@@ -54,7 +54,7 @@ def draw(tensor: Tensor, seed: int, device: jax.Device) -> jax.Array:
         return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
 
-def draw_sets(graph: Graph, device: jax.Device) -> list[list[jax.Array]]:
+def draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
     """Return several sets of random operands, too large together for the cache."""
     tensors = (*graph.input_tensors, *graph.output_tensors)
     size = sum(_bytes(tensor) for tensor in tensors)
@@ -73,7 +73,7 @@ class PlanStopwatch:
     """Times plans of one graph in memory of its own."""
 
     def __init__(
-        self, graph: Graph, sets: Sequence[Sequence[jax.Array]], device: jax.Device
+        self, graph: Graph, sets: Sequence[Sequence[jax.Array]], device: Any
     ) -> None:
         """Take the operands, and memory for the results."""
         self._json = to_json(graph)
@@ -140,6 +140,7 @@ def time_calls(
     """Time a call that does `count` things, by the host's clock over many calls."""
 
     def run(calls: int) -> float:
+        result = None
         start = time.perf_counter()
         for _ in range(calls):
             result = call()

@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Elementwise work with sums, and no contraction, as cuDNN takes it.
+
+The gradient through an activation and a bias is such a part: one pass over memory in
+cuDNN, two in XLA. cuDNN wants tensors of rank 4 or 5, channels last, and f32 sums.
+"""
+
+import math
+from dataclasses import replace
+
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Graph, Tensor
+from jax_cudnn.legalize.conv import channels_last
+from jax_cudnn.legalize.edit import Edit
+from jax_cudnn.legalize.rules import Legal, Legalization
+from jax_cudnn.reference.dtypes import DTYPES
+
+_SLOWER = "XLA fuses elementwise work with what is around it"
+
+
+def legalize(graph: Graph) -> Legalization:
+    """Return how cuDNN can run a graph of pointwise nodes and sums."""
+    if not any(node.kind == "reduction" for node in graph.nodes):
+        return Legalization(reasons=(_SLOWER,))
+    if any(t.dtype == "f64" for t in graph.tensors):
+        return Legalization(reasons=("f64: cuDNN's fusions take bf16, f16 and f32",))
+    legal = _candidate(graph)
+    if legal is None:
+        return Legalization(reasons=("cuDNN sums over all axes but the channels",))
+    # Only a measurement says otherwise: see choices.py.
+    return Legalization(candidates=(legal,))
+
+
+def _candidate(graph: Graph) -> Legal | None:
+    edit = Edit.of(graph)
+    rank = len(graph.tensors[0].dims)
+    full = max((t.dims for t in graph.tensors), key=math.prod)
+    channel = 1 if rank > 3 else rank - 1
+    for name, tensor in list(edit.tensors.items()):
+        if tensor.dims not in (full, _vector(full, channel), (1,) * rank):
+            return None
+        if rank > 3 and tensor.dims == full and tensor.order != channels_last(rank):
+            return None
+        if rank == 3:
+            if tensor.dims == full and tensor.order != (0, 1, 2):
+                return None
+            _as_image(edit, name, tensor)
+    for node in edit.nodes:
+        if node.kind == "reduction":
+            _sum_in_f32(edit, dict(node.outputs)["output"])
+    return edit.finish()
+
+
+def _vector(full: tuple[int, ...], channel: int) -> tuple[int, ...]:
+    return tuple(size if axis == channel else 1 for axis, size in enumerate(full))
+
+
+def _as_image(edit: Edit, name: str, tensor: Tensor) -> None:
+    """See a batch of matrices (b, m, n) as an image (b m, n, 1, 1), channels last."""
+    b, m, n = tensor.dims
+    image = replace(tensor, dims=(b * m, n, 1, 1), order=(0, 2, 3, 1))
+    shape = tensor.stored_shape
+    edit.rearrange(
+        name,
+        image,
+        lambda x: jnp.reshape(x, image.stored_shape),
+        lambda x: jnp.reshape(x, shape),
+    )
+
+
+def _sum_in_f32(edit: Edit, name: str) -> None:
+    tensor = edit.tensors[name]
+    if tensor.dtype != "f32":
+        edit.rearrange(
+            name,
+            replace(tensor, dtype="f32"),
+            lambda x: x,
+            lambda x: x.astype(DTYPES[tensor.dtype]),
+        )

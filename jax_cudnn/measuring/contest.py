@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of cuDNN's plans, or XLA's code, runs a part of a graph fastest?"""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+
+from jax_cudnn import native
+from jax_cudnn.choices import Choice
+from jax_cudnn.config import Options
+from jax_cudnn.errors import GraphError, UnsupportedError
+from jax_cudnn.graph import Graph, Target, to_json
+from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.lowering.cuda import label, launch, run_xla
+from jax_cudnn.measuring.stopwatch import (
+    PlanStopwatch,
+    compile_over_sets,
+    draw_sets,
+    time_calls,
+)
+
+# A first look takes one sample of each plan; those this much slower than the best one
+# are not looked at again.
+_HOPELESS = 1.25
+_SAMPLES = 7
+_BUILDERS = 8
+
+
+def measure(part: Graph, options: Options, target: Target) -> Choice:
+    """Time everything that can run a part of a graph, and return the fastest.
+
+    Plans of one graph race by the device's events. The winner of each way of rewriting
+    the part then meets XLA's code, each with all its array work, in compiled programs.
+    """
+    device = jax.local_devices(backend="cuda")[0]
+    sets = draw_sets(part, device)
+
+    def time_it(function: Callable[..., Any]) -> float:
+        call = compile_over_sets(function, sets)
+        return time_calls(call, len(sets), samples=_SAMPLES).median_us
+
+    xla_us = time_it(lambda *xs: run_xla(part, xs, options))
+    first_ratio: float | None = None
+    best: tuple[float, int, str] | None = None
+    for index, legal, plans in _contenders(part, target):
+        changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
+        race = list(_race(PlanStopwatch(legal.graph, changed, device), plans))
+        if not race:
+            continue
+        winner, winner_us = min(race, key=lambda entry: entry[1])
+        if first_ratio is None:
+            first_ratio = race[0][1] / winner_us
+        us = time_it(functools.partial(_run_legal, legal, winner))
+        if best is None or us < best[0]:
+            best = (us, index, winner.choice)
+    is_cudnn = best is not None and best[0] <= xla_us
+    return Choice(
+        op=label(part),
+        operands=", ".join(
+            f"{t.dtype}[{','.join(map(str, t.stored_shape))}]"
+            for t in part.input_tensors
+        ),
+        implementation="cudnn" if is_cudnn else "xla",
+        candidate=best[1] if best else 0,
+        plan=best[2] if best else "",
+        cudnn_us=round(best[0], 2) if best else None,
+        first_ratio=None if first_ratio is None else round(first_ratio, 3),
+        xla_us=round(xla_us, 2),
+    )
+
+
+def _run_legal(
+    legal: Legal, plan: native.PlanInfo, *operands: jax.Array
+) -> Sequence[jax.Array]:
+    launched = launch(legal.graph, plan, plan.choice, legal.before(operands))
+    return legal.after(operands, launched)
+
+
+def _contenders(
+    part: Graph, target: Target
+) -> Iterator[tuple[int, Legal, list[native.PlanInfo]]]:
+    """Yield each way of rewriting the part, with the plans that build for it."""
+    with ThreadPoolExecutor(_BUILDERS) as pool:
+        for index, legal in enumerate(legalize(part, target).candidates):
+            json = to_json(legal.graph)
+            try:
+                listed = native.candidates(json)
+            except UnsupportedError:
+                continue
+            pinned = [each.choice for each in listed if each.choice]
+            built = pool.map(lambda choice, json=json: _build(json, choice), pinned)
+            yield index, legal, [plan for plan in built if plan is not None]
+
+
+def _build(json: str, choice: str) -> native.PlanInfo | None:
+    try:
+        return native.plan(json, choice=choice)
+    except (UnsupportedError, GraphError):
+        return None
+
+
+def _race(
+    stopwatch: PlanStopwatch, plans: list[native.PlanInfo]
+) -> Iterator[tuple[native.PlanInfo, float]]:
+    """Time the plans, with more samples for those that may be the best."""
+    looks = [
+        (plan, stopwatch.time(plan, samples=1, sample_us=500).median_us)
+        for plan in plans
+    ]
+    bound = min((look for _, look in looks), default=0.0) * _HOPELESS
+    for i, (plan, look) in enumerate(looks):
+        if look <= bound:
+            yield plan, stopwatch.time(plan, samples=_SAMPLES).median_us
+        elif i == 0:
+            yield plan, look

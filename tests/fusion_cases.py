@@ -1,0 +1,440 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The calls of conv and matmul whose graphs are planned without a GPU.
+
+Read by the gpuless tests and by scripts/support_table.py. No array is made: operands
+are shapes. Sizes differ from one another and are odd where nothing hangs on them;
+channels are multiples of 16, which every engine takes, but in the cases that are about
+channels.
+"""
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import ShapeDtypeStruct as Shape
+
+import jax_cudnn
+from jax_cudnn.graph import Graph
+from jax_cudnn.legalize import is_contraction, partition
+from tests.fused import graphs
+
+# As users write them, and as JAX prints them.
+FLOATS = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}
+F8 = {"f8_e4m3fn": jnp.float8_e4m3fn, "f8_e5m2": jnp.float8_e5m2}
+I8 = {"i8": jnp.int8, "u8": jnp.uint8}
+
+ACTIVATIONS: dict[str, Any] = {
+    **{
+        name: name
+        for name in (
+            "relu",
+            "relu6",
+            "leaky_relu",
+            "elu",
+            "gelu",
+            "gelu_exact",
+            "silu",
+            "tanh",
+            "sigmoid",
+            "softplus",
+        )
+    },
+    "a traced function": lambda x: jnp.where(x > 0.5, x * jnp.tanh(x), jnp.exp(-x)),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One call: ``call(**operands)``, differentiated in the operands ``wanted``.
+
+    ``group``, ``row`` and ``dtype`` place it in the table of docs/support.md.
+    """
+
+    group: str
+    row: str
+    dtype: str
+    call: Callable[..., jax.Array]
+    operands: dict[str, Shape]
+    wanted: tuple[str, ...] = ()
+    # Whether the table shows what is saved for the gradient as a step of its own.
+    name: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Name the case after its place."""
+        object.__setattr__(self, "name", f"{self.group}/{self.row}/{self.dtype}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part of a graph of a case, which one kernel is to run, and what it makes.
+
+    ``step`` is "forward", "training" (the same, with what the gradient needs saved),
+    "grad_x", "grad_w", "grad_a", "grad_b", or "around" for a part of the gradient
+    without a contraction.
+    """
+
+    case: str
+    step: str
+    graph: Graph
+
+
+def parts(case: Case) -> list[Part]:
+    """Return the parts of the case's graphs, as the lowering partitions them."""
+    found = [("forward", _graphs(case.call, case.operands)[0])]
+    if case.wanted:
+        training, backward = _graphs(_with_gradients(case), case.operands)
+        found += [("training", training), ("backward", backward)]
+    return [
+        Part(case=case.name, step=_step(direction, part), graph=part)
+        for direction, graph in found
+        for part in partition(graph)
+    ]
+
+
+def _step(direction: str, part: Graph) -> str:
+    if not any(map(is_contraction, part.nodes)):
+        return "around"
+    if direction != "backward":
+        return direction
+    (name,) = (name for name in part.outputs if name.startswith("grad_"))
+    return name
+
+
+def _graphs(call: Callable[..., Any], operands: dict[str, Shape]) -> list[Graph]:
+    names = tuple(operands)
+    run = lambda *args: call(**dict(zip(names, args, strict=True)))  # noqa: E731
+    return [graph for graph, _ in graphs(run, *operands.values())]
+
+
+def _with_gradients(case: Case) -> Callable[..., Any]:
+    def run(**operands: jax.Array) -> Any:
+        moving = {name: operands.pop(name) for name in case.wanted}
+        output, pullback = jax.vjp(lambda moving: case.call(**operands, **moving), moving)
+        return output, pullback(output)
+
+    return run
+
+
+# --- what follows the contraction -----------------------------------------------------
+
+_NHWC = ("NHWC", "HWIO", "NHWC")
+_Epilogue = dict[str, Any]
+
+
+def _epilogues(output: tuple[int, ...], dtype: Any) -> Iterator[tuple[str, _Epilogue]]:
+    """Yield epilogues by name: options of the call, with shapes for operands."""
+    n = output[-1]
+    bias, residual = Shape((n,), dtype), Shape(output, dtype)
+    yield "nothing", {}
+    yield from ((name, {"activation": each}) for name, each in ACTIVATIONS.items())
+    yield "bias", {"bias": bias}
+    yield "residual", {"residual": residual}
+    yield "a number as scale", {"scale": 0.5}
+    yield "scale of each channel", {"scale": Shape((n,), jnp.float32)}
+    yield "bias, residual", {"bias": bias, "residual": residual}
+    every = {"scale": Shape((n,), jnp.float32), "bias": bias, "residual": residual}
+    yield "scale, bias, residual, gelu", {**every, "activation": "gelu"}
+
+
+def _case(
+    place: tuple[str, str, str],
+    function: Callable[..., jax.Array],
+    options: dict[str, Any],
+    wanted: tuple[str, ...] | None = None,
+) -> Case:
+    """Return a case; the options that are shapes are operands, wanted by default."""
+    operands = {k: v for k, v in options.items() if isinstance(v, Shape)}
+    rest = {k: v for k, v in options.items() if k not in operands}
+    group, row, dtype = place
+    return Case(
+        group=group,
+        row=row,
+        dtype=dtype,
+        call=functools.partial(function, **rest),
+        operands=operands,
+        wanted=tuple(operands) if wanted is None else wanted,
+    )
+
+
+def _conv_epilogues() -> Iterator[Case]:
+    for name, dtype in FLOATS.items():
+        for row, epilogue in _epilogues((3, 11, 13, 48), dtype):
+            options = {
+                "x": Shape((3, 11, 13, 32), dtype),
+                "w": Shape((3, 5, 32, 48), dtype),
+                "padding": "SAME",
+                "dimension_numbers": _NHWC,
+                **epilogue,
+            }
+            yield _case(("conv", row, name), jax_cudnn.conv, options)
+
+
+def _transposed_conv_epilogues() -> Iterator[Case]:
+    for name, dtype in FLOATS.items():
+        for row, epilogue in _epilogues((3, 22, 26, 48), dtype):
+            options = {
+                "x": Shape((3, 11, 13, 32), dtype),
+                "w": Shape((4, 4, 32, 48), dtype),
+                "lhs_dilation": (2, 2),
+                "padding": ((2, 2), (2, 2)),
+                "dimension_numbers": _NHWC,
+                **epilogue,
+            }
+            yield _case(("transposed conv", row, name), jax_cudnn.conv, options)
+
+
+def _matmul_epilogues() -> Iterator[Case]:
+    for name, dtype in FLOATS.items():
+        for row, epilogue in _epilogues((77, 48), dtype):
+            options = {"a": Shape((77, 64), dtype), "b": Shape((64, 48), dtype)}
+            options |= {k.replace("scale", "scale_b"): v for k, v in epilogue.items()}
+            yield _case(("matmul", row, name), jax_cudnn.matmul, options)
+
+
+# --- shapes and layouts ---------------------------------------------------------------
+
+_BIAS_GELU = {"activation": "gelu"}
+
+
+def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield options by name, shapes as bare tuples; all with a bias and gelu."""
+    plain = {
+        "x": (3, 11, 13, 32),
+        "w": (3, 5, 32, 48),
+        "padding": "SAME",
+        "dimension_numbers": _NHWC,
+    }
+    yield "1-D", {
+        "x": (3, 37, 32),
+        "w": (5, 32, 48),
+        "padding": "SAME",
+        "dimension_numbers": ("NWC", "WIO", "NWC"),
+    }
+    yield "3-D", {
+        "x": (3, 7, 11, 13, 32),
+        "w": (3, 1, 5, 32, 48),
+        "padding": "SAME",
+        "dimension_numbers": ("NDHWC", "DHWIO", "NDHWC"),
+    }
+    yield "channels first", {"x": (3, 32, 11, 13), "w": (48, 32, 3, 5)}
+    yield "filters 1 x 1", {**plain, "w": (1, 1, 32, 48)}
+    yield "stride", {**plain, "window_strides": (2, 3)}
+    yield "filters 1 x 1, stride", {
+        **plain,
+        "w": (1, 1, 32, 48),
+        "window_strides": (2, 2),
+    }
+    yield "dilated filters", {**plain, "rhs_dilation": (2, 3)}
+    yield "unlike padding", {**plain, "padding": ((1, 2), (0, 3))}
+    yield "negative padding", {**plain, "padding": ((-1, 2), (-2, -3))}
+    yield "stride, unlike padding", {**plain, "x": (3, 12, 16, 32)} | {
+        "window_strides": (2, 2)
+    }
+    yield "dilated images, stride", {
+        **plain,
+        "lhs_dilation": (2, 2),
+        "window_strides": (3, 3),
+    }
+    yield "groups", {**plain, "w": (3, 5, 16, 48), "feature_group_count": 2}
+    yield "groups of 4 channels", {
+        **plain,
+        "w": (3, 5, 4, 48),
+        "feature_group_count": 8,
+    }
+    yield "groups of images", {
+        **plain,
+        "x": (6, 11, 13, 32),
+        "batch_group_count": 2,
+    }
+    yield "depthwise", {**plain, "w": (3, 5, 1, 32), "feature_group_count": 32}
+    yield "depthwise, 2 each", {**plain, "w": (3, 5, 1, 64), "feature_group_count": 32}
+    yield "depthwise, 1-D", {
+        "x": (3, 37, 32),
+        "w": (4, 1, 32),
+        "padding": ((3, 0),),
+        "dimension_numbers": ("NWC", "WIO", "NWC"),
+        "feature_group_count": 32,
+    }
+    yield "3 channels in", {**plain, "x": (3, 11, 13, 3), "w": (3, 5, 3, 48)}
+    yield "5 channels out", {**plain, "w": (3, 5, 32, 5)}
+    yield "7 channels in, 5 out", {**plain, "x": (3, 11, 13, 7), "w": (3, 5, 7, 5)}
+    yield "1 channel in and out", {**plain, "x": (3, 11, 13, 1), "w": (3, 5, 1, 1)}
+    yield "transposed, 1-D", {
+        "x": (3, 37, 32),
+        "w": (4, 32, 48),
+        "lhs_dilation": (2,),
+        "padding": ((2, 2),),
+        "dimension_numbers": ("NWC", "WIO", "NWC"),
+    }
+    yield "transposed, groups", {
+        **plain,
+        "w": (4, 4, 16, 48),
+        "lhs_dilation": (2, 2),
+        "padding": ((2, 2), (2, 2)),
+        "feature_group_count": 2,
+    }
+    yield "transposed, 7 channels in, 5 out", {
+        **plain,
+        "x": (3, 11, 13, 7),
+        "w": (4, 4, 7, 5),
+        "lhs_dilation": (2, 2),
+        "padding": ((2, 2), (2, 2)),
+    }
+
+
+def _shaped_convs() -> Iterator[Case]:
+    for row, options in _conv_shapes():
+        for name, dtype in FLOATS.items():
+            shapes = {k: Shape(options[k], dtype) for k in ("x", "w")}
+            numbers = options.get("dimension_numbers")
+            channels = options["w"][-1 if numbers else 0]
+            epilogue = {"bias": Shape((channels,), dtype), "activation": "gelu"}
+            place = ("conv, bias and gelu", row, name)
+            yield _case(place, jax_cudnn.conv, {**options, **shapes, **epilogue})
+
+
+def _plain_shaped_convs() -> Iterator[Case]:
+    for row, options in _conv_shapes():
+        for name, dtype in FLOATS.items():
+            shapes = {k: Shape(options[k], dtype) for k in ("x", "w")}
+            place = ("conv alone", row, name)
+            yield _case(place, jax_cudnn.conv, {**options, **shapes})
+
+
+def _shaped_matmuls() -> Iterator[Case]:
+    for name, dtype in FLOATS.items():
+
+        def case(row: str, a: Any, b: Any, dtype: Any = dtype, **more: Any) -> Case:
+            options = {"a": Shape(a, dtype), "b": Shape(b, dtype), **more}
+            options = {"bias": Shape(b[-1:], dtype), "activation": "gelu"} | options
+            place = ("matmul, bias and gelu", row, name)  # noqa: B023
+            return _case(place, jax_cudnn.matmul, options)
+
+        yield case("batch", (3, 77, 64), (3, 64, 48))
+        yield case("weights of all rows", (3, 7, 77, 64), (64, 48))
+        yield case("a shared, b in a batch", (77, 64), (3, 64, 48))
+        yield case("one row", (1, 64), (64, 48))
+        yield case("a vector", (64,), (64, 48), bias=Shape((48,), dtype))
+        yield case("one column", (77, 64), (64, 1))
+        yield case("61 columns", (77, 64), (64, 61))
+        yield case("59 products a sum", (77, 59), (59, 48))
+        yield case("59 products a sum, 61 columns", (77, 59), (59, 61))
+        yield case("bias of each row", (77, 64), (64, 48), bias=Shape((77, 1), dtype))
+        yield case("bias in f32", (77, 64), (64, 48), bias=Shape((48,), jnp.float32))
+        yield case("f32 result", (77, 64), (64, 48), preferred_element_type=jnp.float32)
+        axes = {"a stored transposed": ((64, 77), (64, 48), (0, 0))}
+        axes["b stored transposed"] = ((77, 64), (48, 64), (1, 1))
+        axes["both stored transposed"] = ((64, 77), (48, 64), (0, 1))
+        axes["b transposed, odd sizes"] = ((77, 59), (61, 59), (1, 1))
+        for row, (lhs, rhs, (i, j)) in axes.items():
+            n = rhs[1 - j]
+            options = {
+                "lhs": Shape(lhs, dtype),
+                "rhs": Shape(rhs, dtype),
+                "bias": Shape((n,), dtype),
+                "activation": "gelu",
+                "dimension_numbers": (((i,), (j,)), ((), ())),
+            }
+            place = ("matmul, bias and gelu", row, name)
+            yield _case(place, jax_cudnn.dot_general, options)
+
+
+# --- operands of 8 bits ---------------------------------------------------------------
+
+
+def _narrow_convs() -> Iterator[Case]:
+    for name, dtype in {**I8, **F8}.items():
+        results = {
+            "f32": jnp.float32,
+            "bf16": jnp.bfloat16,
+            **({"i32": jnp.int32} if name in I8 else {name: dtype}),
+        }
+        for result, preferred in results.items():
+            for row, epilogue in {
+                "nothing": {},
+                "scale": {"scale": Shape((48,), jnp.float32)},
+                "scale, bias, relu": {
+                    "scale": Shape((48,), jnp.float32),
+                    "bias": Shape((48,), jnp.float32),
+                    "activation": "relu",
+                },
+            }.items():
+                if result == "i32" and epilogue:
+                    continue
+                options = {
+                    "x": Shape((3, 11, 13, 32), dtype),
+                    "w": Shape((3, 5, 32, 48), dtype),
+                    "padding": "SAME",
+                    "dimension_numbers": _NHWC,
+                    "preferred_element_type": preferred,
+                    **epilogue,
+                }
+                place = ("conv of 8 bits", f"{row} -> {result}", name)
+                yield _case(place, jax_cudnn.conv, options, ())
+
+
+def _narrow_matmuls() -> Iterator[Case]:
+    for name, dtype in {**I8, **F8}.items():
+        results = {
+            "f32": jnp.float32,
+            "bf16": jnp.bfloat16,
+            **({"i32": jnp.int32} if name in I8 else {name: dtype}),
+        }
+        for result, preferred in results.items():
+            for row, epilogue in {
+                "nothing": {},
+                "scale_b": {"scale_b": Shape((48,), jnp.float32)},
+                "scale_b, bias, relu": {
+                    "scale_b": Shape((48,), jnp.float32),
+                    "bias": Shape((48,), jnp.float32),
+                    "activation": "relu",
+                },
+            }.items():
+                if result == "i32" and epilogue:
+                    continue
+                options = {
+                    "a": Shape((77, 64), dtype),
+                    "b": Shape((64, 48), dtype),
+                    "preferred_element_type": preferred,
+                    **epilogue,
+                }
+                place = ("matmul of 8 bits", f"{row} -> {result}", name)
+                yield _case(place, jax_cudnn.matmul, options, ())
+
+
+def _weight_only_matmuls() -> Iterator[Case]:
+    for name, dtype in FLOATS.items():
+        for narrow, stored in {**I8, **F8}.items():
+            for row, scale in {
+                "no scale": None,
+                "scale of each column": Shape((48,), jnp.float32),
+                "scale along the sum": Shape((64, 1), jnp.float32),
+            }.items():
+                options = {
+                    "a": Shape((77, 64), dtype),
+                    "b": Shape((64, 48), stored),
+                    "bias": Shape((48,), dtype),
+                    "activation": "gelu",
+                }
+                if scale is not None:
+                    options["scale_b"] = scale
+                place = ("matmul, weights of 8 bits", f"{narrow}, {row}", name)
+                yield _case(place, jax_cudnn.matmul, options, ("a",))
+
+
+def _all() -> Iterator[Case]:
+    yield from _conv_epilogues()
+    yield from _transposed_conv_epilogues()
+    yield from _matmul_epilogues()
+    yield from _shaped_convs()
+    yield from _plain_shaped_convs()
+    yield from _shaped_matmuls()
+    yield from _narrow_convs()
+    yield from _narrow_matmuls()
+    yield from _weight_only_matmuls()
+
+
+ALL = tuple(_all())
