@@ -15,27 +15,20 @@ how times are taken.
 import argparse
 import dataclasses
 import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-
-# PyTorch shares the GPU with JAX in this process.
-os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 import jax
 import jax.numpy as jnp
 
 import jax_cudnn
+from benchmarks import torch_side
+from benchmarks.report import environment, update_page, versions_text
 from benchmarks.timing import Contender, Timing, compare
+from benchmarks.torch_side import torch
 from jax_cudnn import native
 from jax_cudnn.config import Implementation
-
-try:
-    import torch
-except ImportError:
-    torch = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -161,22 +154,10 @@ def _torch_contenders(cell: Cell, *, gradients: bool) -> dict[str, Contender]:
     if not cell.has_bias:
         backends["torch flash"] = SDPBackend.FLASH_ATTENTION
     contenders = {
-        name: Contender(
-            call=lambda backend=backend: attention(backend),
-            wait=lambda _: torch.cuda.synchronize(),
-        )
+        name: torch_side.contender(lambda backend=backend: attention(backend))
         for name, backend in backends.items()
     }
-    return {name: c for name, c in contenders.items() if _runs(name, c)}
-
-
-def _runs(name: str, contender: Contender) -> bool:
-    try:
-        contender.wait(contender.call())
-    except RuntimeError as error:
-        print(f"  {name} cannot run this cell: {str(error).splitlines()[0]}")
-        return False
-    return True
+    return torch_side.usable(contenders)
 
 
 def run_cell(cell: Cell) -> list[dict[str, Any]]:
@@ -270,31 +251,13 @@ def _row(cell: str, name: str, timing: Timing, compiled: Any) -> dict[str, Any]:
     return row
 
 
-def environment() -> dict[str, str]:
-    """What the numbers were taken with."""
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True, text=True, check=False,
-    ).stdout.strip()  # fmt: skip
-    versions = {
-        "GPU": jax.local_devices()[0].device_kind,
-        "driver": driver,
-        "JAX": jax.__version__,
-        "cuDNN": native.cudnn_version().version_text,
-        "jax_cudnn": jax_cudnn.__version__,
-    }
-    if torch is not None:
-        versions["PyTorch"] = torch.__version__
-    return {name: str(value) for name, value in versions.items()}
-
-
 def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     """The report as a table."""
     lines = [
         "# Attention benchmarks",
         "",
         "Printed by `python -m benchmarks.sdpa`; do not edit. "
-        + ", ".join(f"{name} {value}" for name, value in versions.items())
+        + versions_text(versions)
         + ".",
         "",
         "Times are medians a call; the ratio is to `jax.nn` with cuDNN, taken round by "
@@ -326,9 +289,7 @@ def short_table(data: dict[str, Any]) -> str:
             continue
         cells.setdefault(row["cell"], {})[row["contender"]] = row
     others = ("jax.nn xla", "torch cudnn", "torch flash")
-    versions = ", ".join(
-        f"{name} {value}" for name, value in data["environment"].items()
-    )
+    versions = versions_text(data["environment"])
     lines = [
         f"{versions}. Times relative to `jax.nn` with cuDNN in the same run (median, "
         "range over rounds); `python -m benchmarks.sdpa` prints them, "
@@ -349,14 +310,6 @@ def short_table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def update_page(page: Path, data: dict[str, Any]) -> None:
-    """Replace what stands between the marks of a page by the short table."""
-    before, _, rest = page.read_text().partition(MARKS[0])
-    _, _, after = rest.partition(MARKS[1])
-    table = short_table(data)
-    page.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}")
-
-
 def main() -> None:
     """Run all cells and write the report, or put its table into a page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -365,7 +318,8 @@ def main() -> None:
     parser.add_argument("json", type=Path, nargs="?", help="the numbers to put there")
     options = parser.parse_args()
     if options.readme is not None:
-        update_page(options.readme, json.loads(options.json.read_text()))
+        data = json.loads(options.json.read_text())
+        update_page(options.readme, MARKS, short_table(data))
         return
     rows = run_host()
     for cell in CELLS:

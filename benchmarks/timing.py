@@ -46,13 +46,14 @@ def compare(
     baseline: str,
     rounds: int = 9,
     round_ms: float = 40.0,
+    least_calls: int = 5,
 ) -> dict[str, Timing]:
     """Time the contenders; each is warmed up first and its call count chosen then."""
     counts: dict[str, int] = {}
     for name, contender in contenders.items():
-        _time(contender, 3)
-        once = _time(contender, 5)
-        counts[name] = max(5, min(2000, int(round_ms * 1e3 / once)))
+        _time(contender, min(3, least_calls))
+        once = _time(contender, least_calls)
+        counts[name] = max(least_calls, min(2000, int(round_ms * 1e3 / once)))
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(rounds):

@@ -59,7 +59,6 @@ class Case:
     call: Callable[..., jax.Array]
     operands: dict[str, Shape]
     wanted: tuple[str, ...] = ()
-    # Whether the table shows what is saved for the gradient as a step of its own.
     name: str = field(init=False)
 
     def __post_init__(self) -> None:
@@ -72,11 +71,11 @@ class Part:
     """A part of a graph of a case, which one kernel is to run, and what it makes.
 
     ``step`` is "forward", "training" (the same, with what the gradient needs saved),
-    "grad_x", "grad_w", "grad_a", "grad_b", or "around" for a part of the gradient
-    without a contraction.
+    "grad_x", "grad_w", "grad_a", "grad_b", or "around" for a part without a
+    contraction.
     """
 
-    case: str
+    case: Case
     step: str
     graph: Graph
 
@@ -88,7 +87,7 @@ def parts(case: Case) -> list[Part]:
         training, backward = _graphs(_with_gradients(case), case.operands)
         found += [("training", training), ("backward", backward)]
     return [
-        Part(case=case.name, step=_step(direction, part), graph=part)
+        Part(case=case, step=_step(direction, part), graph=part)
         for direction, graph in found
         for part in partition(graph)
     ]
@@ -112,7 +111,9 @@ def _graphs(call: Callable[..., Any], operands: dict[str, Shape]) -> list[Graph]
 def _with_gradients(case: Case) -> Callable[..., Any]:
     def run(**operands: jax.Array) -> Any:
         moving = {name: operands.pop(name) for name in case.wanted}
-        output, pullback = jax.vjp(lambda moving: case.call(**operands, **moving), moving)
+        output, pullback = jax.vjp(
+            lambda moving: case.call(**operands, **moving), moving
+        )
         return output, pullback(output)
 
     return run
@@ -196,213 +197,231 @@ def _matmul_epilogues() -> Iterator[Case]:
 
 # --- shapes and layouts ---------------------------------------------------------------
 
-_BIAS_GELU = {"activation": "gelu"}
-
 
 def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield options by name, shapes as bare tuples; all with a bias and gelu."""
+    """Yield options by name, the shapes of x and w as bare tuples."""
     plain = {
         "x": (3, 11, 13, 32),
         "w": (3, 5, 32, 48),
         "padding": "SAME",
         "dimension_numbers": _NHWC,
     }
-    yield "1-D", {
-        "x": (3, 37, 32),
-        "w": (5, 32, 48),
-        "padding": "SAME",
-        "dimension_numbers": ("NWC", "WIO", "NWC"),
-    }
-    yield "3-D", {
-        "x": (3, 7, 11, 13, 32),
-        "w": (3, 1, 5, 32, 48),
-        "padding": "SAME",
-        "dimension_numbers": ("NDHWC", "DHWIO", "NDHWC"),
-    }
+    yield (
+        "1-D",
+        {
+            "x": (3, 37, 32),
+            "w": (5, 32, 48),
+            "padding": "SAME",
+            "dimension_numbers": ("NWC", "WIO", "NWC"),
+        },
+    )
+    yield (
+        "3-D",
+        {
+            "x": (3, 7, 11, 13, 32),
+            "w": (3, 1, 5, 32, 48),
+            "padding": "SAME",
+            "dimension_numbers": ("NDHWC", "DHWIO", "NDHWC"),
+        },
+    )
     yield "channels first", {"x": (3, 32, 11, 13), "w": (48, 32, 3, 5)}
     yield "filters 1 x 1", {**plain, "w": (1, 1, 32, 48)}
     yield "stride", {**plain, "window_strides": (2, 3)}
-    yield "filters 1 x 1, stride", {
-        **plain,
-        "w": (1, 1, 32, 48),
-        "window_strides": (2, 2),
-    }
+    yield (
+        "filters 1 x 1, stride",
+        {
+            **plain,
+            "w": (1, 1, 32, 48),
+            "window_strides": (2, 2),
+        },
+    )
     yield "dilated filters", {**plain, "rhs_dilation": (2, 3)}
     yield "unlike padding", {**plain, "padding": ((1, 2), (0, 3))}
     yield "negative padding", {**plain, "padding": ((-1, 2), (-2, -3))}
-    yield "stride, unlike padding", {**plain, "x": (3, 12, 16, 32)} | {
-        "window_strides": (2, 2)
-    }
-    yield "dilated images, stride", {
-        **plain,
-        "lhs_dilation": (2, 2),
-        "window_strides": (3, 3),
-    }
-    yield "groups", {**plain, "w": (3, 5, 16, 48), "feature_group_count": 2}
-    yield "groups of 4 channels", {
-        **plain,
-        "w": (3, 5, 4, 48),
-        "feature_group_count": 8,
-    }
-    yield "groups of images", {
-        **plain,
-        "x": (6, 11, 13, 32),
-        "batch_group_count": 2,
-    }
+    yield (
+        "stride, unlike padding",
+        {**plain, "x": (3, 12, 16, 32)} | {"window_strides": (2, 2)},
+    )
+    yield (
+        "dilated images, stride",
+        {
+            **plain,
+            "lhs_dilation": (2, 2),
+            "window_strides": (3, 3),
+            "padding": ((1, 1), (2, 2)),
+        },
+    )
+    yield (
+        "groups of 16 channels in, 24 out",
+        {**plain, "w": (3, 5, 16, 48), "feature_group_count": 2},
+    )
+    yield (
+        "groups of 8 channels in, 12 out",
+        {
+            **plain,
+            "w": (3, 5, 8, 48),
+            "feature_group_count": 4,
+        },
+    )
+    yield (
+        "groups of 4 channels in, 6 out",
+        {
+            **plain,
+            "w": (3, 5, 4, 48),
+            "feature_group_count": 8,
+        },
+    )
+    yield (
+        "groups of images",
+        {
+            **plain,
+            "x": (6, 11, 13, 32),
+            "batch_group_count": 2,
+        },
+    )
     yield "depthwise", {**plain, "w": (3, 5, 1, 32), "feature_group_count": 32}
     yield "depthwise, 2 each", {**plain, "w": (3, 5, 1, 64), "feature_group_count": 32}
-    yield "depthwise, 1-D", {
-        "x": (3, 37, 32),
-        "w": (4, 1, 32),
-        "padding": ((3, 0),),
-        "dimension_numbers": ("NWC", "WIO", "NWC"),
-        "feature_group_count": 32,
-    }
+    yield (
+        "depthwise, 1-D",
+        {
+            "x": (3, 37, 32),
+            "w": (4, 1, 32),
+            "padding": ((3, 0),),
+            "dimension_numbers": ("NWC", "WIO", "NWC"),
+            "feature_group_count": 32,
+        },
+    )
     yield "3 channels in", {**plain, "x": (3, 11, 13, 3), "w": (3, 5, 3, 48)}
     yield "5 channels out", {**plain, "w": (3, 5, 32, 5)}
     yield "7 channels in, 5 out", {**plain, "x": (3, 11, 13, 7), "w": (3, 5, 7, 5)}
     yield "1 channel in and out", {**plain, "x": (3, 11, 13, 1), "w": (3, 5, 1, 1)}
-    yield "transposed, 1-D", {
-        "x": (3, 37, 32),
-        "w": (4, 32, 48),
-        "lhs_dilation": (2,),
-        "padding": ((2, 2),),
-        "dimension_numbers": ("NWC", "WIO", "NWC"),
-    }
-    yield "transposed, groups", {
-        **plain,
-        "w": (4, 4, 16, 48),
-        "lhs_dilation": (2, 2),
-        "padding": ((2, 2), (2, 2)),
-        "feature_group_count": 2,
-    }
-    yield "transposed, 7 channels in, 5 out", {
-        **plain,
-        "x": (3, 11, 13, 7),
-        "w": (4, 4, 7, 5),
-        "lhs_dilation": (2, 2),
-        "padding": ((2, 2), (2, 2)),
-    }
+    yield (
+        "transposed, 1-D",
+        {
+            "x": (3, 37, 32),
+            "w": (4, 32, 48),
+            "lhs_dilation": (2,),
+            "padding": ((2, 2),),
+            "dimension_numbers": ("NWC", "WIO", "NWC"),
+        },
+    )
+    yield (
+        "transposed, groups",
+        {
+            **plain,
+            "w": (4, 4, 16, 48),
+            "lhs_dilation": (2, 2),
+            "padding": ((2, 2), (2, 2)),
+            "feature_group_count": 2,
+        },
+    )
+    yield (
+        "transposed, 7 channels in, 5 out",
+        {
+            **plain,
+            "x": (3, 11, 13, 7),
+            "w": (4, 4, 7, 5),
+            "lhs_dilation": (2, 2),
+            "padding": ((2, 2), (2, 2)),
+        },
+    )
 
 
 def _shaped_convs() -> Iterator[Case]:
     for row, options in _conv_shapes():
         for name, dtype in FLOATS.items():
-            shapes = {k: Shape(options[k], dtype) for k in ("x", "w")}
-            numbers = options.get("dimension_numbers")
-            channels = options["w"][-1 if numbers else 0]
-            epilogue = {"bias": Shape((channels,), dtype), "activation": "gelu"}
-            place = ("conv, bias and gelu", row, name)
-            yield _case(place, jax_cudnn.conv, {**options, **shapes, **epilogue})
+            full = options | {k: Shape(options[k], dtype) for k in ("x", "w")}
+            yield _case(("conv alone", row, name), jax_cudnn.conv, full)
+            channels = full["w"].shape[-1 if "dimension_numbers" in full else 0]
+            full |= {"bias": Shape((channels,), dtype), "activation": "gelu"}
+            yield _case(("conv, bias, gelu", row, name), jax_cudnn.conv, full)
 
 
-def _plain_shaped_convs() -> Iterator[Case]:
-    for row, options in _conv_shapes():
-        for name, dtype in FLOATS.items():
-            shapes = {k: Shape(options[k], dtype) for k in ("x", "w")}
-            place = ("conv alone", row, name)
-            yield _case(place, jax_cudnn.conv, {**options, **shapes})
+# Name: sizes of a and b, and the axes that are summed.
+_MATMULS = {
+    "a batch": ((3, 77, 64), (3, 64, 48), (2, 1)),
+    "rows in two axes": ((3, 77, 64), (64, 48), (2, 0)),
+    "one row": ((1, 64), (64, 48), (1, 0)),
+    "one column": ((77, 64), (64, 1), (1, 0)),
+    "61 columns": ((77, 64), (64, 61), (1, 0)),
+    "sums of 59": ((77, 59), (59, 48), (1, 0)),
+    "sums of 59, 61 columns": ((77, 59), (59, 61), (1, 0)),
+    "a transposed": ((64, 77), (64, 48), (0, 0)),
+    "b transposed": ((77, 64), (48, 64), (1, 1)),
+    "both transposed": ((64, 77), (48, 64), (0, 1)),
+    "b transposed, sums of 59, 61 columns": ((77, 59), (61, 59), (1, 1)),
+}
 
 
 def _shaped_matmuls() -> Iterator[Case]:
     for name, dtype in FLOATS.items():
-
-        def case(row: str, a: Any, b: Any, dtype: Any = dtype, **more: Any) -> Case:
-            options = {"a": Shape(a, dtype), "b": Shape(b, dtype), **more}
-            options = {"bias": Shape(b[-1:], dtype), "activation": "gelu"} | options
-            place = ("matmul, bias and gelu", row, name)  # noqa: B023
-            return _case(place, jax_cudnn.matmul, options)
-
-        yield case("batch", (3, 77, 64), (3, 64, 48))
-        yield case("weights of all rows", (3, 7, 77, 64), (64, 48))
-        yield case("a shared, b in a batch", (77, 64), (3, 64, 48))
-        yield case("one row", (1, 64), (64, 48))
-        yield case("a vector", (64,), (64, 48), bias=Shape((48,), dtype))
-        yield case("one column", (77, 64), (64, 1))
-        yield case("61 columns", (77, 64), (64, 61))
-        yield case("59 products a sum", (77, 59), (59, 48))
-        yield case("59 products a sum, 61 columns", (77, 59), (59, 61))
-        yield case("bias of each row", (77, 64), (64, 48), bias=Shape((77, 1), dtype))
-        yield case("bias in f32", (77, 64), (64, 48), bias=Shape((48,), jnp.float32))
-        yield case("f32 result", (77, 64), (64, 48), preferred_element_type=jnp.float32)
-        axes = {"a stored transposed": ((64, 77), (64, 48), (0, 0))}
-        axes["b stored transposed"] = ((77, 64), (48, 64), (1, 1))
-        axes["both stored transposed"] = ((64, 77), (48, 64), (0, 1))
-        axes["b transposed, odd sizes"] = ((77, 59), (61, 59), (1, 1))
-        for row, (lhs, rhs, (i, j)) in axes.items():
-            n = rhs[1 - j]
+        for row, (a, b, (i, j)) in _MATMULS.items():
+            batch = ((0,), (0,)) if len(b) == 3 else ((), ())
             options = {
-                "lhs": Shape(lhs, dtype),
-                "rhs": Shape(rhs, dtype),
-                "bias": Shape((n,), dtype),
+                "lhs": Shape(a, dtype),
+                "rhs": Shape(b, dtype),
+                "bias": Shape((b[-1] if j < len(b) - 1 else b[-2],), dtype),
                 "activation": "gelu",
-                "dimension_numbers": (((i,), (j,)), ((), ())),
+                "dimension_numbers": (((i,), (j,)), batch),
             }
-            place = ("matmul, bias and gelu", row, name)
+            place = ("matmul, bias, gelu", row, name)
             yield _case(place, jax_cudnn.dot_general, options)
+        more = {
+            "one a for a batch of b": {"b": Shape((3, 64, 48), dtype)},
+            "bias of each row": {"bias": Shape((77, 1), dtype)},
+            "bias in f32": {"bias": Shape((48,), jnp.float32)},
+            "result in f32": {"preferred_element_type": jnp.float32},
+        }
+        for row, options in more.items():
+            plain = {
+                "a": Shape((77, 64), dtype),
+                "b": Shape((64, 48), dtype),
+                "bias": Shape((48,), dtype),
+                "activation": "gelu",
+            }
+            place = ("matmul, bias, gelu", row, name)
+            yield _case(place, jax_cudnn.matmul, plain | options)
 
 
 # --- operands of 8 bits ---------------------------------------------------------------
 
 
-def _narrow_convs() -> Iterator[Case]:
+def _narrow() -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield row, name of the dtype, and options that conv and matmul share."""
+    scale, bias = Shape((48,), jnp.float32), Shape((48,), jnp.float32)
     for name, dtype in {**I8, **F8}.items():
-        results = {
-            "f32": jnp.float32,
-            "bf16": jnp.bfloat16,
-            **({"i32": jnp.int32} if name in I8 else {name: dtype}),
-        }
+        results = {"f32": jnp.float32, "bf16": jnp.bfloat16}
+        if name in I8:
+            yield "result in i32", name, {"preferred_element_type": jnp.int32}
+        else:
+            results[name] = dtype
         for result, preferred in results.items():
-            for row, epilogue in {
-                "nothing": {},
-                "scale": {"scale": Shape((48,), jnp.float32)},
-                "scale, bias, relu": {
-                    "scale": Shape((48,), jnp.float32),
-                    "bias": Shape((48,), jnp.float32),
-                    "activation": "relu",
-                },
-            }.items():
-                if result == "i32" and epilogue:
-                    continue
-                options = {
-                    "x": Shape((3, 11, 13, 32), dtype),
-                    "w": Shape((3, 5, 32, 48), dtype),
-                    "padding": "SAME",
-                    "dimension_numbers": _NHWC,
-                    "preferred_element_type": preferred,
-                    **epilogue,
-                }
-                place = ("conv of 8 bits", f"{row} -> {result}", name)
-                yield _case(place, jax_cudnn.conv, options, ())
+            options: dict[str, Any] = {"preferred_element_type": preferred}
+            in_dtype = f"result in {'f8' if result in F8 else result}"
+            yield in_dtype, name, options
+            options = {**options, "scale": scale}
+            yield f"scale, {in_dtype}", name, options
+            options = {**options, "bias": bias, "activation": "relu"}
+            yield f"scale, bias, relu, {in_dtype}", name, options
 
 
-def _narrow_matmuls() -> Iterator[Case]:
-    for name, dtype in {**I8, **F8}.items():
-        results = {
-            "f32": jnp.float32,
-            "bf16": jnp.bfloat16,
-            **({"i32": jnp.int32} if name in I8 else {name: dtype}),
+def _narrow_cases() -> Iterator[Case]:
+    for row, name, options in _narrow():
+        dtype = {**I8, **F8}[name]
+        wanted = ("x", "w") if name in F8 and row == "result in bf16" else ()
+        images = {
+            "x": Shape((3, 11, 13, 32), dtype),
+            "w": Shape((3, 5, 32, 48), dtype),
+            "padding": "SAME",
+            "dimension_numbers": _NHWC,
         }
-        for result, preferred in results.items():
-            for row, epilogue in {
-                "nothing": {},
-                "scale_b": {"scale_b": Shape((48,), jnp.float32)},
-                "scale_b, bias, relu": {
-                    "scale_b": Shape((48,), jnp.float32),
-                    "bias": Shape((48,), jnp.float32),
-                    "activation": "relu",
-                },
-            }.items():
-                if result == "i32" and epilogue:
-                    continue
-                options = {
-                    "a": Shape((77, 64), dtype),
-                    "b": Shape((64, 48), dtype),
-                    "preferred_element_type": preferred,
-                    **epilogue,
-                }
-                place = ("matmul of 8 bits", f"{row} -> {result}", name)
-                yield _case(place, jax_cudnn.matmul, options, ())
+        place = ("conv of 8 bits", row, name)
+        yield _case(place, jax_cudnn.conv, images | options, wanted)
+        matrices = {"a": Shape((77, 64), dtype), "b": Shape((64, 48), dtype)}
+        matrices |= {k.replace("scale", "scale_b"): v for k, v in options.items()}
+        place = ("matmul of 8 bits", row, name)
+        wanted = ("a", "b") if wanted else ()
+        yield _case(place, jax_cudnn.matmul, matrices, wanted)
 
 
 def _weight_only_matmuls() -> Iterator[Case]:
@@ -430,10 +449,8 @@ def _all() -> Iterator[Case]:
     yield from _transposed_conv_epilogues()
     yield from _matmul_epilogues()
     yield from _shaped_convs()
-    yield from _plain_shaped_convs()
     yield from _shaped_matmuls()
-    yield from _narrow_convs()
-    yield from _narrow_matmuls()
+    yield from _narrow_cases()
     yield from _weight_only_matmuls()
 
 

@@ -23,13 +23,18 @@ def legalize(graph: Graph) -> Legalization:
     """Return how cuDNN can run a graph of pointwise nodes and sums."""
     if not any(node.kind == "reduction" for node in graph.nodes):
         return Legalization(reasons=(_SLOWER,))
-    if any(t.dtype == "f64" for t in graph.tensors):
-        return Legalization(reasons=("f64: cuDNN's fusions take bf16, f16 and f32",))
+    if reasons := _refusals(graph):
+        return Legalization(reasons=reasons)
     legal = _candidate(graph)
     if legal is None:
         return Legalization(reasons=("cuDNN sums over all axes but the channels",))
     # Only a measurement says otherwise: see choices.py.
     return Legalization(candidates=(legal,))
+
+
+def _refusals(graph: Graph) -> tuple[str, ...]:
+    has_f64 = any(t.dtype == "f64" for t in graph.tensors)
+    return ("f64: cuDNN's fusions take bf16, f16 and f32",) if has_f64 else ()
 
 
 def _candidate(graph: Graph) -> Legal | None:

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the reports of all benchmarks share: versions, and tables within a page."""
+
+import subprocess
+from pathlib import Path
+
+import jax
+
+import jax_cudnn
+from benchmarks.torch_side import torch
+from jax_cudnn import native
+from jax_cudnn.errors import LibraryError
+
+
+def environment() -> dict[str, str]:
+    """Return what the numbers were taken with."""
+    versions = {
+        "GPU": jax.local_devices()[0].device_kind,
+        "driver": _driver(),
+        "JAX": jax.__version__,
+        "cuDNN": _cudnn(),
+        "jax_cudnn": jax_cudnn.__version__,
+    }
+    if torch is not None:
+        versions["PyTorch"] = torch.__version__
+    return {name: str(value) for name, value in versions.items()}
+
+
+def _driver() -> str:
+    try:
+        return subprocess.run(
+            ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+            capture_output=True, text=True, check=False,
+        ).stdout.strip()  # fmt: skip
+    except FileNotFoundError:
+        return "none"
+
+
+def _cudnn() -> str:
+    try:
+        return native.cudnn_version().version_text
+    except LibraryError:
+        return "none"
+
+
+def versions_text(versions: dict[str, str]) -> str:
+    """Return the versions as a sentence has them."""
+    return ", ".join(f"{name} {value}" for name, value in versions.items())
+
+
+def update_page(page: Path, marks: tuple[str, str], table: str) -> None:
+    """Replace what stands between the marks of a page by a table."""
+    before, _, rest = page.read_text().partition(marks[0])
+    _, _, after = rest.partition(marks[1])
+    page.write_text(f"{before}{marks[0]}\n{table}\n{marks[1]}{after}")

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""PyTorch as a contender, where it is installed: arrays to and from JAX, and timing."""
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.timing import Contender
+
+torch: Any
+try:
+    import torch
+except ImportError:
+    torch = None
+
+# PyTorch shares the GPU with JAX in this process. JAX reads this when it starts a
+# backend, which no import does.
+os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+
+
+def contender(function: Callable[[], Any]) -> Contender:
+    """Return a PyTorch function, which enqueues its work, as a contender."""
+    return Contender(call=function, wait=lambda _: synchronize())
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def usable(contenders: Mapping[str, Contender]) -> dict[str, Contender]:
+    """Return the contenders that run, and say why the others do not."""
+    return {name: c for name, c in contenders.items() if _runs(name, c)}
+
+
+def _runs(name: str, contender: Contender) -> bool:
+    try:
+        contender.wait(contender.call())
+    except RuntimeError as error:
+        print(f"  {name} cannot run this cell: {str(error).splitlines()[0]}")
+        return False
+    return True
+
+
+def from_jax(x: jax.Array) -> Any:
+    """Return a copy of an array as a tensor on the same device."""
+    return torch.from_dlpack(jax.block_until_ready(x)).clone()
+
+
+def to_jax(x: Any) -> jax.Array:
+    """Return a tensor as an array on the same device."""
+    tensor = x.detach().contiguous()
+    synchronize()
+    return jnp.from_dlpack(tensor)

@@ -1,0 +1,290 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does every way of handing conv and matmul to cuDNN keep their meaning?
+
+The parts of forward and gradient graphs are rewritten as for cuDNN, computed by the
+reference with the array work around them, and compared with the parts themselves, in
+f64. (cuDNN has no f64: the refusal of it is switched off here.)
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn
+from jax_cudnn.graph import ConvAttributes, Graph, Target, derivative_of
+from jax_cudnn.legalize import (
+    Legal,
+    fusion,
+    is_contraction,
+    legalize,
+    partition,
+    sums,
+)
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.reference import evaluate
+
+_NHWC = ("NHWC", "HWIO", "NHWC")
+
+
+@pytest.fixture(autouse=True)
+def _double(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(fusion, "_refusals", lambda *_: [])
+    monkeypatch.setattr(sums, "_refusals", lambda _: ())
+    with jax.enable_x64(True):
+        yield
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Return a source of operands, the same ones in every run."""
+    return np.random.default_rng(7)
+
+
+def _draw(rng: np.random.Generator, *shape: int) -> jax.Array:
+    return jnp.asarray(rng.normal(size=shape))
+
+
+def _graphs(
+    function: Callable[..., jax.Array], operands: Sequence[jax.Array]
+) -> list[tuple[Graph, list[jax.Array]]]:
+    """Return forward and gradient graph of a function, with operands for each."""
+    ((graph, _, _),) = traced_graphs(function, *operands)
+    stored = [
+        jnp.reshape(x, t.stored_shape)
+        for x, t in zip(operands, graph.input_tensors, strict=True)
+    ]
+    derivative = derivative_of(graph)
+    assert derivative is not None
+    wanted = (True,) * len(stored)
+    full = derivative.with_residuals(graph, wanted)
+    results = evaluate(full, stored)
+    backward = derivative.backward(graph, wanted, (True,))
+    assert backward is not None
+    sources = {
+        "input": stored,
+        "output": results,
+        "cotangent": [0.3 * results[0] + 0.1],
+    }
+    given = [sources[source][index] for source, index in backward.operands]
+    return [(full, stored), (backward.graph, given)]
+
+
+def _run(way: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
+    changed = way.before(operands)
+    for tensor, x in zip(way.graph.input_tensors, changed, strict=True):
+        assert tensor.stored_shape == x.shape, tensor
+    return way.after(operands, evaluate(way.graph, changed))
+
+
+def _check_form(graph: Graph) -> None:
+    """Check what cuDNN asks of a convolution, whichever way was taken."""
+    for node in graph.nodes:
+        if node.kind.startswith("conv"):
+            attributes = node.attributes
+            assert isinstance(attributes, ConvAttributes)
+            assert set(attributes.lhs_dilation) == {1}
+            assert attributes.padding_low == attributes.padding_high
+            assert min(attributes.padding_low) >= 0
+            assert len(attributes.window_strides) in (2, 3)
+            for _, name in (*node.inputs, *node.outputs):
+                assert graph.tensor(name).order[-1] == 1, "channels last"
+
+
+def _check(function: Callable[..., jax.Array], operands: Sequence[jax.Array]) -> int:
+    """Compare all ways for all parts, and return how many there were."""
+    count = 0
+    for graph, given in _graphs(function, operands):
+        values = dict(zip(graph.inputs, given, strict=True))
+        for part in partition(graph):
+            arguments = [values[name] for name in part.inputs]
+            want = evaluate(part, arguments)
+            ways = legalize(part, None).candidates
+            assert ways or not any(map(is_contraction, part.nodes))
+            for way in ways:
+                _check_form(way.graph)
+                got = _run(way, arguments)
+                for x, y in zip(got, want, strict=True):
+                    assert x.dtype == y.dtype
+                    np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+            count += len(ways)
+            values |= dict(zip(part.outputs, want, strict=True))
+    return count
+
+
+# --- convolution ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_every_way_keeps_the_meaning_of_a_random_convolution(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+
+    def integers(low: int, high: int, count: int) -> tuple[int, ...]:
+        return tuple(int(x) for x in rng.integers(low, high, count))
+
+    rank = 1 + seed % 3
+    groups, c, o = integers(1, 4, 3)
+    strides, holes = integers(1, 3, rank), integers(1, 3, rank)
+    spread = integers(1, 3, rank) if seed % 2 else (1,) * rank
+    if seed % 4 == 1:
+        strides = (1,) * rank
+    padding = [integers(-1, 4, 2) for _ in range(rank)]
+    layouts = [tuple(int(x) for x in rng.permutation(rank + 2)) for _ in range(3)]
+    numbers = jax.lax.ConvDimensionNumbers(*layouts)
+    x = _draw(rng, 2, c * groups, *integers(5, 8, rank))
+    w = _draw(rng, o * groups, c, *integers(1, 4, rank))
+    x = jnp.transpose(x, np.argsort(layouts[0]))
+    w = jnp.transpose(w, np.argsort(layouts[1]))
+
+    def layer(x: Any, w: Any, bias: Any, residual: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x,
+            w,
+            strides,
+            padding,
+            spread,
+            holes,
+            numbers,
+            groups,
+            bias=bias,
+            residual=residual,
+            activation="silu",
+        )
+
+    bias = _draw(rng, o * groups)
+    shape = jax.eval_shape(layer, x, w, bias, jnp.zeros(())).shape
+    assert _check(layer, (x, w, bias, _draw(rng, *shape))) >= 4
+
+
+def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> None:
+    x, w = _draw(rng, 2, 5, 7, 8), _draw(rng, 3, 3, 8, 16)
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x, w, padding="SAME", lhs_dilation=(2, 3), dimension_numbers=_NHWC
+        )
+
+    assert _check(layer, (x, w)) == 3
+    for (graph, _), kinds in zip(
+        _graphs(layer, (x, w)),
+        (["conv_dgrad"], ["conv_wgrad", "conv_fprop"]),
+        strict=True,
+    ):
+        found = [
+            node.kind
+            for part in partition(graph)
+            for node in legalize(part, None).candidates[0].graph.nodes
+            if is_contraction(node)
+        ]
+        assert found == kinds
+
+
+def test_groups_leave_the_epilogue_to_xla_first(rng: np.random.Generator) -> None:
+    x, w, bias = _draw(rng, 2, 5, 7, 16), _draw(rng, 3, 3, 8, 16), _draw(rng, 16)
+
+    def layer(x: Any, w: Any, bias: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x,
+            w,
+            padding="SAME",
+            feature_group_count=2,
+            dimension_numbers=_NHWC,
+            bias=bias,
+            activation="gelu",
+        )
+
+    assert _check(layer, (x, w, bias)) == 5
+    ((graph, _, _),) = traced_graphs(layer, x, w, bias)
+    alone, fused = legalize(graph, None).candidates
+    assert [node.kind for node in alone.graph.nodes] == ["conv_fprop"]
+    assert len(fused.graph.nodes) == 3
+    assert alone.notes[-1] == (
+        "what surrounds the contraction is computed by XLA, from rounded sums"
+    )
+
+
+# --- matmul ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("m", "r", "n"), [(3, 5, 7), (9, 16, 8), (8, 12, 6)])
+def test_every_way_keeps_the_meaning_of_a_matmul(
+    m: int, r: int, n: int, rng: np.random.Generator
+) -> None:
+    def layer(a: Any, b: Any, bias: Any) -> jax.Array:
+        return jax_cudnn.matmul(a, b, bias=bias, activation="gelu")
+
+    operands = _draw(rng, 2, m, r), _draw(rng, 2, r, n), _draw(rng, n)
+    assert _check(layer, operands) >= 4
+
+
+def test_weights_are_converted_in_the_kernel_or_before_it() -> None:
+    weights = jax.ShapeDtypeStruct((24, 16), jnp.int8)
+    x = jax.ShapeDtypeStruct((5, 24), jnp.bfloat16)
+    scale = jax.ShapeDtypeStruct((16,), jnp.float32)
+
+    def layer(x: Any, weights: Any, scale: Any) -> jax.Array:
+        return jax_cudnn.matmul(x, weights, scale_b=scale)
+
+    ((graph, _, _),) = traced_graphs(layer, x, weights, scale)
+    ways = legalize(graph, None).candidates
+    dtypes = [[t.dtype for t in way.graph.input_tensors] for way in ways]
+    assert dtypes[0] == ["bf16", "i8", "f32"]
+    assert ["bf16", "bf16", "f32"] in dtypes
+    rng = np.random.default_rng(0)
+    operands = [
+        jnp.asarray(rng.normal(size=(1, 5, 24)), jnp.bfloat16),
+        jnp.asarray(rng.integers(-100, 100, (1, 24, 16)), jnp.int8),
+        jnp.asarray(rng.uniform(size=(1, 1, 16)), jnp.float32),
+    ]
+    (want,) = evaluate(graph, operands)
+    for way in ways:
+        (got,) = _run(way, operands)
+        # One rounding more where the sums are rounded on their way.
+        np.testing.assert_allclose(
+            np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2**-6
+        )
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "dtype", "reason"),
+    [
+        ((75, 91900), "bfloat16", "sm_75 (GPU): fusions need sm_80 (Ampere) or newer"),
+        ((90, 90700), "bfloat16", "cuDNN 90700 is older than 9.8"),
+        ((80, 91900), "float8_e4m3fn", "sm_80 has no f8 tensor cores; sm_89 has"),
+    ],
+)
+def test_refusals_say_why(
+    target: tuple[int, int],
+    dtype: str,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.undo()
+    sm_version, cudnn_version = target
+    gpu = Target(
+        name="GPU", sm_version=sm_version, sm_count=1, cudnn_version=cudnn_version
+    )
+    x = jax.ShapeDtypeStruct((8, 16), jnp.dtype(dtype))
+
+    def layer(x: Any) -> jax.Array:
+        return jax_cudnn.dot_general(
+            x, x, (((1,), (1,)), ((), ())), preferred_element_type=jnp.bfloat16
+        )
+
+    ((graph, _, _),) = traced_graphs(layer, x)
+    assert legalize(graph, gpu).reasons == (reason,)
+
+
+def test_f64_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    x = jnp.ones((8, 16), jnp.float64)
+    ((graph, _, _),) = traced_graphs(lambda x: jax_cudnn.matmul(x, x.T), x)
+    assert legalize(graph, None).reasons == (
+        "f64: cuDNN's fusions take bf16, f16, f32 and 8-bit operands",
+    )

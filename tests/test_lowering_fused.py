@@ -1,0 +1,272 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which kernels does a program for CUDA hold for conv and matmul, and who chose them?"""
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_cudnn import UnsupportedError, choices, conv, matmul, plans
+from jax_cudnn.choices import Choice, key_of
+from jax_cudnn.config import Options
+from jax_cudnn.graph import Graph, Target, from_json
+from jax_cudnn.legalize import partition
+from jax_cudnn.lowering import cuda, decide, traced_graphs
+from jax_cudnn.plans import inspection
+
+_H200 = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
+_PIN = '{"engine":4,"knobs":{},"variant":0}'
+_BF16 = jnp.bfloat16
+
+
+class Planner:
+    """Stands for cuDNN's planner: refuses some kinds, remembers what it was asked."""
+
+    def __init__(self) -> None:
+        self.refused: set[str] = set()
+        self.asked: list[tuple[Graph, str]] = []
+
+    def plan(self, text: str, *, choice: str = "", device: int) -> SimpleNamespace:
+        graph = from_json(text)
+        self.asked.append((graph, choice))
+        for node in graph.nodes:
+            if node.kind in self.refused:
+                raise UnsupportedError("no plan", [f"no engine for {node.kind}"], "")
+        return SimpleNamespace(workspace_bytes=256, name="eng4", device=device)
+
+
+@pytest.fixture(autouse=True)
+def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planner]:
+    """Lower as on a machine with an H200, with no choices but the test's own."""
+    fake = Planner()
+    table = choices.ChoiceTable()
+    cuda._decide.cache_clear()
+    cuda._say_once.cache_clear()
+    cuda._say_stale_once.cache_clear()
+    for module in (cuda, inspection):
+        monkeypatch.setattr(module, "local_target", lambda: (0, _H200))
+    monkeypatch.setattr(cuda.native, "plan", fake.plan)
+    monkeypatch.setattr(choices, "table", lambda: table)
+    yield fake
+    cuda._decide.cache_clear()
+
+
+def _layer(x: Any, w: Any, bias: Any, **options: Any) -> jax.Array:
+    return conv(
+        x,
+        w,
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        bias=bias,
+        activation="silu",
+        **options,
+    )
+
+
+def _operands(dtype: Any = _BF16) -> tuple[jax.Array, ...]:
+    return (
+        jnp.ones((2, 9, 7, 8), dtype),
+        jnp.ones((3, 3, 8, 16), dtype),
+        jnp.ones(16, dtype),
+    )
+
+
+def _calls(function: Callable[..., Any], *args: Any) -> list[tuple[list[str], str]]:
+    """Return for each custom call of the lowered text its nodes and its choice."""
+    fresh = jax.jit(lambda *args: function(*args))
+    text = fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    pattern = r'choice = "((?:[^"\\]|\\.)*)", graph = "((?:[^"\\]|\\.)*)"'
+    found = re.findall(pattern, text)
+    assert len(found) == text.count("custom_call @jax_cudnn")
+    return [
+        (
+            [
+                getattr(node.attributes, "mode", node.kind)
+                for node in from_json(graph.replace(r"\22", '"')).nodes
+            ],
+            choice.replace(r"\22", '"'),
+        )
+        for choice, graph in found
+    ]
+
+
+def _gradient(*operands: Any, **options: Any) -> Any:
+    def total(*operands: Any) -> jax.Array:
+        return _layer(*operands, **options).astype(jnp.float32).sum()
+
+    return jax.grad(total, (0, 1, 2))(*operands)
+
+
+def _part(kind: str) -> Graph:
+    """Return the part of the gradient that has that node."""
+    for graph, _, is_linear in traced_graphs(_gradient, *_operands()):
+        for part in () if is_linear else partition(graph):
+            if any(node.kind == kind for node in part.nodes):
+                return part
+    raise AssertionError(kind)
+
+
+def _choose(part: Graph, **fields: Any) -> None:
+    choice = Choice(op="test", operands="", **fields)
+    choices.table().add({key_of(part, _H200): choice})
+
+
+# --- who runs what --------------------------------------------------------------------
+
+
+def test_a_layer_is_one_kernel_and_its_gradient_two_more() -> None:
+    assert [nodes for nodes, _ in _calls(_layer, *_operands())] == [
+        ["conv_fprop", "add", "silu"]
+    ]
+    assert [nodes for nodes, _ in _calls(_gradient, *_operands())] == [
+        ["conv_fprop", "add", "silu", "identity"],
+        ["conv_wgrad"],
+        ["conv_dgrad"],
+    ]
+
+
+def test_a_part_without_a_plan_is_xlas_alone(planner: Planner) -> None:
+    planner.refused = {"conv_wgrad"}
+    found = [nodes[0] for nodes, _ in _calls(_gradient, *_operands())]
+    assert found == ["conv_fprop", "conv_dgrad"]
+    report = plans.inspect(_gradient, *_operands())
+    assert [call.implementation for call in report.calls] == [
+        "cudnn",
+        "xla",
+        "xla",
+        "cudnn",
+    ]
+    assert "conv_wgrad: no engine for conv_wgrad" in str(report)
+
+
+def test_cudnn_raises_for_the_part_that_has_no_plan(planner: Planner) -> None:
+    planner.refused = {"conv_wgrad"}
+
+    def gradient(*operands: Any) -> Any:
+        return _gradient(*operands, implementation="cudnn")
+
+    with pytest.raises(UnsupportedError, match=r"cuDNN cannot run conv_wgrad\("):
+        _calls(gradient, *_operands())
+
+
+def test_xla_is_never_asked_about_plans(planner: Planner) -> None:
+    assert not _calls(lambda *xs: _layer(*xs, implementation="xla"), *_operands())
+    assert not planner.asked
+
+
+def test_full_precision_of_f32_is_xlas(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "jax_cudnn")
+    operands = _operands(jnp.float32)
+    assert len(_calls(_layer, *operands)) == 1
+    assert not _calls(lambda *xs: _layer(*xs, precision="highest"), *operands)
+    assert "TF32, less than the precision 'highest'" in caplog.text
+    with jax.default_matmul_precision("float32"):
+        assert not _calls(_layer, *operands)
+    # Products of bf16 are exact in f32 whatever is asked for.
+    assert len(_calls(lambda *xs: _layer(*xs, precision="highest"), *_operands())) == 1
+
+
+def test_xla_rounds_sums_of_16_bits_on_a_gpu(planner: Planner) -> None:
+    planner.refused = {"matmul"}
+    x = jnp.ones((4, 8), _BF16)
+
+    def text(platform: str) -> str:
+        def layer(x: Any) -> jax.Array:
+            return matmul(x, x.T, activation="relu")
+
+        traced = jax.jit(layer).trace(x)
+        return traced.lower(lowering_platforms=(platform,)).as_text()
+
+    assert re.search(r"dot_general.*-> tensor<(1x)?4x4xbf16>", text("cuda"))
+    assert re.search(r"dot_general.*-> tensor<(1x)?4x4xf32>", text("cpu"))
+
+
+# --- choices --------------------------------------------------------------------------
+
+
+def test_a_measured_plan_is_pinned(planner: Planner) -> None:
+    _choose(_part("conv_dgrad"), implementation="cudnn", plan=_PIN)
+    pinned = {nodes[0]: choice for nodes, choice in _calls(_gradient, *_operands())}
+    assert pinned == {"conv_fprop": "", "conv_wgrad": "", "conv_dgrad": _PIN}
+    assert any(choice == _PIN for _, choice in planner.asked)
+
+
+def test_where_xla_was_faster_auto_takes_it_and_cudnn_does_not() -> None:
+    (graph, options, _), *_ = traced_graphs(_layer, *_operands())
+    _choose(graph, implementation="xla", plan=_PIN, cudnn_us=30.26, xla_us=20.5)
+    decision = decide(graph, options)
+    assert not decision.steps
+    assert decision.reasons == (
+        "XLA was measured to be faster: 20.5 µs, cuDNN 30.3 µs",
+    )
+    ((_, choice),) = _calls(
+        lambda *xs: _layer(*xs, implementation="cudnn"), *_operands()
+    )
+    assert choice == _PIN
+
+
+def test_a_choice_added_later_is_seen() -> None:
+    (graph, options, _), *_ = traced_graphs(_layer, *_operands())
+    (before,) = decide(graph, options).steps
+    assert before.choice == ""
+    _choose(graph, implementation="cudnn", plan=_PIN)
+    (after,) = decide(graph, options).steps
+    assert after.choice == _PIN
+
+
+@pytest.mark.parametrize("fields", [{"plan": _PIN, "candidate": 99}, {"plan": "torn"}])
+def test_a_stale_choice_is_ignored_and_said_once(
+    fields: dict[str, Any],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    planner: Planner,
+) -> None:
+    def plan(text: str, *, choice: str = "", device: int) -> SimpleNamespace:
+        if choice == "torn":
+            raise UnsupportedError("no such engine", [], "")
+        return planner.plan(text, choice=choice, device=device)
+
+    monkeypatch.setattr(cuda.native, "plan", plan)
+    caplog.set_level(logging.INFO, "jax_cudnn")
+    (graph, _, _), *_ = traced_graphs(_layer, *_operands())
+    _choose(graph, implementation="cudnn", **fields)
+    for _ in range(2):
+        assert [choice for _, choice in _calls(_layer, *_operands())] == [""]
+    messages = [r.getMessage() for r in caplog.records]
+    assert sum("the measured choice is stale" in message for message in messages) == 1
+
+
+def test_sums_without_a_contraction_go_to_cudnn_where_that_was_measured() -> None:
+    part = _part("reduction")
+    assert [nodes[0] for nodes, _ in _calls(_gradient, *_operands())] == [
+        "conv_fprop",
+        "conv_wgrad",
+        "conv_dgrad",
+    ]
+    _choose(part, implementation="cudnn", plan=_PIN)
+    calls = _calls(_gradient, *_operands())
+    assert (["silu_grad", "identity", "add"], _PIN) in calls
+
+
+def test_a_choice_for_another_gpu_or_cudnn_is_not_looked_at() -> None:
+    (graph, options, _), *_ = traced_graphs(_layer, *_operands())
+    other = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=92000)
+    choice = Choice(op="", operands="", implementation="xla")
+    choices.table().add({key_of(graph, other): choice})
+    assert decide(graph, options).steps
+
+
+def test_options_without_a_gpu_decide_nothing_by_measurement(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (graph, _, _), *_ = traced_graphs(_layer, *_operands())
+    _choose(graph, implementation="xla")
+    monkeypatch.setattr(cuda, "local_target", lambda: None)
+    (step,) = decide(graph, Options()).steps
+    assert step.plan is None
+    assert step.legal is not None
