@@ -41,13 +41,8 @@ from benchmarks.timing import Contender, compare
 from benchmarks.torch_side import torch
 from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice, Key
-from jax_cudnn.graph import Target
-from jax_cudnn.legalize import is_contraction, partition
-from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.cuda import local_target
-from jax_cudnn.plans.stopwatch import compile_over_sets, time_calls
-from jax_cudnn.plans.tuning import Tuning, measure
-
+from jax_cudnn.measuring.stopwatch import compile_over_sets, time_calls
 
 # Sets of operands in turn, so that none is still in the cache: 60 MB on an H200.
 _ROTATED_BYTES = 2**27
@@ -55,14 +50,14 @@ _MOST_SETS = 8
 
 # The largest relative errors (of norms) of the output and of the gradients.
 #
-# Ours: bf16 rounds to 2^-9, and what is rounded on the way averages out: 1e-2 is room for
-# two or three roundings. Where sums are rounded before the bias is added (XLA's code,
-# which may be the tuner's choice), some z moves across 0, where the gradient of relu
-# jumps: with z of deviation 1 and an error of 2^-9 or so that is 1 or 2 in 1000, whose
-# square root is the relative error, 0.04.
+# Ours: bf16 rounds to 2^-9, and what is rounded on the way averages out: 1e-2 is room
+# for two or three roundings. Where sums are rounded before the bias is added (in XLA's
+# code, which tuning may choose), some z moves across 0, where the gradient of relu jumps:
+# with z of deviation 1 and an error of 2^-9 or so that is 1 or 2 in 1000, whose square
+# root is the relative error, 0.04.
 #
-# The rivals' may keep sums in bf16 as well, such as those of the bias's gradient. A wrong
-# result, with a factor or a transposition too many, is off by about 1.
+# The rivals' may keep sums in bf16 as well, such as those of the bias's gradient. What
+# is wrong, with a factor or a transposition too many, is off by about 1.
 _OWN_BOUNDS = (1e-2, 1e-1)
 _RIVALS_BOUNDS = (3e-2, 3e-1)
 
@@ -91,7 +86,7 @@ def _draw(seed: jax.Array, operands: tuple[Operand, ...]) -> list[jax.Array]:
 
 
 def draw_sets(cell: Cell) -> list[list[jax.Array]]:
-    """Return sets of random operands, each with a cotangent of the output at its end."""
+    """Return sets of random operands, each with the output's cotangent at its end."""
     count = math.ceil(_ROTATED_BYTES / cell.bytes(gradients=False))
     drawn = (*cell.operands, Operand(cell.output))
     return [_draw(i, drawn) for i in range(min(_MOST_SETS, max(2, count)))]
@@ -123,28 +118,57 @@ WRAPPERS: dict[str, Callable[[Function], Function]] = {
 
 
 class Tuner:
-    """Measures the parts of functions as plans.autotune does, each part once a run."""
+    """Tunes cells, those together that differ in what follows the sums only.
 
-    def __init__(self, target: Target | None) -> None:
-        """Know nothing. Without a target, as on a CPU, there is nothing to measure."""
-        self._target = target
-        self._known: dict[Key, Choice] = {}
+    They share graphs, those of gradients for one, which are then measured once.
+    """
 
-    def tune(self, function: Function, arrays: Arrays) -> dict[Key, Choice]:
-        """Measure what is not known yet, and return the choices for the function."""
-        if self._target is None:
+    def __init__(self, cells: Sequence[Cell], *, has_gpu: bool) -> None:
+        """Take all cells of a run. Without a GPU there is nothing to measure."""
+        self._has_gpu = has_gpu
+        self._families: dict[Cell, list[Cell]] = {}
+        for cell in cells:
+            self._families.setdefault(_plain(cell), []).append(cell)
+        self._tunings: dict[Cell, plans.Tuning] = {}
+
+    def tune(self, cell: Cell) -> dict[Key, Choice]:
+        """Return the choices for the family of a cell."""
+        if not self._has_gpu:
             return {}
-        found: dict[Key, Choice] = {}
-        for graph, options, is_linear in traced_graphs(function, *arrays):
-            for part in () if is_linear else partition(graph):
-                key = choices.key_of(part, self._target)
-                if key in found or not any(map(is_contraction, part.nodes)):
-                    continue
-                if key not in self._known:
-                    self._known[key] = measure(part, options, self._target)
-                found[key] = self._known[key]
-        print(Tuning(device=self._target.name, choices=found), flush=True)
-        return found
+        family = _plain(cell)
+        if family not in self._tunings:
+            members = self._families[family]
+            arrays = [_abstract(member) for member in members]
+            tuning = plans.autotune(
+                lambda arrays: list(map(_all_directions, members, arrays)), arrays
+            )
+            print(tuning, flush=True)
+            self._tunings[family] = tuning
+        return self._tunings[family].choices
+
+
+def _plain(cell: Cell) -> Cell:
+    return dataclasses.replace(
+        cell,
+        group="conv",
+        activation=None,
+        has_bias=True,
+        has_residual=False,
+        goal=None,
+    )
+
+
+def _abstract(cell: Cell) -> list[Any]:
+    drawn = (*cell.operands, Operand(cell.output))
+    return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in drawn]
+
+
+def _directions(cell: Cell) -> list[str]:
+    return [FORWARD, BOTH] if cell.has_gradients else [FORWARD]
+
+
+def _all_directions(cell: Cell, arrays: Arrays) -> list[Any]:
+    return [WRAPPERS[what](cell.ours)(*arrays) for what in _directions(cell)]
 
 
 # --- one cell -------------------------------------------------------------------------
@@ -165,7 +189,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
     """Time one cell: forward, and forward with gradients where it has them."""
     start = time.monotonic()
     sets = draw_sets(cell)
-    directions = [FORWARD, BOTH] if cell.has_gradients else [FORWARD]
+    directions = _directions(cell)
     seconds: dict[str, float] = {}
     forms = {what: _fastest_form(cell, what, sets) for what in directions}
     truth = _truth(cell, directions[-1], sets[0])
@@ -174,7 +198,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
     choices.table().clear()
     untuned, seconds["build"] = _compiled(cell.ours, directions, sets)
     mark = time.monotonic()
-    found = settings.tuner.tune(_all_directions(cell, directions), sets[0])
+    found = settings.tuner.tune(cell)
     seconds["tune"] = time.monotonic() - mark
     choices.table().add(found)
     tuned: dict[str, Contender] = {}
@@ -258,13 +282,6 @@ def _fastest_form(
     print(f"  XLA, us: {times}")
     best = min(times, key=lambda name: times[name])
     return best, made[best]
-
-
-def _all_directions(cell: Cell, directions: Sequence[str]) -> Function:
-    def run(*arrays: jax.Array) -> list[Any]:
-        return [WRAPPERS[what](cell.ours)(*arrays) for what in directions]
-
-    return run
 
 
 def _torch_contender(cell: Cell, what: str, sets: Sequence[Arrays]) -> Contender:
@@ -400,15 +417,15 @@ def _read(path: Path) -> dict[str, Any]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Run the cells, writing the report after each; failures do not stop the others."""
     start = time.monotonic()
-    local = None if options.tiny else local_target()
-    if local is None and not options.tiny:
+    has_gpu = not options.tiny and local_target() is not None
+    if not has_gpu and not options.tiny:
         sys.exit("benchmarks.fusion needs an NVIDIA GPU; try --tiny")
     with_torch = torch is not None and not options.no_torch
     with_torch &= not options.tiny or options.torch
     if with_torch:
         torch.backends.cudnn.benchmark = True
     settings = Settings(
-        tuner=Tuner(None if local is None else local[1]),
+        tuner=Tuner([*selected(options)], has_gpu=has_gpu),
         rates=measured_rates(tiny=options.tiny),
         with_torch=with_torch,
         **({"rounds": 3, "round_ms": 1.0} if options.tiny else {}),

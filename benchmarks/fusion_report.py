@@ -92,7 +92,7 @@ def _introduction(data: dict[str, Any]) -> Iterator[str]:
         yield f"- `{info['command']}`: {origin(info)}; {rates}"
     yield ""
     yield (
-        "XLA is what a user of JAX writes today, in bf16: `lax.conv_general_dilated` or "
+        "XLA is what a user of JAX writes today, in bf16: `conv_general_dilated` or "
         "`jnp.matmul`, then bias, residual and `jax.nn`'s activation, with XLA's "
         'autotuner on. jax_cudnn is `implementation="auto"`: tuned after '
         "`plans.autotune`, untuned with no measured choices at all. PyTorch is eager, "
@@ -102,7 +102,7 @@ def _introduction(data: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield (
         "Times are medians a call. Ratios are times relative to XLA's, taken round by "
-        "round in the same run: the median, and in brackets the lowest and the highest. "
+        "round in the same run: the median, in brackets the lowest and the highest. "
         "The floor is the larger of the least memory traffic at the rate of a copy and "
         "the flops at the rate of a large matmul, both measured in the same run. The "
         'last column says who runs each contraction after tuning; "alone" is cuDNN '
@@ -206,7 +206,8 @@ def _tuning(data: dict[str, Any]) -> Iterator[str]:
             f"{name} {statistics.median(values):.1f} and {max(values):.1f}"
             for name, values in _seconds(data).items()
         )
-        + ". Graphs that an earlier cell of the run has tuned are not tuned again."
+        + ". Cells that differ only in what follows the sums are tuned together, in "
+        "the time of the first."
     )
     yield ""
     yield "| graph | operands | first / best | cuDNN, µs | XLA, µs | chosen |"

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """PyTorch as a contender, where it is installed: arrays to and from JAX, and timing."""
 
+import importlib
 import os
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,11 +11,15 @@ import jax.numpy as jnp
 
 from benchmarks.timing import Contender
 
-torch: Any
-try:
-    import torch
-except ImportError:
-    torch = None
+
+def _torch() -> Any:
+    try:
+        return importlib.import_module("torch")
+    except ImportError:
+        return None
+
+
+torch: Any = _torch()
 
 # PyTorch shares the GPU with JAX in this process. JAX reads this when it starts a
 # backend, which no import does.

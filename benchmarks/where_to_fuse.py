@@ -17,8 +17,8 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from benchmarks.environment import describe
-from jax_cudnn import conv, native
+from benchmarks.report import environment, versions_text
+from jax_cudnn import conv, gated_matmul, native
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, GraphWriter, MatmulAttributes, Tensor, to_json
@@ -80,6 +80,38 @@ def _gradient_graph(activation: str | None) -> Graph:
     return writer.finish([writer.result(product, final)])
 
 
+def _gated_graph() -> Graph:
+    """Return silu(a b) (a c), both products in one graph."""
+    writer = GraphWriter("f32")
+    a = writer.input(
+        Tensor(name="a", dtype="bf16", dims=(1, _ROWS, _SUMS), order=(0, 1, 2))
+    )
+    dims = (1, _ROWS, _COLUMNS)
+    products = [
+        writer.node(
+            "matmul",
+            {
+                "a": a,
+                "b": writer.input(
+                    Tensor(
+                        name=name,
+                        dtype="bf16",
+                        dims=(1, _SUMS, _COLUMNS),
+                        order=(0, 1, 2),
+                    )
+                ),
+            },
+            MatmulAttributes(),
+            dims=dims,
+            order=(0, 1, 2),
+        )
+        for name in ("b", "c")
+    ]
+    gated = writer.pointwise("mul", writer.pointwise("silu", products[0]), products[1])
+    final = Tensor(name="gated", dtype="bf16", dims=dims, order=(0, 1, 2))
+    return writer.finish([writer.result(gated, final)])
+
+
 def _best_plan(graph: Graph) -> float:
     device = jax.local_devices(backend="cuda")[0]
     stopwatch = PlanStopwatch(graph, draw_sets(graph, device), device)
@@ -127,6 +159,13 @@ def measure() -> list[tuple[str, float]]:
     rows.append(
         ("gradient of the operand, plain, best plan", _best_plan(_gradient_graph(None)))
     )
+    rows.append(("silu(a b) (a c) in one cuDNN graph", _best_plan(_gated_graph())))
+    operands = [
+        jax.ShapeDtypeStruct(shape, _BF16)
+        for shape in ((_ROWS, _SUMS), (_SUMS, _COLUMNS), (_SUMS, _COLUMNS))
+    ]
+    halves = [graph for graph, _, _ in traced_graphs(gated_matmul, *operands)]
+    rows.append(("the same in two, best plans", sum(map(_best_plan, halves))))
     for size, channels, out, window in ((64, 64, 64, 3), (128, 256, 64, 1)):
         x = jax.ShapeDtypeStruct((size, 56, 56, channels), _BF16)
         w = jax.ShapeDtypeStruct((window, window, channels, out), _BF16)
@@ -168,10 +207,10 @@ def main() -> None:
     rows = measure()
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- Written by `python -m benchmarks.where_to_fuse --out docs/benchmarks`. -->",
+        "<!-- Written by python -m benchmarks.where_to_fuse --out docs/benchmarks -->",
         "# What belongs into cuDNN's kernels",
         "",
-        f"{describe()}. The matmul is bf16 ({_ROWS}, {_SUMS}) x ({_SUMS}, {_COLUMNS}).",
+        f"{versions_text(environment())}. The matmul is bf16 ({_ROWS}, {_SUMS}) x ({_SUMS}, {_COLUMNS}).",
         "",
         "| what | µs |",
         "| --- | ---: |",

@@ -7,6 +7,7 @@ from jax_cudnn import native as _native
 from jax_cudnn import plans
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.ops.conv import conv
+from jax_cudnn.ops.gated import gated_matmul
 from jax_cudnn.ops.matmul import dot_general, matmul
 from jax_cudnn.ops.sdpa import sdpa
 
@@ -31,6 +32,7 @@ __all__ = [
     "__version__",
     "conv",
     "dot_general",
+    "gated_matmul",
     "matmul",
     "plans",
     "sdpa",

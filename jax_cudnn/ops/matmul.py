@@ -77,8 +77,9 @@ def matmul(
         and rounded to the wider operand's dtype (f32 where both have 8 bits).
         Differentiable. Default None: 1.
       scale_b: likewise for b; (n,) or (1, n) is per column.
-      scale_out: multiplies the result at the end, to quantise it: a number or ().
-        Default None: 1.
+      scale_out: multiplies what the activation returns, in the same kernel: a number
+        or an array that broadcasts to the result, to quantise it or to gate it (see
+        :func:`gated_matmul`). Differentiable. Default None: 1.
       precision: of f32 products, as for jnp.matmul. Default None:
         `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does by
         default; for a higher precision "auto" runs XLA.
@@ -146,7 +147,7 @@ def matmul(
         sizes=(outer, rows, (n,)),
         scale_a=_scale("scale_a", scale_a, a_sizes),
         scale_b=_scale("scale_b", scale_b, b_sizes, is_vector=b.ndim == 1),
-        scale_out=_scale("scale_out", scale_out, ((), (), ())),
+        scale_out=scale_out,
         dropped=(*((-2,) if a.ndim == 1 else ()), *((-1,) if b.ndim == 1 else ())),
     )
     output = _run(problem, bias, residual, activation, preferred_element_type, call)
@@ -253,7 +254,7 @@ class _Problem(NamedTuple):
     sizes: _Sizes
     scale_a: jax.Array | float | None = None
     scale_b: jax.Array | float | None = None
-    scale_out: jax.Array | float | None = None
+    scale_out: ArrayLike | None = None
     dropped: tuple[int, ...] = ()
 
 
@@ -314,10 +315,11 @@ def _run(
     ]
     value = fusion.activated(fusion.scaled(product, factors), terms, activation)
     last = problem.scale_out
-    if last is not None:
-        if not isinstance(last, int | float):
-            last = fusion.operand("scale_out", last, _PLAIN)
-        value = fusion.scaled(value, [last])
+    if isinstance(last, int | float):
+        value = fusion.scaled(value, [float(last)])
+    elif last is not None:
+        term = _term(problem, "scale_out", as_array(last, sums))
+        value = fusion.scaled(value, [fusion.operand("scale_out", term, _PLAIN)])
     output = fusion.run(value, dtype, _PLAIN, call)
     return jnp.reshape(output, tuple(size for group in sizes for size in group))
 
