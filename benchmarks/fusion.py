@@ -52,9 +52,9 @@ _MOST_SETS = 8
 #
 # Ours: bf16 rounds to 2^-9, and what is rounded on the way averages out: 1e-2 is room
 # for two or three roundings. Where sums are rounded before the bias is added (in XLA's
-# code, which tuning may choose), some z moves across 0, where the gradient of relu jumps:
-# with z of deviation 1 and an error of 2^-9 or so that is 1 or 2 in 1000, whose square
-# root is the relative error, 0.04.
+# code, which tuning may choose), some z moves across 0, where the gradient of relu
+# jumps: with z of deviation 1 and an error of 2^-9 or so that is 1 or 2 in 1000, whose
+# square root is the relative error, 0.04.
 #
 # The rivals' may keep sums in bf16 as well, such as those of the bias's gradient. What
 # is wrong, with a factor or a transposition too many, is off by about 1.
@@ -423,7 +423,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     with_torch = torch is not None and not options.no_torch
     with_torch &= not options.tiny or options.torch
     if with_torch:
-        torch.backends.cudnn.benchmark = True
+        torch_side.prefer_fast_convolutions()
     settings = Settings(
         tuner=Tuner([*selected(options)], has_gpu=has_gpu),
         rates=measured_rates(tiny=options.tiny),
@@ -453,8 +453,8 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             text = f"{type(error).__name__}: {error}"
             data["failures"].append({"cell": full.key, "error": text[:2000]})
         gc.collect()
-        if with_torch and torch.cuda.is_available():
-            torch.cuda.empty_cache()
+        if with_torch:
+            torch_side.release_memory()
         info["seconds"] = round(time.monotonic() - start)
         write(options, data)
     return data

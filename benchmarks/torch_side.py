@@ -37,6 +37,17 @@ def synchronize() -> None:
         torch.cuda.synchronize()
 
 
+def prefer_fast_convolutions() -> None:
+    """Have cuDNN's algorithms timed at the first call of each shape."""
+    torch.backends.cudnn.benchmark = True
+
+
+def release_memory() -> None:
+    """Give memory that no tensor uses back to the device."""
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
 def usable(contenders: Mapping[str, Contender]) -> dict[str, Contender]:
     """Return the contenders that run, and say why the others do not."""
     return {name: c for name, c in contenders.items() if _runs(name, c)}

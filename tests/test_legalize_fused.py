@@ -107,9 +107,12 @@ def _check(function: Callable[..., jax.Array], operands: Sequence[jax.Array]) ->
             for way in ways:
                 _check_form(way.graph)
                 got = _run(way, arguments)
+                # cuDNN gives sums without a contraction in f32.
+                is_sum = not any(map(is_contraction, part.nodes))
+                tolerance = 1e-5 if is_sum else 1e-9
                 for x, y in zip(got, want, strict=True):
                     assert x.dtype == y.dtype
-                    np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+                    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
             count += len(ways)
             values |= dict(zip(part.outputs, want, strict=True))
     return count
@@ -156,7 +159,7 @@ def test_every_way_keeps_the_meaning_of_a_random_convolution(seed: int) -> None:
 
     bias = _draw(rng, o * groups)
     shape = jax.eval_shape(layer, x, w, bias, jnp.zeros(())).shape
-    assert _check(layer, (x, w, bias, _draw(rng, *shape))) >= 4
+    assert _check(layer, (x, w, bias, _draw(rng, *shape))) >= 3
 
 
 def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> None:
@@ -164,7 +167,11 @@ def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> N
 
     def layer(x: Any, w: Any) -> jax.Array:
         return jax_cudnn.conv(
-            x, w, padding="SAME", lhs_dilation=(2, 3), dimension_numbers=_NHWC
+            x,
+            w,
+            padding=((1, 1), (2, 0)),
+            lhs_dilation=(2, 3),
+            dimension_numbers=_NHWC,
         )
 
     assert _check(layer, (x, w)) == 3
@@ -182,28 +189,60 @@ def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> N
         assert found == kinds
 
 
-def test_groups_leave_the_epilogue_to_xla_first(rng: np.random.Generator) -> None:
-    x, w, bias = _draw(rng, 2, 5, 7, 16), _draw(rng, 3, 3, 8, 16), _draw(rng, 16)
+@pytest.mark.parametrize("c", [4, 1])
+def test_small_groups_are_merged(c: int, rng: np.random.Generator) -> None:
+    groups = 16
+    x, bias = _draw(rng, 2, 5, 7, groups * c), _draw(rng, groups * 2)
+    w = _draw(rng, 3, 3, c, groups * 2)
 
     def layer(x: Any, w: Any, bias: Any) -> jax.Array:
         return jax_cudnn.conv(
             x,
             w,
             padding="SAME",
-            feature_group_count=2,
+            feature_group_count=groups,
             dimension_numbers=_NHWC,
             bias=bias,
             activation="gelu",
         )
 
-    assert _check(layer, (x, w, bias)) == 5
+    assert _check(layer, (x, w, bias)) > 5
     ((graph, _, _),) = traced_graphs(layer, x, w, bias)
-    alone, fused = legalize(graph, None).candidates
-    assert [node.kind for node in alone.graph.nodes] == ["conv_fprop"]
-    assert len(fused.graph.nodes) == 3
-    assert alone.notes[-1] == (
-        "what surrounds the contraction is computed by XLA, from rounded sums"
-    )
+    ways = legalize(graph, None).candidates
+    first = ways[0]
+    if c == 1:
+        # Depthwise: alone first, merged later.
+        assert [node.kind for node in first.graph.nodes] == ["conv_fprop"]
+        assert first.notes[-1] == (
+            "what surrounds the contraction is computed by XLA, from rounded sums"
+        )
+        return
+    assert len(first.graph.nodes) == 3
+    assert "16 groups are merged into 2" in first.notes
+    assert first.graph.tensor("w").dims == (32, 32, 3, 3)
+
+
+def test_operands_that_broadcast_in_space_are_completed(
+    rng: np.random.Generator,
+) -> None:
+    x, w = _draw(rng, 2, 5, 7, 8), _draw(rng, 3, 3, 8, 16)
+    residual, scale = _draw(rng, 1, 5, 1, 16), _draw(rng, 16)
+
+    def layer(x: Any, w: Any, scale: Any, residual: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x,
+            w,
+            padding="SAME",
+            dimension_numbers=_NHWC,
+            residual=residual,
+            scale=scale,
+        )
+
+    _check(layer, (x, w, scale, residual))
+    ((graph, _, _),) = traced_graphs(layer, x, w, scale, residual)
+    way = legalize(graph, None).candidates[0]
+    assert way.graph.tensor("residual").dims == (2, 16, 5, 7)
+    assert way.graph.tensor("scale").dims == (1, 16, 1, 1)
 
 
 # --- matmul ---------------------------------------------------------------------------
@@ -217,7 +256,7 @@ def test_every_way_keeps_the_meaning_of_a_matmul(
         return jax_cudnn.matmul(a, b, bias=bias, activation="gelu")
 
     operands = _draw(rng, 2, m, r), _draw(rng, 2, r, n), _draw(rng, n)
-    assert _check(layer, operands) >= 4
+    assert _check(layer, operands) >= 3
 
 
 def test_weights_are_converted_in_the_kernel_or_before_it() -> None:

@@ -31,18 +31,23 @@ def _with_residuals(graph: Graph, wanted: tuple[bool, ...]) -> Graph:
     if not writer.residuals:
         return graph
     saved = [residual_tensor(graph, name) for name in writer.residuals]
-    copies = [
+    copies = {
+        name: tensor
+        for name, tensor in zip(writer.residuals, saved, strict=True)
+        if tensor.name != name
+    }
+    nodes = [
         Node.make(
             "pointwise",
             {"a": name},
             {"output": tensor.name},
             PointwiseAttributes(mode="identity"),
         )
-        for name, tensor in zip(writer.residuals, saved, strict=True)
+        for name, tensor in copies.items()
     ]
     return Graph(
-        tensors=(*graph.tensors, *saved),
-        nodes=(*graph.nodes, *copies),
+        tensors=(*graph.tensors, *copies.values()),
+        nodes=(*graph.nodes, *nodes),
         inputs=graph.inputs,
         outputs=(*graph.outputs, *(tensor.name for tensor in saved)),
     )

@@ -259,10 +259,10 @@ class GradientWriter(GraphWriter):
             is_saved = self.is_result(tensor.name) or name in self.residuals
             if not is_saved:
                 self.residuals.append(name)
+        # The forward graph's own names may be taken by nodes here.
+        label = f"saved_{name}" if is_residual else tensor.name
         is_plain = axes == tuple(range(len(axes)))
-        view = (
-            tensor.name if is_plain else f"{tensor.name}_view_{''.join(map(str, axes))}"
-        )
+        view = label if is_plain else f"{label}_view_{''.join(map(str, axes))}"
         self.sources[view] = tensor.name
         return self.input(
             replace(
@@ -291,14 +291,14 @@ class GradientWriter(GraphWriter):
 def residual_tensor(graph: Graph, name: str) -> Tensor:
     """Return how a virtual forward tensor is saved: in the dtype of the results.
 
-    Not in 8 bits: those are for values that have been scaled to them.
+    Not in 8 bits: those are for values that have been scaled to them. A tensor that
+    has the dtype already is a result itself. (cuDNN 9.19 gives wrong values for a copy
+    of f32 to f32 beside another result: an H200, tests/gpu/test_fusion_numerics.py.)
     """
     tensor = graph.tensor(name)
     dtype = graph.output_tensors[0].dtype
     if dtype in ("f8_e4m3fn", "f8_e5m2"):
         dtype = "bf16"
-    return replace(
-        tensor,
-        name=f"saved_{name}",
-        dtype=dtype if tensor.dtype in ("f32", "f64") else tensor.dtype,
-    )
+    if tensor.dtype not in ("f32", "f64") or tensor.dtype == dtype:
+        return tensor
+    return replace(tensor, name=f"saved_{name}", dtype=dtype)

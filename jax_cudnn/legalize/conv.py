@@ -8,9 +8,11 @@ What cuDNN's convolutions lack is added around them:
 * zeros between the elements of x make the convolution a gradient (dgrad) of another
   one, or are written out where that is not possible;
 * padding that differs between the two ends, or cuts, is done on the array;
-* channels are padded to what the engines load at once, where nothing else plans.
+* channels are padded to what the engines load at once, and small groups merged;
+* operands of the epilogue have one value a channel, or one an element.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
@@ -32,19 +34,61 @@ _TRIPLES = {
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
-    ways = (_candidate(graph, pad_channels=pad) for pad in (False, True))
+    ways = [_candidate(graph, _merge_groups)]
+    # The engines that take channels which do not fill a load are slow, and some of
+    # cuDNN 9.19's give wrong results on an H200 (tests/gpu/test_fusion_numerics.py).
+    padded = _candidate(graph, _pad_channels)
+    if padded is not None:
+        ways.append(padded)
+    elif len(graph.nodes) == 1 or not _has_odd_groups(graph):
+        ways.append(_candidate(graph, lambda _: True))
     return tuple(way for way in ways if way is not None)
 
 
-def _candidate(graph: Graph, *, pad_channels: bool) -> Legal | None:
+def _candidate(graph: Graph, change: Callable[[Edit], bool]) -> Legal | None:
+    """Return a way; None where the change has nothing to change."""
     edit = Edit.of(graph)
     _add_spatial_axis(edit)
+    _complete_operands(edit)
     _write_out_lhs_dilation(edit)
     _even_padding(edit)
-    if pad_channels and not _pad_channels(edit):
+    if not change(edit):
         return None
     _channels_last(edit)
     return edit.finish()
+
+
+def _complete_operands(edit: Edit) -> None:
+    """Broadcast what surrounds the kernel, but for one value a channel or in all.
+
+    Operands with 1 along other axes plan, and give wrong results (cuDNN 9.19 on an
+    H200: tests/gpu/test_fusion_numerics.py).
+    """
+    node = _main(edit)
+    role = "grad_x" if node.kind == "conv_dgrad" else "output"
+    if role not in _roles(edit):
+        return
+    dims = edit.tensors[_roles(edit)[role]].dims
+    vector = (1, dims[1], *(1,) * (len(dims) - 2))
+    contracted = dict(node.inputs).values()
+    for name in edit.inputs:
+        taken = (dims, vector, (1,) * len(dims))
+        if name not in contracted and edit.tensors[name].dims not in taken:
+            edit.expand(name, dims)
+
+
+def _channels_of(edit: Edit) -> tuple[int, int, int]:
+    """Return groups, and in and out channels of each."""
+    x, w, _ = (edit.tensors[_roles(edit)[r]] for r in _TRIPLES[_main(edit).kind])
+    groups = x.dims[1] // w.dims[1]
+    return groups, w.dims[1], w.dims[0] // groups
+
+
+def _has_odd_groups(graph: Graph) -> bool:
+    edit = Edit.of(graph)
+    groups, c, o = _channels_of(edit)
+    unit = ELEMENTS_PER_LOAD[edit.tensors[_roles(edit)["w"]].dtype]
+    return groups > 1 and bool(c % unit or o % unit)
 
 
 def _main(edit: Edit) -> Node:
@@ -320,6 +364,56 @@ def _follows_result(
 ) -> bool:
     apart = {n for _, n in _main(edit).inputs} | constants(edit)
     return name not in apart and tensor.dims[2:] == dims[2:]
+
+
+# --- groups ---------------------------------------------------------------------------
+
+# Channels of a group at which an H200 was fastest (cuDNN 9.19, bf16, groups of 4 and 8
+# channels merged into groups of 16 to 256: benchmarks/fusion.py has such cells).
+_GROUP = 32
+
+
+def _merge_groups(edit: Edit) -> bool:
+    """Make several small groups one, with zeros where they do not meet.
+
+    Tensor cores have multiplied the zeros before the engines for small groups are
+    done, which also are slow with an epilogue. Returns whether groups are small.
+    """
+    if _main(edit).kind not in ("conv_fprop", "conv_dgrad"):
+        return False
+    groups, c, o = _channels_of(edit)
+    name = _roles(edit)["w"]
+    w = edit.tensors[name]
+    unit = ELEMENTS_PER_LOAD[w.dtype]
+    factors = [
+        factor
+        for factor in range(2, groups + 1)
+        if groups % factor == 0 and not (factor * c % unit or factor * o % unit)
+    ]
+    if groups == 1 or c >= _GROUP or not factors:
+        return False
+    factor = next((each for each in factors if each * c >= _GROUP), factors[-1])
+    order = tuple(range(len(w.dims)))
+    edit.rearrange(
+        name,
+        replace(w, dims=(w.dims[0], factor * c, *w.dims[2:]), order=order),
+        lambda stored: _spread(w, groups // factor, factor, stored),
+        lambda stored: stored,
+    )
+    edit.notes.append(f"{groups} groups are merged into {groups // factor}")
+    return True
+
+
+def _spread(w: Tensor, groups: int, factor: int, stored: jax.Array) -> jax.Array:
+    """Return filters of merged groups, zero but for each old group's own channels."""
+    inverse = tuple(w.order.index(axis) for axis in range(len(w.order)))
+    out, c, *window = w.dims
+    x = jnp.transpose(stored, inverse)
+    x = jnp.reshape(x, (groups, factor, out // (groups * factor), 1, c, *window))
+    own = jnp.eye(factor, dtype=jnp.bool_)
+    own = jnp.reshape(own, (1, factor, 1, factor, 1, *(1,) * len(window)))
+    x = jnp.where(own, x, jnp.zeros((), x.dtype))
+    return jnp.reshape(x, (out, factor * c, *window))
 
 
 # --- channels -------------------------------------------------------------------------

@@ -75,6 +75,17 @@ class Edit:
             lambda x: jax.lax.slice(x, (0,) * x.ndim, shape),
         )
 
+    def expand(self, name: str, dims: tuple[int, ...]) -> None:
+        """Broadcast an operand to larger dims before the kernel."""
+        tensor = self.tensors[name]
+        full = replace(tensor, dims=dims)
+        self.rearrange(
+            name,
+            full,
+            lambda x: jnp.broadcast_to(x, full.stored_shape),
+            lambda x: x,
+        )
+
     def replace_node(self, old: Node, new: Node) -> None:
         """Put one node in the place of another."""
         self.nodes[self.nodes.index(old)] = new

@@ -42,17 +42,16 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
     fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
-    # cuDNN's engines for groups are fast without an epilogue and slow with one (an
-    # H200 with 9.19: docs/benchmarks/fusion.md).
-    order = [*alone, *fused] if _is_grouped(graph, node) else [*fused, *alone]
+    # Merged groups are fast, but for a depthwise convolution.
+    order = [*alone, *fused] if _is_depthwise(graph, node) else [*fused, *alone]
     return Legalization(candidates=tuple(order))
 
 
-def _is_grouped(graph: Graph, node: Node) -> bool:
+def _is_depthwise(graph: Graph, node: Node) -> bool:
     if node.kind != "conv_fprop":
         return False
     x, w = (graph.tensor(dict(node.inputs)[role]) for role in ("x", "w"))
-    return x.dims[1] != w.dims[1]
+    return w.dims[1] == 1 < x.dims[1]
 
 
 _Ways = Callable[[Graph], tuple[Legal, ...]]
@@ -84,7 +83,11 @@ def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
     operands = [graph.tensor(name) for _, name in node.inputs]
     (sums,) = (graph.tensor(name) for _, name in node.outputs)
     if sums.dtype == "f32" and sums.name not in graph.outputs:
-        sums = replace(sums, dtype=operands[0].dtype)
+        dtype = operands[0].dtype
+        finest = any(t.dtype in ("f32", "f64") for t in graph.output_tensors)
+        if dtype in ("f8_e4m3fn", "f8_e5m2") or (dtype != "f32" and finest):
+            return ()  # Rounding the sums would cost what the result is to show.
+        sums = replace(sums, dtype=dtype)
     middle = _part((*operands, sums), [node], (sums.name,))
     last = _with_constants(graph, last)
     note = "what surrounds the contraction is computed by XLA, from rounded sums"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matmuls as cuDNN takes them: columns and sums padded where nothing else plans."""
+"""Matmuls as cuDNN takes them: rows padded to full loads, operands completed."""
 
 from jax_cudnn.graph import Graph
 from jax_cudnn.graph.folding import families
@@ -11,13 +11,33 @@ _FAMILIES = {"a": "a", "b": "b", "output": "output"}
 
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
-    """Return the ways in which cuDNN may run a matmul with what surrounds it."""
-    padded = _padded(graph)
-    return (Edit.of(graph).finish(), *((padded,) if padded is not None else ()))
+    """Return the ways in which cuDNN may run a matmul with what surrounds it.
+
+    The engines that take rows which do not fill a load are slow, and some of cuDNN
+    9.19's give wrong results on an H200 (tests/gpu/test_fusion_numerics.py).
+    """
+    edit = _edited(graph)
+    return (_padded(edit) or edit.finish(),)
 
 
-def _padded(graph: Graph) -> Legal | None:
+def _edited(graph: Graph) -> Edit:
+    """Broadcast operands of the epilogue along the batch, unless one serves all."""
     edit = Edit.of(graph)
+    node = next(node for node in edit.nodes if is_contraction(node))
+    (result,) = (edit.tensors[name] for _, name in node.outputs)
+    b, m, n = result.dims
+    family = families(graph, _FAMILIES)
+    for name in edit.inputs:
+        dims = edit.tensors[name].dims
+        taken = ((b, m, n), (1, 1, n), (1, m, 1), (b, m, 1), (1, 1, 1))
+        if family.get(name) == "output" and dims not in taken:
+            edit.expand(name, (b, m, n))
+    return edit
+
+
+def _padded(edit: Edit) -> Legal | None:
+    """Return the way with matrices padded to full loads; None where they are."""
+    graph = edit.finish().graph
     node = next(node for node in edit.nodes if is_contraction(node))
     a, b = (edit.tensors[name] for _, name in node.inputs)
     narrow = [t for t in graph.input_tensors if t.dtype in ELEMENTS_PER_LOAD]

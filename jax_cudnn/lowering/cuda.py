@@ -221,13 +221,20 @@ def run_xla(
     )
 
 
+# Cheap enough to be computed twice rather than written and read back.
+_CHEAP = ("add", "identity", "mul", "neg", "relu_grad", "relu6_grad", "select", "sub")
+
+
 @functools.lru_cache(maxsize=4096)
 def _read_by_sums(graph: Graph) -> frozenset[str]:
-    """Return the made tensors that sums read beside others.
+    """Return the made tensors that sums read beside others, if they are not cheap.
 
-    They are in memory anyway: XLA would rather compute them twice than read them (a
-    gelu's gradient with its sum: 267 us against 184 on an H200).
+    They are in memory anyway; XLA would rather compute them twice than read them
+    (docs/benchmarks/where_to_fuse.md).
     """
+    modes = {getattr(node.attributes, "mode", "add") for node in graph.nodes}
+    if modes.issubset(_CHEAP):
+        return frozenset()
     made = {name for node in graph.nodes for _, name in node.outputs}
     readers = Counter(name for node in graph.nodes for _, name in node.inputs)
     return frozenset(

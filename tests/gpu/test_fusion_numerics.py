@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -60,85 +59,110 @@ class Group:
     only_cudnn: bool = False
 
 
-_conv = functools.partial
 GROUPS = [
-    Group(name="conv_1d", items=4, draw=_conv(conv_problem, spatial=1), least=5),
-    Group(name="conv_2d", items=8, draw=_conv(conv_problem, spatial=2), least=5),
-    Group(name="conv_3d", items=4, draw=_conv(conv_problem, spatial=3), least=5),
+    Group(
+        name="conv_1d",
+        items=4,
+        draw=functools.partial(conv_problem, spatial=1),
+        least=5,
+    ),
+    Group(
+        name="conv_2d",
+        items=8,
+        draw=functools.partial(conv_problem, spatial=2),
+        least=5,
+    ),
+    Group(
+        name="conv_3d",
+        items=4,
+        draw=functools.partial(conv_problem, spatial=3),
+        least=5,
+    ),
     Group(
         name="conv_layouts",
         items=4,
-        draw=_conv(conv_problem, any_layout=True),
+        draw=functools.partial(conv_problem, any_layout=True),
         least=5,
     ),
     Group(
         name="conv_strides_and_holes",
         items=4,
-        draw=_conv(conv_problem, stretch=True),
+        draw=functools.partial(conv_problem, stretch=True),
         least=4,
     ),
     Group(
         name="conv_dilated_x",
         items=3,
-        draw=_conv(conv_problem, transposed=True),
+        draw=functools.partial(conv_problem, transposed=True),
         least=3,
     ),
     Group(
         name="conv_feature_groups",
         items=4,
-        draw=_conv(conv_problem, grouping="feature"),
+        draw=functools.partial(conv_problem, grouping="feature"),
         least=3,
     ),
     Group(
         name="conv_depthwise",
         items=3,
-        draw=_conv(conv_problem, grouping="depthwise"),
+        draw=functools.partial(conv_problem, grouping="depthwise"),
         least=3,
     ),
     Group(
         name="conv_batch_groups",
         items=1,
-        draw=_conv(conv_problem, grouping="batch"),
+        draw=functools.partial(conv_problem, grouping="batch"),
         least=2,
     ),
     Group(
         name="conv_8_bit",
         items=2,
-        draw=_conv(conv_problem, dtypes=("int8", *F8[:1])),
+        draw=functools.partial(conv_problem, dtypes=("int8", *F8[:1])),
         least=0,
         only_cudnn=True,
     ),
     Group(
         name="matmul_aligned",
         items=3,
-        draw=_conv(matmul_problem, sizes="aligned"),
+        draw=functools.partial(matmul_problem, sizes="aligned"),
         least=6,
     ),
     Group(
         name="matmul_unaligned",
         items=3,
-        draw=_conv(matmul_problem, sizes="unaligned"),
+        draw=functools.partial(matmul_problem, sizes="unaligned"),
         least=5,
     ),
     Group(
-        name="matmul_large", items=2, draw=_conv(matmul_problem, sizes="large"), least=5
+        name="matmul_large",
+        items=2,
+        draw=functools.partial(matmul_problem, sizes="large"),
+        least=5,
     ),
     Group(
         name="matmul_batched",
         items=3,
-        draw=_conv(matmul_problem, batched=True),
+        draw=functools.partial(matmul_problem, batched=True),
         least=5,
     ),
     Group(
         name="matmul_weight_only",
         items=4,
-        draw=_conv(matmul_problem, kind="weight_only"),
+        draw=functools.partial(matmul_problem, kind="weight_only"),
         least=3,
     ),
     Group(
-        name="matmul_int8", items=3, draw=_conv(matmul_problem, kind="int8"), least=1
+        name="matmul_int8",
+        items=3,
+        draw=functools.partial(matmul_problem, kind="int8"),
+        least=1,
     ),
-    Group(name="matmul_f8", items=3, draw=_conv(matmul_problem, kind="f8"), least=1),
+    Group(
+        name="matmul_f8",
+        items=3,
+        draw=functools.partial(matmul_problem, kind="f8"),
+        least=1,
+    ),
     Group(name="dot_general", items=5, draw=dot_general_problem, least=5),
 ]
 ITEMS = [(group, i) for group in GROUPS for i in range(group.items)]
@@ -197,14 +221,12 @@ def judge_problem(
         return 0.0
     assert output.dtype == jnp.dtype(problem.out_dtype)
     assert gradients.keys() == truth.gradients.keys()
-    names = ["output", *gradients]
     truths = [truth.output, *truth.gradients.values()]
-    # Rounding errors of the terms that a gradient sums, of random sign.
-    noises = [0.0, *(bounds.unit * truth.norms[name] for name in truth.gradients)]
-    for name, noise in zip(truth.gradients, list(range(1, len(noises))), strict=True):
-        each = problem.operands[name]
-        if each.aligned == each.full:
-            noises[noise] = 0.0
+    noises: list[Any] = [0.0]
+    for name in truth.gradients:
+        # Rounding errors, of random sign, of the terms that a gradient sums.
+        is_sum = problem.operands[name].aligned != problem.operands[name].full
+        noises.append(bounds.unit * truth.norms[name] if is_sum else 0.0)
     every = [
         [reference[0], *(reference[1][name] for name in truth.gradients)]
         for reference in bounds.references
@@ -243,8 +265,6 @@ def test_random_problems_match_f32_truth(
             refused.append(f"{problem.text}\n{error}")
         except Exception as error:
             errors.append(_named(error, problem, "cudnn"))
-        # Compiled programs hold memory, and no two problems share one.
-        jax.clear_caches()
     for name, ratio in ratios.items():
         record_property(f"error ratio of {name}", f"{ratio:.2f}")
     record_property("run with cuDNN", f"{_PROBLEMS - len(refused)} of {_PROBLEMS}")

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan every graph that conv and matmul emit, and refuse what we say?
+"""Does the real cuDNN plan the graphs of conv and matmul, and refuse what we say?
 
 The pinned wheel (nvidia-cudnn-jit) has the engines that cuDNN compiles at run time. The
 full cuDNN has precompiled ones besides, for plain convolutions (with groups, depthwise)
-and a few fusions, so that it takes more than is said here, never less. docs/support.md
+and a few fusions, so that it may take more than is said here. docs/support.md
 shows the same verdicts as a table.
 """
 
@@ -88,7 +88,7 @@ def _sums_in_16_bits(graph: Graph) -> bool:
     """Whether a product is summed over the batch from 16 bits: two kernels."""
     kinds = {node.kind for node in graph.nodes}
     narrow = {t.dtype for t in graph.input_tensors} & {"bf16", "f16"}
-    return kinds > {"matmul", "reduction"} and bool(narrow)
+    return {"matmul", "reduction"} <= kinds and bool(narrow)
 
 
 def _is_unfused(graph: Graph, sm_version: int) -> bool:
@@ -174,10 +174,10 @@ def test_refusals_carry_reasons(profile: str) -> None:
 
 @pytest.mark.parametrize("profile", _GPUS)
 def test_plans_of_every_sort_build(profile: str) -> None:
-    chosen = [v.found for v in verdicts(profile) if v.key in _BUILT]
+    found = {v.key: v.found for v in verdicts(profile)}
+    chosen = [legal for key in _BUILT if (legal := found[key]) is not None]
     assert len(chosen) == len(_BUILT)
-    texts = [to_json(legal.graph) for legal in chosen if legal is not None]
-    assert len(texts) == len(_BUILT)
+    texts = [to_json(legal.graph) for legal in chosen]
     for key, answer in zip(_BUILT, harness.plan_all(texts, profile), strict=True):
         built = [c for c in answer["candidates"] if c["is_built"]]
         assert len(built) == 1, key

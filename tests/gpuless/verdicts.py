@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuDNN says of the parts of every case of conv and matmul, for a GPU of profiles/.
+"""What cuDNN says of every case of conv and matmul, for a GPU of profiles/.
 
 Asks `partition` and `legalize` as the lowering does, and takes the first candidate that
 cuDNN lists a plan for.
@@ -7,6 +7,7 @@ cuDNN lists a plan for.
 
 import functools
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from jax_cudnn.graph import Target, to_json
@@ -21,7 +22,10 @@ CUDNN = 92700
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """A part, its candidates with cuDNN's answers, and why there are none."""
+    """A part with its candidates, or why there are none.
+
+    ``answers`` are cuDNN's, to the candidates up to the first that has a plan.
+    """
 
     part: Part
     candidates: tuple[Legal, ...]
@@ -41,7 +45,7 @@ class Verdict:
     @property
     def found(self) -> Legal | None:
         """The first candidate that cuDNN has a plan for."""
-        both = zip(self.candidates, self.answers, strict=True)
+        both = zip(self.candidates, self.answers, strict=False)
         return next((legal for legal, answer in both if "candidates" in answer), None)
 
 
@@ -65,18 +69,29 @@ def _parts() -> tuple[Part, ...]:
 def verdicts(profile: str) -> tuple[Verdict, ...]:
     """Return cuDNN's verdict on every part of every case; no plan is built."""
     legalized = [(part, legalize(part.graph, target(profile))) for part in _parts()]
-    texts = sorted(
-        {to_json(legal.graph) for _, each in legalized for legal in each.candidates}
-    )
-    answers = dict(
-        zip(texts, harness.plan_all(texts, profile, build=False), strict=True)
-    )
+    texts = [[to_json(c.graph) for c in each.candidates] for _, each in legalized]
+    answers = _first_planned(texts, profile)
     return tuple(
         Verdict(
             part=part,
             candidates=each.candidates,
-            answers=tuple(answers[to_json(legal.graph)] for legal in each.candidates),
+            answers=tuple(answers[text] for text in takewhile(answers.get, own)),
             reasons=each.reasons,
         )
-        for part, each in legalized
+        for (part, each), own in zip(legalized, texts, strict=True)
     )
+
+
+def _first_planned(choices: list[list[str]], profile: str) -> dict[str, dict[str, Any]]:
+    """Ask for each list of graphs until one has a plan, and return all answers."""
+    answers: dict[str, dict[str, Any]] = {}
+    while True:
+        asked: set[str] = set()
+        for texts in choices:
+            if not any("candidates" in answers.get(text, ()) for text in texts):
+                asked.update([text for text in texts if text not in answers][:1])
+        if not asked:
+            return answers
+        texts = sorted(asked)
+        planned = harness.plan_all(texts, profile, build=False)
+        answers.update(zip(texts, planned, strict=True))
