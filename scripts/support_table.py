@@ -41,6 +41,11 @@ _NOTES = (
         "channels, or a matrix, are padded to what cuDNN loads at once",
     ),
     (
+        r"groups are merged into",
+        "groups merged",
+        "small groups are made larger ones, of filters with zeros in between",
+    ),
+    (
         r"zeros of lhs_dilation are written",
         "zeros written",
         "the zeros of `lhs_dilation` are written out",

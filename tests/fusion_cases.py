@@ -79,6 +79,11 @@ class Part:
     step: str
     graph: Graph
 
+    @property
+    def key(self) -> str:
+        """The case and the step."""
+        return f"{self.case.name}/{self.step}"
+
 
 def parts(case: Case) -> list[Part]:
     """Return the parts of the case's graphs, as the lowering partitions them."""

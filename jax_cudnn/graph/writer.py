@@ -182,13 +182,11 @@ class GradientWriter(GraphWriter):
         self._makers = {name: node for node in graph.nodes for _, name in node.outputs}
         self._views: dict[tuple[str, tuple[int, ...]], str] = {}
         self._roots: dict[str, str | None] = {}
-        # Of the first contraction's operands; the accumulator's without one.
-        self.operand_dtype: DTypeName = accumulator
-        for node in graph.nodes:
-            dtype = graph.tensor(node.inputs[0][1]).dtype if node.inputs else None
-            if node.kind not in _AROUND and dtype in ("bf16", "f16"):
-                self.operand_dtype = dtype
-                break
+        # That of a 16-bit result; a wider one deserves wider cotangents.
+        dtype = graph.output_tensors[0].dtype
+        self.cotangent_dtype: DTypeName = (
+            dtype if dtype in ("bf16", "f16") else accumulator
+        )
 
     def forward(self, name: str) -> Tensor:
         """Return a tensor of the forward graph."""
@@ -218,11 +216,11 @@ class GradientWriter(GraphWriter):
         return view
 
     def rounded(self, name: str) -> str:
-        """Return a cotangent in the dtype in which contractions take it.
+        """Return a cotangent in the dtype of a 16-bit result.
 
         All that reads it reads the one tensor: the sum for a bias too.
         """
-        return self.cast(name, self.operand_dtype)
+        return self.cast(name, self.cotangent_dtype)
 
     def cotangent(self, name: str) -> str:
         """Return the cotangent of a forward result, as an operand."""
@@ -259,8 +257,10 @@ class GradientWriter(GraphWriter):
             is_saved = self.is_result(tensor.name) or name in self.residuals
             if not is_saved:
                 self.residuals.append(name)
-        # The forward graph's own names may be taken by nodes here.
-        label = f"saved_{name}" if is_residual else tensor.name
+        # Names that a writer gave the forward graph may be taken by nodes here.
+        is_made = name in self._makers and tensor.name[-1].isdigit()
+        is_new = is_made and not tensor.name.startswith("saved_")
+        label = f"saved_{name}" if is_new else tensor.name
         is_plain = axes == tuple(range(len(axes)))
         view = label if is_plain else f"{label}_view_{''.join(map(str, axes))}"
         self.sources[view] = tensor.name
@@ -291,7 +291,8 @@ class GradientWriter(GraphWriter):
 def residual_tensor(graph: Graph, name: str) -> Tensor:
     """Return how a virtual forward tensor is saved: in the dtype of the results.
 
-    Not in 8 bits: those are for values that have been scaled to them. A tensor that
+    Not in 8 bits: those are for values that have been scaled to them; and sums over
+    8-bit integers, which are yet to be scaled, in full. A tensor that
     has the dtype already is a result itself. (cuDNN 9.19 gives wrong values for a copy
     of f32 to f32 beside another result: an H200, tests/gpu/test_fusion_numerics.py.)
     """
@@ -299,6 +300,8 @@ def residual_tensor(graph: Graph, name: str) -> Tensor:
     dtype = graph.output_tensors[0].dtype
     if dtype in ("f8_e4m3fn", "f8_e5m2"):
         dtype = "bf16"
+    if any(t.dtype in ("i8", "u8") for t in graph.input_tensors):
+        return tensor
     if tensor.dtype not in ("f32", "f64") or tensor.dtype == dtype:
         return tensor
     return replace(tensor, name=f"saved_{name}", dtype=dtype)

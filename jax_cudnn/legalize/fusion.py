@@ -8,6 +8,7 @@ import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor
 from jax_cudnn.legalize import conv, matmul, sums
+from jax_cudnn.legalize.modes import rewrite_modes
 from jax_cudnn.legalize.partition import is_contraction
 from jax_cudnn.legalize.rules import Legal, Legalization
 from jax_cudnn.reference import evaluate
@@ -26,6 +27,7 @@ _OLDEST_CUDNN = 90800
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one contraction."""
+    graph = rewrite_modes(graph)
     contractions = [node for node in graph.nodes if is_contraction(node)]
     kinds = [node.kind for node in contractions]
     if not kinds:

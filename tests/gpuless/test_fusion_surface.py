@@ -39,13 +39,6 @@ _BUILT = (
 )
 
 
-def test_cases_have_names_of_their_own() -> None:
-    names = [case.name for case in fusion_cases.ALL]
-    assert len(names) == len(set(names))
-    keys = [verdict.key for verdict in verdicts("h200")]
-    assert len(keys) == len(set(keys))
-
-
 # --- what the documentation says ------------------------------------------------------
 
 
@@ -64,11 +57,11 @@ def _channels(graph: Graph) -> tuple[int, int, int]:
     return groups, w.dims[1], w.dims[0] // groups
 
 
-def _loads_whole(graph: Graph, unit_bytes: int) -> bool:
-    """Whether channels of one pixel and group fill units of that many bytes."""
+def _loads_whole(graph: Graph) -> bool:
+    """Whether channels of one pixel and group fill loads of 16 bytes."""
     name = dict(_contraction(graph).inputs)["x"]
     size = _BYTES[graph.tensor(name).dtype]
-    return not any(count * size % unit_bytes for count in _channels(graph)[1:])
+    return not any(count * size % 16 for count in _channels(graph)[1:])
 
 
 def _is_refused(graph: Graph, sm_version: int) -> bool:
@@ -80,7 +73,7 @@ def _is_refused(graph: Graph, sm_version: int) -> bool:
     if {graph.tensor(name).dtype for _, name in node.inputs} == {"u8"}:
         return True
     if node.kind == "conv_wgrad" and _channels(graph)[0] > 1:
-        return sm_version < 90 or not _loads_whole(graph, 16)
+        return sm_version < 90 or not _loads_whole(graph)
     return False
 
 
@@ -92,95 +85,81 @@ def _sums_in_16_bits(graph: Graph) -> bool:
 
 
 def _is_unfused(graph: Graph, sm_version: int) -> bool:
-    """Grouped convolutions, which are faster so, and sums over a batch."""
+    """Depthwise convolutions, which are faster so, and sums over a batch."""
     del sm_version
-    if _contraction(graph).kind == "conv_fprop" and _channels(graph)[0] > 1:
-        return len(graph.nodes) > 1
+    if _contraction(graph).kind == "conv_fprop" and len(graph.nodes) > 1:
+        groups, channels, _ = _channels(graph)
+        return groups > 1 and channels == 1
     return _sums_in_16_bits(graph)
 
 
 def _is_second_choice(graph: Graph, sm_version: int) -> bool:
-    """Gradients of filters with odd channels, which are padded; sums over a batch."""
+    """Sums over a batch."""
     del sm_version
-    if _contraction(graph).kind == "conv_wgrad" and _channels(graph)[0] == 1:
-        return not _loads_whole(graph, 4)
     return _sums_in_16_bits(graph)
 
 
 # --- what cuDNN says ------------------------------------------------------------------
 
 
-def _contractions(profile: str) -> list[Verdict]:
-    return [verdict for verdict in verdicts(profile) if verdict.has_contraction]
+def _is_planned_unfused(verdict: Verdict) -> bool:
+    legal, graph = verdict.found, verdict.part.graph
+    return legal is not None and len(legal.graph.nodes) < len(graph.nodes)
 
 
-def _said(profile: str, claim: Callable[[Graph, int], bool]) -> set[str]:
-    sm_version = target(profile).sm_version
-    return {
-        verdict.key
-        for verdict in _contractions(profile)
-        if claim(verdict.part.graph, sm_version)
-    }
+def _is_planned_later(verdict: Verdict) -> bool:
+    return verdict.found is not None and verdict.found is not verdict.candidates[0]
+
+
+_CLAIMS: dict[str, tuple[Callable[[Verdict], bool], Callable[[Graph, int], bool]]] = {
+    "refused": (lambda verdict: verdict.found is None, _is_refused),
+    "unfused": (_is_planned_unfused, _is_unfused),
+    "second choice": (_is_planned_later, _is_second_choice),
+}
 
 
 @pytest.mark.parametrize("profile", _GPUS)
-def test_every_contraction_is_planned_or_refused_as_documented(profile: str) -> None:
+def test_every_part_is_planned_or_refused_as_documented(profile: str) -> None:
+    # One test for all claims: each process that asks cuDNN takes a while.
     every = verdicts(profile)
+    assert len({verdict.key for verdict in every}) == len(every)
     assert not [v.key for v in every if any("crash" in a for a in v.answers)]
-    refused = {v.key for v in _contractions(profile) if v.found is None}
-    assert refused == _said(profile, _is_refused)
-
-
-@pytest.mark.parametrize("profile", _GPUS)
-def test_all_but_what_is_documented_is_fused(profile: str) -> None:
-    unfused = {
-        v.key
-        for v in _contractions(profile)
-        if v.found is not None and len(v.found.graph.nodes) < len(v.part.graph.nodes)
-    }
-    assert unfused == _said(profile, _is_unfused)
-
-
-@pytest.mark.parametrize("profile", _GPUS)
-def test_the_first_candidate_is_planned_but_where_documented(profile: str) -> None:
-    later = {
-        v.key
-        for v in _contractions(profile)
-        if v.found is not None and v.found is not v.candidates[0]
-    }
-    assert later == _said(profile, _is_second_choice)
-
-
-@pytest.mark.parametrize("profile", _GPUS)
-def test_sums_without_a_contraction_are_planned_for_more_than_one_channel(
-    profile: str,
-) -> None:
-    for verdict in verdicts(profile):
+    sm_version = target(profile).sm_version
+    contractions = [verdict for verdict in every if verdict.has_contraction]
+    for claim, (is_found, is_said) in _CLAIMS.items():
+        found = {v.key for v in contractions if is_found(v)}
+        said = {v.key for v in contractions if is_said(v.part.graph, sm_version)}
+        assert found == said, claim
+    for verdict in every:
         if not verdict.has_contraction and verdict.candidates:
-            (sums,) = verdict.candidates
-            full = max((t.dims for t in sums.graph.tensors), key=sum)
-            assert (verdict.found is None) == (full[1] == 1), verdict.key
+            assert (verdict.found is None) == _is_one_channel(verdict), verdict.key
+        _check_reasons(verdict)
 
 
-@pytest.mark.parametrize("profile", _GPUS)
-def test_refusals_carry_reasons(profile: str) -> None:
-    for verdict in verdicts(profile):
-        assert verdict.reasons or verdict.candidates, verdict.key
-        for answer in verdict.answers:
-            if "candidates" not in answer:
-                assert answer["error"] == "UnsupportedError"
-                assert answer["reasons"], verdict.key
+def _is_one_channel(verdict: Verdict) -> bool:
+    """Whether a part without a contraction has one channel: cuDNN sums none such."""
+    tensors = verdict.candidates[0].graph.tensors
+    return max((t.dims for t in tensors), key=sum)[1] == 1
+
+
+def _check_reasons(verdict: Verdict) -> None:
+    assert verdict.reasons or verdict.candidates, verdict.key
+    for answer in verdict.answers:
+        if "candidates" not in answer:
+            assert answer["error"] == "UnsupportedError", verdict.key
+            assert answer["reasons"], verdict.key
 
 
 @pytest.mark.parametrize("profile", _GPUS)
 def test_plans_of_every_sort_build(profile: str) -> None:
-    found = {v.key: v.found for v in verdicts(profile)}
-    chosen = [legal for key in _BUILT if (legal := found[key]) is not None]
-    assert len(chosen) == len(_BUILT)
-    texts = [to_json(legal.graph) for legal in chosen]
-    for key, answer in zip(_BUILT, harness.plan_all(texts, profile), strict=True):
+    chosen = verdicts(profile, _BUILT)
+    assert {verdict.key for verdict in chosen} == {*_BUILT}
+    legal = [verdict.found for verdict in chosen]
+    texts = [to_json(each.graph) for each in legal if each is not None]
+    assert len(texts) == len(_BUILT)
+    for verdict, answer in zip(chosen, harness.plan_all(texts, profile), strict=True):
         built = [c for c in answer["candidates"] if c["is_built"]]
-        assert len(built) == 1, key
+        assert len(built) == 1, verdict.key
         assert built[0]["workspace_bytes"] >= 0
 
 

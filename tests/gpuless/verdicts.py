@@ -35,7 +35,7 @@ class Verdict:
     @property
     def key(self) -> str:
         """The case and the step."""
-        return f"{self.part.case.name}/{self.part.step}"
+        return self.part.key
 
     @property
     def has_contraction(self) -> bool:
@@ -66,9 +66,10 @@ def _parts() -> tuple[Part, ...]:
 
 
 @functools.cache
-def verdicts(profile: str) -> tuple[Verdict, ...]:
-    """Return cuDNN's verdict on every part of every case; no plan is built."""
-    legalized = [(part, legalize(part.graph, target(profile))) for part in _parts()]
+def verdicts(profile: str, keys: tuple[str, ...] = ()) -> tuple[Verdict, ...]:
+    """Return cuDNN's verdict on every part, or those of the keys; builds no plan."""
+    chosen = [part for part in _parts() if not keys or part.key in keys]
+    legalized = [(part, legalize(part.graph, target(profile))) for part in chosen]
     texts = [[to_json(c.graph) for c in each.candidates] for _, each in legalized]
     answers = _first_planned(texts, profile)
     return tuple(
