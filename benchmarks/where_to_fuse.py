@@ -4,8 +4,8 @@
     python -m benchmarks.where_to_fuse [--out docs/benchmarks]
 
 The gradient of a bf16 matmul with bias and activation is taken apart: the activation's
-gradient with the bias sum, in XLA and as one cuDNN graph; and the gradient of an operand
-from the finished cotangent and with the activation's gradient as a prologue. Then XLA's
+gradient with the bias sum, in XLA and as one cuDNN graph; and that of an operand from
+the finished cotangent and with the activation's gradient as a prologue. Then XLA's
 own code for a fused convolution, with f32 sums and with rounded ones.
 """
 
@@ -210,7 +210,8 @@ def main() -> None:
         "<!-- Written by python -m benchmarks.where_to_fuse --out docs/benchmarks -->",
         "# What belongs into cuDNN's kernels",
         "",
-        f"{versions_text(environment())}. The matmul is bf16 ({_ROWS}, {_SUMS}) x ({_SUMS}, {_COLUMNS}).",
+        f"{versions_text(environment())}. The matmul is bf16 ({_ROWS}, {_SUMS}) x "
+        f"({_SUMS}, {_COLUMNS}).",
         "",
         "| what | µs |",
         "| --- | ---: |",

@@ -280,9 +280,9 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
             _broadcast("scale_b", "f32[3]", "[5]"),
         ),
         (
-            {"scale_out": _zeros(7)},
+            {"scale_out": _zeros(6)},
             ValueError,
-            _broadcast("scale_out", "f32[7]", "[3, 7]"),
+            _broadcast("scale_out", "f32[6]", "[3, 7]"),
         ),
         (
             {"scale_a": _zeros(5, dtype=jnp.int32)},

@@ -144,7 +144,9 @@ def _wrap(
     by_name = tuple(table.values())
     middle_results = [name for node in first for _, name in node.outputs]
     head = _part(by_name, first, middle_results) if first else None
-    tail = _part(by_name, last, graph.outputs) if last else None
+    # Sums that are a result themselves are the middle's.
+    wanted = [name for name in graph.outputs if name not in middle.outputs]
+    tail = _part(by_name, last, wanted) if wanted else None
 
     def before(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         values = dict(zip(graph.inputs, operands, strict=True))

@@ -133,7 +133,7 @@ def _graph_jvp(
     if derivative is not None:
         # Named, so that remat policies such as save_only_these_names can keep them.
         results = [
-            checkpoint_name(x, f"cudnn_{full.nodes[0].kind}_{name}")
+            checkpoint_name(x, f"cudnn_{full.nodes[0].kind}_{_remat_name(name)}")
             for x, name in zip(results, full.outputs, strict=True)
         ]
     saved = [results[i] for i in _saved(graph, wanted)]
@@ -149,6 +149,12 @@ def _graph_jvp(
 
 
 @functools.lru_cache(maxsize=4096)
+def _remat_name(name: str) -> str:
+    """Return a result's name for remat, the same in every dtype."""
+    is_new = name[-1].isdigit() and not name.startswith("saved_")
+    return f"saved_{name}" if is_new else name
+
+
 def _saved(graph: Graph, wanted: tuple[bool, ...]) -> tuple[int, ...]:
     """Return which results of the graph with residuals its gradient graph reads."""
     derivative = derivative_of(graph)

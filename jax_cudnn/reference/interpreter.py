@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
+from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.spec import Attributes
 from jax_cudnn.reference import contraction, pointwise, sdpa
@@ -45,7 +46,8 @@ def evaluate(
 
     With ``narrow_sums``, sums over 16-bit operands are rounded to their dtype before
     what follows them, as in programs that are written in that dtype throughout: XLA
-    computes that faster, since it keeps no f32 array of the sums. The tensors ``kept``
+    computes that faster, since it keeps no f32 array of the sums and knows what to
+    fuse. The tensors ``kept``
     are computed once and read from memory after that.
     """
     values = {
@@ -77,11 +79,38 @@ def _evaluate_node(
         }
     else:
         asked = outputs
-    results = rule(node.attributes, inputs, asked)
-    return {
-        tensor.name: results[role].astype(jax_dtype(tensor.dtype))
-        for role, tensor in outputs.items()
-    }
+    results = _narrow_step(node, inputs) if narrow_sums else None
+    if results is None:
+        results = rule(node.attributes, inputs, asked)
+
+    def rounded(tensor: Tensor, x: jax.Array) -> jax.Array:
+        stays = (
+            narrow_sums and x.dtype.itemsize == 2 and tensor.name not in graph.outputs
+        )
+        return x if stays else x.astype(jax_dtype(tensor.dtype))
+
+    return {tensor.name: rounded(tensor, results[r]) for r, tensor in outputs.items()}
+
+
+def _narrow_step(
+    node: Node, inputs: Mapping[str, jax.Array]
+) -> Mapping[str, jax.Array] | None:
+    """Add or rectify in 16 bits, in the words that XLA fuses with its contractions.
+
+    It knows bias, residual and relu after a convolution or a matmul only in the dtype
+    of the operands.
+    """
+    attributes = node.attributes
+    if not isinstance(attributes, PointwiseAttributes):
+        return None
+    x = inputs["a"]
+    if x.dtype.itemsize != 2 or any(y.dtype != x.dtype for y in inputs.values()):
+        return None
+    if attributes.mode == "add":
+        return {"output": x + inputs["b"]}
+    if attributes.mode == "relu" and attributes.alpha == 0:
+        return {"output": jnp.maximum(x, jnp.zeros((), x.dtype))}
+    return None
 
 
 def _without_f8(x: jax.Array) -> jax.Array:
