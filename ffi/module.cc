@@ -214,9 +214,8 @@ std::vector<double> TimeGraph(const nb::bytes& graph, const nb::bytes& choice,
       }
     }
     ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
-    ASSIGN_OR_RETURN(
-        const auto plan,
-        PlanCache::Global().GetOrBuild(text, spec, choice_text, device));
+    ASSIGN_OR_RETURN(const auto plan,
+                     PlanCache::Global().GetOrBuild(text, spec, choice_text, device));
     return TimePlan(*plan, *runtime, device, request);
   });
 }

@@ -282,7 +282,7 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
         (
             {"scale_out": _zeros(6)},
             ValueError,
-            _broadcast("scale_out", "f32[6]", "[3, 7]"),
+            _broadcast("scale_out", "f32[6]", "[2, 3, 7]"),
         ),
         (
             {"scale_a": _zeros(5, dtype=jnp.int32)},
