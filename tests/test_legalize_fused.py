@@ -259,6 +259,37 @@ def test_every_way_keeps_the_meaning_of_a_matmul(
     assert _check(layer, operands) >= 3
 
 
+def test_a_batch_that_is_stored_last_is_transposed(rng: np.random.Generator) -> None:
+    x, y = _draw(rng, 16, 8, 3, 4), _draw(rng, 8, 2, 4)
+
+    def product(x: Any, y: Any) -> jax.Array:
+        numbers = (((1,), (0,)), ((3,), (2,)))
+        return jax_cudnn.dot_general(x, y, numbers, activation="gelu")
+
+    _check(product, (x, y))
+    ((graph, _, _),) = traced_graphs(product, x, y)
+    assert graph.tensor("b").order == (1, 2, 0)
+    way = legalize(graph, None).candidates[0]
+    assert way.graph.tensor("b").order == (0, 1, 2)
+    assert "b is transposed: its batch was stored last" in way.notes
+
+
+@pytest.mark.parametrize("activation", ["elu", "leaky_relu"])
+def test_modes_that_cudnn_computes_wrongly_are_written_as_others(
+    activation: Any, rng: np.random.Generator
+) -> None:
+    def layer(a: Any, b: Any, bias: Any) -> jax.Array:
+        return jax_cudnn.matmul(a, b, bias=bias, activation=activation, scale_out=0.5)
+
+    operands = _draw(rng, 5, 8), _draw(rng, 8, 4), _draw(rng, 4)
+    assert _check(layer, operands) >= 3
+    ((graph, _, _),) = traced_graphs(layer, *operands)
+    way = legalize(graph, None).candidates[0]
+    modes = {getattr(node.attributes, "mode", "") for node in way.graph.nodes}
+    assert not modes & {"elu", "relu"}
+    assert "select" in modes
+
+
 def test_weights_are_converted_in_the_kernel_or_before_it() -> None:
     weights = jax.ShapeDtypeStruct((24, 16), jnp.int8)
     x = jax.ShapeDtypeStruct((5, 24), jnp.bfloat16)

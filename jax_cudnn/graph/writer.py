@@ -24,9 +24,13 @@ _AROUND = ("pointwise", "constant", "reduction")
 class GraphWriter:
     """A graph being written; tensors are spoken of by their names."""
 
-    def __init__(self, accumulator: DTypeName) -> None:
-        """Start empty; virtual tensors are in the accumulator's dtype."""
+    def __init__(self, accumulator: DTypeName, prefix: str = "") -> None:
+        """Start empty; virtual tensors are in the accumulator's dtype.
+
+        The prefix keeps new names apart from those of operands and results.
+        """
         self.accumulator: DTypeName = accumulator
+        self._prefix = prefix
         self._tensors: dict[str, Tensor] = {}
         self._nodes: list[Node] = []
         self._inputs: list[str] = []
@@ -60,7 +64,7 @@ class GraphWriter:
     ) -> str:
         """Add a node with one result, in its role `output`, and return its name."""
         label = getattr(attributes, "mode", kind)
-        name = f"{label}_{len(self._nodes)}"
+        name = f"{self._prefix}{label}_{len(self._nodes)}"
         self._tensors[name] = Tensor(
             name=name, dtype=dtype or self.accumulator, dims=dims, order=order
         )

@@ -42,11 +42,19 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
             reasons=tuple(reasons), advice='Pass implementation="xla" or "auto".'
         )
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
-    fused = [*ways(graph), *_converted_first(graph, node, ways)]
+    fused = [*_converted_first(graph, node, ways)]
+    if not _converts_f8_to_f32(graph, node):
+        fused = [*ways(graph), *fused]
     alone = _alone(graph, node, ways)
     # Merged groups are fast, but for a depthwise convolution.
     order = [*alone, *fused] if _is_depthwise(graph, node) else [*fused, *alone]
     return Legalization(candidates=tuple(order))
+
+
+def _converts_f8_to_f32(graph: Graph, node: Node) -> bool:
+    """Whether an f8 operand meets an f32 one, for which cuDNN 9.19 gave NaN (H200)."""
+    is_f32 = all(graph.tensor(name).dtype == "f32" for _, name in node.inputs)
+    return is_f32 and any(t.dtype.startswith("f8") for t in graph.input_tensors)
 
 
 def _is_depthwise(graph: Graph, node: Node) -> bool:

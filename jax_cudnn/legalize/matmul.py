@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls as cuDNN takes them: rows padded to full loads, operands completed."""
 
+from dataclasses import replace
+
+import jax.numpy as jnp
+
 from jax_cudnn.graph import Graph
 from jax_cudnn.graph.folding import families
 from jax_cudnn.legalize.edit import ELEMENTS_PER_LOAD, Edit, constants
@@ -32,7 +36,26 @@ def _edited(graph: Graph) -> Edit:
         taken = ((b, m, n), (1, 1, n), (1, m, 1), (b, m, 1), (1, 1, 1))
         if family.get(name) == "output" and dims not in taken:
             edit.expand(name, (b, m, n))
+    _batch_first(edit)
     return edit
+
+
+def _batch_first(edit: Edit) -> None:
+    """Transpose what is stored with the batch fastest, which cuDNN computes wrongly.
+
+    Seen in a gradient of that layout (9.19 on an H200).
+    """
+    for name, tensor in list(edit.tensors.items()):
+        if tensor.order[-1] == 0 and tensor.dims[0] > 1:
+            into = tuple(tensor.order.index(axis) for axis in range(3))
+            edit.rearrange(
+                name,
+                replace(tensor, order=(0, 1, 2)),
+                lambda x, axes=into: jnp.transpose(x, axes),
+                lambda x, axes=tensor.order: jnp.transpose(x, axes),
+            )
+            if name in (*edit.inputs, *edit.outputs):
+                edit.notes.append(f"{name} is transposed: its batch was stored last")
 
 
 def _padded(edit: Edit) -> Legal | None:

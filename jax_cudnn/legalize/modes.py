@@ -15,9 +15,8 @@ def rewrite_modes(graph: Graph) -> Graph:
     """Return the graph with such nodes written as several; names of results stay."""
     if not any(_is_odd(getattr(node, "attributes", None)) for node in graph.nodes):
         return graph
-    writer = GraphWriter(
-        "f64" if any(t.dtype == "f64" for t in graph.tensors) else "f32"
-    )
+    is_double = any(tensor.dtype == "f64" for tensor in graph.tensors)
+    writer = GraphWriter("f64" if is_double else "f32", prefix="legal_")
     names = {tensor.name: writer.input(tensor) for tensor in graph.input_tensors}
     for node in graph.nodes:
         inputs = {role: names[name] for role, name in node.inputs}
