@@ -50,11 +50,12 @@ def test_quickstart_prints_loss_gradients_and_where_they_ran():
     assert re.search(r"^sdpa_backward +1 .* xla ", output, re.MULTILINE)
 
 
-def test_the_readme_s_snippet_runs(tmp_path):
+def test_the_readme_s_snippets_run(tmp_path):
     page = (EXAMPLES.parent / "README.md").read_text()
-    (snippet,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    path = tmp_path / "snippet.py"
-    path.write_text(snippet)
+    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    assert len(snippets) == 2
+    path = tmp_path / "snippets.py"
+    path.write_text("".join(snippets))
     output = run_example(path)
     assert re.search(r"^sdpa_backward +1 .* xla ", output, re.MULTILINE)
 

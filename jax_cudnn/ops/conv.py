@@ -122,7 +122,9 @@ def conv(
       LibraryError: likewise, where cuDNN itself is missing or too old.
 
     Notes:
-      docs/support.md lists which combinations cuDNN plans on which GPU. In the
+      docs/support.md lists which combinations cuDNN plans on which GPU. Where XLA runs
+      a call on a GPU, sums over 16-bit operands are rounded to their dtype before what
+      follows them, as they are in jax.lax. In the
       gradient, the cotangent of the convolution is rounded to the dtype of the
       operands before it meets them, as in XLA. What the gradient of an activation
       needs is saved in the dtype of the result.

@@ -99,7 +99,9 @@ def matmul(
       LibraryError: likewise, where cuDNN itself is missing or too old.
 
     Notes:
-      docs/support.md lists which combinations cuDNN plans on which GPU. For an operand
+      docs/support.md lists which combinations cuDNN plans on which GPU. Where XLA runs
+      a call on a GPU, sums over 16-bit operands are rounded to their dtype before what
+      follows them, as they are in jax.numpy. For an operand
       that is stored transposed, :func:`jax_cudnn.dot_general` contracts any axes
       without a copy.
 
