@@ -90,7 +90,7 @@ class Edit:
         """Put one node in the place of another."""
         self.nodes[self.nodes.index(old)] = new
 
-    def finish(self, slower: str = "") -> Legal:
+    def finish(self) -> Legal:
         """Return the edited graph, with the steps around it in their order."""
         graph = Graph(
             tensors=tuple(self.tensors.values()),
@@ -119,7 +119,6 @@ class Edit:
             before=before,
             after=after,
             notes=tuple(self.notes),
-            slower=slower,
         )
 
 
