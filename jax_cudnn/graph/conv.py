@@ -76,7 +76,7 @@ def output_size(attributes: ConvAttributes, axis: int, x: int, w: int) -> int:
 # --- shape rules ----------------------------------------------------------------------
 
 # The roles of x, w and output in each kind.
-_TRIPLES = {
+TRIPLES = {
     "conv_fprop": ("x", "w", "output"),
     "conv_dgrad": ("grad_x", "w", "grad_output"),
     "conv_wgrad": ("x", "grad_w", "grad_output"),
@@ -88,14 +88,14 @@ def _check(kind: str, roles: Roles, attributes: Attributes) -> None:
     rank = len(attributes.window_strides) + 2
     if not 3 <= rank <= 5:
         raise GraphError(f"{kind}: {rank - 2} spatial axes are not 1 to 3")
-    for role in _TRIPLES[kind]:
+    for role in TRIPLES[kind]:
         if len(roles[role].dims) != rank:
             raise GraphError(
                 f"{kind}: {role} has rank {len(roles[role].dims)}, not {rank}"
             )
         if roles[role].dtype == "bool":
             raise GraphError(f"{kind}: {role} is bool")
-    x, w = (roles[role].dims for role in _TRIPLES[kind][:2])
+    x, w = (roles[role].dims for role in TRIPLES[kind][:2])
     if (w[1] == 0) != (x[1] == 0) or (w[1] and x[1] % w[1]):
         raise GraphError(f"{kind}: {x[1]} channels do not divide by {w[1]} of a group")
     groups = x[1] // w[1] if w[1] else 1
@@ -104,7 +104,7 @@ def _check(kind: str, roles: Roles, attributes: Attributes) -> None:
             f"{kind}: {w[0]} out channels do not divide by {groups} groups"
         )
     spatial = (output_size(attributes, i, x[i + 2], w[i + 2]) for i in range(rank - 2))
-    expect_dims(kind, roles, _TRIPLES[kind][2], (x[0], w[0], *spatial))
+    expect_dims(kind, roles, TRIPLES[kind][2], (x[0], w[0], *spatial))
 
 
 # --- batching -------------------------------------------------------------------------
@@ -143,7 +143,7 @@ def _contracted(graph: Graph, roles: tuple[str, ...]) -> frozenset[str]:
     names = {
         name
         for node in graph.nodes
-        if node.kind in _TRIPLES
+        if node.kind in TRIPLES
         for role, name in node.inputs
         if role in roles
     }

@@ -4,10 +4,8 @@
 from collections.abc import Mapping
 
 from jax_cudnn.graph.kinds import FoldRule
+from jax_cudnn.graph.rules import AROUND
 from jax_cudnn.graph.spec import Graph, Node
-
-# The nodes that act on each element, or on elements of one tensor.
-_AROUND = ("pointwise", "constant", "reduction")
 
 
 def families(graph: Graph, roles: Mapping[str, str]) -> dict[str, str]:
@@ -24,14 +22,14 @@ def families(graph: Graph, roles: Mapping[str, str]) -> dict[str, str]:
         for _, name in node.outputs
     }
     for node in graph.nodes:
-        if node.kind in _AROUND:
+        if node.kind in AROUND:
             names = [n for _, n in (*node.inputs, *node.outputs) if n not in constants]
             joined = set[str]().union(*(groups[name] for name in names))
             for name in joined:
                 groups[name] = joined
     found: dict[str, str] = {}
     for node in graph.nodes:
-        if node.kind in _AROUND:
+        if node.kind in AROUND:
             continue
         for role, name in (*node.inputs, *node.outputs):
             found |= dict.fromkeys(groups[name], roles[role])

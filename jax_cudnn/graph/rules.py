@@ -5,6 +5,8 @@ from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.kinds import Roles
 from jax_cudnn.graph.spec import DTypeName
 
+# The kinds that act on each element or sum them: what surrounds a contraction.
+AROUND = ("pointwise", "constant", "reduction")
 FLOATS = ("f8_e4m3fn", "f8_e5m2", "bf16", "f16", "f32", "f64")
 
 

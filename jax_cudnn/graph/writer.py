@@ -17,9 +17,6 @@ from jax_cudnn.graph.pointwise import (
 from jax_cudnn.graph.rules import broadcast
 from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Node, Tensor
 
-# The nodes that are not contractions.
-_AROUND = ("pointwise", "constant", "reduction")
-
 
 class GraphWriter:
     """A graph being written; tensors are spoken of by their names."""

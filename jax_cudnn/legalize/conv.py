@@ -19,17 +19,10 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
-from jax_cudnn.graph.conv import dilated
+from jax_cudnn.graph.conv import TRIPLES, dilated
 from jax_cudnn.legalize.edit import ELEMENTS_PER_LOAD, Edit, constants
 from jax_cudnn.legalize.partition import is_contraction
 from jax_cudnn.legalize.rules import Legal
-
-# The roles of x, w and output in each kind.
-_TRIPLES = {
-    "conv_fprop": ("x", "w", "output"),
-    "conv_dgrad": ("grad_x", "w", "grad_output"),
-    "conv_wgrad": ("x", "grad_w", "grad_output"),
-}
 
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
@@ -79,7 +72,7 @@ def _complete_operands(edit: Edit) -> None:
 
 def _channels_of(edit: Edit) -> tuple[int, int, int]:
     """Return groups, and in and out channels of each."""
-    x, w, _ = (edit.tensors[_roles(edit)[r]] for r in _TRIPLES[_main(edit).kind])
+    x, w, _ = (edit.tensors[_roles(edit)[r]] for r in TRIPLES[_main(edit).kind])
     groups = x.dims[1] // w.dims[1]
     return groups, w.dims[1], w.dims[0] // groups
 
@@ -183,7 +176,7 @@ def _write_out_lhs_dilation(edit: Edit) -> None:
         _exchange_directions(edit)
         return
     # Zeros between the elements of x, written out; dgrad's are cut out again.
-    name = _roles(edit)[_TRIPLES[node.kind][0]]
+    name = _roles(edit)[TRIPLES[node.kind][0]]
     tensor = edit.tensors[name]
     spread = attributes.lhs_dilation
     dims = tuple(
@@ -425,7 +418,7 @@ def _pad_channels(edit: Edit) -> bool:
     Returns whether there was anything to pad.
     """
     kind = _main(edit).kind
-    x_name, w_name, out_name = (_roles(edit)[role] for role in _TRIPLES[kind])
+    x_name, w_name, out_name = (_roles(edit)[role] for role in TRIPLES[kind])
     x, w = edit.tensors[x_name], edit.tensors[w_name]
     if x.dims[1] != w.dims[1]:
         return False

@@ -9,14 +9,14 @@ for the bias in XLA, then dgrad and wgrad, one cuDNN kernel each.
 """
 
 from jax_cudnn.graph import Graph, Node
+from jax_cudnn.graph.rules import AROUND
 
-_AROUND = ("pointwise", "constant", "reduction")
 _EIGHT_BIT = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
 
 
 def is_contraction(node: Node) -> bool:
     """Whether cuDNN is there for this node, and others only come along."""
-    return node.kind not in _AROUND
+    return node.kind not in AROUND
 
 
 def partition(graph: Graph) -> tuple[Graph, ...]:
