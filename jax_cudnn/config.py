@@ -1,10 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that change the traced program; part of each call, so that jit sees them."""
 
+import json
 from dataclasses import dataclass
 from typing import Literal, get_args
 
 Implementation = Literal["auto", "cudnn", "xla"]
+HeuristicMode = Literal["A", "B", "FALLBACK"]
+BehaviorNote = Literal[
+    "CUBLASLT_DEPENDENCY",
+    "REQUIRES_BIAS_INT8x32_REORDER",
+    "REQUIRES_FILTER_INT8x32_REORDER",
+    "RUNTIME_COMPILATION",
+    "SUPPORTS_CUDA_GRAPH_NATIVE_API",
+]
+NumericNote = Literal[
+    "DOWN_CONVERT_INPUTS",
+    "FFT",
+    "NONDETERMINISTIC",
+    "REDUCED_PRECISION_REDUCTION",
+    "STRICT_NAN_PROP",
+    "TENSOR_CORE",
+    "WINOGRAD",
+    "WINOGRAD_TILE_13x13",
+    "WINOGRAD_TILE_4x4",
+    "WINOGRAD_TILE_6x6",
+]
+Note = BehaviorNote | NumericNote
+_NOTES = (*get_args(BehaviorNote), *get_args(NumericNote))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanOptions:
+    """Which of cuDNN's execution plans may run a call; hashable, checked when made.
+
+    cuDNN lists candidates for a graph: an engine each, with its knobs, its notes and a
+    workspace. The first that is allowed and builds is taken, or the measured one
+    (``plans.autotune``) if it is allowed. Where none is left, "auto" runs XLA and says
+    why, and "cudnn" raises.
+
+    Args:
+      heuristic_modes: which of cuDNN's lists are asked for candidates, in order: "A"
+        (its best guess), "B" (another one), "FALLBACK" (engines that work for much).
+        Default ("A", "FALLBACK").
+      workspace_limit_bytes: the most scratch memory of one kernel. Default None: any.
+      deterministic: whether equal operands must give equal bits each time. Refuses
+        the note "NONDETERMINISTIC", and asks for attention's deterministic gradient.
+        Default False.
+      engines: the engine numbers allowed, as ``plans.inspect`` shows them. They differ
+        from operation to operation and between versions of cuDNN. Default None: all.
+      denied_engines: engine numbers that are not. Default none.
+      required_notes: notes that a candidate must have, each one, such as
+        "RUNTIME_COMPILATION" for engines that are compiled when planned. Default none.
+      refused_notes: notes that it must not have, such as "RUNTIME_COMPILATION",
+        "DOWN_CONVERT_INPUTS" or "REDUCED_PRECISION_REDUCTION". Default none.
+
+    Raises:
+      ValueError: a field that is not as above, or fields that contradict each other.
+
+    The notes are cuDNN's, as in its
+    `backend API <https://docs.nvidia.com/deeplearning/cudnn/backend/latest/api/cudnn-graph-library.html>`_
+    (``cudnnBackendBehaviorNote_t``, ``cudnnBackendNumericalNote_t``).
+    """
+
+    heuristic_modes: tuple[HeuristicMode, ...] = ("A", "FALLBACK")
+    workspace_limit_bytes: int | None = None
+    deterministic: bool = False
+    engines: tuple[int, ...] | None = None
+    denied_engines: tuple[int, ...] = ()
+    required_notes: tuple[Note, ...] = ()
+    refused_notes: tuple[Note, ...] = ()
+
+    def __post_init__(self) -> None:
+        self._keep_sorted("denied_engines", "required_notes", "refused_notes")
+        if self.engines is not None:
+            self._keep_sorted("engines")
+        object.__setattr__(self, "heuristic_modes", tuple(self.heuristic_modes))
+        self._check_modes()
+        self._check_engines()
+        self._check_notes()
+        limit = self.workspace_limit_bytes
+        if limit is not None and (not _is_count(limit) or limit >= 2**63):
+            raise ValueError(
+                f"workspace_limit_bytes={limit!r} is not a number of bytes. Pass an "
+                "int that is 0 or more, or None for no limit."
+            )
+
+    def _keep_sorted(self, *names: str) -> None:
+        for name in names:
+            value = getattr(self, name)
+            if isinstance(value, str) or not hasattr(value, "__iter__"):
+                raise ValueError(f"{name}={value!r} is not a tuple.")
+            object.__setattr__(self, name, tuple(sorted(set(value), key=repr)))
+
+    def _check_modes(self) -> None:
+        modes, known = self.heuristic_modes, get_args(HeuristicMode)
+        if not modes or len(set(modes)) < len(modes) or not set(modes) <= set(known):
+            raise ValueError(
+                f"heuristic_modes={modes!r} is not some of "
+                f"{', '.join(map(repr, known))}, each at most once. Pass a tuple."
+            )
+
+    def _check_engines(self) -> None:
+        allowed = self.engines if self.engines is not None else ()
+        for name, engines in (
+            ("engines", allowed),
+            ("denied_engines", self.denied_engines),
+        ):
+            for engine in engines:
+                if not _is_count(engine):
+                    raise ValueError(
+                        f"{name} has {engine!r}. Engines are ints that are 0 or more; "
+                        "`plans.inspect` shows them."
+                    )
+        if self.engines is not None and not set(allowed) - set(self.denied_engines):
+            raise ValueError(
+                f"engines={self.engines!r} with denied_engines="
+                f"{self.denied_engines!r} allows none. Allow one that is not denied."
+            )
+
+    def _check_notes(self) -> None:
+        refused = self.all_refused_notes
+        for name, notes in (
+            ("required_notes", self.required_notes),
+            ("refused_notes", self.refused_notes),
+        ):
+            unknown = sorted(set(notes) - set(_NOTES))
+            if unknown:
+                raise ValueError(
+                    f"{name} has {', '.join(map(repr, unknown))}. cuDNN's notes are "
+                    f"{', '.join(_NOTES)}."
+                )
+        both = sorted(set(self.required_notes).intersection(refused))
+        if both:
+            raise ValueError(
+                f"{', '.join(both)} is both required and refused"
+                f"{' (deterministic=True refuses it)' if self.deterministic else ''}. "
+                "No plan has it and has it not."
+            )
+
+    @property
+    def all_refused_notes(self) -> tuple[Note, ...]:
+        """The notes that are refused, that of ``deterministic`` among them."""
+        if not self.deterministic:
+            return self.refused_notes
+        return tuple(sorted({*self.refused_notes, "NONDETERMINISTIC"}))
+
+    def to_choice(self) -> str:
+        """Return the canonical text that the extension reads; "" where all is allowed.
+
+        It stands in the compiled program in the place of a pinned plan.
+        """
+        if self == PlanOptions():
+            return ""
+        fields = {
+            "denied_engines": self.denied_engines,
+            "deterministic": self.deterministic,
+            "engines": self.engines,
+            "modes": self.heuristic_modes,
+            "refused_notes": self.refused_notes,
+            "required_notes": self.required_notes,
+            "workspace_limit_bytes": self.workspace_limit_bytes,
+        }
+        return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,12 +175,16 @@ class Options:
 
     ``implementation``: "cudnn" runs cuDNN or raises; "xla" never touches cuDNN;
     "auto" runs cuDNN where it has a plan and XLA elsewhere, saying so.
+    ``plan`` says which of cuDNN's plans may run it. ``device`` names a GPU to plan for
+    that need not be here; None is the one that is.
     ``matmul_precision`` is ``jax.default_matmul_precision`` as it was when the
     operation was traced; the reference is traced later, when it is no longer in force.
     """
 
     implementation: Implementation = "auto"
     matmul_precision: str | None = None
+    plan: PlanOptions = PlanOptions()
+    device: str | None = None
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):
@@ -26,3 +192,12 @@ class Options:
                 f"implementation={self.implementation!r} is not one of "
                 f"{', '.join(map(repr, get_args(Implementation)))}."
             )
+
+
+def check_plan(plan: object) -> None:
+    """Raise TypeError unless it is a PlanOptions."""
+    if not isinstance(plan, PlanOptions):
+        raise TypeError(
+            f"plan={plan!r} is not a PlanOptions. Pass one, for example "
+            "jax_cudnn.plans.PlanOptions(deterministic=True)."
+        )

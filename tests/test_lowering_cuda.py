@@ -45,7 +45,7 @@ class FakeGpu:
     answer: Callable[[Graph], int] = lambda _: _WORKSPACE
     asked: list[tuple[Graph, int]] = field(default_factory=list)
 
-    def plan(self, text: str, *, device: int) -> SimpleNamespace:
+    def plan(self, text: str, *, choice: str, device: int) -> SimpleNamespace:
         graph = from_json(text)
         self.asked.append((graph, device))
         return SimpleNamespace(workspace_bytes=self.answer(graph))

@@ -17,7 +17,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import cuda, decide, traced_graphs
-from jax_cudnn.plans import inspection
+from jax_cudnn.plans import PlanOptions, inspection
 
 _H200 = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _PIN = '{"engine":4,"knobs":{},"variant":0}'
@@ -217,6 +217,58 @@ def test_a_choice_added_later_is_seen() -> None:
     _choose(graph, implementation="cudnn", plan=_PIN)
     (after,) = decide(graph, options).steps
     assert after.choice == _PIN
+
+
+# --- options --------------------------------------------------------------------------
+
+_STRICT = PlanOptions(refused_notes=("RUNTIME_COMPILATION",), workspace_limit_bytes=99)
+
+
+def test_the_compiled_program_asks_for_what_the_options_allow(planner: Planner) -> None:
+    def layer(*xs: Any) -> jax.Array:
+        return _layer(*xs, plan=_STRICT)
+
+    assert {choice for _, choice in _calls(layer, *_operands())} == {
+        _STRICT.to_choice()
+    }
+    assert {choice for _, choice in planner.asked} == {_STRICT.to_choice()}
+    (graph, options, _), *_ = traced_graphs(layer, *_operands())
+    assert [step.why for step in decide(graph, options).steps] == ["requested"]
+    (graph, options, _), *_ = traced_graphs(_layer, *_operands())
+    assert [step.why for step in decide(graph, options).steps] == ["heuristic"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "limit", "expected"),
+    [
+        ("", None, "tuned"),
+        ("it is a JIT engine", None, "requested"),
+        ("", 255, "requested"),  # the planner's plans take 256 bytes
+        ("", 256, "tuned"),
+    ],
+)
+def test_a_measured_plan_is_taken_where_the_options_allow_it(
+    monkeypatch: pytest.MonkeyPatch, refusal: str, limit: int | None, expected: str
+) -> None:
+    def candidates(text: str, *, choice: str, device: int) -> list[SimpleNamespace]:
+        assert choice == plan.to_choice()
+        return [
+            SimpleNamespace(choice="another", refusal=""),
+            SimpleNamespace(choice=_PIN, refusal=refusal),
+        ]
+
+    monkeypatch.setattr(cuda.native, "candidates", candidates)
+    plan = PlanOptions(deterministic=True, workspace_limit_bytes=limit)
+    (graph, options, _), *_ = traced_graphs(
+        lambda *xs: _layer(*xs, plan=plan), *_operands()
+    )
+    _choose(graph, implementation="cudnn", plan=_PIN)
+    (step,) = decide(graph, options).steps
+    assert step.why == expected
+    assert step.choice == (_PIN if expected == "tuned" else plan.to_choice())
+
+
+# --- stale choices --------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fields", [{"plan": _PIN, "candidate": 99}, {"plan": "torn"}])

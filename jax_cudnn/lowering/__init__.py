@@ -3,7 +3,15 @@
 
 from jax_cudnn.lowering import cuda as _cuda  # registers the lowerings
 from jax_cudnn.lowering.primitives import run_graph, subprograms, traced_graphs
+from jax_cudnn.lowering.scope import call_options, scoped
 
 decide = _cuda.decide
 
-__all__ = ["decide", "run_graph", "subprograms", "traced_graphs"]
+__all__ = [
+    "call_options",
+    "decide",
+    "run_graph",
+    "scoped",
+    "subprograms",
+    "traced_graphs",
+]

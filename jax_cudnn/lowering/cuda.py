@@ -10,7 +10,7 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,12 +41,16 @@ class Step:
 
     ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` is None
     where no GPU was there to plan for: the plan is then made on the machine that runs.
+    ``choice`` is what the compiled program asks for: a pinned plan, or which are
+    allowed. ``why`` says what decided: a measured choice ("tuned"), cuDNN's order of
+    the candidates ("heuristic"), or that order and the call's options ("requested").
     """
 
     part: Graph
     legal: Legal | None = None
     plan: PlanInfo | None = None
     choice: str = ""
+    why: Literal["tuned", "heuristic", "requested"] = "heuristic"
     reasons: tuple[str, ...] = ()
     advice: str = ""
 
@@ -69,6 +73,43 @@ class Decision:
         return tuple(step for step in self.steps if step.is_missing)
 
 
+class Gpu(Protocol):
+    """A GPU that plans are made for, here or elsewhere; hashable."""
+
+    @property
+    def target(self) -> Target:
+        """What the GPU is."""
+        ...
+
+    def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
+        """Return the plan of a graph, or raise UnsupportedError."""
+        ...
+
+    def candidates(
+        self, graph_json: str, choice: str = ""
+    ) -> tuple[native.Candidate, ...]:
+        """Return cuDNN's candidates for a graph, or raise UnsupportedError."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LocalGpu:
+    """The GPU of this machine that the process plans for."""
+
+    ordinal: int
+    target: Target
+
+    def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
+        """Return the plan of a graph; built once, then cached."""
+        return native.plan(graph_json, choice=choice, device=self.ordinal)
+
+    def candidates(
+        self, graph_json: str, choice: str = ""
+    ) -> tuple[native.Candidate, ...]:
+        """Return cuDNN's candidates for a graph, none of them built."""
+        return native.candidates(graph_json, choice=choice, device=self.ordinal)
+
+
 def local_target() -> tuple[int, Target] | None:
     """Return the first local CUDA device's ordinal and description, if JAX has one."""
     try:
@@ -79,14 +120,20 @@ def local_target() -> tuple[int, Target] | None:
     return ordinal, native.device_target(ordinal)
 
 
+def gpu_for(options: Options) -> Gpu | None:
+    """Return the GPU that a call is planned for; None where there is none."""
+    local = local_target()
+    return None if local is None else LocalGpu(ordinal=local[0], target=local[1])
+
+
 def decide(graph: Graph, options: Options) -> Decision:
-    """Return who runs the graph on this machine's GPU, planning it with cuDNN."""
+    """Return who runs the graph on the GPU it is for, planning it with cuDNN."""
     if options.implementation == "xla":
         return Decision(reasons=('implementation="xla" was asked for',))
     if graph.has_empty_tensor:
         return Decision(reasons=("a tensor has no elements: nothing to launch",))
     try:
-        return _decide(graph, local_target(), options, choices.table().version)
+        return _decide(graph, gpu_for(options), options, choices.table().version)
     except LibraryError as error:
         if options.implementation == "cudnn":
             raise
@@ -95,23 +142,18 @@ def decide(graph: Graph, options: Options) -> Decision:
 
 @functools.lru_cache(maxsize=4096)
 def _decide(
-    graph: Graph,
-    local: tuple[int, Target] | None,
-    options: Options,
-    choices_version: int,
+    graph: Graph, gpu: Gpu | None, options: Options, choices_version: int
 ) -> Decision:
     del choices_version  # Choices that were added since may decide otherwise.
-    steps = tuple(_decide_part(part, local, options) for part in partition(graph))
+    steps = tuple(_decide_part(part, gpu, options) for part in partition(graph))
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
     if all(step.legal is None for step in steps) and options.implementation == "auto":
         steps = ()
     return Decision(steps=steps, reasons=tuple(reasons))
 
 
-def _decide_part(
-    part: Graph, local: tuple[int, Target] | None, options: Options
-) -> Step:
-    ordinal, target = local or (0, None)
+def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
+    target = None if gpu is None else gpu.target
     measured = None if target is None else choices.table().get(part, target)
     if not any(map(is_contraction, part.nodes)) and (
         measured is None or measured.implementation == "xla"
@@ -122,38 +164,66 @@ def _decide_part(
     legalization = legalize(part, target)
     is_auto = options.implementation == "auto"
     if measured is not None and measured.implementation == "xla" and is_auto:
-        return Step(part=part, reasons=(_measured_reason(measured),))
-    if measured is not None and measured.plan:
-        step = _pinned(part, legalization, measured, ordinal)
+        return Step(part=part, reasons=(_measured_reason(measured),), why="tuned")
+    if measured is not None and measured.plan and gpu is not None:
+        step = _pinned(part, legalization, measured, gpu, options)
         if step is not None:
             return step
     reasons = list(legalization.reasons)
+    choice = options.plan.to_choice()
+    why = "requested" if choice else "heuristic"
     for legal in legalization.candidates:
         if is_auto and legal.slower:
             reasons.append(legal.slower)
             continue
-        if target is None:
-            return Step(part=part, legal=legal, reasons=tuple(reasons))
-        try:
-            plan = native.plan(to_json(legal.graph), device=ordinal)
-        except UnsupportedError as error:
-            reasons += error.reasons or (error.summary,)
-        else:
-            return Step(part=part, legal=legal, plan=plan, reasons=tuple(reasons))
-    return Step(part=part, reasons=tuple(reasons), advice=legalization.advice)
+        plan = None
+        if gpu is not None:
+            try:
+                plan = gpu.plan(to_json(legal.graph), choice)
+            except UnsupportedError as error:
+                reasons += error.reasons or (error.summary,)
+                continue
+        return Step(
+            part=part,
+            legal=legal,
+            plan=plan,
+            choice=choice,
+            why=why,
+            reasons=tuple(reasons),
+        )
+    return Step(part=part, reasons=tuple(reasons), advice=legalization.advice, why=why)
 
 
 def _pinned(
-    part: Graph, legalization: Legalization, measured: Choice, ordinal: int
+    part: Graph,
+    legalization: Legalization,
+    measured: Choice,
+    gpu: Gpu,
+    options: Options,
 ) -> Step | None:
-    """Return the step with the measured plan; None, said once, where it is stale."""
+    """Return the step with the measured plan, unless it is stale or not allowed."""
     try:
         legal = legalization.candidates[measured.candidate]
-        plan = native.plan(to_json(legal.graph), choice=measured.plan, device=ordinal)
+        json = to_json(legal.graph)
+        if not _allows(options, gpu, json, measured.plan):
+            return None
+        plan = gpu.plan(json, measured.plan)
     except (IndexError, GraphError, UnsupportedError) as error:
         _say_stale_once(_summary(part), str(error))
         return None
-    return Step(part=part, legal=legal, plan=plan, choice=measured.plan)
+    limit = options.plan.workspace_limit_bytes
+    if limit is not None and plan.workspace_bytes > limit:
+        return None
+    return Step(part=part, legal=legal, plan=plan, choice=measured.plan, why="tuned")
+
+
+def _allows(options: Options, gpu: Gpu, graph_json: str, pin: str) -> bool:
+    """Whether a pinned plan is among the candidates that a call's options allow."""
+    choice = options.plan.to_choice()
+    if not choice:
+        return True
+    listed = gpu.candidates(graph_json, choice)
+    return any(each.choice == pin and not each.refusal for each in listed)
 
 
 def _measured_reason(measured: Choice) -> str:

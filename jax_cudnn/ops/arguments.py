@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, Options
+from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import DTypeName, Tensor
+from jax_cudnn.lowering import call_options
 from jax_cudnn.reference.dtypes import dtype_name
 
 FLOATS = ("bf16", "f16", "f32", "f64")
@@ -29,9 +30,10 @@ def describe(x: jax.Array) -> str:
 def options(
     op: str,
     implementation: Implementation | None,
-    precision: Precision | Sequence[Precision],
+    plan: PlanOptions | None,
+    precision: Precision | Sequence[Precision] = None,
 ) -> Options:
-    """Return the options of a call, with the precision in force where it is traced."""
+    """Return the options of a call, with what is in force where it is traced."""
     # Set on the class when JAX is imported, where type checkers do not see it.
     default: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     if isinstance(precision, tuple | list):
@@ -45,9 +47,8 @@ def options(
     assert precision is None or isinstance(precision, str | jax.lax.Precision)
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()
-    return Options(
-        implementation="auto" if implementation is None else implementation,
-        matmul_precision=default if precision is None else precision,
+    return call_options(
+        implementation, plan, default if precision is None else precision
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation
+from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.graph import ConvAttributes
 from jax_cudnn.graph.conv import output_size
 from jax_cudnn.graph.rules import accumulator, broadcasts_to
@@ -54,6 +54,7 @@ def conv(
     activation: Activation | None = None,
     scale: ArrayLike | None = None,
     implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
 ) -> jax.Array:
     r"""Return a convolution with what follows it, through cuDNN on NVIDIA GPUs.
 
@@ -107,7 +108,11 @@ def conv(
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (why is logged at INFO by the logger "jax_cudnn"); "cudnn" raises
         where cuDNN has none; "xla" never touches cuDNN. On other platforms than CUDA
-        all three run XLA. None stands for "auto".
+        all three run XLA. "auto" and None stand for what the scope of
+        :func:`jax_cudnn.plans.using` says, if there is one.
+      plan: which of cuDNN's execution plans may run it, a
+        :class:`jax_cudnn.plans.PlanOptions`. Default None: what the scope of
+        :func:`jax_cudnn.plans.using` says, and outside of any, each.
 
     Returns:
       The result, in the layout of `dimension_numbers`.
@@ -139,7 +144,7 @@ def conv(
       ... ).shape
       (2, 8, 8, 16)
     """
-    call = options("conv", implementation, precision)
+    call = options("conv", implementation, plan, precision)
     x, w = jnp.asarray(x), jnp.asarray(w)
     layout, attributes = _geometry(
         x,

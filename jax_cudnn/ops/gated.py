@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation
+from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import Precision
 from jax_cudnn.ops.matmul import matmul
@@ -23,6 +23,7 @@ def gated_matmul(
     precision: Precision | Sequence[Precision] = None,
     preferred_element_type: object = None,
     implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
 ) -> jax.Array:
     r"""Return a gated product, as the first half of a SwiGLU or GEGLU layer has it.
 
@@ -48,6 +49,7 @@ def gated_matmul(
       precision: as for :func:`jax_cudnn.matmul`.
       preferred_element_type: as for :func:`jax_cudnn.matmul`.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.
+      plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
       (..., m, n).
@@ -71,6 +73,7 @@ def gated_matmul(
             precision=precision,
             preferred_element_type=preferred_element_type,
             implementation=implementation,
+            plan=plan,
             **options,  # type: ignore[arg-type]
         )
 

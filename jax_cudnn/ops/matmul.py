@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, Options
+from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import MatmulAttributes
 from jax_cudnn.graph.rules import accumulator, broadcast, broadcasts_to
 from jax_cudnn.ops.activations import Activation
@@ -44,6 +44,7 @@ def matmul(
     precision: Precision | Sequence[Precision] = None,
     preferred_element_type: object = None,
     implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
 ) -> jax.Array:
     r"""Return a matrix product with what follows it, through cuDNN on NVIDIA GPUs.
 
@@ -86,6 +87,7 @@ def matmul(
       preferred_element_type: dtype of the result. Default None: that of the wider
         operand; for two operands of 8-bit integers it has to be given.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.
+      plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
       (..., m, n), without m or n for an operand of rank 1.
@@ -111,7 +113,7 @@ def matmul(
       >>> jax_cudnn.matmul(x, w, bias=jnp.zeros(16), activation="gelu").shape
       (5, 3, 16)
     """
-    call = options("matmul", implementation, precision)
+    call = options("matmul", implementation, plan, precision)
     a, b = jnp.asarray(a), jnp.asarray(b)
     for name, x in (("a", a), ("b", b)):
         check_dimensions_known("matmul", name, x)
@@ -170,6 +172,7 @@ def dot_general(
     residual: ArrayLike | None = None,
     activation: Activation | None = None,
     implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
 ) -> jax.Array:
     """Return a contraction of any axes with what follows it, through cuDNN.
 
@@ -188,6 +191,7 @@ def dot_general(
       residual: likewise, added before the activation.
       activation: as for :func:`jax_cudnn.conv`. Default None: none.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.
+      plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
       The batch axes, the free axes of lhs, and those of rhs, in this order.
@@ -201,7 +205,7 @@ def dot_general(
       >>> jax_cudnn.dot_general(x, w, (((2,), (1,)), ((), ()))).shape
       (5, 3, 16)
     """
-    call = options("dot_general", implementation, precision)
+    call = options("dot_general", implementation, plan, precision)
     x, y = jnp.asarray(lhs), jnp.asarray(rhs)
     for name, operand in (("lhs", x), ("rhs", y)):
         check_dimensions_known("dot_general", name, operand)

@@ -9,11 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, Options
+from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.lowering import run_graph
+from jax_cudnn.ops.arguments import options
 from jax_cudnn.reference.dtypes import dtype_name
 
 # Stored (b, s, h, d) for logical (b, h, s, d).
@@ -47,6 +48,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
 ) -> jax.Array: ...
 
@@ -64,6 +66,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
     return_residual: Literal[True],
 ) -> tuple[jax.Array, jax.Array]: ...
 
@@ -80,6 +83,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Return scaled dot-product attention, through cuDNN on NVIDIA GPUs.
@@ -123,7 +127,11 @@ def sdpa(
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (why is logged at INFO by the logger "jax_cudnn"); "cudnn" raises
         where cuDNN has none; "xla" never touches cuDNN. On other platforms than CUDA
-        all three run XLA. None stands for "auto".
+        all three run XLA. "auto" and None stand for what the scope of
+        :func:`jax_cudnn.plans.using` says, if there is one.
+      plan: which of cuDNN's execution plans may run it, a
+        :class:`jax_cudnn.plans.PlanOptions`. Default None: what the scope of
+        :func:`jax_cudnn.plans.using` says, and outside of any, each.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
 
@@ -165,11 +173,7 @@ def sdpa(
       >>> jax_cudnn.sdpa(q, k, v, is_causal=True).shape
       (2, 5, 4, 8)
     """
-    options = Options(
-        implementation="auto" if implementation is None else implementation,
-        # Set on the class when JAX is imported, where type checkers do not see it.
-        matmul_precision=jax.config.jax_default_matmul_precision,  # type: ignore[attr-defined]
-    )
+    call = options("sdpa", implementation, plan)
     operands, has_batch = _canonicalize(
         query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
     )
@@ -187,7 +191,7 @@ def sdpa(
         output_order=_BSHD,
         with_stats=_check_flag("return_residual", return_residual),
     )
-    results = run_graph(graph, [x for x in operands if x is not None], options)
+    results = run_graph(graph, [x for x in operands if x is not None], call)
     output = results[0] if has_batch else results[0][0]
     if not return_residual:
         return output

@@ -2,15 +2,19 @@
 """Execution plans in the user's hands: which run, which are fastest, and why."""
 
 from jax_cudnn.choices import Choice
+from jax_cudnn.config import PlanOptions
 from jax_cudnn.plans.inspection import Call, Report, inspect
+from jax_cudnn.plans.scoping import using
 from jax_cudnn.plans.tuning import Tuning, autotune, load_choices
 
 __all__ = [
     "Call",
     "Choice",
+    "PlanOptions",
     "Report",
     "Tuning",
     "autotune",
     "inspect",
     "load_choices",
+    "using",
 ]

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The settings in force where a call is traced; part of jit's cache key.
+
+A call's own arguments go before them.
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+
+from jax_cudnn.config import Implementation, Options, PlanOptions, check_plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scope:
+    """What ``plans.using`` sets for the calls that are traced inside it."""
+
+    implementation: Implementation = "auto"
+    plan: PlanOptions = field(default_factory=PlanOptions)
+    device: str | None = None
+
+
+_scope = jax.make_user_context(Scope())
+
+
+def scope() -> Scope:
+    """Return the scope that a call is traced in."""
+    return _scope.value
+
+
+def scoped(**changes: Any) -> AbstractContextManager[None]:
+    """Return a context with some fields of the present scope replaced."""
+    return _scope(replace(scope(), **changes))
+
+
+def call_options(
+    implementation: Implementation | None,
+    plan: PlanOptions | None,
+    matmul_precision: str | None,
+) -> Options:
+    """Return a call's options: its own arguments, else what its scope says."""
+    around = scope()
+    if plan is not None:
+        check_plan(plan)
+    return Options(
+        implementation=around.implementation
+        if implementation in (None, "auto")
+        else implementation,
+        matmul_precision=matmul_precision,
+        plan=around.plan if plan is None else plan,
+        device=around.device,
+    )
