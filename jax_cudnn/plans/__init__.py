@@ -5,7 +5,7 @@ from jax_cudnn.choices import Choice
 from jax_cudnn.config import PlanOptions
 from jax_cudnn.plans.inspection import Call, Report, inspect
 from jax_cudnn.plans.scoping import using
-from jax_cudnn.plans.tuning import Tuning, autotune, load_choices
+from jax_cudnn.plans.tuning import Tuning, autotune, autotuning, load_choices
 
 __all__ = [
     "Call",
@@ -14,6 +14,7 @@ __all__ = [
     "Report",
     "Tuning",
     "autotune",
+    "autotuning",
     "inspect",
     "load_choices",
     "using",
