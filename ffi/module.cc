@@ -18,6 +18,7 @@
 #include "guard.h"
 #include "plan.h"
 #include "plan_cache.h"
+#include "plan_request.h"
 #include "plan_timer.h"
 #include "status.h"
 
@@ -101,6 +102,7 @@ nb::dict ToDict(const Candidate& candidate) {
   result["workspace_bytes"] = candidate.workspace_bytes;
   result["build_ms"] = candidate.build_ms;
   result["failure"] = candidate.failure;
+  result["refusal"] = candidate.refusal;
   return result;
 }
 
@@ -119,6 +121,14 @@ std::string ParseGraphText(const nb::bytes& graph) {
   return Call("parsing a graph", [&]() -> StatusOr<std::string> {
     ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
     return WriteGraph(spec);
+  });
+}
+
+std::string ParseChoiceText(const nb::bytes& choice) {
+  const std::string text = Text(choice);
+  return Call("parsing a choice", [&]() -> StatusOr<std::string> {
+    ASSIGN_OR_RETURN(const PlanRequest request, ParsePlanRequest(text));
+    return text.empty() ? text : WritePlanRequest(request);
   });
 }
 
@@ -170,11 +180,12 @@ nb::list PlanOffline(const nb::bytes& graph, const nb::bytes& choice,
   return result;
 }
 
-nb::list ListCandidatesOn(const nb::bytes& graph, int device) {
+nb::list ListCandidatesOn(const nb::bytes& graph, const nb::bytes& choice, int device) {
   const std::string text = Text(graph);
+  const std::string choice_text = Text(choice);
   const auto candidates = Call("planning", [&]() -> StatusOr<std::vector<Candidate>> {
     ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
-    return ListDeviceCandidates(spec, device);
+    return ListDeviceCandidates(spec, choice_text, device);
   });
   nb::list result;
   for (const Candidate& candidate : candidates) result.append(ToDict(candidate));
@@ -287,6 +298,7 @@ NB_MODULE(_ffi, m) {
 
   // Data. Needs no library.
   m.def("parse_graph", ParseGraphText, nb::arg("graph"));
+  m.def("parse_choice", ParseChoiceText, nb::arg("choice"));
   m.def("build_info", BuildInfo);
 
   // What jax.ffi registers. Needs no library.
@@ -305,7 +317,8 @@ NB_MODULE(_ffi, m) {
 
   // Plans.
   m.def("plan", PlanGraph, nb::arg("graph"), nb::arg("choice"), nb::arg("device"));
-  m.def("list_candidates", ListCandidatesOn, nb::arg("graph"), nb::arg("device"));
+  m.def("list_candidates", ListCandidatesOn, nb::arg("graph"), nb::arg("choice"),
+        nb::arg("device"));
   m.def("plan_offline", PlanOffline, nb::arg("graph"), nb::arg("choice"),
         nb::arg("device_properties"), nb::arg("sm_version"), nb::arg("sm_count"),
         nb::arg("build"));

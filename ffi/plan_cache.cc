@@ -101,9 +101,10 @@ void PlanCache::Clear() {
 }
 
 StatusOr<std::vector<Candidate>> ListDeviceCandidates(const GraphSpec& graph,
+                                                      const std::string& choice,
                                                       int device) {
   return WithTarget(device, [&](const PlanTarget& target) {
-    return ListCandidates(graph, /*choice=*/"", target, /*build=*/false);
+    return ListCandidates(graph, choice, target, /*build=*/false);
   });
 }
 
