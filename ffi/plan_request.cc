@@ -300,7 +300,7 @@ std::string RefusalOf(const PlanRequest& request, int64_t engine,
                       const std::vector<std::string>& notes) {
   const std::string number = std::to_string(engine);
   if (request.engines && !Contains(*request.engines, engine)) {
-    return "engine " + number + " is not among those allowed, " +
+    return "engine " + number + " is not allowed; allowed are " +
            Joined(*request.engines);
   }
   if (Contains(request.denied_engines, engine)) {
@@ -316,7 +316,7 @@ std::string RefusalOf(const PlanRequest& request, int64_t engine,
   }
   for (const std::string& note : request.required_notes) {
     if (!Contains(notes, note)) {
-      return "has not the note " + note + ", which is required";
+      return "lacks the note " + note + ", which is required";
     }
   }
   return "";

@@ -6,6 +6,7 @@ itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
 from jax_cudnn.native.library import LibraryInfo, cudnn_version, load_libraries
+from jax_cudnn.native.logs import LogSink, set_log_sink
 from jax_cudnn.native.planner import (
     CacheStats,
     Candidate,
@@ -36,6 +37,7 @@ __all__ = [
     "Candidate",
     "LaunchBuffers",
     "LibraryInfo",
+    "LogSink",
     "PlanInfo",
     "build_info",
     "cache_stats",
@@ -50,5 +52,6 @@ __all__ = [
     "plan",
     "plan_offline",
     "register_targets",
+    "set_log_sink",
     "time_plan",
 ]

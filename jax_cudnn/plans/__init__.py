@@ -3,6 +3,7 @@
 
 from jax_cudnn.choices import Choice
 from jax_cudnn.plans.inspection import Call, Report, inspect
+from jax_cudnn.plans.logs import log
 from jax_cudnn.plans.tuning import Tuning, autotune, load_choices
 
 __all__ = [
@@ -13,4 +14,5 @@ __all__ = [
     "autotune",
     "inspect",
     "load_choices",
+    "log",
 ]
