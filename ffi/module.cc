@@ -19,6 +19,7 @@
 #include "guard.h"
 #include "plan.h"
 #include "plan_cache.h"
+#include "plan_file.h"
 #include "plan_shipping.h"
 #include "plan_store.h"
 #include "plan_timer.h"
@@ -360,6 +361,7 @@ nb::dict ImportPlanFileOffline(const nb::bytes& data,
 
 nb::dict BuildInfo() {
   nb::dict result;
+  result["builder"] = LocalKey().builder;
   result["frontend_version"] = FrontendVersion();
   result["cudnn_header_version"] = CudnnHeaderVersion();
   result["ffi_api_version"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);

@@ -79,6 +79,11 @@ def local_target() -> tuple[int, Target] | None:
     return ordinal, native.device_target(ordinal)
 
 
+def local_ordinals() -> list[int]:
+    """Return the ordinals of all of this process's CUDA devices, which JAX must have."""
+    return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
+
+
 def decide(graph: Graph, options: Options) -> Decision:
     """Return who runs the graph on this machine's GPU, planning it with cuDNN."""
     if options.implementation == "xla":
@@ -91,6 +96,11 @@ def decide(graph: Graph, options: Options) -> Decision:
         if options.implementation == "cudnn":
             raise
         return Decision(reasons=(str(error),))
+
+
+def forget_decisions() -> None:
+    """Decide anew what was decided before, for when the plans behind it are gone."""
+    _decide.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)

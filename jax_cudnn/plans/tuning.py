@@ -67,7 +67,8 @@ def autotune(
     Finds every convolution, matmul and attention that ``function(*args, **kwargs)``
     hands to cuDNN, gradients included if it takes them; times all of cuDNN's plans and
     XLA's own code for each, on random operands of those shapes and in memory of its
-    own; and makes the fastest the choice of this process: functions that are compiled
+    own; and makes the fastest the choice of this process and, by way of the cache
+    folder (``plans.set_cache``), of those to come: functions that are compiled
     afterwards use it, with ``implementation="auto"`` also where that is XLA. Functions
     that were compiled before keep their plans.
 
@@ -103,7 +104,7 @@ def autotune(
                 f"cuDNN {best} µs, XLA {_text(choice.xla_us)} µs",
                 file=sys.stderr,
             )
-    choices.table().add(found)
+    choices.remember(found)
     return Tuning(device=target.name, choices=found)
 
 
