@@ -14,11 +14,12 @@ _PACKAGE = _ROOT / "jax_cudnn"
 # What each layer may import from; itself always.
 _DATA = {"errors", "graph"}
 _MEANING = {*_DATA, "reference", "legalize"}
-_MACHINE = {*_MEANING, "native", "config", "choices", "lowering"}
+_MACHINE = {*_MEANING, "native", "config", "cache", "choices", "lowering"}
 _ALLOWED = {
     "errors": set[str](),
     "config": set[str](),
-    "choices": {"errors", "graph"},
+    "cache": {"native"},
+    "choices": {"errors", "graph", "cache"},
     "graph": {"errors"},
     "reference": {"errors", "graph"},
     "legalize": {"errors", "graph", "reference"},

@@ -127,6 +127,11 @@ def gpu_for(options: Options) -> Gpu | None:
     return None if local is None else LocalGpu(ordinal=local[0], target=local[1])
 
 
+def local_ordinals() -> list[int]:
+    """Return the ordinals of all CUDA devices of this process, which has some."""
+    return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
+
+
 def decide(graph: Graph, options: Options) -> Decision:
     """Return who runs the graph on the GPU it is for, planning it with cuDNN."""
     if options.implementation == "xla":
@@ -141,6 +146,11 @@ def decide(graph: Graph, options: Options) -> Decision:
         if options.implementation == "cudnn":
             raise
         return Decision(reasons=(str(error),))
+
+
+def forget_decisions() -> None:
+    """Decide anew what was decided before, for when the plans behind it are gone."""
+    _decide.cache_clear()
 
 
 @functools.lru_cache(maxsize=4096)

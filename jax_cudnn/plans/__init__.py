@@ -7,6 +7,12 @@ from jax_cudnn.choices import (
 from jax_cudnn.config import (
     PlanOptions,
 )
+from jax_cudnn.plans.caching import (
+    CacheInfo,
+    cache_info,
+    clear_cache,
+    set_cache,
+)
 from jax_cudnn.plans.inspection import (
     Call,
     Report,
@@ -18,6 +24,13 @@ from jax_cudnn.plans.logs import (
 from jax_cudnn.plans.scoping import (
     using,
 )
+from jax_cudnn.plans.shipping import (
+    Shipment,
+    Warmup,
+    load,
+    save,
+    warmup,
+)
 from jax_cudnn.plans.tuning import (
     Tuning,
     autotune,
@@ -26,15 +39,24 @@ from jax_cudnn.plans.tuning import (
 )
 
 __all__ = [
+    "CacheInfo",
     "Call",
     "Choice",
     "PlanOptions",
     "Report",
+    "Shipment",
     "Tuning",
+    "Warmup",
     "autotune",
     "autotuning",
+    "cache_info",
+    "clear_cache",
     "inspect",
+    "load",
     "load_choices",
     "log",
+    "save",
+    "set_cache",
     "using",
+    "warmup",
 ]

@@ -7,7 +7,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,7 +107,7 @@ def autotune(
 @contextmanager
 def autotuning(
     *, budget_s: float = math.inf, progress: bool = True
-) -> Iterator[Tuning]:
+) -> Generator[Tuning]:
     """Measure, for what is compiled inside a `with` block, which plans are fastest.
 
     As ``plans.autotune`` does, when XLA compiles a function and asks for plans: nothing
@@ -135,9 +135,11 @@ def autotuning(
         if options.device is None:
             tuner.take(_parts([(graph, options, False)]))
 
-    with scoped(tuner=before_deciding):
-        yield tuner.tuning
-    tuner.finish()
+    try:
+        with scoped(tuner=before_deciding):
+            yield tuner.tuning
+    finally:
+        tuner.finish()
 
 
 def load_choices(path: str | Path) -> int:

@@ -22,6 +22,7 @@ int cudaGetDevice(int* d) {{ *d = 0; return 0; }}
 int cudaSetDevice(int d) {{ return 0; }}
 int cudaGetDeviceCount(int* n) {{ *n = {devices}; return *n ? 0 : 100; }}
 int cudaDeviceGetAttribute(int* v, int a, int d) {{ *v = 9; return 0; }}
+int cudaDriverGetVersion(int* v) {{ *v = 99000; return 0; }}
 const char* cudaGetErrorString(int e) {{ return "no device is there"; }}
 int cudaStreamCreateWithFlags(void) {{ return 100; }}
 int cudaStreamDestroy(void) {{ return 100; }}
