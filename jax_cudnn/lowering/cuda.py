@@ -80,7 +80,7 @@ def local_target() -> tuple[int, Target] | None:
 
 
 def local_ordinals() -> list[int]:
-    """Return the ordinals of all of this process's CUDA devices, which JAX must have."""
+    """Return the ordinals of all CUDA devices of this process; there is one."""
     return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
 
 
