@@ -294,8 +294,12 @@ void SetPlanStoreSource(const nb::callable& source) {
   PlanStore::Global().SetSource([]() -> StatusOr<PlanStoreSettings> {
     if (Py_IsInitialized() == 0) return Internal("Python is gone");
     const nb::gil_scoped_acquire acquire;
-    const auto answer = nb::cast<std::pair<nb::bytes, int64_t>>(kept());
-    return PlanStoreSettings{Text(answer.first), answer.second};
+    try {
+      const auto answer = nb::cast<std::pair<nb::bytes, int64_t>>(kept());
+      return PlanStoreSettings{Text(answer.first), answer.second};
+    } catch (const nb::python_error& error) {
+      return Internal(nb::str(error.value()).c_str());
+    }
   });
 }
 

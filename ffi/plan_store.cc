@@ -221,8 +221,9 @@ bool Remove(const std::string& path) {
 }
 
 // Removes what was used least recently until the limit holds, and what killed writers
-// left behind.
-Status Trim(const std::string& directory, int64_t limit_bytes) {
+// left behind. `newest` stays: file systems count time in steps of milliseconds.
+Status Trim(const std::string& directory, const std::string& newest,
+            int64_t limit_bytes) {
   ASSIGN_OR_RETURN(Contents contents, List(directory));
   const int64_t now = time(nullptr);
   for (const StoredFile& file : contents.temporaries) {
@@ -237,6 +238,7 @@ Status Trim(const std::string& directory, int64_t limit_bytes) {
             });
   for (const StoredFile& file : contents.plans) {
     if (total <= limit_bytes) break;
+    if (file.path == newest) continue;
     if (!Remove(file.path)) return Failed("unlink", file.path, errno);
     total -= file.bytes;
   }
@@ -282,7 +284,7 @@ PlanStoreSettings PlanStore::Settings() {
     const Source source = std::exchange(source_, nullptr);
     auto answer = Guard("asking where plans are stored", source);
     if (!answer.ok()) {
-      NoteFailure(answer.status().message());
+      NoteFailure("no plans are stored: " + answer.status().message());
     } else {
       const std::scoped_lock lock(mutex_);
       settings_ = std::move(*answer);
@@ -333,9 +335,10 @@ void PlanStore::Save(const std::string& key, const std::string& payload) {
                       " bytes is above the limit of " +
                       std::to_string(settings.limit_bytes) + " for all");
     }
-    RETURN_IF_ERROR(WriteFile(directory, PathOf(directory, key), bytes));
+    const std::string path = PathOf(directory, key);
+    RETURN_IF_ERROR(WriteFile(directory, path, bytes));
     Count(&PlanStoreStats::writes);
-    return Trim(directory, settings.limit_bytes);
+    return Trim(directory, path, settings.limit_bytes);
   });
   if (!status.ok()) NoteFailure(status.message());
 }

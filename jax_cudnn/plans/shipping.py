@@ -4,6 +4,7 @@
 import hashlib
 import json
 import os
+import struct
 import time
 import zipfile
 import zlib
@@ -259,18 +260,21 @@ def _read_archive(path: Path) -> tuple[dict[str, Any], list[bytes], bytes]:
                 found = hashlib.sha256(contents[-1]).hexdigest()
                 if found != manifest["sha256"][name]:
                     raise ValueError(f"{name} was changed")
-    except (*_BAD_ARCHIVE, ValueError, KeyError, TypeError, RecursionError) as error:
+    except _BAD_ARCHIVE as error:
         raise GraphError(f"{path} is not a file of plans.save: {error}") from error
     return manifest, contents[:-1], contents[-1]
 
 
-# What zipfile raises for what is not a whole archive.
+# What zipfile and json raise for what is not a whole archive of ours.
 _BAD_ARCHIVE = (
     zipfile.BadZipFile,
     zlib.error,
+    struct.error,
     EOFError,
-    NotImplementedError,
+    KeyError,
     RuntimeError,
+    TypeError,
+    ValueError,
 )
 
 
