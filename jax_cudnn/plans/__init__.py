@@ -2,7 +2,8 @@
 """Execution plans in the user's hands: which run, which are fastest, and why."""
 
 from jax_cudnn.choices import Choice
-from jax_cudnn.plans.inspection import Call, Report, inspect
+from jax_cudnn.plans.calls import Call, Report
+from jax_cudnn.plans.inspection import inspect
 from jax_cudnn.plans.tuning import Tuning, autotune, load_choices
 
 __all__ = [
