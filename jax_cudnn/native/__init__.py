@@ -5,7 +5,13 @@
 itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
-from jax_cudnn.native.library import LibraryInfo, cudnn_version, load_libraries
+from jax_cudnn.native._extension import library_directories
+from jax_cudnn.native.library import (
+    LibraryInfo,
+    cudnn_version,
+    load_libraries,
+    version_text,
+)
 from jax_cudnn.native.planner import (
     CacheStats,
     Candidate,
@@ -43,10 +49,12 @@ __all__ = [
     "cudnn_version",
     "device_properties",
     "device_target",
+    "library_directories",
     "load_libraries",
     "parse_graph",
     "plan",
     "plan_offline",
     "register_targets",
     "time_plan",
+    "version_text",
 ]

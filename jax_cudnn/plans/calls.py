@@ -2,7 +2,7 @@
 """What `plans.inspect` answers: each cuDNN call as data, and a report of them all."""
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -13,6 +13,7 @@ from jax_cudnn.graph.printing import mermaid_lines
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import cuda
 from jax_cudnn.native import Candidate
+from jax_cudnn.plans.table import aligned
 
 # The version of what `Report.to_json` returns. A change of meaning raises it.
 SCHEMA = 1
@@ -217,12 +218,3 @@ def _bytes_text(count: int | None) -> str | None:
 
 def _us_text(microseconds: float | None) -> str | None:
     return None if microseconds is None else f"{microseconds:.1f}"
-
-
-def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
-    """Yield the rows as lines of text, their cells in columns."""
-    rows = list(rows)
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        yield "  ".join(cells).rstrip()
