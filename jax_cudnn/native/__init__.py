@@ -5,7 +5,13 @@
 itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
-from jax_cudnn.native.library import LibraryInfo, cudnn_version, load_libraries
+from jax_cudnn.native._extension import library_directories
+from jax_cudnn.native.library import (
+    LibraryInfo,
+    cudnn_version,
+    load_libraries,
+    version_text,
+)
 from jax_cudnn.native.logs import LogSink, set_log_sink
 from jax_cudnn.native.planner import (
     CacheStats,
@@ -63,6 +69,7 @@ __all__ = [
     "export_plan_offline",
     "import_plan",
     "import_plan_offline",
+    "library_directories",
     "load_libraries",
     "parse_choice",
     "parse_graph",
@@ -74,4 +81,5 @@ __all__ = [
     "set_plan_store",
     "set_plan_store_source",
     "time_plan",
+    "version_text",
 ]

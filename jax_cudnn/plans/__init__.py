@@ -13,6 +13,17 @@ from jax_cudnn.plans.caching import (
     clear_cache,
     set_cache,
 )
+from jax_cudnn.plans.calls import (
+    Call,
+    Report,
+)
+from jax_cudnn.plans.diagnosis import (
+    Diagnosis,
+    doctor,
+)
+from jax_cudnn.plans.findings import (
+    Finding,
+)
 from jax_cudnn.plans.inspection import (
     Call,
     Report,
@@ -42,6 +53,8 @@ __all__ = [
     "CacheInfo",
     "Call",
     "Choice",
+    "Diagnosis",
+    "Finding",
     "PlanOptions",
     "Report",
     "Shipment",
@@ -51,6 +64,7 @@ __all__ = [
     "autotuning",
     "cache_info",
     "clear_cache",
+    "doctor",
     "inspect",
     "load",
     "load_choices",
