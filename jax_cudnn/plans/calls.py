@@ -47,7 +47,7 @@ class Call:
       knobs: the engine's settings, (name, value) sorted by name.
       behavior_notes: what cuDNN says of how the plan works, as RUNTIME_COMPILATION.
       numeric_notes: what cuDNN says of its numbers, as TENSOR_CORE.
-      failures: candidates that were tried before the plan and did not build, with why.
+      failures: candidates before the plan that were passed over, with why.
       cudnn_us: microseconds of the best plan with its array work, where tuned.
       xla_us: microseconds of XLA's code, where tuned.
       first_ratio: kernel time of cuDNN's first plan over the best plan's, where tuned.
@@ -163,7 +163,7 @@ class Report:
         for call in self.calls:
             for reason in (
                 *call.reasons,
-                *(f"did not build: {f}" for f in call.failures),
+                *(f"passed over: {f}" for f in call.failures),
             ):
                 said.setdefault(reason, []).append(call.op)
         for reason, ops in said.items():
