@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the plan cache and the handle pool free of races? The thread sanitizer judges."""
+"""Are plan cache, handle pool and log free of races? The thread sanitizer judges."""
 
 import shutil
 import subprocess
