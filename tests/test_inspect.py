@@ -93,7 +93,9 @@ class Planner:
         self._check(text)
         return made_plan(choice)
 
-    def candidates(self, text: str, *, device: int) -> tuple[Candidate, ...]:
+    def candidates(
+        self, text: str, *, choice: str, device: int
+    ) -> tuple[Candidate, ...]:
         assert device == 3
         self._check(text)
         return made_plan(""), made_plan(PIN)
