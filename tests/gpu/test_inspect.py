@@ -4,7 +4,7 @@
 import importlib.util
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -42,8 +42,15 @@ class TrainStep(NamedTuple):
     layers: int
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _as_users_have_it() -> Iterator[None]:
+    """Let the demo's model broadcast as it does outside of the tests."""
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="module")
-def train_step() -> TrainStep:
+def train_step(_as_users_have_it: None) -> TrainStep:
     """Return a step of the demo's model as it is on a GPU, but for fewer layers."""
     demo = _load(_EXAMPLE)
     settings = replace(demo.ON_GPU, layers=3)
