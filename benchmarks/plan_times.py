@@ -188,11 +188,11 @@ def markdown(data: dict[str, Any]) -> str:
         "The plans of a call and its gradients in bf16, asked for one by one as a "
         "compilation does. Cold: built by cuDNN, with an empty cache folder; CUDA's "
         "own caches are as they are. Disk: from the cache folder, in another process. "
-        "Both are taken in fresh processes, in which JAX and CUDA are running. Where cuDNN "
-        "starts, a process's first handle and the loading of cuDNN's libraries are in "
-        "the time; where it is running, another workload was planned before. Process: "
-        "asked for again. Medians, in brackets the lowest and the highest of all "
-        "samples.",
+        "Both are taken in fresh processes, in which JAX and CUDA are running. Where "
+        "cuDNN starts, a process's first handle and the loading of cuDNN's libraries "
+        "are in the time; where it is running, another workload was planned before. "
+        "Process: asked for again. Medians, in brackets the lowest and the highest of "
+        "all samples.",
         "",
         "| workload | plans | cuDNN | cold, ms | disk, ms | of cold | process, ms |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
