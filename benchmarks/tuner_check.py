@@ -91,8 +91,8 @@ def page(rows: list[dict[str, Any]], versions: dict[str, str], command: str) -> 
         "",
         "Every candidate plan of a graph was timed once more after tuning, by the "
         "device's events on operands that rotate past the cache. The tuner's pick over "
-        f"the best of that second round: within 3 % for {within} of {len(rows)} graphs, "
-        f"median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}.",
+        f"the best of that second round: within 3 % for {within} of {len(rows)} "
+        f"graphs, median {statistics.median(ratios):.3f}, worst {max(ratios):.3f}.",
         "",
         "| cell | graph | plans | first, µs | picked, µs | best, µs | picked / best |",
         "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
