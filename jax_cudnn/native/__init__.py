@@ -6,6 +6,7 @@ itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
 from jax_cudnn.native.library import LibraryInfo, cudnn_version, load_libraries
+from jax_cudnn.native.logs import LogSink, set_log_sink
 from jax_cudnn.native.planner import (
     CacheStats,
     Candidate,
@@ -16,6 +17,7 @@ from jax_cudnn.native.planner import (
     clear_cache,
     device_properties,
     device_target,
+    parse_choice,
     parse_graph,
     plan,
     plan_offline,
@@ -49,6 +51,7 @@ __all__ = [
     "ImportedPlan",
     "LaunchBuffers",
     "LibraryInfo",
+    "LogSink",
     "PlanInfo",
     "build_info",
     "cache_stats",
@@ -63,11 +66,13 @@ __all__ = [
     "import_plan",
     "import_plan_offline",
     "load_libraries",
+    "parse_choice",
     "parse_graph",
     "plan",
     "plan_offline",
     "plan_store_files",
     "register_targets",
+    "set_log_sink",
     "set_plan_store",
     "set_plan_store_source",
     "time_plan",

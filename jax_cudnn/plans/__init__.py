@@ -4,6 +4,7 @@
 from jax_cudnn.choices import Choice
 from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
 from jax_cudnn.plans.inspection import Call, Report, inspect
+from jax_cudnn.plans.logs import log
 from jax_cudnn.plans.shipping import Shipment, Warmup, load, save, warmup
 from jax_cudnn.plans.tuning import Tuning, autotune, load_choices
 
@@ -21,6 +22,7 @@ __all__ = [
     "inspect",
     "load",
     "load_choices",
+    "log",
     "save",
     "set_cache",
     "warmup",

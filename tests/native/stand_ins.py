@@ -50,14 +50,18 @@ def obstacle() -> str:
     return ""
 
 
-def compile_cudnn(directory: Path, version: int = 91900, *, without: str = "") -> None:
-    """Make libcudnn.so.9 of a version, all functions but one."""
+def compile_cudnn(
+    directory: Path, version: int = 91900, *, without: str = "", extra: str = ""
+) -> None:
+    """Make libcudnn.so.9 of a version, all functions but one, and some more C."""
     lines = [
         line.format(name=name, version=version)
         for name, line in _CUDNN.items()
         if name != without
     ]
-    _compile(directory, "libcudnn.so.9", "\n".join(["#include <stdlib.h>", *lines]))
+    _compile(
+        directory, "libcudnn.so.9", "\n".join(["#include <stdlib.h>", *lines, extra])
+    )
 
 
 def compile_companions(directory: Path, *, without: str = "", devices: int = 0) -> None:

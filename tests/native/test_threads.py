@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are plan cache, store and handle pool free of races? The thread sanitizer judges."""
+"""Are cache, store, handle pool and log free of races? The thread sanitizer judges."""
 
 import shutil
 import subprocess
@@ -16,6 +16,7 @@ _SOURCES = (
     "cuda_device",
     "cudnn_library",
     "handle_pool",
+    "log",
     "plan_cache",
     "plan_file",
     "plan_store",
