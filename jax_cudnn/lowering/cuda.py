@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn import choices, native
+from jax_cudnn import choices, native, offline
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
@@ -41,9 +41,10 @@ class Step:
 
     ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` is None
     where no GPU was there to plan for: the plan is then made on the machine that runs.
-    ``choice`` is what the compiled program asks for: a pinned plan, or which are
-    allowed. ``why`` says what decided: a measured choice ("tuned"), cuDNN's order of
-    the candidates ("heuristic"), or that order and the call's options ("requested").
+    ``choice`` is what the compiled program asks for: a pinned plan (a measured one, or
+    any for a GPU elsewhere), or which are allowed. ``why`` says what decided: a
+    measured choice ("tuned"), cuDNN's order of the candidates ("heuristic"), or that
+    order and the call's options ("requested").
     """
 
     part: Graph
@@ -81,6 +82,11 @@ class Gpu(Protocol):
         """What the GPU is."""
         ...
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine's own."""
+        ...
+
     def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
         """Return the plan of a graph, or raise UnsupportedError."""
         ...
@@ -98,6 +104,11 @@ class LocalGpu:
 
     ordinal: int
     target: Target
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine's own: yes."""
+        return True
 
     def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
         """Return the plan of a graph; built once, then cached."""
@@ -121,7 +132,14 @@ def local_target() -> tuple[int, Target] | None:
 
 
 def gpu_for(options: Options) -> Gpu | None:
-    """Return the GPU that a call is planned for; None where there is none."""
+    """Return the GPU that a call is planned for; None where there is none.
+
+    Raises:
+      ValueError: the options name a GPU that is not known.
+      LibraryError: they name one, and cuDNN is not installed here.
+    """
+    if options.device is not None:
+        return offline.named_gpu(options.device)
     local = local_target()
     return None if local is None else LocalGpu(ordinal=local[0], target=local[1])
 
@@ -135,7 +153,8 @@ def decide(graph: Graph, options: Options) -> Decision:
     try:
         return _decide(graph, gpu_for(options), options, choices.table().version)
     except LibraryError as error:
-        if options.implementation == "cudnn":
+        # Who names a GPU wants a program for it.
+        if options.implementation == "cudnn" or options.device is not None:
             raise
         return Decision(reasons=(str(error),))
 
@@ -187,11 +206,19 @@ def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             part=part,
             legal=legal,
             plan=plan,
-            choice=choice,
+            choice=_pin(plan, gpu) or choice,
             why=why,
             reasons=tuple(reasons),
         )
     return Step(part=part, reasons=tuple(reasons), advice=legalization.advice, why=why)
+
+
+def _pin(plan: PlanInfo | None, gpu: Gpu | None) -> str:
+    """Return what names the plan in a program for a GPU elsewhere, else nothing.
+
+    There the plan is made again, and is to need the workspace that the program has.
+    """
+    return "" if plan is None or gpu is None or gpu.is_here else plan.choice
 
 
 def _pinned(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from jax_cudnn import offline
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
@@ -72,7 +73,9 @@ def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
 
     Traces the function (which may be jitted, or a gradient) without running it, and
     asks for each graph what the compiler asks: on a machine with an NVIDIA GPU the
-    plans are built and stay cached for the run that follows. Arguments may be arrays
+    plans are built and stay cached for the run that follows. Inside
+    ``plans.using(device="H200")`` it asks for that GPU, which need not be here.
+    Arguments may be arrays
     or ``jax.ShapeDtypeStruct``; bind options that are not, with ``functools.partial``,
     unless the function is jitted and names them in ``static_argnames``.
 
@@ -81,8 +84,9 @@ def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
       forward-mode and second-order parts, which always run as XLA's own code, are
       listed as op "...:derivative".
     """
-    device, has_gpu = _device()
     found = Counter(traced_graphs(function, *args, **kwargs))
+    named = {options.device for _, options, _ in found}
+    device, has_gpu = _device(named)
     return Report(
         device=device,
         calls=tuple(
@@ -93,8 +97,10 @@ def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
     )
 
 
-def _device() -> tuple[str, bool]:
-    """Return what to call this machine's GPU, and whether it has one."""
+def _device(named: set[str | None]) -> tuple[str, bool]:
+    """Return what to call the GPU that the calls are for, and whether there is one."""
+    if None not in named and named:
+        return ", ".join(offline.find(str(name)).name for name in named), True
     try:
         local = local_target()
     except LibraryError as error:
