@@ -15,6 +15,7 @@ WANTED = {
     "nvidia/cu13/include/cuda_runtime.h": "nvidia-cuda-runtime",
     "nvidia/cu13/include/crt/host_config.h": "nvidia-cuda-crt",
     "nvidia/cu13/include/nv/target": "nvidia-cuda-cccl",
+    "nvidia/cu13/include/nvtx3/nvtx3.hpp": "nvidia-nvtx",
     "jaxlib/include/xla/ffi/api/ffi.h": "jaxlib",
 }
 

@@ -4,6 +4,7 @@
 #include "graph_builder.h"
 
 #include <algorithm>
+#include <cstdlib>
 #include <initializer_list>
 #include <iterator>
 #include <map>
@@ -48,13 +49,17 @@ fe::DataType_t FrontendDType(DType dtype) {
 // The graph being written, seen from one node.
 class NodeWriter {
  public:
-  NodeWriter(const GraphSpec& spec, FrontendGraph& graph, int variant)
-      : spec_(spec), graph_(graph), variant_(variant) {}
+  NodeWriter(const GraphSpec& spec, FrontendGraph& graph, const GraphStyle& style)
+      : spec_(spec),
+        graph_(graph),
+        variant_(style.variant),
+        is_deterministic_(style.deterministic) {}
 
   void Enter(const NodeSpec& node) { node_ = &node; }
   const NodeSpec& node() const { return *node_; }
   FrontendGraph& graph() { return graph_; }
   int variant() const { return variant_; }
+  bool is_deterministic() const { return is_deterministic_; }
 
   bool Has(std::string_view role) const { return FindName(role) != nullptr; }
   const TensorSpec& Spec(std::string_view role) const {
@@ -135,6 +140,7 @@ class NodeWriter {
   const GraphSpec& spec_;
   FrontendGraph& graph_;
   const int variant_;
+  const bool is_deterministic_;
   const NodeSpec* node_ = nullptr;
   std::map<std::string, TensorPtr> tensors_;
 };
@@ -197,6 +203,7 @@ Status AddSdpa(NodeWriter& writer) {
 Status AddSdpaBackward(NodeWriter& writer) {
   fe::graph::SDPA_backward_attributes attributes;
   RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
+  attributes.set_deterministic_algorithm(writer.is_deterministic());
   if (writer.Has("grad_bias")) attributes.set_dbias(writer.NewOutput("grad_bias"));
   const auto [grad_query, grad_key, grad_value] = writer.graph().sdpa_backward(
       writer.Input("query"), writer.Input("key"), writer.Input("value"),
@@ -417,6 +424,7 @@ Status AddReduction(NodeWriter& writer) {
   fe::graph::Reduction_attributes attributes;
   attributes.set_name(writer.node().kind)
       .set_mode(fe::ReductionMode_t::ADD)
+      .set_is_deterministic(writer.is_deterministic())
       .set_compute_data_type(ComputeDType(writer, {"input", "output"}));
   writer.Output("output",
                 writer.graph().reduction(writer.Input("input"), std::move(attributes)));
@@ -452,6 +460,18 @@ const KindBuilder* FindBuilder(std::string_view kind) {
 
 }  // namespace
 
+std::optional<int64_t> FrontendGraph::WorkspaceAbove(int64_t limit_bytes,
+                                                     int64_t index) {
+  // cuDNN's share is compared before a plan is built, and told in words only.
+  constexpr std::string_view kMark = "workspace violation. Requires ";
+  const int64_t own_bytes = get_fe_workspace_size_subtree();
+  plans.set_max_workspace_allowed(limit_bytes - own_bytes);
+  const std::string text = plans.check_support_at_index(index).get_message();
+  const size_t start = text.find(kMark);
+  if (start == std::string::npos) return std::nullopt;
+  return own_bytes + std::strtoll(text.c_str() + start + kMark.size(), nullptr, 10);
+}
+
 int VariantCount(const GraphSpec& graph) {
   int count = 1;
   for (const NodeSpec& node : graph.nodes) {
@@ -479,7 +499,7 @@ StatusOr<std::unique_ptr<FrontendGraph>> BuildFrontendGraph(const GraphSpec& gra
   if (style.sm_count > 0) result->set_sm_count(style.sm_count);
   result->set_intermediate_data_type(fe::DataType_t::FLOAT)
       .set_compute_data_type(fe::DataType_t::FLOAT);
-  NodeWriter writer(graph, *result, style.variant);
+  NodeWriter writer(graph, *result, style);
   for (const NodeSpec& node : graph.nodes) {
     const KindBuilder* builder = FindBuilder(node.kind);
     if (builder == nullptr) {

@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -21,6 +22,10 @@ namespace jax_cudnn {
 // The frontend's graph, with the notes that it keeps to itself.
 class FrontendGraph : public cudnn_frontend::graph::Graph {
  public:
+  // The workspace of a candidate that is not built yet, where it is above the limit;
+  // such a candidate cannot be built any more. Else nothing.
+  std::optional<int64_t> WorkspaceAbove(int64_t limit_bytes, int64_t index);
+
   const std::vector<cudnn_frontend::NumericalNote_t>& numeric_notes(
       int64_t index) const {
     return plans.numeric_notes[static_cast<size_t>(index)];
@@ -35,6 +40,8 @@ struct GraphStyle {
   // Some operations can be written in more than one way, of which cuDNN may plan only
   // one. Variant 0 is tried first.
   int variant = 0;
+  // Whether operations that have a deterministic mode are to use it.
+  bool deterministic = false;
 };
 
 // The number of ways in which the graph can be written.

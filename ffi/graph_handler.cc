@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <nvtx3/nvtx3.hpp>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -74,6 +75,12 @@ class GraphState {
   std::mutex mutex_;  // guards owners_
   std::vector<std::shared_ptr<const Plan>> owners_;
 };
+
+// The timeline of a profiler shows each launch under the name of its operation.
+struct NvtxDomain {
+  static constexpr char const* name{"jax_cudnn"};  // NOLINT: NVTX wants this name
+};
+using NvtxRange = nvtx3::scoped_range_in<NvtxDomain>;
 
 ffi::TypeId GraphState::id = XLA_FFI_UNKNOWN_TYPE_ID;
 
@@ -298,6 +305,7 @@ Status Launch(const Plan& plan, int32_t device, CudaStream stream,
 ffi::Error ExecuteCaptured(GraphState* state, CudaStream stream, int32_t device,
                            ffi::RemainingArgs args, ffi::RemainingRets rets) {
   return Run(state->op(), [&]() -> Status {
+    const NvtxRange range(state->op().c_str());
     ASSIGN_OR_RETURN(const Plan* plan, InitializedPlan(*state, device));
     Pointers results;
     RETURN_IF_ERROR(LoadPointers(rets, results));
@@ -323,6 +331,7 @@ ffi::Error ExecuteScratch(GraphState* state, CudaStream stream, int32_t device,
                           ffi::ScratchAllocator scratch, ffi::RemainingArgs args,
                           ffi::RemainingRets rets) {
   return Run(state->op(), [&]() -> Status {
+    const NvtxRange range(state->op().c_str());
     ASSIGN_OR_RETURN(const Plan* plan, InitializedPlan(*state, device));
     void* workspace = nullptr;
     if (plan->workspace_bytes() > 0) {

@@ -6,6 +6,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <memory>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -13,11 +14,14 @@
 
 #include "cuda_device.h"
 #include "cudnn_library.h"
+#include "cudnn_log.h"
 #include "graph_handler.h"
 #include "graph_spec.h"
 #include "guard.h"
+#include "log.h"
 #include "plan.h"
 #include "plan_cache.h"
+#include "plan_request.h"
 #include "plan_timer.h"
 #include "status.h"
 
@@ -76,6 +80,7 @@ template <typename Function>
 auto Call(const char* what, Function&& function) {
   auto result = [&] {
     const nb::gil_scoped_release release;
+    const DeferredLog deferred;
     return Guard(what, std::forward<Function>(function));
   }();
   if (!result.ok()) Raise(result.status());
@@ -101,6 +106,7 @@ nb::dict ToDict(const Candidate& candidate) {
   result["workspace_bytes"] = candidate.workspace_bytes;
   result["build_ms"] = candidate.build_ms;
   result["failure"] = candidate.failure;
+  result["refusal"] = candidate.refusal;
   return result;
 }
 
@@ -119,6 +125,14 @@ std::string ParseGraphText(const nb::bytes& graph) {
   return Call("parsing a graph", [&]() -> StatusOr<std::string> {
     ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
     return WriteGraph(spec);
+  });
+}
+
+std::string ParseChoiceText(const nb::bytes& choice) {
+  const std::string text = Text(choice);
+  return Call("parsing a choice", [&]() -> StatusOr<std::string> {
+    ASSIGN_OR_RETURN(const PlanRequest request, ParsePlanRequest(text));
+    return text.empty() ? text : WritePlanRequest(request);
   });
 }
 
@@ -170,11 +184,12 @@ nb::list PlanOffline(const nb::bytes& graph, const nb::bytes& choice,
   return result;
 }
 
-nb::list ListCandidatesOn(const nb::bytes& graph, int device) {
+nb::list ListCandidatesOn(const nb::bytes& graph, const nb::bytes& choice, int device) {
   const std::string text = Text(graph);
+  const std::string choice_text = Text(choice);
   const auto candidates = Call("planning", [&]() -> StatusOr<std::vector<Candidate>> {
     ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
-    return ListDeviceCandidates(spec, device);
+    return ListDeviceCandidates(spec, choice_text, device);
   });
   nb::list result;
   for (const Candidate& candidate : candidates) result.append(ToDict(candidate));
@@ -257,6 +272,49 @@ nb::dict BuildInfo() {
   return result;
 }
 
+// --- the log ------------------------------------------------------------------------
+
+const char* SourceName(LogSource source) {
+  switch (source) {
+    case LogSource::kOurs:
+      return "jax_cudnn";
+    case LogSource::kCudnn:
+      return "cudnn";
+  }
+  return "";
+}
+
+// A sink that calls a Python object, from any thread.
+std::shared_ptr<const LogSink> MakeSink(nb::object callable) {
+  return std::make_shared<const LogSink>(
+      [callable = std::move(callable)](LogSource source, LogLevel level,
+                                       const std::string& line) {
+        const nb::gil_scoped_acquire acquire;
+        try {
+          // cuDNN's texts may hold any bytes.
+          const nb::object text = nb::steal(PyUnicode_DecodeUTF8(
+              line.data(), static_cast<Py_ssize_t>(line.size()), "replace"));
+          callable(static_cast<int>(level), text, SourceName(source));
+        } catch (nb::python_error& error) {
+          error.discard_as_unraisable(callable);
+        }
+      });
+}
+
+// The sink before, if any, is dropped here, where Python's lock is held again.
+void SetSink(const nb::object& callable, int level, bool cudnn) {
+  const auto chosen = static_cast<LogLevel>(level);
+  const auto sink = callable.is_none() ? nullptr : MakeSink(callable);
+  Call("setting where the log goes", [&]() -> StatusOr<std::shared_ptr<const LogSink>> {
+    RETURN_IF_ERROR(StopCudnnLog());
+    if (cudnn && sink != nullptr) {
+      ASSIGN_OR_RETURN(const CudnnLibrary* library, LoadCudnn());
+      RETURN_IF_ERROR(StartCudnnLog(*library, chosen));
+    }
+    return SetLogSink(sink, chosen);
+  });
+}
+
 // --- registrations ------------------------------------------------------------------
 
 nb::capsule HandlerCapsule(XLA_FFI_Handler* handler) {
@@ -287,7 +345,12 @@ NB_MODULE(_ffi, m) {
 
   // Data. Needs no library.
   m.def("parse_graph", ParseGraphText, nb::arg("graph"));
+  m.def("parse_choice", ParseChoiceText, nb::arg("choice"));
   m.def("build_info", BuildInfo);
+
+  // The log.
+  m.def("set_log_sink", SetSink, nb::arg("sink").none(), nb::arg("level"),
+        nb::arg("cudnn"));
 
   // What jax.ffi registers. Needs no library.
   m.def("state_type", StateType);
@@ -305,7 +368,8 @@ NB_MODULE(_ffi, m) {
 
   // Plans.
   m.def("plan", PlanGraph, nb::arg("graph"), nb::arg("choice"), nb::arg("device"));
-  m.def("list_candidates", ListCandidatesOn, nb::arg("graph"), nb::arg("device"));
+  m.def("list_candidates", ListCandidatesOn, nb::arg("graph"), nb::arg("choice"),
+        nb::arg("device"));
   m.def("plan_offline", PlanOffline, nb::arg("graph"), nb::arg("choice"),
         nb::arg("device_properties"), nb::arg("sm_version"), nb::arg("sm_count"),
         nb::arg("build"));

@@ -12,7 +12,7 @@
 #include <unordered_map>
 
 #include "graph_builder.h"
-#include "json_text.h"
+#include "plan_request.h"
 #include "refusal.h"
 
 namespace jax_cudnn {
@@ -166,43 +166,49 @@ Status ExecutionStatus(const fe::error_t& error) {
   return Internal(text);
 }
 
-// --- choices ------------------------------------------------------------------------
+// --- requests -----------------------------------------------------------------------
 
-struct Choice {
-  int64_t engine;
+StatusOr<std::unordered_map<Knob, int64_t>> FrontendKnobs(const PlanPin& pin) {
   std::unordered_map<Knob, int64_t> knobs;
-  int variant;
-};
-
-StatusOr<Choice> ParseChoice(const std::string& text) {
-  ASSIGN_OR_RETURN(const Json json, ParseJson(text, "choice"));
-  ASSIGN_OR_RETURN(const auto fields,
-                   ReadFields(json, "choice", {"engine", "knobs", "variant"}));
-  Choice choice;
-  ASSIGN_OR_RETURN(choice.engine, ReadInteger(*fields[0], "choice.engine"));
-  ASSIGN_OR_RETURN(const JsonObject* knobs, ReadObject(*fields[1], "choice.knobs"));
-  for (const auto& [name, value] : *knobs) {
-    const std::string path = "choice.knobs." + name;
+  for (const auto& [name, value] : pin.knobs) {
     const auto* known =
         std::find_if(std::begin(kKnobNames), std::end(kKnobNames),
                      [&name = name](const auto& each) { return each.second == name; });
-    if (known == std::end(kKnobNames)) return InvalidArgument(path + ": unknown knob");
-    ASSIGN_OR_RETURN(choice.knobs[known->first], ReadInteger(value, path));
+    if (known == std::end(kKnobNames)) {
+      return InvalidArgument("choice.knobs." + name + ": unknown knob");
+    }
+    knobs[known->first] = value;
   }
-  ASSIGN_OR_RETURN(const int64_t variant, ReadInteger(*fields[2], "choice.variant"));
-  choice.variant = static_cast<int>(std::clamp<int64_t>(variant, -1, kMaxOperands));
-  return choice;
+  return knobs;
 }
 
-std::string WriteChoice(const Candidate& candidate) {
-  std::string text = "{\"engine\":" + std::to_string(candidate.engine) + ",\"knobs\":{";
+std::vector<fe::HeurMode_t> FrontendModes(const std::vector<HeuristicMode>& modes) {
+  std::vector<fe::HeurMode_t> result;
+  for (const HeuristicMode mode : modes) {
+    switch (mode) {
+      case HeuristicMode::kA:
+        result.push_back(fe::HeurMode_t::A);
+        break;
+      case HeuristicMode::kB:
+        result.push_back(fe::HeurMode_t::B);
+        break;
+      case HeuristicMode::kFallback:
+        result.push_back(fe::HeurMode_t::FALLBACK);
+        break;
+    }
+  }
+  return result;
+}
+
+// The text that asks for this candidate again, or nothing where it cannot be named.
+std::string PinText(const Candidate& candidate, bool deterministic) {
   for (const auto& [name, value] : candidate.knobs) {
     if (name == kUnknownKnob) return "";
-    if (text.back() != '{') text += ',';
-    WriteJsonString(name, text);
-    text += ':' + std::to_string(value);
   }
-  return text + "},\"variant\":" + std::to_string(candidate.variant) + "}";
+  PlanRequest request;
+  request.deterministic = deterministic;
+  request.pin = PlanPin{candidate.engine, candidate.knobs, candidate.variant};
+  return WritePlanRequest(request);
 }
 
 // --- one variant of the graph, with its list of candidates --------------------------
@@ -210,10 +216,10 @@ std::string WriteChoice(const Candidate& candidate) {
 class Attempt {
  public:
   // Writes the graph and asks cuDNN for its candidates.
-  static StatusOr<Attempt> Make(const GraphSpec& spec,
-                                const std::optional<Choice>& choice,
+  static StatusOr<Attempt> Make(const GraphSpec& spec, const PlanRequest& request,
                                 const PlanTarget& target, int variant) {
     GraphStyle style;
+    style.deterministic = request.deterministic;
     style.sm_version = target.sm_version;
     style.variant = variant;
     if (target.handle == nullptr) {
@@ -229,14 +235,17 @@ class Attempt {
       style.device_properties = std::move(properties);
     }
     Attempt attempt;
+    attempt.request_ = request;
     attempt.variant_ = variant;
     ASSIGN_OR_RETURN(attempt.graph_, BuildFrontendGraph(spec, style));
-    RETURN_IF_ERROR(attempt.QueryCandidates(choice, target));
+    RETURN_IF_ERROR(attempt.QueryCandidates(target));
     return attempt;
   }
 
   int64_t count() const { return graph_->get_execution_plan_count(); }
 
+  // A candidate, and why the request does not allow it, as far as that can be known
+  // before it is built.
   StatusOr<Candidate> Describe(int64_t index) const {
     Candidate candidate;
     candidate.variant = variant_;
@@ -253,14 +262,23 @@ class Attempt {
       candidate.knobs.emplace_back(KnobName(knob), value);
     }
     std::sort(candidate.knobs.begin(), candidate.knobs.end());
-    candidate.choice = WriteChoice(candidate);
+    candidate.choice = PinText(candidate, request_.deterministic);
     candidate.behavior_notes = NoteNames(behavior);
     candidate.numeric_notes = NoteNames(graph_->numeric_notes(index));
+    std::vector<std::string> notes = candidate.behavior_notes;
+    notes.insert(notes.end(), candidate.numeric_notes.begin(),
+                 candidate.numeric_notes.end());
+    candidate.refusal = RefusalOf(request_, candidate.engine, notes);
+    if (const auto limit = request_.workspace_limit_bytes;
+        limit.has_value() && candidate.refusal.empty()) {
+      const auto bytes = graph_->WorkspaceAbove(*limit, index);
+      if (bytes.has_value()) candidate.refusal = WorkspaceRefusal(request_, *bytes);
+    }
     return candidate;
   }
 
-  // Builds one candidate; a failure is noted in it. Status is not OK where the failure
-  // is not about this candidate.
+  // Builds one candidate; a failure or a refusal is noted in it. Status is not OK where
+  // the failure is not about this candidate.
   Status Build(int64_t index, Candidate& candidate) {
     const auto start = std::chrono::steady_clock::now();
     const auto error = graph_->build_plan_at_index(index);
@@ -278,15 +296,15 @@ class Attempt {
       return Internal(Message(size));
     }
     candidate.workspace_bytes = bytes;
-    candidate.is_built = true;
+    candidate.refusal = WorkspaceRefusal(request_, bytes);
+    candidate.is_built = candidate.refusal.empty();
     return {};
   }
 
   std::unique_ptr<FrontendGraph> TakeGraph() { return std::move(graph_); }
 
  private:
-  Status QueryCandidates(const std::optional<Choice>& choice,
-                         const PlanTarget& target) {
+  Status QueryCandidates(const PlanTarget& target) {
     if (const auto error = graph_->validate(); error.is_bad()) {
       return PlanningStatus(error);
     }
@@ -294,40 +312,34 @@ class Attempt {
                              ? graph_->build_operation_graph()
                              : graph_->build_operation_graph(target.handle);
     if (lowered.is_bad()) return PlanningStatus(lowered);
-    const auto listed =
-        choice.has_value()
-            ? graph_->create_execution_plan(choice->engine, choice->knobs)
-            // Some graphs have candidates in one of the two lists only.
-            : graph_->create_execution_plans(
-                  {fe::HeurMode_t::A, fe::HeurMode_t::FALLBACK});
-    if (listed.is_bad()) return PlanningStatus(listed);
-    return {};
+    if (request_.pin.has_value()) {
+      ASSIGN_OR_RETURN(const auto knobs, FrontendKnobs(*request_.pin));
+      const auto listed = graph_->create_execution_plan(request_.pin->engine, knobs);
+      return listed.is_bad() ? PlanningStatus(listed) : Status();
+    }
+    const auto listed = graph_->create_execution_plans(FrontendModes(request_.modes));
+    return listed.is_bad() ? PlanningStatus(listed) : Status();
   }
 
   std::unique_ptr<FrontendGraph> graph_;
+  PlanRequest request_;
   int variant_ = 0;
 };
 
 // The variants to try, in order.
-StatusOr<std::vector<int>> Variants(const GraphSpec& spec,
-                                    const std::optional<Choice>& choice) {
+StatusOr<std::vector<int>> Variants(const GraphSpec& spec, const PlanRequest& request) {
   const int count = VariantCount(spec);
   std::vector<int> variants;
-  if (choice.has_value()) {
-    if (choice->variant < 0 || choice->variant >= count) {
-      return InvalidArgument("choice.variant: " + std::to_string(choice->variant) +
+  if (request.pin.has_value()) {
+    const int64_t variant = request.pin->variant;
+    if (variant < 0 || variant >= count) {
+      return InvalidArgument("choice.variant: " + std::to_string(variant) +
                              " is not one of the graph's " + std::to_string(count));
     }
-    return std::vector<int>{choice->variant};
+    return std::vector<int>{static_cast<int>(variant)};
   }
   for (int variant = 0; variant < count; ++variant) variants.push_back(variant);
   return variants;
-}
-
-StatusOr<std::optional<Choice>> ReadChoice(const std::string& text) {
-  if (text.empty()) return std::optional<Choice>();
-  ASSIGN_OR_RETURN(Choice choice, ParseChoice(text));
-  return std::optional<Choice>(std::move(choice));
 }
 
 // Collects reasons, each once, and makes the refusal of them.
@@ -407,14 +419,15 @@ StatusOr<std::vector<PointerSource>> FindSources(const GraphSpec& spec,
 }
 
 // Calls `visit` with each candidate of each variant, with its attempt and its place
-// there, until it says true: enough. Notes why a variant has none.
+// there, until it says true: enough. Notes why a variant has none, and why a candidate
+// is not allowed.
 template <typename Visit>
 Status VisitCandidates(const GraphSpec& graph, const std::string& choice,
                        const PlanTarget& target, Reasons& reasons, Visit&& visit) {
-  ASSIGN_OR_RETURN(const std::optional<Choice> pinned, ReadChoice(choice));
-  ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(graph, pinned));
+  ASSIGN_OR_RETURN(const PlanRequest request, ParsePlanRequest(choice));
+  ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(graph, request));
   for (const int variant : variants) {
-    auto attempt = Attempt::Make(graph, pinned, target, variant);
+    auto attempt = Attempt::Make(graph, request, target, variant);
     if (!attempt.ok()) {
       if (attempt.status().code() != StatusCode::kUnimplemented) {
         return attempt.status();
@@ -424,6 +437,9 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& choice,
     }
     for (int64_t i = 0; i < attempt->count(); ++i) {
       ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
+      if (!candidate.refusal.empty()) {
+        reasons.Add(candidate.name + ": " + candidate.refusal);
+      }
       ASSIGN_OR_RETURN(const bool is_enough, visit(*attempt, i, std::move(candidate)));
       if (is_enough) return {};
     }
@@ -440,9 +456,10 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
   std::shared_ptr<const Plan> plan;
   const auto build = [&](Attempt& attempt, int64_t index,
                          Candidate candidate) -> StatusOr<bool> {
+    if (!candidate.refusal.empty()) return false;
     RETURN_IF_ERROR(attempt.Build(index, candidate));
     if (!candidate.is_built) {
-      reasons.Add(candidate.name + ": " + candidate.failure);
+      reasons.Add(candidate.name + ": " + candidate.failure + candidate.refusal);
       return false;
     }
     auto built = std::make_unique<Built>();
@@ -478,15 +495,22 @@ StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
   Reasons reasons;
   std::vector<Candidate> candidates;
   bool is_wanted = build;
+  bool is_any_allowed = false;
   const auto collect = [&](Attempt& attempt, int64_t index,
                            Candidate candidate) -> StatusOr<bool> {
-    if (is_wanted) RETURN_IF_ERROR(attempt.Build(index, candidate));
+    if (is_wanted && candidate.refusal.empty()) {
+      RETURN_IF_ERROR(attempt.Build(index, candidate));
+      if (!candidate.refusal.empty()) {
+        reasons.Add(candidate.name + ": " + candidate.refusal);
+      }
+    }
     if (candidate.is_built) is_wanted = false;
+    if (candidate.refusal.empty()) is_any_allowed = true;
     candidates.push_back(std::move(candidate));
     return false;
   };
   RETURN_IF_ERROR(VisitCandidates(graph, choice, target, reasons, collect));
-  if (candidates.empty()) return reasons.Refusal(target, choice);
+  if (!is_any_allowed) return reasons.Refusal(target, choice);
   return candidates;
 }
 

@@ -41,14 +41,18 @@ struct Candidate {
   int64_t workspace_bytes = 0;
   double build_ms = 0;
   std::string failure;  // why it did not build; empty where it did or was not tried
+
+  // Why the request does not allow it; empty where it does. Such a one is not built.
+  std::string refusal;
 };
 
 // Immutable; executes on any handle of the device that it was built for, from several
 // threads at once as long as each brings its own handle.
 class Plan {
  public:
-  // Builds the first of cuDNN's candidates that builds, or the one that `choice` pins
-  // (empty: none). UNIMPLEMENTED, with one line per reason, where there is none.
+  // Builds the first of cuDNN's candidates that builds and that `choice` allows: the
+  // text of a request, see plan_request.h. UNIMPLEMENTED, with one line per reason,
+  // where there is none.
   // The runtime must be loaded. Slow: up to seconds.
   static StatusOr<std::shared_ptr<const Plan>> Build(const GraphSpec& graph,
                                                      const std::string& choice,
@@ -66,7 +70,7 @@ class Plan {
 
   const Candidate& candidate() const { return candidate_; }
   int64_t workspace_bytes() const { return candidate_.workspace_bytes; }
-  // Why the candidates before this one did not build.
+  // Why the candidates before this one did not build or are not allowed.
   const std::vector<std::string>& failures() const { return failures_; }
 
  private:
@@ -79,8 +83,9 @@ class Plan {
   std::vector<std::string> failures_;
 };
 
-// All candidates in cuDNN's order. With `build`, tries them in that order until one
-// builds, as Plan::Build does; those after it are listed untried.
+// All candidates in cuDNN's order, with those that `choice` does not allow marked by
+// their refusal; UNIMPLEMENTED where it allows none. With `build`, tries the others in
+// that order until one builds, as Plan::Build does; those after it are listed untried.
 StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
                                                 const std::string& choice,
                                                 const PlanTarget& target, bool build);

@@ -3,12 +3,15 @@
 
 #include "plan_cache.h"
 
+#include <chrono>
 #include <utility>
+#include <variant>
 
 #include "cuda_device.h"
 #include "cudnn_library.h"
 #include "guard.h"
 #include "handle_pool.h"
+#include "log.h"
 
 namespace jax_cudnn {
 namespace {
@@ -49,6 +52,51 @@ bool IsWorthKeeping(const StatusOr<std::shared_ptr<const Plan>>& result) {
   return false;
 }
 
+// --- what the log says --------------------------------------------------------------
+
+using Clock = std::chrono::steady_clock;
+
+// What a graph computes, in a word: its kinds, or modes where it has them.
+std::string Label(const GraphSpec& graph) {
+  std::string label;
+  for (const NodeSpec& node : graph.nodes) {
+    std::string name = node.kind;
+    if (const auto mode = node.attributes.find("mode"); mode != node.attributes.end()) {
+      if (const auto* text = std::get_if<std::string>(&mode->second)) name = *text;
+    }
+    if (name == "constant" || name == "identity") continue;
+    if (!label.empty()) label += '+';
+    label += name;
+  }
+  return label;
+}
+
+void LogLine(const std::string& text) { Log(LogSource::kOurs, LogLevel::kDebug, text); }
+
+void LogMiss(const GraphSpec& graph, const std::string& choice, int device) {
+  if (!IsLogged(LogLevel::kDebug)) return;
+  LogLine(Label(graph) + " on device " + std::to_string(device) +
+          ": no plan in the cache" +
+          (choice.empty() ? std::string() : " for the choice " + choice));
+}
+
+void LogBuild(const GraphSpec& graph, Clock::time_point start,
+              const StatusOr<std::shared_ptr<const Plan>>& result) {
+  if (!IsLogged(LogLevel::kDebug)) return;
+  const std::string label = Label(graph);
+  const auto ms =
+      std::chrono::duration_cast<std::chrono::milliseconds>(Clock::now() - start);
+  const std::string time = " after " + std::to_string(ms.count()) + " ms";
+  if (!result.ok()) {
+    LogLine(label + ": no plan" + time + ": " + result.status().message());
+    return;
+  }
+  const Plan& plan = **result;
+  for (const std::string& failure : plan.failures()) LogLine(label + ": " + failure);
+  LogLine(label + ": built " + plan.candidate().name + time + ", workspace " +
+          std::to_string(plan.workspace_bytes()) + " bytes");
+}
+
 }  // namespace
 
 PlanCache& PlanCache::Global() {
@@ -61,6 +109,7 @@ StatusOr<std::shared_ptr<const Plan>> PlanCache::GetOrBuild(const std::string& t
                                                             const GraphSpec& graph,
                                                             const std::string& choice,
                                                             int device) {
+  const DeferredLog deferred;
   std::shared_ptr<Entry> entry;
   {
     const std::scoped_lock lock(mutex_);
@@ -74,11 +123,14 @@ StatusOr<std::shared_ptr<const Plan>> PlanCache::GetOrBuild(const std::string& t
     ++hits_;
     return *entry->result;
   }
+  LogMiss(graph, choice, device);
+  const auto start = Clock::now();
   auto result = Guard("building a plan", [&] {
     return WithTarget(device, [&](const PlanTarget& target) {
       return Plan::Build(graph, choice, target);
     });
   });
+  LogBuild(graph, start, result);
   if (IsWorthKeeping(result)) entry->result = result;
   const std::scoped_lock lock(mutex_);
   ++builds_;
@@ -101,9 +153,10 @@ void PlanCache::Clear() {
 }
 
 StatusOr<std::vector<Candidate>> ListDeviceCandidates(const GraphSpec& graph,
+                                                      const std::string& choice,
                                                       int device) {
   return WithTarget(device, [&](const PlanTarget& target) {
-    return ListCandidates(graph, /*choice=*/"", target, /*build=*/false);
+    return ListCandidates(graph, choice, target, /*build=*/false);
   });
 }
 

@@ -52,8 +52,10 @@ class PlanCache {
   int64_t hits_ = 0;
 };
 
-// cuDNN's candidates for a graph on a device of this machine, none of them built.
+// cuDNN's candidates for a graph on a device of this machine, none of them built; see
+// ListCandidates.
 StatusOr<std::vector<Candidate>> ListDeviceCandidates(const GraphSpec& graph,
+                                                      const std::string& choice,
                                                       int device);
 
 }  // namespace jax_cudnn

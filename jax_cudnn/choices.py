@@ -48,21 +48,28 @@ class Choice:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Key:
-    """What a choice is for: a GPU and cuDNN by name, and a digest of the graph."""
+    """What a choice is for: a GPU and cuDNN by name, and a digest of the graph.
+
+    The digest of a graph whose plans are restricted is that of the restriction, too.
+    """
 
     device: str
     cudnn: int
     graph: str
 
 
-def key_of(graph: Graph, target: Target) -> Key:
-    """Return the key of a part of a graph on a target."""
-    return Key(target.name, target.cudnn_version, _digest(graph))
+def key_of(graph: Graph, target: Target, allowed: str = "") -> Key:
+    """Return the key of a part of a graph on a target.
+
+    ``allowed`` is the text of ``PlanOptions``, for a choice among the plans that they
+    allow; "" is for a choice among all.
+    """
+    return Key(target.name, target.cudnn_version, _digest(graph, allowed))
 
 
 @functools.lru_cache(maxsize=8192)
-def _digest(graph: Graph) -> str:
-    return hashlib.sha256(to_json(graph).encode()).hexdigest()[:32]
+def _digest(graph: Graph, allowed: str) -> str:
+    return hashlib.sha256((to_json(graph) + allowed).encode()).hexdigest()[:32]
 
 
 class ChoiceTable:
@@ -86,9 +93,16 @@ class ChoiceTable:
             self._choices = {}
             self.version += 1
 
-    def get(self, graph: Graph, target: Target) -> Choice | None:
-        """Return the choice for a part of a graph, if there is one."""
-        return self._choices.get(key_of(graph, target)) if self._choices else None
+    def get(self, graph: Graph, target: Target, allowed: str = "") -> Choice | None:
+        """Return the choice for a part of a graph, if there is one.
+
+        Where plans are restricted, that is one measured so, or else the general one,
+        which the restriction may not allow.
+        """
+        if not self._choices:
+            return None
+        general = self._choices.get(key_of(graph, target))
+        return self._choices.get(key_of(graph, target, allowed), general)
 
     def all(self) -> dict[Key, Choice]:
         """Return a copy of the table."""

@@ -2,8 +2,8 @@
 """Options that change the traced program; part of each call, so that jit sees them."""
 
 import json
-from dataclasses import dataclass
-from typing import Literal, get_args
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
 
 Implementation = Literal["auto", "cudnn", "xla"]
 HeuristicMode = Literal["A", "B", "FALLBACK"]
@@ -139,6 +139,9 @@ class PlanOptions:
                 "No plan has it and has it not."
             )
 
+    def __repr__(self) -> str:
+        return _set_fields(self)
+
     @property
     def all_refused_notes(self) -> tuple[Note, ...]:
         """The notes that are refused, that of ``deterministic`` among them."""
@@ -163,6 +166,14 @@ class PlanOptions:
             "workspace_limit_bytes": self.workspace_limit_bytes,
         }
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
+def _set_fields(options: Any) -> str:
+    """Return the fields that differ from their defaults, as in a call."""
+    default = type(options)()
+    values = ((each.name, getattr(options, each.name)) for each in fields(options))
+    changed = (f"{k}={v!r}" for k, v in values if v != getattr(default, k))
+    return f"{type(options).__name__}({', '.join(changed)})"
 
 
 def _is_count(value: object) -> bool:
@@ -192,6 +203,9 @@ class Options:
                 f"implementation={self.implementation!r} is not one of "
                 f"{', '.join(map(repr, get_args(Implementation)))}."
             )
+
+    def __repr__(self) -> str:
+        return _set_fields(self)
 
 
 def check_plan(plan: object) -> None:

@@ -196,9 +196,7 @@ def evaluate(problem: Problem, *, tf32: bool = False) -> Evaluated:
     @jax.jit
     def run(arrays: dict[str, jax.Array], cotangent: jax.Array | None) -> Any:
         full = {
-            name: jnp.broadcast_to(
-                jnp.reshape(arrays[name].astype(jnp.float32), each.aligned), each.full
-            )
+            name: jnp.broadcast_to(jnp.reshape(arrays[name], each.aligned), each.full)
             for name, each in problem.operands.items()
         }
         moving = {name: full[name] for name in wanted}
@@ -220,10 +218,10 @@ def evaluate(problem: Problem, *, tf32: bool = False) -> Evaluated:
         (terms,) = pullback(cotangent.astype(jnp.float32))
         return result, terms, cotangent
 
+    # Converted out here: XLA would find f8 operands and ask for a convolution of them.
+    arrays = {name: x.astype(jnp.float32) for name, x in problem.arrays.items()}
     with jax.default_matmul_precision("highest"):
-        output, terms, cotangent = run(
-            problem.arrays, problem.cotangent if wanted else None
-        )
+        output, terms, cotangent = run(arrays, problem.cotangent if wanted else None)
     gradients: dict[str, np.ndarray] = {}
     norms: dict[str, np.ndarray] = {}
     for name in wanted:

@@ -290,6 +290,42 @@ def test_modes_that_cudnn_computes_wrongly_are_written_as_others(
     assert "select" in modes
 
 
+@pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])
+def test_f8_results_of_f32_products_are_rounded_by_xla(
+    dtype: Any, rng: np.random.Generator
+) -> None:
+    a, b = _draw(rng, 5, 33).astype(jnp.float32), _draw(rng, 33, 7).astype(dtype)
+    with jax.enable_x64(False):
+        graph = next(
+            part
+            for found, _, is_linear in traced_graphs(
+                jax.grad(lambda b: jax_cudnn.matmul(a, b).sum()), b
+            )
+            if not is_linear
+            for part in partition(found)
+            if part.output_tensors[0].dtype.startswith("f8")
+        )
+        operands = [
+            _draw(rng, *t.stored_shape).astype(jnp.float32) for t in graph.input_tensors
+        ]
+        (expected,) = evaluate(graph, operands)
+        candidates = legalize(graph, None).candidates
+        assert candidates
+        for legal in candidates:
+            (made,) = legal.graph.output_tensors
+            assert made.dtype == "f32"
+            assert any("rounded to f8 by XLA" in note for note in legal.notes)
+            results = evaluate(legal.graph, legal.before(operands))
+            (found,) = legal.after(operands, results)
+            assert found.dtype == expected.dtype == dtype
+            # The order of the sums is not the same: half an ulp of f8 may turn over.
+            np.testing.assert_allclose(
+                found.astype(jnp.float32),
+                expected.astype(jnp.float32),
+                rtol=float(jnp.finfo(dtype).eps),
+            )
+
+
 def test_weights_are_converted_in_the_kernel_or_before_it() -> None:
     weights = jax.ShapeDtypeStruct((24, 16), jnp.int8)
     x = jax.ShapeDtypeStruct((5, 24), jnp.bfloat16)

@@ -12,6 +12,7 @@ from jax_cudnn.legalize.modes import rewrite_modes
 from jax_cudnn.legalize.partition import is_contraction
 from jax_cudnn.legalize.rules import Legal, Legalization
 from jax_cudnn.reference import evaluate
+from jax_cudnn.reference.dtypes import jax_dtype
 
 _CANDIDATES: dict[str, Callable[[Graph], tuple[Legal, ...]]] = {
     "conv_dgrad": conv.candidates,
@@ -42,19 +43,50 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
             reasons=tuple(reasons), advice='Pass implementation="xla" or "auto".'
         )
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
-    fused = [*_converted_first(graph, node, ways)]
-    if not _converts_f8_to_f32(graph, node):
-        fused = [*ways(graph), *fused]
+    if narrow := _f8_results_of_f32(graph, node):
+        return _rounded_by_xla(graph, narrow, target)
+    fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
     # Merged groups are fast, but for a depthwise convolution.
     order = [*alone, *fused] if _is_depthwise(graph, node) else [*fused, *alone]
     return Legalization(candidates=tuple(order))
 
 
-def _converts_f8_to_f32(graph: Graph, node: Node) -> bool:
-    """Whether an f8 operand meets an f32 one, for which cuDNN 9.19 gave NaN (H200)."""
-    is_f32 = all(graph.tensor(name).dtype == "f32" for _, name in node.inputs)
-    return is_f32 and any(t.dtype.startswith("f8") for t in graph.input_tensors)
+def _f8_results_of_f32(graph: Graph, node: Node) -> frozenset[str]:
+    """Return the f8 results of f32 operands: cuDNN 9.19 wrote NaN into some (H200)."""
+    if any(graph.tensor(name).dtype != "f32" for _, name in node.inputs):
+        return frozenset()
+    return frozenset(t.name for t in graph.output_tensors if t.dtype.startswith("f8"))
+
+
+def _rounded_by_xla(
+    graph: Graph, names: frozenset[str], target: Target | None
+) -> Legalization:
+    """Return the ways to compute a graph with some results in f32, rounded by XLA."""
+    wide = replace(
+        graph,
+        tensors=tuple(
+            replace(t, dtype="f32") if t.name in names else t for t in graph.tensors
+        ),
+    )
+    legalization = legalize(wide, target)
+
+    def rounded(way: Legal) -> Legal:
+        def after(
+            operands: Sequence[jax.Array], results: Sequence[jax.Array]
+        ) -> tuple[jax.Array, ...]:
+            return tuple(
+                x.astype(jax_dtype(tensor.dtype))
+                for x, tensor in zip(
+                    way.after(operands, results), graph.output_tensors, strict=True
+                )
+            )
+
+        note = f"{', '.join(sorted(names))} is rounded to f8 by XLA"
+        return replace(way, after=after, notes=(*way.notes, note))
+
+    ways = tuple(map(rounded, legalization.candidates))
+    return replace(legalization, candidates=ways)
 
 
 def _is_depthwise(graph: Graph, node: Node) -> bool:

@@ -29,6 +29,7 @@ from jax_cudnn.legalize import (
 )
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.primitives import graph_p, run_reference
+from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -151,6 +152,8 @@ def decide(graph: Graph, options: Options) -> Decision:
     if graph.has_empty_tensor:
         return Decision(reasons=("a tensor has no elements: nothing to launch",))
     try:
+        if (tuner := scope().tuner) is not None:
+            tuner(graph, options)
         return _decide(graph, gpu_for(options), options, choices.table().version)
     except LibraryError as error:
         # Who names a GPU wants a program for it.
@@ -173,7 +176,8 @@ def _decide(
 
 def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
     target = None if gpu is None else gpu.target
-    measured = None if target is None else choices.table().get(part, target)
+    choice = options.plan.to_choice()
+    measured = None if target is None else choices.table().get(part, target, choice)
     if not any(map(is_contraction, part.nodes)) and (
         measured is None or measured.implementation == "xla"
     ):
@@ -189,7 +193,6 @@ def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         if step is not None:
             return step
     reasons = list(legalization.reasons)
-    choice = options.plan.to_choice()
     why = "requested" if choice else "heuristic"
     for legal in legalization.candidates:
         if is_auto and legal.slower:

@@ -4,6 +4,7 @@
 A call's own arguments go before them.
 """
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,15 +12,20 @@ from typing import Any
 import jax
 
 from jax_cudnn.config import Implementation, Options, PlanOptions, check_plan
+from jax_cudnn.graph import Graph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """What ``plans.using`` sets for the calls that are traced inside it."""
+    """What is set for the calls that are traced and compiled inside a `with` block.
+
+    ``tuner`` is told of each graph before it is decided who runs it.
+    """
 
     implementation: Implementation = "auto"
     plan: PlanOptions = field(default_factory=PlanOptions)
     device: str | None = None
+    tuner: Callable[[Graph, Options], None] | None = None
 
 
 _scope = jax.make_user_context(Scope())

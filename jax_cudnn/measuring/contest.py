@@ -2,6 +2,7 @@
 """Which of cuDNN's plans, or XLA's code, runs a part of a graph fastest?"""
 
 import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -29,23 +30,34 @@ _SAMPLES = 7
 _BUILDERS = 8
 
 
-def measure(part: Graph, options: Options, target: Target) -> Choice:
-    """Time everything that can run a part of a graph, and return the fastest.
+class OutOfTimeError(Exception):
+    """The contest was not over when its time was."""
+
+
+def measure(
+    part: Graph, options: Options, target: Target, deadline: float = float("inf")
+) -> Choice:
+    """Time everything that may run a part of a graph, and return the fastest.
 
     Plans of one graph race by the device's events. The winner of each way of rewriting
     the part then meets XLA's code, each with all its array work, in compiled programs.
+
+    Raises:
+      OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
     """
     device = jax.local_devices(backend="cuda")[0]
     sets = draw_sets(part, device)
 
     def time_it(function: Callable[..., Any]) -> float:
+        if time.monotonic() > deadline:
+            raise OutOfTimeError
         call = compile_over_sets(function, sets)
         return time_calls(call, len(sets), samples=_SAMPLES).median_us
 
     xla_us = time_it(lambda *xs: run_xla(part, xs, options))
     first_ratio: float | None = None
     best: tuple[float, int, str] | None = None
-    for index, legal, plans in _contenders(part, target):
+    for index, legal, plans in _contenders(part, options, target):
         changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
         race = list(_race(PlanStopwatch(legal.graph, changed, device), plans))
         if not race:
@@ -80,26 +92,29 @@ def _run_legal(
 
 
 def _contenders(
-    part: Graph, target: Target
+    part: Graph, options: Options, target: Target
 ) -> Iterator[tuple[int, Legal, list[native.PlanInfo]]]:
     """Yield each way of rewriting the part, with the plans that build for it."""
     with ThreadPoolExecutor(_BUILDERS) as pool:
         for index, legal in enumerate(legalize(part, target).candidates):
             json = to_json(legal.graph)
             try:
-                listed = native.candidates(json)
+                listed = native.candidates(json, choice=options.plan.to_choice())
             except UnsupportedError:
                 continue
-            pinned = [each.choice for each in listed if each.choice]
-            built = pool.map(lambda choice, json=json: _build(json, choice), pinned)
+            pinned = [each.choice for each in listed if not each.refusal]
+            build = functools.partial(_build, json, options)
+            built = pool.map(build, filter(None, pinned))
             yield index, legal, [plan for plan in built if plan is not None]
 
 
-def _build(json: str, choice: str) -> native.PlanInfo | None:
+def _build(json: str, options: Options, choice: str) -> native.PlanInfo | None:
     try:
-        return native.plan(json, choice=choice)
+        plan = native.plan(json, choice=choice)
     except (UnsupportedError, GraphError):
         return None
+    limit = options.plan.workspace_limit_bytes
+    return plan if limit is None or plan.workspace_bytes <= limit else None
 
 
 def _race(

@@ -6,6 +6,7 @@ itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
 from jax_cudnn.native.library import LibraryInfo, cudnn_version, load_libraries
+from jax_cudnn.native.logs import LogSink, set_log_sink
 from jax_cudnn.native.planner import (
     CacheStats,
     Candidate,
@@ -16,6 +17,7 @@ from jax_cudnn.native.planner import (
     clear_cache,
     device_properties,
     device_target,
+    parse_choice,
     parse_graph,
     plan,
     plan_offline,
@@ -35,6 +37,7 @@ __all__ = [
     "Candidate",
     "LaunchBuffers",
     "LibraryInfo",
+    "LogSink",
     "PlanInfo",
     "build_info",
     "cache_stats",
@@ -44,9 +47,11 @@ __all__ = [
     "device_properties",
     "device_target",
     "load_libraries",
+    "parse_choice",
     "parse_graph",
     "plan",
     "plan_offline",
     "register_targets",
+    "set_log_sink",
     "time_plan",
 ]

@@ -24,7 +24,8 @@ class Candidate:
     passed to ``plan``; it is empty where this version of the frontend cannot name one
     of the knobs. ``variant`` counts the ways of writing the graph. ``workspace_bytes``
     and ``build_ms`` are known where ``is_built``; ``failure`` says why a candidate that
-    was tried did not build.
+    was tried did not build, ``refusal`` why the choice does not allow it: such a one is
+    not built.
     """
 
     name: str
@@ -38,11 +39,12 @@ class Candidate:
     workspace_bytes: int
     build_ms: float
     failure: str
+    refusal: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanInfo(Candidate):
-    """The plan that a graph runs with, and what was tried before it."""
+    """The plan that a graph runs with, and why those before it do not run it."""
 
     failures: tuple[str, ...]
 
@@ -61,12 +63,18 @@ def parse_graph(text: str) -> str:
     return extension().parse_graph(_bytes(text))
 
 
+def parse_choice(text: str) -> str:
+    """Return the text of a choice; raise what is wrong with it, if anything is."""
+    return extension().parse_choice(_bytes(text))
+
+
 def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
     """Return the plan of a graph on a CUDA device; built once, then cached.
 
     Args:
         graph_json: canonical text of the graph.
-        choice: a candidate's ``choice``, or "" for the first that builds.
+        choice: a candidate's ``choice``, a filter (see ``ffi/plan_request.h``), or ""
+            for the first that builds.
         device: CUDA ordinal of the device.
     """
     fields = extension().plan(_bytes(graph_json), _bytes(choice), device)
@@ -74,12 +82,15 @@ def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
     return PlanInfo(failures=failures, **_candidate_fields(fields))
 
 
-def candidates(graph_json: str, *, device: int = 0) -> tuple[Candidate, ...]:
+def candidates(
+    graph_json: str, *, choice: str = "", device: int = 0
+) -> tuple[Candidate, ...]:
     """Return cuDNN's candidates for a graph on a CUDA device, best guess first.
 
-    None of them is built: some may fail to, when it comes to it.
+    None of them is built: some may fail to, when it comes to it. Those that the choice
+    does not allow say why in ``refusal``; ``UnsupportedError`` where it allows none.
     """
-    listed = extension().list_candidates(_bytes(graph_json), device)
+    listed = extension().list_candidates(_bytes(graph_json), _bytes(choice), device)
     return tuple(Candidate(**_candidate_fields(fields)) for fields in listed)
 
 
@@ -142,8 +153,9 @@ def plan_offline(
         target: the device; its ``sm_version`` and ``sm_count`` count.
         device_properties: cuDNN's JSON description of it, as from
             ``device_properties``.
-        choice: lists only the candidate that it pins.
-        build: try the candidates in order until one builds.
+        choice: a pin lists only its candidate; a filter marks those that it does not
+            allow with their ``refusal``.
+        build: try the candidates that are allowed in order until one builds.
     """
     listed = extension().plan_offline(
         graph=_bytes(graph_json),

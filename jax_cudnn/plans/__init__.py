@@ -1,11 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Execution plans in the user's hands: which run, which are fastest, and why."""
 
-from jax_cudnn.choices import Choice
-from jax_cudnn.config import PlanOptions
-from jax_cudnn.plans.inspection import Call, Report, inspect
-from jax_cudnn.plans.scoping import using
-from jax_cudnn.plans.tuning import Tuning, autotune, load_choices
+from jax_cudnn.choices import (
+    Choice,
+)
+from jax_cudnn.config import (
+    PlanOptions,
+)
+from jax_cudnn.plans.inspection import (
+    Call,
+    Report,
+    inspect,
+)
+from jax_cudnn.plans.logs import (
+    log,
+)
+from jax_cudnn.plans.scoping import (
+    using,
+)
+from jax_cudnn.plans.tuning import (
+    Tuning,
+    autotune,
+    autotuning,
+    load_choices,
+)
 
 __all__ = [
     "Call",
@@ -14,7 +32,9 @@ __all__ = [
     "Report",
     "Tuning",
     "autotune",
+    "autotuning",
     "inspect",
     "load_choices",
+    "log",
     "using",
 ]

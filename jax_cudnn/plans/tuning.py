@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plans.autotune`: times every plan of a function's cuDNN calls, and XLA's code."""
+"""`plans.autotune`: times every plan of a function's cuDNN calls, and XLA's code.
 
+`plans.autotuning` does so for whatever is compiled inside a `with` block.
+"""
+
+import math
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,17 +19,23 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import is_contraction, partition
-from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering import scoped, traced_graphs
 from jax_cudnn.lowering.cuda import local_target
-from jax_cudnn.measuring import measure
+from jax_cudnn.measuring import OutOfTimeError, measure
+
+_BAR = 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Tuning:
-    """What ``autotune`` measured; ``str`` of it is a table."""
+    """What was measured; ``str`` of it is a table.
+
+    ``left_count`` is how many calls were not, for lack of time.
+    """
 
     device: str
-    choices: dict[Key, Choice]
+    choices: dict[Key, Choice] = field(default_factory=lambda: {})
+    left_count: int = 0
 
     def __str__(self) -> str:
         rows = [("op", "operands", "first / best", "cuDNN", "XLA", "chosen")]
@@ -44,6 +55,8 @@ class Tuning:
         for row in rows:
             cells = (cell.ljust(w) for cell, w in zip(row, widths, strict=True))
             lines.append("  ".join(cells).rstrip())
+        if self.left_count:
+            lines.append(f"not measured, for lack of time: {self.left_count}")
         return "\n".join(lines)
 
     def save(self, path: str | Path, made: str = "plans.autotune") -> None:
@@ -58,23 +71,25 @@ def _text(microseconds: float | None) -> str:
 def autotune(
     function: Callable[..., Any],
     *args: Any,
-    budget_s: float = float("inf"),
+    budget_s: float = math.inf,
     progress: bool = True,
     **kwargs: Any,
 ) -> Tuning:
     """Measure which plan is fastest for each cuDNN call of a function, and use it.
 
     Finds every convolution, matmul and attention that ``function(*args, **kwargs)``
-    hands to cuDNN, gradients included if it takes them; times all of cuDNN's plans and
-    XLA's own code for each, on random operands of those shapes and in memory of its
-    own; and makes the fastest the choice of this process: functions that are compiled
-    afterwards use it, with ``implementation="auto"`` also where that is XLA. Functions
-    that were compiled before keep their plans.
+    hands to cuDNN, gradients included if it takes them; times all of cuDNN's plans (of
+    those that the call's ``PlanOptions`` allow) and XLA's own code for each, on random
+    operands of those shapes and in memory of its own; and makes the fastest the choice
+    of this process and, by way of the cache folder (``plans.set_cache``), of those to
+    come: functions that are compiled afterwards use it, with ``implementation="auto"``
+    also where that is XLA. Functions that were compiled before keep their plans.
 
     Args:
       function: traced, not run; may be jitted.
       *args: arrays or ``jax.ShapeDtypeStruct``.
-      budget_s: seconds after which no further call is measured. Default: no limit.
+      budget_s: seconds to spend; a call that is not measured by then keeps the plan
+        that it had, and the ``Tuning`` says how many there are. Default: no limit.
       progress: whether to show progress on stderr. Default True.
       **kwargs: as ``*args``.
 
@@ -84,27 +99,45 @@ def autotune(
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
     """
-    local = local_target()
-    if local is None:
-        raise LibraryError("plans.autotune needs an NVIDIA GPU; JAX sees none here.")
-    target = local[1]
-    parts = dict.fromkeys(_parts(traced_graphs(function, *args, **kwargs)))
-    found: dict[Key, Choice] = {}
-    start = time.monotonic()
-    for i, (part, options) in enumerate(parts):
-        if time.monotonic() - start > budget_s:
-            break
-        choice = measure(part, options, target)
-        found[choices.key_of(part, target)] = choice
-        if progress:
-            best = _text(choice.cudnn_us)
-            print(
-                f"[{i + 1}/{len(parts)}] {choice.op} {choice.operands}: "
-                f"cuDNN {best} µs, XLA {_text(choice.xla_us)} µs",
-                file=sys.stderr,
-            )
-    choices.table().add(found)
-    return Tuning(device=target.name, choices=found)
+    tuner = _Tuner(budget_s=budget_s, progress=progress)
+    tuner.take(_parts(traced_graphs(function, *args, **kwargs)))
+    return tuner.finish()
+
+
+@contextmanager
+def autotuning(
+    *, budget_s: float = math.inf, progress: bool = True
+) -> Iterator[Tuning]:
+    """Measure, for what is compiled inside a `with` block, which plans are fastest.
+
+    As ``plans.autotune`` does, when XLA compiles a function and asks for plans: nothing
+    else has to be changed in a training script. The functions are compiled again
+    afterwards, outside the block, with the same choices and no measuring.
+
+    Args:
+      budget_s: seconds to spend in the block. Default: no limit.
+      progress: whether to show progress on stderr. Default True.
+
+    Yields:
+      A ``Tuning`` that fills as functions are compiled.
+
+    Raises:
+      LibraryError: there is no NVIDIA GPU or no cuDNN here.
+
+    Example:
+      >>> with plans.autotuning() as tuning:  # doctest: +SKIP
+      ...     state = train_step(state, batch)
+      >>> tuning.save("choices.json")  # doctest: +SKIP
+    """
+    tuner = _Tuner(budget_s=budget_s, progress=progress)
+
+    def before_deciding(graph: Graph, options: Options) -> None:
+        if options.device is None:
+            tuner.take(_parts([(graph, options, False)]))
+
+    with scoped(tuner=before_deciding):
+        yield tuner.tuning
+    tuner.finish()
 
 
 def load_choices(path: str | Path) -> int:
@@ -118,6 +151,64 @@ def load_choices(path: str | Path) -> int:
     loaded = choices.read(Path(path))
     choices.table().add(loaded)
     return len(loaded)
+
+
+class _Tuner:
+    """Measures parts, each once, while there is time."""
+
+    def __init__(self, *, budget_s: float, progress: bool) -> None:
+        local = local_target()
+        if local is None:
+            raise LibraryError(
+                "Tuning needs an NVIDIA GPU; JAX sees none here. Tune on the machine "
+                "that is to run the program, save the choices, and load them here."
+            )
+        self._target = local[1]
+        self._start = time.monotonic()
+        self._deadline = self._start + budget_s
+        self._progress = progress
+        self._seen: set[tuple[Graph, str]] = set()
+        self.tuning = Tuning(device=self._target.name)
+
+    def take(self, parts: Iterable[tuple[Graph, Options]]) -> None:
+        """Measure those of the parts that are new, and use what was found."""
+        new: dict[tuple[Graph, str], Options] = {}
+        for part, options in parts:
+            key = (part, options.plan.to_choice())
+            if key not in self._seen:
+                new.setdefault(key, options)
+        self._seen.update(new)
+        found: dict[Key, Choice] = {}
+        for i, ((part, allowed), options) in enumerate(new.items()):
+            try:
+                choice = measure(part, options, self._target, self._deadline)
+            except OutOfTimeError:
+                left = len(new) - i
+                self.tuning.left_count += left
+                self._show(f"out of time: {left} calls are left as they were")
+                break
+            found[choices.key_of(part, self._target, allowed)] = choice
+            self._show(
+                f"{_bar(i + 1, len(new))} {choice.op} {choice.operands}: "
+                f"cuDNN {_text(choice.cudnn_us)} µs, XLA {_text(choice.xla_us)} µs"
+            )
+        self.tuning.choices.update(found)
+        choices.table().add(found)
+
+    def finish(self) -> Tuning:
+        """Keep what was found for other processes, and return it."""
+        choices.remember(self.tuning.choices)
+        return self.tuning
+
+    def _show(self, line: str) -> None:
+        if self._progress:
+            seconds = time.monotonic() - self._start
+            print(f"{seconds:6.1f} s {line}", file=sys.stderr, flush=True)
+
+
+def _bar(done: int, count: int) -> str:
+    filled = _BAR * done // count
+    return f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{count}"
 
 
 def _parts(found: list[tuple[Graph, Options, bool]]) -> Iterator[tuple[Graph, Options]]:

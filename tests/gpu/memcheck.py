@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few attention calls for compute-sanitizer, each buffer allocated on its own.
 
-compute-sanitizer --error-exitcode 1 python -m tests.gpu.memcheck
+    compute-sanitizer --error-exitcode 1 python -m tests.gpu.memcheck [--break]
+
+With --break, one launch is given an operand at an address that nobody owns.
 """
 
 import os
+import sys
 
 # One cudaMalloc a buffer, so that an access past its end is seen.
 os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
 os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
 
 import jax
+import jax.numpy as jnp
 
+import jax_cudnn
+from jax_cudnn import native
+from jax_cudnn.graph import to_json
+from jax_cudnn.lowering import traced_graphs
 from tests.sdpa_cases import Case, attention, make_operands, with_gradients
 
 CASES = (
@@ -32,7 +40,30 @@ def run(case: Case) -> None:
     jax.block_until_ready(gradients(*operands.arrays))
 
 
+def run_with_a_bad_address() -> None:
+    """Launch a matmul whose first operand is nowhere."""
+    x, w = jnp.zeros((512, 256), jnp.bfloat16), jnp.zeros((256, 128), jnp.bfloat16)
+    ((graph, _, _),) = traced_graphs(jax_cudnn.matmul, x, w)
+    plan = native.plan(to_json(graph))
+    result = jnp.zeros((512, 128), jnp.bfloat16)
+    workspace = jnp.zeros(max(plan.workspace_bytes, 1), jnp.uint8)
+    jax.block_until_ready((w, result, workspace))
+    buffers = native.LaunchBuffers(
+        operands=(4096, w.unsafe_buffer_pointer()),
+        results=(result.unsafe_buffer_pointer(),),
+    )
+    native.time_plan(
+        to_json(graph), [buffers], workspace=workspace.unsafe_buffer_pointer()
+    )
+
+
 if __name__ == "__main__":
-    for each in CASES:
-        run(each)
-    print(f"{len(CASES)} cases done")
+    if "--break" in sys.argv:
+        run_with_a_bad_address()
+    else:
+        for each in CASES:
+            run(each)
+        print(f"{len(CASES)} cases done", flush=True)
+    # Under the sanitizer, XLA's own tear-down now and then crashes or hangs. That a
+    # process ends well without it is tested elsewhere (test_sdpa_execution.py).
+    os._exit(0)

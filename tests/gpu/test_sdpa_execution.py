@@ -286,21 +286,34 @@ def test_calls_are_inside_a_captured_command_buffer(tmp_path):
     assert inside >= 6 + 12 + 1
 
 
-@pytest.mark.slow
-def test_compute_sanitizer_finds_no_bad_access():
+def _check_memory(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run tests/gpu/memcheck.py under compute-sanitizer."""
     sanitizer = shutil.which("compute-sanitizer", path=_CUDA_PATH)
     if sanitizer is None:
         pytest.skip("compute-sanitizer is not installed")
-    result = subprocess.run(
+    return subprocess.run(
         [
             sanitizer, "--tool", "memcheck", "--report-api-errors", "no",
-            "--error-exitcode", "9", sys.executable, "-m", "tests.gpu.memcheck",
+            "--error-exitcode", "9",
+            sys.executable, "-m", "tests.gpu.memcheck", *arguments,
         ],
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_compute_sanitizer_finds_no_bad_access():
+    result = _check_memory()
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
     assert "6 cases done" in result.stdout
     assert "ERROR SUMMARY: 0 errors" in result.stdout
+
+
+@pytest.mark.slow
+def test_compute_sanitizer_would_find_a_bad_access():
+    result = _check_memory("--break")
+    assert result.returncode == 9, result.stdout[-3000:] + result.stderr[-1000:]
+    assert "ERROR SUMMARY: 0 errors" not in result.stdout
 
 
 _CUDA_PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/local/cuda/bin"))

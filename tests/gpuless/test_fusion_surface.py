@@ -86,11 +86,8 @@ def _sums_in_16_bits(graph: Graph) -> bool:
 
 
 def _is_unfused(graph: Graph, sm_version: int) -> bool:
-    """Depthwise convolutions, which are faster so, sums over a batch, f8 beside f32."""
-    operands = [graph.tensor(name).dtype for _, name in _contraction(graph).inputs]
-    has_f8 = any(t.dtype.startswith("f8") for t in graph.input_tensors)
-    if sm_version >= 89 and has_f8 and operands == ["f32", "f32"]:
-        return True
+    """Depthwise convolutions, which are faster so, and sums over a batch."""
+    del sm_version
     if _contraction(graph).kind == "conv_fprop" and len(graph.nodes) > 1:
         groups, channels, _ = _channels(graph)
         return groups > 1 and channels == 1

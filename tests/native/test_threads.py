@@ -11,7 +11,7 @@ from tests.native.stand_ins import compile_companions, compile_cudnn, obstacle
 
 _HERE = Path(__file__).parent
 _FFI = _HERE.parents[1] / "ffi"
-_SOURCES = ("cuda_device", "cudnn_library", "handle_pool", "plan_cache")
+_SOURCES = ("cuda_device", "cudnn_library", "handle_pool", "log", "plan_cache")
 
 
 @pytest.mark.slow

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plans.log`: one switch for the log of the package, its C++ side and cuDNN."""
+
+import logging
+
+from jax_cudnn import native
+
+_LOGGER = logging.getLogger("jax_cudnn")
+_CUDNN_LOGGER = logging.getLogger("jax_cudnn.cudnn")
+_FORMAT = "%(levelname)s %(name)s: %(message)s"
+
+# Ours, where we had to add one.
+_handler: logging.Handler | None = None
+
+
+def log(level: int | str | None = "DEBUG", *, cudnn: bool = False) -> None:
+    """Log what jax_cudnn does, through Python's ``logging``.
+
+    The logger "jax_cudnn" says at INFO which calls run with XLA, and why, and at DEBUG
+    what is planned: plans that are not in the cache, candidates that fail or are not
+    allowed, with cuDNN's reasons, and the plans that were built, with their times and
+    workspaces. Without this function, ``logging`` decides about what the Python side
+    says, and the C++ side says nothing.
+
+    A handler that writes to stderr is added only where no handler would see the lines:
+    programs that set up ``logging`` keep what they set up.
+
+    Args:
+      level: from which level on, a name or number of ``logging``. Default "DEBUG".
+        None undoes it: the C++ side is silent, the logger has no level of its own.
+      cudnn: whether to log cuDNN's own messages too, as logger "jax_cudnn.cudnn":
+        warnings and errors at those levels, and at DEBUG every call of its API, also by
+        others in the process (which takes time in each launch). Default False.
+
+    Raises:
+      ValueError: ``level`` is not a level of ``logging``.
+      LibraryError: ``cudnn`` is asked for and there is no libcudnn here.
+
+    Example:
+      >>> from jax_cudnn import plans
+      >>> plans.log("INFO")
+      >>> plans.log(None)
+    """
+    if level is None:
+        native.set_log_sink(None)
+        _LOGGER.setLevel(logging.NOTSET)
+        _remove_handler()
+        return
+    number = logging.Logger(_LOGGER.name, level).level
+    native.set_log_sink(_write, number, cudnn=cudnn)
+    _LOGGER.setLevel(number)
+    if not _LOGGER.hasHandlers():
+        _add_handler()
+
+
+def _write(level: int, text: str, source: str) -> None:
+    (_CUDNN_LOGGER if source == "cudnn" else _LOGGER).log(level, "%s", text)
+
+
+def _add_handler() -> None:
+    global _handler
+    _handler = logging.StreamHandler()
+    _handler.setFormatter(logging.Formatter(_FORMAT))
+    _LOGGER.addHandler(_handler)
+
+
+def _remove_handler() -> None:
+    global _handler
+    if _handler is not None:
+        _LOGGER.removeHandler(_handler)
+        _handler = None

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the C++ reader of plan requests take the texts that it writes, and no other?"""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jax_cudnn import GraphError
+from jax_cudnn.native import parse_choice
+
+_NOTES = (
+    "CUBLASLT_DEPENDENCY",
+    "DOWN_CONVERT_INPUTS",
+    "FFT",
+    "NONDETERMINISTIC",
+    "REDUCED_PRECISION_REDUCTION",
+    "REQUIRES_BIAS_INT8x32_REORDER",
+    "REQUIRES_FILTER_INT8x32_REORDER",
+    "RUNTIME_COMPILATION",
+    "STRICT_NAN_PROP",
+    "SUPPORTS_CUDA_GRAPH_NATIVE_API",
+    "TENSOR_CORE",
+    "WINOGRAD",
+    "WINOGRAD_TILE_13x13",
+    "WINOGRAD_TILE_4x4",
+    "WINOGRAD_TILE_6x6",
+)
+_FILTER = {
+    "denied_engines": [],
+    "deterministic": False,
+    "engines": None,
+    "modes": ["A", "FALLBACK"],
+    "refused_notes": [],
+    "required_notes": [],
+    "workspace_limit_bytes": None,
+}
+_PIN = {"engine": 7, "knobs": {"STAGES": 3, "TILEK": 0}, "variant": 0}
+
+
+def _dump(data: Any) -> str:
+    return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+
+def _filter(**changes: Any) -> str:
+    return _dump({**_FILTER, **changes})
+
+
+def _pin(**changes: Any) -> str:
+    return _dump({**_PIN, **changes})
+
+
+def _refusal(text: str) -> str | None:
+    """Return the reader's message, or None where it takes the text."""
+    try:
+        assert parse_choice(text) == text
+    except GraphError as error:
+        return str(error)
+    return None
+
+
+# --- what is taken --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        _filter(),
+        _filter(modes=["FALLBACK", "B", "A"]),
+        _filter(engines=[7, 1], denied_engines=[3, 0]),
+        _filter(deterministic=True, workspace_limit_bytes=0),
+        _filter(workspace_limit_bytes=2**63 - 1),
+        _filter(refused_notes=["RUNTIME_COMPILATION"], required_notes=["TENSOR_CORE"]),
+        _filter(deterministic=True, refused_notes=["NONDETERMINISTIC"]),
+        _pin(),
+        _pin(knobs={}, variant=1),
+        _pin(deterministic=True),
+    ],
+)
+def test_a_request_comes_back_byte_for_byte(text: str) -> None:
+    assert parse_choice(text) == text
+
+
+@given(
+    st.lists(st.integers(0, 99), max_size=4),
+    st.none() | st.lists(st.integers(100, 2**63 - 1), min_size=1, max_size=4),
+    st.booleans(),
+    st.permutations(["A", "B", "FALLBACK"]).map(lambda modes: modes[1:]),
+    st.sets(st.sampled_from(_NOTES)).map(sorted),
+    st.none() | st.integers(0, 2**63 - 1),
+)
+def test_every_filter_without_contradiction_is_taken(
+    denied: list[int],
+    engines: list[int] | None,
+    deterministic: bool,
+    modes: list[str],
+    refused: list[str],
+    limit: int | None,
+) -> None:
+    text = _filter(
+        denied_engines=denied,
+        engines=engines,
+        deterministic=deterministic,
+        modes=modes,
+        refused_notes=refused,
+        required_notes=[
+            name
+            for name in _NOTES
+            if name not in refused and not (deterministic and name == _NOTES[3])
+        ],
+        workspace_limit_bytes=limit,
+    )
+    assert parse_choice(text) == text
+
+
+# --- what is refused ------------------------------------------------------------------
+
+_MODES = "A, B, FALLBACK"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("A", "choice: not JSON: syntax error at byte"),
+        ("[]", "choice: expected an object, got a list"),
+        ("{}", "choice.denied_engines: missing field"),
+        (_filter(mode=["A"]), "choice.mode: unknown field"),
+        (_filter(modes=[]), f"choice.modes: empty; name one or more of {_MODES}"),
+        (
+            _filter(modes=["B", "C"]),
+            f"choice.modes[1]: 'C' is not a known mode; known are {_MODES}",
+        ),
+        (
+            _filter(modes=["B", "A", "B"]),
+            "choice.modes[2]: 'B' appears twice",
+        ),
+        (_filter(modes="A"), "choice.modes: expected a list, got a string"),
+        (
+            _filter(required_notes=["TENSOR_CORES"]),
+            "choice.required_notes[0]: 'TENSOR_CORES' is not a known note; known are "
+            + ", ".join(_NOTES),
+        ),
+        (
+            _filter(refused_notes=["FFT", "fft"]),
+            "choice.refused_notes[1]: 'fft' is not a known note; known are CUBLASLT_",
+        ),
+        (
+            _filter(refused_notes=["FFT"], required_notes=["WINOGRAD", "FFT"]),
+            "choice.required_notes: 'FFT' is both required and refused; take it out of "
+            "required_notes or of refused_notes",
+        ),
+        (
+            _filter(deterministic=True, required_notes=["NONDETERMINISTIC"]),
+            "choice.required_notes: 'NONDETERMINISTIC' is what deterministic refuses; "
+            "drop one of the two",
+        ),
+        (
+            _filter(deterministic=1),
+            "choice.deterministic: expected a boolean, got an integer",
+        ),
+        (
+            _filter(engines=[]),
+            "choice.engines: empty, which allows no engine; null allows all",
+        ),
+        (
+            _filter(engines=[1, 5], denied_engines=[2, 5]),
+            "choice.engines: engine 5 is both allowed and denied; take it out of "
+            "engines or of denied_engines",
+        ),
+        (
+            _filter(denied_engines=[4, -2]),
+            "choice.denied_engines[1]: -2 is not an engine; engines count from 0",
+        ),
+        (
+            _filter(engines=["eng0"]),
+            "choice.engines[0]: expected an integer, got a string",
+        ),
+        (_filter(denied_engines=None), "choice.denied_engines: expected a list"),
+        (
+            _filter(workspace_limit_bytes=-1),
+            "choice.workspace_limit_bytes: -1 is negative; 0 allows no workspace, "
+            "null any",
+        ),
+        (
+            _filter(workspace_limit_bytes=1.5),
+            "choice.workspace_limit_bytes: expected an integer, got a number",
+        ),
+        (
+            _filter(workspace_limit_bytes=2**63),
+            f"choice.workspace_limit_bytes: {2**63} does not fit in 64 bits",
+        ),
+        (_pin(modes=["A"]), "choice.modes: unknown field"),
+        ('{"engine":7,"knobs":{}}', "choice.variant: missing field"),
+        (_pin(engine=-1), "choice.engine: -1 is not an engine; engines count from 0"),
+        (_pin(engine=1.5), "choice.engine: expected an integer, got a number"),
+        (_pin(knobs=[]), "choice.knobs: expected an object, got a list"),
+        (_pin(knobs={"TILEK": "1"}), "choice.knobs.TILEK: expected an integer, got a"),
+        (_pin(variant=None), "choice.variant: expected an integer, got null"),
+        (
+            _pin(deterministic=False),
+            "choice.deterministic: a pin leaves it out where it is not true",
+        ),
+    ],
+)
+def test_a_refusal_names_the_field_and_what_is_valid(text: str, message: str) -> None:
+    refusal = _refusal(text)
+    assert refusal is not None
+    assert refusal.startswith(message)
+
+
+@pytest.mark.parametrize("data", [_FILTER, _PIN])
+def test_only_the_canonical_form_is_taken(data: dict[str, Any]) -> None:
+    keys = dict(reversed(data.items()))
+    for text in (json.dumps(data), json.dumps(keys, separators=(",", ":"))):
+        assert _refusal(text) == (
+            "choice: the text is valid but not in canonical form, which is "
+            + _dump(data)
+        )
+    unsorted = '{"engine":7,"knobs":{"TILEK":0,"STAGES":3},"variant":0}'
+    assert "not in canonical form" in str(_refusal(unsorted))
+
+
+_VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.sampled_from(["A", "FFT", ""]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from([*_FILTER, *_PIN]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@given(st.sampled_from([_FILTER, _PIN]), st.data(), _VALUES)
+def test_a_field_of_any_value_is_taken_as_it_is_or_refused(
+    data: dict[str, Any], draw: st.DataObject, value: Any
+) -> None:
+    name = draw.draw(st.sampled_from(sorted(data)))
+    refusal = _refusal(_dump({**data, name: value}))
+    assert refusal is None or refusal.startswith("choice")
+
+
+@given(st.text(max_size=40) | st.binary(max_size=40))
+def test_random_texts_are_refused(text: str | bytes) -> None:
+    if isinstance(text, bytes):
+        text = text.decode("utf-8", "surrogateescape")
+    if not text:
+        return
+    with pytest.raises(GraphError, match=r"^choice: "):
+        parse_choice(text)
