@@ -30,6 +30,7 @@ _ALLOWED = {
     "plans": {*_MACHINE, "ops", "measuring"},
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops"},
+    "cli": {*_MACHINE, "ops", "measuring", "plans"},
     "__init__": {*_MACHINE, "ops", "plans"},
     "__main__": {*_MACHINE, "ops", "plans"},
 }

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -27,8 +27,9 @@ from jax_cudnn import (
     plans,
 )
 from jax_cudnn.lowering import cuda, traced_graphs
-from jax_cudnn.offline import planner, worker
+from jax_cudnn.offline import worker
 from jax_cudnn.offline.process import PlanningProcess
+from tests.planning import CANDIDATE, FAILED, FakeProcess, fake_process
 
 _ROOT = Path(__file__).parents[1]
 
@@ -342,56 +343,11 @@ print(_start(Path({str(tmp_path)!r})).ask({{"graph": "a"}})["pid"])
 
 # --- the planner, with a process that answers as a test says --------------------------
 
-_CANDIDATE = {
-    "name": "eng2",
-    "engine": 2,
-    "knobs": [["STAGES", 3]],
-    "variant": 0,
-    "choice": '{"engine":2,"knobs":{"STAGES":3},"variant":0}',
-    "behavior_notes": ["RUNTIME_COMPILATION"],
-    "numeric_notes": [],
-    "is_built": True,
-    "workspace_bytes": 4321,
-    "build_ms": 1.5,
-    "failure": "",
-}
-_FAILED = {**_CANDIDATE, "name": "eng7", "is_built": False, "failure": "no kernel"}
-_UNTRIED = {**_CANDIDATE, "name": "eng8", "is_built": False}
-
-Answer = Callable[[dict[str, Any]], dict[str, Any]]
-
-
-class FakeProcess:
-    """Answers requests as a test says; remembers them."""
-
-    def __init__(self) -> None:
-        self.asked: list[dict[str, Any]] = []
-        self.answer: Answer = lambda _: {"candidates": [_FAILED, _CANDIDATE, _UNTRIED]}
-        self.missing = ""
-
-    def greeting(self) -> dict[str, Any]:
-        if self.missing:
-            raise LibraryError(self.missing)
-        return {"cudnn_version": 91900}
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(request)
-        return self.answer(request)
-
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProcess]:
-    made = FakeProcess()
-    monkeypatch.setattr(planner, "_process", lambda: made)
-    _forget()
-    yield made
-    _forget()
-
-
-def _forget() -> None:
-    planner._ask.cache_clear()
-    planner._named_gpu.cache_clear()
-    cuda._decide.cache_clear()
+    with fake_process(monkeypatch) as made:
+        yield made
 
 
 def test_the_first_candidate_that_builds_is_the_plan(fake: FakeProcess) -> None:
@@ -421,7 +377,7 @@ def test_the_first_candidate_that_builds_is_the_plan(fake: FakeProcess) -> None:
 
 
 def test_where_none_builds_each_says_why(fake: FakeProcess) -> None:
-    fake.answer = lambda _: {"candidates": [_FAILED, {**_FAILED, "name": "eng9"}]}
+    fake.answer = lambda _: {"candidates": [FAILED, {**FAILED, "name": "eng9"}]}
     with pytest.raises(UnsupportedError, match="no plan that builds") as caught:
         offline.named_gpu("h200").plan("{}", "pin")
     assert caught.value.reasons == ("eng7: no kernel", "eng9: no kernel")
@@ -491,7 +447,7 @@ def test_a_program_for_a_named_gpu_pins_its_plan_with_its_workspace(
         text = _text()
     assert "@jax_cudnn.graph(" in text
     assert "tensor<4321xui8>" in text
-    pin = _CANDIDATE["choice"].replace('"', r"\22")
+    pin = CANDIDATE["choice"].replace('"', r"\22")
     assert f'choice = "{pin}"' in text
     (request,) = fake.asked
     assert request["choice"] == ""
@@ -505,7 +461,7 @@ def test_a_program_for_a_named_gpu_pins_its_plan_with_its_workspace(
 def test_each_gpu_has_a_program_of_its_own(fake: FakeProcess) -> None:
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         count = request["target"]["sm_count"]
-        return {"candidates": [{**_CANDIDATE, "workspace_bytes": count}]}
+        return {"candidates": [{**CANDIDATE, "workspace_bytes": count}]}
 
     fake.answer = answer
     function = jax.jit(_matmul)

@@ -167,14 +167,15 @@ def _decide(
     graph: Graph, gpu: Gpu | None, options: Options, choices_version: int
 ) -> Decision:
     del choices_version  # Choices that were added since may decide otherwise.
-    steps = tuple(_decide_part(part, gpu, options) for part in partition(graph))
+    steps = tuple(decide_part(part, gpu, options) for part in partition(graph))
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
     if all(step.legal is None for step in steps) and options.implementation == "auto":
         steps = ()
     return Decision(steps=steps, reasons=tuple(reasons))
 
 
-def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
+def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
+    """Return who runs a part of a graph on a GPU; None is one that is not known."""
     target = None if gpu is None else gpu.target
     choice = options.plan.to_choice()
     measured = None if target is None else choices.table().get(part, target, choice)
@@ -182,7 +183,7 @@ def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         measured is None or measured.implementation == "xla"
     ):
         return Step(part=part)
-    if (reason := _precision_refusal(part, options)) is not None:
+    if (reason := precision_refusal(part, options)) is not None:
         return Step(part=part, reasons=(reason,))
     legalization = legalize(part, target)
     is_auto = options.implementation == "auto"
@@ -268,7 +269,8 @@ def _measured_reason(measured: Choice) -> str:
 _TF32_IS_ENOUGH = (None, "default", "fastest", "bfloat16", "tensorfloat32")
 
 
-def _precision_refusal(part: Graph, options: Options) -> str | None:
+def precision_refusal(part: Graph, options: Options) -> str | None:
+    """Return why the products asked for are finer than cuDNN's, or None."""
     precision = options.matmul_precision
     is_fusion = not any(node.kind.startswith("sdpa") for node in part.nodes)
     has_f32 = any(

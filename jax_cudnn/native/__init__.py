@@ -5,7 +5,12 @@
 itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
-from jax_cudnn.native.library import LibraryInfo, cudnn_version, load_libraries
+from jax_cudnn.native.library import (
+    LibraryInfo,
+    cudnn_version,
+    load_libraries,
+    version_text,
+)
 from jax_cudnn.native.logs import LogSink, set_log_sink
 from jax_cudnn.native.planner import (
     CacheStats,
@@ -54,4 +59,5 @@ __all__ = [
     "register_targets",
     "set_log_sink",
     "time_plan",
+    "version_text",
 ]

@@ -17,8 +17,12 @@ class LibraryInfo:
     @property
     def version_text(self) -> str:
         """The version as people write it, "9.19.0"."""
-        version = self.version
-        return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
+        return version_text(self.version)
+
+
+def version_text(version: int) -> str:
+    """Return a version as people write it: "9.19.0" for 91900."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def cudnn_version() -> LibraryInfo:

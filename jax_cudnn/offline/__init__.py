@@ -6,6 +6,19 @@ there, where there is no driver, and a crash of cuDNN ends that process only.
 """
 
 from jax_cudnn.offline.gpus import GpuDescription, find, known
-from jax_cudnn.offline.planner import NamedGpu, named_gpu, obstacle
+from jax_cudnn.offline.planner import (
+    NamedGpu,
+    has_all_engines,
+    named_gpu,
+    obstacle,
+)
 
-__all__ = ["GpuDescription", "NamedGpu", "find", "known", "named_gpu", "obstacle"]
+__all__ = [
+    "GpuDescription",
+    "NamedGpu",
+    "find",
+    "has_all_engines",
+    "known",
+    "named_gpu",
+    "obstacle",
+]

@@ -4,6 +4,7 @@
 import dataclasses
 import functools
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
@@ -43,7 +44,7 @@ class NamedGpu:
         for each in self._ask(graph_json, choice, build=True):
             if each["is_built"]:
                 return PlanInfo(failures=tuple(failures), **_fields(each))
-            if why := each["failure"] or each.get("refusal", ""):
+            if why := each["failure"] or each["refusal"]:
                 failures.append(f"{each['name']}: {why}")
         pinned = f" with the choice {choice}" if choice else ""
         raise UnsupportedError(
@@ -100,6 +101,18 @@ def obstacle() -> str | None:
     except LibraryError as error:
         return str(error)
     return None
+
+
+def has_all_engines() -> bool:
+    """Return whether the cuDNN that plans has its precompiled engines, too.
+
+    The small wheel, nvidia-cudnn-jit, has only those that are compiled when planned.
+
+    Raises:
+      LibraryError: there is no cuDNN to plan with.
+    """
+    directory = Path(greeting()["cudnn_path"]).parent
+    return (directory / "libcudnn_engines_precompiled.so.9").exists()
 
 
 def greeting() -> dict[str, Any]:

@@ -7,6 +7,12 @@ from jax_cudnn.choices import (
 from jax_cudnn.config import (
     PlanOptions,
 )
+from jax_cudnn.plans.explanation import (
+    Attempt,
+    ExplainedCall,
+    Explanation,
+    explain,
+)
 from jax_cudnn.plans.inspection import (
     Call,
     Report,
@@ -26,13 +32,17 @@ from jax_cudnn.plans.tuning import (
 )
 
 __all__ = [
+    "Attempt",
     "Call",
     "Choice",
+    "ExplainedCall",
+    "Explanation",
     "PlanOptions",
     "Report",
     "Tuning",
     "autotune",
     "autotuning",
+    "explain",
     "inspect",
     "load_choices",
     "log",
