@@ -25,7 +25,7 @@ Implementation = Literal["auto", "cudnn", "xla"]
 Parameters = dict[str, jax.Array]
 
 IMAGES, SIZE, CHANNELS, HEADS, CLASSES = 16, 16, 128, 4, 40
-# How far bf16 results may lie from one another, in norm: those of the reference are up to
+# How far bf16 results may lie from one another, in norm; the reference's are up to
 # 9e-3 from f32.
 ALLOWED = 3e-2
 

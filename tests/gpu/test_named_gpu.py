@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a program for a GPU by its name run on that GPU, and do others plan beside it?"""
+"""Does a program for a GPU by its name run there, and do others plan beside it?"""
 
 import os
 import subprocess
