@@ -79,6 +79,9 @@ StatusOr<DeviceInfo> QueryDevice(const CudnnRuntime& runtime, int device) {
   DeviceInfo info;
   info.sm_version = major * 10 + minor;
   info.sm_count = count;
+  RETURN_IF_ERROR(CheckCuda(runtime,
+                            runtime.cuda.driver_get_version(&info.driver_version),
+                            "cudaDriverGetVersion"));
   int driver_device = 0;
   std::array<char, 256> name{};
   if (runtime.cuda.driver_device_get(&driver_device, device) == 0 &&

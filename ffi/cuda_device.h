@@ -18,6 +18,7 @@ struct DeviceInfo {
   std::string name;
   int sm_version = 0;  // 90 is compute capability 9.0
   int sm_count = 0;
+  int driver_version = 0;  // the newest CUDA that the driver serves, 13000 for 13.0
 };
 
 // Makes a device current for the calling thread, and the former one on destruction.
@@ -42,7 +43,7 @@ class DeviceGuard {
 // Refuses ordinals that no device of this process has.
 Status CheckDevice(const CudnnRuntime& runtime, int device);
 
-// Name, compute capability and multiprocessor count of a device.
+// Name, compute capability and multiprocessor count of a device, and its driver.
 StatusOr<DeviceInfo> QueryDevice(const CudnnRuntime& runtime, int device);
 
 }  // namespace jax_cudnn

@@ -167,6 +167,7 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   RETURN_IF_ERROR(Resolve(cudart, "cudaSetDevice", cuda.set_device));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGetDeviceCount", cuda.get_device_count));
   RETURN_IF_ERROR(Resolve(cudart, "cudaDeviceGetAttribute", cuda.device_get_attribute));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaDriverGetVersion", cuda.driver_get_version));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGetErrorString", cuda.get_error_string));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamCreateWithFlags", cuda.stream_create));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamDestroy", cuda.stream_destroy));

@@ -48,6 +48,7 @@ struct CudaFunctions {
   int (*set_device)(int) = nullptr;
   int (*get_device_count)(int*) = nullptr;
   int (*device_get_attribute)(int*, int, int) = nullptr;
+  int (*driver_get_version)(int*) = nullptr;
   const char* (*get_error_string)(int) = nullptr;
   int (*stream_create)(CudaStream*, unsigned) = nullptr;
   int (*stream_destroy)(CudaStream) = nullptr;

@@ -7,6 +7,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -21,7 +22,10 @@
 #include "log.h"
 #include "plan.h"
 #include "plan_cache.h"
+#include "plan_file.h"
 #include "plan_request.h"
+#include "plan_shipping.h"
+#include "plan_store.h"
 #include "plan_timer.h"
 #include "status.h"
 
@@ -90,6 +94,10 @@ auto Call(const char* what, Function&& function) {
 // --- conversions --------------------------------------------------------------------
 
 std::string Text(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
+
+nb::bytes ToBytes(const std::string& text) {
+  return nb::bytes(text.data(), text.size());
+}
 
 nb::dict ToDict(const Candidate& candidate) {
   nb::dict knobs;
@@ -261,11 +269,118 @@ nb::dict CacheStats() {
   result["entries"] = stats.entries;
   result["builds"] = stats.builds;
   result["hits"] = stats.hits;
+  result["disk_hits"] = stats.store.hits;
+  result["disk_misses"] = stats.store.misses;
+  result["disk_writes"] = stats.store.writes;
+  result["disk_failures"] = stats.store.failures;
+  result["disk_last_failure"] = ToBytes(stats.store.last_failure);
   return result;
+}
+
+// --- plans on disk and on the way ---------------------------------------------------
+
+void SetPlanStore(const nb::bytes& directory, int64_t limit_bytes) {
+  PlanStoreSettings settings{Text(directory), limit_bytes};
+  const nb::gil_scoped_release release;
+  PlanStore::Global().Configure(std::move(settings));
+}
+
+// `source` is called once, by the thread that plans first, which may be one of XLA's.
+void SetPlanStoreSource(const nb::callable& source) {
+  // Leaked: it may be called until the process ends.
+  static auto& kept = *new nb::callable;
+  kept = source;
+  const nb::gil_scoped_release release;
+  PlanStore::Global().SetSource([]() -> StatusOr<PlanStoreSettings> {
+    if (Py_IsInitialized() == 0) return Internal("Python is gone");
+    const nb::gil_scoped_acquire acquire;
+    try {
+      const auto answer = nb::cast<std::pair<nb::bytes, int64_t>>(kept());
+      return PlanStoreSettings{Text(answer.first), answer.second};
+    } catch (const nb::python_error& error) {
+      return Internal(nb::str(error.value()).c_str());
+    }
+  });
+}
+
+std::pair<int64_t, int64_t> PlanStoreFiles() {
+  const nb::gil_scoped_release release;
+  const PlanStoreUsage usage = PlanStore::Global().Usage();
+  return {usage.files, usage.bytes};
+}
+
+void StorePut(const nb::bytes& key, const nb::bytes& payload) {
+  const std::string key_text = Text(key);
+  const std::string payload_text = Text(payload);
+  const nb::gil_scoped_release release;
+  PlanStore::Global().Save(key_text, payload_text);
+}
+
+nb::object StoreGet(const nb::bytes& key) {
+  const std::string key_text = Text(key);
+  std::optional<std::string> payload;
+  {
+    const nb::gil_scoped_release release;
+    payload = PlanStore::Global().Load(key_text);
+  }
+  if (!payload.has_value()) return nb::none();
+  return ToBytes(*payload);
+}
+
+PlanTarget DescribedTarget(const nb::bytes& device_properties, int sm_version,
+                           int sm_count) {
+  PlanTarget target;
+  target.device_properties = Text(device_properties);
+  target.sm_version = sm_version;
+  target.sm_count = sm_count;
+  return target;
+}
+
+nb::bytes ExportPlanFile(const nb::bytes& graph, const nb::bytes& choice, int device) {
+  const std::string text = Text(graph);
+  const std::string choice_text = Text(choice);
+  return ToBytes(
+      Call("exporting a plan", [&] { return ExportPlan(text, choice_text, device); }));
+}
+
+nb::bytes ExportPlanFileOffline(const nb::bytes& graph, const nb::bytes& choice,
+                                const nb::bytes& device_properties,
+                                const std::string& gpu, int sm_version, int sm_count) {
+  const std::string text = Text(graph);
+  const std::string choice_text = Text(choice);
+  const PlanTarget target = DescribedTarget(device_properties, sm_version, sm_count);
+  return ToBytes(Call("exporting a plan", [&] {
+    return ExportPlanOffline(text, choice_text, target, gpu);
+  }));
+}
+
+nb::dict ToDict(const ImportedPlan& imported) {
+  nb::dict result = ToDict(imported.plan->candidate());
+  result["failures"] = imported.plan->failures();
+  nb::dict answer;
+  answer["graph"] = imported.text;
+  answer["choice"] = imported.choice;
+  answer["plan"] = result;
+  return answer;
+}
+
+nb::dict ImportPlanFile(const nb::bytes& data, int device) {
+  const std::string bytes = Text(data);
+  return ToDict(Call("importing a plan", [&] { return ImportPlan(bytes, device); }));
+}
+
+nb::dict ImportPlanFileOffline(const nb::bytes& data,
+                               const nb::bytes& device_properties,
+                               const std::string& gpu, int sm_version, int sm_count) {
+  const std::string bytes = Text(data);
+  const PlanTarget target = DescribedTarget(device_properties, sm_version, sm_count);
+  return ToDict(
+      Call("importing a plan", [&] { return ImportPlanOffline(bytes, target, gpu); }));
 }
 
 nb::dict BuildInfo() {
   nb::dict result;
+  result["builder"] = LocalKey().builder;
   result["frontend_version"] = FrontendVersion();
   result["cudnn_header_version"] = CudnnHeaderVersion();
   result["ffi_api_version"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);
@@ -377,4 +492,24 @@ NB_MODULE(_ffi, m) {
         nb::arg("sets"), nb::arg("workspace"), nb::arg("launches"), nb::arg("samples"));
   m.def("cache_stats", CacheStats);
   m.def("clear_cache", [] { PlanCache::Global().Clear(); });
+
+  // Plans on disk and on the way.
+  m.def("set_plan_store", SetPlanStore, nb::arg("directory"), nb::arg("limit_bytes"));
+  m.def("set_plan_store_source", SetPlanStoreSource, nb::arg("source"));
+  m.def("plan_store_files", PlanStoreFiles);
+  m.def("clear_plan_store", [] {
+    const nb::gil_scoped_release release;
+    PlanStore::Global().Clear();
+  });
+  m.def("store_put", StorePut, nb::arg("key"), nb::arg("payload"));
+  m.def("store_get", StoreGet, nb::arg("key"));
+  m.def("export_plan", ExportPlanFile, nb::arg("graph"), nb::arg("choice"),
+        nb::arg("device"));
+  m.def("export_plan_offline", ExportPlanFileOffline, nb::arg("graph"),
+        nb::arg("choice"), nb::arg("device_properties"), nb::arg("gpu"),
+        nb::arg("sm_version"), nb::arg("sm_count"));
+  m.def("import_plan", ImportPlanFile, nb::arg("data"), nb::arg("device"));
+  m.def("import_plan_offline", ImportPlanFileOffline, nb::arg("data"),
+        nb::arg("device_properties"), nb::arg("gpu"), nb::arg("sm_version"),
+        nb::arg("sm_count"));
 }

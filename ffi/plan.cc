@@ -12,6 +12,9 @@
 #include <unordered_map>
 
 #include "graph_builder.h"
+#include "guard.h"
+#include "json_text.h"
+#include "plan_file.h"
 #include "plan_request.h"
 #include "refusal.h"
 
@@ -213,6 +216,18 @@ std::string PinText(const Candidate& candidate, bool deterministic) {
 
 // --- one variant of the graph, with its list of candidates --------------------------
 
+StatusOr<std::shared_ptr<const fe::DeviceProperties>> ReadDeviceProperties(
+    const std::string& text) {
+  auto properties = std::make_shared<fe::DeviceProperties>();
+  if (const auto error =
+          properties->deserialize(std::vector<uint8_t>(text.begin(), text.end()));
+      error.is_bad()) {
+    return InvalidArgument("cuDNN cannot use these device properties: " +
+                           Message(error));
+  }
+  return std::shared_ptr<const fe::DeviceProperties>(std::move(properties));
+}
+
 class Attempt {
  public:
   // Writes the graph and asks cuDNN for its candidates.
@@ -224,15 +239,8 @@ class Attempt {
     style.variant = variant;
     if (target.handle == nullptr) {
       style.sm_count = target.sm_count;
-      auto properties = std::make_shared<fe::DeviceProperties>();
-      const std::string& text = target.device_properties;
-      if (const auto error =
-              properties->deserialize(std::vector<uint8_t>(text.begin(), text.end()));
-          error.is_bad()) {
-        return InvalidArgument("cuDNN cannot use these device properties: " +
-                               Message(error));
-      }
-      style.device_properties = std::move(properties);
+      ASSIGN_OR_RETURN(style.device_properties,
+                       ReadDeviceProperties(target.device_properties));
     }
     Attempt attempt;
     attempt.request_ = request;
@@ -536,5 +544,152 @@ std::string FrontendVersion() {
 }
 
 int CudnnHeaderVersion() { return CUDNN_VERSION; }
+
+// --- plans as bytes -----------------------------------------------------------------
+//
+// A number, the size of a JSON text; that text, what Candidate and the failures say;
+// the frontend's bytes.
+
+namespace {
+
+void WriteStrings(const std::vector<std::string>& strings, std::string& out) {
+  out += '[';
+  for (const std::string& each : strings) {
+    if (out.back() != '[') out += ',';
+    WriteJsonString(each, out);
+  }
+  out += ']';
+}
+
+std::string WriteRecord(const Candidate& candidate,
+                        const std::vector<std::string>& failures) {
+  std::string text = "{\"behavior_notes\":";
+  WriteStrings(candidate.behavior_notes, text);
+  text += ",\"build_ms\":";
+  WriteJsonNumber(candidate.build_ms, text);
+  text += ",\"choice\":";
+  WriteJsonString(candidate.choice, text);
+  text += ",\"engine\":" + std::to_string(candidate.engine) + ",\"failures\":";
+  WriteStrings(failures, text);
+  // Pairs, since knobs without a name of their own may be several.
+  text += ",\"knobs\":[";
+  for (const auto& [name, value] : candidate.knobs) {
+    if (text.back() != '[') text += ',';
+    text += '[';
+    WriteJsonString(name, text);
+    text += ',' + std::to_string(value) + ']';
+  }
+  text += "],\"name\":";
+  WriteJsonString(candidate.name, text);
+  text += ",\"numeric_notes\":";
+  WriteStrings(candidate.numeric_notes, text);
+  text += ",\"variant\":" + std::to_string(candidate.variant);
+  text += ",\"workspace_bytes\":" + std::to_string(candidate.workspace_bytes);
+  return text + '}';
+}
+
+Status ReadKnobs(const Json& json,
+                 std::vector<std::pair<std::string, int64_t>>& knobs) {
+  ASSIGN_OR_RETURN(const JsonList* pairs, ReadList(json, "plan.knobs"));
+  for (const Json& each : *pairs) {
+    ASSIGN_OR_RETURN(const JsonList* pair, ReadList(each, "plan.knobs"));
+    if (pair->size() != 2) return InvalidArgument("plan.knobs: not a pair");
+    ASSIGN_OR_RETURN(std::string name, ReadString((*pair)[0], "plan.knobs"));
+    ASSIGN_OR_RETURN(const int64_t value, ReadInteger((*pair)[1], "plan.knobs"));
+    knobs.emplace_back(std::move(name), value);
+  }
+  return {};
+}
+
+Status ReadRecord(std::string_view text, Candidate& candidate,
+                  std::vector<std::string>& failures) {
+  ASSIGN_OR_RETURN(const Json json, ParseJson(text, "plan"));
+  ASSIGN_OR_RETURN(
+      const auto fields,
+      ReadFields(json, "plan",
+                 {"behavior_notes", "build_ms", "choice", "engine", "failures", "knobs",
+                  "name", "numeric_notes", "variant", "workspace_bytes"}));
+  size_t i = 0;
+  ASSIGN_OR_RETURN(candidate.behavior_notes, ReadStrings(*fields[i++], "plan.notes"));
+  ASSIGN_OR_RETURN(candidate.build_ms, ReadNumber(*fields[i++], "plan.build_ms"));
+  ASSIGN_OR_RETURN(candidate.choice, ReadString(*fields[i++], "plan.choice"));
+  ASSIGN_OR_RETURN(candidate.engine, ReadInteger(*fields[i++], "plan.engine"));
+  ASSIGN_OR_RETURN(failures, ReadStrings(*fields[i++], "plan.failures"));
+  RETURN_IF_ERROR(ReadKnobs(*fields[i++], candidate.knobs));
+  ASSIGN_OR_RETURN(candidate.name, ReadString(*fields[i++], "plan.name"));
+  ASSIGN_OR_RETURN(candidate.numeric_notes, ReadStrings(*fields[i++], "plan.notes"));
+  ASSIGN_OR_RETURN(const int64_t variant, ReadInteger(*fields[i++], "plan.variant"));
+  candidate.variant = static_cast<int>(std::clamp<int64_t>(variant, 0, kMaxOperands));
+  ASSIGN_OR_RETURN(candidate.workspace_bytes,
+                   ReadInteger(*fields[i++], "plan.workspace_bytes"));
+  candidate.is_built = true;
+  return {};
+}
+
+}  // namespace
+
+StatusOr<std::string> Plan::Serialize() const {
+  return Guard("writing a plan", [&]() -> StatusOr<std::string> {
+    std::vector<uint8_t> data;
+    try {
+      // This overload, of vectors of uint8_t, writes plans; another one writes graphs.
+      const auto error = built_->graph->serialize(data, /*serialize_structure=*/false);
+      if (error.is_bad()) return Unimplemented(Message(error));
+    } catch (const fe::cudnnException& error) {
+      return Unimplemented(OneLine(error.what()));
+    }
+    const std::string record = WriteRecord(candidate_, failures_);
+    std::string bytes;
+    AppendInteger(record.size(), bytes);
+    bytes.append(record).append(data.begin(), data.end());
+    return bytes;
+  });
+}
+
+StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
+                                                        const std::string& bytes,
+                                                        const PlanTarget& target) {
+  using Result = StatusOr<std::shared_ptr<const Plan>>;
+  return Guard("reading a plan", [&]() -> Result {
+    std::string_view rest = bytes;
+    uint64_t size = 0;
+    if (!TakeInteger(rest, size) || size > rest.size()) {
+      return InvalidArgument("plan: it ends early");
+    }
+    Candidate candidate;
+    std::vector<std::string> failures;
+    RETURN_IF_ERROR(ReadRecord(rest.substr(0, size), candidate, failures));
+    rest.remove_prefix(size);
+    const std::vector<uint8_t> data(rest.begin(), rest.end());
+    auto built = std::make_unique<Built>();
+    built->graph = std::make_unique<FrontendGraph>();
+    fe::error_t error;
+    if (target.handle == nullptr) {
+      ASSIGN_OR_RETURN(auto properties, ReadDeviceProperties(target.device_properties));
+      built->graph->set_device_properties(std::move(properties));
+      error = built->graph->deserialize(data, /*enforce_precompiled=*/true);
+    } else {
+      // No warm-up: it would launch on made-up pointers in a capture of its own.
+      error = built->graph->deserialize(target.handle, data,
+                                        /*enforce_precompiled=*/true,
+                                        /*run_warmup=*/false);
+    }
+    if (error.is_bad()) return Internal(Message(error));
+    int64_t workspace_bytes = 0;
+    if (const auto asked = built->graph->get_workspace_size(workspace_bytes);
+        asked.is_bad()) {
+      return Internal(Message(asked));
+    }
+    if (workspace_bytes != candidate.workspace_bytes) {
+      return Internal("the plan needs " + std::to_string(workspace_bytes) +
+                      " bytes of workspace, and " +
+                      std::to_string(candidate.workspace_bytes) +
+                      " when it was written");
+    }
+    ASSIGN_OR_RETURN(built->sources, FindSources(graph, *built->graph));
+    return std::shared_ptr<const Plan>(
+        new Plan(std::move(built), std::move(candidate), std::move(failures)));
+  });
+}
 
 }  // namespace jax_cudnn

@@ -58,6 +58,13 @@ class Plan {
                                                      const std::string& choice,
                                                      const PlanTarget& target);
 
+  // A plan that Serialize wrote, for the same graph and kind of target, without asking
+  // cuDNN's heuristics or compiling. The bytes hold code that will run: they must come
+  // from someone trusted. INVALID_ARGUMENT where they are malformed.
+  static StatusOr<std::shared_ptr<const Plan>> Deserialize(const GraphSpec& graph,
+                                                           const std::string& bytes,
+                                                           const PlanTarget& target);
+
   ~Plan();
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
@@ -67,6 +74,10 @@ class Plan {
   // Neither allocates nor waits.
   Status Execute(CudnnHandle handle, void* const* operands, void* const* results,
                  void* workspace) const;
+
+  // The plan as bytes, with what candidate() and failures() say. UNIMPLEMENTED where
+  // cuDNN cannot write this engine's plans.
+  StatusOr<std::string> Serialize() const;
 
   const Candidate& candidate() const { return candidate_; }
   int64_t workspace_bytes() const { return candidate_.workspace_bytes; }

@@ -4,14 +4,14 @@
 #include "plan_cache.h"
 
 #include <chrono>
+#include <optional>
 #include <utility>
 #include <variant>
 
-#include "cuda_device.h"
-#include "cudnn_library.h"
+#include "build_site.h"
 #include "guard.h"
-#include "handle_pool.h"
 #include "log.h"
+#include "plan_file.h"
 
 namespace jax_cudnn {
 namespace {
@@ -23,19 +23,28 @@ std::string CacheKey(const std::string& text, const std::string& choice, int dev
   return key;
 }
 
-// Calls `use` with a target for `device`, which is current during the call.
-template <typename Use>
-auto WithTarget(int device, Use&& use) -> decltype(use(PlanTarget())) {
-  ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
-  ASSIGN_OR_RETURN(const DeviceInfo info, QueryDevice(*runtime, device));
-  ASSIGN_OR_RETURN(const DeviceGuard guard, DeviceGuard::Enter(*runtime, device));
-  ASSIGN_OR_RETURN(const HandleLease lease,
-                   HandlePool::Global().AcquireForBuild(*runtime, device));
-  PlanTarget target;
-  target.handle = lease.get();
-  target.sm_version = info.sm_version;
-  target.sm_count = info.sm_count;
-  return use(target);
+// The plan that the store has under a key, or null.
+std::shared_ptr<const Plan> LoadPlan(const std::string& key, const GraphSpec& graph,
+                                     const PlanTarget& target) {
+  PlanStore& store = PlanStore::Global();
+  const std::optional<std::string> bytes = store.Load(key);
+  if (!bytes.has_value()) return nullptr;
+  auto plan = Plan::Deserialize(graph, *bytes, target);
+  if (plan.ok()) return std::move(*plan);
+  store.Reject(key, "cuDNN does not take a stored plan: " + plan.status().message());
+  return nullptr;
+}
+
+void SavePlan(const std::string& key, const Plan& plan) {
+  PlanStore& store = PlanStore::Global();
+  if (!store.is_on()) return;
+  const auto bytes = plan.Serialize();
+  if (bytes.ok()) {
+    store.Save(key, *bytes);
+  } else {
+    store.NoteFailure("the plan " + plan.candidate().name +
+                      " cannot be stored: " + bytes.status().message());
+  }
 }
 
 bool IsWorthKeeping(const StatusOr<std::shared_ptr<const Plan>>& result) {
@@ -80,8 +89,8 @@ void LogMiss(const GraphSpec& graph, const std::string& choice, int device) {
           (choice.empty() ? std::string() : " for the choice " + choice));
 }
 
-void LogBuild(const GraphSpec& graph, Clock::time_point start,
-              const StatusOr<std::shared_ptr<const Plan>>& result) {
+void LogPlan(const GraphSpec& graph, Clock::time_point start, bool is_stored,
+             const StatusOr<std::shared_ptr<const Plan>>& result) {
   if (!IsLogged(LogLevel::kDebug)) return;
   const std::string label = Label(graph);
   const auto ms =
@@ -93,8 +102,8 @@ void LogBuild(const GraphSpec& graph, Clock::time_point start,
   }
   const Plan& plan = **result;
   for (const std::string& failure : plan.failures()) LogLine(label + ": " + failure);
-  LogLine(label + ": built " + plan.candidate().name + time + ", workspace " +
-          std::to_string(plan.workspace_bytes()) + " bytes");
+  LogLine(label + (is_stored ? ": read " : ": built ") + plan.candidate().name + time +
+          ", workspace " + std::to_string(plan.workspace_bytes()) + " bytes");
 }
 
 }  // namespace
@@ -110,13 +119,7 @@ StatusOr<std::shared_ptr<const Plan>> PlanCache::GetOrBuild(const std::string& t
                                                             const std::string& choice,
                                                             int device) {
   const DeferredLog deferred;
-  std::shared_ptr<Entry> entry;
-  {
-    const std::scoped_lock lock(mutex_);
-    std::shared_ptr<Entry>& place = entries_[CacheKey(text, choice, device)];
-    if (place == nullptr) place = std::make_shared<Entry>();
-    entry = place;
-  }
+  const std::shared_ptr<Entry> entry = FindEntry(text, choice, device);
   const std::scoped_lock building(entry->mutex);
   if (entry->result.has_value()) {
     const std::scoped_lock lock(mutex_);
@@ -125,21 +128,50 @@ StatusOr<std::shared_ptr<const Plan>> PlanCache::GetOrBuild(const std::string& t
   }
   LogMiss(graph, choice, device);
   const auto start = Clock::now();
-  auto result = Guard("building a plan", [&] {
-    return WithTarget(device, [&](const PlanTarget& target) {
-      return Plan::Build(graph, choice, target);
-    });
-  });
-  LogBuild(graph, start, result);
+  bool is_stored = false;
+  auto result =
+      Guard("building a plan", [&]() -> StatusOr<std::shared_ptr<const Plan>> {
+        ASSIGN_OR_RETURN(const BuildSite site, BuildSite::Enter(device));
+        const std::string key = WriteKey(site.KeyOf(text, choice));
+        std::shared_ptr<const Plan> plan = LoadPlan(key, graph, site.target());
+        is_stored = plan != nullptr;
+        if (is_stored) return plan;
+        ASSIGN_OR_RETURN(plan, Plan::Build(graph, choice, site.target()));
+        SavePlan(key, *plan);
+        return plan;
+      });
+  LogPlan(graph, start, is_stored, result);
   if (IsWorthKeeping(result)) entry->result = result;
   const std::scoped_lock lock(mutex_);
-  ++builds_;
+  if (!is_stored) ++builds_;
   return result;
 }
 
-PlanCacheStats PlanCache::stats() const {
+std::shared_ptr<const Plan> PlanCache::Insert(const std::string& text,
+                                              const std::string& choice, int device,
+                                              std::shared_ptr<const Plan> plan) {
+  const std::shared_ptr<Entry> entry = FindEntry(text, choice, device);
+  const std::scoped_lock lock(entry->mutex);
+  // Compiled programs know the workspace of the plan that is there.
+  if (!entry->result.has_value() || !entry->result->ok()) {
+    entry->result = std::move(plan);
+  }
+  return **entry->result;
+}
+
+std::shared_ptr<PlanCache::Entry> PlanCache::FindEntry(const std::string& text,
+                                                       const std::string& choice,
+                                                       int device) {
   const std::scoped_lock lock(mutex_);
+  std::shared_ptr<Entry>& place = entries_[CacheKey(text, choice, device)];
+  if (place == nullptr) place = std::make_shared<Entry>();
+  return place;
+}
+
+PlanCacheStats PlanCache::stats() const {
   PlanCacheStats stats;
+  stats.store = PlanStore::Global().stats();
+  const std::scoped_lock lock(mutex_);
   stats.entries = static_cast<int64_t>(entries_.size());
   stats.builds = builds_;
   stats.hits = hits_;
@@ -155,9 +187,8 @@ void PlanCache::Clear() {
 StatusOr<std::vector<Candidate>> ListDeviceCandidates(const GraphSpec& graph,
                                                       const std::string& choice,
                                                       int device) {
-  return WithTarget(device, [&](const PlanTarget& target) {
-    return ListCandidates(graph, choice, target, /*build=*/false);
-  });
+  ASSIGN_OR_RETURN(const BuildSite site, BuildSite::Enter(device));
+  return ListCandidates(graph, choice, site.target(), /*build=*/false);
 }
 
 }  // namespace jax_cudnn

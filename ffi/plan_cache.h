@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The process-wide cache of plans: each is built once, by whoever asks first.
+// The process-wide cache of plans: each is built once, by whoever asks first, or comes
+// from the plan store.
 
 #ifndef JAX_CUDNN_PLAN_CACHE_H_
 #define JAX_CUDNN_PLAN_CACHE_H_
@@ -14,6 +15,7 @@
 
 #include "graph_spec.h"
 #include "plan.h"
+#include "plan_store.h"
 #include "status.h"
 
 namespace jax_cudnn {
@@ -22,6 +24,7 @@ struct PlanCacheStats {
   int64_t entries = 0;
   int64_t builds = 0;  // plans asked of cuDNN, failed ones included
   int64_t hits = 0;    // requests answered from the cache, failures included
+  PlanStoreStats store;
 };
 
 // Thread-safe. Plans stay alive while anyone holds them, also after Clear.
@@ -29,13 +32,18 @@ class PlanCache {
  public:
   static PlanCache& Global();
 
-  // The plan of a graph on a device, built at the first request while others for the
-  // same plan wait. A refusal is remembered; a failure of memory or of a library is
-  // not, since the next attempt may succeed. `text` is the canonical text of `graph`.
+  // The plan of a graph on a device, loaded from the store or built (and stored) at the
+  // first request while others for the same plan wait. A refusal is remembered; a
+  // failure of memory or of a library is not, since the next attempt may succeed.
+  // `text` is the canonical text of `graph`.
   StatusOr<std::shared_ptr<const Plan>> GetOrBuild(const std::string& text,
                                                    const GraphSpec& graph,
                                                    const std::string& choice,
                                                    int device);
+
+  // Makes `plan` the answer unless there is a plan already; returns the answer.
+  std::shared_ptr<const Plan> Insert(const std::string& text, const std::string& choice,
+                                     int device, std::shared_ptr<const Plan> plan);
 
   PlanCacheStats stats() const;
   void Clear();
@@ -45,6 +53,9 @@ class PlanCache {
     std::mutex mutex;  // guards `result`; held by the thread that builds
     std::optional<StatusOr<std::shared_ptr<const Plan>>> result;
   };
+
+  std::shared_ptr<Entry> FindEntry(const std::string& text, const std::string& choice,
+                                   int device);
 
   mutable std::mutex mutex_;  // guards the members below; never held during a build
   std::unordered_map<std::string, std::shared_ptr<Entry>> entries_;

@@ -3,6 +3,7 @@
 
 from jax.export import DisabledSafetyCheck
 
+from jax_cudnn import cache as _cache
 from jax_cudnn import native as _native
 from jax_cudnn import plans
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
@@ -14,6 +15,7 @@ from jax_cudnn.ops.sdpa import sdpa
 __version__ = "0.1.0"
 
 _native.register_targets()
+_cache.connect()
 
 # What `jax.export.export(f, disabled_checks=...)` needs to accept our custom calls. A
 # program exported with a GPU at hand is for that kind of GPU and cuDNN, and says so

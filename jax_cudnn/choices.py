@@ -4,21 +4,26 @@
 A choices file is JSON, one entry per line, sorted, so that files merge as text does. An
 entry is for one graph, kind of GPU and cuDNN version; for any other it is not looked
 up. The package ships choices for the shapes of its benchmarks; ``load`` adds others,
-which go before them.
+which go before them. What ``remember`` is told is kept in the user's cache folder
+(cache.py), where the next process finds it.
 """
 
 import dataclasses
 import functools
 import hashlib
 import json
+import logging
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
+from jax_cudnn import cache
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph import Graph, Target, to_json
+
+_log = logging.getLogger("jax_cudnn")
 
 # The version of the file's form.
 SCHEMA = 1
@@ -111,15 +116,53 @@ class ChoiceTable:
 
 @functools.cache
 def table() -> ChoiceTable:
-    """Return the process's choices, the shipped ones in it from the start."""
+    """Return the process's choices: the shipped ones, then those kept on disk."""
     result = ChoiceTable()
     for path in sorted(_SHIPPED.glob("*.json")):
         result.add(read(path))
+    result.add(kept())
     return result
+
+
+def kept() -> dict[Key, Choice]:
+    """Return the choices of the cache folder; none, and a debug line, if it is bad."""
+    path = cache.settings().choices
+    if path is None:
+        return {}
+    try:
+        return read(path)
+    except FileNotFoundError:
+        return {}
+    except (GraphError, OSError) as error:
+        _log.debug("the choices kept on disk are ignored: %s", error)
+        return {}
+
+
+def remember(found: Mapping[Key, Choice]) -> None:
+    """Use choices from now on, and keep them for the processes to come.
+
+    What other processes kept meanwhile stays; a disk that takes nothing is a debug
+    line, no error.
+    """
+    table().add(found)
+    path = cache.settings().choices
+    if path is None or not found:
+        return
+    try:
+        with cache.exclusive(path.parent):
+            text = to_text({**kept(), **found}, "plans.autotune")
+            cache.replace_file(path, lambda file: file.write(text.encode("ascii")))
+    except OSError as error:
+        _log.debug("choices are not kept on disk: %s", error)
 
 
 def write(path: Path, choices: Mapping[Key, Choice], made: str) -> None:
     """Write a choices file; ``made`` says how it was made."""
+    path.write_text(to_text(choices, made), encoding="ascii")
+
+
+def to_text(choices: Mapping[Key, Choice], made: str) -> str:
+    """Return the text of a choices file."""
     lines = [
         json.dumps(
             {**dataclasses.asdict(key), **dataclasses.asdict(choice)}, sort_keys=True
@@ -127,27 +170,43 @@ def write(path: Path, choices: Mapping[Key, Choice], made: str) -> None:
         for key, choice in sorted(choices.items())
     ]
     head = f'{{"schema": {SCHEMA}, "made": {json.dumps(made)}, "choices": [\n'
-    path.write_text(head + ",\n".join(lines) + "\n]}\n", encoding="ascii")
+    return head + ",\n".join(lines) + "\n]}\n"
 
 
 def read(path: Path) -> dict[Key, Choice]:
     """Read a choices file, or raise GraphError naming what is wrong with it."""
+    return from_bytes(path.read_bytes(), str(path))
+
+
+def from_bytes(data: bytes, where: str) -> dict[Key, Choice]:
+    """Read the contents of a choices file; ``where`` it is goes into the message."""
     try:
-        data = json.loads(path.read_text(encoding="ascii"))
-        if data["schema"] != SCHEMA:
-            raise GraphError(f"{path}: schema {data['schema']} is not {SCHEMA}")
-        entries = cast("Iterable[dict[str, Any]]", data["choices"])
-        return dict(_read_entry(entry) for entry in entries)
-    except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, GraphError):
-            raise
-        raise GraphError(f"{path} is not a choices file: {error!r}") from error
+        tree = json.loads(data.decode("ascii"))
+        if tree["schema"] != SCHEMA:
+            raise GraphError(f"{where}: schema {tree['schema']} is not {SCHEMA}")
+        entries = cast("Iterable[dict[str, Any]]", tree["choices"])
+        return dict(_read_entry(dict(entry)) for entry in entries)
+    except GraphError:
+        raise
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise GraphError(f"{where} is not a choices file: {error!r}") from error
+
+
+_NAMES = [field.name for field in dataclasses.fields(Key)]
 
 
 def _read_entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
-    names = [field.name for field in dataclasses.fields(Key)]
-    key = Key(**{name: entry.pop(name) for name in names})
+    key = Key(**{name: entry.pop(name) for name in _NAMES})
     choice = Choice(**entry)
     if choice.implementation not in ("cudnn", "xla"):
         raise ValueError(f"implementation {choice.implementation!r}")
+    texts = (key.device, key.graph, choice.op, choice.operands, choice.plan)
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError(f"not all of {texts} are strings")
+    for number in (key.cudnn, choice.candidate):
+        if type(number) is not int or number < 0:
+            raise ValueError(f"{number!r} is not a count")
+    for time in (choice.cudnn_us, choice.first_ratio, choice.xla_us):
+        if time is not None and type(time) not in (int, float):
+            raise TypeError(f"{time!r} is not a time")
     return key, choice

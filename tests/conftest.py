@@ -2,6 +2,7 @@
 """Settings and fixtures of every test: strict promotion, the CPU, drawn operands."""
 
 import functools
+import os
 import zlib
 from collections.abc import Iterator
 from typing import Protocol
@@ -13,6 +14,9 @@ import numpy as np
 import pytest
 
 from tests.attention import SIZES, shape_of
+
+# Tests, and the processes that they start, see no plans and choices of other runs.
+os.environ["JAX_CUDNN_CACHE_DIR"] = "off"
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -2,6 +2,9 @@
 """Do choices files read back what was written, and refuse what is not one?"""
 
 import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -9,7 +12,7 @@ import hypothesis.strategies as st
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn import GraphError, LibraryError, choices, matmul, plans
+from jax_cudnn import GraphError, LibraryError, cache, choices, matmul, plans
 from jax_cudnn.choices import Choice, ChoiceTable, Key, key_of
 from jax_cudnn.graph import Target
 from jax_cudnn.lowering import traced_graphs
@@ -48,6 +51,13 @@ def test_a_file_has_one_sorted_line_an_entry(tmp_path: Path) -> None:
     assert ['"graph": "a"' in line for line in lines[1:3]] == [True, False]
 
 
+def _entry_text(**changes: object) -> str:
+    """Return a choices file of one entry, of which some fields are wrong."""
+    entry = {"device": "x", "cudnn": 1, "graph": "g", "op": "", "operands": ""}
+    right = {**entry, "implementation": "xla", "candidate": 0, "plan": ""}
+    return json.dumps({"schema": 1, "choices": [{**right, **changes}]})
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -60,6 +70,15 @@ def test_a_file_has_one_sorted_line_an_entry(tmp_path: Path) -> None:
             ' "op": "", "operands": "", "implementation": "torch"}]}',
             "implementation 'torch'",
         ),
+        (_entry_text(plan=7), r"TypeError\(.* are strings"),
+        (_entry_text(device=None), r"TypeError\(.* are strings"),
+        (_entry_text(candidate=-1), "-1 is not a count"),
+        (_entry_text(candidate=True), "True is not a count"),
+        (_entry_text(xla_us="fast"), "'fast' is not a time"),
+        (_entry_text(colour="blue"), "is not a choices file"),
+        ("[" * 100_000, "is not a choices file: RecursionError"),
+        ('{"schema": 1, "choices": [3]}', "is not a choices file"),
+        ("\xff", "is not a choices file: UnicodeDecodeError"),
     ],
 )
 def test_what_is_not_a_choices_file_is_refused(
@@ -102,3 +121,145 @@ def test_shipped_choices_are_read() -> None:
 def test_tuning_needs_a_gpu() -> None:
     with pytest.raises(LibraryError, match="needs an NVIDIA GPU; JAX sees none here"):
         plans.autotune(lambda x: matmul(x, x), jnp.ones((4, 4)))
+
+
+@hypothesis.given(st.binary(max_size=50), st.integers(0, 400), st.booleans())
+def test_a_damaged_file_is_refused_or_well_formed(
+    patch: bytes, place: int, cuts: bool
+) -> None:
+    choice = Choice(op="matmul", operands="bf16[2,3]", implementation="xla", xla_us=2.5)
+    text = choices.to_text({Key("H200", 91900, "a"): choice}, "by hand").encode()
+    damaged = text[:place] + patch + (b"" if cuts else text[place + len(patch) :])
+    try:
+        found = choices.from_bytes(damaged, "here")
+    except GraphError as error:
+        assert str(error).startswith("here")  # noqa: PT017
+    else:
+        again = choices.to_text(found, "").encode()
+        assert choices.from_bytes(again, "here") == found
+
+
+# --- what is kept between processes ---------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Keep choices in a folder that does not exist yet, and put all back."""
+    before = choices.table().all()
+    path = tmp_path / "above" / "cache"
+    plans.set_cache(path)
+    yield path
+    plans.set_cache(None)
+    choices.table().clear()
+    choices.table().add(before)
+
+
+@hypothesis.given(st.lists(st.dictionaries(_KEYS, _CHOICES, max_size=3), max_size=4))
+def test_what_is_remembered_adds_up(
+    tmp_path_factory: pytest.TempPathFactory, rounds: list[dict[Key, Choice]]
+) -> None:
+    before = choices.table().all()
+    plans.set_cache(tmp_path_factory.mktemp("cache"))
+    try:
+        expected: dict[Key, Choice] = {}
+        for found in rounds:
+            choices.remember(found)
+            expected |= found
+            assert choices.kept() == expected
+        assert choices.table().all() == {**before, **expected}
+    finally:
+        plans.set_cache(None)
+        choices.table().clear()
+        choices.table().add(before)
+
+
+_XLA = Choice(op="op", operands="", implementation="xla")
+
+
+def test_nothing_is_made_on_disk_without_anything_to_keep(folder: Path) -> None:
+    choices.remember({})
+    assert choices.kept() == {}
+    assert plans.cache_info().choices == 0
+    assert not folder.parent.exists()
+    choices.remember({Key("GPU", 1, "g"): _XLA})
+    assert plans.cache_info().choices == 1
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert (folder / "choices.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_folder_that_is_set_brings_its_choices(folder: Path, tmp_path: Path) -> None:
+    key = Key("GPU", 1, "g")
+    choices.remember({key: _XLA})
+    choices.table().clear()
+    plans.set_cache(tmp_path / "another")
+    assert key not in choices.table().all()
+    plans.set_cache(folder)
+    assert choices.table().all()[key] == _XLA
+    plans.clear_cache(disk=True)
+    assert choices.kept() == {}
+    assert choices.table().all()[key] == _XLA, "the process keeps what it uses"
+
+
+def test_a_bad_file_is_a_debug_line_and_replaced(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.mkdir(parents=True)
+    (folder / "choices.json").write_text("{]")
+    with caplog.at_level("DEBUG", "jax_cudnn"):
+        assert choices.kept() == {}
+    (record,) = caplog.records
+    assert record.levelname == "DEBUG"
+    assert "kept on disk are ignored" in record.message
+    assert "choices.json is not a choices file" in record.message
+    choices.remember({Key("GPU", 1, "g"): _XLA})
+    assert choices.kept() == {Key("GPU", 1, "g"): _XLA}
+
+
+@pytest.mark.parametrize("obstacle", ["folder", "file"])
+def test_a_disk_that_takes_nothing_is_a_debug_line(
+    folder: Path, obstacle: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    if obstacle == "folder":
+        folder.parent.mkdir()
+        folder.write_text("in the way")
+    else:
+        (folder / "choices.json" / "in the way").mkdir(parents=True)
+    key = Key("GPU", 2, "g")
+    with caplog.at_level("DEBUG", "jax_cudnn"):
+        choices.remember({key: _XLA})
+    assert "choices are not kept on disk: " in caplog.records[-1].message
+    assert choices.table().all()[key] == _XLA
+    if obstacle == "file":
+        names = {path.name for path in folder.iterdir()}
+        assert names == {"lock", "choices.json"}, "no temporary file is left"
+
+
+def test_a_lock_that_is_held_is_waited_for_and_then_let_be(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.05)
+    with cache.exclusive(folder), caplog.at_level("DEBUG", "jax_cudnn"):
+        choices.remember({Key("GPU", 3, "g"): _XLA})
+    assert "stays locked" in caplog.records[-1].message
+    assert choices.kept() == {}
+
+
+def test_processes_that_tune_at_once_lose_nothing(folder: Path) -> None:
+    program = """
+import sys
+from pathlib import Path
+from jax_cudnn import choices, plans
+from jax_cudnn.choices import Choice, Key
+plans.set_cache(sys.argv[1])
+for i in range(20):
+    choice = Choice(op="", operands="", implementation="xla")
+    choices.remember({Key(sys.argv[2], i, "g"): choice})
+"""
+    workers = [
+        subprocess.Popen([sys.executable, "-c", program, str(folder), str(number)])
+        for number in range(4)
+    ]
+    assert [worker.wait(timeout=120) for worker in workers] == [0] * 4
+    assert set(choices.kept()) == {
+        Key(str(number), i, "g") for number in range(4) for i in range(20)
+    }

@@ -41,6 +41,7 @@ def number_after(label, text):
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "choose_plans.py",
         "export_for_another_gpu.py",
         "gradient_check.py",
         "quickstart.py",
@@ -133,6 +134,13 @@ def test_train_residual_cnn_refuses_zero_epochs():
     )
     assert done.returncode == 2
     assert "--epochs 0: at least 1 epoch is needed" in done.stderr
+
+
+def test_choosing_plans_runs_with_xla_where_there_is_no_gpu():
+    text = run_example("choose_plans.py")
+    assert "no plans to list: this machine has no CUDA device" in text
+    for kind in ("JIT only", "precompiled only", "jnp.matmul"):
+        assert number_after(rf"{kind} .*largest error", text) < 0.05
 
 
 def test_export_for_another_gpu_writes_here_what_runs_there(tmp_path):

@@ -14,11 +14,15 @@ _PACKAGE = _ROOT / "jax_cudnn"
 # What each layer may import from; itself always.
 _DATA = {"errors", "graph"}
 _MEANING = {*_DATA, "reference", "legalize"}
-_MACHINE = {*_MEANING, "native", "offline", "config", "choices", "lowering"}
+_MACHINE = {
+    *_MEANING,
+    *("native", "offline", "config", "cache", "choices", "lowering"),
+}
 _ALLOWED = {
     "errors": set[str](),
     "config": set[str](),
-    "choices": {"errors", "graph"},
+    "cache": {"native"},
+    "choices": {"errors", "graph", "cache"},
     "graph": {"errors"},
     "reference": {"errors", "graph"},
     "legalize": {"errors", "graph", "reference"},
@@ -32,7 +36,7 @@ _ALLOWED = {
     "flax": {"errors", "config", "ops"},
     "cli": {*_MACHINE, "ops", "measuring", "plans"},
     "__init__": {*_MACHINE, "ops", "plans"},
-    "__main__": {*_MACHINE, "ops", "plans"},
+    "__main__": {"cli"},
 }
 # Names outside JAX's compatibility promise, and the one module that may import them.
 _SEMI_PUBLIC = ("jax.extend", "jax.interpreters", "jax.core")

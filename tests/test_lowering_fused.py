@@ -17,7 +17,9 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import cuda, decide, traced_graphs
+from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans import PlanOptions, inspection
+from tests.planner import made_plan
 
 _H200 = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _PIN = '{"engine":4,"knobs":{},"variant":0}'
@@ -31,13 +33,14 @@ class Planner:
         self.refused: set[str] = set()
         self.asked: list[tuple[Graph, str]] = []
 
-    def plan(self, text: str, *, choice: str = "", device: int) -> SimpleNamespace:
+    def plan(self, text: str, *, choice: str = "", device: int) -> PlanInfo:
+        assert device == 0
         graph = from_json(text)
         self.asked.append((graph, choice))
         for node in graph.nodes:
             if node.kind in self.refused:
                 raise UnsupportedError("no plan", [f"no engine for {node.kind}"], "")
-        return SimpleNamespace(workspace_bytes=256, name="eng4", device=device)
+        return made_plan(choice)
 
 
 @pytest.fixture(autouse=True)
@@ -243,8 +246,8 @@ def test_the_compiled_program_asks_for_what_the_options_allow(planner: Planner) 
     [
         ("", None, "tuned"),
         ("it is a JIT engine", None, "requested"),
-        ("", 255, "requested"),  # the planner's plans take 256 bytes
-        ("", 256, "tuned"),
+        ("", 4095, "requested"),  # the planner's plans take 4096 bytes
+        ("", 4096, "tuned"),
     ],
 )
 def test_a_measured_plan_is_taken_where_the_options_allow_it(
@@ -278,7 +281,7 @@ def test_a_stale_choice_is_ignored_and_said_once(
     monkeypatch: pytest.MonkeyPatch,
     planner: Planner,
 ) -> None:
-    def plan(text: str, *, choice: str = "", device: int) -> SimpleNamespace:
+    def plan(text: str, *, choice: str = "", device: int) -> PlanInfo:
         if choice == "torn":
             raise UnsupportedError("no such engine", [], "")
         return planner.plan(text, choice=choice, device=device)

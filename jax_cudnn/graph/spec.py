@@ -199,3 +199,22 @@ class Graph:
     def sole_node(self) -> Node | None:
         """Return the only node, or None where there are several."""
         return self.nodes[0] if len(self.nodes) == 1 else None
+
+    # How a graph is drawn lives above this module, as kinds do.
+
+    def __str__(self) -> str:
+        from jax_cudnn.graph.printing import to_text
+
+        return to_text(self)
+
+    def mermaid(self) -> str:
+        """Return a Mermaid flowchart, which GitHub draws in a ``mermaid`` block."""
+        from jax_cudnn.graph.printing import to_mermaid
+
+        return to_mermaid(self)
+
+    def dot(self) -> str:
+        """Return a drawing in Graphviz's dot language, for ``dot -Tsvg``."""
+        from jax_cudnn.graph.printing import to_dot
+
+        return to_dot(self)

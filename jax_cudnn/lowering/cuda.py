@@ -36,6 +36,11 @@ from jax_cudnn.reference.dtypes import jax_dtype
 _log = logging.getLogger("jax_cudnn")
 
 
+# What decided: a measured choice, cuDNN's order of the candidates, or that order with
+# the options of the call.
+Why = Literal["tuned", "heuristic", "requested"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """A part of a graph, with who runs it and why.
@@ -43,16 +48,15 @@ class Step:
     ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` is None
     where no GPU was there to plan for: the plan is then made on the machine that runs.
     ``choice`` is what the compiled program asks for: a pinned plan (a measured one, or
-    any for a GPU elsewhere), or which are allowed. ``why`` says what decided: a
-    measured choice ("tuned"), cuDNN's order of the candidates ("heuristic"), or that
-    order and the call's options ("requested").
+    any for a GPU elsewhere), or which are allowed. ``why`` is None where XLA runs it
+    for the ``reasons`` given.
     """
 
     part: Graph
     legal: Legal | None = None
     plan: PlanInfo | None = None
     choice: str = ""
-    why: Literal["tuned", "heuristic", "requested"] = "heuristic"
+    why: Why | None = None
     reasons: tuple[str, ...] = ()
     advice: str = ""
 
@@ -68,6 +72,7 @@ class Decision:
 
     steps: tuple[Step, ...] = ()
     reasons: tuple[str, ...] = ()
+    why: Why | None = None
 
     @property
     def missing(self) -> tuple[Step, ...]:
@@ -145,10 +150,16 @@ def gpu_for(options: Options) -> Gpu | None:
     return None if local is None else LocalGpu(ordinal=local[0], target=local[1])
 
 
+def local_ordinals() -> list[int]:
+    """Return the ordinals of all CUDA devices of this process, which has some."""
+    return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
+
+
 def decide(graph: Graph, options: Options) -> Decision:
     """Return who runs the graph on the GPU it is for, planning it with cuDNN."""
     if options.implementation == "xla":
-        return Decision(reasons=('implementation="xla" was asked for',))
+        reason = 'implementation="xla" was asked for'
+        return Decision(reasons=(reason,), why="requested")
     if graph.has_empty_tensor:
         return Decision(reasons=("a tensor has no elements: nothing to launch",))
     try:
@@ -162,6 +173,11 @@ def decide(graph: Graph, options: Options) -> Decision:
         return Decision(reasons=(str(error),))
 
 
+def forget_decisions() -> None:
+    """Decide anew what was decided before, for when the plans behind it are gone."""
+    _decide.cache_clear()
+
+
 @functools.lru_cache(maxsize=4096)
 def _decide(
     graph: Graph, gpu: Gpu | None, options: Options, choices_version: int
@@ -169,9 +185,11 @@ def _decide(
     del choices_version  # Choices that were added since may decide otherwise.
     steps = tuple(decide_part(part, gpu, options) for part in partition(graph))
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
+    why = None
     if all(step.legal is None for step in steps) and options.implementation == "auto":
-        steps = ()
-    return Decision(steps=steps, reasons=tuple(reasons))
+        was_measured = all(step.why == "tuned" for step in steps if step.is_missing)
+        why, steps = "tuned" if was_measured else None, ()
+    return Decision(steps=steps, reasons=tuple(reasons), why=why)
 
 
 def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
@@ -194,7 +212,6 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         if step is not None:
             return step
     reasons = list(legalization.reasons)
-    why = "requested" if choice else "heuristic"
     for legal in legalization.candidates:
         if is_auto and legal.slower:
             reasons.append(legal.slower)
@@ -211,10 +228,10 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             legal=legal,
             plan=plan,
             choice=_pin(plan, gpu) or choice,
-            why=why,
+            why="requested" if choice else "heuristic",
             reasons=tuple(reasons),
         )
-    return Step(part=part, reasons=tuple(reasons), advice=legalization.advice, why=why)
+    return Step(part=part, reasons=tuple(reasons), advice=legalization.advice)
 
 
 def _pin(plan: PlanInfo | None, gpu: Gpu | None) -> str:

@@ -5,6 +5,7 @@
 itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
+from jax_cudnn.native._extension import library_directories
 from jax_cudnn.native.library import (
     LibraryInfo,
     cudnn_version,
@@ -31,15 +32,29 @@ from jax_cudnn.native.planner import (
 from jax_cudnn.native.registration import (
     TARGET_CAPTURED,
     TARGET_SCRATCH,
+    BuildInfo,
     build_info,
     register_targets,
+)
+from jax_cudnn.native.store import (
+    ImportedPlan,
+    clear_plan_store,
+    export_plan,
+    export_plan_offline,
+    import_plan,
+    import_plan_offline,
+    plan_store_files,
+    set_plan_store,
+    set_plan_store_source,
 )
 
 __all__ = [
     "TARGET_CAPTURED",
     "TARGET_SCRATCH",
+    "BuildInfo",
     "CacheStats",
     "Candidate",
+    "ImportedPlan",
     "LaunchBuffers",
     "LibraryInfo",
     "LogSink",
@@ -48,16 +63,25 @@ __all__ = [
     "cache_stats",
     "candidates",
     "clear_cache",
+    "clear_plan_store",
     "cudnn_version",
     "device_properties",
     "device_target",
+    "export_plan",
+    "export_plan_offline",
+    "import_plan",
+    "import_plan_offline",
+    "library_directories",
     "load_libraries",
     "parse_choice",
     "parse_graph",
     "plan",
     "plan_offline",
+    "plan_store_files",
     "register_targets",
     "set_log_sink",
+    "set_plan_store",
+    "set_plan_store_source",
     "time_plan",
     "version_text",
 ]

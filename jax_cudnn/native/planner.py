@@ -7,6 +7,8 @@ where a library, the driver or the device is missing.
 """
 
 import functools
+import logging
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 from jax_cudnn.graph import Target
 from jax_cudnn.native._extension import extension
 from jax_cudnn.native.library import cudnn_version
+
+_log = logging.getLogger("jax_cudnn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,11 +55,21 @@ class PlanInfo(Candidate):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheStats:
-    """The process's plan cache: entries, plans asked of cuDNN, requests answered."""
+    """The process's plan cache: entries, plans asked of cuDNN, requests answered.
+
+    ``disk_hits`` and ``disk_misses`` count plans that were looked for on disk,
+    ``disk_writes`` those that were kept there; ``disk_failures`` what went wrong, a
+    damaged file or a full disk, ``disk_last_failure`` being the last such reason.
+    """
 
     entries: int
     builds: int
     hits: int
+    disk_hits: int = 0
+    disk_misses: int = 0
+    disk_writes: int = 0
+    disk_failures: int = 0
+    disk_last_failure: str = ""
 
 
 def parse_graph(text: str) -> str:
@@ -78,8 +92,21 @@ def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
         device: CUDA ordinal of the device.
     """
     fields = extension().plan(_bytes(graph_json), _bytes(choice), device)
+    stats = cache_stats()
+    if stats.disk_failures:
+        _say_failure_once(stats.disk_failures, stats.disk_last_failure)
+    return plan_info(fields)
+
+
+def plan_info(fields: dict[str, Any]) -> PlanInfo:
+    """Return what the extension says of a plan, typed."""
     failures = tuple(fields.pop("failures"))
     return PlanInfo(failures=failures, **_candidate_fields(fields))
+
+
+@functools.lru_cache(maxsize=1)
+def _say_failure_once(count: int, reason: str) -> None:
+    _log.debug("plans on disk, failure %d: %s", count, reason)
 
 
 def candidates(
@@ -186,7 +213,10 @@ def device_properties(device: int = 0) -> str:
 
 def cache_stats() -> CacheStats:
     """Return the counters of the process's plan cache."""
-    return CacheStats(**extension().cache_stats())
+    fields = extension().cache_stats()
+    # A path is in it, in whatever bytes.
+    reason = os.fsdecode(fields.pop("disk_last_failure"))
+    return CacheStats(**fields, disk_last_failure=reason)
 
 
 def clear_cache() -> None:

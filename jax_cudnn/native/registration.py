@@ -21,8 +21,9 @@ _PLATFORM = "CUDA"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildInfo:
-    """What the extension was compiled with."""
+    """What the extension was compiled with; ``builder`` is a digest of its sources."""
 
+    builder: str
     frontend_version: str
     cudnn_header_version: int
     ffi_api_version: tuple[int, int]

@@ -141,15 +141,20 @@ def ask(
 def _ask(
     graph_json: str, gpu: GpuDescription, choice: str, build: bool
 ) -> dict[str, Any]:
-    return _process().ask(
-        {
-            "graph": graph_json,
-            "choice": choice,
-            "target": dataclasses.asdict(gpu.target(greeting()["cudnn_version"])),
-            "device_properties": gpu.properties,
-            "build": build,
-        }
-    )
+    return _process().ask(request(graph_json, gpu, choice, build=build))
+
+
+def request(
+    graph_json: str, gpu: GpuDescription, choice: str, *, build: bool
+) -> dict[str, Any]:
+    """Return what is asked of the process: arguments of ``native.plan_offline``."""
+    return {
+        "graph": graph_json,
+        "choice": choice,
+        "target": dataclasses.asdict(gpu.target(greeting()["cudnn_version"])),
+        "device_properties": gpu.properties,
+        "build": build,
+    }
 
 
 @functools.cache

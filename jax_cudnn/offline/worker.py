@@ -15,6 +15,7 @@ import dataclasses
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,7 +100,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
     return {"candidates": [dataclasses.asdict(each) for each in listed]}
 
 
-def main() -> None:
+def serve(answer: Callable[[dict[str, Any]], dict[str, Any]] = answer) -> None:
     """Greet, and answer until there are no more requests."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # What libraries print to standard output (cuDNN's log can) is not for the reader.
@@ -113,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

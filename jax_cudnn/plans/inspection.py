@@ -6,144 +6,295 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax_cudnn import offline
+from jax.stages import Compiled, Lowered, Traced
+
+from jax_cudnn import choices, offline
+from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
-from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph
-from jax_cudnn.lowering import decide, traced_graphs
-from jax_cudnn.lowering.cuda import Decision, Step, label, local_target
+from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
+from jax_cudnn.graph import Graph, from_json
+from jax_cudnn.legalize import is_contraction, partition
+from jax_cudnn.lowering import decide, subprograms, traced_graphs
+from jax_cudnn.lowering.cuda import (
+    Decision,
+    Gpu,
+    LocalGpu,
+    Step,
+    label,
+    local_target,
+)
+from jax_cudnn.lowering.scope import scope
+from jax_cudnn.native import PlanInfo
+from jax_cudnn.plans.calls import Call, Direction, Report, Why
+from jax_cudnn.plans.lowered import Launch, launches
+
+_NO_GPU = "this machine has no CUDA device"
+_LOWERED_NOTE = (
+    "Read from a lowered program, which names cuDNN's calls only: what XLA runs "
+    "(forward mode, parts without a plan, a program not lowered for CUDA) is not here."
+)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
-
-    ``op`` is what it computes, ``shapes`` its operands as stored, ``count`` how often
-    the traced program holds it (a loop's body counts once). ``implementation`` is
-    "cudnn" or "xla"; ``plan`` names cuDNN's plan and ``workspace_bytes`` its scratch
-    memory, None where XLA runs it or no GPU is here to plan for. ``reasons`` says, a
-    sentence each, why cuDNN does not run it, or does not run all of it.
-    """
-
-    op: str
-    shapes: str
-    count: int
-    implementation: str
-    plan: str | None
-    workspace_bytes: int | None
-    reasons: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
-    """What ``inspect`` found; ``str`` of it is a table."""
-
-    device: str
-    calls: tuple[Call, ...]
-
-    def __str__(self) -> str:
-        rows = [("op", "count", "operands", "runs on", "plan", "workspace")]
-        rows += [
-            (
-                call.op,
-                str(call.count),
-                call.shapes,
-                call.implementation,
-                call.plan or "-",
-                "-" if call.workspace_bytes is None else f"{call.workspace_bytes:,} B",
-            )
-            for call in self.calls
-        ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [f"cuDNN calls on {self.device}"]
-        for row in rows:
-            cells = (cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
-        operations: dict[str, list[str]] = {}
-        for call in self.calls:
-            for reason in call.reasons:
-                operations.setdefault(reason, []).append(call.op)
-        for reason, ops in operations.items():
-            lines.append(f"{', '.join(dict.fromkeys(ops))}: {reason}")
-        return "\n".join(lines)
-
-
-def inspect(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Report:
+def inspect(
+    function: Callable[..., Any] | Traced | Lowered, *args: Any, **kwargs: Any
+) -> Report:
     """Return every cuDNN call that ``function(*args, **kwargs)`` makes, and its plan.
 
     Traces the function (which may be jitted, or a gradient) without running it, and
     asks for each graph what the compiler asks: on a machine with an NVIDIA GPU the
     plans are built and stay cached for the run that follows. Inside
     ``plans.using(device="H200")`` it asks for that GPU, which need not be here.
-    Arguments may be arrays
-    or ``jax.ShapeDtypeStruct``; bind options that are not, with ``functools.partial``,
-    unless the function is jitted and names them in ``static_argnames``.
+
+    Args:
+      function: a function, jitted or not; or what tracing or lowering a jitted one
+        returned, ``jitted.trace(...)`` or ``jitted.lower(...)``, and no arguments. A
+        lowered program holds the calls that were decided on when it was lowered.
+      *args: arrays or ``jax.ShapeDtypeStruct``. Bind options that are not with
+        ``functools.partial``, unless the function is jitted and names them in
+        ``static_argnames``.
+      **kwargs: likewise.
 
     Returns:
       A ``Report`` with the ``Call``s of each distinct graph, in order of appearance;
       forward-mode and second-order parts, which always run as XLA's own code, are
-      listed as op "...:derivative".
+      listed as op "...:derivative". Of a lowered program it has cuDNN's calls only, and
+      says so in its ``notes``.
+
+    Raises:
+      TypeError: arguments beside a traced or lowered program, or a compiled one.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_cudnn
+      >>> x = jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.bfloat16)
+      >>> loss = lambda x: jax_cudnn.sdpa(x, x, x).astype(jnp.float32).sum()
+      >>> [call.op for call in jax_cudnn.plans.inspect(jax.grad(loss), x).calls]
+      ['sdpa', 'sdpa_backward']
     """
-    found = Counter(traced_graphs(function, *args, **kwargs))
-    named = {options.device for _, options, _ in found}
-    device, has_gpu = _device(named)
+    if isinstance(function, Compiled):
+        raise TypeError(
+            "plans.inspect: a compiled program no longer names its graphs. Pass what "
+            "it was compiled from, jitted.lower(...), or the function with arguments."
+        )
+    if isinstance(function, Traced | Lowered):
+        if args or kwargs:
+            raise TypeError(
+                f"plans.inspect: {type(function).__name__} takes no further arguments; "
+                f"{len(args) + len(kwargs)} were given. Its own are part of it."
+            )
+        if isinstance(function, Lowered):
+            machine = _machine(scope().device)
+            counted = Counter(launches(function))
+            return Report(
+                device=machine.name,
+                calls=tuple(_launched(*item, machine) for item in counted.items()),
+                notes=(_LOWERED_NOTE,),
+            )
+        found = list(subprograms(function.jaxpr))
+    else:
+        found = traced_graphs(function, *args, **kwargs)
+    named = dict.fromkeys(options.device for _, options, _ in found)
+    machines = {name: _machine(name) for name in named or (scope().device,)}
     return Report(
-        device=device,
+        device=", ".join(machine.name for machine in machines.values()),
         calls=tuple(
             call
-            for (graph, options, is_linear), count in found.items()
-            for call in _calls(graph, options, is_linear, count, has_gpu=has_gpu)
+            for (graph, options, is_linear), count in Counter(found).items()
+            for call in _calls(
+                graph, options, is_linear, count, machines[options.device]
+            )
         ),
     )
 
 
-def _device(named: set[str | None]) -> tuple[str, bool]:
-    """Return what to call the GPU that the calls are for, and whether there is one."""
-    if None not in named and named:
-        return ", ".join(offline.find(str(name)).name for name in named), True
+@dataclass(frozen=True, kw_only=True)
+class _Machine:
+    """The GPU that calls are for, by default this machine's, if it can be used.
+
+    ``has_gpu`` without a ``gpu`` is one that cannot. ``device`` is the name that was
+    asked for.
+    """
+
+    name: str
+    has_gpu: bool = False
+    gpu: Gpu | None = None
+    device: str | None = None
+
+
+def _machine(device: str | None) -> _Machine:
+    if device is not None:
+        try:
+            gpu = offline.named_gpu(device)
+        except LibraryError as error:
+            name = f"{device}, which cannot be planned for: {error}"
+            return _Machine(name=name, has_gpu=True, device=device)
+        return _Machine(name=gpu.target.name, has_gpu=True, gpu=gpu, device=device)
     try:
         local = local_target()
     except LibraryError as error:
-        return f"a GPU that cannot be used: {error}", True
+        return _Machine(name=f"a GPU that cannot be used: {error}", has_gpu=True)
     if local is None:
-        return "XLA only (no CUDA device)", False
-    return local[1].name, True
+        return _Machine(name="XLA only (no CUDA device)")
+    ordinal, target = local
+    gpu = LocalGpu(ordinal=ordinal, target=target)
+    return _Machine(name=target.name, has_gpu=True, gpu=gpu)
+
+
+# --- traced programs ------------------------------------------------------------------
 
 
 def _calls(
-    graph: Graph, options: Options, is_linear: bool, count: int, *, has_gpu: bool
+    graph: Graph, options: Options, is_linear: bool, count: int, machine: _Machine
 ) -> list[Call]:
-    decision = _decision(graph, options, is_linear, has_gpu=has_gpu)
-    if not decision.steps:
-        op = f"{label(graph)}:derivative" if is_linear else label(graph)
-        return [_call(op, Step(part=graph, reasons=decision.reasons), count)]
-    return [_call(label(step.part) or "copy", step, count) for step in decision.steps]
-
-
-def _call(op: str, step: Step, count: int) -> Call:
-    legal, plan = step.legal, step.plan
-    return Call(
-        op=op,
-        shapes=", ".join(
-            f"{t.dtype}[{','.join(map(str, t.stored_shape))}]"
-            for t in step.part.input_tensors
-        ),
-        count=count,
-        implementation="xla" if legal is None else "cudnn",
-        plan=None if plan is None else plan.name,
-        workspace_bytes=None if plan is None else plan.workspace_bytes,
-        reasons=step.reasons if legal is None else legal.notes,
-    )
-
-
-def _decision(
-    graph: Graph, options: Options, is_linear: bool, *, has_gpu: bool
-) -> Decision:
     if is_linear:
-        return Decision(reasons=("forward mode and second order run the reference",))
-    if not has_gpu:
-        return Decision(reasons=("this machine has no CUDA device",))
+        reason = "forward mode and second order run the reference"
+        return [
+            Call(
+                op=f"{label(graph)}:derivative",
+                shapes=_shapes(graph),
+                count=count,
+                implementation="xla",
+                plan=None,
+                workspace_bytes=None,
+                reasons=(reason,),
+                part=graph,
+            )
+        ]
+    decision = _decision(graph, options, machine)
+    whole = Step(part=graph, reasons=decision.reasons, why=decision.why)
+    steps = decision.steps or (whole,)
+    direction = direction_of(graph)
+    return [_call(step, options, count, direction, machine) for step in steps]
+
+
+def _decision(graph: Graph, options: Options, machine: _Machine) -> Decision:
+    if not machine.has_gpu:
+        return Decision(reasons=(_NO_GPU,))
     try:
         return decide(graph, options)
     except LibraryError as error:
         return Decision(reasons=(str(error),))
+
+
+def _call(
+    step: Step,
+    options: Options,
+    count: int,
+    direction: Direction | None,
+    machine: _Machine,
+) -> Call:
+    legal = step.legal
+    measured = _measured(step.part, options, machine) if step.why == "tuned" else []
+    only = measured[0] if len(measured) == 1 else None
+    return Call(
+        op=label(step.part) or "copy",
+        shapes=_shapes(step.part),
+        count=count,
+        implementation="xla" if legal is None else "cudnn",
+        reasons=step.reasons if legal is None else legal.notes,
+        direction=direction,
+        why=step.why,
+        part=step.part,
+        graph=None if legal is None else legal.graph,
+        choice=step.choice,
+        device=machine.device,
+        **_plan_fields(step.plan),
+        cudnn_us=only and only.cudnn_us,
+        xla_us=only and only.xla_us,
+        first_ratio=only and only.first_ratio,
+    )
+
+
+def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
+    """Return the measured choices of what is a kernel of its own in the part."""
+    if machine.gpu is None:
+        return []
+    target = machine.gpu.target
+    allowed = options.plan.to_choice()
+    own = choices.table().get(part, target, allowed)
+    if own is not None:
+        return [own]
+    found = [
+        choices.table().get(inner, target, allowed)
+        for inner in partition(part)
+        if any(map(is_contraction, inner.nodes))
+    ]
+    return [choice for choice in found if choice is not None] if all(found) else []
+
+
+def why_of(choice: str) -> Why:
+    """Return why a plan was taken, from the text that pins or restricts it."""
+    if not choice:
+        return "heuristic"
+    # A measured choice names one engine; what a call asks for restricts the list.
+    return "tuned" if '"engine":' in choice else "requested"
+
+
+# --- lowered programs -----------------------------------------------------------------
+
+
+def _launched(launch: Launch, count: int, machine: _Machine) -> Call:
+    graph = from_json(launch.graph)
+    info, reasons = None, ()
+    if machine.gpu is None:
+        reasons = (machine.name if machine.has_gpu else f"not planned: {_NO_GPU}",)
+    else:
+        try:
+            info = machine.gpu.plan(launch.graph, launch.choice)
+        except (GraphError, LibraryError, UnsupportedError) as error:
+            reasons = (str(error),)
+    return Call(
+        op=launch.op,
+        shapes=_shapes(graph),
+        count=count,
+        implementation="cudnn",
+        reasons=reasons,
+        direction=direction_of(graph),
+        why=why_of(launch.choice),
+        graph=graph,
+        choice=launch.choice,
+        device=machine.device,
+        **_plan_fields(info),
+    )
+
+
+# --- what graphs and plans say --------------------------------------------------------
+
+
+def direction_of(graph: Graph) -> Direction | None:
+    """Return whether a graph is a gradient's, by the names that gradients are given.
+
+    None for a part with neither a result of the forward graph nor anything of a
+    gradient's: in a graph of several contractions there are such.
+    """
+    modes = (str(getattr(node.attributes, "mode", "")) for node in graph.nodes)
+    if (
+        any(name.startswith("grad_") for name in (*graph.outputs, *graph.inputs))
+        or any(node.kind == "sdpa_backward" for node in graph.nodes)
+        or any(mode.endswith("_grad") for mode in modes)
+    ):
+        return "backward"
+    is_result = any(
+        name in ("output", "stats") or name.startswith("saved_")
+        for name in graph.outputs
+    )
+    return "forward" if is_result else None
+
+
+def _shapes(graph: Graph) -> str:
+    return ", ".join(
+        f"{t.dtype}[{','.join(map(str, t.stored_shape))}]" for t in graph.input_tensors
+    )
+
+
+def _plan_fields(info: PlanInfo | None) -> dict[str, Any]:
+    if info is None:
+        return {"plan": None, "workspace_bytes": None}
+    return {
+        "plan": info.name,
+        "workspace_bytes": info.workspace_bytes,
+        "engine": info.engine,
+        "knobs": info.knobs,
+        "behavior_notes": info.behavior_notes,
+        "numeric_notes": info.numeric_notes,
+        "failures": info.failures,
+    }

@@ -7,7 +7,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import scoped, traced_graphs
 from jax_cudnn.lowering.cuda import local_target
 from jax_cudnn.measuring import OutOfTimeError, measure
+from jax_cudnn.plans.table import aligned
 
 _BAR = 20
 
@@ -50,11 +51,7 @@ class Tuning:
             )
             for choice in self.choices.values()
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [f"microseconds a call on {self.device}"]
-        for row in rows:
-            cells = (cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
+        lines = [f"microseconds a call on {self.device}", *aligned(rows)]
         if self.left_count:
             lines.append(f"not measured, for lack of time: {self.left_count}")
         return "\n".join(lines)
@@ -107,7 +104,7 @@ def autotune(
 @contextmanager
 def autotuning(
     *, budget_s: float = math.inf, progress: bool = True
-) -> Iterator[Tuning]:
+) -> Generator[Tuning]:
     """Measure, for what is compiled inside a `with` block, which plans are fastest.
 
     As ``plans.autotune`` does, when XLA compiles a function and asks for plans: nothing
@@ -135,9 +132,11 @@ def autotuning(
         if options.device is None:
             tuner.take(_parts([(graph, options, False)]))
 
-    with scoped(tuner=before_deciding):
-        yield tuner.tuning
-    tuner.finish()
+    try:
+        with scoped(tuner=before_deciding):
+            yield tuner.tuning
+    finally:
+        tuner.finish()
 
 
 def load_choices(path: str | Path) -> int:

@@ -2,15 +2,19 @@
 """Plans many graphs for GPUs that are not there, with jax_cudnn.offline."""
 
 import functools
+import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from jax_cudnn import offline
 from jax_cudnn.graph import Target
 from jax_cudnn.offline import planner, worker
+from jax_cudnn.offline.process import PlanningProcess
 
 # That of the pinned wheel, in pyproject.toml.
 CUDNN = 92700
+_PLAN_FILES = Path(__file__).parent / "plan_file_worker.py"
 
 
 @functools.cache
@@ -37,13 +41,41 @@ def plan_all(
     ended the planning process at that graph. ``choices`` has one choice per graph, or
     none at all.
     """
-    if reason := missing():
-        raise RuntimeError(f"cannot plan without a GPU here: {reason}")
+    _require()
     description = offline.find(gpu)
     return [
         planner.ask(graph, description, choice, build=build)
-        for graph, choice in zip(graphs, choices or [""] * len(graphs), strict=True)
+        for graph, choice in _pairs(graphs, choices)
     ]
+
+
+def ship_all(
+    graphs: Sequence[str], gpu: str, *, choices: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Put the plan of every graph through a plan file; one answer per graph.
+
+    An answer has "graph", "choice" and "plan" as read from the file, its "bytes",
+    "export_s" and "import_s", the seconds for building and writing it and for reading
+    it, and "refusals", what was said to it where it does not belong or is damaged.
+    """
+    _require()
+    process = PlanningProcess((sys.executable, "-P", str(_PLAN_FILES)))
+    try:
+        return [
+            process.ask(planner.request(graph, offline.find(gpu), choice, build=True))
+            for graph, choice in _pairs(graphs, choices)
+        ]
+    finally:
+        process.close()
+
+
+def _require() -> None:
+    if reason := missing():
+        raise RuntimeError(f"cannot plan without a GPU here: {reason}")
+
+
+def _pairs(graphs: Sequence[str], choices: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(graphs, choices or [""] * len(graphs), strict=True))
 
 
 def target(gpu: str) -> Target:

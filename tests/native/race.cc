@@ -3,12 +3,13 @@
 // nothing.
 //
 // test_threads.py compiles this with the thread sanitizer. Plan is replaced by one that
-// takes a while, so that the threads meet.
+// takes a while, so that the threads meet; the plan store is the real one.
 
 #include <atomic>
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -19,12 +20,15 @@
 #include "cudnn_library.h"
 #include "graph_spec.h"
 #include "handle_pool.h"
+#include "log.h"
 #include "plan.h"
 #include "plan_cache.h"
+#include "plan_store.h"
 
 namespace jax_cudnn {
 
 std::atomic<int> build_count{0};
+std::atomic<int> read_count{0};
 
 struct Plan::Built {};
 
@@ -49,6 +53,25 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec&,
   return std::shared_ptr<const Plan>(
       new Plan(std::make_unique<Built>(), std::move(candidate), {}));
 }
+
+StatusOr<std::string> Plan::Serialize() const {
+  if (candidate_.choice == "not writable") return Unimplemented("not this engine");
+  return candidate_.choice;
+}
+
+StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec&,
+                                                        const std::string& bytes,
+                                                        const PlanTarget& target) {
+  ++read_count;
+  if (target.handle == nullptr) return Internal("no handle");
+  if (bytes == "spoiled") return Internal("spoiled");
+  Candidate candidate;
+  candidate.choice = bytes;
+  return std::shared_ptr<const Plan>(
+      new Plan(std::make_unique<Built>(), std::move(candidate), {}));
+}
+
+std::string FrontendVersion() { return "0"; }
 
 StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec&, const std::string&,
                                                 const PlanTarget&, bool) {
@@ -127,6 +150,65 @@ void DevicesAreKeptApart() {
          "a device that is not there");
 }
 
+// `directory` is not there yet.
+void PlansComeFromTheStore(const std::string& directory) {
+  jax_cudnn::build_count = 0;
+  auto& store = jax_cudnn::PlanStore::Global();
+  store.SetSource([directory]() -> jax_cudnn::StatusOr<jax_cudnn::PlanStoreSettings> {
+    return jax_cudnn::PlanStoreSettings{directory, 1 << 20};
+  });
+  const auto get_all = [](int thread) {
+    for (int i = 0; i < 4; ++i) {
+      const std::string choice = "choice " + std::to_string((i + thread) % 4);
+      const auto plan = Get(choice);
+      Expect(plan.ok() && (*plan)->candidate().choice == choice, "the plan asked for");
+    }
+  };
+  PlanCache::Global().Clear();
+  InThreads(get_all);
+  Expect(jax_cudnn::build_count == 4, "all are built");
+  Expect(store.stats().writes == 4 && store.stats().misses == 4, "and kept");
+  for (int round = 1; round <= 2; ++round) {
+    PlanCache::Global().Clear();
+    InThreads(get_all);
+    Expect(jax_cudnn::build_count == 4, "none is built again");
+    Expect(jax_cudnn::read_count == 4 * round, "each is read once");
+    Expect(store.stats().hits == 4 * round, "from the store");
+  }
+  Expect(*Get("choice 0", 0) != *Get("choice 0", 1), "a plan per device");
+  Expect(jax_cudnn::build_count == 4, "the other device reads it too");
+  Expect(store.stats().failures == 0, "nothing failed");
+}
+
+void PlansThatDoNotSerializeAreBuilt() {
+  jax_cudnn::build_count = 0;
+  auto& store = jax_cudnn::PlanStore::Global();
+  for (int round = 1; round <= 2; ++round) {
+    PlanCache::Global().Clear();
+    Expect(Get("not writable").ok(), "a plan");
+    Expect(jax_cudnn::build_count == round, "built each time");
+    Expect(store.stats().failures == round, "with a note");
+  }
+  Expect(store.stats().last_failure == "the plan  cannot be stored: not this engine",
+         "of the reason");
+}
+
+// A stored plan that cuDNN does not take is built and replaced.
+void SpoiledPlansAreReplaced() {
+  auto& store = jax_cudnn::PlanStore::Global();
+  const auto before = store.stats();
+  PlanCache::Global().Clear();
+  jax_cudnn::build_count = 0;
+  Expect(Get("spoiled").ok(), "a plan");  // is written as it cannot be read
+  PlanCache::Global().Clear();
+  Expect(Get("spoiled").ok(), "a plan");
+  Expect(jax_cudnn::build_count == 2, "built twice");
+  const auto after = store.stats();
+  Expect(after.hits == before.hits && after.failures == before.failures + 1, "no hit");
+  Expect(after.last_failure == "cuDNN does not take a stored plan: spoiled", "reason");
+  Expect(after.writes == before.writes + 2, "written anew");
+}
+
 void NoHandleIsUsedByTwoThreads(const jax_cudnn::CudnnRuntime& runtime) {
   auto& pool = jax_cudnn::HandlePool::Global();
   Expect(pool.Acquire(7).status().code() == StatusCode::kFailedPrecondition,
@@ -150,16 +232,50 @@ void NoHandleIsUsedByTwoThreads(const jax_cudnn::CudnnRuntime& runtime) {
   });
 }
 
+void LinesReachOneSinkOrTheOther() {
+  using jax_cudnn::LogLevel;
+  using jax_cudnn::LogSource;
+  std::atomic<int> lines{0};
+  const auto make_sink = [&] {
+    return std::make_shared<const jax_cudnn::LogSink>(
+        [&](LogSource, LogLevel, const std::string& line) {
+          Expect(line == "a line", "the line");
+          ++lines;
+        });
+  };
+  Expect(jax_cudnn::SetLogSink(make_sink(), LogLevel::kDebug).ok(), "a sink");
+  InThreads([&](int thread) {
+    for (int i = 0; i < 200; ++i) {
+      if (thread == 0) {
+        const auto old = jax_cudnn::SetLogSink(make_sink(), LogLevel::kDebug);
+        Expect(old.ok() && old->use_count() == 1, "nobody uses the old sink");
+        continue;
+      }
+      const jax_cudnn::DeferredLog deferred;
+      jax_cudnn::Log(LogSource::kOurs, LogLevel::kDebug, "a line");
+    }
+  });
+  Expect(lines == (kThreads - 1) * 200, "no line is lost");
+  Expect(jax_cudnn::SetLogSink(nullptr, LogLevel::kDebug).ok(), "no sink");
+  jax_cudnn::Log(LogSource::kOurs, LogLevel::kError, "another line");
+  Expect(lines == (kThreads - 1) * 200, "nobody listens");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  jax_cudnn::SetLibraryDirectories(std::vector<std::string>(argv + 1, argv + argc));
+  Expect(argc == 3, "usage: race LIBRARIES STORE");
+  jax_cudnn::SetLibraryDirectories({argv[1]});
   const auto runtime = jax_cudnn::LoadCudnnRuntime();
   Expect(runtime.ok(), runtime.status().message().c_str());
   EachPlanIsBuiltOnce();
   RefusalsAreRememberedAndFailuresAreNot();
   PlansOutliveTheCache();
   DevicesAreKeptApart();
+  PlansComeFromTheStore(argv[2]);
+  PlansThatDoNotSerializeAreBuilt();
+  SpoiledPlansAreReplaced();
   NoHandleIsUsedByTwoThreads(**runtime);
+  LinesReachOneSinkOrTheOther();
   std::puts("done");
 }

@@ -22,6 +22,7 @@ int cudaGetDevice(int* d) {{ *d = 0; return 0; }}
 int cudaSetDevice(int d) {{ return 0; }}
 int cudaGetDeviceCount(int* n) {{ *n = {devices}; return *n ? 0 : 100; }}
 int cudaDeviceGetAttribute(int* v, int a, int d) {{ *v = 9; return 0; }}
+int cudaDriverGetVersion(int* v) {{ *v = 99000; return 0; }}
 const char* cudaGetErrorString(int e) {{ return "no device is there"; }}
 int cudaStreamCreateWithFlags(void) {{ return 100; }}
 int cudaStreamDestroy(void) {{ return 100; }}
@@ -49,14 +50,18 @@ def obstacle() -> str:
     return ""
 
 
-def compile_cudnn(directory: Path, version: int = 91900, *, without: str = "") -> None:
-    """Make libcudnn.so.9 of a version, all functions but one."""
+def compile_cudnn(
+    directory: Path, version: int = 91900, *, without: str = "", extra: str = ""
+) -> None:
+    """Make libcudnn.so.9 of a version, all functions but one, and some more C."""
     lines = [
         line.format(name=name, version=version)
         for name, line in _CUDNN.items()
         if name != without
     ]
-    _compile(directory, "libcudnn.so.9", "\n".join(["#include <stdlib.h>", *lines]))
+    _compile(
+        directory, "libcudnn.so.9", "\n".join(["#include <stdlib.h>", *lines, extra])
+    )
 
 
 def compile_companions(directory: Path, *, without: str = "", devices: int = 0) -> None:

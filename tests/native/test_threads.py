@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the plan cache and the handle pool free of races? The thread sanitizer judges."""
+"""Are plan cache, store, handle pool and log free of races? TSan judges."""
 
 import shutil
 import subprocess
@@ -11,7 +11,16 @@ from tests.native.stand_ins import compile_companions, compile_cudnn, obstacle
 
 _HERE = Path(__file__).parent
 _FFI = _HERE.parents[1] / "ffi"
-_SOURCES = ("cuda_device", "cudnn_library", "handle_pool", "log", "plan_cache")
+_SOURCES = (
+    "build_site",
+    "cuda_device",
+    "cudnn_library",
+    "handle_pool",
+    "log",
+    "plan_cache",
+    "plan_file",
+    "plan_store",
+)
 
 
 @pytest.mark.slow
@@ -23,9 +32,14 @@ def test_threads_share_plans_and_never_a_handle(tmp_path: Path) -> None:
     program = tmp_path / "race"
     sources = [_HERE / "race.cc", *(_FFI / f"{name}.cc" for name in _SOURCES)]
     command = ["g++", "-std=c++17", "-g", "-O1", "-fsanitize=thread", f"-I{_FFI}"]
+    command.append('-DJAX_CUDNN_BUILDER="test"')
     subprocess.run([*command, "-o", program, *sources, "-ldl"], check=True)
     done = subprocess.run(
-        [program, tmp_path], capture_output=True, text=True, timeout=120, check=False
+        [program, tmp_path, tmp_path / "above" / "store"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "done\n"

@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m jax_cudnn doctor`: prints `plans.doctor`."""
+
+import argparse
+import json
+from typing import Any
+
+from jax_cudnn import plans
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to argparse's subparsers."""
+    parser = commands.add_parser(
+        "doctor",
+        help="say what cuDNN has to work with here, and what is wrong with it",
+        description="Exit status 1 if something keeps cuDNN from a GPU that is there.",
+    )
+    parser.add_argument("--json", action="store_true", help="print data, as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    diagnosis = plans.doctor()
+    if arguments.json:
+        print(json.dumps(diagnosis.to_json(), indent=2))
+    else:
+        print(diagnosis)
+    return diagnosis.exit_status

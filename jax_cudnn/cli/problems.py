@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A problem written on the command line, as a function and its operands' shapes."""
+
+import argparse
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.ops.conv import conv
+from jax_cudnn.ops.matmul import matmul
+from jax_cudnn.ops.sdpa import sdpa
+from jax_cudnn.reference.dtypes import jax_dtype
+
+_DTYPES = ("bf16", "f16", "f32")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A call of one of the operations, with the shapes of its operands."""
+
+    function: Callable[..., jax.Array]
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+
+    def gradient(self) -> "Problem":
+        """Return the problem of its value and the gradients of all operands."""
+
+        def loss(*operands: jax.Array) -> jax.Array:
+            return jnp.sum(self.function(*operands).astype(jnp.float32))
+
+        every = tuple(range(len(self.operands)))
+        return Problem(function=jax.grad(loss, every), operands=self.operands)
+
+
+def add_problems(parser: argparse.ArgumentParser) -> None:
+    """Add the operations as commands, each with the shapes that it takes."""
+    operations = parser.add_subparsers(required=True, metavar="operation")
+    _add_matmul(operations)
+    _add_sdpa(operations)
+    _add_conv(operations)
+
+
+def sizes_of(*forms: str) -> Callable[[str], tuple[int, ...]]:
+    """Return a type for argparse: sizes in one of some forms, as "MxNxR"."""
+    counts = [len(form.split("x")) for form in forms]
+
+    def sizes(text: str) -> tuple[int, ...]:
+        parts = text.split("x")
+        is_right = all(part.isdecimal() and int(part) for part in parts)
+        if not is_right or len(parts) not in counts:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not {' or '.join(forms)}, sizes above 0"
+            )
+        return tuple(int(part) for part in parts)
+
+    return sizes
+
+
+def _add_common(parser: Any, make: Callable[[argparse.Namespace], Problem]) -> None:
+    parser.add_argument(
+        "--dtype", default="bf16", choices=_DTYPES, help="of all operands (bf16)"
+    )
+    parser.add_argument(
+        "--gradient", action="store_true", help="the gradients of all operands as well"
+    )
+    parser.add_argument("--json", action="store_true", help="print data, as JSON")
+    parser.set_defaults(make=make)
+
+
+def _add_fused(parser: Any) -> None:
+    parser.add_argument("--activation", help="relu, gelu, silu, ... (none)")
+    parser.add_argument("--bias", action="store_true", help="a bias per column")
+
+
+def _add_matmul(operations: Any) -> None:
+    parser = operations.add_parser("matmul", help="a matrix product")
+    parser.add_argument(
+        "sizes",
+        type=sizes_of("MxNxR", "BxMxNxR"),
+        metavar="[Bx]MxNxR",
+        help="rows, columns and contraction, and a batch before them",
+    )
+    _add_fused(parser)
+    _add_common(parser, _matmul)
+
+
+def _matmul(arguments: argparse.Namespace) -> Problem:
+    *batch, m, n, r = arguments.sizes
+    return _fused(
+        matmul, arguments, (*batch, m, r), (*batch, r, n), bias=(n,), options={}
+    )
+
+
+def _add_sdpa(operations: Any) -> None:
+    parser = operations.add_parser("sdpa", help="scaled dot-product attention")
+    parser.add_argument(
+        "sizes",
+        type=sizes_of("BxSxHxD"),
+        metavar="BxSxHxD",
+        help="batch, query length, heads, head size",
+    )
+    parser.add_argument("--causal", action="store_true", help="no key after its query")
+    parser.add_argument("--key-length", type=int, help="keys (as many as queries)")
+    parser.add_argument("--key-heads", type=int, help="heads of keys (as of queries)")
+    _add_common(parser, _sdpa)
+
+
+def _sdpa(arguments: argparse.Namespace) -> Problem:
+    b, s, h, d = arguments.sizes
+    t = s if arguments.key_length is None else arguments.key_length
+    k = h if arguments.key_heads is None else arguments.key_heads
+    query, key = (b, s, h, d), (b, t, k, d)
+    return Problem(
+        function=functools.partial(sdpa, is_causal=arguments.causal),
+        operands=tuple(_struct(arguments, shape) for shape in (query, key, key)),
+    )
+
+
+def _add_conv(operations: Any) -> None:
+    parser = operations.add_parser("conv", help="a convolution of two spatial axes")
+    parser.add_argument(
+        "sizes",
+        type=sizes_of("NxYxXxC"),
+        metavar="NxYxXxC",
+        help="images, their height and width, channels",
+    )
+    parser.add_argument(
+        "window",
+        type=sizes_of("YxXxO"),
+        metavar="YxXxO",
+        help="the filters' height and width, and their number",
+    )
+    parser.add_argument("--stride", type=int, default=1, help="of the window (1)")
+    parser.add_argument(
+        "--padding", default="SAME", choices=("SAME", "VALID"), help="(SAME)"
+    )
+    parser.add_argument("--groups", type=int, default=1, help="of channels (1)")
+    _add_fused(parser)
+    _add_common(parser, _conv)
+
+
+def _conv(arguments: argparse.Namespace) -> Problem:
+    *_, c = arguments.sizes
+    *window, o = arguments.window
+    if arguments.groups < 1 or c % arguments.groups:
+        raise ValueError(f"{c} channels do not divide into {arguments.groups} groups.")
+    options = {
+        "window_strides": (arguments.stride,) * 2,
+        "padding": arguments.padding,
+        "dimension_numbers": ("NHWC", "HWIO", "NHWC"),
+        "feature_group_count": arguments.groups,
+    }
+    filters = (*window, c // arguments.groups, o)
+    return _fused(conv, arguments, arguments.sizes, filters, bias=(o,), options=options)
+
+
+def _fused(
+    operation: Callable[..., jax.Array],
+    arguments: argparse.Namespace,
+    *shapes: tuple[int, ...],
+    bias: tuple[int, ...],
+    options: dict[str, Any],
+) -> Problem:
+    options = {**options, "activation": arguments.activation}
+
+    def function(x: Any, w: Any, *rest: Any) -> jax.Array:
+        return operation(x, w, bias=rest[0] if rest else None, **options)
+
+    every = (*shapes, bias) if arguments.bias else shapes
+    return Problem(
+        function=function, operands=tuple(_struct(arguments, shape) for shape in every)
+    )
+
+
+def _struct(
+    arguments: argparse.Namespace, shape: tuple[int, ...]
+) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jax_dtype(arguments.dtype))

@@ -1,0 +1,235 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What `plans.inspect` answers: each cuDNN call as data, and a report of them all."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from jax_cudnn.config import Options
+from jax_cudnn.errors import LibraryError, UnsupportedError
+from jax_cudnn.graph import Graph, to_json
+from jax_cudnn.graph.printing import mermaid_lines
+from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import cuda
+from jax_cudnn.lowering.cuda import Why
+from jax_cudnn.native import Candidate
+from jax_cudnn.plans.table import aligned
+
+# The version of what `Report.to_json` returns. A change of meaning raises it.
+SCHEMA = 1
+
+Direction = Literal["forward", "backward"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
+
+    Attributes:
+      op: what it computes.
+      shapes: its operands as stored.
+      count: how often the program holds it; a loop's body counts once.
+      implementation: "cudnn" or "xla".
+      plan: cuDNN's name of the plan; None where XLA runs it or no GPU is here to plan
+        for, as are the fields that say more of a plan.
+      workspace_bytes: the plan's scratch memory.
+      reasons: a sentence each, why cuDNN does not run it, or does not run all of it.
+      direction: "forward" or "backward"; None for forward mode's derivatives, and where
+        a lowered program does not tell.
+      why: "tuned" where a measured choice pins the plan or says XLA, "heuristic" where
+        it is the first of cuDNN's list that builds, "requested" where options of the
+        call restrict it or say XLA; None where XLA runs it for the ``reasons`` given.
+        In a lowered program, which does not tell, any pinned plan counts as "tuned".
+      part: the graph as the user wrote it; None in a lowered program.
+      graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
+      choice: the text that pins or restricts the plan; "" leaves it to cuDNN. Plans for
+        a GPU by its name are pinned.
+      device: the GPU that was asked for by its name; None is this machine's.
+      engine: the number of cuDNN's engine.
+      knobs: the engine's settings, (name, value) sorted by name.
+      behavior_notes: what cuDNN says of how the plan works, as RUNTIME_COMPILATION.
+      numeric_notes: what cuDNN says of its numbers, as TENSOR_CORE.
+      failures: candidates before the plan that were passed over, with why.
+      cudnn_us: microseconds of the best plan with its array work, where tuned.
+      xla_us: microseconds of XLA's code, where tuned.
+      first_ratio: kernel time of cuDNN's first plan over the best plan's, where tuned.
+    """
+
+    op: str
+    shapes: str
+    count: int
+    implementation: str
+    plan: str | None
+    workspace_bytes: int | None
+    reasons: tuple[str, ...]
+    direction: Direction | None = None
+    why: Why | None = None
+    part: Graph | None = None
+    graph: Graph | None = None
+    choice: str = ""
+    device: str | None = None
+    engine: int | None = None
+    knobs: tuple[tuple[str, int], ...] = ()
+    behavior_notes: tuple[str, ...] = ()
+    numeric_notes: tuple[str, ...] = ()
+    failures: tuple[str, ...] = ()
+    cudnn_us: float | None = None
+    xla_us: float | None = None
+    first_ratio: float | None = None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Behaviour notes and numerical notes."""
+        return (*self.behavior_notes, *self.numeric_notes)
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """Return all of cuDNN's candidates for the call, its best guess first.
+
+        They are listed, not built: some may fail to. Those that the options of the call
+        do not allow say why in ``refusal``. For a part that XLA runs, they are those of
+        the first way of rewriting it that cuDNN takes at all.
+
+        Raises:
+          LibraryError: there is no NVIDIA GPU here, nor one by its name, to list them
+            for.
+          UnsupportedError: cuDNN has none.
+        """
+        gpu = cuda.gpu_for(Options(device=self.device))
+        if gpu is None:
+            raise LibraryError(
+                "Call.candidates needs an NVIDIA GPU; JAX sees none. Inside "
+                'plans.using(device="H200") calls are for one by its name.'
+            )
+        graphs, reasons = [self.graph] if self.graph else [], list[str]()
+        if not graphs and self.part:
+            legalization = legalize(self.part, gpu.target)
+            graphs = [legal.graph for legal in legalization.candidates]
+            reasons += legalization.reasons
+        for graph in graphs:
+            try:
+                return gpu.candidates(to_json(graph), self._allowed)
+            except UnsupportedError as error:
+                reasons += error.reasons or (error.summary,)
+        raise UnsupportedError(f"cuDNN has no candidate for {self.op}.", reasons)
+
+    @property
+    def _allowed(self) -> str:
+        """The text of what the call's options allow; a pin says nothing of that."""
+        is_pin = '"engine":' in self.choice
+        return "" if is_pin or self.why != "requested" else self.choice
+
+    def mermaid(self) -> str:
+        """Return a Mermaid flowchart of the graph that runs."""
+        return "\n".join(("flowchart TD", *self.mermaid_lines("")))
+
+    def mermaid_lines(self, prefix: str) -> Iterator[str]:
+        """Yield the lines of the flowchart, a frame with the call's name around it."""
+        graph = self.graph or self.part
+        title = f"{self.count} x {self.op}: {self.plan or self.implementation}"
+        yield f'  subgraph {prefix}call["{title}"]'
+        if graph is not None:
+            yield from (f"  {line}" for line in mermaid_lines(graph, prefix))
+        yield "  end"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data: graphs in their canonical form, knobs as an object."""
+        plain = {name: getattr(self, name) for name in _PLAIN}
+        lists = {name: list(getattr(self, name)) for name in _LISTS}
+        graphs = {name: getattr(self, name) for name in ("part", "graph")}
+        return {
+            **plain,
+            **lists,
+            "knobs": dict(self.knobs),
+            **{
+                name: None if graph is None else json.loads(to_json(graph))
+                for name, graph in graphs.items()
+            },
+        }
+
+
+_PLAIN = (
+    *("op", "shapes", "count", "implementation", "plan", "workspace_bytes"),
+    *("direction", "why", "choice", "device", "engine"),
+    *("cudnn_us", "xla_us", "first_ratio"),
+)
+_LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report:
+    """What ``inspect`` found; ``str`` of it is a table.
+
+    ``notes`` says, a sentence each, what could not be seen.
+    """
+
+    device: str
+    calls: tuple[Call, ...]
+    notes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        lines = [f"cuDNN calls on {self.device}", *_table(self.calls)]
+        said: dict[str, list[str]] = {}
+        for call in self.calls:
+            for reason in (
+                *call.reasons,
+                *(f"passed over: {f}" for f in call.failures),
+            ):
+                said.setdefault(reason, []).append(call.op)
+        for reason, ops in said.items():
+            lines.append(f"{', '.join(dict.fromkeys(ops))}: {reason}")
+        return "\n".join((*lines, *self.notes))
+
+    def mermaid(self) -> str:
+        """Return a Mermaid flowchart with a frame for each call."""
+        lines = (
+            line
+            for i, call in enumerate(self.calls)
+            for line in call.mermaid_lines(f"c{i}_")
+        )
+        return "\n".join(("flowchart TD", *lines))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, for ``json.dumps``; "schema" is its form's version."""
+        return {
+            "schema": SCHEMA,
+            "device": self.device,
+            "calls": [call.to_json() for call in self.calls],
+            "notes": list(self.notes),
+        }
+
+
+# --- the table ------------------------------------------------------------------------
+
+
+def _table(calls: Sequence[Call]) -> Iterator[str]:
+    """Yield the rows of a table; columns of which nothing is known are left out."""
+    always = ("op", "count", "operands", "runs on", "plan", "workspace")
+    columns = {
+        "op": [call.op for call in calls],
+        "count": [str(call.count) for call in calls],
+        "direction": [call.direction for call in calls],
+        "operands": [call.shapes for call in calls],
+        "runs on": [call.implementation for call in calls],
+        "why": [call.why for call in calls],
+        "plan": [call.plan for call in calls],
+        "engine": [None if c.engine is None else str(c.engine) for c in calls],
+        "workspace": [_bytes_text(call.workspace_bytes) for call in calls],
+        "cuDNN µs": [_us_text(call.cudnn_us) for call in calls],
+        "XLA µs": [_us_text(call.xla_us) for call in calls],
+        "notes": [" ".join(call.notes) or None for call in calls],
+    }
+    shown = {
+        name: [cell or "-" for cell in cells]
+        for name, cells in columns.items()
+        if name in always or any(cells)
+    }
+    return aligned(zip(*((name, *cells) for name, cells in shown.items()), strict=True))
+
+
+def _bytes_text(count: int | None) -> str | None:
+    return None if count is None else f"{count:,} B"
+
+
+def _us_text(microseconds: float | None) -> str | None:
+    return None if microseconds is None else f"{microseconds:.1f}"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plans.doctor`: can cuDNN be used on this machine, and if not, what is to be done?"""
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jax_cudnn.native import version_text
+from jax_cudnn.plans.findings import Finding, examine
+from jax_cudnn.plans.machine import Facts, gather
+from jax_cudnn.plans.table import aligned
+
+# The version of what `Diagnosis.to_json` returns. A change of meaning raises it.
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Diagnosis:
+    """What ``doctor`` found: the facts, and what they mean; ``str`` of it is a page."""
+
+    facts: Facts
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether calls can run on cuDNN here."""
+        return self.facts.has_gpu and not self._errors
+
+    @property
+    def exit_status(self) -> int:
+        """1 where something keeps cuDNN from a GPU that is there, 0 otherwise."""
+        return 1 if self._errors else 0
+
+    @property
+    def verdict(self) -> str:
+        """Whether cuDNN can be used, in a sentence."""
+        if self._errors:
+            names = ", ".join(finding.name for finding in self._errors)
+            return f"cuDNN cannot be used on this machine's GPU: {names}."
+        if self.is_usable:
+            return "cuDNN can be used."
+        return "No NVIDIA GPU here: every call runs on XLA."
+
+    @property
+    def _errors(self) -> tuple[Finding, ...]:
+        return tuple(each for each in self.findings if each.severity == "error")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, for ``json.dumps``."""
+        return {
+            "schema": SCHEMA,
+            "verdict": self.verdict,
+            "is_usable": self.is_usable,
+            "findings": [dataclasses.asdict(each) for each in self.findings],
+            "facts": dataclasses.asdict(self.facts),
+        }
+
+    def __str__(self) -> str:
+        lines = [*aligned(_rows(self.facts)), "", self.verdict]
+        for finding in self.findings:
+            lines += [
+                "",
+                f"{finding.severity}: {finding.what}",
+                f"  fix: {finding.fix}",
+            ]
+        return "\n".join(lines)
+
+
+def doctor() -> Diagnosis:
+    """Return what is on this machine for cuDNN under JAX, and what is wrong with it.
+
+    Looks at GPUs, driver, JAX and its CUDA plugin, cuDNN and what it needs, and the
+    environment variables that matter. Starts JAX's backends and opens cuDNN; runs
+    nothing on a GPU. ``python -m jax_cudnn doctor`` prints it.
+
+    Example:
+      >>> from jax_cudnn import plans
+      >>> diagnosis = plans.doctor()
+      >>> diagnosis.is_usable or diagnosis.verdict != ""
+      True
+    """
+    facts = gather()
+    return Diagnosis(facts=facts, findings=examine(facts))
+
+
+# --- the page -------------------------------------------------------------------------
+
+
+def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
+    driver, cudnn = facts.driver, facts.cudnn
+    for gpu in driver.gpus if driver else ():
+        memory = gpu.memory_bytes / 2**30
+        yield "GPU", f"{gpu.name}, sm_{gpu.sm_version}, {memory:.0f} GiB"
+    if not (driver and driver.gpus):
+        yield "GPU", "none"
+    yield "driver", _driver_text(facts)
+    yield "JAX", f"{facts.jax}, jaxlib {facts.jaxlib}, Python {facts.python}"
+    yield "JAX backends", ", ".join(facts.jax_backends) or "none"
+    if facts.jax_error:
+        yield "JAX on CUDA", facts.jax_error.splitlines()[0]
+    if cudnn is None:
+        yield "cuDNN", "does not load"
+    else:
+        version, cuda = version_text(cudnn.version), cudnn.cuda_major
+        yield "cuDNN", f"{version} for CUDA {cuda}, {cudnn.path}"
+        yield "cuDNN's libraries", ", ".join(cudnn.sublibraries) or "none"
+    for other in facts.cudnn_files[1 if cudnn else 0 :]:
+        version = version_text(other.version) if other.version else "does not load"
+        yield "another cuDNN", f"{version}, {other.path}"
+    yield from facts.companions
+    header = version_text(facts.header_version)
+    api = ".".join(map(str, facts.ffi_api))
+    yield "jax_cudnn", f"{facts.jax_cudnn}, compiled against cuDNN {header},"
+    yield "", f"cudnn-frontend {facts.frontend}, XLA FFI {api}"
+    for name, version in facts.packages:
+        yield name, version
+    yield from facts.environment
+
+
+def _driver_text(facts: Facts) -> str:
+    driver = facts.driver
+    if driver is None:
+        return "none"
+    major, minor = divmod(driver.cuda_version, 1000)
+    newest = f"runs CUDA up to {major}.{minor // 10}"
+    return ", ".join(filter(None, (driver.version, newest, driver.error)))

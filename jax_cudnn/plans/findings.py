@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What do a machine's facts mean for cuDNN under JAX, and what is to be done?
+
+``examine`` is a pure function of the facts: one rule per function, each of which yields
+a ``Finding`` with its fix.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from jax_cudnn.native import version_text
+from jax_cudnn.plans.machine import Facts
+
+# An error keeps cuDNN from being used although there is a GPU. A warning costs results,
+# memory or time. A note explains.
+Severity = Literal["error", "warning", "note"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Finding:
+    """One thing that is not as it should be: its name, what is so, what to do."""
+
+    severity: Severity
+    name: str
+    what: str
+    fix: str
+
+
+# --- rules ----------------------------------------------------------------------------
+
+
+def _driver(facts: Facts) -> Iterator[Finding]:
+    driver = facts.driver
+    if driver is None and facts.nvidia_devices:
+        yield Finding(
+            severity="error",
+            name="no-driver",
+            what=f"The machine has {facts.nvidia_devices} NVIDIA device(s), but no "
+            "driver: libcuda.so.1 is not found.",
+            fix="Install NVIDIA's driver; in a container, pass the GPU in (docker run "
+            "--gpus all, with nvidia-container-toolkit on the host).",
+        )
+    elif driver is None:
+        yield Finding(
+            severity="note",
+            name="no-gpu",
+            what="There is no NVIDIA driver and no NVIDIA device on the bus.",
+            fix="None is needed on a machine for the CPU. In a container, pass the GPU "
+            "in (docker run --gpus all).",
+        )
+    elif driver.error:
+        yield Finding(
+            severity="error",
+            name="driver-error",
+            what=f"The driver does not start: {driver.error}.",
+            fix="See whether nvidia-smi works. After an update of the driver, restart "
+            "the machine or the container: libcuda and the kernel module must match.",
+        )
+    elif not driver.gpus:
+        hidden = dict(facts.environment).get("CUDA_VISIBLE_DEVICES")
+        why = "" if hidden is None else f" CUDA_VISIBLE_DEVICES={hidden!r} may hide it."
+        yield Finding(
+            severity="note",
+            name="no-gpu",
+            what=f"The driver shows no GPU to this process.{why}",
+            fix="None is needed on a machine for the CPU. Else unset "
+            "CUDA_VISIBLE_DEVICES, or pass the GPU into the container.",
+        )
+
+
+# bf16 tensor cores, and the fused engines with them: docs/support.md.
+_OLDEST_SM = 80
+
+
+def _gpus(facts: Facts) -> Iterator[Finding]:
+    gpus = facts.driver.gpus if facts.driver else ()
+    for name, sm in dict.fromkeys((gpu.name, gpu.sm_version) for gpu in gpus):
+        if sm < _OLDEST_SM:
+            yield Finding(
+                severity="warning",
+                name="old-gpu",
+                what=f"{name} (sm_{sm}) is older than sm_{_OLDEST_SM} (A100): cuDNN "
+                "has no fused plan for it.",
+                fix='None: implementation="auto" runs XLA there.',
+            )
+    if len(names := dict.fromkeys(gpu.name for gpu in gpus)) > 1:
+        yield Finding(
+            severity="warning",
+            name="mixed-gpus",
+            what=f"The GPUs are of several kinds: {', '.join(names)}. Plans are made "
+            "for the process's first one.",
+            fix="Show each process GPUs of one kind: set CUDA_VISIBLE_DEVICES.",
+        )
+
+
+def _jax(facts: Facts) -> Iterator[Finding]:
+    if not (facts.driver and facts.driver.gpus) or facts.jax_gpu_count:
+        return
+    platforms = dict(facts.environment).get("JAX_PLATFORMS", "")
+    if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
+        what = f"JAX_PLATFORMS={platforms!r} keeps JAX from the GPU."
+        fix = "Unset JAX_PLATFORMS, or set it to cuda,cpu."
+    elif not facts.jax_cuda_majors:
+        what = f"JAX {facts.jax} has no CUDA plugin, so it sees no GPU."
+        fix = f'pip install "jax-cudnn[{_extra(facts)}]"'
+    else:
+        what = (
+            f"JAX {facts.jax} sees no GPU: {facts.jax_error or 'it does not say why'}"
+        )
+        fix = f'pip install --upgrade "jax[{_extra(facts)}]"'
+    yield Finding(severity="error", name="jax-without-cuda", what=what, fix=fix)
+
+
+def _jax_parts(facts: Facts) -> Iterator[Finding]:
+    parts = [x for x in facts.packages if x[0].startswith("jax-cuda")]
+    release = facts.jaxlib.split(".")[:3]
+    wrong = [
+        f"{name} {version}"
+        for name, version in parts
+        if version.split(".")[:3] != release
+    ]
+    if wrong:
+        yield Finding(
+            severity="warning",
+            name="jax-parts",
+            what=f"jaxlib is {facts.jaxlib}, but {', '.join(wrong)} is installed.",
+            fix=f'pip install --upgrade "jax[{_extra(facts)}]"',
+        )
+    if len(facts.jax_cuda_majors) > 1:
+        majors = " and ".join(map(str, facts.jax_cuda_majors))
+        yield Finding(
+            severity="warning",
+            name="jax-parts",
+            what=f"JAX's plugins for CUDA {majors} are both installed.",
+            fix="pip uninstall those of the version that is not wanted.",
+        )
+
+
+def _cuda_versions(facts: Facts) -> Iterator[Finding]:
+    """Compare the CUDA of the driver, of JAX and of cuDNN."""
+    if not facts.has_gpu:
+        return
+    majors, driver, cudnn = facts.jax_cuda_majors, facts.driver, facts.cudnn
+    if driver and driver.cuda_version and majors:
+        newest = driver.cuda_version // 1000
+        if newest < min(majors):
+            yield Finding(
+                severity="error",
+                name="old-driver",
+                what=f"The driver {driver.version} runs CUDA up to {newest}, but JAX "
+                f"is installed for CUDA {min(majors)}.",
+                fix=f'Update the driver, or pip install "jax-cudnn[cuda{newest}]" in a '
+                "new environment.",
+            )
+    if cudnn and majors and cudnn.cuda_major not in majors:
+        wanted = majors[-1]
+        yield Finding(
+            severity="error",
+            name="cuda-mismatch",
+            what=f"JAX is installed for CUDA {wanted}, but the cuDNN that is found "
+            f"({cudnn.path}) is for CUDA {cudnn.cuda_major}.",
+            fix=f'pip install "nvidia-cudnn-cu{wanted}>=9.12,<10", and uninstall '
+            f"nvidia-cudnn-cu{cudnn.cuda_major}.",
+        )
+
+
+# What pyproject.toml asks for; and the versions whose attention cudnn-frontend refuses.
+_OLDEST_CUDNN = 91200
+_WRONG_CUDNN = (91000, 91001)
+
+
+def _cudnn(facts: Facts) -> Iterator[Finding]:
+    cudnn = facts.cudnn
+    if cudnn is None:
+        if facts.has_gpu:
+            yield Finding(
+                severity="error",
+                name="no-cudnn",
+                what=f"cuDNN does not load: {facts.cudnn_error}",
+                fix=f'pip install "jax-cudnn[{_extra(facts)}]"',
+            )
+        return
+    if cudnn.version < _OLDEST_CUDNN:
+        text = version_text(cudnn.version)
+        told = f"is older than {version_text(_OLDEST_CUDNN)}, the oldest that is tested"
+        if cudnn.version in _WRONG_CUDNN:
+            told = "computes attention wrongly, so that it is refused"
+        yield Finding(
+            severity="warning",
+            name="old-cudnn",
+            what=f"cuDNN {text} ({cudnn.path}) {told}.",
+            fix=f'pip install --upgrade "nvidia-cudnn-cu{cudnn.cuda_major}>=9.12,<10"',
+        )
+
+
+def _copies(facts: Facts) -> Iterator[Finding]:
+    if len({each.version for each in facts.cudnn_files}) < 2:
+        return
+    listed = ", ".join(
+        f"{version_text(each.version) if each.version else 'one that does not load'} "
+        f"({each.path})"
+        for each in facts.cudnn_files
+    )
+    used = f"{facts.cudnn.path} is used" if facts.cudnn else "None is used"
+    yield Finding(
+        severity="warning",
+        name="several-cudnn",
+        what=f"cuDNNs of different versions are within reach: {listed}. {used}; "
+        "a process that mixes their sublibraries fails.",
+        fix="Keep one: uninstall the others, or take their directories off "
+        "LD_LIBRARY_PATH.",
+    )
+
+
+# What each sublibrary is there for; NVIDIA, "cuDNN Library Overview".
+_SUBLIBRARIES = {
+    "libcudnn_graph": "no graph can be built",
+    "libcudnn_engines_runtime_compiled": "no fused kernel can be compiled",
+    "libcudnn_engines_precompiled": "only engines compiled at run time are there",
+    "libcudnn_heuristic": "candidates come in no good order",
+}
+_NEEDED = ("libcudnn_graph", "libcudnn_engines_runtime_compiled")
+
+
+def _sublibraries(facts: Facts) -> Iterator[Finding]:
+    cudnn = facts.cudnn
+    if cudnn is None or not facts.has_gpu:
+        return
+    missing = [name for name in _SUBLIBRARIES if name not in cudnn.sublibraries]
+    if not missing:
+        return
+    wheel = f"nvidia-cudnn-cu{cudnn.cuda_major}"
+    is_small = "cudnn_jit" in cudnn.path
+    intro = "This is the small nvidia-cudnn-jit. " if is_small else ""
+    option = "" if is_small else "--force-reinstall "
+    yield Finding(
+        severity="error" if set(missing).intersection(_NEEDED) else "warning",
+        name="missing-sublibraries",
+        what=f"{intro}Not beside {cudnn.path}: "
+        + "; ".join(f"{name} ({_SUBLIBRARIES[name]})" for name in missing)
+        + ".",
+        fix=f'pip install {option}"{wheel}>=9.12,<10"',
+    )
+
+
+def _companions(facts: Facts) -> Iterator[Finding]:
+    if facts.has_gpu and facts.companions_error:
+        cuda = facts.cudnn.cuda_major if facts.cudnn else 13
+        suffix = "-cu12" if cuda == 12 else ""
+        wheels = [f"{name}{suffix}" for name in _COMPANION_WHEELS]
+        yield Finding(
+            severity="error",
+            name="missing-libraries",
+            what=f"A library that cuDNN opens is missing: {facts.companions_error}",
+            fix=f"pip install {' '.join(wheels)}",
+        )
+
+
+_COMPANION_WHEELS = ("nvidia-cublas", "nvidia-cuda-nvrtc", "nvidia-cuda-runtime")
+
+
+def _environment(facts: Facts) -> Iterator[Finding]:
+    environment = dict(facts.environment)
+    if (override := environment.get("NVIDIA_TF32_OVERRIDE")) is not None:
+        told = (
+            "f32 products are not rounded to TF32, whatever the program asks for, and "
+            "are several times slower"
+            if override == "0"
+            else "f32 products are rounded to TF32, whatever the program asks for"
+        )
+        yield Finding(
+            severity="warning",
+            name="tf32-override",
+            what=f"NVIDIA_TF32_OVERRIDE={override}: {told}.",
+            fix="Unset it, and use jax.default_matmul_precision or precision=.",
+        )
+    if environment.get("CUDNN_LOGLEVEL_DBG", "0") != "0":
+        yield Finding(
+            severity="note",
+            name="cudnn-log",
+            what=f"CUDNN_LOGLEVEL_DBG={environment['CUDNN_LOGLEVEL_DBG']}: cuDNN "
+            "writes a log, which slows each call.",
+            fix="Unset it when nothing is being looked for.",
+        )
+
+
+def _extra(facts: Facts) -> str:
+    """Return the extra of ours, or of JAX, that goes with the driver."""
+    newest = facts.driver.cuda_version if facts.driver else 0
+    return "cuda12" if 0 < newest < 13000 else "cuda13"
+
+
+_RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    _driver,
+    _gpus,
+    _jax,
+    _jax_parts,
+    _cuda_versions,
+    _cudnn,
+    _copies,
+    _sublibraries,
+    _companions,
+    _environment,
+)
+
+
+def examine(facts: Facts) -> tuple[Finding, ...]:
+    """Return what is wrong, errors first."""
+    found = itertools.chain.from_iterable(rule(facts) for rule in _RULES)
+    order = ("error", "warning", "note")
+    return tuple(sorted(found, key=lambda finding: order.index(finding.severity)))

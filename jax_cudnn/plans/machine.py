@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is on this machine: GPUs, driver, JAX and cuDNN, as facts without judgement.
+
+Nothing here raises because something is missing: that is a fact as well. What the facts
+mean is diagnosis.py's to say.
+"""
+
+import ctypes
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jax_cudnn import native
+from jax_cudnn.errors import LibraryError
+
+# Environment variables that change what runs or what is loaded, by their beginnings.
+_VARIABLES = (
+    *("CUDA_VISIBLE_DEVICES", "CUDNN_", "JAX_PLATFORMS", "JAX_CUDNN_"),
+    *("LD_LIBRARY_PATH", "LD_PRELOAD", "NVIDIA_TF32_OVERRIDE", "XLA_FLAGS"),
+)
+# Installed packages that matter, by their names.
+_PACKAGES = re.compile(
+    r"jax-cuda\d+-(plugin|pjrt)|nvidia-(cudnn|cublas|cuda-nvrtc|cuda-runtime)(-.*)?"
+)
+# Where distributions' own packages put libcudnn, beside what the environment says.
+_SYSTEM_DIRECTORIES = (
+    "/usr/lib/x86_64-linux-gnu",
+    "/usr/lib/aarch64-linux-gnu",
+    "/usr/lib64",
+    "/usr/local/cuda/lib64",
+)
+_CUDNN = "libcudnn.so.9"
+_PROBE = """
+import ctypes, sys
+print(ctypes.CDLL(sys.argv[1]).cudnnGetVersion())
+"""
+_PROBE_SECONDS = 30
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu:
+    """A GPU as the driver describes it; ``sm_version`` is 90 for Hopper."""
+
+    name: str
+    sm_version: int
+    memory_bytes: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Driver:
+    """NVIDIA's driver: ``version`` as it is released ("580.65.06"), if it is told.
+
+    ``cuda_version`` is the newest CUDA that it runs (13000 for 13.0). ``error`` says
+    why it does not start; "" where it does, GPUs or not.
+    """
+
+    version: str
+    cuda_version: int
+    gpus: tuple[Gpu, ...] = ()
+    error: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cudnn:
+    """The libcudnn that is used, with the libraries of its own that lie beside it."""
+
+    version: int
+    cuda_major: int
+    path: str
+    sublibraries: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CudnnFile:
+    """A libcudnn that could be loaded; version 0 where it does not load."""
+
+    path: str
+    version: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Facts:
+    """All that is known of a machine.
+
+    Attributes:
+      python: version of Python.
+      jax_cudnn: version of this package.
+      frontend: version of cudnn-frontend, compiled in.
+      ffi_api: version of XLA's FFI, compiled in.
+      header_version: cuDNN's version in the headers compiled against.
+      nvidia_devices: NVIDIA display devices on the bus, driver or not.
+      driver: None where libcuda.so.1 is not found.
+      jax: version of JAX.
+      jaxlib: version of jaxlib.
+      jax_backends: platforms that JAX can use, as "cuda" and "cpu".
+      jax_gpu_count: CUDA devices of this process that JAX sees.
+      jax_error: what JAX says where it sees none, "" otherwise.
+      cudnn: None where it does not load, for the reason in ``cudnn_error``.
+      cudnn_error: "" where it loads.
+      cudnn_files: every libcudnn within reach, the one in use first.
+      companions: (soname, path) of what cuDNN opens itself; empty without a driver.
+      companions_error: why they do not load, "" otherwise.
+      packages: (name, version) of the installed packages that matter.
+      environment: (name, value) of the variables that matter and are set.
+    """
+
+    python: str
+    jax_cudnn: str
+    frontend: str
+    ffi_api: tuple[int, int]
+    header_version: int
+    nvidia_devices: int
+    driver: Driver | None
+    jax: str
+    jaxlib: str
+    jax_backends: tuple[str, ...]
+    jax_gpu_count: int
+    jax_error: str
+    cudnn: Cudnn | None
+    cudnn_error: str
+    cudnn_files: tuple[CudnnFile, ...]
+    companions: tuple[tuple[str, str], ...]
+    companions_error: str
+    packages: tuple[tuple[str, str], ...]
+    environment: tuple[tuple[str, str], ...]
+
+    @property
+    def has_gpu(self) -> bool:
+        """Whether there is an NVIDIA GPU that this process may use."""
+        if self.driver is None:
+            return self.nvidia_devices > 0
+        return bool(self.driver.gpus or self.driver.error)
+
+    @property
+    def jax_cuda_majors(self) -> tuple[int, ...]:
+        """The versions of CUDA that JAX's installed plugins are for."""
+        found = (
+            re.fullmatch(r"jax-cuda(\d+)-plugin", name) for name, _ in self.packages
+        )
+        return tuple(sorted(int(match[1]) for match in found if match))
+
+
+def gather() -> Facts:
+    """Return the facts of this machine; starts JAX's backends and opens cuDNN."""
+    driver = _driver()
+    # JAX first: the libcudnn that it loads is the one that is used.
+    backends, gpu_count, jax_error = _jax_devices()
+    cudnn, cudnn_error = _cudnn()
+    companions, companions_error = _companions() if driver and cudnn else ((), "")
+    build = native.build_info()
+    return Facts(
+        python=platform.python_version(),
+        jax_cudnn=_own_version(),
+        frontend=build.frontend_version,
+        ffi_api=build.ffi_api_version,
+        header_version=build.cudnn_header_version,
+        nvidia_devices=_nvidia_devices(),
+        driver=driver,
+        jax=jax.__version__,
+        jaxlib=metadata.version("jaxlib"),
+        jax_backends=backends,
+        jax_gpu_count=gpu_count,
+        jax_error=jax_error,
+        cudnn=cudnn,
+        cudnn_error=cudnn_error,
+        cudnn_files=tuple(_cudnn_files(cudnn)),
+        companions=companions,
+        companions_error=companions_error,
+        packages=_packages(),
+        environment=relevant(os.environ),
+    )
+
+
+def _own_version() -> str:
+    try:
+        return metadata.version("jax-cudnn")
+    except metadata.PackageNotFoundError:
+        return "not installed, a source tree"
+
+
+def relevant(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
+    """Return the variables that matter, sorted."""
+    return tuple(sorted(x for x in environment.items() if x[0].startswith(_VARIABLES)))
+
+
+# --- the driver -----------------------------------------------------------------------
+
+_NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE in cuda.h
+_CC_MAJOR, _CC_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_... there
+
+
+def _driver() -> Driver | None:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    version = _driver_version()
+    newest = ctypes.c_int(0)
+    if cuda.cuDriverGetVersion(ctypes.byref(newest)) != 0:
+        newest.value = 0
+    status = cuda.cuInit(0)
+    if status not in (0, _NO_DEVICE):
+        error = f"cuInit returns {status} ({_error_name(cuda, status)})"
+        return Driver(version=version, cuda_version=newest.value, error=error)
+    gpus = tuple(_gpus(cuda)) if status == 0 else ()
+    return Driver(version=version, cuda_version=newest.value, gpus=gpus)
+
+
+def _driver_version() -> str:
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
+    except OSError:
+        return ""
+    match = re.search(r"\b\d{3,}\.\d+(\.\d+)?\b", text)
+    return match[0] if match else ""
+
+
+def _error_name(cuda: ctypes.CDLL, status: int) -> str:
+    name = ctypes.c_char_p()
+    cuda.cuGetErrorName(status, ctypes.byref(name))
+    return name.value.decode() if name.value else "an unknown error"
+
+
+def _gpus(cuda: ctypes.CDLL) -> Iterator[Gpu]:
+    count = ctypes.c_int(0)
+    cuda.cuDeviceGetCount(ctypes.byref(count))
+    for i in range(count.value):
+        device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        name, memory = ctypes.create_string_buffer(256), ctypes.c_size_t()
+        cuda.cuDeviceGet(ctypes.byref(device), i)
+        cuda.cuDeviceGetName(name, len(name), device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(major), _CC_MAJOR, device)
+        cuda.cuDeviceGetAttribute(ctypes.byref(minor), _CC_MINOR, device)
+        cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
+        yield Gpu(
+            name=name.value.decode(),
+            sm_version=10 * major.value + minor.value,
+            memory_bytes=memory.value,
+        )
+
+
+def _nvidia_devices() -> int:
+    """Count NVIDIA's display controllers on the PCI bus, as Linux lists them."""
+    count = 0
+    for device in Path("/sys/bus/pci/devices").glob("*"):
+        try:
+            vendor = (device / "vendor").read_text(encoding="ascii").strip()
+            kind = (device / "class").read_text(encoding="ascii").strip()
+        except OSError:  # gone since it was listed
+            continue
+        count += vendor == "0x10de" and kind.startswith("0x03")
+    return count
+
+
+# --- JAX ------------------------------------------------------------------------------
+
+
+def _jax_devices() -> tuple[tuple[str, ...], int, str]:
+    local_devices: Any = getattr(jax, "local_devices")  # noqa: B009  (untyped)
+    try:
+        count, error = len(local_devices(backend="cuda")), ""
+    except RuntimeError as refusal:
+        count, error = 0, str(refusal)
+    backends = ("cuda",) if count else ()
+    try:
+        local_devices(backend="cpu")
+    except RuntimeError:  # JAX_PLATFORMS=cuda
+        return backends, count, error
+    return (*backends, "cpu"), count, error
+
+
+def _packages() -> tuple[tuple[str, str], ...]:
+    found: dict[str, str] = {}
+    for distribution in metadata.distributions():
+        name = re.sub(r"[-_.]+", "-", distribution.metadata["Name"] or "").lower()
+        if _PACKAGES.fullmatch(name):
+            # The first on sys.path is the one that is imported.
+            found.setdefault(name, distribution.version)
+    return tuple(sorted(found.items()))
+
+
+# --- cuDNN ----------------------------------------------------------------------------
+
+
+def _cudnn() -> tuple[Cudnn | None, str]:
+    try:
+        info = native.cudnn_version()
+    except LibraryError as error:
+        return None, str(error)
+    beside = Path(info.path).parent.glob("libcudnn_*.so.*")
+    names = {path.name.split(".so.")[0] for path in beside}
+    return Cudnn(
+        version=info.version,
+        cuda_major=info.cuda_major,
+        path=info.path,
+        sublibraries=tuple(sorted(names)),
+    ), ""
+
+
+def _companions() -> tuple[tuple[tuple[str, str], ...], str]:
+    try:
+        return tuple(sorted(native.load_libraries().items())), ""
+    except LibraryError as error:
+        return (), str(error)
+
+
+def _cudnn_files(used: Cudnn | None) -> Iterator[CudnnFile]:
+    """Yield every libcudnn within reach once, however many links lead to it."""
+    directories = [
+        *native.library_directories(),
+        *filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(":")),
+        *_SYSTEM_DIRECTORIES,
+    ]
+    seen = set[Path]()
+    if used is not None:
+        seen.add(Path(used.path).resolve())
+        yield CudnnFile(path=used.path, version=used.version)
+    for directory in directories:
+        path = Path(directory) / _CUDNN
+        if path.exists() and path.resolve() not in seen:
+            seen.add(path.resolve())
+            yield CudnnFile(path=str(path), version=version_of(path))
+
+
+def version_of(path: Path) -> int:
+    """Ask a libcudnn for its version, in another process: two do not go together.
+
+    0 where it does not load.
+    """
+    try:
+        answer = subprocess.run(
+            [sys.executable, "-I", "-c", _PROBE, str(path)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=_PROBE_SECONDS,
+        )
+        return int(answer.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return 0

@@ -1,0 +1,225 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do arguments become problems on the command line, and are times told as they are?"""
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from jax_cudnn.choices import Choice
+from jax_cudnn.cli import bench, main
+from jax_cudnn.cli.problems import Problem, add_problems
+from jax_cudnn.graph import Graph
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.measuring.field import Timed
+from jax_cudnn.measuring.stopwatch import Measurement
+from tests.planner import H200, PIN, made_plan
+
+
+def _problem(text: str) -> Problem:
+    parser = argparse.ArgumentParser()
+    add_problems(parser)
+    arguments = parser.parse_args(text.split())
+    problem = arguments.make(arguments)
+    return problem.gradient() if arguments.gradient else problem
+
+
+def _kinds(text: str) -> list[str]:
+    problem = _problem(text)
+    found = traced_graphs(problem.function, *problem.operands)
+    return [
+        getattr(node.attributes, "mode", node.kind)
+        for graph, _, _ in found
+        for node in graph.nodes
+    ]
+
+
+# --- problems -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "shapes"),
+    [
+        ("matmul 7x5x3", [(7, 3), (3, 5), (7, 5)]),
+        ("matmul 2x7x5x3 --bias", [(2, 7, 3), (2, 3, 5), (5,), (2, 7, 5)]),
+        ("sdpa 2x7x6x8", [*[(2, 7, 6, 8)] * 3, (2, 7, 6, 8)]),
+        (
+            "sdpa 2x7x6x8 --key-length 5 --key-heads 3 --causal",
+            [(2, 7, 6, 8), (2, 5, 3, 8), (2, 5, 3, 8), (2, 7, 6, 8)],
+        ),
+        ("conv 2x9x7x4 3x5x6", [(2, 9, 7, 4), (3, 5, 4, 6), (2, 9, 7, 6)]),
+        (
+            "conv 2x9x7x4 3x5x6 --stride 2 --padding VALID --groups 2 --bias",
+            [(2, 9, 7, 4), (3, 5, 2, 6), (6,), (2, 4, 2, 6)],
+        ),
+    ],
+)
+def test_sizes_become_operands(text: str, shapes: list[tuple[int, ...]]) -> None:
+    for dtype, name in (("bf16", "bfloat16"), ("f16", "float16"), ("f32", "float32")):
+        problem = _problem(f"{text} --dtype {dtype}")
+        result = jax.eval_shape(problem.function, *problem.operands)
+        found = (*problem.operands, result)
+        assert [each.shape for each in found] == shapes
+        assert {str(each.dtype) for each in found} == {name}
+
+
+def test_what_follows_and_gradients_are_in_the_graphs() -> None:
+    fused = ["matmul", "add", "relu"]
+    assert _kinds("matmul 7x5x3 --bias --activation relu") == fused
+    kinds = _kinds("conv 2x9x7x8 3x5x6 --gradient")
+    assert kinds == ["conv_fprop", "conv_wgrad", "conv_dgrad"]
+    assert _kinds("sdpa 2x7x6x8 --gradient") == ["sdpa", "sdpa_backward"]
+    problem = _problem("sdpa 2x7x6x8 --causal")
+    ((graph, _, _),) = traced_graphs(problem.function, *problem.operands)
+    assert getattr(graph.nodes[0].attributes, "is_causal") is True  # noqa: B009
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("matmul 8x9", "'8x9' is not MxNxR or BxMxNxR, sizes above 0"),
+        ("matmul 8x9x0", "'8x9x0' is not MxNxR or BxMxNxR, sizes above 0"),
+        ("sdpa 8x9x-3x4", "'8x9x-3x4' is not BxSxHxD"),
+        ("conv 2x9x7x8 3x3", "'3x3' is not YxXxO"),
+        ("matmul 8x9x5 --dtype f64", "invalid choice: 'f64'"),
+    ],
+)
+def test_arguments_that_are_wrong_are_named(
+    arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as raised:
+        main(["bench", *arguments.split()])
+    assert raised.value.code == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("matmul 8x9x5 --activation nope", "activation='nope' is not one of"),
+        ("sdpa 2x7x6x8 --key-heads 4", "6 query heads are not a multiple of 4"),
+        ("conv 2x9x7x8 3x3x6 --groups 3", "8 channels do not divide into 3 groups."),
+    ],
+)
+def test_what_no_machine_can_do_is_said_without_a_gpu(
+    arguments: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments.split()]) == 2
+    assert told in capsys.readouterr().err
+
+
+def test_bench_needs_a_gpu(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "local_target", lambda: None)
+    assert main(["bench", "matmul", "8x9x5"]) == 1
+    assert "bench needs an NVIDIA GPU; JAX sees none here." in capsys.readouterr().err
+
+
+# --- times ----------------------------------------------------------------------------
+
+
+def _timed(name: str, us: float | None, failure: str = "") -> Timed:
+    candidate = replace(made_plan(PIN), name=name)
+    time = us and Measurement(median_us=us, low_us=us - 1, high_us=us + 2)
+    return Timed(candidate=candidate, time=time or None, failure=failure)
+
+
+_CHOICE = Choice(
+    op="matmul",
+    operands="bf16[1,8,5]",
+    implementation="cudnn",
+    plan=PIN,
+    cudnn_us=33.3,
+    xla_us=44.4,
+    first_ratio=1.5,
+)
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
+    """Bench with made-up times; returns the parts that were measured."""
+    parts: list[Graph] = []
+
+    def measure(part: Graph, options: Any, target: Any) -> Choice:
+        assert target == H200
+        parts.append(part)
+        return _CHOICE
+
+    timed = [
+        _timed("eng1", None, "no kernel\nat all"),
+        _timed("eng2", 30),
+        _timed("eng3", 20),
+    ]
+    monkeypatch.setattr(bench, "local_target", lambda: (0, H200))
+    monkeypatch.setattr(bench, "measure", measure)
+    monkeypatch.setattr(bench, "time_candidates", lambda part, target: timed)
+    return parts
+
+
+def test_bench_tells_xla_first_best_and_every_candidate(
+    measured: list[Graph], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "matmul", "8x9x5"]) == 0
+    assert [part.nodes[0].kind for part in measured] == ["matmul"]
+    told = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert told == [
+        "On NVIDIA H200, medians:",
+        "matmul  bf16[1,8,5]",
+        "44.4 µs  XLA",
+        "33.3 µs  cuDNN's best plan, with its array work",
+        "30.0 µs  cuDNN's first plan, its kernels only: 1.50 times the best one's "
+        "20.0 µs",
+        "-  eng1: no kernel",
+        "30.0 µs  eng2, 29.0 to 32.0, 4,096 B, RUNTIME_COMPILATION TENSOR_CORE",
+        "20.0 µs  eng3, 19.0 to 22.0, 4,096 B, RUNTIME_COMPILATION TENSOR_CORE  (best)",
+    ]
+
+
+def test_bench_prints_data(
+    measured: list[Graph], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "matmul", "8x9x5", "--gradient", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert (data["schema"], data["device"]["name"]) == (1, "NVIDIA H200")
+    assert len(data["parts"]) == len(measured) == 3
+    part = data["parts"][0]
+    assert (part["xla_us"], part["cudnn_us"]) == (44.4, 33.3)
+    assert [each["failure"] for each in part["candidates"]] == [
+        "no kernel\nat all",
+        "",
+        "",
+    ]
+    assert part["candidates"][1]["kernel_us"]["median_us"] == 30
+    assert part["candidates"][1]["knobs"] == {"SPLIT_K": 2}
+
+
+@pytest.mark.usefixtures("measured")
+def test_bench_says_where_cudnn_has_no_plan(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "time_candidates", lambda part, target: [])
+    none = replace(_CHOICE, cudnn_us=None)
+    monkeypatch.setattr(bench, "measure", lambda *_: none)
+    assert main(["bench", "matmul", "8x9x5"]) == 0
+    told = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert told[-2:] == [
+        "-  cuDNN's best plan, with its array work",
+        "cuDNN has no plan",
+    ]
+
+
+def test_the_package_runs_as_a_program() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "jax_cudnn", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "usage: python -m jax_cudnn" in result.stdout
+    assert "doctor" in result.stdout

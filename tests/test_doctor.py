@@ -1,0 +1,497 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does `doctor` find what is wrong with a machine (made-up facts), and what to do?"""
+
+import ctypes
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jax_cudnn import LibraryError, native, plans
+from jax_cudnn.cli import main
+from jax_cudnn.plans import machine
+from jax_cudnn.plans.diagnosis import Diagnosis
+from jax_cudnn.plans.findings import Finding, examine
+from jax_cudnn.plans.machine import Cudnn, CudnnFile, Driver, Facts, Gpu
+from tests.native.stand_ins import compile_cudnn, obstacle
+
+_H200 = Gpu(name="NVIDIA H200", sm_version=90, memory_bytes=141 * 2**30)
+_PATH = "/site/nvidia/cudnn/lib/libcudnn.so.9"
+_CUDNN = Cudnn(
+    version=91900,
+    cuda_major=13,
+    path=_PATH,
+    sublibraries=(
+        *("libcudnn_adv", "libcudnn_cnn", "libcudnn_engines_precompiled"),
+        *("libcudnn_engines_runtime_compiled", "libcudnn_graph"),
+        *("libcudnn_heuristic", "libcudnn_ops"),
+    ),
+)
+_GOOD = Facts(
+    python="3.12.1",
+    jax_cudnn="0.1.0",
+    frontend="1.28.0",
+    ffi_api=(0, 3),
+    header_version=92700,
+    nvidia_devices=1,
+    driver=Driver(version="580.65.06", cuda_version=13000, gpus=(_H200,)),
+    jax="0.12.0",
+    jaxlib="0.12.0",
+    jax_backends=("cuda", "cpu"),
+    jax_gpu_count=1,
+    jax_error="",
+    cudnn=_CUDNN,
+    cudnn_error="",
+    cudnn_files=(CudnnFile(path=_PATH, version=91900),),
+    companions=(("libcublasLt.so.13", "/site/nvidia/cu13/lib/libcublasLt.so.13"),),
+    companions_error="",
+    packages=(
+        ("jax-cuda13-pjrt", "0.12.0"),
+        ("jax-cuda13-plugin", "0.12.0"),
+        ("nvidia-cudnn-cu13", "9.19.0.56"),
+    ),
+    environment=(),
+)
+_CPU_ONLY = replace(
+    _GOOD,
+    nvidia_devices=0,
+    driver=None,
+    jax_backends=("cpu",),
+    jax_gpu_count=0,
+    jax_error="Unknown backend cuda",
+    cudnn=None,
+    cudnn_error="Cannot open libcudnn.so.9",
+    cudnn_files=(),
+    companions=(),
+    packages=(),
+)
+
+
+def _driver(**changes: Any) -> Driver:
+    assert _GOOD.driver is not None
+    return replace(_GOOD.driver, **changes)
+
+
+def _only(**changes: Any) -> Finding:
+    """Return the one finding for a good machine with some facts changed."""
+    (finding,) = examine(replace(_GOOD, **changes))
+    return finding
+
+
+def _diagnosis(facts: Facts) -> Diagnosis:
+    return Diagnosis(facts=facts, findings=examine(facts))
+
+
+# --- verdicts -------------------------------------------------------------------------
+
+
+def test_a_good_machine_has_no_findings() -> None:
+    diagnosis = _diagnosis(_GOOD)
+    assert diagnosis.findings == ()
+    assert (diagnosis.is_usable, diagnosis.exit_status) == (True, 0)
+    text = str(diagnosis)
+    assert text.splitlines()[-1] == "cuDNN can be used."
+    for told in (
+        "NVIDIA H200, sm_90, 141 GiB",
+        "580.65.06, runs CUDA up to 13.0",
+        f"9.19.0 for CUDA 13, {_PATH}",
+        "compiled against cuDNN 9.27.0",
+        "cudnn-frontend 1.28.0, XLA FFI 0.3",
+        "libcudnn_engines_precompiled",
+        "/site/nvidia/cu13/lib/libcublasLt.so.13",
+    ):
+        assert told in text
+    assert "jax-cuda13-pjrt 0.12.0" in " ".join(text.split())
+
+
+def test_a_machine_for_the_cpu_is_well() -> None:
+    diagnosis = _diagnosis(_CPU_ONLY)
+    assert [(each.severity, each.name) for each in diagnosis.findings] == [
+        ("note", "no-gpu")
+    ]
+    assert (diagnosis.is_usable, diagnosis.exit_status) == (False, 0)
+    assert diagnosis.verdict == "No NVIDIA GPU here: every call runs on XLA."
+
+
+def test_errors_come_first_and_decide() -> None:
+    facts = replace(
+        _GOOD,
+        cudnn=None,
+        cudnn_error="Cannot open libcudnn.so.9",
+        environment=(("CUDNN_LOGLEVEL_DBG", "3"), ("NVIDIA_TF32_OVERRIDE", "1")),
+    )
+    diagnosis = _diagnosis(facts)
+    assert [each.severity for each in diagnosis.findings] == [
+        "error",
+        "warning",
+        "note",
+    ]
+    assert (diagnosis.is_usable, diagnosis.exit_status) == (False, 1)
+    assert diagnosis.verdict == "cuDNN cannot be used on this machine's GPU: no-cudnn."
+    lines = str(diagnosis).splitlines()
+    assert "error: cuDNN does not load: Cannot open libcudnn.so.9" in lines
+    assert '  fix: pip install "jax-cudnn[cuda13]"' in lines
+
+
+def test_a_diagnosis_is_plain_data() -> None:
+    data = _diagnosis(replace(_GOOD, driver=None)).to_json()
+    read = json.loads(json.dumps(data))
+    assert (read["schema"], read["is_usable"]) == (1, False)
+    assert read["findings"][0]["name"] == "no-driver"
+    assert read["facts"]["cudnn"]["version"] == 91900
+
+
+# --- findings, one by one -------------------------------------------------------------
+
+
+def test_a_gpu_without_a_driver() -> None:
+    finding = _only(driver=None)
+    assert (finding.severity, finding.name) == ("error", "no-driver")
+    assert "1 NVIDIA device(s), but no driver" in finding.what
+    assert "--gpus all" in finding.fix
+
+
+def test_a_driver_that_does_not_start() -> None:
+    error = "cuInit returns 803 (CUDA_ERROR_SYSTEM_DRIVER_MISMATCH)"
+    finding = _only(driver=_driver(gpus=(), error=error))
+    assert (finding.severity, finding.name) == ("error", "driver-error")
+    assert error in finding.what
+    assert "nvidia-smi" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [("", "CUDA_VISIBLE_DEVICES=''"), (None, "")]
+)
+def test_a_driver_that_shows_no_gpu(value: str | None, told: str) -> None:
+    environment = () if value is None else (("CUDA_VISIBLE_DEVICES", value),)
+    finding = _only(driver=_driver(gpus=()), jax_gpu_count=0, environment=environment)
+    assert (finding.severity, finding.name) == ("note", "no-gpu")
+    assert told in finding.what
+    assert ("may hide it" in finding.what) == (value is not None)
+
+
+def test_gpus_that_are_old_or_of_several_kinds() -> None:
+    old = Gpu(name="Tesla T4", sm_version=75, memory_bytes=2**34)
+    first, second = examine(replace(_GOOD, driver=_driver(gpus=(_H200, old, old))))
+    assert (first.severity, first.name) == ("warning", "old-gpu")
+    assert "Tesla T4 (sm_75) is older than sm_80" in first.what
+    assert (second.severity, second.name) == ("warning", "mixed-gpus")
+    assert "NVIDIA H200, Tesla T4" in second.what
+    assert _only(driver=_driver(gpus=(old,))).name == "old-gpu"
+
+
+def test_jax_without_a_plugin() -> None:
+    finding = _only(jax_gpu_count=0, packages=())
+    assert (finding.severity, finding.name) == ("error", "jax-without-cuda")
+    assert finding.what == "JAX 0.12.0 has no CUDA plugin, so it sees no GPU."
+    assert finding.fix == 'pip install "jax-cudnn[cuda13]"'
+    older = _only(jax_gpu_count=0, packages=(), driver=_driver(cuda_version=12080))
+    assert older.fix == 'pip install "jax-cudnn[cuda12]"'
+
+
+def test_jax_that_fails_on_cuda_or_is_kept_from_it() -> None:
+    finding = _only(jax_gpu_count=0, jax_error="no supported devices found")
+    assert finding.name == "jax-without-cuda"
+    assert "no supported devices found" in finding.what
+    assert finding.fix == 'pip install --upgrade "jax[cuda13]"'
+    finding = _only(jax_gpu_count=0, environment=(("JAX_PLATFORMS", "cpu"),))
+    assert (finding.severity, finding.name) == ("error", "jax-without-cuda")
+    assert finding.what == "JAX_PLATFORMS='cpu' keeps JAX from the GPU."
+    assert not examine(replace(_GOOD, environment=(("JAX_PLATFORMS", "cuda,cpu"),)))
+
+
+def test_parts_of_jax_that_do_not_match() -> None:
+    finding = _only(jaxlib="0.12.1")
+    assert (finding.severity, finding.name) == ("warning", "jax-parts")
+    assert "jaxlib is 0.12.1, but jax-cuda13-pjrt 0.12.0, " in finding.what
+    assert not examine(replace(_GOOD, jaxlib="0.12.0.1"))
+    both = (*_GOOD.packages, ("jax-cuda12-plugin", "0.12.0"))
+    finding = _only(packages=both)
+    assert finding.what == "JAX's plugins for CUDA 12 and 13 are both installed."
+
+
+def test_a_driver_too_old_for_jax() -> None:
+    finding = _only(driver=_driver(cuda_version=12080, version="570.1.2"))
+    assert (finding.severity, finding.name) == ("error", "old-driver")
+    assert (
+        "570.1.2 runs CUDA up to 12, but JAX is installed for CUDA 13" in finding.what
+    )
+    assert 'pip install "jax-cudnn[cuda12]"' in finding.fix
+
+
+def test_cudnn_for_another_cuda_than_jax() -> None:
+    packages = (("jax-cuda12-pjrt", "0.12.0"), ("jax-cuda12-plugin", "0.12.0"))
+    finding = _only(packages=packages)
+    assert (finding.severity, finding.name) == ("error", "cuda-mismatch")
+    assert (
+        f"JAX is installed for CUDA 12, but the cuDNN that is found ({_PATH}) is "
+        in (finding.what)
+    )
+    assert "nvidia-cudnn-cu12>=9.12" in finding.fix
+    assert finding.fix.endswith("uninstall nvidia-cudnn-cu13.")
+
+
+@pytest.mark.parametrize(
+    ("version", "told"),
+    [
+        (
+            91000,
+            "cuDNN 9.10.0 (/site/nvidia/cudnn/lib/libcudnn.so.9) computes attention",
+        ),
+        (
+            91001,
+            "cuDNN 9.10.1 (/site/nvidia/cudnn/lib/libcudnn.so.9) computes attention",
+        ),
+        (91100, "libcudnn.so.9) is older than 9.12.0, the oldest that is tested"),
+    ],
+)
+def test_an_old_cudnn(version: int, told: str) -> None:
+    finding = _only(
+        cudnn=replace(_CUDNN, version=version),
+        cudnn_files=(CudnnFile(path=_PATH, version=version),),
+    )
+    assert (finding.severity, finding.name) == ("warning", "old-cudnn")
+    assert told in finding.what
+    assert finding.fix == 'pip install --upgrade "nvidia-cudnn-cu13>=9.12,<10"'
+
+
+def test_the_oldest_cudnn_that_is_tested_is_well() -> None:
+    files = (CudnnFile(path=_PATH, version=91200),)
+    cudnn = replace(_CUDNN, version=91200)
+    assert not examine(replace(_GOOD, cudnn=cudnn, cudnn_files=files))
+
+
+def test_two_cudnns_of_different_versions() -> None:
+    other = CudnnFile(path="/usr/lib64/libcudnn.so.9", version=90800)
+    finding = _only(cudnn_files=(*_GOOD.cudnn_files, other))
+    assert (finding.severity, finding.name) == ("warning", "several-cudnn")
+    assert f"9.19.0 ({_PATH}), 9.8.0 (/usr/lib64/libcudnn.so.9)" in finding.what
+    assert f"{_PATH} is used" in finding.what
+    same = replace(other, version=91900)
+    assert not examine(replace(_GOOD, cudnn_files=(*_GOOD.cudnn_files, same)))
+    broken = replace(other, version=0)
+    finding = _only(cudnn_files=(*_GOOD.cudnn_files, broken))
+    assert "one that does not load (/usr/lib64/" in finding.what
+
+
+def test_the_small_cudnn() -> None:
+    path = "/site/nvidia/cudnn_jit/lib/libcudnn.so.9"
+    few = ("libcudnn_engines_runtime_compiled", "libcudnn_graph")
+    small = replace(_CUDNN, path=path, sublibraries=few)
+    finding = _only(cudnn=small, cudnn_files=(CudnnFile(path=path, version=91900),))
+    assert (finding.severity, finding.name) == ("warning", "missing-sublibraries")
+    assert finding.what.startswith("This is the small nvidia-cudnn-jit. ")
+    assert "libcudnn_engines_precompiled (only engines compiled at" in finding.what
+    assert finding.fix == 'pip install "nvidia-cudnn-cu13>=9.12,<10"'
+
+
+def test_a_sublibrary_without_which_nothing_plans() -> None:
+    names = tuple(x for x in _CUDNN.sublibraries if x != "libcudnn_graph")
+    finding = _only(cudnn=replace(_CUDNN, sublibraries=names))
+    assert (finding.severity, finding.name) == ("error", "missing-sublibraries")
+    assert finding.what.endswith(": libcudnn_graph (no graph can be built).")
+    assert "--force-reinstall" in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("cuda", "wheel"), [(12, "nvidia-cublas-cu12 "), (13, "nvidia-cublas ")]
+)
+def test_a_library_that_cudnn_opens_is_missing(cuda: int, wheel: str) -> None:
+    packages = ((f"jax-cuda{cuda}-plugin", "0.12.0"),)
+    finding = _only(
+        cudnn=replace(_CUDNN, cuda_major=cuda),
+        companions=(),
+        companions_error=f"Cannot open libcublasLt.so.{cuda}",
+        packages=packages,
+    )
+    assert (finding.severity, finding.name) == ("error", "missing-libraries")
+    assert f"Cannot open libcublasLt.so.{cuda}" in finding.what
+    assert wheel in finding.fix
+
+
+@pytest.mark.parametrize(
+    ("value", "told"), [("0", "are not rounded to TF32"), ("1", "are rounded to TF32")]
+)
+def test_tf32_that_is_overridden(value: str, told: str) -> None:
+    finding = _only(environment=(("NVIDIA_TF32_OVERRIDE", value),))
+    assert (finding.severity, finding.name) == ("warning", "tf32-override")
+    assert f"NVIDIA_TF32_OVERRIDE={value}: f32 products {told}" in finding.what
+
+
+def test_a_log_that_slows() -> None:
+    finding = _only(environment=(("CUDNN_LOGLEVEL_DBG", "2"),))
+    assert (finding.severity, finding.name) == ("note", "cudnn-log")
+    assert not examine(replace(_GOOD, environment=(("CUDNN_LOGLEVEL_DBG", "0"),)))
+
+
+# --- facts ----------------------------------------------------------------------------
+
+
+def test_variables_that_matter_are_told_and_no_others() -> None:
+    environment = {
+        "HOME": "/root",
+        "XLA_FLAGS": "--xla_gpu_autotune_level=0",
+        "CUDNN_LOGLEVEL_DBG": "1",
+        "CUDA_VISIBLE_DEVICES": "0",
+        "LD_LIBRARY_PATH": "/lib",
+        "JAX_PLATFORMS": "cpu",
+        "NVIDIA_TF32_OVERRIDE": "0",
+        "PASSWORD": "secret",
+    }
+    told = machine.relevant(environment)
+    assert told == tuple(sorted(told))
+    assert set(environment) - {name for name, _ in told} == {"HOME", "PASSWORD"}
+
+
+class _Cuda:
+    """Stands for libcuda: two GPUs, or a status that cuInit returns."""
+
+    def __init__(self, status: int):
+        self._status = status
+
+    def cuDriverGetVersion(self, version: Any) -> int:  # noqa: N802
+        version._obj.value = 12080
+        return 0
+
+    def cuInit(self, flags: int) -> int:  # noqa: N802
+        assert flags == 0
+        return self._status
+
+    def cuGetErrorName(self, status: int, name: Any) -> int:  # noqa: N802
+        name._obj.value = b"CUDA_ERROR_%d" % status
+        return 0
+
+    def cuDeviceGetCount(self, count: Any) -> int:  # noqa: N802
+        count._obj.value = 2
+        return 0
+
+    def cuDeviceGet(self, device: Any, ordinal: int) -> int:  # noqa: N802
+        device._obj.value = 70 + ordinal
+        return 0
+
+    def cuDeviceGetName(self, name: Any, size: int, device: Any) -> int:  # noqa: N802
+        assert size == len(name)
+        name.value = b"GPU %d" % device.value
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, kind: int, device: Any) -> int:  # noqa: N802
+        assert device.value in (70, 71)
+        value._obj.value = {75: 8, 76: 9}[kind]
+        return 0
+
+    def cuDeviceTotalMem_v2(self, memory: Any, device: Any) -> int:  # noqa: N802
+        memory._obj.value = device.value * 2**32
+        return 0
+
+
+def _facts_with(status: int, monkeypatch: pytest.MonkeyPatch) -> Facts:
+    def load(name: str) -> _Cuda:
+        assert name == "libcuda.so.1"
+        return _Cuda(status)
+
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    monkeypatch.setattr(native, "load_libraries", dict)
+    return machine.gather()
+
+
+def test_the_driver_is_asked_for_its_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = _facts_with(0, monkeypatch).driver
+    assert driver is not None
+    assert driver.cuda_version == 12080
+    assert driver.gpus == (
+        Gpu(name="GPU 70", sm_version=89, memory_bytes=70 * 2**32),
+        Gpu(name="GPU 71", sm_version=89, memory_bytes=71 * 2**32),
+    )
+
+
+def test_a_driver_may_have_no_gpu_or_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    none = _facts_with(100, monkeypatch)
+    assert none.driver is not None
+    assert (none.driver.gpus, none.driver.error) == ((), "")
+    assert not none.has_gpu
+    broken = _facts_with(803, monkeypatch)
+    assert broken.driver is not None
+    assert broken.driver.error == "cuInit returns 803 (CUDA_ERROR_803)"
+    assert broken.has_gpu
+
+
+def test_every_cudnn_within_reach_is_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("wheel", "system"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "libcudnn.so.9").write_bytes(b"no library")
+    (tmp_path / "linked").symlink_to(tmp_path / "system")
+    wheel = tmp_path / "wheel" / "libcudnn.so.9"
+    (tmp_path / "wheel" / "libcudnn_graph.so.9").write_bytes(b"")
+    directories = [str(tmp_path / "linked"), "", str(tmp_path / "absent")]
+    info = native.LibraryInfo(version=91900, cuda_major=13, path=str(wheel))
+    monkeypatch.setattr(native, "cudnn_version", lambda: info)
+    monkeypatch.setattr(
+        native, "library_directories", lambda: [str(tmp_path / "system")]
+    )
+    monkeypatch.setattr(machine, "_SYSTEM_DIRECTORIES", ())
+    monkeypatch.setenv("LD_LIBRARY_PATH", ":".join(directories))
+    facts = machine.gather()
+    assert facts.cudnn == Cudnn(
+        version=91900, cuda_major=13, path=str(wheel), sublibraries=("libcudnn_graph",)
+    )
+    assert facts.cudnn_files == (
+        CudnnFile(path=str(wheel), version=91900),
+        # What does not load has no version.
+        CudnnFile(path=str(tmp_path / "system" / "libcudnn.so.9"), version=0),
+    )
+
+
+@pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+def test_a_cudnn_is_asked_for_its_version_in_another_process(tmp_path: Path) -> None:
+    compile_cudnn(tmp_path, 91300)
+    assert machine.version_of(tmp_path / "libcudnn.so.9") == 91300
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def test_missing_libraries_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> Any:
+        raise LibraryError("Cannot open it")
+
+    info = native.LibraryInfo(version=91900, cuda_major=13, path=_PATH)
+    monkeypatch.setattr(native, "cudnn_version", lambda: info)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: _Cuda(0))
+    monkeypatch.setattr(native, "load_libraries", missing)
+    assert machine.gather().companions_error == "Cannot open it"
+    monkeypatch.setattr(native, "cudnn_version", missing)
+    facts = machine.gather()
+    assert (facts.cudnn, facts.cudnn_error) == (None, "Cannot open it")
+    assert facts.companions_error == ""
+
+
+# --- the command ----------------------------------------------------------------------
+
+
+def test_doctor_tells_of_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    diagnosis = plans.doctor()
+    assert diagnosis.findings == examine(diagnosis.facts)
+    assert main(["doctor"]) == diagnosis.exit_status
+    assert capsys.readouterr().out == f"{diagnosis}\n"
+    assert main(["doctor", "--json"]) == diagnosis.exit_status
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        json.dumps(diagnosis.to_json())
+    )
+
+
+def test_the_exit_status_is_the_diagnosis(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for facts, status in ((_GOOD, 0), (_CPU_ONLY, 0), (replace(_GOOD, driver=None), 1)):
+        monkeypatch.setattr(plans, "doctor", lambda facts=facts: _diagnosis(facts))
+        assert main(["doctor"]) == status
+        assert _diagnosis(facts).verdict in capsys.readouterr().out
+
+
+def test_facts_change_no_environment() -> None:
+    before = dict(os.environ)
+    machine.gather()
+    assert dict(os.environ) == before
