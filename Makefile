@@ -35,12 +35,12 @@ PACKAGE_FILES = $(shell find jax_cudnn -type f -not -path '*/__pycache__/*' -not
 # which has no extension. (pytest's importlib mode, in pyproject.toml, is for that too.)
 pytest = PYTHONSAFEPATH=1 $(1)/bin/python -m pytest $(2)
 
-# The rings of tests in the environment $(1), but for gpuless: what cuDNN plans does not
-# depend on JAX, so it is asked once. The largest comes last, so that the output ends with
-# its summary.
+# The rings of tests in the environment $(1), with the flags $(2), but for gpuless: what
+# cuDNN plans does not depend on JAX, so it is asked once. The largest comes last, so that
+# the output ends with its summary.
 define rings
 $(if $(GPU_EXTRA),$(call pytest,$(1),tests/gpu))
-$(call pytest,$(1),$(PYTEST_FLAGS) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
+$(call pytest,$(1),$(PYTEST_FLAGS) $(2) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
 endef
 
 define no_newest
@@ -103,12 +103,12 @@ types: .venv-tools/.installed .venv-oldest/.installed  ## pyright
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/.installed gpuless  ## all rings with the oldest JAX supported
-	$(call rings,.venv-oldest)
+	$(call rings,.venv-oldest,)
 
 .PHONY: test-newest
 ifneq ($(PYTHON_NEWEST),)
-test-newest: .venv-newest/.installed  ## all but gpuless with the newest JAX supported
-	$(call rings,.venv-newest)
+test-newest: .venv-newest/.installed  ## what depends on JAX, with the newest one supported
+	$(call rings,.venv-newest,-m 'not once')
 else
 test-newest:
 	@$(no_newest)

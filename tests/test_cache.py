@@ -8,6 +8,8 @@ import pytest
 from jax_cudnn import cache, plans
 from tests.native.processes import run_python
 
+pytestmark = pytest.mark.once
+
 _ASK = """
 from jax_cudnn import plans
 info = plans.cache_info()

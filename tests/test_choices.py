@@ -17,6 +17,8 @@ from jax_cudnn.choices import Choice, ChoiceTable, Key, key_of
 from jax_cudnn.graph import Target
 from jax_cudnn.lowering import traced_graphs
 
+pytestmark = pytest.mark.once
+
 _TIMES = st.none() | st.floats(0.01, 1e6)
 _CHOICES = st.builds(
     Choice,

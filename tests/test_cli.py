@@ -20,6 +20,8 @@ from jax_cudnn.measuring.field import Timed
 from jax_cudnn.measuring.stopwatch import Measurement
 from tests.planner import H200, PIN, made_plan
 
+pytestmark = pytest.mark.once
+
 
 def _problem(text: str) -> Problem:
     parser = argparse.ArgumentParser()

@@ -16,6 +16,8 @@ from jax_cudnn import GraphError
 from jax_cudnn.graph import Graph, from_json, to_json
 from tests.attention import attention_graph, backward_graph, graphs
 
+pytestmark = pytest.mark.once
+
 _GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.json"))
 
 # A forward graph on one line, as C++ reads it.

@@ -18,6 +18,8 @@ from jax_cudnn.plans.findings import Finding, examine
 from jax_cudnn.plans.machine import Cudnn, CudnnFile, Driver, Facts, Gpu
 from tests.native.stand_ins import compile_cudnn, obstacle
 
+pytestmark = pytest.mark.once
+
 _H200 = Gpu(name="NVIDIA H200", sm_version=90, memory_bytes=141 * 2**30)
 _PATH = "/site/nvidia/cudnn/lib/libcudnn.so.9"
 _CUDNN = Cudnn(

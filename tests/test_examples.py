@@ -13,7 +13,7 @@ from jax_cudnn import offline
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.once]
 
 
 def start_example(name, *arguments):

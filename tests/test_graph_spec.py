@@ -22,6 +22,8 @@ from jax_cudnn.graph import (
 )
 from tests.attention import attention_graph, backward_graph, chained_graph, with_tensor
 
+pytestmark = pytest.mark.once
+
 _ATTRIBUTES = SdpaAttributes(scale=0.5, is_causal=True)
 
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.once
+
 _ROOT = Path(__file__).parent.parent
 _PACKAGE = _ROOT / "jax_cudnn"
 

@@ -10,6 +10,8 @@ from jax_cudnn import GraphError, LibraryError, native, plans
 from jax_cudnn.graph import to_json
 from tests.attention import attention_graph
 
+pytestmark = pytest.mark.once
+
 _LOGGER = logging.getLogger("jax_cudnn")
 _GRAPH = to_json(attention_graph(dtype="bf16"))
 _MISS = "sdpa on device 99: no plan in the cache"

@@ -31,6 +31,8 @@ from jax_cudnn.offline import worker
 from jax_cudnn.offline.process import PlanningProcess
 from tests.planning import CANDIDATE, FAILED, FakeProcess, fake_process
 
+pytestmark = pytest.mark.once
+
 _ROOT = Path(__file__).parents[1]
 
 

@@ -12,6 +12,8 @@ from jax_cudnn.graph import Graph, GraphWriter, MatmulAttributes, Tensor
 from jax_cudnn.graph.printing import mermaid_lines
 from jax_cudnn.lowering import traced_graphs
 
+pytestmark = pytest.mark.once
+
 
 def _layer() -> Graph:
     """Return relu(a b + bias), with b stored transposed and the sums as a result."""

@@ -35,6 +35,8 @@ from tests.attention import (
 )
 from tests.conftest import Draw
 
+pytestmark = pytest.mark.once
+
 _CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 
 

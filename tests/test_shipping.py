@@ -33,6 +33,8 @@ from jax_cudnn.lowering import cuda, traced_graphs
 from jax_cudnn.native import BuildInfo, CacheStats, LibraryInfo, PlanInfo
 from jax_cudnn.plans import shipping
 
+pytestmark = pytest.mark.once
+
 _TARGET = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _SHAPES = (jax.ShapeDtypeStruct((6, 40), jnp.bfloat16),
            jax.ShapeDtypeStruct((40, 24), jnp.bfloat16))  # fmt: skip

@@ -8,7 +8,7 @@ import pytest
 from tests.native.processes import run_python
 from tests.native.stand_ins import compile_companions, compile_cudnn, obstacle
 
-pytestmark = pytest.mark.skipif(bool(obstacle()), reason=obstacle())
+pytestmark = [pytest.mark.skipif(bool(obstacle()), reason=obstacle()), pytest.mark.once]
 
 
 def _ask(directory: Path, expression: str) -> str:

@@ -14,6 +14,8 @@ from jax_cudnn import GraphError, LibraryError, native
 from tests.native.processes import run_python
 from tests.native.stand_ins import compile_cudnn, obstacle
 
+pytestmark = pytest.mark.once
+
 _FOLDER = Path(__file__).parents[1] / "golden"
 _GRAPH = (_FOLDER / "sdpa_forward.json").read_text(encoding="ascii").strip()
 # No machine has it: planning for it fails with and without cuDNN, and is logged.

@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 from jax_cudnn import GraphError
 from jax_cudnn.native import parse_choice
 
+pytestmark = pytest.mark.once
+
 _NOTES = (
     "CUBLASLT_DEPENDENCY",
     "DOWN_CONVERT_INPUTS",

@@ -19,6 +19,8 @@ from jax_cudnn import native
 from jax_cudnn.native._extension import extension
 from tests.native.processes import run_python
 
+pytestmark = pytest.mark.once
+
 _LIMIT = 1 << 20
 _HOUR = 3600
 # Magic, checksum and the sizes of key and payload.

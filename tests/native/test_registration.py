@@ -10,6 +10,8 @@ import pytest
 from jax_cudnn import native
 from tests.native.processes import run_python
 
+pytestmark = pytest.mark.once
+
 
 def test_importing_starts_no_backend_and_opens_no_nvidia_library() -> None:
     loaded = run_python(

@@ -18,6 +18,8 @@ from jax_cudnn.native import parse_graph
 from tests.attention import attention_graph, graphs
 from tests.native.drawn_graphs import fused_graphs
 
+pytestmark = pytest.mark.once
+
 _FOLDER = Path(__file__).parents[1] / "golden"
 _GOLDEN = sorted(_FOLDER.glob("*.json"))
 _TEXTS = [path.read_text(encoding="ascii").strip() for path in _GOLDEN]

@@ -9,6 +9,8 @@ import pytest
 
 from tests.native.stand_ins import compile_companions, compile_cudnn, obstacle
 
+pytestmark = pytest.mark.once
+
 _HERE = Path(__file__).parent
 _FFI = _HERE.parents[1] / "ffi"
 _SOURCES = (
