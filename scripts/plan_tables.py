@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/benchmarks/plans.md: what choosing the plan is worth, in measured times.
 
+Puts its summary between the marks of docs/plans.md, too.
+
     python -m scripts.plan_tables              # from the data in docs/benchmarks
     python -m scripts.plan_tables --measure    # on an NVIDIA GPU: plans.json first
 
@@ -20,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
+GUIDE = FOLDER.parent / "plans.md"
+_MARKS = ("<!-- summary -->", "<!-- /summary -->")
 
 # First plans that take more than so many times as long as the best one are counted;
 # below that, much is noise.
@@ -78,13 +82,16 @@ def _median_and_worst(ratios: Sequence[float]) -> list[str]:
 # --- whole programs -------------------------------------------------------------------
 
 
-def _programs(fusion: Entry) -> Iterator[str]:
-    rows = [
+def _tuned_rows(fusion: Entry) -> list[tuple[str, str, Entry]]:
+    return [
         (cell["name"], what, result["contenders"])
         for cell in fusion["cells"]
         for what, result in cell["results"].items()
         if "tuned" in result["contenders"]
     ]
+
+
+def _programs(fusion: Entry) -> Iterator[str]:
     yield ""
     yield "## Programs"
     yield ""
@@ -96,10 +103,25 @@ def _programs(fusion: Entry) -> Iterator[str]:
         "below 1 are faster."
     )
     yield ""
+    yield from _program_summary(fusion)
+    yield ""
+    yield "Microseconds a call:"
+    yield ""
+    yield _row(["program", "", "XLA", "first plan", "tuned", "tuned / first plan"])
+    yield _row(["---", "---", *["---:"] * 4])
+    for name, what, contenders in _tuned_rows(fusion):
+        gain = contenders["tuned"]["ratio"] / contenders["untuned"]["ratio"]
+        times = [contenders[each]["median_us"] for each in ("XLA", "untuned", "tuned")]
+        yield _row([name, what, *(f"{us:.1f}" for us in times), f"{gain:.2f}"])
+
+
+def _program_summary(fusion: Entry) -> Iterator[str]:
+    """Yield a table: medians, and the best and the worst of them."""
+    rows = _tuned_rows(fusion)
     yield _row(
         [
-            *("", "programs", "tuned / first plan", "best", "worst"),
-            *("first plan / XLA", "worst", "tuned / XLA", "worst"),
+            *("", "programs", "tuned / first plan: median", "best", "worst"),
+            *("first plan / XLA: median", "worst", "tuned / XLA: median", "worst"),
         ]
     )
     yield _row(["---", *["---:"] * 8])
@@ -115,28 +137,19 @@ def _programs(fusion: Entry) -> Iterator[str]:
                 *_median_and_worst([c["tuned"]["ratio"] for c in found]),
             ]
         )
-    yield ""
-    yield "Medians, and the best and the worst of them. Microseconds a call:"
-    yield ""
-    yield _row(["program", "", "XLA", "first plan", "tuned", "tuned / first plan"])
-    yield _row(["---", "---", *["---:"] * 4])
-    for name, what, contenders in rows:
-        gain = contenders["tuned"]["ratio"] / contenders["untuned"]["ratio"]
-        times = [contenders[each]["median_us"] for each in ("XLA", "untuned", "tuned")]
-        yield _row([name, what, *(f"{us:.1f}" for us in times), f"{gain:.2f}"])
 
 
 # --- single graphs --------------------------------------------------------------------
 
 
-def _graphs(fusion: Entry) -> Iterator[str]:
+def _entries(fusion: Entry) -> list[Entry]:
     by_digest = {
         entry["graph"]: entry for cell in fusion["cells"] for entry in cell["tuning"]
     }
-    entries = list(by_digest.values())
-    ratios = [e["first_ratio"] for e in entries if e["first_ratio"] is not None]
-    notable = sum(ratio > _NOTABLE for ratio in ratios)
-    xla = [entry for entry in entries if entry["implementation"] == "xla"]
+    return list(by_digest.values())
+
+
+def _graphs(fusion: Entry) -> Iterator[str]:
     yield ""
     yield "## Graphs"
     yield ""
@@ -148,6 +161,27 @@ def _graphs(fusion: Entry) -> Iterator[str]:
         "work around it, such as transposed or padded operands."
     )
     yield ""
+    yield from _graph_summary(fusion)
+    yield ""
+    yield _row(["graph", "operands", "first / best", "best plan", "XLA", "chosen"])
+    yield _row(["---", "---", *["---:"] * 3, "---"])
+    for entry in _entries(fusion):
+        numbers = (entry["first_ratio"], entry["cudnn_us"], entry["xla_us"])
+        yield _row(
+            [
+                *(entry["op"], entry["operands"]),
+                *("" if x is None else f"{x:.2f}" for x in numbers),
+                entry["implementation"],
+            ]
+        )
+
+
+def _graph_summary(fusion: Entry) -> Iterator[str]:
+    """Yield a sentence and a table: how far from the best the first plans are."""
+    entries = _entries(fusion)
+    ratios = [e["first_ratio"] for e in entries if e["first_ratio"] is not None]
+    notable = sum(ratio > _NOTABLE for ratio in ratios)
+    xla = [entry for entry in entries if entry["implementation"] == "xla"]
     yield (
         f"Of {len(entries)} graphs, the first plan takes over {_NOTABLE} times as long "
         f"as the best one for {notable} ({notable / len(entries):.0%}): "
@@ -157,24 +191,19 @@ def _graphs(fusion: Entry) -> Iterator[str]:
     )
     yield ""
     yield _row(
-        ["", "graphs", "first / best", "worst", f"over {_NOTABLE}", "XLA is faster"]
+        [
+            "",
+            "graphs",
+            "first / best: median",
+            "worst",
+            f"over {_NOTABLE}",
+            "XLA is faster",
+        ]
     )
     yield _row(["---", *["---:"] * 5])
     for kind, title in _KINDS.items():
         found = [entry for entry in entries if _kind(entry["op"]) == kind]
         yield _row([title, *_summary(found)])
-    yield ""
-    yield _row(["graph", "operands", "first / best", "best plan", "XLA", "chosen"])
-    yield _row(["---", "---", *["---:"] * 3, "---"])
-    for entry in entries:
-        numbers = (entry["first_ratio"], entry["cudnn_us"], entry["xla_us"])
-        yield _row(
-            [
-                *(entry["op"], entry["operands"]),
-                *("" if x is None else f"{x:.2f}" for x in numbers),
-                entry["implementation"],
-            ]
-        )
 
 
 def _kind(op: str) -> str:
@@ -339,8 +368,17 @@ def written(folder: Path = FOLDER) -> str:
     )
 
 
+def guide(text: str, folder: Path = FOLDER) -> str:
+    """Return the text of docs/plans.md with the summaries between its marks."""
+    fusion = json.loads((folder / "fusion.json").read_text(encoding="utf-8"))
+    summary = [*_program_summary(fusion), "", *_graph_summary(fusion)]
+    before, _, rest = text.partition(_MARKS[0])
+    _, _, after = rest.partition(_MARKS[1])
+    return "\n".join((before + _MARKS[0], *summary, _MARKS[1] + after))
+
+
 def main() -> None:
-    """Write the page, and the data before it if that is asked for."""
+    """Write the pages, and the data before it if that is asked for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -351,6 +389,8 @@ def main() -> None:
         text = json.dumps(measure(), indent=1, ensure_ascii=False) + "\n"
         (FOLDER / "plans.json").write_text(text, encoding="utf-8")
     (FOLDER / "plans.md").write_text(written(), encoding="utf-8")
+    text = GUIDE.read_text(encoding="utf-8")
+    GUIDE.write_text(guide(text), encoding="utf-8")
 
 
 if __name__ == "__main__":
