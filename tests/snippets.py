@@ -80,6 +80,8 @@ def run(page: Path, folder: Path, platforms: str) -> list[Outcome]:
         **os.environ,
         "JAX_CUDNN_CACHE_DIR": str(folder / "cache"),
         "JAX_PLATFORMS": platforms,
+        # The process that runs the tests may have memory on the GPU as well.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
         "PYTHONIOENCODING": "utf-8",
     }
     done = subprocess.run(
