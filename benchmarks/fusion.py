@@ -138,9 +138,9 @@ class Tuner:
         family = _plain(cell)
         if family not in self._tunings:
             members = self._families[family]
-            arrays = [_abstract(member) for member in members]
+            arrays = [abstract_operands(member) for member in members]
             tuning = plans.autotune(
-                lambda arrays: list(map(_all_directions, members, arrays)), arrays
+                lambda arrays: list(map(run_all_directions, members, arrays)), arrays
             )
             print(tuning, flush=True)
             self._tunings[family] = tuning
@@ -158,7 +158,8 @@ def _plain(cell: Cell) -> Cell:
     )
 
 
-def _abstract(cell: Cell) -> list[Any]:
+def abstract_operands(cell: Cell) -> list[Any]:
+    """Return the shapes and dtypes of a cell's operands and of its cotangent."""
     drawn = (*cell.operands, Operand(cell.output))
     return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in drawn]
 
@@ -167,7 +168,8 @@ def _directions(cell: Cell) -> list[str]:
     return [FORWARD, BOTH] if cell.has_gradients else [FORWARD]
 
 
-def _all_directions(cell: Cell, arrays: Arrays) -> list[Any]:
+def run_all_directions(cell: Cell, arrays: Arrays) -> list[Any]:
+    """Return what our side of a cell computes, forward and with gradients."""
     return [WRAPPERS[what](cell.ours)(*arrays) for what in _directions(cell)]
 
 
@@ -528,6 +530,7 @@ def main() -> None:
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--merge", type=Path, nargs="+", metavar="JSON")
     options = parser.parse_args()
+    plans.set_cache(None)  # no plans and choices of other runs, and none left behind
     if options.list:
         print("\n".join(cell.key for cell in selected(options)))
         return

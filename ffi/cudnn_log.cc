@@ -7,6 +7,7 @@
 
 #include <atomic>
 #include <string>
+#include <string_view>
 #include <utility>
 
 namespace jax_cudnn {
@@ -42,10 +43,14 @@ unsigned MaskOf(LogLevel level) {
 }
 
 void TakeMessage(int severity, void*, const void*, const char* message) {
-  if (message == nullptr) return;
-  std::string text = message;
-  text.erase(text.find_last_not_of(" \n\r\t") + 1);
-  text.erase(0, text.find_first_not_of(" \n\r\t"));
+  if (message == nullptr || !IsLogged(LevelOf(severity))) return;
+  // Lines that end with a null each, and an empty one after the last.
+  std::string text;
+  for (std::string_view line = message; !line.empty();
+       line = std::string_view(line.data() + line.size() + 1)) {
+    if (!text.empty()) text += '\n';
+    text += line;
+  }
   Log(LogSource::kCudnn, LevelOf(severity), std::move(text));
 }
 

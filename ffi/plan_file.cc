@@ -91,7 +91,9 @@ PlanKey LocalKey() {
   for (const char* name : kSettings) {
     // NOLINTNEXTLINE(concurrency-mt-unsafe): read as the frontend reads it
     const char* value = std::getenv(name);
-    if (value != nullptr) key.settings.append(name).append("=").append(value) += ' ';
+    if (value == nullptr) continue;
+    if (!key.settings.empty()) key.settings += ' ';
+    key.settings.append(name).append("=").append(value);
   }
   return key;
 }

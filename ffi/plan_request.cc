@@ -181,9 +181,8 @@ Status CheckFilter(const PlanRequest& request) {
                              "' is what deterministic refuses; drop one of the two");
     }
   }
-  if (request.workspace_limit_bytes.value_or(0) < 0) {
-    return InvalidArgument("choice.workspace_limit_bytes: " +
-                           std::to_string(*request.workspace_limit_bytes) +
+  if (const int64_t limit = request.workspace_limit_bytes.value_or(0); limit < 0) {
+    return InvalidArgument("choice.workspace_limit_bytes: " + std::to_string(limit) +
                            " is negative; 0 allows no workspace, null any");
   }
   return {};
@@ -197,7 +196,7 @@ bool HasField(const JsonObject& object, std::string_view name) {
 StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
   std::vector<std::string_view> names = {"engine", "knobs", "variant"};
   const bool has_deterministic = HasField(object, "deterministic");
-  if (has_deterministic) names.push_back("deterministic");
+  if (has_deterministic) names.emplace_back("deterministic");
   ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "choice", names));
   PlanRequest request;
   PlanPin pin;

@@ -34,6 +34,7 @@ def number_after(label, text):
 
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
+        "choose_plans.py",
         "gradient_check.py",
         "quickstart.py",
         "train_char_transformer.py",
@@ -125,3 +126,10 @@ def test_train_residual_cnn_refuses_zero_epochs():
     )
     assert done.returncode == 2
     assert "--epochs 0: at least 1 epoch is needed" in done.stderr
+
+
+def test_choosing_plans_runs_with_xla_where_there_is_no_gpu():
+    text = run_example("choose_plans.py")
+    assert "no plans to list: this machine has no CUDA device" in text
+    for kind in ("JIT only", "precompiled only", "jnp.matmul"):
+        assert number_after(rf"{kind} .*largest error", text) < 0.05

@@ -246,8 +246,8 @@ def test_the_compiled_program_asks_for_what_the_options_allow(planner: Planner) 
     [
         ("", None, "tuned"),
         ("it is a JIT engine", None, "requested"),
-        ("", 255, "requested"),  # the planner's plans take 256 bytes
-        ("", 256, "tuned"),
+        ("", 4095, "requested"),  # the planner's plans take 4096 bytes
+        ("", 4096, "tuned"),
     ],
 )
 def test_a_measured_plan_is_taken_where_the_options_allow_it(

@@ -36,6 +36,11 @@ from jax_cudnn.reference.dtypes import jax_dtype
 _log = logging.getLogger("jax_cudnn")
 
 
+# What decided: a measured choice, cuDNN's order of the candidates, or that order with
+# the options of the call.
+Why = Literal["tuned", "heuristic", "requested"]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """A part of a graph, with who runs it and why.
@@ -43,15 +48,14 @@ class Step:
     ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` is None
     where no GPU was there to plan for: the plan is then made on the machine that runs.
     ``choice`` is what the compiled program asks for: a pinned plan, or which are
-    allowed. ``why`` says what decided: a measured choice ("tuned"), cuDNN's order of
-    the candidates ("heuristic"), or that order and the call's options ("requested").
+    allowed. ``why`` is None where XLA runs it for the ``reasons`` given.
     """
 
     part: Graph
     legal: Legal | None = None
     plan: PlanInfo | None = None
     choice: str = ""
-    why: Literal["tuned", "heuristic", "requested"] = "heuristic"
+    why: Why | None = None
     reasons: tuple[str, ...] = ()
     advice: str = ""
 
@@ -67,6 +71,7 @@ class Decision:
 
     steps: tuple[Step, ...] = ()
     reasons: tuple[str, ...] = ()
+    why: Why | None = None
 
     @property
     def missing(self) -> tuple[Step, ...]:
@@ -135,7 +140,8 @@ def local_ordinals() -> list[int]:
 def decide(graph: Graph, options: Options) -> Decision:
     """Return who runs the graph on the GPU it is for, planning it with cuDNN."""
     if options.implementation == "xla":
-        return Decision(reasons=('implementation="xla" was asked for',))
+        reason = 'implementation="xla" was asked for'
+        return Decision(reasons=(reason,), why="requested")
     if graph.has_empty_tensor:
         return Decision(reasons=("a tensor has no elements: nothing to launch",))
     try:
@@ -160,9 +166,11 @@ def _decide(
     del choices_version  # Choices that were added since may decide otherwise.
     steps = tuple(_decide_part(part, gpu, options) for part in partition(graph))
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
+    why = None
     if all(step.legal is None for step in steps) and options.implementation == "auto":
-        steps = ()
-    return Decision(steps=steps, reasons=tuple(reasons))
+        was_measured = all(step.why == "tuned" for step in steps if step.is_missing)
+        why, steps = "tuned" if was_measured else None, ()
+    return Decision(steps=steps, reasons=tuple(reasons), why=why)
 
 
 def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
@@ -184,7 +192,6 @@ def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         if step is not None:
             return step
     reasons = list(legalization.reasons)
-    why = "requested" if choice else "heuristic"
     for legal in legalization.candidates:
         if is_auto and legal.slower:
             reasons.append(legal.slower)
@@ -201,10 +208,10 @@ def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             legal=legal,
             plan=plan,
             choice=choice,
-            why=why,
+            why="requested" if choice else "heuristic",
             reasons=tuple(reasons),
         )
-    return Step(part=part, reasons=tuple(reasons), advice=legalization.advice, why=why)
+    return Step(part=part, reasons=tuple(reasons), advice=legalization.advice)
 
 
 def _pinned(

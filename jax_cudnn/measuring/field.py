@@ -38,15 +38,23 @@ def time_candidates(part: Graph, target: Target) -> list[Timed]:
     They are those of the first way of rewriting the part that cuDNN takes; array work
     around the kernel is not in their times. Empty where cuDNN takes none.
     """
-    device = jax.local_devices(backend="cuda")[0]
-    ordinal = device.local_hardware_id
     for legal in legalize(part, target).candidates:
         try:
-            listed = native.candidates(to_json(legal.graph), device=ordinal)
+            return time_candidates_of(part, legal)
         except UnsupportedError:
             continue
-        return list(_times(part, legal, listed, device))
     return []
+
+
+def time_candidates_of(part: Graph, legal: Legal) -> list[Timed]:
+    """Return the candidates for one way of rewriting a part, with their times.
+
+    Raises:
+      UnsupportedError: cuDNN has none.
+    """
+    device = jax.local_devices(backend="cuda")[0]
+    text, ordinal = to_json(legal.graph), device.local_hardware_id
+    return list(_times(part, legal, native.candidates(text, device=ordinal), device))
 
 
 def _times(

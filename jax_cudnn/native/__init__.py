@@ -32,6 +32,7 @@ from jax_cudnn.native.planner import (
 from jax_cudnn.native.registration import (
     TARGET_CAPTURED,
     TARGET_SCRATCH,
+    BuildInfo,
     build_info,
     register_targets,
 )
@@ -50,6 +51,7 @@ from jax_cudnn.native.store import (
 __all__ = [
     "TARGET_CAPTURED",
     "TARGET_SCRATCH",
+    "BuildInfo",
     "CacheStats",
     "Candidate",
     "ImportedPlan",

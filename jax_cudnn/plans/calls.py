@@ -12,6 +12,7 @@ from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.graph.printing import mermaid_lines
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import cuda
+from jax_cudnn.lowering.cuda import Why
 from jax_cudnn.native import Candidate
 from jax_cudnn.plans.table import aligned
 
@@ -19,7 +20,6 @@ from jax_cudnn.plans.table import aligned
 SCHEMA = 1
 
 Direction = Literal["forward", "backward"]
-Why = Literal["tuned", "heuristic", "requested"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +47,7 @@ class Call:
       knobs: the engine's settings, (name, value) sorted by name.
       behavior_notes: what cuDNN says of how the plan works, as RUNTIME_COMPILATION.
       numeric_notes: what cuDNN says of its numbers, as TENSOR_CORE.
-      failures: candidates that were tried before the plan and did not build, with why.
+      failures: candidates before the plan that were passed over, with why.
       cudnn_us: microseconds of the best plan with its array work, where tuned.
       xla_us: microseconds of XLA's code, where tuned.
       first_ratio: kernel time of cuDNN's first plan over the best plan's, where tuned.
@@ -82,8 +82,9 @@ class Call:
     def candidates(self) -> tuple[Candidate, ...]:
         """Return all of cuDNN's candidates for the call, its best guess first.
 
-        They are listed, not built: some may fail to. For a part that XLA runs, they are
-        those of the first way of rewriting it that cuDNN takes at all.
+        They are listed, not built: some may fail to. Those that the options of the call
+        do not allow say why in ``refusal``. For a part that XLA runs, they are those of
+        the first way of rewriting it that cuDNN takes at all.
 
         Raises:
           LibraryError: there is no NVIDIA GPU here to list them for.
@@ -100,7 +101,11 @@ class Call:
             reasons += legalization.reasons
         for graph in graphs:
             try:
-                return native.candidates(to_json(graph), device=ordinal)
+                return native.candidates(
+                    to_json(graph),
+                    choice=self.choice if self.why == "requested" else "",
+                    device=ordinal,
+                )
             except UnsupportedError as error:
                 reasons += error.reasons or (error.summary,)
         raise UnsupportedError(f"cuDNN has no candidate for {self.op}.", reasons)
@@ -158,7 +163,7 @@ class Report:
         for call in self.calls:
             for reason in (
                 *call.reasons,
-                *(f"did not build: {f}" for f in call.failures),
+                *(f"passed over: {f}" for f in call.failures),
             ):
                 said.setdefault(reason, []).append(call.op)
         for reason, ops in said.items():

@@ -138,7 +138,8 @@ def _calls(
             )
         ]
     decision = _decision(graph, options, machine)
-    steps = decision.steps or (Step(part=graph, reasons=decision.reasons),)
+    whole = Step(part=graph, reasons=decision.reasons, why=decision.why)
+    steps = decision.steps or (whole,)
     direction = direction_of(graph)
     return [_call(step, options, count, direction, machine) for step in steps]
 
@@ -160,9 +161,8 @@ def _call(
     machine: _Machine,
 ) -> Call:
     legal = step.legal
-    measured = _measured(step.part, machine)
-    why = _why(step, options, measured)
-    only = measured[0] if why == "tuned" and len(measured) == 1 else None
+    measured = _measured(step.part, options, machine) if step.why == "tuned" else []
+    only = measured[0] if len(measured) == 1 else None
     return Call(
         op=label(step.part) or "copy",
         shapes=_shapes(step.part),
@@ -170,7 +170,7 @@ def _call(
         implementation="xla" if legal is None else "cudnn",
         reasons=step.reasons if legal is None else legal.notes,
         direction=direction,
-        why=why,
+        why=step.why,
         part=step.part,
         graph=None if legal is None else legal.graph,
         choice=step.choice,
@@ -181,28 +181,20 @@ def _call(
     )
 
 
-def _measured(part: Graph, machine: _Machine) -> list[Choice]:
+def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
     """Return the measured choices of what is a kernel of its own in the part."""
     if machine.target is None:
         return []
-    own = choices.table().get(part, machine.target)
+    allowed = options.plan.to_choice()
+    own = choices.table().get(part, machine.target, allowed)
     if own is not None:
         return [own]
     found = [
-        choices.table().get(inner, machine.target)
+        choices.table().get(inner, machine.target, allowed)
         for inner in partition(part)
         if any(map(is_contraction, inner.nodes))
     ]
     return [choice for choice in found if choice is not None] if all(found) else []
-
-
-def _why(step: Step, options: Options, measured: list[Choice]) -> Why | None:
-    if step.legal is not None:
-        return why_of(step.choice)
-    if options.implementation == "xla":
-        return "requested"
-    is_tuned = measured and all(each.implementation == "xla" for each in measured)
-    return "tuned" if is_tuned else None
 
 
 def why_of(choice: str) -> Why:

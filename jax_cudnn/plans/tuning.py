@@ -22,6 +22,7 @@ from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import scoped, traced_graphs
 from jax_cudnn.lowering.cuda import local_target
 from jax_cudnn.measuring import OutOfTimeError, measure
+from jax_cudnn.plans.table import aligned
 
 _BAR = 20
 
@@ -50,11 +51,7 @@ class Tuning:
             )
             for choice in self.choices.values()
         ]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-        lines = [f"microseconds a call on {self.device}"]
-        for row in rows:
-            cells = (cell.ljust(w) for cell, w in zip(row, widths, strict=True))
-            lines.append("  ".join(cells).rstrip())
+        lines = [f"microseconds a call on {self.device}", *aligned(rows)]
         if self.left_count:
             lines.append(f"not measured, for lack of time: {self.left_count}")
         return "\n".join(lines)

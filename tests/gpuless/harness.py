@@ -57,6 +57,7 @@ def plan_all(
     profile: str,
     *,
     build: bool = True,
+    ship: bool = False,
     choices: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Plan every graph for a GPU of profiles/; one answer per graph, in order.
@@ -65,13 +66,20 @@ def plan_all(
     "error", "message" and "reasons" of what was raised, or "crash", the signal that
     ended the process at that graph. The graphs after a crash are planned afresh.
     ``choices`` has one choice per graph, or none at all.
+
+    With ``ship``, the plan goes through a plan file: an answer has "graph", "choice"
+    and "plan" as read from it, its "bytes", "export_s" and "import_s", the seconds for
+    building and writing it and for reading it, and "refusals", what was said to it
+    where it does not belong or is damaged.
     """
     if reason := missing():
         raise RuntimeError(f"cannot plan without a GPU here: {reason}")
     answers: list[dict[str, Any]] = []
     requests = list(zip(graphs, choices or [""] * len(graphs), strict=True))
     while len(answers) < len(requests):
-        answers += _run_worker(requests[len(answers) :], profile, build)
+        answers += _run_worker(
+            requests[len(answers) :], profile, {"build": build, "ship": ship}
+        )
     return answers
 
 
@@ -81,7 +89,7 @@ def load_profile(profile: str) -> dict[str, Any]:
 
 
 def _run_worker(
-    requests: Sequence[tuple[str, str]], profile: str, build: bool
+    requests: Sequence[tuple[str, str]], profile: str, flags: dict[str, bool]
 ) -> list[dict[str, Any]]:
     properties = load_profile(profile)
     request = {
@@ -93,7 +101,7 @@ def _run_worker(
         },
         "device_properties": json.dumps(properties),
         "graphs": list(requests),
-        "build": build,
+        **flags,
     }
     done = subprocess.run(
         [sys.executable, HERE / "worker.py"],

@@ -10,6 +10,8 @@ import dataclasses
 import json
 import os
 import sys
+import time
+from typing import Any
 
 
 def main() -> None:
@@ -32,6 +34,10 @@ def main() -> None:
             os.abort()
         answer: dict[str, object] = {"cudnn_version": version}
         try:
+            if request["ship"]:
+                answer |= _ship(graph, choice, target, request["device_properties"])
+                print(json.dumps(answer), flush=True)
+                continue
             listed = native.plan_offline(
                 graph,
                 target,
@@ -46,6 +52,50 @@ def main() -> None:
             answer["message"] = str(error)
             answer["reasons"] = list(getattr(error, "reasons", ()))
         print(json.dumps(answer), flush=True)
+
+
+def _ship(
+    graph: str, choice: str, target: Any, device_properties: str
+) -> dict[str, object]:
+    """Write the plan of a graph to a plan file and read it, as harness.py says."""
+    from jax_cudnn import native
+
+    native.load_libraries()  # what both would do first
+    start = time.perf_counter()
+    data = native.export_plan_offline(graph, target, device_properties, choice=choice)
+    export_s = time.perf_counter() - start
+    start = time.perf_counter()
+    read = native.import_plan_offline(data, target, device_properties)
+    import_s = time.perf_counter() - start
+    again = native.import_plan_offline(data, target, device_properties)
+    assert again == read, "reading is repeatable"
+    refusals: dict[str, str] = {}
+    attempts = {
+        "gpu": (data, dataclasses.replace(target, name="NVIDIA A100")),
+        "sm_count": (data, dataclasses.replace(target, sm_count=7)),
+        "sm_version": (data, dataclasses.replace(target, sm_version=80)),
+        "truncated": (data[:-1], target),
+        "flipped": (data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], target),
+        "empty": (b"", target),
+        "settings": (data, target),
+    }
+    for name, (changed, other) in attempts.items():
+        if name == "settings":
+            os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+        try:
+            native.import_plan_offline(changed, other, device_properties)
+        except Exception as error:
+            refusals[name] = f"{type(error).__name__}: {error}"
+    os.environ.pop("NVIDIA_TF32_OVERRIDE")
+    return {
+        "graph": read.graph_json,
+        "choice": read.choice,
+        "plan": dataclasses.asdict(read.plan),
+        "bytes": len(data),
+        "export_s": export_s,
+        "import_s": import_s,
+        "refusals": refusals,
+    }
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <mutex>
 #include <set>
 #include <string>
@@ -19,6 +20,7 @@
 #include "cudnn_library.h"
 #include "graph_spec.h"
 #include "handle_pool.h"
+#include "log.h"
 #include "plan.h"
 #include "plan_cache.h"
 #include "plan_store.h"
@@ -230,6 +232,35 @@ void NoHandleIsUsedByTwoThreads(const jax_cudnn::CudnnRuntime& runtime) {
   });
 }
 
+void LinesReachOneSinkOrTheOther() {
+  using jax_cudnn::LogLevel;
+  using jax_cudnn::LogSource;
+  std::atomic<int> lines{0};
+  const auto make_sink = [&] {
+    return std::make_shared<const jax_cudnn::LogSink>(
+        [&](LogSource, LogLevel, const std::string& line) {
+          Expect(line == "a line", "the line");
+          ++lines;
+        });
+  };
+  Expect(jax_cudnn::SetLogSink(make_sink(), LogLevel::kDebug).ok(), "a sink");
+  InThreads([&](int thread) {
+    for (int i = 0; i < 200; ++i) {
+      if (thread == 0) {
+        const auto old = jax_cudnn::SetLogSink(make_sink(), LogLevel::kDebug);
+        Expect(old.ok() && old->use_count() == 1, "nobody uses the old sink");
+        continue;
+      }
+      const jax_cudnn::DeferredLog deferred;
+      jax_cudnn::Log(LogSource::kOurs, LogLevel::kDebug, "a line");
+    }
+  });
+  Expect(lines == (kThreads - 1) * 200, "no line is lost");
+  Expect(jax_cudnn::SetLogSink(nullptr, LogLevel::kDebug).ok(), "no sink");
+  jax_cudnn::Log(LogSource::kOurs, LogLevel::kError, "another line");
+  Expect(lines == (kThreads - 1) * 200, "nobody listens");
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -245,5 +276,6 @@ int main(int argc, char** argv) {
   PlansThatDoNotSerializeAreBuilt();
   SpoiledPlansAreReplaced();
   NoHandleIsUsedByTwoThreads(**runtime);
+  LinesReachOneSinkOrTheOther();
   std::puts("done");
 }

@@ -161,10 +161,10 @@ int cudnnSetCallback(unsigned m, void* u, Callback f) {
 }
 void speak(void) {
   if (!callback) return;
-  if (mask & 2) callback(0, 0, 0, "F! fatal");
-  if (mask & 2) callback(1, 0, 0, "E! error\\n");
-  if (mask & 4) callback(2, 0, 0, "W! warning \\377");
-  if (mask & 8) callback(3, 0, 0, "\\nI! info\\n  more\\n\\n");
+  if (mask & 2) callback(0, 0, 0, "fatal\\0");
+  if (mask & 2) callback(1, 0, 0, "error\\0  its reason\\0");
+  if (mask & 4) callback(2, 0, 0, "warning \\377\\0");
+  if (mask & 8) callback(3, 0, 0, "info\\0  more\\0  and more\\0");
 }
 """
 
@@ -202,9 +202,9 @@ def _speak(directory: Path, *settings: str) -> list[str]:
 @needs_stand_in
 def test_cudnns_messages_arrive_by_severity(tmp_path: Path) -> None:
     compile_cudnn(tmp_path, extra=_CALLBACK)
-    errors = [(40, "F! fatal", "cudnn"), (40, "E! error", "cudnn")]
-    warning = (30, "W! warning \ufffd", "cudnn")
-    info = (10, "I! info\n  more", "cudnn")
+    errors = [(40, "fatal", "cudnn"), (40, "error\n  its reason", "cudnn")]
+    warning = (30, "warning \ufffd", "cudnn")
+    info = (10, "info\n  more\n  and more", "cudnn")
     expected = {
         "logging.ERROR, cudnn=True": errors,
         "logging.WARNING, cudnn=True": [*errors, warning],

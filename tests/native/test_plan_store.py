@@ -50,6 +50,11 @@ def _files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.plan"))
 
 
+def _age(path: Path, seconds: float) -> None:
+    then = time.time() - seconds
+    os.utime(path, (then, then))
+
+
 def _file_of(folder: Path, key: str, payload: bytes) -> Path:
     before = set(_files(folder))
     _put(key, payload)
@@ -207,7 +212,7 @@ def test_the_least_recently_used_go_first(folder: Path) -> None:
     native.set_plan_store(folder, 3 * size)
     paths = {key: _file_of(folder, key, payload) for key in "abc"}
     for age, path in zip((30, 20, 10), paths.values(), strict=True):
-        os.utime(path, (time.time() - age,) * 2)
+        _age(path, age)
     assert _get("a") == payload  # and is the youngest now
     _put("d", payload)
     assert [_get(key) is None for key in "abcd"] == [False, True, False, False]
@@ -233,7 +238,7 @@ def test_temporary_files_of_killed_writers_go_after_an_hour(folder: Path) -> Non
     old, young = folder / "tmp-old", folder / "tmp-young"
     for path, age in ((old, _HOUR + 60), (young, _HOUR - 60)):
         path.write_bytes(b"half a pl")
-        os.utime(path, (time.time() - age,) * 2)
+        _age(path, age)
     _put("b", b"plan")
     assert not old.exists()
     assert young.exists()
@@ -400,7 +405,7 @@ def test_a_stopped_write_leaves_a_temporary_file_only(tmp_path: Path) -> None:
     native.set_plan_store(tmp_path, _LIMIT)
     try:
         assert _get("a") == b"plan"
-        os.utime(temporary, (time.time() - 2 * _HOUR,) * 2)
+        _age(temporary, 2 * _HOUR)
         _put("b", b"plan")
         assert not temporary.exists()
     finally:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are plan cache, store and handle pool free of races? The thread sanitizer judges."""
+"""Are plan cache, store, handle pool and log free of races? TSan judges."""
 
 import shutil
 import subprocess

@@ -1,0 +1,258 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times how long plans take: built, from disk, and from the process's own cache.
+
+    python -m benchmarks.plan_times --out docs/benchmarks
+
+writes plan_times.json and plan_times.md there. Needs an NVIDIA GPU. Every sample of a
+plan that is built or comes from disk is taken in a process of its own.
+"""
+
+import argparse
+import datetime
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_cudnn
+from benchmarks.report import environment, versions_text
+from jax_cudnn import native, plans
+from jax_cudnn.errors import LibraryError
+from jax_cudnn.graph import to_json
+from jax_cudnn.legalize import is_contraction, legalize, partition
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering.cuda import local_target
+
+_PAGE, _DATA = "plan_times.md", "plan_times.json"
+
+# How a plan is come by; the first two begin with an empty process.
+COLD, DISK, PROCESS = "cold", "disk", "process"
+# Of cuDNN, when a workload is planned.
+_STATES = {"start": "starts", "running": "is running"}
+# A plan from disk may take this part of what building it takes.
+_GOAL = 0.05
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """A function whose plans, forward and backward, are timed."""
+
+    function: Callable[..., jax.Array]
+    shapes: tuple[tuple[int, ...], ...]
+
+
+_sdpa = functools.partial(jax_cudnn.sdpa, is_causal=True)
+_conv = functools.partial(
+    jax_cudnn.conv, window_strides=(1, 1), padding="SAME",
+    dimension_numbers=("NHWC", "HWIO", "NHWC"), activation="relu",
+)  # fmt: skip
+_matmul = functools.partial(jax_cudnn.matmul, activation="gelu")
+WORKLOADS = {
+    "sdpa": Workload(function=_sdpa, shapes=((4, 4096, 16, 128),) * 3),
+    "conv": Workload(function=_conv, shapes=((64, 56, 56, 64), (3, 3, 64, 64))),
+    "matmul": Workload(function=_matmul, shapes=((8192, 4096), (4096, 4096))),
+}
+
+
+# --- in a process of its own ----------------------------------------------------------
+
+
+def _graphs(workload: Workload) -> list[str]:
+    """Return the graphs that cuDNN plans for a call with its gradients."""
+
+    def value_and_grads(*operands: jax.Array) -> Any:
+        run = functools.partial(workload.function, implementation="cudnn")
+        out, pull = jax.vjp(run, *operands)
+        return out, pull(jnp.ones_like(out))
+
+    local = local_target()
+    assert local is not None
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in workload.shapes]
+    found: dict[str, None] = {}
+    for graph, _, is_linear in traced_graphs(value_and_grads, *operands):
+        for part in () if is_linear else partition(graph):
+            for candidate in legalize(part, local[1]).candidates[:1]:
+                if any(map(is_contraction, candidate.graph.nodes)):
+                    found[to_json(candidate.graph)] = None
+    return list(found)
+
+
+def _plan_all(graphs: Sequence[str], ordinal: int) -> float:
+    """Return the milliseconds that the plans of all graphs take, one by one."""
+    start = time.perf_counter()
+    for graph in graphs:
+        native.plan(graph, device=ordinal)
+    return (time.perf_counter() - start) * 1e3
+
+
+def work(names: Sequence[str], folder: str) -> dict[str, Any]:
+    """Plan workloads in order, with JAX and CUDA running and cuDNN not yet."""
+    local = local_target()
+    if local is None:
+        raise LibraryError("benchmarks.plan_times needs an NVIDIA GPU.")
+    jnp.zeros(8).block_until_ready()
+    native.load_libraries()
+    plans.set_cache(folder)
+    times: dict[str, dict[str, float]] = {}
+    for name in names:
+        graphs = _graphs(WORKLOADS[name])
+        first = _plan_all(graphs, local[0])
+        again = _plan_all(graphs, local[0])
+        times[name] = {"first_ms": first, "again_ms": again, "plans": len(graphs)}
+    stats = native.cache_stats()
+    return {
+        "times": times,
+        "builds": stats.builds,
+        "disk_hits": stats.disk_hits,
+        "failures": [stats.disk_last_failure] if stats.disk_failures else [],
+    }
+
+
+# --- the samples ----------------------------------------------------------------------
+
+
+def _orders() -> Iterator[tuple[str, ...]]:
+    """Yield orders in which each workload is the first once."""
+    names = tuple(WORKLOADS)
+    for i in range(len(names)):
+        yield names[i:] + names[:i]
+
+
+def _ask(order: Sequence[str], folder: Path) -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.plan_times", "--work", ",".join(order),
+         "--folder", str(folder)],
+        capture_output=True, text=True, check=False,
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+    )  # fmt: skip
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def measure(samples: int) -> dict[str, Any]:
+    """Return all samples, in milliseconds, by workload, state of cuDNN and source."""
+    found: dict[str, Any] = {
+        name: {state: {COLD: [], DISK: [], PROCESS: []} for state in _STATES}
+        for name in WORKLOADS
+    }
+    failures: dict[str, None] = {}
+    for sample in range(samples):
+        for order in _orders():
+            with tempfile.TemporaryDirectory() as folder:
+                for source in (COLD, DISK):
+                    answer = _ask(order, Path(folder))
+                    count = sum(each["plans"] for each in answer["times"].values())
+                    builds, hits = (count, 0) if source == COLD else (0, count)
+                    if (answer["builds"], answer["disk_hits"]) != (builds, hits):
+                        raise RuntimeError(f"{source}: not as expected: {answer}")
+                    failures |= dict.fromkeys(answer["failures"])
+                    _note(found, order, source, answer["times"])
+        print(f"sample {sample + 1} of {samples}", file=sys.stderr)
+    return {"workloads": found, "failures": list(failures)}
+
+
+def _note(
+    found: dict[str, Any], order: Sequence[str], source: str, times: dict[str, Any]
+) -> None:
+    for i, name in enumerate(order):
+        place = found[name]["start" if i == 0 else "running"]
+        place[source].append(times[name]["first_ms"])
+        place[PROCESS].append(times[name]["again_ms"])
+        found[name]["plans"] = times[name]["plans"]
+
+
+# --- the report -----------------------------------------------------------------------
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    info = data["run"]
+    lines = [
+        "# How long plans take",
+        "",
+        f"Written by `{info['command']}`; do not edit. {info['date']}, "
+        f"{versions_text(info['environment'])}.",
+        "",
+        "The plans of a call and its gradients in bf16, asked for one by one as a "
+        "compilation does. Cold: built by cuDNN, with an empty cache folder; CUDA's "
+        "own caches are as they are. Disk: from the cache folder, in another process. "
+        "Both are taken in fresh processes, in which JAX and CUDA are running. Where "
+        "cuDNN starts, a process's first handle and the loading of cuDNN's libraries "
+        "are in the time; where it is running, another workload was planned before. "
+        "Process: asked for again. Medians, in brackets the lowest and the highest of "
+        "all samples.",
+        "",
+        "| workload | plans | cuDNN | cold, ms | disk, ms | of cold | process, ms |",
+        "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    met = True
+    for name, workload in data["workloads"].items():
+        for state, label in _STATES.items():
+            samples = workload[state]
+            ratio = _median(samples[DISK]) / _median(samples[COLD])
+            met = met and ratio < _GOAL
+            lines.append(
+                f"| {name} | {workload['plans']} | {label} | {_text(samples[COLD])} "
+                f"| {_text(samples[DISK])} | {ratio:.1%} | {_text(samples[PROCESS])} |"
+            )
+    verdict = "met" if met else "not met everywhere"
+    lines += ["", f"Goal, disk below {_GOAL:.0%} of cold: {verdict}."]
+    if data["failures"]:
+        lines += ["", "What went wrong on disk:", ""]
+        lines += [f"- {failure}" for failure in data["failures"]]
+    lines += ["", "The workloads:", ""]
+    for name, workload in WORKLOADS.items():
+        shapes = ", ".join(f"bf16{list(shape)}" for shape in workload.shapes)
+        lines.append(f"- {name}: {shapes}")
+    return "\n".join(lines) + "\n"
+
+
+def _median(samples: Sequence[float]) -> float:
+    return statistics.median(samples)
+
+
+def _text(samples: Sequence[float]) -> str:
+    low, middle, high = min(samples), _median(samples), max(samples)
+    digits = 0 if middle >= 100 else 1 if middle >= 10 else 2
+    return f"{middle:.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
+
+
+def main() -> None:
+    """Take the samples and write the report, or take one as another process asks."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"),
+                        help="folder of the report")  # fmt: skip
+    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--work", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.work:
+        print(json.dumps(work(options.work.split(","), options.folder)))
+        return
+    data = measure(options.samples)
+    data["run"] = {
+        "command": f"python -m benchmarks.plan_times --samples {options.samples}",
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+        "environment": environment(),
+    }
+    options.out.mkdir(parents=True, exist_ok=True)
+    (options.out / _DATA).write_text(json.dumps(data, indent=1) + "\n")
+    (options.out / _PAGE).write_text(markdown(data))
+    print(markdown(data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a plan the same after a plan file, and is it refused where it does not belong?"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_cudnn import conv, matmul, sdpa
+from jax_cudnn.graph import Target, to_json
+from jax_cudnn.legalize import legalize, partition
+from jax_cudnn.lowering import traced_graphs
+from tests.gpuless import harness
+
+_TARGET = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=92700)
+
+
+def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(sizes, jnp.bfloat16)
+
+
+def _loss(*operands: jax.Array, op: Any, **options: Any) -> jax.Array:
+    return op(*operands, implementation="cudnn", **options).astype(jnp.float32).sum()
+
+
+_OPERATIONS = {
+    "sdpa": ((sdpa, {"is_causal": True}), [_shape(2, 96, 6, 64)] * 3),
+    "conv": (
+        (conv, {"window_strides": (1, 1), "padding": "SAME", "activation": "relu"}),
+        [_shape(3, 32, 14, 10), _shape(64, 32, 3, 3)],
+    ),
+    "matmul": (
+        (matmul, {"activation": "gelu"}),
+        [_shape(48, 40), _shape(40, 24)],
+    ),
+}
+
+
+@functools.cache
+def _graphs() -> dict[str, str]:
+    """Return the graphs that a call and its gradients hand to cuDNN."""
+    graphs = {}
+    for name, ((op, options), operands) in _OPERATIONS.items():
+        function = jax.grad(functools.partial(_loss, op=op, **options), (0, 1))
+        for graph, _, _ in traced_graphs(function, *operands):
+            for part in partition(graph):
+                candidates = legalize(part, _TARGET).candidates
+                if candidates:
+                    graphs[f"{name} {len(graphs)}"] = to_json(candidates[0].graph)
+    return graphs
+
+
+@functools.cache
+def _answers() -> dict[str, dict[str, Any]]:
+    answers = harness.plan_all(list(_graphs().values()), "h200", ship=True)
+    return dict(zip(_graphs(), answers, strict=True))
+
+
+def test_every_operation_has_graphs_forward_and_backward() -> None:
+    operations = [name.split()[0] for name in _graphs()]
+    assert {name: operations.count(name) for name in _OPERATIONS} == {
+        "sdpa": 2,
+        "conv": 3,
+        "matmul": 3,
+    }
+
+
+def test_the_plan_that_is_read_is_the_one_that_was_built() -> None:
+    graphs = list(_graphs().values())
+    built = harness.plan_all(graphs, "h200")
+    for (name, answer), listed in zip(_answers().items(), built, strict=True):
+        assert "plan" in answer, (name, answer)
+        assert answer["graph"] == _graphs()[name]
+        assert answer["choice"] == ""
+        (chosen,) = [c for c in listed["candidates"] if c["is_built"]]
+        plan = answer["plan"]
+        assert {**plan, "build_ms": 0} == {**chosen, "build_ms": 0, "failures": []}
+        assert plan["build_ms"] > 0, "what it took when it was built"
+
+
+def test_reading_takes_a_small_part_of_building() -> None:
+    building = sum(answer["export_s"] for answer in _answers().values())
+    reading = sum(answer["import_s"] for answer in _answers().values())
+    assert reading < 0.1 * building
+
+
+@pytest.mark.parametrize(
+    ("attempt", "message"),
+    [
+        (
+            "gpu",
+            "LibraryError: this plan cannot be used here.\n"
+            "  - GPU: made for NVIDIA H200, this is NVIDIA A100",
+        ),
+        (
+            "sm_count",
+            "LibraryError: this plan cannot be used here.\n  - GPU: made for sm_90 "
+            "with 132 multiprocessors, this is sm_90 with 7 multiprocessors",
+        ),
+        (
+            "sm_version",
+            "LibraryError: this plan cannot be used here.\n  - GPU: made for sm_90 "
+            "with 132 multiprocessors, this is sm_80 with 132 multiprocessors",
+        ),
+        (
+            "settings",
+            "LibraryError: this plan cannot be used here.\n  - environment variables: "
+            "made for none, this is NVIDIA_TF32_OVERRIDE=0",
+        ),
+        ("flipped", "GraphError: not a whole plan file: its checksum is wrong"),
+        ("empty", "GraphError: not a whole plan file: it does not begin like one"),
+    ],
+)
+def test_a_plan_is_refused_where_it_does_not_belong(attempt: str, message: str) -> None:
+    for answer in _answers().values():
+        assert answer["refusals"][attempt] == message
+
+
+def test_a_plan_file_cut_short_is_refused() -> None:
+    for answer in _answers().values():
+        refusal = answer["refusals"]["truncated"]
+        assert refusal.startswith("GraphError: not a whole plan file: it has ")
+
+
+def test_a_choice_travels_with_its_plan() -> None:
+    graph = next(iter(_graphs().values()))
+    listed = harness.plan_all([graph], "h200", build=False)[0]["candidates"]
+    choice = listed[-1]["choice"]
+    (answer,) = harness.plan_all([graph], "h200", ship=True, choices=[choice])
+    assert answer["choice"] == choice
+    assert answer["plan"]["choice"] == choice
