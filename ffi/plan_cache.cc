@@ -89,8 +89,8 @@ void LogMiss(const GraphSpec& graph, const std::string& choice, int device) {
           (choice.empty() ? std::string() : " for the choice " + choice));
 }
 
-void LogPlan(const GraphSpec& graph, Clock::time_point start, bool is_stored,
-             const StatusOr<std::shared_ptr<const Plan>>& result) {
+void LogBuild(const GraphSpec& graph, Clock::time_point start,
+              const StatusOr<std::shared_ptr<const Plan>>& result, bool is_stored) {
   if (!IsLogged(LogLevel::kDebug)) return;
   const std::string label = Label(graph);
   const auto ms =
@@ -102,8 +102,8 @@ void LogPlan(const GraphSpec& graph, Clock::time_point start, bool is_stored,
   }
   const Plan& plan = **result;
   for (const std::string& failure : plan.failures()) LogLine(label + ": " + failure);
-  LogLine(label + (is_stored ? ": read " : ": built ") + plan.candidate().name + time +
-          ", workspace " + std::to_string(plan.workspace_bytes()) + " bytes");
+  LogLine(label + (is_stored ? ": loaded " : ": built ") + plan.candidate().name +
+          time + ", workspace " + std::to_string(plan.workspace_bytes()) + " bytes");
 }
 
 }  // namespace
@@ -140,7 +140,7 @@ StatusOr<std::shared_ptr<const Plan>> PlanCache::GetOrBuild(const std::string& t
         SavePlan(key, *plan);
         return plan;
       });
-  LogPlan(graph, start, is_stored, result);
+  LogBuild(graph, start, result, is_stored);
   if (IsWorthKeeping(result)) entry->result = result;
   const std::scoped_lock lock(mutex_);
   if (!is_stored) ++builds_;

@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "guard.h"
+#include "log.h"
 #include "plan_file.h"
 
 namespace jax_cudnn {
@@ -279,6 +280,7 @@ void PlanStore::Configure(PlanStoreSettings settings) {
 }
 
 PlanStoreSettings PlanStore::Settings() {
+  const DeferredLog deferred;
   const std::scoped_lock resolving(resolving_);
   if (source_ != nullptr) {
     const Source source = std::exchange(source_, nullptr);
@@ -302,6 +304,8 @@ void PlanStore::Count(int64_t PlanStoreStats::* counter) {
 }
 
 void PlanStore::NoteFailure(const std::string& reason) {
+  const DeferredLog deferred;
+  Log(LogSource::kOurs, LogLevel::kDebug, "plans on disk: " + reason);
   const std::scoped_lock lock(mutex_);
   ++stats_.failures;
   stats_.last_failure = reason;

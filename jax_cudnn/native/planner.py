@@ -7,7 +7,6 @@ where a library, the driver or the device is missing.
 """
 
 import functools
-import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from typing import Any
 from jax_cudnn.graph import Target
 from jax_cudnn.native._extension import extension
 from jax_cudnn.native.library import cudnn_version
-
-_log = logging.getLogger("jax_cudnn")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,9 +89,6 @@ def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
         device: CUDA ordinal of the device.
     """
     fields = extension().plan(_bytes(graph_json), _bytes(choice), device)
-    stats = cache_stats()
-    if stats.disk_failures:
-        _say_failure_once(stats.disk_failures, stats.disk_last_failure)
     return plan_info(fields)
 
 
@@ -102,11 +96,6 @@ def plan_info(fields: dict[str, Any]) -> PlanInfo:
     """Return what the extension says of a plan, typed."""
     failures = tuple(fields.pop("failures"))
     return PlanInfo(failures=failures, **_candidate_fields(fields))
-
-
-@functools.lru_cache(maxsize=1)
-def _say_failure_once(count: int, reason: str) -> None:
-    _log.debug("plans on disk, failure %d: %s", count, reason)
 
 
 def candidates(
