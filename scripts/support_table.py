@@ -16,7 +16,8 @@ import jax
 
 import jax_cudnn
 from tests.gpuless import harness
-from tests.gpuless.verdicts import CUDNN, Verdict, target, verdicts
+from tests.gpuless.harness import CUDNN, target
+from tests.gpuless.verdicts import Verdict, verdicts
 
 _FILE = Path(__file__).parent.parent / "docs" / "support.md"
 _GPUS = ("a100", "h200", "b200")
@@ -184,7 +185,7 @@ jax_cudnn {jax_cudnn.__version__}, JAX {jax.__version__}, cuDNN {version}.
 
 The real cuDNN (nvidia-cudnn-jit: the engines that it compiles at run time) was asked
 for a plan of each part of the graphs of `tests/fusion_cases.py`, for the descriptions
-of an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) in `tests/gpuless/profiles`. The
+of an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) in `jax_cudnn/data/gpus`. The
 full cuDNN has precompiled engines besides, for convolutions with groups among others,
 and may plan more than this. Plans were listed; `tests/gpuless` builds a sample of them.
 Nothing ran. Sizes are small, and channels multiples of 16 unless said.

@@ -9,20 +9,27 @@ from pathlib import Path
 
 import pytest
 
+from jax_cudnn import offline
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 pytestmark = pytest.mark.slow
 
 
-def run_example(name, *arguments):
-    """Return what the example prints; warnings are errors in it too."""
-    done = subprocess.run(
+def start_example(name, *arguments):
+    """Run the example on the CPU; warnings are errors in it too."""
+    return subprocess.run(
         [sys.executable, "-W", "error", str(EXAMPLES / name), *arguments],
         capture_output=True,
         text=True,
         check=False,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
     )
+
+
+def run_example(name, *arguments):
+    """Return what the example prints."""
+    done = start_example(name, *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stderr == ""
     return done.stdout
@@ -35,6 +42,7 @@ def number_after(label, text):
 def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "choose_plans.py",
+        "export_for_another_gpu.py",
         "gradient_check.py",
         "quickstart.py",
         "train_char_transformer.py",
@@ -133,3 +141,31 @@ def test_choosing_plans_runs_with_xla_where_there_is_no_gpu():
     assert "no plans to list: this machine has no CUDA device" in text
     for kind in ("JIT only", "precompiled only", "jnp.matmul"):
         assert number_after(rf"{kind} .*largest error", text) < 0.05
+
+
+def test_export_for_another_gpu_writes_here_what_runs_there(tmp_path):
+    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")
+    path = tmp_path / "step.bin"
+    arguments = ("export_for_another_gpu.py", "--write", str(path), "--device", "L4")
+    if reason := offline.obstacle():
+        done = start_example(*arguments)
+        assert done.returncode == 1
+        assert done.stderr == (
+            f"cannot plan here for a GPU that is elsewhere: {reason}\n"
+        )
+        return
+    output = run_example(*arguments)
+    assert output.startswith("cuDNN calls on NVIDIA L4\n")
+    for op in ("conv_fprop.add.relu", "sdpa", "sdpa_backward", "conv_wgrad"):
+        assert re.search(rf"^{op} +1 .* cudnn +eng\d", output, re.MULTILINE), output
+    assert f"wrote {path}, {path.stat().st_size:,} bytes" in output
+    done = start_example("export_for_another_gpu.py", "--run", str(path))
+    assert done.returncode == 1
+    assert "is a program for an NVIDIA GPU; JAX has cpu here." in done.stderr
+
+
+def test_export_for_another_gpu_lists_the_gpus_that_it_knows(tmp_path):
+    path = str(tmp_path / "step.bin")
+    done = start_example("export_for_another_gpu.py", "--write", path, "--device", "M9")
+    assert done.returncode == 2
+    assert "device='M9' is not a GPU that jax_cudnn knows" in done.stderr

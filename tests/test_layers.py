@@ -14,7 +14,10 @@ _PACKAGE = _ROOT / "jax_cudnn"
 # What each layer may import from; itself always.
 _DATA = {"errors", "graph"}
 _MEANING = {*_DATA, "reference", "legalize"}
-_MACHINE = {*_MEANING, "native", "config", "cache", "choices", "lowering"}
+_MACHINE = {
+    *_MEANING,
+    *("native", "offline", "config", "cache", "choices", "lowering"),
+}
 _ALLOWED = {
     "errors": set[str](),
     "config": set[str](),
@@ -24,7 +27,8 @@ _ALLOWED = {
     "reference": {"errors", "graph"},
     "legalize": {"errors", "graph", "reference"},
     "native": {"errors", "graph"},
-    "lowering": {*_MEANING, "native", "config", "choices"},
+    "offline": {"errors", "graph", "native"},
+    "lowering": {*_MEANING, "native", "offline", "config", "choices"},
     "ops": _MACHINE,
     "measuring": _MACHINE,
     "plans": {*_MACHINE, "ops", "measuring"},

@@ -9,11 +9,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from jax_cudnn.cli import bench, doctor
+from jax_cudnn.cli import bench, doctor, explain
 from jax_cudnn.errors import LibraryError
 
 # Each adds its command and sets `run`, a function of the arguments to an exit status.
-_COMMANDS = (doctor.add_command, bench.add_command)
+_COMMANDS = (doctor.add_command, explain.add_command, bench.add_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -15,7 +15,7 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn import choices, native
+from jax_cudnn import choices, native, offline
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
@@ -47,8 +47,9 @@ class Step:
 
     ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` is None
     where no GPU was there to plan for: the plan is then made on the machine that runs.
-    ``choice`` is what the compiled program asks for: a pinned plan, or which are
-    allowed. ``why`` is None where XLA runs it for the ``reasons`` given.
+    ``choice`` is what the compiled program asks for: a pinned plan (a measured one, or
+    any for a GPU elsewhere), or which are allowed. ``why`` is None where XLA runs it
+    for the ``reasons`` given.
     """
 
     part: Graph
@@ -87,6 +88,11 @@ class Gpu(Protocol):
         """What the GPU is."""
         ...
 
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine's own."""
+        ...
+
     def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
         """Return the plan of a graph, or raise UnsupportedError."""
         ...
@@ -104,6 +110,11 @@ class LocalGpu:
 
     ordinal: int
     target: Target
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine's own: yes."""
+        return True
 
     def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
         """Return the plan of a graph; built once, then cached."""
@@ -127,7 +138,14 @@ def local_target() -> tuple[int, Target] | None:
 
 
 def gpu_for(options: Options) -> Gpu | None:
-    """Return the GPU that a call is planned for; None where there is none."""
+    """Return the GPU that a call is planned for; None where there is none.
+
+    Raises:
+      ValueError: the options name a GPU that is not known.
+      LibraryError: they name one, and cuDNN is not installed here.
+    """
+    if options.device is not None:
+        return offline.named_gpu(options.device)
     local = local_target()
     return None if local is None else LocalGpu(ordinal=local[0], target=local[1])
 
@@ -149,7 +167,8 @@ def decide(graph: Graph, options: Options) -> Decision:
             tuner(graph, options)
         return _decide(graph, gpu_for(options), options, choices.table().version)
     except LibraryError as error:
-        if options.implementation == "cudnn":
+        # Who names a GPU wants a program for it.
+        if options.implementation == "cudnn" or options.device is not None:
             raise
         return Decision(reasons=(str(error),))
 
@@ -164,7 +183,7 @@ def _decide(
     graph: Graph, gpu: Gpu | None, options: Options, choices_version: int
 ) -> Decision:
     del choices_version  # Choices that were added since may decide otherwise.
-    steps = tuple(_decide_part(part, gpu, options) for part in partition(graph))
+    steps = tuple(decide_part(part, gpu, options) for part in partition(graph))
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
     why = None
     if all(step.legal is None for step in steps) and options.implementation == "auto":
@@ -173,7 +192,8 @@ def _decide(
     return Decision(steps=steps, reasons=tuple(reasons), why=why)
 
 
-def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
+def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
+    """Return who runs a part of a graph on a GPU; None is one that is not known."""
     target = None if gpu is None else gpu.target
     choice = options.plan.to_choice()
     measured = None if target is None else choices.table().get(part, target, choice)
@@ -181,7 +201,7 @@ def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         measured is None or measured.implementation == "xla"
     ):
         return Step(part=part)
-    if (reason := _precision_refusal(part, options)) is not None:
+    if (reason := precision_refusal(part, options)) is not None:
         return Step(part=part, reasons=(reason,))
     legalization = legalize(part, target)
     is_auto = options.implementation == "auto"
@@ -207,11 +227,19 @@ def _decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             part=part,
             legal=legal,
             plan=plan,
-            choice=choice,
+            choice=_pin(plan, gpu) or choice,
             why="requested" if choice else "heuristic",
             reasons=tuple(reasons),
         )
     return Step(part=part, reasons=tuple(reasons), advice=legalization.advice)
+
+
+def _pin(plan: PlanInfo | None, gpu: Gpu | None) -> str:
+    """Return what names the plan in a program for a GPU elsewhere, else nothing.
+
+    There the plan is made again, and is to need the workspace that the program has.
+    """
+    return "" if plan is None or gpu is None or gpu.is_here else plan.choice
 
 
 def _pinned(
@@ -258,7 +286,8 @@ def _measured_reason(measured: Choice) -> str:
 _TF32_IS_ENOUGH = (None, "default", "fastest", "bfloat16", "tensorfloat32")
 
 
-def _precision_refusal(part: Graph, options: Options) -> str | None:
+def precision_refusal(part: Graph, options: Options) -> str | None:
+    """Return why the products asked for are finer than cuDNN's, or None."""
     precision = options.matmul_precision
     is_fusion = not any(node.kind.startswith("sdpa") for node in part.nodes)
     has_f32 = any(

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_cudnn import native
+from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.graph.printing import mermaid_lines
@@ -40,9 +40,12 @@ class Call:
       why: "tuned" where a measured choice pins the plan or says XLA, "heuristic" where
         it is the first of cuDNN's list that builds, "requested" where options of the
         call restrict it or say XLA; None where XLA runs it for the ``reasons`` given.
+        In a lowered program, which does not tell, any pinned plan counts as "tuned".
       part: the graph as the user wrote it; None in a lowered program.
       graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
-      choice: the text that pins or restricts the plan; "" leaves it to cuDNN.
+      choice: the text that pins or restricts the plan; "" leaves it to cuDNN. Plans for
+        a GPU by its name are pinned.
+      device: the GPU that was asked for by its name; None is this machine's.
       engine: the number of cuDNN's engine.
       knobs: the engine's settings, (name, value) sorted by name.
       behavior_notes: what cuDNN says of how the plan works, as RUNTIME_COMPILATION.
@@ -65,6 +68,7 @@ class Call:
     part: Graph | None = None
     graph: Graph | None = None
     choice: str = ""
+    device: str | None = None
     engine: int | None = None
     knobs: tuple[tuple[str, int], ...] = ()
     behavior_notes: tuple[str, ...] = ()
@@ -87,28 +91,33 @@ class Call:
         the first way of rewriting it that cuDNN takes at all.
 
         Raises:
-          LibraryError: there is no NVIDIA GPU here to list them for.
+          LibraryError: there is no NVIDIA GPU here, nor one by its name, to list them
+            for.
           UnsupportedError: cuDNN has none.
         """
-        local = cuda.local_target()
-        if local is None:
-            raise LibraryError("Call.candidates needs an NVIDIA GPU; JAX sees none.")
-        ordinal, target = local
+        gpu = cuda.gpu_for(Options(device=self.device))
+        if gpu is None:
+            raise LibraryError(
+                "Call.candidates needs an NVIDIA GPU; JAX sees none. Inside "
+                'plans.using(device="H200") calls are for one by its name.'
+            )
         graphs, reasons = [self.graph] if self.graph else [], list[str]()
         if not graphs and self.part:
-            legalization = legalize(self.part, target)
+            legalization = legalize(self.part, gpu.target)
             graphs = [legal.graph for legal in legalization.candidates]
             reasons += legalization.reasons
         for graph in graphs:
             try:
-                return native.candidates(
-                    to_json(graph),
-                    choice=self.choice if self.why == "requested" else "",
-                    device=ordinal,
-                )
+                return gpu.candidates(to_json(graph), self._allowed)
             except UnsupportedError as error:
                 reasons += error.reasons or (error.summary,)
         raise UnsupportedError(f"cuDNN has no candidate for {self.op}.", reasons)
+
+    @property
+    def _allowed(self) -> str:
+        """The text of what the call's options allow; a pin says nothing of that."""
+        is_pin = '"engine":' in self.choice
+        return "" if is_pin or self.why != "requested" else self.choice
 
     def mermaid(self) -> str:
         """Return a Mermaid flowchart of the graph that runs."""
@@ -141,7 +150,8 @@ class Call:
 
 _PLAIN = (
     *("op", "shapes", "count", "implementation", "plan", "workspace_bytes"),
-    *("direction", "why", "choice", "engine", "cudnn_us", "xla_us", "first_ratio"),
+    *("direction", "why", "choice", "device", "engine"),
+    *("cudnn_us", "xla_us", "first_ratio"),
 )
 _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
 

@@ -8,14 +8,22 @@ from typing import Any
 
 from jax.stages import Compiled, Lowered, Traced
 
-from jax_cudnn import choices, native
+from jax_cudnn import choices, offline
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, Target, from_json
+from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import decide, subprograms, traced_graphs
-from jax_cudnn.lowering.cuda import Decision, Step, label, local_target
+from jax_cudnn.lowering.cuda import (
+    Decision,
+    Gpu,
+    LocalGpu,
+    Step,
+    label,
+    local_target,
+)
+from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans.calls import Call, Direction, Report, Why
 from jax_cudnn.plans.lowered import Launch, launches
@@ -34,7 +42,8 @@ def inspect(
 
     Traces the function (which may be jitted, or a gradient) without running it, and
     asks for each graph what the compiler asks: on a machine with an NVIDIA GPU the
-    plans are built and stay cached for the run that follows.
+    plans are built and stay cached for the run that follows. Inside
+    ``plans.using(device="H200")`` it asks for that GPU, which need not be here.
 
     Args:
       function: a function, jitted or not; or what tracing or lowering a jitted one
@@ -61,7 +70,6 @@ def inspect(
       >>> [call.op for call in jax_cudnn.plans.inspect(jax.grad(loss), x).calls]
       ['sdpa', 'sdpa_backward']
     """
-    machine = _machine()
     if isinstance(function, Compiled):
         raise TypeError(
             "plans.inspect: a compiled program no longer names its graphs. Pass what "
@@ -74,6 +82,7 @@ def inspect(
                 f"{len(args) + len(kwargs)} were given. Its own are part of it."
             )
         if isinstance(function, Lowered):
+            machine = _machine(scope().device)
             counted = Counter(launches(function))
             return Report(
                 device=machine.name,
@@ -83,30 +92,42 @@ def inspect(
         found = list(subprograms(function.jaxpr))
     else:
         found = traced_graphs(function, *args, **kwargs)
+    named = dict.fromkeys(options.device for _, options, _ in found)
+    machines = {name: _machine(name) for name in named or (scope().device,)}
     return Report(
-        device=machine.name,
+        device=", ".join(machine.name for machine in machines.values()),
         calls=tuple(
             call
             for (graph, options, is_linear), count in Counter(found).items()
-            for call in _calls(graph, options, is_linear, count, machine)
+            for call in _calls(
+                graph, options, is_linear, count, machines[options.device]
+            )
         ),
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Machine:
-    """This machine's GPU: its name, and what there is to plan for, if it can be used.
+    """The GPU that calls are for, by default this machine's, if it can be used.
 
-    ``has_gpu`` without a ``target`` is a GPU that cannot be used.
+    ``has_gpu`` without a ``gpu`` is one that cannot. ``device`` is the name that was
+    asked for.
     """
 
     name: str
     has_gpu: bool = False
-    ordinal: int = 0
-    target: Target | None = None
+    gpu: Gpu | None = None
+    device: str | None = None
 
 
-def _machine() -> _Machine:
+def _machine(device: str | None) -> _Machine:
+    if device is not None:
+        try:
+            gpu = offline.named_gpu(device)
+        except LibraryError as error:
+            name = f"{device}, which cannot be planned for: {error}"
+            return _Machine(name=name, has_gpu=True, device=device)
+        return _Machine(name=gpu.target.name, has_gpu=True, gpu=gpu, device=device)
     try:
         local = local_target()
     except LibraryError as error:
@@ -114,7 +135,8 @@ def _machine() -> _Machine:
     if local is None:
         return _Machine(name="XLA only (no CUDA device)")
     ordinal, target = local
-    return _Machine(name=target.name, has_gpu=True, ordinal=ordinal, target=target)
+    gpu = LocalGpu(ordinal=ordinal, target=target)
+    return _Machine(name=target.name, has_gpu=True, gpu=gpu)
 
 
 # --- traced programs ------------------------------------------------------------------
@@ -174,6 +196,7 @@ def _call(
         part=step.part,
         graph=None if legal is None else legal.graph,
         choice=step.choice,
+        device=machine.device,
         **_plan_fields(step.plan),
         cudnn_us=only and only.cudnn_us,
         xla_us=only and only.xla_us,
@@ -183,14 +206,15 @@ def _call(
 
 def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
     """Return the measured choices of what is a kernel of its own in the part."""
-    if machine.target is None:
+    if machine.gpu is None:
         return []
+    target = machine.gpu.target
     allowed = options.plan.to_choice()
-    own = choices.table().get(part, machine.target, allowed)
+    own = choices.table().get(part, target, allowed)
     if own is not None:
         return [own]
     found = [
-        choices.table().get(inner, machine.target, allowed)
+        choices.table().get(inner, target, allowed)
         for inner in partition(part)
         if any(map(is_contraction, inner.nodes))
     ]
@@ -211,13 +235,11 @@ def why_of(choice: str) -> Why:
 def _launched(launch: Launch, count: int, machine: _Machine) -> Call:
     graph = from_json(launch.graph)
     info, reasons = None, ()
-    if machine.target is None:
+    if machine.gpu is None:
         reasons = (machine.name if machine.has_gpu else f"not planned: {_NO_GPU}",)
     else:
         try:
-            info = native.plan(
-                launch.graph, choice=launch.choice, device=machine.ordinal
-            )
+            info = machine.gpu.plan(launch.graph, launch.choice)
         except (GraphError, LibraryError, UnsupportedError) as error:
             reasons = (str(error),)
     return Call(
@@ -230,6 +252,7 @@ def _launched(launch: Launch, count: int, machine: _Machine) -> Call:
         why=why_of(launch.choice),
         graph=graph,
         choice=launch.choice,
+        device=machine.device,
         **_plan_fields(info),
     )
 

@@ -4,6 +4,7 @@
 from contextlib import AbstractContextManager
 from typing import Any
 
+from jax_cudnn import offline
 from jax_cudnn.config import Implementation, Options, PlanOptions, check_plan
 from jax_cudnn.lowering import scoped
 
@@ -12,6 +13,7 @@ def using(
     plan: PlanOptions | None = None,
     *,
     implementation: Implementation | None = None,
+    device: str | None = None,
 ) -> AbstractContextManager[None]:
     """Return a context in which calls are traced with these settings.
 
@@ -23,10 +25,17 @@ def using(
     Args:
       plan: which of cuDNN's plans may run. Default None: as around the block.
       implementation: "auto", "cudnn" or "xla". Default None: as around the block.
+      device: the GPU to plan for where a program is lowered for CUDA, which need not
+        be here: "H200", "A100 80GB", "RTX 4090", ... Its plans, made by the cuDNN that
+        is installed here, are pinned in the program with their workspaces: it is for
+        such a GPU with the same version of cuDNN, and elsewhere says so when it is
+        loaded. Where no GPU is here, ``pip install jax_cudnn[gpuless]`` has all that
+        planning takes. Default None: as around the block; at the outermost, this
+        machine's GPU.
 
     Raises:
       TypeError: ``plan`` is not a ``PlanOptions``.
-      ValueError: an unknown implementation.
+      ValueError: an unknown implementation or GPU; lists those that are known.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -34,6 +43,15 @@ def using(
       >>> x = jnp.ones((16, 16))
       >>> with plans.using(plans.PlanOptions(deterministic=True)):
       ...     y = jax.jit(jax_cudnn.matmul)(x, x)
+
+      A program for another GPU, from a machine that has none:
+
+      >>> with plans.using(device="H200"):  # doctest: +SKIP
+      ...     exported = jax.export.export(
+      ...         jax.jit(jax_cudnn.matmul),
+      ...         platforms=["cuda"],
+      ...         disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS,
+      ...     )(x, x)
     """
     changes: dict[str, Any] = {}
     if plan is not None:
@@ -42,4 +60,6 @@ def using(
     if implementation is not None:
         Options(implementation=implementation)  # refuses unknown names
         changes["implementation"] = implementation
+    if device is not None:
+        changes["device"] = offline.find(device).name
     return scoped(**changes)

@@ -15,7 +15,8 @@ from jax_cudnn.graph import Graph, Node, to_json
 from jax_cudnn.legalize import is_contraction, legalize
 from tests import fusion_cases
 from tests.gpuless import harness
-from tests.gpuless.verdicts import Verdict, target, verdicts
+from tests.gpuless.harness import target
+from tests.gpuless.verdicts import Verdict, verdicts
 
 _GPUS = ("a100", "h200", "b200")
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f8_e4m3fn": 1, "f8_e5m2": 1, "i8": 1, "u8": 1}
@@ -118,13 +119,13 @@ _CLAIMS: dict[str, tuple[Callable[[Verdict], bool], Callable[[Graph, int], bool]
 }
 
 
-@pytest.mark.parametrize("profile", _GPUS)
-def test_every_part_is_planned_or_refused_as_documented(profile: str) -> None:
+@pytest.mark.parametrize("gpu", _GPUS)
+def test_every_part_is_planned_or_refused_as_documented(gpu: str) -> None:
     # One test for all claims: each process that asks cuDNN takes a while.
-    every = verdicts(profile)
+    every = verdicts(gpu)
     assert len({verdict.key for verdict in every}) == len(every)
     assert not [v.key for v in every if any("crash" in a for a in v.answers)]
-    sm_version = target(profile).sm_version
+    sm_version = target(gpu).sm_version
     contractions = [verdict for verdict in every if verdict.has_contraction]
     for claim, (is_found, is_said) in _CLAIMS.items():
         found = {v.key for v in contractions if is_found(v)}
@@ -150,14 +151,14 @@ def _check_reasons(verdict: Verdict) -> None:
             assert answer["reasons"], verdict.key
 
 
-@pytest.mark.parametrize("profile", _GPUS)
-def test_plans_of_every_sort_build(profile: str) -> None:
-    chosen = verdicts(profile, _BUILT)
+@pytest.mark.parametrize("gpu", _GPUS)
+def test_plans_of_every_sort_build(gpu: str) -> None:
+    chosen = verdicts(gpu, _BUILT)
     assert {verdict.key for verdict in chosen} == {*_BUILT}
     legal = [verdict.found for verdict in chosen]
     texts = [to_json(each.graph) for each in legal if each is not None]
     assert len(texts) == len(_BUILT)
-    for verdict, answer in zip(chosen, harness.plan_all(texts, profile), strict=True):
+    for verdict, answer in zip(chosen, harness.plan_all(texts, gpu), strict=True):
         built = [c for c in answer["candidates"] if c["is_built"]]
         assert len(built) == 1, verdict.key
         assert built[0]["workspace_bytes"] >= 0

@@ -9,12 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 from jax_cudnn import conv, matmul, sdpa
-from jax_cudnn.graph import Target, to_json
+from jax_cudnn.graph import to_json
 from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import traced_graphs
 from tests.gpuless import harness
-
-_TARGET = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=92700)
 
 
 def _shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -46,7 +44,7 @@ def _graphs() -> dict[str, str]:
         function = jax.grad(functools.partial(_loss, op=op, **options), (0, 1))
         for graph, _, _ in traced_graphs(function, *operands):
             for part in partition(graph):
-                candidates = legalize(part, _TARGET).candidates
+                candidates = legalize(part, harness.target("h200")).candidates
                 if candidates:
                     graphs[f"{name} {len(graphs)}"] = to_json(candidates[0].graph)
     return graphs
@@ -54,7 +52,7 @@ def _graphs() -> dict[str, str]:
 
 @functools.cache
 def _answers() -> dict[str, dict[str, Any]]:
-    answers = harness.plan_all(list(_graphs().values()), "h200", ship=True)
+    answers = harness.ship_all(list(_graphs().values()), "h200")
     return dict(zip(_graphs(), answers, strict=True))
 
 
@@ -128,6 +126,6 @@ def test_a_choice_travels_with_its_plan() -> None:
     graph = next(iter(_graphs().values()))
     listed = harness.plan_all([graph], "h200", build=False)[0]["candidates"]
     choice = listed[-1]["choice"]
-    (answer,) = harness.plan_all([graph], "h200", ship=True, choices=[choice])
+    (answer,) = harness.ship_all([graph], "h200", choices=[choice])
     assert answer["choice"] == choice
     assert answer["plan"]["choice"] == choice

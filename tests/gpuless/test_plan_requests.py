@@ -17,7 +17,8 @@ from jax_cudnn.legalize import legalize
 from tests.fused import graphs
 from tests.gpuless import harness
 from tests.gpuless.emitted import emitted_graphs
-from tests.gpuless.verdicts import target, verdicts
+from tests.gpuless.harness import target
+from tests.gpuless.verdicts import verdicts
 from tests.sdpa_cases import Case
 
 _Candidates = list[dict[str, Any]]
@@ -42,12 +43,12 @@ def _of(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.bfloat16)
 
 
-def _legal(graph: Graph, profile: str) -> str:
-    return to_json(legalize(graph, target(profile)).candidates[0].graph)
+def _legal(graph: Graph, gpu: str) -> str:
+    return to_json(legalize(graph, target(gpu)).candidates[0].graph)
 
 
 @functools.cache
-def _texts(profile: str) -> dict[str, str]:
+def _texts(gpu: str) -> dict[str, str]:
     """Return a graph of each sort, as it reaches cuDNN."""
     ((matmul, _),) = graphs(jax_cudnn.matmul, _of(4, 64, 128), _of(4, 128, 72))
     ((conv, _),) = graphs(
@@ -61,10 +62,10 @@ def _texts(profile: str) -> dict[str, str]:
         _of(3, 3, 64, 96),
     )
     case = Case(name="request", s=256, t=192, h=4, k=2, d=64)
-    forward, backward = emitted_graphs(case, target(profile))
+    forward, backward = emitted_graphs(case, target(gpu))
     return {
-        "matmul": _legal(matmul, profile),
-        "conv": _legal(conv, profile),
+        "matmul": _legal(matmul, gpu),
+        "conv": _legal(conv, gpu),
         "sdpa": to_json(forward[0]),
         "sdpa_backward": to_json(backward[0]),
     }
@@ -74,13 +75,11 @@ _KINDS = ("matmul", "conv", "sdpa", "sdpa_backward")
 
 
 def _ask(
-    choices: Mapping[str, str], profile: str = "h200", build: bool = False
+    choices: Mapping[str, str], gpu: str = "h200", build: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Ask for graphs by name; one process answers them all."""
-    texts = [_texts(profile)[kind] for kind in choices]
-    answers = harness.plan_all(
-        texts, profile, build=build, choices=list(choices.values())
-    )
+    texts = [_texts(gpu)[kind] for kind in choices]
+    answers = harness.plan_all(texts, gpu, build=build, choices=list(choices.values()))
     return dict(zip(choices, answers, strict=True))
 
 
@@ -89,9 +88,9 @@ def _ask_for_each(choice: str, build: bool = False) -> dict[str, dict[str, Any]]
 
 
 @functools.cache
-def _all(profile: str = "h200") -> dict[str, _Candidates]:
+def _all(gpu: str = "h200") -> dict[str, _Candidates]:
     """Return all candidates of each graph, one of them built."""
-    answers = _ask(dict.fromkeys(_KINDS, ""), profile, build=True)
+    answers = _ask(dict.fromkeys(_KINDS, ""), gpu, build=True)
     return {kind: answer["candidates"] for kind, answer in answers.items()}
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jax_cudnn.graph import Graph, Target, to_json
+from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import legalize
 from tests.attention import SIZES, attention_graph, backward_graph
 from tests.gpuless import harness
@@ -14,7 +14,6 @@ from tests.gpuless.emitted import emitted_graphs, semantic_graphs
 from tests.sdpa_cases import ALL, Case
 
 _GPUS = ("a100", "h200", "b200")
-_CUDNN = 92700
 # Their operands are large, and their graphs are those of other cases.
 _CASES = [c for c in ALL if not c.name.startswith(("large_", "many_"))]
 _DIRECTIONS = ("forward", "backward")
@@ -37,49 +36,37 @@ _BUILT = (
 )
 
 
-def _target(profile: str) -> Target:
-    properties = harness.load_profile(profile)
-    return Target(
-        name=properties["deviceName"],
-        sm_version=properties["deviceVer"] // 10,
-        sm_count=properties["multiProcessorCount"],
-        cudnn_version=_CUDNN,
-    )
-
-
 @functools.cache
-def _surface(profile: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
+def _surface(gpu: str) -> dict[tuple[str, str], list[dict[str, Any]]]:
     """Return cuDNN's answer to each candidate of each graph, by case and direction."""
     emitted: dict[tuple[str, str], list[Graph]] = {}
     for case in _CASES:
-        graphs = emitted_graphs(case, _target(profile))
+        graphs = emitted_graphs(case, harness.target(gpu))
         for direction, candidates in zip(_DIRECTIONS, graphs, strict=True):
             emitted[case.name, direction] = candidates
     texts = sorted({to_json(g) for graphs in emitted.values() for g in graphs})
-    answers = dict(
-        zip(texts, harness.plan_all(texts, profile, build=False), strict=True)
-    )
+    answers = dict(zip(texts, harness.plan_all(texts, gpu, build=False), strict=True))
     return {
         key: [answers[to_json(graph)] for graph in graphs]
         for key, graphs in emitted.items()
     }
 
 
-def _is_refused(case: Case, direction: str, profile: str) -> bool:
+def _is_refused(case: Case, direction: str, gpu: str) -> bool:
     """What the documentation says: only gradients of large heads, by architecture."""
-    if direction == "forward" or profile == "h200":
+    if direction == "forward" or gpu == "h200":
         return False
     d = -(-case.d // 8) * 8
     e = case.d if case.e is None else case.e
     # The cotangent of the log-sum-exp takes three columns of the values.
     e = -(-(e + 3 * case.with_residual) // 8) * 8
-    is_extra = profile == "b200" and (d, e) in ((192, 128), (256, 256))
+    is_extra = gpu == "b200" and (d, e) in ((192, 128), (256, 256))
     return max(d, e) > 128 and not is_extra
 
 
-@pytest.mark.parametrize("profile", _GPUS)
-def test_every_emitted_graph_is_planned_or_refused_as_documented(profile: str) -> None:
-    surface = _surface(profile)
+@pytest.mark.parametrize("gpu", _GPUS)
+def test_every_emitted_graph_is_planned_or_refused_as_documented(gpu: str) -> None:
+    surface = _surface(gpu)
     assert not [key for key, answers in surface.items() if _crashes(answers)]
     refused = {
         key
@@ -90,7 +77,7 @@ def test_every_emitted_graph_is_planned_or_refused_as_documented(profile: str) -
         (case.name, direction)
         for case in _CASES
         for direction in _DIRECTIONS
-        if _is_refused(case, direction, profile)
+        if _is_refused(case, direction, gpu)
     }
 
 
@@ -98,25 +85,25 @@ def _crashes(answers: list[dict[str, Any]]) -> bool:
     return any("crash" in answer for answer in answers)
 
 
-@pytest.mark.parametrize("profile", _GPUS)
-def test_refusals_carry_cudnns_reasons(profile: str) -> None:
-    for answers in _surface(profile).values():
+@pytest.mark.parametrize("gpu", _GPUS)
+def test_refusals_carry_cudnns_reasons(gpu: str) -> None:
+    for answers in _surface(gpu).values():
         for answer in answers:
             if "candidates" not in answer:
                 assert answer["error"] == "UnsupportedError"
                 assert answer["reasons"], answer
 
 
-@pytest.mark.parametrize("profile", _GPUS)
-def test_plans_of_every_sort_build(profile: str) -> None:
+@pytest.mark.parametrize("gpu", _GPUS)
+def test_plans_of_every_sort_build(gpu: str) -> None:
     cases = [case for case in _CASES if case.name in _BUILT]
     assert len(cases) == len(_BUILT)
     texts = [
         to_json(candidates[0])
         for case in cases
-        for candidates in emitted_graphs(case, _target(profile))
+        for candidates in emitted_graphs(case, harness.target(gpu))
     ]
-    for answer in harness.plan_all(texts, profile):
+    for answer in harness.plan_all(texts, gpu):
         built = [c for c in answer["candidates"] if c["is_built"]]
         assert len(built) == 1
         assert built[0]["workspace_bytes"] >= 0
@@ -124,16 +111,16 @@ def test_plans_of_every_sort_build(profile: str) -> None:
 
 def test_a_turing_gpu_is_refused_before_cudnn_is_asked() -> None:
     for graph in semantic_graphs(Case(name="turing")):
-        legalization = legalize(graph, _target("t4"))
+        legalization = legalize(graph, harness.target("t4"))
         assert not legalization.candidates
         assert "needs sm_80 (Ampere) or newer" in legalization.reasons[0]
 
 
-@pytest.mark.parametrize("profile", _GPUS)
-def test_f32_has_a_forward_plan_and_no_gradient(profile: str) -> None:
+@pytest.mark.parametrize("gpu", _GPUS)
+def test_f32_has_a_forward_plan_and_no_gradient(gpu: str) -> None:
     sizes = {**SIZES, "d": 64, "e": 64}
     forward = attention_graph(dtype="f32", sizes=sizes, with_stats=True)
     graphs = [to_json(forward), to_json(backward_graph(forward))]
-    planned, refused = harness.plan_all(graphs, profile, build=False)
+    planned, refused = harness.plan_all(graphs, gpu, build=False)
     assert planned["candidates"]
     assert refused["error"] == "UnsupportedError"

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuDNN says of every case of conv and matmul, for a GPU of profiles/.
+"""What cuDNN says of every case of conv and matmul, for a GPU by its name.
 
 Asks `partition` and `legalize` as the lowering does, and takes the first candidate that
 cuDNN lists a plan for.
@@ -10,14 +10,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from jax_cudnn.graph import Target, to_json
+from jax_cudnn.graph import to_json
 from jax_cudnn.legalize import Legal, is_contraction, legalize
 from tests import fusion_cases
 from tests.fusion_cases import Part
 from tests.gpuless import harness
-
-# That of the pinned wheel, in pyproject.toml.
-CUDNN = 92700
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,29 +46,18 @@ class Verdict:
         return next((legal for legal, answer in both if "candidates" in answer), None)
 
 
-def target(profile: str) -> Target:
-    """Return the GPU of a profile, with the cuDNN that the tests plan with."""
-    properties = harness.load_profile(profile)
-    return Target(
-        name=properties["deviceName"],
-        sm_version=properties["deviceVer"] // 10,
-        sm_count=properties["multiProcessorCount"],
-        cudnn_version=CUDNN,
-    )
-
-
 @functools.cache
 def _parts() -> tuple[Part, ...]:
     return tuple(part for case in fusion_cases.ALL for part in fusion_cases.parts(case))
 
 
 @functools.cache
-def verdicts(profile: str, keys: tuple[str, ...] = ()) -> tuple[Verdict, ...]:
+def verdicts(gpu: str, keys: tuple[str, ...] = ()) -> tuple[Verdict, ...]:
     """Return cuDNN's verdict on every part, or those of the keys; builds no plan."""
     chosen = [part for part in _parts() if not keys or part.key in keys]
-    legalized = [(part, legalize(part.graph, target(profile))) for part in chosen]
+    legalized = [(part, legalize(part.graph, harness.target(gpu))) for part in chosen]
     texts = [[to_json(c.graph) for c in each.candidates] for _, each in legalized]
-    answers = _first_planned(texts, profile)
+    answers = _first_planned(texts, gpu)
     return tuple(
         Verdict(
             part=part,
@@ -83,7 +69,7 @@ def verdicts(profile: str, keys: tuple[str, ...] = ()) -> tuple[Verdict, ...]:
     )
 
 
-def _first_planned(choices: list[list[str]], profile: str) -> dict[str, dict[str, Any]]:
+def _first_planned(choices: list[list[str]], gpu: str) -> dict[str, dict[str, Any]]:
     """Ask for each list of graphs until one has a plan, and return all answers."""
     answers: dict[str, dict[str, Any]] = {}
     while True:
@@ -94,5 +80,5 @@ def _first_planned(choices: list[list[str]], profile: str) -> dict[str, dict[str
         if not asked:
             return answers
         texts = sorted(asked)
-        planned = harness.plan_all(texts, profile, build=False)
+        planned = harness.plan_all(texts, gpu, build=False)
         answers.update(zip(texts, planned, strict=True))

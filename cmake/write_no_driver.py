@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds a stand-in for libcuda.so.1, with which cuDNN plans but nothing can run.
+"""Writes the source of a stand-in for libcuda.so.1: `write_no_driver.py CUDA_H SOURCE`.
 
-cuDNN's runtime-compiled engines want the driver library to have its functions before
-they agree to plan. The names come from cuda.h, in the plain and the versioned spelling.
-All of them answer "no device", but for those through which cuDNN loads the kernels that
-it has compiled: these pretend to succeed.
+cuDNN plans with it, but nothing can run. Its runtime-compiled engines want the driver's
+library to have its functions before they agree to plan. The names come from cuda.h, in
+the plain and the versioned spelling. All of them answer "no device", but for those
+through which cuDNN loads the kernels that it has compiled: these pretend to succeed.
 """
 
 import re
-import subprocess
-import tempfile
+import sys
 from pathlib import Path
 
 _NO_DEVICE = 100  # CUDA_ERROR_NO_DEVICE
@@ -54,20 +53,20 @@ def function_names(header: str) -> list[str]:
     return sorted(names)
 
 
-def c_source(header: str) -> str:
-    """Return the C source of the stand-in for the text of a cuda.h."""
+def source(header: str) -> str:
+    """Return the C++ source of the stand-in for the text of a cuda.h."""
     absent = f"(void) {{ return {_NO_DEVICE}; }}"
-    return "".join(
+    functions = "".join(
         f"int {name}{_PRETENDED.get(name, absent)}\n" for name in function_names(header)
     )
+    return f'extern "C" {{\n{functions}}}\n'
 
 
-def build(header: Path, directory: Path) -> Path:
-    """Compile the stand-in into `directory` and return its path."""
-    library = directory / "libcuda.so.1"
-    with tempfile.TemporaryDirectory() as scratch:
-        source = Path(scratch) / "stub.c"
-        source.write_text(c_source(header.read_text(encoding="utf-8")))
-        command = ["cc", "-shared", "-fPIC", "-w", f"-Wl,-soname,{library.name}"]
-        subprocess.run([*command, "-o", library, source], check=True)
-    return library
+def main() -> None:
+    """Write the file."""
+    header, path = map(Path, sys.argv[1:])
+    path.write_text(source(header.read_text(encoding="utf-8")), encoding="ascii")
+
+
+if __name__ == "__main__":
+    main()

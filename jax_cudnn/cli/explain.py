@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m jax_cudnn explain`: does cuDNN run a function's calls, or why not?
+
+Exit status 0 where it runs all that is meant for it, and 1 where it does not.
+"""
+
+import argparse
+import functools
+import importlib
+import json
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.plans.explanation import explain
+from jax_cudnn.reference.dtypes import DTYPES
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to argparse's subparsers."""
+    parser = commands.add_parser(
+        "explain",
+        help="whether cuDNN runs a function's calls on a GPU, which need not be here",
+        description="Asks cuDNN for a plan of each call that a function makes, and "
+        "where there is none says why and what would work. For example: explain "
+        'jax_cudnn:sdpa --device A100 --args "bf16[4,128,8,64]" "bf16[4,128,8,64]" '
+        '"bf16[4,128,8,64]" --gradient',
+    )
+    parser.add_argument("function", type=_function, metavar="MODULE:FUNCTION")
+    parser.add_argument(
+        "--args",
+        type=operand,
+        nargs="*",
+        default=[],
+        metavar="DTYPE[SIZES]",
+        help='its operands, such as "bf16[4,128,8,64]" or "f32[]"',
+    )
+    parser.add_argument(
+        "--device", help='a GPU by its name, such as "H200" (default: the one here)'
+    )
+    parser.add_argument(
+        "--gradient", action="store_true", help="the gradients of all operands as well"
+    )
+    parser.add_argument("--json", action="store_true", help="print data, as JSON")
+    parser.set_defaults(run=_run)
+
+
+def _function(text: str) -> Callable[..., Any]:
+    """Import what "package.module:name" stands for; a type for argparse."""
+    module, colon, name = text.partition(":")
+    if not colon:
+        raise argparse.ArgumentTypeError(f"{text!r} is not MODULE:FUNCTION")
+    try:
+        found = functools.reduce(
+            getattr, name.split("."), importlib.import_module(module)
+        )
+    except (ImportError, AttributeError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not there: {error}") from error
+    if not callable(found):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a function")
+    return found
+
+
+def operand(text: str) -> jax.ShapeDtypeStruct:
+    """Return the shape and dtype that "bf16[2,3]" stands for; a type for argparse."""
+    match = re.fullmatch(r"\s*(\w+)\[\s*(\d+(?:\s*,\s*\d+)*)?\s*\]\s*", text)
+    if match is None or match[1] not in DTYPES:
+        raise argparse.ArgumentTypeError(
+            f'{text!r} is not a dtype with sizes, such as "bf16[4,128,8,64]". '
+            f"Dtypes are {', '.join(DTYPES)}"
+        )
+    sizes = tuple(int(size) for size in (match[2] or "").split(",") if size)
+    return jax.ShapeDtypeStruct(sizes, DTYPES[match[1]])
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    function = arguments.function
+    if arguments.gradient:
+        function = _gradient(function, arguments.args)
+    found = explain(function, *arguments.args, device=arguments.device)
+    print(json.dumps(found.to_json(), indent=2) if arguments.json else found)
+    return int(bool(found.refused))
+
+
+def _gradient(
+    function: Callable[..., Any], operands: list[jax.ShapeDtypeStruct]
+) -> Callable[..., Any]:
+    """Return the gradient of the sum of all results, for all operands that have one."""
+
+    def loss(*xs: jax.Array) -> jax.Array:
+        results = jax.tree.leaves(function(*xs))
+        sums = [jnp.sum(x.astype(jnp.float32)) for x in results]
+        return functools.reduce(jnp.add, sums)
+
+    wanted = [
+        i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)
+    ]
+    return jax.grad(loss, tuple(wanted))

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GPU by its name, planned for as if it were here."""
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
+from jax_cudnn.graph import Target
+from jax_cudnn.native import Candidate, PlanInfo
+from jax_cudnn.offline.gpus import GpuDescription, find
+from jax_cudnn.offline.process import PlanningProcess
+
+_INSTALL = (
+    "To plan for a GPU that is not here: `pip install jax_cudnn[gpuless]` (small: the "
+    "engines that cuDNN compiles when it plans), or `pip install jax_cudnn[cuda13]` or "
+    "`pip install jax_cudnn[cuda12]` (all engines)."
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NamedGpu:
+    """A GPU that plans are made for and that need not be here."""
+
+    description: GpuDescription
+    target: Target
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine's: no, even if there is one of its kind."""
+        return False
+
+    def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
+        """Return the plan of a graph; the first of its candidates that builds.
+
+        Raises:
+          GraphError: the graph or the choice is malformed.
+          UnsupportedError: cuDNN has no plan, with its reasons; or it crashed.
+          LibraryError: what planning needs is missing.
+        """
+        failures: list[str] = []
+        for each in self._ask(graph_json, choice, build=True):
+            if each["is_built"]:
+                return PlanInfo(failures=tuple(failures), **_fields(each))
+            if why := each["failure"] or each["refusal"]:
+                failures.append(f"{each['name']}: {why}")
+        pinned = f" with the choice {choice}" if choice else ""
+        raise UnsupportedError(
+            f"cuDNN has no plan that builds for this graph on {self.target.name}"
+            f"{pinned}.",
+            failures,
+        )
+
+    def candidates(self, graph_json: str, choice: str = "") -> tuple[Candidate, ...]:
+        """Return cuDNN's candidates for a graph, none of them built.
+
+        Raises what ``plan`` raises.
+        """
+        listed = self._ask(graph_json, choice, build=False)
+        return tuple(Candidate(**_fields(each)) for each in listed)
+
+    def _ask(self, graph_json: str, choice: str, *, build: bool) -> list[Any]:
+        answer = ask(graph_json, self.description, choice, build=build)
+        if "candidates" in answer:
+            return answer["candidates"]
+        if "crash" in answer:
+            raise UnsupportedError(
+                f"cuDNN crashed on this graph for {self.target.name}.",
+                [f"cuDNN crashed while it planned: {answer['crash']}"],
+            )
+        if answer["error"] == "UnsupportedError":
+            raise UnsupportedError(
+                answer["summary"], answer["reasons"], answer["advice"]
+            )
+        known = {"GraphError": GraphError, "LibraryError": LibraryError}
+        raise known.get(answer["error"], RuntimeError)(answer["message"])
+
+
+def named_gpu(name: str) -> NamedGpu:
+    """Return the GPU of a name, with the cuDNN that is installed here.
+
+    Raises:
+      ValueError: no GPU of that name is known.
+      LibraryError: cuDNN, or what it needs to plan, is not installed.
+    """
+    return _named_gpu(find(name))
+
+
+@functools.cache
+def _named_gpu(description: GpuDescription) -> NamedGpu:
+    version = greeting()["cudnn_version"]
+    return NamedGpu(description=description, target=description.target(version))
+
+
+def obstacle() -> str | None:
+    """Return what keeps plans from being made here for a GPU that is not, or None."""
+    try:
+        greeting()
+    except LibraryError as error:
+        return str(error)
+    return None
+
+
+def has_all_engines() -> bool:
+    """Return whether the cuDNN that plans has its precompiled engines, too.
+
+    The small wheel, nvidia-cudnn-jit, has only those that are compiled when planned.
+
+    Raises:
+      LibraryError: there is no cuDNN to plan with.
+    """
+    directory = Path(greeting()["cudnn_path"]).parent
+    return (directory / "libcudnn_engines_precompiled.so.9").exists()
+
+
+def greeting() -> dict[str, Any]:
+    """Return which cuDNN plans: "cudnn_version", "cudnn_path", and the "driver".
+
+    Raises:
+      LibraryError: there is none, with how to install it.
+    """
+    try:
+        return _process().greeting()
+    except LibraryError as error:
+        raise LibraryError(f"{error}\n{_INSTALL}") from None
+
+
+def ask(
+    graph_json: str, gpu: GpuDescription, choice: str = "", *, build: bool
+) -> dict[str, Any]:
+    """Return the process's answer, as data: "candidates", "error" or "crash".
+
+    Asked once for each graph, GPU and choice.
+    """
+    return _ask(graph_json, gpu, choice, build)
+
+
+@functools.lru_cache(maxsize=4096)
+def _ask(
+    graph_json: str, gpu: GpuDescription, choice: str, build: bool
+) -> dict[str, Any]:
+    return _process().ask(request(graph_json, gpu, choice, build=build))
+
+
+def request(
+    graph_json: str, gpu: GpuDescription, choice: str, *, build: bool
+) -> dict[str, Any]:
+    """Return what is asked of the process: arguments of ``native.plan_offline``."""
+    return {
+        "graph": graph_json,
+        "choice": choice,
+        "target": dataclasses.asdict(gpu.target(greeting()["cudnn_version"])),
+        "device_properties": gpu.properties,
+        "build": build,
+    }
+
+
+@functools.cache
+def _process() -> PlanningProcess:
+    return PlanningProcess()
+
+
+def _fields(candidate: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a Candidate, with tuples where JSON has lists."""
+    fields = dict(candidate)
+    for name in ("behavior_notes", "numeric_notes"):
+        fields[name] = tuple(fields[name])
+    fields["knobs"] = tuple((name, value) for name, value in fields["knobs"])
+    return fields

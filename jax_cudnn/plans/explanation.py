@@ -1,0 +1,370 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plans.explain`: does cuDNN run each call on a GPU, and if not, why and what would?
+
+The answers are the planner's own: each change that is named has been planned.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from jax_cudnn import native, offline
+from jax_cudnn.config import Options
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph import Graph, to_json
+from jax_cudnn.legalize import is_contraction, legalize, partition
+from jax_cudnn.lowering import scoped, traced_graphs
+from jax_cudnn.lowering.cuda import (
+    Gpu,
+    decide_part,
+    gpu_for,
+    label,
+    precision_refusal,
+)
+from jax_cudnn.offline import GpuDescription
+from jax_cudnn.plans.variations import Variation, by_name, variations
+
+# The version of what `Explanation.to_json` returns. A change of meaning raises it.
+SCHEMA = 1
+
+_LINEAR = "forward mode and second order run the reference"
+_ASKED = 'implementation="xla" was asked for'
+_EMPTY = "a tensor has no elements: nothing to launch"
+_AROUND = "elementwise work and sums around the contractions, which XLA fuses"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A way of rewriting a part for cuDNN that was not taken, with all that failed."""
+
+    way: str
+    reasons: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExplainedCall:
+    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
+
+    Attributes:
+      op: what it computes.
+      shapes: its operands as stored.
+      count: how often the program holds it; a loop's body counts once.
+      implementation: "cudnn" or "xla", or "none" where cuDNN was asked for by name and
+        cannot: the call raises UnsupportedError.
+      plan: cuDNN's name of the plan; None where cuDNN does not run it.
+      workspace_bytes: the plan's scratch memory; likewise.
+      notes: a sentence each, what is done around the kernel; where XLA runs the part
+        by intent, why.
+      attempts: the ways of rewriting that failed, in order, before the one that is
+        taken if there is one.
+      change: the nearest change that would let cuDNN run it; "" where none was found
+        or none is needed.
+      change_plan: the plan that it would then have.
+    """
+
+    op: str
+    shapes: str
+    count: int
+    implementation: Literal["cudnn", "xla", "none"]
+    plan: str | None = None
+    workspace_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
+    change: str = ""
+    change_plan: str | None = None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it is meant for cuDNN, and cuDNN does not run it."""
+        return self.implementation != "cudnn" and bool(self.attempts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Explanation:
+    """What ``explain`` found; ``str`` of it is for people to read.
+
+    ``cudnn_version`` is that of the cuDNN that was asked, "9.19.0"; ``notes`` says, a
+    sentence each, what the answers depend on.
+    """
+
+    device: str
+    cudnn_version: str
+    calls: tuple[ExplainedCall, ...]
+    notes: tuple[str, ...] = ()
+
+    @property
+    def refused(self) -> tuple[ExplainedCall, ...]:
+        """The calls that are meant for cuDNN and that it does not run."""
+        return tuple(call for call in self.calls if call.is_refused)
+
+    def __str__(self) -> str:
+        lines = [f"cuDNN {self.cudnn_version} on {self.device}"]
+        if not self.calls:
+            lines.append("no cuDNN calls")
+        for call in self.calls:
+            lines += _lines(call)
+        return "\n".join((*lines, *self.notes))
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain data, for ``json.dumps``; "schema" is its form's version."""
+        return {
+            "schema": SCHEMA,
+            "device": self.device,
+            "cudnn_version": self.cudnn_version,
+            # With lists where there are tuples, as in what is read back.
+            "calls": [json.loads(json.dumps(asdict(call))) for call in self.calls],
+            "notes": list(self.notes),
+        }
+
+
+def explain(
+    function: Callable[..., Any],
+    *args: Any,
+    device: str | None = None,
+    **kwargs: Any,
+) -> Explanation:
+    """Return, for each cuDNN call of a function, whether it runs on a GPU, or why not.
+
+    Traces the function (which may be jitted, or a gradient) without running it. Each
+    way of rewriting what cuDNN refuses is reported with its own reasons, and small
+    changes are tried until one plans: options left out, operands in 16 bits, no
+    gradient of the bias, sizes in multiples of 8 or 16, a newer GPU. The first that
+    does is named. cuDNN itself is asked each time, which takes up to a second.
+
+    Args:
+      function: a function, jitted or not.
+      *args: arrays or ``jax.ShapeDtypeStruct``, as for ``plans.inspect``.
+      device: a GPU by its name, which need not be here: "H200", "A100 40GB", "L4",
+        "RTX 4090", ... The cuDNN that is installed here is asked: without a GPU,
+        ``pip install jax_cudnn[gpuless]`` has all that it takes. Default None: the one
+        of the ``plans.using`` around, or else this machine's.
+      **kwargs: as ``*args``.
+
+    Returns:
+      An ``Explanation``, with an ``ExplainedCall`` for each part of each distinct
+      graph, in order of appearance.
+
+    Raises:
+      ValueError: the name is not known, or there is none and no GPU here; lists those
+        that are known.
+      LibraryError: cuDNN, or what it needs to plan, is missing; says what to install.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_cudnn
+      >>> from jax_cudnn import plans
+      >>> x = jax.ShapeDtypeStruct((4, 128, 8, 64), jnp.float32)
+      >>> loss = lambda x: jax_cudnn.sdpa(x, x, x).sum()
+      >>> told = plans.explain(jax.grad(loss), x, device="H200")  # doctest: +SKIP
+      >>> told.calls[1].change  # doctest: +SKIP
+      'cast the operands from f32 to bf16'
+    """
+    if device is None:
+        around = nullcontext()
+    else:
+        device = offline.find(device).name
+        around = scoped(device=device)
+    with around:
+        found = Counter(traced_graphs(function, *args, **kwargs))
+    named = {options.device for _, options, _ in found} or {device}
+    gpus = {name: _gpu(name) for name in named}
+    calls = [
+        call
+        for (graph, options, is_linear), count in found.items()
+        for call in _calls(graph, options, is_linear, count, gpus[options.device])
+    ]
+    version = next(iter(gpus.values())).target.cudnn_version
+    return Explanation(
+        device=", ".join(gpu.target.name for gpu in gpus.values()),
+        cudnn_version=native.version_text(version),
+        calls=tuple(calls),
+        notes=_notes(gpus.values(), calls),
+    )
+
+
+def _gpu(name: str | None) -> Gpu:
+    gpu = gpu_for(Options(device=name))
+    if gpu is None:
+        raise ValueError(
+            "plans.explain: JAX sees no NVIDIA GPU here. Name one to ask for with "
+            f"device=: {', '.join(each.short_name for each in offline.known())}."
+        )
+    return gpu
+
+
+def _notes(gpus: Iterable[Gpu], calls: Iterable[ExplainedCall]) -> tuple[str, ...]:
+    notes: list[str] = []
+    if any(not gpu.is_here for gpu in gpus) and not offline.has_all_engines():
+        notes.append(
+            "Asked of the small cuDNN, which has only the engines that are compiled "
+            "when planned: the full one may run more (pip install jax_cudnn[cuda13])."
+        )
+    is_asked = any(gpu.is_here for gpu in gpus) and any(c.is_refused for c in calls)
+    if is_asked and (reason := offline.obstacle()) is not None:
+        notes.append(f"Newer GPUs were not tried: {reason}")
+    return tuple(notes)
+
+
+# --- who runs a call ------------------------------------------------------------------
+
+
+def _calls(
+    graph: Graph, options: Options, is_linear: bool, count: int, gpu: Gpu
+) -> Iterator[ExplainedCall]:
+    whole = ""
+    if is_linear:
+        whole = _LINEAR
+    elif options.implementation == "xla":
+        whole = _ASKED
+    elif graph.has_empty_tensor:
+        whole = _EMPTY
+    if whole:
+        op = f"{label(graph)}:derivative" if is_linear else label(graph)
+        yield _call(graph, count, op=op, implementation="xla", notes=(whole,))
+        return
+    for part in partition(graph):
+        yield _explained(part, options, count, gpu)
+
+
+def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> ExplainedCall:
+    step = decide_part(part, gpu, options)
+    if step.legal is not None and step.plan is not None:
+        return _call(
+            part,
+            count,
+            implementation="cudnn",
+            plan=step.plan.name,
+            workspace_bytes=step.plan.workspace_bytes,
+            notes=step.legal.notes,
+            attempts=tuple(_attempts(part, options, gpu)),
+        )
+    if not any(map(is_contraction, part.nodes)):
+        return _call(part, count, implementation="xla", notes=(_AROUND,))
+    attempts = tuple(_attempts(part, options, gpu))
+    is_tuned = step.why == "tuned"
+    if is_tuned:
+        attempts = (Attempt(way="by measurement", reasons=step.reasons),)
+    is_auto = options.implementation == "auto"
+    changes = (by_name if is_tuned else variations)(part, options)
+    change, plan = _nearest(part, options, gpu, changes)
+    return _call(
+        part,
+        count,
+        implementation="xla" if is_auto else "none",
+        attempts=attempts,
+        change=change,
+        change_plan=plan,
+    )
+
+
+def _call(part: Graph, count: int, *, op: str = "", **said: Any) -> ExplainedCall:
+    shapes = ", ".join(
+        f"{t.dtype}[{','.join(map(str, t.stored_shape))}]" for t in part.input_tensors
+    )
+    return ExplainedCall(
+        op=op or label(part) or "copy", shapes=shapes, count=count, **said
+    )
+
+
+def _attempts(part: Graph, options: Options, gpu: Gpu) -> Iterator[Attempt]:
+    """Yield the ways of rewriting a part that fail, up to the first that does not."""
+    if (reason := precision_refusal(part, options)) is not None:
+        yield Attempt(way="by the precision asked for", reasons=(reason,))
+        return
+    legalization = legalize(part, gpu.target)
+    if legalization.reasons:
+        yield Attempt(way="before cuDNN is asked", reasons=legalization.reasons)
+    for legal in legalization.candidates:
+        way = "; ".join(legal.notes) or "as one kernel"
+        if options.implementation == "auto" and legal.slower:
+            yield Attempt(way=way, reasons=(legal.slower,))
+            continue
+        try:
+            gpu.plan(to_json(legal.graph), options.plan.to_choice())
+        except UnsupportedError as error:
+            yield Attempt(way=way, reasons=error.reasons or (error.summary,))
+        else:
+            return
+
+
+# --- what would let cuDNN run it ------------------------------------------------------
+
+
+def _nearest(
+    part: Graph, options: Options, gpu: Gpu, changes: Iterable[Variation]
+) -> tuple[str, str | None]:
+    """Return the words of the first change that plans, and its plan's name."""
+    elsewhere = [Variation(words="", part=part, options=options)]
+    for variation in changes:
+        plan = decide_part(variation.part, gpu, variation.options).plan
+        if plan is not None:
+            limit = str(plan.workspace_bytes)
+            return variation.words.replace("{workspace}", limit), plan.name
+        if variation.is_for_newer:
+            elsewhere.append(variation)
+    for variation in elsewhere:
+        found = _newer(variation, gpu)
+        if found is not None:
+            words, plan_name = found
+            both = f"{variation.words} and {words}" if variation.words else words
+            return both, plan_name
+    return "", None
+
+
+def _newer(variation: Variation, gpu: Gpu) -> tuple[str, str] | None:
+    """Return which newer GPUs run it, one asked of each architecture, and a plan."""
+    if gpu.is_here and offline.obstacle() is not None:
+        return None  # which a note says
+    by_version: dict[int, list[GpuDescription]] = {}
+    for each in offline.known():
+        if each.sm_version > gpu.target.sm_version:
+            by_version.setdefault(each.sm_version, []).append(each)
+    plans: dict[int, str] = {}
+    for version, members in by_version.items():
+        newer = offline.named_gpu(members[-1].name)
+        plan = decide_part(variation.part, newer, variation.options).plan
+        if plan is not None:
+            plans[version] = plan.name
+    if not plans:
+        return None
+    texts = [f"sm_{version} ({_families(by_version[version])})" for version in plans]
+    is_all_later = list(plans) == list(by_version)[-len(plans) :]
+    if is_all_later and len(plans) > 1:
+        texts = [f"{texts[0]} and newer"]
+    return f"run it on {', '.join(texts)}", next(iter(plans.values()))
+
+
+def _families(gpus: list[GpuDescription]) -> str:
+    """Return the GPUs' names without variants: H100, H200."""
+    names = (
+        name if name.startswith("RTX") else name.split()[0]
+        for name in (gpu.short_name for gpu in gpus)
+    )
+    return ", ".join(dict.fromkeys(names))
+
+
+# --- text and data --------------------------------------------------------------------
+
+
+def _lines(call: ExplainedCall) -> Iterator[str]:
+    times = f"{call.count} x " if call.count > 1 else ""
+    yield ""
+    yield f"{times}{call.op}({call.shapes})"
+    if call.implementation == "cudnn":
+        yield f"  runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
+    elif not call.attempts:
+        yield "  runs in XLA"
+    elif call.implementation == "xla":
+        yield "  runs in XLA, not in cuDNN"
+    else:
+        yield "  does not run: cuDNN was asked for and cannot (UnsupportedError)"
+    yield from (f"  - {note}" for note in call.notes)
+    for attempt in call.attempts:
+        yield f"  refused ({attempt.way}):"
+        yield from (f"    - {reason}" for reason in attempt.reasons)
+    if call.change:
+        yield f"  what would work: {call.change} (then {call.change_plan})"
+    elif call.is_refused:
+        yield "  what would work: none of the changes that were tried"

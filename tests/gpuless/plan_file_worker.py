@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Puts plans through plan files, in place of what plans for jax_cudnn.offline.
+
+Takes the same requests; see `harness.ship_all` for the answers.
+"""
+
+import dataclasses
+import os
+import time
+from typing import Any
+
+from jax_cudnn import native
+from jax_cudnn.graph import Target
+from jax_cudnn.offline import worker
+
+
+def ship(request: dict[str, Any]) -> dict[str, Any]:
+    """Write the plan of a graph to a plan file and read it."""
+    target = Target(**request["target"])
+    properties = request["device_properties"]
+    start = time.perf_counter()
+    data = native.export_plan_offline(
+        request["graph"], target, properties, choice=request["choice"]
+    )
+    export_s = time.perf_counter() - start
+    start = time.perf_counter()
+    read = native.import_plan_offline(data, target, properties)
+    import_s = time.perf_counter() - start
+    again = native.import_plan_offline(data, target, properties)
+    assert again == read, "reading is repeatable"
+    return {
+        "graph": read.graph_json,
+        "choice": read.choice,
+        "plan": dataclasses.asdict(read.plan),
+        "bytes": len(data),
+        "export_s": export_s,
+        "import_s": import_s,
+        "refusals": _refusals(data, target, properties),
+    }
+
+
+def _refusals(data: bytes, target: Target, properties: str) -> dict[str, str]:
+    """Return what is said to the file where it does not belong or is damaged."""
+    refusals: dict[str, str] = {}
+    attempts = {
+        "gpu": (data, dataclasses.replace(target, name="NVIDIA A100")),
+        "sm_count": (data, dataclasses.replace(target, sm_count=7)),
+        "sm_version": (data, dataclasses.replace(target, sm_version=80)),
+        "truncated": (data[:-1], target),
+        "flipped": (data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], target),
+        "empty": (b"", target),
+        "settings": (data, target),
+    }
+    for name, (changed, other) in attempts.items():
+        if name == "settings":
+            os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
+        try:
+            native.import_plan_offline(changed, other, properties)
+        except Exception as error:
+            refusals[name] = f"{type(error).__name__}: {error}"
+    os.environ.pop("NVIDIA_TF32_OVERRIDE")
+    return refusals
+
+
+if __name__ == "__main__":
+    worker.serve(ship)
