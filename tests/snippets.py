@@ -13,6 +13,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 GUIDES = ("plans.md", "performance.md")
 
 _GPU_MARK = "# needs a GPU\n"
+_CUDNN_MARK = "# needs cuDNN\n"
 _BLOCK = re.compile(
     r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S
 )
@@ -50,6 +51,11 @@ class Snippet:
     def needs_gpu(self) -> bool:
         """Whether it says so in its first line."""
         return self.code.startswith(_GPU_MARK)
+
+    @property
+    def needs_cudnn(self) -> bool:
+        """Whether it says so: a cuDNN that plans without a GPU."""
+        return self.code.startswith(_CUDNN_MARK)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ from types import ModuleType
 
 import pytest
 
-from jax_cudnn import cli
+from jax_cudnn import cli, offline
 from tests.snippets import DOCS, GUIDES, run, snippets
 
 
@@ -22,12 +22,20 @@ from tests.snippets import DOCS, GUIDES, run, snippets
 def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
     page = DOCS / name
     found, outcomes = snippets(page), run(page, tmp_path, "cpu")
+    obstacle = offline.obstacle()
     assert len(found) == page.read_text().count("```python\n") == len(outcomes) > 5
     for snippet, outcome in zip(found, outcomes, strict=True):
         where = f"{name}, line {snippet.line}"
         if snippet.needs_gpu:
             assert outcome.kind == "LibraryError", (where, outcome)
             assert "JAX sees none" in outcome.error, where
+            continue
+        if snippet.needs_cudnn:
+            if obstacle is None:
+                assert not outcome.error, f"{where}\n{outcome.error}"
+            else:
+                assert outcome.kind == "LibraryError", (where, outcome)
+                assert obstacle in outcome.error, where
             continue
         assert not outcome.error, f"{where}\n{outcome.error}"
         assert outcome.output == (snippet.output or ""), where
@@ -37,7 +45,7 @@ def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
 def test_every_text_block_is_a_snippet_s_output(name: str) -> None:
     found = [each for each in snippets(DOCS / name) if each.output is not None]
     assert len(found) == (DOCS / name).read_text().count("```text\n")
-    assert not any(each.needs_gpu for each in found)
+    assert not any(each.needs_gpu or each.needs_cudnn for each in found)
 
 
 def _commands(name: str) -> list[str]:
@@ -50,7 +58,7 @@ def test_commands_are_taken(
 ) -> None:
     monkeypatch.setattr("jax_cudnn.cli.bench.local_target", lambda: None)
     commands = [command for name in GUIDES for command in _commands(name)]
-    assert len(commands) == 5
+    assert len(commands) == 6
     for command in commands:
         python, flag, package, *arguments = shlex.split(command)
         assert (python, flag, package) == ("python", "-m", "jax_cudnn")
@@ -58,7 +66,13 @@ def test_commands_are_taken(
             continue  # test_cli.py runs it
         # 2 would be for arguments that are wrong on every machine.
         assert cli.main(arguments) == 1, command
-        assert "bench needs an NVIDIA GPU" in capsys.readouterr().err
+        told = capsys.readouterr()
+        if arguments[0] == "bench":
+            assert "bench needs an NVIDIA GPU" in told.err
+        elif offline.obstacle() is None:
+            assert "what would work: cast the operands" in told.out
+        else:
+            assert "jax_cudnn[gpuless]" in told.err
 
 
 @pytest.mark.parametrize("name", GUIDES)
