@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is what docs/plans.md and docs/performance.md show true on a machine without a GPU?
+
+tests/gpu/test_docs.py runs the same snippets on a GPU. Those of README.md are in
+test_examples.py, those of docs/flax.md in test_flax.py.
+"""
+
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from jax_cudnn import cli, offline
+from tests.snippets import DOCS, GUIDES, run, snippets
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", GUIDES)
+def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
+    page = DOCS / name
+    found, outcomes = snippets(page), run(page, tmp_path, "cpu")
+    obstacle = offline.obstacle()
+    assert len(found) == page.read_text().count("```python\n") == len(outcomes) > 5
+    for snippet, outcome in zip(found, outcomes, strict=True):
+        where = f"{name}, line {snippet.line}"
+        if snippet.needs_gpu:
+            assert outcome.kind == "LibraryError", (where, outcome)
+            assert "JAX sees none" in outcome.error, where
+            continue
+        if snippet.needs_cudnn:
+            if obstacle is None:
+                assert not outcome.error, f"{where}\n{outcome.error}"
+            else:
+                assert outcome.kind == "LibraryError", (where, outcome)
+                assert obstacle in outcome.error, where
+            continue
+        assert not outcome.error, f"{where}\n{outcome.error}"
+        assert outcome.output == (snippet.output or ""), where
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_every_text_block_is_a_snippet_s_output(name: str) -> None:
+    found = [each for each in snippets(DOCS / name) if each.output is not None]
+    assert len(found) == (DOCS / name).read_text().count("```text\n")
+    assert not any(each.needs_gpu or each.needs_cudnn for each in found)
+
+
+def _commands(name: str) -> list[str]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", (DOCS / name).read_text(), re.M | re.S)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_commands_are_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jax_cudnn.cli.bench.local_target", lambda: None)
+    commands = [command for name in GUIDES for command in _commands(name)]
+    assert len(commands) == 6
+    for command in commands:
+        python, flag, package, *arguments = shlex.split(command)
+        assert (python, flag, package) == ("python", "-m", "jax_cudnn")
+        if arguments == ["doctor"]:
+            continue  # test_cli.py runs it
+        # 2 would be for arguments that are wrong on every machine.
+        assert cli.main(arguments) == 1, command
+        told = capsys.readouterr()
+        if arguments[0] == "bench":
+            assert "bench needs an NVIDIA GPU" in told.err
+        elif offline.obstacle() is None:
+            assert "what would work: cast the operands" in told.out
+        else:
+            assert "jax_cudnn[gpuless]" in told.err
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_links_lead_somewhere(name: str) -> None:
+    links = re.findall(r"\]\(((?!https:)[^)]+)\)", (DOCS / name).read_text())
+    assert links
+    for link in links:
+        target, _, anchor = link.partition("#")
+        path = DOCS / (target or name)
+        assert path.is_file(), link
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
+            assert anchor in map(_anchor, headings), link
+
+
+def _anchor(heading: str) -> str:
+    kept = re.sub(r"[^\w\- ]", "", heading.lower())
+    return kept.replace(" ", "-")
+
+
+# --- tables ---------------------------------------------------------------------------
+
+
+def _plan_tables() -> ModuleType:
+    path = DOCS.parent / "scripts" / "plan_tables.py"
+    spec = importlib.util.spec_from_file_location("plan_tables", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_tables_of_plans_are_what_the_data_say() -> None:
+    tables = _plan_tables()
+    advice = "run python -m scripts.plan_tables"
+    assert (DOCS / "benchmarks" / "plans.md").read_text() == tables.written(), advice
+    text = (DOCS / "plans.md").read_text()
+    assert tables.guide(text) == text, advice
