@@ -386,6 +386,19 @@ def test_where_none_builds_each_says_why(fake: FakeProcess) -> None:
     assert "on NVIDIA H200 with the choice pin." in caught.value.summary
 
 
+def test_a_driver_that_refuses_kernels_of_another_gpu_is_no_refusal_by_cudnn(
+    fake: FakeProcess,
+) -> None:
+    words = "cuLibraryGetKernel returned error no kernel image is available for "
+    failed = {**FAILED, "failure": f"{words}execution on the device (209)"}
+    fake.answer = lambda _: {"candidates": [FAILED, failed]}
+    message = (
+        r"does not load kernels for NVIDIA H200 \(sm_90\).*without NVIDIA's driver"
+    )
+    with pytest.raises(LibraryError, match=message):
+        offline.named_gpu("h200").plan("{}")
+
+
 def test_what_is_raised_there_is_raised_here(fake: FakeProcess) -> None:
     gpu = offline.named_gpu("h200")
     refused = {"summary": "No plan.", "reasons": ["a", "b"], "advice": "Pad."}

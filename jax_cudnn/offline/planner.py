@@ -20,6 +20,10 @@ _INSTALL = (
 )
 
 
+# The driver's words for a kernel that was compiled for another GPU than it has.
+_OTHER_GPU = "no kernel image is available for execution on the device"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NamedGpu:
     """A GPU that plans are made for and that need not be here."""
@@ -38,7 +42,8 @@ class NamedGpu:
         Raises:
           GraphError: the graph or the choice is malformed.
           UnsupportedError: cuDNN has no plan, with its reasons; or it crashed.
-          LibraryError: what planning needs is missing.
+          LibraryError: what planning needs is missing, or this machine's driver does
+            not load what was compiled for the other GPU.
         """
         failures: list[str] = []
         for each in self._ask(graph_json, choice, build=True):
@@ -46,6 +51,13 @@ class NamedGpu:
                 return PlanInfo(failures=tuple(failures), **_fields(each))
             if why := each["failure"] or each["refusal"]:
                 failures.append(f"{each['name']}: {why}")
+        if any(_OTHER_GPU in failure for failure in failures):
+            raise LibraryError(
+                f"This machine's driver does not load kernels for {self.target.name} "
+                f"(sm_{self.target.sm_version}), so that their plans cannot be "
+                "finished here. Plan for it on a machine without NVIDIA's driver, or "
+                "on one with such a GPU."
+            )
         pinned = f" with the choice {choice}" if choice else ""
         raise UnsupportedError(
             f"cuDNN has no plan that builds for this graph on {self.target.name}"

@@ -112,8 +112,13 @@ class PlanningProcess:
             stderr=self._errors,
             text=True,
             encoding="utf-8",
-            # It imports the package and finds the libraries that this process does.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(_import_path())},
+            # It imports the package and finds the libraries that this process does, and
+            # sees no GPU: a driver with another one refuses to load what is compiled.
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(_import_path()),
+                "CUDA_VISIBLE_DEVICES": "",
+            },
         )
         self._process = process
         _, line = self._read(process)
