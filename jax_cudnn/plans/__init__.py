@@ -1,23 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Execution plans in the user's hands: which run, which are fastest, and why."""
+"""Execution plans in the user's hands: which run, which are fastest, and why.
+
+A module of this package is imported when a name of it is first asked for: most programs
+want few of them, and `import jax_cudnn` is to be quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import PlanOptions
-from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
-from jax_cudnn.plans.calls import Call, Report
-from jax_cudnn.plans.diagnosis import Diagnosis, doctor
-from jax_cudnn.plans.explanation import (
-    Attempt,
-    ExplainedCall,
-    Explanation,
-    explain,
-)
-from jax_cudnn.plans.findings import Finding
-from jax_cudnn.plans.inspection import inspect
-from jax_cudnn.plans.logs import log
-from jax_cudnn.plans.scoping import using
-from jax_cudnn.plans.shipping import Shipment, Warmup, load, save, warmup
-from jax_cudnn.plans.tuning import Tuning, autotune, autotuning, load_choices
+
+if TYPE_CHECKING:
+    from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
+    from jax_cudnn.plans.calls import Call, Report
+    from jax_cudnn.plans.diagnosis import Diagnosis, doctor
+    from jax_cudnn.plans.explanation import Attempt, ExplainedCall, Explanation, explain
+    from jax_cudnn.plans.findings import Finding
+    from jax_cudnn.plans.inspection import inspect
+    from jax_cudnn.plans.logs import log
+    from jax_cudnn.plans.scoping import using
+    from jax_cudnn.plans.shipping import Shipment, Warmup, load, save, warmup
+    from jax_cudnn.plans.tuning import Tuning, autotune, autotuning, load_choices
+
+# The module of each name that is not imported at once.
+_HOMES = {
+    "caching": ("CacheInfo", "cache_info", "clear_cache", "set_cache"),
+    "calls": ("Call", "Report"),
+    "diagnosis": ("Diagnosis", "doctor"),
+    "explanation": ("Attempt", "ExplainedCall", "Explanation", "explain"),
+    "findings": ("Finding",),
+    "inspection": ("inspect",),
+    "logs": ("log",),
+    "scoping": ("using",),
+    "shipping": ("Shipment", "Warmup", "load", "save", "warmup"),
+    "tuning": ("Tuning", "autotune", "autotuning", "load_choices"),
+}
+_MODULES = {name: module for module, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return importlib.import_module(f"{__name__}.{name}")
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __all__ = [
     "Attempt",
