@@ -132,8 +132,12 @@ def exclusive(directory: Path) -> Iterator[None]:
         os.close(descriptor)  # and unlocks
 
 
-def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Have a file written that appears whole or not at all, for this user only.
+def replace_file(
+    path: Path, write: Callable[[IO[bytes]], object], *, is_private: bool = True
+) -> None:
+    """Have a file written that appears whole or not at all.
+
+    For this user only, or else with the permissions that new files have.
 
     Raises:
         OSError: it cannot be written; what was there stays.
@@ -141,6 +145,8 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="tmp-")
     try:
         with os.fdopen(descriptor, "wb") as file:
+            if not is_private:
+                os.fchmod(file.fileno(), 0o666 & ~_umask())
             write(file)
             file.flush()
             os.fsync(file.fileno())
@@ -148,3 +154,11 @@ def replace_file(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def _umask() -> int:
+    """Return what new files do not grant; Linux tells it without changing it."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    return 0o077

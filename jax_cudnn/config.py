@@ -72,10 +72,14 @@ class PlanOptions:
     refused_notes: tuple[Note, ...] = ()
 
     def __post_init__(self) -> None:
-        self._keep_sorted("denied_engines", "required_notes", "refused_notes")
+        self._keep_tuples("denied_engines", "required_notes", "refused_notes")
         if self.engines is not None:
-            self._keep_sorted("engines")
-        object.__setattr__(self, "heuristic_modes", tuple(self.heuristic_modes))
+            self._keep_tuples("engines")
+        self._keep_tuples("heuristic_modes", is_sorted=False)
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(
+                f"deterministic={self.deterministic!r} is neither True nor False."
+            )
         self._check_modes()
         self._check_engines()
         self._check_notes()
@@ -86,12 +90,15 @@ class PlanOptions:
                 "int that is 0 or more, or None for no limit."
             )
 
-    def _keep_sorted(self, *names: str) -> None:
+    def _keep_tuples(self, *names: str, is_sorted: bool = True) -> None:
         for name in names:
             value = getattr(self, name)
             if isinstance(value, str) or not hasattr(value, "__iter__"):
                 raise ValueError(f"{name}={value!r} is not a tuple.")
-            object.__setattr__(self, name, tuple(sorted(set(value), key=repr)))
+            value = tuple(value)
+            if is_sorted:
+                value = tuple(sorted(dict.fromkeys(map(_hashable, value)), key=repr))
+            object.__setattr__(self, name, value)
 
     def _check_modes(self) -> None:
         modes, known = self.heuristic_modes, get_args(HeuristicMode)
@@ -166,6 +173,14 @@ class PlanOptions:
             "workspace_limit_bytes": self.workspace_limit_bytes,
         }
         return json.dumps(fields, sort_keys=True, separators=(",", ":"))
+
+
+def _hashable(value: object) -> object:
+    try:
+        hash(value)
+    except TypeError:
+        return repr(value)  # which the checks refuse by its name
+    return value
 
 
 def _set_fields(options: Any) -> str:

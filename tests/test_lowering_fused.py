@@ -271,6 +271,32 @@ def test_a_measured_plan_is_taken_where_the_options_allow_it(
     assert step.choice == (_PIN if expected == "tuned" else plan.to_choice())
 
 
+def test_sums_whose_measured_plan_is_not_allowed_stay_xlas(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda.native, "candidates", lambda *_, **__: [])
+    part = _part("reduction")
+    _choose(part, implementation="cudnn", plan=_PIN)
+    allowed = Options(plan=PlanOptions(refused_notes=("FFT",)))
+    gpu = cuda.gpu_for(allowed)
+    assert cuda.decide_part(part, gpu, allowed).legal is None
+    assert cuda.decide_part(part, gpu, Options()).why == "tuned"
+
+
+def test_a_choice_without_a_plan_hides_no_reason(planner: Planner) -> None:
+    (graph, options, _), *_ = traced_graphs(_layer, *_operands())
+    _choose(graph, implementation="xla", xla_us=3.0)
+    planner.refused = {"conv_fprop"}
+    decision = decide(graph, options)
+    assert decision.why is None
+    assert decision.reasons == ("no engine for conv_fprop",)
+
+
+def test_nothing_is_tuned_where_there_is_no_contraction() -> None:
+    decision = decide(_part("reduction"), Options())
+    assert (decision.steps, decision.why, decision.reasons) == ((), None, ())
+
+
 # --- stale choices --------------------------------------------------------------------
 
 

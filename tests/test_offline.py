@@ -272,6 +272,22 @@ def test_a_graph_that_takes_forever_is_given_up(tmp_path: Path) -> None:
     process.close()
 
 
+def test_an_answer_that_nobody_waited_for_is_nobody_s(
+    process: PlanningProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert process.ask({"graph": "a"})["candidates"] == "A"
+
+    def interrupted(_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(process, "_read", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            process.ask({"graph": "b"})
+    assert process.ask({"graph": "c"})["candidates"] == "C"
+    assert process.greeting()["start"] == 2
+
+
 def test_no_graph_is_blamed_for_a_process_killed_in_between(
     process: PlanningProcess,
 ) -> None:
@@ -418,6 +434,15 @@ def test_what_is_raised_there_is_raised_here(fake: FakeProcess) -> None:
     assert str(caught.value) == "No plan.\n  - a\n  - b\nPad."
 
 
+def test_a_crash_is_not_remembered(fake: FakeProcess) -> None:
+    gpu = offline.named_gpu("h200")
+    fake.answer = lambda _: {"crash": "SIGKILL", "message": ""}
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="crashed"):
+            gpu.candidates("{}")
+    assert len(fake.asked) == 2
+
+
 def test_a_crash_of_cudnn_is_a_refusal(fake: FakeProcess) -> None:
     fake.answer = lambda _: {"crash": "SIGSEGV", "message": "core dumped"}
     with pytest.raises(UnsupportedError, match="cuDNN crashed on this graph") as caught:
@@ -517,7 +542,11 @@ def test_choices_of_the_named_gpu_apply(fake: FakeProcess) -> None:
         assert cuda.decide(graph, options).steps[0].why == "tuned"
         assert fake.asked[-1]["choice"] == "the pin of a race"
         choices.table().add(
-            {key: choices.Choice(op="", operands="", implementation="xla")}
+            {
+                key: choices.Choice(
+                    op="", operands="", implementation="xla", cudnn_us=9.5
+                )
+            }
         )
         assert not cuda.decide(graph, options).steps
     finally:

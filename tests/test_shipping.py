@@ -144,7 +144,10 @@ def test_what_was_saved_is_loaded_on_every_gpu(cudnn: _Cudnn, tmp_path: Path) ->
         (data, device) for data in files for device in (0, 1)
     }
     assert len(cudnn.imported) == 6
-    assert [file.name for file in tmp_path.iterdir()] == ["model.plans"]
+    (file,) = tmp_path.iterdir()
+    assert file.name == "model.plans"
+    (tmp_path / "other").touch()
+    assert file.stat().st_mode == (tmp_path / "other").stat().st_mode
 
 
 def test_choices_travel_along_and_decide(cudnn: _Cudnn, tmp_path: Path) -> None:
@@ -158,6 +161,25 @@ def test_choices_travel_along_and_decide(cudnn: _Cudnn, tmp_path: Path) -> None:
     plans.load(tmp_path / "a")
     assert choices.table().all() == {key_of(graph, _TARGET): choice}
     assert [data.split()[1] for data, _ in cudnn.imported] == [pin.encode()] * 2
+
+
+def test_choices_of_xla_and_of_restricted_calls_travel_too(
+    cudnn: _Cudnn, tmp_path: Path
+) -> None:
+    allowed = plans.PlanOptions(denied_engines=(7,))
+
+    def restricted(*operands: jax.Array) -> jax.Array:
+        return matmul(*operands, plan=allowed)
+
+    ((graph, _, _),) = traced_graphs(restricted, *_SHAPES)
+    slow = Choice(op="", operands="", implementation="xla", cudnn_us=3, xla_us=2)
+    key = key_of(graph, _TARGET, allowed.to_choice())
+    choices.table().add({key: slow})
+    saved = plans.save(tmp_path / "a", restricted, *_SHAPES)
+    assert (saved.plans, saved.choices) == (0, 1)
+    choices.table().clear()
+    plans.load(tmp_path / "a")
+    assert choices.table().all() == {key: slow}
 
 
 def test_a_plan_that_cannot_be_written_is_named(cudnn: _Cudnn, tmp_path: Path) -> None:

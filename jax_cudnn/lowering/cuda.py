@@ -187,7 +187,8 @@ def _decide(
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
     why = None
     if all(step.legal is None for step in steps) and options.implementation == "auto":
-        was_measured = all(step.why == "tuned" for step in steps if step.is_missing)
+        missing = [step for step in steps if step.is_missing]
+        was_measured = bool(missing) and all(step.why == "tuned" for step in missing)
         why, steps = "tuned" if was_measured else None, ()
     return Decision(steps=steps, reasons=tuple(reasons), why=why)
 
@@ -197,9 +198,10 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
     target = None if gpu is None else gpu.target
     choice = options.plan.to_choice()
     measured = None if target is None else choices.table().get(part, target, choice)
-    if not any(map(is_contraction, part.nodes)) and (
-        measured is None or measured.implementation == "xla"
-    ):
+    if measured is not None and not measured.plan and measured.cudnn_us is None:
+        measured = None  # cuDNN had no plan: that is to be said with its reasons
+    has_contraction = any(map(is_contraction, part.nodes))
+    if not has_contraction and (measured is None or measured.implementation == "xla"):
         return Step(part=part)
     if (reason := precision_refusal(part, options)) is not None:
         return Step(part=part, reasons=(reason,))
@@ -209,8 +211,8 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         return Step(part=part, reasons=(_measured_reason(measured),), why="tuned")
     if measured is not None and measured.plan and gpu is not None:
         step = _pinned(part, legalization, measured, gpu, options)
-        if step is not None:
-            return step
+        if step is not None or not has_contraction:
+            return step or Step(part=part)
     reasons = list(legalization.reasons)
     for legal in legalization.candidates:
         if is_auto and legal.slower:
@@ -307,7 +309,8 @@ def _lower_cuda(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any
     if missing and options.implementation == "cudnn":
         raise _unsupported(missing[0])
     falls_back = missing or not decision.steps
-    if options.implementation == "auto" and falls_back and not graph.has_empty_tensor:
+    is_told = decision.reasons and not graph.has_empty_tensor
+    if options.implementation == "auto" and falls_back and is_told:
         _say_once(_summary(graph), decision.reasons)
     function = functools.partial(_run, graph, decision.steps, options)
     return _jax.lower_function(function)(ctx, *operands)
@@ -325,7 +328,13 @@ def _run(
             results = run_xla(step.part, arguments, options)
         else:
             changed = step.legal.before(arguments)
-            launched = launch(step.legal.graph, step.plan, step.choice, changed)
+            launched = launch(
+                step.legal.graph,
+                step.plan,
+                step.choice,
+                changed,
+                op=label(step.part) or "copy",
+            )
             results = step.legal.after(arguments, launched)
         values |= dict(zip(step.part.outputs, results, strict=True))
     return [values[name] for name in graph.outputs]
@@ -366,9 +375,17 @@ def _read_by_sums(graph: Graph) -> frozenset[str]:
 
 
 def launch(
-    graph: Graph, plan: PlanInfo | None, choice: str, operands: Sequence[jax.Array]
+    graph: Graph,
+    plan: PlanInfo | None,
+    choice: str,
+    operands: Sequence[jax.Array],
+    *,
+    op: str | None = None,
 ) -> Sequence[jax.Array]:
-    """Bind the FFI target; with a plan, its workspace is a last, dropped result."""
+    """Bind the FFI target; with a plan, its workspace is a last, dropped result.
+
+    ``op`` is what profilers and errors call it; the default is the graph's label.
+    """
     results = [
         jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
         for t in graph.output_tensors
@@ -378,9 +395,9 @@ def launch(
         target = native.TARGET_CAPTURED
         results.append(jax.ShapeDtypeStruct((plan.workspace_bytes,), jnp.uint8))
     call: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(target, results)
-    kinds = label(graph)
-    with jax.named_scope(f"cudnn_{kinds}"):
-        returned = call(*operands, graph=to_json(graph), choice=choice, op=kinds)
+    name = op or label(graph)
+    with jax.named_scope(f"cudnn_{name}"):
+        returned = call(*operands, graph=to_json(graph), choice=choice, op=name)
     return returned[: len(graph.outputs)]
 
 

@@ -2,6 +2,7 @@
 """Which of cuDNN's plans, or XLA's code, runs a part of a graph fastest?"""
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from jax_cudnn.measuring.stopwatch import (
     draw_sets,
     time_calls,
 )
+
+_log = logging.getLogger("jax_cudnn")
 
 # A first look takes one sample of each plan; those this much slower than the best one
 # are not looked at again.
@@ -54,21 +57,23 @@ def measure(
         call = compile_over_sets(function, sets)
         return time_calls(call, len(sets), samples=_SAMPLES).median_us
 
-    xla_us = time_it(lambda *xs: run_xla(part, xs, options))
+    xla_us = _unless_it_fails(time_it, lambda *xs: run_xla(part, xs, options))
     first_ratio: float | None = None
     best: tuple[float, int, str] | None = None
-    for index, legal, plans in _contenders(part, options, target):
+    ordinal = device.local_hardware_id
+    for index, legal, plans in _contenders(part, options, target, ordinal):
         changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
-        race = list(_race(PlanStopwatch(legal.graph, changed, device), plans))
+        stopwatch = PlanStopwatch(legal.graph, changed, device)
+        race = list(_race(stopwatch, plans, deadline))
         if not race:
             continue
         winner, winner_us = min(race, key=lambda entry: entry[1])
         if first_ratio is None:
             first_ratio = race[0][1] / winner_us
-        us = time_it(functools.partial(_run_legal, legal, winner))
-        if best is None or us < best[0]:
+        us = _unless_it_fails(time_it, functools.partial(_run_legal, legal, winner))
+        if us is not None and (best is None or us < best[0]):
             best = (us, index, winner.choice)
-    is_cudnn = best is not None and best[0] <= xla_us
+    is_cudnn = best is not None and (xla_us is None or best[0] <= xla_us)
     return Choice(
         op=label(part),
         operands=", ".join(
@@ -80,8 +85,22 @@ def measure(
         plan=best[2] if best else "",
         cudnn_us=round(best[0], 2) if best else None,
         first_ratio=None if first_ratio is None else round(first_ratio, 3),
-        xla_us=round(xla_us, 2),
+        xla_us=None if xla_us is None else round(xla_us, 2),
     )
+
+
+def _unless_it_fails(
+    time_it: Callable[[Callable[..., Any]], float], function: Callable[..., Any]
+) -> float | None:
+    """Return a contender's time; None, with a line of log, where it cannot run.
+
+    XLA's attention may be out of memory where cuDNN's is not, for one.
+    """
+    try:
+        return time_it(function)
+    except jax.errors.JaxRuntimeError as error:
+        _log.debug("a contender does not run: %s", error)
+        return None
 
 
 def _run_legal(
@@ -92,25 +111,29 @@ def _run_legal(
 
 
 def _contenders(
-    part: Graph, options: Options, target: Target
+    part: Graph, options: Options, target: Target, ordinal: int
 ) -> Iterator[tuple[int, Legal, list[native.PlanInfo]]]:
     """Yield each way of rewriting the part, with the plans that build for it."""
     with ThreadPoolExecutor(_BUILDERS) as pool:
         for index, legal in enumerate(legalize(part, target).candidates):
             json = to_json(legal.graph)
             try:
-                listed = native.candidates(json, choice=options.plan.to_choice())
+                listed = native.candidates(
+                    json, choice=options.plan.to_choice(), device=ordinal
+                )
             except UnsupportedError:
                 continue
             pinned = [each.choice for each in listed if not each.refusal]
-            build = functools.partial(_build, json, options)
+            build = functools.partial(_build, json, options, ordinal)
             built = pool.map(build, filter(None, pinned))
             yield index, legal, [plan for plan in built if plan is not None]
 
 
-def _build(json: str, options: Options, choice: str) -> native.PlanInfo | None:
+def _build(
+    json: str, options: Options, ordinal: int, choice: str
+) -> native.PlanInfo | None:
     try:
-        plan = native.plan(json, choice=choice)
+        plan = native.plan(json, choice=choice, device=ordinal)
     except (UnsupportedError, GraphError):
         return None
     limit = options.plan.workspace_limit_bytes
@@ -118,13 +141,19 @@ def _build(json: str, options: Options, choice: str) -> native.PlanInfo | None:
 
 
 def _race(
-    stopwatch: PlanStopwatch, plans: list[native.PlanInfo]
+    stopwatch: PlanStopwatch, plans: list[native.PlanInfo], deadline: float
 ) -> Iterator[tuple[native.PlanInfo, float]]:
-    """Time the plans, with more samples for those that may be the best."""
-    looks = [
-        (plan, stopwatch.time(plan, samples=1, sample_us=500).median_us)
-        for plan in plans
-    ]
+    """Time the plans that run, with more samples for those that may be the best."""
+    looks: list[tuple[native.PlanInfo, float]] = []
+    for plan in plans:
+        if time.monotonic() > deadline:
+            raise OutOfTimeError
+        try:
+            look = stopwatch.time(plan, samples=1, sample_us=500).median_us
+        except (RuntimeError, MemoryError) as error:
+            _log.debug("%s does not run: %s", plan.name, error)
+        else:
+            looks.append((plan, look))
     bound = min((look for _, look in looks), default=0.0) * _HOPELESS
     for i, (plan, look) in enumerate(looks):
         if look <= bound:

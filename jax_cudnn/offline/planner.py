@@ -144,16 +144,32 @@ def ask(
 ) -> dict[str, Any]:
     """Return the process's answer, as data: "candidates", "error" or "crash".
 
-    Asked once for each graph, GPU and choice.
+    Asked once for each graph, GPU and choice, unless the answer may be another one the
+    next time: a process that died may have been killed for memory.
     """
-    return _ask(graph_json, gpu, choice, build)
+    try:
+        return _ask(graph_json, gpu, choice, build)
+    except _PassingError as error:
+        return error.answer
+
+
+class _PassingError(Exception):
+    """An answer that is not to be kept."""
+
+    def __init__(self, answer: dict[str, Any]) -> None:
+        super().__init__()
+        self.answer = answer
 
 
 @functools.lru_cache(maxsize=4096)
 def _ask(
     graph_json: str, gpu: GpuDescription, choice: str, build: bool
 ) -> dict[str, Any]:
-    return _process().ask(request(graph_json, gpu, choice, build=build))
+    answer = _process().ask(request(graph_json, gpu, choice, build=build))
+    is_lasting = answer.get("error") in (None, "UnsupportedError", "GraphError")
+    if "crash" in answer or not is_lasting:
+        raise _PassingError(answer)
+    return answer
 
 
 def request(

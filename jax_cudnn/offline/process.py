@@ -71,9 +71,12 @@ class PlanningProcess:
             try:
                 process.stdin.write(json.dumps(request) + "\n")
                 process.stdin.flush()
+                is_late, line = self._read(process)
             except BrokenPipeError:
                 return self._ended()
-            is_late, line = self._read(process)
+            except BaseException:
+                self._abandon(process)
+                raise
             if line:
                 return json.loads(line)
             crash = self._ended()
@@ -121,7 +124,11 @@ class PlanningProcess:
             },
         )
         self._process = process
-        _, line = self._read(process)
+        try:
+            _, line = self._read(process)
+        except BaseException:
+            self._abandon(process)
+            raise
         if not line:
             crash = self._ended()
             raise LibraryError(
@@ -133,6 +140,11 @@ class PlanningProcess:
             self._ended()
             raise LibraryError(greeting["missing"])
         self._greeting = greeting
+
+    def _abandon(self, process: subprocess.Popen[str]) -> None:
+        """End a process whose answer nobody waits for: the next is for another."""
+        process.kill()
+        self._ended()
 
     def _read(self, process: subprocess.Popen[str]) -> tuple[bool, str]:
         """Return whether the process was killed for being late, and its next line."""

@@ -8,8 +8,9 @@ want few of them, and `import jax_cudnn` is to be quick.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from jax_cudnn.choices import Choice
+from jax_cudnn.choices import Choice, Key
 from jax_cudnn.config import PlanOptions
+from jax_cudnn.native import CacheStats, Candidate
 
 if TYPE_CHECKING:
     from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
@@ -56,12 +57,15 @@ def __dir__() -> list[str]:
 __all__ = [
     "Attempt",
     "CacheInfo",
+    "CacheStats",
     "Call",
+    "Candidate",
     "Choice",
     "Diagnosis",
     "ExplainedCall",
     "Explanation",
     "Finding",
+    "Key",
     "PlanOptions",
     "Report",
     "Shipment",

@@ -46,6 +46,8 @@ class Call:
       choice: the text that pins or restricts the plan; "" leaves it to cuDNN. Plans for
         a GPU by its name are pinned.
       device: the GPU that was asked for by its name; None is this machine's.
+      allowed: the text of the call's ``PlanOptions``; "" where they allow all, and in a
+        lowered program with a pinned plan, which does not tell.
       engine: the number of cuDNN's engine.
       knobs: the engine's settings, (name, value) sorted by name.
       behavior_notes: what cuDNN says of how the plan works, as RUNTIME_COMPILATION.
@@ -68,6 +70,7 @@ class Call:
     part: Graph | None = None
     graph: Graph | None = None
     choice: str = ""
+    allowed: str = ""
     device: str | None = None
     engine: int | None = None
     knobs: tuple[tuple[str, int], ...] = ()
@@ -108,16 +111,10 @@ class Call:
             reasons += legalization.reasons
         for graph in graphs:
             try:
-                return gpu.candidates(to_json(graph), self._allowed)
+                return gpu.candidates(to_json(graph), self.allowed)
             except UnsupportedError as error:
                 reasons += error.reasons or (error.summary,)
         raise UnsupportedError(f"cuDNN has no candidate for {self.op}.", reasons)
-
-    @property
-    def _allowed(self) -> str:
-        """The text of what the call's options allow; a pin says nothing of that."""
-        is_pin = '"engine":' in self.choice
-        return "" if is_pin or self.why != "requested" else self.choice
 
     def mermaid(self) -> str:
         """Return a Mermaid flowchart of the graph that runs."""
@@ -150,7 +147,7 @@ class Call:
 
 _PLAIN = (
     *("op", "shapes", "count", "implementation", "plan", "workspace_bytes"),
-    *("direction", "why", "choice", "device", "engine"),
+    *("direction", "why", "choice", "allowed", "device", "engine"),
     *("cudnn_us", "xla_us", "first_ratio"),
 )
 _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from jax_cudnn import native, offline
 from jax_cudnn.config import Options
-from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import is_contraction, legalize, partition
 from jax_cudnn.lowering import scoped, traced_graphs
@@ -324,7 +324,10 @@ def _newer(variation: Variation, gpu: Gpu) -> tuple[str, str] | None:
     plans: dict[int, str] = {}
     for version, members in by_version.items():
         newer = offline.named_gpu(members[-1].name)
-        plan = decide_part(variation.part, newer, variation.options).plan
+        try:
+            plan = decide_part(variation.part, newer, variation.options).plan
+        except LibraryError:
+            return None  # this machine's driver does not let newer GPUs be planned for
         if plan is not None:
             plans[version] = plan.name
     if not plans:

@@ -8,7 +8,7 @@ import struct
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from jax_cudnn.choices import Choice, Key
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import decide, traced_graphs
 from jax_cudnn.lowering.cuda import Decision, Step, label, local_ordinals, local_target
 
@@ -103,11 +104,7 @@ def save(
     with ThreadPoolExecutor(_THREADS) as pool:
         found = _planned(pool, function, args, kwargs)
         files = list(pool.map(_export, [(*plan, ordinal) for plan in found]))
-    kept: dict[Key, Choice] = {}
-    for step in found.values():
-        choice = choices.table().get(step.part, target)
-        if choice is not None:
-            kept[choices.key_of(step.part, target)] = choice
+    kept = _choices(traced_graphs(function, *args, **kwargs), target)
     contents = {_CHOICES: choices.to_text(kept, "plans.save").encode("ascii")}
     entries: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -173,7 +170,8 @@ def _planned(
     graphs = dict.fromkeys(
         (graph, options)
         for graph, options, is_linear in traced_graphs(function, *args, **kwargs)
-        if not is_linear
+        # What is for another GPU by its name is not this one's to build.
+        if not is_linear and options.device is None
     )
     decisions = pool.map(_decide, graphs)
     return {
@@ -182,6 +180,21 @@ def _planned(
         for step in decision.steps
         if step.legal is not None
     }
+
+
+def _choices(
+    found: Iterable[tuple[Graph, Options, bool]], target: Target
+) -> dict[Key, Choice]:
+    """Return the choices for the parts of graphs, those that say XLA among them."""
+    table = choices.table().all()
+    keys = [
+        choices.key_of(part, target, allowed)
+        for graph, options, is_linear in found
+        if not is_linear
+        for part in partition(graph)
+        for allowed in dict.fromkeys(("", options.plan.to_choice()))
+    ]
+    return {key: table[key] for key in keys if key in table}
 
 
 def _decide(request: tuple[Graph, Options]) -> Decision:
@@ -245,7 +258,7 @@ def _write_archive(
             for name, data in contents.items():
                 archive.writestr(name, data)
 
-    cache.replace_file(path, write)
+    cache.replace_file(path, write, is_private=False)
 
 
 def _read_archive(path: Path) -> tuple[dict[str, Any], list[bytes], bytes]:

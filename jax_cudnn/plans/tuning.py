@@ -20,7 +20,7 @@ from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import scoped, traced_graphs
-from jax_cudnn.lowering.cuda import local_target
+from jax_cudnn.lowering.cuda import local_target, precision_refusal
 from jax_cudnn.measuring import OutOfTimeError, measure
 from jax_cudnn.plans.table import aligned
 
@@ -97,8 +97,11 @@ def autotune(
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
     """
     tuner = _Tuner(budget_s=budget_s, progress=progress)
-    tuner.take(_parts(traced_graphs(function, *args, **kwargs)))
-    return tuner.finish()
+    try:
+        tuner.take(_parts(traced_graphs(function, *args, **kwargs)))
+    finally:
+        tuner.finish()
+    return tuner.tuning
 
 
 @contextmanager
@@ -108,7 +111,8 @@ def autotuning(
     """Measure, for what is compiled inside a `with` block, which plans are fastest.
 
     As ``plans.autotune`` does, when XLA compiles a function and asks for plans: nothing
-    else has to be changed in a training script. The functions are compiled again
+    else has to be changed in a training script. What has a choice already, from an
+    earlier run for one, is not measured again. The functions are compiled again
     afterwards, outside the block, with the same choices and no measuring.
 
     Args:
@@ -130,7 +134,7 @@ def autotuning(
 
     def before_deciding(graph: Graph, options: Options) -> None:
         if options.device is None:
-            tuner.take(_parts([(graph, options, False)]))
+            tuner.take(_parts([(graph, options, False)]), repeat=False)
 
     try:
         with scoped(tuner=before_deciding):
@@ -169,15 +173,20 @@ class _Tuner:
         self._seen: set[tuple[Graph, str]] = set()
         self.tuning = Tuning(device=self._target.name)
 
-    def take(self, parts: Iterable[tuple[Graph, Options]]) -> None:
-        """Measure those of the parts that are new, and use what was found."""
+    def take(
+        self, parts: Iterable[tuple[Graph, Options]], *, repeat: bool = True
+    ) -> None:
+        """Measure those of the parts that are new, and use what is found at once.
+
+        Without ``repeat``, those that have a choice from before are not new.
+        """
         new: dict[tuple[Graph, str], Options] = {}
         for part, options in parts:
             key = (part, options.plan.to_choice())
-            if key not in self._seen:
+            is_known = not repeat and choices.table().get(part, self._target, key[1])
+            if key not in self._seen and not is_known:
                 new.setdefault(key, options)
         self._seen.update(new)
-        found: dict[Key, Choice] = {}
         for i, ((part, allowed), options) in enumerate(new.items()):
             try:
                 choice = measure(part, options, self._target, self._deadline)
@@ -186,18 +195,17 @@ class _Tuner:
                 self.tuning.left_count += left
                 self._show(f"out of time: {left} calls are left as they were")
                 break
-            found[choices.key_of(part, self._target, allowed)] = choice
+            found = {choices.key_of(part, self._target, allowed): choice}
+            self.tuning.choices.update(found)
+            choices.table().add(found)
             self._show(
                 f"{_bar(i + 1, len(new))} {choice.op} {choice.operands}: "
                 f"cuDNN {_text(choice.cudnn_us)} µs, XLA {_text(choice.xla_us)} µs"
             )
-        self.tuning.choices.update(found)
-        choices.table().add(found)
 
-    def finish(self) -> Tuning:
-        """Keep what was found for other processes, and return it."""
+    def finish(self) -> None:
+        """Keep what was found for other processes."""
         choices.remember(self.tuning.choices)
-        return self.tuning
 
     def _show(self, line: str) -> None:
         if self._progress:
@@ -216,5 +224,7 @@ def _parts(found: list[tuple[Graph, Options, bool]]) -> Iterator[tuple[Graph, Op
             continue
         for part in partition(graph):
             has_sums = any(node.kind == "reduction" for node in part.nodes)
-            if has_sums or any(map(is_contraction, part.nodes)):
+            is_worth_it = has_sums or any(map(is_contraction, part.nodes))
+            # Where cuDNN's precision is not enough, XLA runs it, whatever is faster.
+            if is_worth_it and precision_refusal(part, options) is None:
                 yield part, options
