@@ -353,8 +353,11 @@ print(_start(Path({str(tmp_path)!r})).ask({{"graph": "a"}})["pid"])
         capture_output=True,
         text=True,
         check=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-        cwd=_ROOT,
+        # The checkout comes last: an installed package goes before its sources.
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*filter(None, sys.path), str(_ROOT)]),
+        },
     )
     assert not Path(f"/proc/{int(done.stdout)}").exists()
 
