@@ -3,12 +3,30 @@
 
 import json
 from dataclasses import replace
+from typing import Any
 
 from jax_cudnn.graph import Target
 from jax_cudnn.native import PlanInfo
 
 H200 = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 PIN = '{"engine":4,"knobs":{"SPLIT_K":2},"variant":0}'
+# A filter that allows all, as its text has it.
+ALL_ALLOWED = {
+    "denied_engines": [],
+    "deterministic": False,
+    "engines": None,
+    "modes": ["A", "FALLBACK"],
+    "refused_notes": [],
+    "required_notes": [],
+    "workspace_limit_bytes": None,
+}
+
+
+def filter_text(**changes: Any) -> str:
+    """Return the text of a filter that differs so from one that allows all."""
+    return json.dumps({**ALL_ALLOWED, **changes}, sort_keys=True, separators=(",", ":"))
+
+
 FILTER = (
     '{"denied_engines":[4],"deterministic":false,"engines":null,"modes":["A"],'
     '"refused_notes":[],"required_notes":[],"workspace_limit_bytes":null}'

@@ -35,6 +35,11 @@ from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
 
+# Why XLA runs a whole graph, before cuDNN is asked about its parts.
+ASKED_FOR_XLA = 'implementation="xla" was asked for'
+NO_ELEMENTS = "a tensor has no elements: nothing to launch"
+IS_DERIVATIVE = "forward mode and second order run the reference"
+
 
 # What decided: a measured choice, cuDNN's order of the candidates, or that order with
 # the options of the call.
@@ -158,10 +163,9 @@ def local_ordinals() -> list[int]:
 def decide(graph: Graph, options: Options) -> Decision:
     """Return who runs the graph on the GPU it is for, planning it with cuDNN."""
     if options.implementation == "xla":
-        reason = 'implementation="xla" was asked for'
-        return Decision(reasons=(reason,), why="requested")
+        return Decision(reasons=(ASKED_FOR_XLA,), why="requested")
     if graph.has_empty_tensor:
-        return Decision(reasons=("a tensor has no elements: nothing to launch",))
+        return Decision(reasons=(NO_ELEMENTS,))
     try:
         if (tuner := scope().tuner) is not None:
             tuner(graph, options)
@@ -412,6 +416,13 @@ def label(graph: Graph) -> str:
     """Return the graph's operations in a word: kinds, and modes of pointwise nodes."""
     names = (getattr(n.attributes, "mode", n.kind) for n in graph.nodes)
     return "+".join(name for name in names if name not in ("constant", "identity"))
+
+
+def operand_text(graph: Graph) -> str:
+    """Return the dtypes and shapes of a graph's operands, as stored."""
+    return ", ".join(
+        f"{t.dtype}[{','.join(map(str, t.stored_shape))}]" for t in graph.input_tensors
+    )
 
 
 def _unsupported(step: Step) -> UnsupportedError:

@@ -16,7 +16,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering.cuda import label, launch, run_xla
+from jax_cudnn.lowering.cuda import label, launch, operand_text, run_xla
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,
     compile_over_sets,
@@ -76,10 +76,7 @@ def measure(
     is_cudnn = best is not None and (xla_us is None or best[0] <= xla_us)
     return Choice(
         op=label(part),
-        operands=", ".join(
-            f"{t.dtype}[{','.join(map(str, t.stored_shape))}]"
-            for t in part.input_tensors
-        ),
+        operands=operand_text(part),
         implementation="cudnn" if is_cudnn else "xla",
         candidate=best[1] if best else 0,
         plan=best[2] if best else "",

@@ -71,12 +71,12 @@ class CacheStats:
 
 def parse_graph(text: str) -> str:
     """Return the canonical text of the graph, as the C++ reader understands it."""
-    return extension().parse_graph(_bytes(text))
+    return extension().parse_graph(as_bytes(text))
 
 
 def parse_choice(text: str) -> str:
     """Return the text of a choice; raise what is wrong with it, if anything is."""
-    return extension().parse_choice(_bytes(text))
+    return extension().parse_choice(as_bytes(text))
 
 
 def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
@@ -88,7 +88,7 @@ def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
             for the first that builds.
         device: CUDA ordinal of the device.
     """
-    fields = extension().plan(_bytes(graph_json), _bytes(choice), device)
+    fields = extension().plan(as_bytes(graph_json), as_bytes(choice), device)
     return plan_info(fields)
 
 
@@ -106,7 +106,7 @@ def candidates(
     None of them is built: some may fail to, when it comes to it. Those that the choice
     does not allow say why in ``refusal``; ``UnsupportedError`` where it allows none.
     """
-    listed = extension().list_candidates(_bytes(graph_json), _bytes(choice), device)
+    listed = extension().list_candidates(as_bytes(graph_json), as_bytes(choice), device)
     return tuple(Candidate(**_candidate_fields(fields)) for fields in listed)
 
 
@@ -143,8 +143,8 @@ def time_plan(
         samples: measurements.
     """
     times = extension().time_plan(
-        graph=_bytes(graph_json),
-        choice=_bytes(choice),
+        graph=as_bytes(graph_json),
+        choice=as_bytes(choice),
         device=device,
         sets=[(list(each.operands), list(each.results)) for each in sets],
         workspace=workspace,
@@ -174,9 +174,9 @@ def plan_offline(
         build: try the candidates that are allowed in order until one builds.
     """
     listed = extension().plan_offline(
-        graph=_bytes(graph_json),
-        choice=_bytes(choice),
-        device_properties=_bytes(device_properties),
+        graph=as_bytes(graph_json),
+        choice=as_bytes(choice),
+        device_properties=as_bytes(device_properties),
         sm_version=target.sm_version,
         sm_count=target.sm_count,
         build=build,
@@ -213,7 +213,8 @@ def clear_cache() -> None:
     extension().clear_cache()
 
 
-def _bytes(text: str) -> bytes:
+def as_bytes(text: str) -> bytes:
+    """Return text as the extension takes it."""
     # The reader refuses what is not UTF-8, surrogates included, as a malformed graph.
     return text.encode("utf-8", "surrogatepass")
 

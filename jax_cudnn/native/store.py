@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jax_cudnn.graph import Target
 from jax_cudnn.native._extension import extension
-from jax_cudnn.native.planner import PlanInfo, plan_info
+from jax_cudnn.native.planner import PlanInfo, as_bytes, plan_info
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +60,7 @@ def export_plan(graph_json: str, *, choice: str = "", device: int = 0) -> bytes:
     Raises:
         UnsupportedError: cuDNN has no plan, or cannot write this one down.
     """
-    return extension().export_plan(_bytes(graph_json), _bytes(choice), device)
+    return extension().export_plan(as_bytes(graph_json), as_bytes(choice), device)
 
 
 def import_plan(data: bytes, *, device: int = 0) -> ImportedPlan:
@@ -81,9 +81,9 @@ def export_plan_offline(
 ) -> bytes:
     """Return a plan file for a described device, as ``plan_offline`` describes it."""
     return extension().export_plan_offline(
-        graph=_bytes(graph_json),
-        choice=_bytes(choice),
-        device_properties=_bytes(device_properties),
+        graph=as_bytes(graph_json),
+        choice=as_bytes(choice),
+        device_properties=as_bytes(device_properties),
         gpu=target.name,
         sm_version=target.sm_version,
         sm_count=target.sm_count,
@@ -96,7 +96,7 @@ def import_plan_offline(
     """Read a plan file for a described device, without keeping its plan."""
     fields = extension().import_plan_offline(
         data=data,
-        device_properties=_bytes(device_properties),
+        device_properties=as_bytes(device_properties),
         gpu=target.name,
         sm_version=target.sm_version,
         sm_count=target.sm_count,
@@ -110,7 +110,3 @@ def _imported(fields: dict) -> ImportedPlan:
         choice=fields["choice"],
         plan=plan_info(fields["plan"]),
     )
-
-
-def _bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")

@@ -18,10 +18,14 @@ from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import is_contraction, legalize, partition
 from jax_cudnn.lowering import scoped, traced_graphs
 from jax_cudnn.lowering.cuda import (
+    ASKED_FOR_XLA,
+    IS_DERIVATIVE,
+    NO_ELEMENTS,
     Gpu,
     decide_part,
     gpu_for,
     label,
+    operand_text,
     precision_refusal,
 )
 from jax_cudnn.offline import GpuDescription
@@ -30,9 +34,6 @@ from jax_cudnn.plans.variations import Variation, by_name, variations
 # The version of what `Explanation.to_json` returns. A change of meaning raises it.
 SCHEMA = 1
 
-_LINEAR = "forward mode and second order run the reference"
-_ASKED = 'implementation="xla" was asked for'
-_EMPTY = "a tensor has no elements: nothing to launch"
 _AROUND = "elementwise work and sums around the contractions, which XLA fuses"
 
 
@@ -215,11 +216,11 @@ def _calls(
 ) -> Iterator[ExplainedCall]:
     whole = ""
     if is_linear:
-        whole = _LINEAR
+        whole = IS_DERIVATIVE
     elif options.implementation == "xla":
-        whole = _ASKED
+        whole = ASKED_FOR_XLA
     elif graph.has_empty_tensor:
-        whole = _EMPTY
+        whole = NO_ELEMENTS
     if whole:
         op = f"{label(graph)}:derivative" if is_linear else label(graph)
         yield _call(graph, count, op=op, implementation="xla", notes=(whole,))
@@ -260,11 +261,8 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
 
 
 def _call(part: Graph, count: int, *, op: str = "", **said: Any) -> ExplainedCall:
-    shapes = ", ".join(
-        f"{t.dtype}[{','.join(map(str, t.stored_shape))}]" for t in part.input_tensors
-    )
     return ExplainedCall(
-        op=op or label(part) or "copy", shapes=shapes, count=count, **said
+        op=op or label(part) or "copy", shapes=operand_text(part), count=count, **said
     )
 
 

@@ -16,12 +16,14 @@ from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import decide, subprograms, traced_graphs
 from jax_cudnn.lowering.cuda import (
+    IS_DERIVATIVE,
     Decision,
     Gpu,
     LocalGpu,
     Step,
     label,
     local_target,
+    operand_text,
 )
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo
@@ -146,16 +148,15 @@ def _calls(
     graph: Graph, options: Options, is_linear: bool, count: int, machine: _Machine
 ) -> list[Call]:
     if is_linear:
-        reason = "forward mode and second order run the reference"
         return [
             Call(
                 op=f"{label(graph)}:derivative",
-                shapes=_shapes(graph),
+                shapes=operand_text(graph),
                 count=count,
                 implementation="xla",
                 plan=None,
                 workspace_bytes=None,
-                reasons=(reason,),
+                reasons=(IS_DERIVATIVE,),
                 part=graph,
             )
         ]
@@ -187,7 +188,7 @@ def _call(
     only = measured[0] if len(measured) == 1 else None
     return Call(
         op=label(step.part) or "copy",
-        shapes=_shapes(step.part),
+        shapes=operand_text(step.part),
         count=count,
         implementation="xla" if legal is None else "cudnn",
         reasons=step.reasons if legal is None else legal.notes,
@@ -245,7 +246,7 @@ def _launched(launch: Launch, count: int, machine: _Machine) -> Call:
             reasons = (str(error),)
     return Call(
         op=launch.op,
-        shapes=_shapes(graph),
+        shapes=operand_text(graph),
         count=count,
         implementation="cudnn",
         reasons=reasons,
@@ -280,12 +281,6 @@ def direction_of(graph: Graph) -> Direction | None:
         for name in graph.outputs
     )
     return "forward" if is_result else None
-
-
-def _shapes(graph: Graph) -> str:
-    return ", ".join(
-        f"{t.dtype}[{','.join(map(str, t.stored_shape))}]" for t in graph.input_tensors
-    )
 
 
 def _plan_fields(info: PlanInfo | None) -> dict[str, Any]:

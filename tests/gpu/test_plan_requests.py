@@ -2,9 +2,7 @@
 """Do plans that a filter allows run on a GPU as promised, and only those?"""
 
 import functools
-import json
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +19,7 @@ from jax_cudnn.lowering.primitives import run_reference
 from tests.fused import graphs
 from tests.gpu.numerics import judge, to_f32
 from tests.gpuless.emitted import semantic_graphs
+from tests.planner import filter_text
 from tests.sdpa_cases import Case, make_operands
 
 pytestmark = pytest.mark.gpu
@@ -30,22 +29,8 @@ _JIT = "RUNTIME_COMPILATION"
 _B, _M, _K, _N = 4, 64, 128, 64
 
 
-def _filter(**changes: Any) -> str:
-    fields = {
-        "denied_engines": [],
-        "deterministic": False,
-        "engines": None,
-        "modes": ["A", "FALLBACK"],
-        "refused_notes": [],
-        "required_notes": [],
-        "workspace_limit_bytes": None,
-        **changes,
-    }
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
-
-
-_JIT_ONLY = _filter(required_notes=[_JIT])
-_PRECOMPILED_ONLY = _filter(refused_notes=[_JIT])
+_JIT_ONLY = filter_text(required_notes=[_JIT])
+_PRECOMPILED_ONLY = filter_text(refused_notes=[_JIT])
 
 
 def _legal(graph: Graph) -> Legal:
@@ -131,8 +116,8 @@ def test_matmul_runs_with_engines_of_one_sort_only(choice: str, is_jit: bool) ->
 def test_refused_and_required_notes_part_the_candidates(note: str) -> None:
     text = to_json(_matmul().graph)
     every = [each.name for each in native.candidates(text)]
-    having = _allowed(text, _filter(required_notes=[note]))
-    others = _allowed(text, _filter(refused_notes=[note]))
+    having = _allowed(text, filter_text(required_notes=[note]))
+    others = _allowed(text, filter_text(refused_notes=[note]))
     assert all(note in _notes(each) for each in having)
     assert not any(note in _notes(each) for each in others)
     assert sorted(each.name for each in having + others) == sorted(every)
@@ -140,7 +125,7 @@ def test_refused_and_required_notes_part_the_candidates(note: str) -> None:
 
 def test_a_workspace_limit_holds() -> None:
     text = to_json(_matmul().graph)
-    choice = _filter(workspace_limit_bytes=0, modes=["B", "A", "FALLBACK"])
+    choice = filter_text(workspace_limit_bytes=0, modes=["B", "A", "FALLBACK"])
     assert native.plan(text, choice=choice).workspace_bytes == 0
     a, b = _matmul_operands()
     (result,) = _program(_matmul(), choice)(a, b)
@@ -153,13 +138,13 @@ def test_one_engine_runs_alone_and_a_denied_one_never() -> None:
     engines = {each.engine for each in native.candidates(text)}
     assert len(engines) > 1
     first = native.plan(text).engine
-    assert native.plan(text, choice=_filter(engines=[first])).engine == first
-    assert native.plan(text, choice=_filter(denied_engines=[first])).engine != first
+    assert native.plan(text, choice=filter_text(engines=[first])).engine == first
+    assert native.plan(text, choice=filter_text(denied_engines=[first])).engine != first
 
 
 # --- the same bits, every time --------------------------------------------------------
 
-_DETERMINISTIC = _filter(deterministic=True)
+_DETERMINISTIC = filter_text(deterministic=True)
 
 
 @pytest.mark.parametrize("d", [64, 128])

@@ -2,7 +2,6 @@
 """Does a filter leave exactly the real cuDNN's candidates that it allows?"""
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -19,24 +18,11 @@ from tests.gpuless import harness
 from tests.gpuless.emitted import emitted_graphs
 from tests.gpuless.harness import target
 from tests.gpuless.verdicts import verdicts
+from tests.planner import filter_text
 from tests.sdpa_cases import Case
 
 _Candidates = list[dict[str, Any]]
 _JIT = "RUNTIME_COMPILATION"
-
-
-def _filter(**changes: Any) -> str:
-    fields = {
-        "denied_engines": [],
-        "deterministic": False,
-        "engines": None,
-        "modes": ["A", "FALLBACK"],
-        "refused_notes": [],
-        "required_notes": [],
-        "workspace_limit_bytes": None,
-        **changes,
-    }
-    return json.dumps(fields, sort_keys=True, separators=(",", ":"))
 
 
 def _of(*shape: int) -> jax.ShapeDtypeStruct:
@@ -108,7 +94,7 @@ def _built(candidates: _Candidates) -> dict[str, Any]:
 
 
 def test_a_filter_that_allows_all_changes_nothing() -> None:
-    for kind, answer in _ask_for_each(_filter()).items():
+    for kind, answer in _ask_for_each(filter_text()).items():
         assert _names(answer["candidates"]) == _names(_all()[kind])
         assert not any(candidate["refusal"] for candidate in answer["candidates"])
         assert not any(candidate["refusal"] for candidate in _all()[kind])
@@ -117,7 +103,7 @@ def test_a_filter_that_allows_all_changes_nothing() -> None:
 # The pinned wheel has the runtime-compiled engines only.
 @pytest.mark.parametrize("build", [False, True])
 def test_when_no_candidate_is_allowed_each_says_why(build: bool) -> None:
-    choice = _filter(refused_notes=[_JIT])
+    choice = filter_text(refused_notes=[_JIT])
     for kind, answer in _ask_for_each(choice, build=build).items():
         assert answer["error"] == "UnsupportedError"
         assert f"with the choice {choice}." in answer["message"]
@@ -131,7 +117,7 @@ def test_when_no_candidate_is_allowed_each_says_why(build: bool) -> None:
 def test_required_notes_leave_those_who_have_them_all() -> None:
     notes = [_JIT, "TENSOR_CORE"]
     missing = 0
-    for kind, answer in _ask_for_each(_filter(required_notes=notes)).items():
+    for kind, answer in _ask_for_each(filter_text(required_notes=notes)).items():
         assert _names(answer["candidates"]) == _names(_all()[kind])
         for candidate in answer["candidates"]:
             has = {*candidate["behavior_notes"], *candidate["numeric_notes"]}
@@ -145,7 +131,7 @@ def test_required_notes_leave_those_who_have_them_all() -> None:
 
 def test_allowing_one_engine_leaves_only_that_engine() -> None:
     engines = {kind: _all()[kind][-1]["engine"] for kind in _KINDS}
-    choices = {kind: _filter(engines=[engine]) for kind, engine in engines.items()}
+    choices = {kind: filter_text(engines=[engine]) for kind, engine in engines.items()}
     for kind, answer in _ask(choices, build=True).items():
         assert {each["engine"] for each in _all()[kind]} != {engines[kind]}
         assert {each["engine"] for each in _allowed(answer)} == {engines[kind]}
@@ -164,9 +150,9 @@ def test_an_engine_is_denied_by_its_number_and_not_by_its_digits() -> None:
     engines = {candidate["engine"] for candidate in usual}
     assert 10 in engines
     assert 1 not in engines
-    answer = _ask({"matmul": _filter(denied_engines=[1, 0])}, "b200")["matmul"]
+    answer = _ask({"matmul": filter_text(denied_engines=[1, 0])}, "b200")["matmul"]
     assert answer["candidates"] == usual
-    answer = _ask({"matmul": _filter(denied_engines=[10])}, "b200")["matmul"]
+    answer = _ask({"matmul": filter_text(denied_engines=[10])}, "b200")["matmul"]
     assert {each["engine"] for each in _allowed(answer)} == engines - {10}
     refusals = {each["refusal"] for each in answer["candidates"]}
     assert refusals == {"", "engine 10 is denied"}
@@ -174,7 +160,7 @@ def test_an_engine_is_denied_by_its_number_and_not_by_its_digits() -> None:
 
 def test_the_first_plan_is_another_where_the_first_engine_is_denied() -> None:
     first = _all()["conv"][0]["engine"]
-    answer = _ask({"conv": _filter(denied_engines=[first])}, build=True)["conv"]
+    answer = _ask({"conv": filter_text(denied_engines=[first])}, build=True)["conv"]
     assert _built(answer["candidates"])["engine"] != first
     tried = [each for each in answer["candidates"] if each["build_ms"] > 0]
     assert all(each["engine"] != first for each in tried)
@@ -184,10 +170,12 @@ def test_the_workspace_is_limited_to_the_byte_before_anything_is_built() -> None
     usual = {kind: _built(_all()[kind]) for kind in ("sdpa", "sdpa_backward")}
     sizes = {kind: built["workspace_bytes"] for kind, built in usual.items()}
     assert all(sizes.values())
-    enough = {kind: _filter(workspace_limit_bytes=n) for kind, n in sizes.items()}
+    enough = {kind: filter_text(workspace_limit_bytes=n) for kind, n in sizes.items()}
     for kind, answer in _ask(enough, build=True).items():
         assert _built(answer["candidates"])["name"] == usual[kind]["name"]
-    short = {kind: _filter(workspace_limit_bytes=n - 1) for kind, n in sizes.items()}
+    short = {
+        kind: filter_text(workspace_limit_bytes=n - 1) for kind, n in sizes.items()
+    }
     for kind, answer in _ask(short).items():
         reasons = answer.get("reasons") or [
             f"{each['name']}: {each['refusal']}" for each in answer["candidates"]
@@ -199,7 +187,7 @@ def test_the_workspace_is_limited_to_the_byte_before_anything_is_built() -> None
 
 
 def test_no_workspace_at_all_leaves_plans_without_one() -> None:
-    choices = {"sdpa": _filter(workspace_limit_bytes=0)}
+    choices = {"sdpa": filter_text(workspace_limit_bytes=0)}
     candidates = _ask(choices, build=True)["sdpa"]["candidates"]
     assert _built(candidates)["workspace_bytes"] == 0
     refusals = [each["refusal"] for each in candidates if each["refusal"]]
@@ -211,7 +199,7 @@ def test_no_workspace_at_all_leaves_plans_without_one() -> None:
 def test_modes_are_asked_in_their_order() -> None:
     text = _texts("h200")["conv"]
     modes = [["A"], ["B"], ["FALLBACK"], ["A", "FALLBACK"], ["FALLBACK", "B"]]
-    choices = [_filter(modes=each) for each in modes]
+    choices = [filter_text(modes=each) for each in modes]
     answers = harness.plan_all([text] * 5, "h200", build=False, choices=choices)
     a, b, fallback, usual, other = (answer["candidates"] for answer in answers)
     assert usual == a + fallback
@@ -221,7 +209,7 @@ def test_modes_are_asked_in_their_order() -> None:
 
 
 def test_deterministic_attention_gradients_are_computed_in_another_way() -> None:
-    choices = {"sdpa_backward": _filter(deterministic=True)}
+    choices = {"sdpa_backward": filter_text(deterministic=True)}
     answer = _ask(choices, build=True)["sdpa_backward"]
     built = _built(answer["candidates"])
     assert "NONDETERMINISTIC" not in built["numeric_notes"]
@@ -234,7 +222,7 @@ def test_deterministic_attention_gradients_are_computed_in_another_way() -> None
 def test_a_pin_remembers_that_its_plan_is_deterministic() -> None:
     listed = {
         kind: answer["candidates"]
-        for kind, answer in _ask_for_each(_filter(deterministic=True)).items()
+        for kind, answer in _ask_for_each(filter_text(deterministic=True)).items()
     }
     for candidates in listed.values():
         for each in candidates:
@@ -255,7 +243,7 @@ def test_a_sum_within_a_matmul_has_no_deterministic_plan() -> None:
         [to_json(verdict.found.graph)],
         "h200",
         build=False,
-        choices=[_filter(deterministic=True)],
+        choices=[filter_text(deterministic=True)],
     )
     assert answer["error"] == "UnsupportedError"
     assert any("Deterministic reduction" in reason for reason in answer["reasons"])

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from jax_cudnn import GraphError
 from jax_cudnn.native import parse_choice
+from tests.planner import ALL_ALLOWED
 
 pytestmark = pytest.mark.once
 
@@ -30,15 +31,7 @@ _NOTES = (
     "WINOGRAD_TILE_4x4",
     "WINOGRAD_TILE_6x6",
 )
-_FILTER = {
-    "denied_engines": [],
-    "deterministic": False,
-    "engines": None,
-    "modes": ["A", "FALLBACK"],
-    "refused_notes": [],
-    "required_notes": [],
-    "workspace_limit_bytes": None,
-}
+_FILTER = ALL_ALLOWED
 _PIN = {"engine": 7, "knobs": {"STAGES": 3, "TILEK": 0}, "variant": 0}
 
 
