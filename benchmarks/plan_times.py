@@ -3,8 +3,9 @@
 
     python -m benchmarks.plan_times --out docs/benchmarks
 
-writes plan_times.json and plan_times.md there. Needs an NVIDIA GPU. Every sample of a
-plan that is built or comes from disk is taken in a process of its own.
+writes plan_times.json and plan_times.md there, after every sample. Needs an NVIDIA
+GPU. Every sample of a plan that is built or comes from disk is taken in a process of
+its own.
 """
 
 import argparse
@@ -141,8 +142,8 @@ def _ask(order: Sequence[str], folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def measure(samples: int) -> dict[str, Any]:
-    """Return all samples, in milliseconds, by workload, state of cuDNN and source."""
+def measure(samples: int) -> Iterator[dict[str, Any]]:
+    """Yield the samples so far, in ms, by workload, state of cuDNN and source."""
     found: dict[str, Any] = {
         name: {state: {COLD: [], DISK: [], PROCESS: []} for state in _STATES}
         for name in WORKLOADS
@@ -160,7 +161,7 @@ def measure(samples: int) -> dict[str, Any]:
                     failures |= dict.fromkeys(answer["failures"])
                     _note(found, order, source, answer["times"])
         print(f"sample {sample + 1} of {samples}", file=sys.stderr)
-    return {"workloads": found, "failures": list(failures)}
+        yield {"workloads": found, "failures": list(failures), "samples": sample + 1}
 
 
 def _note(
@@ -235,23 +236,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"),
                         help="folder of the report")  # fmt: skip
-    parser.add_argument("--samples", type=int, default=5)
+    parser.add_argument("--samples", type=int, default=5, help="at least 1")
     parser.add_argument("--work", help=argparse.SUPPRESS)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.work:
         print(json.dumps(work(options.work.split(","), options.folder)))
         return
-    data = measure(options.samples)
-    data["run"] = {
-        "command": f"python -m benchmarks.plan_times --samples {options.samples}",
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
-        "environment": environment(),
-    }
     options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / _DATA).write_text(json.dumps(data, indent=1) + "\n")
-    (options.out / _PAGE).write_text(markdown(data))
-    print(markdown(data))
+    for data in measure(options.samples):
+        data["run"] = {
+            "command": f"python -m benchmarks.plan_times --samples {data['samples']}",
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
+            "environment": environment(),
+        }
+        (options.out / _DATA).write_text(json.dumps(data, indent=1) + "\n")
+        (options.out / _PAGE).write_text(markdown(data))
+    print((options.out / _PAGE).read_text())
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@
 For each contraction of the cells (benchmarks/fusion_cells.py, forward and gradients):
 the tuner's plan against the best of all of cuDNN's candidates for the same way of
 writing the graph, both from a second measurement of every candidate that knows nothing
-of the first.
+of the first. The report is written after every graph.
 """
 
 import argparse
@@ -14,6 +14,7 @@ import json
 import re
 import statistics
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,11 @@ _CELLS = (
 """The cells that are checked by default: one of each kind."""
 
 
-def check(pattern: str) -> list[dict[str, Any]]:
-    """Return for each contraction the tuner's plan and the best one, timed again."""
+def check(pattern: str) -> Iterator[dict[str, Any]]:
+    """Yield for each contraction the tuner's plan and the best one, timed again."""
     local = local_target()
     assert local is not None, "needs a GPU"
     target = local[1]
-    rows: list[dict[str, Any]] = []
     seen = set()
     for cell in CELLS:
         if not re.search(pattern, cell.key):
@@ -64,20 +64,16 @@ def check(pattern: str) -> list[dict[str, Any]]:
                     if each.time is not None
                 }
                 best = min(times, key=times.__getitem__)
-                rows.append(
-                    {
-                        "cell": cell.key,
-                        "op": label(part),
-                        "operands": choice.operands,
-                        "candidates": len(times),
-                        "first_us": next(iter(times.values())),
-                        "picked_us": times[choice.plan],
-                        "best_us": times[best],
-                        "ratio": times[choice.plan] / times[best],
-                    }
-                )
-                print(rows[-1], file=sys.stderr, flush=True)
-    return rows
+                yield {
+                    "cell": cell.key,
+                    "op": label(part),
+                    "operands": choice.operands,
+                    "candidates": len(times),
+                    "first_us": next(iter(times.values())),
+                    "picked_us": times[choice.plan],
+                    "best_us": times[best],
+                    "ratio": times[choice.plan] / times[best],
+                }
 
 
 def page(rows: list[dict[str, Any]], versions: dict[str, str], command: str) -> str:
@@ -114,13 +110,15 @@ def main() -> None:
     options = parser.parse_args()
     plans.set_cache(None)
     choices.table().clear()
-    rows, versions = check(options.cells), environment()
+    rows, versions = list[dict[str, Any]](), environment()
     options.out.mkdir(parents=True, exist_ok=True)
-    data = {"versions": versions, "rows": rows}
-    (options.out / "tuner_check.json").write_text(json.dumps(data, indent=1) + "\n")
-    text = page(rows, versions, "python -m benchmarks.tuner_check")
-    (options.out / "tuner_check.md").write_text(text)
-    print(text)
+    for row in check(options.cells):
+        print(row, file=sys.stderr, flush=True)
+        rows.append(row)
+        data = json.dumps({"versions": versions, "rows": rows}, indent=1)
+        (options.out / "tuner_check.json").write_text(data + "\n")
+        text = page(rows, versions, "python -m benchmarks.tuner_check")
+        (options.out / "tuner_check.md").write_text(text)
 
 
 if __name__ == "__main__":
