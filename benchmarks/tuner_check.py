@@ -56,7 +56,11 @@ def check(pattern: str) -> Iterator[dict[str, Any]]:
                 choice = measure(part, options, target)
                 if not choice.plan:
                     continue
-                legal = legalize(part, target).candidates[choice.candidate]
+                (legal,) = (
+                    legal
+                    for legal in legalize(part, target).candidates
+                    if choices.digest_of(legal.graph) == choice.rewritten
+                )
                 again = time_candidates_of(part, legal)
                 times = {
                     each.candidate.choice: each.time.median_us

@@ -43,11 +43,6 @@ class Settings:
         """The folder of plan files."""
         return None if self.directory is None else self.directory / "plans"
 
-    @property
-    def choices(self) -> Path | None:
-        """The file of measured choices."""
-        return None if self.directory is None else self.directory / "choices.json"
-
 
 _lock = threading.Lock()
 _current: Settings | None = None

@@ -26,17 +26,20 @@ from jax_cudnn.graph import Graph, Target, to_json
 _log = logging.getLogger("jax_cudnn")
 
 # The version of the file's form.
-SCHEMA = 1
+SCHEMA = 2
 _SHIPPED = Path(__file__).parent / "data"
+# The most entries that the cache folder keeps: some 10 MB.
+_MOST_KEPT = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """What runs a part of a graph fastest, as measured.
 
-    ``candidate`` counts the ways in which the part was rewritten for cuDNN, ``plan``
-    pins the engine and its knobs; both are of the best plan, also where XLA won. Times
-    are medians in microseconds, None where there was no such contender.
+    ``plan`` pins the engine and its knobs of the best plan, also where XLA won;
+    ``rewritten`` is the digest of the graph that it is for, which is the part in one of
+    the ways in which it is rewritten for cuDNN ("": the first of them). Times are
+    medians in microseconds, None where there was no such contender.
     ``first_ratio`` is the kernel time of the plan that cuDNN's heuristic gives first
     over that of the best plan.
     """
@@ -44,8 +47,8 @@ class Choice:
     op: str
     operands: str
     implementation: Literal["cudnn", "xla"]
-    candidate: int = 0
     plan: str = ""
+    rewritten: str = ""
     cudnn_us: float | None = None
     first_ratio: float | None = None
     xla_us: float | None = None
@@ -69,11 +72,12 @@ def key_of(graph: Graph, target: Target, allowed: str = "") -> Key:
     ``allowed`` is the text of ``PlanOptions``, for a choice among the plans that they
     allow; "" is for a choice among all.
     """
-    return Key(target.name, target.cudnn_version, _digest(graph, allowed))
+    return Key(target.name, target.cudnn_version, digest_of(graph, allowed))
 
 
 @functools.lru_cache(maxsize=8192)
-def _digest(graph: Graph, allowed: str) -> str:
+def digest_of(graph: Graph, allowed: str = "") -> str:
+    """Return what stands for a graph, and for the text of a restriction, in a file."""
     return hashlib.sha256((to_json(graph) + allowed).encode()).hexdigest()[:32]
 
 
@@ -124,9 +128,18 @@ def table() -> ChoiceTable:
     return result
 
 
+def kept_file() -> Path | None:
+    """Return the cache folder's file of choices, whether it is there or not.
+
+    A release that writes another form has a file of its own.
+    """
+    directory = cache.settings().directory
+    return None if directory is None else directory / f"choices-{SCHEMA}.json"
+
+
 def kept() -> dict[Key, Choice]:
     """Return the choices of the cache folder; none, and a debug line, if it is bad."""
-    path = cache.settings().choices
+    path = kept_file()
     if path is None:
         return {}
     try:
@@ -145,15 +158,31 @@ def remember(found: Mapping[Key, Choice]) -> None:
     line, no error.
     """
     table().add(found)
-    path = cache.settings().choices
+    path = kept_file()
     if path is None or not found:
         return
     try:
         with cache.exclusive(path.parent):
-            text = to_text({**kept(), **found}, "plans.autotune")
+            text = to_text(_within_bounds(kept(), found), "plans.autotune")
             cache.replace_file(path, lambda file: file.write(text.encode("ascii")))
     except OSError as error:
         _log.debug("choices are not kept on disk: %s", error)
+
+
+def _within_bounds(
+    old: Mapping[Key, Choice], found: Mapping[Key, Choice]
+) -> dict[Key, Choice]:
+    """Return all that was found, and of the old as much as there is room for.
+
+    What is for other GPUs and other versions of cuDNN goes first.
+    """
+    current = {(key.device, key.cudnn) for key in found}
+    rest = sorted(
+        old.keys() - found.keys(),
+        key=lambda key: ((key.device, key.cudnn) not in current, key),
+    )
+    room = max(0, _MOST_KEPT - len(found))
+    return {**{key: old[key] for key in rest[:room]}, **found}
 
 
 def write(path: Path, choices: Mapping[Key, Choice], made: str) -> None:
@@ -200,12 +229,12 @@ def _read_entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
     choice = Choice(**entry)
     if choice.implementation not in ("cudnn", "xla"):
         raise ValueError(f"implementation {choice.implementation!r}")
-    texts = (key.device, key.graph, choice.op, choice.operands, choice.plan)
+    texts = (key.device, key.graph, choice.op, choice.operands)
+    texts = (*texts, choice.plan, choice.rewritten)
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"not all of {texts} are strings")
-    for number in (key.cudnn, choice.candidate):
-        if type(number) is not int or number < 0:
-            raise ValueError(f"{number!r} is not a count")
+    if type(key.cudnn) is not int or key.cudnn < 0:
+        raise ValueError(f"{key.cudnn!r} is not a version")
     for time in (choice.cudnn_us, choice.first_ratio, choice.xla_us):
         if time is not None and type(time) not in (int, float):
             raise TypeError(f"{time!r} is not a time")

@@ -25,8 +25,8 @@ _CHOICES = st.builds(
     op=st.text(),
     operands=st.text(),
     implementation=st.sampled_from(["cudnn", "xla"]),
-    candidate=st.integers(0, 9),
     plan=st.text(),
+    rewritten=st.text(),
     cudnn_us=_TIMES,
     first_ratio=_TIMES,
     xla_us=_TIMES,
@@ -56,8 +56,8 @@ def test_a_file_has_one_sorted_line_an_entry(tmp_path: Path) -> None:
 def _entry_text(**changes: object) -> str:
     """Return a choices file of one entry, of which some fields are wrong."""
     entry = {"device": "x", "cudnn": 1, "graph": "g", "op": "", "operands": ""}
-    right = {**entry, "implementation": "xla", "candidate": 0, "plan": ""}
-    return json.dumps({"schema": 1, "choices": [{**right, **changes}]})
+    right = {**entry, "implementation": "xla", "plan": ""}
+    return json.dumps({"schema": 2, "choices": [{**right, **changes}]})
 
 
 @pytest.mark.parametrize(
@@ -65,21 +65,22 @@ def _entry_text(**changes: object) -> str:
     [
         ("", "is not a choices file"),
         ("[]", "is not a choices file"),
-        ('{"schema": 2, "choices": []}', r"schema 2 is not 1"),
-        ('{"schema": 1, "choices": [{"device": "x"}]}', "is not a choices file"),
+        ('{"schema": 1, "choices": []}', r"schema 1 is not 2"),
+        ('{"schema": 2, "choices": [{"device": "x"}]}', "is not a choices file"),
         (
-            '{"schema": 1, "choices": [{"device": "x", "cudnn": 1, "graph": "g",'
+            '{"schema": 2, "choices": [{"device": "x", "cudnn": 1, "graph": "g",'
             ' "op": "", "operands": "", "implementation": "torch"}]}',
             "implementation 'torch'",
         ),
         (_entry_text(plan=7), r"TypeError\(.* are strings"),
         (_entry_text(device=None), r"TypeError\(.* are strings"),
-        (_entry_text(candidate=-1), "-1 is not a count"),
-        (_entry_text(candidate=True), "True is not a count"),
+        (_entry_text(cudnn=-1), "-1 is not a version"),
+        (_entry_text(cudnn=True), "True is not a version"),
+        (_entry_text(rewritten=0), r"TypeError\(.* are strings"),
         (_entry_text(xla_us="fast"), "'fast' is not a time"),
         (_entry_text(colour="blue"), "is not a choices file"),
         ("[" * 100_000, "is not a choices file: RecursionError"),
-        ('{"schema": 1, "choices": [3]}', "is not a choices file"),
+        ('{"schema": 2, "choices": [3]}', "is not a choices file"),
         ("\xff", "is not a choices file: UnicodeDecodeError"),
     ],
 )
@@ -178,6 +179,34 @@ def test_what_is_remembered_adds_up(
 _XLA = Choice(op="op", operands="", implementation="xla")
 
 
+def _kept_in(folder: Path) -> Path:
+    path = choices.kept_file()
+    assert path is not None
+    assert path.parent == folder
+    return path
+
+
+def test_choices_of_another_form_are_left_alone(folder: Path) -> None:
+    folder.mkdir(parents=True)
+    newer = folder / f"choices-{choices.SCHEMA + 1}.json"
+    newer.write_text("of a later release")
+    choices.remember({Key("GPU", 1, "g"): _XLA})
+    assert newer.read_text() == "of a later release"
+    assert choices.kept() == {Key("GPU", 1, "g"): _XLA}
+
+
+def test_what_is_kept_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(choices, "_MOST_KEPT", 3)
+    here = [Key("GPU", 2, graph) for graph in "abcde"]
+    choices.remember({Key("A", 2, "x"): _XLA, Key("GPU", 1, "x"): _XLA})
+    choices.remember({here[0]: _XLA})
+    assert len(choices.kept()) == 3
+    choices.remember({here[1]: _XLA, here[2]: _XLA})
+    assert set(choices.kept()) == set(here[:3]), "those for another GPU or cuDNN went"
+    choices.remember(dict.fromkeys(here[1:], _XLA))
+    assert set(choices.kept()) == set(here[1:]), "what is new is kept, all of it"
+
+
 def test_nothing_is_made_on_disk_without_anything_to_keep(folder: Path) -> None:
     choices.remember({})
     assert choices.kept() == {}
@@ -186,7 +215,7 @@ def test_nothing_is_made_on_disk_without_anything_to_keep(folder: Path) -> None:
     choices.remember({Key("GPU", 1, "g"): _XLA})
     assert plans.cache_info().choices == 1
     assert folder.stat().st_mode & 0o777 == 0o700
-    assert (folder / "choices.json").stat().st_mode & 0o777 == 0o600
+    assert _kept_in(folder).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_is_set_brings_its_choices(folder: Path, tmp_path: Path) -> None:
@@ -206,13 +235,13 @@ def test_a_bad_file_is_a_debug_line_and_replaced(
     folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     folder.mkdir(parents=True)
-    (folder / "choices.json").write_text("{]")
+    _kept_in(folder).write_text("{]")
     with caplog.at_level("DEBUG", "jax_cudnn"):
         assert choices.kept() == {}
     (record,) = caplog.records
     assert record.levelname == "DEBUG"
     assert "kept on disk are ignored" in record.message
-    assert "choices.json is not a choices file" in record.message
+    assert f"{_kept_in(folder)} is not a choices file" in record.message
     choices.remember({Key("GPU", 1, "g"): _XLA})
     assert choices.kept() == {Key("GPU", 1, "g"): _XLA}
 
@@ -225,7 +254,7 @@ def test_a_disk_that_takes_nothing_is_a_debug_line(
         folder.parent.mkdir()
         folder.write_text("in the way")
     else:
-        (folder / "choices.json" / "in the way").mkdir(parents=True)
+        (_kept_in(folder) / "in the way").mkdir(parents=True)
     key = Key("GPU", 2, "g")
     with caplog.at_level("DEBUG", "jax_cudnn"):
         choices.remember({key: _XLA})
@@ -233,7 +262,7 @@ def test_a_disk_that_takes_nothing_is_a_debug_line(
     assert choices.table().all()[key] == _XLA
     if obstacle == "file":
         names = {path.name for path in folder.iterdir()}
-        assert names == {"lock", "choices.json"}, "no temporary file is left"
+        assert names == {"lock", _kept_in(folder).name}, "no temporary file is left"
 
 
 def test_a_lock_that_is_held_is_waited_for_and_then_let_be(

@@ -189,6 +189,19 @@ def test_xla_rounds_sums_of_16_bits_on_a_gpu(planner: Planner) -> None:
     assert re.search(r"dot_general.*-> tensor<[14x]+xf32>", text("cpu"))
 
 
+def test_xla_rounds_sums_over_8_bit_weights_as_well(planner: Planner) -> None:
+    planner.refused = {"matmul"}
+    x, scale = jnp.ones((4, 8), _BF16), jnp.ones(8, jnp.float32)
+
+    def text(dtype: Any) -> str:
+        w = jnp.ones((8, 8), dtype)
+        traced = jax.jit(lambda x, w: matmul(x, w, scale_b=scale)).trace(x, w)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    for dtype in (jnp.int8, jnp.float8_e5m2):
+        assert re.search(r"dot_general.*-> tensor<[148x]+xbf16>", text(dtype)), dtype
+
+
 # --- choices --------------------------------------------------------------------------
 
 
@@ -300,7 +313,9 @@ def test_nothing_is_tuned_where_there_is_no_contraction() -> None:
 # --- stale choices --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fields", [{"plan": _PIN, "candidate": 99}, {"plan": "torn"}])
+@pytest.mark.parametrize(
+    "fields", [{"plan": _PIN, "rewritten": "gone"}, {"plan": "torn"}]
+)
 def test_a_stale_choice_is_ignored_and_said_once(
     fields: dict[str, Any],
     caplog: pytest.LogCaptureFixture,

@@ -256,19 +256,30 @@ def _pinned(
     options: Options,
 ) -> Step | None:
     """Return the step with the measured plan, unless it is stale or not allowed."""
+    legal = _rewritten(legalization, measured.rewritten)
+    if legal is None:
+        _say_stale_once(_summary(part), "this release rewrites the graph otherwise")
+        return None
     try:
-        legal = legalization.candidates[measured.candidate]
         json = to_json(legal.graph)
         if not _allows(options, gpu, json, measured.plan):
             return None
         plan = gpu.plan(json, measured.plan)
-    except (IndexError, GraphError, UnsupportedError) as error:
+    except (GraphError, UnsupportedError) as error:
         _say_stale_once(_summary(part), str(error))
         return None
     limit = options.plan.workspace_limit_bytes
     if limit is not None and plan.workspace_bytes > limit:
         return None
     return Step(part=part, legal=legal, plan=plan, choice=measured.plan, why="tuned")
+
+
+def _rewritten(legalization: Legalization, digest: str) -> Legal | None:
+    """Return the candidate with that digest; without one, the first, if any."""
+    for legal in legalization.candidates:
+        if digest in ("", choices.digest_of(legal.graph)):
+            return legal
+    return None
 
 
 def _allows(options: Options, gpu: Gpu, graph_json: str, pin: str) -> bool:

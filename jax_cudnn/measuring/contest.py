@@ -6,17 +6,18 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
 from jax_cudnn import native
-from jax_cudnn.choices import Choice
+from jax_cudnn.choices import Choice, digest_of
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering.cuda import label, launch, operand_text, run_xla
+from jax_cudnn.measuring.agreement import bound, largest_error, reference_results
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,
     compile_over_sets,
@@ -32,6 +33,8 @@ _HOPELESS = 1.25
 _SAMPLES = 7
 _BUILDERS = 8
 
+_T = TypeVar("_T")
+
 
 class OutOfTimeError(Exception):
     """The contest was not over when its time was."""
@@ -42,8 +45,9 @@ def measure(
 ) -> Choice:
     """Time everything that may run a part of a graph, and return the fastest.
 
-    Plans of one graph race by the device's events. The winner of each way of rewriting
-    the part then meets XLA's code, each with all its array work, in compiled programs.
+    Plans of one graph race by the device's events. The fastest whose results agree with
+    the reference, of each way of rewriting the part, then meets XLA's code, each with
+    all its array work, in compiled programs.
 
     Raises:
       OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
@@ -57,47 +61,70 @@ def measure(
         call = compile_over_sets(function, sets)
         return time_calls(call, len(sets), samples=_SAMPLES).median_us
 
-    xla_us = _unless_it_fails(time_it, lambda *xs: run_xla(part, xs, options))
+    xla_us = _unless_it_fails(lambda: time_it(lambda *xs: run_xla(part, xs, options)))
+    expected = _unless_it_fails(lambda: reference_results(part, sets[0]))
     first_ratio: float | None = None
-    best: tuple[float, int, str] | None = None
+    best: tuple[float, Legal, str] | None = None
     ordinal = device.local_hardware_id
-    for index, legal, plans in _contenders(part, options, target, ordinal):
+    for legal, plans in _contenders(part, options, target, ordinal):
         changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
         stopwatch = PlanStopwatch(legal.graph, changed, device)
         race = list(_race(stopwatch, plans, deadline))
-        if not race:
-            continue
-        winner, winner_us = min(race, key=lambda entry: entry[1])
-        if first_ratio is None:
-            first_ratio = race[0][1] / winner_us
-        us = _unless_it_fails(time_it, functools.partial(_run_legal, legal, winner))
-        if us is not None and (best is None or us < best[0]):
-            best = (us, index, winner.choice)
+        for winner, winner_us in sorted(race, key=lambda entry: entry[1]):
+            run = functools.partial(_run_legal, legal, winner)
+            if expected and not _agrees(part, winner, run, sets[0], expected):
+                continue
+            if first_ratio is None:
+                first_ratio = race[0][1] / winner_us
+            us = _unless_it_fails(functools.partial(time_it, run))
+            if us is not None and (best is None or us < best[0]):
+                best = (us, legal, winner.choice)
+            break
     is_cudnn = best is not None and (xla_us is None or best[0] <= xla_us)
     return Choice(
         op=label(part),
         operands=operand_text(part),
         implementation="cudnn" if is_cudnn else "xla",
-        candidate=best[1] if best else 0,
         plan=best[2] if best else "",
+        rewritten=digest_of(best[1].graph) if best else "",
         cudnn_us=round(best[0], 2) if best else None,
         first_ratio=None if first_ratio is None else round(first_ratio, 3),
         xla_us=None if xla_us is None else round(xla_us, 2),
     )
 
 
-def _unless_it_fails(
-    time_it: Callable[[Callable[..., Any]], float], function: Callable[..., Any]
-) -> float | None:
-    """Return a contender's time; None, with a line of log, where it cannot run.
+def _unless_it_fails(run: Callable[[], _T]) -> _T | None:
+    """Return what a contender's run returns; None, with a line of log, if it cannot.
 
     XLA's attention may be out of memory where cuDNN's is not, for one.
     """
     try:
-        return time_it(function)
+        return run()
     except jax.errors.JaxRuntimeError as error:
         _log.debug("a contender does not run: %s", error)
         return None
+
+
+def _agrees(
+    part: Graph,
+    plan: native.PlanInfo,
+    run: Callable[..., Sequence[jax.Array]],
+    operands: Sequence[jax.Array],
+    expected: Sequence[jax.Array],
+) -> bool:
+    """Whether a plan computes what is expected; one that does not is warned of."""
+    results = _unless_it_fails(lambda: jax.jit(run)(*operands))
+    if results is None:
+        return False
+    error, most = largest_error(results, expected), bound(part)
+    if error <= most:
+        return True
+    _log.warning(
+        "cuDNN's plan %s for %s(%s) is not chosen: its results differ from the "
+        "reference's by %.2g of their norm, where rounding explains %.2g",
+        plan.name, label(part), operand_text(part), error, most,
+    )  # fmt: skip
+    return False
 
 
 def _run_legal(
@@ -109,10 +136,10 @@ def _run_legal(
 
 def _contenders(
     part: Graph, options: Options, target: Target, ordinal: int
-) -> Iterator[tuple[int, Legal, list[native.PlanInfo]]]:
+) -> Iterator[tuple[Legal, list[native.PlanInfo]]]:
     """Yield each way of rewriting the part, with the plans that build for it."""
     with ThreadPoolExecutor(_BUILDERS) as pool:
-        for index, legal in enumerate(legalize(part, target).candidates):
+        for legal in legalize(part, target).candidates:
             json = to_json(legal.graph)
             try:
                 listed = native.candidates(
@@ -123,7 +150,7 @@ def _contenders(
             pinned = [each.choice for each in listed if not each.refusal]
             build = functools.partial(_build, json, options, ordinal)
             built = pool.map(build, filter(None, pinned))
-            yield index, legal, [plan for plan in built if plan is not None]
+            yield legal, [plan for plan in built if plan is not None]
 
 
 def _build(
@@ -140,7 +167,10 @@ def _build(
 def _race(
     stopwatch: PlanStopwatch, plans: list[native.PlanInfo], deadline: float
 ) -> Iterator[tuple[native.PlanInfo, float]]:
-    """Time the plans that run, with more samples for those that may be the best."""
+    """Time the plans that run, with more samples for those that may be the best.
+
+    The others are told with the time of the first look.
+    """
     looks: list[tuple[native.PlanInfo, float]] = []
     for plan in plans:
         if time.monotonic() > deadline:
@@ -152,8 +182,7 @@ def _race(
         else:
             looks.append((plan, look))
     bound = min((look for _, look in looks), default=0.0) * _HOPELESS
-    for i, (plan, look) in enumerate(looks):
-        if look <= bound:
-            yield plan, stopwatch.time(plan, samples=_SAMPLES).median_us
-        elif i == 0:
-            yield plan, look
+    for plan, look in looks:
+        is_hopeless = look > bound
+        us = look if is_hopeless else stopwatch.time(plan, samples=_SAMPLES).median_us
+        yield plan, us

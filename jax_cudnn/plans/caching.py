@@ -62,7 +62,7 @@ def clear_cache(*, disk: bool = False) -> None:
     forget_decisions()
     if disk:
         native.clear_plan_store()
-        path = cache.settings().choices
+        path = choices.kept_file()
         if path is not None:
             path.unlink(missing_ok=True)
 

@@ -44,11 +44,11 @@ def evaluate(
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results, given its operands as stored arrays.
 
-    With ``narrow_sums``, sums over 16-bit operands are rounded to their dtype before
-    what follows them, as in programs that are written in that dtype throughout: XLA
-    computes that faster, since it keeps no f32 array of the sums and knows what to
-    fuse. The tensors ``kept``
-    are computed once and read from memory after that.
+    With ``narrow_sums``, sums over 16-bit operands, also beside 8-bit weights, are
+    rounded to their dtype before what follows them, as in programs that are written in
+    that dtype throughout: XLA computes that faster, since it keeps no f32 array of the
+    sums and knows what to fuse. The tensors ``kept`` are computed once and read from
+    memory after that.
     """
     values = {
         tensor.name: to_logical(tensor, operand)
@@ -72,9 +72,9 @@ def _evaluate_node(
     outputs = {role: graph.tensor(name) for role, name in node.outputs}
     if rule in _CONTRACTIONS:
         dtypes: list[DTypeName] = [graph.tensor(name).dtype for _, name in node.inputs]
-        is_narrow = narrow_sums and all(dtype in ("bf16", "f16") for dtype in dtypes)
+        narrow = _narrow_dtype(dtypes) if narrow_sums else None
         asked = {
-            role: replace(tensor, dtype=_sums_dtype(graph, tensor, dtypes, is_narrow))
+            role: replace(tensor, dtype=_sums_dtype(graph, tensor, dtypes, narrow))
             for role, tensor in outputs.items()
         }
     else:
@@ -135,11 +135,17 @@ _CONTRACTIONS = (
 )
 
 
+def _narrow_dtype(dtypes: Sequence[DTypeName]) -> DTypeName | None:
+    """Return the 16-bit dtype of operands, beside which others have 8 bits, or None."""
+    wide = set(dtypes) - {"i8", "u8", "f8_e4m3fn", "f8_e5m2"}
+    return wide.pop() if wide in ({"bf16"}, {"f16"}) else None
+
+
 def _sums_dtype(
-    graph: Graph, tensor: Tensor, dtypes: Sequence[DTypeName], is_narrow: bool
+    graph: Graph, tensor: Tensor, dtypes: Sequence[DTypeName], narrow: DTypeName | None
 ) -> DTypeName:
     is_asked_for = tensor.name in graph.outputs and tensor.dtype not in dtypes
-    return dtypes[0] if is_narrow and not is_asked_for else accumulator(*dtypes)
+    return accumulator(*dtypes) if narrow is None or is_asked_for else narrow
 
 
 def to_logical(tensor: Tensor, stored: jax.Array) -> jax.Array:

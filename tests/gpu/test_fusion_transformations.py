@@ -637,15 +637,15 @@ def test_a_choices_file_round_trips(table, tmp_path):
     "stale",
     [
         {"plan": '{"engine":12345,"knobs":{},"variant":0}'},
-        {"plan": '{"engine":0,"knobs":{},"variant":0}', "candidate": 99},
+        {"plan": '{"engine":0,"knobs":{},"variant":0}', "rewritten": "gone"},
         {"plan": "not a plan"},
     ],
-    ids=["engine", "candidate", "text"],
+    ids=["engine", "rewritten", "text"],
 )
 def test_a_stale_choice_is_ignored_with_one_message(stale, table, caplog):
     caplog.set_level(logging.INFO, logger="jax_cudnn")
     # Sizes of its own in each case: a message comes once for a graph.
-    columns = 40 + 8 * len(stale["plan"]) + 8 * stale.get("candidate", 0)
+    columns = 40 + 8 * len(stale["plan"]) + 8 * len(stale.get("rewritten", ""))
     a, _, bias = _matmul_operands()
     operands = (a, _normal(1, 96, columns, size=0.1), jnp.tile(bias, columns)[:columns])
     (step,) = _steps(_matmul("auto"), *operands)

@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a plan compute what the reference says?
+
+cuDNN has had engines that build for a graph and compute something else. What is
+measured to be fastest is therefore compared before it is chosen.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn.graph import Graph
+from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import evaluate
+
+# What rounding may do to a tensor by its norm, in units of eps: a few roundings to the
+# dtype, which average out, are less than one. What is wrong is off by tenths.
+_UNITS = 8
+_MOST = 0.5
+# Products of f32 may be TF32's, with the fraction of f16.
+_TF32_EPS = float(jnp.finfo(jnp.float16).eps)
+
+
+def bound(part: Graph) -> float:
+    """Return the relative error that a plan may have: by the coarsest dtype it reads.
+
+    8 eps: 0.06 for bf16, 0.008 for f16 and for f32 in TF32, 0.5 for 8 bits.
+    """
+    tensors = (*part.input_tensors, *part.output_tensors)
+    return min(_MOST, _UNITS * max(_eps(jax_dtype(t.dtype)) for t in tensors))
+
+
+def _eps(dtype: np.dtype) -> float:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        return _TF32_EPS
+    return max(_TF32_EPS, float(jnp.finfo(dtype).eps))
+
+
+def reference_results(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return what a part gives for operands, by the reference in full precision."""
+    with jax.default_matmul_precision("highest"):
+        return list(jax.jit(lambda *xs: evaluate(part, xs))(*operands))
+
+
+def largest_error(found: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Return the largest relative error of some results, by the norm of each.
+
+    Where the reference is not finite, nothing is compared: random operands may ask for
+    what no dtype holds. Where only the result is not, the error is infinite.
+    """
+    pairs = zip(found, expected, strict=True)
+    return max((float(_error(x, y)) for x, y in pairs), default=0.0)
+
+
+@jax.jit
+def _error(x: jax.Array, y: jax.Array) -> jax.Array:
+    right = y.astype(jnp.float32)
+    is_compared = jnp.isfinite(right)
+    right = jnp.where(is_compared, right, 0)
+    difference = jnp.where(is_compared, x.astype(jnp.float32) - right, 0)
+    # Squares of what is not scaled may be more than f32 holds.
+    scale = jnp.maximum(jnp.max(jnp.abs(right), initial=0), jnp.finfo(right.dtype).tiny)
+    error = jnp.linalg.norm((difference / scale).ravel())
+    relative = error / jnp.linalg.norm((right / scale).ravel())
+    return jnp.where(error == 0, 0, jnp.where(jnp.isnan(relative), jnp.inf, relative))

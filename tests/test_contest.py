@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who wins a contest, and who may not, without a GPU to race on?"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_cudnn import UnsupportedError, choices, matmul, native
+from jax_cudnn.choices import Choice
+from jax_cudnn.graph import Graph, from_json, to_json
+from jax_cudnn.legalize import Legalization
+from jax_cudnn.legalize.rules import Legal
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.measuring import OutOfTimeError, contest, measure
+from jax_cudnn.measuring.stopwatch import Measurement
+from jax_cudnn.native import Candidate, PlanInfo
+from jax_cudnn.reference.interpreter import evaluate
+from tests.planner import H200, PIN, made_plan
+
+pytestmark = pytest.mark.once
+
+
+def _pin(engine: int) -> str:
+    return PIN.replace("4", str(engine))
+
+
+@dataclass(kw_only=True)
+class Gpu:
+    """Stands for a GPU whose plans take as many µs as their engines' numbers."""
+
+    engines: tuple[int, ...] = (30, 20, 10)
+    wrong: set[int] = field(default_factory=set)
+    broken: set[int] = field(default_factory=set)
+    xla_us: float = 1000.0
+
+    def candidates(
+        self, text: str, *, choice: str, device: int
+    ) -> tuple[Candidate, ...]:
+        del text, choice
+        assert device == 3
+        if not self.engines:
+            raise UnsupportedError("no candidate")
+        return tuple(made_plan(_pin(engine)) for engine in self.engines)
+
+    def plan(self, text: str, *, choice: str, device: int) -> PlanInfo:
+        del text
+        assert device == 3
+        return made_plan(choice)
+
+    def launch(
+        self, graph: Graph, plan: PlanInfo, choice: str, operands: Sequence[jax.Array]
+    ) -> Sequence[jax.Array]:
+        assert plan.choice == choice
+        if plan.engine in self.broken:
+            raise jax.errors.JaxRuntimeError("out of memory")
+        results = evaluate(graph, operands)
+        return [1.2 * x if plan.engine in self.wrong else x for x in results]
+
+
+class _Stopwatch:
+    def __init__(self, graph: Graph, sets: Any, device: Any):
+        assert device.local_hardware_id == 3
+        assert [x.shape for x in sets[0]] == [
+            t.stored_shape for t in graph.input_tensors
+        ]
+
+    def time(self, plan: PlanInfo, **options: Any) -> Measurement:
+        assert options["samples"] > 0
+        return Measurement.of([float(plan.engine)])
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
+    """Hold contests on a stand-in; a program takes as long as its plan, or XLA."""
+    gpu = Gpu()
+    device = SimpleNamespace(local_hardware_id=3)
+    ran: list[float] = []
+
+    def launch(*args: Any) -> Sequence[jax.Array]:
+        ran.append(float(args[1].engine))
+        return gpu.launch(*args)
+
+    def run_xla(*args: Any) -> Sequence[jax.Array]:
+        ran.append(gpu.xla_us)
+        return evaluate(args[0], args[1])
+
+    def compile_over_sets(function: Callable[..., Any], sets: Any) -> Any:
+        function(*sets[0])
+        return ran[-1]
+
+    def draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
+        assert device.local_hardware_id == 3
+        keys = jax.random.split(jax.random.key(0), len(graph.input_tensors))
+        shapes = [tensor.stored_shape for tensor in graph.input_tensors]
+        pairs = zip(keys, shapes, strict=True)
+        return [[jax.random.normal(k, s).astype(jnp.bfloat16) for k, s in pairs]]
+
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
+    monkeypatch.setattr(native, "candidates", gpu.candidates)
+    monkeypatch.setattr(native, "plan", gpu.plan)
+    monkeypatch.setattr(contest, "PlanStopwatch", _Stopwatch)
+    monkeypatch.setattr(contest, "draw_sets", draw_sets)
+    monkeypatch.setattr(contest, "launch", launch)
+    monkeypatch.setattr(contest, "run_xla", run_xla)
+    monkeypatch.setattr(contest, "compile_over_sets", compile_over_sets)
+    monkeypatch.setattr(
+        contest, "time_calls", lambda us, count, samples: Measurement.of([us])
+    )
+    return gpu
+
+
+def _measure(deadline: float = float("inf")) -> Choice:
+    x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
+    ((part, options, _),) = traced_graphs(matmul, x, w)
+    return measure(part, options, H200, deadline)
+
+
+def test_the_fastest_plan_wins(gpu: Gpu) -> None:
+    choice = _measure()
+    assert (choice.implementation, choice.plan) == ("cudnn", _pin(10))
+    assert (choice.cudnn_us, choice.xla_us, choice.first_ratio) == (10, gpu.xla_us, 3)
+
+
+def test_xla_wins_where_it_is_faster_and_the_best_plan_is_kept(gpu: Gpu) -> None:
+    gpu.xla_us = 5
+    choice = _measure()
+    assert (choice.implementation, choice.plan) == ("xla", _pin(10))
+
+
+def test_a_plan_with_wrong_results_is_warned_of_and_not_chosen(
+    gpu: Gpu, caplog: pytest.LogCaptureFixture
+) -> None:
+    gpu.wrong = {10}
+    choice = _measure()
+    assert choice.plan == _pin(20)
+    assert choice.first_ratio == 1.5
+    (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert f"plan {made_plan(_pin(10)).name} for matmul(bf16[1,8,16]," in record.message
+    assert "differ from the reference's by 0.2 of their norm" in record.message
+
+
+def test_where_all_plans_are_wrong_xla_is_left(gpu: Gpu) -> None:
+    gpu.wrong = set(gpu.engines)
+    choice = _measure()
+    assert (choice.implementation, choice.plan, choice.cudnn_us) == ("xla", "", None)
+
+
+def test_a_plan_that_does_not_run_is_passed_over(gpu: Gpu) -> None:
+    gpu.broken = {10}
+    choice = _measure()
+    assert (choice.plan, choice.cudnn_us) == (_pin(20), 20), "also a much slower one"
+
+
+def test_without_a_plan_xla_is_left(gpu: Gpu) -> None:
+    gpu.engines = ()
+    choice = _measure()
+    assert (choice.implementation, choice.plan, choice.rewritten) == ("xla", "", "")
+
+
+def test_results_that_nothing_can_be_compared_with_are_not_refused(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def out_of_memory(*args: Any) -> list[jax.Array]:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+    monkeypatch.setattr(contest, "reference_results", out_of_memory)
+    gpu.wrong = {10}
+    assert _measure().plan == _pin(10)
+
+
+def test_the_winner_is_of_the_rewriting_that_is_fastest(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second way of rewriting wins, and its digest stands in the choice."""
+    graphs: list[Graph] = []
+
+    def legalize(part: Graph, target: Any) -> Legalization:
+        assert target == H200
+        text = to_json(part)
+        for place in (':"output"', '["output"'):
+            text = text.replace(place, place.replace("output", "other"))
+        ways = (part, from_json(text))
+        graphs.extend(ways)
+        return Legalization(
+            candidates=tuple(
+                Legal(graph=graph, before=list, after=lambda _, results: list(results))
+                for graph in ways
+            )
+        )
+
+    def candidates(text: str, *, choice: str, device: int) -> tuple[Candidate, ...]:
+        del choice, device
+        engine = 15 if "other" in text else 20
+        return (made_plan(_pin(engine)),)
+
+    monkeypatch.setattr(contest, "legalize", legalize)
+    monkeypatch.setattr(native, "candidates", candidates)
+    choice = _measure()
+    assert choice.plan == _pin(15)
+    assert choice.rewritten == choices.digest_of(graphs[1])
+    assert choice.rewritten != choices.digest_of(graphs[0])
+
+
+def test_a_contest_ends_with_its_time(gpu: Gpu) -> None:
+    del gpu
+    with pytest.raises(OutOfTimeError):
+        _measure(deadline=time.monotonic() - 1)
