@@ -4,7 +4,7 @@
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,7 +16,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering.cuda import label, launch, operand_text, run_xla
+from jax_cudnn.lowering.cuda import Step, label, operand_text, run_cudnn, run_xla
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,
     compile_over_sets,
@@ -70,7 +70,10 @@ def measure(
         winner, winner_us = min(race, key=lambda entry: entry[1])
         if first_ratio is None:
             first_ratio = race[0][1] / winner_us
-        us = _unless_it_fails(time_it, functools.partial(_run_legal, legal, winner))
+        step = Step(
+            part=part, legal=legal, plan=winner, target=target, choice=winner.choice
+        )
+        us = _unless_it_fails(time_it, lambda *xs, step=step: run_cudnn(step, xs))
         if us is not None and (best is None or us < best[0]):
             best = (us, index, winner.choice)
     is_cudnn = best is not None and (xla_us is None or best[0] <= xla_us)
@@ -98,13 +101,6 @@ def _unless_it_fails(
     except jax.errors.JaxRuntimeError as error:
         _log.debug("a contender does not run: %s", error)
         return None
-
-
-def _run_legal(
-    legal: Legal, plan: native.PlanInfo, *operands: jax.Array
-) -> Sequence[jax.Array]:
-    launched = launch(legal.graph, plan, plan.choice, legal.before(operands))
-    return legal.after(operands, launched)
 
 
 def _contenders(
