@@ -6,8 +6,8 @@
 
 Writing needs no GPU: the cuDNN that is installed plans for the one that is named
 (without a GPU: pip install "jax_cudnn[gpuless]"). Its plans and their workspaces are
-part of the file, so cuDNN has to be of the same version where it runs. Running compares
-the results with those of XLA's own code.
+part of the file, so cuDNN has to be of the same version where it runs: the program
+refuses another one. Running compares the results with those of XLA's own code.
 """
 
 import argparse

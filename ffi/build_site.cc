@@ -11,6 +11,8 @@ PlanKey TargetKey(const CudnnRuntime& runtime, const PlanTarget& target) {
   key.sm_count = target.sm_count;
   key.cudnn_version = runtime.cudnn.version;
   key.cuda_major = runtime.cudnn.cuda_major;
+  key.cublaslt_version = runtime.cublaslt_version;
+  key.nvrtc_version = runtime.nvrtc_version;
   key.frontend_version = FrontendVersion();
   return key;
 }

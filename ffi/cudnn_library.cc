@@ -124,24 +124,34 @@ StatusOr<std::unique_ptr<CudnnLibrary>> OpenCudnn(
   return cudnn;
 }
 
-// Opens the library that libnvrtc opens by name when it first compiles. NVIDIA's wheels
-// keep it beside libnvrtc, where the loader does not look (libnvrtc 13.0 has no
-// RUNPATH), and every runtime-compiled plan would fail. Not an error when absent:
-// another build of libnvrtc may do without.
-void OpenNvrtcBuiltins(const OpenLibrary& nvrtc,
-                       const std::vector<std::string>& directories,
-                       std::vector<OpenLibrary>& companions) {
+int CublasLtVersion(const OpenLibrary& cublaslt) {
+  size_t (*version)() = nullptr;
+  return Resolve(cublaslt, "cublasLtGetVersion", version).ok()
+             ? static_cast<int>(version())
+             : 0;
+}
+
+int NvrtcVersion(const OpenLibrary& nvrtc) {
   int (*version)(int*, int*) = nullptr;
   int major = 0;
   int minor = 0;
   if (!Resolve(nvrtc, "nvrtcVersion", version).ok() || version(&major, &minor) != 0) {
-    return;
+    return 0;
   }
+  return major * 1000 + minor * 10;
+}
+
+// Opens the library that libnvrtc opens by name when it first compiles. NVIDIA's wheels
+// keep it beside libnvrtc, where the loader does not look (libnvrtc 13.0 has no
+// RUNPATH), and every runtime-compiled plan would fail. Not an error when absent:
+// another build of libnvrtc may do without.
+void OpenNvrtcBuiltins(const OpenLibrary& nvrtc, int version,
+                       const std::vector<std::string>& directories,
+                       std::vector<OpenLibrary>& companions) {
+  if (version == 0) return;
   std::vector<std::string> places = {nvrtc.path.substr(0, nvrtc.path.rfind('/'))};
   places.insert(places.end(), directories.begin(), directories.end());
-  auto builtins = Open(
-      "libnvrtc-builtins.so." + std::to_string(major) + "." + std::to_string(minor),
-      places);
+  auto builtins = Open("libnvrtc-builtins.so." + CudaVersionText(version), places);
   if (builtins.ok()) companions.push_back(std::move(*builtins));
 }
 
@@ -153,15 +163,15 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   // process may well have another major's libraries within reach.
   const std::string major = std::to_string(cudnn.cuda_major);
   ASSIGN_OR_RETURN(runtime->cudart, Open("libcudart.so." + major, directories));
-  for (const std::string& soname :
-       {std::string("libcuda.so.1"), "libcublasLt.so." + major,
-        "libnvrtc.so." + major}) {
-    ASSIGN_OR_RETURN(OpenLibrary companion, Open(soname, directories));
-    runtime->companions.push_back(std::move(companion));
-  }
-  OpenNvrtcBuiltins(runtime->companions.back(), directories, runtime->companions);
+  ASSIGN_OR_RETURN(const OpenLibrary driver, Open("libcuda.so.1", directories));
+  ASSIGN_OR_RETURN(const OpenLibrary cublaslt,
+                   Open("libcublasLt.so." + major, directories));
+  ASSIGN_OR_RETURN(const OpenLibrary nvrtc, Open("libnvrtc.so." + major, directories));
+  runtime->companions = {driver, cublaslt, nvrtc};
+  runtime->cublaslt_version = CublasLtVersion(cublaslt);
+  runtime->nvrtc_version = NvrtcVersion(nvrtc);
+  OpenNvrtcBuiltins(nvrtc, runtime->nvrtc_version, directories, runtime->companions);
   const OpenLibrary& cudart = runtime->cudart;
-  const OpenLibrary& driver = runtime->companions.front();
   CudaFunctions& cuda = runtime->cuda;
   RETURN_IF_ERROR(Resolve(cudart, "cudaGetDevice", cuda.get_device));
   RETURN_IF_ERROR(Resolve(cudart, "cudaSetDevice", cuda.set_device));
@@ -240,6 +250,10 @@ void* OpenForFrontend(const char* name, int flags) {
 std::string VersionText(int version) {
   return std::to_string(version / 10000) + "." + std::to_string(version / 100 % 100) +
          "." + std::to_string(version % 100);
+}
+
+std::string CudaVersionText(int version) {
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 
 }  // namespace jax_cudnn

@@ -75,6 +75,9 @@ struct CudnnRuntime {
   CudaFunctions cuda;
   OpenLibrary cudart;
   std::vector<OpenLibrary> companions;  // libcuda, libcublasLt, libnvrtc and its own
+  // Of the companions whose code is in plans; 0 where they do not say.
+  int cublaslt_version = 0;  // as cuBLAS counts it: 130100 is 13.1.0
+  int nvrtc_version = 0;     // as CUDA counts it: 13000 is 13.0; it tells no more
 };
 
 // Where to look for libraries that are not loaded yet, before the loader's own path.
@@ -99,6 +102,9 @@ void* OpenForFrontend(const char* name, int flags);
 
 // "9.19.0" for 91900.
 std::string VersionText(int version);
+
+// "13.0" for 13000.
+std::string CudaVersionText(int version);
 
 }  // namespace jax_cudnn
 

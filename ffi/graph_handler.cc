@@ -22,6 +22,7 @@
 #include "handle_pool.h"
 #include "plan.h"
 #include "plan_cache.h"
+#include "program_target.h"
 #include "status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -37,14 +38,17 @@ class GraphState {
  public:
   static ffi::TypeId id;
 
-  GraphState(std::string op, std::string text, std::string choice, GraphSpec graph)
+  GraphState(std::string op, std::string text, std::string choice, GraphSpec graph,
+             ProgramTarget target)
       : op_(std::move(op)),
         text_(std::move(text)),
         choice_(std::move(choice)),
-        graph_(std::move(graph)) {}
+        graph_(std::move(graph)),
+        target_(target) {}
 
   const std::string& op() const { return op_; }
   const GraphSpec& graph() const { return graph_; }
+  const ProgramTarget& target() const { return target_; }
 
   // The plan for a device, or null before Publish.
   const Plan* FindPlan(int device) const {
@@ -70,6 +74,7 @@ class GraphState {
   const std::string text_;
   const std::string choice_;
   const GraphSpec graph_;
+  const ProgramTarget target_;
   // Written once each, under the mutex; read without it.
   std::array<std::atomic<const Plan*>, kMaxDevices> plans_{};
   std::mutex mutex_;  // guards owners_
@@ -238,12 +243,16 @@ Status LoadPointers(const ffi::RemainingRets& rets, Pointers& pointers) {
 
 ffi::ErrorOr<std::unique_ptr<GraphState>> Instantiate(std::string_view graph,
                                                       std::string_view choice,
-                                                      std::string_view op) {
+                                                      std::string_view op,
+                                                      int64_t sm_version,
+                                                      int64_t cudnn_version) {
   std::unique_ptr<GraphState> state;
   const ffi::Error error = Run(op, [&]() -> Status {
     ASSIGN_OR_RETURN(GraphSpec spec, ParseGraph(graph));
+    ASSIGN_OR_RETURN(const ProgramTarget target,
+                     ReadProgramTarget(sm_version, cudnn_version));
     state = std::make_unique<GraphState>(std::string(op), std::string(graph),
-                                         std::string(choice), std::move(spec));
+                                         std::string(choice), std::move(spec), target);
     return {};
   });
   if (error.failure()) return ffi::Unexpected(error);
@@ -259,7 +268,9 @@ ffi::Error Initialize(GraphState* state, int32_t device, ffi::RemainingArgs args
   }
   return Run(state->op(), [&]() -> Status {
     ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
-    RETURN_IF_ERROR(CheckDevice(*runtime, device));
+    ASSIGN_OR_RETURN(const DeviceInfo info, QueryDevice(*runtime, device));
+    RETURN_IF_ERROR(
+        CheckRunsOn(state->target(), {info.sm_version, runtime->cudnn.version}));
     RETURN_IF_ERROR(CheckCall(state->graph(), args, rets, has_workspace ? 1 : 0));
     ASSIGN_OR_RETURN(const std::shared_ptr<const Plan> plan, state->GetPlan(device));
     if (has_workspace) RETURN_IF_ERROR(CheckWorkspace(rets, *plan));
@@ -349,7 +360,9 @@ auto BindInstantiate() {
   return ffi::Ffi::BindInstantiate()
       .Attr<std::string_view>("graph")
       .Attr<std::string_view>("choice")
-      .Attr<std::string_view>("op");
+      .Attr<std::string_view>("op")
+      .Attr<int64_t>("sm_version")
+      .Attr<int64_t>("cudnn_version");
 }
 
 auto BindInitialize() {

@@ -27,6 +27,7 @@
 #include "plan_shipping.h"
 #include "plan_store.h"
 #include "plan_timer.h"
+#include "program_target.h"
 #include "status.h"
 
 namespace nb = nanobind;
@@ -142,6 +143,16 @@ std::string ParseChoiceText(const nb::bytes& choice) {
     ASSIGN_OR_RETURN(const PlanRequest request, ParsePlanRequest(text));
     return text.empty() ? text : WritePlanRequest(request);
   });
+}
+
+void CheckProgramTarget(int64_t sm_version, int64_t cudnn_version, int here_sm_version,
+                        int here_cudnn_version) {
+  const Status status = [&]() -> Status {
+    ASSIGN_OR_RETURN(const ProgramTarget target,
+                     ReadProgramTarget(sm_version, cudnn_version));
+    return CheckRunsOn(target, {here_sm_version, here_cudnn_version});
+  }();
+  if (!status.ok()) Raise(status);
 }
 
 nb::dict LoadLibraries() {
@@ -461,6 +472,9 @@ NB_MODULE(_ffi, m) {
   // Data. Needs no library.
   m.def("parse_graph", ParseGraphText, nb::arg("graph"));
   m.def("parse_choice", ParseChoiceText, nb::arg("choice"));
+  m.def("check_program_target", CheckProgramTarget, nb::arg("sm_version"),
+        nb::arg("cudnn_version"), nb::arg("here_sm_version"),
+        nb::arg("here_cudnn_version"));
   m.def("build_info", BuildInfo);
 
   // The log.

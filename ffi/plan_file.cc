@@ -37,12 +37,14 @@ struct Field {
   int64_t PlanKey::* number = nullptr;
 };
 
-constexpr std::array<Field, 11> kFields = {{
+constexpr std::array<Field, 13> kFields = {{
     {"gpu", &PlanKey::gpu},
     {"sm_version", nullptr, &PlanKey::sm_version},
     {"sm_count", nullptr, &PlanKey::sm_count},
     {"cudnn_version", nullptr, &PlanKey::cudnn_version},
     {"cuda_major", nullptr, &PlanKey::cuda_major},
+    {"cublaslt_version", nullptr, &PlanKey::cublaslt_version},
+    {"nvrtc_version", nullptr, &PlanKey::nvrtc_version},
     {"driver_version", nullptr, &PlanKey::driver_version},
     {"frontend_version", &PlanKey::frontend_version},
     {"builder", &PlanKey::builder},
@@ -149,10 +151,17 @@ Status CheckSameMachine(const PlanKey& made, const PlanKey& here) {
           VersionText(static_cast<int>(here.cudnn_version)));
   compare(made.cuda_major == here.cuda_major, "cuDNN's CUDA",
           std::to_string(made.cuda_major), std::to_string(here.cuda_major));
+  compare(made.cublaslt_version == here.cublaslt_version, "cuBLASLt",
+          VersionText(static_cast<int>(made.cublaslt_version)),
+          VersionText(static_cast<int>(here.cublaslt_version)));
+  compare(made.nvrtc_version == here.nvrtc_version, "NVRTC",
+          CudaVersionText(static_cast<int>(made.nvrtc_version)),
+          CudaVersionText(static_cast<int>(here.nvrtc_version)));
   compare(made.driver_version == here.driver_version || made.driver_version == 0 ||
               here.driver_version == 0,
-          "the CUDA of the driver", std::to_string(made.driver_version),
-          std::to_string(here.driver_version));
+          "the CUDA of the driver",
+          CudaVersionText(static_cast<int>(made.driver_version)),
+          CudaVersionText(static_cast<int>(here.driver_version)));
   compare(made.frontend_version == here.frontend_version, "cudnn-frontend",
           made.frontend_version, here.frontend_version);
   compare(made.builder == here.builder, "build of jax_cudnn", made.builder,

@@ -21,9 +21,11 @@ struct PlanKey {
   std::string gpu;  // the device's name
   int64_t sm_version = 0;
   int64_t sm_count = 0;
-  int64_t cudnn_version = 0;   // as cuDNN counts it
-  int64_t cuda_major = 0;      // the CUDA that cuDNN was built for
-  int64_t driver_version = 0;  // the CUDA that the driver serves; 0: not known
+  int64_t cudnn_version = 0;     // as cuDNN counts it
+  int64_t cuda_major = 0;        // the CUDA that cuDNN was built for
+  int64_t cublaslt_version = 0;  // of the library that cuDNN's engines call
+  int64_t nvrtc_version = 0;     // of the compiler of cuDNN's engines
+  int64_t driver_version = 0;    // the CUDA that the driver serves; 0: not known
   std::string frontend_version;
   std::string builder;   // a digest of this extension's sources: they write the graph
   std::string settings;  // environment variables that change what cuDNN plans

@@ -18,9 +18,9 @@ _native.register_targets()
 _cache.connect()
 
 # What `jax.export.export(f, disabled_checks=...)` needs to accept our custom calls. A
-# program exported with a GPU at hand is for that kind of GPU and cuDNN, and says so
-# elsewhere; exported without one (JAX_PLATFORMS=cpu) it plans where it runs. A graph of
-# another schema number is refused.
+# program exported with a GPU at hand is for that kind of GPU and cuDNN, and refuses to
+# run elsewhere; exported without one (JAX_PLATFORMS=cpu) it plans where it runs. A
+# graph of another schema number is refused.
 EXPORT_SAFETY_CHECKS = (
     DisabledSafetyCheck.custom_call(_native.TARGET_CAPTURED),
     DisabledSafetyCheck.custom_call(_native.TARGET_SCRATCH),

@@ -17,6 +17,7 @@ from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.legalize import Legalization
 from jax_cudnn.legalize.rules import Legal
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering.cuda import Step
 from jax_cudnn.measuring import OutOfTimeError, contest, measure
 from jax_cudnn.measuring.stopwatch import Measurement
 from jax_cudnn.native import Candidate, PlanInfo
@@ -53,14 +54,13 @@ class Gpu:
         assert device == 3
         return made_plan(choice)
 
-    def launch(
-        self, graph: Graph, plan: PlanInfo, choice: str, operands: Sequence[jax.Array]
-    ) -> Sequence[jax.Array]:
-        assert plan.choice == choice
-        if plan.engine in self.broken:
+    def run(self, step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        assert step.plan is not None
+        assert (step.plan.choice, step.target) == (step.choice, H200)
+        if step.plan.engine in self.broken:
             raise jax.errors.JaxRuntimeError("out of memory")
-        results = evaluate(graph, operands)
-        return [1.2 * x if plan.engine in self.wrong else x for x in results]
+        results = evaluate(step.part, operands)
+        return [1.2 * x if step.plan.engine in self.wrong else x for x in results]
 
 
 class _Stopwatch:
@@ -82,9 +82,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     device = SimpleNamespace(local_hardware_id=3)
     ran: list[float] = []
 
-    def launch(*args: Any) -> Sequence[jax.Array]:
-        ran.append(float(args[1].engine))
-        return gpu.launch(*args)
+    def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        assert step.plan is not None
+        ran.append(float(step.plan.engine))
+        return gpu.run(step, operands)
 
     def run_xla(*args: Any) -> Sequence[jax.Array]:
         ran.append(gpu.xla_us)
@@ -106,7 +107,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(native, "plan", gpu.plan)
     monkeypatch.setattr(contest, "PlanStopwatch", _Stopwatch)
     monkeypatch.setattr(contest, "draw_sets", draw_sets)
-    monkeypatch.setattr(contest, "launch", launch)
+    monkeypatch.setattr(contest, "run_cudnn", run_cudnn)
     monkeypatch.setattr(contest, "run_xla", run_xla)
     monkeypatch.setattr(contest, "compile_over_sets", compile_over_sets)
     monkeypatch.setattr(

@@ -71,6 +71,8 @@ class Call:
     graph: Graph
     choice: str
     op: str
+    sm_version: int
+    cudnn_version: int
     operands: list[str]
     operand_types: list[str]
     result_types: list[str]
@@ -79,8 +81,9 @@ class Call:
 
 _CALL = re.compile(
     r"stablehlo\.custom_call @(?P<target>jax_cudnn\.\w+)\((?P<operands>[^)]*)\) "
-    r'\{.*?choice = "(?P<choice>[^"]*)", graph = "(?P<graph>[^"]*)", '
-    r'op = "(?P<op>[^"]*)"\}, operand_layouts = \[(?P<layouts>.*?)\], '
+    r'\{.*?choice = "(?P<choice>[^"]*)", cudnn_version = (?P<cudnn>\d+) : i64, '
+    r'graph = "(?P<graph>[^"]*)", op = "(?P<op>[^"]*)", '
+    r"sm_version = (?P<sm>\d+) : i64\}, operand_layouts = \[(?P<layouts>.*?)\], "
     r"result_layouts = \[(?P<more>.*?)\]\} : "
     r"\((?P<types>[^)]*)\) -> \(?(?P<results>[^)\n]*)\)?"
 )
@@ -103,6 +106,8 @@ def _calls(text: str) -> list[Call]:
                 graph=from_json(json),
                 choice=match["choice"],
                 op=match["op"],
+                sm_version=int(match["sm"]),
+                cudnn_version=int(match["cudnn"]),
                 operands=match["operands"].split(", "),
                 operand_types=match["types"].split(", "),
                 result_types=match["results"].split(", "),
@@ -131,8 +136,10 @@ def _check_call(call: Call, workspace_bytes: int | None = None) -> None:
     results = _types(call.graph, call.graph.outputs)
     if workspace_bytes is None:
         assert call.target == "jax_cudnn.graph_scratch"
+        assert (call.sm_version, call.cudnn_version) == (0, 0)
     else:
         assert call.target == "jax_cudnn.graph"
+        assert (call.sm_version, call.cudnn_version) == (90, 91900)
         results.append(f"tensor<{workspace_bytes}xui8>")
     assert call.result_types == results
     for layout in call.layouts:

@@ -83,7 +83,8 @@ def _calls(function: Callable[..., Any], *args: Any) -> list[tuple[list[str], st
     """Return for each custom call of the lowered text its nodes and its choice."""
     fresh = jax.jit(lambda *args: function(*args))
     text = fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-    pattern = r'choice = "((?:[^"\\]|\\.)*)", graph = "((?:[^"\\]|\\.)*)"'
+    text_of = r'"((?:[^"\\]|\\.)*)"'
+    pattern = rf"choice = {text_of}, cudnn_version = \d+ : i64, graph = {text_of}"
     found = re.findall(pattern, text)
     assert len(found) == text.count("custom_call @jax_cudnn")
     return [

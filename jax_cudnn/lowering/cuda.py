@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_cudnn import choices, native, offline
 from jax_cudnn.choices import Choice
@@ -50,16 +51,17 @@ Why = Literal["tuned", "heuristic", "requested"]
 class Step:
     """A part of a graph, with who runs it and why.
 
-    ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` is None
-    where no GPU was there to plan for: the plan is then made on the machine that runs.
-    ``choice`` is what the compiled program asks for: a pinned plan (a measured one, or
-    any for a GPU elsewhere), or which are allowed. ``why`` is None where XLA runs it
-    for the ``reasons`` given.
+    ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` and the
+    ``target`` that it is for are None where no GPU was there to plan for: the plan is
+    then made on the machine that runs. ``choice`` is what the compiled program asks
+    for: a pinned plan (a measured one, or any for a GPU elsewhere), or which are
+    allowed. ``why`` is None where XLA runs it for the ``reasons`` given.
     """
 
     part: Graph
     legal: Legal | None = None
     plan: PlanInfo | None = None
+    target: Target | None = None
     choice: str = ""
     why: Why | None = None
     reasons: tuple[str, ...] = ()
@@ -233,6 +235,7 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             part=part,
             legal=legal,
             plan=plan,
+            target=target,
             choice=_pin(plan, gpu) or choice,
             why="requested" if choice else "heuristic",
             reasons=tuple(reasons),
@@ -271,7 +274,14 @@ def _pinned(
     limit = options.plan.workspace_limit_bytes
     if limit is not None and plan.workspace_bytes > limit:
         return None
-    return Step(part=part, legal=legal, plan=plan, choice=measured.plan, why="tuned")
+    return Step(
+        part=part,
+        legal=legal,
+        plan=plan,
+        target=gpu.target,
+        choice=measured.plan,
+        why="tuned",
+    )
 
 
 def _rewritten(legalization: Legalization, digest: str) -> Legal | None:
@@ -342,15 +352,7 @@ def _run(
         if step.legal is None:
             results = run_xla(step.part, arguments, options)
         else:
-            changed = step.legal.before(arguments)
-            launched = launch(
-                step.legal.graph,
-                step.plan,
-                step.choice,
-                changed,
-                op=label(step.part) or "copy",
-            )
-            results = step.legal.after(arguments, launched)
+            results = run_cudnn(step, arguments)
         values |= dict(zip(step.part.outputs, results, strict=True))
     return [values[name] for name in graph.outputs]
 
@@ -389,30 +391,39 @@ def _read_by_sums(graph: Graph) -> frozenset[str]:
     )
 
 
-def launch(
-    graph: Graph,
-    plan: PlanInfo | None,
-    choice: str,
-    operands: Sequence[jax.Array],
-    *,
-    op: str | None = None,
-) -> Sequence[jax.Array]:
-    """Bind the FFI target; with a plan, its workspace is a last, dropped result.
+def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Return the part's results by cuDNN, with the array work before and after it."""
+    assert step.legal is not None, "XLA runs the others"
+    launched = _launch(step, step.legal.graph, step.legal.before(operands))
+    return step.legal.after(operands, launched)
 
-    ``op`` is what profilers and errors call it; the default is the graph's label.
-    """
+
+def _launch(
+    step: Step, graph: Graph, operands: Sequence[jax.Array]
+) -> Sequence[jax.Array]:
+    """Bind the FFI target; with a plan, its workspace is a last, dropped result."""
     results = [
         jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
         for t in graph.output_tensors
     ]
-    target = native.TARGET_SCRATCH
-    if plan is not None:
-        target = native.TARGET_CAPTURED
-        results.append(jax.ShapeDtypeStruct((plan.workspace_bytes,), jnp.uint8))
-    call: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(target, results)
-    name = op or label(graph)
-    with jax.named_scope(f"cudnn_{name}"):
-        returned = call(*operands, graph=to_json(graph), choice=choice, op=name)
+    name = native.TARGET_SCRATCH
+    if step.plan is not None:
+        name = native.TARGET_CAPTURED
+        results.append(jax.ShapeDtypeStruct((step.plan.workspace_bytes,), jnp.uint8))
+    call: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(name, results)
+    # What profilers and errors call it.
+    op = label(step.part) or "copy"
+    target = step.target
+    with jax.named_scope(f"cudnn_{op}"):
+        returned = call(
+            *operands,
+            graph=to_json(graph),
+            choice=step.choice,
+            op=op,
+            # The handler runs it nowhere else: ffi/program_target.h.
+            sm_version=np.int64(target.sm_version if target else 0),
+            cudnn_version=np.int64(target.cudnn_version if target else 0),
+        )
     return returned[: len(graph.outputs)]
 
 

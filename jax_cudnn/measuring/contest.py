@@ -16,7 +16,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering.cuda import label, launch, operand_text, run_xla
+from jax_cudnn.lowering.cuda import Step, label, operand_text, run_cudnn, run_xla
 from jax_cudnn.measuring.agreement import bound, largest_error, reference_results
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,
@@ -71,12 +71,16 @@ def measure(
         stopwatch = PlanStopwatch(legal.graph, changed, device)
         race = list(_race(stopwatch, plans, deadline))
         for winner, winner_us in sorted(race, key=lambda entry: entry[1]):
-            run = functools.partial(_run_legal, legal, winner)
-            if expected and not _agrees(part, winner, run, sets[0], expected):
+            step = Step(
+                part=part, legal=legal, plan=winner, target=target, choice=winner.choice
+            )
+            if expected and not _agrees(step, sets[0], expected):
                 continue
             if first_ratio is None:
                 first_ratio = race[0][1] / winner_us
-            us = _unless_it_fails(functools.partial(time_it, run))
+            us = _unless_it_fails(
+                lambda step=step: time_it(lambda *xs: run_cudnn(step, xs))
+            )
             if us is not None and (best is None or us < best[0]):
                 best = (us, legal, winner.choice)
             break
@@ -106,32 +110,23 @@ def _unless_it_fails(run: Callable[[], _T]) -> _T | None:
 
 
 def _agrees(
-    part: Graph,
-    plan: native.PlanInfo,
-    run: Callable[..., Sequence[jax.Array]],
-    operands: Sequence[jax.Array],
-    expected: Sequence[jax.Array],
+    step: Step, operands: Sequence[jax.Array], expected: Sequence[jax.Array]
 ) -> bool:
     """Whether a plan computes what is expected; one that does not is warned of."""
-    results = _unless_it_fails(lambda: jax.jit(run)(*operands))
+    run = jax.jit(lambda *xs: run_cudnn(step, xs))
+    results = _unless_it_fails(lambda: run(*operands))
     if results is None:
         return False
-    error, most = largest_error(results, expected), bound(part)
+    error, most = largest_error(results, expected), bound(step.part)
     if error <= most:
         return True
+    assert step.plan is not None
     _log.warning(
         "cuDNN's plan %s for %s(%s) is not chosen: its results differ from the "
         "reference's by %.2g of their norm, where rounding explains %.2g",
-        plan.name, label(part), operand_text(part), error, most,
+        step.plan.name, label(step.part), operand_text(step.part), error, most,
     )  # fmt: skip
     return False
-
-
-def _run_legal(
-    legal: Legal, plan: native.PlanInfo, *operands: jax.Array
-) -> Sequence[jax.Array]:
-    launched = launch(legal.graph, plan, plan.choice, legal.before(operands))
-    return legal.after(operands, launched)
 
 
 def _contenders(

@@ -28,10 +28,11 @@ def using(
       device: the GPU to plan for where a program is lowered for CUDA, which need not
         be here: "H200", "A100 80GB", "RTX 4090", ... Its plans, made by the cuDNN that
         is installed here, are pinned in the program with their workspaces: it is for
-        such a GPU with the same version of cuDNN. When it first runs, it is checked
-        that the plans exist there and need no more workspace. Where no GPU is here,
-        ``pip install jax_cudnn[gpuless]`` has all that planning takes. Default None: as
-        around the block; at the outermost, this machine's GPU.
+        such a GPU with the same version of cuDNN. It refuses to run on a GPU of another
+        compute capability, with another version of cuDNN, or where its plans do not
+        exist or need more workspace. Where no GPU is here, ``pip install
+        jax_cudnn[gpuless]`` has all that planning takes. Default None: as around the
+        block; at the outermost, this machine's GPU.
 
     Raises:
       TypeError: ``plan`` is not a ``PlanOptions``.

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a program for a GPU by its name run there, and do others plan beside it?"""
 
+import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,9 +11,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from jax import export
 
 import jax_cudnn
 from jax_cudnn import native, offline, plans
+from jax_cudnn.lowering import cuda
 from jax_cudnn.offline import planner, worker
 from tests.sdpa_cases import Case, make_operands
 
@@ -68,6 +72,49 @@ def test_a_program_for_this_gpu_by_name_gives_the_same_bits(here, operands):
     with plans.using(device=here):
         found = jax.jit(lambda *x: jax_cudnn.sdpa(*x, is_causal=True))(*operands)
     assert jnp.array_equal(found, expected)
+
+
+def _exported(operands):
+    # A function of its own, so that nothing lowered before is taken again.
+    function = jax.jit(lambda *x: jax_cudnn.sdpa(*x, implementation="cudnn"))
+    return export.export(function, disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS)(
+        *operands
+    )
+
+
+def _target_text(target):
+    version = native.version_text(target.cudnn_version)
+    return f"sm_{target.sm_version} with cuDNN {version}"
+
+
+def _expect_refused(exported, operands, lowered_for):
+    """The program has its plan and workspace, and does not run."""
+    assert f"@{native.TARGET_CAPTURED}(" in exported.mlir_module()
+    message = (
+        f"the program was lowered for {_target_text(lowered_for)}, and this is "
+        f"{_target_text(native.device_target(0))}. Compile it here, or "
+    )
+    with pytest.raises(jax.errors.JaxRuntimeError, match=re.escape(message)) as caught:
+        jax.block_until_ready(exported.call(*operands))
+    assert "FAILED_PRECONDITION" in str(caught.value)
+
+
+def test_a_program_for_another_gpu_is_refused_here(operands):
+    here = native.device_target(0)
+    other = offline.find("A100" if here.sm_version != 80 else "H100")
+    with plans.using(device=other.name):
+        exported = _exported(operands)
+    _expect_refused(exported, operands, other.target(here.cudnn_version))
+
+
+def test_a_program_for_another_cudnn_is_refused_here(operands, monkeypatch):
+    """As if the next cuDNN had planned it, with a plan that is here as well."""
+    ordinal, here = cuda.local_target()
+    other = dataclasses.replace(here, cudnn_version=here.cudnn_version + 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(cuda, "local_target", lambda: (ordinal, other))
+        exported = _exported(operands)
+    _expect_refused(exported, operands, other)
 
 
 @pytest.mark.parametrize("device", ["A100", "L4", "H100", "B200", "RTX 5090"])

@@ -14,7 +14,7 @@ from jax_cudnn import UnsupportedError, native
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering.cuda import launch, local_target
+from jax_cudnn.lowering.cuda import Step, local_target, run_cudnn
 from jax_cudnn.lowering.primitives import run_reference
 from tests.fused import graphs
 from tests.gpu.numerics import judge, to_f32
@@ -41,13 +41,16 @@ def _legal(graph: Graph) -> Legal:
 
 def _program(legal: Legal, choice: str) -> Callable[..., Sequence[jax.Array]]:
     """Return the compiled graph, with the plan that a choice asks for."""
-    plan = native.plan(to_json(legal.graph), choice=choice)
-
-    def run(*operands: jax.Array) -> Sequence[jax.Array]:
-        launched = launch(legal.graph, plan, choice, legal.before(operands))
-        return legal.after(operands, launched)
-
-    return jax.jit(run)
+    local = local_target()
+    assert local is not None
+    step = Step(
+        part=legal.graph,
+        legal=legal,
+        plan=native.plan(to_json(legal.graph), choice=choice),
+        target=local[1],
+        choice=choice,
+    )
+    return jax.jit(lambda *operands: run_cudnn(step, operands))
 
 
 @functools.cache

@@ -56,7 +56,8 @@ def ship_all(
 
     An answer has "graph", "choice" and "plan" as read from the file, its "bytes",
     "export_s" and "import_s", the seconds for building and writing it and for reading
-    it, and "refusals", what was said to it where it does not belong or is damaged.
+    it, the versions of its "libraries", and "refusals", what was said to it where it
+    does not belong or is damaged.
     """
     _require()
     process = PlanningProcess((sys.executable, "-P", str(_PLAN_FILES)))

@@ -4,13 +4,18 @@
 Takes the same requests; see `harness.ship_all` for the answers.
 """
 
+import ctypes
 import dataclasses
 import os
+import re
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 from jax_cudnn import native
 from jax_cudnn.graph import Target
+from jax_cudnn.native._extension import extension
 from jax_cudnn.offline import worker
 
 
@@ -35,6 +40,7 @@ def ship(request: dict[str, Any]) -> dict[str, Any]:
         "bytes": len(data),
         "export_s": export_s,
         "import_s": import_s,
+        "libraries": _libraries(),
         "refusals": _refusals(data, target, properties),
     }
 
@@ -49,6 +55,8 @@ def _refusals(data: bytes, target: Target, properties: str) -> dict[str, str]:
         "truncated": (data[:-1], target),
         "flipped": (data[:-9] + bytes([data[-9] ^ 1]) + data[-8:], target),
         "empty": (b"", target),
+        "cublaslt_version": (_made_with(data, "cublaslt_version", "120803"), target),
+        "nvrtc_version": (_made_with(data, "nvrtc_version", "12080"), target),
         "settings": (data, target),
     }
     for name, (changed, other) in attempts.items():
@@ -60,6 +68,38 @@ def _refusals(data: bytes, target: Target, properties: str) -> dict[str, str]:
             refusals[name] = f"{type(error).__name__}: {error}"
     os.environ.pop("NVIDIA_TF32_OVERRIDE")
     return refusals
+
+
+def _made_with(data: bytes, field: str, value: str) -> bytes:
+    """Return a plan file whose key has another value in a field."""
+    key_bytes = int.from_bytes(data[24:32], "little")
+    key, payload = data[40 : 40 + key_bytes], data[40 + key_bytes :]
+    changed, count = re.subn(
+        rf"^{field} \d+:.*$".encode(),
+        f"{field} {len(value)}:{value}".encode(),
+        key,
+        flags=re.MULTILINE,
+    )
+    assert count == 1, field
+    with tempfile.TemporaryDirectory() as folder:
+        native.set_plan_store(Path(folder), 1 << 30)
+        extension().store_put(changed, payload)
+        native.set_plan_store(None, 0)
+        (path,) = Path(folder).glob("*.plan")
+        return path.read_bytes()
+
+
+def _libraries() -> dict[str, str]:
+    """Return the versions of cuBLASLt and NVRTC, as these say by themselves."""
+    paths = native.load_libraries()
+    opened = {name.partition(".")[0]: ctypes.CDLL(paths[name]) for name in paths}
+    cublaslt = opened["libcublasLt"].cublasLtGetVersion()
+    major, minor = ctypes.c_int(), ctypes.c_int()
+    opened["libnvrtc"].nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return {
+        "cuBLASLt": native.version_text(cublaslt),
+        "NVRTC": f"{major.value}.{minor.value}",
+    }
 
 
 if __name__ == "__main__":

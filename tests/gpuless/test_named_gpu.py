@@ -60,6 +60,11 @@ def test_each_gpu_has_its_own_program() -> None:
         for device, text in texts.items()
     }
     assert engines["H200"] != engines["A100"]
+    cudnn = offline.planner.greeting()["cudnn_version"]
+    for device, text in texts.items():
+        assert re.findall(r"cudnn_version = (\d+)", text) == [str(cudnn)] * 2
+        sm_version = str(offline.find(device).sm_version)
+        assert re.findall(r"sm_version = (\d+)", text) == [sm_version] * 2
     assert _lower("nvidia h200") == texts["H200"]
 
 

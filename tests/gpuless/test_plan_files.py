@@ -116,6 +116,21 @@ def test_a_plan_is_refused_where_it_does_not_belong(attempt: str, message: str) 
         assert answer["refusals"][attempt] == message
 
 
+@pytest.mark.parametrize(
+    ("field", "library", "made"),
+    [("cublaslt_version", "cuBLASLt", "12.8.3"), ("nvrtc_version", "NVRTC", "12.8")],
+)
+def test_a_plan_is_for_the_libraries_that_cudnn_planned_with(
+    field: str, library: str, made: str
+) -> None:
+    for answer in _answers().values():
+        here = answer["libraries"][library]
+        assert answer["refusals"][field] == (
+            "LibraryError: this plan cannot be used here.\n"
+            f"  - {library}: made for {made}, this is {here}"
+        )
+
+
 def test_a_plan_file_cut_short_is_refused() -> None:
     for answer in _answers().values():
         refusal = answer["refusals"]["truncated"]

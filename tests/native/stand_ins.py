@@ -35,6 +35,8 @@ int cudaEventElapsedTime(void) {{ return 100; }}
 _CUDA = (
     "int cuDeviceGet(void) { return 100; }\nint cuDeviceGetName(void) { return 100; }\n"
 )
+_CUBLASLT = "long cublasLtGetVersion(void) { return 990102; }"
+_NVRTC = "int nvrtcVersion(int* x, int* y) { *x = 99; *y = 3; return 0; }"
 
 
 def obstacle() -> str:
@@ -64,13 +66,15 @@ def compile_cudnn(
     )
 
 
-def compile_companions(directory: Path, *, without: str = "", devices: int = 0) -> None:
-    """Make all libraries but one that go with libcudnn."""
+def compile_companions(
+    directory: Path, *, without: str = "", devices: int = 0, tell_versions: bool = True
+) -> None:
+    """Make all libraries but one that go with libcudnn: cuBLASLt 99.1.2, NVRTC 99.3."""
     sources = {
         "libcudart.so.99": _CUDART.format(devices=devices),
         "libcuda.so.1": _CUDA,
-        "libcublasLt.so.99": "int unused;",
-        "libnvrtc.so.99": "int unused;",
+        "libcublasLt.so.99": _CUBLASLT if tell_versions else "int unused;",
+        "libnvrtc.so.99": _NVRTC if tell_versions else "int unused;",
     }
     for soname, source in sources.items():
         if soname != without:
