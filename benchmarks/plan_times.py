@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,13 @@ _PAGE, _DATA = "plan_times.md", "plan_times.json"
 
 # How a plan is come by; the first two begin with an empty process.
 COLD, DISK, PROCESS = "cold", "disk", "process"
-# Of cuDNN, when a workload is planned.
-_STATES = {"start": "starts", "running": "is running"}
+# What cuDNN has planned in the process when a workload is planned: libraries that its
+# engines share (cuBLASLt, the precompiled kernels) are opened for the first of a kind.
+_STATES = {
+    "start": "nothing",
+    "other": "another kind",
+    "same": "this kind, half as much",
+}
 # A plan from disk may take this part of what building it takes.
 _GOAL = 0.05
 
@@ -67,6 +72,17 @@ WORKLOADS = {
 
 
 # --- in a process of its own ----------------------------------------------------------
+
+
+def _halved(workload: Workload) -> Workload:
+    """Return the workload with half as many rows or images."""
+    first, *others = workload.shapes
+    has_batch = all(
+        len(shape) == len(first) and shape[0] == first[0] for shape in others
+    )
+    half = (first[0] // 2, *first[1:])
+    shapes = [half] * len(workload.shapes) if has_batch else [half, *others]
+    return replace(workload, shapes=tuple(shapes))
 
 
 def _graphs(workload: Workload) -> list[str]:
@@ -105,12 +121,18 @@ def work(names: Sequence[str], folder: str) -> dict[str, Any]:
     jnp.zeros(8).block_until_ready()
     native.load_libraries()
     plans.set_cache(folder)
-    times: dict[str, dict[str, float]] = {}
-    for name in names:
-        graphs = _graphs(WORKLOADS[name])
-        first = _plan_all(graphs, local[0])
-        again = _plan_all(graphs, local[0])
-        times[name] = {"first_ms": first, "again_ms": again, "plans": len(graphs)}
+    times: list[dict[str, Any]] = []
+    rounds = [("start", names[:1]), ("other", names[1:]), ("same", names)]
+    for state, workloads in rounds:
+        for name in workloads:
+            workload = WORKLOADS[name]
+            graphs = _graphs(workload if state != "same" else _halved(workload))
+            first = _plan_all(graphs, local[0])
+            again = _plan_all(graphs, local[0])
+            times.append(
+                {"name": name, "state": state, "first_ms": first, "again_ms": again,
+                 "plans": len(graphs)}
+            )  # fmt: skip
     stats = native.cache_stats()
     return {
         "times": times,
@@ -135,7 +157,8 @@ def _ask(order: Sequence[str], folder: Path) -> dict[str, Any]:
         [sys.executable, "-m", "benchmarks.plan_times", "--work", ",".join(order),
          "--folder", str(folder)],
         capture_output=True, text=True, check=False,
-        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+             "CUDA_CACHE_PATH": str(folder / "cuda")},
     )  # fmt: skip
     if done.returncode:
         raise RuntimeError(done.stderr)
@@ -154,24 +177,22 @@ def measure(samples: int) -> Iterator[dict[str, Any]]:
             with tempfile.TemporaryDirectory() as folder:
                 for source in (COLD, DISK):
                     answer = _ask(order, Path(folder))
-                    count = sum(each["plans"] for each in answer["times"].values())
+                    count = sum(each["plans"] for each in answer["times"])
                     builds, hits = (count, 0) if source == COLD else (0, count)
                     if (answer["builds"], answer["disk_hits"]) != (builds, hits):
                         raise RuntimeError(f"{source}: not as expected: {answer}")
                     failures |= dict.fromkeys(answer["failures"])
-                    _note(found, order, source, answer["times"])
+                    _note(found, source, answer["times"])
         print(f"sample {sample + 1} of {samples}", file=sys.stderr)
         yield {"workloads": found, "failures": list(failures), "samples": sample + 1}
 
 
-def _note(
-    found: dict[str, Any], order: Sequence[str], source: str, times: dict[str, Any]
-) -> None:
-    for i, name in enumerate(order):
-        place = found[name]["start" if i == 0 else "running"]
-        place[source].append(times[name]["first_ms"])
-        place[PROCESS].append(times[name]["again_ms"])
-        found[name]["plans"] = times[name]["plans"]
+def _note(found: dict[str, Any], source: str, times: list[dict[str, Any]]) -> None:
+    for each in times:
+        place = found[each["name"]][each["state"]]
+        place[source].append(each["first_ms"])
+        place[PROCESS].append(each["again_ms"])
+        found[each["name"]]["plans"] = each["plans"]
 
 
 # --- the report -----------------------------------------------------------------------
@@ -187,28 +208,29 @@ def markdown(data: dict[str, Any]) -> str:
         f"{versions_text(info['environment'])}.",
         "",
         "The plans of a call and its gradients in bf16, asked for one by one as a "
-        "compilation does. Cold: built by cuDNN, with an empty cache folder; CUDA's "
-        "own caches are as they are. Disk: from the cache folder, in another process. "
-        "Both are taken in fresh processes, in which JAX and CUDA are running. Where "
-        "cuDNN starts, a process's first handle and the loading of cuDNN's libraries "
-        "are in the time; where it is running, another workload was planned before. "
-        "Process: asked for again. Medians, in brackets the lowest and the highest of "
-        "all samples.",
+        "compilation does. Cold: built by cuDNN, with an empty cache folder and CUDA's "
+        "own cache empty (`CUDA_CACHE_PATH`: NVRTC and the driver keep what they have "
+        "compiled there). Disk: from the cache folder, in another process. Both are "
+        "taken in fresh processes, in which JAX and CUDA are running. What cuDNN has "
+        "planned before decides which of its libraries are open: without any, its "
+        "first handle and all of them are in the time. Process: asked for again. "
+        "Medians, in brackets the lowest and the highest of all samples.",
         "",
-        "| workload | plans | cuDNN | cold, ms | disk, ms | of cold | process, ms |",
+        "| workload | plans | planned before | cold, ms | disk, ms | of cold | process, ms |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
-    met = True
+    missed: list[str] = []
     for name, workload in data["workloads"].items():
         for state, label in _STATES.items():
             samples = workload[state]
             ratio = _median(samples[DISK]) / _median(samples[COLD])
-            met = met and ratio < _GOAL
+            if ratio >= _GOAL:
+                missed.append(f"{name} after {label} ({ratio:.1%})")
             lines.append(
                 f"| {name} | {workload['plans']} | {label} | {_text(samples[COLD])} "
                 f"| {_text(samples[DISK])} | {ratio:.1%} | {_text(samples[PROCESS])} |"
             )
-    verdict = "met" if met else "not met everywhere"
+    verdict = f"missed by {', '.join(missed)}" if missed else "met"
     lines += ["", f"Goal, disk below {_GOAL:.0%} of cold: {verdict}."]
     if data["failures"]:
         lines += ["", "What went wrong on disk:", ""]

@@ -337,8 +337,10 @@ def test_weights_are_converted_in_the_kernel_or_before_it() -> None:
     ((graph, _, _),) = traced_graphs(layer, x, weights, scale)
     ways = legalize(graph, None).candidates
     dtypes = [[t.dtype for t in way.graph.input_tensors] for way in ways]
-    assert dtypes[0] == ["bf16", "i8", "f32"]
+    assert dtypes[:2] == [["bf16", "i8", "f32"]] * 2
     assert ["bf16", "bf16", "f32"] in dtypes
+    rows = [way.graph.output_tensors[0].dims[1] for way in ways[:2]]
+    assert rows == [5, 16], "the weights are on the right, then on the left"
     rng = np.random.default_rng(0)
     operands = [
         jnp.asarray(rng.normal(size=(1, 5, 24)), jnp.bfloat16),

@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph
+from jax_cudnn.graph import Graph, Node
 from jax_cudnn.graph.folding import families
 from jax_cudnn.legalize.edit import ELEMENTS_PER_LOAD, Edit, constants
 from jax_cudnn.legalize.partition import is_contraction
 from jax_cudnn.legalize.rules import Legal
 
 _FAMILIES = {"a": "a", "b": "b", "output": "output"}
+_EIGHT_BIT = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
 
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
@@ -19,9 +20,47 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
 
     The engines that take rows which do not fill a load are slow, and some of cuDNN
     9.19's give wrong results on an H200 (tests/gpu/test_fusion_numerics.py).
+
+    8-bit weights on the right are also tried on the left, by computing the transposed
+    product: the weights' columns are then the rows that its tiles are made of, which is
+    faster where the other operand has few.
     """
-    edit = _edited(graph)
-    return (_padded(edit) or edit.finish(),)
+    ways = (graph, _transposed(graph)) if _has_narrow_right(graph) else (graph,)
+    edits = map(_edited, ways)
+    return tuple(_padded(edit) or edit.finish() for edit in edits)
+
+
+def _has_narrow_right(graph: Graph) -> bool:
+    """Whether the right operand has 8 bits, and the left one more."""
+    family = families(graph, _FAMILIES)
+    narrow = [family.get(t.name) for t in graph.input_tensors if t.dtype in _EIGHT_BIT]
+    return "b" in narrow and "a" not in narrow
+
+
+def _transposed(graph: Graph) -> Graph:
+    """Return the graph of the transposed matrices, which are the same arrays."""
+    swap = (0, 2, 1)
+    tensors = (
+        replace(
+            tensor,
+            dims=tuple(tensor.dims[axis] for axis in swap),
+            order=tuple(swap[axis] for axis in tensor.order),
+        )
+        for tensor in graph.tensors
+    )
+    return replace(
+        graph,
+        tensors=tuple(tensors),
+        nodes=tuple(map(_with_sides_swapped, graph.nodes)),
+    )
+
+
+def _with_sides_swapped(node: Node) -> Node:
+    if not is_contraction(node):
+        return node
+    inputs = dict(node.inputs)
+    sides = {"a": inputs["b"], "b": inputs["a"]}
+    return Node.make(node.kind, sides, dict(node.outputs), node.attributes)
 
 
 def _edited(graph: Graph) -> Edit:
