@@ -39,12 +39,12 @@ _PAGE, _DATA = "plan_times.md", "plan_times.json"
 
 # How a plan is come by; the first two begin with an empty process.
 COLD, DISK, PROCESS = "cold", "disk", "process"
-# What cuDNN has planned in the process when a workload is planned: libraries that its
-# engines share (cuBLASLt, the precompiled kernels) are opened for the first of a kind.
+# What cuDNN has planned before in the process: libraries that its engines share
+# (cuBLASLt, the precompiled kernels) are opened for the first of a kind.
 _STATES = {
     "start": "nothing",
     "other": "another kind",
-    "same": "this kind, half as much",
+    "same": "the same kind",
 }
 # A plan from disk may take this part of what building it takes.
 _GOAL = 0.05
@@ -213,10 +213,12 @@ def markdown(data: dict[str, Any]) -> str:
         "compiled there). Disk: from the cache folder, in another process. Both are "
         "taken in fresh processes, in which JAX and CUDA are running. What cuDNN has "
         "planned before decides which of its libraries are open: without any, its "
-        "first handle and all of them are in the time. Process: asked for again. "
+        "first handle and all of them are in the time; the same kind is the workload "
+        "itself, after which one with half the rows or images is timed. Process: asked "
+        "for again. "
         "Medians, in brackets the lowest and the highest of all samples.",
         "",
-        "| workload | plans | planned before | cold, ms | disk, ms | of cold | process, ms |",
+        "| workload | plans | before | cold, ms | disk, ms | of cold | process, ms |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",
     ]
     missed: list[str] = []

@@ -6,25 +6,28 @@
 The gradient of a bf16 matmul with bias and activation is taken apart: the activation's
 gradient with the bias sum, in XLA and as one cuDNN graph; and that of an operand from
 the finished cotangent and with the activation's gradient as a prologue. Then XLA's
-own code for a fused convolution, with f32 sums and with rounded ones.
+own code for a fused convolution, with f32 sums and with rounded ones, and 8-bit weights
+with few and with many rows: by XLA, by the first of cuDNN's plans, and by the best.
 """
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.report import environment, versions_text
-from jax_cudnn import conv, gated_matmul, native
+from jax_cudnn import choices, conv, gated_matmul, matmul, native
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, GraphWriter, MatmulAttributes, Tensor, to_json
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import run_xla
+from jax_cudnn.lowering.cuda import Step, local_target, run_cudnn, run_xla
 from jax_cudnn.lowering.primitives import run_reference
+from jax_cudnn.measuring import measure as measure_part
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,
     compile_over_sets,
@@ -34,6 +37,14 @@ from jax_cudnn.measuring.stopwatch import (
 
 _ROWS, _SUMS, _COLUMNS = 16384, 1024, 4096
 _IMAGE_ORDER = (0, 2, 3, 1)
+_INNER, _OUTER = 4096, 14336
+_WEIGHTS = (
+    (1, "int8"),
+    (64, "int8"),
+    (1024, "int8"),
+    (64, "float8_e4m3fn"),
+    (64, "uint8"),
+)
 _BF16 = jnp.bfloat16
 
 
@@ -133,6 +144,7 @@ def _program(
 
 def measure() -> list[tuple[str, float]]:
     """Return what was timed, in words, with microseconds."""
+    choices.table().clear()
     device = jax.local_devices(backend="cuda")[0]
     options = Options()
     rows: list[tuple[str, float]] = []
@@ -196,7 +208,39 @@ def measure() -> list[tuple[str, float]]:
             (f"{name}: XLA, f32 sums", _program(full, sets)),
             (f"{name}: XLA, sums rounded first", _program(narrow, sets)),
         ]
-    return rows
+    return [*rows, *_measure_weights()]
+
+
+def _measure_weights() -> Iterator[tuple[str, float]]:
+    """Yield what a product with scaled 8-bit weights takes as a program."""
+    device = jax.local_devices(backend="cuda")[0]
+    local = local_target()
+    assert local is not None
+    for rows, dtype in _WEIGHTS:
+        operands = [
+            jax.ShapeDtypeStruct((rows, _INNER), _BF16),
+            jax.ShapeDtypeStruct((_INNER, _OUTER), dtype),
+            jax.ShapeDtypeStruct((_OUTER,), jnp.float32),
+        ]
+
+        def layer(x: jax.Array, w: jax.Array, scale: jax.Array) -> jax.Array:
+            return matmul(x, w, scale_b=scale)
+
+        ((part, options, _),) = traced_graphs(layer, *operands)
+        tuned = measure_part(part, options, local[1])
+        assert tuned.xla_us is not None
+        assert tuned.cudnn_us is not None
+        legal = legalize(part, local[1]).candidates[0]
+        plan = native.plan(to_json(legal.graph))
+        step = Step(part=part, legal=legal, plan=plan, target=local[1])
+
+        def first(*xs: jax.Array, step: Step = step) -> Sequence[jax.Array]:
+            return run_cudnn(step, xs)
+
+        name = f"({rows}, {_INNER}) x {dtype} ({_INNER}, {_OUTER}), scaled"
+        yield f"{name}: XLA", tuned.xla_us
+        yield f"{name}: cuDNN, first plan", _program(first, draw_sets(part, device))
+        yield f"{name}: cuDNN, best plan", tuned.cudnn_us
 
 
 def main() -> None:

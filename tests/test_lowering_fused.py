@@ -236,6 +236,27 @@ def test_a_choice_added_later_is_seen() -> None:
     assert after.choice == _PIN
 
 
+def test_auto_leaves_8_bit_weights_to_xla_unless_cudnn_was_measured() -> None:
+    operands = (jnp.ones((4, 32), _BF16), jnp.ones((32, 16), jnp.int8))
+
+    def layer(x: Any, w: Any, **options: Any) -> jax.Array:
+        return matmul(x, w, scale_b=jnp.ones(16), activation="relu", **options)
+
+    ((graph, options, _),) = traced_graphs(layer, *operands)
+    decision = decide(graph, options)
+    assert not decision.steps
+    assert len(decision.reasons) == 1, "the same for every way of rewriting"
+    assert "XLA converts them within the product" in decision.reasons[0]
+    ((nodes, _),) = _calls(lambda *xs: layer(*xs, implementation="cudnn"), *operands)
+    assert nodes == ["identity", "matmul", "mul", "relu"]
+    _choose(graph, implementation="cudnn", plan=_PIN)
+    ((_, choice),) = _calls(layer, *operands)
+    assert choice == _PIN
+    unsigned = operands[1].astype(jnp.uint8)
+    ((graph, options, _),) = traced_graphs(layer, operands[0], unsigned)
+    assert decide(graph, options).steps, "XLA has no such code for u8"
+
+
 # --- options --------------------------------------------------------------------------
 
 _STRICT = PlanOptions(refused_notes=("RUNTIME_COMPILATION",), workspace_limit_bytes=99)

@@ -49,7 +49,8 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     alone = _alone(graph, node, ways)
     # Merged groups are fast, but for a depthwise convolution.
     order = [*alone, *fused] if _is_depthwise(graph, node) else [*fused, *alone]
-    return Legalization(candidates=tuple(order))
+    slower = matmul.slower(graph) if node.kind == "matmul" else ""
+    return Legalization(candidates=tuple(replace(way, slower=slower) for way in order))
 
 
 def _f8_results_of_f32(graph: Graph, node: Node) -> frozenset[str]:

@@ -14,6 +14,12 @@ from jax_cudnn.legalize.rules import Legal
 _FAMILIES = {"a": "a", "b": "b", "output": "output"}
 _EIGHT_BIT = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
 
+# See docs/benchmarks/where_to_fuse.md. XLA converts u8 before the product.
+_SLOW_WEIGHTS = (
+    "8-bit weights: XLA converts them within the product, mostly in less time than the "
+    "first of cuDNN's plans; plans.autotune finds the best of both"
+)
+
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a matmul with what surrounds it.
@@ -25,16 +31,22 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     product: the weights' columns are then the rows that its tiles are made of, which is
     faster where the other operand has few.
     """
-    ways = (graph, _transposed(graph)) if _has_narrow_right(graph) else (graph,)
-    edits = map(_edited, ways)
-    return tuple(_padded(edit) or edit.finish() for edit in edits)
+    ways = (graph, _transposed(graph)) if _narrow_side(graph) == "b" else (graph,)
+    return tuple(_padded(edit) or edit.finish() for edit in map(_edited, ways))
 
 
-def _has_narrow_right(graph: Graph) -> bool:
-    """Whether the right operand has 8 bits, and the left one more."""
+def slower(graph: Graph) -> str:
+    """Say why "auto" leaves a product to XLA, if it does."""
+    has_u8 = any(tensor.dtype == "u8" for tensor in graph.input_tensors)
+    return "" if has_u8 or _narrow_side(graph) is None else _SLOW_WEIGHTS
+
+
+def _narrow_side(graph: Graph) -> str | None:
+    """Return the operand, "a" or "b", that alone has 8 bits: weights, for most."""
     family = families(graph, _FAMILIES)
-    narrow = [family.get(t.name) for t in graph.input_tensors if t.dtype in _EIGHT_BIT]
-    return "b" in narrow and "a" not in narrow
+    narrow = {family.get(t.name) for t in graph.input_tensors if t.dtype in _EIGHT_BIT}
+    sides = narrow & {"a", "b"}
+    return sides.pop() if len(sides) == 1 else None
 
 
 def _transposed(graph: Graph) -> Graph:

@@ -20,18 +20,11 @@ Operands = Mapping[str, jax.Array]
 def matmul(
     attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
-    """Return a b for each batch entry.
-
-    A batch of one is not written as a batch: XLA converts 8-bit weights within the
-    product of two matrices, and else before it.
-    """
+    """Return a b for each batch entry."""
     del attributes
-    a, b = inputs["a"], inputs["b"]
-    output = outputs["output"]
-    if a.shape[0] == b.shape[0] == 1:
-        a, b = a[0], b[0]
-    sums = jnp.matmul(a, b, preferred_element_type=DTYPES[output.dtype])
-    return {"output": jnp.reshape(sums, output.dims)}
+    dtype = outputs["output"].dtype
+    sums = jnp.matmul(inputs["a"], inputs["b"], preferred_element_type=DTYPES[dtype])
+    return {"output": sums}
 
 
 def conv_fprop(
