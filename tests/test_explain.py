@@ -356,6 +356,18 @@ def test_a_scope_names_the_gpu_and_an_argument_goes_before_it(
     assert len(fake.asked) == 2
 
 
+def test_what_is_traced_already_is_explained_for_the_gpu_that_is_named(
+    fake: FakeProcess,
+) -> None:
+    x = jnp.ones((8, 8), jnp.bfloat16)
+    traced = jax.jit(lambda x: jax_cudnn.matmul(x, x)).trace(x)
+    told = plans.explain(traced, device="A100")
+    assert told.device == "NVIDIA A100-SXM4-80GB"
+    assert [call.op for call in told.calls] == ["matmul"]
+    with pytest.raises(TypeError, match="Traced takes no further arguments; 1 were"):
+        plans.explain(traced, x, device="A100")
+
+
 def test_without_a_gpu_one_is_to_be_named(fake: FakeProcess) -> None:
     with pytest.raises(ValueError, match=r"JAX sees no NVIDIA GPU here.*L4,"):
         plans.explain(*_matmul(jnp.bfloat16))

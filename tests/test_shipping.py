@@ -133,6 +133,21 @@ def test_warmup_takes_arrays_and_jitted_functions(cudnn: _Cudnn) -> None:
     assert len(cudnn.planned) == 2
 
 
+def test_what_is_traced_already_has_its_arguments(
+    cudnn: _Cudnn, tmp_path: Path
+) -> None:
+    x = jnp.ones((8, 8), jnp.bfloat16)
+    traced = jax.jit(lambda x: matmul(x, x)).trace(x)
+    for use in (plans.warmup, lambda *args: plans.save(tmp_path / "plans", *args)):
+        assert use(traced).plans == 1
+        with pytest.raises(
+            TypeError, match="Traced takes no further arguments; 1 were"
+        ):
+            use(traced, x)
+        with pytest.raises(TypeError, match=r"Lowered: .* no longer names its graphs"):
+            use(traced.lower())
+
+
 def test_what_was_saved_is_loaded_on_every_gpu(cudnn: _Cudnn, tmp_path: Path) -> None:
     path = tmp_path / "model.plans"
     saved = plans.save(path, _BOTH, *_SHAPES)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.stages import Compiled, Lowered, Traced
 
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
@@ -64,11 +65,35 @@ def run_reference(
 
 
 def traced_graphs(
-    function: Callable[..., Any], *args: Any, **kwargs: Any
+    function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any
 ) -> list[tuple[Graph, Options, bool]]:
-    """Return the graphs that a call of the function runs, as `subprograms` does."""
+    """Return the graphs that a call of the function runs, as `subprograms` does.
+
+    Raises:
+      TypeError: arguments beside a function that is traced already, or a program that
+        no longer names its graphs.
+    """
+    if isinstance(function, Lowered | Compiled):
+        raise TypeError(
+            f"{type(function).__name__}: such a program no longer names its graphs. "
+            "Pass jitted.trace(...), or the function with its arguments."
+        )
+    if isinstance(function, Traced):
+        check_bare(function, args, kwargs)
+        return list(subprograms(function.jaxpr))
     traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
     return list(subprograms(traceable.trace(*args, **kwargs).jaxpr))
+
+
+def check_bare(
+    program: Traced | Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise TypeError if arguments come with a program that has its own."""
+    if args or kwargs:
+        raise TypeError(
+            f"{type(program).__name__} takes no further arguments; "
+            f"{len(args) + len(kwargs)} were given. Its own are part of it."
+        )
 
 
 def subprograms(jaxpr: Any) -> Iterator[tuple[Graph, Options, bool]]:

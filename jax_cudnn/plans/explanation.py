@@ -7,16 +7,17 @@ The answers are the planner's own: each change that is named has been planned.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
+
+from jax.stages import Traced
 
 from jax_cudnn import native, offline
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import is_contraction, legalize, partition
-from jax_cudnn.lowering import scoped, traced_graphs
+from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.cuda import (
     ASKED_FOR_XLA,
     IS_DERIVATIVE,
@@ -122,7 +123,7 @@ class Explanation:
 
 
 def explain(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | Traced,
     *args: Any,
     device: str | None = None,
     **kwargs: Any,
@@ -136,7 +137,7 @@ def explain(
     does is named. cuDNN itself is asked each time, which takes up to a second.
 
     Args:
-      function: a function, jitted or not.
+      function: a function, jitted or not, or ``jitted.trace(...)`` and no arguments.
       *args: arrays or ``jax.ShapeDtypeStruct``, as for ``plans.inspect``.
       device: a GPU by its name, which need not be here: "H200", "A100 40GB", "L4",
         "RTX 4090", ... The cuDNN that is installed here is asked: without a GPU,
@@ -162,13 +163,11 @@ def explain(
       >>> told.calls[1].change  # doctest: +SKIP
       'cast the operands from f32 to bf16'
     """
-    if device is None:
-        around = nullcontext()
-    else:
-        device = offline.find(device).name
-        around = scoped(device=device)
-    with around:
-        found = Counter(traced_graphs(function, *args, **kwargs))
+    device = None if device is None else offline.find(device).name
+    found = Counter(
+        (graph, replace(options, device=device or options.device), is_linear)
+        for graph, options, is_linear in traced_graphs(function, *args, **kwargs)
+    )
     named = {options.device for _, options, _ in found} or {device}
     gpus = {name: _gpu(name) for name in named}
     calls = [

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from jax.stages import Compiled, Lowered, Traced
+from jax.stages import Lowered, Traced
 
 from jax_cudnn import choices, offline
 from jax_cudnn.choices import Choice
@@ -14,7 +14,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.legalize import is_contraction, partition
-from jax_cudnn.lowering import decide, subprograms, traced_graphs
+from jax_cudnn.lowering import check_bare, decide, traced_graphs
 from jax_cudnn.lowering.cuda import (
     IS_DERIVATIVE,
     Decision,
@@ -72,28 +72,16 @@ def inspect(
       >>> [call.op for call in jax_cudnn.plans.inspect(jax.grad(loss), x).calls]
       ['sdpa', 'sdpa_backward']
     """
-    if isinstance(function, Compiled):
-        raise TypeError(
-            "plans.inspect: a compiled program no longer names its graphs. Pass what "
-            "it was compiled from, jitted.lower(...), or the function with arguments."
+    if isinstance(function, Lowered):
+        check_bare(function, args, kwargs)
+        machine = _machine(scope().device)
+        counted = Counter(launches(function))
+        return Report(
+            device=machine.name,
+            calls=tuple(_launched(*item, machine) for item in counted.items()),
+            notes=(_LOWERED_NOTE,),
         )
-    if isinstance(function, Traced | Lowered):
-        if args or kwargs:
-            raise TypeError(
-                f"plans.inspect: {type(function).__name__} takes no further arguments; "
-                f"{len(args) + len(kwargs)} were given. Its own are part of it."
-            )
-        if isinstance(function, Lowered):
-            machine = _machine(scope().device)
-            counted = Counter(launches(function))
-            return Report(
-                device=machine.name,
-                calls=tuple(_launched(*item, machine) for item in counted.items()),
-                notes=(_LOWERED_NOTE,),
-            )
-        found = list(subprograms(function.jaxpr))
-    else:
-        found = traced_graphs(function, *args, **kwargs)
+    found = traced_graphs(function, *args, **kwargs)
     named = dict.fromkeys(options.device for _, options, _ in found)
     machines = {name: _machine(name) for name in named or (scope().device,)}
     return Report(

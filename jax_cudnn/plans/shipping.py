@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
+from jax.stages import Traced
+
 from jax_cudnn import cache, choices, native
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.config import Options
@@ -59,12 +61,13 @@ class Shipment:
     left_out: tuple[str, ...] = ()
 
 
-def warmup(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Warmup:
+def warmup(function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any) -> Warmup:
     """Build all plans of ``function(*args, **kwargs)``, several at a time.
 
     Traces the function without running it, and has cuDNN build what compiling it will
     ask for, gradients included if it takes them, for every GPU of this process.
-    Arguments may be arrays or ``jax.ShapeDtypeStruct``.
+    Arguments may be arrays or ``jax.ShapeDtypeStruct``; ``jitted.trace(...)`` takes
+    none.
 
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
@@ -73,7 +76,7 @@ def warmup(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Warmup:
     start = time.monotonic()
     before = native.cache_stats()
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = _planned(pool, function, args, kwargs)
+        found = _planned(pool, traced_graphs(function, *args, **kwargs))
         # The first GPU has its plans from deciding.
         others = [ordinal for ordinal in local_ordinals() if ordinal != first]
         requests = [(*plan, ordinal) for plan in found for ordinal in others]
@@ -88,23 +91,25 @@ def warmup(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Warmup:
 
 
 def save(
-    path: str | Path, function: Callable[..., Any], *args: Any, **kwargs: Any
+    path: str | Path, function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any
 ) -> Shipment:
     """Write all plans of ``function(*args, **kwargs)`` and its choices into one file.
 
     For shipping with a model: where ``load`` reads the file, on the same kind of GPU
     with the same versions, nothing of the function is left to be planned. Traces the
-    function without running it. Arguments may be arrays or ``jax.ShapeDtypeStruct``.
+    function without running it. Arguments may be arrays or ``jax.ShapeDtypeStruct``;
+    ``jitted.trace(...)`` takes none.
 
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
       OSError: the file cannot be written.
     """
     ordinal, target = _local_target("plans.save")
+    graphs = traced_graphs(function, *args, **kwargs)
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = _planned(pool, function, args, kwargs)
+        found = _planned(pool, graphs)
         files = list(pool.map(_export, [(*plan, ordinal) for plan in found]))
-    kept = _choices(traced_graphs(function, *args, **kwargs), target)
+    kept = _choices(graphs, target)
     contents = {_CHOICES: choices.to_text(kept, "plans.save").encode("ascii")}
     entries: list[dict[str, Any]] = []
     left_out: list[str] = []
@@ -161,15 +166,12 @@ def _local_target(who: str) -> tuple[int, Target]:
 
 
 def _planned(
-    pool: ThreadPoolExecutor,
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    pool: ThreadPoolExecutor, found: Iterable[tuple[Graph, Options, bool]]
 ) -> dict[tuple[str, str], Step]:
     """Return the steps that cuDNN runs, by canonical graph and choice."""
     graphs = dict.fromkeys(
         (graph, options)
-        for graph, options, is_linear in traced_graphs(function, *args, **kwargs)
+        for graph, options, is_linear in found
         # What is for another GPU by its name is not this one's to build.
         if not is_linear and options.device is None
     )

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jax.stages import Traced
+
 from jax_cudnn import choices
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.config import Options
@@ -66,7 +68,7 @@ def _text(microseconds: float | None) -> str:
 
 
 def autotune(
-    function: Callable[..., Any],
+    function: Callable[..., Any] | Traced,
     *args: Any,
     budget_s: float = math.inf,
     progress: bool = True,
@@ -83,7 +85,8 @@ def autotune(
     also where that is XLA. Functions that were compiled before keep their plans.
 
     Args:
-      function: traced, not run; may be jitted.
+      function: traced, not run; may be jitted, or ``jitted.trace(...)`` and no
+        arguments.
       *args: arrays or ``jax.ShapeDtypeStruct``.
       budget_s: seconds to spend; a call that is not measured by then keeps the plan
         that it had, and the ``Tuning`` says how many there are. Default: no limit.
