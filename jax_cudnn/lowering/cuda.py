@@ -47,15 +47,23 @@ IS_DERIVATIVE = "forward mode and second order run the reference"
 Why = Literal["tuned", "heuristic", "requested"]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attempt:
+    """A way of rewriting a part for cuDNN that was not taken, with all that failed."""
+
+    way: str
+    reasons: tuple[str, ...]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Step:
     """A part of a graph, with who runs it and why.
 
-    ``legal`` is None where XLA runs it, for the ``reasons`` given. ``plan`` and the
-    ``target`` that it is for are None where no GPU was there to plan for: the plan is
-    then made on the machine that runs. ``choice`` is what the compiled program asks
-    for: a pinned plan (a measured one, or any for a GPU elsewhere), or which are
-    allowed. ``why`` is None where XLA runs it for the ``reasons`` given.
+    ``legal`` is None where XLA runs it, for the ``reasons`` of the ``attempts`` that
+    failed. ``plan`` and the ``target`` that it is for are None where no GPU was there
+    to plan for: the plan is then made on the machine that runs. ``choice`` is what the
+    compiled program asks for: a pinned plan (a measured one, or any for a GPU
+    elsewhere), or which are allowed. ``why`` is None where nothing was chosen.
     """
 
     part: Graph
@@ -64,8 +72,14 @@ class Step:
     target: Target | None = None
     choice: str = ""
     why: Why | None = None
-    reasons: tuple[str, ...] = ()
+    attempts: tuple[Attempt, ...] = ()
     advice: str = ""
+
+    @property
+    def reasons(self) -> tuple[str, ...]:
+        """Why no attempt was taken, each reason once."""
+        found = (reason for attempt in self.attempts for reason in attempt.reasons)
+        return tuple(dict.fromkeys(found))
 
     @property
     def is_missing(self) -> bool:
@@ -210,26 +224,33 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
     if not has_contraction and (measured is None or measured.implementation == "xla"):
         return Step(part=part)
     if (reason := precision_refusal(part, options)) is not None:
-        return Step(part=part, reasons=(reason,))
+        refused = Attempt(way="by the precision asked for", reasons=(reason,))
+        return Step(part=part, attempts=(refused,))
     legalization = legalize(part, target)
     is_auto = options.implementation == "auto"
     if measured is not None and measured.implementation == "xla" and is_auto:
-        return Step(part=part, reasons=(_measured_reason(measured),), why="tuned")
+        slower = Attempt(way="by measurement", reasons=(_measured_reason(measured),))
+        return Step(part=part, attempts=(slower,), why="tuned")
     if measured is not None and measured.plan and gpu is not None:
         step = _pinned(part, legalization, measured, gpu, options)
         if step is not None or not has_contraction:
             return step or Step(part=part)
-    reasons = list(legalization.reasons)
+    attempts: list[Attempt] = []
+    if legalization.reasons:
+        way = "before cuDNN is asked"
+        attempts.append(Attempt(way=way, reasons=legalization.reasons))
     for legal in legalization.candidates:
+        way = "; ".join(legal.notes) or "as one kernel"
         if is_auto and legal.slower:
-            reasons.append(legal.slower)
+            attempts.append(Attempt(way=way, reasons=(legal.slower,)))
             continue
         plan = None
         if gpu is not None:
             try:
                 plan = gpu.plan(to_json(legal.graph), choice)
             except UnsupportedError as error:
-                reasons += error.reasons or (error.summary,)
+                reasons = error.reasons or (error.summary,)
+                attempts.append(Attempt(way=way, reasons=reasons))
                 continue
         return Step(
             part=part,
@@ -238,9 +259,9 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             target=target,
             choice=_pin(plan, gpu) or choice,
             why="requested" if choice else "heuristic",
-            reasons=tuple(reasons),
+            attempts=tuple(attempts),
         )
-    return Step(part=part, reasons=tuple(reasons), advice=legalization.advice)
+    return Step(part=part, attempts=tuple(attempts), advice=legalization.advice)
 
 
 def _pin(plan: PlanInfo | None, gpu: Gpu | None) -> str:

@@ -14,20 +14,20 @@ from jax.stages import Traced
 
 from jax_cudnn import native, offline
 from jax_cudnn.config import Options
-from jax_cudnn.errors import LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, to_json
-from jax_cudnn.legalize import is_contraction, legalize, partition
+from jax_cudnn.errors import LibraryError
+from jax_cudnn.graph import Graph
+from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.cuda import (
     ASKED_FOR_XLA,
     IS_DERIVATIVE,
     NO_ELEMENTS,
+    Attempt,
     Gpu,
     decide_part,
     gpu_for,
     label,
     operand_text,
-    precision_refusal,
 )
 from jax_cudnn.offline import GpuDescription
 from jax_cudnn.plans.variations import Variation, by_name, variations
@@ -36,14 +36,6 @@ from jax_cudnn.plans.variations import Variation, by_name, variations
 SCHEMA = 1
 
 _AROUND = "elementwise work and sums around the contractions, which XLA fuses"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Attempt:
-    """A way of rewriting a part for cuDNN that was not taken, with all that failed."""
-
-    way: str
-    reasons: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,22 +230,18 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
             plan=step.plan.name,
             workspace_bytes=step.plan.workspace_bytes,
             notes=step.legal.notes,
-            attempts=tuple(_attempts(part, options, gpu)),
+            attempts=step.attempts,
         )
     if not any(map(is_contraction, part.nodes)):
         return _call(part, count, implementation="xla", notes=(_AROUND,))
-    attempts = tuple(_attempts(part, options, gpu))
-    is_tuned = step.why == "tuned"
-    if is_tuned:
-        attempts = (Attempt(way="by measurement", reasons=step.reasons),)
     is_auto = options.implementation == "auto"
-    changes = (by_name if is_tuned else variations)(part, options)
+    changes = (by_name if step.why == "tuned" else variations)(part, options)
     change, plan = _nearest(part, options, gpu, changes)
     return _call(
         part,
         count,
         implementation="xla" if is_auto else "none",
-        attempts=attempts,
+        attempts=step.attempts,
         change=change,
         change_plan=plan,
     )
@@ -263,27 +251,6 @@ def _call(part: Graph, count: int, *, op: str = "", **said: Any) -> ExplainedCal
     return ExplainedCall(
         op=op or label(part) or "copy", shapes=operand_text(part), count=count, **said
     )
-
-
-def _attempts(part: Graph, options: Options, gpu: Gpu) -> Iterator[Attempt]:
-    """Yield the ways of rewriting a part that fail, up to the first that does not."""
-    if (reason := precision_refusal(part, options)) is not None:
-        yield Attempt(way="by the precision asked for", reasons=(reason,))
-        return
-    legalization = legalize(part, gpu.target)
-    if legalization.reasons:
-        yield Attempt(way="before cuDNN is asked", reasons=legalization.reasons)
-    for legal in legalization.candidates:
-        way = "; ".join(legal.notes) or "as one kernel"
-        if options.implementation == "auto" and legal.slower:
-            yield Attempt(way=way, reasons=(legal.slower,))
-            continue
-        try:
-            gpu.plan(to_json(legal.graph), options.plan.to_choice())
-        except UnsupportedError as error:
-            yield Attempt(way=way, reasons=error.reasons or (error.summary,))
-        else:
-            return
 
 
 # --- what would let cuDNN run it ------------------------------------------------------

@@ -17,6 +17,7 @@ from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import check_bare, decide, traced_graphs
 from jax_cudnn.lowering.cuda import (
     IS_DERIVATIVE,
+    Attempt,
     Decision,
     Gpu,
     LocalGpu,
@@ -149,7 +150,8 @@ def _calls(
             )
         ]
     decision = _decision(graph, options, machine)
-    whole = Step(part=graph, reasons=decision.reasons, why=decision.why)
+    attempt = Attempt(way="as a whole", reasons=decision.reasons)
+    whole = Step(part=graph, attempts=(attempt,), why=decision.why)
     steps = decision.steps or (whole,)
     direction = direction_of(graph)
     return [_call(step, options, count, direction, machine) for step in steps]
