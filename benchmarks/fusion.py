@@ -41,7 +41,7 @@ from benchmarks.timing import Contender, compare
 from benchmarks.torch_side import torch
 from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice, Key
-from jax_cudnn.lowering.cuda import local_target
+from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring.stopwatch import compile_over_sets, time_calls
 
 # Sets of operands in turn, so that none is still in the cache: 60 MB on an H200.

@@ -33,7 +33,7 @@ from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import to_json
 from jax_cudnn.legalize import is_contraction, legalize, partition
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import local_target
+from jax_cudnn.lowering.devices import local_target
 
 _PAGE, _DATA = "plan_times.md", "plan_times.json"
 

@@ -22,9 +22,10 @@ from benchmarks.fusion import abstract_operands, run_all_directions
 from benchmarks.fusion_cells import CELLS
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices, plans
+from jax_cudnn.graph import label
 from jax_cudnn.legalize import is_contraction, legalize, partition
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import label, local_target
+from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
 from jax_cudnn.measuring.field import time_candidates_of
 

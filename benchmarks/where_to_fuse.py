@@ -24,8 +24,9 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, GraphWriter, MatmulAttributes, Tensor, to_json
 from jax_cudnn.legalize import legalize
-from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import Step, local_target, run_cudnn, run_xla
+from jax_cudnn.lowering import run_cudnn, run_xla, traced_graphs
+from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.measuring import measure as measure_part
 from jax_cudnn.measuring.stopwatch import (

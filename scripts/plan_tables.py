@@ -275,7 +275,7 @@ def measure() -> Entry:
     # Here, because writing the page needs none of them.
     from benchmarks.report import environment
     from jax_cudnn import choices, plans
-    from jax_cudnn.lowering.cuda import local_target
+    from jax_cudnn.lowering.devices import local_target
 
     local = local_target()
     if local is None:

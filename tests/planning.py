@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from jax_cudnn import LibraryError
-from jax_cudnn.lowering import cuda
+from jax_cudnn.lowering import decision
 from jax_cudnn.offline import planner
 
 CANDIDATE = {
@@ -65,7 +65,7 @@ def fake_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProcess]:
     """Let a fake plan for every GPU by its name."""
     made = FakeProcess()
     monkeypatch.setattr(planner, "_process", lambda: made)
-    caches = (planner._ask, planner._named_gpu, cuda._decide)
+    caches = (planner._ask, planner._named_gpu, decision._decide)
     for cache in caches:
         cache.cache_clear()
     try:

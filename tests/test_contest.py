@@ -17,7 +17,7 @@ from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.legalize import Legalization
 from jax_cudnn.legalize.rules import Legal
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import Step
+from jax_cudnn.lowering.decision import Step
 from jax_cudnn.measuring import OutOfTimeError, contest, measure
 from jax_cudnn.measuring.stopwatch import Measurement
 from jax_cudnn.native import Candidate, PlanInfo

@@ -20,7 +20,7 @@ from jax_cudnn.cli import explain as command
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.legalize import is_contraction, partition
-from jax_cudnn.lowering import cuda, traced_graphs
+from jax_cudnn.lowering import devices, traced_graphs
 from jax_cudnn.plans import PlanOptions
 from jax_cudnn.plans.variations import variations
 from tests.planning import CANDIDATE, FakeProcess, fake_process, refusal
@@ -30,7 +30,7 @@ _S = jax.ShapeDtypeStruct
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProcess]:
-    monkeypatch.setattr(cuda, "local_target", lambda: None)
+    monkeypatch.setattr(devices, "local_target", lambda: None)
     with fake_process(monkeypatch) as made:
         yield made
 

@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn
-from jax_cudnn import LibraryError, UnsupportedError, choices, plans
+from jax_cudnn import LibraryError, UnsupportedError, choices, native, plans
 from jax_cudnn.choices import Choice, key_of
 from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.legalize import partition
-from jax_cudnn.lowering import cuda, traced_graphs
+from jax_cudnn.lowering import decision, devices, traced_graphs
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.plans.inspection import direction_of, why_of
 from tests.planner import FILTER, H200, PIN, made_plan
@@ -64,7 +64,7 @@ def test_a_missing_library_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None
     def missing() -> None:
         raise LibraryError("libcudnn.so.9 is not there")
 
-    monkeypatch.setattr(cuda, "local_target", missing)
+    monkeypatch.setattr(devices, "local_target", missing)
     monkeypatch.setattr(plans.inspection, "local_target", missing)
     for implementation in ("auto", "cudnn"):
         report = plans.inspect(
@@ -106,14 +106,14 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planner]:
     """Inspect as on a machine with an H200, with no choices but the test's own."""
     fake = Planner()
     table = choices.ChoiceTable()
-    cuda._decide.cache_clear()
-    for module in (cuda, plans.inspection):
+    decision._decide.cache_clear()
+    for module in (devices, plans.inspection):
         monkeypatch.setattr(module, "local_target", lambda: (3, H200))
-    monkeypatch.setattr(cuda.native, "plan", fake.plan)
-    monkeypatch.setattr(cuda.native, "candidates", fake.candidates)
+    monkeypatch.setattr(native, "plan", fake.plan)
+    monkeypatch.setattr(native, "candidates", fake.candidates)
     monkeypatch.setattr(choices, "table", lambda: table)
     yield fake
-    cuda._decide.cache_clear()
+    decision._decide.cache_clear()
 
 
 _W = jax.ShapeDtypeStruct((16, 24), jnp.bfloat16)

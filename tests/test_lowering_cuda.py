@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn import LibraryError, UnsupportedError, sdpa
+from jax_cudnn import LibraryError, UnsupportedError, native, sdpa
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json, to_json
-from jax_cudnn.lowering import cuda, decide
+from jax_cudnn.lowering import cuda, decide, decision, devices
 from tests.attention import SIZES, attention_graph, backward_graph
 from tests.conftest import Draw
 
@@ -31,10 +31,10 @@ _ALIGNED = {"d": 16, "e": 24}
 @pytest.fixture(autouse=True)
 def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lower as on a machine without a GPU, also where there is one."""
-    cuda._decide.cache_clear()
+    decision._decide.cache_clear()
     cuda._say_once.cache_clear()
-    cuda._say_stale_once.cache_clear()
-    monkeypatch.setattr(cuda, "local_target", lambda: None)
+    decision._say_stale_once.cache_clear()
+    monkeypatch.setattr(devices, "local_target", lambda: None)
 
 
 @dataclass
@@ -55,8 +55,8 @@ class FakeGpu:
 def gpu(_no_gpu: None, monkeypatch: pytest.MonkeyPatch) -> FakeGpu:
     """Lower as on a machine with a GPU, whose plans take 4321 bytes."""
     fake = FakeGpu()
-    monkeypatch.setattr(cuda, "local_target", lambda: (_ORDINAL, fake.target))
-    monkeypatch.setattr(cuda.native, "plan", fake.plan)
+    monkeypatch.setattr(devices, "local_target", lambda: (_ORDINAL, fake.target))
+    monkeypatch.setattr(native, "plan", fake.plan)
     return fake
 
 
@@ -505,7 +505,7 @@ def test_a_gpu_that_cannot_be_described_counts_as_a_missing_library(
     def broken() -> None:
         raise LibraryError("the driver is too old")
 
-    monkeypatch.setattr(cuda, "local_target", broken)
+    monkeypatch.setattr(devices, "local_target", broken)
     assert not _calls(_text(sdpa, *_operands(draw)))
     with pytest.raises(LibraryError, match=r"^the driver is too old$"):
         _text(functools.partial(sdpa, implementation="cudnn"), *_operands(draw))

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn import UnsupportedError, choices, conv, matmul, plans
+from jax_cudnn import UnsupportedError, choices, conv, matmul, native, plans
 from jax_cudnn.choices import Choice, key_of
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
 from jax_cudnn.legalize import partition
-from jax_cudnn.lowering import cuda, decide, traced_graphs
+from jax_cudnn.lowering import cuda, decide, decision, devices, traced_graphs
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans import PlanOptions, inspection
 from tests.planner import made_plan
@@ -48,15 +48,15 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planner]:
     """Lower as on a machine with an H200, with no choices but the test's own."""
     fake = Planner()
     table = choices.ChoiceTable()
-    cuda._decide.cache_clear()
+    decision._decide.cache_clear()
     cuda._say_once.cache_clear()
-    cuda._say_stale_once.cache_clear()
-    for module in (cuda, inspection):
+    decision._say_stale_once.cache_clear()
+    for module in (devices, inspection):
         monkeypatch.setattr(module, "local_target", lambda: (0, _H200))
-    monkeypatch.setattr(cuda.native, "plan", fake.plan)
+    monkeypatch.setattr(native, "plan", fake.plan)
     monkeypatch.setattr(choices, "table", lambda: table)
     yield fake
-    cuda._decide.cache_clear()
+    decision._decide.cache_clear()
 
 
 def _layer(x: Any, w: Any, bias: Any, **options: Any) -> jax.Array:
@@ -295,7 +295,7 @@ def test_a_measured_plan_is_taken_where_the_options_allow_it(
             SimpleNamespace(choice=_PIN, refusal=refusal),
         ]
 
-    monkeypatch.setattr(cuda.native, "candidates", candidates)
+    monkeypatch.setattr(native, "candidates", candidates)
     plan = PlanOptions(deterministic=True, workspace_limit_bytes=limit)
     (graph, options, _), *_ = traced_graphs(
         lambda *xs: _layer(*xs, plan=plan), *_operands()
@@ -309,13 +309,13 @@ def test_a_measured_plan_is_taken_where_the_options_allow_it(
 def test_sums_whose_measured_plan_is_not_allowed_stay_xlas(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cuda.native, "candidates", lambda *_, **__: [])
+    monkeypatch.setattr(native, "candidates", lambda *_, **__: [])
     part = _part("reduction")
     _choose(part, implementation="cudnn", plan=_PIN)
     allowed = Options(plan=PlanOptions(refused_notes=("FFT",)))
-    gpu = cuda.gpu_for(allowed)
-    assert cuda.decide_part(part, gpu, allowed).legal is None
-    assert cuda.decide_part(part, gpu, Options()).why == "tuned"
+    gpu = devices.gpu_for(allowed)
+    assert decision.decide_part(part, gpu, allowed).legal is None
+    assert decision.decide_part(part, gpu, Options()).why == "tuned"
 
 
 def test_a_choice_without_a_plan_hides_no_reason(planner: Planner) -> None:
@@ -349,7 +349,7 @@ def test_a_stale_choice_is_ignored_and_said_once(
             raise UnsupportedError("no such engine", [], "")
         return planner.plan(text, choice=choice, device=device)
 
-    monkeypatch.setattr(cuda.native, "plan", plan)
+    monkeypatch.setattr(native, "plan", plan)
     caplog.set_level(logging.INFO, "jax_cudnn")
     (graph, _, _), *_ = traced_graphs(_layer, *_operands())
     _choose(graph, implementation="cudnn", **fields)
@@ -384,7 +384,7 @@ def test_options_without_a_gpu_decide_nothing_by_measurement(
 ) -> None:
     (graph, _, _), *_ = traced_graphs(_layer, *_operands())
     _choose(graph, implementation="xla")
-    monkeypatch.setattr(cuda, "local_target", lambda: None)
+    monkeypatch.setattr(devices, "local_target", lambda: None)
     (step,) = decide(graph, Options()).steps
     assert step.plan is None
     assert step.legal is not None

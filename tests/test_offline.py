@@ -26,7 +26,7 @@ from jax_cudnn import (
     offline,
     plans,
 )
-from jax_cudnn.lowering import cuda, traced_graphs
+from jax_cudnn.lowering import decision, devices, traced_graphs
 from jax_cudnn.offline import worker
 from jax_cudnn.offline.process import PlanningProcess
 from tests.planning import CANDIDATE, FAILED, FakeProcess, fake_process
@@ -495,7 +495,7 @@ def test_a_program_for_a_named_gpu_pins_its_plan_with_its_workspace(
     (request,) = fake.asked
     assert request["choice"] == ""
     # Outside, it is for any GPU, and asks nobody.
-    monkeypatch.setattr(cuda, "local_target", lambda: None)
+    monkeypatch.setattr(devices, "local_target", lambda: None)
     assert "@jax_cudnn.graph_scratch(" in _text()
     assert 'choice = ""' in _text()
     assert len(fake.asked) == 1
@@ -542,7 +542,7 @@ def test_choices_of_the_named_gpu_apply(fake: FakeProcess) -> None:
     )
     choices.table().add({key: measured})
     try:
-        assert cuda.decide(graph, options).steps[0].why == "tuned"
+        assert decision.decide(graph, options).steps[0].why == "tuned"
         assert fake.asked[-1]["choice"] == "the pin of a race"
         choices.table().add(
             {
@@ -551,7 +551,7 @@ def test_choices_of_the_named_gpu_apply(fake: FakeProcess) -> None:
                 )
             }
         )
-        assert not cuda.decide(graph, options).steps
+        assert not decision.decide(graph, options).steps
     finally:
         choices.table.cache_clear()
 

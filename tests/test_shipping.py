@@ -29,7 +29,7 @@ from jax_cudnn import (
 )
 from jax_cudnn.choices import Choice, key_of
 from jax_cudnn.graph import Target
-from jax_cudnn.lowering import cuda, traced_graphs
+from jax_cudnn.lowering import decision, devices, traced_graphs
 from jax_cudnn.native import BuildInfo, CacheStats, LibraryInfo, PlanInfo
 from jax_cudnn.plans import shipping
 
@@ -84,14 +84,14 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Cudnn]:
     for name in ("plan", "export_plan", "import_plan", "cache_stats"):
         monkeypatch.setattr(native, name, getattr(fake, name))
     _describe(monkeypatch)
-    for module in (cuda, shipping):
+    for module in (devices, shipping):
         monkeypatch.setattr(module, "local_target", lambda: (0, _TARGET))
     monkeypatch.setattr(shipping, "local_ordinals", lambda: [0, 1])
     before = choices.table().all()
     choices.table().clear()
-    cuda.forget_decisions()
+    decision.forget_decisions()
     yield fake
-    cuda.forget_decisions()
+    decision.forget_decisions()
     choices.table().clear()
     choices.table().add(before)
 

@@ -14,7 +14,7 @@ from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import local_target
+from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
 from jax_cudnn.measuring.field import Timed, time_candidates
 

@@ -6,6 +6,7 @@ from jax_cudnn.graph.conv import ConvAttributes
 from jax_cudnn.graph.derivative import derivative_of
 from jax_cudnn.graph.kinds import NodeKind, fold_rule, kind_named, register_kind
 from jax_cudnn.graph.matmul import MatmulAttributes
+from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_graph
 from jax_cudnn.graph.spec import (
     SCHEMA,
@@ -35,7 +36,10 @@ __all__ = [
     "fold_rule",
     "from_json",
     "kind_named",
+    "label",
+    "operand_text",
     "register_kind",
     "sdpa_graph",
+    "summary",
     "to_json",
 ]

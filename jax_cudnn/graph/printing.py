@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A graph for people to look at: as text, as a Mermaid flowchart, as Graphviz dot.
+"""A graph for people to look at: in a line, as text, as a Mermaid or Graphviz picture.
 
 The text has a line for each node, and one each for operands and results::
 
@@ -23,6 +23,27 @@ from typing import Literal
 
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.spec import Graph, Node, Tensor
+
+
+def label(graph: Graph) -> str:
+    """Return the graph's operations in a word: kinds, and modes of pointwise nodes."""
+    names = (getattr(n.attributes, "mode", n.kind) for n in graph.nodes)
+    return "+".join(name for name in names if name not in ("constant", "identity"))
+
+
+def operand_text(graph: Graph) -> str:
+    """Return the dtypes and shapes of a graph's operands, as stored."""
+    return ", ".join(
+        f"{t.dtype}[{','.join(map(str, t.stored_shape))}]" for t in graph.input_tensors
+    )
+
+
+def summary(graph: Graph) -> str:
+    """Return what a graph computes of which operands, in a line."""
+    operands = ", ".join(
+        f"{t.name} {t.dtype}{list(t.stored_shape)}" for t in graph.input_tensors
+    )
+    return f"{label(graph)}({operands})"
 
 
 def to_text(graph: Graph) -> str:

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
-from jax_cudnn.lowering import cuda as _cuda  # registers the lowerings
+from jax_cudnn.lowering.cuda import run_cudnn, run_xla
+from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.primitives import (
     check_bare,
     run_graph,
@@ -10,13 +11,13 @@ from jax_cudnn.lowering.primitives import (
 )
 from jax_cudnn.lowering.scope import call_options, scoped
 
-decide = _cuda.decide
-
 __all__ = [
     "call_options",
     "check_bare",
     "decide",
+    "run_cudnn",
     "run_graph",
+    "run_xla",
     "scoped",
     "subprograms",
     "traced_graphs",

@@ -14,9 +14,10 @@ from jax_cudnn import native
 from jax_cudnn.choices import Choice, digest_of
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
-from jax_cudnn.graph import Graph, Target, to_json
+from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering.cuda import Step, label, operand_text, run_cudnn, run_xla
+from jax_cudnn.lowering import run_cudnn, run_xla
+from jax_cudnn.lowering.decision import Step
 from jax_cudnn.measuring.agreement import bound, largest_error, reference_results
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from jax_cudnn import cache, choices, native
-from jax_cudnn.lowering.cuda import forget_decisions
+from jax_cudnn.lowering.decision import forget_decisions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -11,8 +11,8 @@ from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.graph.printing import mermaid_lines
 from jax_cudnn.legalize import legalize
-from jax_cudnn.lowering import cuda
-from jax_cudnn.lowering.cuda import Why
+from jax_cudnn.lowering.decision import Why
+from jax_cudnn.lowering.devices import gpu_for
 from jax_cudnn.native import Candidate
 from jax_cudnn.plans.table import aligned
 
@@ -98,7 +98,7 @@ class Call:
             for.
           UnsupportedError: cuDNN has none.
         """
-        gpu = cuda.gpu_for(Options(device=self.device))
+        gpu = gpu_for(Options(device=self.device))
         if gpu is None:
             raise LibraryError(
                 "Call.candidates needs an NVIDIA GPU; JAX sees none. Inside "

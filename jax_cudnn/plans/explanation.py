@@ -15,20 +15,17 @@ from jax.stages import Traced
 from jax_cudnn import native, offline
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph
+from jax_cudnn.graph import Graph, label, operand_text
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import (
+from jax_cudnn.lowering.decision import (
     ASKED_FOR_XLA,
     IS_DERIVATIVE,
     NO_ELEMENTS,
     Attempt,
-    Gpu,
     decide_part,
-    gpu_for,
-    label,
-    operand_text,
 )
+from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.offline import GpuDescription
 from jax_cudnn.plans.variations import Variation, by_name, variations
 

@@ -12,20 +12,11 @@ from jax_cudnn import choices, offline
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, from_json
+from jax_cudnn.graph import Graph, from_json, label, operand_text
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import check_bare, decide, traced_graphs
-from jax_cudnn.lowering.cuda import (
-    IS_DERIVATIVE,
-    Attempt,
-    Decision,
-    Gpu,
-    LocalGpu,
-    Step,
-    label,
-    local_target,
-    operand_text,
-)
+from jax_cudnn.lowering.decision import IS_DERIVATIVE, Attempt, Decision, Step
+from jax_cudnn.lowering.devices import Gpu, LocalGpu, local_target
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans.calls import Call, Direction, Report, Why

@@ -20,10 +20,11 @@ from jax_cudnn import cache, choices, native
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, Target, to_json
+from jax_cudnn.graph import Graph, Target, label, to_json
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import decide, traced_graphs
-from jax_cudnn.lowering.cuda import Decision, Step, label, local_ordinals, local_target
+from jax_cudnn.lowering.decision import Decision, Step
+from jax_cudnn.lowering.devices import local_ordinals, local_target
 
 # The version of the archive's form.
 SCHEMA = 1

@@ -22,7 +22,8 @@ from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import scoped, traced_graphs
-from jax_cudnn.lowering.cuda import local_target, precision_refusal
+from jax_cudnn.lowering.decision import precision_refusal
+from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import OutOfTimeError, measure
 from jax_cudnn.plans.table import aligned
 

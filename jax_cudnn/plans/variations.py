@@ -11,7 +11,7 @@ from jax_cudnn.config import Options, PlanOptions
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor
 from jax_cudnn.legalize import is_contraction
-from jax_cudnn.lowering.cuda import precision_refusal
+from jax_cudnn.lowering.decision import precision_refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

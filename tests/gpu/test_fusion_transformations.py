@@ -25,7 +25,8 @@ from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Implementation
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.cuda import Step, decide, local_target
+from jax_cudnn.lowering.decision import Step, decide
+from jax_cudnn.lowering.devices import local_target
 from tests.fused import stacked
 from tests.gpu.numerics import judge, to_f32
 
@@ -302,12 +303,12 @@ def test_export_round_trip(op):
 @each_op
 def test_program_lowered_without_a_gpu_runs_here(op, monkeypatch):
     """The scratch target: the plan and its workspace come at run time."""
-    import jax_cudnn.lowering.cuda as cuda
+    from jax_cudnn.lowering import devices
 
     function, operands_of = _OPS[op]
     run = jax.jit(_value_and_grad(function("cudnn")))
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "local_target", lambda: None)
+        patch.setattr(devices, "local_target", lambda: None)
         exported = export.export(
             run,
             platforms=("cuda",),

@@ -15,7 +15,7 @@ from jax import export
 
 import jax_cudnn
 from jax_cudnn import native, offline, plans
-from jax_cudnn.lowering import cuda
+from jax_cudnn.lowering import devices
 from jax_cudnn.offline import planner, worker
 from tests.sdpa_cases import Case, make_operands
 
@@ -109,10 +109,10 @@ def test_a_program_for_another_gpu_is_refused_here(operands):
 
 def test_a_program_for_another_cudnn_is_refused_here(operands, monkeypatch):
     """As if the next cuDNN had planned it, with a plan that is here as well."""
-    ordinal, here = cuda.local_target()
+    ordinal, here = devices.local_target()
     other = dataclasses.replace(here, cudnn_version=here.cudnn_version + 1)
     with monkeypatch.context() as patch:
-        patch.setattr(cuda, "local_target", lambda: (ordinal, other))
+        patch.setattr(devices, "local_target", lambda: (ordinal, other))
         exported = _exported(operands)
     _expect_refused(exported, operands, other)
 

@@ -14,7 +14,9 @@ from jax_cudnn import UnsupportedError, native
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering.cuda import Step, local_target, run_cudnn
+from jax_cudnn.lowering import run_cudnn
+from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
 from tests.fused import graphs
 from tests.gpu.numerics import judge, to_f32

@@ -17,7 +17,7 @@ from jax_cudnn import GraphError, LibraryError, choices, native, plans
 from jax_cudnn.choices import Choice
 from jax_cudnn.graph import to_json
 from jax_cudnn.lowering import decide, traced_graphs
-from jax_cudnn.lowering.cuda import local_target
+from jax_cudnn.lowering.devices import local_target
 from tests.native.processes import run_python
 
 pytestmark = pytest.mark.gpu

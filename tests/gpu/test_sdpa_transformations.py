@@ -154,10 +154,10 @@ def test_program_lowered_without_a_gpu_runs_here():
     """The scratch target: the plan and its workspace come at run time."""
     operands = make_operands(_CASE).arrays[:4]
     function = jax.jit(_value_and_grad("cudnn"))
-    import jax_cudnn.lowering.cuda as cuda
+    from jax_cudnn.lowering import devices
 
-    real = cuda.local_target
-    cuda.local_target = lambda: None
+    real = devices.local_target
+    devices.local_target = lambda: None
     try:
         exported = export.export(
             function,
@@ -165,7 +165,7 @@ def test_program_lowered_without_a_gpu_runs_here():
             disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS,
         )(*operands)
     finally:
-        cuda.local_target = real
+        devices.local_target = real
     assert "jax_cudnn.graph_scratch" in exported.mlir_module()
     for x, y in zip(
         jax.tree.leaves(exported.call(*operands)),
