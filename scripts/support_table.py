@@ -19,7 +19,7 @@ from tests.gpuless import harness
 from tests.gpuless.harness import CUDNN, target
 from tests.gpuless.verdicts import Verdict, verdicts
 
-_FILE = Path(__file__).parent.parent / "docs" / "support.md"
+FILE = Path(__file__).parent.parent / "docs" / "support.md"
 _GPUS = ("a100", "h200", "b200")
 
 # A pattern of a legalisation's notes, its word in the table, and what it stands for. An
@@ -181,7 +181,7 @@ def _head() -> list[str]:
 # What cuDNN plans of conv and matmul
 
 Written by `python -m scripts.support_table`, on a machine without a GPU; do not edit.
-jax_cudnn {jax_cudnn.__version__}, JAX {jax.__version__}, cuDNN {version}.
+jax_cudnn {jax_cudnn.__version__}, cuDNN {version}.
 
 The real cuDNN (nvidia-cudnn-jit: the engines that it compiles at run time) was asked
 for a plan of each part of the graphs of `tests/fusion_cases.py`, for the descriptions
@@ -195,12 +195,15 @@ Nothing ran. Sizes are small, and channels multiples of 16 unless said.
   the activation, and the gradients of bias, residual and scale, are XLA's by default.
 - **yes**: one kernel, no work outside but on the filters, which are small.
 - **no**: "auto" runs XLA, "cudnn" raises `UnsupportedError`.
+- "auto" leaves i8 and f8 weights beside 16-bit operands to XLA as well, until
+  `plans.autotune` has measured a plan to be faster.
 - f64 is always XLA's. GPUs below sm_80 have no plan.
 - Arrays are channels-last unless said; "conv alone" has no epilogue.
 """.splitlines()
 
 
-def _text() -> str:
+def page() -> str:
+    """Return the text of docs/support.md; asks cuDNN about every case."""
     refusals = _Refusals()
     body: list[str] = []
     for group in dict.fromkeys(v.part.case.group for v in verdicts(_GPUS[0])):
@@ -222,7 +225,7 @@ def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     if reason := harness.missing():
         raise SystemExit(f"cannot plan without a GPU here: {reason}")
-    _FILE.write_text(_text())
+    FILE.write_text(page())
 
 
 if __name__ == "__main__":

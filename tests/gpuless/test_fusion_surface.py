@@ -13,6 +13,7 @@ import pytest
 
 from jax_cudnn.graph import Graph, Node, to_json
 from jax_cudnn.legalize import is_contraction, legalize
+from scripts import support_table
 from tests import fusion_cases
 from tests.gpuless import harness
 from tests.gpuless.harness import target
@@ -41,6 +42,11 @@ _BUILT = (
 
 
 # --- what the documentation says ------------------------------------------------------
+
+
+def test_the_page_of_what_is_supported_is_current() -> None:
+    text = support_table.FILE.read_text(encoding="utf-8")
+    assert text == support_table.page(), "run python -m scripts.support_table"
 
 
 def _contraction(graph: Graph) -> Node:
