@@ -203,6 +203,23 @@ def test_xla_rounds_sums_over_8_bit_weights_as_well(planner: Planner) -> None:
         assert re.search(r"dot_general.*-> tensor<[148x]+xbf16>", text(dtype)), dtype
 
 
+def test_xla_rounds_a_cotangent_to_the_operands_dtype() -> None:
+    """It multiplies what cuDNN would: two f8 matrices, not two wider ones."""
+    f8 = jnp.float8_e4m3fn
+    operands = (jnp.ones((4, 8), f8), jnp.ones((8, 16), f8), jnp.ones((4, 16), _BF16))
+
+    def gradients(a: Any, b: Any, cotangent: Any) -> Any:
+        def product(a: Any, b: Any) -> jax.Array:
+            return matmul(a, b, preferred_element_type=_BF16, implementation="xla")
+
+        return jax.vjp(product, a, b)[1](cotangent)
+
+    traced = jax.jit(gradients).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    pattern = r"dot_general.*: \(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\)"
+    assert re.findall(pattern, text) == [("f8E4M3FN", "f8E4M3FN")] * 2
+
+
 # --- choices --------------------------------------------------------------------------
 
 
