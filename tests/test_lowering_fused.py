@@ -272,6 +272,9 @@ def test_auto_leaves_8_bit_weights_to_xla_unless_cudnn_was_measured() -> None:
     unsigned = operands[1].astype(jnp.uint8)
     ((graph, options, _),) = traced_graphs(layer, operands[0], unsigned)
     assert decide(graph, options).steps, "XLA has no such code for u8"
+    wide = operands[0].astype(jnp.float32)
+    ((graph, options, _),) = traced_graphs(layer, wide, operands[1])
+    assert decide(graph, options).steps, "beside f32 it was not measured"
 
 
 # --- options --------------------------------------------------------------------------
