@@ -15,7 +15,7 @@ from jax_cudnn import UnsupportedError, choices, conv, matmul, plans
 from jax_cudnn.choices import Choice, key_of
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
-from jax_cudnn.legalize import partition
+from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import cuda, decide, traced_graphs
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans import PlanOptions, inspection
@@ -230,6 +230,23 @@ def test_a_measured_plan_is_pinned(planner: Planner) -> None:
     assert any(choice == _PIN for _, choice in planner.asked)
 
 
+def test_a_measured_plan_is_for_the_graph_that_was_rewritten_as_it_was() -> None:
+    operands = (jnp.ones((5, 24), _BF16), jnp.ones((24, 16), jnp.int8))
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        return matmul(x, w, activation="relu")
+
+    ((graph, options, _),) = traced_graphs(layer, *operands)
+    ways = [way.graph for way in legalize(graph, _H200).candidates]
+    assert len(ways) > 2
+    for way in ways:
+        rewritten = choices.digest_of(way)
+        _choose(graph, implementation="cudnn", plan=_PIN, rewritten=rewritten)
+        (step,) = decide(graph, options).steps
+        assert step.legal is not None
+        assert (step.legal.graph, step.choice, step.why) == (way, _PIN, "tuned")
+
+
 def test_where_xla_was_faster_auto_takes_it_and_cudnn_does_not() -> None:
     (graph, options, _), *_ = traced_graphs(_layer, *_operands())
     _choose(graph, implementation="xla", plan=_PIN, cudnn_us=30.26, xla_us=20.5)
@@ -356,10 +373,18 @@ def test_nothing_is_tuned_where_there_is_no_contraction() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"plan": _PIN, "rewritten": "gone"}, {"plan": "torn"}]
+    ("fields", "why"),
+    [
+        (
+            {"plan": _PIN, "rewritten": "gone"},
+            "this release rewrites the graph otherwise",
+        ),
+        ({"plan": "torn"}, "no such engine"),
+    ],
 )
 def test_a_stale_choice_is_ignored_and_said_once(
     fields: dict[str, Any],
+    why: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     planner: Planner,
@@ -376,7 +401,8 @@ def test_a_stale_choice_is_ignored_and_said_once(
     for _ in range(2):
         assert [choice for _, choice in _calls(_layer, *_operands())] == [""]
     messages = [r.getMessage() for r in caplog.records]
-    assert sum("the measured choice is stale" in message for message in messages) == 1
+    (message,) = (each for each in messages if "stale" in each)
+    assert f"): the measured choice is stale and ignored: {why}" in message
 
 
 def test_sums_without_a_contraction_go_to_cudnn_where_that_was_measured() -> None:
