@@ -116,14 +116,16 @@ def main() -> None:
     plans.set_cache(None)
     choices.table().clear()
     rows, versions = list[dict[str, Any]](), environment()
+    command = "python -m benchmarks.tuner_check"
+    if options.cells != _CELLS:
+        command += f" --cells '{options.cells}'"
     options.out.mkdir(parents=True, exist_ok=True)
     for row in check(options.cells):
         print(row, file=sys.stderr, flush=True)
         rows.append(row)
         data = json.dumps({"versions": versions, "rows": rows}, indent=1)
         (options.out / "tuner_check.json").write_text(data + "\n")
-        text = page(rows, versions, "python -m benchmarks.tuner_check")
-        (options.out / "tuner_check.md").write_text(text)
+        (options.out / "tuner_check.md").write_text(page(rows, versions, command))
 
 
 if __name__ == "__main__":

@@ -9,8 +9,20 @@ import jax.numpy as jnp
 import pytest
 
 from jax_cudnn import conv, matmul, sdpa
+from jax_cudnn.graph import Graph, derivative_of
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.measuring.agreement import bound, largest_error, reference_results
+from jax_cudnn.measuring.agreement import (
+    bound,
+    comparable,
+    largest_error,
+    reference_results,
+    with_own_stats,
+)
+from jax_cudnn.measuring.stopwatch import draw
+from jax_cudnn.reference import evaluate
+from tests.planner import H200
+from tests.sdpa_cases import Case, attention, make_operands
 
 pytestmark = pytest.mark.once
 
@@ -34,6 +46,15 @@ def _part(function: Any, *shapes: tuple[int, ...], dtype: Any = _BF16) -> Any:
 )
 def test_the_bound_is_that_of_the_coarsest_dtype(dtype: Any, most: float) -> None:
     assert bound(_part(matmul, (8, 16), (16, 8), dtype=dtype)) == most
+
+
+def test_operands_that_are_only_converted_do_not_widen_the_bound() -> None:
+    operands = [
+        jax.ShapeDtypeStruct((8, 16), _BF16),
+        jax.ShapeDtypeStruct((16, 8), jnp.float8_e4m3fn),
+    ]
+    ((part, _, _),) = traced_graphs(matmul, *operands)
+    assert bound(part) == 2**-4
 
 
 def test_rounding_is_within_the_bound_and_what_is_missing_is_not() -> None:
@@ -65,6 +86,56 @@ def test_the_reference_agrees_with_itself_in_the_operands_dtype(op: str) -> None
     wide = [x.astype(_F32) for x in expected]
     assert largest_error(wide, expected) == 0
     assert largest_error([-x for x in expected], expected) == pytest.approx(2)
+
+
+def _backward(case: Case) -> Graph:
+    """Return the gradient graph of attention, with that of a bias."""
+    ((graph, _, _),) = traced_graphs(attention(case), *make_operands(case).arrays)
+    derivative = derivative_of(graph)
+    assert derivative is not None
+    wanted = tuple(t.dtype in ("bf16", "f16") for t in graph.input_tensors)
+    full = derivative.with_residuals(graph, wanted)
+    made = derivative.backward(graph, wanted, (True,) * len(graph.outputs))
+    assert made is not None
+    assert "stats" in full.outputs
+    return made.graph
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(name="plain", dtype="float16", scale=1.0),
+        Case(name="row bias", bias="bhs."),
+        Case(name="row bias and residual", bias="b.s.", with_residual=True),
+        Case(name="key bias", bias="...t", dtype="float16"),
+        Case(name="mask", mask="bhst", k=2),
+        Case(name="one key", t=1, mask="bhst"),
+        Case(name="causal with lengths", causal=True, key_lengths=(4, 99)),
+        Case(name="turned", scale=-0.3, d=36, with_residual=True),
+    ],
+    ids=lambda case: case.name.replace(" ", "_"),
+)
+def test_random_operands_of_attentions_gradient_raise_no_alarm(case: Case) -> None:
+    """Each way of rewriting it agrees, and all that is compared is finite."""
+    part = _backward(case)
+    (device,) = jax.devices("cpu")[:1]
+    drawn = [draw(tensor, i, device) for i, tensor in enumerate(part.input_tensors)]
+    operands = with_own_stats(part, drawn)
+    changed = [
+        name
+        for name, x, y in zip(part.inputs, drawn, operands, strict=True)
+        if x is not y
+    ]
+    assert changed == ["stats"]
+    expected = comparable(part, reference_results(part, operands))
+    assert all(bool(jnp.isfinite(x).all()) for x in expected)
+    ways = legalize(part, H200).candidates
+    assert ways
+    for way in ways:
+        results = evaluate(way.graph, way.before(operands))
+        found = comparable(part, way.after(operands, results))
+        assert largest_error(found, expected) < bound(part) / 8
+        assert len(found) == (3 if case.bias in (None, "bhs.", "b.s.") else 4)
 
 
 def test_large_and_empty_and_missing_numbers_are_compared() -> None:

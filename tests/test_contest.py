@@ -210,6 +210,38 @@ def test_the_winner_is_of_the_rewriting_that_is_fastest(
     assert choice.rewritten != choices.digest_of(graphs[0])
 
 
+class _Failing:
+    """Stands for results whose program has failed after it was launched."""
+
+    def block_until_ready(self) -> None:
+        raise jax.errors.JaxRuntimeError("INTERNAL")
+
+
+def test_what_fails_after_its_launch_does_not_run(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contest, "reference_results", lambda *_: [_Failing()])
+    gpu.wrong = {10}
+    assert _measure().plan == _pin(10), "there was nothing to compare it with"
+
+
+def test_no_plan_is_compared_when_the_time_is_over(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu.wrong = set(gpu.engines)
+    now = [0.0]
+
+    def run(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        now[0] += 1
+        return [2 * x for x in evaluate(step.part, operands)]
+
+    monkeypatch.setattr(gpu, "run", run)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with pytest.raises(OutOfTimeError):
+        _measure(deadline=0.5)
+    assert now == [1], "the second was not run"
+
+
 def test_a_contest_ends_with_its_time(gpu: Gpu) -> None:
     del gpu
     with pytest.raises(OutOfTimeError):

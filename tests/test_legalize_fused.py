@@ -356,6 +356,34 @@ def test_weights_are_converted_in_the_kernel_or_before_it() -> None:
         )
 
 
+def test_weights_on_the_left_have_rows_that_fill_a_load() -> None:
+    """Weights are stored as dense layers' often are, (n, r), with an odd n."""
+    shapes = ((5, 24), (71, 24), (71,), (5, 71))
+
+    def layer(x: Any, weights: Any, bias: Any, residual: Any) -> jax.Array:
+        return jax_cudnn.dot_general(
+            x, weights, (((1,), (1,)), ((), ())), bias=bias, residual=residual
+        )
+
+    dtypes = (jnp.bfloat16, jnp.int8, jnp.bfloat16, jnp.bfloat16)
+    operands = map(jax.ShapeDtypeStruct, shapes, dtypes)
+    ((graph, _, _),) = traced_graphs(layer, *operands)
+    left = legalize(graph, None).candidates[1]
+    (result,) = left.graph.output_tensors
+    assert (result.dims[1], result.order) == (80, (0, 2, 1))
+    for tensor in left.graph.tensors:
+        fastest = tensor.dims[tensor.order[-1]]
+        assert fastest % 16 == 0, f"{tensor}: 16 elements of i8 fill a load"
+
+
+def test_no_way_is_there_twice() -> None:
+    weights = jax.ShapeDtypeStruct((24, 16), jnp.int8)
+    x = jax.ShapeDtypeStruct((5, 24), jnp.bfloat16)
+    ((graph, _, _),) = traced_graphs(jax_cudnn.matmul, x, weights)
+    graphs = [way.graph for way in legalize(graph, None).candidates]
+    assert len(graphs) == len(set(graphs)) == 3
+
+
 # --- refusals -------------------------------------------------------------------------
 
 

@@ -15,7 +15,7 @@ from jax_cudnn import UnsupportedError, choices, conv, matmul, native, plans
 from jax_cudnn.choices import Choice, key_of
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
-from jax_cudnn.legalize import partition
+from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import cuda, decide, decision, devices, traced_graphs
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans import PlanOptions, inspection
@@ -203,6 +203,23 @@ def test_xla_rounds_sums_over_8_bit_weights_as_well(planner: Planner) -> None:
         assert re.search(r"dot_general.*-> tensor<[148x]+xbf16>", text(dtype)), dtype
 
 
+def test_xla_rounds_a_cotangent_to_the_operands_dtype() -> None:
+    """It multiplies what cuDNN would: two f8 matrices, not two wider ones."""
+    f8 = jnp.float8_e4m3fn
+    operands = (jnp.ones((4, 8), f8), jnp.ones((8, 16), f8), jnp.ones((4, 16), _BF16))
+
+    def gradients(a: Any, b: Any, cotangent: Any) -> Any:
+        def product(a: Any, b: Any) -> jax.Array:
+            return matmul(a, b, preferred_element_type=_BF16, implementation="xla")
+
+        return jax.vjp(product, a, b)[1](cotangent)
+
+    traced = jax.jit(gradients).trace(*operands)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    pattern = r"dot_general.*: \(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\)"
+    assert re.findall(pattern, text) == [("f8E4M3FN", "f8E4M3FN")] * 2
+
+
 # --- choices --------------------------------------------------------------------------
 
 
@@ -211,6 +228,23 @@ def test_a_measured_plan_is_pinned(planner: Planner) -> None:
     pinned = {nodes[0]: choice for nodes, choice in _calls(_gradient, *_operands())}
     assert pinned == {"conv_fprop": "", "conv_wgrad": "", "conv_dgrad": _PIN}
     assert any(choice == _PIN for _, choice in planner.asked)
+
+
+def test_a_measured_plan_is_for_the_graph_that_was_rewritten_as_it_was() -> None:
+    operands = (jnp.ones((5, 24), _BF16), jnp.ones((24, 16), jnp.int8))
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        return matmul(x, w, activation="relu")
+
+    ((graph, options, _),) = traced_graphs(layer, *operands)
+    ways = [way.graph for way in legalize(graph, _H200).candidates]
+    assert len(ways) > 2
+    for way in ways:
+        rewritten = choices.digest_of(way)
+        _choose(graph, implementation="cudnn", plan=_PIN, rewritten=rewritten)
+        (step,) = decide(graph, options).steps
+        assert step.legal is not None
+        assert (step.legal.graph, step.choice, step.why) == (way, _PIN, "tuned")
 
 
 def test_where_xla_was_faster_auto_takes_it_and_cudnn_does_not() -> None:
@@ -255,6 +289,9 @@ def test_auto_leaves_8_bit_weights_to_xla_unless_cudnn_was_measured() -> None:
     unsigned = operands[1].astype(jnp.uint8)
     ((graph, options, _),) = traced_graphs(layer, operands[0], unsigned)
     assert decide(graph, options).steps, "XLA has no such code for u8"
+    wide = operands[0].astype(jnp.float32)
+    ((graph, options, _),) = traced_graphs(layer, wide, operands[1])
+    assert decide(graph, options).steps, "beside f32 it was not measured"
 
 
 # --- options --------------------------------------------------------------------------
@@ -336,10 +373,18 @@ def test_nothing_is_tuned_where_there_is_no_contraction() -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"plan": _PIN, "rewritten": "gone"}, {"plan": "torn"}]
+    ("fields", "why"),
+    [
+        (
+            {"plan": _PIN, "rewritten": "gone"},
+            "this release rewrites the graph otherwise",
+        ),
+        ({"plan": "torn"}, "no such engine"),
+    ],
 )
 def test_a_stale_choice_is_ignored_and_said_once(
     fields: dict[str, Any],
+    why: str,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
     planner: Planner,
@@ -356,7 +401,8 @@ def test_a_stale_choice_is_ignored_and_said_once(
     for _ in range(2):
         assert [choice for _, choice in _calls(_layer, *_operands())] == [""]
     messages = [r.getMessage() for r in caplog.records]
-    assert sum("the measured choice is stale" in message for message in messages) == 1
+    (message,) = (each for each in messages if "stale" in each)
+    assert f"): the measured choice is stale and ignored: {why}" in message
 
 
 def test_sums_without_a_contraction_go_to_cudnn_where_that_was_measured() -> None:

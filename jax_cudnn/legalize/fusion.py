@@ -119,10 +119,10 @@ def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
 
     The sums are rounded to the operands' dtype on their way.
     """
-    if len(graph.nodes) == 1:
-        return ()
     first = _before(graph, node)
     last = [each for each in graph.nodes if each not in first and each is not node]
+    if not last:
+        return ()  # That is the whole graph, or what _converted_first leaves of it.
     operands = [graph.tensor(name) for _, name in node.inputs]
     (sums,) = (graph.tensor(name) for _, name in node.outputs)
     if sums.dtype == "f32" and sums.name not in graph.outputs:

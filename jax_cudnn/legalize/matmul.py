@@ -37,8 +37,11 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
 
 def slower(graph: Graph) -> str:
     """Say why "auto" leaves a product to XLA, if it does."""
-    has_u8 = any(tensor.dtype == "u8" for tensor in graph.input_tensors)
-    return "" if has_u8 or _narrow_side(graph) is None else _SLOW_WEIGHTS
+    dtypes = {tensor.dtype for tensor in graph.input_tensors}
+    node = next(node for node in graph.nodes if is_contraction(node))
+    wide = {graph.tensor(name).dtype for _, name in node.inputs}
+    is_measured = "u8" not in dtypes and wide <= {"bf16", "f16"}
+    return _SLOW_WEIGHTS if is_measured and _narrow_side(graph) is not None else ""
 
 
 def _narrow_side(graph: Graph) -> str | None:
@@ -117,13 +120,18 @@ def _padded(edit: Edit) -> Legal | None:
     narrow = [t for t in graph.input_tensors if t.dtype in ELEMENTS_PER_LOAD]
     unit = max(ELEMENTS_PER_LOAD[t.dtype] for t in narrow)
     m, r, n = a.dims[1], a.dims[2], b.dims[2]
-    rows_are_loaded = a.order[-1] == 1
-    grown = {
-        "a": {1: m if rows_are_loaded else 0, 2: r},
-        "b": {1: r, 2: n},
-        "output": {1: m if rows_are_loaded else 0, 2: n},
-    }
     family = families(graph, _FAMILIES)
+    # Along m: what is stored so is the operand, or the results of a transposed product.
+    columns_are_loaded = any(
+        tensor.order[-1] == 1 and tensor.dims[1] == m and family.get(name) != "b"
+        for name, tensor in edit.tensors.items()
+        if name not in constants(edit)
+    )
+    grown = {
+        "a": {1: m if columns_are_loaded else 0, 2: r},
+        "b": {1: r, 2: n},
+        "output": {1: m if columns_are_loaded else 0, 2: n},
+    }
     changed = False
     for name, tensor in list(edit.tensors.items()):
         if name in constants(edit) or name not in family:

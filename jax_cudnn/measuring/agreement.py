@@ -6,15 +6,17 @@ measured to be fastest is therefore compared before it is chosen.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.graph import Graph
+from jax_cudnn.graph import Graph, SdpaAttributes, sdpa_graph
+from jax_cudnn.graph.sdpa import SDPA
 from jax_cudnn.reference.dtypes import jax_dtype
-from jax_cudnn.reference.interpreter import evaluate
+from jax_cudnn.reference.interpreter import evaluate, to_stored
 
 # What rounding may do to a tensor by its norm, in units of eps: a few roundings to the
 # dtype, which average out, are less than one. What is wrong is off by tenths.
@@ -23,14 +25,24 @@ _MOST = 0.5
 # Products of f32 may be TF32's, with the fraction of f16.
 _TF32_EPS = float(jnp.finfo(jnp.float16).eps)
 
+_T = TypeVar("_T")
+
 
 def bound(part: Graph) -> float:
-    """Return the relative error that a plan may have: by the coarsest dtype it reads.
+    """Return the relative error that a plan may have: by the coarsest dtype in it.
 
-    8 eps: 0.06 for bf16, 0.008 for f16 and for f32 in TF32, 0.5 for 8 bits.
+    8 eps: 0.06 for bf16, 0.008 for f16, for f32 in TF32 and for integers, 0.5 for f8.
+    What is only converted is exact: f8 weights beside bf16 do not count.
     """
-    tensors = (*part.input_tensors, *part.output_tensors)
-    return min(_MOST, _UNITS * max(_eps(jax_dtype(t.dtype)) for t in tensors))
+    converted = {
+        name
+        for node in part.nodes
+        if getattr(node.attributes, "mode", "") == "identity"
+        for _, name in node.inputs
+    }
+    exact = converted.intersection(part.inputs)
+    most = max(_eps(jax_dtype(t.dtype)) for t in part.tensors if t.name not in exact)
+    return min(_MOST, _UNITS * most)
 
 
 def _eps(dtype: np.dtype) -> float:
@@ -43,6 +55,47 @@ def reference_results(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Ar
     """Return what a part gives for operands, by the reference in full precision."""
     with jax.default_matmul_precision("highest"):
         return list(jax.jit(lambda *xs: evaluate(part, xs))(*operands))
+
+
+def with_own_stats(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return operands with the log-sum-exp, where one is read, that they lead to.
+
+    A random one makes probabilities of more than 1, up to what f16 does not hold.
+    """
+    given = dict(zip(part.inputs, operands, strict=True))
+    node = part.sole_node()
+    if node is not None and node.kind == "sdpa_backward":
+        assert isinstance(node.attributes, SdpaAttributes)
+        taken = {*SDPA.required_inputs, *SDPA.optional_inputs}
+        names = {role: name for role, name in node.inputs if role in taken}
+        graph = sdpa_graph(
+            {
+                role: replace(part.tensor(name), name=role)
+                for role, name in names.items()
+            },
+            attributes=node.attributes,
+            with_stats=True,
+        )
+        stats = part.tensor(dict(node.inputs)["stats"])
+        read = [given[name] for name in names.values()]
+        given[stats.name] = to_stored(stats, reference_results(graph, read)[1])
+    return [given[name] for name in part.inputs]
+
+
+def comparable(part: Graph, results: Sequence[_T]) -> list[_T]:
+    """Return those results of a part that are more than rounding errors.
+
+    The gradient of a bias that all keys of a row share is the sum of terms that cancel
+    where output and log-sum-exp are those of the row, which legalisation makes use of.
+    """
+    node = part.sole_node()
+    cancelled = None
+    if node is not None and "bias" in dict(node.inputs):
+        bias = part.tensor(dict(node.inputs)["bias"])
+        if node.kind == "sdpa_backward" and bias.dims[3] == 1:
+            cancelled = dict(node.outputs).get("grad_bias")
+    pairs = zip(part.outputs, results, strict=True)
+    return [result for name, result in pairs if name != cancelled]
 
 
 def largest_error(found: Sequence[Any], expected: Sequence[Any]) -> float:

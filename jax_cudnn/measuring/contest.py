@@ -18,7 +18,13 @@ from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import Step
-from jax_cudnn.measuring.agreement import bound, largest_error, reference_results
+from jax_cudnn.measuring.agreement import (
+    bound,
+    comparable,
+    largest_error,
+    reference_results,
+    with_own_stats,
+)
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,
     compile_over_sets,
@@ -63,7 +69,7 @@ def measure(
         return time_calls(call, len(sets), samples=_SAMPLES).median_us
 
     xla_us = _unless_it_fails(lambda: time_it(lambda *xs: run_xla(part, xs, options)))
-    expected = _unless_it_fails(lambda: reference_results(part, sets[0]))
+    example = _unless_it_fails(lambda: _example(part, sets[0]))
     first_ratio: float | None = None
     best: tuple[float, Legal, str] | None = None
     ordinal = device.local_hardware_id
@@ -75,7 +81,9 @@ def measure(
             step = Step(
                 part=part, legal=legal, plan=winner, target=target, choice=winner.choice
             )
-            if expected and not _agrees(step, sets[0], expected):
+            if time.monotonic() > deadline:
+                raise OutOfTimeError
+            if example is not None and not _agrees(step, example):
                 continue
             if first_ratio is None:
                 first_ratio = race[0][1] / winner_us
@@ -104,28 +112,38 @@ def _unless_it_fails(run: Callable[[], _T]) -> _T | None:
     XLA's attention may be out of memory where cuDNN's is not, for one.
     """
     try:
-        return run()
+        # What fails on the device may do so after the call.
+        return jax.block_until_ready(run())
     except jax.errors.JaxRuntimeError as error:
         _log.debug("a contender does not run: %s", error)
         return None
 
 
-def _agrees(
-    step: Step, operands: Sequence[jax.Array], expected: Sequence[jax.Array]
-) -> bool:
+_Example = tuple[list[jax.Array], list[jax.Array]]
+
+
+def _example(part: Graph, operands: Sequence[jax.Array]) -> _Example:
+    """Return operands that go together, and what the reference gives for them."""
+    operands = with_own_stats(part, operands)
+    return operands, reference_results(part, operands)
+
+
+def _agrees(step: Step, example: _Example) -> bool:
     """Whether a plan computes what is expected; one that does not is warned of."""
+    operands, expected = example
     run = jax.jit(lambda *xs: run_cudnn(step, xs))
     results = _unless_it_fails(lambda: run(*operands))
     if results is None:
         return False
-    error, most = largest_error(results, expected), bound(step.part)
+    part, most = step.part, bound(step.part)
+    error = largest_error(comparable(part, results), comparable(part, expected))
     if error <= most:
         return True
     assert step.plan is not None
     _log.warning(
         "cuDNN's plan %s for %s(%s) is not chosen: its results differ from the "
         "reference's by %.2g of their norm, where rounding explains %.2g",
-        step.plan.name, label(step.part), operand_text(step.part), error, most,
+        step.plan.name, label(part), operand_text(part), error, most,
     )  # fmt: skip
     return False
 
@@ -177,8 +195,8 @@ def _race(
             _log.debug("%s does not run: %s", plan.name, error)
         else:
             looks.append((plan, look))
-    bound = min((look for _, look in looks), default=0.0) * _HOPELESS
+    longest = min((look for _, look in looks), default=0.0) * _HOPELESS
     for plan, look in looks:
-        is_hopeless = look > bound
+        is_hopeless = look > longest
         us = look if is_hopeless else stopwatch.time(plan, samples=_SAMPLES).median_us
         yield plan, us

@@ -84,9 +84,9 @@ def _evaluate_node(
         results = rule(node.attributes, inputs, asked)
 
     def rounded(tensor: Tensor, x: jax.Array) -> jax.Array:
-        stays = (
-            narrow_sums and x.dtype.itemsize == 2 and tensor.name not in graph.outputs
-        )
+        # Only widening is left out: what is rounded on the way stays so.
+        is_widened = x.dtype.itemsize == 2 and tensor.dtype == "f32"
+        stays = narrow_sums and is_widened and tensor.name not in graph.outputs
         return x if stays else x.astype(jax_dtype(tensor.dtype))
 
     return {tensor.name: rounded(tensor, results[r]) for r, tensor in outputs.items()}
