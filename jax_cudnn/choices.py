@@ -137,6 +137,12 @@ def kept_file() -> Path | None:
     return None if directory is None else directory / f"choices-{SCHEMA}.json"
 
 
+def kept_files() -> list[Path]:
+    """Return the files of choices that are there, those of other releases too."""
+    directory = cache.settings().directory
+    return [] if directory is None else sorted(directory.glob("choices-*.json"))
+
+
 def kept() -> dict[Key, Choice]:
     """Return the choices of the cache folder; none, and a debug line, if it is bad."""
     path = kept_file()

@@ -68,7 +68,7 @@ def test_rounding_is_within_the_bound_and_what_is_missing_is_not() -> None:
 
 
 @pytest.mark.parametrize("op", ["conv", "sdpa"])
-def test_the_reference_agrees_with_itself_in_the_operands_dtype(op: str) -> None:
+def test_what_differs_by_rounding_agrees_and_what_is_negated_does_not(op: str) -> None:
     layer = functools.partial(
         conv,
         dimension_numbers=("NHWC", "HWIO", "NHWC"),
@@ -80,11 +80,10 @@ def test_the_reference_agrees_with_itself_in_the_operands_dtype(op: str) -> None
     else:
         part = _part(sdpa, *((2, 16, 4, 8),) * 3)
     shapes = [tensor.stored_shape for tensor in part.input_tensors]
-    operands = [_normal(i, shape, _BF16) for i, shape in enumerate(shapes)]
+    operands = [_normal(i, shape) for i, shape in enumerate(shapes)]
     expected = reference_results(part, operands)
-    assert largest_error(expected, expected) == 0
-    wide = [x.astype(_F32) for x in expected]
-    assert largest_error(wide, expected) == 0
+    found = reference_results(part, [x.astype(_BF16) for x in operands])
+    assert 0 < largest_error(found, expected) < bound(part) / 4
     assert largest_error([-x for x in expected], expected) == pytest.approx(2)
 
 

@@ -193,6 +193,8 @@ def test_choices_of_another_form_are_left_alone(folder: Path) -> None:
     choices.remember({Key("GPU", 1, "g"): _XLA})
     assert newer.read_text() == "of a later release"
     assert choices.kept() == {Key("GPU", 1, "g"): _XLA}
+    plans.clear_cache(disk=True)
+    assert {path.name for path in folder.iterdir()} == {"lock"}
 
 
 def test_what_is_kept_is_bounded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from jax_cudnn.graph.spec import DTypeName
 
 # The kinds that act on each element or sum them: what surrounds a contraction.
 AROUND = ("pointwise", "constant", "reduction")
+EIGHT_BIT = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
 FLOATS = ("f8_e4m3fn", "f8_e5m2", "bf16", "f16", "f32", "f64")
 
 

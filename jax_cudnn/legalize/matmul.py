@@ -7,12 +7,12 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Node
 from jax_cudnn.graph.folding import families
+from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.legalize.edit import ELEMENTS_PER_LOAD, Edit, constants
 from jax_cudnn.legalize.partition import is_contraction
 from jax_cudnn.legalize.rules import Legal
 
 _FAMILIES = {"a": "a", "b": "b", "output": "output"}
-_EIGHT_BIT = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
 
 # See docs/benchmarks/where_to_fuse.md. XLA converts u8 before the product.
 _SLOW_WEIGHTS = (
@@ -47,7 +47,7 @@ def slower(graph: Graph) -> str:
 def _narrow_side(graph: Graph) -> str | None:
     """Return the operand, "a" or "b", that alone has 8 bits: weights, for most."""
     family = families(graph, _FAMILIES)
-    narrow = {family.get(t.name) for t in graph.input_tensors if t.dtype in _EIGHT_BIT}
+    narrow = {family.get(t.name) for t in graph.input_tensors if t.dtype in EIGHT_BIT}
     sides = narrow & {"a", "b"}
     return sides.pop() if len(sides) == 1 else None
 

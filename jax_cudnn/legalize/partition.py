@@ -9,9 +9,7 @@ for the bias in XLA, then dgrad and wgrad, one cuDNN kernel each.
 """
 
 from jax_cudnn.graph import Graph, Node
-from jax_cudnn.graph.rules import AROUND
-
-_EIGHT_BIT = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
+from jax_cudnn.graph.rules import AROUND, EIGHT_BIT
 
 
 def is_contraction(node: Node) -> bool:
@@ -66,7 +64,7 @@ def _conversions(graph: Graph, inputs: list[list[int]]) -> frozenset[int]:
         if is_contraction(node) or node.kind == "reduction":
             continue
         operands = [graph.tensor(n) for _, n in node.inputs if n in graph.inputs]
-        is_narrow = any(t.dtype in _EIGHT_BIT for t in operands)
+        is_narrow = any(t.dtype in EIGHT_BIT for t in operands)
         follows_narrow = any(j in found and graph.nodes[j].inputs for j in inputs[i])
         is_constant = node.kind == "constant"
         if is_constant or (

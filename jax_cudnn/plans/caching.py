@@ -62,8 +62,7 @@ def clear_cache(*, disk: bool = False) -> None:
     forget_decisions()
     if disk:
         native.clear_plan_store()
-        path = choices.kept_file()
-        if path is not None:
+        for path in choices.kept_files():
             path.unlink(missing_ok=True)
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
-from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
 from jax_cudnn.graph.spec import Attributes
 from jax_cudnn.reference import contraction, pointwise, sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -137,7 +137,7 @@ _CONTRACTIONS = (
 
 def _narrow_dtype(dtypes: Sequence[DTypeName]) -> DTypeName | None:
     """Return the 16-bit dtype of operands, beside which others have 8 bits, or None."""
-    wide = set(dtypes) - {"i8", "u8", "f8_e4m3fn", "f8_e5m2"}
+    wide = set(dtypes).difference(EIGHT_BIT)
     return wide.pop() if wide in ({"bf16"}, {"f16"}) else None
 
 

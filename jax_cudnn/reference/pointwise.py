@@ -2,7 +2,8 @@
 """Pointwise nodes, constants and reductions in jax.numpy; see graph/pointwise.py.
 
 Computed in f32 (f64 where an operand is f64), whatever the operands' dtypes; what is
-only converted goes from one dtype to the other, which XLA fuses with a product.
+only converted to a float goes from one dtype to the other, which XLA fuses with a
+product.
 """
 
 import functools
@@ -19,6 +20,7 @@ from jax_cudnn.graph.pointwise import (
     PointwiseAttributes,
 )
 from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.reference.dtypes import jax_dtype
 
 Operands = Mapping[str, jax.Array]
 
@@ -28,8 +30,7 @@ def pointwise(
 ) -> dict[str, jax.Array]:
     """Apply the mode to each element."""
     assert isinstance(attributes, PointwiseAttributes)
-    del outputs
-    if attributes.mode == "identity":
+    if attributes.mode == "identity" and _is_float(outputs["output"]):
         return {"output": inputs["a"]}
     operands = [_widened(inputs[role], inputs) for role in sorted(inputs)]
     mode = attributes.mode
@@ -66,6 +67,10 @@ def reduction(
         if size != reduced
     ]
     return {"output": jnp.sum(x, axis=axes, keepdims=True)}
+
+
+def _is_float(tensor: Tensor) -> bool:
+    return jnp.issubdtype(jax_dtype(tensor.dtype), jnp.floating)
 
 
 def _widened(x: jax.Array, inputs: Operands) -> jax.Array:
@@ -120,6 +125,7 @@ def _gradient(mode: str, alpha: float, cotangent: jax.Array, x: jax.Array) -> ja
 
 
 _OTHERS: dict[str, Callable[..., jax.Array]] = {
+    "identity": lambda x: x,
     "abs": jnp.abs,
     "add": jnp.add,
     "ceil": jnp.ceil,
