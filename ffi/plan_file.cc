@@ -151,12 +151,15 @@ Status CheckSameMachine(const PlanKey& made, const PlanKey& here) {
           VersionText(static_cast<int>(here.cudnn_version)));
   compare(made.cuda_major == here.cuda_major, "cuDNN's CUDA",
           std::to_string(made.cuda_major), std::to_string(here.cuda_major));
+  const auto library = [](int64_t version, std::string (*text)(int)) {
+    return version == 0 ? "an unknown one" : text(static_cast<int>(version));
+  };
   compare(made.cublaslt_version == here.cublaslt_version, "cuBLASLt",
-          VersionText(static_cast<int>(made.cublaslt_version)),
-          VersionText(static_cast<int>(here.cublaslt_version)));
+          library(made.cublaslt_version, VersionText),
+          library(here.cublaslt_version, VersionText));
   compare(made.nvrtc_version == here.nvrtc_version, "NVRTC",
-          CudaVersionText(static_cast<int>(made.nvrtc_version)),
-          CudaVersionText(static_cast<int>(here.nvrtc_version)));
+          library(made.nvrtc_version, CudaVersionText),
+          library(here.nvrtc_version, CudaVersionText));
   compare(made.driver_version == here.driver_version || made.driver_version == 0 ||
               here.driver_version == 0,
           "the CUDA of the driver",

@@ -73,6 +73,7 @@ def test_what_runs_has_its_plan_and_workspace(fake: FakeProcess) -> None:
     assert lines[2] == "matmul(bf16[1,24,16], bf16[1,16,40])"
     assert lines[3] == "  runs in cuDNN: eng2, workspace 4,321 B"
     assert lines[4].startswith("Asked of the small cuDNN")
+    assert lines[5].startswith("Planned without the GPU")
     assert len(fake.asked) == 1
 
 

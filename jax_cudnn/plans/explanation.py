@@ -185,10 +185,16 @@ def _gpu(name: str | None) -> Gpu:
 
 def _notes(gpus: Iterable[Gpu], calls: Iterable[ExplainedCall]) -> tuple[str, ...]:
     notes: list[str] = []
-    if any(not gpu.is_here for gpu in gpus) and not offline.has_all_engines():
+    is_elsewhere = any(not gpu.is_here for gpu in gpus)
+    if is_elsewhere and not offline.has_all_engines():
         notes.append(
             "Asked of the small cuDNN, which has only the engines that are compiled "
             "when planned: the full one may run more (pip install jax_cudnn[cuda13])."
+        )
+    if is_elsewhere:
+        notes.append(
+            "Planned without the GPU: engines that ask its driver or cuBLASLt are not "
+            "listed, so that another plan may come first where the GPU is."
         )
     is_asked = any(gpu.is_here for gpu in gpus) and any(c.is_refused for c in calls)
     if is_asked and (reason := offline.obstacle()) is not None:

@@ -63,6 +63,8 @@ _OPS: dict[str, tuple[Function, tuple[tuple[int, ...], ...]]] = {
     "matmul": (_matmul, ((200, 136), (136, 88), (88,))),
 }
 each_op = pytest.mark.parametrize("op", _OPS)
+# All but the first one find on disk what was built for it.
+_GPUS = len(jax.devices())
 
 
 def _case(op: str) -> tuple[Callable[..., Any], tuple[jax.Array, ...]]:
@@ -101,10 +103,6 @@ def _count(op: str) -> int:
             if step.legal is not None:
                 found.add((step.legal.graph, step.choice))
     return len(found)
-
-
-# Those after the first one find on disk what was built for it.
-_GPUS = len(jax.devices())
 
 
 @each_op
