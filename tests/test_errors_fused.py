@@ -505,3 +505,19 @@ def test_a_traced_number_in_an_activation_is_refused() -> None:
         ValueError, match=r"does not get as its argument, float32\[\]\."
     ):
         jax.jit(run)(jnp.float32(0.5))
+
+
+def test_a_message_lists_no_operation_that_is_refused() -> None:
+    with pytest.raises(ValueError, match="graphs have") as raised:
+        _conv(activation=jax.nn.softmax)
+    assert "stop_gradient" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "call"), [("conv", _conv), ("dot_general", _dot)])
+def test_a_sharding_of_the_result_is_refused(name: str, call: Any) -> None:
+    assert call(out_sharding=None).size
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"^{name}: out_sharding=P.*'data'.* was passed\. .* jax.shard_map",
+    ):
+        call(out_sharding=jax.sharding.PartitionSpec("data"))

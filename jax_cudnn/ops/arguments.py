@@ -61,6 +61,16 @@ def check_dimensions_known(op: str, name: str, x: jax.Array) -> None:
         )
 
 
+def refuse_out_sharding(op: str, out_sharding: object) -> None:
+    """Raise UnsupportedError for the sharding that a result is asked to have."""
+    if out_sharding is not None:
+        raise UnsupportedError(
+            f"{op}: out_sharding={out_sharding} was passed. A cuDNN call runs on one "
+            "device's share of the operands and gives its share of the result. Make "
+            "the call inside jax.shard_map, or shard its result."
+        )
+
+
 def check_dtype(
     op: str, name: str, x: jax.Array, taken: tuple[str, ...] = FLOATS
 ) -> None:

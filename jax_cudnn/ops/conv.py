@@ -23,6 +23,7 @@ from jax_cudnn.ops.arguments import (
     describe,
     options,
     result_dtype,
+    refuse_out_sharding,
     tensor,
 )
 from jax_cudnn.ops.fusion import Fusion
@@ -49,6 +50,7 @@ def conv(
     precision: Precision | Sequence[Precision] = None,
     preferred_element_type: object = None,
     *,
+    out_sharding: object = None,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
     activation: Activation | None = None,
@@ -99,6 +101,7 @@ def conv(
       preferred_element_type: dtype of the result. Default None: that of x, except for
         8-bit integers, which need it (lax's would wrap around).
       bias: (o,), or an array that broadcasts to the result. Differentiable.
+      out_sharding: must be None, which nnx's layers pass.
       residual: added before the activation; broadcasts to the result. Differentiable.
       activation: "relu", "relu6", "leaky_relu" (slope 0.01), "elu", "gelu"
         (tanh form, as jax.nn.gelu), "gelu_exact" (erf form), "silu" or "swish",
@@ -145,6 +148,7 @@ def conv(
       (2, 8, 8, 16)
     """
     call = options("conv", implementation, plan, precision)
+    refuse_out_sharding("conv", out_sharding)
     x, w = jnp.asarray(x), jnp.asarray(w)
     layout, attributes = _geometry(
         x,
