@@ -100,7 +100,8 @@ def _check_operands(
     except TypeError as error:
         raise TypeError(
             f"--args has {len(operands)} operands, which do not fit the function: "
-            f"{error}. Its signature is {signature}. Pass one operand for each array."
+            f"{error}. Its arguments are {', '.join(signature.parameters)}. Pass one "
+            "operand for each array."
         ) from error
 
 
