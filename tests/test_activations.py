@@ -176,3 +176,9 @@ def test_repeated_squares_are_written_in_no_time() -> None:
     a, b = jnp.ones((3, 5)), jnp.ones((5, 7))
     gradient = jax.grad(lambda a: matmul(a, b, activation=function).sum())
     assert len(graphs(gradient, a)) == 2
+
+
+@pytest.mark.parametrize("name", sorted(_NAMED))
+def test_nan_stays_nan(name: Any) -> None:
+    x = jnp.full((3, 2), jnp.nan)
+    assert jnp.isnan(matmul(x, jnp.ones((2, 5)), activation=name)).all()

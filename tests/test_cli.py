@@ -89,6 +89,8 @@ def test_what_follows_and_gradients_are_in_the_graphs() -> None:
         ("sdpa 8x9x-3x4", "'8x9x-3x4' is not BxSxHxD"),
         ("conv 2x9x7x8 3x3", "'3x3' is not YxXxO"),
         ("matmul 8x9x5 --dtype f64", "invalid choice: 'f64'"),
+        ("sdpa 8x9x3x4 --key-length -5", "'-5' is not a number above 0"),
+        ("conv 2x9x7x8 3x3x4 --stride 0", "'0' is not a number above 0"),
     ],
 )
 def test_arguments_that_are_wrong_are_named(
@@ -112,6 +114,27 @@ def test_what_no_machine_can_do_is_said_without_a_gpu(
     arguments: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *arguments.split()]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("operands", "told"),
+    [
+        (
+            (),
+            "--args has 0 operands, which do not fit the function: missing a required",
+        ),
+        (("f32[2,3]",), "--args has 1 operands"),
+        (
+            ("i8[2,3]", "i8[3,5]", "--gradient"),
+            "--gradient: none of the operands is of a float dtype",
+        ),
+    ],
+)
+def test_operands_of_explain_that_do_not_fit_are_named(
+    operands: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["explain", "jax_cudnn:matmul", "--args", *operands]) == 2
     assert told in capsys.readouterr().err
 
 

@@ -150,11 +150,20 @@ def test_wrong_arguments_of_conv(
     _check(_conv, changes, error, message)
 
 
+@pytest.mark.parametrize("name", ["window_strides", "lhs_dilation", "rhs_dilation"])
+@pytest.mark.parametrize("value", [(1,), (2, 1, 1), (0, 1), (1.5, 1), 2, ("2", 1)])
+def test_steps_are_ints_above_0_for_each_spatial_axis(name: str, value: Any) -> None:
+    message = (
+        f"conv: {name}={value!r} is not 2 ints above 0, one for each spatial axis of "
+        "x. Pass for example (1, 1)."
+    )
+    _check(_conv, {name: value}, ValueError, message)
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
         ({"w": _zeros(7, 4, 2, 3)}, ValueError, "feature_group_count"),
-        ({"window_strides": (1,)}, (ValueError, TypeError), "strides"),
         ({"padding": "FULL"}, (ValueError, RuntimeError), "[Pp]adding"),
         ({"padding": ((0, 0),)}, (ValueError, TypeError), "pad"),
         (
@@ -505,3 +514,19 @@ def test_a_traced_number_in_an_activation_is_refused() -> None:
         ValueError, match=r"does not get as its argument, float32\[\]\."
     ):
         jax.jit(run)(jnp.float32(0.5))
+
+
+def test_a_message_lists_no_operation_that_is_refused() -> None:
+    with pytest.raises(ValueError, match="graphs have") as raised:
+        _conv(activation=jax.nn.softmax)
+    assert "stop_gradient" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "call"), [("conv", _conv), ("dot_general", _dot)])
+def test_a_sharding_of_the_result_is_refused(name: str, call: Any) -> None:
+    assert call(out_sharding=None).size
+    with pytest.raises(
+        UnsupportedError,
+        match=rf"^{name}: out_sharding=P.*'data'.* was passed\. .* jax.shard_map",
+    ):
+        call(out_sharding=jax.sharding.PartitionSpec("data"))

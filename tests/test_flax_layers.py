@@ -592,6 +592,15 @@ def test_layers_refuse_another_product():
             linen_dense(our_linen.Dense, **{name: lax.dot_general}).init(key, x)
 
 
+def test_conv_and_dot_general_themselves_stand_in_for_lax_s():
+    x = normal(1, *IMAGES)
+    for ours, theirs in (
+        (nnx_conv(conv_general_dilated=jax_cudnn.conv), nnx_conv()),
+        (nnx_linear(dot_general=jax_cudnn.dot_general), nnx_linear()),
+    ):
+        np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
+
+
 def test_out_sharding_is_refused():
     x, wanted = normal(1, *IMAGES), jax.sharding.PartitionSpec("data")
     for name, layer in (

@@ -47,3 +47,12 @@ def test_it_is_two_kernels() -> None:
     (first, _), (second, _) = graphs(jax_cudnn.gated_matmul, x, w, w)
     assert nodes(first) == {"matmul": 1, "silu": 1}
     assert nodes(second) == {"matmul": 1, "mul": 1}
+
+
+def test_columns_that_differ_are_named() -> None:
+    with pytest.raises(
+        ValueError,
+        match=r"^gated_matmul: gate is f32\[8,16\] and up f32\[8,3\]\. Both must have "
+        r"as many columns\. Slice or pad one of them\.$",
+    ):
+        jax_cudnn.gated_matmul(jnp.ones((5, 8)), jnp.ones((8, 16)), jnp.ones((8, 3)))

@@ -243,8 +243,8 @@ def test_without_a_plan_there_is_no_why_but_a_reason(planner: Planner) -> None:
 
 def test_why_follows_from_the_text_of_the_choice() -> None:
     assert why_of("") == "heuristic"
-    assert why_of(PIN) == "tuned"
-    assert why_of('{"deterministic":true,' + PIN[1:]) == "tuned"
+    assert why_of(PIN) == "pinned"
+    assert why_of('{"deterministic":true,' + PIN[1:]) == "pinned"
     assert why_of(FILTER) == "requested"
     assert why_of(FILTER.replace('"engines":null', '"engines":[7]')) == "requested"
 
@@ -302,7 +302,7 @@ def test_a_lowered_program_has_the_calls_it_was_lowered_with() -> None:
         ("matmul", 1, "backward"),
         ("matmul", 1, "backward"),
     ]
-    assert [call.why for call in report.calls] == ["tuned", *["heuristic"] * 3]
+    assert [call.why for call in report.calls] == ["pinned", *["heuristic"] * 3]
     assert [call.engine for call in report.calls] == [4, 2, 2, 2]
     first = report.calls[0]
     (traced,) = plans.inspect(_layer, _A, _W).calls

@@ -616,3 +616,11 @@ def test_sharded_calls_are_unsharded_calls() -> None:
     *passed, message = result.stdout.splitlines()
     assert passed == ["conv", "matmul"]
     assert message.startswith("matmul: a is sharded in its type, as P(")
+
+
+def test_f64_is_f32_without_x64_as_in_jax() -> None:
+    a, b = jnp.ones((3, 5)), jnp.ones((5, 2))
+    for product in (matmul, jnp.matmul):
+        with pytest.warns(UserWarning, match="float64 .* truncated to dtype float32"):
+            y = product(a, b, preferred_element_type=jnp.float64)
+        assert y.dtype == jnp.float32

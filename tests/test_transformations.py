@@ -513,6 +513,26 @@ def test_eager_calls_compile_once(
     assert _compilations(caplog, lambda: function(*operands)) == 0
 
 
+@pytest.mark.usefixtures("x64")
+def test_calls_and_derivatives_run_with_jit_disabled(draw: Draw) -> None:
+    query, key, value, bias = _operands(draw)
+
+    def output(query: jax.Array) -> jax.Array:
+        return _attend(query, key, value, bias)[0]
+
+    expected = output(query), jax.jvp(output, (query,), (query,))[1]
+    expected_gradients = _gradients(query, key, value, bias)
+    with jax.disable_jit():
+        result = output(query), jax.jvp(output, (query,), (query,))[1]
+        gradients = _gradients(query, key, value, bias)
+    for x, y in zip(
+        jax.tree.leaves((result, gradients)),
+        jax.tree.leaves((expected, expected_gradients)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12)
+
+
 def test_static_options_are_part_of_the_program(draw: Draw) -> None:
     operands = _operands(draw, jnp.float32)
     static = ("scale", "is_causal", "implementation", "return_residual")

@@ -7,6 +7,7 @@ Exit status 0 where it runs all that is meant for it, and 1 where it does not.
 import argparse
 import functools
 import importlib
+import inspect
 import json
 import re
 from collections.abc import Callable
@@ -78,11 +79,30 @@ def operand(text: str) -> jax.ShapeDtypeStruct:
 
 def _run(arguments: argparse.Namespace) -> int:
     function = arguments.function
+    _check_operands(function, arguments.args)
     if arguments.gradient:
         function = _gradient(function, arguments.args)
     found = explain(function, *arguments.args, device=arguments.device)
     print(json.dumps(found.to_json(), indent=2) if arguments.json else found)
     return int(bool(found.refused))
+
+
+def _check_operands(
+    function: Callable[..., Any], operands: list[jax.ShapeDtypeStruct]
+) -> None:
+    """Raise TypeError where the function takes other operands than `--args` has."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # such as that of a function in C: calling it will tell
+        return
+    try:
+        signature.bind(*operands)
+    except TypeError as error:
+        raise TypeError(
+            f"--args has {len(operands)} operands, which do not fit the function: "
+            f"{error}. Its arguments are {', '.join(signature.parameters)}. Pass one "
+            "operand for each array."
+        ) from error
 
 
 def _gradient(
@@ -98,4 +118,9 @@ def _gradient(
     wanted = [
         i for i, x in enumerate(operands) if jnp.issubdtype(x.dtype, jnp.floating)
     ]
+    if not wanted:
+        raise ValueError(
+            "--gradient: none of the operands is of a float dtype, so that there is "
+            "no gradient. Leave it out, or pass floats in --args."
+        )
     return jax.grad(loss, tuple(wanted))

@@ -59,6 +59,13 @@ def sizes_of(*forms: str) -> Callable[[str], tuple[int, ...]]:
     return sizes
 
 
+def _count(text: str) -> int:
+    """Return an int above 0; a type for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return int(text)
+
+
 def _add_common(parser: Any, make: Callable[[argparse.Namespace], Problem]) -> None:
     parser.add_argument(
         "--dtype", default="bf16", choices=_DTYPES, help="of all operands (bf16)"
@@ -103,8 +110,10 @@ def _add_sdpa(operations: Any) -> None:
         help="batch, query length, heads, head size",
     )
     parser.add_argument("--causal", action="store_true", help="no key after its query")
-    parser.add_argument("--key-length", type=int, help="keys (as many as queries)")
-    parser.add_argument("--key-heads", type=int, help="heads of keys (as of queries)")
+    parser.add_argument("--key-length", type=_count, help="keys (as many as queries)")
+    parser.add_argument(
+        "--key-heads", type=_count, help="heads of keys (as of queries)"
+    )
     _add_common(parser, _sdpa)
 
 
@@ -133,11 +142,11 @@ def _add_conv(operations: Any) -> None:
         metavar="YxXxO",
         help="the filters' height and width, and their number",
     )
-    parser.add_argument("--stride", type=int, default=1, help="of the window (1)")
+    parser.add_argument("--stride", type=_count, default=1, help="of the window (1)")
     parser.add_argument(
         "--padding", default="SAME", choices=("SAME", "VALID"), help="(SAME)"
     )
-    parser.add_argument("--groups", type=int, default=1, help="of channels (1)")
+    parser.add_argument("--groups", type=_count, default=1, help="of channels (1)")
     _add_fused(parser)
     _add_common(parser, _conv)
 
@@ -145,7 +154,7 @@ def _add_conv(operations: Any) -> None:
 def _conv(arguments: argparse.Namespace) -> Problem:
     *_, c = arguments.sizes
     *window, o = arguments.window
-    if arguments.groups < 1 or c % arguments.groups:
+    if c % arguments.groups:
         raise ValueError(f"{c} channels do not divide into {arguments.groups} groups.")
     options = {
         "window_strides": (arguments.stride,) * 2,

@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
-from jax_cudnn.flax.products import refuse_out_sharding
 from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.arguments import refuse_out_sharding
 
 
 @dataclass(kw_only=True, slots=True)

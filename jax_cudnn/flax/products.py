@@ -12,8 +12,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.ops.arguments import Precision
+from jax_cudnn.ops.arguments import Precision, refuse_out_sharding
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.matmul import dot_general as fused_dot_general
 
@@ -226,13 +225,3 @@ def make_dot_general(*, implementation: Implementation = "auto") -> DotGeneral:
       (5, 3, 16)
     """
     return DotGeneral(implementation=implementation)
-
-
-def refuse_out_sharding(name: str, out_sharding: object) -> None:
-    """Raise UnsupportedError for the sharding that a layer is asked to give."""
-    if out_sharding is not None:
-        raise UnsupportedError(
-            f"{name}: out_sharding={out_sharding} was passed. A cuDNN call runs on one "
-            "device's share of the operands and gives its share of the result. Call "
-            "the layer inside jax.shard_map, or shard its result."
-        )

@@ -36,7 +36,7 @@ IS_DERIVATIVE = "forward mode and second order run the reference"
 
 # What decided: a measured choice, cuDNN's order of the candidates, or that order with
 # the options of the call.
-Why = Literal["tuned", "heuristic", "requested"]
+Why = Literal["tuned", "heuristic", "requested", "pinned"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -116,7 +116,13 @@ def _jitted(primitive: Any, **params: Any) -> Callable[..., Any]:
 
 
 def _eager(primitive: Any) -> Callable[..., Any]:
-    return lambda *operands, **params: _jitted(primitive, **params)(*operands)
+    def run(*operands: Any, **params: Any) -> Any:
+        # Within `jax.disable_jit` a primitive is compiled all the same, by itself, as
+        # JAX's own are. The jitted function would call this one again.
+        with jax.disable_jit(disable=False):
+            return _jitted(primitive, **params)(*operands)
+
+    return run
 
 
 def _result_avals(graph: Graph, operands: Sequence[Any]) -> list[Any]:

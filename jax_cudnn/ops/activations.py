@@ -169,7 +169,7 @@ class _Tracer:
         if name not in _WRITE and not is_same:
             raise ValueError(
                 f"{self._op}: activation uses {name!r}, which is not a pointwise "
-                f"operation that graphs have. They have {', '.join(sorted(_WRITE))}. "
+                f"operation that graphs have. They have {', '.join(_TAKEN)}. "
                 "Apply the function to the result instead."
             )
         if is_same:
@@ -382,3 +382,5 @@ _WRITE: dict[str, _Write] = {
     "tan": _mode("tan"),
     "tanh": _mode("tanh"),
 }
+# Those that a message names: a graph cannot stop the gradient, and says so itself.
+_TAKEN = sorted(_WRITE.keys() - {"stop_gradient"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.errors import UnsupportedError
@@ -61,6 +61,16 @@ def check_dimensions_known(op: str, name: str, x: jax.Array) -> None:
         )
 
 
+def refuse_out_sharding(op: str, out_sharding: object) -> None:
+    """Raise UnsupportedError for the sharding that a result is asked to have."""
+    if out_sharding is not None:
+        raise UnsupportedError(
+            f"{op}: out_sharding={out_sharding} was passed. A cuDNN call runs on one "
+            "device's share of the operands and gives its share of the result. Make "
+            "the call inside jax.shard_map, or shard its result."
+        )
+
+
 def check_dtype(
     op: str, name: str, x: jax.Array, taken: tuple[str, ...] = FLOATS
 ) -> None:
@@ -76,7 +86,7 @@ def result_dtype(
     op: str, preferred: object, default: np.dtype, operands: str
 ) -> DTypeName:
     """Return the result's dtype, or raise TypeError for one that is not taken."""
-    dtype = default if preferred is None else jnp.dtype(preferred)  # type: ignore[arg-type]
+    dtype = default if preferred is None else _canonical(preferred)
     name = dtype_name(dtype)
     taken = (*FLOATS, "i32", "f8_e4m3fn", "f8_e5m2")
     if name not in taken:
@@ -96,6 +106,12 @@ def result_dtype(
             "of 8-bit integers. Pass a float as preferred_element_type."
         )
     return name  # type: ignore[return-value]
+
+
+def _canonical(dtype: object) -> np.dtype:
+    """Return a dtype as arrays have it: f64 is f32, with JAX's warning, without x64."""
+    like: DTypeLike = dtype  # type: ignore[assignment]
+    return jax.eval_shape(lambda: jnp.zeros((), like)).dtype
 
 
 def tensor(name: str, stored: jax.Array, order: tuple[int, ...]) -> Tensor:

@@ -2,6 +2,7 @@
 """`jax_cudnn.conv`: checks a fused convolution's arguments and builds its graph."""
 
 import functools
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ from jax_cudnn.ops.arguments import (
     check_dtype,
     describe,
     options,
+    refuse_out_sharding,
     result_dtype,
     tensor,
 )
@@ -48,6 +50,7 @@ def conv(
     batch_group_count: int = 1,
     precision: Precision | Sequence[Precision] = None,
     preferred_element_type: object = None,
+    out_sharding: object = None,
     *,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
@@ -98,6 +101,7 @@ def conv(
         default; for a higher precision "auto" runs XLA.
       preferred_element_type: dtype of the result. Default None: that of x, except for
         8-bit integers, which need it (lax's would wrap around).
+      out_sharding: must be None, which nnx's layers pass.
       bias: (o,), or an array that broadcasts to the result. Differentiable.
       residual: added before the activation; broadcasts to the result. Differentiable.
       activation: "relu", "relu6", "leaky_relu" (slope 0.01), "elu", "gelu"
@@ -144,6 +148,7 @@ def conv(
       ... ).shape
       (2, 8, 8, 16)
     """
+    refuse_out_sharding("conv", out_sharding)
     call = options("conv", implementation, plan, precision)
     x, w = jnp.asarray(x), jnp.asarray(w)
     layout, attributes = _geometry(
@@ -233,10 +238,9 @@ def _geometry(
             f"conv: w is {describe(w)} but x is {describe(x)}. Both must have one "
             "dtype. Convert one of them."
         )
-    ones = (1,) * (x.ndim - 2)
-    strides = ones if window_strides is None else tuple(map(int, window_strides))
-    spread = ones if lhs_dilation is None else tuple(map(int, lhs_dilation))
-    holes = ones if rhs_dilation is None else tuple(map(int, rhs_dilation))
+    strides = _steps("window_strides", window_strides, x.ndim - 2)
+    spread = _steps("lhs_dilation", lhs_dilation, x.ndim - 2)
+    holes = _steps("rhs_dilation", rhs_dilation, x.ndim - 2)
     # lax checks ranks, groups and sizes against each other, in its own words.
     jax.eval_shape(
         functools.partial(
@@ -267,6 +271,22 @@ def _geometry(
         rhs_dilation=holes,
     )
     return layout, attributes
+
+
+def _steps(name: str, value: Sequence[int] | None, count: int) -> tuple[int, ...]:
+    """Return strides or dilations, 1 along each axis if they are not given."""
+    if value is None:
+        return (1,) * count
+    try:
+        steps = tuple(map(operator.index, value))
+    except TypeError:
+        steps = ()
+    if len(steps) != count or min(steps) < 1:
+        raise ValueError(
+            f"conv: {name}={value!r} is not {count} ints above 0, one for each spatial "
+            f"axis of x. Pass for example {(1,) * count}."
+        )
+    return steps
 
 
 def _groups_to_channels(x: jax.Array, layout: _Layout, groups: int) -> jax.Array:

@@ -4,11 +4,12 @@
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import Precision
+from jax_cudnn.ops.arguments import Precision, describe
 from jax_cudnn.ops.matmul import matmul
 
 
@@ -77,5 +78,12 @@ def gated_matmul(
             **options,  # type: ignore[arg-type]
         )
 
+    columns = [1 if jnp.ndim(b) < 2 else jnp.shape(b)[-1] for b in (gate, up)]
+    if columns[0] not in (1, columns[1]):
+        first, second = (describe(jnp.asarray(b)) for b in (gate, up))
+        raise ValueError(
+            f"gated_matmul: gate is {first} and up {second}. Both must have as many "
+            "columns. Slice or pad one of them."
+        )
     gates = product(gate, gate_bias, activation=activation)
     return product(up, up_bias, scale_out=gates)

@@ -22,6 +22,7 @@ from jax_cudnn.ops.arguments import (
     check_dtype,
     describe,
     options,
+    refuse_out_sharding,
     result_dtype,
 )
 from jax_cudnn.ops.fusion import Fusion
@@ -170,6 +171,7 @@ def dot_general(
     precision: Precision | Sequence[Precision] = None,
     preferred_element_type: object = None,
     *,
+    out_sharding: object = None,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
     activation: Activation | None = None,
@@ -189,6 +191,7 @@ def dot_general(
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision: as for :func:`matmul`.
       preferred_element_type: as for :func:`matmul`.
+      out_sharding: must be None, which nnx's layers pass.
       bias: broadcasts to the result. Differentiable. Default None: none.
       residual: likewise, added before the activation.
       activation: as for :func:`jax_cudnn.conv`. Default None: none.
@@ -207,6 +210,7 @@ def dot_general(
       >>> jax_cudnn.dot_general(x, w, (((2,), (1,)), ((), ()))).shape
       (5, 3, 16)
     """
+    refuse_out_sharding("dot_general", out_sharding)
     call = options("dot_general", implementation, plan, precision)
     x, y = jnp.asarray(lhs), jnp.asarray(rhs)
     for name, operand in (("lhs", x), ("rhs", y)):

@@ -40,7 +40,8 @@ class Call:
       why: "tuned" where a measured choice pins the plan or says XLA, "heuristic" where
         it is the first of cuDNN's list that builds, "requested" where options of the
         call restrict it or say XLA; None where XLA runs it for the ``reasons`` given.
-        In a lowered program, which does not tell, any pinned plan counts as "tuned".
+        "pinned" is for a lowered program that names the plan, and does not tell whether
+        it was measured or is the first one for a GPU that was named.
       part: the graph as the user wrote it; None in a lowered program.
       graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
       choice: the text that pins or restricts the plan; "" leaves it to cuDNN. Plans for

@@ -205,11 +205,12 @@ def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
 
 
 def why_of(choice: str) -> Why:
-    """Return why a plan was taken, from the text that pins or restricts it."""
+    """Return why a lowered program has a plan, from the text that says which."""
     if not choice:
         return "heuristic"
-    # A measured choice names one engine; what a call asks for restricts the list.
-    return "tuned" if '"engine":' in choice else "requested"
+    # A measured choice names one engine, and so does a plan for a GPU by its name; what
+    # a call asks for restricts the list.
+    return "pinned" if '"engine":' in choice else "requested"
 
 
 # --- lowered programs -----------------------------------------------------------------

@@ -85,7 +85,8 @@ def _scalar(value: float, x: jax.Array) -> jax.Array:
 
 
 def _relu(x: jax.Array, slope: float) -> jax.Array:
-    return jnp.where(x > 0, x, x * _scalar(slope, x) if slope else _scalar(0, x))
+    # NaN stays NaN, as in jax.nn.
+    return jnp.where(x <= 0, x * _scalar(slope, x) if slope else _scalar(0, x), x)
 
 
 def _elu(x: jax.Array, alpha: float) -> jax.Array:
@@ -95,7 +96,7 @@ def _elu(x: jax.Array, alpha: float) -> jax.Array:
 
 
 def _relu6(x: jax.Array) -> jax.Array:
-    return jnp.where(x > 0, jnp.where(x < 6, x, _scalar(6, x)), _scalar(0, x))
+    return jnp.where(x <= 0, _scalar(0, x), jnp.where(x >= 6, _scalar(6, x), x))
 
 
 def _gelu_erf(x: jax.Array) -> jax.Array:
