@@ -5,15 +5,14 @@ tests/gpu/test_docs.py runs the same snippets on a GPU. Those of README.md are i
 test_examples.py, those of docs/flax.md in test_flax.py.
 """
 
-import importlib.util
 import re
 import shlex
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from jax_cudnn import cli, offline
+from tests.script import load_script
 from tests.snippets import DOCS, GUIDES, run, snippets
 
 
@@ -96,18 +95,8 @@ def _anchor(heading: str) -> str:
 # --- tables ---------------------------------------------------------------------------
 
 
-def _plan_tables() -> ModuleType:
-    path = DOCS.parent / "scripts" / "plan_tables.py"
-    spec = importlib.util.spec_from_file_location("plan_tables", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def test_the_tables_of_plans_are_what_the_data_say() -> None:
-    tables = _plan_tables()
+    tables = load_script("plan_tables")
     advice = "run python -m scripts.plan_tables"
     assert (DOCS / "benchmarks" / "plans.md").read_text() == tables.written(), advice
     text = (DOCS / "plans.md").read_text()

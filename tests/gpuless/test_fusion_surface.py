@@ -13,11 +13,11 @@ import pytest
 
 from jax_cudnn.graph import Graph, Node, to_json
 from jax_cudnn.legalize import is_contraction, legalize
-from scripts import support_table
 from tests import fusion_cases
 from tests.gpuless import harness
 from tests.gpuless.harness import target
 from tests.gpuless.verdicts import Verdict, verdicts
+from tests.script import load_script
 
 _GPUS = ("a100", "h200", "b200")
 _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f8_e4m3fn": 1, "f8_e5m2": 1, "i8": 1, "u8": 1}
@@ -45,8 +45,9 @@ _BUILT = (
 
 
 def test_the_page_of_what_is_supported_is_current() -> None:
-    text = support_table.FILE.read_text(encoding="utf-8")
-    assert text == support_table.page(), "run python -m scripts.support_table"
+    table = load_script("support_table")
+    text = table.FILE.read_text(encoding="utf-8")
+    assert text == table.page(), "run python -m scripts.support_table"
 
 
 def _contraction(graph: Graph) -> Node:
