@@ -218,13 +218,19 @@ def from_bytes(data: bytes, where: str) -> dict[Key, Choice]:
     try:
         tree = json.loads(data.decode("ascii"))
         if tree["schema"] != SCHEMA:
-            raise GraphError(f"{where}: schema {tree['schema']} is not {SCHEMA}")
+            raise GraphError(
+                f"{where}: schema {tree['schema']} is not {SCHEMA}, the form that this "
+                "release reads. Tune again and save, with this release."
+            )
         entries = cast("Iterable[dict[str, Any]]", tree["choices"])
         return dict(_read_entry(dict(entry)) for entry in entries)
     except GraphError:
         raise
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise GraphError(f"{where} is not a choices file: {error!r}") from error
+        raise GraphError(
+            f"{where} is not a choices file: {error!r}. plans.autotune(...).save(path) "
+            "writes one."
+        ) from error
 
 
 _NAMES = [field.name for field in dataclasses.fields(Key)]

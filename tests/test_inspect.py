@@ -340,6 +340,8 @@ def test_programs_take_no_arguments_and_compiled_ones_are_refused() -> None:
         plans.inspect(traced, _A, _W)
     with pytest.raises(TypeError, match="Lowered takes no further arguments; 1 were"):
         plans.inspect(traced.lower(), a=_A)
+    with pytest.raises(TypeError, match=r"dict is not a function\. Pass one"):
+        plans.inspect({})
     with pytest.raises(TypeError, match=r"Compiled: .* no longer names its graphs"):
         plans.inspect(traced.lower().compile())
 

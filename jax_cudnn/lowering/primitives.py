@@ -70,13 +70,18 @@ def traced_graphs(
     """Return the graphs that a call of the function runs, as `subprograms` does.
 
     Raises:
-      TypeError: arguments beside a function that is traced already, or a program that
-        no longer names its graphs.
+      TypeError: no function; arguments beside one that is traced already; a program
+        that no longer names its graphs.
     """
     if isinstance(function, Lowered | Compiled):
         raise TypeError(
             f"{type(function).__name__}: such a program no longer names its graphs. "
             "Pass jitted.trace(...), or the function with its arguments."
+        )
+    if not (callable(function) or isinstance(function, Traced)):
+        raise TypeError(
+            f"{type(function).__name__} is not a function. Pass one, jitted or not, "
+            "with its arguments, or jitted.trace(...)."
         )
     if isinstance(function, Traced):
         check_bare(function, args, kwargs)

@@ -46,7 +46,13 @@ def log(level: int | str | None = "DEBUG", *, cudnn: bool = False) -> None:
         _LOGGER.setLevel(logging.NOTSET)
         _remove_handler()
         return
-    number = logging.Logger(_LOGGER.name, level).level
+    try:
+        number = logging.Logger(_LOGGER.name, level).level
+    except ValueError as error:
+        raise ValueError(
+            f"plans.log: {level!r} is not a level of logging. Pass DEBUG, INFO, "
+            "WARNING, ERROR or CRITICAL, or a number; None undoes it."
+        ) from error
     native.set_log_sink(_write, number, cudnn=cudnn)
     _LOGGER.setLevel(number)
     if not _LOGGER.hasHandlers():
