@@ -70,6 +70,24 @@ def test_sizes_become_operands(text: str, shapes: list[tuple[int, ...]]) -> None
         assert {str(each.dtype) for each in found} == {name}
 
 
+@pytest.mark.parametrize("weights", ["i8", "u8", "f8_e4m3fn", "f8_e5m2"])
+def test_weights_of_8_bits_have_a_scale_for_each_column(weights: str) -> None:
+    text = f"matmul 7x5x3 --weights {weights} --bias"
+    ((graph, _, _),) = traced_graphs(_problem(text).function, *_problem(text).operands)
+    found = [(t.dtype, t.dims) for t in graph.input_tensors]
+    assert found == [
+        ("bf16", (1, 7, 3)),
+        (weights, (1, 3, 5)),
+        ("f32", (1, 1, 5)),
+        ("bf16", (1, 1, 5)),
+    ]
+    assert _kinds(text) == ["identity", "matmul", "mul", "add"]
+    # Of x and of the bias; weights and scale are given.
+    problem = _problem(f"{text} --gradient")
+    gradients = jax.eval_shape(problem.function, *problem.operands)
+    assert [each.shape for each in gradients] == [(7, 3), (5,)]
+
+
 def test_what_follows_and_gradients_are_in_the_graphs() -> None:
     fused = ["matmul", "add", "relu"]
     assert _kinds("matmul 7x5x3 --bias --activation relu") == fused
@@ -89,6 +107,7 @@ def test_what_follows_and_gradients_are_in_the_graphs() -> None:
         ("sdpa 8x9x-3x4", "'8x9x-3x4' is not BxSxHxD"),
         ("conv 2x9x7x8 3x3", "'3x3' is not YxXxO"),
         ("matmul 8x9x5 --dtype f64", "invalid choice: 'f64'"),
+        ("matmul 8x9x5 --weights i4", "invalid choice: 'i4'"),
         ("sdpa 8x9x3x4 --key-length -5", "'-5' is not a number above 0"),
         ("conv 2x9x7x8 3x3x4 --stride 0", "'0' is not a number above 0"),
     ],

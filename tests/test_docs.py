@@ -57,7 +57,7 @@ def test_commands_are_taken(
 ) -> None:
     monkeypatch.setattr("jax_cudnn.cli.bench.local_target", lambda: None)
     commands = [command for name in GUIDES for command in _commands(name)]
-    assert len(commands) == 6
+    assert len(commands) == 7
     for command in commands:
         python, flag, package, *arguments = shlex.split(command)
         assert (python, flag, package) == ("python", "-m", "jax_cudnn")

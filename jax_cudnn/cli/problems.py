@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.matmul import matmul
 from jax_cudnn.ops.sdpa import sdpa
@@ -26,12 +27,17 @@ class Problem:
     operands: tuple[jax.ShapeDtypeStruct, ...]
 
     def gradient(self) -> "Problem":
-        """Return the problem of its value and the gradients of all operands."""
+        """Return the problem of its value and the gradients of all operands.
+
+        Operands of 8 bits and their scales are given, not trained.
+        """
 
         def loss(*operands: jax.Array) -> jax.Array:
             return jnp.sum(self.function(*operands).astype(jnp.float32))
 
-        every = tuple(range(len(self.operands)))
+        given = {i for i, x in enumerate(self.operands) if x.dtype.itemsize == 1}
+        given |= {i + 1 for i in given}
+        every = tuple(i for i in range(len(self.operands)) if i not in given)
         return Problem(function=jax.grad(loss, every), operands=self.operands)
 
 
@@ -90,15 +96,30 @@ def _add_matmul(operations: Any) -> None:
         metavar="[Bx]MxNxR",
         help="rows, columns and contraction, and a batch before them",
     )
+    parser.add_argument(
+        "--weights",
+        choices=EIGHT_BIT,
+        help="the right operand's dtype, with an f32 scale for each column",
+    )
     _add_fused(parser)
     _add_common(parser, _matmul)
 
 
 def _matmul(arguments: argparse.Namespace) -> Problem:
     *batch, m, n, r = arguments.sizes
-    return _fused(
+    problem = _fused(
         matmul, arguments, (*batch, m, r), (*batch, r, n), bias=(n,), options={}
     )
+    if arguments.weights is None:
+        return problem
+
+    def function(x: Any, w: Any, scale: Any, *bias: Any) -> jax.Array:
+        return problem.function(x, w, *bias, scale_b=scale)
+
+    left, right, *rest = problem.operands
+    right = jax.ShapeDtypeStruct(right.shape, jax_dtype(arguments.weights))
+    scale = jax.ShapeDtypeStruct((n,), jnp.float32)
+    return Problem(function=function, operands=(left, right, scale, *rest))
 
 
 def _add_sdpa(operations: Any) -> None:
@@ -175,8 +196,8 @@ def _fused(
 ) -> Problem:
     options = {**options, "activation": arguments.activation}
 
-    def function(x: Any, w: Any, *rest: Any) -> jax.Array:
-        return operation(x, w, bias=rest[0] if rest else None, **options)
+    def function(x: Any, w: Any, *rest: Any, **more: Any) -> jax.Array:
+        return operation(x, w, bias=rest[0] if rest else None, **options, **more)
 
     every = (*shapes, bias) if arguments.bias else shapes
     return Problem(
