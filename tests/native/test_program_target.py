@@ -63,12 +63,13 @@ def test_numbers_that_no_lowering_writes_are_refused(
 # no stream for Execute. Each line tells how far a program with other attributes comes.
 _INSTANTIATE = """
 import jax, jax.numpy as jnp, numpy as np
-from jax_cudnn import native
+from jax_cudnn import native, sdpa
 from jax_cudnn.graph import to_json
+from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.native._extension import extension
-from tests.attention import SIZES, attention_graph
 
-graph = attention_graph(sizes=SIZES, dtype="bf16")
+query = jax.ShapeDtypeStruct((2, 16, 4, 8), jnp.bfloat16)
+((graph, _, _),) = traced_graphs(sdpa, query, query, query)
 operands, results = (
     [jax.ShapeDtypeStruct(tensor.stored_shape, jnp.bfloat16) for tensor in tensors]
     for tensors in (graph.input_tensors, graph.output_tensors)
