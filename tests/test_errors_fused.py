@@ -491,7 +491,7 @@ def test_wrong_activations(
         (lambda x: x - x.sum(axis=1, keepdims=True), "reduce_sum"),
         (jax.nn.softmax, "reduce_max"),
         (lambda x: x[:, ::-1], "rev"),
-        (lambda x: jnp.where((x > 0) & (x < 1), x, 0.0), "and"),
+        (lambda x: jnp.where((x > 0) ^ (x < 1), x, 0.0), "xor"),
     ],
 )
 def test_an_activation_that_is_not_pointwise_is_named(

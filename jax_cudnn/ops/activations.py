@@ -312,6 +312,27 @@ def _convert(apply: _Apply, params: Mapping[str, Any], x: str) -> str:
     return x
 
 
+def _logical(apply: _Apply, x: _Value) -> _Value:
+    """Return a comparison as 1 or 0; there are no integers that it could be else."""
+    return apply("select", 1.0, 0.0, x) if isinstance(x, str) else x
+
+
+def _both(mode: str) -> _Write:
+    """Return how two comparisons combine: 1 or 0 by that mode, compared with 1/2."""
+
+    def write(apply: _Apply, _: object, x: _Value, y: _Value) -> str:
+        first, second = _logical(apply, x), _logical(apply, y)
+        if isinstance(first, float):
+            first, second = second, first
+        return apply("gt", apply(mode, first, second), 0.5)
+
+    return write
+
+
+def _not(apply: _Apply, _: object, x: _Value) -> str:
+    return apply("lt", _logical(apply, x), 0.5)
+
+
 def _stop_gradient(apply: _Apply, _: object, x: str) -> NoReturn:
     del x
     apply.refuse("stops the gradient")
@@ -345,6 +366,7 @@ _SAME = ("broadcast_in_dim", "copy", "copy_p", "reshape")
 _WRITE: dict[str, _Write] = {
     "abs": _mode("abs"),
     "add": _either_way("add", "add"),
+    "and": _both("mul"),
     "ceil": _mode("ceil"),
     "clamp": _clamp,
     "convert_element_type": _convert,
@@ -370,6 +392,8 @@ _WRITE: dict[str, _Write] = {
     "mul": _either_way("mul", "mul"),
     "ne": _either_way("ne", "ne"),
     "neg": _mode("neg"),
+    "not": _not,
+    "or": _both("max"),
     "pow": _mode("pow"),
     "rsqrt": _mode("rsqrt"),
     "select_n": _select_n,
