@@ -215,8 +215,7 @@ def markdown(data: dict[str, Any]) -> str:
         "planned before decides which of its libraries are open: without any, its "
         "first handle and all of them are in the time; the same kind is the workload "
         "itself, after which one with half the rows or images is timed. Process: asked "
-        "for again. "
-        "Medians, in brackets the lowest and the highest of all samples.",
+        "for again. Medians, in brackets the lowest and the highest of all samples.",
         "",
         "| workload | plans | before | cold, ms | disk, ms | of cold | process, ms |",
         "| --- | ---: | --- | ---: | ---: | ---: | ---: |",

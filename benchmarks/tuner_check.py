@@ -25,6 +25,7 @@ from jax_cudnn import choices, plans
 from jax_cudnn.graph import label
 from jax_cudnn.legalize import is_contraction, legalize, partition
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering.decision import rewritten_as
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
 from jax_cudnn.measuring.field import time_candidates_of
@@ -57,11 +58,8 @@ def check(pattern: str) -> Iterator[dict[str, Any]]:
                 choice = measure(part, options, target)
                 if not choice.plan:
                     continue
-                (legal,) = (
-                    legal
-                    for legal in legalize(part, target).candidates
-                    if choices.digest_of(legal.graph) == choice.rewritten
-                )
+                legal = rewritten_as(legalize(part, target), choice.rewritten)
+                assert legal is not None, "it was measured just now"
                 again = time_candidates_of(part, legal)
                 times = {
                     each.candidate.choice: each.time.median_us

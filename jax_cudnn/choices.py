@@ -241,8 +241,8 @@ def _read_entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
     choice = Choice(**entry)
     if choice.implementation not in ("cudnn", "xla"):
         raise ValueError(f"implementation {choice.implementation!r}")
-    texts = (key.device, key.graph, choice.op, choice.operands)
-    texts = (*texts, choice.plan, choice.rewritten)
+    names = (key.device, key.graph, choice.op, choice.operands)
+    texts = (*names, choice.plan, choice.rewritten)
     if not all(isinstance(text, str) for text in texts):
         raise TypeError(f"not all of {texts} are strings")
     if type(key.cudnn) is not int or key.cudnn < 0:

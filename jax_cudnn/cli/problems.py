@@ -21,24 +21,24 @@ _DTYPES = ("bf16", "f16", "f32")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """A call of one of the operations, with the shapes of its operands."""
+    """A call of one of the operations, with the shapes of its operands.
+
+    ``given`` are the places of operands that are not trained.
+    """
 
     function: Callable[..., jax.Array]
     operands: tuple[jax.ShapeDtypeStruct, ...]
+    given: tuple[int, ...] = ()
 
     def gradient(self) -> "Problem":
-        """Return the problem of its value and the gradients of all operands.
-
-        Operands of 8 bits and their scales are given, not trained.
-        """
+        """Return the problem of its value and the gradients of what is trained."""
 
         def loss(*operands: jax.Array) -> jax.Array:
             return jnp.sum(self.function(*operands).astype(jnp.float32))
 
-        given = {i for i, x in enumerate(self.operands) if x.dtype.itemsize == 1}
-        given |= {i + 1 for i in given}
-        every = tuple(i for i in range(len(self.operands)) if i not in given)
-        return Problem(function=jax.grad(loss, every), operands=self.operands)
+        every = range(len(self.operands))
+        trained = tuple(i for i in every if i not in self.given)
+        return Problem(function=jax.grad(loss, trained), operands=self.operands)
 
 
 def add_problems(parser: argparse.ArgumentParser) -> None:
@@ -55,8 +55,7 @@ def sizes_of(*forms: str) -> Callable[[str], tuple[int, ...]]:
 
     def sizes(text: str) -> tuple[int, ...]:
         parts = text.split("x")
-        is_right = all(part.isdecimal() and int(part) for part in parts)
-        if not is_right or len(parts) not in counts:
+        if not all(map(_is_count, parts)) or len(parts) not in counts:
             raise argparse.ArgumentTypeError(
                 f"{text!r} is not {' or '.join(forms)}, sizes above 0"
             )
@@ -65,9 +64,13 @@ def sizes_of(*forms: str) -> Callable[[str], tuple[int, ...]]:
     return sizes
 
 
+def _is_count(text: str) -> bool:
+    return text.isdecimal() and int(text) > 0
+
+
 def _count(text: str) -> int:
     """Return an int above 0; a type for argparse."""
-    if not text.isdecimal() or int(text) < 1:
+    if not _is_count(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return int(text)
 
@@ -119,7 +122,8 @@ def _matmul(arguments: argparse.Namespace) -> Problem:
     left, right, *rest = problem.operands
     right = jax.ShapeDtypeStruct(right.shape, jax_dtype(arguments.weights))
     scale = jax.ShapeDtypeStruct((n,), jnp.float32)
-    return Problem(function=function, operands=(left, right, scale, *rest))
+    operands = (left, right, scale, *rest)
+    return Problem(function=function, operands=operands, given=(1, 2))
 
 
 def _add_sdpa(operations: Any) -> None:

@@ -49,7 +49,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     alone = _alone(graph, node, ways)
     # Merged groups are fast, but for a depthwise convolution.
     order = [*alone, *fused] if _is_depthwise(graph, node) else [*fused, *alone]
-    slower = matmul.slower(graph) if node.kind == "matmul" else ""
+    slower = matmul.slower(graph, node) if node.kind == "matmul" else ""
     return Legalization(candidates=tuple(replace(way, slower=slower) for way in order))
 
 

@@ -35,10 +35,9 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     return tuple(_padded(edit) or edit.finish() for edit in map(_edited, ways))
 
 
-def slower(graph: Graph) -> str:
-    """Say why "auto" leaves a product to XLA, if it does."""
+def slower(graph: Graph, node: Node) -> str:
+    """Say why "auto" leaves a product to XLA, if it does; the node is the product."""
     dtypes = {tensor.dtype for tensor in graph.input_tensors}
-    node = next(node for node in graph.nodes if is_contraction(node))
     wide = {graph.tensor(name).dtype for _, name in node.inputs}
     is_measured = "u8" not in dtypes and wide <= {"bf16", "f16"}
     return _SLOW_WEIGHTS if is_measured and _narrow_side(graph) is not None else ""
@@ -121,11 +120,12 @@ def _padded(edit: Edit) -> Legal | None:
     unit = max(ELEMENTS_PER_LOAD[t.dtype] for t in narrow)
     m, r, n = a.dims[1], a.dims[2], b.dims[2]
     family = families(graph, _FAMILIES)
+    shared = constants(edit)
     # Along m: what is stored so is the operand, or the results of a transposed product.
     columns_are_loaded = any(
         tensor.order[-1] == 1 and tensor.dims[1] == m and family.get(name) != "b"
         for name, tensor in edit.tensors.items()
-        if name not in constants(edit)
+        if name not in shared
     )
     grown = {
         "a": {1: m if columns_are_loaded else 0, 2: r},
@@ -134,7 +134,7 @@ def _padded(edit: Edit) -> Legal | None:
     }
     changed = False
     for name, tensor in list(edit.tensors.items()):
-        if name in constants(edit) or name not in family:
+        if name in shared or name not in family:
             continue
         sizes = {
             axis: -(-size // unit) * unit

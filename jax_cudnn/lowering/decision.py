@@ -35,7 +35,7 @@ IS_DERIVATIVE = "forward mode and second order run the reference"
 
 
 # What decided: a measured choice, cuDNN's order of the candidates, or that order with
-# the options of the call.
+# the options of the call. A lowered program that pins its plan no longer says which.
 Why = Literal["tuned", "heuristic", "requested", "pinned"]
 
 
@@ -197,7 +197,7 @@ def _pinned(
     options: Options,
 ) -> Step | None:
     """Return the step with the measured plan, unless it is stale or not allowed."""
-    legal = _rewritten(legalization, measured.rewritten)
+    legal = rewritten_as(legalization, measured.rewritten)
     if legal is None:
         _say_stale_once(summary(part), "this release rewrites the graph otherwise")
         return None
@@ -222,7 +222,7 @@ def _pinned(
     )
 
 
-def _rewritten(legalization: Legalization, digest: str) -> Legal | None:
+def rewritten_as(legalization: Legalization, digest: str) -> Legal | None:
     """Return the candidate with that digest; without one, the first, if any."""
     for legal in legalization.candidates:
         if digest in ("", choices.digest_of(legal.graph)):

@@ -73,19 +73,19 @@ def traced_graphs(
       TypeError: no function; arguments beside one that is traced already; a program
         that no longer names its graphs.
     """
+    if isinstance(function, Traced):
+        check_bare(function, args, kwargs)
+        return list(subprograms(function.jaxpr))
     if isinstance(function, Lowered | Compiled):
         raise TypeError(
             f"{type(function).__name__}: such a program no longer names its graphs. "
             "Pass jitted.trace(...), or the function with its arguments."
         )
-    if not (callable(function) or isinstance(function, Traced)):
+    if not callable(function):
         raise TypeError(
             f"{type(function).__name__} is not a function. Pass one, jitted or not, "
             "with its arguments, or jitted.trace(...)."
         )
-    if isinstance(function, Traced):
-        check_bare(function, args, kwargs)
-        return list(subprograms(function.jaxpr))
     traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
     return list(subprograms(traceable.trace(*args, **kwargs).jaxpr))
 

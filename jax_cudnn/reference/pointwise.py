@@ -19,8 +19,8 @@ from jax_cudnn.graph.pointwise import (
     ConstantAttributes,
     PointwiseAttributes,
 )
+from jax_cudnn.graph.rules import FLOATS
 from jax_cudnn.graph.spec import Attributes, Tensor
-from jax_cudnn.reference.dtypes import jax_dtype
 
 Operands = Mapping[str, jax.Array]
 
@@ -30,7 +30,7 @@ def pointwise(
 ) -> dict[str, jax.Array]:
     """Apply the mode to each element."""
     assert isinstance(attributes, PointwiseAttributes)
-    if attributes.mode == "identity" and _is_float(outputs["output"]):
+    if attributes.mode == "identity" and outputs["output"].dtype in FLOATS:
         return {"output": inputs["a"]}
     operands = [_widened(inputs[role], inputs) for role in sorted(inputs)]
     mode = attributes.mode
@@ -67,10 +67,6 @@ def reduction(
         if size != reduced
     ]
     return {"output": jnp.sum(x, axis=axes, keepdims=True)}
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return jnp.issubdtype(jax_dtype(tensor.dtype), jnp.floating)
 
 
 def _widened(x: jax.Array, inputs: Operands) -> jax.Array:
@@ -126,7 +122,6 @@ def _gradient(mode: str, alpha: float, cotangent: jax.Array, x: jax.Array) -> ja
 
 
 _OTHERS: dict[str, Callable[..., jax.Array]] = {
-    "identity": lambda x: x,
     "abs": jnp.abs,
     "add": jnp.add,
     "ceil": jnp.ceil,
@@ -138,6 +133,7 @@ _OTHERS: dict[str, Callable[..., jax.Array]] = {
     "floor": jnp.floor,
     "ge": jnp.greater_equal,
     "gt": jnp.greater,
+    "identity": lambda x: x,
     "le": jnp.less_equal,
     "log": jnp.log,
     "lt": jnp.less,
