@@ -15,13 +15,6 @@ constexpr int kMultiProcessorCount = 16;
 constexpr int kComputeCapabilityMajor = 75;
 constexpr int kComputeCapabilityMinor = 76;
 
-Status CheckCuda(const CudnnRuntime& runtime, int error, const char* call) {
-  if (error == 0) return {};
-  const char* text = runtime.cuda.get_error_string(error);
-  return Internal(std::string(call) +
-                  " failed: " + (text == nullptr ? "unknown CUDA error" : text));
-}
-
 StatusOr<int> Attribute(const CudnnRuntime& runtime, int attribute, int device) {
   int value = 0;
   RETURN_IF_ERROR(
@@ -30,7 +23,17 @@ StatusOr<int> Attribute(const CudnnRuntime& runtime, int attribute, int device) 
   return value;
 }
 
+// cudaStreamNonBlocking: does not wait for the default stream.
+constexpr unsigned kNonBlocking = 1;
+
 }  // namespace
+
+Status CheckCuda(const CudnnRuntime& runtime, int error, const char* call) {
+  if (error == 0) return {};
+  const char* text = runtime.cuda.get_error_string(error);
+  return Internal(std::string(call) +
+                  " failed: " + (text == nullptr ? "unknown CUDA error" : text));
+}
 
 StatusOr<DeviceGuard> DeviceGuard::Enter(const CudnnRuntime& runtime, int device) {
   int former = 0;
@@ -51,6 +54,23 @@ DeviceGuard::~DeviceGuard() {
     // Nothing to be done about a failure here: the next call on that device tells.
     static_cast<void>(runtime_->cuda.set_device(former_));
   }
+}
+
+StatusOr<OwnStream> OwnStream::Create(const CudnnRuntime& runtime) {
+  CudaStream stream = nullptr;
+  RETURN_IF_ERROR(CheckCuda(runtime, runtime.cuda.stream_create(&stream, kNonBlocking),
+                            "cudaStreamCreateWithFlags"));
+  return OwnStream(&runtime, stream);
+}
+
+OwnStream::OwnStream(OwnStream&& other) noexcept
+    : runtime_(other.runtime_), stream_(other.stream_) {
+  other.stream_ = nullptr;
+}
+
+OwnStream::~OwnStream() {
+  // A failure here has shown itself in the call before, or does in the next one.
+  if (stream_ != nullptr) static_cast<void>(runtime_->cuda.stream_destroy(stream_));
 }
 
 Status CheckDevice(const CudnnRuntime& runtime, int device) {

@@ -21,6 +21,9 @@ struct DeviceInfo {
   int driver_version = 0;  // the newest CUDA that the driver serves, 13000 for 13.0
 };
 
+// OK for 0, the success of CUDA's functions; else what CUDA says of the error.
+Status CheckCuda(const CudnnRuntime& runtime, int error, const char* call);
+
 // Makes a device current for the calling thread, and the former one on destruction.
 class DeviceGuard {
  public:
@@ -38,6 +41,27 @@ class DeviceGuard {
 
   const CudnnRuntime* runtime_;  // null where there is nothing to restore
   int former_;
+};
+
+// A stream of the current device that nobody else uses, destroyed with this.
+class OwnStream {
+ public:
+  static StatusOr<OwnStream> Create(const CudnnRuntime& runtime);
+
+  OwnStream(OwnStream&& other) noexcept;
+  OwnStream& operator=(OwnStream&&) = delete;
+  OwnStream(const OwnStream&) = delete;
+  OwnStream& operator=(const OwnStream&) = delete;
+  ~OwnStream();
+
+  CudaStream get() const { return stream_; }
+
+ private:
+  OwnStream(const CudnnRuntime* runtime, CudaStream stream)
+      : runtime_(runtime), stream_(stream) {}
+
+  const CudnnRuntime* runtime_;
+  CudaStream stream_;  // null after a move
 };
 
 // Refuses ordinals that no device of this process has.

@@ -181,6 +181,12 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   RETURN_IF_ERROR(Resolve(cudart, "cudaGetErrorString", cuda.get_error_string));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamCreateWithFlags", cuda.stream_create));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamDestroy", cuda.stream_destroy));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaStreamBeginCapture", cuda.stream_begin_capture));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaStreamEndCapture", cuda.stream_end_capture));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaGraphInstantiate", cuda.graph_instantiate));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaGraphExecDestroy", cuda.graph_exec_destroy));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaGraphDestroy", cuda.graph_destroy));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaGetLastError", cuda.get_last_error));
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventCreate", cuda.event_create));
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventDestroy", cuda.event_destroy));
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventRecord", cuda.event_record));

@@ -17,12 +17,16 @@
 // talk to the frontend include NVIDIA's headers.
 struct cudnnContext;
 struct CUevent_st;
+struct CUgraph_st;
+struct CUgraphExec_st;
 struct CUstream_st;
 
 namespace jax_cudnn {
 
 using CudnnHandle = cudnnContext*;
 using CudaEvent = CUevent_st*;
+using CudaGraph = CUgraph_st*;
+using CudaGraphExec = CUgraphExec_st*;
 using CudaStream = CUstream_st*;
 
 // One shared library, and the path of the file it was opened from.
@@ -52,6 +56,12 @@ struct CudaFunctions {
   const char* (*get_error_string)(int) = nullptr;
   int (*stream_create)(CudaStream*, unsigned) = nullptr;
   int (*stream_destroy)(CudaStream) = nullptr;
+  int (*stream_begin_capture)(CudaStream, int) = nullptr;
+  int (*stream_end_capture)(CudaStream, CudaGraph*) = nullptr;
+  int (*graph_instantiate)(CudaGraphExec*, CudaGraph, unsigned long long) = nullptr;
+  int (*graph_exec_destroy)(CudaGraphExec) = nullptr;
+  int (*graph_destroy)(CudaGraph) = nullptr;
+  int (*get_last_error)() = nullptr;
   int (*event_create)(CudaEvent*) = nullptr;
   int (*event_destroy)(CudaEvent) = nullptr;
   int (*event_record)(CudaEvent, CudaStream) = nullptr;

@@ -17,14 +17,12 @@
 #include "plan_file.h"
 #include "plan_request.h"
 #include "refusal.h"
+#include "rehearsal.h"
 
 namespace jax_cudnn {
 namespace {
 
 namespace fe = cudnn_frontend;
-
-// Execute keeps its pointers on the stack. The frontend has at most 250 operations.
-constexpr size_t kMaxOperands = 256;
 
 // Where a pointer of cuDNN's argument list comes from.
 struct PointerSource {
@@ -309,7 +307,8 @@ class Attempt {
     return {};
   }
 
-  std::unique_ptr<FrontendGraph> TakeGraph() { return std::move(graph_); }
+  // The plan that was built last is that of the graph, until another one is.
+  std::shared_ptr<FrontendGraph> graph() const { return graph_; }
 
  private:
   Status QueryCandidates(const PlanTarget& target) {
@@ -329,7 +328,7 @@ class Attempt {
     return listed.is_bad() ? PlanningStatus(listed) : Status();
   }
 
-  std::unique_ptr<FrontendGraph> graph_;
+  std::shared_ptr<FrontendGraph> graph_;
   PlanRequest request_;
   int variant_ = 0;
 };
@@ -382,7 +381,7 @@ class Reasons {
 }  // namespace
 
 struct Plan::Built {
-  std::unique_ptr<FrontendGraph> graph;
+  std::shared_ptr<FrontendGraph> graph;
   // In the order of cuDNN's argument list.
   std::vector<PointerSource> sources;
 };
@@ -424,6 +423,12 @@ StatusOr<std::vector<PointerSource>> FindSources(const GraphSpec& spec,
                     std::to_string(spec.outputs.size()) + " results");
   }
   return sources;
+}
+
+// A device that is only described launches nothing.
+Status RehearseFor(const PlanTarget& target, const Plan& plan) {
+  if (target.handle == nullptr) return {};
+  return Rehearse(plan, *LoadedCudnnRuntime(), target.handle);
 }
 
 // Calls `visit` with each candidate of each variant, with its attempt and its place
@@ -471,14 +476,20 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
       return false;
     }
     auto built = std::make_unique<Built>();
-    built->graph = attempt.TakeGraph();
+    built->graph = attempt.graph();
     // The plan is built already; this prepares its argument list.
     if (const auto error = built->graph->build_plans(); error.is_bad()) {
       return Internal(Message(error));
     }
     ASSIGN_OR_RETURN(built->sources, FindSources(graph, *built->graph));
+    const std::string name = candidate.name;
     plan.reset(new Plan(std::move(built), std::move(candidate), reasons.list()));
-    return true;
+    const Status rehearsed = RehearseFor(target, *plan);
+    if (rehearsed.ok()) return true;
+    if (rehearsed.code() != StatusCode::kUnimplemented) return rehearsed;
+    reasons.Add(name + ": " + rehearsed.message());
+    plan = nullptr;
+    return false;
   };
   RETURN_IF_ERROR(VisitCandidates(graph, choice, target, reasons, build));
   if (plan == nullptr) return reasons.Refusal(target, choice);
@@ -662,7 +673,7 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
     rest.remove_prefix(size);
     const std::vector<uint8_t> data(rest.begin(), rest.end());
     auto built = std::make_unique<Built>();
-    built->graph = std::make_unique<FrontendGraph>();
+    built->graph = std::make_shared<FrontendGraph>();
     fe::error_t error;
     if (target.handle == nullptr) {
       ASSIGN_OR_RETURN(auto properties, ReadDeviceProperties(target.device_properties));
@@ -687,8 +698,10 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
                       " when it was written");
     }
     ASSIGN_OR_RETURN(built->sources, FindSources(graph, *built->graph));
-    return std::shared_ptr<const Plan>(
+    std::shared_ptr<const Plan> plan(
         new Plan(std::move(built), std::move(candidate), std::move(failures)));
+    RETURN_IF_ERROR(RehearseFor(target, *plan));
+    return plan;
   });
 }
 

@@ -4,6 +4,7 @@
 #ifndef JAX_CUDNN_PLAN_H_
 #define JAX_CUDNN_PLAN_H_
 
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -16,6 +17,9 @@
 #include "status.h"
 
 namespace jax_cudnn {
+
+// The most tensors that a plan takes: the frontend has at most 250 operations.
+inline constexpr size_t kMaxOperands = 256;
 
 // What a plan is built for: a device through one of its handles, or a description of
 // a device that need not be there.
@@ -50,9 +54,10 @@ struct Candidate {
 // threads at once as long as each brings its own handle.
 class Plan {
  public:
-  // Builds the first of cuDNN's candidates that builds and that `choice` allows: the
-  // text of a request, see plan_request.h. UNIMPLEMENTED, with one line per reason,
-  // where there is none.
+  // Builds the first of cuDNN's candidates that builds, that can be launched (known
+  // where the target is a device, see rehearsal.h) and that `choice` allows: the text
+  // of a request, see plan_request.h. UNIMPLEMENTED, with one line per reason, where
+  // there is none.
   // The runtime must be loaded. Slow: up to seconds.
   static StatusOr<std::shared_ptr<const Plan>> Build(const GraphSpec& graph,
                                                      const std::string& choice,

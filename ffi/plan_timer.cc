@@ -11,20 +11,11 @@
 namespace jax_cudnn {
 namespace {
 
-// cudaStreamNonBlocking: does not wait for the default stream.
-constexpr unsigned kNonBlocking = 1;
-
-Status Check(const CudnnRuntime& runtime, int error, const char* call) {
-  if (error == 0) return {};
-  const char* text = runtime.cuda.get_error_string(error);
-  return Internal(std::string(call) +
-                  " failed: " + (text == nullptr ? "unknown CUDA error" : text));
-}
-
-// The stream and the events of one measurement.
+// The events of one measurement on a stream.
 class Stopwatch {
  public:
-  explicit Stopwatch(const CudnnRuntime& runtime) : runtime_(runtime) {}
+  Stopwatch(const CudnnRuntime& runtime, CudaStream stream)
+      : runtime_(runtime), stream_(stream) {}
   Stopwatch(const Stopwatch&) = delete;
   Stopwatch& operator=(const Stopwatch&) = delete;
   ~Stopwatch() {
@@ -32,41 +23,36 @@ class Stopwatch {
     for (CudaEvent event : {start_, stop_}) {
       if (event != nullptr) static_cast<void>(runtime_.cuda.event_destroy(event));
     }
-    if (stream_ != nullptr) static_cast<void>(runtime_.cuda.stream_destroy(stream_));
   }
 
   Status Init() {
     const CudaFunctions& cuda = runtime_.cuda;
-    RETURN_IF_ERROR(Check(runtime_, cuda.stream_create(&stream_, kNonBlocking),
-                          "cudaStreamCreateWithFlags"));
-    RETURN_IF_ERROR(Check(runtime_, cuda.event_create(&start_), "cudaEventCreate"));
-    return Check(runtime_, cuda.event_create(&stop_), "cudaEventCreate");
+    RETURN_IF_ERROR(CheckCuda(runtime_, cuda.event_create(&start_), "cudaEventCreate"));
+    return CheckCuda(runtime_, cuda.event_create(&stop_), "cudaEventCreate");
   }
 
-  CudaStream stream() const { return stream_; }
-
   Status Start() {
-    return Check(runtime_, runtime_.cuda.event_record(start_, stream_),
-                 "cudaEventRecord");
+    return CheckCuda(runtime_, runtime_.cuda.event_record(start_, stream_),
+                     "cudaEventRecord");
   }
 
   // Microseconds since Start, on the device.
   StatusOr<double> Stop() {
     const CudaFunctions& cuda = runtime_.cuda;
     RETURN_IF_ERROR(
-        Check(runtime_, cuda.event_record(stop_, stream_), "cudaEventRecord"));
+        CheckCuda(runtime_, cuda.event_record(stop_, stream_), "cudaEventRecord"));
     RETURN_IF_ERROR(
-        Check(runtime_, cuda.event_synchronize(stop_), "cudaEventSynchronize"));
+        CheckCuda(runtime_, cuda.event_synchronize(stop_), "cudaEventSynchronize"));
     float milliseconds = 0;
-    RETURN_IF_ERROR(Check(runtime_,
-                          cuda.event_elapsed_time(&milliseconds, start_, stop_),
-                          "cudaEventElapsedTime"));
+    RETURN_IF_ERROR(CheckCuda(runtime_,
+                              cuda.event_elapsed_time(&milliseconds, start_, stop_),
+                              "cudaEventElapsedTime"));
     return static_cast<double>(milliseconds) * 1e3;
   }
 
  private:
   const CudnnRuntime& runtime_;
-  CudaStream stream_ = nullptr;
+  CudaStream stream_;
   CudaEvent start_ = nullptr;
   CudaEvent stop_ = nullptr;
 };
@@ -81,9 +67,10 @@ StatusOr<std::vector<double>> TimePlan(const Plan& plan, const CudnnRuntime& run
   ASSIGN_OR_RETURN(const DeviceGuard guard, DeviceGuard::Enter(runtime, device));
   ASSIGN_OR_RETURN(const HandleLease handle,
                    HandlePool::Global().AcquireForBuild(runtime, device));
-  Stopwatch watch(runtime);
+  ASSIGN_OR_RETURN(const OwnStream stream, OwnStream::Create(runtime));
+  Stopwatch watch(runtime, stream.get());
   RETURN_IF_ERROR(watch.Init());
-  if (runtime.cudnn.functions.set_stream(handle.get(), watch.stream()) != 0) {
+  if (runtime.cudnn.functions.set_stream(handle.get(), stream.get()) != 0) {
     return Internal("cudnnSetStream failed");
   }
   const auto launch = [&](size_t i) {
