@@ -15,7 +15,14 @@ import numpy as np
 import pytest
 
 import jax_cudnn
-from jax_cudnn.graph import ConvAttributes, Graph, Target, derivative_of
+from jax_cudnn.graph import (
+    ConvAttributes,
+    Graph,
+    GraphWriter,
+    Target,
+    Tensor,
+    derivative_of,
+)
 from jax_cudnn.legalize import (
     Legal,
     fusion,
@@ -24,6 +31,7 @@ from jax_cudnn.legalize import (
     partition,
     sums,
 )
+from jax_cudnn.legalize.modes import rewrite_modes
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 
@@ -288,6 +296,133 @@ def test_modes_that_cudnn_computes_wrongly_are_written_as_others(
     modes = {getattr(node.attributes, "mode", "") for node in way.graph.nodes}
     assert not modes & {"elu", "relu"}
     assert "select" in modes
+
+
+# Where epilogues go wrong: what is not a number, what is not finite, signed zeros, the
+# largest, and what is lost beside 1 or turns an exponential into 0 or infinity.
+_SPECIAL = np.array(
+    [np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, -1.0, 6.0, 17.0, -17.0, 30.0, -30.0]
+    + [
+        sign * x
+        for x in (3e38, 1e-30, 1e-9, 1e-4, 0.3, 5.4, 5.6, 89.0)
+        for sign in (1, -1)
+    ],
+    np.float32,
+)
+
+
+def _by_pointwise(mode: str, alpha: float, *operands: np.ndarray) -> jax.Array:
+    """Return what a mode gives in f32, written as cuDNN gets it."""
+    writer = GraphWriter("f32")
+    names = [
+        writer.input(Tensor(name=role, dtype="f32", dims=x.shape, order=(0,)))
+        for role, x in zip("abc", operands, strict=False)
+    ]
+    value = writer.pointwise(mode, *names, alpha=alpha)
+    final = Tensor(name="output", dtype="f32", dims=writer[value].dims, order=(0,))
+    graph = writer.finish([writer.result(value, final)])
+    rewritten = rewrite_modes(graph)
+    assert rewritten != graph
+    arrays = dict(zip("abc", operands, strict=False))
+    (found,) = evaluate(rewritten, [jnp.asarray(arrays[n]) for n in graph.inputs])
+    return found
+
+
+@pytest.mark.parametrize(
+    ("mode", "alpha", "function"),
+    [
+        ("elu", 1.0, jax.nn.elu),
+        ("elu", 0.7, lambda x: jax.nn.elu(x, 0.7)),
+        ("relu", 0.01, jax.nn.leaky_relu),
+        ("softplus", 0.0, jax.nn.softplus),
+    ],
+)
+def test_special_values_pass_through_rewritten_activations(
+    mode: str, alpha: float, function: Any
+) -> None:
+    x = _SPECIAL
+    expected, slopes = jax.vjp(function, x)
+    np.testing.assert_allclose(
+        _by_pointwise(mode, alpha, x), expected, rtol=1e-5, atol=1e-38
+    )
+    if mode == "softplus":
+        return  # Its gradient is cuDNN's.
+    cotangent = np.linspace(0.5, 2.0, x.size, dtype=np.float32)
+    np.testing.assert_allclose(
+        _by_pointwise(f"{mode}_grad", alpha, cotangent, x),
+        slopes(cotangent)[0],
+        rtol=1e-5,
+        atol=1e-38,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mode", "function"),
+    [("max", jnp.maximum), ("min", jnp.minimum), ("div", jnp.divide)],
+)
+def test_special_values_pass_through_rewritten_pairs(mode: str, function: Any) -> None:
+    x, y = (each.ravel() for each in np.meshgrid(_SPECIAL, _SPECIAL))
+    expected = np.asarray(jax.jit(function)(x, y))
+    found = np.asarray(_by_pointwise(mode, 0.0, x, y))
+    # Scaled down, a quotient of large divisors may leave the range of f32.
+    is_tiny = np.abs(expected) < 1e-35
+    np.testing.assert_allclose(found[~is_tiny], expected[~is_tiny], rtol=1e-6)
+    np.testing.assert_allclose(found[is_tiny], 0, atol=1e-35)
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("mode", ["max", "min"])
+def test_bounds_that_are_numbers_keep_nan(mode: str, swapped: bool) -> None:
+    writer = GraphWriter("f32")
+    x = writer.input(Tensor(name="x", dtype="f32", dims=_SPECIAL.shape, order=(0,)))
+    operands = [x, writer.constant(0.25, 1)]
+    value = writer.pointwise(mode, *(operands[::-1] if swapped else operands))
+    final = Tensor(name="output", dtype="f32", dims=_SPECIAL.shape, order=(0,))
+    graph = rewrite_modes(writer.finish([writer.result(value, final)]))
+    modes = [getattr(node.attributes, "mode", "") for node in graph.nodes]
+    assert sorted(modes) == ["", "lt" if mode == "max" else "gt", "select"]
+    (found,) = evaluate(graph, [jnp.asarray(_SPECIAL)])
+    expected = (jnp.maximum if mode == "max" else jnp.minimum)(_SPECIAL, 0.25)
+    np.testing.assert_array_equal(found, expected)
+
+
+@pytest.mark.parametrize("activation", ["relu6", "sigmoid", "tanh", "gelu", "relu"])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_the_argument_of_an_activation_is_no_result_beside_it(
+    activation: Any, dtype: Any
+) -> None:
+    # cuDNN 9.19 lists engines for that which it cannot launch.
+    def layer(x: Any, w: Any, bias: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x, w, (1, 1), "SAME", None, None, _NHWC, bias=bias, activation=activation
+        )
+
+    with jax.enable_x64(False):
+        x, w, bias = (
+            jnp.zeros(shape, dtype) for shape in ((2, 8, 8, 8), (3, 3, 8, 16), (16,))
+        )
+        ((plain, _, _),) = traced_graphs(layer, x, w, bias)
+        derivative = derivative_of(plain)
+        assert derivative is not None
+        for graph in (plain, derivative.with_residuals(plain, (True,) * 3)):
+            way = legalize(graph, None).candidates[0]
+            for node in way.graph.nodes:
+                attributes = node.attributes
+                if getattr(attributes, "mode", "") not in _FUSED:
+                    continue
+                (argument,) = dict(node.inputs).values()
+                assert argument not in way.graph.outputs
+                readers = [
+                    n for n in way.graph.nodes if argument in dict(n.inputs).values()
+                ]
+                # eng0 has a tanh of its own, with an overflow.
+                makers = {name: n for n in way.graph.nodes for _, name in n.outputs}
+                maker = getattr(makers[argument].attributes, "mode", "")
+                if activation == "tanh":
+                    assert maker == "identity" or len(readers) > 1
+
+
+_FUSED = ("relu", "relu6", "sigmoid", "tanh")
 
 
 @pytest.mark.parametrize("dtype", [jnp.float8_e4m3fn, jnp.float8_e5m2])

@@ -98,6 +98,11 @@ class GraphWriter:
             )
         return self._constants[value, rank]
 
+    def is_constant(self, name: str) -> bool:
+        """Whether a tensor is made by a constant node."""
+        makers = (node for node in self._nodes if node.kind == "constant")
+        return any(name == each for node in makers for _, each in node.outputs)
+
     def cast(self, name: str, dtype: DTypeName) -> str:
         """Return the tensor rounded to a dtype."""
         if self._tensors[name].dtype == dtype:

@@ -28,7 +28,10 @@ _OLDEST_CUDNN = 90800
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one contraction."""
-    graph = rewrite_modes(graph)
+    return _legalize(rewrite_modes(graph), target)
+
+
+def _legalize(graph: Graph, target: Target | None) -> Legalization:
     contractions = [node for node in graph.nodes if is_contraction(node)]
     kinds = [node.kind for node in contractions]
     if not kinds:
@@ -70,7 +73,7 @@ def _rounded_by_xla(
             replace(t, dtype="f32") if t.name in names else t for t in graph.tensors
         ),
     )
-    legalization = legalize(wide, target)
+    legalization = _legalize(wide, target)
 
     def rounded(way: Legal) -> Legal:
         def after(

@@ -1,19 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pointwise modes that cuDNN plans and does not compute well, written as others.
+"""Pointwise nodes that cuDNN plans and does not compute well, written as others.
 
-Both were found on an H200 with cuDNN 9.19 (tests/gpu/test_fusion_numerics.py):
+All of it was found on an H200 with cuDNN 9.19 (tests/gpu/test_launch_matrix.py and
+tests/gpu/test_fusion_numerics.py launch what is written here):
 
-* the slope of a leaky relu comes out wrong by a fifth, as if it were a power of two;
-* an elu after an f32 convolution cannot be launched, where its argument is a result.
+* The slope of a leaky relu comes out wrong by a fifth, as if it were a power of two.
+* An elu is exp(x) - 1, which is 0 for a small x.
+* A softplus is log(1 + exp(x)), which is 0 below -17.
+* A maximum or minimum with NaN is the other operand.
+* A quotient is 0 where the divisor is above 2^126, as that of CUDA's fast division.
+* The engines for a convolution, a bias and one of five activations (eng0, eng52, eng53
+  and others) are listed, and build, where f32 sums with the bias are a result too. They
+  cannot be launched then. An identity in between keeps these engines away.
+* One of them, eng0, has a tanh that is NaN above 88 and 0 for a small x.
 """
 
-from jax_cudnn.graph import Graph, GraphWriter
+from collections.abc import Callable
+
+from jax_cudnn.graph import Graph, GraphWriter, Node
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 
 
 def rewrite_modes(graph: Graph) -> Graph:
     """Return the graph with such nodes written as several; names of results stay."""
-    if not any(_is_odd(getattr(node, "attributes", None)) for node in graph.nodes):
+    if not any(_is_rewritten(graph, node) for node in graph.nodes):
         return graph
     is_double = any(tensor.dtype == "f64" for tensor in graph.tensors)
     writer = GraphWriter("f64" if is_double else "f32", prefix="legal_")
@@ -22,15 +32,17 @@ def rewrite_modes(graph: Graph) -> Graph:
         inputs = {role: names[name] for role, name in node.inputs}
         ((role, made),) = node.outputs
         tensor = graph.tensor(made)
-        attributes = node.attributes
-        if _is_odd(attributes):
-            assert isinstance(attributes, PointwiseAttributes)
-            value = _write(writer, attributes, [inputs[r] for r in sorted(inputs)])
+        if _is_rewritten(graph, node):
+            assert isinstance(node.attributes, PointwiseAttributes)
+            operands = [inputs[role] for role in sorted(inputs)]
+            if _needs_shield(graph, node):
+                operands[-1] = writer.pointwise("identity", operands[-1])
+            value = _write(writer, node.attributes, operands)
         else:
             value = writer.node(
                 node.kind,
                 inputs,
-                attributes,
+                node.attributes,
                 output=role,
                 dims=tensor.dims,
                 order=tensor.order,
@@ -40,33 +52,148 @@ def rewrite_modes(graph: Graph) -> Graph:
     return writer.finish(graph.outputs)
 
 
-def _is_odd(attributes: object) -> bool:
+def _is_rewritten(graph: Graph, node: Node) -> bool:
+    attributes = node.attributes
     if not isinstance(attributes, PointwiseAttributes):
         return False
-    mode = attributes.mode.removesuffix("_grad")
-    return mode == "elu" or (mode == "relu" and attributes.alpha != 0)
+    is_leaky = attributes.mode.startswith("relu") and attributes.alpha != 0
+    return is_leaky or attributes.mode in _WRITE or _needs_shield(graph, node)
 
 
 def _write(
     writer: GraphWriter, attributes: PointwiseAttributes, names: list[str]
 ) -> str:
-    apply = writer.pointwise
-    x = names[-1]
-    rank = len(writer[x].dims)
-    alpha, zero = writer.constant(attributes.alpha, rank), writer.constant(0.0, rank)
-    is_positive = apply("gt", x, zero)
+    mode, alpha = attributes.mode, attributes.alpha
+    if mode in ("relu", "relu_grad") and alpha != 0:
+        return _leaky_relu(_Writing(writer, names[-1]), names, alpha)
+    if mode in _WRITE:
+        return _WRITE[mode](_Writing(writer, names[-1]), names, alpha)
+    return writer.pointwise(mode, *names, alpha=alpha)
 
-    def power() -> str:
-        return apply("exp", apply("min", x, zero))
 
-    match attributes.mode:
-        case "relu":
-            below = apply("mul", x, alpha)
-        case "elu":
-            below = apply("sub", power(), writer.constant(1.0, rank))
-            below = apply("mul", below, alpha)
-        case "relu_grad":
-            below = apply("mul", names[0], alpha)
-        case _:
-            below = apply("mul", names[0], apply("mul", power(), alpha))
-    return apply("select", names[0], below, is_positive)
+# --- what is written in the place of a mode -------------------------------------------
+
+
+class _Writing:
+    """Adds pointwise nodes over tensors and numbers."""
+
+    def __init__(self, writer: GraphWriter, like: str) -> None:
+        self._writer = writer
+        self._rank = len(writer[like].dims)
+
+    def __call__(self, mode: str, *operands: str | float) -> str:
+        return self._writer.pointwise(mode, *map(self._name, operands))
+
+    def _name(self, operand: str | float) -> str:
+        if isinstance(operand, str):
+            return operand
+        return self._writer.constant(operand, self._rank)
+
+    def is_number(self, name: str) -> bool:
+        """Whether a tensor is a constant, and so finite."""
+        return self._writer.is_constant(name)
+
+
+_Write = Callable[[_Writing, list[str], float], str]
+
+
+def _leaky_relu(apply: _Writing, names: list[str], alpha: float) -> str:
+    """The relu of x with a slope, or the gradient through it: names end with x."""
+    is_kept = apply("ge", names[-1], 0.0)
+    return apply("select", names[0], apply("mul", names[0], alpha), is_kept)
+
+
+def _elu(apply: _Writing, names: list[str], alpha: float) -> str:
+    """With exp(x) - 1 as tanh(x/2) (exp(x) + 1), which keeps the digits of a small x.
+
+    Above 0, where it may be infinite, it is not taken.
+    """
+    (x,) = names
+    half = apply("tanh", apply("mul", x, 0.5))
+    below = apply("mul", half, apply("add", apply("exp", x), 1.0))
+    return apply("select", x, apply("mul", below, alpha), apply("gt", x, 0.0))
+
+
+def _elu_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+    cotangent, x = names
+    below = apply("mul", cotangent, apply("mul", apply("exp", x), alpha))
+    return apply("select", cotangent, below, apply("gt", x, 0.0))
+
+
+# Below it, e = exp(x) gives softplus as e - e^2/2 to 6e-6, closer than log(1 + e) does.
+_SOFTPLUS_TAIL = -5.5
+
+
+def _softplus(apply: _Writing, names: list[str], alpha: float) -> str:
+    del alpha
+    (x,) = names
+    power = apply("exp", x)
+    tail = apply("mul", power, apply("add", apply("mul", power, -0.5), 1.0))
+    is_tail = apply("lt", x, _SOFTPLUS_TAIL)
+    return apply("select", tail, apply("softplus", x), is_tail)
+
+
+def _extreme(comparison: str) -> _Write:
+    """Return how the operand for which `comparison` holds is taken; NaN is kept."""
+
+    def write(apply: _Writing, names: list[str], alpha: float) -> str:
+        del alpha
+        x, y = names
+        if apply.is_number(x):
+            x, y = y, x
+        # A comparison with NaN is false.
+        opposite = "lt" if comparison == "gt" else "gt"
+        if apply.is_number(y):
+            return apply("select", y, x, apply(opposite, x, y))
+        # Neither is the larger one where one of them is NaN, as their sum then is.
+        rest = apply("select", y, apply("add", x, y), apply(opposite, x, y))
+        return apply("select", x, rest, apply(f"{comparison[0]}e", x, y))
+
+    return write
+
+
+# A divisor above the first is scaled down by the second, the dividend with it.
+_LARGE_DIVISOR = 2.0**96
+_SMALL = 2.0**-64
+
+
+def _div(apply: _Writing, names: list[str], alpha: float) -> str:
+    del alpha
+    x, y = names
+    if apply.is_number(y):
+        return apply("div", x, y)
+    is_large = apply("gt", apply("abs", y), _LARGE_DIVISOR)
+    unit = apply("select", _SMALL, 1.0, is_large)
+    return apply("div", apply("mul", x, unit), apply("mul", y, unit))
+
+
+_WRITE: dict[str, _Write] = {
+    "div": _div,
+    "elu": _elu,
+    "elu_grad": _elu_grad,
+    "max": _extreme("gt"),
+    "min": _extreme("lt"),
+    "softplus": _softplus,
+}
+
+
+# --- engines that are kept away -------------------------------------------------------
+
+# The activations that such an engine has; elu is written as other nodes anyway.
+_FUSED = ("relu", "relu6", "sigmoid", "tanh")
+
+
+def _needs_shield(graph: Graph, node: Node) -> bool:
+    """Whether an identity has to stand before a convolution's activation."""
+    attributes = node.attributes
+    if not isinstance(attributes, PointwiseAttributes) or attributes.mode not in _FUSED:
+        return False
+    if not any(each.kind.startswith("conv") for each in graph.nodes):
+        return False
+    argument = dict(node.inputs)["a"]
+    if argument in graph.outputs:
+        return True
+    # Not beside another identity of the same tensor, a copy that is a result: such an
+    # engine is not listed then, and two of them are computed wrongly in 16 bits.
+    readers = [each for each in graph.nodes if argument in dict(each.inputs).values()]
+    return attributes.mode == "tanh" and readers == [node]
