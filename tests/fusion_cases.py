@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
 import jax_cudnn
-from jax_cudnn.graph import Graph
+from jax_cudnn.graph import Graph, Node
 from jax_cudnn.legalize import is_contraction, partition
 from tests.fused import graphs
 
@@ -42,7 +42,10 @@ ACTIVATIONS: dict[str, Any] = {
             "softplus",
         )
     },
-    "a traced function": lambda x: jnp.where(x > 0.5, x * jnp.tanh(x), jnp.exp(-x)),
+    # Smooth where its branches meet, so that rounding its argument does no more there.
+    "a traced function": lambda x: jnp.where(
+        x > 0, x * jnp.tanh(x), x * x * jnp.exp(x)
+    ),
 }
 
 
@@ -460,3 +463,44 @@ def _all() -> Iterator[Case]:
 
 
 ALL = tuple(_all())
+
+
+# --- what cuDNN has no plan for, as the documentation says ----------------------------
+
+_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f8_e4m3fn": 1, "f8_e5m2": 1, "i8": 1, "u8": 1}
+
+
+def contraction(graph: Graph) -> Node:
+    """Return the only contraction of a part."""
+    (node,) = filter(is_contraction, graph.nodes)
+    return node
+
+
+def channels(graph: Graph) -> tuple[int, int, int]:
+    """Return groups, and channels in and out of each, of fprop or wgrad."""
+    node = contraction(graph)
+    names = dict((*node.inputs, *node.outputs))
+    x = graph.tensor(names["x"])
+    w = graph.tensor(names["w" if node.kind == "conv_fprop" else "grad_w"])
+    groups = x.dims[1] // w.dims[1]
+    return groups, w.dims[1], w.dims[0] // groups
+
+
+def _loads_whole(graph: Graph) -> bool:
+    """Whether channels of one pixel and group fill loads of 16 bytes."""
+    name = dict(contraction(graph).inputs)["x"]
+    size = _BYTES[graph.tensor(name).dtype]
+    return not any(count * size % 16 for count in channels(graph)[1:])
+
+
+def is_refused(graph: Graph, sm_version: int) -> bool:
+    """f8 on Ampere, products of u8, and gradients of filters in small groups."""
+    node = contraction(graph)
+    dtypes = {t.dtype for t in graph.tensors}
+    if sm_version < 89 and dtypes & {"f8_e4m3fn", "f8_e5m2"}:
+        return True
+    if {graph.tensor(name).dtype for _, name in node.inputs} == {"u8"}:
+        return True
+    if node.kind == "conv_wgrad" and channels(graph)[0] > 1:
+        return sm_version < 90 or not _loads_whole(graph)
+    return False

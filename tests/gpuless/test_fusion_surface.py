@@ -11,8 +11,8 @@ from collections.abc import Callable
 
 import pytest
 
-from jax_cudnn.graph import Graph, Node, to_json
-from jax_cudnn.legalize import is_contraction, legalize
+from jax_cudnn.graph import Graph, to_json
+from jax_cudnn.legalize import legalize
 from tests import fusion_cases
 from tests.gpuless import harness
 from tests.gpuless.harness import target
@@ -20,7 +20,6 @@ from tests.gpuless.verdicts import Verdict, verdicts
 from tests.script import load_script
 
 _GPUS = ("a100", "h200", "b200")
-_BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f8_e4m3fn": 1, "f8_e5m2": 1, "i8": 1, "u8": 1}
 
 # Parts that differ in what the kernel has to do; these are built, not only planned.
 _BUILT = (
@@ -50,41 +49,6 @@ def test_the_page_of_what_is_supported_is_current() -> None:
     assert text == table.page(), "run python -m scripts.support_table"
 
 
-def _contraction(graph: Graph) -> Node:
-    (node,) = filter(is_contraction, graph.nodes)
-    return node
-
-
-def _channels(graph: Graph) -> tuple[int, int, int]:
-    """Return groups, and channels in and out of each, of fprop or wgrad."""
-    node = _contraction(graph)
-    names = dict((*node.inputs, *node.outputs))
-    x = graph.tensor(names["x"])
-    w = graph.tensor(names["w" if node.kind == "conv_fprop" else "grad_w"])
-    groups = x.dims[1] // w.dims[1]
-    return groups, w.dims[1], w.dims[0] // groups
-
-
-def _loads_whole(graph: Graph) -> bool:
-    """Whether channels of one pixel and group fill loads of 16 bytes."""
-    name = dict(_contraction(graph).inputs)["x"]
-    size = _BYTES[graph.tensor(name).dtype]
-    return not any(count * size % 16 for count in _channels(graph)[1:])
-
-
-def _is_refused(graph: Graph, sm_version: int) -> bool:
-    """f8 on Ampere, products of u8, and gradients of filters in small groups."""
-    node = _contraction(graph)
-    dtypes = {t.dtype for t in graph.tensors}
-    if sm_version < 89 and dtypes & {"f8_e4m3fn", "f8_e5m2"}:
-        return True
-    if {graph.tensor(name).dtype for _, name in node.inputs} == {"u8"}:
-        return True
-    if node.kind == "conv_wgrad" and _channels(graph)[0] > 1:
-        return sm_version < 90 or not _loads_whole(graph)
-    return False
-
-
 def _sums_in_16_bits(graph: Graph) -> bool:
     """Whether a product is summed over the batch from 16 bits: two kernels."""
     kinds = {node.kind for node in graph.nodes}
@@ -95,8 +59,8 @@ def _sums_in_16_bits(graph: Graph) -> bool:
 def _is_unfused(graph: Graph, sm_version: int) -> bool:
     """Depthwise convolutions, which are faster so, and sums over a batch."""
     del sm_version
-    if _contraction(graph).kind == "conv_fprop" and len(graph.nodes) > 1:
-        groups, channels, _ = _channels(graph)
+    if fusion_cases.contraction(graph).kind == "conv_fprop" and len(graph.nodes) > 1:
+        groups, channels, _ = fusion_cases.channels(graph)
         return groups > 1 and channels == 1
     return _sums_in_16_bits(graph)
 
@@ -120,7 +84,7 @@ def _is_planned_later(verdict: Verdict) -> bool:
 
 
 _CLAIMS: dict[str, tuple[Callable[[Verdict], bool], Callable[[Graph, int], bool]]] = {
-    "refused": (lambda verdict: verdict.found is None, _is_refused),
+    "refused": (lambda verdict: verdict.found is None, fusion_cases.is_refused),
     "unfused": (_is_planned_unfused, _is_unfused),
     "second choice": (_is_planned_later, _is_second_choice),
 }
