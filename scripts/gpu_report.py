@@ -168,9 +168,9 @@ def markdown(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "",
         "## Launch matrix",
         "",
-        f"{planned - len(missing)} of the {planned} kernels that the tests plan without "
-        "a GPU (tests/fusion_cases.py) were launched, and right against float64. Planned "
-        "or refused without a GPU, and not launched here:",
+        f"{planned - len(missing)} of the {planned} kernels that the tests plan "
+        "without a GPU (tests/fusion_cases.py) were launched, and right against "
+        "float64. Planned or refused without a GPU, and not launched here:",
         "",
         *(f"- {key}" for key in missing or ["none"]),
     ]
