@@ -183,6 +183,9 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamDestroy", cuda.stream_destroy));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamBeginCapture", cuda.stream_begin_capture));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamEndCapture", cuda.stream_end_capture));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaGraphGetNodes", cuda.graph_get_nodes));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaGraphNodeGetType", cuda.graph_node_get_type));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaGraphDestroyNode", cuda.graph_destroy_node));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGraphInstantiate", cuda.graph_instantiate));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGraphExecDestroy", cuda.graph_exec_destroy));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGraphDestroy", cuda.graph_destroy));

@@ -19,6 +19,7 @@ struct cudnnContext;
 struct CUevent_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
+struct CUgraphNode_st;
 struct CUstream_st;
 
 namespace jax_cudnn {
@@ -27,6 +28,7 @@ using CudnnHandle = cudnnContext*;
 using CudaEvent = CUevent_st*;
 using CudaGraph = CUgraph_st*;
 using CudaGraphExec = CUgraphExec_st*;
+using CudaGraphNode = CUgraphNode_st*;
 using CudaStream = CUstream_st*;
 
 // One shared library, and the path of the file it was opened from.
@@ -58,6 +60,9 @@ struct CudaFunctions {
   int (*stream_destroy)(CudaStream) = nullptr;
   int (*stream_begin_capture)(CudaStream, int) = nullptr;
   int (*stream_end_capture)(CudaStream, CudaGraph*) = nullptr;
+  int (*graph_get_nodes)(CudaGraph, CudaGraphNode*, size_t*) = nullptr;
+  int (*graph_node_get_type)(CudaGraphNode, int*) = nullptr;
+  int (*graph_destroy_node)(CudaGraphNode) = nullptr;
   int (*graph_instantiate)(CudaGraphExec*, CudaGraph, unsigned long long) = nullptr;
   int (*graph_exec_destroy)(CudaGraphExec) = nullptr;
   int (*graph_destroy)(CudaGraph) = nullptr;

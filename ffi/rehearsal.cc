@@ -6,6 +6,7 @@
 #include <array>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "cuda_device.h"
 
@@ -15,6 +16,9 @@ namespace {
 // cudaStreamCaptureModeRelaxed: cuDNN may load kernels meanwhile, and captures of other
 // threads are not disturbed.
 constexpr int kRelaxed = 2;
+
+// cudaGraphNodeTypeKernel.
+constexpr int kKernelNode = 0;
 
 // Stands for every operand and result and for the workspace: no kernel reads it, and
 // cuDNN looks at no more than that it is aligned and not null.
@@ -48,6 +52,28 @@ class Capture {
                      "cudaStreamEndCapture");
   }
 
+  // Leaves the kernels alone: CUDA looks at the addresses of the other nodes, which set
+  // or copy memory, and ours is none.
+  Status KeepKernels() {
+    const CudaFunctions& cuda = runtime_.cuda;
+    size_t count = 0;
+    RETURN_IF_ERROR(CheckCuda(runtime_, cuda.graph_get_nodes(graph_, nullptr, &count),
+                              "cudaGraphGetNodes"));
+    std::vector<CudaGraphNode> nodes(count);
+    RETURN_IF_ERROR(CheckCuda(runtime_,
+                              cuda.graph_get_nodes(graph_, nodes.data(), &count),
+                              "cudaGraphGetNodes"));
+    for (CudaGraphNode node : nodes) {
+      int type = kKernelNode;
+      RETURN_IF_ERROR(CheckCuda(runtime_, cuda.graph_node_get_type(node, &type),
+                                "cudaGraphNodeGetType"));
+      if (type == kKernelNode) continue;
+      RETURN_IF_ERROR(
+          CheckCuda(runtime_, cuda.graph_destroy_node(node), "cudaGraphDestroyNode"));
+    }
+    return {};
+  }
+
   // Checks what CUDA leaves unchecked while it captures: grids, shared memory.
   Status Instantiate() {
     return CheckCuda(runtime_, runtime_.cuda.graph_instantiate(&exec_, graph_, 0),
@@ -70,6 +96,7 @@ Status LaunchIntoGraph(const Plan& plan, const CudnnRuntime& runtime,
   RETURN_IF_ERROR(capture.Begin());
   RETURN_IF_ERROR(plan.Execute(handle, nowhere.data(), nowhere.data(), nowhere[0]));
   RETURN_IF_ERROR(capture.End());
+  RETURN_IF_ERROR(capture.KeepKernels());
   return capture.Instantiate();
 }
 

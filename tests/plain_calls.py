@@ -19,14 +19,23 @@ def plain_activation(activation: Any) -> Callable[[jax.Array], jax.Array]:
     return ACTIVATIONS[activation][0] if isinstance(activation, str) else activation
 
 
-def plain_call(case: Case) -> Callable[..., jax.Array]:
-    """Return the case's call of operands by name, in whatever dtype they are."""
+def kinks_of(activation: Any) -> tuple[float, ...]:
+    """Return where the derivative of an activation, given by name, jumps."""
+    return ACTIVATIONS[activation][1] if isinstance(activation, str) else ()
+
+
+def plain_call(case: Case, *, activated: bool = True) -> Callable[..., jax.Array]:
+    """Return the case's call of operands by name, in whatever dtype they are.
+
+    If not ``activated``, what the activation gets is the result.
+    """
     options = dict(case.call.keywords)  # type: ignore[attr-defined]
     contract = _CONTRACTIONS[case.call.func]  # type: ignore[attr-defined]
     options.pop("preferred_element_type", None)
     number = options.pop("scale", None)
     number = options.pop("scale_b", number)
-    function = plain_activation(options.pop("activation", None))
+    activation = options.pop("activation", None)
+    function = plain_activation(activation if activated else None)
 
     def run(
         bias: Any = None,

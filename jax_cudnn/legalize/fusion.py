@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One contraction with what surrounds it as cuDNN takes it, or why it does not."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor
+from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.legalize import conv, matmul, sums
 from jax_cudnn.legalize.modes import rewrite_modes
 from jax_cudnn.legalize.partition import is_contraction
@@ -47,7 +49,11 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         )
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
     if narrow := _f8_results_of_f32(graph, node):
-        return _rounded_by_xla(graph, narrow, target)
+        return _converted_by_xla(graph, _in_f32(graph, narrow), target)
+    if (exact := _i32_result(graph, node)) is not None:
+        if reason := _too_large_for_f32(graph, node):
+            return Legalization(reasons=(reason,))
+        return _converted_by_xla(graph, _cast_in_kernel(graph, node, exact), target)
     fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
     # Merged groups are fast, but for a depthwise convolution.
@@ -63,19 +69,78 @@ def _f8_results_of_f32(graph: Graph, node: Node) -> frozenset[str]:
     return frozenset(t.name for t in graph.output_tensors if t.dtype.startswith("f8"))
 
 
-def _rounded_by_xla(
-    graph: Graph, names: frozenset[str], target: Target | None
-) -> Legalization:
-    """Return the ways to compute a graph with some results in f32, rounded by XLA."""
-    wide = replace(
+def _in_f32(graph: Graph, names: frozenset[str]) -> Graph:
+    """Return the graph with the named results in f32."""
+    return replace(
         graph,
         tensors=tuple(
             replace(t, dtype="f32") if t.name in names else t for t in graph.tensors
         ),
     )
-    legalization = _legalize(wide, target)
 
-    def rounded(way: Legal) -> Legal:
+
+def _i32_result(graph: Graph, node: Node) -> Tensor | None:
+    """Return the sums of a convolution of 8 bits where they are a result.
+
+    cuDNN 9.19 plans that and writes the bits of f32 (an H200,
+    tests/gpu/test_launch_matrix.py).
+    """
+    if node.kind != "conv_fprop":
+        return None
+    made = graph.tensor(dict(node.outputs)["output"])
+    return made if made.dtype == "i32" and made.name in graph.outputs else None
+
+
+def _too_large_for_f32(graph: Graph, node: Node) -> str:
+    """Return why f32 may not hold the sums of an 8-bit convolution, or nothing."""
+    window = graph.tensor(dict(node.inputs)["w"]).dims[1:]
+    # The largest product is that of -128 with itself, or of 255 with -128.
+    is_unsigned = any(graph.tensor(name).dtype == "u8" for _, name in node.inputs)
+    largest = math.prod(window) * (255 if is_unsigned else 128) * 128
+    if largest <= 2**24:
+        return ""
+    return (
+        f"i32 sums of {math.prod(window)} products of 8 bits: cuDNN writes them as "
+        "f32, which holds integers up to 2^24 only"
+    )
+
+
+def _cast_in_kernel(graph: Graph, node: Node, sums: Tensor) -> Graph:
+    """Return the graph with the i32 sums kept inside, and an f32 copy as the result."""
+    inner = replace(sums, name=f"{sums.name}_i32")
+
+    def renamed(each: Node) -> Node:
+        pairs = (
+            tuple((role, inner.name if name == sums.name else name) for role, name in x)
+            for x in (each.inputs, each.outputs)
+        )
+        inputs, outputs = pairs
+        return replace(each, inputs=inputs, outputs=outputs)
+
+    copy = Node.make(
+        "pointwise",
+        {"a": inner.name},
+        {"output": sums.name},
+        PointwiseAttributes(mode="identity"),
+    )
+    others = tuple(t for t in graph.tensors if t.name != sums.name)
+    return replace(
+        graph,
+        tensors=(*others, inner, replace(sums, dtype="f32")),
+        nodes=(*map(renamed, graph.nodes), copy),
+    )
+
+
+def _converted_by_xla(graph: Graph, wide: Graph, target: Target | None) -> Legalization:
+    """Return the ways to compute `wide`, the graph with some results in f32.
+
+    XLA converts these to what the graph says.
+    """
+    legalization = _legalize(wide, target)
+    pairs = zip(graph.output_tensors, wide.output_tensors, strict=True)
+    converted = [tensor for tensor, other in pairs if tensor.dtype != other.dtype]
+
+    def with_conversion(way: Legal) -> Legal:
         def after(
             operands: Sequence[jax.Array], results: Sequence[jax.Array]
         ) -> tuple[jax.Array, ...]:
@@ -86,10 +151,10 @@ def _rounded_by_xla(
                 )
             )
 
-        note = f"{', '.join(sorted(names))} is rounded to f8 by XLA"
-        return replace(way, after=after, notes=(*way.notes, note))
+        notes = (f"{t.name} is converted to {t.dtype} by XLA" for t in converted)
+        return replace(way, after=after, notes=(*way.notes, *notes))
 
-    ways = tuple(map(rounded, legalization.candidates))
+    ways = tuple(map(with_conversion, legalization.candidates))
     return replace(legalization, candidates=ways)
 
 

@@ -8,11 +8,12 @@ tests/gpu/test_fusion_numerics.py launch what is written here):
 * An elu is exp(x) - 1, which is 0 for a small x.
 * A softplus is log(1 + exp(x)), which is 0 below -17.
 * A maximum or minimum with NaN is the other operand.
+* The relu6 of a product, with nothing added to it, is a relu: it has no upper bound.
 * A quotient is 0 where the divisor is above 2^126, as that of CUDA's fast division.
 * The engines for a convolution, a bias and one of five activations (eng0, eng52, eng53
   and others) are listed, and build, where f32 sums with the bias are a result too. They
   cannot be launched then. An identity in between keeps these engines away.
-* One of them, eng0, has a tanh that is NaN above 88 and 0 for a small x.
+* One of these, eng0, has a tanh that is NaN above 88 and 0 for a small x.
 """
 
 from collections.abc import Callable
@@ -133,6 +134,12 @@ def _softplus(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("select", tail, apply("softplus", x), is_tail)
 
 
+def _relu6(apply: _Writing, names: list[str], alpha: float) -> str:
+    del alpha
+    positive = apply("relu", *names)
+    return apply("select", 6.0, positive, apply("gt", positive, 6.0))
+
+
 def _extreme(comparison: str) -> _Write:
     """Return how the operand for which `comparison` holds is taken; NaN is kept."""
 
@@ -173,13 +180,15 @@ _WRITE: dict[str, _Write] = {
     "elu_grad": _elu_grad,
     "max": _extreme("gt"),
     "min": _extreme("lt"),
+    "relu6": _relu6,
     "softplus": _softplus,
 }
 
 
 # --- engines that are kept away -------------------------------------------------------
 
-# The activations that such an engine has; elu is written as other nodes anyway.
+# The activations that such an engine has, but for elu, which is written as others. A
+# relu6 is written as a relu and its bound.
 _FUSED = ("relu", "relu6", "sigmoid", "tanh")
 
 
@@ -191,9 +200,9 @@ def _needs_shield(graph: Graph, node: Node) -> bool:
     if not any(each.kind.startswith("conv") for each in graph.nodes):
         return False
     argument = dict(node.inputs)["a"]
-    if argument in graph.outputs:
-        return True
-    # Not beside another identity of the same tensor, a copy that is a result: such an
-    # engine is not listed then, and two of them are computed wrongly in 16 bits.
+    # Where others read the argument, among them a copy of it that is a result, no such
+    # engine is listed, and an identity would do harm: cuDNN 9.19 computes two of one
+    # tensor wrongly in 16 bits, and one beside other readers in f32.
     readers = [each for each in graph.nodes if argument in dict(each.inputs).values()]
-    return attributes.mode == "tanh" and readers == [node]
+    is_fused = attributes.mode == "tanh" or argument in graph.outputs
+    return is_fused and readers == [node]

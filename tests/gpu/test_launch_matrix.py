@@ -27,7 +27,7 @@ from jax_cudnn.reference.dtypes import jax_dtype
 from tests import fusion_cases
 from tests.fused import graphs
 from tests.fusion_cases import ACTIVATIONS, Case
-from tests.plain_calls import plain_activation, plain_call
+from tests.plain_calls import kinks_of, plain_activation, plain_call
 
 pytestmark = pytest.mark.gpu
 
@@ -67,6 +67,17 @@ def _check(name: str, found: jax.Array, truth: np.ndarray, bound: float) -> None
     assert error <= bound * size + 1e-6, f"{name}: {error:.3e} of {size:.3e}"
 
 
+def _near_kinks(case: Case, arrays: Mapping[str, jax.Array]) -> np.ndarray:
+    """Return where the activation's derivative may jump within rounding's reach."""
+    activation = case.call.keywords.get("activation")  # type: ignore[attr-defined]
+    kinks = kinks_of(activation)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = {k: jnp.asarray(np.asarray(x, np.float64)) for k, x in arrays.items()}
+        argument = np.asarray(plain_call(case, activated=False)(**wide))
+    reach = 0.02 * (np.std(argument) + np.abs(argument))
+    return np.any([np.abs(argument - kink) < reach for kink in kinks], axis=0)
+
+
 def _truth(
     case: Case, arrays: Mapping[str, jax.Array], cotangent: np.ndarray | None
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -95,7 +106,9 @@ def _run(case: Case, implementation: str, rng: np.random.Generator) -> None:
     if not case.wanted:
         _check("output", value, _truth(case, arrays, None)[0], bound)
         return
-    cotangent = jnp.asarray(rng.standard_normal(value.shape), value.dtype)
+    drawn = rng.standard_normal(value.shape)
+    drawn = np.where(_near_kinks(case, arrays), 0, drawn)
+    cotangent = jnp.asarray(drawn, value.dtype)
 
     def with_gradients(
         moving: dict[str, jax.Array], rest: dict[str, jax.Array], cotangent: jax.Array
@@ -199,6 +212,8 @@ _SPECIAL = np.array(
     ],
     np.float32,
 )
+# What a subtraction from 1 leaves of the tail of an erf or a tanh.
+_TAIL = 1e-6
 _FUNCTIONS: dict[str, Any] = {
     **ACTIVATIONS,
     "clip": lambda x: jnp.clip(x, -1.0, 1.5),
@@ -216,7 +231,8 @@ def _special_call(op: str, dtype: Any, activation: Any) -> tuple[Any, tuple[Any,
     """Return a call whose activation gets the bias, and its operands."""
     n = 48
     values = np.resize(_SPECIAL, n)
-    bias = jnp.asarray(values, dtype)
+    with np.errstate(over="ignore"):  # f16 ends at 65504
+        bias = jnp.asarray(values, dtype)
     options = {"activation": activation, "implementation": "cudnn"}
     if op == "matmul":
         operands = jnp.zeros((8, 64), dtype), jnp.zeros((64, n), dtype)
@@ -286,11 +302,16 @@ def test_special_values_pass_through_every_epilogue(op: str, dtype: str) -> None
             strict=True,
         ):
             rows = np.asarray(found, np.float32).reshape(-1, x.size)
-            # TF32 and 16 bits do not enter: the sums are 0.
+            # TF32 and 16 bits do not enter: the sums are 0. The CPU takes denormals to
+            # be 0, where a derivative may jump.
+            is_denormal = (np.asarray(x) != 0) & (np.abs(x) < 1e-37)
             unit = float(jnp.finfo(bias.dtype).eps)
-            is_same = np.isclose(
-                rows, expected, rtol=max(2 * unit, 1e-4), atol=1e-37, equal_nan=True
-            )
+            tolerance = max(2 * unit, 1e-4) * np.abs(expected)
+            tolerance += np.where(np.abs(x) >= 1, _TAIL, 1e-30)
+            is_same = (rows == expected) | (np.isnan(rows) & np.isnan(expected))
+            with np.errstate(invalid="ignore"):
+                is_same |= np.abs(rows - expected) <= tolerance
+            is_same |= is_denormal & (what == "slope") & np.isfinite(rows)
             for column in np.flatnonzero(~is_same.all(axis=0)):
                 failures.append(
                     f"{name}, {what} at {float(x[column]):g}: "

@@ -28,6 +28,9 @@ int cudaStreamCreateWithFlags(void) {{ return 100; }}
 int cudaStreamDestroy(void) {{ return 100; }}
 int cudaStreamBeginCapture(void) {{ return 100; }}
 int cudaStreamEndCapture(void) {{ return 100; }}
+int cudaGraphGetNodes(void) {{ return 100; }}
+int cudaGraphNodeGetType(void) {{ return 100; }}
+int cudaGraphDestroyNode(void) {{ return 100; }}
 int cudaGraphInstantiate(void) {{ return 100; }}
 int cudaGraphExecDestroy(void) {{ return 100; }}
 int cudaGraphDestroy(void) {{ return 100; }}
