@@ -36,6 +36,7 @@ import jax.numpy as jnp
 from benchmarks import fusion_report, torch_side
 from benchmarks.fusion_cells import CELLS, GROUPS, Cell, Function, Operand
 from benchmarks.fusion_report import BOTH, FORWARD, TORCH, TUNED, UNTUNED, XLA
+from benchmarks.records import write_records
 from benchmarks.report import environment
 from benchmarks.timing import Contender, compare
 from benchmarks.torch_side import torch
@@ -486,8 +487,7 @@ def merged(paths: Sequence[Path]) -> dict[str, Any]:
 def write(options: argparse.Namespace, data: dict[str, Any]) -> None:
     """Write the report, and the tuned choices where asked for."""
     options.out.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(data, indent=1) + "\n"
-    (options.out / "fusion.json").write_text(text)
+    write_records(options.out / "fusion.json", data)
     (options.out / "fusion.md").write_text(fusion_report.markdown(data))
     if options.tune_out is not None:
         options.tune_out.parent.mkdir(parents=True, exist_ok=True)

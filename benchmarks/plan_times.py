@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_cudnn
+from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import native, plans
 from jax_cudnn.errors import LibraryError
@@ -273,7 +274,7 @@ def main() -> None:
             "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d"),
             "environment": environment(),
         }
-        (options.out / _DATA).write_text(json.dumps(data, indent=1) + "\n")
+        write_records(options.out / _DATA, data)
         (options.out / _PAGE).write_text(markdown(data))
     print((options.out / _PAGE).read_text())
 

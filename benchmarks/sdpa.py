@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks import torch_side
+from benchmarks.records import write_records
 from benchmarks.report import environment, update_page, versions_text
 from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
@@ -329,7 +330,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     data = {"environment": versions, "rows": rows}
-    (options.out / "sdpa.json").write_text(json.dumps(data, indent=1) + "\n")
+    write_records(options.out / "sdpa.json", data)
     (options.out / "sdpa.md").write_text(markdown(rows, versions))
 
 

@@ -10,7 +10,6 @@ of the first. The report is written after every graph.
 """
 
 import argparse
-import json
 import re
 import statistics
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 from benchmarks.fusion import abstract_operands, run_all_directions
 from benchmarks.fusion_cells import CELLS
+from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices, plans
 from jax_cudnn.graph import label
@@ -123,8 +123,8 @@ def main() -> None:
     for row in check(options.cells):
         print(row, file=sys.stderr, flush=True)
         rows.append(row)
-        data = json.dumps({"versions": versions, "rows": rows}, indent=1)
-        (options.out / "tuner_check.json").write_text(data + "\n")
+        data = {"versions": versions, "rows": rows}
+        write_records(options.out / "tuner_check.json", data)
         (options.out / "tuner_check.md").write_text(page(rows, versions, command))
 
 

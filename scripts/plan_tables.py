@@ -21,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.records import write_records
+
 FOLDER = Path(__file__).resolve().parent.parent / "docs" / "benchmarks"
 GUIDE = FOLDER.parent / "plans.md"
 _MARKS = ("<!-- summary -->", "<!-- /summary -->")
@@ -386,8 +388,7 @@ def main() -> None:
         "--measure", action="store_true", help="measure plans.json first, on a GPU"
     )
     if parser.parse_args().measure:
-        text = json.dumps(measure(), indent=1, ensure_ascii=False) + "\n"
-        (FOLDER / "plans.json").write_text(text, encoding="utf-8")
+        write_records(FOLDER / "plans.json", measure())
     (FOLDER / "plans.md").write_text(written(), encoding="utf-8")
     text = GUIDE.read_text(encoding="utf-8")
     GUIDE.write_text(guide(text), encoding="utf-8")
