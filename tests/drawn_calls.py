@@ -332,6 +332,13 @@ def _sdpa(random: Random, activation: str | None) -> Call:
     )
 
 
+def _attend(query: Any, key: Any, value: Any, **_: Any) -> jax.Array:
+    """Attend as Flax does, in f64: its own softmax is f32's."""
+    scores = jnp.einsum("...shd,...thd->...hst", query, key)
+    weights = jax.nn.softmax(scores / math.sqrt(query.shape[-1]))
+    return jnp.einsum("...hst,...the->...she", weights, value)
+
+
 def _layer(random: Random, activation: str | None, kind: str, api: str) -> Call:
     """Return a Flax layer of ours beside Flax's, as functions of their parameters."""
     from flax import linen, nnx
@@ -350,7 +357,7 @@ def _layer(random: Random, activation: str | None, kind: str, api: str) -> Call:
         if kind == "attention":
             heads = {"num_heads": 2, **options}
             make = linen.MultiHeadDotProductAttention
-            theirs = make(**heads)
+            theirs = make(**heads, attention_fn=_attend)
             ours = make(**heads, attention_fn=flax.attention_fn)
         elif kind == "dense":
             theirs, ours = linen.Dense(5, **options), flax.linen.Dense(5, **fused)
@@ -364,7 +371,7 @@ def _layer(random: Random, activation: str | None, kind: str, api: str) -> Call:
         fused = {**fused, "rngs": nnx.Rngs(0)}
         if kind == "attention":
             common |= {"num_heads": 2, "in_features": 4, "decode": False}
-            theirs = nnx.MultiHeadAttention(**common)
+            theirs = nnx.MultiHeadAttention(**common, attention_fn=_attend)
             ours = nnx.MultiHeadAttention(**common, attention_fn=flax.attention_fn)
         elif kind == "dense":
             theirs, ours = nnx.Linear(3, 5, **common), flax.nnx.Linear(3, 5, **fused)
@@ -421,7 +428,5 @@ _CALLS: dict[str, _Draw] = {
         for kind in ("dense", "conv", "attention")
     },
 }
-OPS = tuple(
-    name for name in _CALLS if "_" not in name or "matmul" in name or "dot" in name
-)
-LAYERS = tuple(name for name in _CALLS if name not in OPS)
+LAYERS = tuple(name for name in _CALLS if name.startswith(("nnx_", "linen_")))
+OPERATIONS = tuple(name for name in _CALLS if name not in LAYERS)
