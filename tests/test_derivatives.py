@@ -3,9 +3,9 @@
 
 Random calls (drawn_calls.py) are differentiated in both modes and twice, with vmaps
 inside and outside of the differentiation, over random operands, tangents and
-cotangents. The truth is the call in plain jax.numpy, and its finite differences: the
-slope is forward mode's, gradients are the adjoint of that, and the curvature is what
-two modes nested give. What cuDNN would run is computed as well, by the reference.
+cotangents. The truth is the call in plain jax.numpy: its finite differences are what
+forward mode gives, gradients are the adjoint of that, and two modes nested in any order
+give its curvature. What cuDNN would run is computed as well, by the reference.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,9 +14,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from jax import lax
 
+import jax_cudnn
 from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import fusion, is_contraction, legalize, partition, sums
 from jax_cudnn.legalize import sdpa as legalize_sdpa
@@ -29,6 +30,7 @@ from tests.drawn_calls import (
     Call,
     Random,
     Shape,
+    activate,
     draw_call,
 )
 from tests.fused import assert_close
@@ -125,7 +127,8 @@ def _draw_program(random: Random, call: Call) -> Program:
 
 # --- derivatives ----------------------------------------------------------------------
 
-_SMALL, _LARGE = 1e-5, 3e-4
+# Small enough that no argument of a relu that was drawn changes its sign on the way.
+_STEP = 1e-5
 _ORDERS = ("reverse over forward", "reverse over reverse", "forward over reverse")
 
 
@@ -158,17 +161,19 @@ def _differentiated(order: str) -> Function:
     return derivatives
 
 
-def _differences(run: Function, primals: Any, tangents: Any, cts: Any) -> Any:
-    """Return results, slopes and curvature by finite differences."""
+def _truth(run: Function, primals: Any, tangents: Any, cts: Any) -> Any:
+    """Return results, slopes by finite differences, and JAX's own curvature."""
 
     def at(step: jax.Array) -> Any:
         return run(*(x + step * t for x, t in zip(primals, tangents, strict=True)))
 
-    steps = jnp.asarray([0, -_SMALL, _SMALL, -_LARGE, _LARGE])
-    ends = jax.vmap(at)(steps)
-    slopes = tuple((x[2] - x[1]) / (2 * _SMALL) for x in ends)
-    curved = tuple((x[3] - 2 * x[0] + x[4]) / _LARGE**2 for x in ends)
-    return tuple(x[0] for x in ends), slopes, _product(curved, cts)
+    def slope(step: jax.Array) -> Any:
+        return jax.jvp(at, (step,), (jnp.ones(()),))[1]
+
+    results, below, above = (at(jnp.asarray(x)) for x in (0.0, -_STEP, _STEP))
+    slopes = jax.tree.map(lambda x, y: (y - x) / (2 * _STEP), below, above)
+    _, curved = jax.jvp(slope, (jnp.zeros(()),), (jnp.ones(()),))
+    return results, slopes, _product(curved, cts)
 
 
 def _backward(run: Function, primals: Any, _: Any, cotangents: Any) -> Any:
@@ -201,12 +206,6 @@ def _as_cudnn_runs(random: Random, seen: list[Graph]) -> Function:
     return run
 
 
-def _assert_near(got: Any, want: Any, tolerance: float) -> None:
-    """Compare as far as finite differences, which cancel, tell."""
-    size = max(1.0, float(np.max(np.abs(want))))
-    np.testing.assert_allclose(got, want, rtol=tolerance, atol=tolerance * size)
-
-
 def _check(
     name: str, seed: int, activation: str | None, patch: pytest.MonkeyPatch
 ) -> None:
@@ -216,19 +215,18 @@ def _check(
     print(f"{call.text}\ninside {program.inside}\noutside {program.outside}")
     arrays = [random.normal(shape) for shape in program.shapes]
 
-    want, want_slopes, want_curved = jax.jit(program.of(call.plain, _differences))(
-        *arrays
-    )
+    truth = jax.jit(program.of(call.plain, _truth))(*arrays)
     derivatives = _differentiated(random.one_of(*_ORDERS))
     got, slopes, gradients, (forward, reverse), curved = jax.jit(
         program.of(call.ours, derivatives)
     )(*arrays)
-    assert_close(got, want, 1e-9)
-    jax.tree.map(lambda x, y: _assert_near(x, y, 1e-7), slopes, want_slopes)
+    assert_close((got, curved), (truth[0], truth[2]), 1e-9)
+    # Differences cancel: they are that exact, relative to the largest.
+    size = max(1.0, *(float(jnp.max(jnp.abs(x))) for x in got))
+    assert_close(slopes, truth[1], 1e-7 * size)
     lead = tuple(level.count for level in reversed(program.outside))
     assert [x.shape for x in gradients] == [(*lead, *s) for s in program.operands]
     assert_close(reverse, forward, 1e-9)
-    _assert_near(curved, want_curved, 1e-4)
 
     # f64 is refused there but for this.
     patch.setattr(fusion, "_refusals", lambda *_: [])
@@ -242,12 +240,12 @@ def _check(
     assert_close(legal, (got, gradients), 2e-5)
 
 
-_COUNTS = {"matmul": 8, "dot_general": 3, "gated_matmul": 4, "sdpa": 3}
+_COUNTS = {"matmul": 8, "dot_general": 3, "gated_matmul": 3, "conv2d": 2, "sdpa": 2}
 
 
 @pytest.mark.parametrize(
     ("name", "seed"),
-    [(name, i) for name in OPERATIONS for i in range(_COUNTS.get(name, 2))],
+    [(name, i) for name in OPERATIONS for i in range(_COUNTS.get(name, 1))],
 )
 def test_operations(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     activation = Random("activation", name, seed).one_of(None, *NAMED)
@@ -258,3 +256,61 @@ def test_operations(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flax", reason="Flax is not installed")
     _check(name, 0, Random(name).one_of(*NAMED), monkeypatch)
+
+
+# --- whole Jacobians, for every activation --------------------------------------------
+
+
+def _matmul_pair(name: str) -> tuple[Function, Function]:
+    def plain(w: jax.Array, x: jax.Array) -> jax.Array:
+        return activate(name, x @ w)
+
+    return lambda w, x: jax_cudnn.matmul(x, w, activation=name), plain
+
+
+def _conv_pair(name: str) -> tuple[Function, Function]:
+    def plain(w: jax.Array, x: jax.Array) -> jax.Array:
+        return activate(name, lax.conv(x, w, (1,), "SAME"))
+
+    def ours(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax_cudnn.conv(x, w, (1,), "SAME", activation=name)
+
+    return ours, plain
+
+
+def _jacobians(function: Function, w: jax.Array, xs: jax.Array) -> dict[str, Any]:
+    """Return what is mapped over basis vectors or examples, as users write it."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(function(w, x))
+
+    ws = jnp.stack([w, -w])[: len(xs)]
+    return {
+        "reverse": jax.jacrev(function, (0, 1))(w, xs[0]),
+        "forward": jax.jacfwd(function, (0, 1))(w, xs[0]),
+        "hessian": jax.hessian(loss)(w, xs[0]),
+        "of each example": jax.vmap(jax.grad(loss), (None, 0))(w, xs),
+        "of each member": jax.vmap(jax.grad(loss, (0, 1)), (0, None))(ws, xs[0]),
+        "of both": jax.vmap(jax.grad(loss, (0, 1)))(ws, xs),
+    }
+
+
+_MATRICES, _IMAGES = (_matmul_pair, (3, 2), (4, 3)), (_conv_pair, (2, 3, 2), (1, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("pair", "w", "x", "activation"),
+    [
+        *((*_MATRICES, name) for name in NAMED),
+        *((*_IMAGES, name) for name in NAMED[::4]),
+    ],
+)
+def test_jacobians(pair: Function, w: Shape, x: Shape, activation: str) -> None:
+    random = Random("jacobians", activation)
+    ours, plain = pair(activation)
+    arrays = random.normal(w), random.normal((2, *x))
+    got, want = jax.jit(
+        lambda *arrays: tuple(_jacobians(f, *arrays) for f in (ours, plain))
+    )(*arrays)
+    assert_close(got, want, 1e-10)
+    assert_close(got["reverse"], got["forward"], 1e-10)
