@@ -34,6 +34,7 @@ from tests.drawn_calls import (
     draw_call,
 )
 from tests.fused import assert_close
+from tests.random_fusions import ACTIVATIONS
 
 Function = Callable[..., Any]
 
@@ -255,7 +256,7 @@ _COUNTS = {"matmul": 8, "dot_general": 3, "gated_matmul": 3, "conv2d": 2, "sdpa"
 )
 def test_operations(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     random = Random(name, seed)
-    activation = random.one_of(None, *NAMED)
+    activation = random.one_of(None, *ACTIVATIONS)
     order = random.one_of(None, None, *_ORDERS)
     _check(name, random, activation, order, monkeypatch)
 

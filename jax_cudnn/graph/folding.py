@@ -105,7 +105,7 @@ def _with_examples(
             folded.update(outputs)
             folded.update(name for name in inputs if own.get(name, 1) != 1)
             if folded.isdisjoint(inputs):
-                # All of them have 1 there: the largest costs least to compute with.
+                # All have 1 there. With the largest, least is computed again.
                 candidates = [name for name in inputs if name in own]
                 if not candidates:
                     return None
@@ -139,9 +139,16 @@ def _common_sizes(
         if len(found) > 1:
             return None
         (sizes[name],) = found
-    # Nothing of what folds together is broadcast first.
-    kept = (n for node in graph.nodes if node.kind in together for _, n in node.inputs)
-    return None if any(sizes.get(n, own[n]) != own[n] for n in kept) else sizes
+    # A contraction that does not broadcast has no more of anything than it has.
+    fixed = {
+        name
+        for node in graph.nodes
+        if node.kind in together
+        for _, name in (*node.inputs, *node.outputs)
+    }
+    if any(sizes[name] != own[name] for name in fixed & folded):
+        return None
+    return sizes
 
 
 def _ends_at(graph: Graph, name: str) -> bool:
