@@ -21,6 +21,7 @@ from jax import lax
 from jax.test_util import check_grads
 
 from jax_cudnn import EXPORT_SAFETY_CHECKS, conv
+from jax_cudnn.legalize import partition
 from tests.conftest import Draw
 from tests.fused import (
     assert_close,
@@ -548,6 +549,20 @@ def test_vmap_over_images_shares_the_filters(draw: Draw) -> None:
     _, (graph, _) = graphs(gradient, xs, w, bias)
     assert graph.tensor("grad_w").dims == (21, 3, 2, 2)
     assert graph.tensor("x").dims == (2, 9, 5, 4)
+
+
+def test_vmap_over_the_bias_of_one_image_convolves_it_once(draw: Draw) -> None:
+    x, w, bias, *_ = _operands(draw, jnp.float32)
+    x, biases = x[:1], jnp.stack([bias, -bias, 2 * bias])
+    run = functools.partial(_fused, activation="gelu")
+    mapped = jax.vmap(run, in_axes=(None, None, 0))
+    ((graph, _),) = graphs(mapped, x, w, biases)
+    product, rest = partition(graph)
+    assert nodes(product) == {"conv_fprop": 1}
+    assert product.tensor("x").dims == (1, 3, 5, 4)
+    assert nodes(rest) == {"add": 1, "gelu_tanh": 1}
+    want = stacked(run, (x, w, biases), (None, None, 0))
+    assert_close(mapped(x, w, biases), want, 1e-5)
 
 
 def test_vmap_over_filters_makes_groups(draw: Draw) -> None:

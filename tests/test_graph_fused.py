@@ -32,6 +32,7 @@ from jax_cudnn.graph.pointwise import (
     ReductionAttributes,
 )
 from jax_cudnn.graph.rules import broadcast
+from jax_cudnn.lowering.fold import fold_graph
 from jax_cudnn.reference import evaluate
 
 
@@ -405,3 +406,128 @@ def test_a_sum_over_channels_does_not_fold_into_them() -> None:
     total = writer.reduce_to(product, (2, 1, 4, 4))
     graph = writer.finish([writer.result(total, _tensor("sum", 2, 1, 4, 4))])
     assert fold_rule(graph, frozenset({"w"})) is None
+
+
+def _products(writer: GraphWriter, *pairs: tuple[str, str]) -> list[str]:
+    """Add a matmul of each pair of tensors."""
+    return [
+        writer.node(
+            "matmul",
+            {"a": a, "b": b},
+            MatmulAttributes(),
+            dims=(
+                *broadcast(writer[a].dims[:1], writer[b].dims[:1]),
+                writer[a].dims[1],
+                writer[b].dims[2],
+            ),
+            order=(0, 1, 2),
+        )
+        for a, b in pairs
+    ]
+
+
+def _finished(writer: GraphWriter, *names: str) -> Graph:
+    results = [
+        writer.result(name, _tensor(f"out_{i}", *writer[name].dims))
+        for i, name in enumerate(names)
+    ]
+    return writer.finish(results)
+
+
+def test_operands_of_a_product_meet_in_the_batch() -> None:
+    writer = GraphWriter("f32")
+    a, b = (writer.input(t) for t in (_tensor("a", 1, 2, 4), _tensor("b", 6, 4, 5)))
+    graph = _finished(writer, *_products(writer, (a, b)))
+    # As rows of the six products, whose b is not copied.
+    rule = fold_rule(graph, frozenset("a"))
+    assert rule is not None
+    assert rule.axes == {"a": 1, "out_0": 1}
+    assert rule.sizes == {"a": 2, "out_0": 2}
+    # Without a copy of a, which broadcasts along the batch.
+    rule = fold_rule(graph, frozenset("b"))
+    assert rule is not None
+    assert rule.axes == {"b": 0, "out_0": 0}
+    # Each example of a for its own six of b.
+    rule = fold_rule(graph, frozenset("ab"))
+    assert rule is not None
+    assert rule.sizes == {"a": 6, "b": 6, "out_0": 6}
+
+
+def test_what_meets_no_examples_stays_shared() -> None:
+    writer = GraphWriter("f32")
+    shapes = {"a": (6, 2, 4), "b": (6, 4, 5), "c": (6, 4, 3)}
+    a, b, c = (writer.input(_tensor(name, *dims)) for name, dims in shapes.items())
+    graph = _finished(writer, *_products(writer, (a, b), (a, c)))
+    rule = fold_rule(graph, frozenset("b"))
+    assert rule is not None
+    # a is copied for the product with b, and serves the other one as it is copied.
+    assert rule.axes.keys() == {"a", "b", "out_0", "c", "out_1"}
+    writer = GraphWriter("f32")
+    shapes["a"] = (1, 2, 4)
+    a, b, c = (writer.input(_tensor(name, *dims)) for name, dims in shapes.items())
+    graph = _finished(writer, *_products(writer, (a, b), (a, c)))
+    rule = fold_rule(graph, frozenset("b"))
+    assert rule is not None
+    assert rule.axes.keys() == {"b", "out_0"}
+
+
+def test_a_result_of_size_1_is_taken_once() -> None:
+    writer = GraphWriter("f32")
+    shapes = {"a": (1, 2, 4), "b": (6, 4, 5), "c": (1, 4, 3)}
+    a, b, c = (writer.input(_tensor(name, *dims)) for name, dims in shapes.items())
+    graph = _finished(writer, *_products(writer, (a, b), (a, c)))
+    fold = fold_graph(graph, 3, (True, True, False))
+    assert fold is not None
+    rng = np.random.default_rng(3)
+    x, y, z = (
+        jnp.asarray(rng.normal(size=(*lead, *shapes[name])), jnp.float32)
+        for name, lead in (("a", (3,)), ("b", (3,)), ("c", ()))
+    )
+    operands = [
+        fold.input(i, each, axis)
+        for i, (each, axis) in enumerate(((x, 0), (y, 0), (z, None)))
+    ]
+    first, second = evaluate(fold.graph, operands)
+    np.testing.assert_allclose(fold.output(0, first), x @ y, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(
+        fold.output(1, second), x @ z[None], rtol=1e-5, atol=1e-5
+    )
+
+
+def test_tensors_that_meet_two_sizes_do_not_fold() -> None:
+    writer = GraphWriter("f32")
+    shapes = {"a": (1, 2, 4), "b": (6, 4, 5), "c": (3, 4, 5)}
+    a, b, c = (writer.input(_tensor(name, *dims)) for name, dims in shapes.items())
+    graph = _finished(writer, *_products(writer, (a, b), (a, c)))
+    # As rows they do, and with one of the two in the batch.
+    assert fold_rule(graph, frozenset("a")) is not None
+    assert fold_rule(graph, frozenset("b")) is not None
+    assert fold_rule(graph, frozenset("abc")) is None
+
+
+@pytest.mark.parametrize("shape", [(1, 4, 5), (6, 1, 5)])
+@pytest.mark.parametrize("mode", ACTIVATIONS)
+def test_a_cotangent_and_what_it_meets_broadcast(
+    mode: str, shape: tuple[int, ...]
+) -> None:
+    # vmap may have given examples to either of them alone.
+    full = (6, 4, 5)
+    rng = np.random.default_rng(5)
+    values = [jnp.asarray(rng.normal(size=dims), jnp.float32) for dims in (shape, full)]
+    for cotangent, x in (values, values[::-1]):
+        graph = _pointwise(
+            f"{mode}_grad",
+            _tensor("y", *full),
+            a=_tensor("a", *cotangent.shape),
+            b=_tensor("b", *x.shape),
+        )
+        (got,) = evaluate(graph, [cotangent, x])
+        operands = [jnp.broadcast_to(each, full) for each in (cotangent, x)]
+        whole = _pointwise(
+            f"{mode}_grad",
+            _tensor("y", *full),
+            a=_tensor("a", *full),
+            b=_tensor("b", *full),
+        )
+        (want,) = evaluate(whole, operands)
+        np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -21,6 +21,7 @@ from jax import lax
 from jax.test_util import check_grads
 
 from jax_cudnn import EXPORT_SAFETY_CHECKS, dot_general, matmul
+from jax_cudnn.legalize import partition
 from tests.conftest import Draw
 from tests.fused import (
     assert_close,
@@ -505,6 +506,59 @@ def test_vmap_over_weights_is_a_batch_and_copies_no_rows(draw: Draw) -> None:
     assert graph.tensor("b").dims == (4, 5, 7)
     assert graph.tensor("bias").dims == (1, 1, 7)
     assert graph.tensor("output").dims == (4, 3, 7)
+
+
+def test_vmap_over_inputs_of_experts_copies_no_weights(draw: Draw) -> None:
+    x, w = draw("nmr", n=7, m=2, r=8), draw("brk", b=3, r=8, k=16)
+    mapped = jax.vmap(matmul, in_axes=(0, None))
+    ((graph, _),) = graphs(mapped, x, w)
+    assert graph.tensor("a").dims == (1, 14, 8)
+    assert graph.tensor("b").dims == (3, 8, 16)
+    assert graph.tensor("output").dims == (3, 14, 16)
+    assert_close(mapped(x, w), jnp.einsum("nmr,brk->nbmk", x, w), 1e-5)
+    # Nor does the gradient of the inputs.
+    gradient = jax.vmap(gradients(matmul, (0,)), in_axes=(0, None))
+    _, (graph, _) = graphs(gradient, x, w)
+    assert graph.tensor("b_view_021").dims == (3, 16, 8)
+
+
+def test_vmap_over_operands_of_which_one_has_a_batch_of_its_own(draw: Draw) -> None:
+    a, b = draw("nmr", n=7, m=2, r=4), draw("nbrk", n=7, b=6, r=4, k=5)
+    run = gradients(functools.partial(matmul, activation="gelu"), (0, 1))
+    for axes, args in (((0, 0), (a, b)), ((None, 0), (a[0], b))):
+        mapped = jax.vmap(run, in_axes=axes)
+        assert_close(mapped(*args), stacked(run, args, axes), 1e-5)
+    (forward, _), _ = graphs(jax.vmap(run), a, b)
+    assert forward.tensor("a").dims == (42, 2, 4)
+    (forward, _), _ = graphs(jax.vmap(run, in_axes=(None, 0)), a[0], b)
+    assert forward.tensor("a").dims == (1, 2, 4)
+
+
+def test_a_cotangent_that_examples_share_is_not_copied(draw: Draw) -> None:
+    a, b, bias, _ = _operands(draw, jnp.float32)
+
+    def total(b: jax.Array, a: jax.Array) -> jax.Array:
+        return matmul(a, b, bias=bias, activation="gelu").sum()
+
+    _, (graph, _) = graphs(
+        jax.vmap(jax.grad(total), in_axes=(None, 0)), b, jnp.stack([a] * 4)
+    )
+    assert graph.tensor("grad_output").dims == (1, 3, 7)
+    assert graph.tensor("grad_b").dims == (4, 5, 7)
+
+
+def test_vmap_over_the_bias_computes_the_product_once(draw: Draw) -> None:
+    a, b, bias, _ = _operands(draw, jnp.float32)
+    biases = jnp.stack([bias, -bias])
+    run = functools.partial(_fused, activation="relu")
+    mapped = jax.vmap(run, in_axes=(None, None, 0))
+    ((graph, _),) = graphs(mapped, a, b, biases)
+    product, rest = partition(graph)
+    assert nodes(product) == {"matmul": 1}
+    assert product.tensor(product.outputs[0]).dims == (1, 3, 7)
+    assert nodes(rest) == {"add": 1, "relu": 1}
+    assert rest.tensor("output").dims == (2, 3, 7)
+    assert_close(mapped(a, b, biases), stacked(run, (a, b, biases), (None, None, 0)))
 
 
 def test_vmap_over_no_examples_gives_none(draw: Draw) -> None:

@@ -124,36 +124,12 @@ def _fold(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
     family = families(graph, _FAMILIES)
     images = {name: 0 for name, kind in family.items() if kind == "image"}
     has_sums = any(node.kind in ("reduction", "conv_wgrad") for node in graph.nodes)
-    if not has_sums:
-        contracted = _contracted(graph, ("x", "grad_output"))
-        if (rule := propagate(graph, batched, images, contracted)) is not None:
-            return rule
+    if not has_sums and (rule := propagate(graph, batched, images)) is not None:
+        return rule
     channels = {name: int(kind == "image") for name, kind in family.items()}
-    contracted = _contracted(graph, ("x", "w", "grad_output"))
-    rule = propagate(graph, batched, channels, contracted)
+    rule = propagate(graph, batched, channels, together=TRIPLES)
     # A sum over channels would mix the examples that are folded into them.
     return None if rule is None or rule.sums else rule
-
-
-def _contracted(graph: Graph, roles: tuple[str, ...]) -> frozenset[str]:
-    """Return the inputs that the contractions read in these roles.
-
-    An operand that is made by pointwise nodes is there for those that are as large.
-    """
-    names = {
-        name
-        for node in graph.nodes
-        if node.kind in TRIPLES
-        for role, name in node.inputs
-        if role in roles
-    }
-    for node in reversed(graph.nodes):
-        if node.kind == "pointwise":
-            (output,) = (graph.tensor(name) for _, name in node.outputs)
-            if output.name in names:
-                inputs = (name for _, name in node.inputs)
-                names.update(n for n in inputs if graph.tensor(n).dims == output.dims)
-    return frozenset(names.intersection(graph.inputs))
 
 
 # --- derivative -----------------------------------------------------------------------

@@ -26,8 +26,8 @@ class FoldRule:
     ``axes``: the logical axis that the examples merge into, as its slower part; a
     tensor that is not named here is shared by all examples and broadcasts as it is.
     ``sizes``: the size to which that axis is first broadcast, for a tensor that has 1
-    there. ``sums``: results whose examples' own share of the axis is summed away after
-    the call.
+    there; a result that has 1 is that many times the same. ``sums``: results whose
+    examples' own share of the axis is summed away after the call instead.
     """
 
     axes: Mapping[str, int]

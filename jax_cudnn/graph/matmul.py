@@ -47,32 +47,27 @@ def _check(roles: Roles, attributes: Attributes) -> None:
 
 
 def _fold(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
-    """Fold examples into the rows where all share the other operand, else the batch."""
+    """Fold examples into the rows of products whose b they share, else the batch."""
     return _fold_rows(graph, batched) or propagate(
         graph, batched, {tensor.name: 0 for tensor in graph.tensors}
     )
 
 
 def _fold_rows(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
-    if any(tensor.dims[0] != 1 for tensor in graph.tensors):
-        return None
+    """Fold examples into the rows, if they enter every product by its a alone.
+
+    Not where a sum over the rows would keep them all until the examples are apart.
+    """
     axes = {tensor.name: 1 for tensor in graph.tensors}
     for node in graph.nodes:
-        if node.kind == "reduction":
-            return None
         if node.kind == "matmul":
-            for name in _sources(graph, dict(node.inputs)["b"]):
+            sides = {role: _sources(graph, name) for role, name in node.inputs}
+            if batched.isdisjoint(sides["a"]):
+                return None
+            for name in sides["b"]:
                 axes.pop(name, None)
-    # What leads to b has no rows to fold: propagate refuses it if it has examples.
     rule = propagate(graph, batched, axes)
-    if rule is None:
-        return None
-    reads_rows = all(
-        dict(node.inputs)["a"] in rule.axes and dict(node.inputs)["b"] not in rule.axes
-        for node in graph.nodes
-        if node.kind == "matmul"
-    )
-    return rule if reads_rows else None
+    return None if rule is None or rule.sums else rule
 
 
 def _sources(graph: Graph, name: str) -> set[str]:

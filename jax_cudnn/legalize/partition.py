@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a graph into parts, each for one kernel: contractions and what surrounds them.
 
-A contraction takes along what follows from it alone (its epilogue), and the conversion
-of an 8-bit operand (its prologue). What is left, elementwise work and sums over the
-operands, is for XLA, which fuses it with what the program does around the call. So the
-gradient of a fused convolution is: the cotangent through the activation and the sums
-for the bias in XLA, then dgrad and wgrad, one cuDNN kernel each.
+A contraction takes along what follows from it alone and is no larger than its result
+(its epilogue), and the conversion of an 8-bit operand (its prologue). What is left,
+elementwise work and sums over the operands, is for XLA, which fuses it with what the
+program does around the call. So the gradient of a fused convolution is: the cotangent
+through the activation and the sums for the bias in XLA, then dgrad and wgrad, one cuDNN
+kernel each.
 """
 
 from jax_cudnn.graph import Graph, Node
-from jax_cudnn.graph.rules import AROUND, EIGHT_BIT
+from jax_cudnn.graph.rules import AROUND, EIGHT_BIT, broadcasts_to
 
 
 def is_contraction(node: Node) -> bool:
@@ -39,7 +40,10 @@ def partition(graph: Graph) -> tuple[Graph, ...]:
     for contraction in contractions:
         own = [i for i in range(len(graph.nodes)) if follows[i] == {contraction}]
         if follows[contraction] == {contraction}:
+            larger = _larger(graph, contraction, own)
+            own = [i for i in own if i not in larger]
             parts.append(sorted({*own, *_needed(own, inputs, converted)}))
+            parts.append(sorted({*larger, *_needed(larger, inputs, converted)}))
         else:
             # Reads what another contraction made: its own kernel, nothing fused.
             parts.append([contraction])
@@ -55,6 +59,26 @@ def partition(graph: Graph) -> tuple[Graph, ...]:
         for part in chosen
     ]
     return tuple(part for part in graphs if part is not None)
+
+
+def _larger(graph: Graph, contraction: int, nodes: list[int]) -> list[int]:
+    """Return those of the nodes that make more of the contraction's result.
+
+    It broadcasts there, and is computed once: an epilogue is no larger than its kernel.
+    """
+    _, result = graph.nodes[contraction].outputs[0]
+    full = graph.tensor(result).dims
+    found: list[int] = []
+    made: set[str] = set()
+    for i in nodes:
+        node = graph.nodes[i]
+        outputs = [name for _, name in node.outputs]
+        fits = all(broadcasts_to(graph.tensor(name).dims, full) for name in outputs)
+        is_after = not made.isdisjoint(name for _, name in node.inputs)
+        if i != contraction and (is_after or not fits):
+            found.append(i)
+            made.update(outputs)
+    return found
 
 
 def _conversions(graph: Graph, inputs: list[list[int]]) -> frozenset[int]:

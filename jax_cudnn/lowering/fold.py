@@ -62,6 +62,8 @@ class Fold:
         if tensor.name in self.rule.sums:
             # jnp.sum accumulates 16-bit floats in f32.
             x = jnp.sum(x, axis=place + 1, keepdims=True)
+        elif tensor.stored_shape[place] != size:
+            x = jax.lax.slice_in_dim(x, 0, 1, axis=place + 1)
         return jnp.moveaxis(x, place, 0)
 
 

@@ -116,6 +116,8 @@ assert set(_ACTIVATIONS) == set(ACTIVATIONS)
 
 def _gradient(mode: str, alpha: float, cotangent: jax.Array, x: jax.Array) -> jax.Array:
     options = (alpha,) if mode in ("elu", "relu") else ()
+    # Either may have 1 where the other has examples.
+    cotangent, x = jnp.broadcast_arrays(cotangent, x)
     # Elementwise, so the derivative along the cotangent is the gradient.
     _, gradient = jax.jvp(lambda x: _ACTIVATIONS[mode](x, *options), (x,), (cotangent,))
     return gradient

@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are all derivatives right under every nesting of vmap, on the CPU and as cuDNN runs?
+
+Random calls (drawn_calls.py) are differentiated in both modes and twice, with vmaps
+inside and outside of the differentiation, over random operands, tangents and
+cotangents. The truth is the call in plain jax.numpy: its finite differences are what
+forward mode gives, gradients are the adjoint of that, and two modes nested in any order
+give its curvature. What cuDNN would run is computed as well, by the reference.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+
+import jax_cudnn
+from jax_cudnn.graph import Graph
+from jax_cudnn.legalize import fusion, is_contraction, legalize, partition, sums
+from jax_cudnn.legalize import sdpa as legalize_sdpa
+from jax_cudnn.lowering import cuda
+from jax_cudnn.reference import evaluate
+from tests.drawn_calls import (
+    LAYERS,
+    NAMED,
+    OPERATIONS,
+    Call,
+    Random,
+    Shape,
+    activate,
+    draw_call,
+)
+from tests.fused import assert_close
+from tests.random_fusions import ACTIVATIONS
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def _double() -> Any:
+    with jax.enable_x64(True):
+        yield
+
+
+# --- vmaps ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class Level:
+    """A vmap: how many examples, and the axis of each argument that has them."""
+
+    count: int
+    axes: tuple[int | None, ...]
+
+
+def _draw_level(random: Random, shapes: Sequence[Shape], allowed: list[int]) -> Level:
+    """Draw a vmap over some of the arguments that are allowed to have examples."""
+    chosen = [i for i in allowed if random.chance(0.5)] or [random.one_of(*allowed)]
+    axes = (
+        random.one_of(*range(len(shape) + 1)) if i in chosen else None
+        for i, shape in enumerate(shapes)
+    )
+    return Level(count=random.one_of(2, 3), axes=tuple(axes))
+
+
+def _grown(shapes: Sequence[Shape], level: Level) -> list[Shape]:
+    """Return the shapes of arguments that have the examples of a level."""
+    return [
+        shape if axis is None else (*shape[:axis], level.count, *shape[axis:])
+        for shape, axis in zip(shapes, level.axes, strict=True)
+    ]
+
+
+def _mapped(function: Function, levels: Sequence[Level]) -> Function:
+    for level in levels:
+        function = jax.vmap(function, in_axes=level.axes, axis_size=level.count)
+    return function
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    """A call with vmaps in it, to be differentiated, with vmaps around all that."""
+
+    call: Call
+    inside: list[Level]
+    outside: list[Level]
+    operands: list[Shape]
+    shapes: list[Shape]
+
+    def of(self, call: Function, derivatives: Function) -> Function:
+        """Return the function of operands, tangents and cotangents, with all vmaps."""
+        mapped, count = _mapped(call, self.inside), len(self.operands)
+
+        def run(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return tuple(jax.tree.leaves(mapped(*operands)))
+
+        def one(*args: jax.Array) -> Any:
+            primals, tangents = args[:count], args[count : 2 * count]
+            return derivatives(run, primals, tangents, args[2 * count :])
+
+        return _mapped(one, self.outside)
+
+
+def _draw_program(random: Random, call: Call) -> Program:
+    inner, outer = random.one_of((0, 1), (0, 1), (0, 2), (1, 0), (1, 1), (2, 0))
+    operands, inside = list(call.shapes), []
+    for _ in range(inner):
+        inside.append(_draw_level(random, operands, [*range(len(operands))]))
+        operands = _grown(operands, inside[-1])
+    like = (jax.ShapeDtypeStruct(shape, jnp.float64) for shape in operands)
+    results = jax.eval_shape(_mapped(call.plain, inside), *like)
+    shapes = [*operands, *operands, *(x.shape for x in jax.tree.leaves(results))]
+    outside, count = [], len(operands)
+    every = [*range(len(shapes))]
+    for _ in range(outer):
+        allowed = random.one_of(
+            every, every[:count], every[count : 2 * count], every[2 * count :]
+        )
+        outside.append(_draw_level(random, shapes, allowed))
+        shapes = _grown(shapes, outside[-1])
+    return Program(
+        call=call, inside=inside, outside=outside, operands=operands, shapes=shapes
+    )
+
+
+# --- derivatives ----------------------------------------------------------------------
+
+# Small enough that no argument of a relu that was drawn changes its sign on the way.
+_STEP = 1e-5
+_ORDERS = ("reverse over forward", "reverse over reverse", "forward over reverse")
+
+
+def _product(xs: Any, ys: Any) -> jax.Array:
+    return sum((jnp.vdot(x, y) for x, y in zip(xs, ys, strict=True)), jnp.zeros(()))
+
+
+def _pulled(run: Function, primals: Any, cotangents: Any) -> Any:
+    return jax.vjp(run, *primals)[1](cotangents)
+
+
+def _differentiated(order: str | None) -> Function:
+    """Return both modes, and the curvature if second derivatives have an order.
+
+    It is the same in all three: second derivatives are symmetric.
+    """
+
+    def derivatives(run: Function, primals: Any, tangents: Any, cts: Any) -> Any:
+        results, slopes = jax.jvp(run, primals, tangents)
+        gradients = _pulled(run, primals, cts)
+        products = _product(slopes, cts), _product(gradients, tangents)
+        if order is None:
+            return results, slopes, gradients, products, None
+        if order == "reverse over forward":
+            second = _pulled(lambda *p: jax.jvp(run, p, tangents)[1], primals, cts)
+        elif order == "reverse over reverse":
+            second = _pulled(lambda *p: _pulled(run, p, cts), primals, tangents)
+        else:
+            _, second = jax.jvp(lambda *p: _pulled(run, p, cts), primals, tangents)
+        return results, slopes, gradients, products, _product(second, tangents)
+
+    return derivatives
+
+
+def _truth(run: Function, primals: Any, tangents: Any, cts: Any) -> Any:
+    """Return results, slopes by finite differences, and JAX's own curvature."""
+
+    def at(step: jax.Array) -> Any:
+        return run(*(x + step * t for x, t in zip(primals, tangents, strict=True)))
+
+    def slope(step: jax.Array) -> Any:
+        return jax.jvp(at, (step,), (jnp.ones(()),))[1]
+
+    results, below, above = (at(jnp.asarray(x)) for x in (0.0, -_STEP, _STEP))
+    slopes = jax.tree.map(lambda x, y: (y - x) / (2 * _STEP), below, above)
+    _, curved = jax.jvp(slope, (jnp.zeros(()),), (jnp.ones(()),))
+    return results, slopes, _product(curved, cts)
+
+
+def _backward(run: Function, primals: Any, _: Any, cotangents: Any) -> Any:
+    results, pullback = jax.vjp(run, *primals)
+    return results, pullback(cotangents)
+
+
+def _as_cudnn_runs(random: Random, seen: list[Graph]) -> Function:
+    """Return what computes a graph by the parts that cuDNN gets, each in some way."""
+
+    def run(graph: Graph, operands: Sequence[jax.Array], options: Any) -> Any:
+        del options
+        values = dict(zip(graph.inputs, operands, strict=True))
+        for part in partition(graph):
+            arguments = [values[name] for name in part.inputs]
+            ways = legalize(part, None).candidates
+            if ways:
+                way = random.one_of(*ways)
+                given = way.before(arguments)
+                for tensor, x in zip(way.graph.input_tensors, given, strict=True):
+                    assert x.shape == tensor.stored_shape, tensor
+                results = way.after(arguments, evaluate(way.graph, given))
+                seen.append(way.graph)
+            else:
+                assert not any(map(is_contraction, part.nodes)), part
+                results = evaluate(part, arguments)
+            values |= dict(zip(part.outputs, results, strict=True))
+        return [values[name] for name in graph.outputs]
+
+    return run
+
+
+def _check(
+    name: str,
+    random: Random,
+    activation: str | None,
+    order: str | None,
+    patch: pytest.MonkeyPatch,
+) -> None:
+    call = draw_call(name, activation, random)
+    program = _draw_program(random, call)
+    print(f"{call.text}\ninside {program.inside}\noutside {program.outside}")
+    arrays = [random.normal(shape) for shape in program.shapes]
+
+    want, differences, curvature = jax.jit(program.of(call.plain, _truth))(*arrays)
+    got, slopes, gradients, (forward, reverse), curved = jax.jit(
+        program.of(call.ours, _differentiated(order))
+    )(*arrays)
+    assert_close(got, want, 1e-9)
+    # Differences cancel: they are that exact, relative to the largest.
+    size = max(1.0, *(float(jnp.max(jnp.abs(x))) for x in got))
+    assert_close(slopes, differences, 1e-7 * size)
+    if curved is not None:
+        assert_close(curved, curvature, 1e-9)
+    lead = tuple(level.count for level in reversed(program.outside))
+    assert [x.shape for x in gradients] == [(*lead, *s) for s in program.operands]
+    assert_close(reverse, forward, 1e-9)
+
+    # f64 is refused there but for this.
+    patch.setattr(fusion, "_refusals", lambda *_: [])
+    patch.setattr(sums, "_refusals", lambda _: ())
+    patch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
+    seen: list[Graph] = []
+    patch.setattr(cuda, "run_reference", _as_cudnn_runs(random, seen))
+    legal = jax.jit(program.of(call.ours, _backward))(*arrays)
+    assert seen
+    # Some sums are kept in f32 whatever the operands are.
+    assert_close(legal, (got, gradients), 2e-5)
+
+
+_COUNTS = {"matmul": 8, "dot_general": 3, "gated_matmul": 3, "conv2d": 2, "sdpa": 2}
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    [(name, i) for name in OPERATIONS for i in range(_COUNTS.get(name, 1))],
+)
+def test_operations(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    random = Random(name, seed)
+    activation = random.one_of(None, *ACTIVATIONS)
+    order = random.one_of(None, None, *_ORDERS)
+    _check(name, random, activation, order, monkeypatch)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("flax", reason="Flax is not installed")
+    random = Random(name)
+    _check(name, random, random.one_of(*NAMED), None, monkeypatch)
+
+
+# --- whole Jacobians, for every activation --------------------------------------------
+
+
+def _matmul_pair(name: str) -> tuple[Function, Function]:
+    def plain(w: jax.Array, x: jax.Array) -> jax.Array:
+        return activate(name, x @ w)
+
+    return lambda w, x: jax_cudnn.matmul(x, w, activation=name), plain
+
+
+def _conv_pair(name: str) -> tuple[Function, Function]:
+    def plain(w: jax.Array, x: jax.Array) -> jax.Array:
+        return activate(name, lax.conv(x, w, (1,), "SAME"))
+
+    def ours(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jax_cudnn.conv(x, w, (1,), "SAME", activation=name)
+
+    return ours, plain
+
+
+def _jacobians(function: Function, w: jax.Array, xs: jax.Array) -> dict[str, Any]:
+    """Return what is mapped over basis vectors or examples, as users write it."""
+
+    def loss(w: jax.Array, x: jax.Array) -> jax.Array:
+        return jnp.sum(function(w, x))
+
+    ws = jnp.stack([w, -w])[: len(xs)]
+    return {
+        "reverse": jax.jacrev(function, (0, 1))(w, xs[0]),
+        "forward": jax.jacfwd(function, (0, 1))(w, xs[0]),
+        "hessian": jax.hessian(loss)(w, xs[0]),
+        "of each example": jax.vmap(jax.grad(loss), (None, 0))(w, xs),
+        "of each member": jax.vmap(jax.grad(loss, (0, 1)), (0, None))(ws, xs[0]),
+        "of both": jax.vmap(jax.grad(loss, (0, 1)))(ws, xs),
+    }
+
+
+_MATRICES, _IMAGES = (_matmul_pair, (3, 2), (4, 3)), (_conv_pair, (2, 3, 2), (1, 3, 4))
+_ONCE = [name for name in NAMED if name != "swish"]  # which is silu
+
+
+@pytest.mark.parametrize(
+    ("pair", "w", "x", "activation"),
+    [
+        *((*_MATRICES, name) for name in _ONCE),
+        *((*_IMAGES, name) for name in _ONCE[::4]),
+    ],
+)
+def test_jacobians(pair: Function, w: Shape, x: Shape, activation: str) -> None:
+    random = Random("jacobians", activation)
+    ours, plain = pair(activation)
+    arrays = random.normal(w), random.normal((2, *x))
+    got, want = jax.jit(
+        lambda *arrays: tuple(_jacobians(f, *arrays) for f in (ours, plain))
+    )(*arrays)
+    assert_close(got, want, 1e-10)
+    assert_close(got["reverse"], got["forward"], 1e-10)
