@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a graph into parts, each for one kernel: contractions and what surrounds them.
 
-A contraction takes along what follows from it alone (its epilogue), and the conversion
-of an 8-bit operand (its prologue). What is left, elementwise work and sums over the
+A contraction takes along what follows from it alone (its epilogue), and a matmul the
+conversion of an 8-bit operand (its prologue). What is left, elementwise work and sums over the
 operands, is for XLA, which fuses it with what the program does around the call. So the
 gradient of a fused convolution is: the cotangent through the activation and the sums
 for the bias in XLA, then dgrad and wgrad, one cuDNN kernel each.
@@ -39,7 +39,10 @@ def partition(graph: Graph) -> tuple[Graph, ...]:
     for contraction in contractions:
         own = [i for i in range(len(graph.nodes)) if follows[i] == {contraction}]
         if follows[contraction] == {contraction}:
-            parts.append(sorted({*own, *_needed(own, inputs, converted)}))
+            taken = converted
+            if graph.nodes[contraction].kind != "matmul":
+                taken = frozenset(i for i in converted if not graph.nodes[i].inputs)
+            parts.append(sorted({*own, *_needed(own, inputs, taken)}))
         else:
             # Reads what another contraction made: its own kernel, nothing fused.
             parts.append([contraction])

@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operations' argument checks have in common."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.config import (
+    Implementation,
+    MatmulPrecision,
+    Options,
+    PlanOptions,
+)
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import DTypeName, Tensor
 from jax_cudnn.lowering import call_options
@@ -17,8 +20,16 @@ from jax_cudnn.reference.dtypes import dtype_name
 FLOATS = ("bf16", "f16", "f32", "f64")
 # What the operands of a contraction may be.
 CONTRACTED = (*FLOATS, "f8_e4m3fn", "f8_e5m2", "i8", "u8")
-# A precision as JAX's operations take it, less the pair for each operand.
-Precision = str | jax.lax.Precision | None
+# A precision as JAX's operations take it: of both operands, or of each.
+Precision = (
+    str
+    | jax.lax.Precision
+    | jax.lax.DotAlgorithm
+    | jax.lax.DotAlgorithmPreset
+    | tuple[str, str]
+    | tuple[jax.lax.Precision, jax.lax.Precision]
+    | None
+)
 
 
 def describe(x: jax.Array) -> str:
@@ -31,25 +42,50 @@ def options(
     op: str,
     implementation: Implementation | None,
     plan: PlanOptions | None,
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
 ) -> Options:
     """Return the options of a call, with what is in force where it is traced."""
-    # Set on the class when JAX is imported, where type checkers do not see it.
-    default: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if isinstance(precision, tuple | list):
-        first, *others = precision
-        if any(each != first for each in others):
-            raise ValueError(
-                f"{op}: precision={precision!r} differs between the operands. cuDNN "
-                "has one for both. Pass one."
-            )
-        precision = first
-    assert precision is None or isinstance(precision, str | jax.lax.Precision)
-    if isinstance(precision, jax.lax.Precision):
-        precision = precision.name.lower()
-    return call_options(
-        implementation, plan, default if precision is None else precision
+    if precision is None:
+        # Set on the class when JAX is imported, where type checkers do not see it.
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return call_options(implementation, plan, _canonical_precision(op, precision))
+
+
+def _canonical_precision(op: str, precision: Precision) -> MatmulPrecision:
+    """Return a precision by its name, two that differ by theirs, or an algorithm."""
+    # An algorithm is a tuple, too.
+    if precision is None or isinstance(precision, jax.lax.DotAlgorithm):
+        return precision
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        return precision.name
+    if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:
+        return precision
+    # A list is not hashable, and no precision to lax; it is taken as the pair it shows.
+    is_pair = isinstance(precision, tuple | list)
+    pair = tuple(precision) if is_pair else (precision, precision)
+    if len(pair) == 2 and all(map(_is_precision, pair)):
+        first, second = (
+            each.name.lower() if isinstance(each, jax.lax.Precision) else each
+            for each in pair
+        )
+        return first if first == second else (first, second)
+    raise ValueError(
+        f"{op}: precision={precision!r} is not one that JAX has. Pass None, one of "
+        f"{', '.join(map(repr, _PRECISIONS))}, a jax.lax.Precision, a pair of these, "
+        "or a jax.lax.DotAlgorithmPreset, its name, or a jax.lax.DotAlgorithm."
     )
+
+
+# The names and aliases of jax.lax.Precision.
+_PRECISIONS = (
+    *("default", "fastest", "bfloat16"),
+    *("high", "bfloat16_3x", "tensorfloat32"),
+    *("highest", "float32"),
+)
+
+
+def _is_precision(value: object) -> bool:
+    return isinstance(value, jax.lax.Precision) or value in _PRECISIONS
 
 
 def check_dimensions_known(op: str, name: str, x: jax.Array) -> None:

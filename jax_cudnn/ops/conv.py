@@ -48,7 +48,7 @@ def conv(
     dimension_numbers: object = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
     preferred_element_type: object = None,
     out_sharding: object = None,
     *,

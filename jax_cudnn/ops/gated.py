@@ -21,7 +21,7 @@ def gated_matmul(
     activation: Activation = "silu",
     gate_bias: ArrayLike | None = None,
     up_bias: ArrayLike | None = None,
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
     preferred_element_type: object = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,

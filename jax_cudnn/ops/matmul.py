@@ -42,7 +42,7 @@ def matmul(
     scale_a: ArrayLike | None = None,
     scale_b: ArrayLike | None = None,
     scale_out: ArrayLike | None = None,
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
     preferred_element_type: object = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
@@ -168,7 +168,7 @@ def dot_general(
     dimension_numbers: tuple[
         tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
     ],
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
     preferred_element_type: object = None,
     *,
     out_sharding: object = None,
