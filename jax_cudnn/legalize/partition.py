@@ -2,10 +2,10 @@
 """Splits a graph into parts, each for one kernel: contractions and what surrounds them.
 
 A contraction takes along what follows from it alone (its epilogue), and a matmul the
-conversion of an 8-bit operand (its prologue). What is left, elementwise work and sums over the
-operands, is for XLA, which fuses it with what the program does around the call. So the
-gradient of a fused convolution is: the cotangent through the activation and the sums
-for the bias in XLA, then dgrad and wgrad, one cuDNN kernel each.
+conversion of an 8-bit operand (its prologue). What is left, elementwise work and sums
+over the operands, is for XLA, which fuses it with what the program does around the
+call. So the gradient of a fused convolution is: the cotangent through the activation
+and the sums for the bias in XLA, then dgrad and wgrad, one cuDNN kernel each.
 """
 
 from jax_cudnn.graph import Graph, Node

@@ -14,6 +14,7 @@ from jax_cudnn.config import (
 )
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import DTypeName, Tensor
+from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.lowering import call_options
 from jax_cudnn.reference.dtypes import dtype_name
 
@@ -58,7 +59,10 @@ def _canonical_precision(op: str, precision: Precision) -> MatmulPrecision:
         return precision
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         return precision.name
-    if isinstance(precision, str) and precision in jax.lax.DotAlgorithmPreset.__members__:
+    if (
+        isinstance(precision, str)
+        and precision in jax.lax.DotAlgorithmPreset.__members__
+    ):
         return precision
     # A list is not hashable, and no precision to lax; it is taken as the pair it shows.
     is_pair = isinstance(precision, tuple | list)
@@ -88,15 +92,6 @@ def _is_precision(value: object) -> bool:
     return isinstance(value, jax.lax.Precision) or value in _PRECISIONS
 
 
-def check_dimensions_known(op: str, name: str, x: jax.Array) -> None:
-    """Raise UnsupportedError for the symbolic dimensions of jax.export."""
-    if not all(isinstance(size, int) for size in x.shape):
-        raise UnsupportedError(
-            f"{op}: {name} has symbolic dimensions, {describe(x)}. A cuDNN plan is "
-            "made for one shape. Export the function for each shape it is to serve."
-        )
-
-
 def refuse_out_sharding(op: str, out_sharding: object) -> None:
     """Raise UnsupportedError for the sharding that a result is asked to have."""
     if out_sharding is not None:
@@ -118,30 +113,61 @@ def check_dtype(
         )
 
 
-def result_dtype(
-    op: str, preferred: object, default: np.dtype, operands: str
-) -> DTypeName:
-    """Return the result's dtype, or raise TypeError for one that is not taken."""
-    dtype = default if preferred is None else _canonical(preferred)
+def result_dtype(preferred: object, default: np.dtype) -> np.dtype:
+    """Return the dtype of a call's result."""
+    return default if preferred is None else _canonical(preferred)
+
+
+def graph_dtype(dtype: np.dtype, *operands: DTypeName | None) -> DTypeName | None:
+    """Return in which dtype a graph of these operands gives a result of this one.
+
+    That is i32, the dtype of their sums, for 8-bit integers and a result of integers of
+    32 bits or less. None where no graph can.
+    """
+    if any(each not in CONTRACTED for each in operands):
+        return None
     name = dtype_name(dtype)
-    taken = (*FLOATS, "i32", "f8_e4m3fn", "f8_e5m2")
-    if name not in taken:
-        advice = "Pass one of them as preferred_element_type."
-        if preferred is None and name in ("i8", "u8"):
-            advice = (
-                "8-bit results would wrap around: pass preferred_element_type, "
-                "for example jnp.int32, or jnp.bfloat16 with a scale."
+    if _are_integers(*operands) and jnp.issubdtype(dtype, jnp.integer):
+        return "i32" if dtype.itemsize <= 4 else None
+    return name if name in (*FLOATS, "f8_e4m3fn", "f8_e5m2") else None  # type: ignore[return-value]
+
+
+def sums_dtype(result: DTypeName, *operands: DTypeName | None) -> DTypeName:
+    """Return the dtype of a contraction's sums: f64 if that is what is to come out."""
+    return "f64" if result == "f64" else accumulator(*operands)  # type: ignore[arg-type]
+
+
+def _are_integers(*dtypes: DTypeName | None) -> bool:
+    return all(dtype in ("i8", "u8") for dtype in dtypes)
+
+
+def why_symbolic(**arrays: jax.Array | None) -> str:
+    """Return which array has symbolic dimensions, in a sentence; "" if none has."""
+    for name, x in arrays.items():
+        if x is not None and not all(isinstance(size, int) for size in x.shape):
+            return (
+                f"{name} has symbolic dimensions, {describe(x)}. A cuDNN plan is made "
+                "for one shape."
             )
-        raise TypeError(
-            f"{op}: the result of {operands} would be {name or dtype}. Supported are "
-            f"{', '.join(taken)}. {advice}"
-        )
-    if name == "i32" and dtype_name(default) not in ("i8", "u8"):
-        raise TypeError(
-            f"{op}: the result of {operands} would be i32. That is the dtype of sums "
-            "of 8-bit integers. Pass a float as preferred_element_type."
-        )
-    return name  # type: ignore[return-value]
+    return ""
+
+
+def why_without_graph(dtype: np.dtype, **operands: jax.Array) -> str:
+    """Return why no graph has operands and a result of these dtypes; "" if one has."""
+    if graph_dtype(dtype, *(dtype_name(x.dtype) for x in operands.values())):
+        return ""
+    shown = " and ".join(f"{name} is {describe(x)}" for name, x in operands.items())
+    return (
+        f"{shown}, and the result {dtype_name(dtype) or dtype}. Graphs have operands "
+        f"of {', '.join(CONTRACTED)} and results of {', '.join(FLOATS)}, f8_e4m3fn "
+        "and f8_e5m2, or the integers that sums of i8 or u8 are."
+    )
+
+
+def is_weak(*values: ArrayLike | None) -> bool:
+    """Whether all of them, but for None, have dtypes that give way to others."""
+    given = (each for each in values if each is not None)
+    return all(jax.typeof(jnp.asarray(each)).weak_type for each in given)
 
 
 def _canonical(dtype: object) -> np.dtype:

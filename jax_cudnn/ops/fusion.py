@@ -23,7 +23,8 @@ class Fusion:
 
     def operand(self, name: str, array: jax.Array, order: tuple[int, ...]) -> str:
         """Add an operand, its axes stored in `order`."""
-        self._arrays[name] = array
+        # The dtypes of graphs do not give way to others.
+        self._arrays[name] = jax.lax.convert_element_type(array, array.dtype)
         return self.writer.input(tensor(name, array, order))
 
     def scaled(self, value: str, factors: Sequence[str | float]) -> str:
@@ -45,7 +46,11 @@ class Fusion:
         return apply(self.writer, self._op, activation, value)
 
     def run(
-        self, value: str, dtype: DTypeName, order: tuple[int, ...], options: Options
+        self,
+        value: str,
+        dtype: DTypeName,
+        order: tuple[int, ...],
+        options: Options,
     ) -> jax.Array:
         """Return the tensor, rounded to a dtype and stored in `order`."""
         if self.writer[value].dtype == "i32" and dtype != "i32":

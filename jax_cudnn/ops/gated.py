@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.gated_matmul`: the first half of a gated MLP (SwiGLU, GEGLU, ...)."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
-from jax_cudnn.graph.spec import Attributes
 from jax_cudnn.reference import contraction, pointwise, sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and
-# the output tensors that are asked for; it returns those, in any dtype that holds
-# the result, and the interpreter rounds once. A contraction's takes a precision as well.
+# the output tensors that are asked for, a contraction's a precision as well; it returns
+# those, in any dtype that holds the result, and the interpreter rounds once.
 Rule = Callable[..., Mapping[str, Any]]
 
 _RULES: dict[str, Rule] = {
