@@ -272,8 +272,7 @@ def precision_refusal(part: Graph, options: Options) -> str | None:
     }
     if not _is_level(precision):
         # An algorithm is for dot products; a convolution has none to lax either.
-        is_honoured = precision == "DEFAULT" or _ALGORITHMS.get(precision) == dtypes
-        if "matmul" not in kinds or is_honoured:
+        if "matmul" not in kinds or _ALGORITHMS.get(precision) == dtypes:
             return None
         return f"the algorithm of the product was asked for, {precision!r}: XLA has it"
     levels = precision if isinstance(precision, tuple) else (precision,)

@@ -58,20 +58,17 @@ def _canonical_precision(op: str, precision: Precision) -> MatmulPrecision:
     if precision is None or isinstance(precision, jax.lax.DotAlgorithm):
         return precision
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
-        return precision.name
-    if (
-        isinstance(precision, str)
-        and precision in jax.lax.DotAlgorithmPreset.__members__
-    ):
+        precision = precision.name
+    if precision == "DEFAULT":  # an algorithm by its name only
+        return "default"
+    if isinstance(precision, str) and precision in _ALGORITHMS:
         return precision
     # A list is not hashable, and no precision to lax; it is taken as the pair it shows.
     is_pair = isinstance(precision, tuple | list)
     pair = tuple(precision) if is_pair else (precision, precision)
     if len(pair) == 2 and all(map(_is_precision, pair)):
-        first, second = (
-            each.name.lower() if isinstance(each, jax.lax.Precision) else each
-            for each in pair
-        )
+        # Aliases are not names that jax.default_matmul_precision takes, all of them.
+        first, second = (jax.lax.Precision(each).name.lower() for each in pair)
         return first if first == second else (first, second)
     raise ValueError(
         f"{op}: precision={precision!r} is not one that JAX has. Pass None, one of "
@@ -86,6 +83,9 @@ _PRECISIONS = (
     *("high", "bfloat16_3x", "tensorfloat32"),
     *("highest", "float32"),
 )
+
+
+_ALGORITHMS = jax.lax.DotAlgorithmPreset.__members__
 
 
 def _is_precision(value: object) -> bool:
@@ -162,6 +162,11 @@ def why_without_graph(dtype: np.dtype, **operands: jax.Array) -> str:
         f"of {', '.join(CONTRACTED)} and results of {', '.join(FLOATS)}, f8_e4m3fn "
         "and f8_e5m2, or the integers that sums of i8 or u8 are."
     )
+
+
+def strongly_typed(x: jax.Array) -> jax.Array:
+    """Return an array with a dtype of its own; its gradient is as weak as it was."""
+    return jax.lax.convert_element_type(x, x.dtype)
 
 
 def is_weak(*values: ArrayLike | None) -> bool:

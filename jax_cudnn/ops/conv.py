@@ -26,6 +26,7 @@ from jax_cudnn.ops.arguments import (
     options,
     refuse_out_sharding,
     result_dtype,
+    strongly_typed,
     sums_dtype,
     tensor,
     why_symbolic,
@@ -76,8 +77,9 @@ def conv(
             + \mathrm{bias} + \mathrm{residual})
 
     where x is `lhs`, w is `rhs` and ``*`` is cross-correlation over the window and a
-    group's channels. All of it is one kernel. Sums, and what follows them, are kept in f32 (f64 for f64, i32 sums
-    for 8-bit integers) and rounded once, to the result's dtype.
+    group's channels. All of it is one kernel. Sums, and what follows them, are kept in
+    f32 (f64 for f64, i32 sums for 8-bit integers) and rounded once, to the result's
+    dtype.
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's gradient
     kernels, for the operands whose gradient is asked for; forward mode and higher
@@ -160,6 +162,8 @@ def conv(
     refuse_out_sharding("conv", out_sharding)
     call = options("conv", implementation, plan, precision)
     x, w = jnp.asarray(lhs), jnp.asarray(rhs)
+    if weak := is_weak(x, w, scale, bias, residual):
+        x, w = strongly_typed(x), strongly_typed(w)
     problem = _problem(
         x,
         w,
@@ -180,7 +184,6 @@ def conv(
         output = _plain(problem, epilogue, preferred_element_type, call)
     else:
         output = _fused(problem, epilogue, dtype, call)
-    weak = is_weak(x, w, scale, bias, residual)
     return weakly_typed(output) if weak else output
 
 

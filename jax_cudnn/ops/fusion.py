@@ -23,8 +23,7 @@ class Fusion:
 
     def operand(self, name: str, array: jax.Array, order: tuple[int, ...]) -> str:
         """Add an operand, its axes stored in `order`."""
-        # The dtypes of graphs do not give way to others.
-        self._arrays[name] = jax.lax.convert_element_type(array, array.dtype)
+        self._arrays[name] = array
         return self.writer.input(tensor(name, array, order))
 
     def scaled(self, value: str, factors: Sequence[str | float]) -> str:

@@ -27,6 +27,7 @@ from jax_cudnn.ops.arguments import (
     options,
     refuse_out_sharding,
     result_dtype,
+    strongly_typed,
     sums_dtype,
     why_symbolic,
     why_without_graph,
@@ -123,8 +124,9 @@ def matmul(
       a call on a GPU, sums over 16-bit operands are rounded to their dtype before what
       follows them, as they are in jax.numpy. In the gradient, the cotangent of the
       product is rounded to the dtype of 16-bit operands before it meets them, and never
-      to f8: f8 operands are widened, to bf16 for a bf16 result and else to f32. For an operand that is stored transposed,
-      :func:`jax_cudnn.dot_general` contracts any axes without a copy.
+      to f8: f8 operands are widened, to bf16 for a bf16 result and else to f32. For an
+      operand that is stored transposed, :func:`jax_cudnn.dot_general` contracts any
+      axes without a copy.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -145,6 +147,11 @@ def matmul(
     epilogue = Epilogue(
         bias=bias, residual=residual, activation=activation, scale_out=scale_out
     )
+    weak = preferred_element_type is None and is_weak(
+        *(a, b, bias, residual, scale_a, scale_b, scale_out)
+    )
+    if weak:
+        a, b = strongly_typed(a), strongly_typed(b)
     common = _common("matmul", a, b)
     dtype = result_dtype(preferred_element_type, common.result)
     if reason := common.why_plain(dtype, a=a, b=b):
@@ -154,9 +161,6 @@ def matmul(
         )
     else:
         output = _fused_matmul(a, b, common, scales, epilogue, dtype, call)
-    weak = preferred_element_type is None and is_weak(
-        *(a, b, bias, residual, scale_a, scale_b, scale_out)
-    )
     return weakly_typed(output) if weak else output
 
 
@@ -309,6 +313,8 @@ def dot_general(
     refuse_out_sharding("dot_general", out_sharding)
     call = options("dot_general", implementation, plan, precision)
     x, y = jnp.asarray(lhs), jnp.asarray(rhs)
+    if weak := is_weak(x, y, bias, residual):
+        x, y = strongly_typed(x), strongly_typed(y)
     sums, batch = (
         tuple(tuple(int(axis) for axis in axes) for axes in pair)
         for pair in dimension_numbers
@@ -317,7 +323,7 @@ def dot_general(
     epilogue = Epilogue(bias=bias, residual=residual, activation=activation)
     # jax.lax checks the axes against each other, in its own words.
     result = jax.eval_shape(lambda: jax.lax.dot_general(x, y, numbers))
-    common = _common("dot_general", x, y)._replace(result=result.dtype)
+    common = _common("dot_general", x, y, result.dtype)
     dtype = result_dtype(preferred_element_type, result.dtype)
     if reason := common.why_plain(dtype, lhs=x, rhs=y):
         check_implementation("dot_general", reason, call)
@@ -337,7 +343,7 @@ def dot_general(
             sizes=sizes,
         )
         output = _run(problem, common, epilogue, dtype, call)
-    return weakly_typed(output) if is_weak(x, y, bias, residual) else output
+    return weakly_typed(output) if weak else output
 
 
 def _plain_dot_general(
@@ -387,28 +393,37 @@ class _Common(NamedTuple):
         return why_without_graph(result, **given)
 
 
-def _common(op: str, a: jax.Array, b: jax.Array) -> _Common:
-    """Return in which dtypes two operands are multiplied, as JAX promotes them."""
+def _common(
+    op: str, a: jax.Array, b: jax.Array, result: np.dtype | None = None
+) -> _Common:
+    """Return in which dtypes two operands are multiplied, as JAX promotes them.
+
+    A ``result`` that is given is lax's, for which promotion is neither strict nor
+    impossible.
+    """
     dtypes = (a.dtype, b.dtype)
     narrow = [str(dtype) in _EIGHT_BIT for dtype in dtypes]
     floats = [dtype_name(dtype) in FLOATS for dtype in dtypes]
     if all(narrow):
         kinds = [str(dtype).partition("_")[0].rstrip("0123456789") for dtype in dtypes]
         if dtypes[0] == dtypes[1] or kinds == ["float", "float"]:
-            return _Common(operands=None, result=dtypes[0])
+            return _Common(operands=None, result=result or dtypes[0])
     for is_narrow, is_float, dtype in zip(
         narrow, floats[::-1], dtypes[::-1], strict=True
     ):
         if is_narrow and is_float:
             # Also for f8, which JAX does not promote.
-            return _Common(operands=dtype, result=dtype)
-    if op == "dot_general":
-        # Types are not strict here, and none is weak, as in lax.
+            return _Common(operands=dtype, result=result or dtype)
+    dtype = _promoted(op, a, b) if result is None else _promoted_by_lax(a, b, result)
+    return _Common(operands=dtype, result=result or dtype, has_graph=not all(narrow))
+
+
+def _promoted_by_lax(a: jax.Array, b: jax.Array, result: np.dtype) -> np.dtype:
+    try:
         with jax.numpy_dtype_promotion("standard"):
-            dtype = jnp.promote_types(*dtypes)
-    else:
-        dtype = _promoted(op, a, b)
-    return _Common(operands=dtype, result=dtype, has_graph=not all(narrow))
+            return jnp.promote_types(a.dtype, b.dtype)
+    except ValueError:  # f8 beside a complex operand
+        return result
 
 
 def _promoted(op: str, a: jax.Array, b: jax.Array) -> np.dtype:
@@ -513,7 +528,9 @@ def _run(
 
 def _converted(matrix: _Matrix, dtype: np.dtype | None) -> _Matrix:
     """Return an operand in a dtype; 8 bits stay for the kernel to convert."""
-    if dtype is None or str(matrix.array.dtype) in _EIGHT_BIT:
+    own = matrix.array.dtype
+    # No np.dtype is looked for in a tuple with None, which NumPy takes for f64.
+    if dtype is None or dtype == own or str(own) in _EIGHT_BIT:
         return matrix
     return matrix._replace(array=matrix.array.astype(dtype))
 
