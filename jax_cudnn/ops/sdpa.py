@@ -378,7 +378,7 @@ def _check_bias(
             advice = "Pass a boolean array as mask instead."
         raise TypeError(
             f"sdpa: bias is {_describe(array)}. Supported dtypes are "
-            f"{', '.join(_DTYPES)}. {advice}"
+            f"{', '.join(_DTYPES)} and integers. {advice}"
         )
     return _check_scores_like("bias", array, scores)
 
