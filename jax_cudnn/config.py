@@ -2,6 +2,7 @@
 """Options that change the traced program; part of each call, so that jit sees them."""
 
 import json
+from collections.abc import Hashable
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
@@ -27,6 +28,8 @@ NumericNote = Literal[
     "WINOGRAD_TILE_6x6",
 ]
 Note = BehaviorNote | NumericNote
+# By its name, one for each operand, or a jax.lax.DotAlgorithm.
+MatmulPrecision = str | tuple[str, str] | Hashable | None
 _NOTES = (*get_args(BehaviorNote), *get_args(NumericNote))
 
 
@@ -203,12 +206,13 @@ class Options:
     "auto" runs cuDNN where it has a plan and XLA elsewhere, saying so.
     ``plan`` says which of cuDNN's plans may run it. ``device`` names a GPU to plan for
     that need not be here; None is the one that is.
-    ``matmul_precision`` is ``jax.default_matmul_precision`` as it was when the
-    operation was traced; the reference is traced later, when it is no longer in force.
+    ``matmul_precision`` is the call's own, or ``jax.default_matmul_precision`` as it
+    was when the operation was traced; the reference is traced later, when that is no
+    longer in force.
     """
 
     implementation: Implementation = "auto"
-    matmul_precision: str | None = None
+    matmul_precision: MatmulPrecision = None
     plan: PlanOptions = PlanOptions()
     device: str | None = None
 

@@ -172,8 +172,8 @@ def _conv_epilogues() -> Iterator[Case]:
     for name, dtype in FLOATS.items():
         for row, epilogue in _epilogues((3, 11, 13, 48), dtype):
             options = {
-                "x": Shape((3, 11, 13, 32), dtype),
-                "w": Shape((3, 5, 32, 48), dtype),
+                "lhs": Shape((3, 11, 13, 32), dtype),
+                "rhs": Shape((3, 5, 32, 48), dtype),
                 "padding": "SAME",
                 "dimension_numbers": _NHWC,
                 **epilogue,
@@ -185,8 +185,8 @@ def _transposed_conv_epilogues() -> Iterator[Case]:
     for name, dtype in FLOATS.items():
         for row, epilogue in _epilogues((3, 22, 26, 48), dtype):
             options = {
-                "x": Shape((3, 11, 13, 32), dtype),
-                "w": Shape((4, 4, 32, 48), dtype),
+                "lhs": Shape((3, 11, 13, 32), dtype),
+                "rhs": Shape((4, 4, 32, 48), dtype),
                 "lhs_dilation": (2, 2),
                 "padding": ((2, 2), (2, 2)),
                 "dimension_numbers": _NHWC,
@@ -209,16 +209,16 @@ def _matmul_epilogues() -> Iterator[Case]:
 def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield options by name, the shapes of x and w as bare tuples."""
     plain = {
-        "x": (3, 11, 13, 32),
-        "w": (3, 5, 32, 48),
+        "lhs": (3, 11, 13, 32),
+        "rhs": (3, 5, 32, 48),
         "padding": "SAME",
         "dimension_numbers": _NHWC,
     }
     yield (
         "1-D",
         {
-            "x": (3, 37, 32),
-            "w": (5, 32, 48),
+            "lhs": (3, 37, 32),
+            "rhs": (5, 32, 48),
             "padding": "SAME",
             "dimension_numbers": ("NWC", "WIO", "NWC"),
         },
@@ -226,20 +226,20 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     yield (
         "3-D",
         {
-            "x": (3, 7, 11, 13, 32),
-            "w": (3, 1, 5, 32, 48),
+            "lhs": (3, 7, 11, 13, 32),
+            "rhs": (3, 1, 5, 32, 48),
             "padding": "SAME",
             "dimension_numbers": ("NDHWC", "DHWIO", "NDHWC"),
         },
     )
-    yield "channels first", {"x": (3, 32, 11, 13), "w": (48, 32, 3, 5)}
-    yield "filters 1 x 1", {**plain, "w": (1, 1, 32, 48)}
+    yield "channels first", {"lhs": (3, 32, 11, 13), "rhs": (48, 32, 3, 5)}
+    yield "filters 1 x 1", {**plain, "rhs": (1, 1, 32, 48)}
     yield "stride", {**plain, "window_strides": (2, 3)}
     yield (
         "filters 1 x 1, stride",
         {
             **plain,
-            "w": (1, 1, 32, 48),
+            "rhs": (1, 1, 32, 48),
             "window_strides": (2, 2),
         },
     )
@@ -248,7 +248,7 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     yield "negative padding", {**plain, "padding": ((-1, 2), (-2, -3))}
     yield (
         "stride, unlike padding",
-        {**plain, "x": (3, 12, 16, 32)} | {"window_strides": (2, 2)},
+        {**plain, "lhs": (3, 12, 16, 32)} | {"window_strides": (2, 2)},
     )
     yield (
         "dilated images, stride",
@@ -261,13 +261,13 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
     )
     yield (
         "groups of 16 channels in, 24 out",
-        {**plain, "w": (3, 5, 16, 48), "feature_group_count": 2},
+        {**plain, "rhs": (3, 5, 16, 48), "feature_group_count": 2},
     )
     yield (
         "groups of 8 channels in, 12 out",
         {
             **plain,
-            "w": (3, 5, 8, 48),
+            "rhs": (3, 5, 8, 48),
             "feature_group_count": 4,
         },
     )
@@ -275,7 +275,7 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
         "groups of 4 channels in, 6 out",
         {
             **plain,
-            "w": (3, 5, 4, 48),
+            "rhs": (3, 5, 4, 48),
             "feature_group_count": 8,
         },
     )
@@ -283,31 +283,34 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
         "groups of images",
         {
             **plain,
-            "x": (6, 11, 13, 32),
+            "lhs": (6, 11, 13, 32),
             "batch_group_count": 2,
         },
     )
-    yield "depthwise", {**plain, "w": (3, 5, 1, 32), "feature_group_count": 32}
-    yield "depthwise, 2 each", {**plain, "w": (3, 5, 1, 64), "feature_group_count": 32}
+    yield "depthwise", {**plain, "rhs": (3, 5, 1, 32), "feature_group_count": 32}
+    yield (
+        "depthwise, 2 each",
+        {**plain, "rhs": (3, 5, 1, 64), "feature_group_count": 32},
+    )
     yield (
         "depthwise, 1-D",
         {
-            "x": (3, 37, 32),
-            "w": (4, 1, 32),
+            "lhs": (3, 37, 32),
+            "rhs": (4, 1, 32),
             "padding": ((3, 0),),
             "dimension_numbers": ("NWC", "WIO", "NWC"),
             "feature_group_count": 32,
         },
     )
-    yield "3 channels in", {**plain, "x": (3, 11, 13, 3), "w": (3, 5, 3, 48)}
-    yield "5 channels out", {**plain, "w": (3, 5, 32, 5)}
-    yield "7 channels in, 5 out", {**plain, "x": (3, 11, 13, 7), "w": (3, 5, 7, 5)}
-    yield "1 channel in and out", {**plain, "x": (3, 11, 13, 1), "w": (3, 5, 1, 1)}
+    yield "3 channels in", {**plain, "lhs": (3, 11, 13, 3), "rhs": (3, 5, 3, 48)}
+    yield "5 channels out", {**plain, "rhs": (3, 5, 32, 5)}
+    yield "7 channels in, 5 out", {**plain, "lhs": (3, 11, 13, 7), "rhs": (3, 5, 7, 5)}
+    yield "1 channel in and out", {**plain, "lhs": (3, 11, 13, 1), "rhs": (3, 5, 1, 1)}
     yield (
         "transposed, 1-D",
         {
-            "x": (3, 37, 32),
-            "w": (4, 32, 48),
+            "lhs": (3, 37, 32),
+            "rhs": (4, 32, 48),
             "lhs_dilation": (2,),
             "padding": ((2, 2),),
             "dimension_numbers": ("NWC", "WIO", "NWC"),
@@ -317,7 +320,7 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
         "transposed, groups",
         {
             **plain,
-            "w": (4, 4, 16, 48),
+            "rhs": (4, 4, 16, 48),
             "lhs_dilation": (2, 2),
             "padding": ((2, 2), (2, 2)),
             "feature_group_count": 2,
@@ -327,8 +330,8 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
         "transposed, 7 channels in, 5 out",
         {
             **plain,
-            "x": (3, 11, 13, 7),
-            "w": (4, 4, 7, 5),
+            "lhs": (3, 11, 13, 7),
+            "rhs": (4, 4, 7, 5),
             "lhs_dilation": (2, 2),
             "padding": ((2, 2), (2, 2)),
         },
@@ -338,9 +341,9 @@ def _conv_shapes() -> Iterator[tuple[str, dict[str, Any]]]:
 def _shaped_convs() -> Iterator[Case]:
     for row, options in _conv_shapes():
         for name, dtype in FLOATS.items():
-            full = options | {k: Shape(options[k], dtype) for k in ("x", "w")}
+            full = options | {k: Shape(options[k], dtype) for k in ("lhs", "rhs")}
             yield _case(("conv alone", row, name), jax_cudnn.conv, full)
-            channels = full["w"].shape[-1 if "dimension_numbers" in full else 0]
+            channels = full["rhs"].shape[-1 if "dimension_numbers" in full else 0]
             full |= {"bias": Shape((channels,), dtype), "activation": "gelu"}
             yield _case(("conv, bias, gelu", row, name), jax_cudnn.conv, full)
 
@@ -413,13 +416,21 @@ def _narrow() -> Iterator[tuple[str, str, dict[str, Any]]]:
             yield f"scale, bias, relu, {in_dtype}", name, options
 
 
+# Rows of f8 whose gradients are planned as well: one for each dtype of the result.
+_WITH_GRADIENTS = (
+    "result in f32",
+    "result in bf16",
+    "scale, bias, relu, result in f8",
+)
+
+
 def _narrow_cases() -> Iterator[Case]:
     for row, name, options in _narrow():
         dtype = {**I8, **F8}[name]
-        wanted = ("x", "w") if name in F8 and row == "result in bf16" else ()
+        wanted = ("lhs", "rhs") if name in F8 and row in _WITH_GRADIENTS else ()
         images = {
-            "x": Shape((3, 11, 13, 32), dtype),
-            "w": Shape((3, 5, 32, 48), dtype),
+            "lhs": Shape((3, 11, 13, 32), dtype),
+            "rhs": Shape((3, 5, 32, 48), dtype),
             "padding": "SAME",
             "dimension_numbers": _NHWC,
         }

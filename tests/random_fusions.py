@@ -487,8 +487,8 @@ def conv_problem(
         w = draw.normal(w_shape, dtype, 1.0 if f8 else 1 / math.sqrt(reach))
         scale_size = 1 / math.sqrt(reach) if f8 else 1.0
     operands = {
-        "x": Operand(array=x, aligned=x_shape, full=x_shape),
-        "w": Operand(array=w, aligned=w_shape, full=w_shape),
+        "lhs": Operand(array=x, aligned=x_shape, full=x_shape),
+        "rhs": Operand(array=w, aligned=w_shape, full=w_shape),
     }
     terms: list[str] = []
     if draw.chance(0.7):
@@ -533,7 +533,7 @@ def conv_problem(
         call=call,
         operands=operands,
         contract=lambda x, w: lax.conv_general_dilated(x, w, **options),
-        sides=("x", "w"),
+        sides=("lhs", "rhs"),
         between=between,
         terms=tuple(terms),
         numbers=numbers_given,

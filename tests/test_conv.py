@@ -153,14 +153,13 @@ def problems(draw: st.DrawFn) -> Problem:
 @given(problems())
 def test_value_and_gradients_are_lax_s(problem: Problem) -> None:
     rng = np.random.default_rng(5)
-    names = ("x", "w", *(name for name, _ in problem.extra))
+    names = [name for name, _ in problem.extra]
     shapes = (problem.x, problem.w, *(shape for _, shape in problem.extra))
     operands = [jnp.asarray(rng.standard_normal(shape)) for shape in shapes]
 
     def run(function: Any, *operands: jax.Array) -> Any:
-        return function(
-            **dict(zip(names, operands, strict=True)), **dict(problem.options)
-        )
+        extra = dict(zip(names, operands[2:], strict=True))
+        return function(*operands[:2], **extra, **dict(problem.options))
 
     @jax.jit
     def both(*operands: jax.Array) -> Any:
@@ -325,6 +324,7 @@ def test_empty_and_smallest_sizes(
 
 # --- gradients ------------------------------------------------------------------------
 
+# In the graph; conv takes the first two by position here.
 _NAMES = ("x", "w", "bias", "residual", "scale")
 
 
@@ -338,7 +338,8 @@ def _operands(draw: Draw, dtype: Any = jnp.float64, count: int = 0) -> list[jax.
 
 def _fused(*operands: jax.Array, function: Any = conv, **options: Any) -> jax.Array:
     options = {"dimension_numbers": _NHWC, "padding": "SAME", **options}
-    return function(**dict(zip(_NAMES, operands, strict=False)), **options)
+    extra = dict(zip(_NAMES[2:], operands[2:], strict=False))
+    return function(*operands[:2], **extra, **options)
 
 
 @pytest.mark.usefixtures("x64")

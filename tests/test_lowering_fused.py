@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_cudnn import UnsupportedError, choices, conv, matmul, native, plans
@@ -175,6 +176,45 @@ def test_full_precision_of_f32_is_xlas(caplog: pytest.LogCaptureFixture) -> None
     assert len(_calls(lambda *xs: _layer(*xs, precision="highest"), *_operands())) == 1
 
 
+_ALGORITHM = jax.lax.DotAlgorithmPreset
+
+
+@pytest.mark.parametrize(
+    ("precision", "honoured"),
+    [
+        ("fastest", {"bf16", "f32"}),
+        ("bfloat16_3x", {"bf16", "f32"}),
+        (jax.lax.Precision.HIGH, {"bf16", "f32"}),
+        (("default", "high"), {"bf16", "f32"}),
+        (("default", "highest"), {"bf16"}),
+        ("highest", {"bf16"}),
+        (_ALGORITHM.DEFAULT, {"bf16", "f32"}),
+        (_ALGORITHM.TF32_TF32_F32, {"f32"}),
+        ("BF16_BF16_F32", {"bf16"}),
+        (_ALGORITHM.BF16_BF16_F32_X3, set()),
+        ("F32_F32_F32", set()),
+    ],
+    ids=str,
+)
+def test_cudnn_runs_the_precisions_that_it_has(
+    precision: Any, honoured: set[str]
+) -> None:
+    found = set()
+    for name, dtype in (("bf16", _BF16), ("f32", jnp.float32)):
+        a, b = jnp.ones((4, 8), dtype), jnp.ones((8, 16), dtype)
+
+        def product(a: Any, b: Any) -> jax.Array:
+            return matmul(a, b, precision=precision)
+
+        if _calls(product, a, b):
+            found.add(name)
+        # A convolution has no algorithm to lax either.
+        is_preset = getattr(precision, "name", precision) in _ALGORITHM.__members__
+        layer = _calls(lambda *xs: _layer(*xs, precision=precision), *_operands(dtype))
+        assert bool(layer) == (is_preset or name in honoured)
+    assert found == honoured
+
+
 def test_xla_rounds_sums_of_16_bits_on_a_gpu(planner: Planner) -> None:
     planner.refused = {"matmul"}
     x = jnp.ones((4, 8), _BF16)
@@ -203,8 +243,7 @@ def test_xla_rounds_sums_over_8_bit_weights_as_well(planner: Planner) -> None:
         assert re.search(r"dot_general.*-> tensor<[148x]+xbf16>", text(dtype)), dtype
 
 
-def test_xla_rounds_a_cotangent_to_the_operands_dtype() -> None:
-    """It multiplies what cuDNN would: two f8 matrices, not two wider ones."""
+def test_xla_rounds_no_cotangent_to_f8() -> None:
     f8 = jnp.float8_e4m3fn
     operands = (jnp.ones((4, 8), f8), jnp.ones((8, 16), f8), jnp.ones((4, 16), _BF16))
 
@@ -217,7 +256,73 @@ def test_xla_rounds_a_cotangent_to_the_operands_dtype() -> None:
     traced = jax.jit(gradients).trace(*operands)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     pattern = r"dot_general.*: \(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\)"
-    assert re.findall(pattern, text) == [("f8E4M3FN", "f8E4M3FN")] * 2
+    assert re.findall(pattern, text) == [("bf16", "bf16")] * 2
+
+
+def _convolutions(function: Callable[..., Any], *args: Any) -> list[tuple[str, ...]]:
+    """Return the dtypes of operands and result of each convolution of XLA's on CUDA."""
+    traced = jax.jit(function).trace(*args)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    pattern = (
+        r"stablehlo.convolution\(.*: \(tensor<[\dx]+x(\w+)>, tensor<[\dx]+x(\w+)>\) -> "
+        r"tensor<[\dx]+x(\w+)>"
+    )
+    found = re.findall(pattern, text)
+    assert len(found) == text.count("stablehlo.convolution(")
+    return found
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8])
+@pytest.mark.parametrize(
+    "preferred", [None, jnp.int32, jnp.int16, jnp.float32, jnp.bfloat16]
+)
+def test_xla_convolves_8_bit_integers_in_f64(
+    dtype: Any, preferred: Any, planner: Planner
+) -> None:
+    planner.refused = {"conv_fprop"}
+    x, w, _ = _operands(dtype)
+
+    def run(x: Any, w: Any) -> jax.Array:
+        return conv(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                    preferred_element_type=preferred)  # fmt: skip
+
+    assert _convolutions(run, x, w) == [("f64", "f64", "f64")]
+
+
+def test_sums_of_8_bit_integers_are_exact_as_xla_has_them_on_a_gpu() -> None:
+    # More than f32 has digits for: 9 x 512 products of up to 255 x 255.
+    rng = np.random.default_rng(3)
+    x = rng.integers(128, 256, (1, 3, 3, 512)).astype(np.uint8)
+    w = rng.integers(128, 256, (3, 3, 512, 5)).astype(np.uint8)
+
+    def run(x: Any, w: Any) -> jax.Array:
+        return conv(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                    preferred_element_type=jnp.int32)  # fmt: skip
+
+    ((graph, options, _),) = traced_graphs(run, x, w)
+    (got,) = cuda.run_xla(graph, (jnp.asarray(x), jnp.asarray(w)), options)
+    want = np.tensordot(x[0].astype(np.int64), w.astype(np.int64), 3)
+    assert got.dtype == jnp.int32
+    assert want.max() > 2**26
+    np.testing.assert_array_equal(got[0, 0, 0], want)
+
+
+@pytest.mark.parametrize("preferred", [None, _BF16, jnp.float32])
+def test_xla_convolves_no_f8(preferred: Any, planner: Planner) -> None:
+    planner.refused = {"conv_fprop", "conv_dgrad", "conv_wgrad"}
+
+    def gradients(x: Any, w: Any) -> Any:
+        def run(x: Any, w: Any) -> jax.Array:
+            return conv(x, w, dimension_numbers=("NHWC", "HWIO", "NHWC"),
+                        preferred_element_type=preferred)  # fmt: skip
+
+        value, pullback = jax.vjp(run, x, w)
+        return pullback(value)
+
+    x, w, _ = _operands(jnp.float8_e4m3fn)
+    found = _convolutions(gradients, x, w)
+    assert len(found) == 3
+    assert "f8E4M3FN" not in str([pair[:2] for pair in found])
 
 
 # --- choices --------------------------------------------------------------------------

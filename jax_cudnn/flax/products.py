@@ -45,7 +45,7 @@ class ConvGeneralDilated:
         dimension_numbers: object = None,
         feature_group_count: int = 1,
         batch_group_count: int = 1,
-        precision: Precision | Sequence[Precision] = None,
+        precision: Precision = None,
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: object = None,
@@ -124,7 +124,7 @@ class DotGeneral:
         dimension_numbers: tuple[
             tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
         ],
-        precision: Precision | Sequence[Precision] = None,
+        precision: Precision = None,
         preferred_element_type: DTypeLike | None = None,
         *,
         out_sharding: object = None,

@@ -139,10 +139,10 @@ def _vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> str
     names = dict(node.inputs)
     tensor = writer.forward(names[role])
     other_role = "w" if role == "x" else "x"
-    other = writer.use(names[other_role])
+    grad, other = writer.factors(cotangent, writer.use(names[other_role]))
     return writer.node(
         "conv_dgrad" if role == "x" else "conv_wgrad",
-        {"grad_output": writer.cast(cotangent, writer[other].dtype), other_role: other},
+        {"grad_output": grad, other_role: other},
         node.attributes,
         output=f"grad_{role}",
         dims=tensor.dims,

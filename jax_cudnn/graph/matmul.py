@@ -83,7 +83,7 @@ def _vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> str
     names = dict(node.inputs)
     tensor = writer.forward(names[role])
     other = writer.view(names["b" if role == "a" else "a"], (0, 2, 1))
-    grad = writer.cast(cotangent, writer[other].dtype)
+    grad, other = writer.factors(cotangent, other)
     inputs = {"a": grad, "b": other} if role == "a" else {"a": other, "b": grad}
     batch = broadcast(*(writer[name].dims[:1] for name in inputs.values()))
     product = writer.node(

@@ -14,7 +14,7 @@ from jax_cudnn.graph.pointwise import (
     PointwiseAttributes,
     ReductionAttributes,
 )
-from jax_cudnn.graph.rules import broadcast
+from jax_cudnn.graph.rules import EIGHT_BIT, broadcast
 from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Node, Tensor
 
 
@@ -227,6 +227,20 @@ class GradientWriter(GraphWriter):
         All that reads it reads the one tensor: the sum for a bias too.
         """
         return self.cast(name, self.cotangent_dtype)
+
+    def factors(self, cotangent: str, operand: str) -> tuple[str, str]:
+        """Return a cotangent and an operand in the dtype of the gradient's product.
+
+        That is the operand's, but for operands of 8 bits and sums in f64. A cotangent
+        has not been scaled to 8 bits, and it has all digits of f64 sums: it stays as it
+        is, and the operand is widened, which is exact.
+        """
+        dtype = self[operand].dtype
+        if self.accumulator == "f64":
+            dtype = "f64"
+        elif dtype in EIGHT_BIT:
+            dtype = "bf16" if self.cotangent_dtype == "bf16" else "f32"
+        return self.cast(cotangent, dtype), self.cast(operand, dtype)
 
     def cotangent(self, name: str) -> str:
         """Return the cotangent of a forward result, as an operand."""

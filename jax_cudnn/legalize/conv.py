@@ -80,7 +80,8 @@ def _channels_of(edit: Edit) -> tuple[int, int, int]:
 def _has_odd_groups(graph: Graph) -> bool:
     edit = Edit.of(graph)
     groups, c, o = _channels_of(edit)
-    unit = ELEMENTS_PER_LOAD[edit.tensors[_roles(edit)["w"]].dtype]
+    filters = _roles(edit)[TRIPLES[_main(edit).kind][1]]
+    unit = ELEMENTS_PER_LOAD[edit.tensors[filters].dtype]
     return groups > 1 and bool(c % unit or o % unit)
 
 

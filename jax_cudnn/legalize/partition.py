@@ -2,11 +2,11 @@
 """Splits a graph into parts, each for one kernel: contractions and what surrounds them.
 
 A contraction takes along what follows from it alone and is no larger than its result
-(its epilogue), and the conversion of an 8-bit operand (its prologue). What is left,
-elementwise work and sums over the operands, is for XLA, which fuses it with what the
-program does around the call. So the gradient of a fused convolution is: the cotangent
-through the activation and the sums for the bias in XLA, then dgrad and wgrad, one cuDNN
-kernel each.
+(its epilogue), and a matmul the conversion of an 8-bit operand (its prologue). What is
+left, elementwise work and sums over the operands, is for XLA, which fuses it with what
+the program does around the call. So the gradient of a fused convolution is: the
+cotangent through the activation and the sums for the bias in XLA, then dgrad and
+wgrad, one cuDNN kernel each.
 """
 
 from jax_cudnn.graph import Graph, Node
@@ -42,7 +42,10 @@ def partition(graph: Graph) -> tuple[Graph, ...]:
         if follows[contraction] == {contraction}:
             larger = _larger(graph, contraction, own)
             own = [i for i in own if i not in larger]
-            parts.append(sorted({*own, *_needed(own, inputs, converted)}))
+            taken = converted
+            if graph.nodes[contraction].kind != "matmul":
+                taken = frozenset(i for i in converted if not graph.nodes[i].inputs)
+            parts.append(sorted({*own, *_needed(own, inputs, taken)}))
             parts.append(sorted({*larger, *_needed(larger, inputs, converted)}))
         else:
             # Reads what another contraction made: its own kernel, nothing fused.

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
+from jax_cudnn.lowering._jax import weakly_typed
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.primitives import (
@@ -21,4 +22,5 @@ __all__ = [
     "scoped",
     "subprograms",
     "traced_graphs",
+    "weakly_typed",
 ]

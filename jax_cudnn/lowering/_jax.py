@@ -29,6 +29,7 @@ __all__ = [
     "set_jvp",
     "set_lowering",
     "set_transpose",
+    "weakly_typed",
     "zero_like",
 ]
 
@@ -97,6 +98,13 @@ def align_varying(operands: Sequence[jax.Array]) -> list[jax.Array]:
         jax.lax.pcast(x, tuple(sorted(union - own)), to="varying") if union - own else x
         for x, own in zip(operands, varying, strict=True)
     ]
+
+
+def weakly_typed(x: jax.Array) -> jax.Array:
+    """Return an array whose dtype gives way to that of what it meets."""
+    return jax.lax.convert_element_type_p.bind(
+        x, new_dtype=x.dtype, weak_type=True, sharding=None
+    )
 
 
 def explicit_sharding(x: jax.Array) -> str | None:

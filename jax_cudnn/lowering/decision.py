@@ -10,9 +10,11 @@ import logging
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
+
 from jax_cudnn import choices
 from jax_cudnn.choices import Choice
-from jax_cudnn.config import Options
+from jax_cudnn.config import MatmulPrecision, Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, summary, to_json
 from jax_cudnn.legalize import (
@@ -247,23 +249,48 @@ def _measured_reason(measured: Choice) -> str:
     return f"XLA was measured to be faster: {times}, cuDNN {rival}"
 
 
-# jax.default_matmul_precision values that TF32 products satisfy.
-_TF32_IS_ENOUGH = (None, "default", "fastest", "bfloat16", "tensorfloat32")
+# What cuDNN does as well, of what dot products can be asked for: the dtype of the
+# operands for which it does.
+_ALGORITHMS = {
+    "BF16_BF16_F32": {"bf16"},
+    "F16_F16_F32": {"f16"},
+    "TF32_TF32_F32": {"f32"},
+}
 
 
 def precision_refusal(part: Graph, options: Options) -> str | None:
-    """Return why the products asked for are finer than cuDNN's, or None."""
+    """Return why the products asked for are not cuDNN's, or None."""
+    kinds = {node.kind for node in part.nodes if is_contraction(node)}
     precision = options.matmul_precision
-    is_fusion = not any(node.kind.startswith("sdpa") for node in part.nodes)
-    has_f32 = any(
-        part.tensor(name).dtype == "f32"
+    if precision is None or any(kind.startswith("sdpa") for kind in kinds):
+        return None
+    dtypes = {
+        part.tensor(name).dtype
         for node in part.nodes
         if is_contraction(node)
         for _, name in node.inputs
-    )
-    if is_fusion and has_f32 and precision not in _TF32_IS_ENOUGH:
+    }
+    if not _is_level(precision):
+        # An algorithm is for dot products; a convolution has none to lax either.
+        if "matmul" not in kinds or _ALGORITHMS.get(precision) == dtypes:
+            return None
+        return f"the algorithm of the product was asked for, {precision!r}: XLA has it"
+    levels = precision if isinstance(precision, tuple) else (precision,)
+    # On a GPU, XLA takes TF32 for all lower ones (jax.lax.Precision).
+    if "f32" in dtypes and any(map(_is_highest, levels)):
         return f"cuDNN multiplies f32 in TF32, less than the precision {precision!r}"
     return None
+
+
+def _is_level(precision: MatmulPrecision) -> bool:
+    """Whether it is a jax.lax.Precision, or two, by name and no algorithm."""
+    if isinstance(precision, str):
+        return precision not in jax.lax.DotAlgorithmPreset.__members__
+    return not isinstance(precision, jax.lax.DotAlgorithm)
+
+
+def _is_highest(name: str) -> bool:
+    return jax.lax.Precision(name) is jax.lax.Precision.HIGHEST
 
 
 @functools.lru_cache(maxsize=4096)

@@ -8,6 +8,7 @@ is two cuDNN graphs. Every other derivative (forward mode, second order) comes f
 reference, through ``linear_p``'s own lowering and jvp rule.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -60,8 +61,22 @@ def run_reference(
     kept: frozenset[str] = frozenset(),
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results by the reference, in the precision asked for."""
-    with jax.default_matmul_precision(options.matmul_precision):
-        return evaluate(graph, operands, narrow_sums=narrow_sums, kept=kept)
+    precision: Any = options.matmul_precision
+    # The context takes names only, and is for the products of attention.
+    name = precision if isinstance(precision, str) else None
+    # Without it, f64 would be f32 here where it is not in force for all of the program.
+    is_double = any(tensor.dtype == "f64" for tensor in graph.tensors)
+    with (
+        jax.default_matmul_precision(name),
+        jax.enable_x64(True) if is_double else contextlib.nullcontext(),
+    ):
+        return evaluate(
+            graph,
+            operands,
+            narrow_sums=narrow_sums,
+            kept=kept,
+            precision=precision,
+        )
 
 
 def traced_graphs(

@@ -11,7 +11,13 @@ from typing import Any
 
 import jax
 
-from jax_cudnn.config import Implementation, Options, PlanOptions, check_plan
+from jax_cudnn.config import (
+    Implementation,
+    MatmulPrecision,
+    Options,
+    PlanOptions,
+    check_plan,
+)
 from jax_cudnn.graph import Graph
 
 
@@ -44,7 +50,7 @@ def scoped(**changes: Any) -> AbstractContextManager[None]:
 def call_options(
     implementation: Implementation | None,
     plan: PlanOptions | None,
-    matmul_precision: str | None,
+    matmul_precision: MatmulPrecision,
 ) -> Options:
     """Return a call's options: its own arguments, else what its scope says."""
     around = scope()

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Activations as graph nodes: by name, by JAX's function, or traced from any other."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, NamedTuple, NoReturn
@@ -56,10 +57,24 @@ _KNOWN: dict[Callable[..., Any], str] = {
     jax.lax.tanh: "tanh",
     jax.lax.logistic: "sigmoid",
 }
+# And the other way round, for arrays.
+_FUNCTIONS: dict[str, Callable[..., jax.Array]] = {
+    **{name: function for function, name in _KNOWN.items()},
+    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "swish": jax.nn.swish,
+}
+assert set(_FUNCTIONS) == set(_NAMED)
 
 
-def apply(writer: GraphWriter, op: str, activation: Activation, x: str) -> str:
-    """Add an activation of the tensor `x` to a graph, and return the result's name."""
+def on_array(op: str, activation: Activation, x: jax.Array) -> jax.Array:
+    """Return an activation of an array, which no graph has."""
+    _check(op, activation)
+    function = _FUNCTIONS[activation] if isinstance(activation, str) else activation
+    return function(x)
+
+
+def _check(op: str, activation: object) -> None:
+    """Raise ValueError or TypeError unless it is a known name or a function."""
     if isinstance(activation, str):
         if activation not in _NAMED:
             raise ValueError(
@@ -67,13 +82,19 @@ def apply(writer: GraphWriter, op: str, activation: Activation, x: str) -> str:
                 f"{', '.join(map(repr, _NAMED))}. A function of one array made of "
                 "pointwise operations works as well."
             )
-        mode, alpha = _NAMED[activation]
-        return writer.pointwise(mode, x, alpha=alpha)
-    if not callable(activation):
+    elif not callable(activation):
         raise TypeError(
             f"{op}: activation is {type(activation).__name__}. A name or a function is "
             "supported. Pass a name such as 'relu', or a function of one array."
         )
+
+
+def apply(writer: GraphWriter, op: str, activation: Activation, x: str) -> str:
+    """Add an activation of the tensor `x` to a graph, and return the result's name."""
+    _check(op, activation)
+    if isinstance(activation, str):
+        mode, alpha = _NAMED[activation]
+        return writer.pointwise(mode, x, alpha=alpha)
     try:
         name = _KNOWN.get(activation)
     except TypeError:  # not hashable

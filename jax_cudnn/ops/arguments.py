@@ -1,24 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operations' argument checks have in common."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.config import (
+    Implementation,
+    MatmulPrecision,
+    Options,
+    PlanOptions,
+)
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import DTypeName, Tensor
+from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.lowering import call_options
 from jax_cudnn.reference.dtypes import dtype_name
 
 FLOATS = ("bf16", "f16", "f32", "f64")
 # What the operands of a contraction may be.
 CONTRACTED = (*FLOATS, "f8_e4m3fn", "f8_e5m2", "i8", "u8")
-# A precision as JAX's operations take it, less the pair for each operand.
-Precision = str | jax.lax.Precision | None
+# A precision as JAX's operations take it: of both operands, or of each.
+Precision = (
+    str
+    | jax.lax.Precision
+    | jax.lax.DotAlgorithm
+    | jax.lax.DotAlgorithmPreset
+    | tuple[str, str]
+    | tuple[jax.lax.Precision, jax.lax.Precision]
+    | None
+)
 
 
 def describe(x: jax.Array) -> str:
@@ -31,34 +43,53 @@ def options(
     op: str,
     implementation: Implementation | None,
     plan: PlanOptions | None,
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
 ) -> Options:
     """Return the options of a call, with what is in force where it is traced."""
-    # Set on the class when JAX is imported, where type checkers do not see it.
-    default: str | None = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    if isinstance(precision, tuple | list):
-        first, *others = precision
-        if any(each != first for each in others):
-            raise ValueError(
-                f"{op}: precision={precision!r} differs between the operands. cuDNN "
-                "has one for both. Pass one."
-            )
-        precision = first
-    assert precision is None or isinstance(precision, str | jax.lax.Precision)
-    if isinstance(precision, jax.lax.Precision):
-        precision = precision.name.lower()
-    return call_options(
-        implementation, plan, default if precision is None else precision
+    if precision is None:
+        # Set on the class when JAX is imported, where type checkers do not see it.
+        precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    return call_options(implementation, plan, _canonical_precision(op, precision))
+
+
+def _canonical_precision(op: str, precision: Precision) -> MatmulPrecision:
+    """Return a precision by its name, two that differ by theirs, or an algorithm."""
+    # An algorithm is a tuple, too.
+    if precision is None or isinstance(precision, jax.lax.DotAlgorithm):
+        return precision
+    if isinstance(precision, jax.lax.DotAlgorithmPreset):
+        precision = precision.name
+    if precision == "DEFAULT":  # an algorithm by its name only
+        return "default"
+    if isinstance(precision, str) and precision in _ALGORITHMS:
+        return precision
+    # A list is not hashable, and no precision to lax; it is taken as the pair it shows.
+    is_pair = isinstance(precision, tuple | list)
+    pair = tuple(precision) if is_pair else (precision, precision)
+    if len(pair) == 2 and all(map(_is_precision, pair)):
+        # Aliases are not names that jax.default_matmul_precision takes, all of them.
+        first, second = (jax.lax.Precision(each).name.lower() for each in pair)
+        return first if first == second else (first, second)
+    raise ValueError(
+        f"{op}: precision={precision!r} is not one that JAX has. Pass None, one of "
+        f"{', '.join(map(repr, _PRECISIONS))}, a jax.lax.Precision, a pair of these, "
+        "or a jax.lax.DotAlgorithmPreset, its name, or a jax.lax.DotAlgorithm."
     )
 
 
-def check_dimensions_known(op: str, name: str, x: jax.Array) -> None:
-    """Raise UnsupportedError for the symbolic dimensions of jax.export."""
-    if not all(isinstance(size, int) for size in x.shape):
-        raise UnsupportedError(
-            f"{op}: {name} has symbolic dimensions, {describe(x)}. A cuDNN plan is "
-            "made for one shape. Export the function for each shape it is to serve."
-        )
+# The names and aliases of jax.lax.Precision.
+_PRECISIONS = (
+    *("default", "fastest", "bfloat16"),
+    *("high", "bfloat16_3x", "tensorfloat32"),
+    *("highest", "float32"),
+)
+
+
+_ALGORITHMS = jax.lax.DotAlgorithmPreset.__members__
+
+
+def _is_precision(value: object) -> bool:
+    return isinstance(value, jax.lax.Precision) or value in _PRECISIONS
 
 
 def refuse_out_sharding(op: str, out_sharding: object) -> None:
@@ -82,30 +113,66 @@ def check_dtype(
         )
 
 
-def result_dtype(
-    op: str, preferred: object, default: np.dtype, operands: str
-) -> DTypeName:
-    """Return the result's dtype, or raise TypeError for one that is not taken."""
-    dtype = default if preferred is None else _canonical(preferred)
+def result_dtype(preferred: object, default: np.dtype) -> np.dtype:
+    """Return the dtype of a call's result."""
+    return default if preferred is None else _canonical(preferred)
+
+
+def graph_dtype(dtype: np.dtype, *operands: DTypeName | None) -> DTypeName | None:
+    """Return in which dtype a graph of these operands gives a result of this one.
+
+    That is i32, the dtype of their sums, for 8-bit integers and a result of integers of
+    32 bits or less. None where no graph can.
+    """
+    if any(each not in CONTRACTED for each in operands):
+        return None
     name = dtype_name(dtype)
-    taken = (*FLOATS, "i32", "f8_e4m3fn", "f8_e5m2")
-    if name not in taken:
-        advice = "Pass one of them as preferred_element_type."
-        if preferred is None and name in ("i8", "u8"):
-            advice = (
-                "8-bit results would wrap around: pass preferred_element_type, "
-                "for example jnp.int32, or jnp.bfloat16 with a scale."
+    if _are_integers(*operands) and jnp.issubdtype(dtype, jnp.integer):
+        return "i32" if dtype.itemsize <= 4 else None
+    return name if name in (*FLOATS, "f8_e4m3fn", "f8_e5m2") else None  # type: ignore[return-value]
+
+
+def sums_dtype(result: DTypeName, *operands: DTypeName | None) -> DTypeName:
+    """Return the dtype of a contraction's sums: f64 if that is what is to come out."""
+    return "f64" if result == "f64" else accumulator(*operands)  # type: ignore[arg-type]
+
+
+def _are_integers(*dtypes: DTypeName | None) -> bool:
+    return all(dtype in ("i8", "u8") for dtype in dtypes)
+
+
+def why_symbolic(**arrays: jax.Array | None) -> str:
+    """Return which array has symbolic dimensions, in a sentence; "" if none has."""
+    for name, x in arrays.items():
+        if x is not None and not all(isinstance(size, int) for size in x.shape):
+            return (
+                f"{name} has symbolic dimensions, {describe(x)}. A cuDNN plan is made "
+                "for one shape."
             )
-        raise TypeError(
-            f"{op}: the result of {operands} would be {name or dtype}. Supported are "
-            f"{', '.join(taken)}. {advice}"
-        )
-    if name == "i32" and dtype_name(default) not in ("i8", "u8"):
-        raise TypeError(
-            f"{op}: the result of {operands} would be i32. That is the dtype of sums "
-            "of 8-bit integers. Pass a float as preferred_element_type."
-        )
-    return name  # type: ignore[return-value]
+    return ""
+
+
+def why_without_graph(dtype: np.dtype, **operands: jax.Array) -> str:
+    """Return why no graph has operands and a result of these dtypes; "" if one has."""
+    if graph_dtype(dtype, *(dtype_name(x.dtype) for x in operands.values())):
+        return ""
+    shown = " and ".join(f"{name} is {describe(x)}" for name, x in operands.items())
+    return (
+        f"{shown}, and the result {dtype_name(dtype) or dtype}. Graphs have operands "
+        f"of {', '.join(CONTRACTED)} and results of {', '.join(FLOATS)}, f8_e4m3fn "
+        "and f8_e5m2, or the integers that sums of i8 or u8 are."
+    )
+
+
+def strongly_typed(x: jax.Array) -> jax.Array:
+    """Return an array with a dtype of its own; its gradient is as weak as it was."""
+    return jax.lax.convert_element_type(x, x.dtype)
+
+
+def is_weak(*values: ArrayLike | None) -> bool:
+    """Whether all of them, but for None, have dtypes that give way to others."""
+    given = (each for each in values if each is not None)
+    return all(jax.typeof(jnp.asarray(each)).weak_type for each in given)
 
 
 def _canonical(dtype: object) -> np.dtype:

@@ -1,33 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.conv`: checks a fused convolution's arguments and builds its graph."""
 
-import functools
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import ConvAttributes
 from jax_cudnn.graph.conv import output_size
-from jax_cudnn.graph.rules import accumulator, broadcasts_to
+from jax_cudnn.graph.rules import broadcasts_to
+from jax_cudnn.lowering import weakly_typed
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
-    CONTRACTED,
     Precision,
     as_array,
-    check_dimensions_known,
     check_dtype,
     describe,
+    graph_dtype,
+    is_weak,
     options,
     refuse_out_sharding,
     result_dtype,
+    strongly_typed,
+    sums_dtype,
     tensor,
+    why_symbolic,
+    why_without_graph,
 )
 from jax_cudnn.ops.fusion import Fusion
+from jax_cudnn.ops.plain import Epilogue, check_implementation, run_plain
 
 
 class _Layout(NamedTuple):
@@ -39,8 +45,8 @@ class _Layout(NamedTuple):
 
 
 def conv(
-    x: ArrayLike,
-    w: ArrayLike,
+    lhs: ArrayLike,
+    rhs: ArrayLike,
     window_strides: Sequence[int] | None = None,
     padding: str | Sequence[tuple[int, int]] = "VALID",
     lhs_dilation: Sequence[int] | None = None,
@@ -48,7 +54,7 @@ def conv(
     dimension_numbers: object = None,
     feature_group_count: int = 1,
     batch_group_count: int = 1,
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
     preferred_element_type: object = None,
     out_sharding: object = None,
     *,
@@ -62,16 +68,18 @@ def conv(
     r"""Return a convolution with what follows it, through cuDNN on NVIDIA GPUs.
 
     Takes what :func:`jax.lax.conv_general_dilated` takes, with the same meaning, so
-    that it can stand in for it. For each image n and out channel o,
+    that it can stand in for it; window_strides and padding may be left out. For each
+    image n and out channel o,
 
     .. math::
 
         \mathrm{output} = \mathrm{activation}(\mathrm{scale} \cdot (x * w)
             + \mathrm{bias} + \mathrm{residual})
 
-    where ``*`` is cross-correlation over the window and a group's channels. All of it
-    is one kernel. Sums, and what follows them, are kept in f32 (f64 for f64, i32 sums
-    for 8-bit integers) and rounded once, to the result's dtype.
+    where x is `lhs`, w is `rhs` and ``*`` is cross-correlation over the window and a
+    group's channels. All of it is one kernel. Sums, and what follows them, are kept in
+    f32 (f64 for f64, i32 sums for 8-bit integers) and rounded once, to the result's
+    dtype.
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's gradient
     kernels, for the operands whose gradient is asked for; forward mode and higher
@@ -81,26 +89,27 @@ def conv(
     spatial axes, f those of the window.
 
     Args:
-      x: the images, (n, c, \*y) in the layout of `dimension_numbers`; bf16, f16, f32,
-        f64, f8_e4m3fn, f8_e5m2, i8 or u8.
-      w: the filters, (o, c/g, \*f), of x's dtype.
+      lhs: the images, (n, c, \*y) in the layout of `dimension_numbers`; bf16, f16, f32,
+        f64, f8_e4m3fn, f8_e5m2, i8 or u8. What else lax takes is run by XLA: other
+        dtypes, no spatial axis or more than three, symbolic dimensions.
+      rhs: the filters, (o, c/g, \*f), of lhs's dtype.
       window_strides: steps of the window. Default None: 1 along each axis.
       padding: "SAME", "SAME_LOWER", "VALID" or a (low, high) pair per spatial axis,
         which may differ and may be negative. Default "VALID": none.
-      lhs_dilation: zeros between elements of x, as in a transposed convolution.
+      lhs_dilation: zeros between elements of lhs, as in a transposed convolution.
         Default None: 1 along each axis, none.
-      rhs_dilation: zeros between elements of w (atrous). Default None: 1.
+      rhs_dilation: zeros between elements of rhs (atrous). Default None: 1.
       dimension_numbers: as for lax; channels-last ("NHWC", "HWIO", "NHWC") is what
         cuDNN computes in, other layouts are transposed around it. Default None:
         ("NCHW", "OIHW", "NCHW").
       feature_group_count: groups of channels; c for a depthwise convolution.
         Default 1.
       batch_group_count: groups of images, as for lax. Default 1.
-      precision: of f32 products, as for lax. Default None:
-        `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does by
-        default; for a higher precision "auto" runs XLA.
-      preferred_element_type: dtype of the result. Default None: that of x, except for
-        8-bit integers, which need it (lax's would wrap around).
+      precision: of f32 products, all that lax takes. Default None:
+        `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does on a
+        GPU but for "highest"; for that "auto" runs XLA.
+      preferred_element_type: dtype of the result. Default None: that of lhs, in which
+        sums of integers wrap around, as lax's do. Sums for f64 are kept in f64.
       out_sharding: must be None, which nnx's layers pass.
       bias: (o,), or an array that broadcasts to the result. Differentiable.
       residual: added before the activation; broadcasts to the result. Differentiable.
@@ -119,24 +128,26 @@ def conv(
         :func:`jax_cudnn.plans.using` says, and outside of any, each.
 
     Returns:
-      The result, in the layout of `dimension_numbers`.
+      The result, in the layout of `dimension_numbers`; weakly typed where all operands
+      are.
 
     Raises:
       ValueError: shapes or options that do not fit, an unknown activation, one that is
         not pointwise, an unknown `implementation`.
-      TypeError: dtypes that are not taken or differ.
+      TypeError: dtypes that differ, or that lax does not take.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
-        when the function is compiled for a GPU); symbolic dimensions; operands with a
-        sharding in their type.
+        when the function is compiled for a GPU), or no graph has such operands (raised
+        at once); operands with a sharding in their type.
       LibraryError: likewise, where cuDNN itself is missing or too old.
 
     Notes:
       docs/support.md lists which combinations cuDNN plans on which GPU. Where XLA runs
       a call on a GPU, sums over 16-bit operands are rounded to their dtype before what
       follows them, as they are in jax.lax. In the
-      gradient, the cotangent of the convolution is rounded to the dtype of the
-      operands before it meets them, as in XLA. What the gradient of an activation
-      needs is saved in the dtype of the result.
+      gradient, the cotangent of the convolution is rounded to the dtype of 16-bit
+      operands before it meets them, as in XLA. It is not rounded to f8: f8 operands are
+      widened, to bf16 for a bf16 result and else to f32. What the gradient of an
+      activation needs is saved in the dtype of the result.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -150,23 +161,78 @@ def conv(
     """
     refuse_out_sharding("conv", out_sharding)
     call = options("conv", implementation, plan, precision)
-    x, w = jnp.asarray(x), jnp.asarray(w)
-    layout, attributes = _geometry(
+    x, w = jnp.asarray(lhs), jnp.asarray(rhs)
+    if weak := is_weak(x, w, scale, bias, residual):
+        x, w = strongly_typed(x), strongly_typed(w)
+    problem = _problem(
         x,
         w,
-        window_strides=window_strides,
         padding=padding,
-        lhs_dilation=lhs_dilation,
-        rhs_dilation=rhs_dilation,
         dimension_numbers=dimension_numbers,
         feature_group_count=feature_group_count,
         batch_group_count=batch_group_count,
+        window_strides=window_strides,
+        lhs_dilation=lhs_dilation,
+        rhs_dilation=rhs_dilation,
     )
-    if batch_group_count > 1:
-        x = _groups_to_channels(x, layout, batch_group_count)
-    dtype = result_dtype(
-        "conv", preferred_element_type, x.dtype, f"{describe(x)} and {describe(w)}"
+    epilogue = Epilogue(
+        scale=scale, bias=bias, residual=residual, activation=activation
     )
+    dtype = result_dtype(preferred_element_type, x.dtype)
+    if reason := _why_plain(x, w, dtype):
+        check_implementation("conv", reason, call)
+        output = _plain(problem, epilogue, preferred_element_type, call)
+    else:
+        output = _fused(problem, epilogue, dtype, call)
+    return weakly_typed(output) if weak else output
+
+
+class _Problem(NamedTuple):
+    """A convolution as lax takes it: its operands, and its options by their names."""
+
+    x: jax.Array
+    w: jax.Array
+    layout: _Layout
+    options: Mapping[str, Any]
+
+
+def _why_plain(x: jax.Array, w: jax.Array, dtype: np.dtype) -> str:
+    """Return why no graph has the convolution, in sentences; "" if one has."""
+    if reason := why_symbolic(lhs=x, rhs=w):
+        return reason
+    if not 3 <= x.ndim <= 5:
+        return (
+            f"lhs is {describe(x)} and rhs {describe(w)}. cuDNN's convolutions have "
+            "one to three spatial axes."
+        )
+    return why_without_graph(dtype, lhs=x, rhs=w)
+
+
+def _plain(
+    problem: _Problem, epilogue: Epilogue, preferred: object, call: Options
+) -> jax.Array:
+    def contraction(dtype: Any) -> jax.Array:
+        return jax.lax.conv_general_dilated(
+            problem.x,
+            problem.w,
+            precision=call.matmul_precision,  # type: ignore[arg-type]
+            preferred_element_type=dtype,
+            **problem.options,
+        )
+
+    def place(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return _broadcastable(name, array, shape, problem.layout.out_spec[1])
+
+    return run_plain("conv", contraction, preferred, epilogue, place)
+
+
+def _fused(
+    problem: _Problem, epilogue: Epilogue, dtype: np.dtype, call: Options
+) -> jax.Array:
+    x, w, layout, _ = problem
+    attributes = _attributes(problem)
+    if (groups := problem.options["batch_group_count"]) > 1:
+        x = _groups_to_channels(x, layout, groups)
     orders = [_order(spec) for spec in layout]
     first, second = tensor("x", x, orders[0]), tensor("w", w, orders[1])
     sizes = (
@@ -174,7 +240,9 @@ def conv(
         for i in range(x.ndim - 2)
     )
     dims = (first.dims[0], second.dims[0], *sizes)
-    sums = accumulator(first.dtype, second.dtype)
+    rounded = graph_dtype(dtype, first.dtype)
+    assert rounded is not None, "_why_plain has looked"
+    sums = sums_dtype(rounded, first.dtype)
     fusion = Fusion("conv", sums)
     product = fusion.writer.node(
         "conv_fprop",
@@ -187,90 +255,88 @@ def conv(
         order=orders[2],
         dtype=sums,
     )
+    shape = tuple(dims[axis] for axis in orders[2])
+
+    def operand(name: str, value: ArrayLike) -> str:
+        array = as_array(value, sums)
+        check_dtype("conv", name, array)
+        array = _broadcastable(name, array, shape, layout.out_spec[1])
+        return fusion.operand(name, array, orders[2])
+
     factors: list[str | float] = []
-    if isinstance(scale, int | float):
-        factors.append(float(scale))
-    elif scale is not None:
-        array = as_array(scale, sums)
-        array = _broadcastable("scale", array, dims, orders[2], channels_only=True)
-        factors.append(fusion.operand("scale", array, orders[2]))
-    terms = [
-        fusion.operand(
-            name,
-            _broadcastable(name, as_array(value, sums), dims, orders[2]),
-            orders[2],
-        )
-        for name, value in (("bias", bias), ("residual", residual))
-        if value is not None
-    ]
-    value = fusion.activated(fusion.scaled(product, factors), terms, activation)
-    return fusion.run(value, dtype, orders[2], call)
+    if isinstance(epilogue.scale, int | float):
+        factors.append(float(epilogue.scale))
+    elif epilogue.scale is not None:
+        factors.append(operand("scale", epilogue.scale))
+    terms = [operand(name, value) for name, value in epilogue.terms]
+    value = fusion.scaled(product, factors)
+    value = fusion.activated(value, terms, epilogue.activation)
+    return fusion.run(value, rounded, orders[2], call).astype(dtype)
 
 
 def _order(spec: Sequence[int]) -> tuple[int, ...]:
     return tuple(spec.index(axis) for axis in range(len(spec)))
 
 
-def _geometry(
+def _problem(
     x: jax.Array,
     w: jax.Array,
     *,
     window_strides: Sequence[int] | None,
-    padding: str | Sequence[tuple[int, int]],
     lhs_dilation: Sequence[int] | None,
     rhs_dilation: Sequence[int] | None,
     dimension_numbers: object,
-    feature_group_count: int,
-    batch_group_count: int,
-) -> tuple[_Layout, ConvAttributes]:
-    """Check the operands' geometry, as lax does, and say it in numbers."""
-    for name, operand in (("x", x), ("w", w)):
-        check_dimensions_known("conv", name, operand)
-        if not 3 <= operand.ndim <= 5:
+    **options: Any,
+) -> _Problem:
+    """Check the operands and their geometry, as lax does."""
+    for name, operand in (("lhs", x), ("rhs", w)):
+        if operand.ndim < 2:
             raise ValueError(
-                f"conv: {name} is {describe(operand)}, of rank {operand.ndim}. An "
-                "image axis, a channel axis and one to three spatial axes are "
-                "supported."
+                f"conv: {name} is {describe(operand)}, of rank {operand.ndim}. It must "
+                "have two axes that are not spatial: of images and channels, or of "
+                "out channels and channels. Reshape it."
             )
-        check_dtype("conv", name, operand, CONTRACTED)
+    if x.ndim != w.ndim:
+        raise ValueError(
+            f"conv: rhs is {describe(w)}, of rank {w.ndim}, but lhs is {describe(x)}, "
+            f"of rank {x.ndim}. Both must have as many axes. Reshape one of them."
+        )
     if x.dtype != w.dtype:
         raise TypeError(
-            f"conv: w is {describe(w)} but x is {describe(x)}. Both must have one "
+            f"conv: rhs is {describe(w)} but lhs is {describe(x)}. Both must have one "
             "dtype. Convert one of them."
         )
-    strides = _steps("window_strides", window_strides, x.ndim - 2)
-    spread = _steps("lhs_dilation", lhs_dilation, x.ndim - 2)
-    holes = _steps("rhs_dilation", rhs_dilation, x.ndim - 2)
+    numbers: Any = dimension_numbers
+    options |= {
+        "window_strides": _steps("window_strides", window_strides, x.ndim - 2),
+        "lhs_dilation": _steps("lhs_dilation", lhs_dilation, x.ndim - 2),
+        "rhs_dilation": _steps("rhs_dilation", rhs_dilation, x.ndim - 2),
+        "dimension_numbers": numbers,
+    }
     # lax checks ranks, groups and sizes against each other, in its own words.
-    jax.eval_shape(
-        functools.partial(
-            jax.lax.conv_general_dilated,
-            window_strides=strides,
-            padding=padding,
-            lhs_dilation=spread,
-            rhs_dilation=holes,
-            dimension_numbers=dimension_numbers,  # type: ignore[arg-type]
-            feature_group_count=feature_group_count,
-            batch_group_count=batch_group_count,
-        ),
-        jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        jax.ShapeDtypeStruct(w.shape, jnp.float32),
-    )
-    numbers = jax.lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)  # type: ignore[arg-type]
-    layout = _Layout(*(tuple(map(int, spec)) for spec in numbers))
+    jax.eval_shape(lambda: jax.lax.conv_general_dilated(x, w, **options))
+    specs = jax.lax.conv_dimension_numbers(x.shape, w.shape, numbers)
+    layout = _Layout(*(tuple(map(int, spec)) for spec in specs))
+    return _Problem(x=x, w=w, layout=layout, options=options)
+
+
+def _attributes(problem: _Problem) -> ConvAttributes:
+    """Return the geometry in numbers."""
+    x, w, layout, options = problem
+    strides, holes = options["window_strides"], options["rhs_dilation"]
+    padding = options["padding"]
     if isinstance(padding, str):
         window = [w.shape[axis] for axis in layout.rhs_spec[2:]]
         reach = [(f - 1) * hole + 1 for f, hole in zip(window, holes, strict=True)]
         space = [x.shape[axis] for axis in layout.lhs_spec[2:]]
         padding = jax.lax.padtype_to_pads(space, reach, strides, padding)
-    attributes = ConvAttributes(
+    return ConvAttributes(
         window_strides=strides,
         padding_low=tuple(int(low) for low, _ in padding),
         padding_high=tuple(int(high) for _, high in padding),
-        lhs_dilation=spread,
+        lhs_dilation=options["lhs_dilation"],
         rhs_dilation=holes,
     )
-    return layout, attributes
 
 
 def _steps(name: str, value: Sequence[int] | None, count: int) -> tuple[int, ...]:
@@ -281,10 +347,10 @@ def _steps(name: str, value: Sequence[int] | None, count: int) -> tuple[int, ...
         steps = tuple(map(operator.index, value))
     except TypeError:
         steps = ()
-    if len(steps) != count or min(steps) < 1:
+    if len(steps) != count or min(steps, default=1) < 1:
         raise ValueError(
             f"conv: {name}={value!r} is not {count} ints above 0, one for each spatial "
-            f"axis of x. Pass for example {(1,) * count}."
+            f"axis of lhs. Pass for example {(1,) * count}."
         )
     return steps
 
@@ -304,27 +370,27 @@ def _groups_to_channels(x: jax.Array, layout: _Layout, groups: int) -> jax.Array
 
 
 def _broadcastable(
-    name: str,
-    array: jax.Array,
-    dims: tuple[int, ...],
-    order: tuple[int, ...],
-    *,
-    channels_only: bool = False,
+    name: str, array: jax.Array, out: tuple[int, ...], channel: int
 ) -> jax.Array:
-    """Return an operand with the result's rank and layout, 1 where it broadcasts."""
-    check_dimensions_known("conv", name, array)
-    check_dtype("conv", name, array)
-    out = tuple(dims[axis] for axis in order)
-    if array.ndim <= 1 and array.shape in ((), (1,), (dims[1],)):
-        shape = [1] * len(dims)
-        shape[order.index(1)] = array.size
+    """Return an operand with the result's rank and layout, 1 where it broadcasts.
+
+    ``out`` is the result's shape, and ``channel`` the axis of its channels.
+    """
+    size = out[channel]
+    if array.ndim <= 1 and array.shape in ((), (1,), (size,)):
+        shape = [1] * len(out)
+        shape[channel] = array.size
         return jnp.reshape(array, shape)
-    padded = (1,) * (len(dims) - array.ndim) + array.shape
-    if channels_only or array.ndim < 2 or not broadcasts_to(padded, out):
-        taken = f"[] or [{dims[1]}], one for each out channel"
-        if not channels_only:
-            taken += f", or broadcast to the result's shape, {list(out)}"
+    padded = (1,) * (len(out) - array.ndim) + array.shape
+    if name == "scale" or array.ndim < 2 or not broadcasts_to(padded, out):
+        taken = f"[] or [{size}], one for each out channel"
+        if name != "scale":
+            taken += f", or broadcast to the result's shape, [{_sizes(out)}]"
         raise ValueError(
             f"conv: {name} is {describe(array)}. Its shape must be {taken}. Reshape it."
         )
     return jnp.reshape(array, padded)
+
+
+def _sizes(shape: tuple[int, ...]) -> str:
+    return ", ".join(map(str, shape))

@@ -45,7 +45,11 @@ class Fusion:
         return apply(self.writer, self._op, activation, value)
 
     def run(
-        self, value: str, dtype: DTypeName, order: tuple[int, ...], options: Options
+        self,
+        value: str,
+        dtype: DTypeName,
+        order: tuple[int, ...],
+        options: Options,
     ) -> jax.Array:
         """Return the tensor, rounded to a dtype and stored in `order`."""
         if self.writer[value].dtype == "i32" and dtype != "i32":

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.gated_matmul`: the first half of a gated MLP (SwiGLU, GEGLU, ...)."""
 
-from collections.abc import Sequence
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -21,7 +19,7 @@ def gated_matmul(
     activation: Activation = "silu",
     gate_bias: ArrayLike | None = None,
     up_bias: ArrayLike | None = None,
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
     preferred_element_type: object = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.matmul` and `dot_general`: check their arguments and build the graph."""
 
+import functools
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,20 +13,27 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import MatmulAttributes
-from jax_cudnn.graph.rules import accumulator, broadcast, broadcasts_to
+from jax_cudnn.graph.rules import broadcast, broadcasts_to
+from jax_cudnn.lowering import weakly_typed
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
-    CONTRACTED,
+    FLOATS,
     Precision,
     as_array,
-    check_dimensions_known,
     check_dtype,
     describe,
+    graph_dtype,
+    is_weak,
     options,
     refuse_out_sharding,
     result_dtype,
+    strongly_typed,
+    sums_dtype,
+    why_symbolic,
+    why_without_graph,
 )
 from jax_cudnn.ops.fusion import Fusion
+from jax_cudnn.ops.plain import Epilogue, check_implementation, run_plain
 from jax_cudnn.reference.dtypes import dtype_name
 
 _EIGHT_BIT = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
@@ -42,8 +50,9 @@ def matmul(
     scale_a: ArrayLike | None = None,
     scale_b: ArrayLike | None = None,
     scale_out: ArrayLike | None = None,
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
     preferred_element_type: object = None,
+    out_sharding: object = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> jax.Array:
@@ -72,8 +81,10 @@ def matmul(
     Axis letters: m rows, n columns, r contraction.
 
     Args:
-      a: (..., m, r) or (r,); bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8.
-      b: (..., r, n) or (r,), of a's dtype, or one of the two of 8 bits.
+      a: (..., m, r) or (r,); bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8. What
+        else jnp.matmul takes is run by XLA: other dtypes, symbolic dimensions.
+      b: (..., r, n) or (r,). Dtypes that differ are promoted as by jnp.matmul, and f8
+        beside a wider float to that.
       bias: broadcasts to the result; (n,) is the usual one. Differentiable.
       residual: likewise, added before the activation. Differentiable.
       activation: as for :func:`jax_cudnn.conv`. Default None: none.
@@ -85,30 +96,37 @@ def matmul(
       scale_out: multiplies what the activation returns, in the same kernel: a number
         or an array that broadcasts to the result, to quantise it or to gate it (see
         :func:`gated_matmul`). Differentiable. Default None: 1.
-      precision: of f32 products, as for jnp.matmul. Default None:
-        `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does by
-        default; for a higher precision "auto" runs XLA.
-      preferred_element_type: dtype of the result. Default None: that of the wider
-        operand; for two operands of 8-bit integers it has to be given.
+      precision: of f32 products, all that jnp.matmul takes. Default None:
+        `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does on a
+        GPU but for "highest"; for that, and for algorithms that are not cuDNN's, "auto"
+        runs XLA.
+      preferred_element_type: dtype of the result. Default None: what jnp.matmul makes
+        it, in which sums of integers wrap around; that of the wider operand beside f8.
+        Sums for f64 are kept in f64.
+      out_sharding: must be None, which nnx's layers pass.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.
       plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
-      (..., m, n), without m or n for an operand of rank 1.
+      (..., m, n), without m or n for an operand of rank 1; weakly typed where all
+      operands are and `preferred_element_type` is not given.
 
     Raises:
       ValueError: shapes that do not fit, an unknown activation or `implementation`.
-      TypeError: dtypes that are not taken or differ.
+      TypeError: dtypes that JAX does not promote or take.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
-        when the function is compiled for a GPU); symbolic dimensions; operands with a
-        sharding in their type.
+        when the function is compiled for a GPU), or no graph has such operands (raised
+        at once); operands with a sharding in their type.
       LibraryError: likewise, where cuDNN itself is missing or too old.
 
     Notes:
       docs/support.md lists which combinations cuDNN plans on which GPU. Where XLA runs
       a call on a GPU, sums over 16-bit operands are rounded to their dtype before what
-      follows them, as they are in jax.numpy. For an operand that is stored transposed,
-      :func:`jax_cudnn.dot_general` contracts any axes without a copy.
+      follows them, as they are in jax.numpy. In the gradient, the cotangent of the
+      product is rounded to the dtype of 16-bit operands before it meets them, and never
+      to f8: f8 operands are widened, to bf16 for a bf16 result and else to f32. For an
+      operand that is stored transposed, :func:`jax_cudnn.dot_general` contracts any
+      axes without a copy.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -116,17 +134,46 @@ def matmul(
       >>> jax_cudnn.matmul(x, w, bias=jnp.zeros(16), activation="gelu").shape
       (5, 3, 16)
     """
+    refuse_out_sharding("matmul", out_sharding)
     call = options("matmul", implementation, plan, precision)
     a, b = jnp.asarray(a), jnp.asarray(b)
     for name, x in (("a", a), ("b", b)):
-        check_dimensions_known("matmul", name, x)
         if x.ndim == 0:
             raise ValueError(
                 f"matmul: {name} is {describe(x)}. It must have one axis or more. "
                 f"Multiply by a scalar with `*`, or pass it as scale_{name}."
             )
-    left = a[None, :] if a.ndim == 1 else a
-    right = b[:, None] if b.ndim == 1 else b
+    scales = {"scale_a": scale_a, "scale_b": scale_b}
+    epilogue = Epilogue(
+        bias=bias, residual=residual, activation=activation, scale_out=scale_out
+    )
+    weak = preferred_element_type is None and is_weak(
+        *(a, b, bias, residual, scale_a, scale_b, scale_out)
+    )
+    if weak:
+        a, b = strongly_typed(a), strongly_typed(b)
+    common = _common("matmul", a, b)
+    dtype = result_dtype(preferred_element_type, common.result)
+    if reason := common.why_plain(dtype, a=a, b=b):
+        check_implementation("matmul", reason, call)
+        output = _plain_matmul(
+            a, b, common, scales, epilogue, preferred_element_type, call
+        )
+    else:
+        output = _fused_matmul(a, b, common, scales, epilogue, dtype, call)
+    return weakly_typed(output) if weak else output
+
+
+def _fused_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    common: "_Common",
+    scales: Mapping[str, ArrayLike | None],
+    epilogue: Epilogue,
+    dtype: np.dtype,
+    call: Options,
+) -> jax.Array:
+    left, right, dropped = _as_matrices(a, b)
     if left.shape[-1] != right.shape[-2]:
         raise ValueError(
             f"matmul: a is {describe(a)} and b {describe(b)}. The last axis of a must "
@@ -146,20 +193,70 @@ def matmul(
     outer, rows = ((), (*batch, m)) if is_shared else (batch, (m,))
     a_sizes = (outer, rows, (r,))
     b_sizes = (right.shape[:-2] if is_shared else batch, (r,), (n,))
+    scale_a, scale_b = scales["scale_a"], scales["scale_b"]
     problem = _Problem(
         op="matmul",
-        given=(a, b),
         a=_Matrix(_in_three("matmul", "a", left, a_sizes, keep=(1, 2)), _PLAIN),
         b=_Matrix(_in_three("matmul", "b", right, b_sizes, keep=(1, 2)), _PLAIN),
         sizes=(outer, rows, (n,)),
         scale_a=_scale("scale_a", scale_a, a_sizes),
         scale_b=_scale("scale_b", scale_b, b_sizes, is_vector=b.ndim == 1),
-        scale_out=scale_out,
-        dropped=(*((-2,) if a.ndim == 1 else ()), *((-1,) if b.ndim == 1 else ())),
+        dropped=dropped,
     )
-    output = _run(problem, bias, residual, activation, preferred_element_type, call)
+    output = _run(problem, common, epilogue, dtype, call)
     shape = (*batch, *((m,) if a.ndim > 1 else ()), *((n,) if b.ndim > 1 else ()))
     return jnp.reshape(output, shape)
+
+
+def _as_matrices(
+    a: jax.Array, b: jax.Array
+) -> tuple[jax.Array, jax.Array, tuple[int, ...]]:
+    """Return vectors as matrices, and which axes of the result are there for it."""
+    dropped = (*((-2,) if a.ndim == 1 else ()), *((-1,) if b.ndim == 1 else ()))
+    left = a[None, :] if a.ndim == 1 else a
+    return left, b[:, None] if b.ndim == 1 else b, dropped
+
+
+def _plain_matmul(
+    a: jax.Array,
+    b: jax.Array,
+    common: "_Common",
+    scales: Mapping[str, ArrayLike | None],
+    epilogue: Epilogue,
+    preferred: object,
+    call: Options,
+) -> jax.Array:
+    *matrices, dropped = _as_matrices(a, b)
+    rank = max(x.ndim for x in matrices)
+    factors: list[jax.Array] = []
+    for i, axis, (name, value) in zip((0, 1), (-1, -2), scales.items(), strict=True):
+        if value is None:
+            continue
+        x, scale = matrices[i], jnp.asarray(value)
+        if name == "scale_b" and b.ndim == 1 and scale.ndim:
+            scale = scale[..., None]
+        scale = jnp.reshape(scale, _padded("matmul", name, scale, x.shape))
+        if scale.shape[axis] == 1:
+            # The same along the sum: multiplied once, after it.
+            factors.append(jnp.expand_dims(scale, tuple(range(rank - x.ndim))))
+        else:
+            wide = common.operands or np.dtype(np.float32)
+            matrices[i] = x.astype(wide) * scale.astype(wide)
+    if factors:
+        epilogue = epilogue._replace(scale=functools.reduce(jnp.multiply, factors))
+
+    def contraction(dtype: Any) -> jax.Array:
+        precision: Any = call.matmul_precision
+        return jnp.matmul(*matrices, precision=precision, preferred_element_type=dtype)
+
+    def place(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        gone = () if name == "scale" else dropped
+        return _undropped("matmul", name, x, shape, gone)
+
+    if preferred is None:
+        preferred = common.result
+    output = run_plain("matmul", contraction, preferred, epilogue, place)
+    return jnp.squeeze(output, dropped)
 
 
 def dot_general(
@@ -168,10 +265,10 @@ def dot_general(
     dimension_numbers: tuple[
         tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
     ],
-    precision: Precision | Sequence[Precision] = None,
+    precision: Precision = None,
     preferred_element_type: object = None,
-    *,
     out_sharding: object = None,
+    *,
     bias: ArrayLike | None = None,
     residual: ArrayLike | None = None,
     activation: Activation | None = None,
@@ -186,11 +283,13 @@ def dot_general(
     side by side, it is read by strides; else it is transposed first.
 
     Args:
-      lhs: bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8.
-      rhs: of lhs's dtype, or one of the two of 8 bits.
+      lhs: bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8; what else lax takes is
+        run by XLA, as for :func:`matmul`.
+      rhs: likewise; dtypes that differ are multiplied in the one that JAX promotes them
+        to.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision: as for :func:`matmul`.
-      preferred_element_type: as for :func:`matmul`.
+      preferred_element_type: dtype of the result. Default None: what lax makes it.
       out_sharding: must be None, which nnx's layers pass.
       bias: broadcasts to the result. Differentiable. Default None: none.
       residual: likewise, added before the activation.
@@ -199,7 +298,8 @@ def dot_general(
       plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
-      The batch axes, the free axes of lhs, and those of rhs, in this order.
+      The batch axes, the free axes of lhs, and those of rhs, in this order; weakly
+      typed where all operands are.
 
     Raises:
       ValueError, TypeError, UnsupportedError, LibraryError: as :func:`matmul`.
@@ -213,33 +313,128 @@ def dot_general(
     refuse_out_sharding("dot_general", out_sharding)
     call = options("dot_general", implementation, plan, precision)
     x, y = jnp.asarray(lhs), jnp.asarray(rhs)
-    for name, operand in (("lhs", x), ("rhs", y)):
-        check_dimensions_known("dot_general", name, operand)
-    (x_sums, y_sums), (x_batch, y_batch) = (
+    if weak := is_weak(x, y, bias, residual):
+        x, y = strongly_typed(x), strongly_typed(y)
+    sums, batch = (
         tuple(tuple(int(axis) for axis in axes) for axes in pair)
         for pair in dimension_numbers
     )
+    numbers: Any = (sums, batch)
+    epilogue = Epilogue(bias=bias, residual=residual, activation=activation)
     # jax.lax checks the axes against each other, in its own words.
-    shapes = (jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (x, y))
-    jax.eval_shape(
-        lambda x, y: jax.lax.dot_general(x, y, ((x_sums, y_sums), (x_batch, y_batch))),
-        *shapes,
-    )
-    x_free = _others(x.ndim, x_sums, x_batch)
-    y_free = _others(y.ndim, y_sums, y_batch)
-    sizes = (
-        tuple(x.shape[axis] for axis in x_batch),
-        tuple(x.shape[axis] for axis in x_free),
-        tuple(y.shape[axis] for axis in y_free),
-    )
-    problem = _Problem(
-        op="dot_general",
-        given=(x, y),
-        a=_merge(x, (x_batch, x_free, x_sums)),
-        b=_merge(y, (y_batch, y_sums, y_free)),
-        sizes=sizes,
-    )
-    return _run(problem, bias, residual, activation, preferred_element_type, call)
+    result = jax.eval_shape(lambda: jax.lax.dot_general(x, y, numbers))
+    common = _common("dot_general", x, y, result.dtype)
+    dtype = result_dtype(preferred_element_type, result.dtype)
+    if reason := common.why_plain(dtype, lhs=x, rhs=y):
+        check_implementation("dot_general", reason, call)
+        output = _plain_dot_general(
+            x, y, numbers, epilogue, preferred_element_type, call
+        )
+    else:
+        sizes = (
+            tuple(x.shape[axis] for axis in batch[0]),
+            tuple(x.shape[axis] for axis in _others(x.ndim, sums[0], batch[0])),
+            tuple(y.shape[axis] for axis in _others(y.ndim, sums[1], batch[1])),
+        )
+        problem = _Problem(
+            op="dot_general",
+            a=_merge(x, (batch[0], _others(x.ndim, sums[0], batch[0]), sums[0])),
+            b=_merge(y, (batch[1], sums[1], _others(y.ndim, sums[1], batch[1]))),
+            sizes=sizes,
+        )
+        output = _run(problem, common, epilogue, dtype, call)
+    return weakly_typed(output) if weak else output
+
+
+def _plain_dot_general(
+    x: jax.Array,
+    y: jax.Array,
+    numbers: Any,
+    epilogue: Epilogue,
+    preferred: object,
+    call: Options,
+) -> jax.Array:
+    def contraction(dtype: Any) -> jax.Array:
+        precision: Any = call.matmul_precision
+        return jax.lax.dot_general(x, y, numbers, precision, dtype)
+
+    def place(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return _undropped("dot_general", name, x, shape)
+
+    return run_plain("dot_general", contraction, preferred, epilogue, place)
+
+
+class _Common(NamedTuple):
+    """The dtypes of a product.
+
+    Both operands are converted to ``operands``; None is for 8 bits, which stay as they
+    are. ``result`` is what comes out by default. ``has_graph`` is whether two operands
+    of 8 bits go together.
+    """
+
+    operands: np.dtype | None
+    result: np.dtype
+    has_graph: bool = True
+
+    def why_plain(self, result: np.dtype, **given: jax.Array) -> str:
+        """Return why no graph has the product, in sentences; "" if one has."""
+        if reason := why_symbolic(**given):
+            return reason
+        if not self.has_graph:
+            shown = " and ".join(f"{k} is {describe(x)}" for k, x in given.items())
+            return (
+                f"{shown}. Two operands of 8 bits must both be i8, both u8, or both "
+                "floats in a graph."
+            )
+        if self.operands is None:
+            return why_without_graph(result, **given)
+        if graph_dtype(result, dtype_name(self.operands)):
+            return ""
+        return why_without_graph(result, **given)
+
+
+def _common(
+    op: str, a: jax.Array, b: jax.Array, result: np.dtype | None = None
+) -> _Common:
+    """Return in which dtypes two operands are multiplied, as JAX promotes them.
+
+    A ``result`` that is given is lax's, for which promotion is neither strict nor
+    impossible.
+    """
+    dtypes = (a.dtype, b.dtype)
+    narrow = [str(dtype) in _EIGHT_BIT for dtype in dtypes]
+    floats = [dtype_name(dtype) in FLOATS for dtype in dtypes]
+    if all(narrow):
+        kinds = [str(dtype).partition("_")[0].rstrip("0123456789") for dtype in dtypes]
+        if dtypes[0] == dtypes[1] or kinds == ["float", "float"]:
+            return _Common(operands=None, result=result or dtypes[0])
+    for is_narrow, is_float, dtype in zip(
+        narrow, floats[::-1], dtypes[::-1], strict=True
+    ):
+        if is_narrow and is_float:
+            # Also for f8, which JAX does not promote.
+            return _Common(operands=dtype, result=result or dtype)
+    dtype = _promoted(op, a, b) if result is None else _promoted_by_lax(a, b, result)
+    return _Common(operands=dtype, result=result or dtype, has_graph=not all(narrow))
+
+
+def _promoted_by_lax(a: jax.Array, b: jax.Array, result: np.dtype) -> np.dtype:
+    try:
+        with jax.numpy_dtype_promotion("standard"):
+            return jnp.promote_types(a.dtype, b.dtype)
+    except ValueError:  # f8 beside a complex operand
+        return result
+
+
+def _promoted(op: str, a: jax.Array, b: jax.Array) -> np.dtype:
+    try:
+        return jnp.result_type(a, b)
+    except ValueError:  # JAX has an exception of its own, which is one.
+        raise TypeError(
+            f"{op}: a is {describe(a)} and b {describe(b)}. They must have one dtype, "
+            "unless one of them has 8 bits or JAX promotes them "
+            "(jax_numpy_dtype_promotion is 'strict'). Convert one of them."
+        ) from None
 
 
 # Sizes of the axes that are merged into batch, rows and columns of a matrix.
@@ -260,32 +455,23 @@ class _Problem(NamedTuple):
     """
 
     op: str
-    given: tuple[jax.Array, jax.Array]
     a: _Matrix
     b: _Matrix
     sizes: _Sizes
     scale_a: jax.Array | float | None = None
     scale_b: jax.Array | float | None = None
-    scale_out: ArrayLike | None = None
     dropped: tuple[int, ...] = ()
 
 
 def _run(
     problem: _Problem,
-    bias: ArrayLike | None,
-    residual: ArrayLike | None,
-    activation: Activation | None,
-    preferred: object,
+    common: _Common,
+    epilogue: Epilogue,
+    dtype: np.dtype,
     call: Options,
 ) -> jax.Array:
-    op, sizes = problem.op, problem.sizes
-    a, b, wide = _promote(problem)
-    dtype = result_dtype(
-        op,
-        preferred,
-        a.array.dtype if wide is None else wide,
-        " and ".join(map(describe, problem.given)),
-    )
+    op, sizes, wide = problem.op, problem.sizes, common.operands
+    a, b = (_converted(each, wide) for each in (problem.a, problem.b))
     scales = ((problem.scale_a, 2), (problem.scale_b, 1))
     if wide is None and any(
         isinstance(scale, jax.Array) and scale.shape[axis] != 1
@@ -294,7 +480,11 @@ def _run(
         # What such a scale gives has no 8 bits.
         wide = np.dtype(np.float32)
     names = [dtype_name(each.array.dtype) for each in (a, b)]
-    sums = accumulator(*names) if wide is None else accumulator(dtype_name(wide))  # type: ignore[arg-type]
+    rounded = graph_dtype(dtype, *names)
+    if wide is not None:
+        names = [dtype_name(wide)]
+    assert rounded is not None, "why_plain has looked"
+    sums = sums_dtype(rounded, *names)
     fusion = Fusion(op, sums)
     writer = fusion.writer
     sides = {"a": fusion.operand("a", *a), "b": fusion.operand("b", *b)}
@@ -322,61 +512,51 @@ def _run(
     )
     terms = [
         fusion.operand(name, _term(problem, name, as_array(value, sums)), _PLAIN)
-        for name, value in (("bias", bias), ("residual", residual))
-        if value is not None
+        for name, value in epilogue.terms
     ]
-    value = fusion.activated(fusion.scaled(product, factors), terms, activation)
-    last = problem.scale_out
+    value = fusion.scaled(product, factors)
+    value = fusion.activated(value, terms, epilogue.activation)
+    last = epilogue.scale_out
     if isinstance(last, int | float):
         value = fusion.scaled(value, [float(last)])
     elif last is not None:
         term = _term(problem, "scale_out", as_array(last, sums))
         value = fusion.scaled(value, [fusion.operand("scale_out", term, _PLAIN)])
-    output = fusion.run(value, dtype, _PLAIN, call)
+    output = fusion.run(value, rounded, _PLAIN, call).astype(dtype)
     return jnp.reshape(output, tuple(size for group in sizes for size in group))
 
 
-def _promote(problem: _Problem) -> tuple[_Matrix, _Matrix, np.dtype | None]:
-    """Return the operands and the dtype that both take part in, None for 8 bits."""
-    op, a, b = problem.op, problem.a, problem.b
-    names = ("lhs", "rhs") if op == "dot_general" else ("a", "b")
-    for name, array in zip(names, problem.given, strict=True):
-        check_dtype(op, name, array, CONTRACTED)
-    first, second = map(describe, problem.given)
-    shown = f"{names[0]} is {first} and {names[1]} {second}"
-    narrow = [str(each.array.dtype) in _EIGHT_BIT for each in (a, b)]
-    if all(narrow):
-        kinds = [str(each.array.dtype).partition("_")[0] for each in (a, b)]
-        if kinds[0] != kinds[1]:
-            raise TypeError(
-                f"{op}: {shown}. Two operands of 8 bits must both be i8, both u8, or "
-                "both floats. Convert one of them."
-            )
-        return a, b, None
-    if any(narrow):
-        return a, b, (b if narrow[0] else a).array.dtype
-    try:
-        dtype = jnp.result_type(a.array, b.array)
-    except ValueError:  # JAX has an exception of its own, which is one.
-        raise TypeError(
-            f"{op}: {shown}. They must have one dtype, unless one of them has 8 bits "
-            "or JAX promotes them (jax_numpy_dtype_promotion is 'strict'). Convert one "
-            "of them."
-        ) from None
-    return *(each._replace(array=each.array.astype(dtype)) for each in (a, b)), dtype  # type: ignore[return-value]
+def _converted(matrix: _Matrix, dtype: np.dtype | None) -> _Matrix:
+    """Return an operand in a dtype; 8 bits stay for the kernel to convert."""
+    own = matrix.array.dtype
+    # No np.dtype is looked for in a tuple with None, which NumPy takes for f64.
+    if dtype is None or dtype == own or str(own) in _EIGHT_BIT:
+        return matrix
+    return matrix._replace(array=matrix.array.astype(dtype))
 
 
 def _term(problem: _Problem, name: str, array: jax.Array) -> jax.Array:
     """Return an operand of the epilogue as (batch, rows, columns), 1 where it may."""
     op, sizes, dropped = problem.op, problem.sizes, problem.dropped
-    check_dimensions_known(op, name, array)
     check_dtype(op, name, array)
-    if dropped:
-        full = [size for group in sizes for size in group]
-        kept = [size for i, size in enumerate(full, -len(full)) if i not in dropped]
-        padded = _padded(op, name, array, tuple(kept))
-        array = jnp.expand_dims(jnp.reshape(array, padded), dropped)
-    return _in_three(op, name, array, sizes)
+    full = tuple(size for group in sizes for size in group)
+    return _in_three(op, name, _undropped(op, name, array, full, dropped), sizes)
+
+
+def _undropped(
+    op: str,
+    name: str,
+    array: jax.Array,
+    full: tuple[int, ...],
+    dropped: tuple[int, ...] = (),
+) -> jax.Array:
+    """Return an array with the axes of a result, 1 where it broadcasts.
+
+    It has to broadcast to the result without the axes that are dropped.
+    """
+    kept = [size for i, size in enumerate(full, -len(full)) if i not in dropped]
+    padded = _padded(op, name, array, tuple(kept))
+    return jnp.expand_dims(jnp.reshape(array, padded), dropped)
 
 
 def _scale(
@@ -385,7 +565,6 @@ def _scale(
     if value is None or isinstance(value, int | float):
         return value if value is None else float(value)
     array = jnp.asarray(value)
-    check_dimensions_known("matmul", name, array)
     check_dtype("matmul", name, array)
     if is_vector and array.ndim:
         _padded("matmul", name, array, sizes[1])
@@ -419,7 +598,8 @@ def _padded(
     if not broadcasts_to(padded, full):
         raise ValueError(
             f"{op}: {name} is {describe(array)}, which does not broadcast to "
-            f"{list(full)}. Each of its axes must be 1 or that size. Reshape it."
+            f"[{', '.join(map(str, full))}]. Each of its axes must be 1 or that size. "
+            "Reshape it."
         )
     return padded
 

@@ -10,12 +10,13 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.ops.arguments import options
+from jax_cudnn.ops.arguments import options, why_symbolic
+from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.reference.dtypes import dtype_name
+from jax_cudnn.reference.sdpa import forward as attention
 
 # Stored (b, s, h, d) for logical (b, h, s, d).
 _BSHD = (0, 2, 1, 3)
@@ -115,7 +116,8 @@ def sdpa(
         each key head serves h/k consecutive query heads (GQA; MQA for k = 1).
       value: (b, t, k, e) or (t, k, e), of query's dtype; e may differ from d.
       bias: added to the scaled scores; broadcasts to (b, h, s, t), fewer axes are
-        added in front; any float dtype. Differentiable. Default None: nothing added.
+        added in front; bf16, f16, f32, f64 or integers. Differentiable. Default None:
+        nothing added.
       mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Default
         None: every key is seen.
       scale: a Python number, multiplies the scores. Default None: 1/sqrt(d).
@@ -146,8 +148,8 @@ def sdpa(
       TypeError: dtypes that are not taken or differ, a `mask` that is not bool, a
         `scale` that is not a Python number.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
-        when the function is compiled for a GPU); operands with symbolic dimensions or
-        with a sharding in their type.
+        when the function is compiled for a GPU), or symbolic dimensions, which cuDNN
+        has no plan for (raised at once); operands with a sharding in their type.
       LibraryError: likewise, where cuDNN itself is missing or too old.
 
     Notes:
@@ -165,7 +167,7 @@ def sdpa(
 
       A call runs on one device. Under `jax.jit` with operands sharded over several
       GPUs, XLA gathers them on each; wrap the call in `jax.shard_map` to shard batch
-      and heads. Shapes must be known: symbolic dimensions of `jax.export` are refused.
+      and heads. A call with symbolic dimensions of `jax.export` runs XLA's code.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -177,30 +179,47 @@ def sdpa(
     operands, has_batch = _canonicalize(
         query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
     )
+    given = {role: x for role, x in operands._asdict().items() if x is not None}
     d = operands.query.shape[3]
-    graph = sdpa_graph(
-        {
-            role: _tensor(role, operand)
-            for role, operand in operands._asdict().items()
-            if operand is not None
-        },
-        attributes=SdpaAttributes(
-            scale=_check_scale(scale, d, operands.query.dtype),
-            is_causal=_check_flag("is_causal", is_causal),
-        ),
-        output_order=_BSHD,
-        with_stats=_check_flag("return_residual", return_residual),
+    attributes = SdpaAttributes(
+        scale=_check_scale(scale, d, operands.query.dtype),
+        is_causal=_check_flag("is_causal", is_causal),
     )
-    results = run_graph(graph, [x for x in operands if x is not None], call)
+    with_stats = _check_flag("return_residual", return_residual)
+    if reason := why_symbolic(**given):
+        check_implementation("sdpa", reason, call)
+        results = _plain(attributes, given)
+    else:
+        graph = sdpa_graph(
+            {role: _tensor(role, operand) for role, operand in given.items()},
+            attributes=attributes,
+            output_order=_BSHD,
+            with_stats=with_stats,
+        )
+        results = run_graph(graph, list(given.values()), call)
     output = results[0] if has_batch else results[0][0]
-    if not return_residual:
+    if not with_stats:
         return output
     residual = jnp.transpose(results[1][..., 0], (0, 2, 1))
     return output, residual if has_batch else residual[0]
 
 
+def _plain(
+    attributes: SdpaAttributes, operands: dict[str, jax.Array]
+) -> list[jax.Array]:
+    """Return output and log-sum-exp by the reference, for shapes that graphs lack."""
+    inputs = {role: jnp.transpose(x, _order(role)) for role, x in operands.items()}
+    results = attention(attributes, inputs, {})
+    output = jnp.transpose(results["output"], _BSHD)
+    return [output.astype(operands["query"].dtype), results["stats"]]
+
+
+def _order(role: str) -> tuple[int, ...]:
+    return _BSHD if role in ("query", "key", "value") else _PLAIN
+
+
 def _tensor(role: str, stored: jax.Array) -> Tensor:
-    order = _BSHD if role in ("query", "key", "value") else _PLAIN
+    order = _order(role)
     dims = tuple(stored.shape[order.index(axis)] for axis in range(4))
     dtype = dtype_name(stored.dtype)
     assert dtype is not None
@@ -264,8 +283,6 @@ def _canonicalize(
 ) -> tuple[_Operands, bool]:
     """Check the operands together and give each its batch axis and dtype."""
     q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        _check_dimensions_known(name, x)
     _check_dtypes(q, k, v)
     has_batch = _check_ranks(q, k, v)
     if not has_batch:
@@ -279,7 +296,7 @@ def _canonicalize(
             query=q,
             key=k,
             value=v,
-            bias=_check_bias(bias, scores),
+            bias=_check_bias(bias, scores, q.dtype),
             mask=_check_mask(mask, scores),
             query_lengths=_check_lengths("query_seq_lengths", query_seq_lengths, b, s),
             key_lengths=_check_lengths(
@@ -288,14 +305,6 @@ def _canonicalize(
         ),
         has_batch,
     )
-
-
-def _check_dimensions_known(name: str, x: jax.Array) -> None:
-    if not all(isinstance(size, int) for size in x.shape):
-        raise UnsupportedError(
-            f"sdpa: {name} has symbolic dimensions, {_describe(x)}. A cuDNN plan is "
-            "made for one shape. Export the function for each shape it is to serve."
-        )
 
 
 def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -354,17 +363,22 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
         )
 
 
-def _check_bias(bias: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | None:
+def _check_bias(
+    bias: ArrayLike | None, scores: tuple[int, ...], dtype: np.dtype
+) -> jax.Array | None:
     if bias is None:
         return None
     array = jnp.asarray(bias)
+    if jnp.issubdtype(array.dtype, jnp.integer):
+        # Added to the scores, whose dtype it takes on.
+        array = array.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
     if dtype_name(array.dtype) not in _DTYPES:
         advice = "Convert it to the dtype of query."
         if array.dtype == jnp.bool_:
             advice = "Pass a boolean array as mask instead."
         raise TypeError(
             f"sdpa: bias is {_describe(array)}. Supported dtypes are "
-            f"{', '.join(_DTYPES)}. {advice}"
+            f"{', '.join(_DTYPES)} and integers. {advice}"
         )
     return _check_scores_like("bias", array, scores)
 
@@ -411,6 +425,9 @@ def _check_lengths(
             f"entry, shape [{b}]."
         )
     # Clipped in its own dtype: a longer one would wrap.
-    largest = min(size, int(jnp.iinfo(array.dtype).max))
+    most = int(jnp.iinfo(array.dtype).max)
+    largest = (
+        min(size, most) if isinstance(size, int) else jnp.asarray(size, array.dtype)
+    )
     clipped = jnp.clip(array, 0, largest).astype(jnp.int32)
     return jnp.reshape(clipped, (b, 1, 1, 1))

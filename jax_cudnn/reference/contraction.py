@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmul, convolution and the convolution's gradients in jax.numpy and jax.lax.
 
-Sums are returned in the dtype of the output tensor that the interpreter asks for; roles
-and axis letters as in graph/matmul.py and graph/conv.py.
+Sums are returned in the dtype of the output tensor that the interpreter asks for, with
+the precision that it passes, as JAX takes it; roles and axis letters as in
+graph/matmul.py and graph/conv.py.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,17 +20,28 @@ Operands = Mapping[str, jax.Array]
 
 
 def matmul(
-    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
 ) -> dict[str, jax.Array]:
     """Return a b for each batch entry."""
     del attributes
     dtype = outputs["output"].dtype
-    sums = jnp.matmul(inputs["a"], inputs["b"], preferred_element_type=DTYPES[dtype])
+    sums = jnp.matmul(
+        inputs["a"],
+        inputs["b"],
+        preferred_element_type=DTYPES[dtype],
+        precision=precision,
+    )
     return {"output": sums}
 
 
 def conv_fprop(
-    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
 ) -> dict[str, jax.Array]:
     """Return the convolution of x with w."""
     assert isinstance(attributes, ConvAttributes)
@@ -44,12 +57,16 @@ def conv_fprop(
         lhs_dilation=attributes.lhs_dilation,
         rhs_dilation=attributes.rhs_dilation,
         feature_group_count=_groups(x.shape, w.shape),
+        precision=precision,
     )
     return {"output": result}
 
 
 def conv_dgrad(
-    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
 ) -> dict[str, jax.Array]:
     """Return the gradient of x: the cotangent with w, flipped and transposed."""
     assert isinstance(attributes, ConvAttributes)
@@ -76,12 +93,16 @@ def conv_dgrad(
         lhs_dilation=attributes.window_strides,
         rhs_dilation=attributes.rhs_dilation,
         feature_group_count=groups,
+        precision=precision,
     )
     return {"grad_x": result}
 
 
 def conv_wgrad(
-    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
 ) -> dict[str, jax.Array]:
     """Return the gradient of w: x with the cotangent, contracted over images."""
     assert isinstance(attributes, ConvAttributes)
@@ -105,6 +126,7 @@ def conv_wgrad(
         lhs_dilation=attributes.lhs_dilation,
         rhs_dilation=attributes.window_strides,
         feature_group_count=groups,
+        precision=precision,
     )
     return {"grad_w": jnp.swapaxes(result, 0, 1)}
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluates a graph with one jax.numpy rule per node kind."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -11,16 +12,13 @@ import jax.numpy as jnp
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
-from jax_cudnn.graph.spec import Attributes
 from jax_cudnn.reference import contraction, pointwise, sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and
-# the output tensors that are asked for; it returns those, in any dtype that holds
-# the result, and the interpreter rounds once.
-Rule = Callable[
-    [Attributes, Mapping[str, jax.Array], Mapping[str, Tensor]], Mapping[str, Any]
-]
+# the output tensors that are asked for, a contraction's a precision as well; it returns
+# those, in any dtype that holds the result, and the interpreter rounds once.
+Rule = Callable[..., Mapping[str, Any]]
 
 _RULES: dict[str, Rule] = {
     "constant": pointwise.constant,
@@ -41,6 +39,7 @@ def evaluate(
     *,
     narrow_sums: bool = False,
     kept: frozenset[str] = frozenset(),
+    precision: Any = None,
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results, given its operands as stored arrays.
 
@@ -48,14 +47,17 @@ def evaluate(
     rounded to their dtype before what follows them, as in programs that are written in
     that dtype throughout: XLA computes that faster, since it keeps no f32 array of the
     sums and knows what to fuse. The tensors ``kept`` are computed once and read from
-    memory after that.
+    memory after that. ``precision`` is that of matmuls and convolutions, as JAX takes
+    it.
     """
     values = {
         tensor.name: to_logical(tensor, operand)
         for tensor, operand in zip(graph.input_tensors, operands, strict=True)
     }
     for node in graph.nodes:
-        results = _evaluate_node(graph, node, values, narrow_sums=narrow_sums)
+        results = _evaluate_node(
+            graph, node, values, narrow_sums=narrow_sums, precision=precision
+        )
         for name in kept.intersection(results):
             results[name] = jax.lax.optimization_barrier(results[name])
         values |= results
@@ -63,31 +65,44 @@ def evaluate(
 
 
 def _evaluate_node(
-    graph: Graph, node: Node, values: Mapping[str, jax.Array], *, narrow_sums: bool
+    graph: Graph,
+    node: Node,
+    values: Mapping[str, jax.Array],
+    *,
+    narrow_sums: bool,
+    precision: Any,
 ) -> dict[str, jax.Array]:
     rule = _RULES[kind_named(node.kind).name]
     inputs = {role: values[name] for role, name in node.inputs}
-    if narrow_sums and node.kind.startswith("conv"):
-        inputs = {role: _without_f8(x) for role, x in inputs.items()}
     outputs = {role: graph.tensor(name) for role, name in node.outputs}
+    results = None
     if rule in _CONTRACTIONS:
+        rule = functools.partial(rule, precision=precision)
         dtypes: list[DTypeName] = [graph.tensor(name).dtype for _, name in node.inputs]
         narrow = _narrow_dtype(dtypes) if narrow_sums else None
         asked = {
             role: replace(tensor, dtype=_sums_dtype(graph, tensor, dtypes, narrow))
             for role, tensor in outputs.items()
         }
+        if any(tensor.dtype == "f64" for tensor in asked.values()):
+            inputs = {role: x.astype(jnp.float64) for role, x in inputs.items()}
+        elif narrow_sums and node.kind.startswith("conv"):
+            if accumulator(*dtypes) == "i32":
+                results = _sums_of_integers(rule, node, inputs, asked)
+            inputs = {role: _without_f8(x) for role, x in inputs.items()}
     else:
         asked = outputs
-    results = _narrow_step(node, inputs) if narrow_sums else None
+        results = _narrow_step(node, inputs) if narrow_sums else None
     if results is None:
         results = rule(node.attributes, inputs, asked)
+    is_held = narrow_sums and _is_widened_for_conv(graph, node)
 
     def rounded(tensor: Tensor, x: jax.Array) -> jax.Array:
         # Only widening is left out: what is rounded on the way stays so.
         is_widened = x.dtype.itemsize == 2 and tensor.dtype == "f32"
         stays = narrow_sums and is_widened and tensor.name not in graph.outputs
-        return x if stays else x.astype(jax_dtype(tensor.dtype))
+        x = x if stays else x.astype(jax_dtype(tensor.dtype))
+        return jax.lax.optimization_barrier(x) if is_held else x
 
     return {tensor.name: rounded(tensor, results[r]) for r, tensor in outputs.items()}
 
@@ -127,6 +142,39 @@ def _is_float(x: jax.Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
 
+def _is_widened_for_conv(graph: Graph, node: Node) -> bool:
+    """Whether a node converts f8 for a convolution, which is to be kept from XLA, too.
+
+    The convolution may be in another part; a matmul has its conversions in its own.
+    """
+    return (
+        getattr(node.attributes, "mode", None) == "identity"
+        and any(graph.tensor(name).dtype.startswith("f8") for _, name in node.inputs)
+        and all(each.kind != "matmul" for each in graph.nodes)
+    )
+
+
+def _sums_of_integers(
+    rule: Rule,
+    node: Node,
+    inputs: Mapping[str, jax.Array],
+    outputs: Mapping[str, Tensor],
+) -> Mapping[str, jax.Array]:
+    """Return a convolution of 8-bit integers by one in f64, which is as exact.
+
+    XLA's GPU convolutions take no u8, and i8 with restrictions. Sums in f32 are exact
+    up to 2^24 only. The barrier is there for the same reason as that of f8.
+    """
+    with jax.enable_x64(True):
+        wide = {
+            role: jax.lax.optimization_barrier(x.astype(jnp.float64))
+            for role, x in inputs.items()
+        }
+        asked = {role: replace(tensor, dtype="f64") for role, tensor in outputs.items()}
+        results = rule(node.attributes, wide, asked)
+        return {role: x.astype(jnp.int32) for role, x in results.items()}
+
+
 _CONTRACTIONS = (
     contraction.conv_dgrad,
     contraction.conv_fprop,
@@ -144,6 +192,8 @@ def _narrow_dtype(dtypes: Sequence[DTypeName]) -> DTypeName | None:
 def _sums_dtype(
     graph: Graph, tensor: Tensor, dtypes: Sequence[DTypeName], narrow: DTypeName | None
 ) -> DTypeName:
+    if tensor.dtype == "f64":
+        return "f64"
     is_asked_for = tensor.name in graph.outputs and tensor.dtype not in dtypes
     return accumulator(*dtypes) if narrow is None or is_asked_for else narrow
 

@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contractions that no graph can say, in JAX's own operations.
+
+Graphs have the dtypes, ranks and fixed shapes that cuDNN may have a kernel for. A call
+with others, as integers of 32 bits, complex numbers or symbolic dimensions, means what
+it means in jax.lax, with the epilogue of the other calls. It is no cuDNN call at all:
+JAX transforms it as it does any other program.
+"""
+
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Options
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.ops.activations import Activation, on_array
+from jax_cudnn.ops.arguments import describe
+
+_log = logging.getLogger("jax_cudnn")
+
+
+class Epilogue(NamedTuple):
+    """What follows the sums, as the caller gave it; each is None where it is not."""
+
+    scale: ArrayLike | None = None
+    bias: ArrayLike | None = None
+    residual: ArrayLike | None = None
+    activation: Activation | None = None
+    scale_out: ArrayLike | None = None
+
+    @property
+    def terms(self) -> Iterator[tuple[str, ArrayLike]]:
+        """What is added, by name."""
+        for name in ("bias", "residual"):
+            if (value := getattr(self, name)) is not None:
+                yield name, value
+
+
+def check_implementation(op: str, reason: str, call: Options) -> None:
+    """Raise UnsupportedError where cuDNN was asked for; say why XLA runs it, once."""
+    if call.implementation == "cudnn":
+        raise UnsupportedError(
+            f'{op}: {reason} Pass implementation="auto" or "xla" to run XLA\'s code.'
+        )
+    if call.implementation == "auto":
+        _say_once(op, reason)
+
+
+# Returns an operand of the epilogue by its name with the rank of a result of that
+# shape, 1 where it broadcasts, or raises ValueError.
+Place = Callable[[str, jax.Array, tuple[int, ...]], jax.Array]
+
+
+def run_plain(
+    op: str,
+    contraction: Callable[[Any], jax.Array],
+    preferred: object,
+    epilogue: Epilogue,
+    place: Place,
+) -> jax.Array:
+    """Return a contraction with what follows it.
+
+    ``contraction`` gives it with a given ``preferred_element_type``; ``preferred`` is
+    the caller's.
+    """
+    if all(each is None for each in epilogue):
+        return contraction(preferred)
+    result = jax.eval_shape(lambda: contraction(preferred))
+    value = contraction(_sums(result.dtype))
+    scale, *_, activation, scale_out = epilogue
+    scales = (("scale", scale), ("scale_out", scale_out))
+    arrays = {
+        name: place(name, jnp.asarray(x), result.shape)
+        for name, x in (*scales, *epilogue.terms)
+        if x is not None
+    }
+    are_integers = all(map(_is_integer, arrays.values())) and activation is None
+    if _is_integer(value) and not are_integers:
+        value = value.astype(jnp.float32)
+    for name, x in arrays.items():
+        if jnp.iscomplexobj(x) and not jnp.iscomplexobj(value):
+            raise TypeError(
+                f"{op}: {name} is {describe(x)}, but the sums are {describe(value)}. "
+                "Beside them it must be real. Take its real part."
+            )
+        arrays[name] = x.astype(value.dtype)
+    if "scale" in arrays:
+        value *= arrays["scale"]
+    for name, _ in epilogue.terms:
+        value += arrays[name]
+    if activation is not None:
+        value = on_array(op, activation, value)
+    if "scale_out" in arrays:
+        value *= arrays["scale_out"]
+    return value.astype(result.dtype)
+
+
+def _sums(result: np.dtype) -> np.dtype:
+    """Return the dtype of the sums behind a result, as graphs have it."""
+    if jnp.issubdtype(result, jnp.floating):
+        return np.dtype(np.float64 if result == np.float64 else np.float32)
+    is_short = result.itemsize < 4 and not jnp.issubdtype(result, jnp.complexfloating)
+    return np.dtype(np.int32) if is_short else result
+
+
+def _is_integer(x: jax.Array) -> bool:
+    return not jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+@functools.lru_cache(maxsize=4096)
+def _say_once(op: str, reason: str) -> None:
+    _log.info("%s runs with XLA: %s", op, reason)
