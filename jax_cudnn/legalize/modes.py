@@ -54,7 +54,9 @@ def _write(
     x = names[-1]
     rank = len(writer[x].dims)
     alpha, zero = writer.constant(attributes.alpha, rank), writer.constant(0.0, rank)
-    is_positive = apply("gt", x, zero)
+    # At 0 a leaky relu has the upper slope, as in JAX.
+    is_leaky = attributes.mode.startswith("relu")
+    is_positive = apply("ge" if is_leaky else "gt", x, zero)
 
     def power() -> str:
         return apply("exp", apply("min", x, zero))

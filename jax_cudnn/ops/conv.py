@@ -203,8 +203,14 @@ def conv(
         for name, value in (("bias", bias), ("residual", residual))
         if value is not None
     ]
-    value = fusion.activated(fusion.scaled(product, factors), terms, activation)
-    return fusion.run(value, dtype, orders[2], call)
+    return fusion.run(
+        fusion.added(fusion.scaled(product, factors), terms),
+        activation,
+        shape=tuple(dims[axis] for axis in orders[2]),
+        dtype=dtype,
+        order=orders[2],
+        options=call,
+    )
 
 
 def _order(spec: Sequence[int]) -> tuple[int, ...]:

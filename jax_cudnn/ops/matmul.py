@@ -157,9 +157,7 @@ def matmul(
         scale_out=scale_out,
         dropped=(*((-2,) if a.ndim == 1 else ()), *((-1,) if b.ndim == 1 else ())),
     )
-    output = _run(problem, bias, residual, activation, preferred_element_type, call)
-    shape = (*batch, *((m,) if a.ndim > 1 else ()), *((n,) if b.ndim > 1 else ()))
-    return jnp.reshape(output, shape)
+    return _run(problem, bias, residual, activation, preferred_element_type, call)
 
 
 def dot_general(
@@ -269,6 +267,13 @@ class _Problem(NamedTuple):
     scale_out: ArrayLike | None = None
     dropped: tuple[int, ...] = ()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the caller's result."""
+        full = [size for group in self.sizes for size in group]
+        kept = (i for i in range(len(full)) if i - len(full) not in self.dropped)
+        return tuple(full[i] for i in kept)
+
 
 def _run(
     problem: _Problem,
@@ -325,15 +330,22 @@ def _run(
         for name, value in (("bias", bias), ("residual", residual))
         if value is not None
     ]
-    value = fusion.activated(fusion.scaled(product, factors), terms, activation)
-    last = problem.scale_out
-    if isinstance(last, int | float):
-        value = fusion.scaled(value, [float(last)])
-    elif last is not None:
-        term = _term(problem, "scale_out", as_array(last, sums))
-        value = fusion.scaled(value, [fusion.operand("scale_out", term, _PLAIN)])
-    output = fusion.run(value, dtype, _PLAIN, call)
-    return jnp.reshape(output, tuple(size for group in sizes for size in group))
+    factor = problem.scale_out
+    if isinstance(factor, int | float):
+        factor = float(factor)
+    elif factor is not None:
+        factor = _term(problem, "scale_out", as_array(factor, sums))
+    shape = problem.shape
+    output = fusion.run(
+        fusion.added(fusion.scaled(product, factors), terms),
+        activation,
+        shape=shape,
+        factor=factor,
+        dtype=dtype,
+        order=_PLAIN,
+        options=call,
+    )
+    return jnp.reshape(output, shape)
 
 
 def _promote(problem: _Problem) -> tuple[_Matrix, _Matrix, np.dtype | None]:
@@ -372,9 +384,7 @@ def _term(problem: _Problem, name: str, array: jax.Array) -> jax.Array:
     check_dimensions_known(op, name, array)
     check_dtype(op, name, array)
     if dropped:
-        full = [size for group in sizes for size in group]
-        kept = [size for i, size in enumerate(full, -len(full)) if i not in dropped]
-        padded = _padded(op, name, array, tuple(kept))
+        padded = _padded(op, name, array, problem.shape)
         array = jnp.expand_dims(jnp.reshape(array, padded), dropped)
     return _in_three(op, name, array, sizes)
 
