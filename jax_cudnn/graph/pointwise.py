@@ -242,16 +242,15 @@ def _grad_full(
             # 1 at 0.
             is_positive = apply("ge", use("a"), constant(0.0))
             return apply("select", ct, apply("neg", ct), is_positive)
-        case "mul", _ if names["a"] == names["b"]:
-            twice = apply("mul", use("a"), constant(2.0))
-            return apply("mul", ct, twice) if role == "a" else None
         case "mul", _:
             return apply("mul", ct, use("b" if role == "a" else "a"))
         case "div", "a":
             return apply("div", ct, use("b"))
         case "div", "b":
-            square = apply("mul", use("b"), use("b"))
-            return apply("neg", apply("div", apply("mul", ct, use("a")), square))
+            # Squared after the division, so that its own derivative at 0 is infinite.
+            rest = apply("reciprocal", use("b"))
+            rest = apply("mul", rest, rest)
+            return apply("mul", apply("neg", apply("mul", ct, use("a"))), rest)
         case (("max" | "min"), _):
             return _grad_of_extreme(writer, mode, use(role), use(_other(role)), ct)
         case "pow", "a":

@@ -180,6 +180,8 @@ class GradientWriter(GraphWriter):
         # Where each operand comes from: a forward tensor's name, seen with its axes in
         # some order, or a result's name for its cotangent.
         self.sources: dict[str, str] = {}
+        self.cotangents: set[str] = set()
+        self._forward_names = {tensor.name for tensor in graph.tensors}
         self._makers = {name: node for node in graph.nodes for _, name in node.outputs}
         self._views: dict[tuple[str, tuple[int, ...]], str] = {}
         # The one tensor that each follows from; None for a constant.
@@ -235,9 +237,20 @@ class GradientWriter(GraphWriter):
 
     def cotangent(self, name: str) -> str:
         """Return the cotangent of a forward result, as an operand."""
-        grad = f"grad_{name}"
+        grad = self.gradient_name(name)
         self.sources[grad] = name
+        self.cotangents.add(grad)
         return self.input(replace(self.forward(name), name=grad))
+
+    def gradient_name(self, name: str) -> str:
+        """Return a name for the gradient of a forward tensor, or for its cotangent.
+
+        A gradient graph has names of that kind already, when it is differentiated.
+        """
+        grad = f"grad_{name}"
+        while grad in self or grad in self._forward_names:
+            grad = f"grad_{grad}"
+        return grad
 
     def _place(self, node: Node) -> None:
         """Note what the results of a node follow from, once that of its inputs is."""

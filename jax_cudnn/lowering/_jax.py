@@ -8,6 +8,7 @@ from them, so a new JAX release is met here.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -78,7 +79,7 @@ def equation_place(equation: Any) -> str:
     return "" if place.startswith(_PACKAGE) else place
 
 
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
 
 
 def equation_function(jaxpr: Any, equation: Any) -> Callable[..., list[jax.Array]]:

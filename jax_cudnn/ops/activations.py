@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import GraphWriter
 from jax_cudnn.ops.arguments import describe
-from jax_cudnn.ops.tracing import Step, Untraceable, steps_of
+from jax_cudnn.ops.tracing import Step, UntraceableError, steps_of
 
 ActivationName = Literal[
     "elu",
@@ -109,7 +109,7 @@ def write(
     dtype = jnp.float64 if writer.accumulator == "f64" else jnp.float32
     try:
         steps = _steps(op, activation, jax.ShapeDtypeStruct(shape, dtype))
-    except Untraceable as reason:
+    except UntraceableError as reason:
         return Outside(
             activation,
             f"the activation {_label(activation)} follows the kernel as JAX code: "
@@ -144,7 +144,7 @@ def _label(function: Callable[..., Any]) -> str:
 def _steps(
     op: str, function: Callable[[jax.Array], jax.Array], like: jax.ShapeDtypeStruct
 ) -> tuple[Step, ...]:
-    """Return the steps of a function, or raise Untraceable."""
+    """Return the steps of a function, or raise UntraceableError."""
     failure = None
     try:
         # A function of its own for JAX, which remembers what it traced by identity: a
@@ -155,7 +155,9 @@ def _steps(
         # not, it raises again where it is applied, and the user gets that.
         failure = type(error).__name__
     if failure is not None:
-        raise Untraceable(f"it raises {failure} for an array that is not known yet")
+        raise UntraceableError(
+            f"it raises {failure} for an array that is not known yet"
+        )
     check_result(op, result, like)
     return steps_of(closed)
 

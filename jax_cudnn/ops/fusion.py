@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A contraction's graph while it is written: operands, and what follows the sums."""
 
-import functools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -96,14 +95,11 @@ class Fusion:
 def _rounded(
     x: jax.Array, sums: jax.Array, factor: jax.Array | float | None, dtype: DTypeName
 ) -> jax.Array:
-    """Return an array times a factor, both in the dtype of the sums at least."""
-    factors = [factor] if isinstance(factor, jax.Array) else []
-    wide = functools.reduce(
-        jnp.promote_types, (each.dtype for each in (x, sums, *factors))
-    )
+    """Return an array times a factor, both in the dtype of the sums or f64."""
+    arrays = [each for each in (x, factor) if isinstance(each, jax.Array)]
+    is_double = any(each.dtype == jnp.float64 for each in arrays)
+    wide = jnp.dtype(jnp.float64) if is_double else sums.dtype
     x = x.astype(wide)
-    if isinstance(factor, jax.Array):
-        factor = factor.astype(wide)
     if factor is not None:
-        x = x * factor
+        x = x * (factor if isinstance(factor, float) else factor.astype(wide))
     return x.astype(jax_dtype(dtype))

@@ -283,7 +283,7 @@ def _run(
     preferred: object,
     call: Options,
 ) -> jax.Array:
-    op, sizes = problem.op, problem.sizes
+    op = problem.op
     a, b, wide = _promote(problem)
     dtype = result_dtype(
         op,

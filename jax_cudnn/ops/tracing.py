@@ -18,7 +18,7 @@ from jax_cudnn.lowering import CustomCall, equation_place, same_function
 Function = Callable[[jax.Array], jax.Array]
 
 
-class Untraceable(Exception):
+class UntraceableError(Exception):
     """Says what a function does that a graph cannot hold: "it uses 'cumsum'"."""
 
 
@@ -33,9 +33,9 @@ class Step(NamedTuple):
     arguments: tuple[int | float, ...]
 
 
-# cuDNN's own limit is 250 operations in a graph, and a gradient has about three for
-# each step (cudnn-frontend 1.32, MAX_OPGRAPH_OPS).
-MOST_STEPS = 80
+# cuDNN plans longer ones, up to 250 operations in a graph, in time that grows with
+# their square: 80 take it 13 seconds (9.27, for an H200).
+MOST_STEPS = 64
 
 
 def steps_of(closed: Any) -> tuple[Step, ...]:
@@ -44,17 +44,17 @@ def steps_of(closed: Any) -> tuple[Step, ...]:
     The last one gives its result; without any, that is the argument.
 
     Raises:
-      Untraceable: not every equation can be written with its exact meaning.
+      UntraceableError: not every equation can be written with its exact meaning.
     """
     (dtype,) = (aval.dtype for aval in closed.in_avals)
     tracer = _Tracer(dtype)
     (result,) = tracer.run(closed.jaxpr, closed.consts, [_Tensor(0)])
     if not isinstance(result, _Tensor):
-        raise Untraceable("it does not depend on its argument")
+        raise UntraceableError("it does not depend on its argument")
     # What follows the result does not matter; if there is anything, it is unused.
     steps = tracer.steps[: result.position]
     if len(steps) > MOST_STEPS:
-        raise Untraceable(
+        raise UntraceableError(
             f"it has {len(steps)} operations, and a kernel is given {MOST_STEPS}"
         )
     return tuple(steps)
@@ -115,11 +115,13 @@ def _number(value: Any, aval: Any) -> np.ndarray:
     """Return a captured value as a number of rank 0, in its own dtype."""
     text = aval.str_short()
     if isinstance(value, jax.core.Tracer):
-        raise Untraceable(f"it uses {text}, a traced value that is not its argument")
+        raise UntraceableError(
+            f"it uses {text}, a traced value that is not its argument"
+        )
     if not (jnp.issubdtype(aval.dtype, np.number) or aval.dtype == np.bool_):
-        raise Untraceable(f"it uses {text}, which is no number")
+        raise UntraceableError(f"it uses {text}, which is no number")
     if np.size(value) != 1:
-        raise Untraceable(f"it uses an array besides its argument, {text}")
+        raise UntraceableError(f"it uses an array besides its argument, {text}")
     return np.asarray(value).reshape(()).astype(aval.dtype)
 
 
@@ -184,9 +186,9 @@ class _Equation:
         return self._tracer.emit(mode, *map(self._argument, args))
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise Untraceable, with the place in the user's code."""
+        """Raise UntraceableError, with the place in the user's code."""
         place = next(filter(None, map(equation_place, self._equations)), "")
-        raise Untraceable(f"it {what}" + (f" ({place})" if place else ""))
+        raise UntraceableError(f"it {what}" + (f" ({place})" if place else ""))
 
     def _is_float(self, atom: Any) -> bool:
         return jnp.issubdtype(atom.aval.dtype, jnp.floating)

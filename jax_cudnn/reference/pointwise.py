@@ -96,9 +96,11 @@ assert set(_ACTIVATIONS) == set(ACTIVATIONS)
 
 def _gradient(mode: str, alpha: float, cotangent: jax.Array, x: jax.Array) -> jax.Array:
     options = (alpha,) if mode in ("elu", "relu") else ()
-    # Elementwise, so the derivative along the cotangent is the gradient.
-    _, gradient = jax.jvp(lambda x: _ACTIVATIONS[mode](x, *options), (x,), (cotangent,))
-    return gradient
+    # Either may have 1 where the other has examples.
+    cotangent, x = jnp.broadcast_arrays(cotangent, x)
+    # Not by jvp along the cotangent, which rounds and overflows in another order.
+    _, pull = jax.vjp(lambda x: _ACTIVATIONS[mode](x, *options), x)
+    return pull(cotangent)[0]
 
 
 _OTHERS: dict[str, Callable[..., jax.Array]] = {
