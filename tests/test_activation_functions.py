@@ -10,9 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import lax
 
 from jax_cudnn import conv, dot_general, gated_matmul, matmul, plans
+from jax_cudnn.flax import nnx as our_nnx
 from jax_cudnn.graph import GraphWriter, Tensor, derivative_of
 from tests.fused import assert_close, graphs, nodes
 
@@ -565,7 +567,7 @@ def test_it_gets_the_sums_and_is_rounded_once() -> None:
     seen = []
 
     def function(x: jax.Array) -> jax.Array:
-        seen.append((x.shape, x.dtype))
+        seen.append((x.shape, str(x.dtype)))
         return _log1p(x)
 
     got = matmul(a, b, bias=bias, scale_out=scale, activation=function)
@@ -574,7 +576,7 @@ def test_it_gets_the_sums_and_is_rounded_once() -> None:
     want = np.sign(sums) * np.log1p(np.abs(sums)) * wide[3]
     assert got.dtype == jnp.bfloat16
     assert_close(got, jnp.asarray(want, jnp.bfloat16), 0)
-    assert set(seen) == {((7, 5), jnp.float32)}
+    assert set(seen) == {((7, 5), "float32")}
 
 
 def test_integers_reach_it_as_f32() -> None:
@@ -635,6 +637,29 @@ def test_it_may_capture_what_it_learns() -> None:
     many = jnp.stack([slopes, 2 * slopes])
     got, want = (jax.vmap(jax.grad(f, 1), (None, 0))(w, many) for f in (ours, plain))
     assert_close(got, want, 1e-4)
+
+
+class _Slopes(nnx.Module):
+    """An activation with a parameter for each column."""
+
+    def __init__(self) -> None:
+        self.slope = nnx.Param(jnp.full((4,), 0.3))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return jnp.tanh(x) * self.slope[...][None]
+
+
+def test_a_layer_s_activation_may_have_parameters() -> None:
+    layer = our_nnx.Linear(3, 4, activation=_Slopes(), rngs=nnx.Rngs(0))
+    x = jnp.cos(jnp.arange(15.0)).reshape(5, 3)
+
+    @nnx.jit
+    def gradient(layer: our_nnx.Linear, x: jax.Array) -> Any:
+        return nnx.grad(lambda layer: jnp.sum(layer(x)))(layer)
+
+    got = gradient(layer, x).activation.slope[...]
+    sums = x @ layer.kernel[...] + layer.bias[...][None]
+    assert_close(got, jnp.sum(jnp.tanh(sums), axis=0), 1e-5)
 
 
 def test_it_may_look_at_its_argument_where_there_is_one() -> None:

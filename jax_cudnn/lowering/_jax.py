@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.core import ShapedArray
+from jax.core import ShapedArray, Tracer
 from jax.extend import source_info_util
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
@@ -27,6 +27,7 @@ __all__ = [
     "inner_jaxprs",
     "instantiate_zero",
     "is_linear_input",
+    "is_tracer",
     "is_zero",
     "lower_function",
     "output_aval",
@@ -68,6 +69,11 @@ def lower_function(function: Callable[..., Sequence[jax.Array]]) -> Callable[...
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Yield the jaxprs among an equation's parameters (loop bodies, branches, ...)."""
     return jaxprs_in_params(params)
+
+
+def is_tracer(x: object) -> bool:
+    """Whether a value stands for one that is not known while a function is traced."""
+    return isinstance(x, Tracer)
 
 
 def equation_place(equation: Any) -> str:

@@ -57,9 +57,10 @@ def matmul(
             \sum_r (\mathrm{scale\_a}\, a)_{mr} (\mathrm{scale\_b}\, b)_{rn}
             + \mathrm{bias} + \mathrm{residual}\Big)
 
-    All of it is one kernel. Sums, and what follows them, are kept in f32 (f64 for f64,
-    i32 sums for 8-bit integers) and rounded once, to the result's dtype. Operands of 8
-    bits beside wider ones (weight-only quantisation) are converted in the kernel; they
+    All of it is one kernel, but for activations that cuDNN has not. Sums, and what
+    follows them, are kept in f32 (f64 for f64, i32 sums for 8-bit integers) and rounded
+    once, to the result's dtype. Operands of 8 bits beside wider ones (weight-only
+    quantisation) are converted in the kernel; they
     never reach memory in the wider dtype. For i8 and f8 weights "auto" takes XLA's
     kernels, which do so as well, until :func:`jax_cudnn.plans.autotune` has measured a
     plan of cuDNN's to be faster: its first one mostly is not (H200, cuDNN 9.19;
@@ -82,7 +83,7 @@ def matmul(
         and rounded to the wider operand's dtype (f32 where both have 8 bits).
         Differentiable. Default None: 1.
       scale_b: likewise for b; (n,) or (1, n) is per column.
-      scale_out: multiplies what the activation returns, in the same kernel: a number
+      scale_out: multiplies what the activation returns, where that is done: a number
         or an array that broadcasts to the result, to quantise it or to gate it (see
         :func:`gated_matmul`). Differentiable. Default None: 1.
       precision: of f32 products, as for jnp.matmul. Default None:
@@ -97,7 +98,8 @@ def matmul(
       (..., m, n), without m or n for an operand of rank 1.
 
     Raises:
-      ValueError: shapes that do not fit, an unknown activation or `implementation`.
+      ValueError: shapes that do not fit, an unknown activation or `implementation`, an
+        activation that returns anything but an array of floats of the same shape.
       TypeError: dtypes that are not taken or differ.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU); symbolic dimensions; operands with a

@@ -13,7 +13,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.lowering import CustomCall, equation_place, same_function
+from jax_cudnn.lowering import (
+    CustomCall,
+    equation_place,
+    is_tracer,
+    same_function,
+)
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -114,7 +119,7 @@ class _Tracer:
 def _number(value: Any, aval: Any) -> np.ndarray:
     """Return a captured value as a number of rank 0, in its own dtype."""
     text = aval.str_short()
-    if isinstance(value, jax.core.Tracer):
+    if is_tracer(value):
         raise UntraceableError(
             f"it uses {text}, a traced value that is not its argument"
         )
