@@ -209,12 +209,15 @@ class Options:
     ``matmul_precision`` is the call's own, or ``jax.default_matmul_precision`` as it
     was when the operation was traced; the reference is traced later, when that is no
     longer in force.
+    ``remark`` says what of the call is not in the graph, for ``plans.inspect``. It is
+    part of what identifies the call and decides nothing.
     """
 
     implementation: Implementation = "auto"
     matmul_precision: MatmulPrecision = None
     plan: PlanOptions = PlanOptions()
     device: str | None = None
+    remark: str = ""
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):

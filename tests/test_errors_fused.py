@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax import export
 
@@ -334,29 +333,6 @@ def test_symbolic_dimensions_are_refused_to_cudnn(op: str, call: Any) -> None:
 # --- activations ----------------------------------------------------------------------
 
 
-@jax.custom_jvp
-def _straight_through(x: jax.Array) -> jax.Array:
-    return jnp.floor(x)
-
-
-_straight_through.defjvps(lambda g, _, x: g)
-
-
-@jax.custom_vjp
-def _reversed(x: jax.Array) -> jax.Array:
-    return jnp.floor(x)
-
-
-_reversed.defvjp(lambda x: (jnp.floor(x), None), lambda _, g: (-g,))
-
-_OWN_RULE = (
-    "matmul: activation uses a function with a derivative rule of its own "
-    f"(jax.custom_jvp or jax.custom_vjp). A graph cannot keep the rule. {_INSTEAD}"
-)
-_CANNOT = (
-    "which cuDNN's nodes cannot. They compute in floats and differentiate all that "
-    f"they compute. {_INSTEAD}"
-)
 _NAMES = (
     "'elu', 'gelu', 'gelu_exact', 'leaky_relu', 'relu', 'relu6', 'sigmoid', 'silu', "
     "'softplus', 'swish', 'tanh'"
@@ -370,7 +346,7 @@ _NAMES = (
             "gelu_new",
             ValueError,
             f"matmul: activation='gelu_new' is not one of {_NAMES}. A function of one "
-            "array made of pointwise operations works as well.",
+            "array that returns one of the same shape works as well.",
         ),
         (
             3,
@@ -381,59 +357,24 @@ _NAMES = (
         (
             lambda x: x.sum(),
             ValueError,
-            "matmul: activation returns float32[] for float32[1,6,7]. It must return "
+            "matmul: activation returns f32[] for f32[2,3,7]. It must return "
             f"one array of floats of the same shape. {_INSTEAD}",
         ),
         (
             lambda x: (x, x),
             ValueError,
-            "matmul: activation returns float32[1,6,7], float32[1,6,7] for "
-            "float32[1,6,7]. It must return one array of floats of the same shape. "
+            "matmul: activation returns f32[2,3,7], f32[2,3,7] for "
+            "f32[2,3,7]. It must return one array of floats of the same shape. "
             f"{_INSTEAD}",
         ),
         (
             lambda x: x > 0,
             ValueError,
-            "matmul: activation returns bool[1,6,7] for float32[1,6,7]. It must return "
+            "matmul: activation returns bool[2,3,7] for f32[2,3,7]. It must return "
             f"one array of floats of the same shape. {_INSTEAD}",
         ),
-        (
-            lambda x: jnp.ones_like(x) * 3,
-            ValueError,
-            "matmul: activation is 3.0 everywhere. A function that depends on its "
-            "argument is supported. Pass None for no activation.",
-        ),
-        (
-            lambda x: x * np.arange(7, dtype=np.float32)[None, None],
-            ValueError,
-            "matmul: activation uses an array that it does not get as its argument, "
-            "float32[1,1,7]. Only numbers that are known when the program is traced "
-            "can be part of it. Pass it as scale, bias or residual, or apply the "
-            "function to the result.",
-        ),
-        (
-            lambda x: jnp.where(x > 0, x, -jnp.inf),
-            ValueError,
-            "matmul: activation uses the number -inf. cuDNN takes finite ones. Replace "
-            "it, or apply the function to the result instead.",
-        ),
-        (
-            lambda x: x * jax.lax.stop_gradient(x),
-            ValueError,
-            f"matmul: activation stops the gradient, {_CANNOT}",
-        ),
-        (
-            lambda x: x * x.astype(jnp.int32).astype(x.dtype),
-            ValueError,
-            f"matmul: activation converts its argument to int32, {_CANNOT}",
-        ),
-        (_straight_through, ValueError, _OWN_RULE),
-        (_reversed, ValueError, _OWN_RULE),
     ],
-    ids=[
-        *("unknown", "number", "sum", "pair", "bool", "constant", "array"),
-        *("infinite", "stop-gradient", "integer", "custom-jvp", "custom-vjp"),
-    ],
+    ids=["unknown", "number", "sum", "pair", "bool"],
 )
 def test_wrong_activations(
     activation: Any, error: type[Exception], message: str
@@ -441,38 +382,14 @@ def test_wrong_activations(
     _check(_matmul, {"activation": activation}, error, message)
 
 
-@pytest.mark.parametrize(
-    ("activation", "name"),
-    [
-        (lambda x: x - x.sum(axis=1, keepdims=True), "reduce_sum"),
-        (jax.nn.softmax, "reduce_max"),
-        (lambda x: x[:, ::-1], "rev"),
-        (lambda x: jnp.where((x > 0) ^ (x < 1), x, 0.0), "xor"),
-    ],
-)
-def test_an_activation_that_is_not_pointwise_is_named(
-    activation: Any, name: str
-) -> None:
-    message = (
-        rf"^conv: activation uses '{name}', which is not a pointwise operation that "
-        r"graphs have\. They have abs, add, .*, tanh\. Apply the function to the "
-        r"result instead\.$"
+def test_a_wrong_activation_that_cannot_be_traced_is_told_so_as_well() -> None:
+    def peeks(x: jax.Array) -> jax.Array:
+        return x.sum() if float(x[0, 0, 0]) >= 0 else x
+
+    _check(
+        _matmul,
+        {"activation": peeks},
+        ValueError,
+        "matmul: activation returns f32[] for f32[2,3,7]. It must return one array of "
+        f"floats of the same shape. {_INSTEAD}",
     )
-    with pytest.raises(ValueError, match=message):
-        _conv(activation=activation)
-
-
-def test_a_traced_number_in_an_activation_is_refused() -> None:
-    def run(slope: jax.Array) -> jax.Array:
-        return _matmul(activation=lambda x: x * slope)
-
-    with pytest.raises(
-        ValueError, match=r"does not get as its argument, float32\[\]\."
-    ):
-        jax.jit(run)(jnp.float32(0.5))
-
-
-def test_a_message_lists_no_operation_that_is_refused() -> None:
-    with pytest.raises(ValueError, match="graphs have") as raised:
-        _conv(activation=jax.nn.softmax)
-    assert "stop_gradient" not in str(raised.value)

@@ -84,6 +84,21 @@ def test_what_is_done_around_the_kernel_is_told(fake: FakeProcess) -> None:
     assert any("padded" in note for note in call.notes)
 
 
+def test_an_activation_that_is_not_in_the_kernel_is_told(fake: FakeProcess) -> None:
+    def function(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax_cudnn.matmul(x, w, activation=jnp.log1p)
+
+    operands = _matmul(jnp.bfloat16)[1:]
+    (call,) = plans.explain(function, *operands, device="H200").calls
+    assert (call.op, call.implementation) == ("matmul", "cudnn")
+    told = "the activation log1p follows the kernel as JAX code: it uses 'log1p'"
+    assert call.notes[-1].startswith(told)
+    _refuse(fake, lambda request: True, "no engine")
+    (call,) = plans.explain(function, *operands, device="A100 40GB").calls
+    assert call.implementation == "xla"
+    assert call.notes[-1].startswith(told)
+
+
 def test_what_is_not_meant_for_cudnn_is_xlas_and_not_refused(fake: FakeProcess) -> None:
     def function(x: jax.Array, w: jax.Array, empty: jax.Array) -> Any:
         product = functools.partial(jax_cudnn.matmul, activation="gelu")

@@ -34,7 +34,7 @@ class Conv(linen.Conv):
     and what follows them, are kept in f32 (f64 for f64) and rounded once.
 
     Attributes:
-      activation: as in `jax_cudnn.conv`: a name such as "relu", or a pointwise function
+      activation: as in `jax_cudnn.conv`: a name such as "relu", or a function
         of one array. Default None: none.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.conv`.
       conv_general_dilated: must be None, and so must `conv_general_dilated_cls`. All

@@ -39,7 +39,7 @@ class Conv(nnx.Conv):
       out_features: see there.
       kernel_size: see there.
       strides: see there.
-      activation: as in `jax_cudnn.conv`: a name such as "relu", or a pointwise function
+      activation: as in `jax_cudnn.conv`: a name such as "relu", or a function
         of one array. Default None: none.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.conv`.
       rngs: as in `flax.nnx.Conv`.

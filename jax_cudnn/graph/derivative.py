@@ -75,7 +75,7 @@ def _backward(
 
     def source(name: str) -> tuple[str, int]:
         origin = writer.sources[name]
-        if name == f"grad_{origin}":
+        if name in writer.cotangents:
             return "cotangent", graph.outputs.index(origin)
         if origin in graph.inputs:
             return "input", graph.inputs.index(origin)
@@ -84,16 +84,17 @@ def _backward(
     return BackwardGraph(
         graph=backward,
         operands=tuple(source(name) for name in inputs),  # type: ignore[misc]
-        gradients=tuple(
-            graph.inputs.index(name.removeprefix("grad_")) for name in gradients
-        ),
+        gradients=tuple(gradients.values()),
     )
 
 
 def _write(
     graph: Graph, wanted: tuple[bool, ...], nonzero: tuple[bool, ...]
-) -> tuple[list[str], GradientWriter]:
-    """Write the gradients of the wanted operands; those that are zero are left out."""
+) -> tuple[dict[str, int], GradientWriter]:
+    """Write the gradients of the wanted operands, and return whose each name is.
+
+    Those that are zero are left out.
+    """
     dtypes = [accumulator(t.dtype) for t in graph.tensors]
     writer = GradientWriter(graph, "f64" if "f64" in dtypes else "f32")
     cotangents: dict[str, list[str]] = {
@@ -114,12 +115,12 @@ def _write(
                 grad = vjp(writer, node, cotangent, role)
                 if grad is not None:
                     cotangents.setdefault(name, []).append(grad)
-    results: list[str] = []
-    for tensor, is_wanted in zip(graph.input_tensors, wanted, strict=True):
-        if is_wanted and tensor.name in cotangents:
+    results: dict[str, int] = {}
+    for i, tensor in enumerate(graph.input_tensors):
+        if wanted[i] and tensor.name in cotangents:
             grad = _sum(writer, cotangents[tensor.name])
-            final = replace(tensor, name=f"grad_{tensor.name}")
-            results.append(writer.result(grad, final))
+            final = replace(tensor, name=writer.gradient_name(tensor.name))
+            results[writer.result(grad, final)] = i
     return results, writer
 
 

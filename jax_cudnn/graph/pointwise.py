@@ -184,7 +184,11 @@ def _grad_full(
     ct: str,
     role: str,
 ) -> str | None:
-    """Return the cotangent of an input before it is summed where it was broadcast."""
+    """Return the cotangent of an input before it is summed where it was broadcast.
+
+    Each rule is that of JAX's primitive, at 0, ties, infinities and NaN as elsewhere: a
+    function that is traced has the gradient that JAX gives it.
+    """
     mode = attributes.mode
     names = dict(node.inputs)
     apply, constant = writer.pointwise, writer.constant
@@ -205,7 +209,9 @@ def _grad_full(
         return apply(f"{mode}_grad", ct, writer.use(x), alpha=attributes.alpha)
     match mode, role:
         case "add", _:
-            return writer.rounded(ct)
+            # Where it leaves the activation, and not between the operations of one.
+            is_term = any(name in writer.graph.inputs for name in names.values())
+            return writer.rounded(ct) if is_term else ct
         case ("identity", _) | ("sub", "a"):
             return ct
         case ("neg", _) | ("sub", "b"):
@@ -217,8 +223,8 @@ def _grad_full(
         case "sqrt", _:
             return apply("div", apply("mul", ct, constant(0.5)), result())
         case "rsqrt", _:
-            cube = apply("mul", apply("mul", result(), result()), result())
-            return apply("mul", apply("mul", ct, constant(-0.5)), cube)
+            slope = apply("mul", apply("div", result(), use("a")), constant(-0.5))
+            return apply("mul", ct, slope)
         case "reciprocal", _:
             return apply("neg", apply("mul", ct, apply("mul", result(), result())))
         case "sin", _:
@@ -233,23 +239,28 @@ def _grad_full(
             slope = apply("mul", ct, constant(2 / math.sqrt(math.pi)))
             return apply("mul", slope, apply("exp", apply("neg", square)))
         case "abs", _:
-            # 1 at 0, as in JAX.
-            negative = apply("lt", use("a"), constant(0.0))
-            return apply("select", apply("neg", ct), ct, negative)
+            # 1 at 0.
+            is_positive = apply("ge", use("a"), constant(0.0))
+            return apply("select", ct, apply("neg", ct), is_positive)
         case "mul", _:
             return apply("mul", ct, use("b" if role == "a" else "a"))
         case "div", "a":
             return apply("div", ct, use("b"))
         case "div", "b":
-            square = apply("mul", use("b"), use("b"))
-            return apply("neg", apply("div", apply("mul", ct, use("a")), square))
+            # Squared after the division, so that its own derivative at 0 is infinite.
+            rest = apply("reciprocal", use("b"))
+            rest = apply("mul", rest, rest)
+            return apply("mul", apply("neg", apply("mul", ct, use("a"))), rest)
         case (("max" | "min"), _):
             return _grad_of_extreme(writer, mode, use(role), use(_other(role)), ct)
         case "pow", "a":
             lower = apply("pow", use("a"), apply("sub", use("b"), constant(1.0)))
             return apply("mul", ct, apply("mul", use("b"), lower))
         case "pow", "b":
-            return apply("mul", ct, apply("mul", result(), apply("log", use("a"))))
+            # The logarithm of 0 is taken to be 0.
+            is_zero = apply("eq", use("a"), constant(0.0))
+            base = apply("select", constant(1.0), use("a"), is_zero)
+            return apply("mul", ct, apply("mul", apply("log", base), result()))
         case "select", ("a" | "b"):
             chosen = (ct, constant(0.0)) if role == "a" else (constant(0.0), ct)
             return apply("select", *chosen, use("c"))
@@ -267,9 +278,8 @@ def _grad_of_extreme(
     """Give all to the one that was taken, and half to each of two equal ones."""
     apply, constant = writer.pointwise, writer.constant
     wins = apply("gt" if mode == "max" else "lt", own, other)
-    rest = apply("select", ct, constant(0.0), wins)
-    half = apply("mul", ct, constant(0.5))
-    return apply("select", half, rest, apply("eq", own, other))
+    share = apply("select", constant(0.5), constant(0.0), apply("eq", own, other))
+    return apply("mul", ct, apply("select", constant(1.0), share, wins))
 
 
 def _no_vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> None:

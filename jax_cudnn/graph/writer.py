@@ -185,9 +185,15 @@ class GradientWriter(GraphWriter):
         # Where each operand comes from: a forward tensor's name, seen with its axes in
         # some order, or a result's name for its cotangent.
         self.sources: dict[str, str] = {}
+        self.cotangents: set[str] = set()
+        self._forward_names = {tensor.name for tensor in graph.tensors}
         self._makers = {name: node for node in graph.nodes for _, name in node.outputs}
         self._views: dict[tuple[str, tuple[int, ...]], str] = {}
-        self._roots: dict[str, str | None] = {}
+        # The one tensor that each follows from; None for a constant.
+        self._roots: dict[str, str | None] = {name: name for name in graph.inputs}
+        self._after_contraction: set[str] = set()
+        for node in graph.nodes:
+            self._place(node)
         # That of a 16-bit result; a wider one deserves wider cotangents.
         dtype = graph.output_tensors[0].dtype
         self.cotangent_dtype: DTypeName = (
@@ -208,18 +214,24 @@ class GradientWriter(GraphWriter):
 
     def view(self, name: str, axes: tuple[int, ...]) -> str:
         """Return a forward value with its logical axes permuted, nothing moved."""
-        if (name, axes) in self._views:
-            return self._views[name, axes]
-        is_made = name in self._makers and not self._follows_contraction(name)
-        # A truth value is cheaper to find again than to keep.
-        is_made |= name in self._makers and self.forward(name).dtype == "bool"
-        is_root = self._root(name) == name and not is_made
-        if is_root or self.is_result(name):
-            view = self._operand(name, axes)
-        else:
-            view = self._again(self._makers[name], name, axes)
-        self._views[name, axes] = view
-        return view
+        # Without recursion: a chain of operations may be long.
+        pending = [name]
+        while pending:
+            current = pending[-1]
+            missing: list[str] = []
+            if (current, axes) not in self._views:
+                if self._is_operand(current):
+                    self._views[current, axes] = self._operand(current, axes)
+                else:
+                    inputs = (each for _, each in self._makers[current].inputs)
+                    missing = [x for x in inputs if (x, axes) not in self._views]
+                    if not missing:
+                        self._views[current, axes] = self._again(current, axes)
+            if missing:
+                pending += reversed(missing)
+            else:
+                pending.pop()
+        return self._views[name, axes]
 
     def rounded(self, name: str) -> str:
         """Return a cotangent in the dtype of a 16-bit result.
@@ -244,29 +256,39 @@ class GradientWriter(GraphWriter):
 
     def cotangent(self, name: str) -> str:
         """Return the cotangent of a forward result, as an operand."""
-        grad = f"grad_{name}"
+        grad = self.gradient_name(name)
         self.sources[grad] = name
+        self.cotangents.add(grad)
         return self.input(replace(self.forward(name), name=grad))
 
-    def _follows_contraction(self, name: str) -> bool:
-        maker = self._makers.get(name)
-        if maker is None:
-            return False
-        return maker.kind not in ("pointwise", "constant") or any(
-            self._follows_contraction(each) for _, each in maker.inputs
-        )
+    def gradient_name(self, name: str) -> str:
+        """Return a name for the gradient of a forward tensor, or for its cotangent.
 
-    def _root(self, name: str) -> str | None:
-        """Return the one tensor that this one follows from; None for a constant."""
-        if name not in self._roots:
-            maker = self._makers.get(name)
-            root: str | None = name
-            if maker is not None and maker.kind in ("pointwise", "constant"):
-                roots = {self._root(each) for _, each in maker.inputs} - {None}
-                if len(roots) < 2:
-                    root = next(iter(roots), None)
-            self._roots[name] = root
-        return self._roots[name]
+        A gradient graph has names of that kind already, when it is differentiated.
+        """
+        grad = f"grad_{name}"
+        while grad in self or grad in self._forward_names:
+            grad = f"grad_{grad}"
+        return grad
+
+    def _place(self, node: Node) -> None:
+        """Note what the results of a node follow from, once that of its inputs is."""
+        inputs = [name for _, name in node.inputs]
+        is_contraction = node.kind not in ("pointwise", "constant")
+        roots = {self._roots[name] for name in inputs} - {None}
+        for _, name in node.outputs:
+            if is_contraction or self._after_contraction.intersection(inputs):
+                self._after_contraction.add(name)
+            is_own = is_contraction or len(roots) > 1
+            self._roots[name] = name if is_own else next(iter(roots), None)
+
+    def _is_operand(self, name: str) -> bool:
+        """Whether a forward value is read; otherwise it is computed again."""
+        # A truth value is cheaper to find again than to keep.
+        is_made = name in self._makers and (
+            name not in self._after_contraction or self.forward(name).dtype == "bool"
+        )
+        return self.is_result(name) or (self._roots[name] == name and not is_made)
 
     def _operand(self, name: str, axes: tuple[int, ...]) -> str:
         tensor = self.forward(name)
@@ -293,14 +315,14 @@ class GradientWriter(GraphWriter):
             )
         )
 
-    def _again(self, maker: Node, name: str, axes: tuple[int, ...]) -> str:
-        tensor = self.forward(name)
+    def _again(self, name: str, axes: tuple[int, ...]) -> str:
+        maker, tensor = self._makers[name], self.forward(name)
         if maker.kind == "constant":
             assert isinstance(maker.attributes, ConstantAttributes)
             return self.constant(maker.attributes.value, len(tensor.dims))
         return self.node(
             maker.kind,
-            {role: self.view(each, axes) for role, each in maker.inputs},
+            {role: self._views[each, axes] for role, each in maker.inputs},
             maker.attributes,
             dims=tuple(tensor.dims[axis] for axis in axes),
             order=tuple(axes.index(axis) for axis in tensor.order),

@@ -18,6 +18,10 @@ from jax_cudnn.reference.dtypes import DTYPES
 
 _SLOWER = "XLA fuses elementwise work with what is around it"
 
+# MAX_OPGRAPH_OPS of cudnn-frontend 1.32, which raises on more. (A graph with a
+# contraction has fewer: an activation is at most so long.)
+_MOST_OPERATIONS = 250
+
 
 def legalize(graph: Graph) -> Legalization:
     """Return how cuDNN can run a graph of pointwise nodes and sums."""
@@ -33,8 +37,15 @@ def legalize(graph: Graph) -> Legalization:
 
 
 def _refusals(graph: Graph) -> tuple[str, ...]:
-    has_f64 = any(t.dtype == "f64" for t in graph.tensors)
-    return ("f64: cuDNN's fusions take bf16, f16 and f32",) if has_f64 else ()
+    reasons: list[str] = []
+    if any(t.dtype == "f64" for t in graph.tensors):
+        reasons.append("f64: cuDNN's fusions take bf16, f16 and f32")
+    count = sum(node.kind != "constant" for node in graph.nodes)
+    if count > _MOST_OPERATIONS:
+        reasons.append(
+            f"{count} operations: cuDNN takes {_MOST_OPERATIONS} in one graph"
+        )
+    return tuple(reasons)
 
 
 def _candidate(graph: Graph) -> Legal | None:

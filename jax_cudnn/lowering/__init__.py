@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
-from jax_cudnn.lowering._jax import weakly_typed
+from jax_cudnn.lowering._jax import equation_place, is_tracer, weakly_typed
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.primitives import (
@@ -10,15 +10,20 @@ from jax_cudnn.lowering.primitives import (
     subprograms,
     traced_graphs,
 )
+from jax_cudnn.lowering.sameness import CustomCall, same_function
 from jax_cudnn.lowering.scope import call_options, scoped
 
 __all__ = [
+    "CustomCall",
     "call_options",
     "check_bare",
     "decide",
+    "equation_place",
+    "is_tracer",
     "run_cudnn",
     "run_graph",
     "run_xla",
+    "same_function",
     "scoped",
     "subprograms",
     "traced_graphs",

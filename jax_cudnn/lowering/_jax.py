@@ -6,22 +6,28 @@ See https://docs.jax.dev/en/latest/api_compatibility.html: `jax.extend` and
 from them, so a new JAX release is met here.
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.core import ShapedArray
-from jax.extend.core import Primitive, jaxprs_in_params
+from jax.core import ShapedArray, Tracer
+from jax.extend import source_info_util
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, jaxprs_in_params
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
     "Primitive",
     "align_varying",
+    "equation_function",
+    "equation_place",
     "explicit_sharding",
     "inner_jaxprs",
     "instantiate_zero",
     "is_linear_input",
+    "is_tracer",
     "is_zero",
     "lower_function",
     "output_aval",
@@ -64,6 +70,38 @@ def lower_function(function: Callable[..., Sequence[jax.Array]]) -> Callable[...
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Yield the jaxprs among an equation's parameters (loop bodies, branches, ...)."""
     return jaxprs_in_params(params)
+
+
+def is_tracer(x: object) -> bool:
+    """Whether a value stands for one that is not known while a function is traced."""
+    return isinstance(x, Tracer)
+
+
+def equation_place(equation: Any) -> str:
+    """Return where the user's code made an equation: file, line and function.
+
+    Empty where JAX does not know, or names this package, which is not the user's.
+    """
+    place = source_info_util.summarize(equation.source_info)
+    return "" if place.startswith(_PACKAGE) else place
+
+
+_PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+
+
+def equation_function(jaxpr: Any, equation: Any) -> Callable[..., list[jax.Array]]:
+    """Return what one equation of a jaxpr computes from its operands.
+
+    Each operand is taken once, in order of appearance, and literals are not.
+    """
+    operands = dict.fromkeys(x for x in equation.invars if not hasattr(x, "val"))
+    alone = jaxpr.replace(
+        constvars=[],
+        invars=list(operands),
+        outvars=equation.outvars,
+        eqns=[equation],
+    )
+    return jaxpr_as_fun(ClosedJaxpr(alone, []))
 
 
 def is_zero(tangent: object) -> bool:

@@ -11,6 +11,7 @@ reference, through ``linear_p``'s own lowering and jvp rule.
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -338,7 +339,8 @@ def _run_backward(
         _jax.instantiate_zero(sources[source][index])
         for source, index in backward.operands
     ]
-    results = run_graph(backward.graph, operands, options)
+    # What surrounds the call has a gradient of its own.
+    results = run_graph(backward.graph, operands, replace(options, remark=""))
     # XLA drops the zeros that are not used.
     by_input = zeros | dict(zip(backward.gradients, results, strict=True))
     return [by_input[i] for i, is_wanted in enumerate(wanted) if is_wanted]

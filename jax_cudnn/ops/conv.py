@@ -77,7 +77,8 @@ def conv(
             + \mathrm{bias} + \mathrm{residual})
 
     where x is `lhs`, w is `rhs` and ``*`` is cross-correlation over the window and a
-    group's channels. All of it is one kernel. Sums, and what follows them, are kept in
+    group's channels. All of it is one kernel, but for activations that cuDNN has
+    not. Sums, and what follows them, are kept in
     f32 (f64 for f64, i32 sums for 8-bit integers) and rounded once, to the result's
     dtype.
 
@@ -115,8 +116,11 @@ def conv(
       residual: added before the activation; broadcasts to the result. Differentiable.
       activation: "relu", "relu6", "leaky_relu" (slope 0.01), "elu", "gelu"
         (tanh form, as jax.nn.gelu), "gelu_exact" (erf form), "silu" or "swish",
-        "tanh", "sigmoid", "softplus", or a function of one array made of pointwise
-        operations, which is traced. Default None: none.
+        "tanh", "sigmoid", "softplus", or a function of one array that returns one of
+        the same shape. A function whose operations all are cuDNN's pointwise ones, with
+        the same meaning, is part of the kernel. Any other is applied to the kernel's
+        result, before it is rounded, as JAX code (docs/performance.md;
+        `plans.inspect` says why). Default None: none.
       scale: multiplies the convolution: a number, or an array () or (o,).
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (why is logged at INFO by the logger "jax_cudnn"); "cudnn" raises
@@ -132,8 +136,9 @@ def conv(
       are.
 
     Raises:
-      ValueError: shapes or options that do not fit, an unknown activation, one that is
-        not pointwise, an unknown `implementation`.
+      ValueError: shapes or options that do not fit, an unknown activation, one that
+        returns anything but an array of floats of the same shape, an unknown
+        `implementation`.
       TypeError: dtypes that differ, or that lax does not take.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or no graph has such operands (raised
@@ -269,9 +274,14 @@ def _fused(
     elif epilogue.scale is not None:
         factors.append(operand("scale", epilogue.scale))
     terms = [operand(name, value) for name, value in epilogue.terms]
-    value = fusion.scaled(product, factors)
-    value = fusion.activated(value, terms, epilogue.activation)
-    return fusion.run(value, rounded, orders[2], call).astype(dtype)
+    return fusion.run(
+        fusion.added(fusion.scaled(product, factors), terms),
+        epilogue.activation,
+        shape=shape,
+        dtype=rounded,
+        order=orders[2],
+        options=call,
+    ).astype(dtype)
 
 
 def _order(spec: Sequence[int]) -> tuple[int, ...]:

@@ -2,14 +2,17 @@
 """A contraction's graph while it is written: operands, and what follows the sums."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import DTypeName, GraphWriter, Tensor
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.ops.activations import Activation, apply
+from jax_cudnn.ops.activations import Activation, Outside, check_result, write
 from jax_cudnn.ops.arguments import tensor
+from jax_cudnn.reference.dtypes import jax_dtype
 
 
 class Fusion:
@@ -34,24 +37,51 @@ class Fusion:
             value = self.writer.pointwise("mul", value, factor)
         return value
 
-    def activated(
-        self, value: str, terms: Sequence[str], activation: Activation | None
-    ) -> str:
-        """Add tensors, then apply the activation."""
+    def added(self, value: str, terms: Sequence[str]) -> str:
+        """Add tensors."""
         for term in terms:
             value = self.writer.pointwise("add", value, term)
-        if activation is None:
-            return value
-        return apply(self.writer, self._op, activation, value)
+        return value
 
     def run(
         self,
         value: str,
+        activation: Activation | None,
+        *,
+        shape: tuple[int, ...],
+        factor: jax.Array | float | None = None,
         dtype: DTypeName,
         order: tuple[int, ...],
         options: Options,
     ) -> jax.Array:
-        """Return the tensor, rounded to a dtype and stored in `order`."""
+        """Return the activation times a factor, rounded to a dtype, stored in `order`.
+
+        The activation sees an array of `shape`, which holds the same elements. One that
+        the graph cannot hold is applied to the graph's result, with the same numbers:
+        it gets the sums before they are rounded, and what it returns is multiplied by
+        the factor and rounded once.
+        """
+        written = value
+        if activation is not None:
+            written = write(self.writer, self._op, activation, value, shape)
+        if isinstance(written, Outside):
+            sums = self._launch(
+                value,
+                self.writer.accumulator,
+                order,
+                replace(options, remark=written.remark),
+            )
+            result = written.function(jnp.reshape(sums, shape))
+            check_result(self._op, result, jax.ShapeDtypeStruct(shape, sums.dtype))
+            return _rounded(jnp.reshape(result, sums.shape), sums, factor, dtype)
+        if isinstance(factor, jax.Array):
+            factor = self.operand("scale_out", factor, order)  # type: ignore[assignment]
+        factors = [] if factor is None else [factor]
+        return self._launch(self.scaled(written, factors), dtype, order, options)
+
+    def _launch(
+        self, value: str, dtype: DTypeName, order: tuple[int, ...], options: Options
+    ) -> jax.Array:
         if self.writer[value].dtype == "i32" and dtype != "i32":
             value = self.writer.cast(value, "f32")
         final = Tensor(
@@ -60,3 +90,16 @@ class Fusion:
         graph = self.writer.finish([self.writer.result(value, final)])
         arrays = [self._arrays[name] for name in graph.inputs]
         return run_graph(graph, arrays, options)[0]
+
+
+def _rounded(
+    x: jax.Array, sums: jax.Array, factor: jax.Array | float | None, dtype: DTypeName
+) -> jax.Array:
+    """Return an array times a factor, both in the dtype of the sums or f64."""
+    arrays = [each for each in (x, factor) if isinstance(each, jax.Array)]
+    is_double = any(each.dtype == jnp.float64 for each in arrays)
+    wide = jnp.dtype(jnp.float64) if is_double else sums.dtype
+    x = x.astype(wide)
+    if factor is not None:
+        x = x * (factor if isinstance(factor, float) else factor.astype(wide))
+    return x.astype(jax_dtype(dtype))

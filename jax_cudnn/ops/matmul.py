@@ -66,9 +66,10 @@ def matmul(
             \sum_r (\mathrm{scale\_a}\, a)_{mr} (\mathrm{scale\_b}\, b)_{rn}
             + \mathrm{bias} + \mathrm{residual}\Big)
 
-    All of it is one kernel. Sums, and what follows them, are kept in f32 (f64 for f64,
-    i32 sums for 8-bit integers) and rounded once, to the result's dtype. Operands of 8
-    bits beside wider ones (weight-only quantisation) are converted in the kernel; they
+    All of it is one kernel, but for activations that cuDNN has not. Sums, and what
+    follows them, are kept in f32 (f64 for f64, i32 sums for 8-bit integers) and rounded
+    once, to the result's dtype. Operands of 8 bits beside wider ones (weight-only
+    quantisation) are converted in the kernel; they
     never reach memory in the wider dtype. For i8 and f8 weights "auto" takes XLA's
     kernels, which do so as well, until :func:`jax_cudnn.plans.autotune` has measured a
     plan of cuDNN's to be faster: its first one mostly is not (H200, cuDNN 9.19;
@@ -93,7 +94,7 @@ def matmul(
         and rounded to the wider operand's dtype (f32 where both have 8 bits).
         Differentiable. Default None: 1.
       scale_b: likewise for b; (n,) or (1, n) is per column.
-      scale_out: multiplies what the activation returns, in the same kernel: a number
+      scale_out: multiplies what the activation returns, where that is done: a number
         or an array that broadcasts to the result, to quantise it or to gate it (see
         :func:`gated_matmul`). Differentiable. Default None: 1.
       precision: of f32 products, all that jnp.matmul takes. Default None:
@@ -112,7 +113,8 @@ def matmul(
       operands are and `preferred_element_type` is not given.
 
     Raises:
-      ValueError: shapes that do not fit, an unknown activation or `implementation`.
+      ValueError: shapes that do not fit, an unknown activation or `implementation`, an
+        activation that returns anything but an array of floats of the same shape.
       TypeError: dtypes that JAX does not promote or take.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or no graph has such operands (raised
@@ -203,9 +205,7 @@ def _fused_matmul(
         scale_b=_scale("scale_b", scale_b, b_sizes, is_vector=b.ndim == 1),
         dropped=dropped,
     )
-    output = _run(problem, common, epilogue, dtype, call)
-    shape = (*batch, *((m,) if a.ndim > 1 else ()), *((n,) if b.ndim > 1 else ()))
-    return jnp.reshape(output, shape)
+    return _run(problem, common, epilogue, dtype, call)
 
 
 def _as_matrices(
@@ -462,6 +462,12 @@ class _Problem(NamedTuple):
     scale_b: jax.Array | float | None = None
     dropped: tuple[int, ...] = ()
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the caller's result."""
+        full = tuple(size for group in self.sizes for size in group)
+        return _without(full, self.dropped)
+
 
 def _run(
     problem: _Problem,
@@ -470,7 +476,7 @@ def _run(
     dtype: np.dtype,
     call: Options,
 ) -> jax.Array:
-    op, sizes, wide = problem.op, problem.sizes, common.operands
+    op, wide = problem.op, common.operands
     a, b = (_converted(each, wide) for each in (problem.a, problem.b))
     scales = ((problem.scale_a, 2), (problem.scale_b, 1))
     if wide is None and any(
@@ -514,16 +520,21 @@ def _run(
         fusion.operand(name, _term(problem, name, as_array(value, sums)), _PLAIN)
         for name, value in epilogue.terms
     ]
-    value = fusion.scaled(product, factors)
-    value = fusion.activated(value, terms, epilogue.activation)
-    last = epilogue.scale_out
-    if isinstance(last, int | float):
-        value = fusion.scaled(value, [float(last)])
-    elif last is not None:
-        term = _term(problem, "scale_out", as_array(last, sums))
-        value = fusion.scaled(value, [fusion.operand("scale_out", term, _PLAIN)])
-    output = fusion.run(value, rounded, _PLAIN, call).astype(dtype)
-    return jnp.reshape(output, tuple(size for group in sizes for size in group))
+    factor = epilogue.scale_out
+    if isinstance(factor, int | float):
+        factor = float(factor)
+    elif factor is not None:
+        factor = _term(problem, "scale_out", as_array(factor, sums))
+    output = fusion.run(
+        fusion.added(fusion.scaled(product, factors), terms),
+        epilogue.activation,
+        shape=problem.shape,
+        factor=factor,
+        dtype=rounded,
+        order=_PLAIN,
+        options=call,
+    ).astype(dtype)
+    return jnp.reshape(output, problem.shape)
 
 
 def _converted(matrix: _Matrix, dtype: np.dtype | None) -> _Matrix:
@@ -554,9 +565,13 @@ def _undropped(
 
     It has to broadcast to the result without the axes that are dropped.
     """
-    kept = [size for i, size in enumerate(full, -len(full)) if i not in dropped]
-    padded = _padded(op, name, array, tuple(kept))
+    padded = _padded(op, name, array, _without(full, dropped))
     return jnp.expand_dims(jnp.reshape(array, padded), dropped)
+
+
+def _without(full: tuple[int, ...], dropped: tuple[int, ...]) -> tuple[int, ...]:
+    """Return sizes without the axes that are dropped, counted from the end."""
+    return tuple(size for i, size in enumerate(full, -len(full)) if i not in dropped)
 
 
 def _scale(

@@ -208,7 +208,7 @@ def _notes(gpus: Iterable[Gpu], calls: Iterable[ExplainedCall]) -> tuple[str, ..
 def _calls(
     graph: Graph, options: Options, is_linear: bool, count: int, gpu: Gpu
 ) -> Iterator[ExplainedCall]:
-    whole = ""
+    whole, remarks = "", (options.remark,) if options.remark else ()
     if is_linear:
         whole = IS_DERIVATIVE
     elif options.implementation == "xla":
@@ -217,7 +217,8 @@ def _calls(
         whole = NO_ELEMENTS
     if whole:
         op = f"{label(graph)}:derivative" if is_linear else label(graph)
-        yield _call(graph, count, op=op, implementation="xla", notes=(whole,))
+        notes = (whole, *(() if is_linear else remarks))
+        yield _call(graph, count, op=op, implementation="xla", notes=notes)
         return
     for part in partition(graph):
         yield _explained(part, options, count, gpu)
@@ -225,6 +226,7 @@ def _calls(
 
 def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> ExplainedCall:
     step = decide_part(part, gpu, options)
+    remarks = (options.remark,) if options.remark else ()
     if step.legal is not None and step.plan is not None:
         return _call(
             part,
@@ -232,7 +234,7 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
             implementation="cudnn",
             plan=step.plan.name,
             workspace_bytes=step.plan.workspace_bytes,
-            notes=step.legal.notes,
+            notes=(*step.legal.notes, *remarks),
             attempts=step.attempts,
         )
     if not any(map(is_contraction, part.nodes)):
@@ -244,6 +246,7 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
         part,
         count,
         implementation="xla" if is_auto else "none",
+        notes=remarks,
         attempts=step.attempts,
         change=change,
         change_plan=plan,

@@ -167,12 +167,15 @@ def _call(
     legal = step.legal
     measured = _measured(step.part, options, machine) if step.why == "tuned" else []
     only = measured[0] if len(measured) == 1 else None
+    reasons = step.reasons if legal is None else legal.notes
+    if options.remark and any(map(is_contraction, step.part.nodes)):
+        reasons = (*reasons, options.remark)
     return Call(
         op=label(step.part) or "copy",
         shapes=operand_text(step.part),
         count=count,
         implementation="xla" if legal is None else "cudnn",
-        reasons=step.reasons if legal is None else legal.notes,
+        reasons=reasons,
         direction=direction,
         why=step.why,
         allowed=options.plan.to_choice(),

@@ -7,7 +7,6 @@ product.
 """
 
 import functools
-import math
 from collections.abc import Callable, Mapping
 
 import jax
@@ -76,36 +75,17 @@ def _widened(x: jax.Array, inputs: Operands) -> jax.Array:
     return x.astype(jnp.float64 if is_double else jnp.float32)
 
 
-def _scalar(value: float, x: jax.Array) -> jax.Array:
-    return jnp.asarray(value, x.dtype)
-
-
 def _relu(x: jax.Array, slope: float) -> jax.Array:
-    # NaN stays NaN, as in jax.nn.
-    return jnp.where(x <= 0, x * _scalar(slope, x) if slope else _scalar(0, x), x)
+    return jax.nn.leaky_relu(x, slope) if slope else jax.nn.relu(x)
 
 
-def _elu(x: jax.Array, alpha: float) -> jax.Array:
-    # The inner `where` keeps the gradient of the branch not taken finite.
-    negative = jnp.where(x > 0, _scalar(0, x), x)
-    return jnp.where(x > 0, x, _scalar(alpha, x) * jnp.expm1(negative))
-
-
-def _relu6(x: jax.Array) -> jax.Array:
-    return jnp.where(x <= 0, _scalar(0, x), jnp.where(x >= 6, _scalar(6, x), x))
-
-
-def _gelu_erf(x: jax.Array) -> jax.Array:
-    half = _scalar(0.5, x)
-    return half * x * (1 + jax.lax.erf(x * _scalar(math.sqrt(0.5), x)))
-
-
+# What JAX has of that name, with its derivatives.
 _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
-    "elu": _elu,
-    "gelu_erf": _gelu_erf,
+    "elu": jax.nn.elu,
+    "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
     "relu": _relu,
-    "relu6": _relu6,
+    "relu6": jax.nn.relu6,
     "sigmoid": jax.nn.sigmoid,
     "silu": jax.nn.silu,
     "softplus": jax.nn.softplus,
@@ -118,9 +98,9 @@ def _gradient(mode: str, alpha: float, cotangent: jax.Array, x: jax.Array) -> ja
     options = (alpha,) if mode in ("elu", "relu") else ()
     # Either may have 1 where the other has examples.
     cotangent, x = jnp.broadcast_arrays(cotangent, x)
-    # Elementwise, so the derivative along the cotangent is the gradient.
-    _, gradient = jax.jvp(lambda x: _ACTIVATIONS[mode](x, *options), (x,), (cotangent,))
-    return gradient
+    # Not by jvp along the cotangent, which rounds and overflows in another order.
+    _, pull = jax.vjp(lambda x: _ACTIVATIONS[mode](x, *options), x)
+    return pull(cotangent)[0]
 
 
 _OTHERS: dict[str, Callable[..., jax.Array]] = {

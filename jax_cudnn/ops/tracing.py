@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A user's function as pointwise steps of a graph, if it is nothing but such steps.
+
+Faithful or not at all: each equation of the function's jaxpr is written with its exact
+meaning, that of its derivatives and of NaN included, or the function is left alone.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn.lowering import (
+    CustomCall,
+    equation_place,
+    is_tracer,
+    same_function,
+)
+
+Function = Callable[[jax.Array], jax.Array]
+
+
+class UntraceableError(Exception):
+    """Says what a function does that a graph cannot hold: "it uses 'cumsum'"."""
+
+
+class Step(NamedTuple):
+    """A pointwise node over earlier values and numbers.
+
+    An int is the position of a value: 0 is the function's argument, i the result of the
+    i-th step. A float is a number that is the same everywhere.
+    """
+
+    mode: str
+    arguments: tuple[int | float, ...]
+
+
+# cuDNN plans longer ones, up to 250 operations in a graph, in time that grows with
+# their square: 80 take it 13 seconds (9.27, for an H200).
+MOST_STEPS = 64
+
+
+def steps_of(closed: Any) -> tuple[Step, ...]:
+    """Return the steps of a traced function of one array of floats.
+
+    The last one gives its result; without any, that is the argument.
+
+    Raises:
+      UntraceableError: not every equation can be written with its exact meaning.
+    """
+    (dtype,) = (aval.dtype for aval in closed.in_avals)
+    tracer = _Tracer(dtype)
+    (result,) = tracer.run(closed.jaxpr, closed.consts, [_Tensor(0)])
+    if not isinstance(result, _Tensor):
+        raise UntraceableError("it does not depend on its argument")
+    # What follows the result does not matter; if there is anything, it is unused.
+    steps = tracer.steps[: result.position]
+    if len(steps) > MOST_STEPS:
+        raise UntraceableError(
+            f"it has {len(steps)} operations, and a kernel is given {MOST_STEPS}"
+        )
+    return tuple(steps)
+
+
+class _Tensor(NamedTuple):
+    """A value of the argument's shape: floats of its dtype, or truth values."""
+
+    position: int
+    is_bool: bool = False
+
+
+# What the variables of a jaxpr stand for: tensors, and numbers of rank 0 that are the
+# same everywhere and known, in their own dtype.
+_Value = _Tensor | np.ndarray
+
+
+class _Tracer:
+    """Writes a jaxpr down as steps."""
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.steps: list[Step] = []
+        self.dtype = dtype
+
+    def run(
+        self,
+        jaxpr: Any,
+        consts: Sequence[Any],
+        args: list[_Value],
+        around: tuple[Any, ...] = (),
+    ) -> list[Any]:
+        """Return the results of a jaxpr, which these equations are around."""
+        values: dict[Any, _Value] = dict(zip(jaxpr.invars, args, strict=True))
+        for variable, const in zip(jaxpr.constvars, consts, strict=True):
+            values[variable] = _number(const, variable.aval)
+
+        def read(atom: Any) -> _Value:
+            is_literal = hasattr(atom, "val")
+            return _number(atom.val, atom.aval) if is_literal else values[atom]
+
+        for equation in jaxpr.eqns:
+            args = [read(x) for x in equation.invars]
+            results = _Equation(self, jaxpr, (equation, *around), args).results()
+            values |= dict(zip(equation.outvars, results, strict=True))
+        return [read(x) for x in jaxpr.outvars]
+
+    def emit(self, mode: str, *arguments: int | float) -> int:
+        """Add a step, and return its position."""
+        self.steps.append(Step(mode, arguments))
+        return len(self.steps)
+
+    def holds(self, aval: Any) -> bool:
+        """Whether a graph has tensors of that dtype within an activation."""
+        return aval.dtype in (self.dtype, np.bool_)
+
+
+def _number(value: Any, aval: Any) -> np.ndarray:
+    """Return a captured value as a number of rank 0, in its own dtype."""
+    text = aval.str_short()
+    if is_tracer(value):
+        raise UntraceableError(
+            f"it uses {text}, a traced value that is not its argument"
+        )
+    if not (jnp.issubdtype(aval.dtype, np.number) or aval.dtype == np.bool_):
+        raise UntraceableError(f"it uses {text}, which is no number")
+    if np.size(value) != 1:
+        raise UntraceableError(f"it uses an array besides its argument, {text}")
+    return np.asarray(value).reshape(()).astype(aval.dtype)
+
+
+class _Equation:
+    """One equation being written."""
+
+    def __init__(
+        self,
+        tracer: _Tracer,
+        jaxpr: Any,
+        equations: tuple[Any, ...],
+        args: list[_Value],
+    ) -> None:
+        self._tracer = tracer
+        self._jaxpr = jaxpr
+        # The equation itself and those around it, from the inside out.
+        self._equations = equations
+        self._equation = equation = equations[0]
+        self._name: str = equation.primitive.name
+        self._args = args
+        self.dtype = tracer.dtype
+        self.params: Mapping[str, Any] = equation.params
+
+    def results(self) -> Sequence[_Value]:
+        """Return what the equation's results are."""
+        is_known = not any(isinstance(x, _Tensor) for x in self._args)
+        if self._name in _CALLS or (is_known and self._name == "custom_jvp_call"):
+            inner = next(filter(None, map(self.params.get, ("jaxpr", "call_jaxpr"))))
+            is_closed = hasattr(inner, "jaxpr")
+            return self._tracer.run(
+                inner.jaxpr if is_closed else inner,
+                inner.consts if is_closed else (),
+                self._args,
+                self._equations,
+            )
+        if self._name == "custom_jvp_call":
+            return [self._with_own_derivative()]
+        if self._name not in (*_WRITE, *_RESHAPE):
+            self.refuse(f"uses {self._name!r}, which graphs have no node for")
+        # Parameters that ask for another computation than the plain one.
+        if any(self.params.get(name) is not None for name in _PLAIN):
+            self.refuse(f"uses {self._name!r} with options")
+        (output,) = (variable.aval for variable in self._equation.outvars)
+        if is_known:
+            return [self._folded(output)]
+        if not self._tracer.holds(output):
+            self.refuse(f"computes in {output.dtype}")
+        if self._name in _RESHAPE:
+            if output.shape != self._equation.invars[0].aval.shape:
+                self.refuse("changes the shape of an array")
+            return self._args
+        takes_bool = self._name in _OF_BOOLS
+        if not takes_bool and not all(map(self._is_float, self._equation.invars)):
+            self.refuse(f"uses {self._name!r} of values that are not floats")
+        written = _WRITE[self._name](self, *self._args)
+        if isinstance(written, int):
+            written = _Tensor(written, is_bool=output.dtype == np.bool_)
+        return [written]
+
+    def __call__(self, mode: str, *args: _Value | int | float) -> int:
+        """Add a step over values and numbers."""
+        return self._tracer.emit(mode, *map(self._argument, args))
+
+    def refuse(self, what: str) -> NoReturn:
+        """Raise UntraceableError, with the place in the user's code."""
+        place = next(filter(None, map(equation_place, self._equations)), "")
+        raise UntraceableError(f"it {what}" + (f" ({place})" if place else ""))
+
+    def _is_float(self, atom: Any) -> bool:
+        return jnp.issubdtype(atom.aval.dtype, jnp.floating)
+
+    def _argument(self, value: _Value | int | float) -> int | float:
+        if isinstance(value, int):
+            return value
+        if isinstance(value, _Tensor):
+            return value.position
+        number = float(value)
+        if not math.isfinite(number):
+            self.refuse(f"uses the number {number}, and cuDNN takes finite ones")
+        # Graphs tell -0.0 from 0.0 no more than Python's == does.
+        is_minus_zero = number == 0 and math.copysign(1, number) < 0
+        return self._tracer.emit("neg", 0.0) if is_minus_zero else number
+
+    def _folded(self, output: Any) -> np.ndarray:
+        """Compute what follows from numbers, once for all elements."""
+        if self._name in _RESHAPE:
+            return np.asarray(self._args[0])
+        with jax.ensure_compile_time_eval():
+            operands = (jnp.asarray(x, x.dtype) for x in map(np.asarray, self._args))
+            result = self._equation.primitive.bind(*operands, **self.params)
+        return np.asarray(result, output.dtype)
+
+    def _with_own_derivative(self) -> _Value:
+        """Write a function whose derivative is a rule of its own, if it is JAX's.
+
+        Nodes are differentiated by the rules of nodes, so that any other would have
+        another gradient here than where JAX differentiates it.
+        """
+        like = jax.ShapeDtypeStruct(self._equation.outvars[0].aval.shape, self.dtype)
+        call = CustomCall(self._jaxpr, self._equation)
+        for function, mode in _OWN_DERIVATIVES.items():
+            if same_function(_custom_call(jax.make_jaxpr(function)(like)), call):
+                (x,) = (x for x in self._args if isinstance(x, _Tensor))
+                return _Tensor(self(mode, x))
+        self.refuse(
+            "uses a function with a derivative rule of its own (jax.custom_jvp), which "
+            "a graph cannot keep"
+        )
+
+
+def _custom_call(closed: Any) -> CustomCall:
+    """Return the one call with an own derivative that one of JAX's functions is."""
+    jaxpr = getattr(closed, "jaxpr", closed)
+    (equation,) = jaxpr.eqns
+    if equation.primitive.name == "custom_jvp_call":
+        return CustomCall(jaxpr, equation)
+    return _custom_call(equation.params["jaxpr"])
+
+
+# Primitives that are what the jaxpr within them is. (What `jit` and `remat` say beside
+# it is about where and when, not what.)
+_CALLS = ("checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2")
+# Primitives that change nothing about a tensor where its shape is the same after them,
+# and nothing about a number.
+_RESHAPE = ("broadcast_in_dim", "copy", "copy_p", "reshape")
+# Primitives that take truth values.
+_OF_BOOLS = ("and", "convert_element_type", "not", "or", "select_n")
+# Parameters that are None where a primitive computes what its name says.
+_PLAIN = ("accuracy", "dimensions", "out_dtype", "sharding")
+# JAX's functions that have a derivative rule of their own, and their modes.
+_OWN_DERIVATIVES: dict[Function, str] = {
+    jax.nn.relu: "relu",
+    jax.nn.relu6: "relu6",
+    jax.nn.softplus: "softplus",  # jnp.logaddexp(x, 0)
+}
+
+
+# --- primitives -----------------------------------------------------------------------
+
+_Write = Callable[..., _Value | int]
+
+
+def _mode(mode: str) -> _Write:
+    return lambda apply, *args: apply(mode, *args)
+
+
+# cuDNN wants the tensor that is not broadcast to be the first.
+def _either_way(mode: str, swapped: str) -> _Write:
+    def write(apply: _Equation, x: _Value, y: _Value) -> int:
+        is_number = isinstance(x, np.ndarray)
+        return apply(swapped, y, x) if is_number else apply(mode, x, y)
+
+    return write
+
+
+def _sub(apply: _Equation, x: _Value, y: _Value) -> int:
+    if isinstance(x, np.ndarray):
+        return apply("add", apply("neg", y), x)
+    return apply("sub", x, y)
+
+
+def _div(apply: _Equation, x: _Value, y: _Value) -> int:
+    if not isinstance(x, np.ndarray):
+        return apply("div", x, y)
+    if x == 1:
+        return apply("reciprocal", y)
+    # The number in full shape. (1/y may be 0 or infinite where x/y is not.)
+    return apply("div", apply("select", x, x, apply("eq", y, y)), y)
+
+
+def _integer_pow(apply: _Equation, x: _Tensor) -> _Value | int:
+    exponent = apply.params["y"]
+    if exponent == 0:
+        return np.ones((), apply.dtype)  # also of NaN
+    # The reciprocal first: its powers and their derivatives over- and underflow where
+    # those of the whole do.
+    power: _Tensor | int = apply("reciprocal", x) if exponent < 0 else x.position
+    result: int | None = None
+    rest = abs(exponent)
+    while rest:
+        if rest & 1:
+            result = power if result is None else apply("mul", result, power)
+        rest >>= 1
+        if rest:
+            power = apply("mul", power, power)
+    assert result is not None
+    return result
+
+
+def _exp2(apply: _Equation, x: _Tensor) -> int:
+    # As JAX lowers it.
+    return apply("exp", apply("mul", x, float(apply.dtype.type(np.log(2)))))
+
+
+def _sign(apply: _Equation, x: _Tensor) -> int:
+    # The floor of 0 and of NaN is itself, and has no derivative.
+    rest = apply("select", -1.0, apply("floor", x), apply("lt", x, 0.0))
+    return apply("select", 1.0, rest, apply("gt", x, 0.0))
+
+
+def _select_n(apply: _Equation, which: _Value, *cases: _Value) -> _Value | int:
+    if isinstance(which, np.ndarray):
+        return cases[int(which)]
+    if any(x.is_bool if isinstance(x, _Tensor) else x.dtype == bool for x in cases):
+        apply.refuse("selects among truth values")
+    return apply("select", cases[1], cases[0], which)
+
+
+def _convert(apply: _Equation, x: _Tensor) -> _Value | int:
+    """Convert between truth values and floats of the one dtype."""
+    if x.is_bool:
+        is_same = apply.params["new_dtype"] == np.bool_
+        return x if is_same else apply("select", 1.0, 0.0, x)
+    return apply("ne", x, 0.0) if apply.params["new_dtype"] == np.bool_ else x
+
+
+def _logical(apply: _Equation, x: _Value) -> int | float:
+    """Return a truth value as 1 or 0; there are no integers that it could be else."""
+    if isinstance(x, np.ndarray):
+        return float(x)
+    return apply("select", 1.0, 0.0, x)
+
+
+def _both(mode: str) -> _Write:
+    """Return how two truth values combine: 1 or 0 by that mode, compared with 1/2."""
+
+    def write(apply: _Equation, x: _Value, y: _Value) -> int:
+        first, second = _logical(apply, x), _logical(apply, y)
+        if isinstance(first, float):
+            first, second = second, first
+        return apply("gt", apply(mode, first, second), 0.5)
+
+    return write
+
+
+# Each of these is one of JAX's primitives as nodes with the same value, the same rules
+# of differentiation (graph/pointwise.py) and the same answer for NaN, infinities and 0.
+# Not here, for want of such nodes: log1p, expm1 and erfc, of which cuDNN has no form
+# that keeps its digits near 0; clamp, whose gradient at the bounds is 0.
+_WRITE: dict[str, _Write] = {
+    "abs": _mode("abs"),
+    "add": _either_way("add", "add"),
+    "and": _both("mul"),
+    "ceil": _mode("ceil"),
+    "convert_element_type": _convert,
+    "cos": _mode("cos"),
+    "div": _div,
+    "eq": _either_way("eq", "eq"),
+    "erf": _mode("erf"),
+    "exp": _mode("exp"),
+    "exp2": _exp2,
+    "floor": _mode("floor"),
+    "ge": _either_way("ge", "le"),
+    "gt": _either_way("gt", "lt"),
+    "integer_pow": _integer_pow,
+    "le": _either_way("le", "ge"),
+    "log": _mode("log"),
+    "logistic": _mode("sigmoid"),
+    "lt": _either_way("lt", "gt"),
+    "max": _either_way("max", "max"),
+    "min": _either_way("min", "min"),
+    "mul": _either_way("mul", "mul"),
+    "ne": _either_way("ne", "ne"),
+    "neg": _mode("neg"),
+    "not": lambda apply, x: apply("lt", _logical(apply, x), 0.5),
+    "or": _both("max"),
+    "pow": _mode("pow"),
+    "rsqrt": _mode("rsqrt"),
+    "select_n": _select_n,
+    "sign": _sign,
+    "sin": _mode("sin"),
+    "sqrt": _mode("sqrt"),
+    "square": lambda apply, x: apply("mul", x, x),
+    "sub": _sub,
+    "tan": _mode("tan"),
+    "tanh": _mode("tanh"),
+}
