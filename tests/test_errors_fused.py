@@ -363,7 +363,7 @@ _NAMES = (
         (
             lambda x: (x, x),
             ValueError,
-            "matmul: activation returns f32[2,3,7], f32[2,3,7] for "
+            "matmul: activation returns tuple (f32[2,3,7], f32[2,3,7]) for "
             "f32[2,3,7]. It must return one array of floats of the same shape. "
             f"{_INSTEAD}",
         ),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
-from jax_cudnn.lowering._jax import equation_place, is_tracer, weakly_typed
+from jax_cudnn.lowering._jax import equation_place, is_known_array, weakly_typed
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.primitives import (
@@ -19,7 +19,7 @@ __all__ = [
     "check_bare",
     "decide",
     "equation_place",
-    "is_tracer",
+    "is_known_array",
     "run_cudnn",
     "run_graph",
     "run_xla",

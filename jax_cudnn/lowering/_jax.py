@@ -15,7 +15,12 @@ import jax
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend import source_info_util
-from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun, jaxprs_in_params
+from jax.extend.core import (
+    ClosedJaxpr,  # pyright: ignore[reportPrivateImportUsage]  0.12 has one class for both
+    Primitive,
+    jaxpr_as_fun,
+    jaxprs_in_params,
+)
 from jax.interpreters import ad, batching, mlir
 
 __all__ = [
@@ -26,8 +31,8 @@ __all__ = [
     "explicit_sharding",
     "inner_jaxprs",
     "instantiate_zero",
+    "is_known_array",
     "is_linear_input",
-    "is_tracer",
     "is_zero",
     "lower_function",
     "output_aval",
@@ -72,9 +77,15 @@ def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     return jaxprs_in_params(params)
 
 
-def is_tracer(x: object) -> bool:
-    """Whether a value stands for one that is not known while a function is traced."""
-    return isinstance(x, Tracer)
+def is_known_array(value: Any, aval: Any) -> bool:
+    """Whether a value that a function captured is an array that can be read now.
+
+    Not so are those that are traced themselves, references to arrays that may change,
+    and arrays of which other processes hold a part.
+    """
+    if isinstance(value, Tracer) or not isinstance(aval, ShapedArray):
+        return False
+    return getattr(value, "is_fully_addressable", True)
 
 
 def equation_place(equation: Any) -> str:

@@ -198,7 +198,7 @@ def check_result(op: str, result: Any, like: Any) -> None:
     Of a complex array it may be complex.
     """
     leaves = jax.tree.leaves(result)
-    types = [
+    types: list[Any] = [
         x if isinstance(x, jax.ShapeDtypeStruct) else jax.typeof(x) for x in leaves
     ]
     is_one = len(leaves) == 1 and leaves[0] is result
@@ -209,6 +209,8 @@ def check_result(op: str, result: Any, like: Any) -> None:
         and types[0].shape == like.shape
     ):
         found = ", ".join(map(describe, types)) or "nothing"
+        if types and not is_one:
+            found = f"{type(result).__name__} ({found})"
         raise ValueError(
             f"{op}: activation returns {found} for {describe(like)}. It must return "
             f"one array of floats of the same shape. {_INSTEAD}"

@@ -74,9 +74,11 @@ class Fusion:
             result = written.function(jnp.reshape(sums, shape))
             check_result(self._op, result, jax.ShapeDtypeStruct(shape, sums.dtype))
             return _rounded(jnp.reshape(result, sums.shape), sums, factor, dtype)
+        factors: list[str | float] = []
         if isinstance(factor, jax.Array):
-            factor = self.operand("scale_out", factor, order)  # type: ignore[assignment]
-        factors = [] if factor is None else [factor]
+            factors.append(self.operand("scale_out", factor, order))
+        elif factor is not None:
+            factors.append(factor)
         return self._launch(self.scaled(written, factors), dtype, order, options)
 
     def _launch(
@@ -100,6 +102,8 @@ def _rounded(
     is_double = any(each.dtype == jnp.float64 for each in arrays)
     wide = jnp.dtype(jnp.float64) if is_double else sums.dtype
     x = x.astype(wide)
+    if isinstance(factor, jax.Array):
+        factor = factor.astype(wide)
     if factor is not None:
-        x = x * (factor if isinstance(factor, float) else factor.astype(wide))
+        x = x * factor
     return x.astype(jax_dtype(dtype))

@@ -69,11 +69,10 @@ def matmul(
     All of it is one kernel, but for activations that cuDNN has not. Sums, and what
     follows them, are kept in f32 (f64 for f64, i32 sums for 8-bit integers) and rounded
     once, to the result's dtype. Operands of 8 bits beside wider ones (weight-only
-    quantisation) are converted in the kernel; they
-    never reach memory in the wider dtype. For i8 and f8 weights "auto" takes XLA's
-    kernels, which do so as well, until :func:`jax_cudnn.plans.autotune` has measured a
-    plan of cuDNN's to be faster: its first one mostly is not (H200, cuDNN 9.19;
-    docs/benchmarks/where_to_fuse.md).
+    quantisation) are converted in the kernel; they never reach memory in the wider
+    dtype. For i8 and f8 weights "auto" takes XLA's kernels, which do so as well, until
+    :func:`jax_cudnn.plans.autotune` has measured a plan of cuDNN's to be faster: its
+    first one mostly is not (H200, cuDNN 9.19; docs/benchmarks/where_to_fuse.md).
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's kernels,
     for the operands whose gradient is asked for; forward mode and higher orders run the

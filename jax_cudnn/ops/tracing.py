@@ -16,7 +16,7 @@ import numpy as np
 from jax_cudnn.lowering import (
     CustomCall,
     equation_place,
-    is_tracer,
+    is_known_array,
     same_function,
 )
 
@@ -101,9 +101,9 @@ class _Tracer:
             return _number(atom.val, atom.aval) if is_literal else values[atom]
 
         for equation in jaxpr.eqns:
-            args = [read(x) for x in equation.invars]
-            results = _Equation(self, jaxpr, (equation, *around), args).results()
-            values |= dict(zip(equation.outvars, results, strict=True))
+            operands = [read(x) for x in equation.invars]
+            written = _Equation(self, jaxpr, (equation, *around), operands)
+            values |= dict(zip(equation.outvars, written.results(), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
     def emit(self, mode: str, *arguments: int | float) -> int:
@@ -119,9 +119,9 @@ class _Tracer:
 def _number(value: Any, aval: Any) -> np.ndarray:
     """Return a captured value as a number of rank 0, in its own dtype."""
     text = aval.str_short()
-    if is_tracer(value):
+    if not is_known_array(value, aval):
         raise UntraceableError(
-            f"it uses {text}, a traced value that is not its argument"
+            f"it uses {text}, a value besides its argument that is not known yet"
         )
     if not (jnp.issubdtype(aval.dtype, np.number) or aval.dtype == np.bool_):
         raise UntraceableError(f"it uses {text}, which is no number")
