@@ -293,7 +293,8 @@ def unit_of(problem: Problem) -> float:
     if wide is None and any(
         str(problem.arrays[side].dtype) in F8 for side in problem.sides
     ):
-        return 2.0**-3  # the cotangent is rounded to 8 bits before it is contracted
+        # The cotangent meets the widened operand in TF32 or in 16 bits.
+        return max(2.0**-10, _eps(problem.out_dtype))
     return max(_eps(wide or "float32"), _eps(problem.out_dtype))
 
 

@@ -100,20 +100,20 @@ def problems(draw: st.DrawFn) -> Problem:
     n, c, o = (draw(st.integers(1, 3)) for _ in range(3))
     n, o = n * batch_groups, o * batch_groups * groups
     space, window = sizes(2, 7 - rank), sizes(1, 3)
+    by_letter = dict(zip(letters, space, strict=True))
     strides, holes = sizes(1, 3), sizes(1, 2)
     padding: Any = draw(st.sampled_from(["SAME", "SAME_LOWER", "VALID", None, None]))
     spread = (1,) * rank
     if padding is None:
         spread = sizes(1, 3)
         padding = tuple(zip(sizes(-2, 3), sizes(-2, 3), strict=True))
-        # lax refuses padding that cuts more than there is.
+        # lax refuses padding that cuts more than there is. Its axes are those of rhs.
+        own = [by_letter[letter] for letter in rhs if letter in letters]
         assume(
             all(
-                (space[i] - 1) * spread[i] + 1 + sum(padding[i]) >= 0
-                for i in range(rank)
+                (own[i] - 1) * spread[i] + 1 + sum(padding[i]) >= 0 for i in range(rank)
             )
         )
-    by_letter = dict(zip(letters, space, strict=True))
     windows = dict(zip(letters, window, strict=True))
     x = tuple({"N": n, "C": c * groups, **by_letter}[letter] for letter in lhs)
     w = tuple({"O": o, "I": c, **windows}[letter] for letter in rhs)

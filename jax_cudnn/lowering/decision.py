@@ -8,7 +8,7 @@ gives the same answer as the compiler got.
 import functools
 import logging
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -261,7 +261,7 @@ _ALGORITHMS = {
 def precision_refusal(part: Graph, options: Options) -> str | None:
     """Return why the products asked for are not cuDNN's, or None."""
     kinds = {node.kind for node in part.nodes if is_contraction(node)}
-    precision = options.matmul_precision
+    precision: Any = options.matmul_precision
     if precision is None or any(kind.startswith("sdpa") for kind in kinds):
         return None
     dtypes = {

@@ -118,7 +118,7 @@ def result_dtype(preferred: object, default: np.dtype) -> np.dtype:
     return default if preferred is None else _canonical(preferred)
 
 
-def graph_dtype(dtype: np.dtype, *operands: DTypeName | None) -> DTypeName | None:
+def graph_dtype(dtype: np.dtype, *operands: str | None) -> DTypeName | None:
     """Return in which dtype a graph of these operands gives a result of this one.
 
     That is i32, the dtype of their sums, for 8-bit integers and a result of integers of
@@ -132,12 +132,12 @@ def graph_dtype(dtype: np.dtype, *operands: DTypeName | None) -> DTypeName | Non
     return name if name in (*FLOATS, "f8_e4m3fn", "f8_e5m2") else None  # type: ignore[return-value]
 
 
-def sums_dtype(result: DTypeName, *operands: DTypeName | None) -> DTypeName:
+def sums_dtype(result: DTypeName, *operands: str | None) -> DTypeName:
     """Return the dtype of a contraction's sums: f64 if that is what is to come out."""
     return "f64" if result == "f64" else accumulator(*operands)  # type: ignore[arg-type]
 
 
-def _are_integers(*dtypes: DTypeName | None) -> bool:
+def _are_integers(*dtypes: str | None) -> bool:
     return all(dtype in ("i8", "u8") for dtype in dtypes)
 
 
