@@ -60,7 +60,7 @@ def plain_call(case: Case, *, activated: bool = True) -> Callable[..., jax.Array
 def _conv(
     operands: dict[str, jax.Array], scale: Any, options: dict[str, Any]
 ) -> tuple[jax.Array, int]:
-    x, w = operands["x"], operands["w"]
+    x, w = operands["lhs"], operands["rhs"]
     options = {"window_strides": (1,) * (x.ndim - 2), "padding": "VALID", **options}
     value = jax.lax.conv_general_dilated(x, w, **options)
     channel = value.ndim - 1 if "dimension_numbers" in options else 1
