@@ -78,7 +78,7 @@ _ALONE = (
 
 def run_tests(arguments: list[str]) -> list[dict[str, Any]]:
     """Run pytest on tests/gpu and return one record per test."""
-    processes = str(min(12, os.cpu_count() or 1))
+    processes = str(min(20, os.cpu_count() or 1))
     ignored = [f"--ignore={path}" for path in _ALONE]
     together = ["tests/gpu", *ignored, "-n", processes]
     return [
