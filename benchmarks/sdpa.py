@@ -10,14 +10,21 @@ writes sdpa.json and sdpa.md there;
 puts a table of those numbers between the benchmark marks of a page. Needs an NVIDIA
 GPU; PyTorch is used where it is installed. Operands are random bf16; see timing.py for
 how times are taken.
+
+    python -m benchmarks.sdpa --only bias --out build
+
+times calls with a bias or a mask alone, with and without the array work that keeps rows
+exact which a bias moves far from 0 (jax_cudnn/legalize/far_rows.py).
 """
 
 import argparse
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +37,9 @@ from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
 from jax_cudnn import native
 from jax_cudnn.config import Implementation
+from jax_cudnn.legalize import sdpa as legalize_sdpa
+from jax_cudnn.legalize import sdpa_steps
+from jax_cudnn.lowering.decision import forget_decisions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,6 +79,9 @@ F32_CELLS = (
     Cell(name="(4,4096,16h,128) causal", b=4, s=4096, h=16, k=16, d=128, causal=True),
     Cell(name="(1,16384,8h,64) causal", b=1, s=16384, h=8, k=8, d=64, causal=True),
 )
+# (s, d) of calls with b=8, h=16, and by which axes their bias or mask has.
+BIAS_SIZES = ((1024, 64), (2048, 64), (4096, 64), (2048, 128), (4096, 128))
+BIASES = ("b1st", "1hst", "11st", "mask b1st")
 SMALL = Cell(name="small", b=1, s=128, h=4, k=4, d=64, causal=True)
 
 Attention = Callable[..., jax.Array]
@@ -207,6 +220,75 @@ def run_f32(cell: Cell) -> list[dict[str, Any]]:
 _F32 = "f32"
 
 
+@contextlib.contextmanager
+def _without_care_for_biases() -> Iterator[None]:
+    """Lower without the array work that keeps rows exact which a bias moves far."""
+    forget_decisions()
+    with (
+        mock.patch.object(legalize_sdpa, "take_far_rows"),
+        mock.patch.object(sdpa_steps, "_raised", lambda bias: bias),
+    ):
+        yield
+    forget_decisions()
+
+
+def run_bias(s: int, d: int, axes: str) -> list[dict[str, Any]]:
+    """Time calls with a bias: what exactness costs, and what rows cost that need it.
+
+    "padded" calls have a bias of -1e9 for the first eighth of the rows, with and
+    without a cotangent there.
+    """
+    b, h = 8, 16
+    arrays, cotangent = operands(Cell(name="", b=b, s=s, h=h, k=h, d=d, causal=False))
+    is_mask = axes.startswith("mask")
+    sizes = {"1": 1, "b": b, "h": h, "s": s, "t": s}
+    shape = tuple(sizes[axis] for axis in axes.removeprefix("mask "))
+    bias = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
+    rows = jnp.arange(s)[:, None] < s // 8
+    extra = bias > -1 if is_mask else bias
+    padded = extra if is_mask else jnp.where(rows, jnp.bfloat16(-1e9), bias)
+
+    def attention(q: Any, k: Any, v: Any, extra: Any) -> jax.Array:
+        both = {"mask": extra} if is_mask else {"bias": extra}
+        return jax_cudnn.sdpa(q, k, v, **both, implementation="cudnn")
+
+    def forward(q: Any, k: Any, v: Any, extra: Any, cotangent: Any) -> jax.Array:
+        del cotangent
+        return attention(q, k, v, extra)
+
+    def gradients(q: Any, k: Any, v: Any, extra: Any, cotangent: Any) -> Any:
+        output, pullback = jax.vjp(lambda *x: attention(*x, extra), q, k, v)
+        return output, pullback(cotangent)
+
+    found: list[dict[str, Any]] = []
+    for what, function in (("fwd", forward), ("fwd+bwd", gradients)):
+
+        def compiled(function: Any = function) -> Any:
+            fresh = jax.jit(lambda *x: function(*x))
+            return fresh.lower(*arrays, extra, cotangent).compile()
+
+        ours = compiled()
+        with _without_care_for_biases():
+            plain = compiled()
+        given = [*arrays, extra, cotangent]
+        programs = {"jax_cudnn": ours, "without": plain}
+        contenders = {n: _contender(f, given) for n, f in programs.items()}
+        if not is_mask and what == "fwd+bwd":
+            hidden = cotangent * ~rows[:, None]
+            for name, pulled in (("padded", hidden), ("padded, read", cotangent)):
+                contenders[name] = _contender(ours, [*arrays, padded, pulled])
+        timings = compare(contenders, baseline="without")
+        found += [
+            _row(f"{_BIAS} ({b},{s},{h}h,{d}) {axes} {what}", n, t, programs.get(n))
+            for n, t in timings.items()
+        ]
+    return found
+
+
+# Such rows have ratios to the same call without care for rows that a bias moves far.
+_BIAS = "bias"
+
+
 def run_host() -> list[dict[str, Any]]:
     """Time what the host does: one small call, and 50 chained in one program."""
     arrays, _ = operands(SMALL)
@@ -263,7 +345,9 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "",
         "Times are medians a call; the ratio is to `jax.nn` with cuDNN, taken round by "
         "round in the same run (median, lowest and highest); in the f32 rows it is to "
-        "XLA. Memory is what XLA allocates for temporaries and results.",
+        "XLA, and in the bias rows to the call without the array work that keeps rows "
+        "exact which a bias moves far from 0. Memory is what XLA allocates for "
+        "temporaries and results.",
         "",
         "| workload | contender | µs | ratio | range | memory (MB) |",
         "| --- | --- | ---: | ---: | --- | ---: |",
@@ -286,7 +370,7 @@ def short_table(data: dict[str, Any]) -> str:
     """A table of ratios to jax.nn with cuDNN, one row a workload."""
     cells: dict[str, dict[str, Any]] = {}
     for row in data["rows"]:
-        if row["cell"].startswith(_F32):
+        if row["cell"].startswith((_F32, _BIAS)):
             continue
         cells.setdefault(row["cell"], {})[row["contender"]] = row
     others = ("jax.nn xla", "torch cudnn", "torch flash")
@@ -316,17 +400,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--readme", type=Path, help="the page to update")
+    parser.add_argument("--only", choices=["bias"], help="time these alone")
     parser.add_argument("json", type=Path, nargs="?", help="the numbers to put there")
     options = parser.parse_args()
     if options.readme is not None:
         data = json.loads(options.json.read_text())
         update_page(options.readme, MARKS, short_table(data))
         return
-    rows = run_host()
-    for cell in CELLS:
-        rows += run_cell(cell)
-    for cell in F32_CELLS:
-        rows += run_f32(cell)
+    rows: list[dict[str, Any]] = []
+    if options.only is None:
+        rows += run_host()
+        for cell in CELLS:
+            rows += run_cell(cell)
+        for cell in F32_CELLS:
+            rows += run_f32(cell)
+    for s, d in BIAS_SIZES:
+        for axes in BIASES:
+            rows += run_bias(s, d, axes)
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     data = {"environment": versions, "rows": rows}

@@ -165,6 +165,64 @@ def numpy_gradients(
     return gradients
 
 
+def numpy_results(
+    values: Mapping[str, Any], *, scale: float, is_causal: bool = False
+) -> dict[str, np.ndarray]:
+    """Return results and gradients by role, of logical operands and cotangents.
+
+    Unlike in the functions above, scores are rounded to f32 before and after the bias
+    is added, as the definition has it: beside 1e9 they lose all digits. Everything else
+    is float64.
+    """
+    query, key, value, pull = (
+        np.asarray(values[role], np.float64)
+        for role in ("query", "key", "value", "grad_output")
+    )
+    group = query.shape[1] // key.shape[1]
+    keys, all_values = (np.repeat(x, group, axis=1) for x in (key, value))
+    scores = (scale * np.einsum("bhsd,bhtd->bhst", query, keys)).astype(np.float32)
+    if "bias" in values:
+        scores = scores + np.asarray(values["bias"], np.float32)
+    rows, columns = np.arange(scores.shape[2])[:, None], np.arange(scores.shape[3])
+    sees = np.ones(scores.shape, bool)
+    if is_causal:
+        sees &= columns <= rows
+    if "mask" in values:
+        sees &= np.asarray(values["mask"])
+    if "key_lengths" in values:
+        sees &= columns < np.asarray(values["key_lengths"])
+    if "query_lengths" in values:
+        sees &= rows < np.asarray(values["query_lengths"])
+    scores = np.where(sees, scores.astype(np.float64), -np.inf)
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp(scores - np.where(np.isneginf(top), 0, top))
+    total = weights.sum(-1, keepdims=True)
+    is_dead = total == 0
+    p = weights / np.where(is_dead, 1, total)
+    slopes = np.einsum("bhse,bhte->bhst", pull, all_values)
+    slopes = slopes - (p * slopes).sum(-1, keepdims=True)
+    if "grad_stats" in values:
+        grad_stats = np.asarray(values["grad_stats"], np.float64)
+        slopes = slopes + np.where(is_dead, 0, grad_stats)
+    slopes = p * slopes
+
+    def summed(x: np.ndarray) -> np.ndarray:
+        return x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
+
+    log_total = np.log(np.where(is_dead, 1, total))
+    found = {
+        "output": np.einsum("bhst,bhte->bhse", p, all_values),
+        "stats": np.where(is_dead, -np.inf, top + log_total),
+        "grad_query": scale * np.einsum("bhst,bhtd->bhsd", slopes, keys),
+        "grad_key": scale * summed(np.einsum("bhst,bhsd->bhtd", slopes, query)),
+        "grad_value": summed(np.einsum("bhst,bhse->bhte", p, pull)),
+    }
+    if "bias" in values:
+        axes = tuple(i for i, n in enumerate(values["bias"].shape) if n == 1)
+        found["grad_bias"] = slopes.sum(axes, keepdims=True)
+    return found
+
+
 def numpy_sdpa(
     query: Any,
     key: Any,

@@ -20,7 +20,8 @@ class Case:
     ``bias`` and ``mask`` are shapes given by which of (b, h, s, t) are full, for
     example "bhst" or "s-t" spelled "..st" with dots for size 1.
     ``shift`` is subtracted from the bias of every other row, to reach very negative
-    log-sum-exps.
+    log-sum-exps; inf stands for the largest finite number. ``score`` is that of every
+    query and key, but for what is drawn.
     """
 
     name: str
@@ -43,6 +44,8 @@ class Case:
     with_residual: bool = False
     residual_cotangent: float = 1.0
     shift: float = 0.0
+    score: float = 0.0
+    bias_gradient: bool = True
     minus_infinity: bool = False
 
 
@@ -75,13 +78,18 @@ def make_operands(case: Case, seed: int = 0) -> Operands:
     query = normal(case.b, case.s, case.h, case.d)
     key = normal(case.b, case.t, case.k, case.d)
     value = normal(case.b, case.t, case.k, e)
+    if case.score:
+        assert case.scale is None
+        query = query.at[..., 0].set(32)
+        key = key.at[..., 0].set(case.score / 32 * case.d**0.5)
     bias = mask = None
     wanted, names = [0, 1, 2], ["output"]
     if case.bias is not None:
         like = jnp.dtype(case.bias_dtype or case.dtype)
         bias = normal(*_shape(case, case.bias), like=like)
         if case.shift:
-            bias = bias.at[:, :, ::2].add(jnp.asarray(-case.shift, like))
+            shift = min(case.shift, float(jnp.finfo(like).max))
+            bias = bias.at[:, :, ::2].add(jnp.asarray(-shift, like))
         if case.minus_infinity:
             hidden = jnp.asarray(rng.random(bias.shape) < 0.4)
             if case.dead_rows:
@@ -89,7 +97,8 @@ def make_operands(case: Case, seed: int = 0) -> Operands:
             else:
                 hidden = hidden.at[..., 0].set(False)
             bias = jnp.where(hidden, jnp.asarray(-jnp.inf, like), bias)
-        wanted.append(3)
+        if case.bias_gradient:
+            wanted.append(3)
     if case.mask is not None:
         visible = rng.random(_shape(case, case.mask)) < 0.6
         visible[..., 0] = True
@@ -322,9 +331,28 @@ KNOWN_BUGS = (
         for s, t in ((64, 64), (192, 192), (320, 320), (128, 1216), (65, 1000))
     ]
     + [
-        Case(name=f"lse_near_minus_100_{t}", s=64, t=t, bias="bhst", shift=100.0)
-        for t in (64, 192, 128, 1280)
+        Case(
+            name=f"lse_near_minus_{shift}_{t}_{'dbias' if gradient else 'plain'}",
+            s=64,
+            t=t,
+            bias="bhst",
+            shift=shift,
+            bias_gradient=gradient,
+        )
+        for t in (64, 192, 320, 1216, 128, 1280)
+        for shift in (100, 160)
+        for gradient in (True, False)
     ]
+    + [
+        Case(name=f"scores_near_minus_160_{t}", b=1, s=t, t=t, h=2, k=2, score=-160.0)
+        for t in (64, 192, 320, 1216)
+    ]
+    + _named(
+        low_scores_lengths={"t": 192, "key_lengths": (192, 70), "score": -160.0},
+        low_scores_mask={"t": 192, "mask": "bst", "dead_rows": True, "score": -160.0},
+        low_scores_causal={"s": 192, "t": 192, "causal": True, "score": -160.0},
+        low_scores_residual={"t": 64, "with_residual": True, "score": -160.0},
+    )
     + _named(
         one_query_lse_minus_122={"s": 1, "t": 128, "bias": "bhst", "shift": 122.0},
         one_by_one={"b": 1, "h": 1, "k": 1, "s": 1, "t": 1},
@@ -340,6 +368,26 @@ KNOWN_BUGS = (
         unaligned_keys={"s": 128, "t": 100},
     )
 )
+# Rows that a bias hides as a whole, as left-padded batches have them.
+_HIDDEN: dict[str, dict[str, Any]] = {
+    "plain": {"bias": "bst"},
+    "no_dbias": {"bias": "bst", "bias_gradient": False},
+    "heads": {"bias": "hst", "h": 8, "k": 2},
+    "full": {"bias": "bhst", "causal": True},
+    "shared": {"bias": "st", "h": 6, "k": 3},
+    "f32": {"bias": "bst", "bias_dtype": "float32"},
+    "mask": {"bias": "st", "mask": "bst", "dead_rows": True},
+    "lengths": {"bias": "bst", "key_lengths": (128, 70), "query_lengths": (128, 65)},
+    "residual": {"bias": "bst", "with_residual": True},
+}
+HIDDEN = [
+    Case(name=f"hidden_rows_{name}_{text}", s=128, t=128, shift=shift, **options)
+    for name, options in _HIDDEN.items()
+    for text, shift in (("1e9", 1e9), ("1e30", 1e30), ("least", np.inf))
+    # Numbers below -2.3e38 count as -inf where each head has its own, and else the
+    # log-sum-exp has three digits.
+    if text != "least" or name not in ("heads", "full", "residual")
+]
 SCALES = _named(
     scale_zero={"scale": 0.0},
     scale_negative={"scale": -0.3},
@@ -381,6 +429,7 @@ ALL = [
     *PADDING,
     *RESIDUAL,
     *KNOWN_BUGS,
+    *HIDDEN,
     *SCALES,
     *F16,
     *LARGE,

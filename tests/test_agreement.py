@@ -17,10 +17,10 @@ from jax_cudnn.measuring.agreement import (
     comparable,
     largest_error,
     reference_results,
-    with_own_stats,
+    with_own_results,
 )
 from jax_cudnn.measuring.stopwatch import draw
-from jax_cudnn.reference import evaluate
+from tests.flash import flash
 from tests.planner import H200
 from tests.sdpa_cases import Case, attention, make_operands
 
@@ -119,22 +119,25 @@ def test_random_operands_of_attentions_gradient_raise_no_alarm(case: Case) -> No
     part = _backward(case)
     (device,) = jax.devices("cpu")[:1]
     drawn = [draw(tensor, i, device) for i, tensor in enumerate(part.input_tensors)]
-    operands = with_own_stats(part, drawn)
+    operands = with_own_results(part, drawn)
     changed = [
         name
         for name, x, y in zip(part.inputs, drawn, operands, strict=True)
         if x is not y
     ]
-    assert changed == ["stats"]
+    assert changed == ["output", "stats"]
     expected = comparable(part, reference_results(part, operands))
     assert all(bool(jnp.isfinite(x).all()) for x in expected)
     ways = legalize(part, H200).candidates
     assert ways
     for way in ways:
-        results = evaluate(way.graph, way.before(operands))
-        found = comparable(part, way.after(operands, results))
+        results = flash(way.graph, way.before(operands))
+        with jax.disable_jit():  # a loop that is not entered is not compiled
+            found = comparable(part, way.after(operands, results))
         assert largest_error(found, expected) < bound(part) / 8
-        assert len(found) == (3 if case.bias in (None, "bhs.", "b.s.") else 4)
+        # What is left of one key's gradients is that of its value.
+        count = 3 if case.bias in (None, "bhs.", "b.s.") else 4
+        assert len(found) == (1 if case.t == 1 else count)
 
 
 def test_large_and_empty_and_missing_numbers_are_compared() -> None:

@@ -18,6 +18,10 @@ from jax_cudnn.reference.interpreter import to_stored
 
 Env = dict[str, jax.Array]
 
+# Stands for the log-sum-exp of an attention row whose probabilities are to be 0:
+# exp(score - it) is.
+DEAD_STATS = 1e30
+
 
 @dataclass(slots=True)
 class Rewrite:
@@ -113,6 +117,17 @@ def where_logical(
 ) -> jax.Array:
     """Return stored `x` where a condition over logical axes holds, else `fill`."""
     return jnp.where(to_stored(tensor, condition), x, jnp.asarray(fill, x.dtype))
+
+
+def unfolded(x: jax.Array) -> jax.Array:
+    """Return x as something that XLA does not know at compile time.
+
+    It would compute for seconds what follows from a large constant, such as a mask that
+    a jitted function captured. The barrier is around a number: one around the array
+    would have it written to memory where it is made from others.
+    """
+    known_at_run_time = jax.lax.optimization_barrier(jnp.ones((), bool))
+    return jnp.where(known_at_run_time, x, jnp.zeros((), x.dtype))
 
 
 def pad_axis(

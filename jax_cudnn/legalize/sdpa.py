@@ -9,7 +9,9 @@ What cuDNN's attention lacks is added around it:
 * rows that see no key are given keys to see, so that the kernel meets no 0/0, and
   their result is set to 0 (log-sum-exp -inf, gradients 0) afterwards;
 * the cotangent of the log-sum-exp rides in spare value columns (see
-  ``carry_grad_stats``).
+  ``carry_grad_stats``);
+* rows that a bias moves far from 0 get their gradient beside the kernel (see
+  ``far_rows``).
 """
 
 from collections.abc import Callable, Sequence
@@ -19,6 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Node, Target
+from jax_cudnn.legalize.far_rows import take_far_rows
 from jax_cudnn.legalize.rewrite import (
     Rewrite,
     finish,
@@ -82,13 +85,14 @@ def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
 
 def _backward_candidate(graph: Graph, target: Target | None) -> Legal:
     rewrite = start(graph)
+    take_far_rows(rewrite)
     keep_layout(rewrite)
     hide_dead_rows(rewrite)
     complete_lengths(rewrite, target)
     absorb_row_bias(rewrite)
     complete_bias(rewrite)
     make_scale_positive(rewrite)
-    pad_key_count(rewrite, target)
+    pad_key_count(rewrite)
     pad_single_query(rewrite)
     pad_head(rewrite, ("query", "key"), 0)
     if "grad_stats" in rewrite.inputs:

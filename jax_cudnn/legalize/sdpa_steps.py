@@ -13,16 +13,16 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes, Target, Tensor
 from jax_cudnn.legalize.rewrite import (
+    DEAD_STATS,
     Env,
     Rewrite,
     pad_axis,
+    unfolded,
     where_logical,
 )
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
-# Stands for the log-sum-exp of a row that sees no key: exp(score - it) is 0.
-_DEAD_STATS = 1e30
 # cuDNN takes head sizes in multiples of 8 for 16-bit types (cudnn-frontend 1.28,
 # scaled_dot_product_flash_attention.h, "hidden_dim should be multiple of 8").
 _HEAD_MULTIPLE = 8
@@ -84,7 +84,7 @@ def hide_dead_rows(rewrite: Rewrite) -> None:
     outputs = dict(rewrite.outputs)
 
     def before(env: Env) -> None:
-        for role, fill in (("stats", _DEAD_STATS), ("grad_stats", 0)):
+        for role, fill in (("stats", DEAD_STATS), ("grad_stats", 0)):
             if role in env:
                 is_live = _live_rows(rewrite, original, env)
                 env[role] = where_logical(original[role], is_live, env[role], fill)
@@ -135,7 +135,7 @@ def _live_rows(rewrite: Rewrite, tensors: Mapping[str, Tensor], env: Env) -> jax
 def _visible(rewrite: Rewrite, tensors: Mapping[str, Tensor], env: Env) -> jax.Array:
     """Return the mask with what causality and the key lengths hide as well."""
     s, t = tensors["query"].dims[2], tensors["key"].dims[2]
-    is_visible = to_logical(tensors["mask"], env["mask"])
+    is_visible = to_logical(tensors["mask"], unfolded(env["mask"]))
     columns = jnp.arange(t, dtype=jnp.int32)[None, None, None, :]
     if _attributes(rewrite).is_causal:
         is_visible = is_visible & (columns <= _positions(s))
@@ -165,10 +165,11 @@ def absorb_row_bias(rewrite: Rewrite) -> None:
 
     def before(env: Env) -> None:
         if "stats" in env:
+            stats = to_logical(original["stats"], env["stats"])
             shift = row_bias(env, original["stats"])
-            moved = env["stats"] - to_stored(original["stats"], shift)
-            is_live = shift != -jnp.inf
-            env["stats"] = where_logical(original["stats"], is_live, moved, _DEAD_STATS)
+            is_live = (shift != -jnp.inf) & (stats < DEAD_STATS)
+            moved = jnp.where(is_live, stats - shift, DEAD_STATS)
+            env["stats"] = to_stored(original["stats"], moved)
 
     def after(env: Env, results: Env) -> None:
         if "output" in results:
@@ -193,7 +194,10 @@ def complete_bias(rewrite: Rewrite) -> None:
     summed back afterwards.
 
     A hidden key gets -inf, below any bias that a user may give, except in rows that
-    would see no key at all: their result is replaced afterwards (hide_dead_rows).
+    would see no key at all: their result is replaced afterwards (hide_dead_rows). Huge
+    negative numbers, which cuDNN would take for -inf, are raised where the bias is
+    written anyway or shared by all heads; to do so for one bias a head would take a
+    tenth of the forward kernel's time.
     """
     given = [rewrite.inputs[r] for r in ("bias", "mask") if r in rewrite.inputs]
     if not given:
@@ -205,7 +209,8 @@ def complete_bias(rewrite: Rewrite) -> None:
         b = query.dims[0]  # Which rows see no key differs between batch entries.
     dims = (b, h, query.dims[2], key.dims[2])
     bias, mask = rewrite.inputs.get("bias"), rewrite.inputs.pop("mask", None)
-    if mask is None and bias is not None and bias.dims == dims:
+    is_full = mask is None and bias is not None and bias.dims == dims
+    if is_full and (h != 1 or bias is None or bias.dtype == "f16"):
         return
     dtype = query.dtype if bias is None else bias.dtype
     rewrite.inputs["bias"] = Tensor(
@@ -215,18 +220,43 @@ def complete_bias(rewrite: Rewrite) -> None:
     def before(env: Env) -> None:
         total = jnp.zeros((1, 1, 1, 1), jax_dtype(dtype))
         if bias is not None:
-            total = to_logical(bias, env["bias"])
+            total = _raised(unfolded(to_logical(bias, env["bias"])))
         if mask is not None:
             is_visible = _visible(rewrite, original, env)
             is_live = jnp.any(is_visible, axis=3, keepdims=True)
             hidden = jnp.where(is_live, -jnp.inf, 0).astype(total.dtype)
-            total = jnp.where(to_logical(mask, env.pop("mask")), total, hidden)
+            is_allowed = to_logical(mask, unfolded(env.pop("mask")))
+            total = jnp.where(is_allowed, total, hidden)
         env["bias"] = jnp.broadcast_to(total, dims)
 
+    def after(_: Env, results: Env) -> None:
+        if bias is not None and "stats" in results:
+            results["stats"] = _lowered(results["stats"])
+
     rewrite.before.append(before)
+    rewrite.after.append(after)
     if "grad_bias" in rewrite.outputs:
         assert bias is not None
         _sum_bias_gradient(rewrite, bias, dims)
+
+
+# cuDNN keeps scores times log2(e) in f32, so that what is below -2.3e38 becomes -inf
+# (seen with 9.19 on sm_90). Numbers below this one, finfo.min for one, are moved to
+# between it and -2.13e38, in their order.
+_HUGE = 2.0**127
+
+
+def _raised(bias: jax.Array) -> jax.Array:
+    if bias.dtype == jnp.float16:
+        return bias
+    quarter, offset = (jnp.asarray(x, bias.dtype) for x in (0.25, 0.75 * _HUGE))
+    return jnp.where(bias < -_HUGE, quarter * bias - offset, bias)
+
+
+def _lowered(stats: jax.Array) -> jax.Array:
+    """Return the log-sum-exp of scores that a bias moves as it was before `_raised`."""
+    lowered = jnp.maximum(4 * (stats + 0.75 * _HUGE), jnp.finfo(stats.dtype).min)
+    return jnp.where((stats < -_HUGE) & (stats != -jnp.inf), lowered, stats)
 
 
 def _sum_bias_gradient(rewrite: Rewrite, bias: Tensor, dims: tuple[int, ...]) -> None:
@@ -252,7 +282,7 @@ def complete_lengths(rewrite: Rewrite, target: Target | None) -> None:
     query, key = rewrite.inputs["query"], rewrite.inputs["key"]
     b, s, t = query.dims[0], query.dims[2], key.dims[2]
     given = {r for r in ("query_lengths", "key_lengths") if r in rewrite.inputs}
-    needs = _needs_lengths(t, target) or _has_key_count_bug(rewrite, target)
+    needs = _needs_lengths(t, target) or _has_key_count_bug(rewrite)
     if not given and not needs:
         return
     for role in ("query_lengths", "key_lengths"):
@@ -327,28 +357,24 @@ def pad_head(rewrite: Rewrite, roles: tuple[str, ...], extra: int) -> int:
     return size
 
 
-def pad_key_count(rewrite: Rewrite, target: Target | None) -> None:
+def pad_key_count(rewrite: Rewrite) -> None:
     """Add 64 keys, hidden by the lengths, where cuDNN's gradient would give NaN."""
-    if not _has_key_count_bug(rewrite, target):
+    if not _has_key_count_bug(rewrite):
         return
     t = rewrite.inputs["key"].dims[2]
     pad_axis(rewrite, ("key", "value", "grad_key", "grad_value"), 2, t, t + 64)
     pad_axis(rewrite, ("bias", "grad_bias"), 3, t, t + 64)
 
 
-def _has_key_count_bug(rewrite: Rewrite, target: Target | None) -> bool:
-    """Whether rows of log-sum-exp below -88.7 get NaN gradients for this key count.
+def _has_key_count_bug(rewrite: Rewrite) -> bool:
+    """Whether rows of log-sum-exp below -88.7 may get NaN gradients for this key count.
 
-    For t % 128 == 64 on sm_90, from cuDNN 9.20 until 9.26 (pytorch issue #196678,
-    cudnn-frontend pull request #628).
+    For t % 128 == 64: seen on an H200 with 9.19, reported for sm_90 from 9.20 until
+    9.26 (pytorch issue #196678, cudnn-frontend pull request #628). Other versions and
+    architectures are taken to have it too until one was shown not to.
     """
-    return (
-        target is not None
-        and rewrite.node.kind == "sdpa_backward"
-        and target.sm_version == 90
-        and 92000 <= target.cudnn_version < 92600
-        and rewrite.inputs["key"].dims[2] % 128 == 64
-    )
+    t = rewrite.inputs["key"].dims[2]
+    return rewrite.node.kind == "sdpa_backward" and t % 128 == 64
 
 
 def pad_single_query(rewrite: Rewrite) -> None:

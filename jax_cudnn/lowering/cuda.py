@@ -122,7 +122,9 @@ def _launch(
             sm_version=np.int64(target.sm_version if target else 0),
             cudnn_version=np.int64(target.cudnn_version if target else 0),
         )
-    return returned[: len(graph.outputs)]
+    # Inside shard_map they vary as the operands do; loops after the call insist on it.
+    aligned = _jax.align_varying([*operands, *returned])[len(operands) :]
+    return aligned[: len(graph.outputs)]
 
 
 def _unsupported(step: Step) -> UnsupportedError:

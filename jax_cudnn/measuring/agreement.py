@@ -57,10 +57,11 @@ def reference_results(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Ar
         return list(jax.jit(lambda *xs: evaluate(part, xs))(*operands))
 
 
-def with_own_stats(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return operands with the log-sum-exp, where one is read, that they lead to.
+def with_own_results(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return operands with output and log-sum-exp, where read, that they lead to.
 
-    A random one makes probabilities of more than 1, up to what f16 does not hold.
+    Kernels take these for what they are, and the reference computes them again. With a
+    random log-sum-exp, probabilities would reach what f16 does not hold.
     """
     given = dict(zip(part.inputs, operands, strict=True))
     node = part.sole_node()
@@ -76,26 +77,33 @@ def with_own_stats(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Array
             attributes=node.attributes,
             with_stats=True,
         )
-        stats = part.tensor(dict(node.inputs)["stats"])
         read = [given[name] for name in names.values()]
-        given[stats.name] = to_stored(stats, reference_results(graph, read)[1])
+        found = reference_results(graph, read)
+        for role, x in zip(graph.outputs, found, strict=True):
+            tensor = part.tensor(dict(node.inputs)[role])
+            given[tensor.name] = to_stored(tensor, x)
     return [given[name] for name in part.inputs]
 
 
 def comparable(part: Graph, results: Sequence[_T]) -> list[_T]:
     """Return those results of a part that are more than rounding errors.
 
-    The gradient of a bias that all keys of a row share is the sum of terms that cancel
-    where output and log-sum-exp are those of the row, which legalisation makes use of.
+    Attention's gradient has sums of terms that cancel, where output and log-sum-exp are
+    those of the row: that of a bias that all keys of a row share, which legalisation
+    makes use of, and with a single key those of all that makes its score.
     """
     node = part.sole_node()
-    cancelled = None
-    if node is not None and "bias" in dict(node.inputs):
-        bias = part.tensor(dict(node.inputs)["bias"])
-        if node.kind == "sdpa_backward" and bias.dims[3] == 1:
-            cancelled = dict(node.outputs).get("grad_bias")
+    cancelled: set[str] = set()
+    if node is not None and node.kind == "sdpa_backward":
+        inputs, outputs = dict(node.inputs), dict(node.outputs)
+        roles: list[str] = []
+        if "bias" in inputs and part.tensor(inputs["bias"]).dims[3] == 1:
+            roles.append("grad_bias")
+        if part.tensor(inputs["key"]).dims[2] == 1 and "grad_stats" not in inputs:
+            roles += ["grad_query", "grad_key", "grad_bias"]
+        cancelled = {outputs[role] for role in roles if role in outputs}
     pairs = zip(part.outputs, results, strict=True)
-    return [result for name, result in pairs if name != cancelled]
+    return [result for name, result in pairs if name not in cancelled]
 
 
 def largest_error(found: Sequence[Any], expected: Sequence[Any]) -> float:

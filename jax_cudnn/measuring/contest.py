@@ -23,7 +23,7 @@ from jax_cudnn.measuring.agreement import (
     comparable,
     largest_error,
     reference_results,
-    with_own_stats,
+    with_own_results,
 )
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,
@@ -124,7 +124,7 @@ _Example = tuple[list[jax.Array], list[jax.Array]]
 
 def _example(part: Graph, operands: Sequence[jax.Array]) -> _Example:
     """Return operands that go together, and what the reference gives for them."""
-    operands = with_own_stats(part, operands)
+    operands = with_own_results(part, operands)
     return operands, reference_results(part, operands)
 
 

@@ -160,9 +160,17 @@ def sdpa(
       support matrix; there, the gradient of the log-sum-exp needs e of 120 or less).
       f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for it,
       slower than XLA, and no gradient. f64 runs with XLA. The gradient of an f32 bias
-      is computed by XLA, since cuDNN gives it in the operands' dtype only. A bias
-      below -2.3e38 counts as -inf in cuDNN, which keeps scores times log2(e) in f32
-      (seen with 9.19 on sm_90).
+      is computed by XLA, since cuDNN gives it in the operands' dtype only.
+
+      A row that a bias hides as a whole, say by -1e9 for every key, attends to these
+      keys alike: beside 1e9, f32 has no digits left for scores. Its gradient is
+      computed by XLA, as that of every row whose log-sum-exp a bias moves further than
+      2048 from 0, since kernels lose the number of keys there. That takes no time for
+      rows whose cotangent is 0, as it is where a loss leaves padding out. To have
+      padding computed by no one, pass lengths or a mask. cuDNN keeps scores times
+      log2(e) in f32 (seen with 9.19 on sm_90), so that it takes a bias below -2.3e38
+      for -inf if each head has its own, with full rows and columns. For other such
+      biases the log-sum-exp has three digits.
       `jax.default_matmul_precision` holds for what XLA runs.
 
       A call runs on one device. Under `jax.jit` with operands sharded over several

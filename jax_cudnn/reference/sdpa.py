@@ -7,6 +7,7 @@ to the operands' dtype before they meet the values, as flash kernels do.
 
 import functools
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,13 +18,76 @@ from jax_cudnn.graph.spec import Attributes, Tensor
 Operands = Mapping[str, jax.Array]
 
 
+class _Softmax(NamedTuple):
+    """The softmax of the logits over keys; ``stats`` is their log-sum-exp."""
+
+    probabilities: jax.Array
+    stats: jax.Array
+    is_dead: jax.Array
+
+
 def forward(
     attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
     """Return output and log-sum-exp; a row that sees no key gives 0 and -inf."""
     assert isinstance(attributes, SdpaAttributes)
     del outputs  # XLA removes what is not used.
-    logits = _logits(attributes, inputs)
+    softmax = _softmax(_logits(attributes, inputs))
+    return {
+        "output": _mix(softmax.probabilities, inputs["value"]),
+        "stats": softmax.stats,
+    }
+
+
+def backward(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return the gradients, with the probabilities P computed again from the logits S.
+
+    dV = P^T dO and dS = P (dP - rowsum(P dP) + dstats) with dP = dO V^T, then
+    dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast.
+
+    The saved output and log-sum-exp are not read, though kernels do. A log-sum-exp far
+    from 0 has no digits left for the number of keys, so that exp(S - stats) is too
+    large by that number, and rowsum(O dO) of a rounded output is off by its rounding.
+    """
+    assert isinstance(attributes, SdpaAttributes)
+    return gradients(attributes, inputs, with_bias="grad_bias" in outputs)
+
+
+def gradients(
+    attributes: SdpaAttributes,
+    inputs: Operands,
+    *,
+    with_bias: bool,
+    first_row: int | jax.Array = 0,
+) -> dict[str, jax.Array]:
+    """Return `backward`'s gradients for rows of the queries from `first_row` on."""
+    query, key, value = inputs["query"], inputs["key"], inputs["value"]
+    grad_output = inputs["grad_output"]
+    probabilities, _, is_dead = _softmax(_logits(attributes, inputs, first_row))
+
+    grad_probabilities = _grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
+    delta = jnp.sum(probabilities * grad_probabilities, axis=-1, keepdims=True)
+    if "grad_stats" in inputs:
+        delta = delta - jnp.where(is_dead, 0, inputs["grad_stats"])
+    grad_logits = probabilities * (grad_probabilities - delta)
+
+    rounded = grad_logits.astype(query.dtype)
+    weights = probabilities.astype(query.dtype)
+    scale = jnp.asarray(attributes.scale, grad_logits.dtype)
+    results = {
+        "grad_query": scale * _grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
+        "grad_key": scale * _sum_over_group("bkgst,bkgsd->bktd", rounded, query, key),
+        "grad_value": _sum_over_group("bkgst,bkgse->bkte", weights, grad_output, value),
+    }
+    if with_bias:
+        axes = [i for i, dim in enumerate(inputs["bias"].shape) if dim == 1]
+        results["grad_bias"] = jnp.sum(grad_logits, axis=axes, keepdims=True)
+    return results
+
+
+def _softmax(logits: jax.Array) -> _Softmax:
     # An all-masked row has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
@@ -31,69 +95,34 @@ def forward(
     total = jnp.sum(weights, axis=-1, keepdims=True)
     is_dead = total == 0
     total = jnp.where(is_dead, 1, total)
-    probabilities = weights / total
-    return {
-        "output": _mix(probabilities, inputs["value"]),
-        "stats": jnp.where(is_dead, -jnp.inf, top + jnp.log(total)),
-    }
-
-
-def backward(
-    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
-) -> dict[str, jax.Array]:
-    """Return the gradients, with probabilities recomputed from the log-sum-exp.
-
-    With P = exp(S - stats): dV = P^T dO and dS = P (dO V^T - rowsum(O dO) + dstats),
-    then dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast.
-    """
-    assert isinstance(attributes, SdpaAttributes)
-    query, key, value = inputs["query"], inputs["key"], inputs["value"]
-    grad_output, stats = inputs["grad_output"], inputs["stats"]
-    accumulator = stats.dtype
-    logits = _logits(attributes, inputs)
-    is_dead = stats == -jnp.inf
-    probabilities = jnp.exp(logits - jnp.where(is_dead, 0, stats))
-
-    grad_probabilities = _grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
-    delta = jnp.sum(
-        inputs["output"].astype(accumulator) * grad_output.astype(accumulator),
-        axis=-1,
-        keepdims=True,
+    return _Softmax(
+        probabilities=weights / total,
+        stats=jnp.where(is_dead, -jnp.inf, top + jnp.log(total)),
+        is_dead=is_dead,
     )
-    if "grad_stats" in inputs:
-        delta = delta - jnp.where(is_dead, 0, inputs["grad_stats"])
-    grad_logits = probabilities * (grad_probabilities - delta)
-
-    rounded = grad_logits.astype(query.dtype)
-    weights = probabilities.astype(query.dtype)
-    scale = jnp.asarray(attributes.scale, accumulator)
-    results = {
-        "grad_query": scale * _grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
-        "grad_key": scale * _sum_over_group("bkgst,bkgsd->bktd", rounded, query, key),
-        "grad_value": _sum_over_group("bkgst,bkgse->bkte", weights, grad_output, value),
-    }
-    if "grad_bias" in outputs:
-        axes = [i for i, dim in enumerate(inputs["bias"].shape) if dim == 1]
-        results["grad_bias"] = jnp.sum(grad_logits, axis=axes, keepdims=True)
-    return results
 
 
-def _logits(attributes: SdpaAttributes, inputs: Operands) -> jax.Array:
+def _logits(
+    attributes: SdpaAttributes, inputs: Operands, first_row: int | jax.Array = 0
+) -> jax.Array:
     """Return scale Q K^T + bias as (b, h, s, t), -inf where a key is hidden."""
     query, key = inputs["query"], inputs["key"]
     logits = _grouped_einsum("bkgsd,bktd->bkgst", query, key)
     logits = logits * jnp.asarray(attributes.scale, logits.dtype)
     if "bias" in inputs:
         logits = logits + inputs["bias"].astype(logits.dtype)
-    is_visible = _visible(attributes, inputs, logits.shape)
+    is_visible = _visible(attributes, inputs, logits.shape, first_row)
     return logits if is_visible is None else jnp.where(is_visible, logits, -jnp.inf)
 
 
 def _visible(
-    attributes: SdpaAttributes, inputs: Operands, shape: tuple[int, ...]
+    attributes: SdpaAttributes,
+    inputs: Operands,
+    shape: tuple[int, ...],
+    first_row: int | jax.Array,
 ) -> jax.Array | None:
     _, _, s, t = shape
-    rows = jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
+    rows = first_row + jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
     columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
     conditions: list[jax.Array] = []
     if attributes.is_causal:

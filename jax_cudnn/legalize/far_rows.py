@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The gradient of attention rows whose log-sum-exp is far from 0, beside the kernel.
+
+Kernels compute probabilities again as exp(score - stats) in f32. A row whose bias is
+-1e9 for every key, as padding has it, has stats of -1e9: f32 has no digits left there
+for the number of keys, and the probabilities are too large by that number. The saved
+log-sum-exp cannot be mended, and a bias that is shifted row by row costs as much as
+reading and writing all of it in each call.
+
+So the kernel gets a log-sum-exp for such rows that makes their probabilities 0, and the
+reference adds their gradients, a few heads and rows at a time, where a cotangent is not
+0. Without such rows, which the log-sum-exp alone tells, nothing is computed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import SdpaAttributes, Tensor
+from jax_cudnn.legalize.rewrite import DEAD_STATS, Env, Rewrite, unfolded
+from jax_cudnn.reference import sdpa
+from jax_cudnn.reference.interpreter import to_logical, to_stored
+
+# Below it, f32 numbers are at most 2^-13 apart: a probability is then off by a part of
+# that, which is less than half an ulp of f16.
+_FAR = 2.0**11
+# A kernel multiplies the log-sum-exp by log2(e) in f32.
+_LARGEST_STATS = 2e38
+# Scores that the reference may keep at once; a few arrays of them, 64 MiB each.
+_MOST_SCORES = 2**24
+
+
+def take_far_rows(rewrite: Rewrite) -> None:
+    """Take rows with |stats| over 2^11 from the kernel and add their gradients.
+
+    The first of the steps, so that it sees what the user gave and gets. Only a bias
+    makes such rows.
+    """
+    if "bias" not in rewrite.inputs:
+        return
+    rows = _FarRows(
+        attributes=_attributes(rewrite),
+        inputs=dict(rewrite.inputs),
+        outputs=dict(rewrite.outputs),
+    )
+
+    def before(env: Env) -> None:
+        stats = env["stats"]
+        # Above every score of the row, also where those are huge.
+        hidden = jnp.clip(8 * stats, DEAD_STATS, _LARGEST_STATS)
+        env["stats"] = jnp.where(_is_far(stats), hidden, stats)
+
+    def after(env: Env, results: Env) -> None:
+        results.update(rows.add_to(results, env))
+
+    rewrite.before.append(before)
+    rewrite.after.append(after)
+
+
+def _attributes(rewrite: Rewrite) -> SdpaAttributes:
+    assert isinstance(rewrite.attributes, SdpaAttributes)
+    return rewrite.attributes
+
+
+def _is_far(stats: jax.Array) -> jax.Array:
+    """Whether a row's log-sum-exp has lost digits; -inf, where it sees no key, not."""
+    return (jnp.abs(stats) > _FAR) & (stats != -jnp.inf)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FarRows:
+    """The far rows of a gradient, its tensors by role as the user has them."""
+
+    attributes: SdpaAttributes
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+
+    @property
+    def _counts(self) -> tuple[int, int]:
+        """How many batch entries and key heads are computed at once.
+
+        One of each, but all that share a bias where its gradient is their sum: that is
+        rounded once then.
+        """
+        b, k = self.inputs["key"].dims[:2]
+        if "grad_bias" not in self.outputs:
+            return 1, 1
+        bias = self.inputs["bias"]
+        return (b if bias.dims[0] == 1 else 1, k if bias.dims[1] == 1 else 1)
+
+    def add_to(self, results: Env, env: Env) -> Env:
+        """Return the kernel's results with the gradients of far rows added."""
+        b, k = self.inputs["key"].dims[:2]
+        at_once = self._counts
+        grid = (b // at_once[0], k // at_once[1])
+        is_read = self._is_read(env)
+        split = (grid[0], at_once[0], grid[1], -1)
+        is_group_read = jnp.any(jnp.reshape(is_read, split), axis=(1, 3)).ravel()
+        numbers = jnp.arange(is_group_read.size, dtype=jnp.int32)
+        end = jnp.int32(is_group_read.size)
+
+        def following(number: jax.Array) -> jax.Array:
+            is_next = is_group_read & (numbers > number)
+            return jnp.min(jnp.where(is_next, numbers, end))
+
+        def body(state: tuple[jax.Array, Env]) -> tuple[jax.Array, Env]:
+            number, sums = state
+            group = _Group(
+                place=(number // grid[1], number % grid[1]),
+                counts=at_once,
+                heads=self.inputs["query"].dims[1] // k,
+            )
+            return following(number), self._add_group(group, sums, env, is_read)
+
+        first = following(jnp.full((), -1, jnp.int32))
+        state = (first, {role: results[role] for role in self.outputs})
+        return jax.lax.while_loop(lambda state: state[0] < end, body, state)[1]
+
+    def _is_read(self, env: Env) -> jax.Array:
+        """Return, as (b, h, s, 1), which rows are far and have a cotangent."""
+        cotangents = [
+            jnp.any(to_logical(self.inputs[role], env[role]) != 0, 3, keepdims=True)
+            for role in ("grad_output", "grad_stats")
+            if role in env
+        ]
+        stats = to_logical(self.inputs["stats"], env["stats"])
+        return _is_far(stats) & jnp.any(jnp.stack(cotangents), axis=0)
+
+    def _add_group(
+        self, group: "_Group", sums: Env, env: Env, is_read: jax.Array
+    ) -> Env:
+        given = {
+            role: to_logical(tensor, unfolded(group.take(role, tensor, env[role])))
+            for role, tensor in self.inputs.items()
+            if role not in ("output", "stats")
+        }
+        if self.inputs["bias"].dims[3] == 1:
+            # The forward kernel never saw it either: the softmax does not depend on it.
+            del given["bias"]
+        stats = replace(self.inputs["stats"], order=(0, 1, 2, 3))
+        given["is_read"] = group.take("stats", stats, is_read)
+        found = _gradients(
+            self.attributes, given, with_bias="grad_bias" in self.outputs
+        )
+        added: Env = {}
+        for role, tensor in self.outputs.items():
+            old = group.take(role, tensor, sums[role])
+            total = old.astype(found[role].dtype) + to_stored(tensor, found[role])
+            added[role] = group.put(role, tensor, sums[role], total.astype(old.dtype))
+        return added
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Group:
+    """Batch entries and key heads, with the query heads that those serve."""
+
+    place: tuple[jax.Array, jax.Array]
+    counts: tuple[int, int]
+    heads: int
+
+    def _span(self, role: str, tensor: Tensor) -> tuple[list[jax.Array], list[int]]:
+        """Return start and size along each stored axis."""
+        zero = jnp.zeros((), jnp.int32)
+        starts, sizes = [zero] * 4, list(tensor.dims)
+        for axis, (index, count) in enumerate(
+            zip(self.place, self.counts, strict=True)
+        ):
+            is_of_keys = role.removeprefix("grad_") in ("key", "value")
+            size = count * (self.heads if axis == 1 and not is_of_keys else 1)
+            if tensor.dims[axis] != 1:
+                starts[axis], sizes[axis] = index * size, size
+        return [starts[i] for i in tensor.order], [sizes[i] for i in tensor.order]
+
+    def take(self, role: str, tensor: Tensor, x: jax.Array) -> jax.Array:
+        """Return the group's part of a stored array."""
+        return jax.lax.dynamic_slice(x, *self._span(role, tensor))
+
+    def put(
+        self, role: str, tensor: Tensor, x: jax.Array, part: jax.Array
+    ) -> jax.Array:
+        """Return a stored array with the group's part replaced."""
+        return jax.lax.dynamic_update_slice(x, part, self._span(role, tensor)[0])
+
+
+def _gradients(
+    attributes: SdpaAttributes, given: Mapping[str, jax.Array], *, with_bias: bool
+) -> Env:
+    """Return the gradients of the rows that are read, in f32, block by block of rows.
+
+    ``given`` holds logical arrays by role, and ``is_read`` as (b, h, s, 1).
+    """
+    b, h, s, _ = given["query"].shape
+    t = given["key"].shape[2]
+    blocks = -(-s // max(1, min(s, _MOST_SCORES // (b * h * t))))
+    size = -(-s // blocks)
+    roles = ["query", "key", "value", *(["bias"] if with_bias else [])]
+
+    def block(number: jax.Array, totals: Env) -> Env:
+        # The last block may begin before its rows, to be of the same size.
+        start = jnp.minimum(number * size, s - size)
+        rows = start + jnp.arange(size, dtype=jnp.int32)[None, None, :, None]
+        part = {
+            role: jax.lax.dynamic_slice_in_dim(x, start, size, axis=2)
+            if role in _ALONG_ROWS and x.shape[2] != 1
+            else x
+            for role, x in given.items()
+        }
+        is_read = part.pop("is_read") & (rows >= number * size)
+        for role in ("grad_output", "grad_stats"):
+            if role in part:
+                part[role] = jnp.where(is_read, part[role], 0)
+        found = sdpa.gradients(attributes, part, with_bias=with_bias, first_row=start)
+        return {
+            role: _add_rows(totals[role], found[role], start)
+            if role in _ALONG_ROWS
+            else totals[role] + found[role]
+            for role in totals
+        }
+
+    # Like the operands, so that they vary inside shard_map as those do.
+    totals = {
+        f"grad_{role}": jnp.zeros_like(given[role], jnp.float32) for role in roles
+    }
+    return jax.lax.fori_loop(0, blocks, block, totals)
+
+
+_ALONG_ROWS = (
+    *("query", "bias", "mask", "grad_output", "grad_stats", "is_read"),
+    *("grad_query", "grad_bias"),
+)
+
+
+def _add_rows(total: jax.Array, rows: jax.Array, start: jax.Array) -> jax.Array:
+    if total.shape[2] == 1:
+        return total + rows
+    old = jax.lax.dynamic_slice_in_dim(total, start, rows.shape[2], axis=2)
+    return jax.lax.dynamic_update_slice_in_dim(total, old + rows, start, axis=2)

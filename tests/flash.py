@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as a flash kernel computes it, in NumPy, for graphs that are rewritten.
+
+The reference is the meaning of a graph; a kernel has its own arithmetic. It keeps
+scores times log2(e) in f32, computes probabilities again from the log-sum-exp, takes
+delta from the output that it is given, rounds what it multiplies to the operands' dtype
+and leaves NaN where lengths hide rows. It shares no code with the package.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn.graph import Graph
+from tests.attention import by_role
+
+_LOG2E, _LN2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
+
+
+def flash(graph: Graph, operands: Sequence[Any]) -> tuple[jax.Array, ...]:
+    """Return the results of a one-node graph of attention as the kernel gives them."""
+    (node,) = graph.nodes
+    given = by_role(graph, operands)
+    assert not {"mask", "grad_stats"} & set(given), "no kernel takes them"
+    # Infinities and NaN are results like others here.
+    with np.errstate(all="ignore"):
+        scores, is_inside = _scores(node.attributes, given)
+        if node.kind == "sdpa":
+            found = _forward(given, scores, is_inside)
+        else:
+            found = _backward(node.attributes, given, scores, is_inside)
+            if given["key"].shape[2] % 128 == 64 and "grad_bias" not in graph.outputs:
+                # What cuDNN 9.19 does on an H200.
+                is_low = given["stats"] < -88.7
+                found["grad_query"] = np.where(is_low, np.nan, found["grad_query"])
+    roles = {name: role for role, name in node.outputs}
+    return tuple(
+        jnp.asarray(
+            np.transpose(found[roles[tensor.name]], tensor.order),
+            given["query"].dtype if tensor.dtype != "f32" else jnp.float32,
+        )
+        for tensor in graph.output_tensors
+    )
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(x, np.float32)
+
+
+def _per_query_head(given: dict[str, Any], role: str) -> np.ndarray:
+    x = _wide(given[role])
+    return np.repeat(x, given["query"].shape[1] // x.shape[1], axis=1)
+
+
+def _scores(attributes: Any, given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the scores times log2(e), -inf where hidden, and which rows are inside."""
+    query, key = _wide(given["query"]), _per_query_head(given, "key")
+    factor = np.float32(attributes.scale) * _LOG2E
+    scores = (query @ np.swapaxes(key, 2, 3)) * factor
+    if "bias" in given:
+        scores = scores + _wide(given["bias"]) * _LOG2E
+    rows = np.arange(scores.shape[2]).reshape(1, 1, -1, 1)
+    columns = np.arange(scores.shape[3]).reshape(1, 1, 1, -1)
+    is_inside = np.ones((1, 1, scores.shape[2], 1), bool)
+    if attributes.is_causal:
+        scores = np.where(columns <= rows, scores, -np.inf)
+    if "key_lengths" in given:
+        is_inside = rows < given["query_lengths"]
+        scores = np.where(columns < given["key_lengths"], scores, -np.inf)
+    return scores, np.broadcast_to(is_inside, (*scores.shape[:3], 1))
+
+
+def _forward(
+    given: dict[str, Any], scores: np.ndarray, is_inside: np.ndarray
+) -> dict[str, np.ndarray]:
+    top = scores.max(-1, keepdims=True)
+    weights = np.exp2(scores - np.where(top == -np.inf, np.float32(0), top))
+    total = weights.sum(-1, keepdims=True)
+    mixed = _rounded(weights, given) @ _per_query_head(given, "value")
+    output = np.where(total == 0, np.float32(0), mixed / total)
+    stats = (top + np.log2(total)) * _LN2
+    return {
+        "output": np.where(is_inside, output, np.nan),
+        "stats": np.where(is_inside, stats, np.nan),
+    }
+
+
+def _backward(
+    attributes: Any, given: dict[str, Any], scores: np.ndarray, is_inside: np.ndarray
+) -> dict[str, np.ndarray]:
+    query, grad_output = _wide(given["query"]), _wide(given["grad_output"])
+    key, value = _per_query_head(given, "key"), _per_query_head(given, "value")
+    is_seen = is_inside & (scores != -np.inf)
+    weights = np.exp2(scores - _wide(given["stats"]) * _LOG2E)
+    weights = np.where(is_seen, weights, np.float32(0))
+    delta = (_wide(given["output"]) * grad_output).sum(-1, keepdims=True)
+    slopes = weights * (grad_output @ np.swapaxes(value, 2, 3) - delta)
+    slopes = np.where(is_seen, slopes, np.float32(0))
+    grad_output = np.where(is_inside, grad_output, np.float32(0))
+    rounded, scale = _rounded(slopes, given), np.float32(attributes.scale)
+    found = {
+        "grad_query": np.where(is_inside, scale * (rounded @ key), np.nan),
+        "grad_key": scale * _sum_heads(given, np.swapaxes(rounded, 2, 3) @ query),
+        "grad_value": _sum_heads(
+            given, np.swapaxes(_rounded(weights, given), 2, 3) @ grad_output
+        ),
+    }
+    if "bias" in given:
+        axes = tuple(i for i, dim in enumerate(given["bias"].shape) if dim == 1)
+        found["grad_bias"] = slopes.sum(axes, keepdims=True)
+    return found
+
+
+def _rounded(x: np.ndarray, given: dict[str, Any]) -> np.ndarray:
+    return _wide(x.astype(given["query"].dtype))
+
+
+def _sum_heads(given: dict[str, Any], x: np.ndarray) -> np.ndarray:
+    b, h, t, n = x.shape
+    k = given["key"].shape[1]
+    return x.reshape(b, k, h // k, t, n).sum(2)
