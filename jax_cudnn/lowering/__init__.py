@@ -3,13 +3,14 @@
 
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
-from jax_cudnn.lowering.primitives import (
+from jax_cudnn.lowering.primitives import run_graph
+from jax_cudnn.lowering.scope import call_options, scoped
+from jax_cudnn.lowering.tracing import (
     check_bare,
-    run_graph,
+    stage_of,
     subprograms,
     traced_graphs,
 )
-from jax_cudnn.lowering.scope import call_options, scoped
 
 __all__ = [
     "call_options",
@@ -19,6 +20,7 @@ __all__ = [
     "run_graph",
     "run_xla",
     "scoped",
+    "stage_of",
     "subprograms",
     "traced_graphs",
 ]
