@@ -139,7 +139,7 @@ _RANK = "An image axis, a channel axis and one to three spatial axes are support
         (
             {"implementation": "cuda"},
             ValueError,
-            "implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
+            "conv: implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
         ),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
@@ -306,7 +306,7 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
         (
             {"implementation": "cuda"},
             ValueError,
-            "implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
+            "matmul: implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
         ),
         (
             {"precision": ("highest", "default")},

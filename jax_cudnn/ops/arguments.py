@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operations' argument checks have in common."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -47,9 +48,40 @@ def options(
     assert precision is None or isinstance(precision, str | jax.lax.Precision)
     if isinstance(precision, jax.lax.Precision):
         precision = precision.name.lower()
-    return call_options(
-        implementation, plan, default if precision is None else precision
-    )
+    try:
+        return call_options(
+            implementation, plan, default if precision is None else precision
+        )
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{op}: {error}") from None
+
+
+def as_operand(op: str, name: str, value: ArrayLike) -> jax.Array:
+    """Return an array, or raise TypeError for what is none."""
+    try:
+        if value is None or isinstance(value, str | bytes):
+            raise TypeError
+        return jnp.asarray(value)
+    except jax.errors.JAXTypeError:
+        raise  # of a traced value
+    except (TypeError, ValueError, OverflowError):
+        shown = (
+            "None" if value is None else f"{repr(value)[:40]} ({type(value).__name__})"
+        )
+        raise TypeError(
+            f"{op}: {name} is {shown}. It must be an array of numbers. Pass a "
+            "jax.Array, or what jnp.asarray takes."
+        ) from None
+
+
+def finite(op: str, name: str, value: float) -> float:
+    """Return a number that becomes part of the program, or raise ValueError."""
+    if not math.isfinite(value):
+        raise ValueError(
+            f"{op}: {name}={value} is not finite. A number is part of the program, and "
+            "must be finite. Pass a finite number, or an array of any values."
+        )
+    return float(value)
 
 
 def check_dimensions_known(op: str, name: str, x: jax.Array) -> None:
@@ -86,7 +118,7 @@ def result_dtype(
     op: str, preferred: object, default: np.dtype, operands: str
 ) -> DTypeName:
     """Return the result's dtype, or raise TypeError for one that is not taken."""
-    dtype = default if preferred is None else _canonical(preferred)
+    dtype = default if preferred is None else _canonical(op, preferred)
     name = dtype_name(dtype)
     taken = (*FLOATS, "i32", "f8_e4m3fn", "f8_e5m2")
     if name not in taken:
@@ -108,10 +140,16 @@ def result_dtype(
     return name  # type: ignore[return-value]
 
 
-def _canonical(dtype: object) -> np.dtype:
+def _canonical(op: str, dtype: object) -> np.dtype:
     """Return a dtype as arrays have it: f64 is f32, with JAX's warning, without x64."""
     like: DTypeLike = dtype  # type: ignore[assignment]
-    return jax.eval_shape(lambda: jnp.zeros((), like)).dtype
+    try:
+        return jax.eval_shape(lambda: jnp.zeros((), like)).dtype
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{op}: preferred_element_type={dtype!r} is not a dtype. Pass one, for "
+            "example jnp.float32."
+        ) from None
 
 
 def tensor(name: str, stored: jax.Array, order: tuple[int, ...]) -> Tensor:
@@ -122,8 +160,8 @@ def tensor(name: str, stored: jax.Array, order: tuple[int, ...]) -> Tensor:
     return Tensor(name=name, dtype=dtype, dims=dims, order=order)  # type: ignore[arg-type]
 
 
-def as_array(value: ArrayLike, accumulator: DTypeName) -> jax.Array:
+def as_array(op: str, name: str, value: ArrayLike, accumulator: DTypeName) -> jax.Array:
     """Return an array; a Python number is f32, or f64 beside sums in f64."""
     if isinstance(value, bool | int | float):
         return jnp.asarray(value, jnp.float64 if accumulator == "f64" else jnp.float32)
-    return jnp.asarray(value)
+    return as_operand(op, name, value)

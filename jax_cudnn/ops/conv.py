@@ -3,8 +3,8 @@
 
 import functools
 import operator
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +19,11 @@ from jax_cudnn.ops.arguments import (
     CONTRACTED,
     Precision,
     as_array,
+    as_operand,
     check_dimensions_known,
     check_dtype,
     describe,
+    finite,
     options,
     refuse_out_sharding,
     result_dtype,
@@ -150,7 +152,7 @@ def conv(
     """
     refuse_out_sharding("conv", out_sharding)
     call = options("conv", implementation, plan, precision)
-    x, w = jnp.asarray(x), jnp.asarray(w)
+    x, w = as_operand("conv", "x", x), as_operand("conv", "w", w)
     layout, attributes = _geometry(
         x,
         w,
@@ -189,15 +191,15 @@ def conv(
     )
     factors: list[str | float] = []
     if isinstance(scale, int | float):
-        factors.append(float(scale))
+        factors.append(finite("conv", "scale", scale))
     elif scale is not None:
-        array = as_array(scale, sums)
+        array = as_operand("conv", "scale", scale)
         array = _broadcastable("scale", array, dims, orders[2], channels_only=True)
         factors.append(fusion.operand("scale", array, orders[2]))
     terms = [
         fusion.operand(
             name,
-            _broadcastable(name, as_array(value, sums), dims, orders[2]),
+            _broadcastable(name, as_array("conv", name, value, sums), dims, orders[2]),
             orders[2],
         )
         for name, value in (("bias", bias), ("residual", residual))
@@ -241,21 +243,16 @@ def _geometry(
     strides = _steps("window_strides", window_strides, x.ndim - 2)
     spread = _steps("lhs_dilation", lhs_dilation, x.ndim - 2)
     holes = _steps("rhs_dilation", rhs_dilation, x.ndim - 2)
-    # lax checks ranks, groups and sizes against each other, in its own words.
-    jax.eval_shape(
-        functools.partial(
-            jax.lax.conv_general_dilated,
-            window_strides=strides,
-            padding=padding,
-            lhs_dilation=spread,
-            rhs_dilation=holes,
-            dimension_numbers=dimension_numbers,  # type: ignore[arg-type]
-            feature_group_count=feature_group_count,
-            batch_group_count=batch_group_count,
-        ),
-        jax.ShapeDtypeStruct(x.shape, jnp.float32),
-        jax.ShapeDtypeStruct(w.shape, jnp.float32),
+    lax_conv = functools.partial(
+        jax.lax.conv_general_dilated,
+        window_strides=strides,
+        padding=padding,
+        lhs_dilation=spread,
+        rhs_dilation=holes,
+        feature_group_count=_groups("feature_group_count", feature_group_count),
+        batch_group_count=_groups("batch_group_count", batch_group_count),
     )
+    _check_as_lax(x, w, lax_conv, dimension_numbers)
     numbers = jax.lax.conv_dimension_numbers(x.shape, w.shape, dimension_numbers)  # type: ignore[arg-type]
     layout = _Layout(*(tuple(map(int, spec)) for spec in numbers))
     if isinstance(padding, str):
@@ -271,6 +268,50 @@ def _geometry(
         rhs_dilation=holes,
     )
     return layout, attributes
+
+
+def _check_as_lax(
+    x: jax.Array, w: jax.Array, lax_conv: Callable[..., Any], numbers: object
+) -> None:
+    """Have lax check ranks, groups and sizes against each other, and say why not."""
+    shapes = [jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (x, w)]
+    try:
+        jax.eval_shape(functools.partial(lax_conv, dimension_numbers=numbers), *shapes)
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        hint = ""
+        if numbers is None and _fits(lax_conv, shapes, last := _channels_last(x.ndim)):
+            hint = (
+                " The default layout has channels first. For channels last, as these "
+                f"operands seem to have them, pass dimension_numbers={last}."
+            )
+        raise kind(
+            f"conv: x is {describe(x)} and w {describe(w)}: {error}{hint}"
+        ) from error
+
+
+def _channels_last(rank: int) -> tuple[str, str, str]:
+    space = "DHW"[5 - rank :]
+    return f"N{space}C", f"{space}IO", f"N{space}C"
+
+
+def _fits(
+    lax_conv: Callable[..., Any], shapes: Sequence[Any], numbers: tuple[str, str, str]
+) -> bool:
+    try:
+        jax.eval_shape(functools.partial(lax_conv, dimension_numbers=numbers), *shapes)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _groups(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"conv: {name}={value!r} is not an int. Pass the number of groups."
+        ) from None
 
 
 def _steps(name: str, value: Sequence[int] | None, count: int) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 """`jax_cudnn.matmul` and `dot_general`: check their arguments and build the graph."""
 
 import math
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -18,9 +19,11 @@ from jax_cudnn.ops.arguments import (
     CONTRACTED,
     Precision,
     as_array,
+    as_operand,
     check_dimensions_known,
     check_dtype,
     describe,
+    finite,
     options,
     refuse_out_sharding,
     result_dtype,
@@ -117,7 +120,7 @@ def matmul(
       (5, 3, 16)
     """
     call = options("matmul", implementation, plan, precision)
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    a, b = as_operand("matmul", "a", a), as_operand("matmul", "b", b)
     for name, x in (("a", a), ("b", b)):
         check_dimensions_known("matmul", name, x)
         if x.ndim == 0:
@@ -212,19 +215,11 @@ def dot_general(
     """
     refuse_out_sharding("dot_general", out_sharding)
     call = options("dot_general", implementation, plan, precision)
-    x, y = jnp.asarray(lhs), jnp.asarray(rhs)
+    x = as_operand("dot_general", "lhs", lhs)
+    y = as_operand("dot_general", "rhs", rhs)
     for name, operand in (("lhs", x), ("rhs", y)):
         check_dimensions_known("dot_general", name, operand)
-    (x_sums, y_sums), (x_batch, y_batch) = (
-        tuple(tuple(int(axis) for axis in axes) for axes in pair)
-        for pair in dimension_numbers
-    )
-    # jax.lax checks the axes against each other, in its own words.
-    shapes = (jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (x, y))
-    jax.eval_shape(
-        lambda x, y: jax.lax.dot_general(x, y, ((x_sums, y_sums), (x_batch, y_batch))),
-        *shapes,
-    )
+    (x_sums, y_sums), (x_batch, y_batch) = _axes(x, y, dimension_numbers)
     x_free = _others(x.ndim, x_sums, x_batch)
     y_free = _others(y.ndim, y_sums, y_batch)
     sizes = (
@@ -240,6 +235,37 @@ def dot_general(
         sizes=sizes,
     )
     return _run(problem, bias, residual, activation, preferred_element_type, call)
+
+
+_Axes = tuple[int, ...]
+
+
+def _axes(
+    x: jax.Array, y: jax.Array, numbers: object
+) -> tuple[tuple[_Axes, _Axes], tuple[_Axes, _Axes]]:
+    """Return dimension_numbers as ints; jax.lax checks them, in its own words."""
+    try:
+        (x_sums, y_sums), (x_batch, y_batch) = (
+            tuple(tuple(map(operator.index, axes)) for axes in pair)
+            for pair in numbers  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"dot_general: dimension_numbers={numbers!r} is not ((lhs contracting, rhs "
+            "contracting), (lhs batch, rhs batch)), each a sequence of ints. Pass for "
+            "example (((1,), (0,)), ((), ())) for the product of two matrices."
+        ) from None
+    found = (x_sums, y_sums), (x_batch, y_batch)
+    shapes = (jax.ShapeDtypeStruct(each.shape, jnp.float32) for each in (x, y))
+    try:
+        jax.eval_shape(lambda x, y: jax.lax.dot_general(x, y, found), *shapes)
+    except (TypeError, ValueError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(
+            f"dot_general: lhs is {describe(x)} and rhs {describe(y)}, with "
+            f"dimension_numbers={found}: {error}"
+        ) from error
+    return found
 
 
 # Sizes of the axes that are merged into batch, rows and columns of a matrix.
@@ -321,16 +347,18 @@ def _run(
         dtype=sums,
     )
     terms = [
-        fusion.operand(name, _term(problem, name, as_array(value, sums)), _PLAIN)
+        fusion.operand(
+            name, _term(problem, name, as_array(op, name, value, sums)), _PLAIN
+        )
         for name, value in (("bias", bias), ("residual", residual))
         if value is not None
     ]
     value = fusion.activated(fusion.scaled(product, factors), terms, activation)
     last = problem.scale_out
     if isinstance(last, int | float):
-        value = fusion.scaled(value, [float(last)])
+        value = fusion.scaled(value, [finite(op, "scale_out", last)])
     elif last is not None:
-        term = _term(problem, "scale_out", as_array(last, sums))
+        term = _term(problem, "scale_out", as_operand(op, "scale_out", last))
         value = fusion.scaled(value, [fusion.operand("scale_out", term, _PLAIN)])
     output = fusion.run(value, dtype, _PLAIN, call)
     return jnp.reshape(output, tuple(size for group in sizes for size in group))
@@ -383,8 +411,8 @@ def _scale(
     name: str, value: ArrayLike | None, sizes: _Sizes, *, is_vector: bool = False
 ) -> jax.Array | float | None:
     if value is None or isinstance(value, int | float):
-        return value if value is None else float(value)
-    array = jnp.asarray(value)
+        return value if value is None else finite("matmul", name, value)
+    array = as_operand("matmul", name, value)
     check_dimensions_known("matmul", name, array)
     check_dtype("matmul", name, array)
     if is_vector and array.ndim:
