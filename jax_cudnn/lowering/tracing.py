@@ -23,7 +23,7 @@ _STAGES = (Traced, Lowered, Compiled)
 
 
 def traced_graphs(
-    function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any
+    function: Callable[..., Any] | Traced | Lowered, *args: Any, **kwargs: Any
 ) -> list[tuple[Graph, Options, bool]]:
     """Return the graphs that a call of the function runs, as `subprograms` does.
 
