@@ -96,7 +96,12 @@ def write(path: Path, device: str) -> None:
 
 def run(path: Path) -> bool:
     """Run an exported step, and return whether its results are XLA's."""
-    exported = jax.export.deserialize(bytearray(path.read_bytes()))
+    try:
+        exported = jax.export.deserialize(bytearray(path.read_bytes()))
+    except OSError as error:
+        sys.exit(f"{path} cannot be read: {error.strerror}")
+    except Exception as error:  # of flatbuffers or JAX, which do not say which
+        sys.exit(f"{path} is not a program that --write wrote: {error}")
     here = jax.devices()[0]
     if here.platform != "gpu":
         sys.exit(

@@ -1,30 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVIDIA cuDNN's graph API under JAX's transformations."""
 
-from jax.export import DisabledSafetyCheck
-
-from jax_cudnn import cache as _cache
-from jax_cudnn import native as _native
-from jax_cudnn import plans
+from jax_cudnn import startup as _startup
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.ops.conv import conv
-from jax_cudnn.ops.gated import gated_matmul
-from jax_cudnn.ops.matmul import dot_general, matmul
-from jax_cudnn.ops.sdpa import sdpa
 
 __version__ = "0.1.0"
 
-_native.register_targets()
-_cache.connect()
+try:
+    from jax_cudnn import native as _native
 
-# What `jax.export.export(f, disabled_checks=...)` needs to accept our custom calls. A
-# program exported with a GPU at hand is for that kind of GPU and cuDNN, and refuses to
-# run elsewhere; exported without one (JAX_PLATFORMS=cpu) it plans where it runs. A
-# graph of another schema number is refused.
-EXPORT_SAFETY_CHECKS = (
-    DisabledSafetyCheck.custom_call(_native.TARGET_CAPTURED),
-    DisabledSafetyCheck.custom_call(_native.TARGET_SCRATCH),
-)
+    _native.register_targets()  # first: without the extension, nothing else is of use
+
+    from jax.export import DisabledSafetyCheck
+
+    from jax_cudnn import cache as _cache
+    from jax_cudnn import plans
+    from jax_cudnn.ops.conv import conv
+    from jax_cudnn.ops.gated import gated_matmul
+    from jax_cudnn.ops.matmul import dot_general, matmul
+    from jax_cudnn.ops.sdpa import sdpa
+
+    _cache.connect()
+
+    # What `jax.export.export(f, disabled_checks=...)` needs to accept our custom calls.
+    # A program exported with a GPU at hand is for that kind of GPU and cuDNN, and
+    # refuses to run elsewhere; exported without one (JAX_PLATFORMS=cpu) it plans where
+    # it runs. A graph of another schema number is refused.
+    EXPORT_SAFETY_CHECKS = (
+        DisabledSafetyCheck.custom_call(_native.TARGET_CAPTURED),
+        DisabledSafetyCheck.custom_call(_native.TARGET_SCRATCH),
+    )
+except Exception as _error:
+    if not _startup.is_program():
+        if isinstance(_error, LibraryError):
+            raise ImportError(str(_error)) from _error
+        raise
+    _startup.failure = _error  # which __main__.py tells of
 
 __all__ = [
     "EXPORT_SAFETY_CHECKS",

@@ -103,7 +103,7 @@ def test_set_cache_goes_before_the_environment(tmp_path: Path) -> None:
 
 
 def test_a_negative_limit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"limit_bytes=-1 is negative\."):
+    with pytest.raises(ValueError, match=r"^set_cache: limit_bytes=-1 is not"):
         plans.set_cache(tmp_path, limit_bytes=-1)
 
 

@@ -35,6 +35,10 @@ _CUDNN = Cudnn(
 _GOOD = Facts(
     python="3.12.1",
     jax_cudnn="0.1.0",
+    location="/site/jax_cudnn",
+    import_error="",
+    extension_error="",
+    extension_fix="",
     frontend="1.28.0",
     ffi_api=(0, 3),
     header_version=92700,
@@ -42,6 +46,7 @@ _GOOD = Facts(
     driver=Driver(version="580.65.06", cuda_version=13000, gpus=(_H200,)),
     jax="0.12.0",
     jaxlib="0.12.0",
+    jax_import_error="",
     jax_backends=("cuda", "cpu"),
     jax_gpu_count=1,
     jax_error="",
@@ -327,6 +332,56 @@ def test_a_log_that_slows() -> None:
     finding = _only(environment=(("CUDNN_LOGLEVEL_DBG", "2"),))
     assert (finding.severity, finding.name) == ("note", "cudnn-log")
     assert not examine(replace(_GOOD, environment=(("CUDNN_LOGLEVEL_DBG", "0"),)))
+
+
+# --- a package that cannot be imported ------------------------------------------------
+
+# Without them there is more that cannot be known, which is not told beside them.
+_NO_JAX = {"jax_backends": (), "jax_gpu_count": 0, "import_error": "ImportError: it"}
+_NO_EXTENSION = {"cudnn": None, "import_error": "ImportError: it"}
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "fix", "changes"),
+    [
+        (
+            *("no-extension", "No extension.", "make build"),
+            {
+                "extension_error": "No extension.",
+                "extension_fix": "make build",
+                **_NO_EXTENSION,
+            },
+        ),
+        (
+            *("no-jax", "JAX is not installed", 'pip install "jax-cudnn[cuda13]"'),
+            {"jax": "", "jaxlib": "", "jax_import_error": "no jax", **_NO_JAX},
+        ),
+        (
+            *("old-jax", "JAX 0.9.2 is older than 0.10", "--upgrade"),
+            {"jax": "0.9.2", "import_error": "ImportError: it"},
+        ),
+        (
+            "jax-import",
+            "(jaxlib 0.12.0) cannot be imported: RuntimeError: jaxlib is older",
+            "--upgrade",
+            {"jax_import_error": "RuntimeError: jaxlib is older", **_NO_JAX},
+        ),
+        (
+            *("import-error", "imported: TypeError: a riddle", "--force-reinstall"),
+            {"import_error": "TypeError: a riddle"},
+        ),
+    ],
+)
+def test_what_keeps_the_package_from_being_imported_is_an_error_on_any_machine(
+    name: str, what: str, fix: str, changes: dict[str, Any]
+) -> None:
+    finding = _only(**changes)
+    assert (finding.severity, finding.name) == ("error", name)
+    assert what in finding.what
+    assert fix in finding.fix
+    diagnosis = _diagnosis(replace(_CPU_ONLY, **changes))
+    assert (diagnosis.is_usable, diagnosis.exit_status) == (False, 1)
+    assert diagnosis.verdict == f"jax_cudnn cannot be used here: {name}."
 
 
 # --- facts ----------------------------------------------------------------------------

@@ -118,7 +118,7 @@ _RANK = (
         (
             {"implementation": "cuda"},
             ValueError,
-            "implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
+            "conv: implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
         ),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
@@ -270,7 +270,7 @@ def _broadcast(name: str, shown: str, full: str, op: str = "matmul") -> str:
         (
             {"implementation": "cuda"},
             ValueError,
-            "implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
+            "matmul: implementation='cuda' is not one of 'auto', 'cudnn', 'xla'.",
         ),
         (
             {"precision": ()},

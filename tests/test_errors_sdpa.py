@@ -37,10 +37,11 @@ def _shapes(**changes: str) -> str:
     return f"query is {shown['query']}, key {shown['key']}, value {shown['value']}"
 
 
-_RANK_ADVICE = (
-    "query, key and value must all be (batch, length, heads, head size) or all "
-    "(length, heads, head size). Use jax.vmap or reshape for more batch axes."
+_RANKS = (
+    "All three must be (batch, length, heads, head size) or all (length, heads, head "
+    "size). "
 )
+_MORE_AXES = "Use jax.vmap or reshape for more batch axes."
 _SCALE_ADVICE = (
     "It must be a number known when the program is traced, since it is part of it. "
     "Multiply query by a traced scale."
@@ -53,6 +54,7 @@ _DOES_NOT_BROADCAST = (
     "which does not broadcast to (batch, heads, query length, key length) = "
     "[2, 6, 5, 7]. Each of its axes must be 1 or the full size."
 )
+_LAST_AXES = " Its axes are taken to be the last ones."
 
 
 @pytest.mark.parametrize(
@@ -93,20 +95,23 @@ _DOES_NOT_BROADCAST = (
         (
             {"query": _zeros("nbshd")},
             ValueError,
-            "sdpa: query is bf16[4,2,5,6,11], of rank 5; query is bf16[4,2,5,6,11]. "
-            + _RANK_ADVICE,
+            f"sdpa: {_shapes(query='bf16[4,2,5,6,11]')}. {_RANKS}{_MORE_AXES}",
         ),
         (
             {"key": _zeros("tkd")},
             ValueError,
-            "sdpa: key is bf16[7,3,11], of rank 3; query is bf16[2,5,6,11]. "
-            + _RANK_ADVICE,
+            f"sdpa: {_shapes(key='bf16[7,3,11]')}. {_RANKS}{_MORE_AXES}",
         ),
         (
             {"value": _zeros("te")},
             ValueError,
-            "sdpa: value is bf16[7,13], of rank 2; query is bf16[2,5,6,11]. "
-            + _RANK_ADVICE,
+            f"sdpa: {_shapes(value='bf16[7,13]')}. {_RANKS}{_MORE_AXES}",
+        ),
+        (
+            {"query": _zeros("sd"), "key": _zeros("td"), "value": _zeros("te")},
+            ValueError,
+            f"sdpa: {_shapes(query='bf16[5,11]', key='bf16[7,11]', value='bf16[7,13]')}"
+            f". {_RANKS}For a single head insert its axis: query[:, None, :].",
         ),
         # shapes
         (
@@ -183,7 +188,20 @@ _DOES_NOT_BROADCAST = (
         (
             {"mask": _zeros("bst", jnp.bool_)},
             ValueError,
-            f"sdpa: mask is bool[2,5,7], {_DOES_NOT_BROADCAST}",
+            f"sdpa: mask is bool[2,5,7], {_DOES_NOT_BROADCAST}{_LAST_AXES} Pass "
+            "mask[:, None, :, :].",
+        ),
+        (
+            {"mask": _zeros("bt", jnp.bool_)},
+            ValueError,
+            f"sdpa: mask is bool[2,7], {_DOES_NOT_BROADCAST}{_LAST_AXES} Pass "
+            "mask[:, None, None, :].",
+        ),
+        (
+            {"bias": _zeros("ht")},
+            ValueError,
+            f"sdpa: bias is bf16[6,7], {_DOES_NOT_BROADCAST}{_LAST_AXES} Pass "
+            "bias[None, :, None, :].",
         ),
         # lengths
         (
@@ -257,7 +275,7 @@ _DOES_NOT_BROADCAST = (
         (
             {"implementation": "triton"},
             ValueError,
-            "implementation='triton' is not one of 'auto', 'cudnn', 'xla'.",
+            "sdpa: implementation='triton' is not one of 'auto', 'cudnn', 'xla'.",
         ),
     ],
 )

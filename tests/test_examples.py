@@ -171,3 +171,13 @@ def test_export_for_another_gpu_lists_the_gpus_that_it_knows(tmp_path):
     done = start_example("export_for_another_gpu.py", "--write", path, "--device", "M9")
     assert done.returncode == 2
     assert "device='M9' is not a GPU that jax_cudnn knows" in done.stderr
+
+
+def test_export_for_another_gpu_says_which_file_it_cannot_run(tmp_path):
+    pytest.importorskip("flatbuffers", reason="flatbuffers is not installed")
+    path = tmp_path / "nothing.bin"
+    for told in ("cannot be read: No such file", "is not a program that --write wrote"):
+        done = start_example("export_for_another_gpu.py", "--run", str(path))
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"{path} {told}")
+        path.write_bytes(b"nothing")

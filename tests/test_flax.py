@@ -561,7 +561,7 @@ def test_shapes_that_do_not_fit_are_refused():
         ValueError, match=r"batch axes differ: .* value \(2, 11, 6, 5\)"
     ):
         attention_fn(q, k, v[:2])
-    with pytest.raises(ValueError, match="key has length 11 but value 9"):
+    with pytest.raises(ValueError, match="lengths of key and value differ, 11 and 9"):
         attention_fn(q, k, v[:, :9])
 
 

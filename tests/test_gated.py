@@ -52,7 +52,7 @@ def test_it_is_two_kernels() -> None:
 def test_columns_that_differ_are_named() -> None:
     with pytest.raises(
         ValueError,
-        match=r"^gated_matmul: gate is f32\[8,16\] and up f32\[8,3\]\. Both must have "
-        r"as many columns\. Slice or pad one of them\.$",
+        match=r"^gated_matmul: gate is f32\[8,16\] and up f32\[8,3\], so that their "
+        r"products with a are \[5, 16\] and \[5, 3\]\. The first must broadcast",
     ):
         jax_cudnn.gated_matmul(jnp.ones((5, 8)), jnp.ones((8, 16)), jnp.ones((8, 3)))

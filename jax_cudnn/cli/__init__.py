@@ -6,14 +6,15 @@ are wrong on every machine.
 """
 
 import argparse
+import importlib
 import sys
 from collections.abc import Sequence
 
-from jax_cudnn.cli import bench, doctor, explain
 from jax_cudnn.errors import LibraryError
 
-# Each adds its command and sets `run`, a function of the arguments to an exit status.
-_COMMANDS = (doctor.add_command, explain.add_command, bench.add_command)
+# The modules of the commands. Each adds its own and sets `run`, a function of the
+# arguments to an exit status.
+_COMMANDS = ("doctor", "explain", "bench")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -22,9 +23,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="python -m jax_cudnn", description="cuDNN's graph API under JAX."
     )
     commands = parser.add_subparsers(required=True, metavar="command")
-    for add_command in _COMMANDS:
-        add_command(commands)
-    parsed = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    # The doctor alone can be imported where JAX cannot.
+    wanted = ("doctor",) if given[:1] == ["doctor"] else _COMMANDS
+    for name in wanted:
+        importlib.import_module(f"{__name__}.{name}").add_command(commands)
+    parsed = parser.parse_args(given)
     try:
         return parsed.run(parsed)
     except LibraryError as error:

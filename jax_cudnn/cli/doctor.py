@@ -13,7 +13,8 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "doctor",
         help="say what cuDNN has to work with here, and what is wrong with it",
-        description="Exit status 1 if something keeps cuDNN from a GPU that is there.",
+        description="Exit status 1 if something keeps cuDNN from a GPU that is there, "
+        "or jax_cudnn from being imported.",
     )
     parser.add_argument("--json", action="store_true", help="print data, as JSON")
     parser.set_defaults(run=_run)

@@ -17,7 +17,9 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.flax.delegate import Request, attend_with_flax, reasons_for_flax
-from jax_cudnn.ops.sdpa import sdpa
+from jax_cudnn.ops.arguments import as_operand
+from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.sdpa import axes_hint, sdpa
 
 Einsum = Callable[..., jax.Array]
 
@@ -147,9 +149,10 @@ class AttentionFn:
         q, k, v = _promote((query, key, value), dtype, promote_dtype)
         is_causal = self.is_causal or is_causal
         _check_shapes(q, k, v, is_causal=is_causal)
+        scores = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
         request = Request(
-            bias=None if bias is None else jnp.asarray(bias),
-            mask=None if mask is None else jnp.asarray(mask),
+            bias=_scores_like("bias", bias, scores),
+            mask=_scores_like("mask", mask, scores),
             is_causal=is_causal,
             broadcast_dropout=broadcast_dropout,
             dropout_rng=dropout_rng,
@@ -217,15 +220,16 @@ def _attend(
     mask = request.mask
     if mask is not None and mask.dtype != jnp.bool_:
         mask = mask != 0
-    output = sdpa(
-        _fold_batch(q, len(batch)),
-        _fold_batch(k, len(batch)),
-        _fold_batch(v, len(batch)),
-        _fold_scores_like("bias", request.bias, scores),
-        _fold_scores_like("mask", mask, scores),
-        is_causal=request.is_causal,
-        implementation=implementation,
-    )
+    with on_behalf_of("attention_fn", "sdpa"):
+        output = sdpa(
+            _fold_batch(q, len(batch)),
+            _fold_batch(k, len(batch)),
+            _fold_batch(v, len(batch)),
+            _fold_scores_like(request.bias, scores),
+            _fold_scores_like(mask, scores),
+            is_causal=request.is_causal,
+            implementation=implementation,
+        )
     return jnp.reshape(output, (*batch, s, h, v.shape[-1]))
 
 
@@ -234,13 +238,13 @@ def _fold_batch(x: jax.Array, rank: int) -> jax.Array:
     return jnp.reshape(x, (math.prod(x.shape[:rank]), *x.shape[rank:]))
 
 
-def _fold_scores_like(
-    name: str, x: jax.Array | None, scores: tuple[int, ...]
+def _scores_like(
+    name: str, value: ArrayLike | None, scores: tuple[int, ...]
 ) -> jax.Array | None:
-    """Merge the batch axes of what broadcasts to the scores, keeping its other 1s."""
-    if x is None:
+    """Return a bias or a mask as an array, or raise where it does not broadcast."""
+    if value is None:
         return None
-    rank = len(scores) - 3
+    x = as_operand("attention_fn", name, value)
     shape = (1,) * (len(scores) - x.ndim) + x.shape
     if len(shape) != len(scores) or any(
         size not in (1, full) for size, full in zip(shape, scores, strict=True)
@@ -248,8 +252,18 @@ def _fold_scores_like(
         raise ValueError(
             f"attention_fn: {name} has shape {list(x.shape)}, which does not broadcast "
             f"to (batch axes, heads, query length, key length) = {list(scores)}. Each "
-            "of its axes must be 1 or the full size. Insert or expand axes."
+            f"of its axes must be 1 or the full size. Insert or expand axes."
+            f"{axes_hint(name, x.shape, scores)}"
         )
+    return x
+
+
+def _fold_scores_like(x: jax.Array | None, scores: tuple[int, ...]) -> jax.Array | None:
+    """Merge the batch axes of what broadcasts to the scores, keeping its other 1s."""
+    if x is None:
+        return None
+    rank = len(scores) - 3
+    shape = (1,) * (len(scores) - x.ndim) + x.shape
     x = jnp.reshape(x, shape)
     if shape[:rank] != (1,) * rank:
         x = jnp.broadcast_to(x, (*scores[:rank], *shape[rank:]))
@@ -262,6 +276,10 @@ def _promote(
     promote_dtype: Callable[..., Any] | None,
 ) -> tuple[jax.Array, ...]:
     """Convert query, key and value to one dtype, as the calling layer wants it."""
+    arrays = tuple(
+        as_operand("attention_fn", name, x)
+        for name, x in zip(("query", "key", "value"), arrays, strict=True)
+    )
     if promote_dtype is not None:
         return tuple(promote_dtype(arrays, dtype=dtype))
     return tuple(promote_to_common_dtype(*arrays, dtype=dtype))
@@ -279,6 +297,24 @@ def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) 
         raise ValueError(
             f"attention_fn: batch axes differ: {shapes}. All axes before the last "
             "three must be equal. Broadcast them first."
+        )
+    for what, axis, names in (
+        ("lengths", -3, ("key", "value")),
+        ("numbers of heads", -2, ("key", "value")),
+        ("head sizes", -1, ("query", "key")),
+    ):
+        sizes = [{"query": q, "key": k, "value": v}[name].shape[axis] for name in names]
+        if sizes[0] != sizes[1]:
+            raise ValueError(
+                f"attention_fn: {what} of {names[0]} and {names[1]} differ, {sizes[0]} "
+                f"and {sizes[1]}: {shapes}. They must be equal."
+            )
+    h, heads = q.shape[-2], k.shape[-2]
+    if (heads == 0) != (h == 0) or (heads and h % heads):
+        raise ValueError(
+            f"attention_fn: {h} query heads are not a multiple of {heads} key heads: "
+            f"{shapes}. Repeat key and value heads, or change the number of query "
+            "heads."
         )
     if is_causal and q.shape[-3] == 1 and k.shape[-3] > 1:
         raise ValueError(

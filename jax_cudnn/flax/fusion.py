@@ -17,7 +17,14 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
 from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import refuse_out_sharding
+from jax_cudnn.ops.arguments import as_operand, refuse_out_sharding
+from jax_cudnn.ops.callers import on_behalf_of
+
+# What a layer calls the operands of its product.
+_ARGUMENTS = {
+    "conv": {"lhs": "inputs", "rhs": "kernel"},
+    "dot_general": {"lhs": "inputs", "rhs": "kernel"},
+}
 
 
 @dataclass(kw_only=True, slots=True)
@@ -48,15 +55,17 @@ class FusedProduct:
         if dtype is not None and self.bias is not None:
             # What adding the bias to the product would give.
             dtype = jnp.promote_types(dtype, self.bias.dtype)
-        return self.product(
-            *operands,
-            **geometry,
-            preferred_element_type=dtype,
-            bias=self.bias,
-            residual=self.residual,
-            activation=self.activation,
-            implementation=self.implementation,
-        )
+        op = self.product.__name__
+        with on_behalf_of(self.layer, op, **_ARGUMENTS[op]):
+            return self.product(
+                *operands,
+                **geometry,
+                preferred_element_type=dtype,
+                bias=self.bias,
+                residual=self.residual,
+                activation=self.activation,
+                implementation=self.implementation,
+            )
 
 
 class _StandIn:
@@ -90,7 +99,7 @@ def fold_residual(
     """
     if residual is None:
         return None
-    x = jnp.asarray(residual)
+    x = as_operand(layer, "residual", residual)
     batch = shape[: len(shape) - space]
     padded = (1,) * (len(shape) - x.ndim) + x.shape
     own, rest = padded[: len(batch)], padded[len(batch) :]

@@ -15,6 +15,7 @@ from jax_cudnn.flax.fusion import (
     refuse_replacements,
 )
 from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.matmul import dot_general
 
@@ -74,6 +75,7 @@ class Conv(linen.Conv):
           TypeError: dtypes that `jax_cudnn.conv` does not take.
           UnsupportedError, LibraryError: as `jax_cudnn.conv`.
         """
+        inputs = as_operand("Conv", "inputs", inputs)
         size = self.kernel_size
         space = (1 if isinstance(size, int) else len(size)) + 1
         fused = FusedProduct(
@@ -135,6 +137,7 @@ class Dense(linen.Dense):
           TypeError: dtypes that `jax_cudnn.matmul` does not take.
           UnsupportedError, LibraryError: as `jax_cudnn.matmul`.
         """
+        inputs = as_operand("Dense", "inputs", inputs)
         fused = FusedProduct(
             layer="Dense",
             product=dot_general,

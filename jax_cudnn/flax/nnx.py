@@ -16,6 +16,7 @@ from jax_cudnn.flax.fusion import (
     refuse_replacements,
 )
 from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.matmul import dot_general
 
@@ -109,6 +110,7 @@ class Conv(nnx.Conv):
           UnsupportedError: as `jax_cudnn.conv`; and `out_sharding` is given.
           LibraryError: as `jax_cudnn.conv`.
         """
+        inputs = as_operand("Conv", "inputs", inputs)
         space = len(self.kernel_size) + 1
         fused = FusedProduct(
             layer="Conv",
@@ -194,6 +196,7 @@ class Linear(nnx.Linear):
           UnsupportedError: as `jax_cudnn.matmul`; and `out_sharding` is given.
           LibraryError: as `jax_cudnn.matmul`.
         """
+        inputs = as_operand("Linear", "inputs", inputs)
         fused = FusedProduct(
             layer="Linear",
             product=dot_general,

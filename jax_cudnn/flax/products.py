@@ -13,6 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.ops.arguments import Precision, refuse_out_sharding
+from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.matmul import dot_general as fused_dot_general
 
@@ -85,20 +86,21 @@ class ConvGeneralDilated:
           (2, 8, 8, 16)
         """
         refuse_out_sharding("conv_general_dilated", out_sharding)
-        return conv(
-            lhs,
-            rhs,
-            window_strides,
-            padding,
-            lhs_dilation,
-            rhs_dilation,
-            dimension_numbers,
-            feature_group_count,
-            batch_group_count,
-            precision,
-            preferred_element_type,
-            implementation=self.implementation,
-        )
+        with on_behalf_of("conv_general_dilated", "conv"):
+            return conv(
+                lhs,
+                rhs,
+                window_strides,
+                padding,
+                lhs_dilation,
+                rhs_dilation,
+                dimension_numbers,
+                feature_group_count,
+                batch_group_count,
+                precision,
+                preferred_element_type,
+                implementation=self.implementation,
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,14 +4,15 @@
 from jax_cudnn.lowering._jax import equation_place, is_known_array, weakly_typed
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
-from jax_cudnn.lowering.primitives import (
+from jax_cudnn.lowering.primitives import run_graph
+from jax_cudnn.lowering.sameness import CustomCall, same_function
+from jax_cudnn.lowering.scope import call_options, scoped
+from jax_cudnn.lowering.tracing import (
     check_bare,
-    run_graph,
+    stage_of,
     subprograms,
     traced_graphs,
 )
-from jax_cudnn.lowering.sameness import CustomCall, same_function
-from jax_cudnn.lowering.scope import call_options, scoped
 
 __all__ = [
     "CustomCall",
@@ -25,6 +26,7 @@ __all__ = [
     "run_xla",
     "same_function",
     "scoped",
+    "stage_of",
     "subprograms",
     "traced_graphs",
     "weakly_typed",

@@ -10,14 +10,13 @@ reference, through ``linear_p``'s own lowering and jvp rule.
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.stages import Compiled, Lowered, Traced
 
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
@@ -78,54 +77,6 @@ def run_reference(
             kept=kept,
             precision=precision,
         )
-
-
-def traced_graphs(
-    function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any
-) -> list[tuple[Graph, Options, bool]]:
-    """Return the graphs that a call of the function runs, as `subprograms` does.
-
-    Raises:
-      TypeError: no function; arguments beside one that is traced already; a program
-        that no longer names its graphs.
-    """
-    if isinstance(function, Traced):
-        check_bare(function, args, kwargs)
-        return list(subprograms(function.jaxpr))
-    if isinstance(function, Lowered | Compiled):
-        raise TypeError(
-            f"{type(function).__name__}: such a program no longer names its graphs. "
-            "Pass jitted.trace(...), or the function with its arguments."
-        )
-    if not callable(function):
-        raise TypeError(
-            f"{type(function).__name__} is not a function. Pass one, jitted or not, "
-            "with its arguments, or jitted.trace(...)."
-        )
-    traceable: Any = function if hasattr(function, "trace") else jax.jit(function)
-    return list(subprograms(traceable.trace(*args, **kwargs).jaxpr))
-
-
-def check_bare(
-    program: Traced | Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    """Raise TypeError if arguments come with a program that has its own."""
-    if args or kwargs:
-        raise TypeError(
-            f"{type(program).__name__} takes no further arguments; "
-            f"{len(args) + len(kwargs)} were given. Its own are part of it."
-        )
-
-
-def subprograms(jaxpr: Any) -> Iterator[tuple[Graph, Options, bool]]:
-    """Yield the graphs of a jaxpr and its inner ones, with whether it is linear_p's."""
-    for equation in jaxpr.eqns:
-        if equation.primitive in (graph_p, linear_p):
-            params = equation.params
-            is_linear = equation.primitive is linear_p
-            yield params["graph"], params["options"], is_linear
-        for inner in _jax.inner_jaxprs(equation.params):
-            yield from subprograms(inner)
 
 
 # --- evaluation and types -------------------------------------------------------------

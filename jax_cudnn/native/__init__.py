@@ -5,7 +5,7 @@
 itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
-from jax_cudnn.native._extension import library_directories
+from jax_cudnn.native._extension import extension_problem, library_directories
 from jax_cudnn.native.library import (
     LibraryInfo,
     cudnn_version,
@@ -69,6 +69,7 @@ __all__ = [
     "device_target",
     "export_plan",
     "export_plan_offline",
+    "extension_problem",
     "import_plan",
     "import_plan_offline",
     "library_directories",

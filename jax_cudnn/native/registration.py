@@ -4,8 +4,6 @@
 import functools
 from dataclasses import dataclass
 
-import jax.ffi
-
 from jax_cudnn.native._extension import extension
 
 # The last result is the workspace; may be captured into a command buffer.
@@ -36,6 +34,8 @@ def register_targets() -> None:
     Starts no backend and opens no library but the extension.
     """
     native = extension()
+    import jax.ffi  # here: the doctor runs where JAX cannot be imported
+
     # The type goes first: the handlers' metadata carries its id, which XLA assigns.
     jax.ffi.register_ffi_type(_STATE_TYPE, native.state_type(), platform=_PLATFORM)
     for name, handlers in (

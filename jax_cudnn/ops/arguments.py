@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the operations' argument checks have in common."""
 
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +53,11 @@ def options(
     if precision is None:
         # Set on the class when JAX is imported, where type checkers do not see it.
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
-    return call_options(implementation, plan, _canonical_precision(op, precision))
+    canonical = _canonical_precision(op, precision)
+    try:
+        return call_options(implementation, plan, canonical)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"{op}: {error}") from None
 
 
 def _canonical_precision(op: str, precision: Precision) -> MatmulPrecision:
@@ -59,10 +67,11 @@ def _canonical_precision(op: str, precision: Precision) -> MatmulPrecision:
         return precision
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
         precision = precision.name
-    if precision == "DEFAULT":  # an algorithm by its name only
-        return "default"
-    if isinstance(precision, str) and precision in _ALGORITHMS:
-        return precision
+    if isinstance(precision, str):
+        if precision == "DEFAULT":  # an algorithm by its name only
+            return "default"
+        if precision in _ALGORITHMS:
+            return precision
     # A list is not hashable, and no precision to lax; it is taken as the pair it shows.
     is_pair = isinstance(precision, tuple | list)
     pair = tuple(precision) if is_pair else (precision, precision)
@@ -89,7 +98,75 @@ _ALGORITHMS = jax.lax.DotAlgorithmPreset.__members__
 
 
 def _is_precision(value: object) -> bool:
-    return isinstance(value, jax.lax.Precision) or value in _PRECISIONS
+    if isinstance(value, str):
+        return value in _PRECISIONS
+    return isinstance(value, jax.lax.Precision)
+
+
+def as_operand(op: str, name: str, value: ArrayLike) -> jax.Array:
+    """Return an array, or raise TypeError for what is none."""
+    try:
+        if value is None or isinstance(value, str | bytes):
+            raise TypeError
+        return jnp.asarray(value)
+    except jax.errors.JAXTypeError:
+        raise  # of a traced value
+    except (TypeError, ValueError, OverflowError):
+        shown = (
+            "None" if value is None else f"{repr(value)[:40]} ({type(value).__name__})"
+        )
+        raise TypeError(
+            f"{op}: {name} is {shown}. It must be an array of numbers. Pass a "
+            "jax.Array, or what jnp.asarray takes."
+        ) from None
+
+
+def as_factor(op: str, name: str, value: ArrayLike | None) -> jax.Array | float | None:
+    """Return what multiplies: an array, or a finite number, which the graph holds."""
+    if value is None:
+        return None
+    if isinstance(value, int | float):
+        _check_finite(op, name, value)
+        return value
+    return as_operand(op, name, value)
+
+
+def as_term(op: str, name: str, value: ArrayLike | None) -> jax.Array | float | None:
+    """Return what is added: an array, or a number, which `as_array` makes one."""
+    if value is None or isinstance(value, int | float):
+        return value
+    return as_operand(op, name, value)
+
+
+def _check_finite(op: str, name: str, value: float) -> None:
+    """Raise ValueError for a number that cannot become part of the program."""
+    if not math.isfinite(value):
+        raise ValueError(
+            f"{op}: {name}={value} is not finite. A number is part of the program, and "
+            "must be finite. Pass a finite number, or an array of any values."
+        )
+
+
+@contextmanager
+def refused_by_jax(
+    op: str,
+    operands: Mapping[str, jax.Array],
+    *,
+    how: str = "",
+    hint: Callable[[], str] = lambda: "",
+) -> Iterator[None]:
+    """Let what JAX says of operands that do not fit name the operation and them.
+
+    ``how`` they are to be combined follows them; ``hint`` gives a sentence to add, or
+    "".
+    """
+    try:
+        yield
+    except (TypeError, ValueError, RuntimeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        shown = [f"{name} {describe(x)}" for name, x in operands.items()]
+        shown[0] = shown[0].replace(" ", " is ", 1)
+        raise kind(f"{op}: {' and '.join(shown)}{how}: {error}{hint()}") from error
 
 
 def refuse_out_sharding(op: str, out_sharding: object) -> None:
@@ -113,9 +190,9 @@ def check_dtype(
         )
 
 
-def result_dtype(preferred: object, default: np.dtype) -> np.dtype:
-    """Return the dtype of a call's result."""
-    return default if preferred is None else _canonical(preferred)
+def result_dtype(op: str, preferred: object, default: np.dtype) -> np.dtype:
+    """Return the dtype of a call's result, or raise TypeError for what is none."""
+    return default if preferred is None else _canonical(op, preferred)
 
 
 def graph_dtype(dtype: np.dtype, *operands: str | None) -> DTypeName | None:
@@ -175,10 +252,16 @@ def is_weak(*values: ArrayLike | None) -> bool:
     return all(jax.typeof(jnp.asarray(each)).weak_type for each in given)
 
 
-def _canonical(dtype: object) -> np.dtype:
+def _canonical(op: str, dtype: object) -> np.dtype:
     """Return a dtype as arrays have it: f64 is f32, with JAX's warning, without x64."""
     like: DTypeLike = dtype  # type: ignore[assignment]
-    return jax.eval_shape(lambda: jnp.zeros((), like)).dtype
+    try:
+        return jax.eval_shape(lambda: jnp.zeros((), like)).dtype
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{op}: preferred_element_type={dtype!r} is not a dtype. Pass one, for "
+            "example jnp.float32."
+        ) from None
 
 
 def tensor(name: str, stored: jax.Array, order: tuple[int, ...]) -> Tensor:
@@ -189,8 +272,8 @@ def tensor(name: str, stored: jax.Array, order: tuple[int, ...]) -> Tensor:
     return Tensor(name=name, dtype=dtype, dims=dims, order=order)  # type: ignore[arg-type]
 
 
-def as_array(value: ArrayLike, accumulator: DTypeName) -> jax.Array:
+def as_array(value: jax.Array | float, accumulator: DTypeName) -> jax.Array:
     """Return an array; a Python number is f32, or f64 beside sums in f64."""
-    if isinstance(value, bool | int | float):
-        return jnp.asarray(value, jnp.float64 if accumulator == "f64" else jnp.float32)
-    return jnp.asarray(value)
+    if isinstance(value, jax.Array):
+        return value
+    return jnp.asarray(value, jnp.float64 if accumulator == "f64" else jnp.float32)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.conv`: checks a fused convolution's arguments and builds its graph."""
 
+import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,12 +20,14 @@ from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
     Precision,
     as_array,
+    as_operand,
     check_dtype,
     describe,
     graph_dtype,
     is_weak,
     options,
     refuse_out_sharding,
+    refused_by_jax,
     result_dtype,
     strongly_typed,
     sums_dtype,
@@ -33,7 +36,7 @@ from jax_cudnn.ops.arguments import (
     why_without_graph,
 )
 from jax_cudnn.ops.fusion import Fusion
-from jax_cudnn.ops.plain import Epilogue, check_implementation, run_plain
+from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
 
 
 class _Layout(NamedTuple):
@@ -166,7 +169,10 @@ def conv(
     """
     refuse_out_sharding("conv", out_sharding)
     call = options("conv", implementation, plan, precision)
-    x, w = jnp.asarray(lhs), jnp.asarray(rhs)
+    x, w = as_operand("conv", "lhs", lhs), as_operand("conv", "rhs", rhs)
+    epilogue = Epilogue.of(
+        "conv", scale=scale, bias=bias, residual=residual, activation=activation
+    )
     if weak := is_weak(x, w, scale, bias, residual):
         x, w = strongly_typed(x), strongly_typed(w)
     problem = _problem(
@@ -180,10 +186,7 @@ def conv(
         lhs_dilation=lhs_dilation,
         rhs_dilation=rhs_dilation,
     )
-    epilogue = Epilogue(
-        scale=scale, bias=bias, residual=residual, activation=activation
-    )
-    dtype = result_dtype(preferred_element_type, x.dtype)
+    dtype = result_dtype("conv", preferred_element_type, x.dtype)
     if reason := _why_plain(x, w, dtype):
         check_implementation("conv", reason, call)
         output = _plain(problem, epilogue, preferred_element_type, call)
@@ -228,7 +231,9 @@ def _plain(
     def place(name: str, array: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return _broadcastable(name, array, shape, problem.layout.out_spec[1])
 
-    return run_plain("conv", contraction, preferred, epilogue, place)
+    operands = {"lhs": problem.x, "rhs": problem.w}
+    plain = Contraction("conv", operands, contraction, place)
+    return run_plain(plain, preferred, epilogue)
 
 
 def _fused(
@@ -262,17 +267,17 @@ def _fused(
     )
     shape = tuple(dims[axis] for axis in orders[2])
 
-    def operand(name: str, value: ArrayLike) -> str:
+    def operand(name: str, value: jax.Array | float) -> str:
         array = as_array(value, sums)
         check_dtype("conv", name, array)
         array = _broadcastable(name, array, shape, layout.out_spec[1])
         return fusion.operand(name, array, orders[2])
 
     factors: list[str | float] = []
-    if isinstance(epilogue.scale, int | float):
-        factors.append(float(epilogue.scale))
-    elif epilogue.scale is not None:
+    if isinstance(epilogue.scale, jax.Array):
         factors.append(operand("scale", epilogue.scale))
+    elif epilogue.scale is not None:
+        factors.append(float(epilogue.scale))
     terms = [operand(name, value) for name, value in epilogue.terms]
     return fusion.run(
         fusion.added(fusion.scaled(product, factors), terms),
@@ -323,8 +328,18 @@ def _problem(
         "rhs_dilation": _steps("rhs_dilation", rhs_dilation, x.ndim - 2),
         "dimension_numbers": numbers,
     }
+    for name in ("feature_group_count", "batch_group_count"):
+        options[name] = _groups(name, options[name])
+
+    def lax_conv(**changes: Any) -> Any:
+        return jax.eval_shape(
+            lambda: jax.lax.conv_general_dilated(x, w, **(options | changes))
+        )
+
     # lax checks ranks, groups and sizes against each other, in its own words.
-    jax.eval_shape(lambda: jax.lax.conv_general_dilated(x, w, **options))
+    hint = functools.partial(_channels_last_hint, lax_conv, x.ndim, numbers)
+    with refused_by_jax("conv", {"lhs": x, "rhs": w}, hint=hint):
+        lax_conv()
     specs = jax.lax.conv_dimension_numbers(x.shape, w.shape, numbers)
     layout = _Layout(*(tuple(map(int, spec)) for spec in specs))
     return _Problem(x=x, w=w, layout=layout, options=options)
@@ -347,6 +362,33 @@ def _attributes(problem: _Problem) -> ConvAttributes:
         lhs_dilation=options["lhs_dilation"],
         rhs_dilation=holes,
     )
+
+
+def _channels_last_hint(
+    lax_conv: Callable[..., Any], rank: int, numbers: object
+) -> str:
+    """Return how channels-last operands are passed, where these are such; else ""."""
+    if numbers is not None or not 3 <= rank <= 5:
+        return ""
+    space = "DHW"[5 - rank :]
+    last = (f"N{space}C", f"{space}IO", f"N{space}C")
+    try:
+        lax_conv(dimension_numbers=last)
+    except (TypeError, ValueError, RuntimeError):
+        return ""
+    return (
+        " The default layout has channels first. For channels last, as these operands "
+        f"seem to have them, pass dimension_numbers={last}."
+    )
+
+
+def _groups(name: str, value: int) -> int:
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(
+            f"conv: {name}={value!r} is not an int. Pass the number of groups."
+        ) from None
 
 
 def _steps(name: str, value: Sequence[int] | None, count: int) -> tuple[int, ...]:

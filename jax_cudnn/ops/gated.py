@@ -1,13 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.gated_matmul`: the first half of a gated MLP (SwiGLU, GEGLU, ...)."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import Precision, describe
+from jax_cudnn.ops.arguments import Precision, as_operand, describe
+from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.matmul import matmul
 
 
@@ -63,25 +67,48 @@ def gated_matmul(
       >>> jax_cudnn.gated_matmul(x, w, w).shape
       (5, 16)
     """
+    a, gate, up = (
+        _operand(name, x) for name, x in (("a", a), ("gate", gate), ("up", up))
+    )
 
-    def product(b: ArrayLike, bias: ArrayLike | None, **options: object) -> jax.Array:
-        return matmul(
-            a,
-            b,
-            bias=bias,
-            precision=precision,
-            preferred_element_type=preferred_element_type,
-            implementation=implementation,
-            plan=plan,
-            **options,  # type: ignore[arg-type]
-        )
+    def product(name: str, b: jax.Array, bias: Any, **options: Any) -> jax.Array:
+        with on_behalf_of("gated_matmul", "matmul", b=name, bias=f"{name}_bias"):
+            return matmul(
+                a,
+                b,
+                bias=bias,
+                precision=precision,
+                preferred_element_type=preferred_element_type,
+                implementation=implementation,
+                plan=plan,
+                **options,
+            )
 
-    columns = [1 if jnp.ndim(b) < 2 else jnp.shape(b)[-1] for b in (gate, up)]
-    if columns[0] not in (1, columns[1]):
-        first, second = (describe(jnp.asarray(b)) for b in (gate, up))
+    gates = product("gate", gate, gate_bias, activation=activation)
+    _check_alike(a, gate, up)
+    return product("up", up, up_bias, scale_out=gates)
+
+
+def _operand(name: str, value: ArrayLike) -> jax.Array:
+    x = as_operand("gated_matmul", name, value)
+    if x.ndim == 0:
         raise ValueError(
-            f"gated_matmul: gate is {first} and up {second}. Both must have as many "
-            "columns. Slice or pad one of them."
+            f"gated_matmul: {name} is {describe(x)}. It must have one axis or more."
         )
-    gates = product(gate, gate_bias, activation=activation)
-    return product(up, up_bias, scale_out=gates)
+    return x
+
+
+def _check_alike(a: jax.Array, gate: jax.Array, up: jax.Array) -> None:
+    """Raise ValueError unless the gates broadcast to what they multiply."""
+    like = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (a, gate, up)]
+    try:
+        gates, full = (jax.eval_shape(jnp.matmul, like[0], x).shape for x in like[1:])
+    except (TypeError, ValueError):
+        return  # the product says what is wrong with up
+    if not broadcasts_to((1,) * (len(full) - len(gates)) + gates, full):
+        raise ValueError(
+            f"gated_matmul: gate is {describe(gate)} and up {describe(up)}, so that "
+            f"their products with a are {list(gates)} and {list(full)}. The first must "
+            "broadcast to the second. Give both as many columns and the same batch "
+            "axes."
+        )

@@ -3,6 +3,7 @@
 
 import functools
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,12 +21,15 @@ from jax_cudnn.ops.arguments import (
     FLOATS,
     Precision,
     as_array,
+    as_factor,
+    as_operand,
     check_dtype,
     describe,
     graph_dtype,
     is_weak,
     options,
     refuse_out_sharding,
+    refused_by_jax,
     result_dtype,
     strongly_typed,
     sums_dtype,
@@ -33,7 +37,7 @@ from jax_cudnn.ops.arguments import (
     why_without_graph,
 )
 from jax_cudnn.ops.fusion import Fusion
-from jax_cudnn.ops.plain import Epilogue, check_implementation, run_plain
+from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
 from jax_cudnn.reference.dtypes import dtype_name
 
 _EIGHT_BIT = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
@@ -137,16 +141,23 @@ def matmul(
     """
     refuse_out_sharding("matmul", out_sharding)
     call = options("matmul", implementation, plan, precision)
-    a, b = jnp.asarray(a), jnp.asarray(b)
+    a, b = as_operand("matmul", "a", a), as_operand("matmul", "b", b)
     for name, x in (("a", a), ("b", b)):
         if x.ndim == 0:
             raise ValueError(
                 f"matmul: {name} is {describe(x)}. It must have one axis or more. "
                 f"Multiply by a scalar with `*`, or pass it as scale_{name}."
             )
-    scales = {"scale_a": scale_a, "scale_b": scale_b}
-    epilogue = Epilogue(
-        bias=bias, residual=residual, activation=activation, scale_out=scale_out
+    scales = {
+        name: as_factor("matmul", name, value)
+        for name, value in (("scale_a", scale_a), ("scale_b", scale_b))
+    }
+    epilogue = Epilogue.of(
+        "matmul",
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        scale_out=scale_out,
     )
     weak = preferred_element_type is None and is_weak(
         *(a, b, bias, residual, scale_a, scale_b, scale_out)
@@ -154,7 +165,7 @@ def matmul(
     if weak:
         a, b = strongly_typed(a), strongly_typed(b)
     common = _common("matmul", a, b)
-    dtype = result_dtype(preferred_element_type, common.result)
+    dtype = result_dtype("matmul", preferred_element_type, common.result)
     if reason := common.why_plain(dtype, a=a, b=b):
         check_implementation("matmul", reason, call)
         output = _plain_matmul(
@@ -169,7 +180,7 @@ def _fused_matmul(
     a: jax.Array,
     b: jax.Array,
     common: "_Common",
-    scales: Mapping[str, ArrayLike | None],
+    scales: Mapping[str, jax.Array | float | None],
     epilogue: Epilogue,
     dtype: np.dtype,
     call: Options,
@@ -220,7 +231,7 @@ def _plain_matmul(
     a: jax.Array,
     b: jax.Array,
     common: "_Common",
-    scales: Mapping[str, ArrayLike | None],
+    scales: Mapping[str, jax.Array | float | None],
     epilogue: Epilogue,
     preferred: object,
     call: Options,
@@ -254,7 +265,8 @@ def _plain_matmul(
 
     if preferred is None:
         preferred = common.result
-    output = run_plain("matmul", contraction, preferred, epilogue, place)
+    plain = Contraction("matmul", {"a": a, "b": b}, contraction, place)
+    output = run_plain(plain, preferred, epilogue)
     return jnp.squeeze(output, dropped)
 
 
@@ -311,19 +323,20 @@ def dot_general(
     """
     refuse_out_sharding("dot_general", out_sharding)
     call = options("dot_general", implementation, plan, precision)
-    x, y = jnp.asarray(lhs), jnp.asarray(rhs)
+    x = as_operand("dot_general", "lhs", lhs)
+    y = as_operand("dot_general", "rhs", rhs)
+    epilogue = Epilogue.of(
+        "dot_general", bias=bias, residual=residual, activation=activation
+    )
     if weak := is_weak(x, y, bias, residual):
         x, y = strongly_typed(x), strongly_typed(y)
-    sums, batch = (
-        tuple(tuple(int(axis) for axis in axes) for axes in pair)
-        for pair in dimension_numbers
-    )
-    numbers: Any = (sums, batch)
-    epilogue = Epilogue(bias=bias, residual=residual, activation=activation)
+    sums, batch = numbers = _axes(dimension_numbers)
     # jax.lax checks the axes against each other, in its own words.
-    result = jax.eval_shape(lambda: jax.lax.dot_general(x, y, numbers))
+    how = f", with dimension_numbers={numbers}"
+    with refused_by_jax("dot_general", {"lhs": x, "rhs": y}, how=how):
+        result = jax.eval_shape(lambda: jax.lax.dot_general(x, y, numbers))
     common = _common("dot_general", x, y, result.dtype)
-    dtype = result_dtype(preferred_element_type, result.dtype)
+    dtype = result_dtype("dot_general", preferred_element_type, result.dtype)
     if reason := common.why_plain(dtype, lhs=x, rhs=y):
         check_implementation("dot_general", reason, call)
         output = _plain_dot_general(
@@ -360,7 +373,8 @@ def _plain_dot_general(
     def place(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return _undropped("dot_general", name, x, shape)
 
-    return run_plain("dot_general", contraction, preferred, epilogue, place)
+    plain = Contraction("dot_general", {"lhs": x, "rhs": y}, contraction, place)
+    return run_plain(plain, preferred, epilogue)
 
 
 class _Common(NamedTuple):
@@ -434,6 +448,25 @@ def _promoted(op: str, a: jax.Array, b: jax.Array) -> np.dtype:
             "unless one of them has 8 bits or JAX promotes them "
             "(jax_numpy_dtype_promotion is 'strict'). Convert one of them."
         ) from None
+
+
+_Axes = tuple[int, ...]
+
+
+def _axes(numbers: object) -> tuple[tuple[_Axes, _Axes], tuple[_Axes, _Axes]]:
+    """Return dimension_numbers as ints, or raise TypeError for what is none."""
+    try:
+        (x_sums, y_sums), (x_batch, y_batch) = (
+            tuple(tuple(map(operator.index, axes)) for axes in pair)
+            for pair in numbers  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"dot_general: dimension_numbers={numbers!r} is not ((lhs contracting, rhs "
+            "contracting), (lhs batch, rhs batch)), each a sequence of ints. Pass for "
+            "example (((1,), (0,)), ((), ())) for the product of two matrices."
+        ) from None
+    return (x_sums, y_sums), (x_batch, y_batch)
 
 
 # Sizes of the axes that are merged into batch, rows and columns of a matrix.
@@ -523,7 +556,7 @@ def _run(
     if isinstance(factor, int | float):
         factor = float(factor)
     elif factor is not None:
-        factor = _term(problem, "scale_out", as_array(factor, sums))
+        factor = _term(problem, "scale_out", factor)
     output = fusion.run(
         fusion.added(fusion.scaled(product, factors), terms),
         epilogue.activation,
@@ -574,16 +607,19 @@ def _without(full: tuple[int, ...], dropped: tuple[int, ...]) -> tuple[int, ...]
 
 
 def _scale(
-    name: str, value: ArrayLike | None, sizes: _Sizes, *, is_vector: bool = False
+    name: str,
+    value: jax.Array | float | None,
+    sizes: _Sizes,
+    *,
+    is_vector: bool = False,
 ) -> jax.Array | float | None:
     if value is None or isinstance(value, int | float):
         return value if value is None else float(value)
-    array = jnp.asarray(value)
-    check_dtype("matmul", name, array)
-    if is_vector and array.ndim:
-        _padded("matmul", name, array, sizes[1])
-        array = array[..., None]
-    return _in_three("matmul", name, array, sizes)
+    check_dtype("matmul", name, value)
+    if is_vector and value.ndim:
+        _padded("matmul", name, value, sizes[1])
+        value = value[..., None]
+    return _in_three("matmul", name, value, sizes)
 
 
 def _in_three(

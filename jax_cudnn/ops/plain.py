@@ -9,7 +9,7 @@ JAX transforms it as it does any other program.
 
 import functools
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -20,22 +20,42 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.ops.activations import Activation, on_array
-from jax_cudnn.ops.arguments import describe
+from jax_cudnn.ops.arguments import as_factor, as_term, describe, refused_by_jax
 
 _log = logging.getLogger("jax_cudnn")
 
 
 class Epilogue(NamedTuple):
-    """What follows the sums, as the caller gave it; each is None where it is not."""
+    """What follows the sums: arrays and numbers; each is None where it is not."""
 
-    scale: ArrayLike | None = None
-    bias: ArrayLike | None = None
-    residual: ArrayLike | None = None
+    scale: jax.Array | float | None = None
+    bias: jax.Array | float | None = None
+    residual: jax.Array | float | None = None
     activation: Activation | None = None
-    scale_out: ArrayLike | None = None
+    scale_out: jax.Array | float | None = None
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        *,
+        bias: ArrayLike | None,
+        residual: ArrayLike | None,
+        activation: Activation | None,
+        scale: ArrayLike | None = None,
+        scale_out: ArrayLike | None = None,
+    ) -> "Epilogue":
+        """Check what the caller gave that it is arrays or numbers."""
+        return cls(
+            scale=as_factor(op, "scale", scale),
+            bias=as_term(op, "bias", bias),
+            residual=as_term(op, "residual", residual),
+            activation=activation,
+            scale_out=as_factor(op, "scale_out", scale_out),
+        )
 
     @property
-    def terms(self) -> Iterator[tuple[str, ArrayLike]]:
+    def terms(self) -> Iterator[tuple[str, jax.Array | float]]:
         """What is added, by name."""
         for name in ("bias", "residual"):
             if (value := getattr(self, name)) is not None:
@@ -52,27 +72,33 @@ def check_implementation(op: str, reason: str, call: Options) -> None:
         _say_once(op, reason)
 
 
-# Returns an operand of the epilogue by its name with the rank of a result of that
-# shape, 1 where it broadcasts, or raises ValueError.
-Place = Callable[[str, jax.Array, tuple[int, ...]], jax.Array]
+class Contraction(NamedTuple):
+    """A contraction in JAX's operations, and what its operands are called.
+
+    ``run`` gives it with a given ``preferred_element_type``. ``place`` returns an
+    operand of the epilogue by its name with the rank of a result of that shape, 1 where
+    it broadcasts, or raises ValueError.
+    """
+
+    op: str
+    operands: Mapping[str, jax.Array]
+    run: Callable[[Any], jax.Array]
+    place: Callable[[str, jax.Array, tuple[int, ...]], jax.Array]
 
 
 def run_plain(
-    op: str,
-    contraction: Callable[[Any], jax.Array],
-    preferred: object,
-    epilogue: Epilogue,
-    place: Place,
+    contraction: Contraction, preferred: object, epilogue: Epilogue
 ) -> jax.Array:
     """Return a contraction with what follows it.
 
-    ``contraction`` gives it with a given ``preferred_element_type``; ``preferred`` is
-    the caller's.
+    ``preferred`` is the caller's ``preferred_element_type``.
     """
+    op, operands, run, place = contraction
+    with refused_by_jax(op, operands):
+        result = jax.eval_shape(lambda: run(preferred))
     if all(each is None for each in epilogue):
-        return contraction(preferred)
-    result = jax.eval_shape(lambda: contraction(preferred))
-    value = contraction(_sums(result.dtype))
+        return run(preferred)
+    value = run(_sums(result.dtype))
     scale, *_, activation, scale_out = epilogue
     scales = (("scale", scale), ("scale_out", scale_out))
     arrays = {

@@ -13,7 +13,7 @@ from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.ops.arguments import options, why_symbolic
+from jax_cudnn.ops.arguments import as_operand, options, why_symbolic
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sdpa import forward as attention
@@ -157,7 +157,10 @@ def sdpa(
       9.10.0 and 9.10.1, whose attention has known bugs (cudnn-frontend 1.28). Head
       sizes that are not multiples of 8 are padded. The backward takes head sizes up to
       256 on sm_90 and 128 on sm_80 and sm_100 (NVIDIA cuDNN frontend, "Attention"
-      support matrix; there, the gradient of the log-sum-exp needs e of 120 or less).
+      support matrix; there, the gradient of the log-sum-exp needs e of 120 or less). On
+      sm_100, 9.27 plans it for d = e = 256 and for d = 192 with e = 128 as well, so
+      that operands padded with zeros to 256 run (with `scale` of the old size; planned,
+      not run there).
       f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for it,
       slower than XLA, and no gradient. f64 runs with XLA. The gradient of an f32 bias
       is computed by XLA, since cuDNN gives it in the operands' dtype only.
@@ -290,7 +293,10 @@ def _canonicalize(
     key_value_seq_lengths: ArrayLike | None,
 ) -> tuple[_Operands, bool]:
     """Check the operands together and give each its batch axis and dtype."""
-    q, k, v = jnp.asarray(query), jnp.asarray(key), jnp.asarray(value)
+    q, k, v = (
+        as_operand("sdpa", name, x)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
     _check_dtypes(q, k, v)
     has_batch = _check_ranks(q, k, v)
     if not has_batch:
@@ -330,14 +336,15 @@ def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
 
 
 def _check_ranks(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    for name, x in (("query", q), ("key", k), ("value", v)):
-        if x.ndim not in (3, 4) or x.ndim != q.ndim:
-            raise ValueError(
-                f"sdpa: {name} is {_describe(x)}, of rank {x.ndim}; query is "
-                f"{_describe(q)}. query, key and value must all be (batch, length, "
-                "heads, head size) or all (length, heads, head size). Use jax.vmap or "
-                "reshape for more batch axes."
-            )
+    if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
+        shapes = f"query is {_describe(q)}, key {_describe(k)}, value {_describe(v)}"
+        advice = "Use jax.vmap or reshape for more batch axes."
+        if q.ndim == 2:
+            advice = "For a single head insert its axis: query[:, None, :]."
+        raise ValueError(
+            f"sdpa: {shapes}. All three must be (batch, length, heads, head size) or "
+            f"all (length, heads, head size). {advice}"
+        )
     return q.ndim == 4
 
 
@@ -376,7 +383,7 @@ def _check_bias(
 ) -> jax.Array | None:
     if bias is None:
         return None
-    array = jnp.asarray(bias)
+    array = as_operand("sdpa", "bias", bias)
     if jnp.issubdtype(array.dtype, jnp.integer):
         # Added to the scores, whose dtype it takes on.
         array = array.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
@@ -394,7 +401,7 @@ def _check_bias(
 def _check_mask(mask: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | None:
     if mask is None:
         return None
-    array = jnp.asarray(mask)
+    array = as_operand("sdpa", "mask", mask)
     if array.dtype != jnp.bool_:
         raise TypeError(
             f"sdpa: mask is {_describe(array)}. It must be bool, True where a query "
@@ -411,9 +418,28 @@ def _check_scores_like(
         raise ValueError(
             f"sdpa: {name} is {_describe(array)}, which does not broadcast to (batch, "
             f"heads, query length, key length) = {list(scores)}. Each of its axes must "
-            "be 1 or the full size."
+            f"be 1 or the full size.{axes_hint(name, array.shape, scores)}"
         )
     return jnp.reshape(array, padded)
+
+
+def axes_hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
+    """Return how a mask or bias of fewer axes is meant, probably; "" if no one knows.
+
+    Of the scores (*batch axes, h, s, t); axes are added in front, as in NumPy.
+    """
+    *batch, h, s, t = scores
+    index = {
+        (*batch, t): ", None, None, :",
+        (*batch, s, t): ", None, :, :",
+        (*batch, h, t): ", :, None, :",
+        (h, t): "None, :, None, :",
+    }.get(shape)
+    if index is None:
+        return ""
+    if index.startswith(","):
+        index = ", ".join([":"] * len(batch)) + index
+    return f" Its axes are taken to be the last ones. Pass {name}[{index}]."
 
 
 def _check_lengths(
@@ -421,7 +447,7 @@ def _check_lengths(
 ) -> jax.Array | None:
     if lengths is None:
         return None
-    array = jnp.asarray(lengths)
+    array = as_operand("sdpa", name, lengths)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"sdpa: {name} is {_describe(array)}. Lengths must be integers. Convert "

@@ -45,12 +45,32 @@ def set_cache(
 
     Raises:
       ValueError: ``limit_bytes`` is negative.
+      TypeError: it is not an int, or ``directory`` not a path.
     """
-    if limit_bytes < 0:
-        raise ValueError(f"limit_bytes={limit_bytes} is negative.")
+    _check_limit(limit_bytes)
+    _check_directory(directory)
     folder = None if directory is None else Path(directory).expanduser().absolute()
     cache.configure(cache.Settings(directory=folder, limit_bytes=limit_bytes))
     choices.table().add(choices.kept())
+
+
+def _check_limit(limit_bytes: object) -> None:
+    refusal = (
+        f"set_cache: limit_bytes={limit_bytes!r} is not a number of bytes. Pass an int "
+        "that is 0 or more, for example 1 << 30 for 1 GiB."
+    )
+    if not isinstance(limit_bytes, int) or isinstance(limit_bytes, bool):
+        raise TypeError(refusal)
+    if limit_bytes < 0:
+        raise ValueError(refusal)
+
+
+def _check_directory(directory: object) -> None:
+    if not isinstance(directory, str | Path | None):
+        raise TypeError(
+            f"set_cache: directory={directory!r} is not a path. Pass a str or a "
+            "pathlib.Path, or None to keep nothing."
+        )
 
 
 def clear_cache(*, disk: bool = False) -> None:

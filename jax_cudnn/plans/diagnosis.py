@@ -29,7 +29,9 @@ class Diagnosis:
 
     @property
     def exit_status(self) -> int:
-        """1 where something keeps cuDNN from a GPU that is there, 0 otherwise."""
+        """1 where something keeps cuDNN from a GPU that is there, or jax_cudnn from
+        being imported; 0 otherwise.
+        """
         return 1 if self._errors else 0
 
     @property
@@ -37,6 +39,8 @@ class Diagnosis:
         """Whether cuDNN can be used, in a sentence."""
         if self._errors:
             names = ", ".join(finding.name for finding in self._errors)
+            if not self.facts.has_gpu:
+                return f"jax_cudnn cannot be used here: {names}."
             return f"cuDNN cannot be used on this machine's GPU: {names}."
         if self.is_usable:
             return "cuDNN can be used."
@@ -72,7 +76,8 @@ def doctor() -> Diagnosis:
 
     Looks at GPUs, driver, JAX and its CUDA plugin, cuDNN and what it needs, and the
     environment variables that matter. Starts JAX's backends and opens cuDNN; runs
-    nothing on a GPU. ``python -m jax_cudnn doctor`` prints it.
+    nothing on a GPU. ``python -m jax_cudnn doctor`` prints it, also where jax_cudnn or
+    JAX cannot be imported.
 
     Example:
       >>> from jax_cudnn import plans
@@ -95,24 +100,29 @@ def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     if not (driver and driver.gpus):
         yield "GPU", "none"
     yield "driver", _driver_text(facts)
-    yield "JAX", f"{facts.jax}, jaxlib {facts.jaxlib}, Python {facts.python}"
-    yield "JAX backends", ", ".join(facts.jax_backends) or "none"
+    jax, jaxlib = facts.jax or "not installed", facts.jaxlib or "not installed"
+    yield "JAX", f"{jax}, jaxlib {jaxlib}, Python {facts.python}"
+    if not facts.jax_import_error:
+        yield "JAX backends", ", ".join(facts.jax_backends) or "none"
     if facts.jax_error:
         yield "JAX on CUDA", facts.jax_error.splitlines()[0]
     if cudnn is None:
-        yield "cuDNN", "does not load"
+        yield "cuDNN", "not tried" if facts.extension_error else "does not load"
     else:
         version, cuda = version_text(cudnn.version), cudnn.cuda_major
         yield "cuDNN", f"{version} for CUDA {cuda}, {cudnn.path}"
         yield "cuDNN's libraries", ", ".join(cudnn.sublibraries) or "none"
     for other in facts.cudnn_files[1 if cudnn else 0 :]:
         version = version_text(other.version) if other.version else "does not load"
-        yield "another cuDNN", f"{version}, {other.path}"
+        name = "another cuDNN" if cudnn else "a cuDNN"
+        yield name, f"{version}, {other.path}"
     yield from facts.companions
-    header = version_text(facts.header_version)
-    api = ".".join(map(str, facts.ffi_api))
-    yield "jax_cudnn", f"{facts.jax_cudnn}, compiled against cuDNN {header},"
-    yield "", f"cudnn-frontend {facts.frontend}, XLA FFI {api}"
+    yield "jax_cudnn", f"{facts.jax_cudnn}, {facts.location}"
+    if not facts.extension_error:
+        header = version_text(facts.header_version)
+        api = ".".join(map(str, facts.ffi_api))
+        yield "", f"compiled against cuDNN {header},"
+        yield "", f"cudnn-frontend {facts.frontend}, XLA FFI {api}"
     for name, version in facts.packages:
         yield name, version
     yield from facts.environment

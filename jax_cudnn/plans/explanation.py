@@ -127,7 +127,7 @@ def explain(
 
     Args:
       function: a function, jitted or not, or ``jitted.trace(...)`` and no arguments.
-      *args: arrays or ``jax.ShapeDtypeStruct``, as for ``plans.inspect``.
+      *args: as for ``plans.inspect``: arrays or shapes, and whatever else it takes.
       device: a GPU by its name, which need not be here: "H200", "A100 40GB", "L4",
         "RTX 4090", ... The cuDNN that is installed here is asked: without a GPU,
         ``pip install jax_cudnn[gpuless]`` has all that it takes. Default None: the one

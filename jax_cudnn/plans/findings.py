@@ -6,6 +6,7 @@ a ``Finding`` with its fix.
 """
 
 import itertools
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -13,8 +14,8 @@ from typing import Literal
 from jax_cudnn.native import version_text
 from jax_cudnn.plans.machine import Facts
 
-# An error keeps cuDNN from being used although there is a GPU. A warning costs results,
-# memory or time. A note explains.
+# An error keeps cuDNN from a GPU that is there, or the package from being imported. A
+# warning costs results, memory or time. A note explains.
 Severity = Literal["error", "warning", "note"]
 
 
@@ -29,6 +30,64 @@ class Finding:
 
 
 # --- rules ----------------------------------------------------------------------------
+
+# What pyproject.toml asks for.
+_OLDEST_JAX = (0, 10)
+
+
+def _package(facts: Facts) -> Iterator[Finding]:
+    """Say why jax_cudnn cannot be imported."""
+    causes = [*_jax_import(facts), *_extension(facts)]
+    yield from causes
+    if facts.import_error and not causes:
+        yield Finding(
+            severity="error",
+            name="import-error",
+            what=f"jax_cudnn cannot be imported: {facts.import_error}",
+            fix="Install it again, with what it needs: pip install --force-reinstall "
+            "jax-cudnn. If that does not help, report it.",
+        )
+
+
+def _jax_import(facts: Facts) -> Iterator[Finding]:
+    oldest = ".".join(map(str, _OLDEST_JAX))
+    if not facts.jax:
+        yield Finding(
+            severity="error",
+            name="no-jax",
+            what="JAX is not installed for this Python.",
+            fix=f'pip install "jax-cudnn[{_extra(facts)}]"',
+        )
+    elif _release(facts.jax) < _OLDEST_JAX:
+        yield Finding(
+            severity="error",
+            name="old-jax",
+            what=f"JAX {facts.jax} is older than {oldest}, the oldest that jax_cudnn "
+            "works with.",
+            fix=f'pip install --upgrade "jax[{_extra(facts)}]"',
+        )
+    elif facts.jax_import_error:
+        yield Finding(
+            severity="error",
+            name="jax-import",
+            what=f"JAX {facts.jax} (jaxlib {facts.jaxlib or 'not installed'}) cannot "
+            f"be imported: {facts.jax_import_error}",
+            fix=f'pip install --upgrade "jax[{_extra(facts)}]" jaxlib',
+        )
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+def _extension(facts: Facts) -> Iterator[Finding]:
+    if facts.extension_error:
+        yield Finding(
+            severity="error",
+            name="no-extension",
+            what=facts.extension_error,
+            fix=facts.extension_fix,
+        )
 
 
 def _driver(facts: Facts) -> Iterator[Finding]:
@@ -96,7 +155,8 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
 
 
 def _jax(facts: Facts) -> Iterator[Finding]:
-    if not (facts.driver and facts.driver.gpus) or facts.jax_gpu_count:
+    has_gpu = facts.driver and facts.driver.gpus
+    if not has_gpu or facts.jax_gpu_count or facts.jax_import_error:
         return
     platforms = dict(facts.environment).get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
@@ -119,7 +179,7 @@ def _jax_parts(facts: Facts) -> Iterator[Finding]:
     wrong = [
         f"{name} {version}"
         for name, version in parts
-        if version.split(".")[:3] != release
+        if facts.jaxlib and version.split(".")[:3] != release
     ]
     if wrong:
         yield Finding(
@@ -174,7 +234,7 @@ _WRONG_CUDNN = (91000, 91001)
 def _cudnn(facts: Facts) -> Iterator[Finding]:
     cudnn = facts.cudnn
     if cudnn is None:
-        if facts.has_gpu:
+        if facts.has_gpu and not facts.extension_error:
             yield Finding(
                 severity="error",
                 name="no-cudnn",
@@ -293,6 +353,7 @@ def _extra(facts: Facts) -> str:
 
 
 _RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
+    _package,
     _driver,
     _gpus,
     _jax,

@@ -14,7 +14,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, from_json, label, operand_text
 from jax_cudnn.legalize import is_contraction, partition
-from jax_cudnn.lowering import check_bare, decide, traced_graphs
+from jax_cudnn.lowering import check_bare, decide, stage_of, traced_graphs
 from jax_cudnn.lowering.decision import IS_DERIVATIVE, Attempt, Decision, Step
 from jax_cudnn.lowering.devices import Gpu, LocalGpu, local_target
 from jax_cudnn.lowering.scope import scope
@@ -40,12 +40,13 @@ def inspect(
     ``plans.using(device="H200")`` it asks for that GPU, which need not be here.
 
     Args:
-      function: a function, jitted or not; or what tracing or lowering a jitted one
-        returned, ``jitted.trace(...)`` or ``jitted.lower(...)``, and no arguments. A
-        lowered program holds the calls that were decided on when it was lowered.
-      *args: arrays or ``jax.ShapeDtypeStruct``. Bind options that are not with
-        ``functools.partial``, unless the function is jitted and names them in
-        ``static_argnames``.
+      function: a function, jitted (by ``jax.jit`` or ``nnx.jit``) or not; or what
+        tracing or lowering a jitted one returned, ``jitted.trace(...)`` or
+        ``jitted.lower(...)``, and no arguments. A lowered program holds the calls that
+        were decided on when it was lowered.
+      *args: arrays or ``jax.ShapeDtypeStruct``, and trees of them, such as a module.
+        All else (``True``, ``"gelu"``, a number) is passed on as it is; a jitted
+        function takes it where it names it in ``static_argnames``, as in a call.
       **kwargs: likewise.
 
     Returns:
@@ -64,10 +65,11 @@ def inspect(
       >>> [call.op for call in jax_cudnn.plans.inspect(jax.grad(loss), x).calls]
       ['sdpa', 'sdpa_backward']
     """
-    if isinstance(function, Lowered):
-        check_bare(function, args, kwargs)
+    program = stage_of(function)
+    if isinstance(program, Lowered):
+        check_bare(program, args, kwargs)
         machine = _machine(scope().device)
-        counted = Counter(launches(function))
+        counted = Counter(launches(program))
         return Report(
             device=machine.name,
             calls=tuple(_launched(*item, machine) for item in counted.items()),

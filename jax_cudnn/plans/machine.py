@@ -6,6 +6,7 @@ mean is diagnosis.py's to say.
 """
 
 import ctypes
+import importlib
 import os
 import platform
 import re
@@ -17,9 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import jax
-
-from jax_cudnn import native
+from jax_cudnn import native, startup
 from jax_cudnn.errors import LibraryError
 
 # Environment variables that change what runs or what is loaded, by their beginnings.
@@ -94,18 +93,24 @@ class Facts:
     Attributes:
       python: version of Python.
       jax_cudnn: version of this package.
-      frontend: version of cudnn-frontend, compiled in.
-      ffi_api: version of XLA's FFI, compiled in.
-      header_version: cuDNN's version in the headers compiled against.
+      location: the folder that it is imported from.
+      import_error: what importing it raised, "" where it did not.
+      extension_error: why the C++ extension does not load, "" where it does.
+      extension_fix: what to do about that.
+      frontend: version of cudnn-frontend, compiled in; "" without the extension.
+      ffi_api: version of XLA's FFI, compiled in; (0, 0) without the extension.
+      header_version: cuDNN's version in the headers compiled against, or 0.
       nvidia_devices: NVIDIA display devices on the bus, driver or not.
       driver: None where libcuda.so.1 is not found.
-      jax: version of JAX.
-      jaxlib: version of jaxlib.
+      jax: version of JAX, "" where it is not installed.
+      jaxlib: version of jaxlib, likewise.
+      jax_import_error: what importing JAX raised, "" where it did not.
       jax_backends: platforms that JAX can use, as "cuda" and "cpu".
       jax_gpu_count: CUDA devices of this process that JAX sees.
       jax_error: what JAX says where it sees none, "" otherwise.
-      cudnn: None where it does not load, for the reason in ``cudnn_error``.
-      cudnn_error: "" where it loads.
+      cudnn: None where it does not load, for the reason in ``cudnn_error``, or where
+        the extension, which loads it, does not.
+      cudnn_error: "" where it loads or was not tried.
       cudnn_files: every libcudnn within reach, the one in use first.
       companions: (soname, path) of what cuDNN opens itself; empty without a driver.
       companions_error: why they do not load, "" otherwise.
@@ -115,6 +120,10 @@ class Facts:
 
     python: str
     jax_cudnn: str
+    location: str
+    import_error: str
+    extension_error: str
+    extension_fix: str
     frontend: str
     ffi_api: tuple[int, int]
     header_version: int
@@ -122,6 +131,7 @@ class Facts:
     driver: Driver | None
     jax: str
     jaxlib: str
+    jax_import_error: str
     jax_backends: tuple[str, ...]
     jax_gpu_count: int
     jax_error: str
@@ -153,20 +163,29 @@ def gather() -> Facts:
     """Return the facts of this machine; starts JAX's backends and opens cuDNN."""
     driver = _driver()
     # JAX first: the libcudnn that it loads is the one that is used.
-    backends, gpu_count, jax_error = _jax_devices()
-    cudnn, cudnn_error = _cudnn()
+    jax_import_error = _import_error("jax")
+    backends, gpu_count, jax_error = ((), 0, "")
+    if not jax_import_error:
+        backends, gpu_count, jax_error = _jax_devices()
+    extension_error, extension_fix = native.extension_problem()
+    cudnn, cudnn_error = (None, "") if extension_error else _cudnn()
     companions, companions_error = _companions() if driver and cudnn else ((), "")
-    build = native.build_info()
+    build = None if extension_error else native.build_info()
     return Facts(
         python=platform.python_version(),
-        jax_cudnn=_own_version(),
-        frontend=build.frontend_version,
-        ffi_api=build.ffi_api_version,
-        header_version=build.cudnn_header_version,
+        jax_cudnn=_version("jax-cudnn") or "not installed",
+        location=str(Path(native.__file__).parent.parent),
+        import_error=_told(startup.failure),
+        extension_error=extension_error,
+        extension_fix=extension_fix,
+        frontend=build.frontend_version if build else "",
+        ffi_api=build.ffi_api_version if build else (0, 0),
+        header_version=build.cudnn_header_version if build else 0,
         nvidia_devices=_nvidia_devices(),
         driver=driver,
-        jax=jax.__version__,
-        jaxlib=metadata.version("jaxlib"),
+        jax=_version("jax") if jax_import_error else sys.modules["jax"].__version__,
+        jaxlib=_version("jaxlib"),
+        jax_import_error=jax_import_error,
         jax_backends=backends,
         jax_gpu_count=gpu_count,
         jax_error=jax_error,
@@ -180,11 +199,24 @@ def gather() -> Facts:
     )
 
 
-def _own_version() -> str:
+def _version(distribution: str) -> str:
+    """Return the version that is installed, "" for none."""
     try:
-        return metadata.version("jax-cudnn")
+        return metadata.version(distribution)
     except metadata.PackageNotFoundError:
-        return "not installed, a source tree"
+        return ""
+
+
+def _import_error(module: str) -> str:
+    try:
+        importlib.import_module(module)
+    except Exception as error:  # whatever it is, it is the answer
+        return _told(error)
+    return ""
+
+
+def _told(error: Exception | None) -> str:
+    return "" if error is None else f"{type(error).__name__}: {error}"
 
 
 def relevant(environment: Mapping[str, str]) -> tuple[tuple[str, str], ...]:
@@ -265,6 +297,8 @@ def _nvidia_devices() -> int:
 
 
 def _jax_devices() -> tuple[tuple[str, ...], int, str]:
+    import jax
+
     local_devices: Any = getattr(jax, "local_devices")  # noqa: B009  (untyped)
     try:
         count, error = len(local_devices(backend="cuda")), ""

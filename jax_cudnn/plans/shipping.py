@@ -67,8 +67,8 @@ def warmup(function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any) -> 
 
     Traces the function without running it, and has cuDNN build what compiling it will
     ask for, gradients included if it takes them, for every GPU of this process.
-    Arguments may be arrays or ``jax.ShapeDtypeStruct``; ``jitted.trace(...)`` takes
-    none.
+    Arguments are as for ``plans.inspect``: arrays or shapes, and whatever else it
+    takes; ``jitted.trace(...)`` takes none.
 
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
@@ -98,8 +98,8 @@ def save(
 
     For shipping with a model: where ``load`` reads the file, on the same kind of GPU
     with the same versions, nothing of the function is left to be planned. Traces the
-    function without running it. Arguments may be arrays or ``jax.ShapeDtypeStruct``;
-    ``jitted.trace(...)`` takes none.
+    function without running it. Arguments are as for ``plans.inspect``: arrays or
+    shapes, and whatever else it takes; ``jitted.trace(...)`` takes none.
 
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.

@@ -88,7 +88,7 @@ def autotune(
     Args:
       function: traced, not run; may be jitted, or ``jitted.trace(...)`` and no
         arguments.
-      *args: arrays or ``jax.ShapeDtypeStruct``.
+      *args: as for ``plans.inspect``: arrays or shapes, and whatever else it takes.
       budget_s: seconds to spend; a call that is not measured by then keeps the plan
         that it had, and the ``Tuning`` says how many there are. Default: no limit.
       progress: whether to show progress on stderr. Default True.

@@ -69,6 +69,34 @@ def test_turing_is_told_why_not() -> None:
         )
 
 
+_PADDED = "pad the head sizes with zeros to 256 (query, key) and 256 (value), and"
+
+
+# What the gradient takes of query's and value's head sizes, by cuDNN 9.27.
+@pytest.mark.parametrize(
+    ("device", "d", "e", "change"),
+    [
+        ("B200", 192, 192, _PADDED),
+        ("B200", 192, 128, None),
+        ("B200", 256, 256, None),
+        ("L4", 136, 136, "run it on sm_90 (H100, GH200, H200)"),
+    ],
+)
+def test_head_sizes_of_the_gradient(
+    device: str, d: int, e: int, change: str | None
+) -> None:
+    def loss(q: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(jax_cudnn.sdpa(q, q, v).astype(jnp.float32))
+
+    operands = (_S((2, 256, 4, size), jnp.bfloat16) for size in (d, e))
+    calls = _by_op(device, jax.grad(loss, (0, 1)), *operands)
+    assert calls["sdpa"].implementation == "cudnn"
+    backward = calls["sdpa_backward"]
+    assert backward.implementation == ("cudnn" if change is None else "xla")
+    assert backward.change.startswith(change or "")
+    assert bool(backward.change) == (change is not None)
+
+
 @pytest.mark.parametrize(
     ("device", "newer"),
     [("H200", ""), ("A100", " and run it on sm_90 (H100, GH200, H200), sm_100")],

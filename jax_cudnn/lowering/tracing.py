@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which graphs does a call of a function run? All of `plans` asks here.
+
+Nothing is run: the function is traced, with its arrays as shapes and all else of its
+arguments as it is.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.stages import Compiled, Lowered, Traced, Wrapped
+
+from jax_cudnn.config import Options
+from jax_cudnn.graph import Graph
+from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.primitives import graph_p, linear_p
+
+_STAGES = (Traced, Lowered, Compiled)
+
+
+def traced_graphs(
+    function: Callable[..., Any] | Traced | Lowered, *args: Any, **kwargs: Any
+) -> list[tuple[Graph, Options, bool]]:
+    """Return the graphs that a call of the function runs, as `subprograms` does.
+
+    Raises:
+      TypeError: no function; arguments beside one that is traced already; a program
+        that no longer names its graphs.
+    """
+    program = stage_of(function)
+    if isinstance(program, Traced):
+        check_bare(program, args, kwargs)
+        return list(subprograms(program.jaxpr))
+    if program is not None:
+        raise TypeError(
+            f"{type(program).__name__}: such a program no longer names its graphs. "
+            "Pass jitted.trace(...), or the function with its arguments."
+        )
+    if not callable(function):
+        raise TypeError(
+            f"{type(function).__name__} is not a function. Pass one, jitted or not, "
+            "with its arguments, or jitted.trace(...)."
+        )
+    return list(subprograms(_trace(*_unbound(function, args, kwargs)).jaxpr))
+
+
+def stage_of(program: object) -> Traced | Lowered | Compiled | None:
+    """Return what tracing, lowering or compiling a jitted function gave, or None.
+
+    flax's `nnx.jit` gives objects of its own that hold JAX's.
+    """
+    if isinstance(program, _STAGES):
+        return program
+    # Attributes of the classes in flax.nnx.transforms.compilation (0.12.8 to 0.12.12),
+    # which is not imported here: flax is optional.
+    held = (getattr(program, name, None) for name in ("traced", "lowered", "compiled"))
+    return next((each for each in held if isinstance(each, _STAGES)), None)
+
+
+def check_bare(
+    program: Traced | Lowered, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Raise TypeError if arguments come with a program that has its own."""
+    if args or kwargs:
+        raise TypeError(
+            f"{type(program).__name__} takes no further arguments; "
+            f"{len(args) + len(kwargs)} were given. Its own are part of it."
+        )
+
+
+def subprograms(jaxpr: Any) -> Iterator[tuple[Graph, Options, bool]]:
+    """Yield the graphs of a jaxpr and its inner ones, with whether it is linear_p's."""
+    for equation in jaxpr.eqns:
+        if equation.primitive in (graph_p, linear_p):
+            params = equation.params
+            is_linear = equation.primitive is linear_p
+            yield params["graph"], params["options"], is_linear
+        for inner in _jax.inner_jaxprs(equation.params):
+            yield from subprograms(inner)
+
+
+def _unbound(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """Return the function within methods and partials, with all its arguments.
+
+    A jitted function within is then traced by its own rules, and a module that it is
+    bound to (`nnx.jit` of a method) is an argument like any other.
+    """
+    while True:
+        if isinstance(function, functools.partial):
+            args, kwargs = (*function.args, *args), {**function.keywords, **kwargs}
+            function = function.func
+        elif inspect.ismethod(function):
+            args, function = (function.__self__, *args), function.__func__
+        else:
+            return function, args, kwargs
+
+
+def _trace(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Traced:
+    """Trace a function by its own rules if it is jitted, else all of its arrays."""
+    if isinstance(function, Wrapped):
+        program = stage_of(function.trace(*args, **kwargs))
+        if isinstance(program, Traced):
+            return program
+    # The function may be a module, which is a tree of arrays and has state to change.
+    leaves, tree = jax.tree.flatten((function, args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if _is_array(leaf)]
+
+    def call(*arrays: jax.Array) -> list[jax.Array]:
+        filled = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
+        function, args, kwargs = jax.tree.unflatten(tree, filled.values())
+        results = jax.tree.leaves(function(*args, **kwargs))
+        # A function that is not jitted may return more than arrays.
+        return [x for x in results if isinstance(x, jax.Array)]
+
+    return jax.jit(call).trace(*(leaves[i] for i in places))
+
+
+def _is_array(leaf: object) -> bool:
+    """Whether an argument is an array or its shape. NumPy's numbers are numbers."""
+    is_number_or_type = isinstance(leaf, np.generic | type)
+    return not is_number_or_type and hasattr(leaf, "shape") and hasattr(leaf, "dtype")
