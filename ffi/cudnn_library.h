@@ -8,6 +8,7 @@
 #define JAX_CUDNN_CUDNN_LIBRARY_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <string>
 #include <vector>
 
@@ -63,7 +64,7 @@ struct CudaFunctions {
   int (*graph_get_nodes)(CudaGraph, CudaGraphNode*, size_t*) = nullptr;
   int (*graph_node_get_type)(CudaGraphNode, int*) = nullptr;
   int (*graph_destroy_node)(CudaGraphNode) = nullptr;
-  int (*graph_instantiate)(CudaGraphExec*, CudaGraph, unsigned long long) = nullptr;
+  int (*graph_instantiate)(CudaGraphExec*, CudaGraph, uint64_t) = nullptr;
   int (*graph_exec_destroy)(CudaGraphExec) = nullptr;
   int (*graph_destroy)(CudaGraph) = nullptr;
   int (*get_last_error)() = nullptr;
