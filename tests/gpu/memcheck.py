@@ -1,17 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """A few attention calls for compute-sanitizer, each buffer allocated on its own.
 
-    compute-sanitizer --error-exitcode 1 python -m tests.gpu.memcheck [--break]
+    compute-sanitizer --error-exitcode 1 python tests/gpu/memcheck.py [--break]
 
 With --break, one launch is given an operand at an address that nobody owns.
 """
 
 import os
 import sys
+from pathlib import Path
 
 # One cudaMalloc a buffer, so that an access past its end is seen.
 os.environ["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
 os.environ["XLA_FLAGS"] = "--xla_gpu_autotune_level=0"
+# Last, so that the package is the installed one and not the source tree beside tests/.
+sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 import jax
 import jax.numpy as jnp

@@ -286,6 +286,9 @@ def test_calls_are_inside_a_captured_command_buffer(tmp_path):
     assert inside >= 6 + 12 + 1
 
 
+_MEMCHECK = str(Path(__file__).parent / "memcheck.py")
+
+
 def _check_memory(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run tests/gpu/memcheck.py under compute-sanitizer."""
     sanitizer = shutil.which("compute-sanitizer", path=_CUDA_PATH)
@@ -295,7 +298,7 @@ def _check_memory(*arguments: str) -> subprocess.CompletedProcess[str]:
         [
             sanitizer, "--tool", "memcheck", "--report-api-errors", "no",
             "--error-exitcode", "9",
-            sys.executable, "-m", "tests.gpu.memcheck", *arguments,
+            sys.executable, _MEMCHECK, *arguments,
         ],
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
