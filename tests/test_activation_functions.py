@@ -4,6 +4,7 @@
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ from jax import lax
 from jax_cudnn import conv, dot_general, gated_matmul, matmul, plans
 from jax_cudnn.flax import nnx as our_nnx
 from jax_cudnn.graph import GraphWriter, Tensor, derivative_of
+from jax_cudnn.legalize import legalize
 from tests.fused import assert_close, graphs, nodes
 
 Function = Callable[[jax.Array], jax.Array]
@@ -731,3 +733,37 @@ def test_the_graph_is_that_of_the_call_without_it() -> None:
         return matmul(a, b, preferred_element_type=jnp.float32)
 
     assert graphs(with_it, _A, _B) == graphs(without, _A, _B)
+
+
+# --- the gradient's graph -------------------------------------------------------------
+
+
+def test_the_cotangent_is_rounded_where_it_leaves_the_activation() -> None:
+    def loss(a: jax.Array, b: jax.Array, bias: jax.Array) -> jax.Array:
+        y = matmul(a, b, bias=bias, activation=lambda x: x * jnp.tanh(x + 1) + 0.5)
+        return jnp.sum(y.astype(jnp.float32))
+
+    bias = jax.ShapeDtypeStruct((24,), jnp.bfloat16)
+    _, (backward, _) = graphs(jax.grad(loss, (0, 1, 2)), _A, _B, bias)
+    rounded = [
+        name
+        for node in backward.nodes
+        if getattr(node.attributes, "mode", "") == "identity"
+        for _, name in node.outputs
+        if backward.tensor(name).dtype == "bf16"
+    ]
+    assert len(rounded) == 1
+
+
+def test_cudnn_is_not_asked_for_more_operations_than_it_takes() -> None:
+    tensor = Tensor(name="x", dtype="f32", dims=(1, 8, 16), order=(0, 1, 2))
+    writer = GraphWriter("f32")
+    value = writer.input(tensor)
+    for _ in range(250):
+        value = writer.pointwise("tanh", value)
+    total = writer.reduce_to(value, (1, 1, 16))
+    final = replace(tensor, name="output", dims=(1, 1, 16))
+    graph = writer.finish([writer.result(total, final)])
+    assert legalize(graph, None).reasons == (
+        "251 operations: cuDNN takes 250 in one graph",
+    )
