@@ -209,7 +209,9 @@ def main() -> int:
     versions = environment()
     kept: list[dict[str, Any]] = []
     if options.again:
-        kept = json.loads((options.out / "gpu-report.json").read_text())["tests"]
+        data = json.loads((options.out / "gpu-report.json").read_text())
+        before = data["environment"]["commit"]
+        kept = [{"commit": before, **record} for record in data["tests"]]
         records = _run_pytest([*options.again, *rest], {**os.environ, **_SHARED_GPU})
     else:
         records = run_tests(rest)
