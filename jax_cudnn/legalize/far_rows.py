@@ -187,7 +187,7 @@ class _Group:
 def _gradients(
     attributes: SdpaAttributes, given: Mapping[str, jax.Array], *, with_bias: bool
 ) -> Env:
-    """Return the gradients of the rows that are read, in f32, block by block of rows.
+    """Return the gradients of the rows that are read, in f32 (f64 for f64), by blocks.
 
     ``given`` holds logical arrays by role, and ``is_read`` as (b, h, s, 1).
     """
@@ -220,9 +220,9 @@ def _gradients(
         }
 
     # Like the operands, so that they vary inside shard_map as those do.
-    totals = {
-        f"grad_{role}": jnp.zeros_like(given[role], jnp.float32) for role in roles
-    }
+    is_double = given["query"].dtype == jnp.float64
+    dtype = jnp.float64 if is_double else jnp.float32
+    totals = {f"grad_{role}": jnp.zeros_like(given[role], dtype) for role in roles}
     return jax.lax.fori_loop(0, blocks, block, totals)
 
 
