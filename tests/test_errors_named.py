@@ -115,7 +115,7 @@ def test_the_table_is_right_where_nothing_is_wrong() -> None:
 
 @pytest.mark.parametrize(("name", "argument"), _each("arrays"))
 def test_what_is_no_array(name: str, argument: str) -> None:
-    for value in ("q", [1.0, "a"], object(), [[1.0], [1.0, 2.0]]):
+    for value in ("q", [1.0, "one"], object(), [[1.0], [1.0, 2.0]]):
         message = _refused(name, argument, value, words=(repr(value)[:12],))
         assert type(value).__name__ in message
     if argument in _FUNCTIONS[name].right:
