@@ -53,23 +53,7 @@ _NAMED = {
     "swish": _Form("silu"),
     "tanh": _Form("tanh"),
 }
-# JAX's functions, as they are called with one argument.
-_KNOWN: tuple[tuple[Callable[..., Any], _Form], ...] = (
-    (jax.nn.elu, _NAMED["elu"]),
-    (jax.nn.gelu, _NAMED["gelu"]),
-    (jax.nn.leaky_relu, _NAMED["leaky_relu"]),
-    (jax.nn.relu, _NAMED["relu"]),
-    (jax.nn.relu6, _NAMED["relu6"]),
-    (jax.nn.selu, _Form("elu", 1.6732632423543772, 1.0507009873554805)),
-    (jax.nn.sigmoid, _NAMED["sigmoid"]),
-    (jax.nn.silu, _NAMED["silu"]),
-    (jax.nn.softplus, _NAMED["softplus"]),
-    (jax.nn.tanh, _NAMED["tanh"]),
-    (jnp.tanh, _NAMED["tanh"]),
-    (jax.lax.tanh, _NAMED["tanh"]),
-    (jax.lax.logistic, _NAMED["sigmoid"]),
-)
-# What the names stand for, for arrays that are in no graph.
+# What the names stand for.
 _FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "elu": jax.nn.elu,
     "gelu": jax.nn.gelu,
@@ -84,6 +68,14 @@ _FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
 }
 assert set(_FUNCTIONS) == set(_NAMED)
+# JAX's functions, as they are called with one argument.
+_KNOWN: tuple[tuple[Callable[..., Any], _Form], ...] = (
+    *((function, _NAMED[name]) for name, function in _FUNCTIONS.items()),
+    (jax.nn.selu, _Form("elu", 1.6732632423543772, 1.0507009873554805)),
+    (jax.nn.tanh, _NAMED["tanh"]),
+    (jax.lax.tanh, _NAMED["tanh"]),
+    (jax.lax.logistic, _NAMED["sigmoid"]),
+)
 _INSTEAD = "Apply the function to the result instead."
 
 
