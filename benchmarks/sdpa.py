@@ -80,9 +80,10 @@ F32_CELLS = (
     Cell(name="(4,4096,16h,128) causal", b=4, s=4096, h=16, k=16, d=128, causal=True),
     Cell(name="(1,16384,8h,64) causal", b=1, s=16384, h=8, k=8, d=64, causal=True),
 )
-# (s, d) of calls with b=8, h=16, and by which axes their bias or mask has.
-BIAS_SIZES = ((1024, 64), (4096, 64), (4096, 128))
-BIASES = ("b1st", "1hst", "11st", "mask b1st")
+# (s, d) of calls with b=8, h=16, and which axes their bias or mask has. The gradient of
+# a bias is asked for where it is "trained".
+BIAS_SIZES = ((1024, 64), (2048, 64), (4096, 64), (4096, 128))
+BIASES = ("b1st", "1hst", "trained 1hst", "11st", "mask b1st")
 SMALL = Cell(name="small", b=1, s=128, h=4, k=4, d=64, causal=True)
 
 Attention = Callable[..., jax.Array]
@@ -241,9 +242,10 @@ def run_bias(s: int, d: int, axes: str) -> list[dict[str, Any]]:
     """
     b, h = 8, 16
     arrays, cotangent = operands(Cell(name="", b=b, s=s, h=h, k=h, d=d, causal=False))
-    is_mask = axes.startswith("mask")
+    *kind, letters = axes.split()
+    is_mask, is_trained = kind == ["mask"], kind == ["trained"]
     sizes = {"1": 1, "b": b, "h": h, "s": s, "t": s}
-    shape = tuple(sizes[axis] for axis in axes.removeprefix("mask "))
+    shape = tuple(sizes[axis] for axis in letters)
     bias = jax.random.normal(jax.random.key(1), shape, jnp.bfloat16)
     rows = jnp.arange(s)[:, None] < s // 8
     extra = bias > -1 if is_mask else bias
@@ -258,7 +260,10 @@ def run_bias(s: int, d: int, axes: str) -> list[dict[str, Any]]:
         return attention(q, k, v, extra)
 
     def gradients(q: Any, k: Any, v: Any, extra: Any, cotangent: Any) -> Any:
-        output, pullback = jax.vjp(lambda *x: attention(*x, extra), q, k, v)
+        if is_trained:
+            output, pullback = jax.vjp(attention, q, k, v, extra)
+        else:
+            output, pullback = jax.vjp(lambda *x: attention(*x, extra), q, k, v)
         return output, pullback(cotangent)
 
     found: list[dict[str, Any]] = []
