@@ -433,6 +433,34 @@ def test_rows_without_a_cotangent_are_not_computed(
     assert groups_computed(full.at[:, ::2].set(0)) == 0
 
 
+@pytest.mark.parametrize("edit", [_ordinary, _rows(-_FAR), _rows(-np.inf)])
+@pytest.mark.parametrize("form", ["b1st", "b1st lengths", "bhs1"])
+def test_the_loop_is_left_out_where_no_row_is_far(
+    form: str, edit: Callable[[np.ndarray], None]
+) -> None:
+    """The way without the loop is taken if it is enough, and gives the same numbers."""
+    problem = _problem(edit, dtype="bf16", **_FORMS[form])
+    outputs = _reference(problem.forward)(problem.operands)
+    operands = problem.backward_operands(outputs)
+    stats = operands[problem.backward.inputs.index("stats")]
+    is_far = bool((jnp.abs(jnp.where(stats == -jnp.inf, 0, stats)) > 2**11).any())
+    legal = legalize(problem.backward, _HOPPER).candidates[0]
+    assert legal.usual is not None
+    assert bool(legal.usual.holds(operands)) == (not is_far)
+
+    def kernel(given: Any) -> Any:
+        return tuple(flash(legal.graph, given))
+
+    results = kernel(legal.before(operands))
+    text = str(jax.make_jaxpr(legal.usual.after)(operands, results))
+    assert "while" not in text
+    with jax.disable_jit():  # the kernel is NumPy's
+        found = legal.run(kernel, operands)
+        expected = legal.after(operands, results)
+    for x, y in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
 def test_a_gradient_without_bias_has_no_loop() -> None:
     graph = _problem(_ordinary, dtype="bf16", mask="b1st").backward
     (legal,) = legalize(graph, _HOPPER).candidates

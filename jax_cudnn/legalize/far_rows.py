@@ -9,7 +9,7 @@ reading and writing all of it in each call.
 
 So the kernel gets a log-sum-exp for such rows that makes their probabilities 0, and the
 reference adds their gradients, a few heads and rows at a time, where a cotangent is not
-0. Without such rows, which the log-sum-exp alone tells, nothing is computed.
+0. Whether there are such rows, the log-sum-exp tells before the kernel runs.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes, Tensor
-from jax_cudnn.legalize.rewrite import DEAD_STATS, Env, Rewrite, unfolded
+from jax_cudnn.legalize.rewrite import DEAD_STATS, Env, Rare, Rewrite, unfolded
 from jax_cudnn.reference import sdpa
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
@@ -56,7 +56,7 @@ def take_far_rows(rewrite: Rewrite) -> None:
         results.update(rows.add_to(results, env))
 
     rewrite.before.append(before)
-    rewrite.after.append(after)
+    rewrite.rare = Rare(happens=lambda env: jnp.any(_is_far(env["stats"])), after=after)
 
 
 def _attributes(rewrite: Rewrite) -> SdpaAttributes:

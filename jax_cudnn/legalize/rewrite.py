@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Attributes, Graph, Node, Tensor
 from jax_cudnn.graph.kinds import roles_of
-from jax_cudnn.legalize.rules import Legal
+from jax_cudnn.legalize.rules import Arrays, Legal, Usual
 from jax_cudnn.reference.interpreter import to_stored
 
 Env = dict[str, jax.Array]
@@ -23,12 +23,20 @@ Env = dict[str, jax.Array]
 DEAD_STATS = 1e30
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rare:
+    """A last step on the results, for the operands that ``happens`` tells."""
+
+    happens: Callable[[Env], jax.Array]
+    after: Callable[[Env, Env], None]
+
+
 @dataclass(slots=True)
 class Rewrite:
     """A graph's tensors by role while they are being rewritten.
 
     ``before`` steps edit the operands in order; ``after`` steps edit the results, the
-    last added first, and see the original operands too.
+    last added first, and see the original operands too. ``rare`` comes after these.
     """
 
     node: Node
@@ -37,6 +45,7 @@ class Rewrite:
     outputs: dict[str, Tensor]
     before: list[Callable[[Env], None]] = field(default_factory=lambda: [])
     after: list[Callable[[Env, Env], None]] = field(default_factory=lambda: [])
+    rare: Rare | None = None
 
     @property
     def roles(self) -> dict[str, Tensor]:
@@ -94,16 +103,30 @@ def finish(graph: Graph, rewrite: Rewrite) -> Legal:
             step(env)
         return tuple(env[role] for role in inputs)
 
-    def after(
-        operands: Sequence[jax.Array], results: Sequence[jax.Array]
-    ) -> tuple[jax.Array, ...]:
+    steps = [*reversed(rewrite.after)]
+
+    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
         env = environment(operands)
         by_role = dict(zip(outputs, results, strict=True))
-        for step in reversed(rewrite.after):
+        for step in steps:
             step(env, by_role)
         return tuple(by_role[output_roles[name]] for name in graph.outputs)
 
-    return Legal(graph=legal_graph, before=before, after=after)
+    if (rare := rewrite.rare) is None:
+        return Legal(graph=legal_graph, before=before, after=after)
+
+    def usual_holds(operands: Sequence[jax.Array]) -> jax.Array:
+        return ~rare.happens(environment(operands))
+
+    def whole(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
+        env = environment(operands)
+        by_name = dict(zip(graph.outputs, after(operands, results), strict=True))
+        by_role = {role: by_name[name] for name, role in output_roles.items()}
+        rare.after(env, by_role)
+        return tuple(by_role[output_roles[name]] for name in graph.outputs)
+
+    usual = Usual(holds=usual_holds, after=after)
+    return Legal(graph=legal_graph, before=before, after=whole, usual=usual)
 
 
 def name_of(graph: Graph, role: str) -> str:

@@ -9,6 +9,20 @@ import jax
 from jax_cudnn.graph import Graph, Target
 
 Arrays = tuple[jax.Array, ...]
+# Maps (original operands, results of the kernel) to the original graph's results.
+After = Callable[[Sequence[jax.Array], Sequence[jax.Array]], Arrays]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usual:
+    """What suffices after the kernel for operands that need no special care.
+
+    ``holds`` says of the original operands, as a bool computed with them, whether
+    ``after`` gives the results that the whole of ``Legal.after`` would give.
+    """
+
+    holds: Callable[[Sequence[jax.Array]], jax.Array]
+    after: After
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,15 +31,39 @@ class Legal:
 
     ``before`` maps the operands of the original graph to those of ``graph``; ``after``
     maps (original operands, results of ``graph``) to the original graph's results.
-    ``notes`` says, a sentence each, which parts run outside cuDNN and why. ``slower``,
-    where not empty, says why "auto" leaves the graph to XLA all the same.
+    ``usual`` is a shorter way for most operands, where there is one. ``notes`` says, a
+    sentence each, which parts run outside cuDNN and why. ``slower``, where not empty,
+    says why "auto" leaves the graph to XLA all the same.
     """
 
     graph: Graph
     before: Callable[[Sequence[jax.Array]], Arrays]
-    after: Callable[[Sequence[jax.Array], Sequence[jax.Array]], Arrays]
+    after: After
+    usual: Usual | None = None
     notes: tuple[str, ...] = ()
     slower: str = ""
+
+    def run(
+        self,
+        kernel: Callable[[Sequence[jax.Array]], Sequence[jax.Array]],
+        operands: Sequence[jax.Array],
+    ) -> Arrays:
+        """Return the original graph's results, given what runs ``graph``.
+
+        Which way is taken is decided before the kernel: the GPU idles while the host
+        reads the answer, and then only until the kernel starts.
+        """
+
+        def by(after: After) -> Arrays:
+            return after(operands, kernel(self.before(operands)))
+
+        if self.usual is None:
+            return by(self.after)
+        usual = self.usual
+        kernel = jax.jit(kernel)  # One launch in the program's text for both ways.
+        return jax.lax.cond(
+            usual.holds(operands), lambda: by(usual.after), lambda: by(self.after)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

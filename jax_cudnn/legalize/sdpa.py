@@ -28,7 +28,7 @@ from jax_cudnn.legalize.rewrite import (
     name_of,
     start,
 )
-from jax_cudnn.legalize.rules import Legal, Legalization
+from jax_cudnn.legalize.rules import After, Legal, Legalization
 from jax_cudnn.legalize.sdpa_steps import (
     STATS_COLUMNS,
     absorb_row_bias,
@@ -166,14 +166,19 @@ def _with_bias_gradient(
     )
     legal = _backward_candidate(reduced, target)
 
-    def after(
-        operands: Sequence[jax.Array], results: Sequence[jax.Array]
-    ) -> tuple[jax.Array, ...]:
-        gradients = list(legal.after(operands, results))
-        gradients.insert(index, compute(operands))
-        return tuple(gradients)
+    def with_bias(after: After) -> After:
+        def both(
+            operands: Sequence[jax.Array], results: Sequence[jax.Array]
+        ) -> tuple[jax.Array, ...]:
+            gradients = list(after(operands, results))
+            gradients.insert(index, compute(operands))
+            return tuple(gradients)
 
-    return replace(legal, after=after, notes=(*legal.notes, *notes))
+        return both
+
+    usual = legal.usual and replace(legal.usual, after=with_bias(legal.usual.after))
+    notes = (*legal.notes, *notes)
+    return replace(legal, after=with_bias(legal.after), usual=usual, notes=notes)
 
 
 # --- refusals -------------------------------------------------------------------------

@@ -92,14 +92,13 @@ def _read_by_sums(graph: Graph) -> frozenset[str]:
 def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Return the part's results by cuDNN, with the array work before and after it."""
     assert step.legal is not None, "XLA runs the others"
-    launched = _launch(step, step.legal.graph, step.legal.before(operands))
-    return step.legal.after(operands, launched)
+    return step.legal.run(functools.partial(_launch, step), operands)
 
 
-def _launch(
-    step: Step, graph: Graph, operands: Sequence[jax.Array]
-) -> Sequence[jax.Array]:
+def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Bind the FFI target; with a plan, its workspace is a last, dropped result."""
+    assert step.legal is not None
+    graph = step.legal.graph
     results = [
         jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
         for t in graph.output_tensors
