@@ -169,11 +169,11 @@ def sdpa(
       keys alike: beside 1e9, f32 has no digits left for scores. Its gradient is
       computed by XLA, as that of every row whose log-sum-exp a bias moves further than
       2048 from 0, since kernels lose the number of keys there. Rows whose cotangent is
-      0 are left out, as padding is where the loss leaves it out. Whether there are such
-      rows is for the host to read from the GPU: with a bias, a gradient takes some 0.1
-      ms longer, a quarter of the time of (8, 1024, 16, 64) and 3 % of that of
-      (8, 4096, 16, 64) on an H200 (docs/benchmarks/sdpa_bias.md). With lengths or a
-      mask in place of such a bias, padding costs nothing. cuDNN keeps scores times
+      0 are left out, as padding is where the loss leaves it out. The host asks the GPU
+      whether there are such rows: a gradient with a bias takes 3 to 8 % longer for
+      (8, 1024, 16, 64) and at most 3 % for 2048 tokens or more, on an H200
+      (docs/benchmarks/sdpa_bias.md). With lengths or a mask in place of such a bias,
+      padding costs nothing. cuDNN keeps scores times
       log2(e) in f32 (seen with 9.19 on sm_90), so that it takes a bias below -2.3e38
       for -inf if each head has its own, with full rows and columns. For other such
       biases the log-sum-exp has three digits.
