@@ -17,8 +17,8 @@ import jax.numpy as jnp
 from jax import ShapeDtypeStruct as Shape
 
 import jax_cudnn
-from jax_cudnn.graph import Graph, Node
-from jax_cudnn.legalize import is_contraction, partition
+from jax_cudnn.graph import Graph, Node, is_anchor
+from jax_cudnn.legalize import partition
 from tests.fused import graphs
 
 # As users write them, and as JAX prints them.
@@ -102,7 +102,7 @@ def parts(case: Case) -> list[Part]:
 
 
 def _step(direction: str, part: Graph) -> str:
-    if not any(map(is_contraction, part.nodes)):
+    if not any(map(is_anchor, part.nodes)):
         return "around"
     if direction != "backward":
         return direction
@@ -483,7 +483,7 @@ _BYTES = {"bf16": 2, "f16": 2, "f32": 4, "f8_e4m3fn": 1, "f8_e5m2": 1, "i8": 1, 
 
 def contraction(graph: Graph) -> Node:
     """Return the only contraction of a part."""
-    (node,) = filter(is_contraction, graph.nodes)
+    (node,) = filter(is_anchor, graph.nodes)
     return node
 
 

@@ -18,8 +18,8 @@ import jax_cudnn
 from jax_cudnn import LibraryError, choices, offline, plans
 from jax_cudnn.cli import explain as command
 from jax_cudnn.config import Options
-from jax_cudnn.graph import Graph, from_json
-from jax_cudnn.legalize import is_contraction, partition
+from jax_cudnn.graph import Graph, from_json, is_anchor
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import devices, traced_graphs
 from jax_cudnn.plans import PlanOptions
 from jax_cudnn.plans.variations import variations
@@ -284,7 +284,9 @@ def test_channels_of_groups_are_rounded_up(fake: FakeProcess) -> None:
     _refuse(fake, is_refused, "small groups")
     operands = _S((2, 5, 11, 21), jnp.bfloat16), _S((3, 3, 3, 35), jnp.bfloat16)
     words = _change(fake, (jax.grad(loss, 1), *operands))
-    assert words == "make the channels of a group 8 in and 8 out, not 3 in and 5 out"
+    assert words == (
+        "pad channels in per group from 3 to 8 and channels out per group from 5 to 8"
+    )
 
 
 def test_newer_gpus_are_named(fake: FakeProcess) -> None:
@@ -339,7 +341,7 @@ def _products(function: Any, *operands: Any) -> list[Graph]:
         part
         for graph, _, _ in traced_graphs(function, *operands)
         for part in partition(graph)
-        if any(map(is_contraction, part.nodes))
+        if any(map(is_anchor, part.nodes))
     ]
 
 
@@ -354,9 +356,10 @@ def test_a_rounded_graph_is_the_graph_of_rounded_operands(multiple: int) -> None
         return _products(function, *operands)[0]
 
     m, r, n = (-(-size // multiple) * multiple for size in (23, 11, 37))
-    rounded = [v for v in variations(part(23, 11, 37), Options()) if "make" in v.words]
+    rounded = [v for v in variations(part(23, 11, 37), Options()) if "pad" in v.words]
     assert part(m, r, n) in [v.part for v in rounded]
-    assert f"make the matrices {m} x {r} and {r} x {n}" in [v.words for v in rounded]
+    words = f"pad rows from 23 to {m} and columns from 37 to {n} and contraction from"
+    assert f"{words} 11 to {r}" in [v.words for v in rounded]
 
 
 # --- the GPU --------------------------------------------------------------------------

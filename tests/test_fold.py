@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cudnn.graph import Graph, fold_rule
-from jax_cudnn.graph.kinds import FoldRule
+from jax_cudnn.graph import FoldRule, Graph, fold_rule
 from jax_cudnn.lowering.fold import Fold, fold_graph
 from tests.attention import (
     attention_graph,
@@ -243,5 +242,7 @@ def test_a_batch_of_one_folds_to_the_number_of_examples() -> None:
     assert fold.graph.tensor("key").dims == (3, 2, 5, 7)
 
 
-def test_chained_attentions_are_not_folded() -> None:
-    assert fold_graph(chained_graph(), _COUNT, (True, False, False)) is None
+def test_chained_attentions_fold_into_one_batch() -> None:
+    fold = fold_graph(chained_graph(), _COUNT, (True, False, False))
+    assert fold is not None
+    assert {tensor.dims[0] for tensor in fold.graph.tensors} == {_COUNT * _SIZES["b"]}

@@ -22,7 +22,7 @@ from jax_cudnn.graph import (
     derivative_of,
     fold_rule,
 )
-from jax_cudnn.graph.conv import output_size
+from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.pointwise import (
     ACTIVATIONS,
     ARITY,
@@ -32,6 +32,7 @@ from jax_cudnn.graph.pointwise import (
     ReductionAttributes,
 )
 from jax_cudnn.graph.rules import broadcast
+from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.lowering.fold import fold_graph
 from jax_cudnn.reference import evaluate
 
@@ -70,38 +71,49 @@ def _refuses(message: str) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("attributes", "message"),
     [
-        (lambda: _conv(padding_low=(0,)), "conv: padding_low has not 2 entries"),
+        (_conv(padding_low=(0,)), "conv_fprop: padding_low has 1 entries, not 2"),
         (
-            lambda: _conv(rhs_dilation=(0, 1)),
-            "conv: rhs_dilation [0, 1] has an entry below 1",
+            _conv(rhs_dilation=(0, 1)),
+            "conv_fprop: rhs_dilation [0, 1] is below 1",
         ),
         (
-            lambda: PointwiseAttributes(mode="gelu"),
+            PointwiseAttributes(mode="gelu"),
             "pointwise: mode 'gelu' is not a known one",
         ),
         (
-            lambda: PointwiseAttributes(mode="relu", alpha=math.inf),
+            PointwiseAttributes(mode="relu", alpha=math.inf),
             "pointwise: alpha inf is not finite",
         ),
         (
-            lambda: PointwiseAttributes(mode="tanh", alpha=0.1),
+            PointwiseAttributes(mode="tanh", alpha=0.1),
             "pointwise: tanh takes no alpha",
         ),
         (
-            lambda: ConstantAttributes(value=math.nan),
+            ConstantAttributes(value=math.nan),
             "constant: value nan is not finite",
         ),
         (
-            lambda: ReductionAttributes(mode="max"),
+            ReductionAttributes(mode="max"),
             "reduction: mode 'max' is not a known one",
         ),
     ],
 )
-def test_wrong_attributes_are_refused(make: Any, message: str) -> None:
+def test_wrong_attributes_are_refused(attributes: Any, message: str) -> None:
+    kind = message.partition(":")[0]
+    roles = {
+        "conv_fprop": {"x": (2, 6, 5, 7), "w": (4, 3, 2, 3)},
+        "pointwise": {"a": (3,)},
+        "constant": {},
+        "reduction": {"input": (3,)},
+    }[kind]
+    inputs = {role: _tensor(role, *dims) for role, dims in roles.items()}
+    output = _tensor(
+        "y", *{"conv_fprop": (2, 4, 4, 4), "pointwise": (3,)}.get(kind, (1,))
+    )
     with _refuses(message):
-        make()
+        _graph(kind, attributes, output, **inputs)
 
 
 _X, _W = _tensor("x", 2, 6, 5, 7), _tensor("w", 4, 3, 2, 3)
@@ -123,19 +135,20 @@ _A, _B = _tensor("a", 1, 3, 5), _tensor("b", 4, 5, 7)
             "conv_fprop",
             _conv(),
             {"w": _tensor("w", 4, 4, 2, 3)},
-            "conv_fprop: 6 channels do not divide by 4 of a group",
+            "conv_fprop: 6 along axis 1 of x does not divide by 4 (channels in per "
+            "group)",
         ),
         (
             "conv_fprop",
             _conv(),
             {"w": _tensor("w", 5, 3, 2, 3)},
-            "conv_fprop: 5 out channels do not divide by 2 groups",
+            "conv_fprop: 5 along axis 0 of w does not divide by 2 (groups)",
         ),
         (
             "conv_fprop",
             _conv(),
             {"x": _tensor("x", 2, 6, 5)},
-            "conv_fprop: x has rank 3, not 4",
+            "conv_fprop: w has rank 4, not 3",
         ),
         (
             "conv_fprop",
@@ -147,20 +160,20 @@ _A, _B = _tensor("a", 1, 3, 5), _tensor("b", 4, 5, 7)
             "conv_fprop",
             _conv(**dict.fromkeys(ConvAttributes.__dataclass_fields__, (1,) * 4)),
             {},
-            "conv_fprop: 4 spatial axes are not 1 to 3",
+            "conv_fprop: lhs_dilation has 4 entries, not 2",
         ),
         ("matmul", MatmulAttributes(), {}, None),
         (
             "matmul",
             MatmulAttributes(),
             {"b": _tensor("b", 4, 6, 7)},
-            "matmul: a has 5 columns but b 6 rows",
+            "matmul: b has dims [4, 6, 7], not [4, 5, 7]",
         ),
         (
             "matmul",
             MatmulAttributes(),
             {"a": _tensor("a", 3, 3, 5)},
-            "matmul: a has batch 3 but b 4",
+            "matmul: b has dims [4, 5, 7], not [3, 5, 7]",
         ),
         (
             "matmul",
@@ -211,15 +224,15 @@ def _pointwise(mode: str, output: Tensor, **inputs: Tensor) -> Graph:
         ),
         (
             lambda: _pointwise("tanh", _tensor("y", 3), a=_tensor("a", 5)),
-            "pointwise: a dims [5] do not broadcast to [3]",
+            "pointwise: output has dims [3], not [5]",
         ),
         (
             lambda: _pointwise("tanh", _tensor("y", 3), a=_tensor("a", 1)),
-            "pointwise: output dims [3] are not those of the inputs, [1]",
+            "pointwise: output has dims [3], not [1]",
         ),
         (
             lambda: _pointwise("tanh", _tensor("y", 0), a=_tensor("a", 1)),
-            "pointwise: output dims [0] are not those of the inputs, [1]",
+            "pointwise: output has dims [0], not [1]",
         ),
         (
             lambda: _pointwise(
@@ -251,7 +264,7 @@ def _pointwise(mode: str, output: Tensor, **inputs: Tensor) -> Graph:
             lambda: _graph(
                 "constant", ConstantAttributes(value=2.0), _tensor("y", 1, 3)
             ),
-            "constant: dims [1, 3] are not all 1",
+            "constant: output has dims [1, 3], not [1, 1]",
         ),
         (
             lambda: _graph(
@@ -266,8 +279,7 @@ def _pointwise(mode: str, output: Tensor, **inputs: Tensor) -> Graph:
                 _tensor("y", 3, 5),
                 input=_tensor("a", 3, 7),
             ),
-            "reduction: output dims [3, 5] are not those of the input, [3, 7], with "
-            "some set to 1",
+            "reduction: output dims [3, 5] do not broadcast to [3, 7]",
         ),
         (
             lambda: _graph(
@@ -296,7 +308,8 @@ def test_sizes_of_an_output_are_lax_s() -> None:
             lhs_dilation=(spread,),
             rhs_dilation=(holes,),
         )
-        found = output_size(attributes, 0, x, w)
+        given = {"x": _tensor("x", 1, 1, x), "w": _tensor("w", 1, 1, w)}
+        found = result_dims(CONV_FPROP.row, "output", given, attributes)[2]
         padded = (x - 1) * spread + 1 + low + high
         starts = range(0, padded - (w - 1) * holes, stride)
         assert found == len(starts)

@@ -11,8 +11,8 @@ from typing import Any
 from jax_cudnn.choices import Choice
 from jax_cudnn.cli.problems import add_problems
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph
-from jax_cudnn.legalize import is_contraction, partition
+from jax_cudnn.graph import Graph, is_anchor
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
@@ -147,4 +147,4 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _has_contraction(part: Graph) -> bool:
-    return any(map(is_contraction, part.nodes))
+    return any(map(is_anchor, part.nodes))

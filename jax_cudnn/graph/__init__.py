@@ -4,7 +4,15 @@
 from jax_cudnn.graph.codec import from_json, to_json
 from jax_cudnn.graph.conv import ConvAttributes
 from jax_cudnn.graph.derivative import derivative_of
-from jax_cudnn.graph.kinds import NodeKind, fold_rule, kind_named, register_kind
+from jax_cudnn.graph.folding import FoldRule, fold_rule
+from jax_cudnn.graph.gradient_kernel import forward_graph
+from jax_cudnn.graph.kinds import (
+    NodeKind,
+    all_kinds,
+    is_anchor,
+    kind_named,
+    register_kind,
+)
 from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_graph
@@ -24,6 +32,7 @@ __all__ = [
     "Attributes",
     "ConvAttributes",
     "DTypeName",
+    "FoldRule",
     "Graph",
     "GraphWriter",
     "MatmulAttributes",
@@ -32,9 +41,12 @@ __all__ = [
     "SdpaAttributes",
     "Target",
     "Tensor",
+    "all_kinds",
     "derivative_of",
     "fold_rule",
+    "forward_graph",
     "from_json",
+    "is_anchor",
     "kind_named",
     "label",
     "operand_text",

@@ -2,19 +2,19 @@
 """The canonical JSON of a graph: equal graphs give equal bytes, here and in C++.
 
 Keys are sorted, there is no white space, strings are ASCII, floats are printed with
-"%.17g" (which Python and C agree on and which reads back to the same double).
+"%.17g" (which Python and C agree on and which reads back to the same double). An
+attribute that has its default is left out, so that a new attribute changes no text.
 The reader takes nothing but what the writer writes: an unknown, missing, duplicate or
 ill-typed field raises ``GraphError`` with the path of the field.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
 from typing import Any, cast
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.kinds import kind_named
+from jax_cudnn.graph.kinds import NodeKind, kind_named
 from jax_cudnn.graph.spec import (
     DTYPE_NAMES,
     SCHEMA,
@@ -106,9 +106,12 @@ def _write_float(value: float) -> str:
 
 
 def _node_fields(node: Node) -> dict[str, object]:
+    row = kind_named(node.kind).row
+    values = {name: getattr(node.attributes, name) for name in row.attributes}
     attributes = {
-        field.name: getattr(node.attributes, field.name)
-        for field in dataclasses.fields(node.attributes)
+        name: value
+        for name, value in values.items()
+        if value != row.attributes[name].default
     }
     return {
         "attributes": attributes,
@@ -210,9 +213,7 @@ def _read_node(data: _Json, path: str) -> Node:
         kind=kind.name,
         inputs=_read_roles(fields["inputs"], f"{path}.inputs"),
         outputs=_read_roles(fields["outputs"], f"{path}.outputs"),
-        attributes=_read_attributes(
-            fields["attributes"], kind.attributes, f"{path}.attributes"
-        ),
+        attributes=_read_attributes(fields["attributes"], kind, f"{path}.attributes"),
     )
 
 
@@ -221,28 +222,34 @@ def _read_roles(data: _Json, path: str) -> tuple[tuple[str, str], ...]:
     return tuple((role, _string(name, f"{path}.{role}")) for role, name in items)
 
 
-def _read_attributes(data: _Json, cls: type[Attributes], path: str) -> Attributes:
-    declared = {field.name: field.type for field in dataclasses.fields(cls)}
-    fields = _fields(data, path, *declared)
-    values = {
-        name: _read_attribute(fields[name], declared[name], f"{path}.{name}")
-        for name in declared
+def _read_attributes(data: _Json, kind: NodeKind, path: str) -> Attributes:
+    declared = kind.row.attributes
+    given = _object(data, path)
+    left_out = {
+        name: field.default
+        for name, field in declared.items()
+        if field.default is not None and name not in given
     }
-    return cls(**values)
+    fields = _fields(data, path, *(name for name in declared if name not in left_out))
+    values = {
+        name: _read_attribute(value, declared[name].type, f"{path}.{name}")
+        for name, value in fields.items()
+    }
+    return kind.attributes(**values, **left_out)
 
 
-def _read_attribute(data: _Json, declared: object, path: str) -> AttributeValue:
-    if declared is bool:
+def _read_attribute(data: _Json, declared: str, path: str) -> AttributeValue:
+    if declared == "bool":
         if not isinstance(data, bool):
             raise GraphError(f"{path}: expected a boolean, got {_type_name(data)}")
         return data
-    if declared is int:
+    if declared == "integer":
         return _integer(data, path)
-    if declared is float:
+    if declared == "number":
         if isinstance(data, bool) or not isinstance(data, int | float):
             raise GraphError(f"{path}: expected a number, got {_type_name(data)}")
         # No float is written with so many digits and no exponent as to pass 64 bits.
         return data if isinstance(data, float) else float(_integer(data, path))
-    if declared is str:
+    if declared == "string":
         return _string(data, path)
     return _integers(data, path)

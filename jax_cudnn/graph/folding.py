@@ -1,156 +1,240 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folding examples into the axes of a graph of contractions with nodes around them."""
+"""Which axes of a graph's tensors do the examples of a vmap fold into?
+
+The letters of its nodes say so: examples enter a letter that all tensors which have
+examples share, and that no sum crosses. Of several such letters, that one is taken with
+which the least is computed.
+"""
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
-from jax_cudnn.graph.kinds import FoldRule
-from jax_cudnn.graph.rules import AROUND
-from jax_cudnn.graph.spec import Graph
+from jax_cudnn.graph.description import Role
+from jax_cudnn.graph.kinds import is_anchor, kind_named
+from jax_cudnn.graph.spec import Graph, Node
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoldRule:
+    """How `n` examples enter the tensors of a graph, by tensor name.
+
+    ``axes``: the logical axis that the examples merge into, as its slower part; a
+    tensor that is not named here is shared by all examples and broadcasts as it is.
+    ``sizes``: the size to which that axis is first broadcast, for a tensor that has 1
+    there; a result that has 1 is that many times the same. ``sums``: results whose
+    examples' own share of the axis is summed away after the call instead.
+    """
+
+    axes: Mapping[str, int]
+    sizes: Mapping[str, int]
+    sums: frozenset[str] = frozenset()
+
+
+def fold_rule(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
+    """Return how examples of the `batched` inputs fold into the graph, if they do.
+
+    Sums that are left for after the call keep what they add until then, so only the
+    last letter of a kind may have such.
+    """
+    rows = [kind_named(node.kind).row for node in graph.nodes if is_anchor(node)]
+    letters: tuple[str, ...] = rows[0].folds if rows else ()
+    found: list[FoldRule] = []
+    for letter in letters:
+        if all(letter in row.folds for row in rows):
+            rule = _Fold(graph, letter).rule(batched)
+            is_last = letter == rows[0].folds[-1]
+            if rule is not None and (is_last or not rule.sums):
+                found.append(rule)
+
+    def elements(rule: FoldRule) -> int:
+        sizes = (
+            math.prod(tensor.dims)
+            // max(tensor.dims[rule.axes[tensor.name]], 1)
+            * rule.sizes[tensor.name]
+            for tensor in graph.tensors
+            if tensor.name in rule.axes
+        )
+        return sum(sizes)
+
+    return min(found, key=elements, default=None)
 
 
 def families(graph: Graph, roles: Mapping[str, str]) -> dict[str, str]:
     """Say for each tensor which family it belongs to: that of the role it leads to.
 
-    ``roles`` maps the contraction's roles to families; pointwise nodes and reductions
+    ``roles`` maps the roles of the kernels' nodes to families; the nodes around them
     join what they connect. Constants belong to none.
     """
-    groups = {t.name: {t.name} for t in graph.tensors}
-    constants = {
-        name
-        for node in graph.nodes
-        if node.kind == "constant"
-        for _, name in node.outputs
-    }
-    for node in graph.nodes:
-        if node.kind in AROUND:
-            names = [n for _, n in (*node.inputs, *node.outputs) if n not in constants]
-            joined = set[str]().union(*(groups[name] for name in names))
-            for name in joined:
-                groups[name] = joined
     found: dict[str, str] = {}
-    for node in graph.nodes:
-        if node.kind in AROUND:
-            continue
-        for role, name in (*node.inputs, *node.outputs):
-            found |= dict.fromkeys(groups[name], roles[role])
+    for group, users in _groups(graph):
+        for _, role in users:
+            found |= dict.fromkeys(group, roles[role.name])
     return found
 
 
-def propagate(
-    graph: Graph,
-    batched: frozenset[str],
-    axes: Mapping[str, int],
-    together: Container[str] = (),
-) -> FoldRule | None:
-    """Fold the examples into one axis of each tensor, following the nodes.
-
-    Tensors that meet in a node broadcast against each other along that axis, so those
-    with examples have one size there before they fold. What the examples share stays
-    as it is where it has 1, and where it meets nothing that has examples.
-
-    Args:
-        graph: the graph.
-        batched: the inputs that have examples.
-        axes: the axis of each tensor that may fold; the others are shared.
-        together: kinds of nodes whose tensors do not broadcast along their axes: all
-            have the examples, or none.
-
-    Returns:
-        The rule, or None where a tensor that is to have examples may not fold, where
-        such tensors are to have two sizes, or where a sum would mix examples.
-    """
-    own = {name: graph.tensor(name).dims[axis] for name, axis in axes.items()}
-    folded = _with_examples(graph, batched, own, together)
-    if folded is None or folded.isdisjoint(graph.outputs):
-        return None
-    sizes = _common_sizes(graph, folded, own, together)
-    if sizes is None:
-        return None
-    sums = frozenset(
-        result
-        for node in graph.nodes
-        if node.kind == "reduction"
-        for (_, source), (_, result) in zip(node.inputs, node.outputs, strict=True)
-        if result in folded and own[source] != own[result]
-    )
-    if not all(_ends_at(graph, name) for name in sums):
-        return None
-    return FoldRule(axes={name: axes[name] for name in sizes}, sizes=sizes, sums=sums)
-
-
-def _with_examples(
-    graph: Graph,
-    batched: frozenset[str],
-    own: Mapping[str, int],
-    together: Container[str],
-) -> frozenset[str] | None:
-    """Return the tensors that are to have examples; None where one may not.
-
-    A node makes examples of examples. What it reads beside them, or makes for them, has
-    them as well, unless it broadcasts: that goes back to the inputs, and on from there.
-    """
-    folded = set(batched)
-    grown = True
-    while grown:
-        count = len(folded)
-        for node in graph.nodes:
-            inputs, outputs = (
-                [n for _, n in pairs] for pairs in (node.inputs, node.outputs)
-            )
-            if folded.isdisjoint((*inputs, *outputs)):
-                continue
-            if node.kind in together:
-                folded.update(inputs)
-            folded.update(outputs)
-            folded.update(name for name in inputs if own.get(name, 1) != 1)
-            if folded.isdisjoint(inputs):
-                # All have 1 there. With the largest, least is computed again.
-                candidates = [name for name in inputs if name in own]
-                if not candidates:
-                    return None
-                folded.add(
-                    max(candidates, key=lambda n: math.prod(graph.tensor(n).dims))
-                )
-        grown = len(folded) != count
-    return frozenset(folded) if folded <= own.keys() else None
-
-
-def _common_sizes(
-    graph: Graph,
-    folded: frozenset[str],
-    own: Mapping[str, int],
-    together: Container[str],
-) -> dict[str, int] | None:
-    """Return the size of each tensor's axis before it folds: that of what it meets.
-
-    None where that is not one size.
-    """
-    groups = {name: {name} for name in folded}
-    for node in graph.nodes:
-        if node.kind in together:
-            continue
-        names = [n for _, n in (*node.inputs, *node.outputs) if n in folded]
-        joined = set[str]().union(*(groups[name] for name in names))
-        groups |= dict.fromkeys(joined, joined)
-    sizes: dict[str, int] = {}
-    for name, group in groups.items():
-        found = {own[each] for each in group} - {1} or {1}
-        if len(found) > 1:
-            return None
-        (sizes[name],) = found
-    # A contraction that does not broadcast has no more of anything than it has.
-    fixed = {
-        name
-        for node in graph.nodes
-        if node.kind in together
-        for _, name in (*node.inputs, *node.outputs)
+def _groups(graph: Graph) -> Iterator[tuple[set[str], list[tuple[Node, Role]]]]:
+    """Yield sets of tensors that nodes around kernels connect, with their roles."""
+    groups = {t.name: {t.name} for t in graph.tensors}
+    constants = {
+        name for node in graph.nodes if not node.inputs for _, name in node.outputs
     }
-    if any(sizes[name] != own[name] for name in fixed & folded):
-        return None
-    return sizes
+    for node in graph.nodes:
+        if not is_anchor(node):
+            names = [n for n in _names(node) if n not in constants]
+            joined = set[str]().union(*(groups[name] for name in names))
+            for name in joined:
+                groups[name] = joined
+    for group in {id(group): group for group in groups.values()}.values():
+        users = [
+            (node, kind_named(node.kind).row.roles[role])
+            for node in graph.nodes
+            if is_anchor(node)
+            for role, name in (*node.inputs, *node.outputs)
+            if name in group
+        ]
+        yield group, users
 
 
-def _ends_at(graph: Graph, name: str) -> bool:
-    readers = [node for node in graph.nodes if name in dict(node.inputs).values()]
-    return name in graph.outputs and not readers
+def _names(node: Node) -> list[str]:
+    return [name for _, name in (*node.inputs, *node.outputs)]
+
+
+class _Fold:
+    """The tensors of a graph that may fold into one letter."""
+
+    def __init__(self, graph: Graph, letter: str) -> None:
+        self._graph = graph
+        self._letter = letter
+        self._axes: dict[str, int] = {}
+        for group, users in _groups(graph):
+            places = {role.place(letter) for _, role in users}
+            # What leads to two places, or to one without the letter, stays shared.
+            if len(places) == 1 and (place := places.pop()) is not None:
+                self._axes |= dict.fromkeys(group, place)
+        self._own = {
+            name: graph.tensor(name).dims[axis] for name, axis in self._axes.items()
+        }
+
+    def rule(self, batched: frozenset[str]) -> FoldRule | None:
+        """Return how the examples fold into the letter, if they do."""
+        folded = self._with_examples(batched)
+        if folded is None or folded.isdisjoint(self._graph.outputs):
+            return None
+        sizes = self._common_sizes(folded)
+        if sizes is None:
+            return None
+        sums = frozenset(self._sums(folded, sizes))
+        if not all(self._ends_at(name) and self._splits(name) for name in sums):
+            return None
+        axes = {name: self._axes[name] for name in sizes}
+        return FoldRule(axes=axes, sizes=sizes, sums=sums)
+
+    def _roles(self, node: Node) -> Iterator[tuple[Role, str]]:
+        row = kind_named(node.kind).row
+        for role, name in (*node.inputs, *node.outputs):
+            yield row.roles[role], name
+
+    def _broadcasts(self, role: Role, node: Node) -> bool:
+        return not is_anchor(node) or role.broadcasts(self._letter)
+
+    def _with_examples(self, batched: frozenset[str]) -> frozenset[str] | None:
+        """Return the tensors that are to have examples; None where one may not.
+
+        A node makes examples of examples. What it reads beside them, or makes for them,
+        has them as well, unless it broadcasts: that goes back to the inputs, and on
+        from there.
+        """
+        folded = set(batched)
+        grown = True
+        while grown:
+            count = len(folded)
+            for node in self._graph.nodes:
+                if folded.isdisjoint(_names(node)):
+                    continue
+                for role, name in self._roles(node):
+                    is_alone = self._own.get(name, 1) == 1
+                    is_shared = role.is_input and is_alone
+                    if is_anchor(node) and role.place(self._letter) is None:
+                        is_shared = role.is_input
+                    elif not self._broadcasts(role, node):
+                        is_shared = False
+                    if not is_shared:
+                        folded.add(name)
+                        # The gradient of each example's own share needs that share.
+                        folded.update(self._primal_of(role, node))
+                inputs = [name for _, name in node.inputs]
+                if folded.isdisjoint(inputs):
+                    # All have 1 there. With the largest, least is computed again.
+                    candidates = [name for name in inputs if name in self._own]
+                    if not candidates:
+                        return None
+                    folded.add(max(candidates, key=self._elements))
+            grown = len(folded) != count
+        return frozenset(folded) if folded <= self._own.keys() else None
+
+    def _primal_of(self, role: Role, node: Node) -> list[str]:
+        is_gradient = not role.is_input and role.broadcasts(self._letter)
+        names = dict(node.inputs)
+        return [names[role.same_as]] if is_gradient and role.same_as in names else []
+
+    def _elements(self, name: str) -> int:
+        return math.prod(self._graph.tensor(name).dims)
+
+    def _common_sizes(self, folded: frozenset[str]) -> dict[str, int] | None:
+        """Return the size of each tensor's axis before it folds: that of what it meets.
+
+        None where that is not one size.
+        """
+        groups = {name: {name} for name in folded}
+        fixed: set[str] = set()
+        for node in self._graph.nodes:
+            names = [name for name in _names(node) if name in folded]
+            if is_anchor(node):
+                # Axes of several letters differ in what stands beside this one.
+                alone = {n for role, n in self._roles(node) if self._is_alone(role)}
+                fixed.update(name for name in names if name not in alone)
+                names = [name for name in names if name in alone]
+            joined = set[str]().union(*(groups[name] for name in names))
+            groups |= dict.fromkeys(joined, joined)
+        sizes: dict[str, int] = {}
+        for name, group in groups.items():
+            found = {self._own[each] for each in group} - {1} or {1}
+            if len(found) > 1:
+                return None
+            (sizes[name],) = found
+        # There, none has more of the letter than it has.
+        is_kept = all(sizes[name] == self._own[name] for name in fixed)
+        return sizes if is_kept else None
+
+    def _is_alone(self, role: Role) -> bool:
+        place = role.place(self._letter)
+        return place is not None and role.axes[place].letters == self._letter
+
+    def _sums(self, folded: frozenset[str], sizes: Mapping[str, int]) -> Iterator[str]:
+        for node in self._graph.nodes:
+            row = kind_named(node.kind).row
+            for role, name in self._roles(node):
+                if role.is_input or name not in folded:
+                    continue
+                is_less = self._own[name] != sizes[name]
+                if row.is_sum:
+                    is_less = self._own[name] != self._own[node.inputs[0][1]]
+                if is_less and (row.is_sum or role.broadcasts(self._letter)):
+                    yield name
+
+    def _splits(self, name: str) -> bool:
+        """Whether the examples' own share of a sum is all that stands on its axis."""
+        source = next(n for n in self._graph.nodes if name in dict(n.outputs).values())
+        near = {*_names(source)}
+        return all(
+            self._is_alone(role)
+            for node in self._graph.nodes
+            if is_anchor(node)
+            for role, each in self._roles(node)
+            if each in near and role.place(self._letter) is not None
+        )
+
+    def _ends_at(self, name: str) -> bool:
+        readers = [n for n in self._graph.nodes if name in dict(n.inputs).values()]
+        return name in self._graph.outputs and not readers

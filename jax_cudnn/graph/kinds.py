@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry of node kinds: roles, attributes, shape rule, batching, derivative.
+"""The registry of node kinds: what a row of node_kinds.json cannot say of them.
 
-A new operation registers a ``NodeKind`` here, from a module of its own beside this one.
+A new operation has a row there and registers a ``NodeKind`` here, from a module of its
+own beside this one.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Literal
 
 from jax_cudnn.errors import GraphError
+from jax_cudnn.graph.description import Description, describe
+from jax_cudnn.graph.shapes import check_attributes, check_tensors
 from jax_cudnn.graph.spec import Attributes, Node, Tensor
 
 if TYPE_CHECKING:
@@ -17,22 +20,6 @@ if TYPE_CHECKING:
 
 # The tensors of one node by role.
 Roles = Mapping[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FoldRule:
-    """How `n` examples enter the tensors of a graph, by tensor name.
-
-    ``axes``: the logical axis that the examples merge into, as its slower part; a
-    tensor that is not named here is shared by all examples and broadcasts as it is.
-    ``sizes``: the size to which that axis is first broadcast, for a tensor that has 1
-    there; a result that has 1 is that many times the same. ``sums``: results whose
-    examples' own share of the axis is summed away after the call instead.
-    """
-
-    axes: Mapping[str, int]
-    sizes: Mapping[str, int]
-    sums: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,37 +59,55 @@ class Derivative:
 Vjp = Callable[["GradientWriter", Node, str, str], str | None]
 
 
+def _nothing(roles: Roles) -> frozenset[str]:
+    del roles
+    return frozenset()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NodeKind:
     """All that the data layer knows of one kind of node.
 
-    A graph folds by the rule of its first node that has one (``fold`` returns None for
-    a graph that it cannot fold). Its gradient is its only node's ``derivative``, or
-    else written node by node with their ``vjp``, where all nodes have one: the
-    attributes of some have none (``has_vjp``).
+    The gradient of a graph is its only node's ``derivative``, or else written node by
+    node with their ``vjp``, where all nodes have one: the attributes of some have none
+    (``has_vjp``). ``check`` is what the row cannot say of the tensors. A gradient
+    kernel names the kind that it is the ``gradient_of``. ``cancelled`` names the
+    results that hold nothing but the rounding errors of sums that cancel.
     """
 
-    name: str
+    row: Description
     attributes: type[Attributes]
-    required_inputs: tuple[str, ...]
-    optional_inputs: tuple[str, ...] = ()
-    required_outputs: tuple[str, ...]
-    optional_outputs: tuple[str, ...] = ()
-    check: Callable[[Roles, Attributes], None]
-    fold: Callable[["Graph", frozenset[str]], FoldRule | None] | None = None
+    check: Callable[[Roles, Attributes], None] | None = None
     derivative: Derivative | None = None
     vjp: Vjp | None = None
     has_vjp: Callable[[Attributes], bool] = lambda _: True
+    gradient_of: str | None = None
+    cancelled: Callable[[Roles], frozenset[str]] = _nothing
+
+    @property
+    def name(self) -> str:
+        """The kind's name in the table."""
+        return self.row.name
 
 
 _KINDS: dict[str, NodeKind] = {}
 
 
-def register_kind(kind: NodeKind) -> NodeKind:
-    """Add a node kind; each name once."""
-    if kind.name in _KINDS:
-        raise ValueError(f"node kind {kind.name!r} is registered twice")
-    _KINDS[kind.name] = kind
+def register_kind(
+    name: str, attributes: type[Attributes], **functions: Any
+) -> NodeKind:
+    """Add what goes with a row of the table; each once, with the row's attributes."""
+    if name in _KINDS:
+        raise ValueError(f"node kind {name!r} is registered twice")
+    row = describe(name)
+    declared = {field.name for field in fields(attributes)}
+    if declared != set(row.attributes):
+        raise ValueError(
+            f"{attributes.__name__} has {sorted(declared)}, but the row of {name!r} "
+            f"{sorted(row.attributes)}"
+        )
+    kind = NodeKind(row=row, attributes=attributes, **functions)
+    _KINDS[name] = kind
     return kind
 
 
@@ -115,11 +120,14 @@ def kind_named(name: str) -> NodeKind:
         raise GraphError(f"node kind {name!r} is not one of {known}") from None
 
 
-def fold_rule(graph: "Graph", batched: frozenset[str]) -> FoldRule | None:
-    """Return how examples of the `batched` inputs fold into the graph, if they do."""
-    rules = (kind_named(node.kind).fold for node in graph.nodes)
-    rule = next((rule for rule in rules if rule is not None), None)
-    return None if rule is None else rule(graph, batched)
+def all_kinds() -> Mapping[str, NodeKind]:
+    """Return the kinds by name."""
+    return _KINDS
+
+
+def is_anchor(node: Node) -> bool:
+    """Whether a kernel is there for this node, and others only come along."""
+    return not kind_named(node.kind).row.is_around
 
 
 def roles_of(node: Node, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -135,19 +143,24 @@ def check_node(node: Node, table: Mapping[str, Tensor]) -> None:
             f"{node.kind}: attributes are {type(node.attributes).__name__}, "
             f"not {kind.attributes.__name__}"
         )
-    for label, pairs, required, optional in (
-        ("input", node.inputs, kind.required_inputs, kind.optional_inputs),
-        ("output", node.outputs, kind.required_outputs, kind.optional_outputs),
+    for label, pairs, roles in (
+        ("input", node.inputs, kind.row.inputs),
+        ("output", node.outputs, kind.row.outputs),
     ):
-        roles = [role for role, _ in pairs]
-        if roles != sorted(set(roles)):
-            raise GraphError(f"{node.kind}: {label} roles {roles} not sorted or twice")
+        known = {role.name for role in roles}
+        given = [role for role, _ in pairs]
+        if given != sorted(set(given)):
+            raise GraphError(f"{node.kind}: {label} roles {given} not sorted or twice")
         for role, name in pairs:
-            if role not in (*required, *optional):
+            if role not in known:
                 raise GraphError(f"{node.kind}: unknown {label} role {role!r}")
             if name not in table:
                 raise GraphError(f"{node.kind}: {role} names unknown tensor {name!r}")
-        for role in required:
-            if role not in roles:
-                raise GraphError(f"{node.kind}: {label} {role!r} is missing")
-    kind.check(roles_of(node, table), node.attributes)
+        for role in roles:
+            if role.is_required and role.name not in given:
+                raise GraphError(f"{node.kind}: {label} {role.name!r} is missing")
+    check_attributes(kind.row, node.attributes)
+    tensors = roles_of(node, table)
+    check_tensors(kind.row, tensors, node.attributes)
+    if kind.check is not None:
+        kind.check(tensors, node.attributes)

@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The nodes around a contraction: `pointwise`, `constant` and `reduction`.
 
-==========  ==================  =======================================================
-kind        roles               meaning
-==========  ==================  =======================================================
-pointwise   a, b, c -> output   ``mode`` of each element; dims are broadcast; computed
-                                in f32 (f64 with an f64 tensor)
-constant    -> output           ``value``; all dims are 1, f32 or f64
-reduction   input -> output     ``mode`` ("add") over the axes where output has 1
-==========  ==================  =======================================================
+They are described in node_kinds.json. `pointwise` computes its ``mode`` of each
+element, in f32 (f64 with an f64 tensor); `constant` is one number; `reduction` sums
+over the axes where its output has 1.
 
 `select` is a where c else b. A mode "x_grad" is the gradient of mode x: a is the
 cotangent of its output, b its input.
@@ -19,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
-from jax_cudnn.graph.rules import broadcast, broadcasts_to
+from jax_cudnn.graph.description import table
+from jax_cudnn.graph.kinds import Roles, register_kind
 from jax_cudnn.graph.spec import Attributes, Node
 
 if TYPE_CHECKING:
@@ -38,25 +33,14 @@ ACTIVATIONS = (
     "softplus",
     "tanh",
 )
-COMPARISONS = ("eq", "ge", "gt", "le", "lt", "ne")
-_UNARY = (
-    *ACTIVATIONS,
-    *("abs", "ceil", "cos", "erf", "exp", "floor", "identity", "log", "neg"),
-    *("reciprocal", "rsqrt", "sin", "sqrt", "tan"),
-)
-_BINARY = (
-    *(f"{name}_grad" for name in ACTIVATIONS),
-    *COMPARISONS,
-    *("add", "div", "max", "min", "mul", "pow", "sub"),
-)
+_ROW = table()["pointwise"]
+COMPARISONS: tuple[str, ...] = tuple(_ROW["modes_to_bool"])
 # Inputs of each mode.
-ARITY = {
-    **dict.fromkeys(_UNARY, 1),
-    **dict.fromkeys(_BINARY, 2),
-    "select": 3,
+ARITY: dict[str, int] = {
+    mode: int(count) for count, modes in _ROW["modes"].items() for mode in modes
 }
 # Modes that take an `alpha`: the slope of relu below 0 and the scale of elu there.
-_WITH_ALPHA = ("elu", "elu_grad", "relu", "relu_grad")
+_WITH_ALPHA: tuple[str, ...] = tuple(_ROW["modes_with_alpha"])
 _ROLES = ("a", "b", "c")
 
 
@@ -67,24 +51,12 @@ class PointwiseAttributes(Attributes):
     mode: str
     alpha: float = 0.0
 
-    def __post_init__(self) -> None:
-        if self.mode not in ARITY:
-            raise GraphError(f"pointwise: mode {self.mode!r} is not a known one")
-        if not math.isfinite(self.alpha):
-            raise GraphError(f"pointwise: alpha {self.alpha} is not finite")
-        if self.alpha != 0 and self.mode not in _WITH_ALPHA:
-            raise GraphError(f"pointwise: {self.mode} takes no alpha")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConstantAttributes(Attributes):
     """The value of a constant node."""
 
     value: float
-
-    def __post_init__(self) -> None:
-        if not math.isfinite(self.value):
-            raise GraphError(f"constant: value {self.value} is not finite")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,68 +65,24 @@ class ReductionAttributes(Attributes):
 
     mode: str
 
-    def __post_init__(self) -> None:
-        if self.mode != "add":
-            raise GraphError(f"reduction: mode {self.mode!r} is not a known one")
-
-
-# --- shape rules ----------------------------------------------------------------------
-
 
 def _check_pointwise(roles: Roles, attributes: Attributes) -> None:
+    """Raise GraphError unless inputs, alpha and bools are those of the mode."""
     assert isinstance(attributes, PointwiseAttributes)
+    mode = attributes.mode
+    if attributes.alpha != 0 and mode not in _WITH_ALPHA:
+        raise GraphError(f"pointwise: {mode} takes no alpha")
     inputs = [role for role in _ROLES if role in roles]
-    if inputs != list(_ROLES[: ARITY[attributes.mode]]):
+    if inputs != list(_ROLES[: ARITY[mode]]):
         raise GraphError(
-            f"pointwise: {attributes.mode} takes {ARITY[attributes.mode]} inputs, "
-            f"not {', '.join(inputs)}"
+            f"pointwise: {mode} takes {ARITY[mode]} inputs, not {', '.join(inputs)}"
         )
-    dims = roles["output"].dims
+    if (roles["output"].dtype == "bool") != (mode in COMPARISONS):
+        raise GraphError(f"pointwise: the output of {mode} is {roles['output'].dtype}")
     for role in inputs:
-        if not broadcasts_to(roles[role].dims, dims):
-            raise GraphError(
-                f"pointwise: {role} dims {list(roles[role].dims)} do not broadcast to "
-                f"{list(dims)}"
-            )
-    full = broadcast(*(roles[role].dims for role in inputs))
-    if full != dims:
-        raise GraphError(
-            f"pointwise: output dims {list(dims)} are not those of the inputs, "
-            f"{list(full)}"
-        )
-    makes_bool = attributes.mode in COMPARISONS
-    if (roles["output"].dtype == "bool") != makes_bool:
-        raise GraphError(
-            f"pointwise: the output of {attributes.mode} is {roles['output'].dtype}"
-        )
-    for role in inputs:
-        wants_bool = attributes.mode == "select" and role == "c"
+        wants_bool = mode == "select" and role == "c"
         if (roles[role].dtype == "bool") != wants_bool:
-            raise GraphError(
-                f"pointwise: {role} of {attributes.mode} is {roles[role].dtype}"
-            )
-
-
-def _check_constant(roles: Roles, attributes: Attributes) -> None:
-    del attributes
-    output = roles["output"]
-    if any(dim != 1 for dim in output.dims):
-        raise GraphError(f"constant: dims {list(output.dims)} are not all 1")
-    if output.dtype not in ("f32", "f64"):
-        raise GraphError(f"constant: output is {output.dtype}, not f32 or f64")
-
-
-def _check_reduction(roles: Roles, attributes: Attributes) -> None:
-    del attributes
-    dims, reduced = roles["input"].dims, roles["output"].dims
-    if not broadcasts_to(reduced, dims):
-        raise GraphError(
-            f"reduction: output dims {list(reduced)} are not those of the input, "
-            f"{list(dims)}, with some set to 1"
-        )
-    for role in ("input", "output"):
-        if roles[role].dtype == "bool":
-            raise GraphError(f"reduction: {role} is bool")
+            raise GraphError(f"pointwise: {role} of {mode} is {roles[role].dtype}")
 
 
 # --- derivatives ----------------------------------------------------------------------
@@ -287,35 +215,11 @@ def _no_vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> 
 
 
 POINTWISE = register_kind(
-    NodeKind(
-        name="pointwise",
-        attributes=PointwiseAttributes,
-        required_inputs=("a",),
-        optional_inputs=("b", "c"),
-        required_outputs=("output",),
-        check=_check_pointwise,
-        vjp=_vjp_pointwise,
-        has_vjp=_is_first_order,
-    )
+    "pointwise",
+    PointwiseAttributes,
+    check=_check_pointwise,
+    vjp=_vjp_pointwise,
+    has_vjp=_is_first_order,
 )
-
-CONSTANT = register_kind(
-    NodeKind(
-        name="constant",
-        attributes=ConstantAttributes,
-        required_inputs=(),
-        required_outputs=("output",),
-        check=_check_constant,
-        vjp=_no_vjp,
-    )
-)
-
-REDUCTION = register_kind(
-    NodeKind(
-        name="reduction",
-        attributes=ReductionAttributes,
-        required_inputs=("input",),
-        required_outputs=("output",),
-        check=_check_reduction,
-    )
-)
+CONSTANT = register_kind("constant", ConstantAttributes, vjp=_no_vjp)
+REDUCTION = register_kind("reduction", ReductionAttributes)

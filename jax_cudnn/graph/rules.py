@@ -1,12 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the shape rules of several node kinds have in common."""
+"""Groups of dtypes, and how shapes broadcast."""
 
-from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.kinds import Roles
 from jax_cudnn.graph.spec import DTypeName
 
-# The kinds that act on each element or sum them: what surrounds a contraction.
-AROUND = ("pointwise", "constant", "reduction")
 EIGHT_BIT = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
 FLOATS = ("f8_e4m3fn", "f8_e5m2", "bf16", "f16", "f32", "f64")
 
@@ -31,17 +27,3 @@ def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
         next((size for size in sizes if size != 1), 1)
         for sizes in zip(*shapes, strict=True)
     )
-
-
-def expect_dims(kind: str, roles: Roles, role: str, dims: tuple[int, ...]) -> None:
-    """Raise GraphError where the role is there and has other dims."""
-    if role in roles and roles[role].dims != dims:
-        raise GraphError(
-            f"{kind}: {role} has dims {list(roles[role].dims)}, not {list(dims)}"
-        )
-
-
-def expect_dtype(kind: str, roles: Roles, role: str, dtype: DTypeName) -> None:
-    """Raise GraphError where the role is there and has another dtype."""
-    if role in roles and roles[role].dtype != dtype:
-        raise GraphError(f"{kind}: {role} is {roles[role].dtype}, not {dtype}")

@@ -15,7 +15,7 @@ from jax_cudnn.legalize.rules import Legal, Legalization, Rule
 __all__ = ["Legal", "Legalization", "is_contraction", "legalize", "partition"]
 
 # Kinds with a rule of their own, which are alone in their graph.
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     "sdpa": sdpa.legalize_forward,
     "sdpa_backward": sdpa.legalize_backward,
 }
@@ -24,5 +24,5 @@ _RULES: dict[str, Rule] = {
 def legalize(part: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can compute a part of a graph on the target."""
     node = part.sole_node()
-    rule = _RULES.get(node.kind) if node is not None else None
+    rule = RULES.get(node.kind) if node is not None else None
     return (rule or fusion.legalize)(part, target)

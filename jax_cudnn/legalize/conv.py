@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
-from jax_cudnn.graph.conv import TRIPLES, dilated
+from jax_cudnn.graph.conv import TRIPLES
+from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.edit import ELEMENTS_PER_LOAD, Edit, constants
 from jax_cudnn.legalize.partition import is_contraction
 from jax_cudnn.legalize.rules import Legal

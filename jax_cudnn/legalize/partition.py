@@ -9,13 +9,10 @@ cotangent through the activation and the sums for the bias in XLA, then dgrad an
 wgrad, one cuDNN kernel each.
 """
 
-from jax_cudnn.graph import Graph, Node
-from jax_cudnn.graph.rules import AROUND, EIGHT_BIT, broadcasts_to
+from jax_cudnn.graph import Graph, Node, is_anchor
+from jax_cudnn.graph.rules import EIGHT_BIT, broadcasts_to
 
-
-def is_contraction(node: Node) -> bool:
-    """Whether cuDNN is there for this node, and others only come along."""
-    return node.kind not in AROUND
+is_contraction = is_anchor
 
 
 def partition(graph: Graph) -> tuple[Graph, ...]:

@@ -17,7 +17,7 @@ import numpy as np
 from jax_cudnn import native
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Graph, label, summary, to_json
+from jax_cudnn.graph import Graph, kind_named, label, summary, to_json
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.decision import Step, decide
 from jax_cudnn.lowering.primitives import graph_p, run_reference
@@ -83,7 +83,7 @@ def _read_by_sums(graph: Graph) -> frozenset[str]:
     return frozenset(
         name
         for node in graph.nodes
-        if node.kind == "reduction"
+        if kind_named(node.kind).row.is_sum
         for _, name in node.inputs
         if name in made and (readers[name] > 1 or name in graph.outputs)
     )

@@ -16,11 +16,17 @@ from jax_cudnn import choices
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import MatmulPrecision, Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, Target, summary, to_json
+from jax_cudnn.graph import (
+    Graph,
+    Target,
+    is_anchor,
+    kind_named,
+    summary,
+    to_json,
+)
 from jax_cudnn.legalize import (
     Legal,
     Legalization,
-    is_contraction,
     legalize,
     partition,
 )
@@ -78,7 +84,7 @@ class Step:
     @property
     def is_missing(self) -> bool:
         """Whether cuDNN was to run it and cannot."""
-        return self.legal is None and any(map(is_contraction, self.part.nodes))
+        return self.legal is None and any(map(is_anchor, self.part.nodes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +145,7 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
     measured = None if target is None else choices.table().get(part, target, choice)
     if measured is not None and not measured.plan and measured.cudnn_us is None:
         measured = None  # cuDNN had no plan: that is to be said with its reasons
-    has_contraction = any(map(is_contraction, part.nodes))
+    has_contraction = any(map(is_anchor, part.nodes))
     if not has_contraction and (measured is None or measured.implementation == "xla"):
         return Step(part=part)
     if (reason := precision_refusal(part, options)) is not None:
@@ -260,19 +266,18 @@ _ALGORITHMS = {
 
 def precision_refusal(part: Graph, options: Options) -> str | None:
     """Return why the products asked for are not cuDNN's, or None."""
-    kinds = {node.kind for node in part.nodes if is_contraction(node)}
-    precision: Any = options.matmul_precision
-    if precision is None or any(kind.startswith("sdpa") for kind in kinds):
-        return None
-    dtypes = {
-        part.tensor(name).dtype
+    products = {
+        node: setting
         for node in part.nodes
-        if is_contraction(node)
-        for _, name in node.inputs
+        if (setting := kind_named(node.kind).row.precision) is not None
     }
+    precision: Any = options.matmul_precision
+    if precision is None or not products:
+        return None
+    dtypes = {part.tensor(name).dtype for node in products for _, name in node.inputs}
     if not _is_level(precision):
         # An algorithm is for dot products; a convolution has none to lax either.
-        if "matmul" not in kinds or _ALGORITHMS.get(precision) == dtypes:
+        if "dot" not in products.values() or _ALGORITHMS.get(precision) == dtypes:
             return None
         return f"the algorithm of the product was asked for, {precision!r}: XLA has it"
     levels = precision if isinstance(precision, tuple) else (precision,)

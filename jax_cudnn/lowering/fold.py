@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vmap of a graph: folds the examples into axes of its tensors.
 
-The node kinds say which axes (graph/kinds.py, FoldRule); here is what that means for
+The node kinds say which axes (graph/folding.py); here is what that means for
 arrays.
 """
 
@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Tensor, fold_rule
-from jax_cudnn.graph.kinds import FoldRule
+from jax_cudnn.graph import FoldRule, Graph, Tensor, fold_rule
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

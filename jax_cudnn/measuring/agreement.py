@@ -6,17 +6,16 @@ measured to be fastest is therefore compared before it is chosen.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.graph import Graph, SdpaAttributes, sdpa_graph
-from jax_cudnn.graph.sdpa import SDPA
+from jax_cudnn.graph import Graph, forward_graph, kind_named
+from jax_cudnn.graph.kinds import roles_of
 from jax_cudnn.reference.dtypes import jax_dtype
-from jax_cudnn.reference.interpreter import evaluate, to_stored
+from jax_cudnn.reference.interpreter import evaluate
 
 # What rounding may do to a tensor by its norm, in units of eps: a few roundings to the
 # dtype, which average out, are less than one. What is wrong is off by tenths.
@@ -64,44 +63,24 @@ def with_own_results(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Arr
     random log-sum-exp, probabilities would reach what f16 does not hold.
     """
     given = dict(zip(part.inputs, operands, strict=True))
-    node = part.sole_node()
-    if node is not None and node.kind == "sdpa_backward":
-        assert isinstance(node.attributes, SdpaAttributes)
-        taken = {*SDPA.required_inputs, *SDPA.optional_inputs}
-        names = {role: name for role, name in node.inputs if role in taken}
-        graph = sdpa_graph(
-            {
-                role: replace(part.tensor(name), name=role)
-                for role, name in names.items()
-            },
-            attributes=node.attributes,
-            with_stats=True,
-        )
-        read = [given[name] for name in names.values()]
-        found = reference_results(graph, read)
-        for role, x in zip(graph.outputs, found, strict=True):
-            tensor = part.tensor(dict(node.inputs)[role])
-            given[tensor.name] = to_stored(tensor, x)
+    node, forward = part.sole_node(), forward_graph(part)
+    if node is not None and forward is not None:
+        names = dict(node.inputs)
+        read = [given[names[role]] for role in forward.inputs]
+        found = reference_results(forward, read)
+        for role, x in zip(forward.outputs, found, strict=True):
+            given[names[role]] = x
     return [given[name] for name in part.inputs]
 
 
 def comparable(part: Graph, results: Sequence[_T]) -> list[_T]:
-    """Return those results of a part that are more than rounding errors.
-
-    Attention's gradient has sums of terms that cancel, where output and log-sum-exp are
-    those of the row: that of a bias that all keys of a row share, which legalisation
-    makes use of, and with a single key those of all that makes its score.
-    """
+    """Return those results of a part that are more than rounding errors."""
     node = part.sole_node()
     cancelled: set[str] = set()
-    if node is not None and node.kind == "sdpa_backward":
-        inputs, outputs = dict(node.inputs), dict(node.outputs)
-        roles: list[str] = []
-        if "bias" in inputs and part.tensor(inputs["bias"]).dims[3] == 1:
-            roles.append("grad_bias")
-        if part.tensor(inputs["key"]).dims[2] == 1 and "grad_stats" not in inputs:
-            roles += ["grad_query", "grad_key", "grad_bias"]
-        cancelled = {outputs[role] for role in roles if role in outputs}
+    if node is not None:
+        roles = roles_of(node, {t.name: t for t in part.tensors})
+        names = dict(node.outputs)
+        cancelled = {names[r] for r in kind_named(node.kind).cancelled(roles)}
     pairs = zip(part.outputs, results, strict=True)
     return [result for name, result in pairs if name not in cancelled]
 

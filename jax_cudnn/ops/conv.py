@@ -13,8 +13,9 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import ConvAttributes
-from jax_cudnn.graph.conv import output_size
+from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.rules import broadcasts_to
+from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.lowering import weakly_typed
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
@@ -245,11 +246,8 @@ def _fused(
         x = _groups_to_channels(x, layout, groups)
     orders = [_order(spec) for spec in layout]
     first, second = tensor("x", x, orders[0]), tensor("w", w, orders[1])
-    sizes = (
-        output_size(attributes, i, first.dims[i + 2], second.dims[i + 2])
-        for i in range(x.ndim - 2)
-    )
-    dims = (first.dims[0], second.dims[0], *sizes)
+    given = {"x": first, "w": second}
+    dims = result_dims(CONV_FPROP.row, "output", given, attributes)
     rounded = graph_dtype(dtype, first.dtype)
     assert rounded is not None, "_why_plain has looked"
     sums = sums_dtype(rounded, first.dtype)

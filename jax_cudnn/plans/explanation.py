@@ -15,8 +15,8 @@ from jax.stages import Traced
 from jax_cudnn import native, offline
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph, label, operand_text
-from jax_cudnn.legalize import is_contraction, partition
+from jax_cudnn.graph import Graph, is_anchor, label, operand_text
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import (
     ASKED_FOR_XLA,
@@ -237,7 +237,7 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
             notes=(*step.legal.notes, *remarks),
             attempts=step.attempts,
         )
-    if not any(map(is_contraction, part.nodes)):
+    if not any(map(is_anchor, part.nodes)):
         return _call(part, count, implementation="xla", notes=(_AROUND,))
     is_auto = options.implementation == "auto"
     changes = (by_name if step.why == "tuned" else variations)(part, options)

@@ -12,8 +12,15 @@ from jax_cudnn import choices, offline
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, from_json, label, operand_text
-from jax_cudnn.legalize import is_contraction, partition
+from jax_cudnn.graph import (
+    Graph,
+    from_json,
+    is_anchor,
+    kind_named,
+    label,
+    operand_text,
+)
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import check_bare, decide, stage_of, traced_graphs
 from jax_cudnn.lowering.decision import IS_DERIVATIVE, Attempt, Decision, Step
 from jax_cudnn.lowering.devices import Gpu, LocalGpu, local_target
@@ -170,7 +177,7 @@ def _call(
     measured = _measured(step.part, options, machine) if step.why == "tuned" else []
     only = measured[0] if len(measured) == 1 else None
     reasons = step.reasons if legal is None else legal.notes
-    if options.remark and any(map(is_contraction, step.part.nodes)):
+    if options.remark and any(map(is_anchor, step.part.nodes)):
         reasons = (*reasons, options.remark)
     return Call(
         op=label(step.part) or "copy",
@@ -204,7 +211,7 @@ def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
     found = [
         choices.table().get(inner, target, allowed)
         for inner in partition(part)
-        if any(map(is_contraction, inner.nodes))
+        if any(map(is_anchor, inner.nodes))
     ]
     return [choice for choice in found if choice is not None] if all(found) else []
 
@@ -259,7 +266,7 @@ def direction_of(graph: Graph) -> Direction | None:
     modes = (str(getattr(node.attributes, "mode", "")) for node in graph.nodes)
     if (
         any(name.startswith("grad_") for name in (*graph.outputs, *graph.inputs))
-        or any(node.kind == "sdpa_backward" for node in graph.nodes)
+        or any(kind_named(node.kind).gradient_of for node in graph.nodes)
         or any(mode.endswith("_grad") for mode in modes)
     ):
         return "backward"

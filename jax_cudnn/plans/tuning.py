@@ -19,8 +19,8 @@ from jax_cudnn import choices
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph
-from jax_cudnn.legalize import is_contraction, partition
+from jax_cudnn.graph import Graph, is_anchor, kind_named
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import scoped, traced_graphs
 from jax_cudnn.lowering.decision import precision_refusal
 from jax_cudnn.lowering.devices import local_target
@@ -227,8 +227,8 @@ def _parts(found: list[tuple[Graph, Options, bool]]) -> Iterator[tuple[Graph, Op
         if is_linear or graph.has_empty_tensor or options.implementation == "xla":
             continue
         for part in partition(graph):
-            has_sums = any(node.kind == "reduction" for node in part.nodes)
-            is_worth_it = has_sums or any(map(is_contraction, part.nodes))
+            has_sums = any(kind_named(node.kind).row.is_sum for node in part.nodes)
+            is_worth_it = has_sums or any(map(is_anchor, part.nodes))
             # Where cuDNN's precision is not enough, XLA runs it, whatever is faster.
             if is_worth_it and precision_refusal(part, options) is None:
                 yield part, options

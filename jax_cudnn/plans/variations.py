@@ -9,8 +9,16 @@ from dataclasses import dataclass, fields, replace
 
 from jax_cudnn.config import Options, PlanOptions
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph import DTypeName, Graph, Node, Tensor
-from jax_cudnn.legalize import is_contraction
+from jax_cudnn.graph import (
+    DTypeName,
+    Graph,
+    Node,
+    Tensor,
+    is_anchor,
+    kind_named,
+)
+from jax_cudnn.graph.kinds import roles_of
+from jax_cudnn.graph.shapes import check_tensors, resized
 from jax_cudnn.lowering.decision import precision_refusal
 
 
@@ -81,8 +89,11 @@ def _of_options(part: Graph, options: Options) -> Iterator[Variation]:
 
 _WIDE = ("f32", "f64")
 _NARROW = ("f8_e4m3fn", "f8_e5m2", "i8", "u8")
-# Roles that are f32 beside 16-bit operands: the log-sum-exp of attention.
-_IN_F32 = ("stats", "grad_stats")
+
+
+def _is_sum(node: Node, role: str) -> bool:
+    """Whether a role is f32 beside 16-bit operands, such as a log-sum-exp."""
+    return kind_named(node.kind).row.roles[role].is_sum
 
 
 def _of_dtypes(part: Graph, options: Options) -> Iterator[Variation]:
@@ -95,17 +106,17 @@ def _of_dtypes(part: Graph, options: Options) -> Iterator[Variation]:
 
 
 def _castable(part: Graph) -> set[str]:
-    """Return the operands that a contraction follows from and are not 16 bits wide."""
+    """Return the operands that a kernel follows from and are not 16 bits wide."""
     needed = {
         name
         for node in part.nodes
-        if is_contraction(node)
+        if is_anchor(node)
         for role, name in node.inputs
-        if role not in _IN_F32
+        if not _is_sum(node, role)
     }
     for node in reversed(part.nodes):
         if not needed.isdisjoint(name for _, name in node.outputs):
-            needed.update(name for role, name in node.inputs if role not in _IN_F32)
+            needed.update(n for role, n in node.inputs if not _is_sum(node, role))
     return {
         name
         for name in needed.intersection(part.inputs)
@@ -119,9 +130,9 @@ def _with_dtype(part: Graph, dtype: DTypeName) -> dict[str, Tensor]:
         name
         for node in part.nodes
         for role, name in (*node.inputs, *node.outputs)
-        if role in _IN_F32
+        if _is_sum(node, role)
     }
-    products = (node for node in part.nodes if is_contraction(node))
+    products = (node for node in part.nodes if is_anchor(node))
     read = {name for node in products for _, name in node.inputs}
 
     def changed(tensor: Tensor) -> DTypeName:
@@ -164,77 +175,49 @@ def _of_results(part: Graph, options: Options) -> Iterator[Variation]:
 
 # --- sizes ----------------------------------------------------------------------------
 
-# What cuDNN loads at once: 16 bytes, of 2 or of 1 byte an element.
-_MULTIPLES = (8, 16)
-# Of head sizes, which are padded to multiples of 8 by themselves. On sm_100 gradients
-# take up to 128, and then 256 again (9.27, tests/gpuless/test_explain.py).
-_HEAD_MULTIPLES = (128, 256)
 _Dims = tuple[int, ...]
 
 
 def _of_sizes(part: Graph, options: Options) -> Iterator[Variation]:
-    contractions = [node for node in part.nodes if is_contraction(node)]
-    if len(contractions) != 1:
+    anchors = [node for node in part.nodes if is_anchor(node)]
+    if len(anchors) != 1 or (pads := kind_named(anchors[0].kind).row.pads) is None:
         return
-    (node,) = contractions
+    (node,) = anchors
     names = dict((*node.inputs, *node.outputs))
-    roles = {role: part.tensor(name).dims for role, name in names.items()}
-    multiples = _HEAD_MULTIPLES if node.kind.startswith("sdpa") else _MULTIPLES
-    for multiple in multiples:
-        words, sizes = _rounded(node.kind, roles, multiple)
-        if any(sizes[role] != dims for role, dims in roles.items()):
+    for multiple in pads.multiples:
+        words, sizes = _rounded(part, node, multiple)
+        if words:
             by_name = {names[role]: dims for role, dims in sizes.items()}
             made = _made(words, part, options, _resized(part, node, by_name))
-            is_first = multiple == multiples[0]
+            is_first = multiple == pads.multiples[0]
             yield from (replace(each, is_for_newer=is_first) for each in made)
 
 
-def _rounded(
-    kind: str, roles: Mapping[str, _Dims], multiple: int
-) -> tuple[str, dict[str, _Dims]]:
-    """Return the dims of each role with sizes in multiples, and what that is."""
+def _rounded(part: Graph, node: Node, multiple: int) -> tuple[str, dict[str, _Dims]]:
+    """Return the dims of each role with sizes in multiples, and what that is.
 
-    def up(size: int) -> int:
-        return -(-size // multiple) * multiple
-
-    new = dict(roles)
-    if kind.startswith("conv"):
-        x = next(role for role in ("x", "grad_x") if role in roles)
-        w = next(role for role in ("w", "grad_w") if role in roles)
-        y = next(role for role in ("output", "grad_output") if role in roles)
-        groups = roles[x][1] // roles[w][1]
-        c, o = up(roles[w][1]), up(roles[w][0] // groups)
-        new[x] = (roles[x][0], groups * c, *roles[x][2:])
-        new[w] = (groups * o, c, *roles[w][2:])
-        new[y] = (roles[y][0], groups * o, *roles[y][2:])
-        what = "channels of a group" if groups > 1 else "channels"
-        before = f"{roles[w][1]} in and {roles[w][0] // groups} out"
-        return f"make the {what} {c} in and {o} out, not {before}", new
-    if kind == "matmul":
-        for role, dims in roles.items():
-            new[role] = (dims[0], *map(up, dims[1:]))
-        (_, m, r), n = new["a"], new["b"][2]
-        return f"make the matrices {m} x {r} and {r} x {n}", new
-    for role, dims in roles.items():
-        if role in _HEADED:
-            new[role] = (*dims[:3], up(dims[3]))
-    d, e = new["query"][3], new["value"][3]
-    words = (
-        f"pad the head sizes with zeros to {d} (query, key) and {e} (value), and pass "
-        "the scale of the old ones"
-    )
-    return words, new
-
-
-# Roles of attention whose last axis is a head.
-_HEADED = (
-    *("query", "key", "value", "output"),
-    *("grad_query", "grad_key", "grad_value", "grad_output"),
-)
+    The words are empty where all sizes are such multiples.
+    """
+    row = kind_named(node.kind).row
+    assert row.pads is not None
+    roles = roles_of(node, {t.name: t for t in part.tensors})
+    sizes = check_tensors(row, roles, node.attributes)
+    changed = {
+        letter: -(-sizes[letter] // multiple) * multiple
+        for letter in row.pads.letters
+        if sizes[letter] % multiple
+    }
+    texts = [
+        f"{row.letters[letter]} from {sizes[letter]} to {size}"
+        for letter, size in changed.items()
+    ]
+    words = ", ".join(filter(None, [" and ".join(texts), row.pads.advice]))
+    dims = resized(row, roles, node.attributes, changed)
+    return f"pad {words}" if changed else "", dims
 
 
 def _resized(part: Graph, node: Node, sizes: Mapping[str, _Dims]) -> dict[str, Tensor]:
-    """Return the tensors with those of the contraction in other sizes.
+    """Return the tensors with those of the kernel's node in other sizes.
 
     What leads to an operand follows it, all else follows the result.
     """

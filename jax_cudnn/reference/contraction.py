@@ -12,8 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph.conv import ConvAttributes, dilated
+from jax_cudnn.graph.conv import ConvAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.graph.windows import dilated
 from jax_cudnn.reference.dtypes import DTYPES
 
 Operands = Mapping[str, jax.Array]

@@ -20,7 +20,7 @@ from jax_cudnn.reference.dtypes import jax_dtype
 # those, in any dtype that holds the result, and the interpreter rounds once.
 Rule = Callable[..., Mapping[str, Any]]
 
-_RULES: dict[str, Rule] = {
+RULES: dict[str, Rule] = {
     "constant": pointwise.constant,
     "conv_dgrad": contraction.conv_dgrad,
     "conv_fprop": contraction.conv_fprop,
@@ -72,7 +72,7 @@ def _evaluate_node(
     narrow_sums: bool,
     precision: Any,
 ) -> dict[str, jax.Array]:
-    rule = _RULES[kind_named(node.kind).name]
+    rule = RULES[kind_named(node.kind).name]
     inputs = {role: values[name] for role, name in node.inputs}
     outputs = {role: graph.tensor(name) for role, name in node.outputs}
     results = None

@@ -69,7 +69,7 @@ def test_turing_is_told_why_not() -> None:
         )
 
 
-_PADDED = "pad the head sizes with zeros to 256 (query, key) and 256 (value), and"
+_PADDED = "pad head size of query and key from 192 to 256 and head size of value from"
 
 
 # What the gradient takes of query's and value's head sizes, by cuDNN 9.27.
@@ -115,8 +115,8 @@ def test_filters_of_small_groups_need_whole_loads(device: str, newer: str) -> No
     assert calls["conv_fprop"].implementation == "cudnn"
     assert "6 groups are merged into 1" in calls["conv_dgrad"].notes
     refused = calls["conv_wgrad"]
-    change = "make the channels of a group 8 in and 8 out, not 4 in and 4 out"
-    assert refused.change.startswith(change + newer)
+    change = "pad channels in per group from 4 to 8 and channels out per group from 4"
+    assert refused.change.startswith(f"{change} to 8{newer}")
     assert bool(newer) == ("run it on" in refused.change)
     reasons = [reason for attempt in refused.attempts for reason in attempt.reasons]
     assert any("engine" in reason for reason in reasons)

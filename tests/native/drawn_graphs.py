@@ -14,8 +14,9 @@ from jax_cudnn.graph import (
     MatmulAttributes,
     Tensor,
 )
-from jax_cudnn.graph.conv import output_size
+from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.pointwise import ARITY, COMPARISONS
+from jax_cudnn.graph.shapes import result_dims
 
 _DTYPES: tuple[DTypeName, ...] = (
     *("f8_e4m3fn", "f8_e5m2", "bf16", "f16", "f32", "f64"),
@@ -91,8 +92,12 @@ def _add_conv(draw: st.DrawFn, writer: GraphWriter) -> str:
     n, c, groups, o = draw(_SIZES), draw(_SIZES), draw(st.integers(1, 3)), draw(_SIZES)
     x = (n, c * groups, *per_axis(0, 6))
     w = (o * (groups if c else 1), c, *per_axis(0, 4))
-    spatial = (output_size(attributes, i, x[i + 2], w[i + 2]) for i in range(axes))
-    sizes = {"image": x, "filter": w, "out": (n, w[0], *spatial)}
+    given = {
+        role: Tensor(name=role, dtype="f32", dims=dims, order=tuple(range(len(dims))))
+        for role, dims in (("x", x), ("w", w))
+    }
+    out = result_dims(CONV_FPROP.row, "output", given, attributes)
+    sizes = {"image": x, "filter": w, "out": out}
     kind, inputs, output, made = draw(
         st.sampled_from(
             [

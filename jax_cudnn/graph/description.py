@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is a kind of node? Its row of node_kinds.json, the table that C++ reads too.
+
+A row has the node's roles, each with its axes and its dtype:
+
+    "query": "b kg s d : float"     "bias?": "[b] [kg] [s] [t] : float"
+
+A letter stands for a size, the same wherever it appears. Letters side by side are
+multiplied: kg query heads are k key heads times g each. An axis in brackets may be 1
+and is then broadcast, or summed in a result. A letter with a star stands for any number
+of axes. "= role" has the axes and the dtype of another role; a role with a question
+mark may be absent.
+
+Dtypes are: names, of which one is meant; "float"; "not bool"; "any"; "like" another
+role; and "sum of" another role, the dtype in which sums of it are kept (f32, f64 for
+f64). "i32 up to s" holds counts along s, and "positive" follows a dtype of numbers
+above 0.
+
+The other fields of a row, all optional:
+
+==============  ========================================================================
+attributes      name: bool, integer, number, string or "integers" and the letter that
+                they have one entry for; ">= 1" for each. A value behind "default" is
+                left out of a graph's text
+like            the kind whose other fields, attributes included, this one shares
+letters         what each letter is called
+ranks           the least and most axes that a starred letter stands for
+windows         letters of a result that follow from a size, a window and attributes
+folds           the letters that examples of a vmap can enter, the best first
+pads            letters that may be padded, to which multiples, and advice on doing so
+precision       which setting of JAX holds for the products: "dot" or "convolution"
+around          true for kinds that only come along with the others in a kernel
+sums            true for kinds whose results are sums over axes of their operand
+modes           the values of the attribute "mode", by the number of inputs
+==============  ========================================================================
+"""
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any, Literal
+
+Precision = Literal["dot", "convolution"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Axis:
+    """An axis of a role: the letters whose sizes it multiplies, none for a 1."""
+
+    letters: str
+    is_optional: bool
+    is_starred: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Role:
+    """A role of a node: its axes and dtype, or whose they are."""
+
+    name: str
+    is_required: bool
+    is_input: bool
+    axes: tuple[Axis, ...]
+    dtype: str
+    same_as: str | None = None
+
+    @property
+    def is_sum(self) -> bool:
+        """Whether its dtype is one in which sums are kept."""
+        return self.dtype.startswith("sum of ")
+
+    @property
+    def counts(self) -> str | None:
+        """The letter along which it counts, if it does."""
+        return self.dtype.partition(" up to ")[2] or None
+
+    @property
+    def is_positive(self) -> bool:
+        """Whether its numbers are above 0."""
+        return self.dtype.endswith(" positive")
+
+    def place(self, letter: str) -> int | None:
+        """Return the axis that begins with a letter, if there is one."""
+        found = [i for i, axis in enumerate(self.axes) if axis.letters[:1] == letter]
+        return found[0] if found and not self.axes[found[0]].is_starred else None
+
+    def broadcasts(self, letter: str) -> bool:
+        """Whether the axis that begins with the letter may be 1 instead."""
+        place = self.place(letter)
+        return place is not None and self.axes[place].is_optional
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttributeField:
+    """An attribute's type, the letter that a list has entries for, least and default.
+
+    The default is None where the attribute is always written.
+    """
+
+    type: Literal["bool", "integer", "number", "string", "integers"]
+    letter: str = ""
+    least: int | None = None
+    default: Any = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Padding:
+    """Letters that may be padded, the multiples to try, and what else to do then."""
+
+    letters: tuple[str, ...]
+    multiples: tuple[int, ...]
+    advice: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Description:
+    """A row of the table."""
+
+    name: str
+    roles: Mapping[str, Role]
+    attributes: Mapping[str, AttributeField]
+    letters: Mapping[str, str]
+    ranks: tuple[int, int]
+    windows: Mapping[str, tuple[str, str]]
+    folds: tuple[str, ...]
+    pads: Padding | None
+    precision: Precision | None
+    is_around: bool
+    is_sum: bool
+    arity: Mapping[str, int]
+
+    @property
+    def inputs(self) -> tuple[Role, ...]:
+        """The roles that the node reads, in the table's order."""
+        return tuple(role for role in self.roles.values() if role.is_input)
+
+    @property
+    def outputs(self) -> tuple[Role, ...]:
+        """The roles that the node makes, in the table's order."""
+        return tuple(role for role in self.roles.values() if not role.is_input)
+
+
+@functools.cache
+def table() -> Mapping[str, Any]:
+    """Return the rows as they stand in the file."""
+    text = resources.files(__package__ or "").joinpath("node_kinds.json").read_text()
+    return json.loads(text)
+
+
+def describe(name: str) -> Description:
+    """Return the row of a kind, read."""
+    row = table()[name]
+    shared = {**table()[row["like"]], **row} if "like" in row else row
+    roles: dict[str, Role] = {}
+    for is_input, field in ((True, "inputs"), (False, "outputs")):
+        for key, text in shared[field].items():
+            role = _role(key, text, roles, is_input=is_input)
+            roles[role.name] = role
+    pads = shared.get("pads")
+    return Description(
+        name=name,
+        roles=roles,
+        attributes={k: _field(v) for k, v in shared.get("attributes", {}).items()},
+        letters=shared.get("letters", {}),
+        ranks=tuple(shared.get("ranks", (0, 8))),
+        windows={k: tuple(v.split()) for k, v in shared.get("windows", {}).items()},
+        folds=tuple(shared.get("folds", "").split()),
+        pads=pads
+        and Padding(
+            letters=tuple(pads["letters"].split()),
+            multiples=tuple(pads["multiples"]),
+            advice=pads.get("advice", ""),
+        ),
+        precision=shared.get("precision"),
+        is_around=shared.get("around", False),
+        is_sum=shared.get("sums", False),
+        arity={
+            mode: int(count)
+            for count, modes in shared.get("modes", {}).items()
+            for mode in modes
+        },
+    )
+
+
+def _role(key: str, text: str, known: Mapping[str, Role], *, is_input: bool) -> Role:
+    name, is_required = key.rstrip("?"), not key.endswith("?")
+    if text.startswith("= "):
+        model = known[text.removeprefix("= ")]
+        axes, dtype, same_as = model.axes, model.dtype, model.name
+    else:
+        words, _, dtype = text.partition(" : ")
+        axes, same_as = tuple(map(_axis, words.split())), None
+    return Role(
+        name=name,
+        is_required=is_required,
+        is_input=is_input,
+        axes=axes,
+        dtype=dtype,
+        same_as=same_as,
+    )
+
+
+def _axis(text: str) -> Axis:
+    inner = text.strip("[]")
+    is_starred = inner.endswith("*")
+    letters = inner.rstrip("*")
+    return Axis(
+        letters="" if letters == "1" else letters,
+        is_optional=text.startswith("["),
+        is_starred=is_starred,
+    )
+
+
+def _field(value: Any) -> AttributeField:
+    data = {"type": value} if isinstance(value, str) else value
+    found = re.fullmatch(r"(\w+)(?: (\w))?(?: >= (-?\d+))?", data["type"])
+    assert found is not None, value
+    kind, letter, least = found.groups()
+    return AttributeField(
+        type=kind,  # type: ignore[arg-type]
+        letter=letter or "",
+        least=None if least is None else int(least),
+        default=data.get("default"),
+    )

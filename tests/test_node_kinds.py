@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does every registry know the same kinds of nodes, those of node_kinds.json?"""
+
+import dataclasses
+
+import pytest
+
+from jax_cudnn import legalize
+from jax_cudnn.graph import all_kinds
+from jax_cudnn.graph.description import describe, table
+from jax_cudnn.reference import interpreter
+
+pytestmark = pytest.mark.once
+
+_KINDS = sorted(table())
+_TYPES = {
+    "bool": bool,
+    "integer": int,
+    "number": float,
+    "string": str,
+    "integers": tuple[int, ...],
+}
+
+
+def test_the_table_is_written_in_order() -> None:
+    assert list(table()) == _KINDS
+
+
+def test_every_kind_has_its_functions() -> None:
+    assert sorted(all_kinds()) == _KINDS
+
+
+def test_every_kind_has_a_meaning() -> None:
+    assert sorted(interpreter.RULES) == _KINDS
+
+
+def test_kinds_that_are_legalised_alone_are_known() -> None:
+    assert set(legalize.RULES) < set(_KINDS)
+
+
+@pytest.mark.parametrize("name", _KINDS)
+def test_attributes_have_the_types_of_the_table(name: str) -> None:
+    kind = all_kinds()[name]
+    declared = {f.name: f.type for f in dataclasses.fields(kind.attributes)}
+    assert declared == {k: _TYPES[v.type] for k, v in kind.row.attributes.items()}
+    defaults = {f.name: f.default for f in dataclasses.fields(kind.attributes)}
+    for field, value in kind.row.attributes.items():
+        if value.default is not None:
+            assert defaults[field] == value.default
+
+
+@pytest.mark.parametrize("name", _KINDS)
+def test_letters_and_roles_are_declared(name: str) -> None:
+    row = describe(name)
+    letters = {
+        x for role in row.roles.values() for axis in role.axes for x in axis.letters
+    }
+    named = set(row.letters)
+    assert not row.letters or letters <= named
+    assert letters.issuperset(row.folds)
+    for role in row.roles.values():
+        for word in ("like ", "sum of "):
+            if role.dtype.startswith(word):
+                assert role.dtype.removeprefix(word) in row.roles
+        if role.counts:
+            assert role.counts in letters
+    if row.pads is not None:
+        assert letters.issuperset(row.pads.letters)
