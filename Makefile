@@ -27,7 +27,7 @@ JAX_NEWEST := 0.12.0.1
 TOOLS := ruff==0.17.5 clang-format==23.1.5 clang-tidy==23.1.4 'pyright[nodejs]==1.1.414'
 
 comma := ,
-CXX_FILES = $(wildcard ffi/*.cc ffi/*.h)
+CXX_FILES = $(wildcard ffi/*/*.cc ffi/*/*.h)
 BUILD_FILES = pyproject.toml CMakeLists.txt $(shell find ffi cmake -type f)
 PACKAGE_FILES = $(shell find jax_cudnn -type f -not -path '*/__pycache__/*' -not -name '*.so')
 

@@ -117,7 +117,7 @@ def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
             graph=to_json(graph),
             choice=step.choice,
             op=op,
-            # The handler runs it nowhere else: ffi/program_target.h.
+            # The handler runs it nowhere else: ffi/handler/program_target.h.
             sm_version=np.int64(target.sm_version if target else 0),
             cudnn_version=np.int64(target.cudnn_version if target else 0),
         )

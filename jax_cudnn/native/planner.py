@@ -84,7 +84,7 @@ def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
 
     Args:
         graph_json: canonical text of the graph.
-        choice: a candidate's ``choice``, a filter (see ``ffi/plan_request.h``), or ""
+        choice: a candidate's ``choice``, a filter (``ffi/plans/plan_request.h``), or ""
             for the first that builds.
         device: CUDA ordinal of the device.
     """

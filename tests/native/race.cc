@@ -17,13 +17,13 @@
 #include <utility>
 #include <vector>
 
-#include "cudnn_library.h"
-#include "graph_spec.h"
-#include "handle_pool.h"
-#include "log.h"
-#include "plan.h"
-#include "plan_cache.h"
-#include "plan_store.h"
+#include "base/log.h"
+#include "cudnn/cudnn_library.h"
+#include "cudnn/handle_pool.h"
+#include "graph/graph_spec.h"
+#include "keeping/plan_cache.h"
+#include "keeping/plan_store.h"
+#include "plans/plan.h"
 
 namespace jax_cudnn {
 

@@ -14,14 +14,14 @@ pytestmark = pytest.mark.once
 _HERE = Path(__file__).parent
 _FFI = _HERE.parents[1] / "ffi"
 _SOURCES = (
-    "build_site",
-    "cuda_device",
-    "cudnn_library",
-    "handle_pool",
-    "log",
-    "plan_cache",
-    "plan_file",
-    "plan_store",
+    "base/log",
+    "cudnn/cuda_device",
+    "cudnn/cudnn_library",
+    "cudnn/handle_pool",
+    "keeping/build_site",
+    "keeping/plan_cache",
+    "keeping/plan_file",
+    "keeping/plan_store",
 )
 
 

@@ -1,0 +1,118 @@
+// SPDX-License-Identifier: Apache-2.0
+// A plan: one engine with its knobs, built by cuDNN for one graph and one GPU.
+
+#ifndef JAX_CUDNN_PLAN_H_
+#define JAX_CUDNN_PLAN_H_
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "cudnn/cudnn_library.h"
+#include "graph/graph_spec.h"
+
+namespace jax_cudnn {
+
+// The most tensors that a plan takes: the frontend has at most 250 operations.
+inline constexpr size_t kMaxOperands = 256;
+
+// What a plan is built for: a device through one of its handles, or a description of
+// a device that need not be there.
+struct PlanTarget {
+  CudnnHandle handle = nullptr;
+  std::string device_properties;  // cuDNN's JSON; used where `handle` is null
+  int sm_version = 0;             // 90 is compute capability 9.0
+  int sm_count = 0;
+};
+
+// One entry of cuDNN's list of engines for a graph.
+struct Candidate {
+  std::string name;  // cuDNN's own, "eng2_k24=7"
+  int64_t engine = 0;
+  std::vector<std::pair<std::string, int64_t>> knobs;  // sorted by name
+  int variant = 0;     // which way of writing the graph; see graph_builder.h
+  std::string choice;  // pins this candidate when given to Plan::Build
+  std::vector<std::string> behavior_notes;
+  std::vector<std::string> numeric_notes;
+
+  // Known after a build.
+  bool is_built = false;
+  int64_t workspace_bytes = 0;
+  double build_ms = 0;
+  std::string failure;  // why it did not build; empty where it did or was not tried
+
+  // Why the request does not allow it; empty where it does. Such a one is not built.
+  std::string refusal;
+};
+
+// Immutable; executes on any handle of the device that it was built for, from several
+// threads at once as long as each brings its own handle.
+class Plan {
+ public:
+  // Builds the first of cuDNN's candidates that builds, that can be launched (known
+  // where the target is a device, see rehearsal.h) and that `choice` allows: the text
+  // of a request, see plan_request.h. UNIMPLEMENTED, with one line per reason, where
+  // there is none.
+  // The runtime must be loaded. Slow: up to seconds.
+  static StatusOr<std::shared_ptr<const Plan>> Build(const GraphSpec& graph,
+                                                     const std::string& choice,
+                                                     const PlanTarget& target);
+
+  // A plan that Serialize wrote, for the same graph and kind of target, without asking
+  // cuDNN's heuristics or compiling. The bytes hold code that will run: they must come
+  // from someone trusted. INVALID_ARGUMENT where they are malformed.
+  static StatusOr<std::shared_ptr<const Plan>> Deserialize(const GraphSpec& graph,
+                                                           const std::string& bytes,
+                                                           const PlanTarget& target);
+
+  ~Plan();
+  Plan(const Plan&) = delete;
+  Plan& operator=(const Plan&) = delete;
+
+  // Launches on the handle's stream. The pointers are in the order of the graph's
+  // inputs and outputs; `workspace` holds workspace_bytes() at 256-byte alignment.
+  // Neither allocates nor waits.
+  Status Execute(CudnnHandle handle, void* const* operands, void* const* results,
+                 void* workspace) const;
+
+  // The plan as bytes, with what candidate() and failures() say. UNIMPLEMENTED where
+  // cuDNN cannot write this engine's plans.
+  StatusOr<std::string> Serialize() const;
+
+  const Candidate& candidate() const { return candidate_; }
+  int64_t workspace_bytes() const { return candidate_.workspace_bytes; }
+  // Why the candidates before this one did not build or are not allowed.
+  const std::vector<std::string>& failures() const { return failures_; }
+
+ private:
+  struct Built;
+  Plan(std::unique_ptr<Built> built, Candidate candidate,
+       std::vector<std::string> failures);
+
+  std::unique_ptr<Built> built_;
+  Candidate candidate_;
+  std::vector<std::string> failures_;
+};
+
+// All candidates in cuDNN's order, with those that `choice` does not allow marked by
+// their refusal; UNIMPLEMENTED where it allows none. With `build`, tries the others in
+// that order until one builds, as Plan::Build does; those after it are listed untried.
+StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
+                                                const std::string& choice,
+                                                const PlanTarget& target, bool build);
+
+// cuDNN's JSON description of a device of this machine, for PlanTarget.
+StatusOr<std::string> DescribeDevice(int device);
+
+// The frontend's and cuDNN's versions that this file was compiled with.
+std::string FrontendVersion();
+int CudnnHeaderVersion();
+
+}  // namespace jax_cudnn
+
+#endif  // JAX_CUDNN_PLAN_H_

@@ -1,0 +1,332 @@
+// SPDX-License-Identifier: Apache-2.0
+// Reading, writing and applying plan requests.
+
+#include "plans/plan_request.h"
+
+#include <algorithm>
+#include <iterator>
+
+#include "base/json_text.h"
+
+namespace jax_cudnn {
+namespace {
+
+constexpr std::pair<HeuristicMode, std::string_view> kModeNames[] = {
+    {HeuristicMode::kA, "A"},
+    {HeuristicMode::kB, "B"},
+    {HeuristicMode::kFallback, "FALLBACK"},
+};
+
+// The names that plan.cc gives to the frontend's enumerators.
+constexpr std::string_view kNoteNames[] = {
+    "CUBLASLT_DEPENDENCY",
+    "DOWN_CONVERT_INPUTS",
+    "FFT",
+    "NONDETERMINISTIC",
+    "REDUCED_PRECISION_REDUCTION",
+    "REQUIRES_BIAS_INT8x32_REORDER",
+    "REQUIRES_FILTER_INT8x32_REORDER",
+    "RUNTIME_COMPILATION",
+    "STRICT_NAN_PROP",
+    "SUPPORTS_CUDA_GRAPH_NATIVE_API",
+    "TENSOR_CORE",
+    "WINOGRAD",
+    "WINOGRAD_TILE_13x13",
+    "WINOGRAD_TILE_4x4",
+    "WINOGRAD_TILE_6x6",
+};
+constexpr std::string_view kNondeterministic = "NONDETERMINISTIC";
+
+template <typename List, typename Value>
+bool Contains(const List& list, const Value& value) {
+  return std::find(std::begin(list), std::end(list), value) != std::end(list);
+}
+
+std::string Joined(const std::vector<std::string>& words) {
+  std::string text;
+  for (const std::string& word : words) {
+    if (!text.empty()) text += ", ";
+    text += word;
+  }
+  return text;
+}
+
+std::string Joined(const std::vector<int64_t>& numbers) {
+  std::vector<std::string> words;
+  for (const int64_t number : numbers) words.push_back(std::to_string(number));
+  return Joined(words);
+}
+
+// 33554688 as "33,554,688".
+std::string WithCommas(int64_t number) {
+  std::string text = std::to_string(number);
+  const size_t first = number < 0 ? 1 : 0;
+  for (size_t end = text.size(); end > first + 3; end -= 3) text.insert(end - 3, ",");
+  return text;
+}
+
+std::string Place(const std::string& path, size_t index) {
+  return path + "[" + std::to_string(index) + "]";
+}
+
+Status NotKnown(const std::string& path, const std::string& what,
+                const std::string& name, const std::vector<std::string>& known) {
+  return InvalidArgument(path + ": '" + name + "' is not a known " + what +
+                         "; known are " + Joined(known));
+}
+
+// --- reading ------------------------------------------------------------------------
+
+StatusOr<std::vector<HeuristicMode>> ReadModes(const Json& json,
+                                               const std::string& path) {
+  ASSIGN_OR_RETURN(const auto names, ReadStrings(json, path));
+  std::vector<std::string> known;
+  for (const auto& [mode, name] : kModeNames) known.emplace_back(name);
+  if (names.empty()) {
+    return InvalidArgument(path + ": empty; name one or more of " + Joined(known));
+  }
+  std::vector<HeuristicMode> modes;
+  for (size_t i = 0; i < names.size(); ++i) {
+    const auto* row = std::find_if(std::begin(kModeNames), std::end(kModeNames),
+                                   [&](const auto& r) { return r.second == names[i]; });
+    if (row == std::end(kModeNames)) {
+      return NotKnown(Place(path, i), "mode", names[i], known);
+    }
+    if (Contains(modes, row->first)) {
+      return InvalidArgument(Place(path, i) + ": '" + names[i] + "' appears twice");
+    }
+    modes.push_back(row->first);
+  }
+  return modes;
+}
+
+StatusOr<std::vector<std::string>> ReadNotes(const Json& json,
+                                             const std::string& path) {
+  ASSIGN_OR_RETURN(auto notes, ReadStrings(json, path));
+  for (size_t i = 0; i < notes.size(); ++i) {
+    if (!Contains(kNoteNames, notes[i])) {
+      return NotKnown(Place(path, i), "note", notes[i],
+                      {std::begin(kNoteNames), std::end(kNoteNames)});
+    }
+  }
+  return notes;
+}
+
+Status CheckEngine(int64_t engine, const std::string& path) {
+  if (engine >= 0) return {};
+  return InvalidArgument(path + ": " + std::to_string(engine) +
+                         " is not an engine; engines count from 0");
+}
+
+StatusOr<std::vector<int64_t>> ReadEngines(const Json& json, const std::string& path) {
+  ASSIGN_OR_RETURN(auto engines, ReadIntegers(json, path));
+  for (size_t i = 0; i < engines.size(); ++i) {
+    RETURN_IF_ERROR(CheckEngine(engines[i], Place(path, i)));
+  }
+  return engines;
+}
+
+bool IsNull(const Json& json) {
+  return std::holds_alternative<std::monostate>(json.value);
+}
+
+StatusOr<PlanRequest> ReadFilter(const Json& json) {
+  ASSIGN_OR_RETURN(
+      const auto fields,
+      ReadFields(json, "choice",
+                 {"denied_engines", "deterministic", "engines", "modes",
+                  "refused_notes", "required_notes", "workspace_limit_bytes"}));
+  PlanRequest request;
+  ASSIGN_OR_RETURN(request.denied_engines,
+                   ReadEngines(*fields[0], "choice.denied_engines"));
+  ASSIGN_OR_RETURN(request.deterministic, ReadBool(*fields[1], "choice.deterministic"));
+  if (!IsNull(*fields[2])) {
+    ASSIGN_OR_RETURN(request.engines, ReadEngines(*fields[2], "choice.engines"));
+  }
+  ASSIGN_OR_RETURN(request.modes, ReadModes(*fields[3], "choice.modes"));
+  ASSIGN_OR_RETURN(request.refused_notes,
+                   ReadNotes(*fields[4], "choice.refused_notes"));
+  ASSIGN_OR_RETURN(request.required_notes,
+                   ReadNotes(*fields[5], "choice.required_notes"));
+  if (!IsNull(*fields[6])) {
+    ASSIGN_OR_RETURN(request.workspace_limit_bytes,
+                     ReadInteger(*fields[6], "choice.workspace_limit_bytes"));
+  }
+  return request;
+}
+
+// What no field shows by itself.
+Status CheckFilter(const PlanRequest& request) {
+  if (request.engines.has_value()) {
+    if (request.engines->empty()) {
+      return InvalidArgument(
+          "choice.engines: empty, which allows no engine; null allows all");
+    }
+    for (const int64_t engine : *request.engines) {
+      if (Contains(request.denied_engines, engine)) {
+        return InvalidArgument("choice.engines: engine " + std::to_string(engine) +
+                               " is both allowed and denied; take it out of engines "
+                               "or of denied_engines");
+      }
+    }
+  }
+  for (const std::string& note : request.required_notes) {
+    if (Contains(request.refused_notes, note)) {
+      return InvalidArgument("choice.required_notes: '" + note +
+                             "' is both required and refused; take it out of "
+                             "required_notes or of refused_notes");
+    }
+    if (request.deterministic && note == kNondeterministic) {
+      return InvalidArgument("choice.required_notes: '" + note +
+                             "' is what deterministic refuses; drop one of the two");
+    }
+  }
+  if (const int64_t limit = request.workspace_limit_bytes.value_or(0); limit < 0) {
+    return InvalidArgument("choice.workspace_limit_bytes: " + std::to_string(limit) +
+                           " is negative; 0 allows no workspace, null any");
+  }
+  return {};
+}
+
+bool HasField(const JsonObject& object, std::string_view name) {
+  return std::any_of(object.begin(), object.end(),
+                     [&](const auto& field) { return field.first == name; });
+}
+
+StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
+  std::vector<std::string_view> names = {"engine", "knobs", "variant"};
+  const bool has_deterministic = HasField(object, "deterministic");
+  if (has_deterministic) names.emplace_back("deterministic");
+  ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "choice", names));
+  PlanRequest request;
+  PlanPin pin;
+  ASSIGN_OR_RETURN(pin.engine, ReadInteger(*fields[0], "choice.engine"));
+  RETURN_IF_ERROR(CheckEngine(pin.engine, "choice.engine"));
+  ASSIGN_OR_RETURN(const JsonObject* knobs, ReadObject(*fields[1], "choice.knobs"));
+  for (const auto& [name, value] : *knobs) {
+    ASSIGN_OR_RETURN(const int64_t number, ReadInteger(value, "choice.knobs." + name));
+    pin.knobs.emplace_back(name, number);
+  }
+  std::sort(pin.knobs.begin(), pin.knobs.end());
+  ASSIGN_OR_RETURN(pin.variant, ReadInteger(*fields[2], "choice.variant"));
+  request.pin = std::move(pin);
+  if (has_deterministic) {
+    ASSIGN_OR_RETURN(request.deterministic,
+                     ReadBool(*fields[3], "choice.deterministic"));
+    if (!request.deterministic) {
+      return InvalidArgument(
+          "choice.deterministic: a pin leaves it out where it is not true");
+    }
+  }
+  return request;
+}
+
+// --- writing ------------------------------------------------------------------------
+
+std::string IntegerList(const std::vector<int64_t>& numbers) {
+  std::string text = "[";
+  for (const int64_t number : numbers) {
+    if (text.back() != '[') text += ',';
+    text += std::to_string(number);
+  }
+  return text + "]";
+}
+
+template <typename Words>
+std::string StringList(const Words& words) {
+  std::string text = "[";
+  for (const auto& word : words) {
+    if (text.back() != '[') text += ',';
+    WriteJsonString(word, text);
+  }
+  return text + "]";
+}
+
+std::string WritePin(const PlanPin& pin, bool deterministic) {
+  std::string text = deterministic ? "{\"deterministic\":true," : "{";
+  text += "\"engine\":" + std::to_string(pin.engine) + ",\"knobs\":{";
+  for (const auto& [name, value] : pin.knobs) {
+    if (text.back() != '{') text += ',';
+    WriteJsonString(name, text);
+    text += ':' + std::to_string(value);
+  }
+  return text + "},\"variant\":" + std::to_string(pin.variant) + "}";
+}
+
+std::string WriteFilter(const PlanRequest& request) {
+  std::vector<std::string_view> modes;
+  for (const HeuristicMode mode : request.modes) {
+    for (const auto& [known, name] : kModeNames) {
+      if (known == mode) modes.push_back(name);
+    }
+  }
+  std::string text =
+      "{\"denied_engines\":" + IntegerList(request.denied_engines) +
+      ",\"deterministic\":" + (request.deterministic ? "true" : "false") +
+      ",\"engines\":" + (request.engines ? IntegerList(*request.engines) : "null") +
+      ",\"modes\":" + StringList(modes) +
+      ",\"refused_notes\":" + StringList(request.refused_notes) +
+      ",\"required_notes\":" + StringList(request.required_notes) +
+      ",\"workspace_limit_bytes\":";
+  const auto limit = request.workspace_limit_bytes;
+  return text + (limit ? std::to_string(*limit) : "null") + "}";
+}
+
+}  // namespace
+
+StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
+  if (text.empty()) return PlanRequest();
+  ASSIGN_OR_RETURN(const Json json, ParseJson(text, "choice"));
+  ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, "choice"));
+  const bool is_pin = HasField(*object, "engine") || HasField(*object, "knobs") ||
+                      HasField(*object, "variant");
+  ASSIGN_OR_RETURN(PlanRequest request,
+                   is_pin ? ReadPin(json, *object) : ReadFilter(json));
+  RETURN_IF_ERROR(CheckFilter(request));
+  if (std::string canonical = WritePlanRequest(request); canonical != text) {
+    return InvalidArgument(
+        "choice: the text is valid but not in canonical form, which is " + canonical);
+  }
+  return request;
+}
+
+std::string WritePlanRequest(const PlanRequest& request) {
+  return request.pin ? WritePin(*request.pin, request.deterministic)
+                     : WriteFilter(request);
+}
+
+std::string RefusalOf(const PlanRequest& request, int64_t engine,
+                      const std::vector<std::string>& notes) {
+  const std::string number = std::to_string(engine);
+  if (request.engines && !Contains(*request.engines, engine)) {
+    return "engine " + number + " is not allowed; allowed are " +
+           Joined(*request.engines);
+  }
+  if (Contains(request.denied_engines, engine)) {
+    return "engine " + number + " is denied";
+  }
+  for (const std::string& note : notes) {
+    if (request.deterministic && note == kNondeterministic) {
+      return "has the note " + note + ", which deterministic refuses";
+    }
+    if (Contains(request.refused_notes, note)) {
+      return "has the note " + note + ", which is refused";
+    }
+  }
+  for (const std::string& note : request.required_notes) {
+    if (!Contains(notes, note)) {
+      return "lacks the note " + note + ", which is required";
+    }
+  }
+  return "";
+}
+
+std::string WorkspaceRefusal(const PlanRequest& request, int64_t bytes) {
+  if (!request.workspace_limit_bytes || bytes <= *request.workspace_limit_bytes) {
+    return "";
+  }
+  return "needs " + WithCommas(bytes) + " bytes of workspace, more than the limit of " +
+         WithCommas(*request.workspace_limit_bytes);
+}
+
+}  // namespace jax_cudnn

@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// What a caller asks of a plan: nothing, one pinned engine, or a filter of candidates.
+//
+// The text of a request is the `choice` of a call. Knows nothing of the frontend.
+
+#ifndef JAX_CUDNN_PLAN_REQUEST_H_
+#define JAX_CUDNN_PLAN_REQUEST_H_
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+
+namespace jax_cudnn {
+
+// cuDNN's lists of candidates.
+enum class HeuristicMode { kA, kB, kFallback };
+
+// One engine with its knobs, in one way of writing the graph.
+struct PlanPin {
+  int64_t engine = 0;
+  std::vector<std::pair<std::string, int64_t>> knobs;  // sorted by name
+  int64_t variant = 0;  // see graph_builder.h; whether it exists is not checked here
+};
+
+// A default-constructed request lets cuDNN choose.
+struct PlanRequest {
+  // Only plans that give the same bits in every run.
+  bool deterministic = false;
+  // Where there is a pin, the members below say nothing.
+  std::optional<PlanPin> pin;
+  // Asked in this order. Some graphs have candidates in one of A and FALLBACK only.
+  std::vector<HeuristicMode> modes = {HeuristicMode::kA, HeuristicMode::kFallback};
+  std::optional<std::vector<int64_t>> engines;  // absent: all
+  std::vector<int64_t> denied_engines;
+  // Behaviour and numerical notes, by cuDNN's names.
+  std::vector<std::string> required_notes;
+  std::vector<std::string> refused_notes;
+  std::optional<int64_t> workspace_limit_bytes;
+};
+
+// Reads a request; the empty text is the default one. INVALID_ARGUMENT, with the field
+// and what would be valid, for a text that WritePlanRequest would not write and for one
+// that contradicts itself.
+StatusOr<PlanRequest> ParsePlanRequest(std::string_view text);
+
+// The canonical text of a pin or a filter; never empty.
+std::string WritePlanRequest(const PlanRequest& request);
+
+// Why the request does not allow an engine with these notes, such as "engine 3 is
+// denied"; empty where it does.
+std::string RefusalOf(const PlanRequest& request, int64_t engine,
+                      const std::vector<std::string>& notes);
+
+// Why the request does not allow a workspace of that size; empty where it does.
+std::string WorkspaceRefusal(const PlanRequest& request, int64_t bytes);
+
+}  // namespace jax_cudnn
+
+#endif  // JAX_CUDNN_PLAN_REQUEST_H_
