@@ -12,6 +12,7 @@
 
 #include "base/json_text.h"
 #include "graph/node_kinds.h"
+#include "graph/shape_rules.h"
 
 namespace jax_cudnn {
 namespace {
@@ -101,6 +102,31 @@ StatusOr<AttributeValue> ReadAttribute(const Json& json, AttributeType type,
   return Internal(path + ": unknown attribute type");
 }
 
+// An attribute that is left out has its default.
+Status ReadAttributes(const NodeKind& kind, const Json& json, const std::string& path,
+                      NodeSpec& node) {
+  ASSIGN_OR_RETURN(const JsonObject* given, ReadObject(json, path));
+  std::vector<std::string_view> names;
+  for (const auto& [name, field] : kind.attributes) {
+    const bool is_given = std::any_of(
+        given->begin(), given->end(),
+        [key = std::string_view(name)](const auto& item) { return item.first == key; });
+    if (field.value.has_value() && !is_given) {
+      node.attributes[name] = *field.value;
+    } else {
+      names.push_back(name);
+    }
+  }
+  ASSIGN_OR_RETURN(const auto values, ReadFields(json, path, names));
+  for (size_t i = 0; i < names.size(); ++i) {
+    const std::string name(names[i]);
+    ASSIGN_OR_RETURN(node.attributes[name],
+                     ReadAttribute(*values[i], kind.attributes.find(name)->second.type,
+                                   path + "." + name));
+  }
+  return {};
+}
+
 StatusOr<NodeSpec> ReadNode(const Json& json, const std::string& path) {
   ASSIGN_OR_RETURN(const auto fields,
                    ReadFields(json, path, {"attributes", "inputs", "kind", "outputs"}));
@@ -118,16 +144,7 @@ StatusOr<NodeSpec> ReadNode(const Json& json, const std::string& path) {
   }
   RETURN_IF_ERROR(ReadRoles(*fields[1], path + ".inputs", node.inputs));
   RETURN_IF_ERROR(ReadRoles(*fields[3], path + ".outputs", node.outputs));
-  std::vector<std::string_view> names;
-  for (const auto& [name, type] : kind->attributes) names.push_back(name);
-  ASSIGN_OR_RETURN(const auto values,
-                   ReadFields(*fields[0], path + ".attributes", names));
-  for (size_t i = 0; i < names.size(); ++i) {
-    const std::string name(names[i]);
-    ASSIGN_OR_RETURN(node.attributes[name],
-                     ReadAttribute(*values[i], kind->attributes[i].second,
-                                   path + ".attributes." + name));
-  }
+  RETURN_IF_ERROR(ReadAttributes(*kind, *fields[0], path + ".attributes", node));
   return node;
 }
 
@@ -173,10 +190,11 @@ Status CheckTensor(const TensorSpec& tensor) {
 
 Status CheckRoles(const GraphSpec& graph, const NodeSpec& node, const char* label,
                   const std::map<std::string, std::string, std::less<>>& roles,
-                  const std::vector<std::string_view>& required,
-                  const std::vector<std::string_view>& optional) {
+                  bool are_inputs) {
+  const NodeKind& kind = *FindNodeKind(node.kind);
   for (const auto& [role, name] : roles) {
-    if (!Contains(required, role) && !Contains(optional, role)) {
+    const Role* known = kind.Find(role);
+    if (known == nullptr || known->is_input != are_inputs) {
       return InvalidArgument(node.kind + ": unknown " + label + " role " +
                              Quoted(role));
     }
@@ -185,9 +203,10 @@ Status CheckRoles(const GraphSpec& graph, const NodeSpec& node, const char* labe
                              Quoted(name));
     }
   }
-  for (std::string_view role : required) {
-    if (roles.find(role) == roles.end()) {
-      return InvalidArgument(node.kind + ": " + label + " " + Quoted(role) +
+  for (const Role& role : kind.roles) {
+    const bool is_needed = role.is_required && role.is_input == are_inputs;
+    if (is_needed && roles.find(role.name) == roles.end()) {
+      return InvalidArgument(node.kind + ": " + label + " " + Quoted(role.name) +
                              " is missing");
     }
   }
@@ -196,14 +215,13 @@ Status CheckRoles(const GraphSpec& graph, const NodeSpec& node, const char* labe
 
 Status CheckNode(const GraphSpec& graph, const NodeSpec& node) {
   const NodeKind& kind = *FindNodeKind(node.kind);
-  RETURN_IF_ERROR(CheckRoles(graph, node, "input", node.inputs, kind.required_inputs,
-                             kind.optional_inputs));
-  RETURN_IF_ERROR(CheckRoles(graph, node, "output", node.outputs, kind.required_outputs,
-                             kind.optional_outputs));
+  RETURN_IF_ERROR(CheckRoles(graph, node, "input", node.inputs, true));
+  RETURN_IF_ERROR(CheckRoles(graph, node, "output", node.outputs, false));
+  RETURN_IF_ERROR(CheckAttributes(kind, node));
   Roles roles;
   for (const auto& [role, name] : node.inputs) roles[role] = &graph.Tensor(name);
   for (const auto& [role, name] : node.outputs) roles[role] = &graph.Tensor(name);
-  return kind.check(node, roles);
+  return CheckTensors(kind, node, roles);
 }
 
 Status CheckNames(const GraphSpec& graph, const char* label,
@@ -317,10 +335,17 @@ void WriteRoles(const std::map<std::string, std::string, std::less<>>& roles,
 
 void WriteNode(const NodeSpec& node, std::string& out) {
   out += "{\"attributes\":";
-  WriteJoined("{}", node.attributes, out, [&](const auto& item) {
+  const NodeKind& kind = *FindNodeKind(node.kind);
+  std::vector<std::pair<std::string_view, const AttributeValue*>> written;
+  for (const auto& [name, value] : node.attributes) {
+    if (kind.attributes.find(name)->second.value != value) {
+      written.emplace_back(name, &value);
+    }
+  }
+  WriteJoined("{}", written, out, [&](const auto& item) {
     WriteJsonString(item.first, out);
     out += ':';
-    std::visit(AttributeWriter{out}, item.second);
+    std::visit(AttributeWriter{out}, *item.second);
   });
   out += ",\"inputs\":";
   WriteRoles(node.inputs, out);

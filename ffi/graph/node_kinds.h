@@ -1,37 +1,72 @@
 // SPDX-License-Identifier: Apache-2.0
-// The table of node kinds: roles, attributes and shape rule of each.
+// The kinds of nodes, as jax_cudnn/graph/node_kinds.json describes them.
 //
-// A new kind is a row in node_kinds.cc, a shape rule beside it and a row in
-// graph_builder.cc. The rules repeat those of jax_cudnn/graph, word for word: cuDNN
-// trusts the shapes it is given, so a text from elsewhere must not get past them.
+// The table is compiled in and read once. jax_cudnn/graph/description.py says what its
+// fields mean; a new kind is a row there and a row in frontend/graph_builder.cc.
 
 #ifndef JAX_CUDNN_NODE_KINDS_H_
 #define JAX_CUDNN_NODE_KINDS_H_
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <map>
+#include <optional>
+#include <set>
+#include <string>
 #include <string_view>
-#include <utility>
 #include <vector>
 
-#include "base/status.h"
 #include "graph/graph_spec.h"
 
 namespace jax_cudnn {
 
 enum class AttributeType { kBool, kInteger, kNumber, kString, kIntegers };
 
-// A node's tensors, inputs and outputs, by role.
-using Roles = std::map<std::string_view, const TensorSpec*>;
+struct AttributeField {
+  AttributeType type;
+  bool has_entry_per_star = false;      // a list with an entry for each starred axis
+  std::optional<int64_t> least;         // of an integer, or of each entry of a list
+  std::optional<AttributeValue> value;  // the default, which is not written
+};
+
+// An axis of a role: the letters whose sizes it multiplies, none for a 1.
+struct Axis {
+  std::string letters;
+  bool is_optional = false;
+  bool is_starred = false;
+};
+
+struct Role {
+  std::string name;
+  bool is_required = true;
+  bool is_input = true;
+  std::vector<Axis> axes;
+  std::string dtype;
+  std::string same_as;  // the role whose axes and dtype it has, or empty
+};
+
+// A starred letter of a result: how many windows fit along another.
+struct WindowRule {
+  std::string result;
+  std::string size;
+  std::string window;
+};
 
 struct NodeKind {
-  std::string_view name;
-  std::vector<std::pair<std::string_view, AttributeType>> attributes;
-  std::vector<std::string_view> required_inputs;
-  std::vector<std::string_view> optional_inputs;
-  std::vector<std::string_view> required_outputs;
-  std::vector<std::string_view> optional_outputs;
-  std::function<Status(const NodeSpec&, const Roles&)> check;
+  std::string name;
+  std::vector<Role> roles;  // inputs, then outputs, in the order of the table
+  std::map<std::string, AttributeField, std::less<>> attributes;
+  std::map<std::string, std::string, std::less<>> letters;  // what each is called
+  int64_t least_stars = 0;
+  int64_t most_stars = 8;
+  std::vector<WindowRule> windows;
+  std::map<std::string, size_t, std::less<>> arity;  // inputs of each mode
+  std::set<std::string, std::less<>> modes_to_bool;
+  std::set<std::string, std::less<>> modes_with_alpha;
+
+  // The role of that name, or null.
+  const Role* Find(std::string_view role) const;
 };
 
 // All kinds, sorted by name.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the tensors of a node fit its description? Its twin is ffi/shape_rules.cc.
+"""Do the tensors of a node fit its description? Its twin is ffi/graph/shape_rules.cc.
 
 Both read the same rows and give the same verdicts, word for word.
 """
