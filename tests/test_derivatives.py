@@ -20,7 +20,7 @@ from jax import lax
 
 import jax_cudnn
 from jax_cudnn.graph import Graph
-from jax_cudnn.legalize import fusion, is_contraction, legalize, partition, sums
+from jax_cudnn.legalize import fusion, is_contraction, legalize, partition, reduction
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.lowering import cuda
 from jax_cudnn.reference import evaluate
@@ -269,7 +269,7 @@ def _check(
 
     # f64 is refused there but for this.
     patch.setattr(fusion, "_refusals", lambda *_: [])
-    patch.setattr(sums, "_refusals", lambda _: ())
+    patch.setattr(reduction, "_refusals", lambda _: ())
     patch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
     seen: list[Graph] = []
     patch.setattr(cuda, "run_reference", _as_cudnn_runs(random, seen))
