@@ -39,7 +39,7 @@ from benchmarks.torch_side import torch
 from jax_cudnn import native
 from jax_cudnn.config import Implementation
 from jax_cudnn.legalize import sdpa as legalize_sdpa
-from jax_cudnn.legalize import sdpa_steps
+from jax_cudnn.legalize import sdpa_masks
 from jax_cudnn.lowering.decision import forget_decisions
 
 
@@ -228,7 +228,7 @@ def _without_care_for_biases() -> Iterator[None]:
     forget_decisions()
     with (
         mock.patch.object(legalize_sdpa, "take_far_rows"),
-        mock.patch.object(sdpa_steps, "_raised", lambda bias: bias),
+        mock.patch.object(sdpa_masks, "_raised", lambda bias: bias),
     ):
         yield
     forget_decisions()

@@ -16,8 +16,9 @@ try:
     from jax_cudnn import cache as _cache
     from jax_cudnn import plans
     from jax_cudnn.ops.conv import conv
+    from jax_cudnn.ops.dot_general import dot_general
     from jax_cudnn.ops.gated import gated_matmul
-    from jax_cudnn.ops.matmul import dot_general, matmul
+    from jax_cudnn.ops.matmul import matmul
     from jax_cudnn.ops.sdpa import sdpa
 
     _cache.connect()

@@ -15,7 +15,7 @@ from jax_cudnn import UnsupportedError, choices, matmul, native
 from jax_cudnn.choices import Choice
 from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.legalize import Legalization
-from jax_cudnn.legalize.rules import Legal
+from jax_cudnn.legalize.legalization import Legal
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.measuring import OutOfTimeError, contest, measure

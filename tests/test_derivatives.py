@@ -19,8 +19,8 @@ import pytest
 from jax import lax
 
 import jax_cudnn
-from jax_cudnn.graph import Graph
-from jax_cudnn.legalize import fusion, is_contraction, legalize, partition, sums
+from jax_cudnn.graph import Graph, is_anchor
+from jax_cudnn.legalize import fusion, legalize, partition, reduction
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.lowering import cuda
 from jax_cudnn.reference import evaluate
@@ -232,7 +232,7 @@ def _as_cudnn_runs(random: Random, seen: list[Graph]) -> Function:
                 results = way.after(arguments, _as_a_kernel(way.graph, given))
                 seen.append(way.graph)
             else:
-                assert not any(map(is_contraction, part.nodes)), part
+                assert not any(map(is_anchor, part.nodes)), part
                 results = evaluate(part, arguments)
             values |= dict(zip(part.outputs, results, strict=True))
         return [values[name] for name in graph.outputs]
@@ -269,7 +269,7 @@ def _check(
 
     # f64 is refused there but for this.
     patch.setattr(fusion, "_refusals", lambda *_: [])
-    patch.setattr(sums, "_refusals", lambda _: ())
+    patch.setattr(reduction, "_refusals", lambda _: ())
     patch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
     seen: list[Graph] = []
     patch.setattr(cuda, "run_reference", _as_cudnn_runs(random, seen))

@@ -22,16 +22,16 @@ from jax_cudnn.graph import (
     Target,
     Tensor,
     derivative_of,
+    is_anchor,
 )
 from jax_cudnn.legalize import (
     Legal,
     fusion,
-    is_contraction,
     legalize,
     partition,
-    sums,
+    reduction,
 )
-from jax_cudnn.legalize.modes import rewrite_modes
+from jax_cudnn.legalize.pointwise import rewrite_pointwise
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 
@@ -41,7 +41,7 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 @pytest.fixture(autouse=True)
 def _double(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(fusion, "_refusals", lambda *_: [])
-    monkeypatch.setattr(sums, "_refusals", lambda _: ())
+    monkeypatch.setattr(reduction, "_refusals", lambda _: ())
     with jax.enable_x64(True):
         yield
 
@@ -111,12 +111,12 @@ def _check(function: Callable[..., jax.Array], operands: Sequence[jax.Array]) ->
             arguments = [values[name] for name in part.inputs]
             want = evaluate(part, arguments)
             ways = legalize(part, None).candidates
-            assert ways or not any(map(is_contraction, part.nodes))
+            assert ways or not any(map(is_anchor, part.nodes))
             for way in ways:
                 _check_form(way.graph)
                 got = _run(way, arguments)
                 # cuDNN gives sums without a contraction in f32.
-                is_sum = not any(map(is_contraction, part.nodes))
+                is_sum = not any(map(is_anchor, part.nodes))
                 tolerance = 1e-5 if is_sum else 1e-9
                 for x, y in zip(got, want, strict=True):
                     assert x.dtype == y.dtype
@@ -192,7 +192,7 @@ def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> N
             node.kind
             for part in partition(graph)
             for node in legalize(part, None).candidates[0].graph.nodes
-            if is_contraction(node)
+            if is_anchor(node)
         ]
         assert found == kinds
 
@@ -321,7 +321,7 @@ def _by_pointwise(mode: str, alpha: float, *operands: np.ndarray) -> jax.Array:
     value = writer.pointwise(mode, *names, alpha=alpha)
     final = Tensor(name="output", dtype="f32", dims=writer[value].dims, order=(0,))
     graph = writer.finish([writer.result(value, final)])
-    rewritten = rewrite_modes(graph)
+    rewritten = rewrite_pointwise(graph)
     assert rewritten != graph
     arrays = dict(zip("abc", operands, strict=False))
     (found,) = evaluate(rewritten, [jnp.asarray(arrays[n]) for n in graph.inputs])
@@ -379,7 +379,7 @@ def test_bounds_that_are_numbers_keep_nan(mode: str, swapped: bool) -> None:
     operands = [x, writer.constant(0.25, 1)]
     value = writer.pointwise(mode, *(operands[::-1] if swapped else operands))
     final = Tensor(name="output", dtype="f32", dims=_SPECIAL.shape, order=(0,))
-    graph = rewrite_modes(writer.finish([writer.result(value, final)]))
+    graph = rewrite_pointwise(writer.finish([writer.result(value, final)]))
     modes = [getattr(node.attributes, "mode", "") for node in graph.nodes]
     assert sorted(modes) == ["", "lt" if mode == "max" else "gt", "select"]
     (found,) = evaluate(graph, [jnp.asarray(_SPECIAL)])

@@ -18,7 +18,7 @@ from jax_cudnn.flax.fusion import (
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.conv import conv
-from jax_cudnn.ops.matmul import dot_general
+from jax_cudnn.ops.dot_general import dot_general
 
 __all__ = ["Conv", "Linear"]
 

@@ -15,7 +15,7 @@ from jax_cudnn.config import Implementation, Options
 from jax_cudnn.ops.arguments import Precision, refuse_out_sharding
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.conv import conv
-from jax_cudnn.ops.matmul import dot_general as fused_dot_general
+from jax_cudnn.ops.dot_general import dot_general as fused_dot_general
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

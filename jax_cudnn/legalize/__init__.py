@@ -9,10 +9,10 @@ limits and asks no library.
 
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import fusion, sdpa
-from jax_cudnn.legalize.partition import is_contraction, partition
-from jax_cudnn.legalize.rules import Legal, Legalization, Rule
+from jax_cudnn.legalize.legalization import Legal, Legalization, Rule
+from jax_cudnn.legalize.partition import partition
 
-__all__ = ["Legal", "Legalization", "is_contraction", "legalize", "partition"]
+__all__ = ["Legal", "Legalization", "legalize", "partition"]
 
 # Kinds with a rule of their own, which are alone in their graph.
 RULES: dict[str, Rule] = {

@@ -21,9 +21,9 @@ import jax.numpy as jnp
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.windows import dilated
-from jax_cudnn.legalize.edit import ELEMENTS_PER_LOAD, Edit, constants
-from jax_cudnn.legalize.partition import is_contraction
-from jax_cudnn.legalize.rules import Legal
+from jax_cudnn.legalize.editor import GraphEditor
+from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, channels_last, rounded_up
+from jax_cudnn.legalize.legalization import Legal
 
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
@@ -39,95 +39,88 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     return tuple(way for way in ways if way is not None)
 
 
-def _candidate(graph: Graph, change: Callable[[Edit], bool]) -> Legal | None:
+def _candidate(graph: Graph, change: Callable[[GraphEditor], bool]) -> Legal | None:
     """Return a way; None where the change has nothing to change."""
-    edit = Edit.of(graph)
-    _add_spatial_axis(edit)
-    _complete_operands(edit)
-    _write_out_lhs_dilation(edit)
-    _even_padding(edit)
-    if not change(edit):
+    editor = GraphEditor.of(graph)
+    _add_spatial_axis(editor)
+    _complete_operands(editor)
+    _write_out_lhs_dilation(editor)
+    _even_padding(editor)
+    if not change(editor):
         return None
-    _channels_last(edit)
-    return edit.finish()
+    _channels_last(editor)
+    return editor.finish()
 
 
-def _complete_operands(edit: Edit) -> None:
+def _complete_operands(editor: GraphEditor) -> None:
     """Broadcast what surrounds the kernel, but for one value a channel or in all.
 
     Operands with 1 along other axes plan, and give wrong results (cuDNN 9.19 on an
     H200: tests/gpu/test_fusion_numerics.py).
     """
-    node = _main(edit)
+    node = editor.main
     role = "grad_x" if node.kind == "conv_dgrad" else "output"
-    if role not in _roles(edit):
+    if role not in _roles(editor):
         return
-    dims = edit.tensors[_roles(edit)[role]].dims
+    dims = editor.tensors[_roles(editor)[role]].dims
     vector = (1, dims[1], *(1,) * (len(dims) - 2))
     contracted = dict(node.inputs).values()
-    for name in edit.inputs:
+    for name in editor.inputs:
         taken = (dims, vector, (1,) * len(dims))
-        if name not in contracted and edit.tensors[name].dims not in taken:
-            edit.expand(name, dims)
+        if name not in contracted and editor.tensors[name].dims not in taken:
+            editor.expand(name, dims)
 
 
-def _channels_of(edit: Edit) -> tuple[int, int, int]:
+def _channels_of(editor: GraphEditor) -> tuple[int, int, int]:
     """Return groups, and in and out channels of each."""
-    x, w, _ = (edit.tensors[_roles(edit)[r]] for r in TRIPLES[_main(edit).kind])
+    x, w, _ = (editor.tensors[_roles(editor)[r]] for r in TRIPLES[editor.main.kind])
     groups = x.dims[1] // w.dims[1]
     return groups, w.dims[1], w.dims[0] // groups
 
 
 def _has_odd_groups(graph: Graph) -> bool:
-    edit = Edit.of(graph)
-    groups, c, o = _channels_of(edit)
-    filters = _roles(edit)[TRIPLES[_main(edit).kind][1]]
-    unit = ELEMENTS_PER_LOAD[edit.tensors[filters].dtype]
+    editor = GraphEditor.of(graph)
+    groups, c, o = _channels_of(editor)
+    filters = _roles(editor)[TRIPLES[editor.main.kind][1]]
+    unit = ELEMENTS_PER_LOAD[editor.tensors[filters].dtype]
     return groups > 1 and bool(c % unit or o % unit)
 
 
-def _main(edit: Edit) -> Node:
-    return next(node for node in edit.nodes if is_contraction(node))
-
-
-def _roles(edit: Edit) -> dict[str, str]:
-    node = _main(edit)
+def _roles(editor: GraphEditor) -> dict[str, str]:
+    node = editor.main
     return dict((*node.inputs, *node.outputs))
 
 
-def _attributes(edit: Edit) -> ConvAttributes:
-    attributes = _main(edit).attributes
+def _attributes(editor: GraphEditor) -> ConvAttributes:
+    attributes = editor.main.attributes
     assert isinstance(attributes, ConvAttributes)
     return attributes
 
 
-def _set_attributes(edit: Edit, **changes: tuple[int, ...]) -> None:
-    node = _main(edit)
-    edit.replace_node(
-        node, replace(node, attributes=replace(_attributes(edit), **changes))
-    )
+def _set_attributes(editor: GraphEditor, **changes: tuple[int, ...]) -> None:
+    editor.set_attributes(replace(_attributes(editor), **changes))
 
 
 # --- rank -----------------------------------------------------------------------------
 
 
-def _add_spatial_axis(edit: Edit) -> None:
+def _add_spatial_axis(editor: GraphEditor) -> None:
     """Make a convolution over one spatial axis one over two, the first of size 1."""
-    if len(_attributes(edit).window_strides) != 1:
+    if len(_attributes(editor).window_strides) != 1:
         return
-    for name, tensor in list(edit.tensors.items()):
+    for name, tensor in list(editor.tensors.items()):
         # The new axis 2 is stored just before the old one.
         order = [axis + (axis >= 2) for axis in tensor.order]
         order.insert(order.index(3), 2)
         dims = (*tensor.dims[:2], 1, *tensor.dims[2:])
         wider = replace(tensor, dims=dims, order=tuple(order))
-        edit.rearrange(
+        editor.rearrange(
             name, wider, _reshaper(wider.stored_shape), _reshaper(tensor.stored_shape)
         )
     _set_attributes(
-        edit,
+        editor,
         **{
-            name: (0 if "padding" in name else 1, *getattr(_attributes(edit), name))
+            name: (0 if "padding" in name else 1, *getattr(_attributes(editor), name))
             for name in ConvAttributes.__dataclass_fields__
         },
     )
@@ -140,46 +133,34 @@ def _reshaper(shape: tuple[int, ...]):
 # --- layout ---------------------------------------------------------------------------
 
 
-def channels_last(rank: int) -> tuple[int, ...]:
-    """Return the order of axes in which cuDNN's fused engines take their tensors."""
-    return (0, *range(2, rank), 1)
-
-
-def _channels_last(edit: Edit) -> None:
-    for name, tensor in list(edit.tensors.items()):
+def _channels_last(editor: GraphEditor) -> None:
+    for name, tensor in list(editor.tensors.items()):
         order = channels_last(len(tensor.dims))
         if tensor.order == order:
             continue
-        into = tuple(tensor.order.index(axis) for axis in order)
-        back = tuple(order.index(axis) for axis in tensor.order)
         moved = [axis for axis in tensor.order if tensor.dims[axis] != 1]
         stays = moved == [axis for axis in order if tensor.dims[axis] != 1]
-        if not stays and name in (*edit.inputs, *edit.outputs):
-            edit.notes.append(
+        if not stays and name in (*editor.inputs, *editor.outputs):
+            editor.notes.append(
                 f"{name} is transposed to channels-last, in which cuDNN computes"
             )
-        edit.rearrange(
-            name,
-            replace(tensor, order=order),
-            lambda x, axes=into: jnp.transpose(x, axes),
-            lambda x, axes=back: jnp.transpose(x, axes),
-        )
+        editor.reorder(name, order)
 
 
 # --- dilation of x --------------------------------------------------------------------
 
 
-def _write_out_lhs_dilation(edit: Edit) -> None:
-    attributes = _attributes(edit)
+def _write_out_lhs_dilation(editor: GraphEditor) -> None:
+    attributes = _attributes(editor)
     if all(step == 1 for step in attributes.lhs_dilation):
         return
-    node = _main(edit)
-    if node.kind in ("conv_fprop", "conv_dgrad") and _is_transposed(edit):
-        _exchange_directions(edit)
+    node = editor.main
+    if node.kind in ("conv_fprop", "conv_dgrad") and _is_transposed(editor):
+        _exchange_directions(editor)
         return
     # Zeros between the elements of x, written out; dgrad's are cut out again.
-    name = _roles(edit)[TRIPLES[node.kind][0]]
-    tensor = edit.tensors[name]
+    name = _roles(editor)[TRIPLES[node.kind][0]]
+    tensor = editor.tensors[name]
     spread = attributes.lhs_dilation
     dims = tuple(
         dilated(size, spread[axis - 2]) if axis >= 2 else size
@@ -187,25 +168,25 @@ def _write_out_lhs_dilation(edit: Edit) -> None:
     )
     gaps = [(0, 0, spread[axis - 2] - 1 if axis >= 2 else 0) for axis in tensor.order]
     steps = [spread[axis - 2] if axis >= 2 else 1 for axis in tensor.order]
-    if name in edit.outputs or name in edit.inputs:
-        edit.notes.append(f"the zeros of lhs_dilation are written into {name}")
-    edit.rearrange(
+    if name in editor.outputs or name in editor.inputs:
+        editor.notes.append(f"the zeros of lhs_dilation are written into {name}")
+    editor.rearrange(
         name,
         replace(tensor, dims=dims),
         lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), gaps),
         lambda x: jax.lax.slice(x, (0,) * x.ndim, x.shape, steps),
     )
-    _set_attributes(edit, lhs_dilation=(1,) * len(spread))
+    _set_attributes(editor, lhs_dilation=(1,) * len(spread))
 
 
-def _is_transposed(edit: Edit) -> bool:
+def _is_transposed(editor: GraphEditor) -> bool:
     """Whether the convolution is the gradient of a strided one.
 
     With more padding than the window reaches, part of the result sees zeros only, for
     which the gradient of a convolution has no place.
     """
-    attributes = _attributes(edit)
-    window = edit.tensors[_roles(edit)["w"]].dims[2:]
+    attributes = _attributes(editor)
+    window = editor.tensors[_roles(editor)["w"]].dims[2:]
     reach = (
         dilated(size, hole) - 1
         for size, hole in zip(window, attributes.rhs_dilation, strict=True)
@@ -217,19 +198,19 @@ def _is_transposed(edit: Edit) -> bool:
     )
 
 
-def _exchange_directions(edit: Edit) -> None:
+def _exchange_directions(editor: GraphEditor) -> None:
     """Make fprop with a dilated x the dgrad of a strided convolution, and back.
 
     The filters are flipped, and their in and out channels change places.
     """
-    node = _main(edit)
-    attributes = _attributes(edit)
-    roles = _roles(edit)
+    node = editor.main
+    attributes = _attributes(editor)
+    roles = _roles(editor)
     is_forward = node.kind == "conv_fprop"
-    source = edit.tensors[roles["x" if is_forward else "grad_output"]]
-    result = edit.tensors[roles["output" if is_forward else "grad_x"]]
+    source = editor.tensors[roles["x" if is_forward else "grad_output"]]
+    result = editor.tensors[roles["output" if is_forward else "grad_x"]]
     x = (source if is_forward else result).dims
-    filters = edit.tensors[roles["w"]]
+    filters = editor.tensors[roles["w"]]
     groups = x[1] // filters.dims[1]
     window = [
         dilated(size, hole)
@@ -240,11 +221,10 @@ def _exchange_directions(edit: Edit) -> None:
         dims=(groups * filters.dims[1], filters.dims[0] // groups, *filters.dims[2:]),
         order=tuple(range(len(filters.dims))),
     )
-    edit.rearrange(
+    editor.rearrange(
         roles["w"],
         flipped,
         lambda w: _flip(filters, groups, w),
-        lambda w: w,
     )
     low = tuple(
         size - 1 - pad for size, pad in zip(window, attributes.padding_low, strict=True)
@@ -253,8 +233,7 @@ def _exchange_directions(edit: Edit) -> None:
         size - 1 - pad
         for size, pad in zip(window, attributes.padding_high, strict=True)
     )
-    edit.replace_node(
-        node,
+    editor.replace_main(
         Node.make(
             "conv_dgrad" if is_forward else "conv_fprop",
             {
@@ -271,7 +250,7 @@ def _exchange_directions(edit: Edit) -> None:
             ),
         ),
     )
-    edit.notes.append("the filters are flipped: a dilated x is a gradient to cuDNN")
+    editor.notes.append("the filters are flipped: a dilated x is a gradient to cuDNN")
 
 
 def _flip(filters: Tensor, groups: int, stored: jax.Array) -> jax.Array:
@@ -288,51 +267,50 @@ def _flip(filters: Tensor, groups: int, stored: jax.Array) -> jax.Array:
 # --- padding --------------------------------------------------------------------------
 
 
-def _even_padding(edit: Edit) -> None:
+def _even_padding(editor: GraphEditor) -> None:
     """Pad x on the array where its two ends differ, and cut where padding is negative.
 
     What both ends have in common stays with cuDNN. x's gradient is cut, or filled up
     with zeros, to undo it.
     """
-    attributes = _attributes(edit)
+    attributes = _attributes(editor)
     pairs = list(zip(attributes.padding_low, attributes.padding_high, strict=True))
     common = tuple(max(min(low, high), 0) for low, high in pairs)
     rest = [(low - c, high - c) for (low, high), c in zip(pairs, common, strict=True)]
-    kind = _main(edit).kind
+    kind = editor.main.kind
     if kind == "conv_dgrad":
-        _fit_gradient(edit)
+        _fit_gradient(editor)
         return
     if all(pair == (0, 0) for pair in rest):
         return
-    name = _roles(edit)["x"]
-    tensor = edit.tensors[name]
+    name = _roles(editor)["x"]
+    tensor = editor.tensors[name]
     dims = tuple(
         size + sum(rest[axis - 2]) if axis >= 2 else size
         for axis, size in enumerate(tensor.dims)
     )
     widths = [(*rest[axis - 2], 0) if axis >= 2 else (0, 0, 0) for axis in tensor.order]
-    edit.notes.append(f"{name} is padded outside the kernel: its two ends differ")
-    edit.rearrange(
+    editor.notes.append(f"{name} is padded outside the kernel: its two ends differ")
+    editor.rearrange(
         name,
         replace(tensor, dims=dims),
         lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), widths),
-        lambda x: x,
     )
-    _set_attributes(edit, padding_low=common, padding_high=common)
+    _set_attributes(editor, padding_low=common, padding_high=common)
 
 
-def _fit_gradient(edit: Edit) -> None:
-    attributes = _attributes(edit)
+def _fit_gradient(editor: GraphEditor) -> None:
+    attributes = _attributes(editor)
     pairs = list(zip(attributes.padding_low, attributes.padding_high, strict=True))
     common = tuple(max(min(low, high), 0) for low, high in pairs)
     rest = [(low - c, high - c) for (low, high), c in zip(pairs, common, strict=True)]
     if all(pair == (0, 0) for pair in rest):
         return
-    name = _roles(edit)["grad_x"]
+    name = _roles(editor)["grad_x"]
     inverse = [(-low, -high) for low, high in rest]
-    old = edit.tensors[name].dims
-    for each, tensor in list(edit.tensors.items()):
-        if not _follows_result(edit, each, tensor, old):
+    old = editor.tensors[name].dims
+    for each, tensor in list(editor.tensors.items()):
+        if not _follows_result(editor, each, tensor, old):
             continue
         dims = tuple(
             size + sum(rest[axis - 2]) if axis >= 2 else size
@@ -344,20 +322,20 @@ def _fit_gradient(edit: Edit) -> None:
         back = [
             (*inverse[axis - 2], 0) if axis >= 2 else (0, 0, 0) for axis in tensor.order
         ]
-        edit.rearrange(
+        editor.rearrange(
             each,
             replace(tensor, dims=dims),
             lambda x, widths=into: jax.lax.pad(x, jnp.zeros((), x.dtype), widths),
             lambda x, widths=back: jax.lax.pad(x, jnp.zeros((), x.dtype), widths),
         )
-    edit.notes.append(f"{name} is fitted outside the kernel: its two ends differ")
-    _set_attributes(edit, padding_low=common, padding_high=common)
+    editor.notes.append(f"{name} is fitted outside the kernel: its two ends differ")
+    _set_attributes(editor, padding_low=common, padding_high=common)
 
 
 def _follows_result(
-    edit: Edit, name: str, tensor: Tensor, dims: tuple[int, ...]
+    editor: GraphEditor, name: str, tensor: Tensor, dims: tuple[int, ...]
 ) -> bool:
-    apart = {n for _, n in _main(edit).inputs} | constants(edit)
+    apart = {n for _, n in editor.main.inputs} | editor.constants
     return name not in apart and tensor.dims[2:] == dims[2:]
 
 
@@ -368,17 +346,17 @@ def _follows_result(
 _GROUP = 32
 
 
-def _merge_groups(edit: Edit) -> bool:
+def _merge_groups(editor: GraphEditor) -> bool:
     """Make several small groups one, with zeros where they do not meet.
 
     Tensor cores have multiplied the zeros before the engines for small groups are
     done, which also are slow with an epilogue. Returns whether groups are small.
     """
-    if _main(edit).kind not in ("conv_fprop", "conv_dgrad"):
+    if editor.main.kind not in ("conv_fprop", "conv_dgrad"):
         return False
-    groups, c, o = _channels_of(edit)
-    name = _roles(edit)["w"]
-    w = edit.tensors[name]
+    groups, c, o = _channels_of(editor)
+    name = _roles(editor)["w"]
+    w = editor.tensors[name]
     unit = ELEMENTS_PER_LOAD[w.dtype]
     factors = [
         factor
@@ -389,13 +367,12 @@ def _merge_groups(edit: Edit) -> bool:
         return False
     factor = next((each for each in factors if each * c >= _GROUP), factors[-1])
     order = tuple(range(len(w.dims)))
-    edit.rearrange(
+    editor.rearrange(
         name,
         replace(w, dims=(w.dims[0], factor * c, *w.dims[2:]), order=order),
         lambda stored: _spread(w, groups // factor, factor, stored),
-        lambda stored: stored,
     )
-    edit.notes.append(f"{groups} groups are merged into {groups // factor}")
+    editor.notes.append(f"{groups} groups are merged into {groups // factor}")
     return True
 
 
@@ -414,19 +391,19 @@ def _spread(w: Tensor, groups: int, factor: int, stored: jax.Array) -> jax.Array
 # --- channels -------------------------------------------------------------------------
 
 
-def _pad_channels(edit: Edit) -> bool:
+def _pad_channels(editor: GraphEditor) -> bool:
     """Pad channels of an ungrouped convolution to what is loaded at once.
 
     Returns whether there was anything to pad.
     """
-    kind = _main(edit).kind
-    x_name, w_name, out_name = (_roles(edit)[role] for role in TRIPLES[kind])
-    x, w = edit.tensors[x_name], edit.tensors[w_name]
+    kind = editor.main.kind
+    x_name, w_name, out_name = (_roles(editor)[role] for role in TRIPLES[kind])
+    x, w = editor.tensors[x_name], editor.tensors[w_name]
     if x.dims[1] != w.dims[1]:
         return False
     unit = ELEMENTS_PER_LOAD[x.dtype]
     c, o = x.dims[1], w.dims[0]
-    new_c, new_o = -(-c // unit) * unit, -(-o // unit) * unit
+    new_c, new_o = rounded_up(c, unit), rounded_up(o, unit)
     if (new_c, new_o) == (c, o):
         return False
     sizes: dict[str, tuple[tuple[int, int], ...]] = {
@@ -435,12 +412,12 @@ def _pad_channels(edit: Edit) -> bool:
     }
     images = new_c if kind == "conv_dgrad" else new_o
     size = c if kind == "conv_dgrad" else o
-    for name, tensor in edit.tensors.items():
-        if name not in (*sizes, *constants(edit)) and tensor.dims[1] == size:
+    for name, tensor in editor.tensors.items():
+        if name not in (*sizes, *editor.constants) and tensor.dims[1] == size:
             sizes[name] = ((1, images),)
     if kind == "conv_dgrad":
         sizes[out_name] = ((1, new_o),)
     for name, changes in sizes.items():
-        edit.pad(name, dict(changes))
-    edit.notes.append(f"channels {c} -> {o} are padded to {new_c} -> {new_o}")
+        editor.pad(name, dict(changes))
+    editor.notes.append(f"channels {c} -> {o} are padded to {new_c} -> {new_o}")
     return True

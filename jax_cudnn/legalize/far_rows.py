@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes, Tensor
-from jax_cudnn.legalize.rewrite import DEAD_STATS, Env, Rare, Rewrite, unfolded
+from jax_cudnn.legalize.editor import Env, GraphEditor, Rare
+from jax_cudnn.legalize.sdpa_masks import DEAD_STATS, attributes_of, unfolded
 from jax_cudnn.reference import sdpa
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
@@ -32,18 +33,18 @@ _LARGEST_STATS = 2e38
 _MOST_SCORES = 2**24
 
 
-def take_far_rows(rewrite: Rewrite) -> None:
+def take_far_rows(editor: GraphEditor) -> None:
     """Take rows with |stats| over 2^11 from the kernel and add their gradients.
 
     The first of the steps, so that it sees what the user gave and gets. Only a bias
     makes such rows.
     """
-    if "bias" not in rewrite.inputs:
+    if "bias" not in editor.tensors:
         return
     rows = _FarRows(
-        attributes=_attributes(rewrite),
-        inputs=dict(rewrite.inputs),
-        outputs=dict(rewrite.outputs),
+        attributes=attributes_of(editor),
+        inputs={role: editor.tensors[role] for role in editor.inputs},
+        outputs={role: editor.tensors[role] for role in editor.outputs},
     )
 
     def before(env: Env) -> None:
@@ -55,13 +56,8 @@ def take_far_rows(rewrite: Rewrite) -> None:
     def after(env: Env, results: Env) -> None:
         results.update(rows.add_to(results, env))
 
-    rewrite.before.append(before)
-    rewrite.rare = Rare(happens=lambda env: jnp.any(_is_far(env["stats"])), after=after)
-
-
-def _attributes(rewrite: Rewrite) -> SdpaAttributes:
-    assert isinstance(rewrite.attributes, SdpaAttributes)
-    return rewrite.attributes
+    editor.before.append(before)
+    editor.rare = Rare(happens=lambda env: jnp.any(_is_far(env["stats"])), after=after)
 
 
 def _is_far(stats: jax.Array) -> jax.Array:

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import jax
 
-from jax_cudnn.graph import Graph, Node, Target, Tensor
+from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
-from jax_cudnn.legalize import conv, matmul, sums
-from jax_cudnn.legalize.modes import rewrite_modes
-from jax_cudnn.legalize.partition import is_contraction
-from jax_cudnn.legalize.rules import Legal, Legalization
+from jax_cudnn.graph.walks import leading_to, made_by, read_by
+from jax_cudnn.legalize import conv, matmul, reduction
+from jax_cudnn.legalize.legalization import Legal, Legalization
+from jax_cudnn.legalize.pointwise import rewrite_pointwise
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -30,14 +30,14 @@ _OLDEST_CUDNN = 90800
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one contraction."""
-    return _legalize(rewrite_modes(graph), target)
+    return _legalize(rewrite_pointwise(graph), target)
 
 
 def _legalize(graph: Graph, target: Target | None) -> Legalization:
-    contractions = [node for node in graph.nodes if is_contraction(node)]
+    contractions = [node for node in graph.nodes if is_anchor(node)]
     kinds = [node.kind for node in contractions]
     if not kinds:
-        return sums.legalize(graph)
+        return reduction.legalize(graph)
     if len(kinds) != 1:
         return Legalization(
             reasons=(f"cuDNN has no kernel for {len(kinds)} contractions: {kinds}",)
@@ -173,7 +173,7 @@ def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]
 
     With many rows, converting weights once is faster than in every tile.
     """
-    first = _before(graph, node)
+    first = leading_to(graph.nodes, read_by([node]))
     if not first:
         return ()
     rest = [each for each in graph.nodes if each not in first]
@@ -187,7 +187,7 @@ def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
 
     The sums are rounded to the operands' dtype on their way.
     """
-    first = _before(graph, node)
+    first = leading_to(graph.nodes, read_by([node]))
     last = [each for each in graph.nodes if each not in first and each is not node]
     if not last:
         return ()  # That is the whole graph, or what _converted_first leaves of it.
@@ -205,20 +205,9 @@ def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
     return tuple(_wrap(graph, way, first, middle, last, note) for way in ways(middle))
 
 
-def _before(graph: Graph, node: Node) -> list[Node]:
-    """Return the nodes that the contraction follows from."""
-    needed = {name for _, name in node.inputs}
-    before: list[Node] = []
-    for each in reversed(graph.nodes):
-        if needed.intersection(name for _, name in each.outputs):
-            before.insert(0, each)
-            needed.update(name for _, name in each.inputs)
-    return before
-
-
 def _with_constants(graph: Graph, nodes: list[Node]) -> list[Node]:
     """Return the nodes with the constants that they read."""
-    read = {name for node in nodes for _, name in node.inputs}
+    read = read_by(nodes)
     return [
         node
         for node in graph.nodes
@@ -230,8 +219,7 @@ def _part(
     tensors: Sequence[Tensor], nodes: Sequence[Node], outputs: Sequence[str]
 ) -> Graph:
     """Return the graph of some nodes; its operands are what they read and not make."""
-    made = {name for node in nodes for _, name in node.outputs}
-    read = {name for node in nodes for _, name in node.inputs}
+    made, read = made_by(nodes), read_by(nodes)
     return Graph(
         tensors=tuple(t for t in tensors if t.name in made | read),
         nodes=tuple(nodes),

@@ -3,14 +3,12 @@
 
 from dataclasses import replace
 
-import jax.numpy as jnp
-
-from jax_cudnn.graph import Graph, Node
+from jax_cudnn.graph import Graph, Node, is_anchor
 from jax_cudnn.graph.folding import families
 from jax_cudnn.graph.rules import EIGHT_BIT
-from jax_cudnn.legalize.edit import ELEMENTS_PER_LOAD, Edit, constants
-from jax_cudnn.legalize.partition import is_contraction
-from jax_cudnn.legalize.rules import Legal
+from jax_cudnn.legalize.editor import GraphEditor
+from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
+from jax_cudnn.legalize.legalization import Legal
 
 _FAMILIES = {"a": "a", "b": "b", "output": "output"}
 
@@ -32,7 +30,7 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     faster where the other operand has few.
     """
     ways = (graph, _transposed(graph)) if _narrow_side(graph) == "b" else (graph,)
-    return tuple(_padded(edit) or edit.finish() for edit in map(_edited, ways))
+    return tuple(_padded(editor) or editor.finish() for editor in map(_edited, ways))
 
 
 def slower(graph: Graph, node: Node) -> str:
@@ -70,61 +68,53 @@ def _transposed(graph: Graph) -> Graph:
 
 
 def _with_sides_swapped(node: Node) -> Node:
-    if not is_contraction(node):
+    if not is_anchor(node):
         return node
     inputs = dict(node.inputs)
     sides = {"a": inputs["b"], "b": inputs["a"]}
     return Node.make(node.kind, sides, dict(node.outputs), node.attributes)
 
 
-def _edited(graph: Graph) -> Edit:
+def _edited(graph: Graph) -> GraphEditor:
     """Broadcast operands of the epilogue along the batch, unless one serves all."""
-    edit = Edit.of(graph)
-    node = next(node for node in edit.nodes if is_contraction(node))
-    (result,) = (edit.tensors[name] for _, name in node.outputs)
+    editor = GraphEditor.of(graph)
+    (result,) = (editor.tensors[name] for _, name in editor.main.outputs)
     b, m, n = result.dims
     family = families(graph, _FAMILIES)
-    for name in edit.inputs:
-        dims = edit.tensors[name].dims
+    for name in editor.inputs:
+        dims = editor.tensors[name].dims
         taken = ((b, m, n), (1, 1, n), (1, m, 1), (b, m, 1), (1, 1, 1))
         if family.get(name) == "output" and dims not in taken:
-            edit.expand(name, (b, m, n))
-    _batch_first(edit)
-    return edit
+            editor.expand(name, (b, m, n))
+    _batch_first(editor)
+    return editor
 
 
-def _batch_first(edit: Edit) -> None:
+def _batch_first(editor: GraphEditor) -> None:
     """Transpose what is stored with the batch fastest, which cuDNN computes wrongly.
 
     Seen in a gradient of that layout (9.19 on an H200).
     """
-    for name, tensor in list(edit.tensors.items()):
+    for name, tensor in list(editor.tensors.items()):
         if tensor.order[-1] == 0 and tensor.dims[0] > 1:
-            into = tuple(tensor.order.index(axis) for axis in range(3))
-            edit.rearrange(
-                name,
-                replace(tensor, order=(0, 1, 2)),
-                lambda x, axes=into: jnp.transpose(x, axes),
-                lambda x, axes=tensor.order: jnp.transpose(x, axes),
-            )
-            if name in (*edit.inputs, *edit.outputs):
-                edit.notes.append(f"{name} is transposed: its batch was stored last")
+            editor.reorder(name, (0, 1, 2))
+            if name in (*editor.inputs, *editor.outputs):
+                editor.notes.append(f"{name} is transposed: its batch was stored last")
 
 
-def _padded(edit: Edit) -> Legal | None:
+def _padded(editor: GraphEditor) -> Legal | None:
     """Return the way with matrices padded to full loads; None where they are."""
-    graph = edit.finish().graph
-    node = next(node for node in edit.nodes if is_contraction(node))
-    a, b = (edit.tensors[name] for _, name in node.inputs)
+    graph = editor.graph
+    a, b = (editor.tensors[name] for _, name in editor.main.inputs)
     narrow = [t for t in graph.input_tensors if t.dtype in ELEMENTS_PER_LOAD]
     unit = max(ELEMENTS_PER_LOAD[t.dtype] for t in narrow)
     m, r, n = a.dims[1], a.dims[2], b.dims[2]
     family = families(graph, _FAMILIES)
-    shared = constants(edit)
+    shared = editor.constants
     # Along m: what is stored so is the operand, or the results of a transposed product.
     columns_are_loaded = any(
         tensor.order[-1] == 1 and tensor.dims[1] == m and family.get(name) != "b"
-        for name, tensor in edit.tensors.items()
+        for name, tensor in editor.tensors.items()
         if name not in shared
     )
     grown = {
@@ -133,18 +123,18 @@ def _padded(edit: Edit) -> Legal | None:
         "output": {1: m if columns_are_loaded else 0, 2: n},
     }
     changed = False
-    for name, tensor in list(edit.tensors.items()):
+    for name, tensor in list(editor.tensors.items()):
         if name in shared or name not in family:
             continue
         sizes = {
-            axis: -(-size // unit) * unit
+            axis: rounded_up(size, unit)
             for axis, size in grown[family[name]].items()
             if tensor.dims[axis] == size and size % unit
         }
         if sizes:
             changed = True
-            edit.pad(name, sizes)
+            editor.pad(name, sizes)
     if not changed:
         return None
-    edit.notes.append(f"matrices are padded to multiples of {unit} elements")
-    return edit.finish()
+    editor.notes.append(f"matrices are padded to multiples of {unit} elements")
+    return editor.finish()

@@ -9,10 +9,9 @@ cotangent through the activation and the sums for the bias in XLA, then dgrad an
 wgrad, one cuDNN kernel each.
 """
 
-from jax_cudnn.graph import Graph, Node, is_anchor
+from jax_cudnn.graph import Graph, is_anchor
 from jax_cudnn.graph.rules import EIGHT_BIT, broadcasts_to
-
-is_contraction = is_anchor
+from jax_cudnn.graph.walks import following, leading_to, made_by, origins, read_by
 
 
 def partition(graph: Graph) -> tuple[Graph, ...]:
@@ -21,38 +20,27 @@ def partition(graph: Graph) -> tuple[Graph, ...]:
     Tensors keep their names: an operand of a part is one of the graph's or a result
     of an earlier part. A part without a contraction is for XLA.
     """
-    contractions = [i for i, node in enumerate(graph.nodes) if is_contraction(node)]
-    makers = {name: i for i, n in enumerate(graph.nodes) for _, name in n.outputs}
-    inputs = [
-        [makers[name] for _, name in node.inputs if name in makers]
-        for node in graph.nodes
-    ]
-    # The contractions that each node follows from, itself included.
-    follows: list[frozenset[int]] = []
-    for i in range(len(graph.nodes)):
-        above = (follows[j] for j in inputs[i])
-        follows.append(frozenset({i} & set(contractions)).union(*above))
-    converted = _conversions(graph, inputs)
-    parts = [[i for i in range(len(graph.nodes)) if not follows[i]]]
+    nodes = graph.nodes
+    contractions = [node for node in nodes if is_anchor(node)]
+    follows = origins(nodes, contractions)
+    converted = _conversions(graph)
+    parts = [[node for node in nodes if not follows[node]]]
     for contraction in contractions:
-        own = [i for i in range(len(graph.nodes)) if follows[i] == {contraction}]
+        own = [node for node in nodes if follows[node] == {contraction}]
         if follows[contraction] == {contraction}:
             larger = _larger(graph, contraction, own)
-            own = [i for i in own if i not in larger]
+            own = [node for node in own if node not in larger]
             taken = converted
-            if graph.nodes[contraction].kind != "matmul":
-                taken = frozenset(i for i in converted if not graph.nodes[i].inputs)
-            parts.append(sorted({*own, *_needed(own, inputs, taken)}))
-            parts.append(sorted({*larger, *_needed(larger, inputs, converted)}))
+            if contraction.kind != "matmul":
+                taken = [node for node in converted if not node.inputs]
+            parts.append([*own, *leading_to(taken, read_by(own))])
+            parts.append([*larger, *leading_to(converted, read_by(larger))])
         else:
             # Reads what another contraction made: its own kernel, nothing fused.
             parts.append([contraction])
-    rest = [
-        i
-        for i in range(len(graph.nodes))
-        if len(follows[i]) > 1 and i not in contractions
-    ]
-    parts.append(rest)
+    parts.append(
+        [node for node in nodes if len(follows[node]) > 1 and not is_anchor(node)]
+    )
     chosen = [frozenset(part) for part in parts if part]
     graphs = [
         _subgraph(graph, part, [other for other in chosen if other is not part])
@@ -61,85 +49,60 @@ def partition(graph: Graph) -> tuple[Graph, ...]:
     return tuple(part for part in graphs if part is not None)
 
 
-def _larger(graph: Graph, contraction: int, nodes: list[int]) -> list[int]:
+def _larger(graph: Graph, contraction: Node, nodes: list[Node]) -> list[Node]:
     """Return those of the nodes that make more of the contraction's result.
 
     It broadcasts there, and is computed once: an epilogue is no larger than its kernel.
     """
-    _, result = graph.nodes[contraction].outputs[0]
+    _, result = contraction.outputs[0]
     full = graph.tensor(result).dims
-    found: list[int] = []
-    made: set[str] = set()
-    for i in nodes:
-        node = graph.nodes[i]
-        outputs = [name for _, name in node.outputs]
-        fits = all(broadcasts_to(graph.tensor(name).dims, full) for name in outputs)
-        is_after = not made.isdisjoint(name for _, name in node.inputs)
-        if i != contraction and (is_after or not fits):
-            found.append(i)
-            made.update(outputs)
-    return found
+    broadcasting = [
+        node
+        for node in nodes
+        if node != contraction
+        and not all(broadcasts_to(graph.tensor(n).dims, full) for n in made_by([node]))
+    ]
+    larger = following(nodes, made_by(broadcasting))
+    return [node for node in nodes if not larger.isdisjoint(made_by([node]))]
 
 
-def _conversions(graph: Graph, inputs: list[list[int]]) -> frozenset[int]:
+def _conversions(graph: Graph) -> list[Node]:
     """Return the nodes that only convert 8-bit operands, and constants."""
-    found: set[int] = set()
-    for i, node in enumerate(graph.nodes):
-        if is_contraction(node) or node.kind == "reduction":
+    found: list[Node] = []
+    known = set(graph.inputs)
+    narrow = {t.name for t in graph.input_tensors if t.dtype in EIGHT_BIT}
+    for node in graph.nodes:
+        if is_anchor(node) or node.kind == "reduction":
             continue
-        operands = [graph.tensor(n) for _, n in node.inputs if n in graph.inputs]
-        is_narrow = any(t.dtype in EIGHT_BIT for t in operands)
-        follows_narrow = any(j in found and graph.nodes[j].inputs for j in inputs[i])
-        is_constant = node.kind == "constant"
-        if is_constant or (
-            (is_narrow or follows_narrow) and all(j in found for j in inputs[i])
-        ):
-            found.add(i)
-    return frozenset(found)
-
-
-def _needed(
-    nodes: list[int], inputs: list[list[int]], converted: frozenset[int]
-) -> set[int]:
-    """Return the conversions that the nodes read, directly or through others."""
-    found: set[int] = set()
-    queue = list(nodes)
-    while queue:
-        for j in inputs[queue.pop()]:
-            if j in converted and j not in found:
-                found.add(j)
-                queue.append(j)
+        inputs, outputs = read_by([node]), made_by([node])
+        is_conversion = not narrow.isdisjoint(inputs) and known.issuperset(inputs)
+        if is_conversion:
+            narrow |= outputs
+        if is_conversion or node.kind == "constant":
+            known |= outputs
+            found.append(node)
     return found
 
 
 def _subgraph(
-    graph: Graph, part: frozenset[int], others: list[frozenset[int]]
+    graph: Graph, part: frozenset[Node], others: list[frozenset[Node]]
 ) -> Graph | None:
     """Return the graph of some nodes; None where nobody needs what they make."""
-    nodes = [graph.nodes[i] for i in sorted(part)]
-    made = {name for node in nodes for _, name in node.outputs}
+    nodes = [node for node in graph.nodes if node in part]
     wanted = set(graph.outputs)
     for other in others:
-        inside = {name for i in other for _, name in graph.nodes[i].outputs}
-        for i in other:
-            wanted.update(n for _, n in graph.nodes[i].inputs if n not in inside)
+        wanted |= read_by(other) - made_by(other)
     outputs = [name for node in nodes for _, name in node.outputs if name in wanted]
     outputs.sort(key=lambda name: (name not in graph.outputs, name))
-    kept: list[Node] = []
-    needed = set(outputs)
-    for node in reversed(nodes):
-        if needed.intersection(name for _, name in node.outputs):
-            kept.insert(0, node)
-            needed.update(name for _, name in node.inputs)
+    kept = leading_to(nodes, outputs)
     if not kept:
         return None
-    read = {name for node in kept for _, name in node.inputs} - made
-    tensors = {t.name: t for t in graph.tensors}
+    read = read_by(kept) - made_by(nodes)
     inputs = [name for name in graph.inputs if name in read]
     inputs += sorted(read.difference(graph.inputs))
-    kept_names = {*inputs, *(name for node in kept for _, name in node.outputs)}
+    kept_names = {*inputs, *made_by(kept)}
     return Graph(
-        tensors=tuple(tensors[name] for name in tensors if name in kept_names),
+        tensors=tuple(t for t in graph.tensors if t.name in kept_names),
         nodes=tuple(kept),
         inputs=tuple(inputs),
         outputs=tuple(outputs),

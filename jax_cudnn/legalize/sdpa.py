@@ -14,30 +14,26 @@ What cuDNN's attention lacks is added around it:
   ``far_rows``).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Node, Target
+from jax_cudnn.graph import Graph, Target
+from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.far_rows import take_far_rows
-from jax_cudnn.legalize.rewrite import (
-    Rewrite,
-    finish,
-    name_of,
-    start,
-)
-from jax_cudnn.legalize.rules import After, Legal, Legalization
-from jax_cudnn.legalize.sdpa_steps import (
-    STATS_COLUMNS,
+from jax_cudnn.legalize.legalization import Legal, Legalization
+from jax_cudnn.legalize.sdpa_masks import (
     absorb_row_bias,
-    carry_grad_stats,
+    attributes_of,
     complete_bias,
     complete_lengths,
     hide_dead_rows,
-    keep_layout,
-    make_scale_positive,
+)
+from jax_cudnn.legalize.sdpa_padding import (
+    STATS_COLUMNS,
+    carry_grad_stats,
     pad_head,
     pad_key_count,
     pad_single_query,
@@ -46,139 +42,149 @@ from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
-_VALUE_LIKE = ("value", "output", "grad_output", "grad_value")
-
 
 def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a forward attention graph."""
-    rewrite = start(graph)
-    if refusal := _refuse(rewrite, target):
+    editor = GraphEditor.by_role(graph)
+    if refusal := _refuse(editor, target):
         return refusal
-    keep_layout(rewrite)
-    hide_dead_rows(rewrite)
-    complete_lengths(rewrite, target)
-    absorb_row_bias(rewrite)
-    complete_bias(rewrite)
-    make_scale_positive(rewrite)
-    pad_head(rewrite, ("query", "key"), 0)
-    pad_head(rewrite, ("value", "output"), 0)
-    legal = finish(graph, rewrite)
-    if rewrite.roles["query"].dtype == "f32":
+    keep_layout(editor)
+    hide_dead_rows(editor)
+    complete_lengths(editor, target)
+    absorb_row_bias(editor)
+    complete_bias(editor)
+    make_scale_positive(editor)
+    pad_head(editor, ("query", "key"))
+    pad_head(editor, ("value", "output"))
+    legal = editor.finish()
+    if editor.tensors["query"].dtype == "f32":
         legal = replace(legal, slower=_F32_IS_SLOW)
     return Legalization(candidates=(legal,))
 
 
 def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a gradient graph, with other ways to dbias."""
-    if refusal := _refuse(start(graph), target):
+    editor = GraphEditor.by_role(graph)
+    if refusal := _refuse(editor, target):
         return refusal
-    roles = start(graph).roles
-    if "grad_bias" not in roles:
-        return Legalization(candidates=(_backward_candidate(graph, target),))
-    if roles["bias"].dims[3] == 1:
-        return Legalization(candidates=(_row_bias_candidate(graph, target),))
-    candidates = [_reference_bias_candidate(graph, target)]
-    if roles["bias"].dtype == roles["query"].dtype:
-        candidates.insert(0, _backward_candidate(graph, target))
-    return Legalization(candidates=tuple(candidates))
-
-
-def _backward_candidate(graph: Graph, target: Target | None) -> Legal:
-    rewrite = start(graph)
-    take_far_rows(rewrite)
-    keep_layout(rewrite)
-    hide_dead_rows(rewrite)
-    complete_lengths(rewrite, target)
-    absorb_row_bias(rewrite)
-    complete_bias(rewrite)
-    make_scale_positive(rewrite)
-    pad_key_count(rewrite)
-    pad_single_query(rewrite)
-    pad_head(rewrite, ("query", "key"), 0)
-    if "grad_stats" in rewrite.inputs:
-        carry_grad_stats(rewrite)
+    tensors = editor.tensors
+    if "grad_bias" not in tensors:
+        ways = [editor]
+    elif tensors["bias"].dims[3] == 1:
+        ways = [_with_row_bias_gradient(graph)]
     else:
-        pad_head(rewrite, _VALUE_LIKE, 0)
-    return finish(graph, rewrite)
+        ways = [_with_reference_bias_gradient(graph)]
+        if tensors["bias"].dtype == tensors["query"].dtype:
+            ways.insert(0, editor)
+    return Legalization(candidates=tuple(_edited_backward(way, target) for way in ways))
 
 
-def _reference_bias_candidate(graph: Graph, target: Target | None) -> Legal:
-    """Run the gradient without dbias in cuDNN and compute dbias by the reference."""
-    index = graph.outputs.index(name_of(graph, "grad_bias"))
-    bias = graph.tensor(name_of(graph, "bias"))
-    note = (
+def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
+    take_far_rows(editor)
+    keep_layout(editor)
+    hide_dead_rows(editor)
+    complete_lengths(editor, target)
+    absorb_row_bias(editor)
+    complete_bias(editor)
+    make_scale_positive(editor)
+    pad_key_count(editor)
+    pad_single_query(editor)
+    pad_head(editor, ("query", "key"))
+    if "grad_stats" in editor.tensors:
+        carry_grad_stats(editor)
+    else:
+        pad_head(editor, ("value", "output"))
+    return editor.finish()
+
+
+def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
+    """Have dbias computed by the reference, and the other gradients by cuDNN."""
+    editor = GraphEditor.by_role(graph)
+    index = editor.results.index("grad_bias")
+    bias = editor.tensors["bias"]
+    editor.notes.append(
         f"the gradient of bias {bias.dtype}{list(bias.dims)} is computed by XLA: cuDNN "
         f"has no plan for it; its memory grows with s*t"
     )
 
-    def compute(operands: Sequence[jax.Array]) -> jax.Array:
+    def compute(env: Env) -> jax.Array:
         # XLA removes the parts of the reference that only the other gradients need.
-        return evaluate(graph, operands)[index]
+        return evaluate(graph, [env[name] for name in editor.operands])[index]
 
-    return _with_bias_gradient(graph, target, compute, (note,))
+    return _with_bias_gradient(editor, compute)
 
 
-def _row_bias_candidate(graph: Graph, target: Target | None) -> Legal:
-    """Give the gradient of a bias that is the same for all keys of a row.
+def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
+    """Have the gradient computed of a bias that is the same for all keys of a row.
 
     Such a bias moves the log-sum-exp and nothing else, so its gradient is the
     cotangent of that, where there is one. cuDNN's sum over keys would be the rounding
     errors of terms that cancel.
     """
+    editor = GraphEditor.by_role(graph)
+    tensors = dict(editor.tensors)
 
-    def compute(operands: Sequence[jax.Array]) -> jax.Array:
-        names = dict(zip(graph.inputs, operands, strict=True))
-        bias, stats = (graph.tensor(name_of(graph, r)) for r in ("bias", "stats"))
-        is_dead = to_logical(stats, names[stats.name]) == -jnp.inf
+    def compute(env: Env) -> jax.Array:
+        bias, stats = tensors["bias"], tensors["stats"]
+        is_dead = to_logical(stats, env["stats"]) == -jnp.inf
         total = jnp.zeros(stats.dims, jax_dtype(stats.dtype))
-        if "grad_stats" in start(graph).inputs:
-            tensor = graph.tensor(name_of(graph, "grad_stats"))
-            total = jnp.where(is_dead, total, to_logical(tensor, names[tensor.name]))
+        if "grad_stats" in tensors:
+            cotangent = to_logical(tensors["grad_stats"], env["grad_stats"])
+            total = jnp.where(is_dead, total, cotangent)
         axes = tuple(i for i, dim in enumerate(bias.dims) if dim == 1)
         total = jnp.sum(total, axis=axes, keepdims=True)
         return to_stored(bias, total.astype(jax_dtype(bias.dtype)))
 
-    return _with_bias_gradient(graph, target, compute, ())
+    return _with_bias_gradient(editor, compute)
 
 
 def _with_bias_gradient(
-    graph: Graph,
-    target: Target | None,
-    compute: Callable[[Sequence[jax.Array]], jax.Array],
-    notes: tuple[str, ...],
-) -> Legal:
-    """Run the gradient graph without dbias in cuDNN and put `compute`'s in place."""
-    index = graph.outputs.index(name_of(graph, "grad_bias"))
-    (node,) = graph.nodes
-    outputs = tuple(n for i, n in enumerate(graph.outputs) if i != index)
-    reduced = Graph(
-        tensors=tuple(t for t in graph.tensors if t.name != graph.outputs[index]),
-        nodes=(
-            Node.make(
-                node.kind,
-                dict(node.inputs),
-                {r: n for r, n in node.outputs if r != "grad_bias"},
-                node.attributes,
-            ),
-        ),
-        inputs=graph.inputs,
-        outputs=outputs,
-    )
-    legal = _backward_candidate(reduced, target)
+    editor: GraphEditor, compute: Callable[[Env], jax.Array]
+) -> GraphEditor:
+    """Take dbias out of the graph and compute it of the original operands."""
+    editor.drop("grad_bias")
+    editor.after.append(lambda env, results: results.update(grad_bias=compute(env)))
+    return editor
 
-    def with_bias(after: After) -> After:
-        def both(
-            operands: Sequence[jax.Array], results: Sequence[jax.Array]
-        ) -> tuple[jax.Array, ...]:
-            gradients = list(after(operands, results))
-            gradients.insert(index, compute(operands))
-            return tuple(gradients)
 
-        return both
+# --- layout and scale -----------------------------------------------------------------
 
-    usual = legal.usual and replace(legal.usual, after=with_bias(legal.usual.after))
-    notes = (*legal.notes, *notes)
-    return replace(legal, after=with_bias(legal.after), usual=usual, notes=notes)
+
+def keep_layout(editor: GraphEditor) -> None:
+    """Bring the last axis to the end of storage, where cuDNN wants stride 1."""
+    for role in (*editor.inputs, *editor.outputs):
+        order = editor.tensors[role].order
+        if order[-1] != 3 and role not in _HANDLED_ELSEWHERE:
+            editor.reorder(role, (*(axis for axis in order if axis != 3), 3))
+
+
+# Operands that cuDNN does not see as they are: sdpa_masks.py.
+_HANDLED_ELSEWHERE = ("mask", "query_lengths", "key_lengths")
+
+
+def make_scale_positive(editor: GraphEditor) -> None:
+    """Move the sign of the scale, or 0, into the query.
+
+    cuDNN gives NaN for a scale that is not positive: it scales hidden scores of -inf
+    like all others (seen with 9.19 on an H200).
+    """
+    attributes = attributes_of(editor)
+    scale = attributes.scale
+    if scale > 0:
+        return
+    factor = -1.0 if scale < 0 else 0.0
+    editor.set_attributes(replace(attributes, scale=-scale if factor else 1.0))
+
+    def before(env: Env) -> None:
+        env["query"] = env["query"] * jnp.asarray(factor, env["query"].dtype)
+
+    def after(_: Env, results: Env) -> None:
+        if "grad_query" in results:
+            gradient = results["grad_query"]
+            results["grad_query"] = gradient * jnp.asarray(factor, gradient.dtype)
+
+    editor.before.append(before)
+    editor.after.append(after)
 
 
 # --- refusals -------------------------------------------------------------------------
@@ -193,15 +199,15 @@ _F32_IS_SLOW = (
 )
 
 
-def _refuse(rewrite: Rewrite, target: Target | None) -> Legalization | None:
+def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:
     """Return the documented limits that the graph breaks, all of them."""
     reasons: list[str] = []
-    roles = rewrite.roles
+    roles = editor.tensors
     query, value = roles["query"], roles["value"]
-    taken = _DTYPES[rewrite.node.kind]
+    taken = _DTYPES[editor.main.kind]
     if query.dtype not in taken:
         reasons.append(
-            f"query is {query.dtype}; cuDNN's {rewrite.node.kind} takes "
+            f"query is {query.dtype}; cuDNN's {editor.main.kind} takes "
             f"{', '.join(taken)}"
         )
     if "bias" in roles and roles["bias"].dtype not in (query.dtype, "f32"):
@@ -214,7 +220,7 @@ def _refuse(rewrite: Rewrite, target: Target | None) -> Legalization | None:
     if max(b, h) > 65535:
         reasons.append(f"batch {b} or heads {h} exceed 65535")
     if target is not None:
-        reasons += _refuse_for(rewrite, target, query.dims[3], value.dims[3])
+        reasons += _refuse_for(editor, target, query.dims[3], value.dims[3])
     if not reasons:
         return None
     return Legalization(reasons=tuple(reasons), advice=_ADVICE)
@@ -226,7 +232,7 @@ _ADVICE = (
 )
 
 
-def _refuse_for(rewrite: Rewrite, target: Target, d: int, e: int) -> list[str]:
+def _refuse_for(editor: GraphEditor, target: Target, d: int, e: int) -> list[str]:
     reasons: list[str] = []
     if target.sm_version < 80:
         reasons.append(
@@ -237,8 +243,8 @@ def _refuse_for(rewrite: Rewrite, target: Target, d: int, e: int) -> list[str]:
     if target.cudnn_version in (91000, 91001):
         reasons.append("cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2")
     # See carry_grad_stats: the cotangent of the log-sum-exp takes columns of the value.
-    extra = STATS_COLUMNS if "grad_stats" in rewrite.inputs else 0
-    if rewrite.node.kind == "sdpa_backward" and max(d, e + extra) > 256:
+    extra = STATS_COLUMNS if "grad_stats" in editor.tensors else 0
+    if editor.main.kind == "sdpa_backward" and max(d, e + extra) > 256:
         plus = f" and {extra} for the gradient of the log-sum-exp" if extra else ""
         reasons.append(
             f"head sizes d={d}, e={e}{plus}; cuDNN's gradient takes at most 256"

@@ -43,6 +43,16 @@ def describe(x: jax.Array) -> str:
     return f"{name}[{','.join(map(str, x.shape))}]"
 
 
+def each_described(**operands: jax.Array) -> str:
+    """Return which operand is what, in words."""
+    return " and ".join(f"{name} is {describe(x)}" for name, x in operands.items())
+
+
+def in_front(shape: tuple[int, ...], rank: int) -> tuple[int, ...]:
+    """Return a shape with as many 1s in front as a rank asks for, as in NumPy."""
+    return (1,) * (rank - len(shape)) + shape
+
+
 def options(
     op: str,
     implementation: Implementation | None,
@@ -180,14 +190,29 @@ def refuse_out_sharding(op: str, out_sharding: object) -> None:
 
 
 def check_dtype(
-    op: str, name: str, x: jax.Array, taken: tuple[str, ...] = FLOATS
+    op: str,
+    name: str,
+    x: jax.Array,
+    *,
+    also: str = "",
+    advice: str = "Convert it to one of them.",
 ) -> None:
-    """Raise TypeError unless the operand has one of the dtypes."""
-    if dtype_name(x.dtype) not in taken:
+    """Raise TypeError unless the operand is of floats; the message tells `also`."""
+    if dtype_name(x.dtype) not in FLOATS:
         raise TypeError(
-            f"{op}: {name} is {describe(x)}. Supported dtypes are {', '.join(taken)}. "
-            "Convert it to one of them."
+            f"{op}: {name} is {describe(x)}. Supported dtypes are {', '.join(FLOATS)}"
+            f"{also}. {advice}"
         )
+
+
+def check_flag(op: str, name: str, value: bool) -> bool:
+    """Return a bool, or raise TypeError for what is none or is not known yet."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise TypeError(
+        f"{op}: {name} is {type(value).__name__}. It must be True or False, since it "
+        "is part of the compiled program. Under jax.jit, name it in static_argnames."
+    )
 
 
 def result_dtype(op: str, preferred: object, default: np.dtype) -> np.dtype:
@@ -233,11 +258,11 @@ def why_without_graph(dtype: np.dtype, **operands: jax.Array) -> str:
     """Return why no graph has operands and a result of these dtypes; "" if one has."""
     if graph_dtype(dtype, *(dtype_name(x.dtype) for x in operands.values())):
         return ""
-    shown = " and ".join(f"{name} is {describe(x)}" for name, x in operands.items())
     return (
-        f"{shown}, and the result {dtype_name(dtype) or dtype}. Graphs have operands "
-        f"of {', '.join(CONTRACTED)} and results of {', '.join(FLOATS)}, f8_e4m3fn "
-        "and f8_e5m2, or the integers that sums of i8 or u8 are."
+        f"{each_described(**operands)}, and the result {dtype_name(dtype) or dtype}. "
+        f"Graphs have operands of {', '.join(CONTRACTED)} and results of "
+        f"{', '.join(FLOATS)}, f8_e4m3fn and f8_e5m2, or the integers that sums of i8 "
+        "or u8 are."
     )
 
 

@@ -25,6 +25,7 @@ from jax_cudnn.ops.arguments import (
     check_dtype,
     describe,
     graph_dtype,
+    in_front,
     is_weak,
     options,
     refuse_out_sharding,
@@ -431,7 +432,7 @@ def _broadcastable(
         shape = [1] * len(out)
         shape[channel] = array.size
         return jnp.reshape(array, shape)
-    padded = (1,) * (len(out) - array.ndim) + array.shape
+    padded = in_front(array.shape, len(out))
     if name == "scale" or array.ndim < 2 or not broadcasts_to(padded, out):
         taken = f"[] or [{size}], one for each out channel"
         if name != "scale":

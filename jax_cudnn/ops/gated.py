@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import Precision, as_operand, describe
+from jax_cudnn.ops.arguments import Precision, as_operand, describe, in_front
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.matmul import matmul
 
@@ -105,7 +105,7 @@ def _check_alike(a: jax.Array, gate: jax.Array, up: jax.Array) -> None:
         gates, full = (jax.eval_shape(jnp.matmul, like[0], x).shape for x in like[1:])
     except (TypeError, ValueError):
         return  # the product says what is wrong with up
-    if not broadcasts_to((1,) * (len(full) - len(gates)) + gates, full):
+    if not broadcasts_to(in_front(gates, len(full)), full):
         raise ValueError(
             f"gated_matmul: gate is {describe(gate)} and up {describe(up)}, so that "
             f"their products with a are {list(gates)} and {list(full)}. The first must "

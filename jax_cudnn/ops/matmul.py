@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax_cudnn.matmul` and `dot_general`: check their arguments and build the graph."""
+"""`jax_cudnn.matmul`: checks its arguments and sees its operands as two matrices."""
 
 import functools
 import math
-import operator
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,35 +12,33 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
-from jax_cudnn.graph import MatmulAttributes
-from jax_cudnn.graph.rules import broadcast, broadcasts_to
 from jax_cudnn.lowering import weakly_typed
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
-    FLOATS,
     Precision,
-    as_array,
     as_factor,
     as_operand,
     check_dtype,
     describe,
-    graph_dtype,
     is_weak,
     options,
     refuse_out_sharding,
-    refused_by_jax,
     result_dtype,
     strongly_typed,
-    sums_dtype,
-    why_symbolic,
-    why_without_graph,
 )
-from jax_cudnn.ops.fusion import Fusion
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
-from jax_cudnn.reference.dtypes import dtype_name
-
-_EIGHT_BIT = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2")
-_PLAIN = (0, 1, 2)
+from jax_cudnn.ops.products import (
+    PLAIN,
+    Dtypes,
+    Matrix,
+    Product,
+    Sizes,
+    common_dtypes,
+    in_three,
+    padded_shape,
+    run_product,
+    undropped,
+)
 
 
 def matmul(
@@ -164,22 +161,22 @@ def matmul(
     )
     if weak:
         a, b = strongly_typed(a), strongly_typed(b)
-    common = _common("matmul", a, b)
-    dtype = result_dtype("matmul", preferred_element_type, common.result)
-    if reason := common.why_plain(dtype, a=a, b=b):
+    dtypes = common_dtypes("matmul", a, b)
+    dtype = result_dtype("matmul", preferred_element_type, dtypes.result)
+    if reason := dtypes.why_plain(dtype, a=a, b=b):
         check_implementation("matmul", reason, call)
         output = _plain_matmul(
-            a, b, common, scales, epilogue, preferred_element_type, call
+            a, b, dtypes, scales, epilogue, preferred_element_type, call
         )
     else:
-        output = _fused_matmul(a, b, common, scales, epilogue, dtype, call)
+        output = _fused_matmul(a, b, dtypes, scales, epilogue, dtype, call)
     return weakly_typed(output) if weak else output
 
 
 def _fused_matmul(
     a: jax.Array,
     b: jax.Array,
-    common: "_Common",
+    dtypes: Dtypes,
     scales: Mapping[str, jax.Array | float | None],
     epilogue: Epilogue,
     dtype: np.dtype,
@@ -206,16 +203,16 @@ def _fused_matmul(
     a_sizes = (outer, rows, (r,))
     b_sizes = (right.shape[:-2] if is_shared else batch, (r,), (n,))
     scale_a, scale_b = scales["scale_a"], scales["scale_b"]
-    problem = _Problem(
+    product = Product(
         op="matmul",
-        a=_Matrix(_in_three("matmul", "a", left, a_sizes, keep=(1, 2)), _PLAIN),
-        b=_Matrix(_in_three("matmul", "b", right, b_sizes, keep=(1, 2)), _PLAIN),
+        a=Matrix(in_three("matmul", "a", left, a_sizes, keep=(1, 2)), PLAIN),
+        b=Matrix(in_three("matmul", "b", right, b_sizes, keep=(1, 2)), PLAIN),
         sizes=(outer, rows, (n,)),
         scale_a=_scale("scale_a", scale_a, a_sizes),
         scale_b=_scale("scale_b", scale_b, b_sizes, is_vector=b.ndim == 1),
         dropped=dropped,
     )
-    return _run(problem, common, epilogue, dtype, call)
+    return run_product(product, dtypes, epilogue, dtype, call)
 
 
 def _as_matrices(
@@ -230,7 +227,7 @@ def _as_matrices(
 def _plain_matmul(
     a: jax.Array,
     b: jax.Array,
-    common: "_Common",
+    dtypes: Dtypes,
     scales: Mapping[str, jax.Array | float | None],
     epilogue: Epilogue,
     preferred: object,
@@ -245,12 +242,12 @@ def _plain_matmul(
         x, scale = matrices[i], jnp.asarray(value)
         if name == "scale_b" and b.ndim == 1 and scale.ndim:
             scale = scale[..., None]
-        scale = jnp.reshape(scale, _padded("matmul", name, scale, x.shape))
+        scale = jnp.reshape(scale, padded_shape("matmul", name, scale, x.shape))
         if scale.shape[axis] == 1:
             # The same along the sum: multiplied once, after it.
             factors.append(jnp.expand_dims(scale, tuple(range(rank - x.ndim))))
         else:
-            wide = common.operands or np.dtype(np.float32)
+            wide = dtypes.operands or np.dtype(np.float32)
             matrices[i] = x.astype(wide) * scale.astype(wide)
     if factors:
         epilogue = epilogue._replace(scale=functools.reduce(jnp.multiply, factors))
@@ -261,355 +258,19 @@ def _plain_matmul(
 
     def place(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         gone = () if name == "scale" else dropped
-        return _undropped("matmul", name, x, shape, gone)
+        return undropped("matmul", name, x, shape, gone)
 
     if preferred is None:
-        preferred = common.result
+        preferred = dtypes.result
     plain = Contraction("matmul", {"a": a, "b": b}, contraction, place)
     output = run_plain(plain, preferred, epilogue)
     return jnp.squeeze(output, dropped)
 
 
-def dot_general(
-    lhs: ArrayLike,
-    rhs: ArrayLike,
-    dimension_numbers: tuple[
-        tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
-    ],
-    precision: Precision = None,
-    preferred_element_type: object = None,
-    out_sharding: object = None,
-    *,
-    bias: ArrayLike | None = None,
-    residual: ArrayLike | None = None,
-    activation: Activation | None = None,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
-) -> jax.Array:
-    """Return a contraction of any axes with what follows it, through cuDNN.
-
-    Takes what :func:`jax.lax.dot_general` takes, so that it can stand in for it, in
-    Flax's dense layers for one. The epilogue is that of :func:`matmul`. The axes of an
-    operand may lie in any order: where its batch, free and contracted axes each lie
-    side by side, it is read by strides; else it is transposed first.
-
-    Args:
-      lhs: bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8; what else lax takes is
-        run by XLA, as for :func:`matmul`.
-      rhs: likewise; dtypes that differ are multiplied in the one that JAX promotes them
-        to.
-      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
-      precision: as for :func:`matmul`.
-      preferred_element_type: dtype of the result. Default None: what lax makes it.
-      out_sharding: must be None, which nnx's layers pass.
-      bias: broadcasts to the result. Differentiable. Default None: none.
-      residual: likewise, added before the activation.
-      activation: as for :func:`jax_cudnn.conv`. Default None: none.
-      implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.
-      plan: as for :func:`jax_cudnn.conv`.
-
-    Returns:
-      The batch axes, the free axes of lhs, and those of rhs, in this order; weakly
-      typed where all operands are.
-
-    Raises:
-      ValueError, TypeError, UnsupportedError, LibraryError: as :func:`matmul`.
-
-    Example:
-      >>> import jax.numpy as jnp, jax_cudnn
-      >>> x, w = jnp.ones((5, 3, 8)), jnp.ones((16, 8))
-      >>> jax_cudnn.dot_general(x, w, (((2,), (1,)), ((), ()))).shape
-      (5, 3, 16)
-    """
-    refuse_out_sharding("dot_general", out_sharding)
-    call = options("dot_general", implementation, plan, precision)
-    x = as_operand("dot_general", "lhs", lhs)
-    y = as_operand("dot_general", "rhs", rhs)
-    epilogue = Epilogue.of(
-        "dot_general", bias=bias, residual=residual, activation=activation
-    )
-    if weak := is_weak(x, y, bias, residual):
-        x, y = strongly_typed(x), strongly_typed(y)
-    sums, batch = numbers = _axes(dimension_numbers)
-    # jax.lax checks the axes against each other, in its own words.
-    how = f", with dimension_numbers={numbers}"
-    with refused_by_jax("dot_general", {"lhs": x, "rhs": y}, how=how):
-        result = jax.eval_shape(lambda: jax.lax.dot_general(x, y, numbers))
-    common = _common("dot_general", x, y, result.dtype)
-    dtype = result_dtype("dot_general", preferred_element_type, result.dtype)
-    if reason := common.why_plain(dtype, lhs=x, rhs=y):
-        check_implementation("dot_general", reason, call)
-        output = _plain_dot_general(
-            x, y, numbers, epilogue, preferred_element_type, call
-        )
-    else:
-        sizes = (
-            tuple(x.shape[axis] for axis in batch[0]),
-            tuple(x.shape[axis] for axis in _others(x.ndim, sums[0], batch[0])),
-            tuple(y.shape[axis] for axis in _others(y.ndim, sums[1], batch[1])),
-        )
-        problem = _Problem(
-            op="dot_general",
-            a=_merge(x, (batch[0], _others(x.ndim, sums[0], batch[0]), sums[0])),
-            b=_merge(y, (batch[1], sums[1], _others(y.ndim, sums[1], batch[1]))),
-            sizes=sizes,
-        )
-        output = _run(problem, common, epilogue, dtype, call)
-    return weakly_typed(output) if weak else output
-
-
-def _plain_dot_general(
-    x: jax.Array,
-    y: jax.Array,
-    numbers: Any,
-    epilogue: Epilogue,
-    preferred: object,
-    call: Options,
-) -> jax.Array:
-    def contraction(dtype: Any) -> jax.Array:
-        precision: Any = call.matmul_precision
-        return jax.lax.dot_general(x, y, numbers, precision, dtype)
-
-    def place(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return _undropped("dot_general", name, x, shape)
-
-    plain = Contraction("dot_general", {"lhs": x, "rhs": y}, contraction, place)
-    return run_plain(plain, preferred, epilogue)
-
-
-class _Common(NamedTuple):
-    """The dtypes of a product.
-
-    Both operands are converted to ``operands``; None is for 8 bits, which stay as they
-    are. ``result`` is what comes out by default. ``has_graph`` is whether two operands
-    of 8 bits go together.
-    """
-
-    operands: np.dtype | None
-    result: np.dtype
-    has_graph: bool = True
-
-    def why_plain(self, result: np.dtype, **given: jax.Array) -> str:
-        """Return why no graph has the product, in sentences; "" if one has."""
-        if reason := why_symbolic(**given):
-            return reason
-        if not self.has_graph:
-            shown = " and ".join(f"{k} is {describe(x)}" for k, x in given.items())
-            return (
-                f"{shown}. Two operands of 8 bits must both be i8, both u8, or both "
-                "floats in a graph."
-            )
-        if self.operands is None:
-            return why_without_graph(result, **given)
-        if graph_dtype(result, dtype_name(self.operands)):
-            return ""
-        return why_without_graph(result, **given)
-
-
-def _common(
-    op: str, a: jax.Array, b: jax.Array, result: np.dtype | None = None
-) -> _Common:
-    """Return in which dtypes two operands are multiplied, as JAX promotes them.
-
-    A ``result`` that is given is lax's, for which promotion is neither strict nor
-    impossible.
-    """
-    dtypes = (a.dtype, b.dtype)
-    narrow = [str(dtype) in _EIGHT_BIT for dtype in dtypes]
-    floats = [dtype_name(dtype) in FLOATS for dtype in dtypes]
-    if all(narrow):
-        kinds = [str(dtype).partition("_")[0].rstrip("0123456789") for dtype in dtypes]
-        if dtypes[0] == dtypes[1] or kinds == ["float", "float"]:
-            return _Common(operands=None, result=result or dtypes[0])
-    for is_narrow, is_float, dtype in zip(
-        narrow, floats[::-1], dtypes[::-1], strict=True
-    ):
-        if is_narrow and is_float:
-            # Also for f8, which JAX does not promote.
-            return _Common(operands=dtype, result=result or dtype)
-    dtype = _promoted(op, a, b) if result is None else _promoted_by_lax(a, b, result)
-    return _Common(operands=dtype, result=result or dtype, has_graph=not all(narrow))
-
-
-def _promoted_by_lax(a: jax.Array, b: jax.Array, result: np.dtype) -> np.dtype:
-    try:
-        with jax.numpy_dtype_promotion("standard"):
-            return jnp.promote_types(a.dtype, b.dtype)
-    except ValueError:  # f8 beside a complex operand
-        return result
-
-
-def _promoted(op: str, a: jax.Array, b: jax.Array) -> np.dtype:
-    try:
-        return jnp.result_type(a, b)
-    except ValueError:  # JAX has an exception of its own, which is one.
-        raise TypeError(
-            f"{op}: a is {describe(a)} and b {describe(b)}. They must have one dtype, "
-            "unless one of them has 8 bits or JAX promotes them "
-            "(jax_numpy_dtype_promotion is 'strict'). Convert one of them."
-        ) from None
-
-
-_Axes = tuple[int, ...]
-
-
-def _axes(numbers: object) -> tuple[tuple[_Axes, _Axes], tuple[_Axes, _Axes]]:
-    """Return dimension_numbers as ints, or raise TypeError for what is none."""
-    try:
-        (x_sums, y_sums), (x_batch, y_batch) = (
-            tuple(tuple(map(operator.index, axes)) for axes in pair)
-            for pair in numbers  # type: ignore[attr-defined]
-        )
-    except (TypeError, ValueError):
-        raise TypeError(
-            f"dot_general: dimension_numbers={numbers!r} is not ((lhs contracting, rhs "
-            "contracting), (lhs batch, rhs batch)), each a sequence of ints. Pass for "
-            "example (((1,), (0,)), ((), ())) for the product of two matrices."
-        ) from None
-    return (x_sums, y_sums), (x_batch, y_batch)
-
-
-# Sizes of the axes that are merged into batch, rows and columns of a matrix.
-_Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
-
-
-class _Matrix(NamedTuple):
-    """An operand of rank 3, its axes stored in `order` of (batch, rows, columns)."""
-
-    array: jax.Array
-    order: tuple[int, ...]
-
-
-class _Problem(NamedTuple):
-    """A product of two matrices; `sizes` are the axes of the result.
-
-    ``dropped`` are those of size 1 that the caller, whose operand is a vector, has not.
-    """
-
-    op: str
-    a: _Matrix
-    b: _Matrix
-    sizes: _Sizes
-    scale_a: jax.Array | float | None = None
-    scale_b: jax.Array | float | None = None
-    dropped: tuple[int, ...] = ()
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the caller's result."""
-        full = tuple(size for group in self.sizes for size in group)
-        return _without(full, self.dropped)
-
-
-def _run(
-    problem: _Problem,
-    common: _Common,
-    epilogue: Epilogue,
-    dtype: np.dtype,
-    call: Options,
-) -> jax.Array:
-    op, wide = problem.op, common.operands
-    a, b = (_converted(each, wide) for each in (problem.a, problem.b))
-    scales = ((problem.scale_a, 2), (problem.scale_b, 1))
-    if wide is None and any(
-        isinstance(scale, jax.Array) and scale.shape[axis] != 1
-        for scale, axis in scales
-    ):
-        # What such a scale gives has no 8 bits.
-        wide = np.dtype(np.float32)
-    names = [dtype_name(each.array.dtype) for each in (a, b)]
-    rounded = graph_dtype(dtype, *names)
-    if wide is not None:
-        names = [dtype_name(wide)]
-    assert rounded is not None, "why_plain has looked"
-    sums = sums_dtype(rounded, *names)
-    fusion = Fusion(op, sums)
-    writer = fusion.writer
-    sides = {"a": fusion.operand("a", *a), "b": fusion.operand("b", *b)}
-    factors: list[str | float] = []
-    for role, axis, scale in (("a", 2, problem.scale_a), ("b", 1, problem.scale_b)):
-        if isinstance(scale, int | float):
-            factors.append(scale)
-        elif scale is not None:
-            name = fusion.operand(f"scale_{role}", scale, _PLAIN)
-            if scale.shape[axis] == 1:
-                # The same along the sum: multiplied once, after it.
-                factors.append(name)
-            else:
-                sides[role] = fusion.scaled(sides[role], [name])
-        if wide is not None:
-            sides[role] = writer.cast(sides[role], dtype_name(wide))  # type: ignore[arg-type]
-    first, second = (writer[name].dims for name in sides.values())
-    product = writer.node(
-        "matmul",
-        sides,
-        MatmulAttributes(),
-        dims=(*broadcast(first[:1], second[:1]), first[1], second[2]),
-        order=_PLAIN,
-        dtype=sums,
-    )
-    terms = [
-        fusion.operand(name, _term(problem, name, as_array(value, sums)), _PLAIN)
-        for name, value in epilogue.terms
-    ]
-    factor = epilogue.scale_out
-    if isinstance(factor, int | float):
-        factor = float(factor)
-    elif factor is not None:
-        factor = _term(problem, "scale_out", factor)
-    output = fusion.run(
-        fusion.added(fusion.scaled(product, factors), terms),
-        epilogue.activation,
-        shape=problem.shape,
-        factor=factor,
-        dtype=rounded,
-        order=_PLAIN,
-        options=call,
-    ).astype(dtype)
-    return jnp.reshape(output, problem.shape)
-
-
-def _converted(matrix: _Matrix, dtype: np.dtype | None) -> _Matrix:
-    """Return an operand in a dtype; 8 bits stay for the kernel to convert."""
-    own = matrix.array.dtype
-    # No np.dtype is looked for in a tuple with None, which NumPy takes for f64.
-    if dtype is None or dtype == own or str(own) in _EIGHT_BIT:
-        return matrix
-    return matrix._replace(array=matrix.array.astype(dtype))
-
-
-def _term(problem: _Problem, name: str, array: jax.Array) -> jax.Array:
-    """Return an operand of the epilogue as (batch, rows, columns), 1 where it may."""
-    op, sizes, dropped = problem.op, problem.sizes, problem.dropped
-    check_dtype(op, name, array)
-    full = tuple(size for group in sizes for size in group)
-    return _in_three(op, name, _undropped(op, name, array, full, dropped), sizes)
-
-
-def _undropped(
-    op: str,
-    name: str,
-    array: jax.Array,
-    full: tuple[int, ...],
-    dropped: tuple[int, ...] = (),
-) -> jax.Array:
-    """Return an array with the axes of a result, 1 where it broadcasts.
-
-    It has to broadcast to the result without the axes that are dropped.
-    """
-    padded = _padded(op, name, array, _without(full, dropped))
-    return jnp.expand_dims(jnp.reshape(array, padded), dropped)
-
-
-def _without(full: tuple[int, ...], dropped: tuple[int, ...]) -> tuple[int, ...]:
-    """Return sizes without the axes that are dropped, counted from the end."""
-    return tuple(size for i, size in enumerate(full, -len(full)) if i not in dropped)
-
-
 def _scale(
     name: str,
     value: jax.Array | float | None,
-    sizes: _Sizes,
+    sizes: Sizes,
     *,
     is_vector: bool = False,
 ) -> jax.Array | float | None:
@@ -617,65 +278,6 @@ def _scale(
         return value if value is None else float(value)
     check_dtype("matmul", name, value)
     if is_vector and value.ndim:
-        _padded("matmul", name, value, sizes[1])
+        padded_shape("matmul", name, value, sizes[1])
         value = value[..., None]
-    return _in_three("matmul", name, value, sizes)
-
-
-def _in_three(
-    op: str, name: str, array: jax.Array, sizes: _Sizes, keep: tuple[int, ...] = ()
-) -> jax.Array:
-    """Merge an array's axes into three, each 1 where the array broadcasts along it.
-
-    The groups in `keep` take the array's own sizes, and are broadcast if need be.
-    """
-    full = tuple(size for group in sizes for size in group)
-    padded = _padded(op, name, array, full)
-    shape: list[int] = []
-    merged: list[int] = []
-    for i, group in enumerate(sizes):
-        own = padded[len(shape) : len(shape) + len(group)]
-        shape += group if i in keep or any(size != 1 for size in own) else own
-        merged.append(math.prod(shape[len(shape) - len(group) :]))
-    return jnp.reshape(jnp.broadcast_to(jnp.reshape(array, padded), shape), merged)
-
-
-def _padded(
-    op: str, name: str, array: jax.Array, full: tuple[int, ...]
-) -> tuple[int, ...]:
-    """Return the array's shape with leading 1s, or raise ValueError."""
-    padded = (1,) * (len(full) - array.ndim) + array.shape
-    if not broadcasts_to(padded, full):
-        raise ValueError(
-            f"{op}: {name} is {describe(array)}, which does not broadcast to "
-            f"[{', '.join(map(str, full))}]. Each of its axes must be 1 or that size. "
-            "Reshape it."
-        )
-    return padded
-
-
-def _others(rank: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(
-        axis for axis in range(rank) if not any(axis in each for each in taken)
-    )
-
-
-def _merge(x: jax.Array, groups: _Sizes) -> _Matrix:
-    """Merge groups of axes into three; those that lie side by side are not moved."""
-    # The groups in the order in which they are stored; empty ones first.
-    order = sorted(range(3), key=lambda i: min(groups[i], default=-1))
-    axes = [axis for i in order for axis in groups[i]]
-    if axes != list(range(x.ndim)):
-        order = [0, 1, 2]
-        x = jnp.transpose(x, [axis for group in groups for axis in group])
-        groups = _consecutive(groups)
-    sizes = [math.prod(x.shape[axis] for axis in groups[i]) for i in order]
-    return _Matrix(jnp.reshape(x, sizes), tuple(order))
-
-
-def _consecutive(groups: _Sizes) -> _Sizes:
-    starts = np.cumsum([0, *map(len, groups)])
-    return tuple(  # type: ignore[return-value]
-        tuple(range(start, start + len(group)))
-        for start, group in zip(starts, groups, strict=False)
-    )
+    return in_three("matmul", name, value, sizes)

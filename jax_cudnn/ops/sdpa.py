@@ -10,10 +10,19 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
+from jax_cudnn.graph import SdpaAttributes, sdpa_graph
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.ops.arguments import as_operand, options, why_symbolic
+from jax_cudnn.ops.arguments import (
+    as_operand,
+    check_dtype,
+    check_flag,
+    describe,
+    in_front,
+    options,
+    tensor,
+    why_symbolic,
+)
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sdpa import forward as attention
@@ -21,7 +30,6 @@ from jax_cudnn.reference.sdpa import forward as attention
 # Stored (b, s, h, d) for logical (b, h, s, d).
 _BSHD = (0, 2, 1, 3)
 _PLAIN = (0, 1, 2, 3)
-_DTYPES = ("bf16", "f16", "f32", "f64")
 
 
 class _Operands(NamedTuple):
@@ -197,15 +205,15 @@ def sdpa(
     d = operands.query.shape[3]
     attributes = SdpaAttributes(
         scale=_check_scale(scale, d, operands.query.dtype),
-        is_causal=_check_flag("is_causal", is_causal),
+        is_causal=check_flag("sdpa", "is_causal", is_causal),
     )
-    with_stats = _check_flag("return_residual", return_residual)
+    with_stats = check_flag("sdpa", "return_residual", return_residual)
     if reason := why_symbolic(**given):
         check_implementation("sdpa", reason, call)
         results = _plain(attributes, given)
     else:
         graph = sdpa_graph(
-            {role: _tensor(role, operand) for role, operand in given.items()},
+            {role: tensor(role, x, _order(role)) for role, x in given.items()},
             attributes=attributes,
             output_order=_BSHD,
             with_stats=with_stats,
@@ -232,20 +240,7 @@ def _order(role: str) -> tuple[int, ...]:
     return _BSHD if role in ("query", "key", "value") else _PLAIN
 
 
-def _tensor(role: str, stored: jax.Array) -> Tensor:
-    order = _order(role)
-    dims = tuple(stored.shape[order.index(axis)] for axis in range(4))
-    dtype = dtype_name(stored.dtype)
-    assert dtype is not None
-    return Tensor(name=role, dtype=dtype, dims=dims, order=order)  # type: ignore[arg-type]
-
-
 # --- checks ---------------------------------------------------------------------------
-
-
-def _describe(x: jax.Array) -> str:
-    name = dtype_name(x.dtype) or str(x.dtype)
-    return f"{name}[{','.join(map(str, x.shape))}]"
 
 
 def _check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
@@ -274,15 +269,6 @@ def _not_a_number(scale: object) -> TypeError:
     return TypeError(
         f"sdpa: scale is {type(scale).__name__}. It must be a number known when the "
         "program is traced, since it is part of it. Multiply query by a traced scale."
-    )
-
-
-def _check_flag(name: str, value: bool) -> bool:
-    if isinstance(value, bool | np.bool_):
-        return bool(value)
-    raise TypeError(
-        f"sdpa: {name} is {type(value).__name__}. It must be True or False, since it "
-        "is part of the compiled program. Under jax.jit, name it in static_argnames."
     )
 
 
@@ -325,34 +311,35 @@ def _canonicalize(
 
 
 def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    if dtype_name(q.dtype) not in _DTYPES:
-        raise TypeError(
-            f"sdpa: query is {_describe(q)}. Supported dtypes are "
-            f"{', '.join(_DTYPES)}. Convert query, key and value to one of them."
-        )
+    check_dtype(
+        "sdpa", "query", q, advice="Convert query, key and value to one of them."
+    )
     for name, x in (("key", k), ("value", v)):
         if x.dtype != q.dtype:
             raise TypeError(
-                f"sdpa: {name} is {_describe(x)} but query is {_describe(q)}. All "
+                f"sdpa: {name} is {describe(x)} but query is {describe(q)}. All "
                 f"three must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
             )
 
 
 def _check_ranks(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
-        shapes = f"query is {_describe(q)}, key {_describe(k)}, value {_describe(v)}"
         advice = "Use jax.vmap or reshape for more batch axes."
         if q.ndim == 2:
             advice = "For a single head insert its axis: query[:, None, :]."
         raise ValueError(
-            f"sdpa: {shapes}. All three must be (batch, length, heads, head size) or "
-            f"all (length, heads, head size). {advice}"
+            f"sdpa: {_shapes(q, k, v)}. All three must be (batch, length, heads, head "
+            f"size) or all (length, heads, head size). {advice}"
         )
     return q.ndim == 4
 
 
+def _shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> str:
+    return f"query is {describe(q)}, key {describe(k)}, value {describe(v)}"
+
+
 def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    shapes = f"query is {_describe(q)}, key {_describe(k)}, value {_describe(v)}"
+    shapes = _shapes(q, k, v)
     if not q.shape[0] == k.shape[0] == v.shape[0]:
         raise ValueError(
             f"sdpa: batch sizes differ: {shapes}. They must be equal. Broadcast, or "
@@ -390,14 +377,10 @@ def _check_bias(
     if jnp.issubdtype(array.dtype, jnp.integer):
         # Added to the scores, whose dtype it takes on.
         array = array.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-    if dtype_name(array.dtype) not in _DTYPES:
-        advice = "Convert it to the dtype of query."
-        if array.dtype == jnp.bool_:
-            advice = "Pass a boolean array as mask instead."
-        raise TypeError(
-            f"sdpa: bias is {_describe(array)}. Supported dtypes are "
-            f"{', '.join(_DTYPES)} and integers. {advice}"
-        )
+    advice = "Convert it to the dtype of query."
+    if array.dtype == jnp.bool_:
+        advice = "Pass a boolean array as mask instead."
+    check_dtype("sdpa", "bias", array, also=" and integers", advice=advice)
     return _check_scores_like("bias", array, scores)
 
 
@@ -407,7 +390,7 @@ def _check_mask(mask: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | 
     array = as_operand("sdpa", "mask", mask)
     if array.dtype != jnp.bool_:
         raise TypeError(
-            f"sdpa: mask is {_describe(array)}. It must be bool, True where a query "
+            f"sdpa: mask is {describe(array)}. It must be bool, True where a query "
             "may see a key. Pass an additive mask as bias, or convert with mask != 0."
         )
     return _check_scores_like("mask", array, scores)
@@ -416,10 +399,10 @@ def _check_mask(mask: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | 
 def _check_scores_like(
     name: str, array: jax.Array, scores: tuple[int, ...]
 ) -> jax.Array:
-    padded = (1,) * (4 - array.ndim) + array.shape
-    if array.ndim > 4 or not broadcasts_to(padded, scores):
+    padded = in_front(array.shape, 4)
+    if not broadcasts_to(padded, scores):
         raise ValueError(
-            f"sdpa: {name} is {_describe(array)}, which does not broadcast to (batch, "
+            f"sdpa: {name} is {describe(array)}, which does not broadcast to (batch, "
             f"heads, query length, key length) = {list(scores)}. Each of its axes must "
             f"be 1 or the full size.{axes_hint(name, array.shape, scores)}"
         )
@@ -453,12 +436,12 @@ def _check_lengths(
     array = as_operand("sdpa", name, lengths)
     if not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
-            f"sdpa: {name} is {_describe(array)}. Lengths must be integers. Convert "
+            f"sdpa: {name} is {describe(array)}. Lengths must be integers. Convert "
             "them to int32."
         )
     if array.shape != (b,):
         raise ValueError(
-            f"sdpa: {name} is {_describe(array)}. It must have one length per batch "
+            f"sdpa: {name} is {describe(array)}. It must have one length per batch "
             f"entry, shape [{b}]."
         )
     # Clipped in its own dtype: a longer one would wrap.

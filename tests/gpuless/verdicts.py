@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from jax_cudnn.graph import to_json
-from jax_cudnn.legalize import Legal, is_contraction, legalize
+from jax_cudnn.graph import is_anchor, to_json
+from jax_cudnn.legalize import Legal, legalize
 from tests import fusion_cases
 from tests.fusion_cases import Part
 from tests.gpuless import harness
@@ -37,7 +37,7 @@ class Verdict:
     @property
     def has_contraction(self) -> bool:
         """Whether the part is meant for cuDNN; XLA runs the others by default."""
-        return any(map(is_contraction, self.part.graph.nodes))
+        return any(map(is_anchor, self.part.graph.nodes))
 
     @property
     def found(self) -> Legal | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Elementwise work with sums, and no contraction, as cuDNN takes it.
+"""Graphs of pointwise nodes and sums, without a contraction, as cuDNN takes them.
 
 The gradient through an activation and a bias is such a part: one pass over memory in
 cuDNN, two in XLA. cuDNN wants tensors of rank 4 or 5, channels last, and f32 sums.
@@ -11,9 +11,9 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Tensor
-from jax_cudnn.legalize.conv import channels_last
-from jax_cudnn.legalize.edit import Edit
-from jax_cudnn.legalize.rules import Legal, Legalization
+from jax_cudnn.legalize.editor import GraphEditor
+from jax_cudnn.legalize.layout import channels_last
+from jax_cudnn.legalize.legalization import Legal, Legalization
 from jax_cudnn.reference.dtypes import DTYPES
 
 _SLOWER = "XLA fuses elementwise work with what is around it"
@@ -49,11 +49,11 @@ def _refusals(graph: Graph) -> tuple[str, ...]:
 
 
 def _candidate(graph: Graph) -> Legal | None:
-    edit = Edit.of(graph)
+    editor = GraphEditor.of(graph)
     rank = len(graph.tensors[0].dims)
     full = max((t.dims for t in graph.tensors), key=math.prod)
     channel = 1 if rank > 3 else rank - 1
-    for name, tensor in list(edit.tensors.items()):
+    for name, tensor in list(editor.tensors.items()):
         if tensor.dims not in (full, _vector(full, channel), (1,) * rank):
             return None
         if rank > 3 and tensor.dims == full and tensor.order != channels_last(rank):
@@ -61,23 +61,23 @@ def _candidate(graph: Graph) -> Legal | None:
         if rank == 3:
             if tensor.dims == full and tensor.order != (0, 1, 2):
                 return None
-            _as_image(edit, name, tensor)
-    for node in edit.nodes:
+            _as_image(editor, name, tensor)
+    for node in editor.nodes:
         if node.kind == "reduction":
-            _sum_in_f32(edit, dict(node.outputs)["output"])
-    return edit.finish()
+            _sum_in_f32(editor, dict(node.outputs)["output"])
+    return editor.finish()
 
 
 def _vector(full: tuple[int, ...], channel: int) -> tuple[int, ...]:
     return tuple(size if axis == channel else 1 for axis, size in enumerate(full))
 
 
-def _as_image(edit: Edit, name: str, tensor: Tensor) -> None:
+def _as_image(editor: GraphEditor, name: str, tensor: Tensor) -> None:
     """See a batch of matrices (b, m, n) as an image (b m, n, 1, 1), channels last."""
     b, m, n = tensor.dims
     image = replace(tensor, dims=(b * m, n, 1, 1), order=(0, 2, 3, 1))
     shape = tensor.stored_shape
-    edit.rearrange(
+    editor.rearrange(
         name,
         image,
         lambda x: jnp.reshape(x, image.stored_shape),
@@ -85,12 +85,11 @@ def _as_image(edit: Edit, name: str, tensor: Tensor) -> None:
     )
 
 
-def _sum_in_f32(edit: Edit, name: str) -> None:
-    tensor = edit.tensors[name]
+def _sum_in_f32(editor: GraphEditor, name: str) -> None:
+    tensor = editor.tensors[name]
     if tensor.dtype != "f32":
-        edit.rearrange(
+        editor.rearrange(
             name,
             replace(tensor, dtype="f32"),
-            lambda x: x,
-            lambda x: x.astype(DTYPES[tensor.dtype]),
+            back=lambda x: x.astype(DTYPES[tensor.dtype]),
         )

@@ -20,9 +20,10 @@ from collections.abc import Callable
 
 from jax_cudnn.graph import Graph, GraphWriter, Node
 from jax_cudnn.graph.pointwise import PointwiseAttributes
+from jax_cudnn.graph.walks import readers
 
 
-def rewrite_modes(graph: Graph) -> Graph:
+def rewrite_pointwise(graph: Graph) -> Graph:
     """Return the graph with such nodes written as several; names of results stay."""
     if not any(_is_rewritten(graph, node) for node in graph.nodes):
         return graph
@@ -203,6 +204,5 @@ def _needs_shield(graph: Graph, node: Node) -> bool:
     # Where others read the argument, among them a copy of it that is a result, no such
     # engine is listed, and an identity would do harm: cuDNN 9.19 computes two of one
     # tensor wrongly in 16 bits, and one beside other readers in f32.
-    readers = [each for each in graph.nodes if argument in dict(each.inputs).values()]
     is_fused = attributes.mode == "tanh" or argument in graph.outputs
-    return is_fused and readers == [node]
+    return is_fused and readers(graph.nodes, argument) == [node]

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.dot_general`: checks its arguments and merges axes into two matrices."""
+
+import math
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.lowering import weakly_typed
+from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.arguments import (
+    Precision,
+    as_operand,
+    is_weak,
+    options,
+    refuse_out_sharding,
+    refused_by_jax,
+    result_dtype,
+    strongly_typed,
+)
+from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
+from jax_cudnn.ops.products import (
+    Matrix,
+    Product,
+    Sizes,
+    common_dtypes,
+    run_product,
+    undropped,
+)
+
+
+def dot_general(
+    lhs: ArrayLike,
+    rhs: ArrayLike,
+    dimension_numbers: tuple[
+        tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
+    ],
+    precision: Precision = None,
+    preferred_element_type: object = None,
+    out_sharding: object = None,
+    *,
+    bias: ArrayLike | None = None,
+    residual: ArrayLike | None = None,
+    activation: Activation | None = None,
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+) -> jax.Array:
+    """Return a contraction of any axes with what follows it, through cuDNN.
+
+    Takes what :func:`jax.lax.dot_general` takes, so that it can stand in for it, in
+    Flax's dense layers for one. The epilogue is that of :func:`matmul`. The axes of an
+    operand may lie in any order: where its batch, free and contracted axes each lie
+    side by side, it is read by strides; else it is transposed first.
+
+    Args:
+      lhs: bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8; what else lax takes is
+        run by XLA, as for :func:`matmul`.
+      rhs: likewise; dtypes that differ are multiplied in the one that JAX promotes them
+        to.
+      dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
+      precision: as for :func:`matmul`.
+      preferred_element_type: dtype of the result. Default None: what lax makes it.
+      out_sharding: must be None, which nnx's layers pass.
+      bias: broadcasts to the result. Differentiable. Default None: none.
+      residual: likewise, added before the activation.
+      activation: as for :func:`jax_cudnn.conv`. Default None: none.
+      implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.
+      plan: as for :func:`jax_cudnn.conv`.
+
+    Returns:
+      The batch axes, the free axes of lhs, and those of rhs, in this order; weakly
+      typed where all operands are.
+
+    Raises:
+      ValueError, TypeError, UnsupportedError, LibraryError: as :func:`matmul`.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_cudnn
+      >>> x, w = jnp.ones((5, 3, 8)), jnp.ones((16, 8))
+      >>> jax_cudnn.dot_general(x, w, (((2,), (1,)), ((), ()))).shape
+      (5, 3, 16)
+    """
+    refuse_out_sharding("dot_general", out_sharding)
+    call = options("dot_general", implementation, plan, precision)
+    x = as_operand("dot_general", "lhs", lhs)
+    y = as_operand("dot_general", "rhs", rhs)
+    epilogue = Epilogue.of(
+        "dot_general", bias=bias, residual=residual, activation=activation
+    )
+    if weak := is_weak(x, y, bias, residual):
+        x, y = strongly_typed(x), strongly_typed(y)
+    sums, batch = numbers = _axes(dimension_numbers)
+    # jax.lax checks the axes against each other, in its own words.
+    how = f", with dimension_numbers={numbers}"
+    with refused_by_jax("dot_general", {"lhs": x, "rhs": y}, how=how):
+        result = jax.eval_shape(lambda: jax.lax.dot_general(x, y, numbers))
+    dtypes = common_dtypes("dot_general", x, y, result.dtype)
+    dtype = result_dtype("dot_general", preferred_element_type, result.dtype)
+    if reason := dtypes.why_plain(dtype, lhs=x, rhs=y):
+        check_implementation("dot_general", reason, call)
+        output = _plain_dot_general(
+            x, y, numbers, epilogue, preferred_element_type, call
+        )
+    else:
+        sizes = (
+            tuple(x.shape[axis] for axis in batch[0]),
+            tuple(x.shape[axis] for axis in _others(x.ndim, sums[0], batch[0])),
+            tuple(y.shape[axis] for axis in _others(y.ndim, sums[1], batch[1])),
+        )
+        product = Product(
+            op="dot_general",
+            a=_merge(x, (batch[0], _others(x.ndim, sums[0], batch[0]), sums[0])),
+            b=_merge(y, (batch[1], sums[1], _others(y.ndim, sums[1], batch[1]))),
+            sizes=sizes,
+        )
+        output = run_product(product, dtypes, epilogue, dtype, call)
+    return weakly_typed(output) if weak else output
+
+
+def _plain_dot_general(
+    x: jax.Array,
+    y: jax.Array,
+    numbers: Any,
+    epilogue: Epilogue,
+    preferred: object,
+    call: Options,
+) -> jax.Array:
+    def contraction(dtype: Any) -> jax.Array:
+        precision: Any = call.matmul_precision
+        return jax.lax.dot_general(x, y, numbers, precision, dtype)
+
+    def place(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return undropped("dot_general", name, x, shape)
+
+    plain = Contraction("dot_general", {"lhs": x, "rhs": y}, contraction, place)
+    return run_plain(plain, preferred, epilogue)
+
+
+_Axes = tuple[int, ...]
+
+
+def _axes(numbers: object) -> tuple[tuple[_Axes, _Axes], tuple[_Axes, _Axes]]:
+    """Return dimension_numbers as ints, or raise TypeError for what is none."""
+    try:
+        (x_sums, y_sums), (x_batch, y_batch) = (
+            tuple(tuple(map(operator.index, axes)) for axes in pair)
+            for pair in numbers  # type: ignore[attr-defined]
+        )
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"dot_general: dimension_numbers={numbers!r} is not ((lhs contracting, rhs "
+            "contracting), (lhs batch, rhs batch)), each a sequence of ints. Pass for "
+            "example (((1,), (0,)), ((), ())) for the product of two matrices."
+        ) from None
+    return (x_sums, y_sums), (x_batch, y_batch)
+
+
+def _others(rank: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(
+        axis for axis in range(rank) if not any(axis in each for each in taken)
+    )
+
+
+def _merge(x: jax.Array, groups: Sizes) -> Matrix:
+    """Merge groups of axes into three; those that lie side by side are not moved."""
+    # The groups in the order in which they are stored; empty ones first.
+    order = sorted(range(3), key=lambda i: min(groups[i], default=-1))
+    axes = [axis for i in order for axis in groups[i]]
+    if axes != list(range(x.ndim)):
+        order = [0, 1, 2]
+        x = jnp.transpose(x, [axis for group in groups for axis in group])
+        groups = _consecutive(groups)
+    sizes = [math.prod(x.shape[axis] for axis in groups[i]) for i in order]
+    return Matrix(jnp.reshape(x, sizes), tuple(order))
+
+
+def _consecutive(groups: Sizes) -> Sizes:
+    starts = np.cumsum([0, *map(len, groups)])
+    return tuple(  # type: ignore[return-value]
+        tuple(range(start, start + len(group)))
+        for start, group in zip(starts, groups, strict=False)
+    )
