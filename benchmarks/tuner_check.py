@@ -28,7 +28,7 @@ from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
-from jax_cudnn.measuring.field import time_candidates_of
+from jax_cudnn.measuring.candidate_times import time_candidates_of
 
 _CELLS = (
     r"conv 3x3 \(64,56,56,64->64\)\+bias\+silu|groups 32 .*relu|3x3x3|"

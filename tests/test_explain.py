@@ -22,7 +22,7 @@ from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import devices, traced_graphs
 from jax_cudnn.plans import PlanOptions
-from jax_cudnn.plans.variations import variations
+from jax_cudnn.plans.changes import changes_of
 from tests.planning import CANDIDATE, FakeProcess, fake_process, refusal
 
 _S = jax.ShapeDtypeStruct
@@ -260,7 +260,7 @@ def test_the_gradient_of_the_bias_is_done_without(fake: FakeProcess) -> None:
         )
         if graph.nodes[0].kind == "sdpa_backward"
     ]
-    (found,) = [v for v in variations(part, options) if "bias" in v.words]
+    (found,) = [v for v in changes_of(part, options) if "bias" in v.words]
     assert found.words == "do without the gradient of the bias (jax.lax.stop_gradient)"
     assert set(part.outputs) - set(found.part.outputs) == {"grad_bias"}
     assert found.part.inputs == part.inputs
@@ -328,7 +328,7 @@ def test_a_cast_graph_is_what_cast_operands_give(name: str) -> None:
     dtype, keywords = _CASTS[name]
     function, *operands = _matmul(dtype, **keywords)
     (part,) = _products(function, *operands)
-    (cast, *_) = [v for v in variations(part, Options()) if "to bf16" in v.words]
+    (cast, *_) = [v for v in changes_of(part, Options()) if "to bf16" in v.words]
     assert {t.dtype for t in cast.part.input_tensors} == {"bf16"}
     virtual = {t.name for t in cast.part.tensors} - {*part.inputs, *part.outputs}
     assert {cast.part.tensor(each).dtype for each in virtual} <= {"f32"}
@@ -354,7 +354,7 @@ def test_a_rounded_graph_is_the_graph_of_rounded_operands(multiple: int) -> None
         return _products(function, *operands)[0]
 
     m, r, n = (-(-size // multiple) * multiple for size in (23, 11, 37))
-    rounded = [v for v in variations(part(23, 11, 37), Options()) if "make" in v.words]
+    rounded = [v for v in changes_of(part(23, 11, 37), Options()) if "make" in v.words]
     assert part(m, r, n) in [v.part for v in rounded]
     assert f"make the matrices {m} x {r} and {r} x {n}" in [v.words for v in rounded]
 

@@ -16,7 +16,7 @@ from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
-from jax_cudnn.measuring.field import Timed, time_candidates
+from jax_cudnn.measuring.candidate_times import Timed, time_candidates
 
 # The version of what --json prints. A change of meaning raises it.
 SCHEMA = 1

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax_cudnn.columns import aligned
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
@@ -14,7 +15,6 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering.decision import Why
 from jax_cudnn.lowering.devices import gpu_for
 from jax_cudnn.native import Candidate
-from jax_cudnn.plans.table import aligned
 
 # The version of what `Report.to_json` returns. A change of meaning raises it.
 SCHEMA = 1

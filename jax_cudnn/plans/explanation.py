@@ -27,7 +27,7 @@ from jax_cudnn.lowering.decision import (
 )
 from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.offline import GpuDescription
-from jax_cudnn.plans.variations import Variation, by_name, variations
+from jax_cudnn.plans.changes import Change, by_name, changes_of
 
 # The version of what `Explanation.to_json` returns. A change of meaning raises it.
 SCHEMA = 1
@@ -240,7 +240,7 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
     if not any(map(is_contraction, part.nodes)):
         return _call(part, count, implementation="xla", notes=(_AROUND,))
     is_auto = options.implementation == "auto"
-    changes = (by_name if step.why == "tuned" else variations)(part, options)
+    changes = (by_name if step.why == "tuned" else changes_of)(part, options)
     change, plan = _nearest(part, options, gpu, changes)
     return _call(
         part,
@@ -263,27 +263,27 @@ def _call(part: Graph, count: int, *, op: str = "", **said: Any) -> ExplainedCal
 
 
 def _nearest(
-    part: Graph, options: Options, gpu: Gpu, changes: Iterable[Variation]
+    part: Graph, options: Options, gpu: Gpu, changes: Iterable[Change]
 ) -> tuple[str, str | None]:
     """Return the words of the first change that plans, and its plan's name."""
-    elsewhere = [Variation(words="", part=part, options=options)]
-    for variation in changes:
-        plan = decide_part(variation.part, gpu, variation.options).plan
+    elsewhere = [Change(words="", part=part, options=options)]
+    for change in changes:
+        plan = decide_part(change.part, gpu, change.options).plan
         if plan is not None:
             limit = str(plan.workspace_bytes)
-            return variation.words.replace("{workspace}", limit), plan.name
-        if variation.is_for_newer:
-            elsewhere.append(variation)
-    for variation in elsewhere:
-        found = _newer(variation, gpu)
+            return change.words.replace("{workspace}", limit), plan.name
+        if change.is_for_newer:
+            elsewhere.append(change)
+    for change in elsewhere:
+        found = _newer(change, gpu)
         if found is not None:
             words, plan_name = found
-            both = f"{variation.words} and {words}" if variation.words else words
+            both = f"{change.words} and {words}" if change.words else words
             return both, plan_name
     return "", None
 
 
-def _newer(variation: Variation, gpu: Gpu) -> tuple[str, str] | None:
+def _newer(change: Change, gpu: Gpu) -> tuple[str, str] | None:
     """Return which newer GPUs run it, one asked of each architecture, and a plan."""
     if gpu.is_here and offline.obstacle() is not None:
         return None  # which a note says
@@ -295,7 +295,7 @@ def _newer(variation: Variation, gpu: Gpu) -> tuple[str, str] | None:
     for version, members in by_version.items():
         newer = offline.named_gpu(members[-1].name)
         try:
-            plan = decide_part(variation.part, newer, variation.options).plan
+            plan = decide_part(change.part, newer, change.options).plan
         except LibraryError:
             return None  # this machine's driver does not let newer GPUs be planned for
         if plan is not None:

@@ -17,6 +17,7 @@ from jax.stages import Traced
 
 from jax_cudnn import choices
 from jax_cudnn.choices import Choice, Key
+from jax_cudnn.columns import aligned
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
@@ -25,7 +26,6 @@ from jax_cudnn.lowering import scoped, traced_graphs
 from jax_cudnn.lowering.decision import precision_refusal
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import OutOfTimeError, measure
-from jax_cudnn.plans.table import aligned
 
 _BAR = 20
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long does each of cuDNN's candidates for a part of a graph take, by itself?
 
-A contest (contest.py) wants the fastest and drops the rest early; here all are timed.
+fastest.py looks for the fastest and drops the rest early; here all are timed.
 """
 
 from collections.abc import Iterator

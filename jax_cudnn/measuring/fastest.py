@@ -18,7 +18,7 @@ from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import Step
-from jax_cudnn.measuring.agreement import (
+from jax_cudnn.measuring.correctness import (
     bound,
     comparable,
     largest_error,
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class OutOfTimeError(Exception):
-    """The contest was not over when its time was."""
+    """The time was over before everything was measured."""
 
 
 def measure(
