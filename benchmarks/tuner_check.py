@@ -62,7 +62,7 @@ def check(pattern: str) -> Iterator[dict[str, Any]]:
                 assert legal is not None, "it was measured just now"
                 again = time_candidates_of(part, legal)
                 times = {
-                    each.candidate.choice: each.time.median_us
+                    each.candidate.request: each.time.median_us
                     for each in again
                     if each.time is not None
                 }

@@ -35,21 +35,21 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProcess]:
         yield made
 
 
-def _graph(request: dict[str, Any]) -> Graph:
-    return from_json(request["graph"])
+def _graph(question: dict[str, Any]) -> Graph:
+    return from_json(question["graph"])
 
 
 def _refuse(fake: FakeProcess, condition: Any, *reasons: str) -> None:
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        if condition(request):
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if condition(question):
             return refusal(*reasons)
         return {"candidates": [CANDIDATE]}
 
     fake.answer = answer
 
 
-def _dtypes(request: dict[str, Any]) -> set[str]:
-    return {tensor.dtype for tensor in _graph(request).input_tensors}
+def _dtypes(question: dict[str, Any]) -> set[str]:
+    return {tensor.dtype for tensor in _graph(question).input_tensors}
 
 
 def _matmul(dtype: Any, **options: Any) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def test_an_activation_that_is_not_in_the_kernel_is_told(fake: FakeProcess) -> N
     assert (call.op, call.implementation) == ("matmul", "cudnn")
     told = "the activation log1p follows the kernel as JAX code: it uses 'log1p'"
     assert call.notes[-1].startswith(told)
-    _refuse(fake, lambda request: True, "no engine")
+    _refuse(fake, lambda question: True, "no engine")
     (call,) = plans.explain(function, *operands, device="A100 40GB").calls
     assert call.implementation == "xla"
     assert call.notes[-1].startswith(told)
@@ -132,8 +132,8 @@ def test_a_function_without_calls_has_nothing_to_explain(fake: FakeProcess) -> N
 
 
 def test_every_way_of_rewriting_has_its_own_reasons(fake: FakeProcess) -> None:
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        is_fused = len(_graph(request).nodes) > 1
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        is_fused = len(_graph(question).nodes) > 1
         return refusal("no fused engine", "odd") if is_fused else refusal("no engine")
 
     fake.answer = answer
@@ -156,7 +156,7 @@ def test_every_way_of_rewriting_has_its_own_reasons(fake: FakeProcess) -> None:
 
 
 def test_ways_before_the_one_that_runs_are_told(fake: FakeProcess) -> None:
-    _refuse(fake, lambda request: len(_graph(request).nodes) > 1, "no fused engine")
+    _refuse(fake, lambda question: len(_graph(question).nodes) > 1, "no fused engine")
     call = _matmul(jnp.bfloat16, activation="gelu")
     told = plans.explain(*call, device="H200")
     (call,) = told.calls
@@ -202,7 +202,7 @@ def _change(fake: FakeProcess, call: tuple[Any, ...], device: str = "H200") -> s
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_operands_are_cast_to_16_bits(fake: FakeProcess, dtype: str) -> None:
-    _refuse(fake, lambda request: _dtypes(request) != {dtype}, "dtype")
+    _refuse(fake, lambda question: _dtypes(question) != {dtype}, "dtype")
     words = _change(fake, _matmul(jnp.float8_e4m3fn))
     assert words == f"cast the operands from f8_e4m3fn to {dtype}"
 
@@ -210,21 +210,21 @@ def test_operands_are_cast_to_16_bits(fake: FakeProcess, dtype: str) -> None:
 def test_one_option_is_left_out_if_that_is_enough(fake: FakeProcess) -> None:
     options = PlanOptions(engines=(7,), deterministic=True, workspace_limit_bytes=9)
 
-    def is_refused(request: dict[str, Any]) -> bool:
-        return '"deterministic":true' in request["choice"]
+    def is_refused(question: dict[str, Any]) -> bool:
+        return '"deterministic":true' in question["request"]
 
     _refuse(fake, is_refused, "not deterministic")
     call = _matmul(jnp.bfloat16, plan=options)
     assert _change(fake, call) == "leave out deterministic=True"
-    _refuse(fake, lambda request: bool(request["choice"]), "none is allowed")
+    _refuse(fake, lambda question: bool(question["request"]), "none is allowed")
     assert _change(fake, _matmul(jnp.float16, plan=options)) == (
         "leave out workspace_limit_bytes, deterministic, engines"
     )
 
 
 def test_the_workspace_that_would_do_is_named(fake: FakeProcess) -> None:
-    def is_refused(request: dict[str, Any]) -> bool:
-        return '"workspace_limit_bytes":9}' in request["choice"]
+    def is_refused(question: dict[str, Any]) -> bool:
+        return '"workspace_limit_bytes":9}' in question["request"]
 
     _refuse(fake, is_refused, "too much")
     options = PlanOptions(engines=(2,), workspace_limit_bytes=9)
@@ -241,7 +241,7 @@ def test_less_precision_is_allowed(fake: FakeProcess) -> None:
 def test_f32_attention_is_cast_or_asked_for_by_name(fake: FakeProcess) -> None:
     x = _S((2, 5, 3, 8), jnp.float32)
     assert _change(fake, (jax_cudnn.sdpa, x, x, x)).endswith("from f32 to bf16")
-    _refuse(fake, lambda request: _dtypes(request) != {"f32"}, "only f32")
+    _refuse(fake, lambda question: _dtypes(question) != {"f32"}, "only f32")
     y = _S((2, 7, 3, 8), jnp.float32)
     words = _change(fake, (jax_cudnn.sdpa, y, y, y))
     assert words == 'pass implementation="cudnn"'
@@ -276,8 +276,8 @@ def test_channels_of_groups_are_rounded_up(fake: FakeProcess) -> None:
         )
         return jnp.sum(y.astype(jnp.float32))
 
-    def is_refused(request: dict[str, Any]) -> bool:
-        graph = _graph(request)
+    def is_refused(question: dict[str, Any]) -> bool:
+        graph = _graph(question)
         by_name = {t.name: t.dims for t in graph.tensors}
         return graph.nodes[0].kind == "conv_wgrad" and by_name["grad_w"][1] != 8
 
@@ -288,8 +288,8 @@ def test_channels_of_groups_are_rounded_up(fake: FakeProcess) -> None:
 
 
 def test_newer_gpus_are_named(fake: FakeProcess) -> None:
-    def is_refused(request: dict[str, Any]) -> bool:
-        return request["target"]["sm_version"] not in allowed
+    def is_refused(question: dict[str, Any]) -> bool:
+        return question["target"]["sm_version"] not in allowed
 
     _refuse(fake, is_refused, "too old")
     allowed = {90, 100}
@@ -304,8 +304,8 @@ def test_newer_gpus_are_named(fake: FakeProcess) -> None:
 
 
 def test_a_change_and_a_newer_gpu_together(fake: FakeProcess) -> None:
-    def is_refused(request: dict[str, Any]) -> bool:
-        return request["target"]["sm_version"] < 100 or _dtypes(request) != {"bf16"}
+    def is_refused(question: dict[str, Any]) -> bool:
+        return question["target"]["sm_version"] < 100 or _dtypes(question) != {"bf16"}
 
     _refuse(fake, is_refused, "no")
     words = _change(fake, _matmul(jnp.float32), "A100")
@@ -398,7 +398,7 @@ def test_without_a_gpu_one_is_to_be_named(fake: FakeProcess) -> None:
 
 
 def test_an_explanation_is_plain_data(fake: FakeProcess) -> None:
-    _refuse(fake, lambda request: _dtypes(request) != {"bf16"}, "dtype")
+    _refuse(fake, lambda question: _dtypes(question) != {"bf16"}, "dtype")
     told = plans.explain(*_matmul(jnp.float32), device="H200")
     data = told.to_json()
     assert json.loads(json.dumps(data)) == data

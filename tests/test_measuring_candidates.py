@@ -21,7 +21,7 @@ from tests.planner import H200, PIN, made_plan
 _OTHER = PIN.replace("4", "5")
 _LISTED = (
     made_plan(PIN),
-    replace(made_plan(PIN), name="unnamed", choice=""),
+    replace(made_plan(PIN), name="unnamed", request=""),
     made_plan(_OTHER),
 )
 
@@ -57,11 +57,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         asked.append(from_json(text))
         return _LISTED
 
-    def plan(text: str, *, choice: str, device: int) -> PlanInfo:
+    def plan(text: str, *, request: str, device: int) -> PlanInfo:
         assert device == 3
-        if choice == _OTHER:
+        if request == _OTHER:
             raise UnsupportedError("does not build", ["too much shared memory"])
-        return made_plan(choice)
+        return made_plan(request)
 
     device = SimpleNamespace(local_hardware_id=3)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [device])

@@ -41,22 +41,22 @@ class Gpu:
     xla_us: float = 1000.0
 
     def candidates(
-        self, text: str, *, choice: str, device: int
+        self, text: str, *, request: str, device: int
     ) -> tuple[Candidate, ...]:
-        del text, choice
+        del text, request
         assert device == 3
         if not self.engines:
             raise UnsupportedError("no candidate")
         return tuple(made_plan(_pin(engine)) for engine in self.engines)
 
-    def plan(self, text: str, *, choice: str, device: int) -> PlanInfo:
+    def plan(self, text: str, *, request: str, device: int) -> PlanInfo:
         del text
         assert device == 3
-        return made_plan(choice)
+        return made_plan(request)
 
     def run(self, step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         assert step.plan is not None
-        assert (step.plan.choice, step.target) == (step.choice, H200)
+        assert (step.plan.request, step.target) == (step.request, H200)
         if step.plan.engine in self.broken:
             raise jax.errors.JaxRuntimeError("out of memory")
         results = evaluate(step.part, operands)
@@ -197,8 +197,8 @@ def test_the_winner_is_of_the_rewriting_that_is_fastest(
             )
         )
 
-    def candidates(text: str, *, choice: str, device: int) -> tuple[Candidate, ...]:
-        del choice, device
+    def candidates(text: str, *, request: str, device: int) -> tuple[Candidate, ...]:
+        del request, device
         engine = 15 if "other" in text else 20
         return (made_plan(_pin(engine)),)
 

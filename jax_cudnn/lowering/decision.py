@@ -55,7 +55,7 @@ class Step:
 
     ``legal`` is None where XLA runs it, for the ``reasons`` of the ``attempts`` that
     failed. ``plan`` and the ``target`` that it is for are None where no GPU was there
-    to plan for: the plan is then made on the machine that runs. ``choice`` is what the
+    to plan for: the plan is then made on the machine that runs. ``request`` is what the
     compiled program asks for: a pinned plan (a measured one, or any for a GPU
     elsewhere), or which are allowed. ``why`` is None where nothing was chosen.
     """
@@ -64,7 +64,7 @@ class Step:
     legal: Legal | None = None
     plan: PlanInfo | None = None
     target: Target | None = None
-    choice: str = ""
+    request: str = ""
     why: Why | None = None
     attempts: tuple[Attempt, ...] = ()
     advice: str = ""
@@ -135,8 +135,8 @@ def _decide(
 def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
     """Return who runs a part of a graph on a GPU; None is one that is not known."""
     target = None if gpu is None else gpu.target
-    choice = options.plan.to_choice()
-    measured = None if target is None else choices.table().get(part, target, choice)
+    request = options.plan.to_request()
+    measured = None if target is None else choices.table().get(part, target, request)
     if measured is not None and not measured.plan and measured.cudnn_us is None:
         measured = None  # cuDNN had no plan: that is to be said with its reasons
     has_contraction = any(map(is_contraction, part.nodes))
@@ -166,7 +166,7 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         plan = None
         if gpu is not None:
             try:
-                plan = gpu.plan(to_json(legal.graph), choice)
+                plan = gpu.plan(to_json(legal.graph), request)
             except UnsupportedError as error:
                 reasons = error.reasons or (error.summary,)
                 attempts.append(Attempt(way=way, reasons=reasons))
@@ -176,8 +176,8 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             legal=legal,
             plan=plan,
             target=target,
-            choice=_pin(plan, gpu) or choice,
-            why="requested" if choice else "heuristic",
+            request=_pin(plan, gpu) or request,
+            why="requested" if request else "heuristic",
             attempts=tuple(attempts),
         )
     return Step(part=part, attempts=tuple(attempts), advice=legalization.advice)
@@ -188,7 +188,7 @@ def _pin(plan: PlanInfo | None, gpu: Gpu | None) -> str:
 
     There the plan is made again, and is to need the workspace that the program has.
     """
-    return "" if plan is None or gpu is None or gpu.is_here else plan.choice
+    return "" if plan is None or gpu is None or gpu.is_here else plan.request
 
 
 def _pinned(
@@ -219,7 +219,7 @@ def _pinned(
         legal=legal,
         plan=plan,
         target=gpu.target,
-        choice=measured.plan,
+        request=measured.plan,
         why="tuned",
     )
 
@@ -234,11 +234,11 @@ def rewritten_as(legalization: Legalization, digest: str) -> Legal | None:
 
 def _allows(options: Options, gpu: Gpu, graph_json: str, pin: str) -> bool:
     """Whether a pinned plan is among the candidates that a call's options allow."""
-    choice = options.plan.to_choice()
-    if not choice:
+    request = options.plan.to_request()
+    if not request:
         return True
-    listed = gpu.candidates(graph_json, choice)
-    return any(each.choice == pin and not each.refusal for each in listed)
+    listed = gpu.candidates(graph_json, request)
+    return any(each.request == pin and not each.refusal for each in listed)
 
 
 def _measured_reason(measured: Choice) -> str:

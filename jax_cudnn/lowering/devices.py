@@ -25,12 +25,12 @@ class Gpu(Protocol):
         """Whether it is this machine's own."""
         ...
 
-    def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
+    def plan(self, graph_json: str, request: str = "") -> PlanInfo:
         """Return the plan of a graph, or raise UnsupportedError."""
         ...
 
     def candidates(
-        self, graph_json: str, choice: str = ""
+        self, graph_json: str, request: str = ""
     ) -> tuple[native.Candidate, ...]:
         """Return cuDNN's candidates for a graph, or raise UnsupportedError."""
         ...
@@ -48,15 +48,15 @@ class LocalGpu:
         """Whether it is this machine's own: yes."""
         return True
 
-    def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
+    def plan(self, graph_json: str, request: str = "") -> PlanInfo:
         """Return the plan of a graph; built once, then cached."""
-        return native.plan(graph_json, choice=choice, device=self.ordinal)
+        return native.plan(graph_json, request=request, device=self.ordinal)
 
     def candidates(
-        self, graph_json: str, choice: str = ""
+        self, graph_json: str, request: str = ""
     ) -> tuple[native.Candidate, ...]:
         """Return cuDNN's candidates for a graph, none of them built."""
-        return native.candidates(graph_json, choice=choice, device=self.ordinal)
+        return native.candidates(graph_json, request=request, device=self.ordinal)
 
 
 def local_target() -> tuple[int, Target] | None:

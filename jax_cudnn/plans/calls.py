@@ -44,8 +44,8 @@ class Call:
         it was measured or is the first one for a GPU that was named.
       part: the graph as the user wrote it; None in a lowered program.
       graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
-      choice: the text that pins or restricts the plan; "" leaves it to cuDNN. Plans for
-        a GPU by its name are pinned.
+      request: the text that asks for the plan: it pins or restricts it, "" leaves it to
+        cuDNN. Plans for a GPU by its name are pinned.
       device: the GPU that was asked for by its name; None is this machine's.
       allowed: the text of the call's ``PlanOptions``; "" where they allow all, and in a
         lowered program with a pinned plan, which does not tell.
@@ -70,7 +70,7 @@ class Call:
     why: Why | None = None
     part: Graph | None = None
     graph: Graph | None = None
-    choice: str = ""
+    request: str = ""
     allowed: str = ""
     device: str | None = None
     engine: int | None = None
@@ -148,7 +148,7 @@ class Call:
 
 _PLAIN = (
     *("op", "shapes", "count", "implementation", "plan", "workspace_bytes"),
-    *("direction", "why", "choice", "allowed", "device", "engine"),
+    *("direction", "why", "request", "allowed", "device", "engine"),
     *("cudnn_us", "xla_us", "first_ratio"),
 )
 _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")

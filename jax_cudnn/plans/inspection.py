@@ -180,10 +180,10 @@ def _call(
         reasons=reasons,
         direction=direction,
         why=step.why,
-        allowed=options.plan.to_choice(),
+        allowed=options.plan.to_request(),
         part=step.part,
         graph=None if legal is None else legal.graph,
-        choice=step.choice,
+        request=step.request,
         device=machine.device,
         **_plan_fields(step.plan),
         cudnn_us=only and only.cudnn_us,
@@ -197,7 +197,7 @@ def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
     if machine.gpu is None:
         return []
     target = machine.gpu.target
-    allowed = options.plan.to_choice()
+    allowed = options.plan.to_request()
     own = choices.table().get(part, target, allowed)
     if own is not None:
         return [own]
@@ -209,13 +209,13 @@ def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
     return [choice for choice in found if choice is not None] if all(found) else []
 
 
-def why_of(choice: str) -> Why:
+def why_of(request: str) -> Why:
     """Return why a lowered program has a plan, from the text that says which."""
-    if not choice:
+    if not request:
         return "heuristic"
     # A measured choice names one engine, and so does a plan for a GPU by its name; what
     # a call asks for restricts the list.
-    return "pinned" if '"engine":' in choice else "requested"
+    return "pinned" if '"engine":' in request else "requested"
 
 
 # --- lowered programs -----------------------------------------------------------------
@@ -228,7 +228,7 @@ def _launched(launch: Launch, count: int, machine: _Machine) -> Call:
         reasons = (machine.name if machine.has_gpu else f"not planned: {_NO_GPU}",)
     else:
         try:
-            info = machine.gpu.plan(launch.graph, launch.choice)
+            info = machine.gpu.plan(launch.graph, launch.request)
         except (GraphError, LibraryError, UnsupportedError) as error:
             reasons = (str(error),)
     return Call(
@@ -238,10 +238,10 @@ def _launched(launch: Launch, count: int, machine: _Machine) -> Call:
         implementation="cudnn",
         reasons=reasons,
         direction=direction_of(graph),
-        why=why_of(launch.choice),
-        allowed=launch.choice if why_of(launch.choice) == "requested" else "",
+        why=why_of(launch.request),
+        allowed=launch.request if why_of(launch.request) == "requested" else "",
         graph=graph,
-        choice=launch.choice,
+        request=launch.request,
         device=machine.device,
         **_plan_fields(info),
     )

@@ -80,8 +80,8 @@ def warmup(function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any) -> 
         found = _planned(pool, traced_graphs(function, *args, **kwargs))
         # The first GPU has its plans from deciding.
         others = [ordinal for ordinal in local_ordinals() if ordinal != first]
-        requests = [(*plan, ordinal) for plan in found for ordinal in others]
-        list(pool.map(_plan, requests))
+        wanted = [(*plan, ordinal) for plan in found for ordinal in others]
+        list(pool.map(_plan, wanted))
     after = native.cache_stats()
     return Warmup(
         plans=len(found),
@@ -169,7 +169,7 @@ def _local_target(who: str) -> tuple[int, Target]:
 def _planned(
     pool: ThreadPoolExecutor, found: Iterable[tuple[Graph, Options, bool]]
 ) -> dict[tuple[str, str], Step]:
-    """Return the steps that cuDNN runs, by canonical graph and choice."""
+    """Return the steps that cuDNN runs, by canonical graph and request."""
     graphs = dict.fromkeys(
         (graph, options)
         for graph, options, is_linear in found
@@ -178,7 +178,7 @@ def _planned(
     )
     decisions = pool.map(_decide, graphs)
     return {
-        (to_json(step.legal.graph), step.choice): step
+        (to_json(step.legal.graph), step.request): step
         for decision in decisions
         for step in decision.steps
         if step.legal is not None
@@ -195,24 +195,24 @@ def _choices(
         for graph, options, is_linear in found
         if not is_linear
         for part in partition(graph)
-        for allowed in dict.fromkeys(("", options.plan.to_choice()))
+        for allowed in dict.fromkeys(("", options.plan.to_request()))
     ]
     return {key: table[key] for key in keys if key in table}
 
 
-def _decide(request: tuple[Graph, Options]) -> Decision:
-    return decide(*request)
+def _decide(call: tuple[Graph, Options]) -> Decision:
+    return decide(*call)
 
 
-def _plan(request: tuple[str, str, int]) -> None:
-    graph, choice, ordinal = request
-    native.plan(graph, choice=choice, device=ordinal)
+def _plan(wanted: tuple[str, str, int]) -> None:
+    graph, request, ordinal = wanted
+    native.plan(graph, request=request, device=ordinal)
 
 
-def _export(request: tuple[str, str, int]) -> bytes | UnsupportedError:
-    graph, choice, ordinal = request
+def _export(wanted: tuple[str, str, int]) -> bytes | UnsupportedError:
+    graph, request, ordinal = wanted
     try:
-        return native.export_plan(graph, choice=choice, device=ordinal)
+        return native.export_plan(graph, request=request, device=ordinal)
     except UnsupportedError as error:
         return error
 

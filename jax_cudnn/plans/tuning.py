@@ -186,7 +186,7 @@ class _Tuner:
         """
         new: dict[tuple[Graph, str], Options] = {}
         for part, options in parts:
-            key = (part, options.plan.to_choice())
+            key = (part, options.plan.to_request())
             is_known = not repeat and choices.table().get(part, self._target, key[1])
             if key not in self._seen and not is_known:
                 new.setdefault(key, options)
