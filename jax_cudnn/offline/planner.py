@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Target
@@ -30,11 +30,8 @@ class NamedGpu:
 
     description: GpuDescription
     target: Target
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this machine's: no, even if there is one of its kind."""
-        return False
+    # Even if there is one of its kind.
+    is_here: ClassVar[bool] = False
 
     def plan(self, graph_json: str, request: str = "") -> PlanInfo:
         """Return the plan of a graph; the first of its candidates that builds.
