@@ -65,7 +65,6 @@ def test_a_missing_library_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None
         raise LibraryError("libcudnn.so.9 is not there")
 
     monkeypatch.setattr(devices, "local_target", missing)
-    monkeypatch.setattr(plans.inspection, "local_target", missing)
     for implementation in ("auto", "cudnn"):
         report = plans.inspect(
             functools.partial(_loss, implementation=implementation), _X
@@ -107,8 +106,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planner]:
     fake = Planner()
     table = choices.ChoiceTable()
     decision._decide.cache_clear()
-    for module in (devices, plans.inspection):
-        monkeypatch.setattr(module, "local_target", lambda: (3, H200))
+    monkeypatch.setattr(devices, "local_target", lambda: (3, H200))
     monkeypatch.setattr(native, "plan", fake.plan)
     monkeypatch.setattr(native, "candidates", fake.candidates)
     monkeypatch.setattr(choices, "table", lambda: table)

@@ -19,7 +19,7 @@ from jax_cudnn.graph import Graph, Target, from_json
 from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import cuda, decide, decision, devices, traced_graphs
 from jax_cudnn.native import PlanInfo
-from jax_cudnn.plans import PlanOptions, inspection
+from jax_cudnn.plans import PlanOptions
 from tests.planner import made_plan
 
 _H200 = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
@@ -52,8 +52,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planner]:
     decision._decide.cache_clear()
     cuda._say_once.cache_clear()
     decision._say_stale_once.cache_clear()
-    for module in (devices, inspection):
-        monkeypatch.setattr(module, "local_target", lambda: (0, _H200))
+    monkeypatch.setattr(devices, "local_target", lambda: (0, _H200))
     monkeypatch.setattr(native, "plan", fake.plan)
     monkeypatch.setattr(choices, "table", lambda: table)
     yield fake

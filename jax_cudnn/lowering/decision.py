@@ -30,11 +30,6 @@ from jax_cudnn.native import PlanInfo
 
 _log = logging.getLogger("jax_cudnn")
 
-# Why XLA runs a whole graph, before cuDNN is asked about its parts.
-ASKED_FOR_XLA = 'implementation="xla" was asked for'
-NO_ELEMENTS = "a tensor has no elements: nothing to launch"
-IS_DERIVATIVE = "forward mode and second order run the reference"
-
 
 # What decided: a measured choice, cuDNN's order of the candidates, or that order with
 # the options of the call. A lowered program that pins its plan no longer says which.
@@ -95,12 +90,20 @@ class Decision:
         return tuple(step for step in self.steps if step.is_missing)
 
 
+def decided_without_cudnn(graph: Graph, options: Options) -> Decision | None:
+    """Return that XLA runs a graph as a whole, and why; None if cuDNN may run it."""
+    if options.implementation == "xla":
+        reason = 'implementation="xla" was asked for'
+        return Decision(reasons=(reason,), why="requested")
+    if graph.has_empty_tensor:
+        return Decision(reasons=("a tensor has no elements: nothing to launch",))
+    return None
+
+
 def decide(graph: Graph, options: Options) -> Decision:
     """Return who runs the graph on the GPU it is for, planning it with cuDNN."""
-    if options.implementation == "xla":
-        return Decision(reasons=(ASKED_FOR_XLA,), why="requested")
-    if graph.has_empty_tensor:
-        return Decision(reasons=(NO_ELEMENTS,))
+    if (decision := decided_without_cudnn(graph, options)) is not None:
+        return decision
     try:
         if (tuner := scope().tuner) is not None:
             tuner(graph, options)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plans.inspect` answers: each cuDNN call as data, and a report of them all."""
+"""What `plans.inspect` answers: each cuDNN call as data, and a report of them all.
+
+What `plans.explain` says of a call as well is `CallSummary`.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -23,17 +26,33 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
+class CallSummary:
+    """One part of a distinct graph of a function, and who runs it.
 
     Attributes:
       op: what it computes.
       shapes: its operands as stored.
       count: how often the program holds it; a loop's body counts once.
       implementation: "cudnn" or "xla".
-      plan: cuDNN's name of the plan; None where XLA runs it or no GPU is here to plan
-        for, as are the fields that say more of a plan.
-      workspace_bytes: the plan's scratch memory.
+      plan: cuDNN's name of the plan; None where cuDNN does not run it, or no GPU is
+        here to plan for.
+      workspace_bytes: the plan's scratch memory; likewise.
+    """
+
+    op: str
+    shapes: str
+    count: int
+    implementation: str
+    plan: str | None = None
+    workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call(CallSummary):
+    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
+
+    Attributes, beside those of ``CallSummary``; what says more of a plan is empty or
+    None where there is none:
       reasons: a sentence each, why cuDNN does not run it, or does not run all of it.
       direction: "forward" or "backward"; None for forward mode's derivatives, and where
         a lowered program does not tell.
@@ -59,12 +78,6 @@ class Call:
       first_ratio: kernel time of cuDNN's first plan over the best plan's, where tuned.
     """
 
-    op: str
-    shapes: str
-    count: int
-    implementation: str
-    plan: str | None
-    workspace_bytes: int | None
     reasons: tuple[str, ...]
     direction: Direction | None = None
     why: Why | None = None

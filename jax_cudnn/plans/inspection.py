@@ -8,15 +8,15 @@ from typing import Any
 
 from jax.stages import Lowered, Traced
 
-from jax_cudnn import choices, offline
+from jax_cudnn import choices
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, from_json, label, operand_text
 from jax_cudnn.legalize import is_contraction, partition
-from jax_cudnn.lowering import check_bare, decide, stage_of, traced_graphs
-from jax_cudnn.lowering.decision import IS_DERIVATIVE, Attempt, Decision, Step
-from jax_cudnn.lowering.devices import Gpu, LocalGpu, local_target
+from jax_cudnn.lowering import TracedGraph, check_bare, stage_of, traced_graphs
+from jax_cudnn.lowering.decision import Attempt, Decision, Step
+from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans.calls import Call, Direction, Report, Why
@@ -76,16 +76,14 @@ def inspect(
             notes=(_LOWERED_NOTE,),
         )
     found = traced_graphs(function, *args, **kwargs)
-    named = dict.fromkeys(options.device for _, options, _ in found)
+    named = dict.fromkeys(traced.options.device for traced in found)
     machines = {name: _machine(name) for name in named or (scope().device,)}
     return Report(
         device=", ".join(machine.name for machine in machines.values()),
         calls=tuple(
             call
-            for (graph, options, is_linear), count in Counter(found).items()
-            for call in _calls(
-                graph, options, is_linear, count, machines[options.device]
-            )
+            for traced, count in Counter(found).items()
+            for call in _calls(traced, count, machines[traced.options.device])
         ),
     )
 
@@ -105,56 +103,46 @@ class _Machine:
 
 
 def _machine(device: str | None) -> _Machine:
-    if device is not None:
-        try:
-            gpu = offline.named_gpu(device)
-        except LibraryError as error:
-            name = f"{device}, which cannot be planned for: {error}"
-            return _Machine(name=name, has_gpu=True, device=device)
-        return _Machine(name=gpu.target.name, has_gpu=True, gpu=gpu, device=device)
     try:
-        local = local_target()
+        gpu = gpu_for(Options(device=device))
     except LibraryError as error:
-        return _Machine(name=f"a GPU that cannot be used: {error}", has_gpu=True)
-    if local is None:
+        name = f"a GPU that cannot be used: {error}"
+        if device is not None:
+            name = f"{device}, which cannot be planned for: {error}"
+        return _Machine(name=name, has_gpu=True, device=device)
+    if gpu is None:
         return _Machine(name="XLA only (no CUDA device)")
-    ordinal, target = local
-    gpu = LocalGpu(ordinal=ordinal, target=target)
-    return _Machine(name=target.name, has_gpu=True, gpu=gpu)
+    return _Machine(name=gpu.target.name, has_gpu=True, gpu=gpu, device=device)
 
 
 # --- traced programs ------------------------------------------------------------------
 
 
-def _calls(
-    graph: Graph, options: Options, is_linear: bool, count: int, machine: _Machine
-) -> list[Call]:
-    if is_linear:
+def _calls(traced: TracedGraph, count: int, machine: _Machine) -> list[Call]:
+    graph, decision = traced.graph, _decision(traced, machine)
+    if traced.is_linear:
         return [
             Call(
-                op=f"{label(graph)}:derivative",
+                op=traced.op,
                 shapes=operand_text(graph),
                 count=count,
                 implementation="xla",
-                plan=None,
-                workspace_bytes=None,
-                reasons=(IS_DERIVATIVE,),
+                reasons=decision.reasons,
                 part=graph,
             )
         ]
-    decision = _decision(graph, options, machine)
     attempt = Attempt(way="as a whole", reasons=decision.reasons)
     whole = Step(part=graph, attempts=(attempt,), why=decision.why)
     steps = decision.steps or (whole,)
     direction = direction_of(graph)
-    return [_call(step, options, count, direction, machine) for step in steps]
+    return [_call(step, traced.options, count, direction, machine) for step in steps]
 
 
-def _decision(graph: Graph, options: Options, machine: _Machine) -> Decision:
-    if not machine.has_gpu:
+def _decision(traced: TracedGraph, machine: _Machine) -> Decision:
+    if not machine.has_gpu and not traced.is_linear:
         return Decision(reasons=(_NO_GPU,))
     try:
-        return decide(graph, options)
+        return traced.decide()
     except LibraryError as error:
         return Decision(reasons=(str(error),))
 
@@ -272,7 +260,7 @@ def direction_of(graph: Graph) -> Direction | None:
 
 def _plan_fields(info: PlanInfo | None) -> dict[str, Any]:
     if info is None:
-        return {"plan": None, "workspace_bytes": None}
+        return {}
     return {
         "plan": info.name,
         "workspace_bytes": info.workspace_bytes,

@@ -18,12 +18,10 @@ from jax.stages import Traced
 
 from jax_cudnn import cache, choices, native
 from jax_cudnn.choices import Choice, Key
-from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, Target, label, to_json
-from jax_cudnn.legalize import partition
-from jax_cudnn.lowering import decide, traced_graphs
-from jax_cudnn.lowering.decision import Decision, Step
+from jax_cudnn.graph import Target, label, to_json
+from jax_cudnn.lowering import TracedGraph, traced_graphs
+from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_ordinals, local_target
 
 # The version of the archive's form.
@@ -167,16 +165,12 @@ def _local_target(who: str) -> tuple[int, Target]:
 
 
 def _planned(
-    pool: ThreadPoolExecutor, found: Iterable[tuple[Graph, Options, bool]]
+    pool: ThreadPoolExecutor, found: Iterable[TracedGraph]
 ) -> dict[tuple[str, str], Step]:
     """Return the steps that cuDNN runs, by canonical graph and request."""
-    graphs = dict.fromkeys(
-        (graph, options)
-        for graph, options, is_linear in found
-        # What is for another GPU by its name is not this one's to build.
-        if not is_linear and options.device is None
-    )
-    decisions = pool.map(_decide, graphs)
+    # What is for another GPU by its name is not this one's to build.
+    ours = dict.fromkeys(each for each in found if each.options.device is None)
+    decisions = pool.map(TracedGraph.decide, ours)
     return {
         (to_json(step.legal.graph), step.request): step
         for decision in decisions
@@ -185,23 +179,16 @@ def _planned(
     }
 
 
-def _choices(
-    found: Iterable[tuple[Graph, Options, bool]], target: Target
-) -> dict[Key, Choice]:
+def _choices(found: Iterable[TracedGraph], target: Target) -> dict[Key, Choice]:
     """Return the choices for the parts of graphs, those that say XLA among them."""
     table = choices.table().all()
     keys = [
         choices.key_of(part, target, allowed)
-        for graph, options, is_linear in found
-        if not is_linear
-        for part in partition(graph)
-        for allowed in dict.fromkeys(("", options.plan.to_request()))
+        for traced in found
+        for part in traced.parts
+        for allowed in dict.fromkeys(("", traced.options.plan.to_request()))
     ]
     return {key: table[key] for key in keys if key in table}
-
-
-def _decide(call: tuple[Graph, Options]) -> Decision:
-    return decide(*call)
 
 
 def _plan(wanted: tuple[str, str, int]) -> None:

@@ -21,8 +21,8 @@ from jax_cudnn.columns import aligned
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph
-from jax_cudnn.legalize import is_contraction, partition
-from jax_cudnn.lowering import scoped, traced_graphs
+from jax_cudnn.legalize import is_contraction
+from jax_cudnn.lowering import TracedGraph, scoped, traced_graphs
 from jax_cudnn.lowering.decision import precision_refusal
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import OutOfTimeError, measure
@@ -138,7 +138,8 @@ def autotuning(
 
     def before_deciding(graph: Graph, options: Options) -> None:
         if options.device is None:
-            tuner.take(_parts([(graph, options, False)]), repeat=False)
+            traced = TracedGraph(graph, options, is_linear=False)
+            tuner.take(_parts([traced]), repeat=False)
 
     try:
         with scoped(tuner=before_deciding):
@@ -222,11 +223,12 @@ def _bar(done: int, count: int) -> str:
     return f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{count}"
 
 
-def _parts(found: list[tuple[Graph, Options, bool]]) -> Iterator[tuple[Graph, Options]]:
-    for graph, options, is_linear in found:
-        if is_linear or graph.has_empty_tensor or options.implementation == "xla":
+def _parts(found: list[TracedGraph]) -> Iterator[tuple[Graph, Options]]:
+    for traced in found:
+        if traced.decided_without_cudnn() is not None:
             continue
-        for part in partition(graph):
+        options = traced.options
+        for part in traced.parts:
             has_sums = any(node.kind == "reduction" for node in part.nodes)
             is_worth_it = has_sums or any(map(is_contraction, part.nodes))
             # Where cuDNN's precision is not enough, XLA runs it, whatever is faster.
