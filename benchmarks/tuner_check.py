@@ -23,7 +23,7 @@ from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices, plans
 from jax_cudnn.graph import label
-from jax_cudnn.legalize import is_contraction, legalize, partition
+from jax_cudnn.legalize import is_contraction, legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
 from jax_cudnn.lowering.devices import local_target
@@ -50,12 +50,12 @@ def check(pattern: str) -> Iterator[dict[str, Any]]:
             lambda arrays, cell=cell: run_all_directions(cell, arrays),
             abstract_operands(cell),
         )
-        for graph, options, is_linear in found:
-            for part in () if is_linear else partition(graph):
+        for traced in found:
+            for part in traced.parts:
                 if not any(map(is_contraction, part.nodes)) or part in seen:
                     continue
                 seen.add(part)
-                choice = measure(part, options, target)
+                choice = measure(part, traced.options, target)
                 if not choice.plan:
                     continue
                 legal = rewritten_as(legalize(part, target), choice.rewritten)

@@ -16,7 +16,7 @@ from jax_cudnn import UnsupportedError, choices, conv, matmul, native, plans
 from jax_cudnn.choices import Choice, key_of
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
-from jax_cudnn.legalize import legalize, partition
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import cuda, decide, decision, devices, traced_graphs
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans import PlanOptions
@@ -108,8 +108,8 @@ def _gradient(*operands: Any, **options: Any) -> Any:
 
 def _part(kind: str) -> Graph:
     """Return the part of the gradient that has that node."""
-    for graph, _, is_linear in traced_graphs(_gradient, *_operands()):
-        for part in () if is_linear else partition(graph):
+    for traced in traced_graphs(_gradient, *_operands()):
+        for part in traced.parts:
             if any(node.kind == kind for node in part.nodes):
                 return part
     raise AssertionError(kind)

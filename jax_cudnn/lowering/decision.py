@@ -16,7 +16,7 @@ from jax_cudnn import choices
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import MatmulPrecision, Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, Target, summary, to_json
+from jax_cudnn.graph import Graph, Target, label, summary, to_json
 from jax_cudnn.legalize import (
     Legal,
     Legalization,
@@ -34,6 +34,11 @@ _log = logging.getLogger("jax_cudnn")
 # What decided: a measured choice, cuDNN's order of the candidates, or that order with
 # the options of the call. A lowered program that pins its plan no longer says which.
 Why = Literal["tuned", "heuristic", "requested", "pinned"]
+
+
+def operation(graph: Graph) -> str:
+    """Return what a graph computes, in a word."""
+    return label(graph) or "copy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +68,11 @@ class Step:
     why: Why | None = None
     attempts: tuple[Attempt, ...] = ()
     advice: str = ""
+
+    @property
+    def op(self) -> str:
+        """What it computes, in a word: what reports, profilers and errors call it."""
+        return operation(self.part)
 
     @property
     def reasons(self) -> tuple[str, ...]:

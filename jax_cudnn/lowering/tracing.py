@@ -16,10 +16,15 @@ import numpy as np
 from jax.stages import Compiled, Lowered, Traced, Wrapped
 
 from jax_cudnn.config import Options
-from jax_cudnn.graph import Graph, label
+from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.decision import Decision, decide, decided_without_cudnn
+from jax_cudnn.lowering.decision import (
+    Decision,
+    decide,
+    decided_without_cudnn,
+    operation,
+)
 from jax_cudnn.lowering.primitives import graph_p, linear_p
 
 _STAGES = (Traced, Lowered, Compiled)
@@ -35,7 +40,7 @@ class TracedGraph(NamedTuple):
     @property
     def op(self) -> str:
         """What it computes, in a word."""
-        name = label(self.graph)
+        name = operation(self.graph)
         return f"{name}:derivative" if self.is_linear else name
 
     @property

@@ -15,10 +15,10 @@ from jax.stages import Traced
 from jax_cudnn import native, offline
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph, label, operand_text
+from jax_cudnn.graph import Graph, operand_text
 from jax_cudnn.legalize import is_contraction
 from jax_cudnn.lowering import TracedGraph, traced_graphs
-from jax_cudnn.lowering.decision import Attempt, decide_part
+from jax_cudnn.lowering.decision import Attempt, decide_part, operation
 from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.offline import GpuDescription
 from jax_cudnn.plans.calls import CallSummary
@@ -138,8 +138,8 @@ def explain(
     """
     device = None if device is None else offline.find(device).name
     found = [each.on(device) for each in traced_graphs(function, *args, **kwargs)]
-    named = {traced.options.device for traced in found} or {device}
-    gpus = {name: _gpu(name) for name in named}
+    named = dict.fromkeys(traced.options.device for traced in found)
+    gpus = {name: _gpu(name) for name in named or (device,)}
     calls = [
         call
         for traced, count in Counter(found).items()
@@ -191,8 +191,12 @@ def _calls(traced: TracedGraph, count: int, gpu: Gpu) -> Iterator[ExplainedCall]
     if (decision := traced.decided_without_cudnn()) is not None:
         remarks = () if traced.is_linear else _remarks(options)
         notes = (*decision.reasons, *remarks)
-        yield _call(
-            traced.graph, count, op=traced.op, implementation="xla", notes=notes
+        yield ExplainedCall(
+            op=traced.op,
+            shapes=operand_text(traced.graph),
+            count=count,
+            implementation="xla",
+            notes=notes,
         )
     else:
         for part in traced.parts:
@@ -232,10 +236,9 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
     )
 
 
-def _call(part: Graph, count: int, *, op: str = "", **said: Any) -> ExplainedCall:
-    return ExplainedCall(
-        op=op or label(part) or "copy", shapes=operand_text(part), count=count, **said
-    )
+def _call(part: Graph, count: int, **said: Any) -> ExplainedCall:
+    shapes = operand_text(part)
+    return ExplainedCall(op=operation(part), shapes=shapes, count=count, **said)
 
 
 # --- what would let cuDNN run it ------------------------------------------------------

@@ -12,7 +12,7 @@ from jax_cudnn import choices
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, from_json, label, operand_text
+from jax_cudnn.graph import Graph, from_json, operand_text
 from jax_cudnn.legalize import is_contraction, partition
 from jax_cudnn.lowering import TracedGraph, check_bare, stage_of, traced_graphs
 from jax_cudnn.lowering.decision import Attempt, Decision, Step
@@ -161,7 +161,7 @@ def _call(
     if options.remark and any(map(is_contraction, step.part.nodes)):
         reasons = (*reasons, options.remark)
     return Call(
-        op=label(step.part) or "copy",
+        op=step.op,
         shapes=operand_text(step.part),
         count=count,
         implementation="xla" if legal is None else "cudnn",

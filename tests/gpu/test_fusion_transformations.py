@@ -25,7 +25,7 @@ from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Implementation
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.decision import Step, decide
+from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_target
 from tests.fused import stacked
 from tests.gpu.numerics import judge, to_f32
@@ -127,9 +127,8 @@ def _steps(function: Function, *operands: Any) -> list[Step]:
     """Return the parts of the function, as decided for this GPU."""
     return [
         step
-        for graph, options, is_linear in traced_graphs(function, *operands)
-        if not is_linear
-        for step in decide(graph, options).steps
+        for traced in traced_graphs(function, *operands)
+        for step in traced.decide().steps
     ]
 
 
