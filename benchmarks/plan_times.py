@@ -32,7 +32,7 @@ from benchmarks.report import environment, versions_text
 from jax_cudnn import native, plans
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import to_json
-from jax_cudnn.legalize import is_contraction, legalize, partition
+from jax_cudnn.legalize import is_contraction, legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
 
@@ -98,8 +98,8 @@ def _graphs(workload: Workload) -> list[str]:
     assert local is not None
     operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in workload.shapes]
     found: dict[str, None] = {}
-    for graph, _, is_linear in traced_graphs(value_and_grads, *operands):
-        for part in () if is_linear else partition(graph):
+    for traced in traced_graphs(value_and_grads, *operands):
+        for part in traced.parts:
             for candidate in legalize(part, local[1]).candidates[:1]:
                 if any(map(is_contraction, candidate.graph.nodes)):
                     found[to_json(candidate.graph)] = None

@@ -23,12 +23,12 @@ from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices, plans
 from jax_cudnn.graph import label
-from jax_cudnn.legalize import is_contraction, legalize, partition
+from jax_cudnn.legalize import is_contraction, legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
-from jax_cudnn.measuring.field import time_candidates_of
+from jax_cudnn.measuring.candidate_times import time_candidates_of
 
 _CELLS = (
     r"conv 3x3 \(64,56,56,64->64\)\+bias\+silu|groups 32 .*relu|3x3x3|"
@@ -50,19 +50,19 @@ def check(pattern: str) -> Iterator[dict[str, Any]]:
             lambda arrays, cell=cell: run_all_directions(cell, arrays),
             abstract_operands(cell),
         )
-        for graph, options, is_linear in found:
-            for part in () if is_linear else partition(graph):
+        for traced in found:
+            for part in traced.parts:
                 if not any(map(is_contraction, part.nodes)) or part in seen:
                     continue
                 seen.add(part)
-                choice = measure(part, options, target)
+                choice = measure(part, traced.options, target)
                 if not choice.plan:
                     continue
                 legal = rewritten_as(legalize(part, target), choice.rewritten)
                 assert legal is not None, "it was measured just now"
                 again = time_candidates_of(part, legal)
                 times = {
-                    each.candidate.choice: each.time.median_us
+                    each.candidate.request: each.time.median_us
                     for each in again
                     if each.time is not None
                 }

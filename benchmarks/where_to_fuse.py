@@ -130,7 +130,7 @@ def _best_plan(graph: Graph) -> float:
     times: list[float] = []
     for candidate in native.candidates(to_json(graph)):
         try:
-            plan = native.plan(to_json(graph), choice=candidate.choice)
+            plan = native.plan(to_json(graph), request=candidate.request)
         except UnsupportedError:
             continue
         times.append(stopwatch.time(plan, samples=5).median_us)

@@ -159,7 +159,7 @@ class PlanOptions:
             return self.refused_notes
         return tuple(sorted({*self.refused_notes, "NONDETERMINISTIC"}))
 
-    def to_choice(self) -> str:
+    def to_request(self) -> str:
         """Return the canonical text that the extension reads; "" where all is allowed.
 
         It stands in the compiled program in the place of a pinned plan.

@@ -2,7 +2,7 @@
 """Small random calls of every operation, each beside what it means in plain jax.numpy.
 
 For f64, where derivatives of both can be told from rounding errors. (The calls of
-random_fusions.py are as large as on a GPU, in its dtypes.)
+random_convs.py and random_matmuls.py are as large as on a GPU, in its dtypes.)
 """
 
 import math
@@ -17,7 +17,7 @@ from jax import lax
 
 import jax_cudnn
 from jax_cudnn.ops.activations import ActivationName
-from tests.random_fusions import ACTIVATIONS
+from tests.fusion_problems import ACTIVATIONS
 
 Shape = tuple[int, ...]
 # The other activations are passed as functions.

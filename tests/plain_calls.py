@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from tests.fusion_cases import Case
-from tests.random_fusions import ACTIVATIONS
+from tests.fusion_problems import ACTIVATIONS
 
 
 def plain_activation(activation: Any) -> Callable[[jax.Array], jax.Array]:

@@ -37,7 +37,7 @@ _FIRST = PlanInfo(
     engine=2,
     knobs=(("STAGES", 3), ("TILE_SIZE", 7)),
     variant=0,
-    choice="",
+    request="",
     behavior_notes=("RUNTIME_COMPILATION",),
     numeric_notes=("TENSOR_CORE",),
     is_built=True,
@@ -48,9 +48,9 @@ _FIRST = PlanInfo(
 )
 
 
-def made_plan(choice: str) -> PlanInfo:
-    """Return the plan that a choice asks for: engine 2, or the one that is pinned."""
-    pinned = json.loads(choice) if choice else {}
+def made_plan(request: str) -> PlanInfo:
+    """Return the plan that a request asks for: engine 2, or the one that is pinned."""
+    pinned = json.loads(request) if request else {}
     if "engine" not in pinned:
         return _FIRST
     return replace(
@@ -58,6 +58,6 @@ def made_plan(choice: str) -> PlanInfo:
         name=f"eng{pinned['engine']}",
         engine=pinned["engine"],
         knobs=tuple(sorted(pinned["knobs"].items())),
-        choice=choice,
+        request=request,
         failures=(),
     )

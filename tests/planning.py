@@ -16,7 +16,7 @@ CANDIDATE = {
     "engine": 2,
     "knobs": [["STAGES", 3]],
     "variant": 0,
-    "choice": '{"engine":2,"knobs":{"STAGES":3},"variant":0}',
+    "request": '{"engine":2,"knobs":{"STAGES":3},"variant":0}',
     "behavior_notes": ["RUNTIME_COMPILATION"],
     "numeric_notes": [],
     "is_built": True,
@@ -32,7 +32,7 @@ Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
 
 class FakeProcess:
-    """Answers requests as a test says; remembers them."""
+    """Answers questions as a test says; remembers them."""
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
@@ -44,9 +44,9 @@ class FakeProcess:
             raise LibraryError(self.missing)
         return {"cudnn_version": 91900, "cudnn_path": "/nowhere/libcudnn.so.9"}
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        self.asked.append(request)
-        return self.answer(request)
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        self.asked.append(question)
+        return self.answer(question)
 
 
 def refusal(*reasons: str) -> dict[str, Any]:

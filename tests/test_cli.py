@@ -16,7 +16,7 @@ from jax_cudnn.cli import bench, main
 from jax_cudnn.cli.problems import Problem, add_problems
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.measuring.field import Timed
+from jax_cudnn.measuring.candidate_times import Timed
 from jax_cudnn.measuring.stopwatch import Measurement
 from tests.planner import H200, PIN, made_plan
 

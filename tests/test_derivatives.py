@@ -37,7 +37,7 @@ from tests.drawn_calls import (
 )
 from tests.flash import flash
 from tests.fused import assert_close
-from tests.random_fusions import ACTIVATIONS
+from tests.fusion_problems import ACTIVATIONS
 
 Function = Callable[..., Any]
 

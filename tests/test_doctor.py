@@ -12,15 +12,15 @@ import pytest
 
 from jax_cudnn import LibraryError, native, plans
 from jax_cudnn.cli import main
-from jax_cudnn.plans import machine
-from jax_cudnn.plans.diagnosis import Diagnosis
-from jax_cudnn.plans.findings import Finding, examine
-from jax_cudnn.plans.machine import Cudnn, CudnnFile, Driver, Facts, Gpu
+from jax_cudnn.doctor import machine
+from jax_cudnn.doctor.diagnosis import Diagnosis
+from jax_cudnn.doctor.findings import Finding, examine
+from jax_cudnn.doctor.machine import Cudnn, CudnnFile, Driver, Facts, InstalledGpu
 from tests.native.stand_ins import compile_cudnn, obstacle
 
 pytestmark = pytest.mark.once
 
-_H200 = Gpu(name="NVIDIA H200", sm_version=90, memory_bytes=141 * 2**30)
+_H200 = InstalledGpu(name="NVIDIA H200", sm_version=90, memory_bytes=141 * 2**30)
 _PATH = "/site/nvidia/cudnn/lib/libcudnn.so.9"
 _CUDNN = Cudnn(
     version=91900,
@@ -181,7 +181,7 @@ def test_a_driver_that_shows_no_gpu(value: str | None, told: str) -> None:
 
 
 def test_gpus_that_are_old_or_of_several_kinds() -> None:
-    old = Gpu(name="Tesla T4", sm_version=75, memory_bytes=2**34)
+    old = InstalledGpu(name="Tesla T4", sm_version=75, memory_bytes=2**34)
     first, second = examine(replace(_GOOD, driver=_driver(gpus=(_H200, old, old))))
     assert (first.severity, first.name) == ("warning", "old-gpu")
     assert "Tesla T4 (sm_75) is older than sm_80" in first.what
@@ -459,8 +459,8 @@ def test_the_driver_is_asked_for_its_gpus(monkeypatch: pytest.MonkeyPatch) -> No
     assert driver is not None
     assert driver.cuda_version == 12080
     assert driver.gpus == (
-        Gpu(name="GPU 70", sm_version=89, memory_bytes=70 * 2**32),
-        Gpu(name="GPU 71", sm_version=89, memory_bytes=71 * 2**32),
+        InstalledGpu(name="GPU 70", sm_version=89, memory_bytes=70 * 2**32),
+        InstalledGpu(name="GPU 71", sm_version=89, memory_bytes=71 * 2**32),
     )
 
 

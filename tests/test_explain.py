@@ -22,7 +22,7 @@ from jax_cudnn.graph import Graph, from_json, is_anchor
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import devices, traced_graphs
 from jax_cudnn.plans import PlanOptions
-from jax_cudnn.plans.variations import variations
+from jax_cudnn.plans.changes import changes_of
 from tests.planning import CANDIDATE, FakeProcess, fake_process, refusal
 
 _S = jax.ShapeDtypeStruct
@@ -35,21 +35,21 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeProcess]:
         yield made
 
 
-def _graph(request: dict[str, Any]) -> Graph:
-    return from_json(request["graph"])
+def _graph(question: dict[str, Any]) -> Graph:
+    return from_json(question["graph"])
 
 
 def _refuse(fake: FakeProcess, condition: Any, *reasons: str) -> None:
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        if condition(request):
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        if condition(question):
             return refusal(*reasons)
         return {"candidates": [CANDIDATE]}
 
     fake.answer = answer
 
 
-def _dtypes(request: dict[str, Any]) -> set[str]:
-    return {tensor.dtype for tensor in _graph(request).input_tensors}
+def _dtypes(question: dict[str, Any]) -> set[str]:
+    return {tensor.dtype for tensor in _graph(question).input_tensors}
 
 
 def _matmul(dtype: Any, **options: Any) -> tuple[Any, ...]:
@@ -93,7 +93,7 @@ def test_an_activation_that_is_not_in_the_kernel_is_told(fake: FakeProcess) -> N
     assert (call.op, call.implementation) == ("matmul", "cudnn")
     told = "the activation log1p follows the kernel as JAX code: it uses 'log1p'"
     assert call.notes[-1].startswith(told)
-    _refuse(fake, lambda request: True, "no engine")
+    _refuse(fake, lambda question: True, "no engine")
     (call,) = plans.explain(function, *operands, device="A100 40GB").calls
     assert call.implementation == "xla"
     assert call.notes[-1].startswith(told)
@@ -132,8 +132,8 @@ def test_a_function_without_calls_has_nothing_to_explain(fake: FakeProcess) -> N
 
 
 def test_every_way_of_rewriting_has_its_own_reasons(fake: FakeProcess) -> None:
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        is_fused = len(_graph(request).nodes) > 1
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        is_fused = len(_graph(question).nodes) > 1
         return refusal("no fused engine", "odd") if is_fused else refusal("no engine")
 
     fake.answer = answer
@@ -156,7 +156,7 @@ def test_every_way_of_rewriting_has_its_own_reasons(fake: FakeProcess) -> None:
 
 
 def test_ways_before_the_one_that_runs_are_told(fake: FakeProcess) -> None:
-    _refuse(fake, lambda request: len(_graph(request).nodes) > 1, "no fused engine")
+    _refuse(fake, lambda question: len(_graph(question).nodes) > 1, "no fused engine")
     call = _matmul(jnp.bfloat16, activation="gelu")
     told = plans.explain(*call, device="H200")
     (call,) = told.calls
@@ -202,7 +202,7 @@ def _change(fake: FakeProcess, call: tuple[Any, ...], device: str = "H200") -> s
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
 def test_operands_are_cast_to_16_bits(fake: FakeProcess, dtype: str) -> None:
-    _refuse(fake, lambda request: _dtypes(request) != {dtype}, "dtype")
+    _refuse(fake, lambda question: _dtypes(question) != {dtype}, "dtype")
     words = _change(fake, _matmul(jnp.float8_e4m3fn))
     assert words == f"cast the operands from f8_e4m3fn to {dtype}"
 
@@ -210,21 +210,21 @@ def test_operands_are_cast_to_16_bits(fake: FakeProcess, dtype: str) -> None:
 def test_one_option_is_left_out_if_that_is_enough(fake: FakeProcess) -> None:
     options = PlanOptions(engines=(7,), deterministic=True, workspace_limit_bytes=9)
 
-    def is_refused(request: dict[str, Any]) -> bool:
-        return '"deterministic":true' in request["choice"]
+    def is_refused(question: dict[str, Any]) -> bool:
+        return '"deterministic":true' in question["request"]
 
     _refuse(fake, is_refused, "not deterministic")
     call = _matmul(jnp.bfloat16, plan=options)
     assert _change(fake, call) == "leave out deterministic=True"
-    _refuse(fake, lambda request: bool(request["choice"]), "none is allowed")
+    _refuse(fake, lambda question: bool(question["request"]), "none is allowed")
     assert _change(fake, _matmul(jnp.float16, plan=options)) == (
         "leave out workspace_limit_bytes, deterministic, engines"
     )
 
 
 def test_the_workspace_that_would_do_is_named(fake: FakeProcess) -> None:
-    def is_refused(request: dict[str, Any]) -> bool:
-        return '"workspace_limit_bytes":9}' in request["choice"]
+    def is_refused(question: dict[str, Any]) -> bool:
+        return '"workspace_limit_bytes":9}' in question["request"]
 
     _refuse(fake, is_refused, "too much")
     options = PlanOptions(engines=(2,), workspace_limit_bytes=9)
@@ -241,7 +241,7 @@ def test_less_precision_is_allowed(fake: FakeProcess) -> None:
 def test_f32_attention_is_cast_or_asked_for_by_name(fake: FakeProcess) -> None:
     x = _S((2, 5, 3, 8), jnp.float32)
     assert _change(fake, (jax_cudnn.sdpa, x, x, x)).endswith("from f32 to bf16")
-    _refuse(fake, lambda request: _dtypes(request) != {"f32"}, "only f32")
+    _refuse(fake, lambda question: _dtypes(question) != {"f32"}, "only f32")
     y = _S((2, 7, 3, 8), jnp.float32)
     words = _change(fake, (jax_cudnn.sdpa, y, y, y))
     assert words == 'pass implementation="cudnn"'
@@ -260,7 +260,7 @@ def test_the_gradient_of_the_bias_is_done_without(fake: FakeProcess) -> None:
         )
         if graph.nodes[0].kind == "sdpa_backward"
     ]
-    (found,) = [v for v in variations(part, options) if "bias" in v.words]
+    (found,) = [v for v in changes_of(part, options) if "bias" in v.words]
     assert found.words == "do without the gradient of the bias (jax.lax.stop_gradient)"
     assert set(part.outputs) - set(found.part.outputs) == {"grad_bias"}
     assert found.part.inputs == part.inputs
@@ -276,8 +276,8 @@ def test_channels_of_groups_are_rounded_up(fake: FakeProcess) -> None:
         )
         return jnp.sum(y.astype(jnp.float32))
 
-    def is_refused(request: dict[str, Any]) -> bool:
-        graph = _graph(request)
+    def is_refused(question: dict[str, Any]) -> bool:
+        graph = _graph(question)
         by_name = {t.name: t.dims for t in graph.tensors}
         return graph.nodes[0].kind == "conv_wgrad" and by_name["grad_w"][1] != 8
 
@@ -290,8 +290,8 @@ def test_channels_of_groups_are_rounded_up(fake: FakeProcess) -> None:
 
 
 def test_newer_gpus_are_named(fake: FakeProcess) -> None:
-    def is_refused(request: dict[str, Any]) -> bool:
-        return request["target"]["sm_version"] not in allowed
+    def is_refused(question: dict[str, Any]) -> bool:
+        return question["target"]["sm_version"] not in allowed
 
     _refuse(fake, is_refused, "too old")
     allowed = {90, 100}
@@ -306,8 +306,8 @@ def test_newer_gpus_are_named(fake: FakeProcess) -> None:
 
 
 def test_a_change_and_a_newer_gpu_together(fake: FakeProcess) -> None:
-    def is_refused(request: dict[str, Any]) -> bool:
-        return request["target"]["sm_version"] < 100 or _dtypes(request) != {"bf16"}
+    def is_refused(question: dict[str, Any]) -> bool:
+        return question["target"]["sm_version"] < 100 or _dtypes(question) != {"bf16"}
 
     _refuse(fake, is_refused, "no")
     words = _change(fake, _matmul(jnp.float32), "A100")
@@ -330,7 +330,7 @@ def test_a_cast_graph_is_what_cast_operands_give(name: str) -> None:
     dtype, keywords = _CASTS[name]
     function, *operands = _matmul(dtype, **keywords)
     (part,) = _products(function, *operands)
-    (cast, *_) = [v for v in variations(part, Options()) if "to bf16" in v.words]
+    (cast, *_) = [v for v in changes_of(part, Options()) if "to bf16" in v.words]
     assert {t.dtype for t in cast.part.input_tensors} == {"bf16"}
     virtual = {t.name for t in cast.part.tensors} - {*part.inputs, *part.outputs}
     assert {cast.part.tensor(each).dtype for each in virtual} <= {"f32"}
@@ -356,7 +356,7 @@ def test_a_rounded_graph_is_the_graph_of_rounded_operands(multiple: int) -> None
         return _products(function, *operands)[0]
 
     m, r, n = (-(-size // multiple) * multiple for size in (23, 11, 37))
-    rounded = [v for v in variations(part(23, 11, 37), Options()) if "pad" in v.words]
+    rounded = [v for v in changes_of(part(23, 11, 37), Options()) if "pad" in v.words]
     assert part(m, r, n) in [v.part for v in rounded]
     words = f"pad rows from 23 to {m} and columns from 37 to {n} and contraction from"
     assert f"{words} 11 to {r}" in [v.words for v in rounded]
@@ -401,7 +401,7 @@ def test_without_a_gpu_one_is_to_be_named(fake: FakeProcess) -> None:
 
 
 def test_an_explanation_is_plain_data(fake: FakeProcess) -> None:
-    _refuse(fake, lambda request: _dtypes(request) != {"bf16"}, "dtype")
+    _refuse(fake, lambda question: _dtypes(question) != {"bf16"}, "dtype")
     told = plans.explain(*_matmul(jnp.float32), device="H200")
     data = told.to_json()
     assert json.loads(json.dumps(data)) == data

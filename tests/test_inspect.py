@@ -65,7 +65,6 @@ def test_a_missing_library_is_an_answer(monkeypatch: pytest.MonkeyPatch) -> None
         raise LibraryError("libcudnn.so.9 is not there")
 
     monkeypatch.setattr(devices, "local_target", missing)
-    monkeypatch.setattr(plans.inspection, "local_target", missing)
     for implementation in ("auto", "cudnn"):
         report = plans.inspect(
             functools.partial(_loss, implementation=implementation), _X
@@ -88,13 +87,13 @@ class Planner:
             if node.kind in self.refused:
                 raise UnsupportedError("no plan", [f"no engine for {node.kind}"])
 
-    def plan(self, text: str, *, choice: str = "", device: int) -> PlanInfo:
+    def plan(self, text: str, *, request: str = "", device: int) -> PlanInfo:
         assert device == 3
         self._check(text)
-        return made_plan(choice)
+        return made_plan(request)
 
     def candidates(
-        self, text: str, *, choice: str, device: int
+        self, text: str, *, request: str, device: int
     ) -> tuple[Candidate, ...]:
         assert device == 3
         self._check(text)
@@ -107,8 +106,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planner]:
     fake = Planner()
     table = choices.ChoiceTable()
     decision._decide.cache_clear()
-    for module in (devices, plans.inspection):
-        monkeypatch.setattr(module, "local_target", lambda: (3, H200))
+    monkeypatch.setattr(devices, "local_target", lambda: (3, H200))
     monkeypatch.setattr(native, "plan", fake.plan)
     monkeypatch.setattr(native, "candidates", fake.candidates)
     monkeypatch.setattr(choices, "table", lambda: table)
@@ -157,7 +155,7 @@ def test_a_call_has_all_that_its_plan_says() -> None:
     assert call.knobs == (("STAGES", 3), ("TILE_SIZE", 7))
     assert call.notes == ("RUNTIME_COMPILATION", "TENSOR_CORE")
     assert call.failures == ("eng11: no kernel",)
-    assert call.choice == ""
+    assert call.request == ""
     assert call.cudnn_us is None
     header, row, failure = str(report).splitlines()[1:]
     titles = "op count direction operands runs on why plan engine workspace notes"
@@ -212,7 +210,7 @@ def test_a_tuned_plan_comes_with_its_times() -> None:
     _choose(_layer, 0, implementation="cudnn", plan=PIN, **times)
     report = plans.inspect(_layer, _A, _W)
     (call,) = report.calls
-    assert (call.why, call.engine, call.choice) == ("tuned", 4, PIN)
+    assert (call.why, call.engine, call.request) == ("tuned", 4, PIN)
     assert (call.cudnn_us, call.xla_us, call.first_ratio) == (30.25, 41.5, 1.75)
     assert re.search(r"cuDNN µs +XLA µs", str(report))
     assert re.search(r" 30\.2 +41\.5 ", str(report))
@@ -231,7 +229,7 @@ def test_xla_is_tuned_requested_or_explained() -> None:
     (call,) = plans.inspect(
         functools.partial(_layer, implementation="cudnn"), _A, _W
     ).calls
-    assert (call.implementation, call.why, call.choice) == ("cudnn", "tuned", PIN)
+    assert (call.implementation, call.why, call.request) == ("cudnn", "tuned", PIN)
 
 
 def test_without_a_plan_there_is_no_why_but_a_reason(planner: Planner) -> None:

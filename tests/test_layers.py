@@ -23,6 +23,7 @@ _MACHINE = {
 _ALLOWED = {
     "errors": set[str](),
     "startup": set[str](),
+    "columns": set[str](),
     "config": set[str](),
     "cache": {"native"},
     "choices": {"errors", "graph", "cache"},
@@ -30,11 +31,12 @@ _ALLOWED = {
     "reference": {"errors", "graph"},
     "legalize": {"errors", "graph", "reference"},
     "native": {"errors", "graph"},
+    "doctor": {"errors", "startup", "columns", "native"},
     "offline": {"errors", "graph", "native"},
     "lowering": {*_MEANING, "native", "offline", "config", "choices"},
     "ops": _MACHINE,
     "measuring": _MACHINE,
-    "plans": {*_MACHINE, "startup", "ops", "measuring"},
+    "plans": {*_MACHINE, "columns", "doctor", "ops", "measuring"},
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops"},
     "cli": {*_MACHINE, "ops", "measuring", "plans"},

@@ -45,7 +45,7 @@ class FakeGpu:
     answer: Callable[[Graph], int] = lambda _: _WORKSPACE
     asked: list[tuple[Graph, int]] = field(default_factory=list)
 
-    def plan(self, text: str, *, choice: str, device: int) -> SimpleNamespace:
+    def plan(self, text: str, *, request: str, device: int) -> SimpleNamespace:
         graph = from_json(text)
         self.asked.append((graph, device))
         return SimpleNamespace(workspace_bytes=self.answer(graph))
@@ -69,7 +69,7 @@ class Call:
 
     target: str
     graph: Graph
-    choice: str
+    request: str
     op: str
     sm_version: int
     cudnn_version: int
@@ -104,7 +104,7 @@ def _calls(text: str) -> list[Call]:
             Call(
                 target=match["target"],
                 graph=from_json(json),
-                choice=match["choice"],
+                request=match["choice"],
                 op=match["op"],
                 sm_version=int(match["sm"]),
                 cudnn_version=int(match["cudnn"]),
@@ -130,7 +130,7 @@ def _types(graph: Graph, names: tuple[str, ...]) -> list[str]:
 
 def _check_call(call: Call, workspace_bytes: int | None = None) -> None:
     """Assert that operands, results and layouts are those that the graph names."""
-    assert call.choice == ""
+    assert call.request == ""
     assert call.op == call.graph.nodes[0].kind
     assert call.operand_types == _types(call.graph, call.graph.inputs)
     results = _types(call.graph, call.graph.outputs)

@@ -301,7 +301,7 @@ def test_no_graph_is_blamed_for_a_process_killed_in_between(
 
 def _is_running(pid: int) -> bool:
     state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return state != "Z"  # its end is not fetched before the next request
+    return state != "Z"  # its end is not fetched before the next question
 
 
 def test_closing_ends_the_process_and_asking_starts_it_again(
@@ -384,9 +384,9 @@ def test_the_first_candidate_that_builds_is_the_plan(fake: FakeProcess) -> None:
     assert gpu == offline.named_gpu("NVIDIA H200")
     assert hash(gpu) == hash(offline.named_gpu("NVIDIA H200"))
     assert gpu.plan("{}") == plan
-    (request,) = fake.asked
-    assert request["build"] is True
-    assert request["target"] == {
+    (question,) = fake.asked
+    assert question["build"] is True
+    assert question["target"] == {
         "name": "NVIDIA H200",
         "sm_version": 90,
         "sm_count": 132,
@@ -402,7 +402,7 @@ def test_where_none_builds_each_says_why(fake: FakeProcess) -> None:
     with pytest.raises(UnsupportedError, match="no plan that builds") as caught:
         offline.named_gpu("h200").plan("{}", "pin")
     assert caught.value.reasons == ("eng7: no kernel", "eng9: no kernel")
-    assert "on NVIDIA H200 with the choice pin." in caught.value.summary
+    assert "on NVIDIA H200 with the request pin." in caught.value.summary
 
 
 def test_a_driver_that_refuses_kernels_of_another_gpu_is_no_refusal_by_cudnn(
@@ -490,10 +490,10 @@ def test_a_program_for_a_named_gpu_pins_its_plan_with_its_workspace(
         text = _text()
     assert "@jax_cudnn.graph(" in text
     assert "tensor<4321xui8>" in text
-    pin = CANDIDATE["choice"].replace('"', r"\22")
+    pin = CANDIDATE["request"].replace('"', r"\22")
     assert f'choice = "{pin}"' in text
-    (request,) = fake.asked
-    assert request["choice"] == ""
+    (question,) = fake.asked
+    assert question["request"] == ""
     # Outside, it is for any GPU, and asks nobody.
     monkeypatch.setattr(devices, "local_target", lambda: None)
     assert "@jax_cudnn.graph_scratch(" in _text()
@@ -502,8 +502,8 @@ def test_a_program_for_a_named_gpu_pins_its_plan_with_its_workspace(
 
 
 def test_each_gpu_has_a_program_of_its_own(fake: FakeProcess) -> None:
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        count = request["target"]["sm_count"]
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        count = question["target"]["sm_count"]
         return {"candidates": [{**CANDIDATE, "workspace_bytes": count}]}
 
     fake.answer = answer
@@ -543,7 +543,7 @@ def test_choices_of_the_named_gpu_apply(fake: FakeProcess) -> None:
     choices.table().add({key: measured})
     try:
         assert decision.decide(graph, options).steps[0].why == "tuned"
-        assert fake.asked[-1]["choice"] == "the pin of a race"
+        assert fake.asked[-1]["request"] == "the pin of a race"
         choices.table().add(
             {
                 key: choices.Choice(

@@ -29,7 +29,7 @@ def _options_of(function, *args):
 
 
 def test_the_text_of_options_is_canonical():
-    assert PlanOptions().to_choice() == ""
+    assert PlanOptions().to_request() == ""
     options = PlanOptions(
         heuristic_modes=("B", "A"),
         workspace_limit_bytes=0,
@@ -38,12 +38,12 @@ def test_the_text_of_options_is_canonical():
         required_notes=("TENSOR_CORE",),
         refused_notes=("RUNTIME_COMPILATION", "FFT"),
     )
-    assert options.to_choice() == (
+    assert options.to_request() == (
         '{"denied_engines":[7],"deterministic":false,"engines":[1,3],'
         '"modes":["B","A"],"refused_notes":["FFT","RUNTIME_COMPILATION"],'
         '"required_notes":["TENSOR_CORE"],"workspace_limit_bytes":0}'
     )
-    assert set(json.loads(options.to_choice())) == {
+    assert set(json.loads(options.to_request())) == {
         "modes" if field.name == "heuristic_modes" else field.name
         for field in dataclasses.fields(PlanOptions)
     }

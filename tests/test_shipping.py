@@ -49,26 +49,26 @@ _BOTH: Callable[..., Any] = jax.grad(_loss, (0, 1))
 
 @dataclass
 class _Cudnn:
-    """What was asked of cuDNN: (graph, choice, device)."""
+    """What was asked of cuDNN: (graph, request, device)."""
 
     planned: list[tuple[str, str, int]] = field(default_factory=list)
     imported: list[tuple[bytes, int]] = field(default_factory=list)
     builds: int = 0
     refuses_to_write: bool = False
 
-    def plan(self, graph: str, *, choice: str = "", device: int = 0) -> PlanInfo:
-        self.builds += (graph, choice, device) not in self.planned
-        self.planned.append((graph, choice, device))
+    def plan(self, graph: str, *, request: str = "", device: int = 0) -> PlanInfo:
+        self.builds += (graph, request, device) not in self.planned
+        self.planned.append((graph, request, device))
         return PlanInfo(
-            name="eng0", engine=0, knobs=(), variant=0, choice="", behavior_notes=(),
+            name="eng0", engine=0, knobs=(), variant=0, request="", behavior_notes=(),
             numeric_notes=(), is_built=True, workspace_bytes=0, build_ms=1.0,
             failure="", failures=(),
         )  # fmt: skip
 
-    def export_plan(self, graph: str, *, choice: str = "", device: int = 0) -> bytes:
+    def export_plan(self, graph: str, *, request: str = "", device: int = 0) -> bytes:
         if self.refuses_to_write:
             raise UnsupportedError("cannot be written")
-        return f"{device} {choice} {graph}".encode()
+        return f"{device} {request} {graph}".encode()
 
     def import_plan(self, data: bytes, *, device: int = 0) -> None:
         self.imported.append((data, device))
@@ -188,7 +188,7 @@ def test_choices_of_xla_and_of_restricted_calls_travel_too(
 
     ((graph, _, _),) = traced_graphs(restricted, *_SHAPES)
     slow = Choice(op="", operands="", implementation="xla", cudnn_us=3, xla_us=2)
-    key = key_of(graph, _TARGET, allowed.to_choice())
+    key = key_of(graph, _TARGET, allowed.to_request())
     choices.table().add({key: slow})
     saved = plans.save(tmp_path / "a", restricted, *_SHAPES)
     assert (saved.plans, saved.choices) == (0, 1)

@@ -281,10 +281,10 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
             xla_us=2.0,
         )
 
-    def plan(text: str, *, choice: str = "", device: int = 0) -> PlanInfo:
-        return made_plan(choice)
+    def plan(text: str, *, request: str = "", device: int = 0) -> PlanInfo:
+        return made_plan(request)
 
-    for module in (devices, plans.inspection, shipping, tuning):
+    for module in (devices, shipping, tuning):
         monkeypatch.setattr(module, "local_target", lambda: (0, H200))
     for name, answer in (
         ("plan", plan),

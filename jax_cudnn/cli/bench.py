@@ -12,11 +12,10 @@ from jax_cudnn.choices import Choice
 from jax_cudnn.cli.problems import add_problems
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph, is_anchor
-from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
-from jax_cudnn.measuring.field import Timed, time_candidates
+from jax_cudnn.measuring.candidate_times import Timed, time_candidates
 
 # The version of what --json prints. A change of meaning raises it.
 SCHEMA = 1
@@ -119,9 +118,9 @@ def _run(arguments: argparse.Namespace) -> int:
         problem = problem.gradient()
     # Traced first: what is wrong with the problem is wrong without a GPU, too.
     found = [
-        (part, options)
-        for graph, options, _ in traced_graphs(problem.function, *problem.operands)
-        for part in partition(graph)
+        (part, traced.options)
+        for traced in traced_graphs(problem.function, *problem.operands)
+        for part in traced.parts
         if _has_contraction(part)
     ]
     local = local_target()

@@ -9,7 +9,7 @@ cotangent through the activation and the sums for the bias in XLA, then dgrad an
 wgrad, one cuDNN kernel each.
 """
 
-from jax_cudnn.graph import Graph, is_anchor
+from jax_cudnn.graph import Graph, Node, is_anchor
 from jax_cudnn.graph.rules import EIGHT_BIT, broadcasts_to
 from jax_cudnn.graph.walks import following, leading_to, made_by, origins, read_by
 

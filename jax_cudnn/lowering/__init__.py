@@ -8,6 +8,7 @@ from jax_cudnn.lowering.primitives import run_graph
 from jax_cudnn.lowering.sameness import CustomCall, same_function
 from jax_cudnn.lowering.scope import call_options, scoped
 from jax_cudnn.lowering.tracing import (
+    TracedGraph,
     check_bare,
     stage_of,
     subprograms,
@@ -16,6 +17,7 @@ from jax_cudnn.lowering.tracing import (
 
 __all__ = [
     "CustomCall",
+    "TracedGraph",
     "call_options",
     "check_bare",
     "decide",

@@ -17,7 +17,7 @@ import numpy as np
 from jax_cudnn import native
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Graph, kind_named, label, summary, to_json
+from jax_cudnn.graph import Graph, kind_named, summary, to_json
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.decision import Step, decide
 from jax_cudnn.lowering.primitives import graph_p, run_reference
@@ -108,15 +108,13 @@ def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         name = native.TARGET_CAPTURED
         results.append(jax.ShapeDtypeStruct((step.plan.workspace_bytes,), jnp.uint8))
     call: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(name, results)
-    # What profilers and errors call it.
-    op = label(step.part) or "copy"
     target = step.target
-    with jax.named_scope(f"cudnn_{op}"):
+    with jax.named_scope(f"cudnn_{step.op}"):
         returned = call(
             *operands,
             graph=to_json(graph),
-            choice=step.choice,
-            op=op,
+            choice=step.request,
+            op=step.op,
             # The handler runs it nowhere else: ffi/handler/program_target.h.
             sm_version=np.int64(target.sm_version if target else 0),
             cudnn_version=np.int64(target.cudnn_version if target else 0),

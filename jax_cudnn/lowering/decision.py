@@ -21,6 +21,7 @@ from jax_cudnn.graph import (
     Target,
     is_anchor,
     kind_named,
+    label,
     summary,
     to_json,
 )
@@ -36,15 +37,15 @@ from jax_cudnn.native import PlanInfo
 
 _log = logging.getLogger("jax_cudnn")
 
-# Why XLA runs a whole graph, before cuDNN is asked about its parts.
-ASKED_FOR_XLA = 'implementation="xla" was asked for'
-NO_ELEMENTS = "a tensor has no elements: nothing to launch"
-IS_DERIVATIVE = "forward mode and second order run the reference"
-
 
 # What decided: a measured choice, cuDNN's order of the candidates, or that order with
 # the options of the call. A lowered program that pins its plan no longer says which.
 Why = Literal["tuned", "heuristic", "requested", "pinned"]
+
+
+def operation(graph: Graph) -> str:
+    """Return what a graph computes, in a word."""
+    return label(graph) or "copy"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +62,7 @@ class Step:
 
     ``legal`` is None where XLA runs it, for the ``reasons`` of the ``attempts`` that
     failed. ``plan`` and the ``target`` that it is for are None where no GPU was there
-    to plan for: the plan is then made on the machine that runs. ``choice`` is what the
+    to plan for: the plan is then made on the machine that runs. ``request`` is what the
     compiled program asks for: a pinned plan (a measured one, or any for a GPU
     elsewhere), or which are allowed. ``why`` is None where nothing was chosen.
     """
@@ -70,10 +71,15 @@ class Step:
     legal: Legal | None = None
     plan: PlanInfo | None = None
     target: Target | None = None
-    choice: str = ""
+    request: str = ""
     why: Why | None = None
     attempts: tuple[Attempt, ...] = ()
     advice: str = ""
+
+    @property
+    def op(self) -> str:
+        """What it computes, in a word: what reports, profilers and errors call it."""
+        return operation(self.part)
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -101,12 +107,20 @@ class Decision:
         return tuple(step for step in self.steps if step.is_missing)
 
 
+def decided_without_cudnn(graph: Graph, options: Options) -> Decision | None:
+    """Return that XLA runs a graph as a whole, and why; None if cuDNN may run it."""
+    if options.implementation == "xla":
+        reason = 'implementation="xla" was asked for'
+        return Decision(reasons=(reason,), why="requested")
+    if graph.has_empty_tensor:
+        return Decision(reasons=("a tensor has no elements: nothing to launch",))
+    return None
+
+
 def decide(graph: Graph, options: Options) -> Decision:
     """Return who runs the graph on the GPU it is for, planning it with cuDNN."""
-    if options.implementation == "xla":
-        return Decision(reasons=(ASKED_FOR_XLA,), why="requested")
-    if graph.has_empty_tensor:
-        return Decision(reasons=(NO_ELEMENTS,))
+    if (decision := decided_without_cudnn(graph, options)) is not None:
+        return decision
     try:
         if (tuner := scope().tuner) is not None:
             tuner(graph, options)
@@ -141,8 +155,8 @@ def _decide(
 def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
     """Return who runs a part of a graph on a GPU; None is one that is not known."""
     target = None if gpu is None else gpu.target
-    choice = options.plan.to_choice()
-    measured = None if target is None else choices.table().get(part, target, choice)
+    request = options.plan.to_request()
+    measured = None if target is None else choices.table().get(part, target, request)
     if measured is not None and not measured.plan and measured.cudnn_us is None:
         measured = None  # cuDNN had no plan: that is to be said with its reasons
     has_contraction = any(map(is_anchor, part.nodes))
@@ -172,7 +186,7 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         plan = None
         if gpu is not None:
             try:
-                plan = gpu.plan(to_json(legal.graph), choice)
+                plan = gpu.plan(to_json(legal.graph), request)
             except UnsupportedError as error:
                 reasons = error.reasons or (error.summary,)
                 attempts.append(Attempt(way=way, reasons=reasons))
@@ -182,8 +196,8 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             legal=legal,
             plan=plan,
             target=target,
-            choice=_pin(plan, gpu) or choice,
-            why="requested" if choice else "heuristic",
+            request=_pin(plan, gpu) or request,
+            why="requested" if request else "heuristic",
             attempts=tuple(attempts),
         )
     return Step(part=part, attempts=tuple(attempts), advice=legalization.advice)
@@ -194,7 +208,7 @@ def _pin(plan: PlanInfo | None, gpu: Gpu | None) -> str:
 
     There the plan is made again, and is to need the workspace that the program has.
     """
-    return "" if plan is None or gpu is None or gpu.is_here else plan.choice
+    return "" if plan is None or gpu is None or gpu.is_here else plan.request
 
 
 def _pinned(
@@ -225,7 +239,7 @@ def _pinned(
         legal=legal,
         plan=plan,
         target=gpu.target,
-        choice=measured.plan,
+        request=measured.plan,
         why="tuned",
     )
 
@@ -240,11 +254,11 @@ def rewritten_as(legalization: Legalization, digest: str) -> Legal | None:
 
 def _allows(options: Options, gpu: Gpu, graph_json: str, pin: str) -> bool:
     """Whether a pinned plan is among the candidates that a call's options allow."""
-    choice = options.plan.to_choice()
-    if not choice:
+    request = options.plan.to_request()
+    if not request:
         return True
-    listed = gpu.candidates(graph_json, choice)
-    return any(each.choice == pin and not each.refusal for each in listed)
+    listed = gpu.candidates(graph_json, request)
+    return any(each.request == pin and not each.refusal for each in listed)
 
 
 def _measured_reason(measured: Choice) -> str:

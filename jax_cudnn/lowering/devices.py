@@ -2,38 +2,15 @@
 """For which GPU are plans made: one of this machine, or one by its name?"""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import jax
 
 from jax_cudnn import native, offline
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Target
-from jax_cudnn.native import PlanInfo
-
-
-class Gpu(Protocol):
-    """A GPU that plans are made for, here or elsewhere; hashable."""
-
-    @property
-    def target(self) -> Target:
-        """What the GPU is."""
-        ...
-
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this machine's own."""
-        ...
-
-    def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
-        """Return the plan of a graph, or raise UnsupportedError."""
-        ...
-
-    def candidates(
-        self, graph_json: str, choice: str = ""
-    ) -> tuple[native.Candidate, ...]:
-        """Return cuDNN's candidates for a graph, or raise UnsupportedError."""
-        ...
+from jax_cudnn.native import Candidate, PlanInfo
+from jax_cudnn.offline import NamedGpu
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,21 +19,19 @@ class LocalGpu:
 
     ordinal: int
     target: Target
+    is_here: ClassVar[bool] = True
 
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this machine's own: yes."""
-        return True
-
-    def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
+    def plan(self, graph_json: str, request: str = "") -> PlanInfo:
         """Return the plan of a graph; built once, then cached."""
-        return native.plan(graph_json, choice=choice, device=self.ordinal)
+        return native.plan(graph_json, request=request, device=self.ordinal)
 
-    def candidates(
-        self, graph_json: str, choice: str = ""
-    ) -> tuple[native.Candidate, ...]:
+    def candidates(self, graph_json: str, request: str = "") -> tuple[Candidate, ...]:
         """Return cuDNN's candidates for a graph, none of them built."""
-        return native.candidates(graph_json, choice=choice, device=self.ordinal)
+        return native.candidates(graph_json, request=request, device=self.ordinal)
+
+
+# A GPU that plans are made for, here or elsewhere; hashable.
+Gpu = LocalGpu | NamedGpu
 
 
 def local_target() -> tuple[int, Target] | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which graphs does a call of a function run? All of `plans` asks here.
+"""Which graphs does a call of a function run, and who runs them? For all of `plans`.
 
 Nothing is run: the function is traced, with its arrays as shapes and all else of its
 arguments as it is.
@@ -8,7 +8,8 @@ arguments as it is.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -16,16 +17,58 @@ from jax.stages import Compiled, Lowered, Traced, Wrapped
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.decision import (
+    Decision,
+    decide,
+    decided_without_cudnn,
+    operation,
+)
 from jax_cudnn.lowering.primitives import graph_p, linear_p
 
 _STAGES = (Traced, Lowered, Compiled)
 
 
+class TracedGraph(NamedTuple):
+    """A graph that a call runs; ``is_linear`` is its derivative in forward mode."""
+
+    graph: Graph
+    options: Options
+    is_linear: bool
+
+    @property
+    def op(self) -> str:
+        """What it computes, in a word."""
+        name = operation(self.graph)
+        return f"{name}:derivative" if self.is_linear else name
+
+    @property
+    def parts(self) -> tuple[Graph, ...]:
+        """Its parts, which may be kernels of cuDNN; none in forward mode."""
+        return () if self.is_linear else partition(self.graph)
+
+    def on(self, device: str | None) -> "TracedGraph":
+        """Return it for a GPU by its name; None is the one that it is for already."""
+        device = device or self.options.device
+        return self._replace(options=replace(self.options, device=device))
+
+    def decided_without_cudnn(self) -> Decision | None:
+        """Return that XLA runs it as a whole, and why; None if cuDNN may run it."""
+        if self.is_linear:
+            reason = "forward mode and second order run the reference"
+            return Decision(reasons=(reason,))
+        return decided_without_cudnn(self.graph, self.options)
+
+    def decide(self) -> Decision:
+        """Return who runs it on the GPU it is for, planning it with cuDNN."""
+        return self.decided_without_cudnn() or decide(self.graph, self.options)
+
+
 def traced_graphs(
     function: Callable[..., Any] | Traced | Lowered, *args: Any, **kwargs: Any
-) -> list[tuple[Graph, Options, bool]]:
-    """Return the graphs that a call of the function runs, as `subprograms` does.
+) -> list[TracedGraph]:
+    """Return the graphs that a call of the function runs.
 
     Raises:
       TypeError: no function; arguments beside one that is traced already; a program
@@ -72,13 +115,13 @@ def check_bare(
         )
 
 
-def subprograms(jaxpr: Any) -> Iterator[tuple[Graph, Options, bool]]:
-    """Yield the graphs of a jaxpr and its inner ones, with whether it is linear_p's."""
+def subprograms(jaxpr: Any) -> Iterator[TracedGraph]:
+    """Yield the graphs of a jaxpr and its inner ones."""
     for equation in jaxpr.eqns:
         if equation.primitive in (graph_p, linear_p):
             params = equation.params
             is_linear = equation.primitive is linear_p
-            yield params["graph"], params["options"], is_linear
+            yield TracedGraph(params["graph"], params["options"], is_linear)
         for inner in _jax.inner_jaxprs(equation.params):
             yield from subprograms(inner)
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measuring on the GPU: clocks for plans and programs, and contests between them."""
+"""Which plan, or XLA, is fastest on the GPU, and does it compute the right numbers?"""
 
-from jax_cudnn.measuring.contest import OutOfTimeError, measure
+from jax_cudnn.measuring.fastest import OutOfTimeError, measure
 
 __all__ = ["OutOfTimeError", "measure"]

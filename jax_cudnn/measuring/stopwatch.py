@@ -123,7 +123,7 @@ class PlanStopwatch:
                 self._json,
                 self._buffers,
                 workspace=workspace.unsafe_buffer_pointer(),
-                choice=plan.choice,
+                request=plan.request,
                 device=self._device.local_hardware_id,
                 launches=launches,
                 samples=samples,

@@ -1,7 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asking cuDNN for plans, with typed answers; all of it opens cuDNN on first use.
 
-Every function raises ``GraphError`` for a malformed graph or choice,
+What a caller asks of a plan is a text, the ``request``: that of a candidate, which pins
+it; a filter of candidates (``config.PlanOptions`` writes one, see
+``ffi/plan_request.h``); or "" for the first that builds.
+
+Every function raises ``GraphError`` for a malformed graph or request,
 ``UnsupportedError`` where cuDNN has no plan, with cuDNN's reasons, and ``LibraryError``
 where a library, the driver or the device is missing.
 """
@@ -21,19 +25,19 @@ from jax_cudnn.native.library import cudnn_version
 class Candidate:
     """One engine with its knobs, as cuDNN lists it for a graph.
 
-    ``knobs`` are (name, value) pairs sorted by name. ``choice`` pins the candidate when
-    passed to ``plan``; it is empty where this version of the frontend cannot name one
-    of the knobs. ``variant`` counts the ways of writing the graph. ``workspace_bytes``
-    and ``build_ms`` are known where ``is_built``; ``failure`` says why a candidate that
-    was tried did not build, ``refusal`` why the choice does not allow it: such a one is
-    not built.
+    ``knobs`` are (name, value) pairs sorted by name. ``request`` asks for this very
+    candidate when passed to ``plan``; it is empty where this version of the frontend
+    cannot name one of the knobs. ``variant`` counts the ways of writing the graph.
+    ``workspace_bytes`` and ``build_ms`` are known where ``is_built``; ``failure`` says
+    why a candidate that was tried did not build, ``refusal`` why what was asked for
+    does not allow it: such a one is not built.
     """
 
     name: str
     engine: int
     knobs: tuple[tuple[str, int], ...]
     variant: int
-    choice: str
+    request: str
     behavior_notes: tuple[str, ...]
     numeric_notes: tuple[str, ...]
     is_built: bool
@@ -74,21 +78,20 @@ def parse_graph(text: str) -> str:
     return extension().parse_graph(as_bytes(text))
 
 
-def parse_choice(text: str) -> str:
-    """Return the text of a choice; raise what is wrong with it, if anything is."""
+def parse_request(text: str) -> str:
+    """Return the text of a request; raise what is wrong with it, if anything is."""
     return extension().parse_choice(as_bytes(text))
 
 
-def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
+def plan(graph_json: str, *, request: str = "", device: int = 0) -> PlanInfo:
     """Return the plan of a graph on a CUDA device; built once, then cached.
 
     Args:
         graph_json: canonical text of the graph.
-        choice: a candidate's ``choice``, a filter (``ffi/plans/plan_request.h``), or ""
-            for the first that builds.
+        request: a pin, a filter (``ffi/plans/plan_request.h``), or "".
         device: CUDA ordinal of the device.
     """
-    fields = extension().plan(as_bytes(graph_json), as_bytes(choice), device)
+    fields = extension().plan(as_bytes(graph_json), as_bytes(request), device)
     return plan_info(fields)
 
 
@@ -99,14 +102,16 @@ def plan_info(fields: dict[str, Any]) -> PlanInfo:
 
 
 def candidates(
-    graph_json: str, *, choice: str = "", device: int = 0
+    graph_json: str, *, request: str = "", device: int = 0
 ) -> tuple[Candidate, ...]:
     """Return cuDNN's candidates for a graph on a CUDA device, best guess first.
 
-    None of them is built: some may fail to, when it comes to it. Those that the choice
+    None of them is built: some may fail to, when it comes to it. Those that the request
     does not allow say why in ``refusal``; ``UnsupportedError`` where it allows none.
     """
-    listed = extension().list_candidates(as_bytes(graph_json), as_bytes(choice), device)
+    listed = extension().list_candidates(
+        as_bytes(graph_json), as_bytes(request), device
+    )
     return tuple(Candidate(**_candidate_fields(fields)) for fields in listed)
 
 
@@ -123,7 +128,7 @@ def time_plan(
     sets: Sequence[LaunchBuffers],
     *,
     workspace: int,
-    choice: str = "",
+    request: str = "",
     device: int = 0,
     launches: int = 10,
     samples: int = 5,
@@ -137,14 +142,14 @@ def time_plan(
         graph_json: canonical text of the graph.
         sets: the memory to work in, which must be alive and of the right sizes.
         workspace: device address of the plan's scratch memory.
-        choice: a candidate's ``choice``, or "" for the first that builds.
+        request: a pin, or "" for the first that builds.
         device: CUDA ordinal of the device.
         launches: launches between two events.
         samples: measurements.
     """
     times = extension().time_plan(
         graph=as_bytes(graph_json),
-        choice=as_bytes(choice),
+        choice=as_bytes(request),
         device=device,
         sets=[(list(each.operands), list(each.results)) for each in sets],
         workspace=workspace,
@@ -159,7 +164,7 @@ def plan_offline(
     target: Target,
     device_properties: str,
     *,
-    choice: str = "",
+    request: str = "",
     build: bool = True,
 ) -> tuple[Candidate, ...]:
     """Return the candidates for a described device, which need not be there.
@@ -169,13 +174,13 @@ def plan_offline(
         target: the device; its ``sm_version`` and ``sm_count`` count.
         device_properties: cuDNN's JSON description of it, as from
             ``device_properties``.
-        choice: a pin lists only its candidate; a filter marks those that it does not
+        request: a pin lists only its candidate; a filter marks those that it does not
             allow with their ``refusal``.
         build: try the candidates that are allowed in order until one builds.
     """
     listed = extension().plan_offline(
         graph=as_bytes(graph_json),
-        choice=as_bytes(choice),
+        choice=as_bytes(request),
         device_properties=as_bytes(device_properties),
         sm_version=target.sm_version,
         sm_count=target.sm_count,
@@ -223,4 +228,5 @@ def _candidate_fields(fields: dict[str, Any]) -> dict[str, Any]:
     for name in ("behavior_notes", "numeric_notes"):
         fields[name] = tuple(fields[name])
     fields["knobs"] = tuple(sorted(fields["knobs"].items()))
+    fields["request"] = fields.pop("choice")
     return fields

@@ -13,10 +13,10 @@ from jax_cudnn.native.planner import PlanInfo, as_bytes, plan_info
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImportedPlan:
-    """A plan that was read from a plan file, with the graph and choice it is for."""
+    """A plan that was read from a plan file, with the graph and request it is for."""
 
     graph_json: str
-    choice: str
+    request: str
     plan: PlanInfo
 
 
@@ -54,17 +54,17 @@ def clear_plan_store() -> None:
     extension().clear_plan_store()
 
 
-def export_plan(graph_json: str, *, choice: str = "", device: int = 0) -> bytes:
+def export_plan(graph_json: str, *, request: str = "", device: int = 0) -> bytes:
     """Return the plan of a graph on a CUDA device as a plan file, built if need be.
 
     Raises:
         UnsupportedError: cuDNN has no plan, or cannot write this one down.
     """
-    return extension().export_plan(as_bytes(graph_json), as_bytes(choice), device)
+    return extension().export_plan(as_bytes(graph_json), as_bytes(request), device)
 
 
 def import_plan(data: bytes, *, device: int = 0) -> ImportedPlan:
-    """Make the plan of a plan file that of its graph and choice on a CUDA device.
+    """Make the plan of a plan file that of its graph and request on a CUDA device.
 
     A plan that is there already stays. The file holds native code, which will run:
     import only what comes from someone you trust.
@@ -77,12 +77,12 @@ def import_plan(data: bytes, *, device: int = 0) -> ImportedPlan:
 
 
 def export_plan_offline(
-    graph_json: str, target: Target, device_properties: str, *, choice: str = ""
+    graph_json: str, target: Target, device_properties: str, *, request: str = ""
 ) -> bytes:
     """Return a plan file for a described device, as ``plan_offline`` describes it."""
     return extension().export_plan_offline(
         graph=as_bytes(graph_json),
-        choice=as_bytes(choice),
+        choice=as_bytes(request),
         device_properties=as_bytes(device_properties),
         gpu=target.name,
         sm_version=target.sm_version,
@@ -107,6 +107,6 @@ def import_plan_offline(
 def _imported(fields: dict) -> ImportedPlan:
     return ImportedPlan(
         graph_json=fields["graph"],
-        choice=fields["choice"],
+        request=fields["choice"],
         plan=plan_info(fields["plan"]),
     )

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Target
@@ -30,23 +30,20 @@ class NamedGpu:
 
     description: GpuDescription
     target: Target
+    # Even if there is one of its kind.
+    is_here: ClassVar[bool] = False
 
-    @property
-    def is_here(self) -> bool:
-        """Whether it is this machine's: no, even if there is one of its kind."""
-        return False
-
-    def plan(self, graph_json: str, choice: str = "") -> PlanInfo:
+    def plan(self, graph_json: str, request: str = "") -> PlanInfo:
         """Return the plan of a graph; the first of its candidates that builds.
 
         Raises:
-          GraphError: the graph or the choice is malformed.
+          GraphError: the graph or the request is malformed.
           UnsupportedError: cuDNN has no plan, with its reasons; or it crashed.
           LibraryError: what planning needs is missing, or this machine's driver does
             not load what was compiled for the other GPU.
         """
         failures: list[str] = []
-        for each in self._ask(graph_json, choice, build=True):
+        for each in self._ask(graph_json, request, build=True):
             if each["is_built"]:
                 return PlanInfo(failures=tuple(failures), **_fields(each))
             if why := each["failure"] or each["refusal"]:
@@ -58,23 +55,23 @@ class NamedGpu:
                 "finished here. Plan for it on a machine without NVIDIA's driver, or "
                 "on one with such a GPU."
             )
-        pinned = f" with the choice {choice}" if choice else ""
+        pinned = f" with the request {request}" if request else ""
         raise UnsupportedError(
             f"cuDNN has no plan that builds for this graph on {self.target.name}"
             f"{pinned}.",
             failures,
         )
 
-    def candidates(self, graph_json: str, choice: str = "") -> tuple[Candidate, ...]:
+    def candidates(self, graph_json: str, request: str = "") -> tuple[Candidate, ...]:
         """Return cuDNN's candidates for a graph, none of them built.
 
         Raises what ``plan`` raises.
         """
-        listed = self._ask(graph_json, choice, build=False)
+        listed = self._ask(graph_json, request, build=False)
         return tuple(Candidate(**_fields(each)) for each in listed)
 
-    def _ask(self, graph_json: str, choice: str, *, build: bool) -> list[Any]:
-        answer = ask(graph_json, self.description, choice, build=build)
+    def _ask(self, graph_json: str, request: str, *, build: bool) -> list[Any]:
+        answer = ask(graph_json, self.description, request, build=build)
         if "candidates" in answer:
             return answer["candidates"]
         if "crash" in answer:
@@ -140,15 +137,15 @@ def greeting() -> dict[str, Any]:
 
 
 def ask(
-    graph_json: str, gpu: GpuDescription, choice: str = "", *, build: bool
+    graph_json: str, gpu: GpuDescription, request: str = "", *, build: bool
 ) -> dict[str, Any]:
     """Return the process's answer, as data: "candidates", "error" or "crash".
 
-    Asked once for each graph, GPU and choice, unless the answer may be another one the
+    Asked once for each graph, GPU and request, unless the answer may be another one the
     next time: a process that died may have been killed for memory.
     """
     try:
-        return _ask(graph_json, gpu, choice, build)
+        return _ask(graph_json, gpu, request, build)
     except _PassingError as error:
         return error.answer
 
@@ -163,22 +160,22 @@ class _PassingError(Exception):
 
 @functools.lru_cache(maxsize=4096)
 def _ask(
-    graph_json: str, gpu: GpuDescription, choice: str, build: bool
+    graph_json: str, gpu: GpuDescription, request: str, build: bool
 ) -> dict[str, Any]:
-    answer = _process().ask(request(graph_json, gpu, choice, build=build))
+    answer = _process().ask(question(graph_json, gpu, request, build=build))
     is_lasting = answer.get("error") in (None, "UnsupportedError", "GraphError")
     if "crash" in answer or not is_lasting:
         raise _PassingError(answer)
     return answer
 
 
-def request(
-    graph_json: str, gpu: GpuDescription, choice: str, *, build: bool
+def question(
+    graph_json: str, gpu: GpuDescription, request: str, *, build: bool
 ) -> dict[str, Any]:
     """Return what is asked of the process: arguments of ``native.plan_offline``."""
     return {
         "graph": graph_json,
-        "choice": choice,
+        "request": request,
         "target": dataclasses.asdict(gpu.target(greeting()["cudnn_version"])),
         "device_properties": gpu.properties,
         "build": build,

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Talking to the process that plans: started when first asked, and again after a crash.
 
-A request and its answer are a line of JSON each. The process is shared by all threads,
-one request at a time, and ends with this one.
+A question and its answer are a line of JSON each. The process is shared by all threads,
+one question at a time, and ends with this one.
 """
 
 import atexit
@@ -40,7 +40,7 @@ class PlanningProcess:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        # Guards all that follows; held during a request.
+        # Guards all that follows; held while a question is answered.
         self._lock = threading.Lock()
         self._process: subprocess.Popen[str] | None = None
         self._errors: IO[bytes] | None = None
@@ -56,11 +56,11 @@ class PlanningProcess:
             self._ensure()
             return self._greeting
 
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request.
+    def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer to a question.
 
         A crash is an answer: "crash" is then what ended the process, "message" what it
-        printed last. The next request finds a new process.
+        printed last. The next question finds a new process.
 
         Raises:
           LibraryError: there is no process and none can be started.
@@ -69,7 +69,7 @@ class PlanningProcess:
             process = self._ensure()
             assert process.stdin is not None
             try:
-                process.stdin.write(json.dumps(request) + "\n")
+                process.stdin.write(json.dumps(question) + "\n")
                 process.stdin.flush()
                 is_late, line = self._read(process)
             except BrokenPipeError:
@@ -85,7 +85,7 @@ class PlanningProcess:
             return crash
 
     def close(self) -> None:
-        """End the process; the next request starts another one."""
+        """End the process; the next question starts another one."""
         with self._lock:
             if self._process is None:
                 return

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The process that plans: `python -m jax_cudnn.offline.worker`, started by process.py.
 
-Reads a request, a line of JSON, from standard input and writes its answer, a line of
+Reads a question, a line of JSON, from standard input and writes its answer, a line of
 JSON, to standard output, until the input ends. The first line that it writes says which
 cuDNN it has, or why it has none.
 
 cuDNN wants NVIDIA's driver to be loaded before it plans. Where there is one, it is
-opened and only looked at: plans are made for the GPU of the request. Where there is
+opened and only looked at: plans are made for the GPU of the question. Where there is
 none, the stand-in that was built beside this module takes its place.
 """
 
@@ -78,15 +78,15 @@ def greet() -> dict[str, Any]:
     return {"cudnn_version": cudnn.version, "cudnn_path": cudnn.path, "driver": driver}
 
 
-def answer(request: dict[str, Any]) -> dict[str, Any]:
-    """Return the candidates that a request asks for, or the error that was raised."""
+def answer(question: dict[str, Any]) -> dict[str, Any]:
+    """Return the candidates that a question asks for, or the error that was raised."""
     try:
         listed = native.plan_offline(
-            request["graph"],
-            Target(**request["target"]),
-            request["device_properties"],
-            choice=request["choice"],
-            build=request["build"],
+            question["graph"],
+            Target(**question["target"]),
+            question["device_properties"],
+            request=question["request"],
+            build=question["build"],
         )
     # Whatever it is, the other process is to raise it.
     except Exception as error:
@@ -101,7 +101,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def serve(answer: Callable[[dict[str, Any]], dict[str, Any]] = answer) -> None:
-    """Greet, and answer until there are no more requests."""
+    """Greet, and answer until there are no more questions."""
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     # What libraries print to standard output (cuDNN's log can) is not for the reader.
     os.dup2(2, 1)

@@ -13,11 +13,11 @@ from jax_cudnn.config import PlanOptions
 from jax_cudnn.native import CacheStats, Candidate
 
 if TYPE_CHECKING:
+    from jax_cudnn.doctor.diagnosis import Diagnosis, doctor
+    from jax_cudnn.doctor.findings import Finding
     from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
     from jax_cudnn.plans.calls import Call, Report
-    from jax_cudnn.plans.diagnosis import Diagnosis, doctor
     from jax_cudnn.plans.explanation import Attempt, ExplainedCall, Explanation, explain
-    from jax_cudnn.plans.findings import Finding
     from jax_cudnn.plans.inspection import inspect
     from jax_cudnn.plans.logs import log
     from jax_cudnn.plans.scoping import using
@@ -26,26 +26,26 @@ if TYPE_CHECKING:
 
 # The module of each name that is not imported at once.
 _HOMES = {
-    "caching": ("CacheInfo", "cache_info", "clear_cache", "set_cache"),
-    "calls": ("Call", "Report"),
-    "diagnosis": ("Diagnosis", "doctor"),
-    "explanation": ("Attempt", "ExplainedCall", "Explanation", "explain"),
-    "findings": ("Finding",),
-    "inspection": ("inspect",),
-    "logs": ("log",),
-    "scoping": ("using",),
-    "shipping": ("Shipment", "Warmup", "load", "save", "warmup"),
-    "tuning": ("Tuning", "autotune", "autotuning", "load_choices"),
+    "jax_cudnn.doctor.diagnosis": ("Diagnosis", "doctor"),
+    "jax_cudnn.doctor.findings": ("Finding",),
+    f"{__name__}.caching": ("CacheInfo", "cache_info", "clear_cache", "set_cache"),
+    f"{__name__}.calls": ("Call", "Report"),
+    f"{__name__}.explanation": ("Attempt", "ExplainedCall", "Explanation", "explain"),
+    f"{__name__}.inspection": ("inspect",),
+    f"{__name__}.logs": ("log",),
+    f"{__name__}.scoping": ("using",),
+    f"{__name__}.shipping": ("Shipment", "Warmup", "load", "save", "warmup"),
+    f"{__name__}.tuning": ("Tuning", "autotune", "autotuning", "load_choices"),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
+    if f"{__name__}.{name}" in _HOMES:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    value = getattr(importlib.import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plans.inspect` answers: each cuDNN call as data, and a report of them all."""
+"""What `plans.inspect` answers: each cuDNN call as data, and a report of them all.
+
+What `plans.explain` says of a call as well is `CallSummary`.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from jax_cudnn.columns import aligned
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
@@ -14,7 +18,6 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering.decision import Why
 from jax_cudnn.lowering.devices import gpu_for
 from jax_cudnn.native import Candidate
-from jax_cudnn.plans.table import aligned
 
 # The version of what `Report.to_json` returns. A change of meaning raises it.
 SCHEMA = 1
@@ -23,17 +26,33 @@ Direction = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
+class CallSummary:
+    """One part of a distinct graph of a function, and who runs it.
 
     Attributes:
       op: what it computes.
       shapes: its operands as stored.
       count: how often the program holds it; a loop's body counts once.
       implementation: "cudnn" or "xla".
-      plan: cuDNN's name of the plan; None where XLA runs it or no GPU is here to plan
-        for, as are the fields that say more of a plan.
-      workspace_bytes: the plan's scratch memory.
+      plan: cuDNN's name of the plan; None where cuDNN does not run it, or no GPU is
+        here to plan for.
+      workspace_bytes: the plan's scratch memory; likewise.
+    """
+
+    op: str
+    shapes: str
+    count: int
+    implementation: str
+    plan: str | None = None
+    workspace_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call(CallSummary):
+    """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
+
+    Attributes, beside those of ``CallSummary``; what says more of a plan is empty or
+    None where there is none:
       reasons: a sentence each, why cuDNN does not run it, or does not run all of it.
       direction: "forward" or "backward"; None for forward mode's derivatives, and where
         a lowered program does not tell.
@@ -44,8 +63,8 @@ class Call:
         it was measured or is the first one for a GPU that was named.
       part: the graph as the user wrote it; None in a lowered program.
       graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
-      choice: the text that pins or restricts the plan; "" leaves it to cuDNN. Plans for
-        a GPU by its name are pinned.
+      request: the text that asks for the plan: it pins or restricts it, "" leaves it to
+        cuDNN. Plans for a GPU by its name are pinned.
       device: the GPU that was asked for by its name; None is this machine's.
       allowed: the text of the call's ``PlanOptions``; "" where they allow all, and in a
         lowered program with a pinned plan, which does not tell.
@@ -59,18 +78,12 @@ class Call:
       first_ratio: kernel time of cuDNN's first plan over the best plan's, where tuned.
     """
 
-    op: str
-    shapes: str
-    count: int
-    implementation: str
-    plan: str | None
-    workspace_bytes: int | None
     reasons: tuple[str, ...]
     direction: Direction | None = None
     why: Why | None = None
     part: Graph | None = None
     graph: Graph | None = None
-    choice: str = ""
+    request: str = ""
     allowed: str = ""
     device: str | None = None
     engine: int | None = None
@@ -148,7 +161,7 @@ class Call:
 
 _PLAIN = (
     *("op", "shapes", "count", "implementation", "plan", "workspace_bytes"),
-    *("direction", "why", "choice", "allowed", "device", "engine"),
+    *("direction", "why", "request", "allowed", "device", "engine"),
     *("cudnn_us", "xla_us", "first_ratio"),
 )
 _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")

@@ -7,27 +7,21 @@ The answers are the planner's own: each change that is named has been planned.
 import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from jax.stages import Traced
 
 from jax_cudnn import native, offline
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph, is_anchor, label, operand_text
-from jax_cudnn.legalize import partition
-from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.decision import (
-    ASKED_FOR_XLA,
-    IS_DERIVATIVE,
-    NO_ELEMENTS,
-    Attempt,
-    decide_part,
-)
+from jax_cudnn.graph import Graph, is_anchor, operand_text
+from jax_cudnn.lowering import TracedGraph, traced_graphs
+from jax_cudnn.lowering.decision import Attempt, decide_part, operation
 from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.offline import GpuDescription
-from jax_cudnn.plans.variations import Variation, by_name, variations
+from jax_cudnn.plans.calls import CallSummary
+from jax_cudnn.plans.changes import Change, by_name, changes_of
 
 # The version of what `Explanation.to_json` returns. A change of meaning raises it.
 SCHEMA = 1
@@ -36,17 +30,12 @@ _AROUND = "elementwise work and sums around the contractions, which XLA fuses"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ExplainedCall:
+class ExplainedCall(CallSummary):
     """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
 
-    Attributes:
-      op: what it computes.
-      shapes: its operands as stored.
-      count: how often the program holds it; a loop's body counts once.
+    Attributes, beside those of ``CallSummary``:
       implementation: "cudnn" or "xla", or "none" where cuDNN was asked for by name and
         cannot: the call raises UnsupportedError.
-      plan: cuDNN's name of the plan; None where cuDNN does not run it.
-      workspace_bytes: the plan's scratch memory; likewise.
       notes: a sentence each, what is done around the kernel; where XLA runs the part
         by intent, why.
       attempts: the ways of rewriting that failed, in order, before the one that is
@@ -56,12 +45,6 @@ class ExplainedCall:
       change_plan: the plan that it would then have.
     """
 
-    op: str
-    shapes: str
-    count: int
-    implementation: Literal["cudnn", "xla", "none"]
-    plan: str | None = None
-    workspace_bytes: int | None = None
     notes: tuple[str, ...] = ()
     attempts: tuple[Attempt, ...] = ()
     change: str = ""
@@ -153,16 +136,13 @@ def explain(
       'cast the operands from f32 to bf16'
     """
     device = None if device is None else offline.find(device).name
-    found = Counter(
-        (graph, replace(options, device=device or options.device), is_linear)
-        for graph, options, is_linear in traced_graphs(function, *args, **kwargs)
-    )
-    named = {options.device for _, options, _ in found} or {device}
-    gpus = {name: _gpu(name) for name in named}
+    found = [each.on(device) for each in traced_graphs(function, *args, **kwargs)]
+    named = dict.fromkeys(traced.options.device for traced in found)
+    gpus = {name: _gpu(name) for name in named or (device,)}
     calls = [
         call
-        for (graph, options, is_linear), count in found.items()
-        for call in _calls(graph, options, is_linear, count, gpus[options.device])
+        for traced, count in Counter(found).items()
+        for call in _calls(traced, count, gpus[traced.options.device])
     ]
     version = next(iter(gpus.values())).target.cudnn_version
     return Explanation(
@@ -205,28 +185,30 @@ def _notes(gpus: Iterable[Gpu], calls: Iterable[ExplainedCall]) -> tuple[str, ..
 # --- who runs a call ------------------------------------------------------------------
 
 
-def _calls(
-    graph: Graph, options: Options, is_linear: bool, count: int, gpu: Gpu
-) -> Iterator[ExplainedCall]:
-    whole, remarks = "", (options.remark,) if options.remark else ()
-    if is_linear:
-        whole = IS_DERIVATIVE
-    elif options.implementation == "xla":
-        whole = ASKED_FOR_XLA
-    elif graph.has_empty_tensor:
-        whole = NO_ELEMENTS
-    if whole:
-        op = f"{label(graph)}:derivative" if is_linear else label(graph)
-        notes = (whole, *(() if is_linear else remarks))
-        yield _call(graph, count, op=op, implementation="xla", notes=notes)
-        return
-    for part in partition(graph):
-        yield _explained(part, options, count, gpu)
+def _calls(traced: TracedGraph, count: int, gpu: Gpu) -> Iterator[ExplainedCall]:
+    options = traced.options
+    if (decision := traced.decided_without_cudnn()) is not None:
+        remarks = () if traced.is_linear else _remarks(options)
+        notes = (*decision.reasons, *remarks)
+        yield ExplainedCall(
+            op=traced.op,
+            shapes=operand_text(traced.graph),
+            count=count,
+            implementation="xla",
+            notes=notes,
+        )
+    else:
+        for part in traced.parts:
+            yield _explained(part, options, count, gpu)
+
+
+def _remarks(options: Options) -> tuple[str, ...]:
+    return (options.remark,) if options.remark else ()
 
 
 def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> ExplainedCall:
     step = decide_part(part, gpu, options)
-    remarks = (options.remark,) if options.remark else ()
+    remarks = _remarks(options)
     if step.legal is not None and step.plan is not None:
         return _call(
             part,
@@ -240,7 +222,7 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
     if not any(map(is_anchor, part.nodes)):
         return _call(part, count, implementation="xla", notes=(_AROUND,))
     is_auto = options.implementation == "auto"
-    changes = (by_name if step.why == "tuned" else variations)(part, options)
+    changes = (by_name if step.why == "tuned" else changes_of)(part, options)
     change, plan = _nearest(part, options, gpu, changes)
     return _call(
         part,
@@ -253,37 +235,36 @@ def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> Explained
     )
 
 
-def _call(part: Graph, count: int, *, op: str = "", **said: Any) -> ExplainedCall:
-    return ExplainedCall(
-        op=op or label(part) or "copy", shapes=operand_text(part), count=count, **said
-    )
+def _call(part: Graph, count: int, **said: Any) -> ExplainedCall:
+    shapes = operand_text(part)
+    return ExplainedCall(op=operation(part), shapes=shapes, count=count, **said)
 
 
 # --- what would let cuDNN run it ------------------------------------------------------
 
 
 def _nearest(
-    part: Graph, options: Options, gpu: Gpu, changes: Iterable[Variation]
+    part: Graph, options: Options, gpu: Gpu, changes: Iterable[Change]
 ) -> tuple[str, str | None]:
     """Return the words of the first change that plans, and its plan's name."""
-    elsewhere = [Variation(words="", part=part, options=options)]
-    for variation in changes:
-        plan = decide_part(variation.part, gpu, variation.options).plan
+    elsewhere = [Change(words="", part=part, options=options)]
+    for change in changes:
+        plan = decide_part(change.part, gpu, change.options).plan
         if plan is not None:
             limit = str(plan.workspace_bytes)
-            return variation.words.replace("{workspace}", limit), plan.name
-        if variation.is_for_newer:
-            elsewhere.append(variation)
-    for variation in elsewhere:
-        found = _newer(variation, gpu)
+            return change.words.replace("{workspace}", limit), plan.name
+        if change.is_for_newer:
+            elsewhere.append(change)
+    for change in elsewhere:
+        found = _newer(change, gpu)
         if found is not None:
             words, plan_name = found
-            both = f"{variation.words} and {words}" if variation.words else words
+            both = f"{change.words} and {words}" if change.words else words
             return both, plan_name
     return "", None
 
 
-def _newer(variation: Variation, gpu: Gpu) -> tuple[str, str] | None:
+def _newer(change: Change, gpu: Gpu) -> tuple[str, str] | None:
     """Return which newer GPUs run it, one asked of each architecture, and a plan."""
     if gpu.is_here and offline.obstacle() is not None:
         return None  # which a note says
@@ -295,7 +276,7 @@ def _newer(variation: Variation, gpu: Gpu) -> tuple[str, str] | None:
     for version, members in by_version.items():
         newer = offline.named_gpu(members[-1].name)
         try:
-            plan = decide_part(variation.part, newer, variation.options).plan
+            plan = decide_part(change.part, newer, change.options).plan
         except LibraryError:
             return None  # this machine's driver does not let newer GPUs be planned for
         if plan is not None:

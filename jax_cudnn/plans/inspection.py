@@ -8,22 +8,15 @@ from typing import Any
 
 from jax.stages import Lowered, Traced
 
-from jax_cudnn import choices, offline
+from jax_cudnn import choices
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import (
-    Graph,
-    from_json,
-    is_anchor,
-    kind_named,
-    label,
-    operand_text,
-)
+from jax_cudnn.graph import Graph, from_json, is_anchor, kind_named, operand_text
 from jax_cudnn.legalize import partition
-from jax_cudnn.lowering import check_bare, decide, stage_of, traced_graphs
-from jax_cudnn.lowering.decision import IS_DERIVATIVE, Attempt, Decision, Step
-from jax_cudnn.lowering.devices import Gpu, LocalGpu, local_target
+from jax_cudnn.lowering import TracedGraph, check_bare, stage_of, traced_graphs
+from jax_cudnn.lowering.decision import Attempt, Decision, Step
+from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans.calls import Call, Direction, Report, Why
@@ -83,16 +76,14 @@ def inspect(
             notes=(_LOWERED_NOTE,),
         )
     found = traced_graphs(function, *args, **kwargs)
-    named = dict.fromkeys(options.device for _, options, _ in found)
+    named = dict.fromkeys(traced.options.device for traced in found)
     machines = {name: _machine(name) for name in named or (scope().device,)}
     return Report(
         device=", ".join(machine.name for machine in machines.values()),
         calls=tuple(
             call
-            for (graph, options, is_linear), count in Counter(found).items()
-            for call in _calls(
-                graph, options, is_linear, count, machines[options.device]
-            )
+            for traced, count in Counter(found).items()
+            for call in _calls(traced, count, machines[traced.options.device])
         ),
     )
 
@@ -112,56 +103,46 @@ class _Machine:
 
 
 def _machine(device: str | None) -> _Machine:
-    if device is not None:
-        try:
-            gpu = offline.named_gpu(device)
-        except LibraryError as error:
-            name = f"{device}, which cannot be planned for: {error}"
-            return _Machine(name=name, has_gpu=True, device=device)
-        return _Machine(name=gpu.target.name, has_gpu=True, gpu=gpu, device=device)
     try:
-        local = local_target()
+        gpu = gpu_for(Options(device=device))
     except LibraryError as error:
-        return _Machine(name=f"a GPU that cannot be used: {error}", has_gpu=True)
-    if local is None:
+        name = f"a GPU that cannot be used: {error}"
+        if device is not None:
+            name = f"{device}, which cannot be planned for: {error}"
+        return _Machine(name=name, has_gpu=True, device=device)
+    if gpu is None:
         return _Machine(name="XLA only (no CUDA device)")
-    ordinal, target = local
-    gpu = LocalGpu(ordinal=ordinal, target=target)
-    return _Machine(name=target.name, has_gpu=True, gpu=gpu)
+    return _Machine(name=gpu.target.name, has_gpu=True, gpu=gpu, device=device)
 
 
 # --- traced programs ------------------------------------------------------------------
 
 
-def _calls(
-    graph: Graph, options: Options, is_linear: bool, count: int, machine: _Machine
-) -> list[Call]:
-    if is_linear:
+def _calls(traced: TracedGraph, count: int, machine: _Machine) -> list[Call]:
+    graph, decision = traced.graph, _decision(traced, machine)
+    if traced.is_linear:
         return [
             Call(
-                op=f"{label(graph)}:derivative",
+                op=traced.op,
                 shapes=operand_text(graph),
                 count=count,
                 implementation="xla",
-                plan=None,
-                workspace_bytes=None,
-                reasons=(IS_DERIVATIVE,),
+                reasons=decision.reasons,
                 part=graph,
             )
         ]
-    decision = _decision(graph, options, machine)
     attempt = Attempt(way="as a whole", reasons=decision.reasons)
     whole = Step(part=graph, attempts=(attempt,), why=decision.why)
     steps = decision.steps or (whole,)
     direction = direction_of(graph)
-    return [_call(step, options, count, direction, machine) for step in steps]
+    return [_call(step, traced.options, count, direction, machine) for step in steps]
 
 
-def _decision(graph: Graph, options: Options, machine: _Machine) -> Decision:
-    if not machine.has_gpu:
+def _decision(traced: TracedGraph, machine: _Machine) -> Decision:
+    if not machine.has_gpu and not traced.is_linear:
         return Decision(reasons=(_NO_GPU,))
     try:
-        return decide(graph, options)
+        return traced.decide()
     except LibraryError as error:
         return Decision(reasons=(str(error),))
 
@@ -180,17 +161,17 @@ def _call(
     if options.remark and any(map(is_anchor, step.part.nodes)):
         reasons = (*reasons, options.remark)
     return Call(
-        op=label(step.part) or "copy",
+        op=step.op,
         shapes=operand_text(step.part),
         count=count,
         implementation="xla" if legal is None else "cudnn",
         reasons=reasons,
         direction=direction,
         why=step.why,
-        allowed=options.plan.to_choice(),
+        allowed=options.plan.to_request(),
         part=step.part,
         graph=None if legal is None else legal.graph,
-        choice=step.choice,
+        request=step.request,
         device=machine.device,
         **_plan_fields(step.plan),
         cudnn_us=only and only.cudnn_us,
@@ -204,7 +185,7 @@ def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
     if machine.gpu is None:
         return []
     target = machine.gpu.target
-    allowed = options.plan.to_choice()
+    allowed = options.plan.to_request()
     own = choices.table().get(part, target, allowed)
     if own is not None:
         return [own]
@@ -216,13 +197,13 @@ def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
     return [choice for choice in found if choice is not None] if all(found) else []
 
 
-def why_of(choice: str) -> Why:
+def why_of(request: str) -> Why:
     """Return why a lowered program has a plan, from the text that says which."""
-    if not choice:
+    if not request:
         return "heuristic"
     # A measured choice names one engine, and so does a plan for a GPU by its name; what
     # a call asks for restricts the list.
-    return "pinned" if '"engine":' in choice else "requested"
+    return "pinned" if '"engine":' in request else "requested"
 
 
 # --- lowered programs -----------------------------------------------------------------
@@ -235,7 +216,7 @@ def _launched(launch: Launch, count: int, machine: _Machine) -> Call:
         reasons = (machine.name if machine.has_gpu else f"not planned: {_NO_GPU}",)
     else:
         try:
-            info = machine.gpu.plan(launch.graph, launch.choice)
+            info = machine.gpu.plan(launch.graph, launch.request)
         except (GraphError, LibraryError, UnsupportedError) as error:
             reasons = (str(error),)
     return Call(
@@ -245,10 +226,10 @@ def _launched(launch: Launch, count: int, machine: _Machine) -> Call:
         implementation="cudnn",
         reasons=reasons,
         direction=direction_of(graph),
-        why=why_of(launch.choice),
-        allowed=launch.choice if why_of(launch.choice) == "requested" else "",
+        why=why_of(launch.request),
+        allowed=launch.request if why_of(launch.request) == "requested" else "",
         graph=graph,
-        choice=launch.choice,
+        request=launch.request,
         device=machine.device,
         **_plan_fields(info),
     )
@@ -279,7 +260,7 @@ def direction_of(graph: Graph) -> Direction | None:
 
 def _plan_fields(info: PlanInfo | None) -> dict[str, Any]:
     if info is None:
-        return {"plan": None, "workspace_bytes": None}
+        return {}
     return {
         "plan": info.name,
         "workspace_bytes": info.workspace_bytes,

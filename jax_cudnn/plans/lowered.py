@@ -18,7 +18,7 @@ class Launch:
 
     op: str
     graph: str
-    choice: str
+    request: str
 
 
 def launches(lowered: Lowered) -> Iterator[Launch]:
@@ -35,7 +35,7 @@ def _walk(operation: Any) -> Iterator[Launch]:
             yield Launch(
                 op=config["op"].value,
                 graph=config["graph"].value,
-                choice=config["choice"].value,
+                request=config["choice"].value,
             )
     for region in operation.regions:
         for block in region:

@@ -18,12 +18,10 @@ from jax.stages import Traced
 
 from jax_cudnn import cache, choices, native
 from jax_cudnn.choices import Choice, Key
-from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
-from jax_cudnn.graph import Graph, Target, label, to_json
-from jax_cudnn.legalize import partition
-from jax_cudnn.lowering import decide, traced_graphs
-from jax_cudnn.lowering.decision import Decision, Step
+from jax_cudnn.graph import Target, label, to_json
+from jax_cudnn.lowering import TracedGraph, traced_graphs
+from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_ordinals, local_target
 
 # The version of the archive's form.
@@ -80,8 +78,8 @@ def warmup(function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any) -> 
         found = _planned(pool, traced_graphs(function, *args, **kwargs))
         # The first GPU has its plans from deciding.
         others = [ordinal for ordinal in local_ordinals() if ordinal != first]
-        requests = [(*plan, ordinal) for plan in found for ordinal in others]
-        list(pool.map(_plan, requests))
+        wanted = [(*plan, ordinal) for plan in found for ordinal in others]
+        list(pool.map(_plan, wanted))
     after = native.cache_stats()
     return Warmup(
         plans=len(found),
@@ -167,52 +165,41 @@ def _local_target(who: str) -> tuple[int, Target]:
 
 
 def _planned(
-    pool: ThreadPoolExecutor, found: Iterable[tuple[Graph, Options, bool]]
+    pool: ThreadPoolExecutor, found: Iterable[TracedGraph]
 ) -> dict[tuple[str, str], Step]:
-    """Return the steps that cuDNN runs, by canonical graph and choice."""
-    graphs = dict.fromkeys(
-        (graph, options)
-        for graph, options, is_linear in found
-        # What is for another GPU by its name is not this one's to build.
-        if not is_linear and options.device is None
-    )
-    decisions = pool.map(_decide, graphs)
+    """Return the steps that cuDNN runs, by canonical graph and request."""
+    # What is for another GPU by its name is not this one's to build.
+    ours = dict.fromkeys(each for each in found if each.options.device is None)
+    decisions = pool.map(TracedGraph.decide, ours)
     return {
-        (to_json(step.legal.graph), step.choice): step
+        (to_json(step.legal.graph), step.request): step
         for decision in decisions
         for step in decision.steps
         if step.legal is not None
     }
 
 
-def _choices(
-    found: Iterable[tuple[Graph, Options, bool]], target: Target
-) -> dict[Key, Choice]:
+def _choices(found: Iterable[TracedGraph], target: Target) -> dict[Key, Choice]:
     """Return the choices for the parts of graphs, those that say XLA among them."""
     table = choices.table().all()
     keys = [
         choices.key_of(part, target, allowed)
-        for graph, options, is_linear in found
-        if not is_linear
-        for part in partition(graph)
-        for allowed in dict.fromkeys(("", options.plan.to_choice()))
+        for traced in found
+        for part in traced.parts
+        for allowed in dict.fromkeys(("", traced.options.plan.to_request()))
     ]
     return {key: table[key] for key in keys if key in table}
 
 
-def _decide(request: tuple[Graph, Options]) -> Decision:
-    return decide(*request)
+def _plan(wanted: tuple[str, str, int]) -> None:
+    graph, request, ordinal = wanted
+    native.plan(graph, request=request, device=ordinal)
 
 
-def _plan(request: tuple[str, str, int]) -> None:
-    graph, choice, ordinal = request
-    native.plan(graph, choice=choice, device=ordinal)
-
-
-def _export(request: tuple[str, str, int]) -> bytes | UnsupportedError:
-    graph, choice, ordinal = request
+def _export(wanted: tuple[str, str, int]) -> bytes | UnsupportedError:
+    graph, request, ordinal = wanted
     try:
-        return native.export_plan(graph, choice=choice, device=ordinal)
+        return native.export_plan(graph, request=request, device=ordinal)
     except UnsupportedError as error:
         return error
 

@@ -17,15 +17,14 @@ from jax.stages import Traced
 
 from jax_cudnn import choices
 from jax_cudnn.choices import Choice, Key
+from jax_cudnn.columns import aligned
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph, is_anchor, kind_named
-from jax_cudnn.legalize import partition
-from jax_cudnn.lowering import scoped, traced_graphs
+from jax_cudnn.lowering import TracedGraph, scoped, traced_graphs
 from jax_cudnn.lowering.decision import precision_refusal
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import OutOfTimeError, measure
-from jax_cudnn.plans.table import aligned
 
 _BAR = 20
 
@@ -138,7 +137,8 @@ def autotuning(
 
     def before_deciding(graph: Graph, options: Options) -> None:
         if options.device is None:
-            tuner.take(_parts([(graph, options, False)]), repeat=False)
+            traced = TracedGraph(graph, options, is_linear=False)
+            tuner.take(_parts([traced]), repeat=False)
 
     try:
         with scoped(tuner=before_deciding):
@@ -186,7 +186,7 @@ class _Tuner:
         """
         new: dict[tuple[Graph, str], Options] = {}
         for part, options in parts:
-            key = (part, options.plan.to_choice())
+            key = (part, options.plan.to_request())
             is_known = not repeat and choices.table().get(part, self._target, key[1])
             if key not in self._seen and not is_known:
                 new.setdefault(key, options)
@@ -222,11 +222,12 @@ def _bar(done: int, count: int) -> str:
     return f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{count}"
 
 
-def _parts(found: list[tuple[Graph, Options, bool]]) -> Iterator[tuple[Graph, Options]]:
-    for graph, options, is_linear in found:
-        if is_linear or graph.has_empty_tensor or options.implementation == "xla":
+def _parts(found: list[TracedGraph]) -> Iterator[tuple[Graph, Options]]:
+    for traced in found:
+        if traced.decided_without_cudnn() is not None:
             continue
-        for part in partition(graph):
+        options = traced.options
+        for part in traced.parts:
             has_sums = any(kind_named(node.kind).row.is_sum for node in part.nodes)
             is_worth_it = has_sums or any(map(is_anchor, part.nodes))
             # Where cuDNN's precision is not enough, XLA runs it, whatever is faster.

@@ -24,19 +24,18 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn.config import Implementation
-from tests.gpu.numerics import judge, worse
-from tests.random_fusions import (
+from tests.fusion_problems import (
     F8,
     Evaluated,
     Problem,
-    conv_problem,
-    dot_general_problem,
     evaluate,
     exact_integers,
-    matmul_problem,
     run_call,
     unit_of,
 )
+from tests.gpu.numerics import judge, worse
+from tests.random_convs import conv_problem
+from tests.random_matmuls import dot_general_problem, matmul_problem
 
 pytestmark = pytest.mark.gpu
 

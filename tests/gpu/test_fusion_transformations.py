@@ -25,7 +25,7 @@ from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice
 from jax_cudnn.config import Implementation
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.lowering.decision import Step, decide
+from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_target
 from tests.fused import stacked
 from tests.gpu.numerics import judge, to_f32
@@ -127,9 +127,8 @@ def _steps(function: Function, *operands: Any) -> list[Step]:
     """Return the parts of the function, as decided for this GPU."""
     return [
         step
-        for graph, options, is_linear in traced_graphs(function, *operands)
-        if not is_linear
-        for step in decide(graph, options).steps
+        for traced in traced_graphs(function, *operands)
+        for step in traced.decide().steps
     ]
 
 
@@ -578,7 +577,7 @@ def test_autotuned_choices_are_used_by_the_next_jit(op, table):
             assert step.legal is None
         else:
             assert step.legal is not None
-            assert step.choice == choice.plan
+            assert step.request == choice.plan
     if not steps:  # XLA runs them all
         assert {c.implementation for c in tuning.choices.values()} == {"xla"}
     _check(lambda how: jax.jit(function(how)), operands, "auto")
@@ -615,7 +614,7 @@ def test_either_choice_is_followed_and_accurate(op, implementation, table):
         reasons = [reason for call in contractions for reason in call.reasons]
         assert any("XLA was measured to be faster" in reason for reason in reasons)
     else:
-        pinned = {step.choice for step in _steps(function("auto"), *operands)}
+        pinned = {step.request for step in _steps(function("auto"), *operands)}
         assert pinned - {""} == {choice.plan for choice in forced.values()}
     _check(lambda how: jax.jit(function(how)), operands, "auto")
 
@@ -626,12 +625,12 @@ def test_a_choices_file_round_trips(table, tmp_path):
     path = tmp_path / "choices.json"
     tuning.save(path, made="by a test")
     assert "by a test" in path.read_text()
-    decided = [step.choice for step in _steps(function("auto"), *operands)]
+    decided = [step.request for step in _steps(function("auto"), *operands)]
     table.clear()
-    assert not any(step.choice for step in _steps(function("auto"), *operands))
+    assert not any(step.request for step in _steps(function("auto"), *operands))
     assert plans.load_choices(path) == len(tuning.choices)
     assert table.all() == tuning.choices
-    assert [step.choice for step in _steps(function("auto"), *operands)] == decided
+    assert [step.request for step in _steps(function("auto"), *operands)] == decided
 
 
 @pytest.mark.parametrize(
@@ -666,7 +665,7 @@ def test_a_stale_choice_is_ignored_with_one_message(stale, table, caplog):
         table.add({})  # a new version: all is decided again
     (step,) = _steps(_matmul("auto"), *operands)
     assert step.legal is not None
-    assert step.choice == ""
+    assert step.request == ""
     messages = [r.getMessage() for r in caplog.records if "stale" in r.getMessage()]
     assert len(messages) == 1
     assert "the measured choice is stale and ignored" in messages[0]

@@ -84,7 +84,7 @@ def test_a_train_step_has_its_forward_and_backward_calls(train_step: TrainStep) 
         assert call.notes
         assert all(note.isidentifier() for note in call.notes)
         assert call.workspace_bytes is not None
-        assert call.why == ("tuned" if call.choice else "heuristic")
+        assert call.why == ("tuned" if call.request else "heuristic")
         assert (call.cudnn_us is not None) == (call.why == "tuned")
         assert call.part is not None
         assert call.graph is not None

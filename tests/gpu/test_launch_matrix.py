@@ -394,7 +394,7 @@ def test_a_plan_that_cannot_be_launched_is_refused() -> None:
     refused: list[str] = []
     for candidate in native.candidates(to_json(graph)):
         try:
-            native.plan(to_json(graph), choice=candidate.choice)
+            native.plan(to_json(graph), request=candidate.request)
         except jax_cudnn.UnsupportedError as error:
             refused.append(str(error))
     if native.cudnn_version().version == 91900:

@@ -41,16 +41,16 @@ def _legal(graph: Graph) -> Legal:
     return legalize(graph, local[1]).candidates[0]
 
 
-def _program(legal: Legal, choice: str) -> Callable[..., Sequence[jax.Array]]:
-    """Return the compiled graph, with the plan that a choice asks for."""
+def _program(legal: Legal, request: str) -> Callable[..., Sequence[jax.Array]]:
+    """Return the compiled graph, with the plan that a request asks for."""
     local = local_target()
     assert local is not None
     step = Step(
         part=legal.graph,
         legal=legal,
-        plan=native.plan(to_json(legal.graph), choice=choice),
+        plan=native.plan(to_json(legal.graph), request=request),
         target=local[1],
-        choice=choice,
+        request=request,
     )
     return jax.jit(lambda *operands: run_cudnn(step, operands))
 
@@ -78,20 +78,20 @@ def _notes(candidate: native.Candidate) -> set[str]:
     return {*candidate.behavior_notes, *candidate.numeric_notes}
 
 
-def _allowed(text: str, choice: str) -> list[native.Candidate]:
+def _allowed(text: str, request: str) -> list[native.Candidate]:
     try:
-        listed = native.candidates(text, choice=choice)
+        listed = native.candidates(text, request=request)
     except UnsupportedError:
         return []
     return [each for each in listed if not each.refusal]
 
 
 @pytest.mark.parametrize(
-    ("choice", "is_jit"), [(_JIT_ONLY, True), (_PRECOMPILED_ONLY, False)]
+    ("wanted", "is_jit"), [(_JIT_ONLY, True), (_PRECOMPILED_ONLY, False)]
 )
-def test_matmul_runs_with_engines_of_one_sort_only(choice: str, is_jit: bool) -> None:
+def test_matmul_runs_with_engines_of_one_sort_only(wanted: str, is_jit: bool) -> None:
     text = to_json(_matmul().graph)
-    listed = native.candidates(text, choice=choice)
+    listed = native.candidates(text, request=wanted)
     assert [each.name for each in listed] == [
         each.name for each in native.candidates(text)
     ]
@@ -99,16 +99,16 @@ def test_matmul_runs_with_engines_of_one_sort_only(choice: str, is_jit: bool) ->
     assert 0 < len(allowed) < len(listed), [(c.name, c.behavior_notes) for c in listed]
     for each in listed:
         assert ((_JIT in _notes(each)) == is_jit) == (not each.refusal)
-    plan = native.plan(text, choice=choice)
+    plan = native.plan(text, request=wanted)
     assert (_JIT in _notes(plan)) == is_jit
     assert plan.name in {each.name for each in allowed}
     a, b = _matmul_operands()
     truth = jnp.matmul(to_f32(a), to_f32(b), precision="highest")
     reference = jnp.matmul(a, b)
     # The plan that the filter leads to, and a few of the others that it allows.
-    for each in ("", *(candidate.choice for candidate in allowed[:4])):
+    for each in ("", *(candidate.request for candidate in allowed[:4])):
         try:
-            (result,) = _program(_matmul(), each or choice)(a, b)
+            (result,) = _program(_matmul(), each or wanted)(a, b)
         except UnsupportedError:
             assert each  # Some candidates fail to build, when it comes to it.
             continue
@@ -130,10 +130,10 @@ def test_refused_and_required_notes_part_the_candidates(note: str) -> None:
 
 def test_a_workspace_limit_holds() -> None:
     text = to_json(_matmul().graph)
-    choice = filter_text(workspace_limit_bytes=0, modes=["B", "A", "FALLBACK"])
-    assert native.plan(text, choice=choice).workspace_bytes == 0
+    request = filter_text(workspace_limit_bytes=0, modes=["B", "A", "FALLBACK"])
+    assert native.plan(text, request=request).workspace_bytes == 0
     a, b = _matmul_operands()
-    (result,) = _program(_matmul(), choice)(a, b)
+    (result,) = _program(_matmul(), request)(a, b)
     truth = jnp.matmul(to_f32(a), to_f32(b), precision="highest")
     judge(["output"], [result], [jnp.matmul(a, b)], [truth])
 
@@ -143,8 +143,10 @@ def test_one_engine_runs_alone_and_a_denied_one_never() -> None:
     engines = {each.engine for each in native.candidates(text)}
     assert len(engines) > 1
     first = native.plan(text).engine
-    assert native.plan(text, choice=filter_text(engines=[first])).engine == first
-    assert native.plan(text, choice=filter_text(denied_engines=[first])).engine != first
+    assert native.plan(text, request=filter_text(engines=[first])).engine == first
+    assert (
+        native.plan(text, request=filter_text(denied_engines=[first])).engine != first
+    )
 
 
 # --- the same bits, every time --------------------------------------------------------
@@ -160,9 +162,9 @@ def test_deterministic_attention_gradients_have_the_same_bits_in_20_runs(
     forward, backward = semantic_graphs(case)
     legal = _legal(backward)
     text = to_json(legal.graph)
-    plan = native.plan(text, choice=_DETERMINISTIC)
+    plan = native.plan(text, request=_DETERMINISTIC)
     assert "NONDETERMINISTIC" not in plan.numeric_notes
-    assert plan.choice.startswith('{"deterministic":true,')
+    assert plan.request.startswith('{"deterministic":true,')
     operands = _backward_operands(forward, backward, case)
     run = _program(legal, _DETERMINISTIC)
     first = [np.asarray(x).view(np.uint16) for x in run(*operands)]
@@ -170,7 +172,7 @@ def test_deterministic_attention_gradients_have_the_same_bits_in_20_runs(
         for x, y in zip(run(*operands), first, strict=True):
             np.testing.assert_array_equal(np.asarray(x).view(np.uint16), y)
     # A pin of that plan runs the same kernel.
-    pinned = _program(legal, plan.choice)(*operands)
+    pinned = _program(legal, plan.request)(*operands)
     for x, y in zip(pinned, first, strict=True):
         np.testing.assert_array_equal(np.asarray(x).view(np.uint16), y)
     truth = run_reference(

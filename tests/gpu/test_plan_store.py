@@ -101,7 +101,7 @@ def _count(op: str) -> int:
     for graph, options, _ in traced_graphs(function, *operands):
         for step in decide(graph, options).steps:
             if step.legal is not None:
-                found.add((step.legal.graph, step.choice))
+                found.add((step.legal.graph, step.request))
     return len(found)
 
 
@@ -248,7 +248,7 @@ def test_loaded_choices_decide(tmp_path: Path) -> None:
         (step,) = decide(graph, options).steps
         assert step.plan is not None
         pin = Choice(
-            op="matmul", operands="", implementation="cudnn", plan=step.plan.choice
+            op="matmul", operands="", implementation="cudnn", plan=step.plan.request
         )
         table.add({choices.key_of(step.part, local[1]): pin})
         assert plans.save(tmp_path / "plans", _matmul, *operands).choices == 1
@@ -257,7 +257,7 @@ def test_loaded_choices_decide(tmp_path: Path) -> None:
         assert plans.load(tmp_path / "plans").choices == 1
         before = native.cache_stats()
         (step,) = decide(graph, options).steps
-        assert step.choice == pin.plan
+        assert step.request == pin.plan
         assert native.cache_stats().builds == before.builds
     finally:
         table.clear()
@@ -289,7 +289,7 @@ def test_a_plan_for_another_gpu_is_refused_by_name() -> None:
     step = next(s for s in decide(graph, options).steps if s.legal is not None)
     assert step.legal is not None
     text = to_json(step.legal.graph)
-    data = native.export_plan(text, choice=step.choice, device=ordinal)
+    data = native.export_plan(text, request=step.request, device=ordinal)
     properties = native.device_properties(ordinal)
     other = type(target)(
         name="NVIDIA A100", sm_version=target.sm_version, sm_count=target.sm_count,
@@ -325,7 +325,7 @@ def test_a_plan_that_was_made_without_its_gpu_runs_on_it(tmp_path: Path) -> None
                 text = to_json(step.legal.graph)
                 files.append(
                     native.export_plan_offline(
-                        text, target, properties, choice=step.choice
+                        text, target, properties, request=step.request
                     )
                 )
     plans.clear_cache()

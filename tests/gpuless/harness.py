@@ -32,29 +32,29 @@ def plan_all(
     gpu: str,
     *,
     build: bool = True,
-    choices: Sequence[str] = (),
+    requests: Sequence[str] = (),
 ) -> list[dict[str, Any]]:
     """Plan every graph for a GPU by its name; one answer per graph, in order.
 
     An answer has "candidates", a list of the fields of ``native.Candidate``, or
     "error", "message" and "reasons" of what was raised, or "crash", the signal that
-    ended the planning process at that graph. ``choices`` has one choice per graph, or
+    ended the planning process at that graph. ``requests`` has one request per graph, or
     none at all.
     """
     _require()
     description = offline.find(gpu)
     return [
-        planner.ask(graph, description, choice, build=build)
-        for graph, choice in _pairs(graphs, choices)
+        planner.ask(graph, description, request, build=build)
+        for graph, request in _pairs(graphs, requests)
     ]
 
 
 def ship_all(
-    graphs: Sequence[str], gpu: str, *, choices: Sequence[str] = ()
+    graphs: Sequence[str], gpu: str, *, requests: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Put the plan of every graph through a plan file; one answer per graph.
 
-    An answer has "graph", "choice" and "plan" as read from the file, its "bytes",
+    An answer has "graph", "request" and "plan" as read from the file, its "bytes",
     "export_s" and "import_s", the seconds for building and writing it and for reading
     it, the versions of its "libraries", and "refusals", what was said to it where it
     does not belong or is damaged.
@@ -63,8 +63,8 @@ def ship_all(
     process = PlanningProcess((sys.executable, "-P", str(_PLAN_FILES)))
     try:
         return [
-            process.ask(planner.request(graph, offline.find(gpu), choice, build=True))
-            for graph, choice in _pairs(graphs, choices)
+            process.ask(planner.question(graph, offline.find(gpu), request, build=True))
+            for graph, request in _pairs(graphs, requests)
         ]
     finally:
         process.close()
@@ -75,8 +75,8 @@ def _require() -> None:
         raise RuntimeError(f"cannot plan without a GPU here: {reason}")
 
 
-def _pairs(graphs: Sequence[str], choices: Sequence[str]) -> list[tuple[str, str]]:
-    return list(zip(graphs, choices or [""] * len(graphs), strict=True))
+def _pairs(graphs: Sequence[str], requests: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip(graphs, requests or [""] * len(graphs), strict=True))
 
 
 def target(gpu: str) -> Target:

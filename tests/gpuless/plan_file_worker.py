@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Puts plans through plan files, in place of what plans for jax_cudnn.offline.
 
-Takes the same requests; see `harness.ship_all` for the answers.
+Takes the same questions; see `harness.ship_all` for the answers.
 """
 
 import ctypes
@@ -19,13 +19,13 @@ from jax_cudnn.native._extension import extension
 from jax_cudnn.offline import worker
 
 
-def ship(request: dict[str, Any]) -> dict[str, Any]:
+def ship(question: dict[str, Any]) -> dict[str, Any]:
     """Write the plan of a graph to a plan file and read it."""
-    target = Target(**request["target"])
-    properties = request["device_properties"]
+    target = Target(**question["target"])
+    properties = question["device_properties"]
     start = time.perf_counter()
     data = native.export_plan_offline(
-        request["graph"], target, properties, choice=request["choice"]
+        question["graph"], target, properties, request=question["request"]
     )
     export_s = time.perf_counter() - start
     start = time.perf_counter()
@@ -35,7 +35,7 @@ def ship(request: dict[str, Any]) -> dict[str, Any]:
     assert again == read, "reading is repeatable"
     return {
         "graph": read.graph_json,
-        "choice": read.choice,
+        "request": read.request,
         "plan": dataclasses.asdict(read.plan),
         "bytes": len(data),
         "export_s": export_s,

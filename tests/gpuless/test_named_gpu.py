@@ -24,14 +24,14 @@ def _loss(x: jax.Array) -> jax.Array:
 
 
 def _launches(text: str) -> list[tuple[str, str, int]]:
-    """Return target, choice and workspace of each call in a program's text."""
+    """Return target, request and workspace of each call in a program's text."""
     found = re.findall(
         r'custom_call @(jax_cudnn\.\w+)\(.*?choice = "([^"]*)".*?(?:x|<)(\d+)xui8>\)',
         text,
     )
     return [
-        (target, choice.replace(r"\22", '"'), int(size))
-        for target, choice, size in found
+        (target, request.replace(r"\22", '"'), int(size))
+        for target, request, size in found
     ]
 
 
@@ -47,16 +47,16 @@ def test_a_gradient_has_the_plans_that_inspect_names() -> None:
     launches = _launches(_lower("H200"))
     assert [target for target, _, _ in launches] == ["jax_cudnn.graph"] * 2
     assert [size for _, _, size in launches] == [c.workspace_bytes for c in calls]
-    for (_, choice, _), call in zip(launches, calls, strict=True):
+    for (_, request, _), call in zip(launches, calls, strict=True):
         assert call.plan is not None
-        assert call.plan.startswith(f"eng{json.loads(choice)['engine']}_")
+        assert call.plan.startswith(f"eng{json.loads(request)['engine']}_")
 
 
 def test_each_gpu_has_its_own_program() -> None:
     texts = {device: _lower(device) for device in ("H200", "A100", "B200")}
     assert len(set(texts.values())) == 3
     engines = {
-        device: [json.loads(choice)["engine"] for _, choice, _ in _launches(text)]
+        device: [json.loads(request)["engine"] for _, request, _ in _launches(text)]
         for device, text in texts.items()
     }
     assert engines["H200"] != engines["A100"]
@@ -72,9 +72,9 @@ def test_a_pinned_plan_keeps_to_what_a_call_allows() -> None:
     with plans.using(PlanOptions(deterministic=True), device="H200"):
         traced = jax.jit(jax.grad(_loss)).trace(_X)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    choices = [json.loads(choice) for _, choice, _ in _launches(text)]
-    assert len(choices) == 2
-    assert all(choice["deterministic"] is True for choice in choices)
+    requests = [json.loads(request) for _, request, _ in _launches(text)]
+    assert len(requests) == 2
+    assert all(request["deterministic"] is True for request in requests)
     assert [size for *_, size in _launches(text)] != [
         size for *_, size in _launches(_lower("H200"))
     ]

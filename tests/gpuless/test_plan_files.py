@@ -71,7 +71,7 @@ def test_the_plan_that_is_read_is_the_one_that_was_built() -> None:
     for (name, answer), listed in zip(_answers().items(), built, strict=True):
         assert "plan" in answer, (name, answer)
         assert answer["graph"] == _graphs()[name]
-        assert answer["choice"] == ""
+        assert answer["request"] == ""
         (chosen,) = [c for c in listed["candidates"] if c["is_built"]]
         plan = answer["plan"]
         assert {**plan, "build_ms": 0} == {**chosen, "build_ms": 0, "failures": []}
@@ -140,7 +140,7 @@ def test_a_plan_file_cut_short_is_refused() -> None:
 def test_a_choice_travels_with_its_plan() -> None:
     graph = next(iter(_graphs().values()))
     listed = harness.plan_all([graph], "h200", build=False)[0]["candidates"]
-    choice = listed[-1]["choice"]
-    (answer,) = harness.ship_all([graph], "h200", choices=[choice])
-    assert answer["choice"] == choice
-    assert answer["plan"]["choice"] == choice
+    request = listed[-1]["request"]
+    (answer,) = harness.ship_all([graph], "h200", requests=[request])
+    assert answer["request"] == request
+    assert answer["plan"]["request"] == request

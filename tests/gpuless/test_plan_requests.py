@@ -61,16 +61,18 @@ _KINDS = ("matmul", "conv", "sdpa", "sdpa_backward")
 
 
 def _ask(
-    choices: Mapping[str, str], gpu: str = "h200", build: bool = False
+    requests: Mapping[str, str], gpu: str = "h200", build: bool = False
 ) -> dict[str, dict[str, Any]]:
     """Ask for graphs by name; one process answers them all."""
-    texts = [_texts(gpu)[kind] for kind in choices]
-    answers = harness.plan_all(texts, gpu, build=build, choices=list(choices.values()))
-    return dict(zip(choices, answers, strict=True))
+    texts = [_texts(gpu)[kind] for kind in requests]
+    answers = harness.plan_all(
+        texts, gpu, build=build, requests=list(requests.values())
+    )
+    return dict(zip(requests, answers, strict=True))
 
 
-def _ask_for_each(choice: str, build: bool = False) -> dict[str, dict[str, Any]]:
-    return _ask(dict.fromkeys(_KINDS, choice), build=build)
+def _ask_for_each(request: str, build: bool = False) -> dict[str, dict[str, Any]]:
+    return _ask(dict.fromkeys(_KINDS, request), build=build)
 
 
 @functools.cache
@@ -103,10 +105,10 @@ def test_a_filter_that_allows_all_changes_nothing() -> None:
 # The pinned wheel has the runtime-compiled engines only.
 @pytest.mark.parametrize("build", [False, True])
 def test_when_no_candidate_is_allowed_each_says_why(build: bool) -> None:
-    choice = filter_text(refused_notes=[_JIT])
-    for kind, answer in _ask_for_each(choice, build=build).items():
+    request = filter_text(refused_notes=[_JIT])
+    for kind, answer in _ask_for_each(request, build=build).items():
         assert answer["error"] == "UnsupportedError"
-        assert f"with the choice {choice}." in answer["message"]
+        assert f"with the choice {request}." in answer["message"]
         # cuDNN's own reasons may follow, for a way of writing that has no plan.
         assert set(answer["reasons"]) >= {
             f"{name}: has the note {_JIT}, which is refused"
@@ -131,8 +133,8 @@ def test_required_notes_leave_those_who_have_them_all() -> None:
 
 def test_allowing_one_engine_leaves_only_that_engine() -> None:
     engines = {kind: _all()[kind][-1]["engine"] for kind in _KINDS}
-    choices = {kind: filter_text(engines=[engine]) for kind, engine in engines.items()}
-    for kind, answer in _ask(choices, build=True).items():
+    requests = {kind: filter_text(engines=[engine]) for kind, engine in engines.items()}
+    for kind, answer in _ask(requests, build=True).items():
         assert {each["engine"] for each in _all()[kind]} != {engines[kind]}
         assert {each["engine"] for each in _allowed(answer)} == {engines[kind]}
         assert _built(answer["candidates"])["engine"] == engines[kind]
@@ -187,8 +189,8 @@ def test_the_workspace_is_limited_to_the_byte_before_anything_is_built() -> None
 
 
 def test_no_workspace_at_all_leaves_plans_without_one() -> None:
-    choices = {"sdpa": filter_text(workspace_limit_bytes=0)}
-    candidates = _ask(choices, build=True)["sdpa"]["candidates"]
+    requests = {"sdpa": filter_text(workspace_limit_bytes=0)}
+    candidates = _ask(requests, build=True)["sdpa"]["candidates"]
     assert _built(candidates)["workspace_bytes"] == 0
     refusals = [each["refusal"] for each in candidates if each["refusal"]]
     assert refusals
@@ -199,8 +201,8 @@ def test_no_workspace_at_all_leaves_plans_without_one() -> None:
 def test_modes_are_asked_in_their_order() -> None:
     text = _texts("h200")["conv"]
     modes = [["A"], ["B"], ["FALLBACK"], ["A", "FALLBACK"], ["FALLBACK", "B"]]
-    choices = [filter_text(modes=each) for each in modes]
-    answers = harness.plan_all([text] * 5, "h200", build=False, choices=choices)
+    requests = [filter_text(modes=each) for each in modes]
+    answers = harness.plan_all([text] * 5, "h200", build=False, requests=requests)
     a, b, fallback, usual, other = (answer["candidates"] for answer in answers)
     assert usual == a + fallback
     assert other == fallback + b
@@ -209,8 +211,8 @@ def test_modes_are_asked_in_their_order() -> None:
 
 
 def test_deterministic_attention_gradients_are_computed_in_another_way() -> None:
-    choices = {"sdpa_backward": filter_text(deterministic=True)}
-    answer = _ask(choices, build=True)["sdpa_backward"]
+    requests = {"sdpa_backward": filter_text(deterministic=True)}
+    answer = _ask(requests, build=True)["sdpa_backward"]
     built = _built(answer["candidates"])
     assert "NONDETERMINISTIC" not in built["numeric_notes"]
     # The products are kept, b * h * s * t numbers of 2 bytes, and summed in one order.
@@ -226,11 +228,11 @@ def test_a_pin_remembers_that_its_plan_is_deterministic() -> None:
     }
     for candidates in listed.values():
         for each in candidates:
-            assert each["choice"].startswith('{"deterministic":true,"engine":')
-    pins = {kind: candidates[0]["choice"] for kind, candidates in listed.items()}
+            assert each["request"].startswith('{"deterministic":true,"engine":')
+    pins = {kind: candidates[0]["request"] for kind, candidates in listed.items()}
     for kind, answer in _ask(pins).items():
         assert answer["candidates"] == listed[kind][:1]
-        assert not any("deterministic" in each["choice"] for each in _all()[kind])
+        assert not any("deterministic" in each["request"] for each in _all()[kind])
 
 
 def test_a_sum_within_a_matmul_has_no_deterministic_plan() -> None:
@@ -243,7 +245,7 @@ def test_a_sum_within_a_matmul_has_no_deterministic_plan() -> None:
         [to_json(verdict.found.graph)],
         "h200",
         build=False,
-        choices=[filter_text(deterministic=True)],
+        requests=[filter_text(deterministic=True)],
     )
     assert answer["error"] == "UnsupportedError"
     assert any("Deterministic reduction" in reason for reason in answer["reasons"])

@@ -52,15 +52,17 @@ def test_a_choice_pins_the_engine_that_it_was_read_from() -> None:
     listed = harness.plan_all([graph], "h200", build=False)[0]["candidates"]
     assert len(listed) > 1
     last = listed[-1]
-    assert json.loads(last["choice"]) == {
+    assert json.loads(last["request"]) == {
         "engine": last["engine"],
         "knobs": dict(last["knobs"]),
         "variant": last["variant"],
     }
-    (answer,) = harness.plan_all([graph], "h200", build=False, choices=[last["choice"]])
+    (answer,) = harness.plan_all(
+        [graph], "h200", build=False, requests=[last["request"]]
+    )
     (pinned,) = answer["candidates"]
     assert pinned["name"] == last["name"]
-    assert pinned["choice"] == last["choice"]
+    assert pinned["request"] == last["request"]
 
 
 def test_a_choice_that_cannot_be_followed_is_refused() -> None:
@@ -84,7 +86,7 @@ def test_a_choice_that_cannot_be_followed_is_refused() -> None:
         unknown_engine: ("UnsupportedError", f"with the choice {unknown_engine}."),
     }
     graphs = [_GRAPHS["forward"]] * len(expected)
-    answers = harness.plan_all(graphs, "h200", choices=list(expected))
+    answers = harness.plan_all(graphs, "h200", requests=list(expected))
     for answer, (error, message) in zip(answers, expected.values(), strict=True):
         assert answer["error"] == error
         assert message in answer["message"]

@@ -51,10 +51,10 @@ def test_a_miss_and_a_failure_are_logged_at_debug(lines: list[_Line]) -> None:
 
 
 def test_the_choice_is_part_of_the_line(lines: list[_Line]) -> None:
-    choice = '{"engine":1,"knobs":{},"variant":0}'
+    request = '{"engine":1,"knobs":{},"variant":0}'
     with pytest.raises((GraphError, LibraryError)):
-        native.plan(_GRAPH, choice=choice, device=_DEVICE)
-    assert lines[0][1] == f"{_MISS} for the choice {choice}"
+        native.plan(_GRAPH, request=request, device=_DEVICE)
+    assert lines[0][1] == f"{_MISS} for the choice {request}"
 
 
 def test_nothing_is_said_above_the_level_or_without_a_sink(lines: list[_Line]) -> None:

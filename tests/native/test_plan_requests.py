@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_cudnn import GraphError
-from jax_cudnn.native import parse_choice
+from jax_cudnn.native import parse_request
 from tests.planner import ALL_ALLOWED
 
 pytestmark = pytest.mark.once
@@ -50,7 +50,7 @@ def _pin(**changes: Any) -> str:
 def _refusal(text: str) -> str | None:
     """Return the reader's message, or None where it takes the text."""
     try:
-        assert parse_choice(text) == text
+        assert parse_request(text) == text
     except GraphError as error:
         return str(error)
     return None
@@ -76,7 +76,7 @@ def _refusal(text: str) -> str | None:
     ],
 )
 def test_a_request_comes_back_byte_for_byte(text: str) -> None:
-    assert parse_choice(text) == text
+    assert parse_request(text) == text
 
 
 @given(
@@ -108,7 +108,7 @@ def test_every_filter_without_contradiction_is_taken(
         ],
         workspace_limit_bytes=limit,
     )
-    assert parse_choice(text) == text
+    assert parse_request(text) == text
 
 
 # --- what is refused ------------------------------------------------------------------
@@ -248,4 +248,4 @@ def test_random_texts_are_refused(text: str | bytes) -> None:
     if not text:
         return
     with pytest.raises(GraphError, match=r"^choice: "):
-        parse_choice(text)
+        parse_request(text)

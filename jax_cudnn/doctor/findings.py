@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
+from jax_cudnn.doctor.machine import Facts
 from jax_cudnn.native import version_text
-from jax_cudnn.plans.machine import Facts
 
 # An error keeps cuDNN from a GPU that is there, or the package from being imported. A
 # warning costs results, memory or time. A note explains.

@@ -23,7 +23,7 @@ from jax_cudnn.lowering.decision import precision_refusal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Variation:
+class Change:
     """A part of a graph and its options, changed; ``words`` say what to do.
 
     "{workspace}" in the words stands for the workspace of the plan that is found.
@@ -36,7 +36,7 @@ class Variation:
     is_for_newer: bool = False
 
 
-def variations(part: Graph, options: Options) -> Iterator[Variation]:
+def changes_of(part: Graph, options: Options) -> Iterator[Change]:
     """Yield changes of the call, from what costs its user least."""
     yield from _of_options(part, options)
     yield from _of_dtypes(part, options)
@@ -45,10 +45,10 @@ def variations(part: Graph, options: Options) -> Iterator[Variation]:
     yield from by_name(part, options)
 
 
-def by_name(part: Graph, options: Options) -> Iterator[Variation]:
+def by_name(part: Graph, options: Options) -> Iterator[Change]:
     """Yield the call with cuDNN asked for by name, if it is not."""
     if options.implementation == "auto":
-        yield Variation(
+        yield Change(
             words='pass implementation="cudnn"',
             part=part,
             options=replace(options, implementation="cudnn"),
@@ -58,7 +58,7 @@ def by_name(part: Graph, options: Options) -> Iterator[Variation]:
 # --- options --------------------------------------------------------------------------
 
 
-def _of_options(part: Graph, options: Options) -> Iterator[Variation]:
+def _of_options(part: Graph, options: Options) -> Iterator[Change]:
     default, plan = PlanOptions(), options.plan
     changed = [
         field.name
@@ -70,15 +70,15 @@ def _of_options(part: Graph, options: Options) -> Iterator[Variation]:
         if name == "workspace_limit_bytes":
             words = "raise workspace_limit_bytes to {workspace}"
         relaxed = replace(plan, **{name: getattr(default, name)})
-        yield Variation(words=words, part=part, options=replace(options, plan=relaxed))
+        yield Change(words=words, part=part, options=replace(options, plan=relaxed))
     if len(changed) > 1:
-        yield Variation(
+        yield Change(
             words=f"leave out {', '.join(changed)}",
             part=part,
             options=replace(options, plan=default),
         )
     if precision_refusal(part, options) is not None:
-        yield Variation(
+        yield Change(
             words='allow TF32: jax.default_matmul_precision("tensorfloat32")',
             part=part,
             options=replace(options, matmul_precision="tensorfloat32"),
@@ -96,7 +96,7 @@ def _is_sum(node: Node, role: str) -> bool:
     return kind_named(node.kind).row.roles[role].is_sum
 
 
-def _of_dtypes(part: Graph, options: Options) -> Iterator[Variation]:
+def _of_dtypes(part: Graph, options: Options) -> Iterator[Change]:
     operands = _castable(part)
     found = sorted({part.tensor(name).dtype for name in operands})
     for dtype in ("bf16", "f16") if operands else ():
@@ -154,12 +154,12 @@ def _with_dtype(part: Graph, dtype: DTypeName) -> dict[str, Tensor]:
 # --- results --------------------------------------------------------------------------
 
 
-def _of_results(part: Graph, options: Options) -> Iterator[Variation]:
+def _of_results(part: Graph, options: Options) -> Iterator[Change]:
     node = part.sole_node()
     names = {} if node is None else dict(node.outputs)
     if node is not None and "grad_bias" in names and len(names) > 1:
         name = names.pop("grad_bias")
-        yield Variation(
+        yield Change(
             words="do without the gradient of the bias (jax.lax.stop_gradient)",
             part=Graph(
                 tensors=tuple(t for t in part.tensors if t.name != name),
@@ -178,7 +178,7 @@ def _of_results(part: Graph, options: Options) -> Iterator[Variation]:
 _Dims = tuple[int, ...]
 
 
-def _of_sizes(part: Graph, options: Options) -> Iterator[Variation]:
+def _of_sizes(part: Graph, options: Options) -> Iterator[Change]:
     anchors = [node for node in part.nodes if is_anchor(node)]
     if len(anchors) != 1 or (pads := kind_named(anchors[0].kind).row.pads) is None:
         return
@@ -244,10 +244,10 @@ def _resized(part: Graph, node: Node, sizes: Mapping[str, _Dims]) -> dict[str, T
 
 def _made(
     words: str, part: Graph, options: Options, tensors: Mapping[str, Tensor]
-) -> Iterator[Variation]:
+) -> Iterator[Change]:
     """Yield the part with other tensors, where they still make a graph."""
     try:
         changed = replace(part, tensors=tuple(tensors.values()))
     except GraphError:
         return  # no such call can be made
-    yield Variation(words=words, part=changed, options=options)
+    yield Change(words=words, part=changed, options=options)

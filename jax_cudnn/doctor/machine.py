@@ -2,7 +2,7 @@
 """What is on this machine: GPUs, driver, JAX and cuDNN, as facts without judgement.
 
 Nothing here raises because something is missing: that is a fact as well. What the facts
-mean is diagnosis.py's to say.
+mean is findings.py's to say.
 """
 
 import ctypes
@@ -46,7 +46,7 @@ _PROBE_SECONDS = 30
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gpu:
+class InstalledGpu:
     """A GPU as the driver describes it; ``sm_version`` is 90 for Hopper."""
 
     name: str
@@ -64,7 +64,7 @@ class Driver:
 
     version: str
     cuda_version: int
-    gpus: tuple[Gpu, ...] = ()
+    gpus: tuple[InstalledGpu, ...] = ()
     error: str = ""
 
 
@@ -262,7 +262,7 @@ def _error_name(cuda: ctypes.CDLL, status: int) -> str:
     return name.value.decode() if name.value else "an unknown error"
 
 
-def _gpus(cuda: ctypes.CDLL) -> Iterator[Gpu]:
+def _gpus(cuda: ctypes.CDLL) -> Iterator[InstalledGpu]:
     count = ctypes.c_int(0)
     cuda.cuDeviceGetCount(ctypes.byref(count))
     for i in range(count.value):
@@ -273,7 +273,7 @@ def _gpus(cuda: ctypes.CDLL) -> Iterator[Gpu]:
         cuda.cuDeviceGetAttribute(ctypes.byref(major), _CC_MAJOR, device)
         cuda.cuDeviceGetAttribute(ctypes.byref(minor), _CC_MINOR, device)
         cuda.cuDeviceTotalMem_v2(ctypes.byref(memory), device)
-        yield Gpu(
+        yield InstalledGpu(
             name=name.value.decode(),
             sm_version=10 * major.value + minor.value,
             memory_bytes=memory.value,

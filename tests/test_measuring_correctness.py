@@ -12,7 +12,7 @@ from jax_cudnn import conv, matmul, sdpa
 from jax_cudnn.graph import Graph, derivative_of
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.measuring.agreement import (
+from jax_cudnn.measuring.correctness import (
     bound,
     comparable,
     largest_error,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How long does each of cuDNN's candidates for a part of a graph take, by itself?
 
-A contest (contest.py) wants the fastest and drops the rest early; here all are timed.
+fastest.py looks for the fastest and drops the rest early; here all are timed.
 """
 
 from collections.abc import Iterator
@@ -65,12 +65,12 @@ def _times(
     stopwatch = PlanStopwatch(legal.graph, changed, device)
     text, ordinal = to_json(legal.graph), device.local_hardware_id
     for candidate in listed:
-        if not candidate.choice:
+        if not candidate.request:
             failure = "this version of cudnn-frontend cannot name it"
             yield Timed(candidate=candidate, time=None, failure=failure)
             continue
         try:
-            plan = native.plan(text, choice=candidate.choice, device=ordinal)
+            plan = native.plan(text, request=candidate.request, device=ordinal)
         except (GraphError, UnsupportedError) as error:
             yield Timed(candidate=candidate, time=None, failure=str(error))
             continue

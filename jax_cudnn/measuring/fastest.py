@@ -18,7 +18,7 @@ from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import Step
-from jax_cudnn.measuring.agreement import (
+from jax_cudnn.measuring.correctness import (
     bound,
     comparable,
     largest_error,
@@ -44,7 +44,7 @@ _T = TypeVar("_T")
 
 
 class OutOfTimeError(Exception):
-    """The contest was not over when its time was."""
+    """The time was over before everything was measured."""
 
 
 def measure(
@@ -79,7 +79,11 @@ def measure(
         race = list(_race(stopwatch, plans, deadline))
         for winner, winner_us in sorted(race, key=lambda entry: entry[1]):
             step = Step(
-                part=part, legal=legal, plan=winner, target=target, choice=winner.choice
+                part=part,
+                legal=legal,
+                plan=winner,
+                target=target,
+                request=winner.request,
             )
             if time.monotonic() > deadline:
                 raise OutOfTimeError
@@ -91,7 +95,7 @@ def measure(
                 lambda step=step: time_it(lambda *xs: run_cudnn(step, xs))
             )
             if us is not None and (best is None or us < best[0]):
-                best = (us, legal, winner.choice)
+                best = (us, legal, winner.request)
             break
     is_cudnn = best is not None and (xla_us is None or best[0] <= xla_us)
     return Choice(
@@ -157,21 +161,21 @@ def _contenders(
             json = to_json(legal.graph)
             try:
                 listed = native.candidates(
-                    json, choice=options.plan.to_choice(), device=ordinal
+                    json, request=options.plan.to_request(), device=ordinal
                 )
             except UnsupportedError:
                 continue
-            pinned = [each.choice for each in listed if not each.refusal]
+            pins = [each.request for each in listed if not each.refusal]
             build = functools.partial(_build, json, options, ordinal)
-            built = pool.map(build, filter(None, pinned))
+            built = pool.map(build, filter(None, pins))
             yield legal, [plan for plan in built if plan is not None]
 
 
 def _build(
-    json: str, options: Options, ordinal: int, choice: str
+    json: str, options: Options, ordinal: int, request: str
 ) -> native.PlanInfo | None:
     try:
-        plan = native.plan(json, choice=choice, device=ordinal)
+        plan = native.plan(json, request=request, device=ordinal)
     except (UnsupportedError, GraphError):
         return None
     limit = options.plan.workspace_limit_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who wins a contest, and who may not, without a GPU to race on?"""
+"""Is the fastest found that computes what it should, without a GPU to race on?"""
 
 import time
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from jax_cudnn.legalize import Legalization
 from jax_cudnn.legalize.legalization import Legal
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import Step
-from jax_cudnn.measuring import OutOfTimeError, contest, measure
+from jax_cudnn.measuring import OutOfTimeError, fastest, measure
 from jax_cudnn.measuring.stopwatch import Measurement
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.reference.interpreter import evaluate
@@ -41,22 +41,22 @@ class Gpu:
     xla_us: float = 1000.0
 
     def candidates(
-        self, text: str, *, choice: str, device: int
+        self, text: str, *, request: str, device: int
     ) -> tuple[Candidate, ...]:
-        del text, choice
+        del text, request
         assert device == 3
         if not self.engines:
             raise UnsupportedError("no candidate")
         return tuple(made_plan(_pin(engine)) for engine in self.engines)
 
-    def plan(self, text: str, *, choice: str, device: int) -> PlanInfo:
+    def plan(self, text: str, *, request: str, device: int) -> PlanInfo:
         del text
         assert device == 3
-        return made_plan(choice)
+        return made_plan(request)
 
     def run(self, step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         assert step.plan is not None
-        assert (step.plan.choice, step.target) == (step.choice, H200)
+        assert (step.plan.request, step.target) == (step.request, H200)
         if step.plan.engine in self.broken:
             raise jax.errors.JaxRuntimeError("out of memory")
         results = evaluate(step.part, operands)
@@ -77,7 +77,7 @@ class _Stopwatch:
 
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    """Hold contests on a stand-in; a program takes as long as its plan, or XLA."""
+    """Measure on a stand-in; a program takes as long as its plan, or XLA."""
     gpu = Gpu()
     device = SimpleNamespace(local_hardware_id=3)
     ran: list[float] = []
@@ -105,13 +105,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
     monkeypatch.setattr(native, "candidates", gpu.candidates)
     monkeypatch.setattr(native, "plan", gpu.plan)
-    monkeypatch.setattr(contest, "PlanStopwatch", _Stopwatch)
-    monkeypatch.setattr(contest, "draw_sets", draw_sets)
-    monkeypatch.setattr(contest, "run_cudnn", run_cudnn)
-    monkeypatch.setattr(contest, "run_xla", run_xla)
-    monkeypatch.setattr(contest, "compile_over_sets", compile_over_sets)
+    monkeypatch.setattr(fastest, "PlanStopwatch", _Stopwatch)
+    monkeypatch.setattr(fastest, "draw_sets", draw_sets)
+    monkeypatch.setattr(fastest, "run_cudnn", run_cudnn)
+    monkeypatch.setattr(fastest, "run_xla", run_xla)
+    monkeypatch.setattr(fastest, "compile_over_sets", compile_over_sets)
     monkeypatch.setattr(
-        contest, "time_calls", lambda us, count, samples: Measurement.of([us])
+        fastest, "time_calls", lambda us, count, samples: Measurement.of([us])
     )
     return gpu
 
@@ -172,7 +172,7 @@ def test_results_that_nothing_can_be_compared_with_are_not_refused(
     def out_of_memory(*args: Any) -> list[jax.Array]:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
 
-    monkeypatch.setattr(contest, "reference_results", out_of_memory)
+    monkeypatch.setattr(fastest, "reference_results", out_of_memory)
     gpu.wrong = {10}
     assert _measure().plan == _pin(10)
 
@@ -197,12 +197,12 @@ def test_the_winner_is_of_the_rewriting_that_is_fastest(
             )
         )
 
-    def candidates(text: str, *, choice: str, device: int) -> tuple[Candidate, ...]:
-        del choice, device
+    def candidates(text: str, *, request: str, device: int) -> tuple[Candidate, ...]:
+        del request, device
         engine = 15 if "other" in text else 20
         return (made_plan(_pin(engine)),)
 
-    monkeypatch.setattr(contest, "legalize", legalize)
+    monkeypatch.setattr(fastest, "legalize", legalize)
     monkeypatch.setattr(native, "candidates", candidates)
     choice = _measure()
     assert choice.plan == _pin(15)
@@ -220,7 +220,7 @@ class _Failing:
 def test_what_fails_after_its_launch_does_not_run(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(contest, "reference_results", lambda *_: [_Failing()])
+    monkeypatch.setattr(fastest, "reference_results", lambda *_: [_Failing()])
     gpu.wrong = {10}
     assert _measure().plan == _pin(10), "there was nothing to compare it with"
 
@@ -242,7 +242,7 @@ def test_no_plan_is_compared_when_the_time_is_over(
     assert now == [1], "the second was not run"
 
 
-def test_a_contest_ends_with_its_time(gpu: Gpu) -> None:
+def test_measuring_ends_with_its_time(gpu: Gpu) -> None:
     del gpu
     with pytest.raises(OutOfTimeError):
         _measure(deadline=time.monotonic() - 1)

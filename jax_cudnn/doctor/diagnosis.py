@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from jax_cudnn.columns import aligned
+from jax_cudnn.doctor.findings import Finding, examine
+from jax_cudnn.doctor.machine import Facts, gather
 from jax_cudnn.native import version_text
-from jax_cudnn.plans.findings import Finding, examine
-from jax_cudnn.plans.machine import Facts, gather
-from jax_cudnn.plans.table import aligned
 
 # The version of what `Diagnosis.to_json` returns. A change of meaning raises it.
 SCHEMA = 1

@@ -12,8 +12,8 @@ import pytest
 from jax_cudnn import UnsupportedError, matmul, native
 from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.measuring import field
-from jax_cudnn.measuring.field import time_candidates
+from jax_cudnn.measuring import candidate_times
+from jax_cudnn.measuring.candidate_times import time_candidates
 from jax_cudnn.measuring.stopwatch import Measurement
 from jax_cudnn.native import Candidate, PlanInfo
 from tests.planner import H200, PIN, made_plan
@@ -21,7 +21,7 @@ from tests.planner import H200, PIN, made_plan
 _OTHER = PIN.replace("4", "5")
 _LISTED = (
     made_plan(PIN),
-    replace(made_plan(PIN), name="unnamed", choice=""),
+    replace(made_plan(PIN), name="unnamed", request=""),
     made_plan(_OTHER),
 )
 
@@ -57,18 +57,18 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
         asked.append(from_json(text))
         return _LISTED
 
-    def plan(text: str, *, choice: str, device: int) -> PlanInfo:
+    def plan(text: str, *, request: str, device: int) -> PlanInfo:
         assert device == 3
-        if choice == _OTHER:
+        if request == _OTHER:
             raise UnsupportedError("does not build", ["too much shared memory"])
-        return made_plan(choice)
+        return made_plan(request)
 
     device = SimpleNamespace(local_hardware_id=3)
     monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
     monkeypatch.setattr(native, "candidates", candidates)
     monkeypatch.setattr(native, "plan", plan)
-    monkeypatch.setattr(field, "PlanStopwatch", _Stopwatch)
-    monkeypatch.setattr(field, "draw_sets", _zeros)
+    monkeypatch.setattr(candidate_times, "PlanStopwatch", _Stopwatch)
+    monkeypatch.setattr(candidate_times, "draw_sets", _zeros)
     return asked
 
 
@@ -106,10 +106,10 @@ def test_the_graph_is_the_first_rewriting_that_cudnn_takes(
     monkeypatch.setattr(native, "candidates", candidates)
     legal = SimpleNamespace(graph=part, before=lambda operands: operands)
     several = SimpleNamespace(candidates=(legal, legal))
-    monkeypatch.setattr(field, "legalize", lambda part, target: several)
+    monkeypatch.setattr(candidate_times, "legalize", lambda part, target: several)
     (timed,) = time_candidates(part, H200)
     assert timed.time is not None
     assert len(graphs) == 2
     none = SimpleNamespace(candidates=())
-    monkeypatch.setattr(field, "legalize", lambda part, target: none)
+    monkeypatch.setattr(candidate_times, "legalize", lambda part, target: none)
     assert time_candidates(part, H200) == []
