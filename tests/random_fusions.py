@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random calls of conv, matmul and dot_general, each with what it means in plain JAX.
+"""Random calls of conv, matmul and dot_general, each with its meaning in plain JAX.
 
-A ``Problem`` is one call: its operands, the call itself, and the same thing by
-jax.lax and jax.numpy in f32 (``evaluate``), to be judged against. Seeds are fixed, so
-that a problem is the same in every run.
+A ``Problem`` is one call: its operands, the call itself, and the same computation in
+jax.lax and jax.numpy in f32 (``evaluate``), which is the truth to compare with. Seeds
+are fixed, so that a problem is the same in every run.
 """
 
 import functools
