@@ -3,5 +3,5 @@
 
 import os
 
-# What earlier runs tuned and planned must not show in a run's numbers.
+# Choices and plans of earlier runs must not affect a run's numbers.
 os.environ["JAX_CUDNN_CACHE_DIR"] = "off"

@@ -6,12 +6,12 @@
     python -m benchmarks.fusion --merge results/a/fusion.json results/b/fusion.json \
         --out docs/benchmarks --tune-out jax_cudnn/data/h200-cudnn-9.19.json
 
-Each run writes fusion.json and fusion.md after every cell; merging puts the cells of
-several runs into one report, and writes what tuning chose. Needs an NVIDIA GPU (but
-with --tiny); PyTorch is used where it is installed. Operands are random. Each contender
-runs several sets of them in one program, too large together for the GPU's cache; see
-timing.py for how times are taken. Nothing is timed before its results were compared
-with XLA's in f32.
+Each run writes fusion.json and fusion.md after every cell. Merging puts the cells of
+several runs into one report, and writes what tuning chose. The benchmarks need an
+NVIDIA GPU (except with --tiny); PyTorch is used where it is installed. Operands are
+random. Each contender runs several sets of operands in one program, which together are
+too large for the GPU's cache; timing.py says how times are taken. Nothing is timed
+before its results were compared with XLA's in f32.
 """
 
 import argparse
@@ -51,14 +51,14 @@ _MOST_SETS = 8
 
 # The largest relative errors (of norms) of the output and of the gradients.
 #
-# Ours: bf16 rounds to 2^-9, and what is rounded on the way averages out: 1e-2 is room
-# for two or three roundings. Where sums are rounded before the bias is added (in XLA's
-# code, which tuning may choose), some z moves across 0, where the gradient of relu
-# jumps: with z of deviation 1 and an error of 2^-9 or so that is 1 or 2 in 1000, whose
-# square root is the relative error, 0.04.
+# For jax_cudnn: bf16 rounds to 2^-9, and roundings on the way average out, so 1e-2 has
+# room for two or three roundings. XLA's code, which tuning may choose, rounds sums
+# before the bias is added. Then some values z move across 0, where the gradient of relu
+# jumps. With z of deviation 1 and an error of about 2^-9, this happens to 1 or 2 of
+# 1000 values. The relative error is the square root of this share, 0.04.
 #
-# The rivals' may keep sums in bf16 as well, such as those of the bias's gradient. What
-# is wrong, with a factor or a transposition too many, is off by about 1.
+# For the rivals: they may keep sums in bf16 as well, such as those of the bias's
+# gradient. A wrong result, with a factor or transposition too many, is off by about 1.
 _OWN_BOUNDS = (1e-2, 1e-1)
 _RIVALS_BOUNDS = (3e-2, 3e-1)
 
@@ -119,9 +119,9 @@ WRAPPERS: dict[str, Callable[[Function], Function]] = {
 
 
 class Tuner:
-    """Tunes cells, those together that differ in what follows the sums only.
+    """Tunes cells; cells that differ only in their epilogue are tuned together.
 
-    They share graphs, those of gradients for one, which are then measured once.
+    Such cells share graphs, for example those of gradients, which are measured once.
     """
 
     def __init__(self, cells: Sequence[Cell], *, has_gpu: bool) -> None:
@@ -170,7 +170,7 @@ def _directions(cell: Cell) -> list[str]:
 
 
 def run_all_directions(cell: Cell, arrays: Arrays) -> list[Any]:
-    """Return what our side of a cell computes, forward and with gradients."""
+    """Return jax_cudnn's functions for a cell, forward and with gradients."""
     return [WRAPPERS[what](cell.ours)(*arrays) for what in _directions(cell)]
 
 
@@ -361,7 +361,7 @@ def _print_results(what: str, result: dict[str, Any]) -> None:
 def _truth(cell: Cell, what: str, arrays: Arrays) -> list[jax.Array]:
     """Return XLA's results from the same numbers in f32.
 
-    It multiplies in TF32, which holds all bf16 operands exactly.
+    XLA multiplies in TF32, which holds all bf16 operands exactly.
     """
     form = next(iter(cell.xla_forms.values()))
     wide = [x.astype(jnp.float32) for x in arrays]

@@ -43,7 +43,7 @@ class Cell(abc.ABC):
     @property
     @abc.abstractmethod
     def shape_text(self) -> str:
-        """What is computed, but for what follows the sums."""
+        """The operation without its epilogue, in words."""
 
     @property
     @abc.abstractmethod
@@ -58,7 +58,7 @@ class Cell(abc.ABC):
     @property
     @abc.abstractmethod
     def operands(self) -> tuple[Operand, ...]:
-        """What the contenders take, in order."""
+        """The operands that the contenders take, in order."""
 
     @abc.abstractmethod
     def ours(self, *operands: jax.Array) -> jax.Array:
@@ -75,7 +75,7 @@ class Cell(abc.ABC):
 
     @abc.abstractmethod
     def to_torch(self, operands: Sequence[Any]) -> list[Any]:
-        """Rearrange tensors in JAX's layout as PyTorch is fastest with them."""
+        """Rearrange tensors from JAX's layout to the one that PyTorch runs fastest."""
 
     @abc.abstractmethod
     def from_torch(self, results: Sequence[Any]) -> list[Any]:
@@ -83,7 +83,7 @@ class Cell(abc.ABC):
 
     @abc.abstractmethod
     def tiny(self) -> "Cell":
-        """Return the like of it for a CPU."""
+        """Return a small cell of the same kind, for a CPU."""
 
     @property
     def has_gradients(self) -> bool:
@@ -107,8 +107,8 @@ class Cell(abc.ABC):
     def bytes(self, *, gradients: bool) -> int:
         """Memory traffic that no implementation can do without.
 
-        Each array is read or written once; a second time where the backward pass needs
-        it as well. What is saved for that pass beside the operands is not counted.
+        Each array is read or written once, and a second time if the backward pass needs
+        it as well. Other arrays that are saved for the backward pass are not counted.
         """
         sizes = [
             math.prod(x.shape) * jnp.dtype(x.dtype).itemsize for x in self.operands

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times how long plans take: built, from disk, and from the process's own cache.
+"""Times how long plans take: built, read from disk, or from the process's own cache.
 
     python -m benchmarks.plan_times --out docs/benchmarks
 
@@ -38,7 +38,7 @@ from jax_cudnn.lowering.devices import local_target
 
 _PAGE, _DATA = "plan_times.md", "plan_times.json"
 
-# How a plan is come by; the first two begin with an empty process.
+# Where a plan comes from. For the first two, the process starts without plans.
 COLD, DISK, PROCESS = "cold", "disk", "process"
 # What cuDNN has planned before in the process: libraries that its engines share
 # (cuBLASLt, the precompiled kernels) are opened for the first of a kind.
@@ -47,7 +47,7 @@ _STATES = {
     "other": "another kind",
     "same": "the same kind",
 }
-# A plan from disk may take this part of what building it takes.
+# A plan from disk may take at most this share of the time that building it takes.
 _GOAL = 0.05
 
 
@@ -115,7 +115,7 @@ def _plan_all(graphs: Sequence[str], ordinal: int) -> float:
 
 
 def work(names: Sequence[str], folder: str) -> dict[str, Any]:
-    """Plan workloads in order, with JAX and CUDA running and cuDNN not yet."""
+    """Plan workloads in order, with JAX and CUDA started, but not cuDNN."""
     local = local_target()
     if local is None:
         raise LibraryError("benchmarks.plan_times needs an NVIDIA GPU.")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How measurements are kept: JSON with a record on each line, so that changes read."""
+"""Writes measurements as JSON with one record per line, so that diffs are readable."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the reports of all benchmarks share: versions, and tables within a page."""
+"""Shared by the reports of all benchmarks: versions, and tables within a page."""
 
 import subprocess
 from pathlib import Path

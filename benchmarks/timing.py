@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times several functions side by side on one GPU, in alternating rounds.
 
-Each round calls each contender often enough to last a few tens of milliseconds, waits
-for the device once, and divides; contenders take turns within a round, in an order that
-rotates, so that drift of the machine meets all of them. Reported are the median over
-rounds and the median of the per-round ratio to one contender, with its range.
+In each round, each contender is called often enough to last a few tens of milliseconds,
+the device is waited for once, and the time is divided by the number of calls.
+Contenders take turns within a round, in an order that rotates, so that drift of the
+machine affects all of them. Reported are the median over rounds and the median of the
+per-round ratio to one contender, with its range.
 """
 
 import statistics

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch as a contender, where it is installed: arrays to and from JAX, and timing."""
+"""PyTorch as a contender, where it is installed: converts arrays, and times calls."""
 
 import importlib
 import os

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A batched matmul through engines compiled at run time, and through precompiled ones.
+"""Runs a batched matmul with engines compiled at run time, and with precompiled ones.
 
-Lists cuDNN's plans with their notes, restricts a call to either kind, compares both
-with jnp.matmul, and times them in turns. Without a GPU, XLA runs all three.
+Lists cuDNN's plans with their notes, restricts a call to either kind of engine,
+compares both results with jnp.matmul, and times them in turns. Without a GPU, XLA runs
+all three.
 """
 
 import statistics
@@ -42,7 +43,7 @@ else:
 
 
 def microseconds(function, calls=200):
-    """Return the time of a call among many in a row."""
+    """Return the mean time of a call, from many calls in a row."""
     start = time.perf_counter()
     for _ in range(calls):
         result = function(a, b)

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lowers a training step here for a GPU that is elsewhere, and runs it there.
+"""Lowers a training step on one machine for the GPU of another, and runs it there.
 
     python examples/export_for_another_gpu.py --write step.bin --device H200
     python examples/export_for_another_gpu.py --run step.bin      # on that GPU
 
-Writing needs no GPU: the cuDNN that is installed plans for the one that is named
-(without a GPU: pip install "jax_cudnn[gpuless]"). Its plans and their workspaces are
-part of the file, so cuDNN has to be of the same version where it runs: the program
-refuses another one. Running compares the results with those of XLA's own code.
+Writing needs no GPU: the installed cuDNN plans for the named GPU (without a GPU here:
+pip install "jax_cudnn[gpuless]"). The plans and their workspaces are part of the file,
+so the machine that runs the program needs the same version of cuDNN; the program
+refuses any other. Running compares the results with those of XLA's own code.
 """
 
 import argparse
@@ -25,8 +25,8 @@ Implementation = Literal["auto", "cudnn", "xla"]
 Parameters = dict[str, jax.Array]
 
 IMAGES, SIZE, CHANNELS, HEADS, CLASSES = 16, 16, 128, 4, 40
-# How far bf16 results may lie from one another, in norm; the reference's are up to
-# 9e-3 from f32.
+# How far two bf16 results may differ, in norm. The reference's results differ from f32
+# by up to 9e-3.
 ALLOWED = 3e-2
 
 

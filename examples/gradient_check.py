@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks the gradients of jax_cudnn.sdpa, case by case.
 
-First in f64, against central differences: the formula. Then, on an NVIDIA GPU, cuDNN's
-backward kernel in bf16 against the truth in f32: the kernel. Exits with 1 if one fails.
+The formula is checked in f64, against central differences. On an NVIDIA GPU, cuDNN's
+backward kernel is then checked in bf16, against the truth in f32. Exits with 1 if a
+check fails.
 """
 
 import argparse
@@ -18,8 +19,8 @@ import numpy as np
 
 import jax_cudnn
 
-# Central differences err by about STEP**2 from the step, and by the rounding of the
-# loss (some 1e-14) over STEP: together about 1e-9 here.
+# Central differences have an error of about STEP**2 from the step, and one of the
+# loss's rounding (some 1e-14) divided by STEP: together about 1e-9 here.
 STEP = 1e-5
 BOUND = 1e-7
 # How far cuDNN in bf16 may be from the truth, in units of XLA's own bf16 error.
@@ -57,7 +58,7 @@ CASES = (
 
 
 def operands(case: Case) -> tuple[list[np.ndarray], np.ndarray | None]:
-    """Return query, key, value and perhaps bias, and the mask; each row sees a key."""
+    """Return query, key, value, maybe a bias, and the mask; each row sees a key."""
     rng = np.random.default_rng(0)
     shapes = [
         (case.b, case.s, case.h, case.d),
@@ -103,7 +104,7 @@ def gradients(
 def central_differences(
     loss: Callable[..., jax.Array], arrays: list[np.ndarray]
 ) -> np.ndarray:
-    """Return the same from values alone, moving one number at a time."""
+    """Return the gradients by central differences, moving one number at a time."""
     sizes = [x.size for x in arrays]
 
     def at(flat: jax.Array) -> jax.Array:
@@ -142,7 +143,7 @@ def check_formula(case: Case) -> bool:
 def check_kernel(case: Case) -> bool:
     """Compare cuDNN's bf16 gradients with XLA's in f32; print a line."""
     arrays, mask = operands(case)
-    # What bf16 holds exactly, so that all start from the same numbers.
+    # Numbers that bf16 holds exactly, so that all dtypes start from the same numbers.
     arrays = [np.asarray(jnp.asarray(x, jnp.bfloat16), np.float64) for x in arrays]
     with jax.default_matmul_precision("highest"):
         truth = gradients(loss_of(case, mask, "xla"), arrays, jnp.float32)

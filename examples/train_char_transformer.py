@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a character transformer with jax_cudnn's attention: `make demo`.
 
-The text is the Python documentation that every Python carries (help topics and
-docstrings). On an NVIDIA GPU the model is larger, computes in bf16 and runs cuDNN's
-attention; on a CPU the same program takes about two minutes on two cores.
+The text is the documentation that comes with every Python (help topics and docstrings).
+On an NVIDIA GPU the model is larger, computes in bf16 and runs cuDNN's attention. On
+two CPU cores the same program takes about two minutes.
 """
 
 import argparse
@@ -110,7 +110,7 @@ class Corpus:
 
 
 def read_corpus() -> Corpus:
-    """Return the text without repeated paragraphs, which the topics are full of.
+    """Return the text without repeated paragraphs, of which the topics have many.
 
     Characters beyond ASCII, which are rare here, become question marks.
     """
@@ -134,7 +134,7 @@ def read_corpus() -> Corpus:
 
 
 def bigram_losses(corpus: Corpus) -> tuple[float, float]:
-    """Return what counting letters, and pairs of letters, achieves in validation."""
+    """Return the validation loss of counting letters, and of counting pairs of them."""
     size = len(corpus.alphabet)
     pairs = np.zeros((size, size))
     np.add.at(pairs, (corpus.train[:-1], corpus.train[1:]), 1)
@@ -415,7 +415,7 @@ def choose_settings(arguments: argparse.Namespace) -> Settings:
 def print_sample(
     model: Model, params: nnx.State, corpus: Corpus, settings: Settings, seed: int
 ) -> None:
-    """Continue the held-out text by what the model makes of it."""
+    """Continue the held-out text with characters drawn from the model."""
     window = jnp.asarray(corpus.validation[: settings.context])
     keys = jax.random.split(jax.random.key(seed), settings.sample_length)
     drawn = corpus.decode(np.asarray(jax.jit(model.generate)(params, window, keys)))

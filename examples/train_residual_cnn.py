@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trains a residual network on images of digits with jax_cudnn's convolutions.
 
-The 1797 images of 8 by 8 pixels are those that scikit-learn carries; every fifth one is
-held out. Each convolution is one kernel with its bias, its activation and, where a
-block ends, the skip connection. On an NVIDIA GPU it computes in bf16 and runs cuDNN; on
-a CPU the same program takes less than a minute on two cores.
+The 1797 images of 8 by 8 pixels come with scikit-learn; every fifth one is held out.
+Each convolution is one kernel with its bias, its activation and, where a block ends,
+the skip connection. On an NVIDIA GPU the program computes in bf16 and runs cuDNN. On
+two CPU cores it takes less than a minute.
 
-It needs scikit-learn beside Flax and optax: pip install ".[flax]" scikit-learn
+It needs scikit-learn besides Flax and optax: pip install ".[flax]" scikit-learn
 """
 
 import argparse

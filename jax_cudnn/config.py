@@ -28,7 +28,7 @@ NumericNote = Literal[
     "WINOGRAD_TILE_6x6",
 ]
 Note = BehaviorNote | NumericNote
-# By its name, one for each operand, or a jax.lax.DotAlgorithm.
+# A precision's name, two names (one for each operand), or a jax.lax.DotAlgorithm.
 MatmulPrecision = str | tuple[str, str] | Hashable | None
 _NOTES = (*get_args(BehaviorNote), *get_args(NumericNote))
 
@@ -37,31 +37,35 @@ _NOTES = (*get_args(BehaviorNote), *get_args(NumericNote))
 class PlanOptions:
     """Which of cuDNN's execution plans may run a call; hashable, checked when made.
 
-    cuDNN lists candidates for a graph: an engine each, with its knobs, its notes and a
-    workspace. The first that is allowed and builds is taken, or the measured one
-    (``plans.autotune``) if it is allowed. Where none is left, "auto" runs XLA and says
-    why, and "cudnn" raises.
+    cuDNN lists candidates for a graph. Each candidate is an engine with its knobs, its
+    notes and a workspace. The measured candidate (``plans.autotune``) is used if it is
+    allowed, otherwise the first one that is allowed and builds. If no candidate is
+    left, "auto" runs XLA and says why, and "cudnn" raises.
 
     Args:
-      heuristic_modes: which of cuDNN's lists are asked for candidates, in order: "A"
-        (its best guess), "B" (another one), "FALLBACK" (engines that work for much).
+      heuristic_modes: which of cuDNN's candidate lists to ask for, in order: "A" (its
+        best guess), "B" (another one), "FALLBACK" (engines that support many graphs).
         Default ("A", "FALLBACK").
-      workspace_limit_bytes: the most scratch memory of one kernel. Default None: any.
+      workspace_limit_bytes: the most scratch memory that one kernel may use. Default
+        None: any.
       deterministic: whether equal operands must give equal bits each time. Refuses
         the note "NONDETERMINISTIC", and asks for attention's deterministic gradient.
         Default False.
-      engines: the engine numbers allowed, as ``plans.inspect`` shows them. They differ
-        from operation to operation and between versions of cuDNN. Default None: all.
-      denied_engines: engine numbers that are not. Default none.
-      required_notes: notes that a candidate must have, each one, such as
+      engines: the numbers of the engines that are allowed, as ``plans.inspect`` shows
+        them. They differ between operations and between versions of cuDNN. Default
+        None: all.
+      denied_engines: the numbers of engines that are not allowed. Default none.
+      required_notes: notes that a candidate must have (all of them), such as
         "RUNTIME_COMPILATION" for engines that are compiled when planned. Default none.
-      refused_notes: notes that it must not have, such as "RUNTIME_COMPILATION",
-        "DOWN_CONVERT_INPUTS" or "REDUCED_PRECISION_REDUCTION". Default none.
+      refused_notes: notes that a candidate must not have, such as
+        "RUNTIME_COMPILATION", "DOWN_CONVERT_INPUTS" or "REDUCED_PRECISION_REDUCTION".
+        Default none.
 
     Raises:
-      ValueError: a field that is not as above, or fields that contradict each other.
+      ValueError: a field has a value other than described above, or fields contradict
+        each other.
 
-    The notes are cuDNN's, as in its
+    The notes are those of cuDNN's
     `backend API <https://docs.nvidia.com/deeplearning/cudnn/backend/latest/api/cudnn-graph-library.html>`_
     (``cudnnBackendBehaviorNote_t``, ``cudnnBackendNumericalNote_t``).
     """
@@ -154,15 +158,15 @@ class PlanOptions:
 
     @property
     def all_refused_notes(self) -> tuple[Note, ...]:
-        """The notes that are refused, that of ``deterministic`` among them."""
+        """The refused notes, including the one that ``deterministic`` refuses."""
         if not self.deterministic:
             return self.refused_notes
         return tuple(sorted({*self.refused_notes, "NONDETERMINISTIC"}))
 
     def to_request(self) -> str:
-        """Return the canonical text that the extension reads; "" where all is allowed.
+        """Return the canonical text that the extension reads; "" if all is allowed.
 
-        It stands in the compiled program in the place of a pinned plan.
+        In the compiled program, this text takes the place of a pinned plan.
         """
         if self == PlanOptions():
             return ""
@@ -182,12 +186,12 @@ def _hashable(value: object) -> object:
     try:
         hash(value)
     except TypeError:
-        return repr(value)  # which the checks refuse by its name
+        return repr(value)  # The checks refuse this text, and show it.
     return value
 
 
 def _set_fields(options: Any) -> str:
-    """Return the fields that differ from their defaults, as in a call."""
+    """Return the fields that differ from their defaults, written as a call."""
     default = type(options)()
     values = ((each.name, getattr(options, each.name)) for each in fields(options))
     changed = (f"{k}={v!r}" for k, v in values if v != getattr(default, k))
@@ -204,13 +208,13 @@ class Options:
 
     ``implementation``: "cudnn" runs cuDNN or raises; "xla" never touches cuDNN;
     "auto" runs cuDNN where it has a plan and XLA elsewhere, saying so.
-    ``plan`` says which of cuDNN's plans may run it. ``device`` names a GPU to plan for
-    that need not be here; None is the one that is.
+    ``plan`` says which of cuDNN's plans may run the graph. ``device`` names a GPU to
+    plan for, which need not be present; None means this machine's GPU.
     ``matmul_precision`` is the call's own, or ``jax.default_matmul_precision`` as it
-    was when the operation was traced; the reference is traced later, when that is no
-    longer in force.
-    ``remark`` says what of the call is not in the graph, for ``plans.inspect``. It is
-    part of what identifies the call and decides nothing.
+    was when the operation was traced. The reference is traced later, when that setting
+    is no longer in force.
+    ``remark`` says which part of the call is not in the graph, for ``plans.inspect``.
+    The remark is part of what identifies the call, but no decision depends on it.
     """
 
     implementation: Implementation = "auto"
@@ -231,7 +235,7 @@ class Options:
 
 
 def check_plan(plan: object) -> None:
-    """Raise TypeError unless it is a PlanOptions."""
+    """Raise TypeError unless ``plan`` is a PlanOptions."""
     if not isinstance(plan, PlanOptions):
         raise TypeError(
             f"plan={plan!r} is not a PlanOptions. Pass one, for example "

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exceptions that jax_cudnn raises, and how their messages are put together.
 
-``ValueError`` and ``TypeError`` say that the caller is wrong on every backend. The
-classes here say the rest: the request is right but cuDNN cannot serve it, or the
-environment (library, driver) failed.
+``ValueError`` and ``TypeError`` mean that the call is wrong on every backend. The
+classes here are for the other cases: the request is valid but cuDNN cannot serve it, or
+the environment (library, driver) failed.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class GraphError(ValueError):
 class UnsupportedError(NotImplementedError):
     """The request is valid, but cuDNN has no plan for it here.
 
-    ``reasons`` holds one sentence per failed condition; ``implementation="auto"`` or
+    ``reasons`` holds one sentence per failed condition. ``implementation="auto"`` or
     ``"xla"`` still computes the same result.
     """
 

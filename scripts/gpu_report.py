@@ -3,9 +3,9 @@
 
     python scripts/gpu_report.py [--out docs] [--again TEST...] [pytest arguments]
 
-The committed report is this script's output. With --again, only those tests run, and
-their results take the place of those in the report that is in the folder; each result
-says at which commit it was.
+The committed report is this script's output. With --again, only the named tests run.
+Their results replace those of the report that is already in the folder, and each result
+says at which commit it was measured.
 """
 
 import argparse
@@ -65,13 +65,13 @@ def environment() -> dict[str, str]:
     }
 
 
-# Many processes share the GPU, so none may take its memory in advance; and XLA's tuning
-# of the reference would take most of the time.
+# Many processes share the GPU, so none may take its memory in advance. XLA's tuning of
+# the reference is off, since it would take most of the time.
 _SHARED_GPU = {
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_gpu_autotune_level=0",
 }
-# These look at memory, threads and command buffers, and need the GPU to themselves.
+# These tests look at memory, threads and command buffers, and need the GPU alone.
 _ALONE = (
     "tests/gpu/test_sdpa_execution.py",
     "tests/gpu/test_sdpa_several_gpus.py",

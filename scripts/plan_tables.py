@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/benchmarks/plans.md: what choosing the plan is worth, in measured times.
 
-Puts its summary between the marks of docs/plans.md, too.
+It also writes the summary between the marks of docs/plans.md.
 
     python -m scripts.plan_tables              # from the data in docs/benchmarks
     python -m scripts.plan_tables --measure    # on an NVIDIA GPU: plans.json first

@@ -67,7 +67,7 @@ _NOTES = (
         "XLA converts the operands of 8 bits before the kernel",
     ),
 )
-# cuDNN gives a reason for each engine; these say only that an engine is another GPU's.
+# cuDNN gives a reason for each engine. These only say that an engine is for other GPUs.
 _UNTELLING = (
     r"only supported since|fortBackend\.is_|fort_device::|Unsupported node in the graph"
     r"|support this graph pattern at: true|Only GEMV"
@@ -100,7 +100,7 @@ class _Refusals:
 
 
 def _reason(verdict: Verdict) -> str:
-    """Return our reason, or the telling ones of cuDNN's first refusal, shortened."""
+    """Return our reason, or the informative ones of cuDNN's first refusal, short."""
     if verdict.reasons:
         return "; ".join(verdict.reasons)
     sentences, conditions = set[str](), set[str]()
@@ -109,7 +109,7 @@ def _reason(verdict: Verdict) -> str:
         if not re.search(_UNTELLING, text):
             sentence, at, _ = text.partition(" at: ")
             (sentences if at else conditions).add(" ".join(sentence.split()))
-    # A condition of cuDNN's source says something only where it is short.
+    # A condition from cuDNN's source code is informative only if it is short.
     told = sorted(sentences) + sorted(each for each in conditions if len(each) < 40)
     return "cuDNN: " + ("; ".join(f"`{each}`" for each in told) or _NOTHING)
 

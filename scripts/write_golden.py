@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the golden graph files that hold Python and C++ to the same JSON bytes.
+"""Writes the golden graph files, which hold Python and C++ to the same JSON bytes.
 
 Run from the repository's root, and only when the schema changes or a node is added:
 `python -m scripts.write_golden`. A golden file is never changed otherwise.
@@ -24,7 +24,7 @@ _LENGTHS = ("query_lengths", "key_lengths")
 
 
 def golden_graphs() -> dict[str, Graph]:
-    """Return the graphs by file name: each node at its least and at its fullest."""
+    """Return the graphs by file name: each node in its smallest and fullest form."""
     plain = attention_graph(dtype="bf16", with_stats=True)
     full = attention_graph(
         dtype="f16",

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the attention tests share: NumPy's answer in float64, graphs, drawn cases.
+"""Shared by the attention tests: NumPy's answer in float64, graphs, drawn cases.
 
-`numpy_attention` and `numpy_gradients` are written as loops over rows, from the formula
-in the docstring of `jax_cudnn.sdpa`, and share no code and no trick with the package.
+`numpy_attention` and `numpy_gradients` are loops over rows, written from the formula in
+the docstring of `jax_cudnn.sdpa`. They share no code and no trick with the package.
 """
 
 import dataclasses

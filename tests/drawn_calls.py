@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Small random calls of every operation, each beside what it means in plain jax.numpy.
+"""Small random calls of every operation, each with its meaning in plain jax.numpy.
 
-For f64, where derivatives of both can be told from rounding errors. (The calls of
-random_convs.py and random_matmuls.py are as large as on a GPU, in its dtypes.)
+The calls are in f64, where an error in a derivative is larger than rounding errors.
+(The calls of random_convs.py and random_matmuls.py have the sizes and dtypes of
+calls on a GPU.)
 """
 
 import math

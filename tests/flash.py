@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention as a flash kernel computes it, in NumPy, for graphs that are rewritten.
 
-The reference is the meaning of a graph; a kernel has its own arithmetic. It keeps
-scores times log2(e) in f32, computes probabilities again from the log-sum-exp, takes
-delta from the output that it is given, rounds what it multiplies to the operands' dtype
-and leaves NaN where lengths hide rows. It shares no code with the package.
+The reference is the meaning of a graph, but a kernel has its own arithmetic. A kernel
+keeps scores times log2(e) in f32, computes probabilities again from the log-sum-exp,
+takes delta from the output that it is given, rounds its factors to the operands' dtype,
+and leaves NaN where lengths hide rows. This module shares no code with the package.
 """
 
 from collections.abc import Sequence

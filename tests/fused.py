@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the tests of conv and matmul share: closeness, jaxprs read as graphs, a loop."""
+"""Shared by the tests of conv and matmul: closeness, graphs in jaxprs, a loop."""
 
 import functools
 import itertools

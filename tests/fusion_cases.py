@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The calls of conv and matmul whose graphs are planned without a GPU.
 
-Read by the gpuless tests and by scripts/support_table.py. No array is made: operands
-are shapes. Sizes differ from one another and are odd where nothing hangs on them;
-channels are multiples of 16, which every engine takes, but in the cases that are about
-channels.
+The gpuless tests and scripts/support_table.py read them. No array is made: operands are
+shapes. Sizes differ from one another, and are odd where the size does not matter.
+Channels are multiples of 16, which every engine takes, except in the cases that are
+about channels.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the calls of tests/fusion_cases.py mean, written in jax.lax and jax.numpy."""
+"""The meaning of the calls of tests/fusion_cases.py, in jax.lax and jax.numpy."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a module of scripts/, which is no package that could be imported here."""
+"""Loads a module of scripts/, which is not a package and cannot be imported here."""
 
 import importlib.util
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The snippets of a page of docs/: which there are, and what they do when they run."""
+"""Finds the snippets of a page of docs/, runs them, and returns their outcomes."""
 
 import json
 import os

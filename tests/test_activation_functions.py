@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is an activation given as a function that function, in the kernel or behind it?"""
+"""Does an activation given as a function keep its meaning, in and after the kernel?"""
 
 import functools
 import re

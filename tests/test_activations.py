@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is an activation in a graph what JAX computes and differentiates, named or traced?"""
+"""Do activations in a graph, named or traced, have JAX's values and derivatives?"""
 
 import functools
 from typing import Any

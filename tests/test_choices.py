@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do choices files read back what was written, and refuse what is not one?"""
+"""Is a choices file read back as it was written, and is any other file refused?"""
 
 import json
 import subprocess

@@ -3,9 +3,10 @@
 
 Random calls (drawn_calls.py) are differentiated in both modes and twice, with vmaps
 inside and outside of the differentiation, over random operands, tangents and
-cotangents. The truth is the call in plain jax.numpy: its finite differences are what
-forward mode gives, gradients are the adjoint of that, and two modes nested in any order
-give its curvature. What cuDNN would run is computed as well, by the reference.
+cotangents. The truth is the call in plain jax.numpy. Forward mode has to give its
+finite differences, gradients have to be the adjoint of forward mode, and two modes
+nested in any order have to give its curvature. The graphs that cuDNN would run are
+evaluated as well, by the reference.
 """
 
 from collections.abc import Callable, Sequence

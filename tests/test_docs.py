@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is what docs/plans.md and docs/performance.md show true on a machine without a GPU?
+"""Are the outputs in docs/plans.md and docs/performance.md true without a GPU?
 
-tests/gpu/test_docs.py runs the same snippets on a GPU. Those of README.md are in
-test_examples.py, those of docs/flax.md in test_flax.py.
+tests/gpu/test_docs.py runs the same snippets on a GPU. test_examples.py runs those of
+README.md, and test_flax.py those of docs/flax.md.
 """
 
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do conv, matmul, dot_general and sdpa take and give what JAX's own functions do?"""
+"""Do conv, matmul, dot_general and sdpa take and return what JAX's functions do?"""
 
 import functools
 import inspect

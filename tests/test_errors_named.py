@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does every refusal name the function that was called and the argument that was wrong?
 
-A table of arguments that are wrong in a systematic way, for each public function and
-layer. What the messages say besides is in the other tests/test_errors_*.py.
+A table has systematically wrong arguments for each public function and layer. The other
+tests/test_errors_*.py check the rest of the messages.
 """
 
 import math

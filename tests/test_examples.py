@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs each example on the CPU as a user would, and reads what it prints."""
+"""Does each example, run on the CPU as by a user, print what it should?"""
 
 import os
 import re

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does `plans.explain` say of refusals, and try? cuDNN's answers are made up.
+"""What does `plans.explain` say about refusals, and which changes does it try?
 
-tests/gpuless/test_explain.py asks the real cuDNN.
+cuDNN's answers are made up here; tests/gpuless/test_explain.py asks the real cuDNN.
 """
 
 import argparse

@@ -2,7 +2,7 @@
 """Does folding vmap's examples into the batch axis keep the meaning, for every subset?
 
 NumPy's answer for each example alone is compared with NumPy's answer for the folded
-graph, so that nothing but the fold itself is in question.
+graph, so that only the fold itself is tested.
 """
 
 import functools

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the graph that cuDNN gets mean the same as the one that the user wrote?
 
-The one is evaluated by the reference, the other as a flash kernel computes it, in f32
-so that little rounding hides a mistake; the refusal of f32 is switched off for that.
-That cuDNN takes the graphs is asked of cuDNN itself, in tests/gpuless and tests/gpu.
+The user's graph is evaluated by the reference, and cuDNN's graph as a flash kernel
+computes it. Both are in f32, so that rounding hides few mistakes; the refusal of f32 is
+switched off for this. Whether cuDNN takes the graphs is asked of cuDNN itself, in
+tests/gpuless and tests/gpu.
 """
 
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `plans.log` switch on and off what it says, and leave the rest of logging be?"""
+"""Does `plans.log` switch its own lines on and off, and leave other logging alone?"""
 
 import logging
 from collections.abc import Iterator

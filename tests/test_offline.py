@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPUs by their names, and the process that plans for them, with no cuDNN anywhere."""
+"""Are GPUs found by name, and does the planning process work, without any cuDNN?"""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plans may run: options of a call, and scopes that jit's cache sees."""
+"""Do the options of a call, and scopes in jit's cache key, say which plans may run?"""
 
 import dataclasses
 import json

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the jax.numpy attention mean what its docstring says, and its gradients too?
 
-Answers come from loops over rows in NumPy (tests/attention.py), from
-`jax.nn.dot_product_attention` where both mean the same, and from finite differences.
+It is compared with loops over rows in NumPy (tests/attention.py), with
+`jax.nn.dot_product_attention` where both mean the same, and with finite differences.
 """
 
 import functools

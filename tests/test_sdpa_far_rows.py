@@ -3,9 +3,9 @@
 
 Padding is often hidden by a bias of -1e9 or finfo.min for whole rows. The log-sum-exp
 of such a row has no digits left for the number of its keys. The truth is the softmax of
-the scores as f32 has them, and its gradient, in float64 NumPy (tests/attention.py); the
-reference has to give it, and so has a rewritten graph in a flash kernel's arithmetic
-(tests/flash.py).
+the scores as rounded to f32, and its gradient, in float64 NumPy (tests/attention.py).
+The reference has to give this, and so has a rewritten graph in a flash kernel's
+arithmetic (tests/flash.py).
 """
 
 import functools

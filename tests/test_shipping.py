@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do save, load and warmup handle the plans of a function, all of them, and no others?
+"""Do save, load and warmup handle all plans of a function, and no others?
 
 cuDNN is a stand-in here; tests/gpuless and tests/gpu ask the real one.
 """

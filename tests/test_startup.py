@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do importing and the doctor say where the package or JAX is not whole?
+"""What do importing and the doctor say if the package or JAX is incomplete?
 
-Each test runs a copy of the package as Python finds it, in a process of its own.
+Each test runs a copy of the package, found by Python's import, in its own process.
 """
 
 import json

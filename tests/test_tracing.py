@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `plans` find the calls of whatever can be called, as calling it makes them?"""
+"""Does `plans` find the calls of every kind of callable, just as calling makes them?"""
 
 import functools
 from collections.abc import Callable, Iterator

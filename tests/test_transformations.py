@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do all of JAX's transformations hold for attention, and at what cost in graphs?
 
-Values are compared with an attention written in jax.numpy below, or with the same
-function applied without the transformation.
+Values are compared with an attention written in jax.numpy below, or with those of the
+same function without the transformation.
 """
 
 import functools

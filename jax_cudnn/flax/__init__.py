@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""jax_cudnn's operations for Flax (nnx and linen): as functions, and as layers."""
+"""jax_cudnn's operations for Flax (nnx and linen), as functions and as layers."""
 
 try:
     import flax as _flax  # noqa: F401

@@ -28,13 +28,13 @@ Einsum = Callable[..., jax.Array]
 class AttentionFn:
     """Attention as Flax's layers call it, run by `jax_cudnn.sdpa`.
 
-    Hashable, and equal where the settings are equal, so that a layer built anew with
-    it compiles nothing anew.
+    Hashable, and equal where the settings are equal, so that a layer that is built
+    again with equal settings is not compiled again.
 
     Attributes:
       implementation: as in `jax_cudnn.sdpa`.
-      is_causal: whether every call is causal. For linen, whose layers have no such
-        argument; nnx's take `is_causal` in each call.
+      is_causal: whether every call is causal. This is for linen, whose layers have no
+        such argument; nnx's layers take `is_causal` in each call.
     """
 
     implementation: Implementation = "auto"
@@ -48,9 +48,9 @@ class AttentionFn:
                 "or False, since it is part of the compiled program."
             )
 
-    # The names and their order are Flax's: nnx passes by keyword, linen passes those
-    # of its keywords that it finds in this signature and drops the others, so a name
-    # missing here would be an option silently ignored.
+    # The names and their order are Flax's. nnx passes everything by keyword. linen
+    # passes only the keywords that it finds in this signature, so an option whose name
+    # is missing here would be ignored silently.
     def __call__(
         self,
         query: ArrayLike,
@@ -74,7 +74,7 @@ class AttentionFn:
         attn_weights_value_einsum: Einsum | None = None,
         input_positions: ArrayLike | None = None,
     ) -> jax.Array:
-        r"""Return the attention of each query over the keys it may see.
+        r"""Return the attention of each query over the keys that it may see.
 
         .. math::
 
@@ -91,33 +91,34 @@ class AttentionFn:
           query: (..., s, h, d).
           key: (..., t, k, d), where k divides h.
           value: (..., t, k, e).
-          bias: numbers, broadcast to (..., h, s, t), are added to the scaled scores.
+          bias: numbers that broadcast to (..., h, s, t), added to the scaled scores.
             Default None: nothing added.
-          mask: bool or numbers, broadcast to (..., h, s, t); a query sees the keys
-            where it is not 0. Default None: all of them.
+          mask: bool or numbers that broadcast to (..., h, s, t); a query sees the keys
+            where the mask is not 0. Default None: all keys.
           broadcast_dropout: whether all batch entries and heads drop the same weights.
-          dropout_rng: the key for dropout.
+          dropout_rng: the random key for dropout.
           dropout_rate: the share of weights that is dropped, unless `deterministic`.
-            A rate above 0 in effect makes Flax compute the attention. Default 0.
+            If dropout is in effect, with a rate above 0, Flax computes the attention.
+            Default 0.
           deterministic: whether dropout is off. Default False.
           dtype: what query, key and value are converted to. Default None: the dtype
             they promote to together.
-          precision: of the products, as in `jax.lax.dot_general`. Up to the highest,
-            it makes no difference to bf16, f16 and f64 operands; other values than
-            the default for f32 operands, and algorithm presets, make Flax compute
-            the attention.
-          module: a Flax module that is to be given the attention weights (`sow`).
-            Makes Flax compute the attention, as a fused kernel has no weights to
-            give. Default None.
+          precision: precision of the products, as in `jax.lax.dot_general`. For bf16,
+            f16 and f64 operands, no precision up to the highest makes a difference.
+            Flax computes the attention for f32 operands with a value other than the
+            default, and for any algorithm preset.
+          module: a Flax module that is to be given the attention weights (`sow`). If
+            it is given, Flax computes the attention, since a fused kernel has no
+            weights to give. Default None.
           promote_dtype: nnx's replacement of the conversion to `dtype`; takes a tuple
             of arrays and `dtype`, and returns a tuple.
           is_causal: whether query s sees keys 0 to s only. Default False.
-          force_fp32_for_softmax: linen's switch. The softmax is in f32 either way; if
+          force_fp32_for_softmax: linen's switch. The softmax is in f32 either way. If
             set, the result is f32 too, as linen's is.
-          einsum_dot_general: replaces the products in linen's attention; makes Flax
-            compute it. So do `qk_attn_weights_einsum`, `attn_weights_value_einsum`.
-          qk_attn_weights_einsum: see above.
-          attn_weights_value_einsum: see above.
+          einsum_dot_general: replaces the products in linen's attention. If it is
+            given, Flax computes the attention. The same holds for the next two.
+          qk_attn_weights_einsum: see `einsum_dot_general`.
+          attn_weights_value_einsum: see `einsum_dot_general`.
           input_positions: refused; see Raises.
 
         Returns:
@@ -125,15 +126,15 @@ class AttentionFn:
 
         Raises:
           ValueError: shapes that do not fit; a causal call with one query and several
-            keys; `input_positions`, which only a rotary embedding has a use for; an
-            nnx `module` together with one of linen's options.
+            keys; `input_positions`, which only a rotary embedding can use; an nnx
+            `module` together with one of linen's options.
           TypeError: dtypes that `jax_cudnn.sdpa` does not take.
           UnsupportedError: `implementation="cudnn"` and the call asks for something
             that only Flax computes, or (when compiled for a GPU) cuDNN has no plan.
 
         Notes:
-          A query that sees no key gives 0 here; Flax gives the mean of all values.
-          Calls that Flax computes follow Flax in this too.
+          A query that sees no key gives 0 here, where Flax gives the mean of all
+          values. Calls that Flax computes give Flax's result in this case too.
 
         Example:
           >>> import jax, jax.numpy as jnp
@@ -176,15 +177,16 @@ attention_fn = AttentionFn()
 def make_attention_fn(
     *, implementation: Implementation = "auto", is_causal: bool = False
 ) -> AttentionFn:
-    """Return an `attention_fn` with other settings than the default one.
+    """Return an `attention_fn` with settings other than the defaults.
 
     Args:
-      implementation: as in `jax_cudnn.sdpa`. "auto" (default): cuDNN where it can,
-        XLA elsewhere, Flax for what only Flax computes (both say so once at INFO, by
-        the logger "jax_cudnn"). "cudnn": raises in both cases. "xla": never cuDNN.
-      is_causal: whether every call is causal: the way to a causal kernel from linen,
-        whose layers can only pass a mask. Default False: as each call says. Not for
-        `decode=True`, where the layer's own mask does it.
+      implementation: as in `jax_cudnn.sdpa`. "auto" (default): cuDNN where it has a
+        plan, XLA elsewhere, and Flax for what only Flax computes (the logger
+        "jax_cudnn" says so once at INFO in the last two cases). "cudnn": raises in
+        these two cases. "xla": never cuDNN.
+      is_causal: whether every call is causal. This is the way to a causal kernel from
+        linen, whose layers can only pass a mask. Default False: as each call says. Not
+        for `decode=True`, where the layer's own mask hides later keys.
 
     Returns:
       An `AttentionFn`, for the `attention_fn` argument of Flax's attention layers.
@@ -259,7 +261,7 @@ def _scores_like(
 
 
 def _fold_scores_like(x: jax.Array | None, scores: tuple[int, ...]) -> jax.Array | None:
-    """Merge the batch axes of what broadcasts to the scores, keeping its other 1s."""
+    """Merge the batch axes of a bias or mask; its other axes of size 1 are kept."""
     if x is None:
         return None
     rank = len(scores) - 3
@@ -275,7 +277,7 @@ def _promote(
     dtype: DTypeLike | None,
     promote_dtype: Callable[..., Any] | None,
 ) -> tuple[jax.Array, ...]:
-    """Convert query, key and value to one dtype, as the calling layer wants it."""
+    """Convert query, key and value to one dtype, in the way the calling layer asks."""
     arrays = tuple(
         as_operand("attention_fn", name, x)
         for name, x in zip(("query", "key", "value"), arrays, strict=True)

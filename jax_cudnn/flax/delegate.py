@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention that only Flax computes: decides which calls these are, and makes them."""
+"""Decides which attention calls only Flax can compute, and passes them to Flax."""
 
 import functools
 import logging
@@ -29,7 +29,7 @@ _ADVICE = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """What a Flax layer asks of its attention beside query, key and value.
+    """The arguments of a Flax layer's attention besides query, key and value.
 
     ``dropout_rate`` is 0 where dropout is not in effect. The rest is as in
     `AttentionFn.__call__`.
@@ -50,7 +50,7 @@ class Request:
 
 
 def reasons_for_flax(request: Request, dtype: jnp.dtype) -> tuple[str, ...]:
-    """Return why Flax must compute this attention; nothing where `sdpa` can."""
+    """Return why Flax must compute this attention; empty where `sdpa` can."""
     reasons: list[str] = []
     if request.dropout_rate > 0:
         reasons.append(
@@ -68,7 +68,7 @@ def reasons_for_flax(request: Request, dtype: jnp.dtype) -> tuple[str, ...]:
 
 
 def _is_met(precision: Any, dtype: jnp.dtype) -> bool:
-    """Whether products as `sdpa` makes them have at least this precision."""
+    """Whether the products in `sdpa` have at least this precision."""
     if precision is None:
         return True
     if isinstance(precision, tuple | list):
@@ -89,7 +89,7 @@ def attend_with_flax(
     reasons: tuple[str, ...],
     implementation: Implementation,
 ) -> jax.Array:
-    """Return Flax's own attention of this call, or refuse if cuDNN was asked for."""
+    """Run Flax's own attention, or raise UnsupportedError if cuDNN was asked for."""
     if implementation == "cudnn":
         raise UnsupportedError(
             "attention_fn: cuDNN cannot run this attention:", reasons, _ADVICE
@@ -103,7 +103,7 @@ def attend_with_flax(
 
 
 def _refuse_linen_options(request: Request) -> None:
-    """Refuse what nnx's attention does not take; nnx's own layer never passes it."""
+    """Refuse options that nnx's attention lacks; nnx's own layer never passes any."""
     names = [n for n in (*_EINSUMS, "force_fp32_for_softmax") if getattr(request, n)]
     if names:
         raise ValueError(
@@ -119,7 +119,7 @@ def _say_once(reasons: tuple[str, ...]) -> None:
 
 
 def _by_nnx(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax.Array:
-    """Let nnx compute it, which sows into nnx modules."""
+    """Run nnx's attention, which can sow into nnx modules."""
     return nnx.dot_product_attention(
         q,
         k,
@@ -135,9 +135,10 @@ def _by_nnx(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax.A
 
 
 def _by_linen(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax.Array:
-    """Let linen compute it, which takes all the rest; it knows neither GQA nor causal.
+    """Run linen's attention, which takes all other options, but not GQA or causality.
 
-    nnx's own would not do here: without a module to sow into it ignores `precision`.
+    nnx's attention would not do here: without a module to sow into, it ignores
+    `precision`.
     """
     group = q.shape[-2] // max(k.shape[-2], 1)
     if group > 1:
@@ -161,7 +162,7 @@ def _by_linen(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax
 
 
 def _visible(q: jax.Array, k: jax.Array, request: Request) -> jax.Array | None:
-    """Return the mask with causality in it, as Flax's functions take it."""
+    """Return the mask combined with the causal mask, as Flax's functions take it."""
     mask = None if request.mask is None else request.mask != 0
     if not request.is_causal:
         return mask

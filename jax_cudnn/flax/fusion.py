@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes Flax's own layer code compute product, bias and what follows in one kernel.
+"""Runs Flax's own layer code with product, bias, residual and activation in one kernel.
 
-Geometry, parameters and dtypes stay Flax's: its `__call__` runs, on a stand-in that
-hands it another product and hides the bias from it.
+Flax still decides geometry, parameters and dtypes: its `__call__` runs on a stand-in
+for the layer, which gives it another product and hides the bias from it.
 """
 
 import inspect
@@ -20,7 +20,7 @@ from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import as_operand, refuse_out_sharding
 from jax_cudnn.ops.callers import on_behalf_of
 
-# What a layer calls the operands of its product.
+# For each product, a layer's own names of the product's operands.
 _ARGUMENTS = {
     "conv": {"lhs": "inputs", "rhs": "kernel"},
     "dot_general": {"lhs": "inputs", "rhs": "kernel"},
@@ -29,7 +29,7 @@ _ARGUMENTS = {
 
 @dataclass(kw_only=True, slots=True)
 class FusedProduct:
-    """The product of one call of a layer, with all that belongs in its kernel.
+    """The product of one call of a layer, with everything that goes into its kernel.
 
     Stands in for `jax.lax.conv_general_dilated` or `jax.lax.dot_general`. ``bias`` is
     set when the layer promotes its parameters, before it calls the product.
@@ -53,7 +53,7 @@ class FusedProduct:
         refuse_out_sharding(self.layer, out_sharding)
         dtype = preferred_element_type
         if dtype is not None and self.bias is not None:
-            # What adding the bias to the product would give.
+            # The dtype that adding the bias to the product would give.
             dtype = jnp.promote_types(dtype, self.bias.dtype)
         op = self.product.__name__
         with on_behalf_of(self.layer, op, **_ARGUMENTS[op]):
@@ -69,7 +69,7 @@ class FusedProduct:
 
 
 class _StandIn:
-    """Reads as a layer does, but for the attributes that are given here."""
+    """Has the attributes of a layer, except for those that are given here."""
 
     def __init__(self, layer: object, changes: dict[str, Any]) -> None:
         vars(self).update(changes, _layer=layer)
@@ -81,11 +81,11 @@ class _StandIn:
 def call_with(
     flax_class: type, layer: object, *arguments: Any, **changes: Any
 ) -> jax.Array:
-    """Run the `__call__` of Flax's class as if these attributes of the layer differed.
+    """Run the `__call__` of Flax's class with these attributes of the layer changed.
 
-    Flax's method as it was written, without what linen wraps around it: the layer's own
-    `__call__` has been through that already. Another module in its place would have its
-    intermediates recorded and interceptors run a second time.
+    This runs the method as Flax wrote it, without linen's wrapper, which the layer's
+    own `__call__` has passed through already. With a real module instead of the
+    stand-in, intermediates would be recorded and interceptors run a second time.
     """
     return inspect.unwrap(flax_class.__call__)(_StandIn(layer, changes), *arguments)
 
@@ -95,7 +95,7 @@ def fold_residual(
 ) -> jax.Array | None:
     """Merge the residual's batch axes into one, as Flax's Conv does with its inputs.
 
-    The inputs have `shape`, the last `space` axes of which are no batch axes.
+    The inputs have `shape`, whose last `space` axes are not batch axes.
     """
     if residual is None:
         return None
@@ -118,7 +118,7 @@ def fold_residual(
 
 
 def refuse_replacements(layer: str, names: list[str]) -> None:
-    """Raise ValueError for another product in a layer that is made of its own."""
+    """Raise ValueError if a product is passed to a layer that has its own."""
     if names:
         raise ValueError(
             f"{layer}: {', '.join(names)} was passed. This layer runs jax_cudnn's own "

@@ -30,9 +30,10 @@ class Conv(linen.Conv):
         \mathrm{output} = \mathrm{activation}(x * \mathrm{kernel} + \mathrm{bias}
             + \mathrm{residual})
 
-    A subclass of linen's layer with the same parameters, so that its checkpoints load
-    and its own code works out padding, dilation, masks, batch axes and dtypes. Sums,
-    and what follows them, are kept in f32 (f64 for f64) and rounded once.
+    A subclass of linen's layer with the same parameters, so that linen's checkpoints
+    load and linen's own code works out padding, dilation, masks, batch axes and dtypes.
+    Sums, and the values computed from them, are kept in f32 (f64 for f64) and rounded
+    once.
 
     Attributes:
       activation: as in `jax_cudnn.conv`: a name such as "relu", or a function
@@ -58,13 +59,13 @@ class Conv(linen.Conv):
     def __call__(
         self, inputs: jax.Array, *, residual: ArrayLike | None = None
     ) -> jax.Array:
-        r"""Return the activation of convolution, bias and residual.
+        r"""Return the activation of the sum of convolution, bias and residual.
 
         Args:
           inputs: (..., \*y, c), with any number of batch axes, spatial axes y and c in
             channels.
-          residual: floats that broadcast to the result, added before the activation in
-            the kernel's f32. Default None: nothing added.
+          residual: floats that broadcast to the result, added in f32 within the kernel,
+            before the activation. Default None: nothing added.
 
         Returns:
           (..., \*y, o), of the dtype in which linen's layer returns it.
@@ -96,8 +97,8 @@ class Dense(linen.Dense):
         \mathrm{output} = \mathrm{activation}(x\, \mathrm{kernel} + \mathrm{bias}
             + \mathrm{residual})
 
-    A subclass of linen's layer with the same parameters. Sums, and what follows them,
-    are kept in f32 (f64 for f64) and rounded once.
+    A subclass of linen's layer with the same parameters. Sums, and the values
+    computed from them, are kept in f32 (f64 for f64) and rounded once.
 
     Attributes:
       activation: as in `jax_cudnn.conv`. Default None: none.
@@ -121,12 +122,12 @@ class Dense(linen.Dense):
     def __call__(
         self, inputs: jax.Array, *, residual: ArrayLike | None = None
     ) -> jax.Array:
-        """Return the activation of product, bias and residual.
+        """Return the activation of the sum of product, bias and residual.
 
         Args:
           inputs: (..., c), with c in features.
-          residual: floats that broadcast to the result, added before the activation in
-            the kernel's f32. Default None: nothing added.
+          residual: floats that broadcast to the result, added in f32 within the kernel,
+            before the activation. Default None: nothing added.
 
         Returns:
           (..., o), of the dtype in which linen's layer returns it.
@@ -162,8 +163,8 @@ def _call(
     )
 
     def promote_dtype(x: Any, kernel: Any, _: None, **options: Any) -> tuple[Any, ...]:
-        # Made here, after the kernel, as linen makes it: each parameter takes the next
-        # of the layer's random keys.
+        # The bias is made here, after the kernel, in linen's order: each parameter
+        # takes the next of the layer's random keys.
         bias = None
         if layer.use_bias:
             shape = (layer.features,)

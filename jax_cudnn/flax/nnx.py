@@ -31,12 +31,12 @@ class Conv(nnx.Conv):
         \mathrm{output} = \mathrm{activation}(x * \mathrm{kernel} + \mathrm{bias}
             + \mathrm{residual})
 
-    A subclass of nnx's layer with the same parameters, so that its checkpoints load and
-    its own code works out padding, dilation, masks, batch axes and dtypes. Sums, and
-    what follows them, are kept in f32 (f64 for f64) and rounded once.
+    A subclass of nnx's layer with the same parameters, so that nnx's checkpoints load
+    and nnx's own code works out padding, dilation, masks, batch axes and dtypes. Sums,
+    and the values computed from them, are kept in f32 (f64 for f64) and rounded once.
 
     Args:
-      in_features: as in `flax.nnx.Conv`, and so are the next three.
+      in_features: as in `flax.nnx.Conv`, like the next three.
       out_features: see there.
       kernel_size: see there.
       strides: see there.
@@ -61,8 +61,8 @@ class Conv(nnx.Conv):
       (2, 8, 8, 16)
     """
 
-    # The other options are not spelled out: they are those of the Flax installed, which
-    # gains some from version to version.
+    # The other options are not spelled out: they are those of the installed Flax, and
+    # new versions of Flax add some.
     def __init__(
         self,
         in_features: int,
@@ -92,14 +92,14 @@ class Conv(nnx.Conv):
         *,
         residual: ArrayLike | None = None,
     ) -> jax.Array:
-        r"""Return the activation of convolution, bias and residual.
+        r"""Return the activation of the sum of convolution, bias and residual.
 
         Args:
           inputs: (..., \*y, c), with any number of batch axes, spatial axes y and c in
             channels.
           out_sharding: must be None.
-          residual: floats that broadcast to the result, added before the activation in
-            the kernel's f32. Default None: nothing added.
+          residual: floats that broadcast to the result, added in f32 within the kernel,
+            before the activation. Default None: nothing added.
 
         Returns:
           (..., \*y, o), of the dtype in which nnx's layer returns it.
@@ -107,7 +107,7 @@ class Conv(nnx.Conv):
         Raises:
           ValueError: an unknown activation; a residual that does not broadcast.
           TypeError: dtypes that `jax_cudnn.conv` does not take.
-          UnsupportedError: as `jax_cudnn.conv`; and `out_sharding` is given.
+          UnsupportedError: as `jax_cudnn.conv`; or `out_sharding` is given.
           LibraryError: as `jax_cudnn.conv`.
         """
         inputs = as_operand("Conv", "inputs", inputs)
@@ -132,8 +132,8 @@ class Linear(nnx.Linear):
         \mathrm{output} = \mathrm{activation}(x\, \mathrm{kernel} + \mathrm{bias}
             + \mathrm{residual})
 
-    A subclass of nnx's layer with the same parameters. Sums, and what follows them, are
-    kept in f32 (f64 for f64) and rounded once.
+    A subclass of nnx's layer with the same parameters. Sums, and the values
+    computed from them, are kept in f32 (f64 for f64) and rounded once.
 
     Args:
       in_features: as in `flax.nnx.Linear`.
@@ -179,13 +179,13 @@ class Linear(nnx.Linear):
         *,
         residual: ArrayLike | None = None,
     ) -> jax.Array:
-        """Return the activation of product, bias and residual.
+        """Return the activation of the sum of product, bias and residual.
 
         Args:
           inputs: (..., c), with c in features.
           out_sharding: must be None.
-          residual: floats that broadcast to the result, added before the activation in
-            the kernel's f32. Default None: nothing added.
+          residual: floats that broadcast to the result, added in f32 within the kernel,
+            before the activation. Default None: nothing added.
 
         Returns:
           (..., o), of the dtype in which nnx's layer returns it.
@@ -193,7 +193,7 @@ class Linear(nnx.Linear):
         Raises:
           ValueError: an unknown activation; a residual that does not broadcast.
           TypeError: dtypes that `jax_cudnn.matmul` does not take.
-          UnsupportedError: as `jax_cudnn.matmul`; and `out_sharding` is given.
+          UnsupportedError: as `jax_cudnn.matmul`; or `out_sharding` is given.
           LibraryError: as `jax_cudnn.matmul`.
         """
         inputs = as_operand("Linear", "inputs", inputs)

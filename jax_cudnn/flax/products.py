@@ -22,8 +22,8 @@ from jax_cudnn.ops.dot_general import dot_general as fused_dot_general
 class ConvGeneralDilated:
     """A convolution as Flax's layers call it, run by `jax_cudnn.conv`.
 
-    Hashable, and equal where the settings are equal, so that a layer built anew with
-    it compiles nothing anew.
+    Hashable, and equal where the settings are equal, so that a layer that is built
+    again with equal settings is not compiled again.
 
     Attributes:
       implementation: as in `jax_cudnn.conv`.
@@ -56,7 +56,7 @@ class ConvGeneralDilated:
         Args:
           lhs: the images, in the layout of `dimension_numbers`.
           rhs: the filters, of lhs's dtype.
-          window_strides: as in `jax_cudnn.conv`, and so are all up to
+          window_strides: as in `jax_cudnn.conv`, like all arguments up to
             `preferred_element_type`.
           padding: see there.
           lhs_dilation: see there.
@@ -66,14 +66,14 @@ class ConvGeneralDilated:
           batch_group_count: see there.
           precision: see there.
           preferred_element_type: see there.
-          out_sharding: must be None, which nnx's layers pass.
+          out_sharding: must be None, the value that nnx's layers pass.
 
         Returns:
           The result, in the layout of `dimension_numbers`.
 
         Raises:
           ValueError, TypeError, LibraryError: as `jax_cudnn.conv`.
-          UnsupportedError: likewise; and `out_sharding` is given.
+          UnsupportedError: likewise; or `out_sharding` is given.
 
         Example:
           >>> import jax.numpy as jnp
@@ -107,7 +107,7 @@ class ConvGeneralDilated:
 class DotGeneral:
     """A contraction as Flax's layers call it, run by `jax_cudnn.dot_general`.
 
-    Hashable, and equal where the settings are equal, as `ConvGeneralDilated`.
+    Hashable, and equal where the settings are equal, like `ConvGeneralDilated`.
 
     Attributes:
       implementation: as in `jax_cudnn.dot_general`.
@@ -136,17 +136,17 @@ class DotGeneral:
         Args:
           lhs: an array.
           rhs: an array.
-          dimension_numbers: as in `jax_cudnn.dot_general`, and so are the next two.
+          dimension_numbers: as in `jax_cudnn.dot_general`, like the next two.
           precision: see there.
           preferred_element_type: see there.
-          out_sharding: must be None, which nnx's layers pass.
+          out_sharding: must be None, the value that nnx's layers pass.
 
         Returns:
           The batch axes, the free axes of lhs, and those of rhs, in this order.
 
         Raises:
           ValueError, TypeError, LibraryError: as `jax_cudnn.dot_general`.
-          UnsupportedError: likewise; and `out_sharding` is given.
+          UnsupportedError: likewise; or `out_sharding` is given.
 
         Example:
           >>> import jax.numpy as jnp
@@ -174,10 +174,11 @@ dot_general = DotGeneral()
 def make_conv_general_dilated(
     *, implementation: Implementation = "auto"
 ) -> ConvGeneralDilated:
-    """Return a `conv_general_dilated` with another setting than the default one.
+    """Return a `conv_general_dilated` with a setting other than the default.
 
     There is no activation to set: Flax adds the bias to the result, and an activation
-    has to come after it. `jax_cudnn.flax.nnx.Conv` and `linen.Conv` have one.
+    has to come after the bias. `jax_cudnn.flax.nnx.Conv` and `linen.Conv` have an
+    activation.
 
     Args:
       implementation: as in `jax_cudnn.conv`. Default "auto".
@@ -205,7 +206,7 @@ def make_conv_general_dilated(
 
 
 def make_dot_general(*, implementation: Implementation = "auto") -> DotGeneral:
-    """Return a `dot_general` with another setting than the default one.
+    """Return a `dot_general` with a setting other than the default.
 
     Args:
       implementation: as in `jax_cudnn.dot_general`. Default "auto".

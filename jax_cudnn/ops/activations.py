@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Activations as graph nodes: by name, by JAX's function, or traced from any other.
+"""Activations as graph nodes: from a name, a function of JAX, or a traced function.
 
-What cannot be a node is handed back, to be applied to the graph's result.
+An activation that cannot be written as nodes is handed back, to be applied to the
+graph's result.
 """
 
 import functools
@@ -33,7 +34,7 @@ Activation = ActivationName | Callable[[jax.Array], jax.Array]
 
 
 class _Form(NamedTuple):
-    """A node that an activation is, and a number that multiplies it."""
+    """The node that computes an activation, and a number that multiplies its result."""
 
     mode: str
     alpha: float = 0.0
@@ -68,7 +69,7 @@ _FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "tanh": jnp.tanh,
 }
 assert set(_FUNCTIONS) == set(_NAMED)
-# JAX's functions, as they are called with one argument.
+# JAX's functions, and the node of each when it is called with one argument.
 _KNOWN: tuple[tuple[Callable[..., Any], _Form], ...] = (
     *((function, _NAMED[name]) for name, function in _FUNCTIONS.items()),
     (jax.nn.selu, _Form("elu", 1.6732632423543772, 1.0507009873554805)),
@@ -82,7 +83,7 @@ _INSTEAD = "Apply the function to the result instead."
 class Outside(NamedTuple):
     """A function that is applied to the graph's result, and a sentence that says why.
 
-    It takes the result in the dtype of the sums.
+    The function takes the result in the dtype of the sums.
     """
 
     function: Callable[[jax.Array], jax.Array]
@@ -94,8 +95,8 @@ def write(
 ) -> str | Outside:
     """Add an activation of the tensor `x` to a graph, and return the result's name.
 
-    A function sees an array of that shape. One that cannot be written faithfully is
-    handed back, and nothing is added.
+    A function is traced with an array of `shape`. If it cannot be written with exactly
+    the same meaning, it is handed back, and nothing is added to the graph.
     """
     _check(op, activation)
     if isinstance(activation, str):
@@ -116,7 +117,7 @@ def write(
 
 
 def on_array(op: str, activation: Activation, x: jax.Array) -> jax.Array:
-    """Return an activation of an array, which no graph has."""
+    """Apply an activation to an array, outside of any graph."""
     _check(op, activation)
     function = _FUNCTIONS[activation] if isinstance(activation, str) else activation
     result = function(x)
@@ -125,7 +126,7 @@ def on_array(op: str, activation: Activation, x: jax.Array) -> jax.Array:
 
 
 def _check(op: str, activation: object) -> None:
-    """Raise ValueError or TypeError unless it is a known name or a function."""
+    """Raise ValueError or TypeError unless `activation` is a known name or function."""
     if isinstance(activation, str):
         if activation not in _NAMED:
             raise ValueError(
@@ -141,7 +142,7 @@ def _check(op: str, activation: object) -> None:
 
 
 def _known_form(function: Callable[..., Any]) -> _Form | None:
-    """Return the form of one of JAX's functions, known by being that very object."""
+    """Return the form of one of JAX's functions, recognised by object identity."""
     if type(function) is functools.partial and function.func is jax.nn.gelu:
         options = (function.args, function.keywords)
         if options == ((), {"approximate": False}):
@@ -169,12 +170,12 @@ def _steps(
     """Return the steps of a function, or raise UntraceableError."""
     failure = None
     try:
-        # A function of its own for JAX, which remembers what it traced by identity: a
-        # callable object may have changed since.
+        # JAX caches traces by the identity of the function, and a callable object may
+        # have changed since it was traced. A new lambda is never found in that cache.
         closed, result = jax.make_jaxpr(lambda x: function(x), return_shape=True)(like)
     except Exception as error:
-        # Such a function may still work on an array that is really there. If it does
-        # not, it raises again where it is applied, and the user gets that.
+        # The function may still work on a concrete array. If it does not, it raises
+        # again where it is applied, and the user sees that error.
         failure = type(error).__name__
     if failure is not None:
         raise UntraceableError(
@@ -185,9 +186,9 @@ def _steps(
 
 
 def check_result(op: str, result: Any, like: Any) -> None:
-    """Raise ValueError unless a function's result is one array of floats like that.
+    """Raise ValueError unless a result is one array of floats of the shape of `like`.
 
-    Of a complex array it may be complex.
+    If `like` is complex, the result may be complex too.
     """
     leaves = jax.tree.leaves(result)
     types: list[Any] = [

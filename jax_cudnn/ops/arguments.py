@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operations' argument checks have in common."""
+"""Argument checks and conversions that several operations share."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -23,9 +23,9 @@ from jax_cudnn.lowering import call_options
 from jax_cudnn.reference.dtypes import dtype_name
 
 FLOATS = ("bf16", "f16", "f32", "f64")
-# What the operands of a contraction may be.
+# The dtypes that the operands of a contraction may have.
 CONTRACTED = (*FLOATS, "f8_e4m3fn", "f8_e5m2", "i8", "u8")
-# A precision as JAX's operations take it: of both operands, or of each.
+# A precision as JAX's operations take it: one for both operands, or one for each.
 Precision = (
     str
     | jax.lax.Precision
@@ -59,7 +59,7 @@ def options(
     plan: PlanOptions | None,
     precision: Precision = None,
 ) -> Options:
-    """Return the options of a call, with what is in force where it is traced."""
+    """Return the options of a call, completed by the settings in force at tracing."""
     if precision is None:
         # Set on the class when JAX is imported, where type checkers do not see it.
         precision = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
@@ -71,8 +71,8 @@ def options(
 
 
 def _canonical_precision(op: str, precision: Precision) -> MatmulPrecision:
-    """Return a precision by its name, two that differ by theirs, or an algorithm."""
-    # An algorithm is a tuple, too.
+    """Return a precision's name, the names of two that differ, or an algorithm."""
+    # Checked before the pairs: an algorithm is a tuple, too.
     if precision is None or isinstance(precision, jax.lax.DotAlgorithm):
         return precision
     if isinstance(precision, jax.lax.DotAlgorithmPreset):
@@ -82,11 +82,11 @@ def _canonical_precision(op: str, precision: Precision) -> MatmulPrecision:
             return "default"
         if precision in _ALGORITHMS:
             return precision
-    # A list is not hashable, and no precision to lax; it is taken as the pair it shows.
+    # A list is not hashable, and lax does not take one; here it is read as a pair.
     is_pair = isinstance(precision, tuple | list)
     pair = tuple(precision) if is_pair else (precision, precision)
     if len(pair) == 2 and all(map(_is_precision, pair)):
-        # Aliases are not names that jax.default_matmul_precision takes, all of them.
+        # Not every alias is a name that jax.default_matmul_precision takes.
         first, second = (jax.lax.Precision(each).name.lower() for each in pair)
         return first if first == second else (first, second)
     raise ValueError(
@@ -114,13 +114,13 @@ def _is_precision(value: object) -> bool:
 
 
 def as_operand(op: str, name: str, value: ArrayLike) -> jax.Array:
-    """Return an array, or raise TypeError for what is none."""
+    """Return the value as an array, or raise TypeError if it is not one."""
     try:
         if value is None or isinstance(value, str | bytes):
             raise TypeError
         return jnp.asarray(value)
     except jax.errors.JAXTypeError:
-        raise  # of a traced value
+        raise  # about a traced value: JAX's own message explains it
     except (TypeError, ValueError, OverflowError):
         shown = (
             "None" if value is None else f"{repr(value)[:40]} ({type(value).__name__})"
@@ -132,7 +132,7 @@ def as_operand(op: str, name: str, value: ArrayLike) -> jax.Array:
 
 
 def as_factor(op: str, name: str, value: ArrayLike | None) -> jax.Array | float | None:
-    """Return what multiplies: an array, or a finite number, which the graph holds."""
+    """Return a factor: an array, or a finite number, which goes into the graph."""
     if value is None:
         return None
     if isinstance(value, int | float):
@@ -142,7 +142,7 @@ def as_factor(op: str, name: str, value: ArrayLike | None) -> jax.Array | float 
 
 
 def as_term(op: str, name: str, value: ArrayLike | None) -> jax.Array | float | None:
-    """Return what is added: an array, or a number, which `as_array` makes one."""
+    """Return a summand: an array, or a number, which `as_array` makes an array."""
     if value is None or isinstance(value, int | float):
         return value
     return as_operand(op, name, value)
@@ -165,10 +165,10 @@ def refused_by_jax(
     how: str = "",
     hint: Callable[[], str] = lambda: "",
 ) -> Iterator[None]:
-    """Let what JAX says of operands that do not fit name the operation and them.
+    """Raise JAX's refusal of operands again, with the operation and the operands named.
 
-    ``how`` they are to be combined follows them; ``hint`` gives a sentence to add, or
-    "".
+    ``how`` is text about how they are combined, and follows the operands. ``hint``
+    returns a sentence to add at the end, or "".
     """
     try:
         yield
@@ -180,7 +180,7 @@ def refused_by_jax(
 
 
 def refuse_out_sharding(op: str, out_sharding: object) -> None:
-    """Raise UnsupportedError for the sharding that a result is asked to have."""
+    """Raise UnsupportedError if the caller asks for a sharding of the result."""
     if out_sharding is not None:
         raise UnsupportedError(
             f"{op}: out_sharding={out_sharding} was passed. A cuDNN call runs on one "
@@ -216,15 +216,15 @@ def check_flag(op: str, name: str, value: bool) -> bool:
 
 
 def result_dtype(op: str, preferred: object, default: np.dtype) -> np.dtype:
-    """Return the dtype of a call's result, or raise TypeError for what is none."""
+    """Return the dtype of a call's result, or raise TypeError for what is no dtype."""
     return default if preferred is None else _canonical(op, preferred)
 
 
 def graph_dtype(dtype: np.dtype, *operands: str | None) -> DTypeName | None:
-    """Return in which dtype a graph of these operands gives a result of this one.
+    """Return the dtype of the graph's result for these operands and a result `dtype`.
 
-    That is i32, the dtype of their sums, for 8-bit integers and a result of integers of
-    32 bits or less. None where no graph can.
+    For 8-bit integers and a result of integers of 32 bits or less, this is i32, the
+    dtype of their sums. None if no graph has such operands or such a result.
     """
     if any(each not in CONTRACTED for each in operands):
         return None
@@ -235,7 +235,7 @@ def graph_dtype(dtype: np.dtype, *operands: str | None) -> DTypeName | None:
 
 
 def sums_dtype(result: DTypeName, *operands: str | None) -> DTypeName:
-    """Return the dtype of a contraction's sums: f64 if that is what is to come out."""
+    """Return the dtype of a contraction's sums: f64 for an f64 result."""
     return "f64" if result == "f64" else accumulator(*operands)  # type: ignore[arg-type]
 
 
@@ -267,18 +267,18 @@ def why_without_graph(dtype: np.dtype, **operands: jax.Array) -> str:
 
 
 def strongly_typed(x: jax.Array) -> jax.Array:
-    """Return an array with a dtype of its own; its gradient is as weak as it was."""
+    """Return an array that is not weakly typed; its gradient is as weak as `x` was."""
     return jax.lax.convert_element_type(x, x.dtype)
 
 
 def is_weak(*values: ArrayLike | None) -> bool:
-    """Whether all of them, but for None, have dtypes that give way to others."""
+    """Whether all values that are not None are weakly typed."""
     given = (each for each in values if each is not None)
     return all(jax.typeof(jnp.asarray(each)).weak_type for each in given)
 
 
 def _canonical(op: str, dtype: object) -> np.dtype:
-    """Return a dtype as arrays have it: f64 is f32, with JAX's warning, without x64."""
+    """Return the dtype that arrays get: without x64, f64 is f32, with JAX's warning."""
     like: DTypeLike = dtype  # type: ignore[assignment]
     try:
         return jax.eval_shape(lambda: jnp.zeros((), like)).dtype
@@ -290,7 +290,7 @@ def _canonical(op: str, dtype: object) -> np.dtype:
 
 
 def tensor(name: str, stored: jax.Array, order: tuple[int, ...]) -> Tensor:
-    """Return the tensor of an array whose axes are the logical ones in `order`."""
+    """Return the tensor of an array that stores the logical axes in `order`."""
     dtype = dtype_name(stored.dtype)
     assert dtype is not None
     dims = tuple(stored.shape[order.index(axis)] for axis in range(len(order)))

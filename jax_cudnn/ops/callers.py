@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Errors of an operation in the words of the function that the user called."""
+"""Rewords an operation's errors for the function that the user called."""
 
 import re
 from collections.abc import Iterator
@@ -10,15 +10,16 @@ from jax_cudnn.errors import UnsupportedError
 
 @contextmanager
 def on_behalf_of(caller: str, op: str, **names: str) -> Iterator[None]:
-    """Let an operation's refusals name the caller, and the caller's own arguments.
+    """Let an operation's errors name the caller, and the caller's own arguments.
 
-    Every message of an operation begins with its name and names arguments as words of
-    their own, so that they are put into the caller's words here. Others pass.
+    Every message of an operation begins with the operation's name, and names arguments
+    as separate words. So both can be replaced by the caller's names. Errors with other
+    messages pass unchanged.
 
     Args:
-      caller: the name of what the user called.
-      op: the operation that it calls, as its messages begin.
-      **names: what the caller calls an argument of the operation.
+      caller: the name of the function that the user called.
+      op: the operation that the caller runs, as the operation's messages begin.
+      **names: for an argument of the operation, its name in the caller.
     """
     try:
         yield
@@ -34,6 +35,6 @@ def on_behalf_of(caller: str, op: str, **names: str) -> Iterator[None]:
 
 
 def _kind(error: Exception) -> type[Exception]:
-    """Return the class to raise again; some of JAX's take more than a text."""
+    """Return the class to raise again: some of JAX's classes take more than a text."""
     kinds = (UnsupportedError, TypeError, ValueError)
     return next(kind for kind in kinds if isinstance(error, kind))

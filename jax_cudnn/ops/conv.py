@@ -42,7 +42,7 @@ from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run
 
 
 class _Layout(NamedTuple):
-    """Which axes of the arrays are image, channels and space, in lax's form."""
+    """Which axes of each array are images, channels and space, in lax's form."""
 
     lhs_spec: tuple[int, ...]
     rhs_spec: tuple[int, ...]
@@ -70,11 +70,11 @@ def conv(
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> jax.Array:
-    r"""Return a convolution with what follows it, through cuDNN on NVIDIA GPUs.
+    r"""Return a convolution with its epilogue, through cuDNN on NVIDIA GPUs.
 
-    Takes what :func:`jax.lax.conv_general_dilated` takes, with the same meaning, so
-    that it can stand in for it; window_strides and padding may be left out. For each
-    image n and out channel o,
+    Takes the arguments of :func:`jax.lax.conv_general_dilated` with the same meaning,
+    so that it can replace that function; window_strides and padding may be left out.
+    For each image n and out channel o,
 
     .. math::
 
@@ -82,82 +82,81 @@ def conv(
             + \mathrm{bias} + \mathrm{residual})
 
     where x is `lhs`, w is `rhs` and ``*`` is cross-correlation over the window and a
-    group's channels. All of it is one kernel, but for activations that cuDNN has
-    not. Sums, and what follows them, are kept in
-    f32 (f64 for f64, i32 sums for 8-bit integers) and rounded once, to the result's
-    dtype.
+    group's channels. The whole formula is one kernel, except for activations that
+    cuDNN does not have. Sums, and the values computed from them, are kept in f32 (f64
+    for f64, i32 sums for 8-bit integers) and rounded once, to the result's dtype.
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's gradient
-    kernels, for the operands whose gradient is asked for; forward mode and higher
+    kernels, for the operands whose gradient is asked for. Forward mode and higher
     orders run the jax.numpy reference.
 
     Axis letters: n image, c in channels, o out channels, g groups, y one to three
-    spatial axes, f those of the window.
+    spatial axes, f the window's spatial axes.
 
     Args:
       lhs: the images, (n, c, \*y) in the layout of `dimension_numbers`; bf16, f16, f32,
-        f64, f8_e4m3fn, f8_e5m2, i8 or u8. What else lax takes is run by XLA: other
-        dtypes, no spatial axis or more than three, symbolic dimensions.
+        f64, f8_e4m3fn, f8_e5m2, i8 or u8. XLA runs everything else that lax takes:
+        other dtypes, no spatial axis or more than three, symbolic dimensions.
       rhs: the filters, (o, c/g, \*f), of lhs's dtype.
       window_strides: steps of the window. Default None: 1 along each axis.
       padding: "SAME", "SAME_LOWER", "VALID" or a (low, high) pair per spatial axis,
         which may differ and may be negative. Default "VALID": none.
-      lhs_dilation: zeros between elements of lhs, as in a transposed convolution.
-        Default None: 1 along each axis, none.
-      rhs_dilation: zeros between elements of rhs (atrous). Default None: 1.
-      dimension_numbers: as for lax; channels-last ("NHWC", "HWIO", "NHWC") is what
-        cuDNN computes in, other layouts are transposed around it. Default None:
-        ("NCHW", "OIHW", "NCHW").
+      lhs_dilation: spacing of lhs's elements, with zeros in between, as in a
+        transposed convolution. Default None: 1 along each axis, no zeros.
+      rhs_dilation: spacing of rhs's elements, likewise (atrous). Default None: 1.
+      dimension_numbers: as for lax. cuDNN computes in channels-last order ("NHWC",
+        "HWIO", "NHWC"); arrays in other layouts are transposed before and after.
+        Default None: ("NCHW", "OIHW", "NCHW").
       feature_group_count: groups of channels; c for a depthwise convolution.
         Default 1.
       batch_group_count: groups of images, as for lax. Default 1.
-      precision: of f32 products, all that lax takes. Default None:
+      precision: precision of f32 products; every value that lax takes. Default None:
         `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does on a
-        GPU but for "highest"; for that "auto" runs XLA.
-      preferred_element_type: dtype of the result. Default None: that of lhs, in which
-        sums of integers wrap around, as lax's do. Sums for f64 are kept in f64.
-      out_sharding: must be None, which nnx's layers pass.
+        GPU except for "highest"; for "highest", "auto" runs XLA.
+      preferred_element_type: dtype of the result. Default None: lhs's dtype, in which
+        sums of integers wrap around as in lax. Sums for an f64 result are kept in f64.
+      out_sharding: must be None. It is accepted because nnx's layers pass it.
       bias: (o,), or an array that broadcasts to the result. Differentiable.
       residual: added before the activation; broadcasts to the result. Differentiable.
       activation: "relu", "relu6", "leaky_relu" (slope 0.01), "elu", "gelu"
         (tanh form, as jax.nn.gelu), "gelu_exact" (erf form), "silu" or "swish",
         "tanh", "sigmoid", "softplus", or a function of one array that returns one of
-        the same shape. A function whose operations all are cuDNN's pointwise ones, with
-        the same meaning, is part of the kernel. Any other is applied to the kernel's
-        result, before it is rounded, as JAX code (docs/performance.md;
-        `plans.inspect` says why). Default None: none.
+        the same shape. A function is part of the kernel if each of its operations is
+        one of cuDNN's pointwise operations with the same meaning. Any other function
+        is applied to the kernel's result, before rounding, as JAX code
+        (docs/performance.md; `plans.inspect` says why). Default None: none.
       scale: multiplies the convolution: a number, or an array () or (o,).
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
-        elsewhere (why is logged at INFO by the logger "jax_cudnn"); "cudnn" raises
-        where cuDNN has none; "xla" never touches cuDNN. On other platforms than CUDA
-        all three run XLA. "auto" and None stand for what the scope of
-        :func:`jax_cudnn.plans.using` says, if there is one.
-      plan: which of cuDNN's execution plans may run it, a
-        :class:`jax_cudnn.plans.PlanOptions`. Default None: what the scope of
-        :func:`jax_cudnn.plans.using` says, and outside of any, each.
+        elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
+        cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
+        all three run XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean
+        the implementation that is set there.
+      plan: which of cuDNN's execution plans may run the call, a
+        :class:`jax_cudnn.plans.PlanOptions`. Default None: the options of
+        :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
 
     Returns:
-      The result, in the layout of `dimension_numbers`; weakly typed where all operands
-      are.
+      The result, in the layout of `dimension_numbers`. It is weakly typed if all
+      operands are.
 
     Raises:
-      ValueError: shapes or options that do not fit, an unknown activation, one that
-        returns anything but an array of floats of the same shape, an unknown
-        `implementation`.
+      ValueError: shapes or options that do not fit, an unknown activation, an
+        activation that returns anything but an array of floats of the same shape, an
+        unknown `implementation`.
       TypeError: dtypes that differ, or that lax does not take.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or no graph has such operands (raised
         at once); operands with a sharding in their type.
-      LibraryError: likewise, where cuDNN itself is missing or too old.
+      LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
       docs/support.md lists which combinations cuDNN plans on which GPU. Where XLA runs
-      a call on a GPU, sums over 16-bit operands are rounded to their dtype before what
-      follows them, as they are in jax.lax. In the
-      gradient, the cotangent of the convolution is rounded to the dtype of 16-bit
-      operands before it meets them, as in XLA. It is not rounded to f8: f8 operands are
-      widened, to bf16 for a bf16 result and else to f32. What the gradient of an
-      activation needs is saved in the dtype of the result.
+      a call on a GPU, sums over 16-bit operands are rounded to the operands' dtype
+      before scale, bias, residual and activation, as in jax.lax. In the gradient, the
+      cotangent of the convolution is rounded to the dtype of 16-bit operands before it
+      is multiplied by them, as in XLA. It is not rounded to f8: f8 operands are
+      widened, to bf16 for a bf16 result and otherwise to f32. The values that the
+      gradient of an activation needs are saved in the dtype of the result.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -198,7 +197,7 @@ def conv(
 
 
 class _Problem(NamedTuple):
-    """A convolution as lax takes it: its operands, and its options by their names."""
+    """A convolution in lax's terms: its operands, and its options by name."""
 
     x: jax.Array
     w: jax.Array
@@ -207,7 +206,7 @@ class _Problem(NamedTuple):
 
 
 def _why_plain(x: jax.Array, w: jax.Array, dtype: np.dtype) -> str:
-    """Return why no graph has the convolution, in sentences; "" if one has."""
+    """Return why no graph can hold the convolution, in sentences; "" if one can."""
     if reason := why_symbolic(lhs=x, rhs=w):
         return reason
     if not 3 <= x.ndim <= 5:
@@ -345,7 +344,7 @@ def _problem(
 
 
 def _attributes(problem: _Problem) -> ConvAttributes:
-    """Return the geometry in numbers."""
+    """Return strides, padding and dilations as numbers."""
     x, w, layout, options = problem
     strides, holes = options["window_strides"], options["rhs_dilation"]
     padding = options["padding"]
@@ -366,7 +365,7 @@ def _attributes(problem: _Problem) -> ConvAttributes:
 def _channels_last_hint(
     lax_conv: Callable[..., Any], rank: int, numbers: object
 ) -> str:
-    """Return how channels-last operands are passed, where these are such; else ""."""
+    """Return how to pass channels-last operands, if these are such; else ""."""
     if numbers is not None or not 3 <= rank <= 5:
         return ""
     space = "DHW"[5 - rank :]
@@ -407,7 +406,7 @@ def _steps(name: str, value: Sequence[int] | None, count: int) -> tuple[int, ...
 
 
 def _groups_to_channels(x: jax.Array, layout: _Layout, groups: int) -> jax.Array:
-    """Make groups of images groups of channels, which give the same convolution."""
+    """Turn groups of images into groups of channels, for the same convolution."""
     image, channel = layout.lhs_spec[:2]
     n = x.shape[image] // groups
     x = jnp.reshape(x, (*x.shape[:image], groups, n, *x.shape[image + 1 :]))

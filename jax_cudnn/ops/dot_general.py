@@ -51,22 +51,24 @@ def dot_general(
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> jax.Array:
-    """Return a contraction of any axes with what follows it, through cuDNN.
+    """Return a contraction of any axes with its epilogue, through cuDNN.
 
-    Takes what :func:`jax.lax.dot_general` takes, so that it can stand in for it, in
-    Flax's dense layers for one. The epilogue is that of :func:`matmul`. The axes of an
-    operand may lie in any order: where its batch, free and contracted axes each lie
-    side by side, it is read by strides; else it is transposed first.
+    Takes the arguments of :func:`jax.lax.dot_general`, so that it can replace that
+    function, for example in Flax's dense layers. The epilogue is that of
+    :func:`matmul`. The axes of an operand may be stored in any order. If its batch
+    axes, its free axes and its contracted axes each lie side by side, the operand is
+    read by strides; otherwise it is transposed first.
 
     Args:
-      lhs: bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8; what else lax takes is
-        run by XLA, as for :func:`matmul`.
-      rhs: likewise; dtypes that differ are multiplied in the one that JAX promotes them
-        to.
+      lhs: bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8; XLA runs everything else
+        that lax takes, as for :func:`matmul`.
+      rhs: likewise. If the dtypes of lhs and rhs differ, they are multiplied in the
+        dtype that JAX promotes them to.
       dimension_numbers: ((lhs contracting, rhs contracting), (lhs batch, rhs batch)).
       precision: as for :func:`matmul`.
-      preferred_element_type: dtype of the result. Default None: what lax makes it.
-      out_sharding: must be None, which nnx's layers pass.
+      preferred_element_type: dtype of the result. Default None: the dtype that lax
+        returns.
+      out_sharding: must be None. It is accepted because nnx's layers pass it.
       bias: broadcasts to the result. Differentiable. Default None: none.
       residual: likewise, added before the activation.
       activation: as for :func:`jax_cudnn.conv`. Default None: none.
@@ -74,8 +76,8 @@ def dot_general(
       plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
-      The batch axes, the free axes of lhs, and those of rhs, in this order; weakly
-      typed where all operands are.
+      The batch axes, the free axes of lhs, and the free axes of rhs, in this order. The
+      result is weakly typed if all operands are.
 
     Raises:
       ValueError, TypeError, UnsupportedError, LibraryError: as :func:`matmul`.

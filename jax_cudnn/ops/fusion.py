@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A contraction's graph while it is written: operands, and what follows the sums."""
+"""Writes the graph of a contraction and its epilogue, and runs it."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,7 +25,7 @@ class Fusion:
         self._arrays: dict[str, jax.Array] = {}
 
     def operand(self, name: str, array: jax.Array, order: tuple[int, ...]) -> str:
-        """Add an operand, its axes stored in `order`."""
+        """Add an operand whose axes are stored in `order`, and return its name."""
         self._arrays[name] = array
         return self.writer.input(tensor(name, array, order))
 
@@ -56,10 +56,10 @@ class Fusion:
     ) -> jax.Array:
         """Return the activation times a factor, rounded to a dtype, stored in `order`.
 
-        The activation sees an array of `shape`, which holds the same elements. One that
-        the graph cannot hold is applied to the graph's result, with the same numbers:
-        it gets the sums before they are rounded, and what it returns is multiplied by
-        the factor and rounded once.
+        The activation sees an array of `shape`, which holds the same elements. An
+        activation that the graph cannot hold is applied to the graph's result, and
+        gives the same numbers: it gets the sums before they are rounded, and its result
+        is multiplied by the factor and rounded once.
         """
         written = value
         if activation is not None:

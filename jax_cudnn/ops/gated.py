@@ -28,17 +28,17 @@ def gated_matmul(
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> jax.Array:
-    r"""Return a gated product, as the first half of a SwiGLU or GEGLU layer has it.
+    r"""Return a gated product: the first half of a SwiGLU or GEGLU layer.
 
     .. math::
 
         \mathrm{output} = \mathrm{activation}(a \cdot \mathrm{gate}
             + \mathrm{gate\_bias}) \odot (a \cdot \mathrm{up} + \mathrm{up\_bias})
 
-    Two kernels: the first has the activation in it, the second the multiplication with
-    the first one's result, which is rounded in between. cuDNN takes both products in
-    one graph, too, and is not faster that way (docs/benchmarks/where_to_fuse.md, an
-    H200 with 9.19). Transformations, dtypes and errors are those of
+    This takes two kernels. The first includes the activation. The second multiplies by
+    the first kernel's result, which is rounded in between. cuDNN also takes both
+    products in one graph, but is not faster that way (docs/benchmarks/where_to_fuse.md,
+    an H200 with 9.19). Transformations, dtypes and errors are those of
     :func:`jax_cudnn.matmul`.
 
     Args:
@@ -48,7 +48,7 @@ def gated_matmul(
       activation: of the gate, as for :func:`jax_cudnn.conv`. Default "silu" (SwiGLU);
         "gelu" gives GEGLU, "sigmoid" GLU.
       gate_bias: broadcasts to the result; (n,) is the usual one. Default None: none.
-      up_bias: likewise.
+      up_bias: like gate_bias.
       precision: as for :func:`jax_cudnn.matmul`.
       preferred_element_type: as for :func:`jax_cudnn.matmul`.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.

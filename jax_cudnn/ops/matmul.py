@@ -57,7 +57,7 @@ def matmul(
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> jax.Array:
-    r"""Return a matrix product with what follows it, through cuDNN on NVIDIA GPUs.
+    r"""Return a matrix product with its epilogue, through cuDNN on NVIDIA GPUs.
 
     Shapes and broadcasting are those of :func:`jax.numpy.matmul`:
 
@@ -67,49 +67,53 @@ def matmul(
             \sum_r (\mathrm{scale\_a}\, a)_{mr} (\mathrm{scale\_b}\, b)_{rn}
             + \mathrm{bias} + \mathrm{residual}\Big)
 
-    All of it is one kernel, but for activations that cuDNN has not. Sums, and what
-    follows them, are kept in f32 (f64 for f64, i32 sums for 8-bit integers) and rounded
-    once, to the result's dtype. Operands of 8 bits beside wider ones (weight-only
-    quantisation) are converted in the kernel; they never reach memory in the wider
-    dtype. For i8 and f8 weights "auto" takes XLA's kernels, which do so as well, until
-    :func:`jax_cudnn.plans.autotune` has measured a plan of cuDNN's to be faster: its
-    first one mostly is not (H200, cuDNN 9.19; docs/benchmarks/where_to_fuse.md).
+    The whole formula is one kernel, except for activations that cuDNN does not have.
+    Sums, and the values computed from them, are kept in f32 (f64 for f64, i32 sums for
+    8-bit integers) and rounded once, to the result's dtype.
+
+    8-bit operands beside wider ones (weight-only quantisation) are converted in the
+    kernel; they never reach memory in the wider dtype. For i8 and f8 weights, "auto"
+    runs XLA's kernels, which convert them in the kernel as well, until
+    :func:`jax_cudnn.plans.autotune` has measured a plan of cuDNN's to be faster.
+    cuDNN's first plan mostly is not (H200, cuDNN 9.19;
+    docs/benchmarks/where_to_fuse.md).
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's kernels,
-    for the operands whose gradient is asked for; forward mode and higher orders run the
+    for the operands whose gradient is asked for. Forward mode and higher orders run the
     jax.numpy reference.
 
     Axis letters: m rows, n columns, r contraction.
 
     Args:
-      a: (..., m, r) or (r,); bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8. What
-        else jnp.matmul takes is run by XLA: other dtypes, symbolic dimensions.
-      b: (..., r, n) or (r,). Dtypes that differ are promoted as by jnp.matmul, and f8
-        beside a wider float to that.
-      bias: broadcasts to the result; (n,) is the usual one. Differentiable.
-      residual: likewise, added before the activation. Differentiable.
+      a: (..., m, r) or (r,); bf16, f16, f32, f64, f8_e4m3fn, f8_e5m2, i8 or u8. XLA
+        runs everything else that jnp.matmul takes: other dtypes, symbolic dimensions.
+      b: (..., r, n) or (r,). If the dtypes of a and b differ, they are promoted as by
+        jnp.matmul; f8 beside a wider float is promoted to the wider one.
+      bias: broadcasts to the result; (n,) is the usual shape. Differentiable.
+      residual: broadcasts to the result; added before the activation. Differentiable.
       activation: as for :func:`jax_cudnn.conv`. Default None: none.
-      scale_a: dequantises a: a number, or an array that broadcasts to a, () per tensor
-        or (m, 1) per row. One that varies along r is multiplied in before the product
-        and rounded to the wider operand's dtype (f32 where both have 8 bits).
-        Differentiable. Default None: 1.
-      scale_b: likewise for b; (n,) or (1, n) is per column.
-      scale_out: multiplies what the activation returns, where that is done: a number
-        or an array that broadcasts to the result, to quantise it or to gate it (see
-        :func:`gated_matmul`). Differentiable. Default None: 1.
-      precision: of f32 products, all that jnp.matmul takes. Default None:
-        `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does on a
-        GPU but for "highest"; for that, and for algorithms that are not cuDNN's, "auto"
-        runs XLA.
-      preferred_element_type: dtype of the result. Default None: what jnp.matmul makes
-        it, in which sums of integers wrap around; that of the wider operand beside f8.
-        Sums for f64 are kept in f64.
-      out_sharding: must be None, which nnx's layers pass.
+      scale_a: dequantises a: a number, or an array that broadcasts to a; () is one
+        scale for the tensor, and (m, 1) one per row. A scale that varies along r is
+        multiplied in before the product, and the scaled operand is rounded to the wider
+        operand's dtype (f32 if both have 8 bits). Differentiable. Default None: 1.
+      scale_b: likewise for b; (n,) or (1, n) is one scale per column.
+      scale_out: multiplies the activation's result, wherever the activation is
+        computed: a number, or an array that broadcasts to the result. It serves to
+        quantise or to gate the result (see :func:`gated_matmul`). Differentiable.
+        Default None: 1.
+      precision: precision of f32 products; every value that jnp.matmul takes. Default
+        None: `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does
+        on a GPU except for "highest". For "highest", and for algorithms that cuDNN does
+        not have, "auto" runs XLA.
+      preferred_element_type: dtype of the result. Default None: the dtype that
+        jnp.matmul returns, in which sums of integers wrap around; for f8 beside a wider
+        operand, the wider operand's dtype. Sums for an f64 result are kept in f64.
+      out_sharding: must be None. It is accepted because nnx's layers pass it.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.
       plan: as for :func:`jax_cudnn.conv`.
 
     Returns:
-      (..., m, n), without m or n for an operand of rank 1; weakly typed where all
+      (..., m, n), without m or n for an operand of rank 1. It is weakly typed if all
       operands are and `preferred_element_type` is not given.
 
     Raises:
@@ -119,16 +123,16 @@ def matmul(
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or no graph has such operands (raised
         at once); operands with a sharding in their type.
-      LibraryError: likewise, where cuDNN itself is missing or too old.
+      LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
       docs/support.md lists which combinations cuDNN plans on which GPU. Where XLA runs
-      a call on a GPU, sums over 16-bit operands are rounded to their dtype before what
-      follows them, as they are in jax.numpy. In the gradient, the cotangent of the
-      product is rounded to the dtype of 16-bit operands before it meets them, and never
-      to f8: f8 operands are widened, to bf16 for a bf16 result and else to f32. For an
-      operand that is stored transposed, :func:`jax_cudnn.dot_general` contracts any
-      axes without a copy.
+      a call on a GPU, sums over 16-bit operands are rounded to the operands' dtype
+      before the epilogue, as in jax.numpy. In the gradient, the cotangent of the
+      product is rounded to the dtype of 16-bit operands before it is multiplied by
+      them. It is never rounded to f8: f8 operands are widened, to bf16 for a bf16
+      result and otherwise to f32. For an operand that is stored transposed,
+      :func:`jax_cudnn.dot_general` contracts any axes without a copy.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

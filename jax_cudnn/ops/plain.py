@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Contractions that no graph can say, in JAX's own operations.
+"""Contractions that cannot be written as a graph, in JAX's own operations.
 
 Graphs have the dtypes, ranks and fixed shapes that cuDNN may have a kernel for. A call
-with others, as integers of 32 bits, complex numbers or symbolic dimensions, means what
-it means in jax.lax, with the epilogue of the other calls. It is no cuDNN call at all:
-JAX transforms it as it does any other program.
+with others, such as integers of 32 bits, complex numbers or symbolic dimensions, means
+what it means in jax.lax, with the same epilogue as any other call. It is no cuDNN call
+at all: JAX transforms it like any other program.
 """
 
 import functools
@@ -26,7 +26,7 @@ _log = logging.getLogger("jax_cudnn")
 
 
 class Epilogue(NamedTuple):
-    """What follows the sums: arrays and numbers; each is None where it is not."""
+    """What is applied to the sums: arrays and numbers, or None where not given."""
 
     scale: jax.Array | float | None = None
     bias: jax.Array | float | None = None
@@ -45,7 +45,7 @@ class Epilogue(NamedTuple):
         scale: ArrayLike | None = None,
         scale_out: ArrayLike | None = None,
     ) -> "Epilogue":
-        """Check what the caller gave that it is arrays or numbers."""
+        """Return the caller's epilogue, checked to consist of arrays and numbers."""
         return cls(
             scale=as_factor(op, "scale", scale),
             bias=as_term(op, "bias", bias),
@@ -56,14 +56,14 @@ class Epilogue(NamedTuple):
 
     @property
     def terms(self) -> Iterator[tuple[str, jax.Array | float]]:
-        """What is added, by name."""
+        """The arrays and numbers that are added, by name."""
         for name in ("bias", "residual"):
             if (value := getattr(self, name)) is not None:
                 yield name, value
 
 
 def check_implementation(op: str, reason: str, call: Options) -> None:
-    """Raise UnsupportedError where cuDNN was asked for; say why XLA runs it, once."""
+    """Raise UnsupportedError for "cudnn"; for "auto", log once why XLA runs it."""
     if call.implementation == "cudnn":
         raise UnsupportedError(
             f'{op}: {reason} Pass implementation="auto" or "xla" to run XLA\'s code.'
@@ -73,11 +73,11 @@ def check_implementation(op: str, reason: str, call: Options) -> None:
 
 
 class Contraction(NamedTuple):
-    """A contraction in JAX's operations, and what its operands are called.
+    """A contraction in JAX's operations, and the names of its operands.
 
-    ``run`` gives it with a given ``preferred_element_type``. ``place`` returns an
-    operand of the epilogue by its name with the rank of a result of that shape, 1 where
-    it broadcasts, or raises ValueError.
+    ``run`` computes it with a given ``preferred_element_type``. ``place`` takes the
+    name of an epilogue operand, its array and the result's shape. It returns the array
+    with the result's rank, with size 1 where it broadcasts, or raises ValueError.
     """
 
     op: str
@@ -89,7 +89,7 @@ class Contraction(NamedTuple):
 def run_plain(
     contraction: Contraction, preferred: object, epilogue: Epilogue
 ) -> jax.Array:
-    """Return a contraction with what follows it.
+    """Return a contraction with its epilogue.
 
     ``preferred`` is the caller's ``preferred_element_type``.
     """
@@ -128,7 +128,7 @@ def run_plain(
 
 
 def _sums(result: np.dtype) -> np.dtype:
-    """Return the dtype of the sums behind a result, as graphs have it."""
+    """Return the dtype of the sums for a result's dtype, the same as in graphs."""
     if jnp.issubdtype(result, jnp.floating):
         return np.dtype(np.float64 if result == np.float64 else np.float32)
     is_short = result.itemsize < 4 and not jnp.issubdtype(result, jnp.complexfloating)

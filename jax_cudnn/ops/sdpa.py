@@ -97,23 +97,23 @@ def sdpa(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Return scaled dot-product attention, through cuDNN on NVIDIA GPUs.
 
-    A drop-in for :func:`jax.nn.dot_product_attention`, apart from its
-    ``local_window_size``, which is not there yet, and from the log-sum-exp, which is
-    f32 here and has a gradient. For each batch entry and head,
+    A drop-in for :func:`jax.nn.dot_product_attention`, with two differences: there is
+    no ``local_window_size`` yet, and the log-sum-exp is f32 and has a gradient. For
+    each batch entry and head,
 
     .. math::
 
         S_{st} = \mathrm{scale} \sum_d Q_{sd} K_{td} + \mathrm{bias}_{st}, \qquad
         O_{se} = \sum_t \frac{e^{S_{st}}}{\sum_{t'} e^{S_{st'}}} V_{te}
 
-    where the sums over t take only the keys that query s may see: those that `mask`
-    allows, with t <= s if `is_causal` (top-left alignment, also where the lengths
-    differ), and t below the entry's key length. Scores, softmax and sums are kept in
-    f32 (f64 for f64 operands); the result is rounded once. A query that sees no key,
-    or lies at or past its query length, gives 0 with gradient 0.
+    where the sums over t include only the keys that query s may see. These are the
+    keys that `mask` allows, with t <= s if `is_causal` (top-left alignment, also where
+    the lengths differ), and with t below the batch entry's key length. Scores, softmax
+    and sums are kept in f32 (f64 for f64 operands); the result is rounded once. A query
+    that sees no key, or that lies at or past its query length, gives 0 with gradient 0.
 
     All of JAX's transformations apply. First-order reverse mode runs cuDNN's backward
-    kernel; forward mode and higher orders run the jax.numpy reference.
+    kernel. Forward mode and higher orders run the jax.numpy reference.
 
     Axis letters: b batch, s query length, t key length, h query heads, k key heads,
     d head size, e value head size.
@@ -123,73 +123,78 @@ def sdpa(
       key: (b, t, k, d) or (t, k, d), of query's dtype. h must be a multiple of k:
         each key head serves h/k consecutive query heads (GQA; MQA for k = 1).
       value: (b, t, k, e) or (t, k, e), of query's dtype; e may differ from d.
-      bias: added to the scaled scores; broadcasts to (b, h, s, t), fewer axes are
-        added in front; bf16, f16, f32, f64 or integers. Differentiable. Default None:
-        nothing added.
+      bias: added to the scaled scores; broadcasts to (b, h, s, t), and missing axes
+        are inserted in front; bf16, f16, f32, f64 or integers. Differentiable. Default
+        None: nothing added.
       mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Default
-        None: every key is seen.
-      scale: a Python number, multiplies the scores. Default None: 1/sqrt(d).
+        None: every query sees every key.
+      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether query s sees keys 0 to s only. Default False.
-      query_seq_lengths: integers (b,); queries at or past it are padding. Default
-        None: s.
-      key_value_seq_lengths: integers (b,); keys at or past it are padding. Default
-        None: t. Lengths below 0 count as 0, above the axis as the whole axis.
+      query_seq_lengths: integers (b,); queries at or past their entry's length are
+        padding. Default None: s.
+      key_value_seq_lengths: integers (b,); keys at or past their entry's length are
+        padding. Default None: t. Lengths below 0 count as 0, and lengths above the
+        axis's size count as its size.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
-        elsewhere (why is logged at INFO by the logger "jax_cudnn"); "cudnn" raises
-        where cuDNN has none; "xla" never touches cuDNN. On other platforms than CUDA
-        all three run XLA. "auto" and None stand for what the scope of
-        :func:`jax_cudnn.plans.using` says, if there is one.
-      plan: which of cuDNN's execution plans may run it, a
-        :class:`jax_cudnn.plans.PlanOptions`. Default None: what the scope of
-        :func:`jax_cudnn.plans.using` says, and outside of any, each.
+        elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
+        cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
+        all three run XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean
+        the implementation that is set there.
+      plan: which of cuDNN's execution plans may run the call, a
+        :class:`jax_cudnn.plans.PlanOptions`. Default None: the options of
+        :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
 
     Returns:
-      (b, s, h, e) or (s, h, e), of query's dtype. With `return_residual` a pair of
-      that and the natural-log log-sum-exp, (b, s, h) or (s, h), f32 (f64 for f64),
-      -inf for queries that see no key; it is differentiable.
+      (b, s, h, e) or (s, h, e), of query's dtype. With `return_residual`, a pair of
+      this array and the log-sum-exp (natural logarithm). The log-sum-exp is (b, s, h)
+      or (s, h), f32 (f64 for f64), -inf for queries that see no key, and
+      differentiable.
 
     Raises:
-      ValueError: shapes that do not fit, heads that do not divide, an unknown
-        `implementation`, a `scale` that is not finite.
-      TypeError: dtypes that are not taken or differ, a `mask` that is not bool, a
+      ValueError: shapes that do not fit, query heads that are not a multiple of the
+        key heads, an unknown `implementation`, a `scale` that is not finite.
+      TypeError: dtypes that are not supported or differ, a `mask` that is not bool, a
         `scale` that is not a Python number.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or symbolic dimensions, which cuDNN
         has no plan for (raised at once); operands with a sharding in their type.
-      LibraryError: likewise, where cuDNN itself is missing or too old.
+      LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
       cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN 9.8 on except for
       9.10.0 and 9.10.1, whose attention has known bugs (cudnn-frontend 1.28). Head
-      sizes that are not multiples of 8 are padded. The backward takes head sizes up to
-      256 on sm_90 and 128 on sm_80 and sm_100 (NVIDIA cuDNN frontend, "Attention"
-      support matrix; there, the gradient of the log-sum-exp needs e of 120 or less). On
-      sm_100, 9.27 plans it for d = e = 256 and for d = 192 with e = 128 as well, so
-      that operands padded with zeros to 256 run (with `scale` of the old size; planned,
-      not run there).
-      f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for it,
-      slower than XLA, and no gradient. f64 runs with XLA. The gradient of an f32 bias
-      is computed by XLA, since cuDNN gives it in the operands' dtype only.
+      sizes that are not multiples of 8 are padded. The backward kernel takes head sizes
+      up to 256 on sm_90, and up to 128 on sm_80 and sm_100 (NVIDIA cuDNN frontend,
+      "Attention" support matrix). On sm_80 and sm_100, the gradient of the log-sum-exp
+      needs e of 120 or less. On sm_100, cuDNN 9.27 also plans the backward kernel for
+      d = e = 256, and for d = 192 with e = 128. So larger heads run there if operands
+      are padded with zeros to 256, with `scale` of the old size (planned, not run).
 
-      A row that a bias hides as a whole, say by -1e9 for every key, attends to these
-      keys alike: beside 1e9, f32 has no digits left for scores. Its gradient is
-      computed by XLA, as that of every row whose log-sum-exp a bias moves further than
-      2048 from 0, since kernels lose the number of keys there. Rows whose cotangent is
-      0 are left out, as padding is where the loss leaves it out. The host asks the GPU
-      whether there are such rows: a gradient with a bias takes 3 to 8 % longer for
-      (8, 1024, 16, 64) and at most 3 % for 2048 tokens or more, on an H200
-      (docs/benchmarks/sdpa_bias.md). With lengths or a mask in place of such a bias,
-      padding costs nothing. cuDNN keeps scores times
-      log2(e) in f32 (seen with 9.19 on sm_90), so that it takes a bias below -2.3e38
-      for -inf if each head has its own, with full rows and columns. For other such
-      biases the log-sum-exp has three digits.
-      `jax.default_matmul_precision` holds for what XLA runs.
+      f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for f32,
+      which is slower than XLA, and no gradient. f64 runs with XLA. The gradient of an
+      f32 bias is computed by XLA, since cuDNN gives it in the operands' dtype only.
+      `jax.default_matmul_precision` applies to what XLA runs.
+
+      A bias may hide a whole row, for example by -1e9 for every key. Such a row attends
+      to all these keys alike: beside 1e9, f32 has no digits left for scores. XLA
+      computes the gradient of such a row, and of every row whose log-sum-exp a bias
+      moves further than 2048 from 0, since kernels lose the number of keys there. Rows
+      whose cotangent is 0 are left out; padding that the loss leaves out is an example.
+      The host asks the GPU whether there are such rows. So a gradient with a bias takes
+      3 to 8 % longer for (8, 1024, 16, 64), and at most 3 % for 2048 tokens or more, on
+      an H200 (docs/benchmarks/sdpa_bias.md). With lengths or a mask in place of such a
+      bias, padding costs nothing.
+
+      cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So it takes a
+      bias below -2.3e38 for -inf if each head has its own bias, with full rows and
+      columns. For other biases below -2.3e38 the log-sum-exp has three digits.
 
       A call runs on one device. Under `jax.jit` with operands sharded over several
-      GPUs, XLA gathers them on each; wrap the call in `jax.shard_map` to shard batch
-      and heads. A call with symbolic dimensions of `jax.export` runs XLA's code.
+      GPUs, XLA gathers the operands on each GPU. Wrap the call in `jax.shard_map` to
+      shard batch and heads. A call with symbolic dimensions of `jax.export` runs XLA's
+      code.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

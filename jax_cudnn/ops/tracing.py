@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A user's function as pointwise steps of a graph, if it is nothing but such steps.
+"""Writes a user's function as pointwise steps of a graph, if it consists of such steps.
 
-Faithful or not at all: each equation of the function's jaxpr is written with its exact
-meaning, that of its derivatives and of NaN included, or the function is left alone.
+Each equation of the function's jaxpr must be written with its exact meaning, including
+its derivatives and NaN. If one cannot be, the function as a whole is not written.
 """
 
 import math
@@ -30,23 +30,24 @@ class UntraceableError(Exception):
 class Step(NamedTuple):
     """A pointwise node over earlier values and numbers.
 
-    An int is the position of a value: 0 is the function's argument, i the result of the
-    i-th step. A float is a number that is the same everywhere.
+    An int is the position of a value: 0 is the function's argument, and i the result of
+    the i-th step. A float is a number that is the same for all elements.
     """
 
     mode: str
     arguments: tuple[int | float, ...]
 
 
-# cuDNN plans longer ones, up to 250 operations in a graph, in time that grows with
-# their square: 80 take it 13 seconds (9.27, for an H200).
+# cuDNN plans graphs of up to 250 operations, but the time for planning grows with the
+# square of their number: 80 operations take 13 seconds (9.27, for an H200).
 MOST_STEPS = 64
 
 
 def steps_of(closed: Any) -> tuple[Step, ...]:
     """Return the steps of a traced function of one array of floats.
 
-    The last one gives its result; without any, that is the argument.
+    The last step gives the function's result. Without any step, the result is the
+    argument.
 
     Raises:
       UntraceableError: not every equation can be written with its exact meaning.
@@ -56,7 +57,7 @@ def steps_of(closed: Any) -> tuple[Step, ...]:
     (result,) = tracer.run(closed.jaxpr, closed.consts, [_Tensor(0)])
     if not isinstance(result, _Tensor):
         raise UntraceableError("it does not depend on its argument")
-    # What follows the result does not matter; if there is anything, it is unused.
+    # Steps after the result, if there are any, are unused.
     steps = tracer.steps[: result.position]
     if len(steps) > MOST_STEPS:
         raise UntraceableError(
@@ -72,13 +73,13 @@ class _Tensor(NamedTuple):
     is_bool: bool = False
 
 
-# What the variables of a jaxpr stand for: tensors, and numbers of rank 0 that are the
-# same everywhere and known, in their own dtype.
+# The values of a jaxpr's variables: tensors, or known numbers of rank 0, in their own
+# dtype, that are the same for all elements.
 _Value = _Tensor | np.ndarray
 
 
 class _Tracer:
-    """Writes a jaxpr down as steps."""
+    """Writes a jaxpr as steps."""
 
     def __init__(self, dtype: np.dtype) -> None:
         self.steps: list[Step] = []
@@ -91,7 +92,7 @@ class _Tracer:
         args: list[_Value],
         around: tuple[Any, ...] = (),
     ) -> list[Any]:
-        """Return the results of a jaxpr, which these equations are around."""
+        """Return the results of a jaxpr that is nested in the equations `around`."""
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, args, strict=True))
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
             values[variable] = _number(const, variable.aval)
@@ -112,7 +113,7 @@ class _Tracer:
         return len(self.steps)
 
     def holds(self, aval: Any) -> bool:
-        """Whether a graph has tensors of that dtype within an activation."""
+        """Whether an activation's nodes can have values of that dtype."""
         return aval.dtype in (self.dtype, np.bool_)
 
 
@@ -131,7 +132,7 @@ def _number(value: Any, aval: Any) -> np.ndarray:
 
 
 class _Equation:
-    """One equation being written."""
+    """Writes one equation as steps."""
 
     def __init__(
         self,
@@ -142,7 +143,7 @@ class _Equation:
     ) -> None:
         self._tracer = tracer
         self._jaxpr = jaxpr
-        # The equation itself and those around it, from the inside out.
+        # The equation itself and the equations it is nested in, from the inside out.
         self._equations = equations
         self._equation = equation = equations[0]
         self._name: str = equation.primitive.name
@@ -151,7 +152,7 @@ class _Equation:
         self.params: Mapping[str, Any] = equation.params
 
     def results(self) -> Sequence[_Value]:
-        """Return what the equation's results are."""
+        """Write the equation, and return its results."""
         is_known = not any(isinstance(x, _Tensor) for x in self._args)
         if self._name in _CALLS or (is_known and self._name == "custom_jvp_call"):
             inner = next(filter(None, map(self.params.get, ("jaxpr", "call_jaxpr"))))
@@ -166,7 +167,7 @@ class _Equation:
             return [self._with_own_derivative()]
         if self._name not in (*_WRITE, *_RESHAPE):
             self.refuse(f"uses {self._name!r}, which graphs have no node for")
-        # Parameters that ask for another computation than the plain one.
+        # Such parameters ask for another computation than the plain one.
         if any(self.params.get(name) is not None for name in _PLAIN):
             self.refuse(f"uses {self._name!r} with options")
         (output,) = (variable.aval for variable in self._equation.outvars)
@@ -191,7 +192,7 @@ class _Equation:
         return self._tracer.emit(mode, *map(self._argument, args))
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise UntraceableError, with the place in the user's code."""
+        """Raise UntraceableError, with the location in the user's code."""
         place = next(filter(None, map(equation_place, self._equations)), "")
         raise UntraceableError(f"it {what}" + (f" ({place})" if place else ""))
 
@@ -206,12 +207,12 @@ class _Equation:
         number = float(value)
         if not math.isfinite(number):
             self.refuse(f"uses the number {number}, and cuDNN takes finite ones")
-        # Graphs tell -0.0 from 0.0 no more than Python's == does.
+        # Graphs do not distinguish -0.0 from 0.0, as Python's == does not.
         is_minus_zero = number == 0 and math.copysign(1, number) < 0
         return self._tracer.emit("neg", 0.0) if is_minus_zero else number
 
     def _folded(self, output: Any) -> np.ndarray:
-        """Compute what follows from numbers, once for all elements."""
+        """Compute an equation of known numbers only, once for all elements."""
         if self._name in _RESHAPE:
             return np.asarray(self._args[0])
         with jax.ensure_compile_time_eval():
@@ -220,10 +221,10 @@ class _Equation:
         return np.asarray(result, output.dtype)
 
     def _with_own_derivative(self) -> _Value:
-        """Write a function whose derivative is a rule of its own, if it is JAX's.
+        """Write a function with a derivative rule of its own, if it is one of JAX's.
 
-        Nodes are differentiated by the rules of nodes, so that any other would have
-        another gradient here than where JAX differentiates it.
+        Nodes are differentiated by the rules of nodes. Any other such function would
+        have another gradient here than where JAX differentiates it.
         """
         like = jax.ShapeDtypeStruct(self._equation.outvars[0].aval.shape, self.dtype)
         call = CustomCall(self._jaxpr, self._equation)
@@ -238,7 +239,7 @@ class _Equation:
 
 
 def _custom_call(closed: Any) -> CustomCall:
-    """Return the one call with an own derivative that one of JAX's functions is."""
+    """Return the one call with a derivative rule in the jaxpr of a JAX function."""
     jaxpr = getattr(closed, "jaxpr", closed)
     (equation,) = jaxpr.eqns
     if equation.primitive.name == "custom_jvp_call":
@@ -246,17 +247,17 @@ def _custom_call(closed: Any) -> CustomCall:
     return _custom_call(equation.params["jaxpr"])
 
 
-# Primitives that are what the jaxpr within them is. (What `jit` and `remat` say beside
-# it is about where and when, not what.)
+# Primitives that compute what the jaxpr inside them computes. (The other parameters of
+# `jit` and `remat` say where and when it runs, not what it computes.)
 _CALLS = ("checkpoint", "closed_call", "core_call", "jit", "pjit", "remat2")
-# Primitives that change nothing about a tensor where its shape is the same after them,
-# and nothing about a number.
+# Primitives that leave a tensor unchanged if they keep its shape, and that leave every
+# number unchanged.
 _RESHAPE = ("broadcast_in_dim", "copy", "copy_p", "reshape")
 # Primitives that take truth values.
 _OF_BOOLS = ("and", "convert_element_type", "not", "or", "select_n")
-# Parameters that are None where a primitive computes what its name says.
+# Parameters that are None when a primitive computes just what its name says.
 _PLAIN = ("accuracy", "dimensions", "out_dtype", "sharding")
-# JAX's functions that have a derivative rule of their own, and their modes.
+# JAX's functions that have a derivative rule of their own, and the mode of each.
 _OWN_DERIVATIVES: dict[Function, str] = {
     jax.nn.relu: "relu",
     jax.nn.relu6: "relu6",
@@ -273,7 +274,7 @@ def _mode(mode: str) -> _Write:
     return lambda apply, *args: apply(mode, *args)
 
 
-# cuDNN wants the tensor that is not broadcast to be the first.
+# cuDNN wants the tensor that is not broadcast as the first operand.
 def _either_way(mode: str, swapped: str) -> _Write:
     def write(apply: _Equation, x: _Value, y: _Value) -> int:
         is_number = isinstance(x, np.ndarray)
@@ -293,7 +294,8 @@ def _div(apply: _Equation, x: _Value, y: _Value) -> int:
         return apply("div", x, y)
     if x == 1:
         return apply("reciprocal", y)
-    # The number in full shape. (1/y may be 0 or infinite where x/y is not.)
+    # Write the number in full shape, by a select with equal branches. (x times 1/y is
+    # no substitute: 1/y may be 0 or infinite where x/y is not.)
     return apply("div", apply("select", x, x, apply("eq", y, y)), y)
 
 
@@ -301,8 +303,8 @@ def _integer_pow(apply: _Equation, x: _Tensor) -> _Value | int:
     exponent = apply.params["y"]
     if exponent == 0:
         return np.ones((), apply.dtype)  # also of NaN
-    # The reciprocal first: its powers and their derivatives over- and underflow where
-    # those of the whole do.
+    # Take the reciprocal first: its powers and their derivatives overflow and underflow
+    # where the whole and its derivatives do.
     power: _Tensor | int = apply("reciprocal", x) if exponent < 0 else x.position
     result: int | None = None
     rest = abs(exponent)
@@ -317,12 +319,12 @@ def _integer_pow(apply: _Equation, x: _Tensor) -> _Value | int:
 
 
 def _exp2(apply: _Equation, x: _Tensor) -> int:
-    # As JAX lowers it.
+    # This is how JAX lowers exp2.
     return apply("exp", apply("mul", x, float(apply.dtype.type(np.log(2)))))
 
 
 def _sign(apply: _Equation, x: _Tensor) -> int:
-    # The floor of 0 and of NaN is itself, and has no derivative.
+    # floor keeps 0 and NaN as they are, and its derivative is 0.
     rest = apply("select", -1.0, apply("floor", x), apply("lt", x, 0.0))
     return apply("select", 1.0, rest, apply("gt", x, 0.0))
 
@@ -344,14 +346,14 @@ def _convert(apply: _Equation, x: _Tensor) -> _Value | int:
 
 
 def _logical(apply: _Equation, x: _Value) -> int | float:
-    """Return a truth value as 1 or 0; there are no integers that it could be else."""
+    """Return a truth value as 1 or 0; operands here are never integers."""
     if isinstance(x, np.ndarray):
         return float(x)
     return apply("select", 1.0, 0.0, x)
 
 
 def _both(mode: str) -> _Write:
-    """Return how two truth values combine: 1 or 0 by that mode, compared with 1/2."""
+    """Combine two truth values: apply the mode to 1s and 0s, and compare with 1/2."""
 
     def write(apply: _Equation, x: _Value, y: _Value) -> int:
         first, second = _logical(apply, x), _logical(apply, y)
@@ -362,10 +364,10 @@ def _both(mode: str) -> _Write:
     return write
 
 
-# Each of these is one of JAX's primitives as nodes with the same value, the same rules
+# Each entry writes one of JAX's primitives as nodes with the same value, the same rules
 # of differentiation (graph/pointwise.py) and the same answer for NaN, infinities and 0.
-# Not here, for want of such nodes: log1p, expm1 and erfc, of which cuDNN has no form
-# that keeps its digits near 0; clamp, whose gradient at the bounds is 0.
+# Some primitives are missing for lack of such nodes. cuDNN has no form of log1p, expm1
+# and erfc that keeps the digits near 0. The gradient of clamp at the bounds is 0.
 _WRITE: dict[str, _Write] = {
     "abs": _mode("abs"),
     "add": _either_way("add", "add"),

@@ -12,9 +12,10 @@ from jax_cudnn.lowering.decision import forget_decisions
 class CacheInfo:
     """What ``cache_info`` found.
 
-    ``directory`` is the cache folder, None where nothing is kept; ``plans`` and
-    ``plan_bytes`` are the plan files in it, ``choices`` the measured choices.
-    ``stats`` counts, since the process began, plans built, found and kept.
+    ``directory`` is the cache folder, or None where nothing is kept. ``plans`` and
+    ``plan_bytes`` are the number and the size of the plan files in the folder, and
+    ``choices`` is the number of measured choices. ``stats`` counts the plans that were
+    built, found and kept since the process began.
     """
 
     directory: Path | None
@@ -30,22 +31,22 @@ def set_cache(
 ) -> None:
     """Keep plans and measured choices in a folder from now on, or nowhere.
 
-    Goes before the environment variables ``JAX_CUDNN_CACHE_DIR`` (a folder, or "off")
-    and ``JAX_CUDNN_CACHE_LIMIT`` (bytes), and the default: the user's cache folder as
-    platformdirs names it (``~/.cache/jax_cudnn``). Choices that the folder has are
-    used at once. The folder is made when there is something to keep.
+    This overrides the environment variables ``JAX_CUDNN_CACHE_DIR`` (a folder, or
+    "off") and ``JAX_CUDNN_CACHE_LIMIT`` (bytes). It also overrides the default, the
+    user's cache folder as platformdirs names it (``~/.cache/jax_cudnn``). Choices that
+    the folder has are used at once. The folder is made when there is something to keep.
 
-    The folder may be shared by processes that run at once. Its plans hold native code:
-    files that belong to other users, or that they may write, are not read.
+    Processes that run at once may share the folder. Its plans hold native code, so
+    files that belong to other users, or that other users may write, are not read.
 
     Args:
       directory: the folder; None keeps nothing between processes.
-      limit_bytes: what plan files may take together. Above that, those go that were
-        not used for longest. Default 1 GiB.
+      limit_bytes: the most bytes that all plan files may take together. Above this
+        limit, the least recently used are removed. Default 1 GiB.
 
     Raises:
       ValueError: ``limit_bytes`` is negative.
-      TypeError: it is not an int, or ``directory`` not a path.
+      TypeError: ``limit_bytes`` is not an int, or ``directory`` is not a path.
     """
     _check_limit(limit_bytes)
     _check_directory(directory)
@@ -74,9 +75,9 @@ def _check_directory(directory: object) -> None:
 
 
 def clear_cache(*, disk: bool = False) -> None:
-    """Forget this process's plans; with ``disk``, what the cache folder holds too.
+    """Forget this process's plans; with ``disk``, also what the cache folder holds.
 
-    Compiled functions keep the plans that they have, and the process its choices.
+    Compiled functions keep the plans that they have. The process keeps its choices.
     """
     native.clear_cache()
     forget_decisions()

@@ -56,11 +56,11 @@ class Call(CallSummary):
       reasons: a sentence each, why cuDNN does not run it, or does not run all of it.
       direction: "forward" or "backward"; None for forward mode's derivatives, and where
         a lowered program does not tell.
-      why: "tuned" where a measured choice pins the plan or says XLA, "heuristic" where
-        it is the first of cuDNN's list that builds, "requested" where options of the
-        call restrict it or say XLA; None where XLA runs it for the ``reasons`` given.
-        "pinned" is for a lowered program that names the plan, and does not tell whether
-        it was measured or is the first one for a GPU that was named.
+      why: "tuned" where a measured choice pins the plan or says XLA; "heuristic" where
+        the plan is the first in cuDNN's list that builds; "requested" where options of
+        the call restrict the plan or say XLA; None where XLA runs the part for the
+        ``reasons`` given; "pinned" for a lowered program that names the plan, but does
+        not tell whether it was measured or is the first one for a GPU that was named.
       part: the graph as the user wrote it; None in a lowered program.
       graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
       request: the text that asks for the plan: it pins or restricts it, "" leaves it to
@@ -70,12 +70,14 @@ class Call(CallSummary):
         lowered program with a pinned plan, which does not tell.
       engine: the number of cuDNN's engine.
       knobs: the engine's settings, (name, value) sorted by name.
-      behavior_notes: what cuDNN says of how the plan works, as RUNTIME_COMPILATION.
-      numeric_notes: what cuDNN says of its numbers, as TENSOR_CORE.
-      failures: candidates before the plan that were passed over, with why.
+      behavior_notes: what cuDNN says about how the plan works, such as
+        RUNTIME_COMPILATION.
+      numeric_notes: what cuDNN says about the plan's numerics, such as TENSOR_CORE.
+      failures: the candidates before the plan that were passed over, with the reasons.
       cudnn_us: microseconds of the best plan with its array work, where tuned.
       xla_us: microseconds of XLA's code, where tuned.
-      first_ratio: kernel time of cuDNN's first plan over the best plan's, where tuned.
+      first_ratio: the kernel time of cuDNN's first plan divided by the best plan's,
+        where tuned.
     """
 
     reasons: tuple[str, ...]
@@ -103,14 +105,15 @@ class Call(CallSummary):
     def candidates(self) -> tuple[Candidate, ...]:
         """Return all of cuDNN's candidates for the call, its best guess first.
 
-        They are listed, not built: some may fail to. Those that the options of the call
-        do not allow say why in ``refusal``. For a part that XLA runs, they are those of
-        the first way of rewriting it that cuDNN takes at all.
+        Candidates are listed, not built: some may fail to build. A candidate that the
+        options of the call do not allow says why in ``refusal``. For a part that XLA
+        runs, the candidates are those of the first way of rewriting the part that cuDNN
+        takes at all.
 
         Raises:
-          LibraryError: there is no NVIDIA GPU here, nor one by its name, to list them
-            for.
-          UnsupportedError: cuDNN has none.
+          LibraryError: there is no NVIDIA GPU here, and none was named, to list
+            candidates for.
+          UnsupportedError: cuDNN has no candidate.
         """
         gpu = gpu_for(Options(device=self.device))
         if gpu is None:
@@ -144,7 +147,7 @@ class Call(CallSummary):
         yield "  end"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data: graphs in their canonical form, knobs as an object."""
+        """Return plain data, with graphs in canonical form and knobs as an object."""
         plain = {name: getattr(self, name) for name in _PLAIN}
         lists = {name: list(getattr(self, name)) for name in _LISTS}
         graphs = {name: getattr(self, name) for name in ("part", "graph")}
@@ -169,9 +172,9 @@ _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report:
-    """What ``inspect`` found; ``str`` of it is a table.
+    """What ``inspect`` found; ``str(report)`` is a table.
 
-    ``notes`` says, a sentence each, what could not be seen.
+    ``notes`` has a sentence for each thing that could not be seen.
     """
 
     device: str
@@ -201,7 +204,7 @@ class Report:
         return "\n".join(("flowchart TD", *lines))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, for ``json.dumps``; "schema" is its form's version."""
+        """Return plain data for ``json.dumps``; "schema" is the version of its form."""
         return {
             "schema": SCHEMA,
             "device": self.device,

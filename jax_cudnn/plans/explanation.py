@@ -58,10 +58,10 @@ class ExplainedCall(CallSummary):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """What ``explain`` found; ``str`` of it is for people to read.
+    """What ``explain`` found; ``str(explanation)`` is a text to read.
 
-    ``cudnn_version`` is that of the cuDNN that was asked, "9.19.0"; ``notes`` says, a
-    sentence each, what the answers depend on.
+    ``cudnn_version`` is the version of the cuDNN that was asked, such as "9.19.0".
+    ``notes`` has a sentence for each thing that the answers depend on.
     """
 
     device: str
@@ -71,7 +71,7 @@ class Explanation:
 
     @property
     def refused(self) -> tuple[ExplainedCall, ...]:
-        """The calls that are meant for cuDNN and that it does not run."""
+        """The calls that are meant for cuDNN and that cuDNN does not run."""
         return tuple(call for call in self.calls if call.is_refused)
 
     def __str__(self) -> str:
@@ -83,7 +83,7 @@ class Explanation:
         return "\n".join((*lines, *self.notes))
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain data, for ``json.dumps``; "schema" is its form's version."""
+        """Return plain data for ``json.dumps``; "schema" is the version of its form."""
         return {
             "schema": SCHEMA,
             "device": self.device,
@@ -100,21 +100,23 @@ def explain(
     device: str | None = None,
     **kwargs: Any,
 ) -> Explanation:
-    """Return, for each cuDNN call of a function, whether it runs on a GPU, or why not.
+    """Return, for each cuDNN call of a function, whether cuDNN runs it, or why not.
 
-    Traces the function (which may be jitted, or a gradient) without running it. Each
-    way of rewriting what cuDNN refuses is reported with its own reasons, and small
-    changes are tried until one plans: options left out, operands in 16 bits, no
-    gradient of the bias, sizes in multiples of 8 or 16, a newer GPU. The first that
-    does is named. cuDNN itself is asked each time, which takes up to a second.
+    Traces the function (which may be jitted, or a gradient) without running it. If
+    cuDNN refuses a call, each way of rewriting the call is reported with its own
+    reasons. Small changes are then tried until cuDNN plans one: options left out,
+    operands in 16 bits, no gradient of the bias, sizes in multiples of 8 or 16, a newer
+    GPU. The first change that works is named. cuDNN itself is asked each time, which
+    takes up to a second.
 
     Args:
       function: a function, jitted or not, or ``jitted.trace(...)`` and no arguments.
-      *args: as for ``plans.inspect``: arrays or shapes, and whatever else it takes.
-      device: a GPU by its name, which need not be here: "H200", "A100 40GB", "L4",
-        "RTX 4090", ... The cuDNN that is installed here is asked: without a GPU,
-        ``pip install jax_cudnn[gpuless]`` has all that it takes. Default None: the one
-        of the ``plans.using`` around, or else this machine's.
+      *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
+        function takes.
+      device: the name of a GPU, which need not be present: "H200", "A100 40GB", "L4",
+        "RTX 4090", ... The installed cuDNN is asked. On a machine without a GPU,
+        ``pip install jax_cudnn[gpuless]`` installs all that is needed. Default None:
+        the GPU of the surrounding ``plans.using``, or else this machine's.
       **kwargs: as ``*args``.
 
     Returns:
@@ -122,9 +124,10 @@ def explain(
       graph, in order of appearance.
 
     Raises:
-      ValueError: the name is not known, or there is none and no GPU here; lists those
-        that are known.
-      LibraryError: cuDNN, or what it needs to plan, is missing; says what to install.
+      ValueError: the name is not known, or no GPU is named and none is here. The
+        message lists the known names.
+      LibraryError: cuDNN, or something that it needs to plan, is missing. The message
+        says what to install.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

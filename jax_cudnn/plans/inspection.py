@@ -35,28 +35,30 @@ def inspect(
     """Return every cuDNN call that ``function(*args, **kwargs)`` makes, and its plan.
 
     Traces the function (which may be jitted, or a gradient) without running it, and
-    asks for each graph what the compiler asks: on a machine with an NVIDIA GPU the
-    plans are built and stay cached for the run that follows. Inside
-    ``plans.using(device="H200")`` it asks for that GPU, which need not be here.
+    decides each graph as the compiler would. On a machine with an NVIDIA GPU, the plans
+    are built and stay cached for the run that follows. Inside
+    ``plans.using(device="H200")``, the report is for that GPU, which need not be
+    present.
 
     Args:
-      function: a function, jitted (by ``jax.jit`` or ``nnx.jit``) or not; or what
-        tracing or lowering a jitted one returned, ``jitted.trace(...)`` or
-        ``jitted.lower(...)``, and no arguments. A lowered program holds the calls that
-        were decided on when it was lowered.
+      function: a function, jitted (by ``jax.jit`` or ``nnx.jit``) or not. It can also
+        be a traced or lowered program, ``jitted.trace(...)`` or ``jitted.lower(...)``,
+        without arguments. A lowered program holds the calls that were decided on when
+        it was lowered.
       *args: arrays or ``jax.ShapeDtypeStruct``, and trees of them, such as a module.
-        All else (``True``, ``"gelu"``, a number) is passed on as it is; a jitted
-        function takes it where it names it in ``static_argnames``, as in a call.
-      **kwargs: likewise.
+        Anything else (``True``, ``"gelu"``, a number) is passed on unchanged. A jitted
+        function has to list such arguments in ``static_argnames``, as for a call.
+      **kwargs: as ``*args``.
 
     Returns:
-      A ``Report`` with the ``Call``s of each distinct graph, in order of appearance;
-      forward-mode and second-order parts, which always run as XLA's own code, are
-      listed as op "...:derivative". Of a lowered program it has cuDNN's calls only, and
-      says so in its ``notes``.
+      A ``Report`` with the ``Call``s of each distinct graph, in order of appearance.
+      Forward-mode and second-order parts, which always run as XLA's own code, are
+      listed as op "...:derivative". The report of a lowered program has cuDNN's calls
+      only, and says so in its ``notes``.
 
     Raises:
-      TypeError: arguments beside a traced or lowered program, or a compiled one.
+      TypeError: arguments are given with a traced or lowered program, or the program is
+        compiled.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

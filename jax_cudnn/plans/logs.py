@@ -16,21 +16,22 @@ _handler: logging.Handler | None = None
 def log(level: int | str | None = "DEBUG", *, cudnn: bool = False) -> None:
     """Log what jax_cudnn does, through Python's ``logging``.
 
-    The logger "jax_cudnn" says at INFO which calls run with XLA, and why, and at DEBUG
-    what is planned: plans that are not in the cache, candidates that fail or are not
-    allowed, with cuDNN's reasons, and the plans that were built, with their times and
-    workspaces. Without this function, ``logging`` decides about what the Python side
-    says, and the C++ side says nothing.
+    The logger "jax_cudnn" says at INFO which calls run with XLA, and why. At DEBUG it
+    says what is planned: plans that are not in the cache, candidates that fail or are
+    not allowed, with cuDNN's reasons, and the plans that were built, with their times
+    and workspaces. Without this function, the configuration of ``logging`` decides
+    which lines of the Python side are shown, and the C++ side is silent.
 
     A handler that writes to stderr is added only where no handler would see the lines:
-    programs that set up ``logging`` keep what they set up.
+    programs that configure ``logging`` keep their configuration.
 
     Args:
-      level: from which level on, a name or number of ``logging``. Default "DEBUG".
+      level: the lowest level to log, a name or number of ``logging``. Default "DEBUG".
         None undoes it: the C++ side is silent, the logger has no level of its own.
-      cudnn: whether to log cuDNN's own messages too, as logger "jax_cudnn.cudnn":
-        warnings and errors at those levels, and at DEBUG every call of its API, also by
-        others in the process (which takes time in each launch). Default False.
+      cudnn: whether to log cuDNN's own messages too, as logger "jax_cudnn.cudnn".
+        cuDNN's warnings and errors are logged at these levels. At DEBUG, every call of
+        cuDNN's API is logged, including calls by other code in the process, which takes
+        time in each launch. Default False.
 
     Raises:
       ValueError: ``level`` is not a level of ``logging``.

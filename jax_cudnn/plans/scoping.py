@@ -18,25 +18,25 @@ def using(
     """Return a context in which calls are traced with these settings.
 
     The settings are part of jit's cache key: a function that was compiled outside is
-    traced and compiled again inside, and the other way round. A call's own ``plan``,
-    and its ``implementation`` unless that is "auto", go before them. What is not given
-    stays as it is around the block.
+    traced and compiled again inside, and the other way round. A call's own ``plan``
+    overrides the setting, and so does its ``implementation`` unless that is "auto". A
+    setting that is not given stays as it is around the block.
 
     Args:
       plan: which of cuDNN's plans may run. Default None: as around the block.
       implementation: "auto", "cudnn" or "xla". Default None: as around the block.
-      device: the GPU to plan for where a program is lowered for CUDA, which need not
-        be here: "H200", "A100 80GB", "RTX 4090", ... Its plans, made by the cuDNN that
-        is installed here, are pinned in the program with their workspaces: it is for
-        such a GPU with the same version of cuDNN. It refuses to run on a GPU of another
-        compute capability, with another version of cuDNN, or where its plans do not
-        exist or need more workspace. Where no GPU is here, ``pip install
-        jax_cudnn[gpuless]`` has all that planning takes. Default None: as around the
-        block; at the outermost, this machine's GPU.
+      device: the GPU to plan for when a program is lowered for CUDA, such as "H200",
+        "A100 80GB" or "RTX 4090". It need not be present: the installed cuDNN makes the
+        plans. The plans are pinned in the program with their workspaces, so the program
+        is for such a GPU with the same version of cuDNN. The program refuses to run on
+        a GPU of another compute capability, with another version of cuDNN, or where its
+        plans do not exist or need more workspace. On a machine without a GPU, ``pip
+        install jax_cudnn[gpuless]`` installs all that planning needs. Default None: as
+        around the block; outside of any block, this machine's GPU.
 
     Raises:
       TypeError: ``plan`` is not a ``PlanOptions``.
-      ValueError: an unknown implementation or GPU; lists those that are known.
+      ValueError: an unknown implementation or GPU; the message lists the known ones.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

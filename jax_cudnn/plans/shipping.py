@@ -37,8 +37,9 @@ _THREADS = min(16, os.cpu_count() or 1)
 class Warmup:
     """What ``warmup`` did: distinct plans of the function, and where they came from.
 
-    ``built`` counts what was asked of cuDNN, also where it refused and XLA will run
-    that part; ``from_disk`` what the cache folder had. The rest the process had.
+    ``built`` counts the plans that cuDNN was asked for, including those that it refused
+    and whose part XLA will run. ``from_disk`` counts the plans that the cache folder
+    had. The process already had the rest.
     """
 
     plans: int
@@ -51,8 +52,8 @@ class Warmup:
 class Shipment:
     """What ``save`` wrote or ``load`` read.
 
-    ``left_out`` names plans that cuDNN cannot write down, with its words: they are
-    built where the function runs.
+    ``left_out`` names the plans that cuDNN cannot serialise, with cuDNN's message.
+    These plans are built where the function runs.
     """
 
     plans: int
@@ -63,10 +64,10 @@ class Shipment:
 def warmup(function: Callable[..., Any] | Traced, *args: Any, **kwargs: Any) -> Warmup:
     """Build all plans of ``function(*args, **kwargs)``, several at a time.
 
-    Traces the function without running it, and has cuDNN build what compiling it will
-    ask for, gradients included if it takes them, for every GPU of this process.
-    Arguments are as for ``plans.inspect``: arrays or shapes, and whatever else it
-    takes; ``jitted.trace(...)`` takes none.
+    Traces the function without running it. cuDNN builds the plans that compiling the
+    function will need, for every GPU of this process; if the function takes gradients,
+    their plans are included. Arguments are as for ``plans.inspect``: arrays or shapes,
+    and anything else that the function takes; none for ``jitted.trace(...)``.
 
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
@@ -94,10 +95,10 @@ def save(
 ) -> Shipment:
     """Write all plans of ``function(*args, **kwargs)`` and its choices into one file.
 
-    For shipping with a model: where ``load`` reads the file, on the same kind of GPU
-    with the same versions, nothing of the function is left to be planned. Traces the
+    The file is for shipping with a model. After ``load`` has read it, on the same kind
+    of GPU with the same versions, no plan of the function has to be built. Traces the
     function without running it. Arguments are as for ``plans.inspect``: arrays or
-    shapes, and whatever else it takes; ``jitted.trace(...)`` takes none.
+    shapes, and anything else that the function takes; none for ``jitted.trace(...)``.
 
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
@@ -140,8 +141,8 @@ def load(path: str | Path) -> Shipment:
     Raises:
       LibraryError: the file was made for another GPU or with other versions, which the
         message names; or there is no NVIDIA GPU or no cuDNN here.
-      GraphError: the file is not one of ``save``'s, or was changed since.
-      OSError: it cannot be read.
+      GraphError: ``save`` did not write the file, or the file was changed since.
+      OSError: the file cannot be read.
     """
     first, target = _local_target("plans.load")
     manifest, files, kept = _read_archive(Path(path))

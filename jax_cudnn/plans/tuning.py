@@ -31,9 +31,9 @@ _BAR = 20
 
 @dataclass(kw_only=True)
 class Tuning:
-    """What was measured; ``str`` of it is a table.
+    """What was measured; ``str(tuning)`` is a table.
 
-    ``left_count`` is how many calls were not, for lack of time.
+    ``left_count`` is the number of calls that were not measured, for lack of time.
     """
 
     device: str
@@ -77,19 +77,22 @@ def autotune(
     """Measure which plan is fastest for each cuDNN call of a function, and use it.
 
     Finds every convolution, matmul and attention that ``function(*args, **kwargs)``
-    hands to cuDNN, gradients included if it takes them; times all of cuDNN's plans (of
-    those that the call's ``PlanOptions`` allow) and XLA's own code for each, on random
-    operands of those shapes and in memory of its own; and makes the fastest the choice
-    of this process and, by way of the cache folder (``plans.set_cache``), of those to
-    come: functions that are compiled afterwards use it, with ``implementation="auto"``
-    also where that is XLA. Functions that were compiled before keep their plans.
+    passes to cuDNN, gradients included if the function takes them. For each of them,
+    times all of cuDNN's plans that the call's ``PlanOptions`` allow, and XLA's own
+    code. It times on random operands of the same shapes, in memory of its own. The
+    fastest becomes the choice of this process and, by way of the cache folder
+    (``plans.set_cache``), of later processes. Functions that are compiled afterwards
+    use the choice; with ``implementation="auto"``, it may be XLA. Functions that were
+    compiled before keep their plans.
 
     Args:
-      function: traced, not run; may be jitted, or ``jitted.trace(...)`` and no
-        arguments.
-      *args: as for ``plans.inspect``: arrays or shapes, and whatever else it takes.
-      budget_s: seconds to spend; a call that is not measured by then keeps the plan
-        that it had, and the ``Tuning`` says how many there are. Default: no limit.
+      function: the function to trace, without running it; may be jitted, or
+        ``jitted.trace(...)`` and no arguments.
+      *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
+        function takes.
+      budget_s: seconds to spend. A call that is not measured by then keeps the plan
+        that it had, and the ``Tuning`` says how many such calls there are. Default: no
+        limit.
       progress: whether to show progress on stderr. Default True.
       **kwargs: as ``*args``.
 
@@ -111,12 +114,12 @@ def autotune(
 def autotuning(
     *, budget_s: float = math.inf, progress: bool = True
 ) -> Generator[Tuning]:
-    """Measure, for what is compiled inside a `with` block, which plans are fastest.
+    """Measure which plans are fastest, for functions compiled inside a `with` block.
 
-    As ``plans.autotune`` does, when XLA compiles a function and asks for plans: nothing
-    else has to be changed in a training script. What has a choice already, from an
-    earlier run for one, is not measured again. The functions are compiled again
-    afterwards, outside the block, with the same choices and no measuring.
+    This measures as ``plans.autotune`` does, when XLA compiles a function and asks for
+    plans. Nothing else has to be changed in a training script. A call that already has
+    a choice, for example from an earlier run, is not measured again. Outside the block
+    the functions are compiled again, with the same choices and no measuring.
 
     Args:
       budget_s: seconds to spend in the block. Default: no limit.

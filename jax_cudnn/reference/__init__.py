@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The meaning of every graph, in jax.numpy: what runs where cuDNN does not."""
+"""The meaning of every graph, in jax.numpy. It also runs wherever cuDNN does not."""
 
 from jax_cudnn.reference.interpreter import evaluate
 

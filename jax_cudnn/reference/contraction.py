@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmul, convolution and the convolution's gradients in jax.numpy and jax.lax.
 
-Sums are returned in the dtype of the output tensor that the interpreter asks for, with
-the precision that it passes, as JAX takes it; roles and axis letters as in
+Sums are returned in the dtype of the output tensor that the interpreter asks for. The
+interpreter passes the precision, as JAX takes it. Roles and axis letters are those of
 graph/matmul.py and graph/conv.py.
 """
 
@@ -26,7 +26,7 @@ def matmul(
     outputs: Mapping[str, Tensor],
     precision: Any = None,
 ) -> dict[str, jax.Array]:
-    """Return a b for each batch entry."""
+    """Return the matrix product of a and b for each batch entry."""
     del attributes
     dtype = outputs["output"].dtype
     sums = jnp.matmul(
@@ -133,7 +133,7 @@ def conv_wgrad(
 
 
 def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:
-    """Whether all sums are empty; XLA takes no window without elements."""
+    """Whether all sums are empty. XLA does not take a window without elements."""
     has_empty_result = any(tensor.is_empty for tensor in outputs.values())
     return has_empty_result or any(x.size == 0 for x in inputs.values())
 
@@ -171,7 +171,7 @@ def _swap_channels(w: jax.Array, groups: int) -> jax.Array:
 
 
 def _swap_images(x: jax.Array, groups: int) -> jax.Array:
-    """Turn (n, g c', *y) into (c', g n, *y): images are what is contracted."""
+    """Turn (n, g c', *y) into (c', g n, *y), so that images are contracted."""
     n, channels, *spatial = x.shape
     split = jnp.reshape(x, (n, groups, channels // groups, *spatial))
     swapped = jnp.moveaxis(split, (2, 1, 0), (0, 1, 2))

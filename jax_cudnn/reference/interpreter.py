@@ -15,9 +15,10 @@ from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
 from jax_cudnn.reference import contraction, pointwise, sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
 
-# A rule takes the attributes, the input arrays by role in logical axis order, and
-# the output tensors that are asked for, a contraction's a precision as well; it returns
-# those, in any dtype that holds the result, and the interpreter rounds once.
+# A rule takes the attributes, the input arrays by role in logical axis order, and the
+# output tensors that are asked for. A contraction's rule takes a precision as well. The
+# rule returns the outputs in any dtype that holds the result, and the interpreter
+# rounds once.
 Rule = Callable[..., Mapping[str, Any]]
 
 RULES: dict[str, Rule] = {
@@ -44,11 +45,11 @@ def evaluate(
     """Return the graph's results, given its operands as stored arrays.
 
     With ``narrow_sums``, sums over 16-bit operands, also beside 8-bit weights, are
-    rounded to their dtype before what follows them, as in programs that are written in
-    that dtype throughout: XLA computes that faster, since it keeps no f32 array of the
-    sums and knows what to fuse. The tensors ``kept`` are computed once and read from
-    memory after that. ``precision`` is that of matmuls and convolutions, as JAX takes
-    it.
+    rounded to the 16-bit dtype before the operations that follow, as in programs that
+    use that dtype throughout. XLA computes this faster, since it keeps no f32 array of
+    the sums and recognises what to fuse. The tensors ``kept`` are computed once and
+    read from memory after that. ``precision`` is the precision of matmuls and
+    convolutions, as JAX takes it.
     """
     values = {
         tensor.name: to_logical(tensor, operand)
@@ -98,7 +99,7 @@ def _evaluate_node(
     is_held = narrow_sums and _is_widened_for_conv(graph, node)
 
     def rounded(tensor: Tensor, x: jax.Array) -> jax.Array:
-        # Only widening is left out: what is rounded on the way stays so.
+        # Only the conversion to f32 is left out: values that were rounded stay rounded.
         is_widened = x.dtype.itemsize == 2 and tensor.dtype == "f32"
         stays = narrow_sums and is_widened and tensor.name not in graph.outputs
         x = x if stays else x.astype(jax_dtype(tensor.dtype))
@@ -110,10 +111,10 @@ def _evaluate_node(
 def _narrow_step(
     node: Node, inputs: Mapping[str, jax.Array]
 ) -> Mapping[str, jax.Array] | None:
-    """Add or rectify in 16 bits, in the words that XLA fuses with its contractions.
+    """Add or apply relu in 16 bits, in the form that XLA fuses with its contractions.
 
-    It knows bias, residual and relu after a convolution or a matmul only in the dtype
-    of the operands.
+    After a convolution or a matmul, XLA recognises bias, residual and relu only in the
+    dtype of the operands.
     """
     attributes = node.attributes
     if not isinstance(attributes, PointwiseAttributes):
@@ -129,9 +130,10 @@ def _narrow_step(
 
 
 def _without_f8(x: jax.Array) -> jax.Array:
-    """Return an f8 array in bf16, which holds it: XLA's GPU convolutions take no f8.
+    """Return an f8 array exactly in bf16: XLA's GPU convolutions take no f8.
 
-    The barrier keeps XLA from finding out and asking cuDNN for one all the same.
+    Without the barrier, XLA would see the conversion and ask cuDNN for an f8
+    convolution all the same.
     """
     if x.dtype.itemsize != 1 or not _is_float(x):
         return x
@@ -143,9 +145,10 @@ def _is_float(x: jax.Array) -> bool:
 
 
 def _is_widened_for_conv(graph: Graph, node: Node) -> bool:
-    """Whether a node converts f8 for a convolution, which is to be kept from XLA, too.
+    """Whether a node converts f8 for a convolution, which XLA must not see either.
 
-    The convolution may be in another part; a matmul has its conversions in its own.
+    The convolution may be in another part of the graph; a matmul and its conversions
+    are in the same part.
     """
     return (
         getattr(node.attributes, "mode", None) == "identity"
@@ -160,10 +163,10 @@ def _sums_of_integers(
     inputs: Mapping[str, jax.Array],
     outputs: Mapping[str, Tensor],
 ) -> Mapping[str, jax.Array]:
-    """Return a convolution of 8-bit integers by one in f64, which is as exact.
+    """Return a convolution of 8-bit integers, computed in f64, which is as exact.
 
-    XLA's GPU convolutions take no u8, and i8 with restrictions. Sums in f32 are exact
-    up to 2^24 only. The barrier is there for the same reason as that of f8.
+    XLA's GPU convolutions take no u8, and take i8 with restrictions. Sums in f32 are
+    exact up to 2^24 only. The barrier hides the conversion from XLA, as for f8.
     """
     with jax.enable_x64(True):
         wide = {
@@ -184,7 +187,7 @@ _CONTRACTIONS = (
 
 
 def _narrow_dtype(dtypes: Sequence[DTypeName]) -> DTypeName | None:
-    """Return the 16-bit dtype of operands, beside which others have 8 bits, or None."""
+    """Return the operands' 16-bit dtype if all others have 8 bits, otherwise None."""
     wide = set(dtypes).difference(EIGHT_BIT)
     return wide.pop() if wide in ({"bf16"}, {"f16"}) else None
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pointwise nodes, constants and reductions in jax.numpy; see graph/pointwise.py.
 
-Computed in f32 (f64 where an operand is f64), whatever the operands' dtypes; what is
-only converted to a float goes from one dtype to the other, which XLA fuses with a
-product.
+Nodes are computed in f32 (f64 where an operand is f64), whatever the operands' dtypes.
+A conversion to a float is the exception: it goes directly from one dtype to the other,
+which XLA fuses with a product.
 """
 
 import functools
@@ -79,7 +79,7 @@ def _relu(x: jax.Array, slope: float) -> jax.Array:
     return jax.nn.leaky_relu(x, slope) if slope else jax.nn.relu(x)
 
 
-# What JAX has of that name, with its derivatives.
+# For each mode, JAX's function, with its derivatives.
 _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
     "elu": jax.nn.elu,
     "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
@@ -96,9 +96,9 @@ assert set(_ACTIVATIONS) == set(ACTIVATIONS)
 
 def _gradient(mode: str, alpha: float, cotangent: jax.Array, x: jax.Array) -> jax.Array:
     options = (alpha,) if mode in ("elu", "relu") else ()
-    # Either may have 1 where the other has examples.
+    # Under vmap, either operand may have size 1 where the other has examples.
     cotangent, x = jnp.broadcast_arrays(cotangent, x)
-    # Not by jvp along the cotangent, which rounds and overflows in another order.
+    # A jvp along the cotangent would round and overflow in another order than the vjp.
     _, pull = jax.vjp(lambda x: _ACTIVATIONS[mode](x, *options), x)
     return pull(cotangent)[0]
 

@@ -2,7 +2,7 @@
 """Attention and its gradient in jax.numpy; axis letters as in graph/sdpa.py.
 
 Scores, softmax and sums are kept in f32 (f64 for f64). The probabilities are rounded
-to the operands' dtype before they meet the values, as flash kernels do.
+to the operands' dtype before they are multiplied by the values, as in flash kernels.
 """
 
 import functools
@@ -47,9 +47,9 @@ def backward(
     dV = P^T dO and dS = P (dP - rowsum(P dP) + dstats) with dP = dO V^T, then
     dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast.
 
-    The saved output and log-sum-exp are not read, though kernels do. A log-sum-exp far
-    from 0 has no digits left for the number of keys, so that exp(S - stats) is too
-    large by that number, and rowsum(O dO) of a rounded output is off by its rounding.
+    Kernels read the saved output and log-sum-exp; this function does not. A log-sum-exp
+    far from 0 has no digits left for the number of keys, so exp(S - stats) would be too
+    large by that factor. rowsum(O dO) of a rounded output would be off by its rounding.
     """
     assert isinstance(attributes, SdpaAttributes)
     return gradients(attributes, inputs, with_bias="grad_bias" in outputs)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A few attention calls for compute-sanitizer, each buffer allocated on its own.
+"""A few attention calls for compute-sanitizer, with a separate allocation per buffer.
 
     compute-sanitizer --error-exitcode 1 python tests/gpu/memcheck.py [--break]
 
-With --break, one launch is given an operand at an address that nobody owns.
+With --break, one launch is given an operand at an address that is not allocated.
 """
 
 import os

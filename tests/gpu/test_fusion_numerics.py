@@ -3,14 +3,15 @@
 
 Each item runs a few random problems, forward and (every other one) with the gradients
 of all float operands. Results are judged against f32 truth from jax.lax, by the error
-of `implementation="xla"`, which multiplies in the same dtype. That is not enough to go
-by in two places, where the error that the hardware makes is added to the references:
+of `implementation="xla"`, which multiplies in the same dtype. In two cases XLA's error
+alone is too strict a measure, and a second reference has the error of the hardware:
 
-* f32 is multiplied in TF32. XLA may do it in more bits (small products, convolutions
-  for which it picks another kernel): a second reference reads operands as TF32.
+* cuDNN multiplies f32 in TF32, while XLA may use more bits (for small products, and for
+  convolutions for which it picks another kernel). The second reference reads operands
+  as TF32.
 * Hopper's f8 tensor cores keep 14 bits of a sum (DeepSeek-V3 technical report,
-  arXiv:2412.19437, section 3.5.2), so that a result in f16 or f32 means no more than
-  one in bf16: the truth rounded to bf16 is a second reference.
+  arXiv:2412.19437, section 3.5.2), so that a result in f16 or f32 is no more exact than
+  one in bf16. The second reference is the truth rounded to bf16.
 """
 
 import functools

@@ -2,9 +2,9 @@
 """Is every call that is planned without a GPU launched on one, and is it right?
 
 The calls are those of tests/fusion_cases.py: each operation, dtype, activation, bias,
-residual and scale, forward and with the gradient of each operand, besides shapes and
-layouts. They are judged by the same thing written in jax.lax and jax.nn, in float64 on
-the CPU. scripts/gpu_report.py lists what was planned and not launched.
+residual and scale, forward and with the gradient of each operand, and various shapes
+and layouts. The results are compared with the same calls written in jax.lax and jax.nn,
+in float64 on the CPU. scripts/gpu_report.py lists what was planned and not launched.
 """
 
 import functools

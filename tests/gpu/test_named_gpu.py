@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a program for a GPU by its name run there, and do others plan beside it?"""
+"""Does a program that was lowered for a named GPU run there, and others beside it?"""
 
 import dataclasses
 import os

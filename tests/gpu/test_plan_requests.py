@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do plans that a filter allows run on a GPU as promised, and only those?"""
+"""Do only the plans that a filter allows run on a GPU, and do they as promised?"""
 
 import functools
 from collections.abc import Callable, Sequence

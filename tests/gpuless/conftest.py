@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Marks the gpuless tests and skips them where something that they need is missing."""
+"""Marks the gpuless tests, and skips them where something they need is missing."""
 
 from pathlib import Path
 

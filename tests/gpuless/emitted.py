@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graphs that sdpa hands to cuDNN for a case, forward and backward, on any CPU."""
+"""The graphs that sdpa passes to cuDNN for a case, forward and backward, on any CPU."""
 
 import jax
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans many graphs for GPUs that are not there, with jax_cudnn.offline."""
+"""Plans many graphs for GPUs that are not present, with jax_cudnn.offline."""
 
 import functools
 import sys

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Puts plans through plan files, in place of what plans for jax_cudnn.offline.
+"""Puts plans through plan files, in place of jax_cudnn.offline's planning process.
 
-Takes the same questions; see `harness.ship_all` for the answers.
+It takes the same requests as that process; `harness.ship_all` describes the answers.
 """
 
 import ctypes

@@ -2,9 +2,9 @@
 """Does the real cuDNN plan the graphs of conv and matmul, and refuse what we say?
 
 The pinned wheel (nvidia-cudnn-jit) has the engines that cuDNN compiles at run time. The
-full cuDNN has precompiled ones besides, for plain convolutions (with groups, depthwise)
-and a few fusions, so that it may take more than is said here. docs/support.md
-shows the same verdicts as a table.
+full cuDNN also has precompiled engines, for plain convolutions (with groups, depthwise)
+and a few fusions. So it may take more than these tests say. docs/support.md shows the
+same verdicts as a table.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a program for a GPU by its name pinned to that GPU's plans, and can it be kept?"""
+"""Is a program for a named GPU pinned to that GPU's plans, and can it be kept?"""
 
 import json
 import re

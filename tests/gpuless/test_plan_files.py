@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a plan the same after a plan file, and is it refused where it does not belong?"""
+"""Is a plan the same after a round trip through a file, and refused elsewhere?"""
 
 import functools
 from typing import Any

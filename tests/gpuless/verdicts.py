@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuDNN says of every case of conv and matmul, for a GPU by its name.
+"""Whether cuDNN plans each case of conv and matmul for a named GPU, or why not.
 
-Asks `partition` and `legalize` as the lowering does, and takes the first candidate that
-cuDNN lists a plan for.
+`partition` and `legalize` are called as in the lowering. The first candidate that cuDNN
+lists a plan for is taken.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws graphs of the contractions and of what goes around them, for Hypothesis."""
+"""Hypothesis strategies for graphs of contractions with prologue and epilogue."""
 
 from dataclasses import replace
 from itertools import count

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs pieces of Python in fresh processes, for what happens once per process."""
+"""Runs pieces of Python in fresh processes, to test what happens once per process."""
 
 import os
 import subprocess

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compiles stand-ins for NVIDIA's libraries, with just the functions looked up.
+"""Compiles stand-ins for NVIDIA's libraries, with only the functions looked up.
 
-They belong to a CUDA that no machine has, 99, so that no real library gets in between.
+The stand-ins claim to be CUDA 99, which no machine has, so that no real library is
+found in their place.
 """
 
 import ctypes

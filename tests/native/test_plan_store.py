@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the store of plans give back what it was given or nothing, whatever happens?"""
+"""Does the plan store return exactly what it was given, or nothing, in every case?"""
 
 import os
 import random

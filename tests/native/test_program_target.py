@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a program run only on what it was lowered for, and say so elsewhere?"""
+"""Does a program run only on the target it was lowered for, and say so elsewhere?"""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does registering the handlers stay cheap and out of the way of JAX's backends?"""
+"""Is registering the handlers cheap, and does it leave JAX's backends alone?"""
 
 import subprocess
 import sys
