@@ -32,7 +32,7 @@ from benchmarks.report import environment, versions_text
 from jax_cudnn import native, plans
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import to_json
-from jax_cudnn.legalize import is_contraction, legalize
+from jax_cudnn.legalize import is_anchor, legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
 
@@ -101,7 +101,7 @@ def _graphs(workload: Workload) -> list[str]:
     for traced in traced_graphs(value_and_grads, *operands):
         for part in traced.parts:
             for candidate in legalize(part, local[1]).candidates[:1]:
-                if any(map(is_contraction, candidate.graph.nodes)):
+                if any(map(is_anchor, candidate.graph.nodes)):
                     found[to_json(candidate.graph)] = None
     return list(found)
 

@@ -23,7 +23,7 @@ from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices, plans
 from jax_cudnn.graph import label
-from jax_cudnn.legalize import is_contraction, legalize
+from jax_cudnn.legalize import is_anchor, legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
 from jax_cudnn.lowering.devices import local_target
@@ -52,7 +52,7 @@ def check(pattern: str) -> Iterator[dict[str, Any]]:
         )
         for traced in found:
             for part in traced.parts:
-                if not any(map(is_contraction, part.nodes)) or part in seen:
+                if not any(map(is_anchor, part.nodes)) or part in seen:
                     continue
                 seen.add(part)
                 choice = measure(part, traced.options, target)

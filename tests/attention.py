@@ -57,7 +57,12 @@ class Row:
     stats: float
 
 
-def _rows(operands: Mapping[str, Any], scale: float, is_causal: bool) -> list[Row]:
+def _rows(
+    operands: Mapping[str, Any],
+    scale: float,
+    is_causal: bool,
+    window: tuple[int, ...] = (),
+) -> list[Row]:
     query, key = operands["query"], operands["key"]
     b, h, s, _ = query.shape
     _, k, t, _ = key.shape
@@ -69,6 +74,8 @@ def _rows(operands: Mapping[str, Any], scale: float, is_causal: bool) -> list[Ro
 
     def sees(i: int, head: int, row: int, column: int) -> bool:
         if is_causal and column > row:
+            return False
+        if window and not -window[0] <= column - row <= window[1]:
             return False
         if "query_lengths" in operands and row >= operands["query_lengths"][i, 0, 0, 0]:
             return False
@@ -112,14 +119,18 @@ def _doubles(operands: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def numpy_attention(
-    operands: Mapping[str, Any], *, scale: float, is_causal: bool = False
+    operands: Mapping[str, Any],
+    *,
+    scale: float,
+    is_causal: bool = False,
+    window: tuple[int, ...] = (),
 ) -> dict[str, np.ndarray]:
     """Return output (b, h, s, e) and stats (b, h, s, 1) of logical operands by role."""
     operands = _doubles(operands)
     b, h, s, _ = operands["query"].shape
     output = np.zeros((b, h, s, operands["value"].shape[3]))
     stats = np.zeros((b, h, s, 1))
-    for row in _rows(operands, scale, is_causal):
+    for row in _rows(operands, scale, is_causal, window):
         values = operands["value"][row.where[0], row.key_head, row.seen]
         output[row.where] = row.probabilities @ values
         stats[row.where] = row.stats
@@ -133,13 +144,14 @@ def numpy_gradients(
     *,
     scale: float,
     is_causal: bool = False,
+    window: tuple[int, ...] = (),
 ) -> dict[str, np.ndarray]:
     """Return the gradients of sum(grad_output O) + sum(grad_stats stats) by role."""
     operands = _doubles(operands)
     roles = [r for r in ("query", "key", "value", "bias") if r in operands]
     gradients = {role: np.zeros(operands[role].shape) for role in roles}
     bias_shape = gradients["bias"].shape if "bias" in gradients else ()
-    for row in _rows(operands, scale, is_causal):
+    for row in _rows(operands, scale, is_causal, window):
         i, head, position = row.where
         p, seen, group = row.probabilities, row.seen, (i, row.key_head)
         values = operands["value"][*group, seen]
@@ -166,7 +178,11 @@ def numpy_gradients(
 
 
 def numpy_results(
-    values: Mapping[str, Any], *, scale: float, is_causal: bool = False
+    values: Mapping[str, Any],
+    *,
+    scale: float,
+    is_causal: bool = False,
+    window: tuple[int, ...] = (),
 ) -> dict[str, np.ndarray]:
     """Return results and gradients by role, of logical operands and cotangents.
 
@@ -187,6 +203,8 @@ def numpy_results(
     sees = np.ones(scores.shape, bool)
     if is_causal:
         sees &= columns <= rows
+    if window:
+        sees &= (columns - rows >= -window[0]) & (columns - rows <= window[1])
     if "mask" in values:
         sees &= np.asarray(values["mask"])
     if "key_lengths" in values:
@@ -234,6 +252,7 @@ def numpy_sdpa(
     is_causal: bool = False,
     query_seq_lengths: Any = None,
     key_value_seq_lengths: Any = None,
+    local_window_size: tuple[int, ...] | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return what `jax_cudnn.sdpa` is to return, residual included, for full ranks."""
     given = {
@@ -252,7 +271,8 @@ def numpy_sdpa(
             operands[role] = operands[role].reshape(-1, 1, 1, 1)
     if scale is None:
         scale = operands["query"].shape[3] ** -0.5
-    found = numpy_attention(operands, scale=scale, is_causal=is_causal)
+    window = local_window_size or ()
+    found = numpy_attention(operands, scale=scale, is_causal=is_causal, window=window)
     output, stats = found["output"], found["stats"]
     return np.swapaxes(output, 1, 2), np.swapaxes(stats[..., 0], 1, 2)
 
@@ -287,6 +307,7 @@ def attention_graph(
     lengths: tuple[str, ...] = (),
     scale: float = 0.3,
     is_causal: bool = False,
+    window: tuple[int, ...] = (),
     with_stats: bool = False,
     order: tuple[int, ...] = _BSHD,
 ) -> Graph:
@@ -310,7 +331,7 @@ def attention_graph(
             )
             for role, letters in axes.items()
         },
-        attributes=SdpaAttributes(scale=scale, is_causal=is_causal),
+        attributes=SdpaAttributes(scale=scale, is_causal=is_causal, window=window),
         output_order=order,
         with_stats=with_stats,
     )
@@ -393,6 +414,7 @@ def forward_graphs(draw: st.DrawFn, dtypes: tuple[str, ...] = ("f32",)) -> Graph
             else st.sampled_from([0.3, -1.25, 0.0])
         ),
         is_causal=draw(st.booleans()),
+        window=draw(st.sampled_from([(), (2, 1), (0, 0), (1, 9), (-1, 3), (3, -2)])),
         with_stats=draw(st.booleans()),
         order=draw(st.permutations((0, 1, 2, 3)).map(tuple)),
     )

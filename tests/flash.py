@@ -67,6 +67,12 @@ def _scores(attributes: Any, given: dict[str, Any]) -> tuple[np.ndarray, np.ndar
     is_inside = np.ones((1, 1, scores.shape[2], 1), bool)
     if attributes.is_causal:
         scores = np.where(columns <= rows, scores, -np.inf)
+    if attributes.window:
+        # A band with two bounds that are not negative is all that a kernel takes.
+        left, right = attributes.window
+        assert min(left, right) >= 0
+        scores = np.where(columns >= rows - left, scores, -np.inf)
+        scores = np.where(columns <= rows + right, scores, -np.inf)
     if "key_lengths" in given:
         is_inside = rows < given["query_lengths"]
         scores = np.where(columns < given["key_lengths"], scores, -np.inf)

@@ -42,7 +42,8 @@ _CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 
 def _attributes(graph: Graph) -> dict[str, Any]:
     attributes: Any = graph.nodes[0].attributes
-    return {"scale": attributes.scale, "is_causal": attributes.is_causal}
+    names = ("scale", "is_causal", "window")
+    return {name: getattr(attributes, name) for name in names}
 
 
 def _draw(graph: Graph, seed: int) -> list[np.ndarray]:

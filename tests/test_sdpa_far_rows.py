@@ -178,7 +178,8 @@ def _problem(
 
 def _options(graph: Graph) -> dict[str, Any]:
     attributes: Any = graph.nodes[0].attributes
-    return {"scale": attributes.scale, "is_causal": attributes.is_causal}
+    names = ("scale", "is_causal", "window")
+    return {name: getattr(attributes, name) for name in names}
 
 
 def _check(

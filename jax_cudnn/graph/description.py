@@ -218,9 +218,10 @@ def _field(value: Any) -> AttributeField:
     found = re.fullmatch(r"(\w+)(?: (\w))?(?: >= (-?\d+))?", data["type"])
     assert found is not None, value
     kind, letter, least = found.groups()
+    default = data.get("default")
     return AttributeField(
         type=kind,  # type: ignore[arg-type]
         letter=letter or "",
         least=None if least is None else int(least),
-        default=data.get("default"),
+        default=tuple(default) if isinstance(default, list) else default,
     )

@@ -10,6 +10,7 @@ scores.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
 from jax_cudnn.graph.kinds import Roles, register_kind
 from jax_cudnn.graph.shapes import result_like
@@ -21,11 +22,17 @@ class SdpaAttributes(Attributes):
     """Static configuration of attention, forward and backward.
 
     ``scale`` multiplies query-key products before the bias is added; with
-    ``is_causal`` a query at position i sees keys 0 to i (top-left alignment).
+    ``is_causal`` a query at position i sees keys 0 to i (top-left alignment). A
+    ``window`` of (left, right) lets it see keys i - left to i + right; () is none.
     """
 
     scale: float
     is_causal: bool
+    window: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.window) not in (0, 2):
+            raise GraphError(f"sdpa: window {list(self.window)} has not two entries")
 
 
 def sdpa_graph(

@@ -10,20 +10,29 @@ What cuDNN's attention lacks is added around it:
   their result is set to 0 (log-sum-exp -inf, gradients 0) afterwards;
 * the cotangent of the log-sum-exp rides in spare value columns (see
   ``carry_grad_stats``);
+* a window is cuDNN's band where every query sees a key in it, and else part of the
+  mask;
 * rows that a bias moves far from 0 get their gradient beside the kernel (see
   ``far_rows``).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Target
+from jax_cudnn.graph import Graph, Node, SdpaAttributes, Target, Tensor
+from jax_cudnn.graph.kinds import roles_of
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.far_rows import take_far_rows
-from jax_cudnn.legalize.legalization import Legal, Legalization
+from jax_cudnn.legalize.legalization import (
+    After,
+    Legal,
+    Legalization,
+    Rule,
+    Usual,
+)
 from jax_cudnn.legalize.sdpa_masks import (
     absorb_row_bias,
     attributes_of,
@@ -45,6 +54,15 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a forward attention graph."""
+    return _by_window(graph, target, _forward)
+
+
+def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can run a gradient graph, with other ways to dbias."""
+    return _by_window(graph, target, _backward)
+
+
+def _forward(graph: Graph, target: Target | None) -> Legalization:
     editor = GraphEditor.by_role(graph)
     if refusal := _refuse(editor, target):
         return refusal
@@ -62,8 +80,7 @@ def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
     return Legalization(candidates=(legal,))
 
 
-def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
-    """Return how cuDNN can run a gradient graph, with other ways to dbias."""
+def _backward(graph: Graph, target: Target | None) -> Legalization:
     editor = GraphEditor.by_role(graph)
     if refusal := _refuse(editor, target):
         return refusal
@@ -185,6 +202,128 @@ def make_scale_positive(editor: GraphEditor) -> None:
 
     editor.before.append(before)
     editor.after.append(after)
+
+
+# --- windows --------------------------------------------------------------------------
+
+
+def _by_window(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
+    """Legalise a graph whose window is cuDNN's band, or else part of its mask."""
+    graph = _without_idle_window(graph)
+    window = _attributes(graph).window
+    if not window:
+        return rule(graph, target)
+    masked, with_mask = _window_as_mask(graph)
+    folded = rule(masked, target)
+    note = f"the window {list(window)} is part of the mask: cuDNN has no band for it"
+    candidates = [
+        replace(_given_more(legal, with_mask), notes=(*legal.notes, note))
+        for legal in folded.candidates
+    ]
+    if _is_band(graph):
+        candidates = [*rule(graph, target).candidates, *candidates]
+    return replace(folded, candidates=tuple(candidates))
+
+
+def _attributes(graph: Graph) -> SdpaAttributes:
+    attributes = graph.nodes[0].attributes
+    assert isinstance(attributes, SdpaAttributes)
+    return attributes
+
+
+def _roles(graph: Graph) -> dict[str, Tensor]:
+    return roles_of(graph.nodes[0], {t.name: t for t in graph.tensors})
+
+
+def _with(graph: Graph, attributes: SdpaAttributes) -> Graph:
+    return replace(graph, nodes=(replace(graph.nodes[0], attributes=attributes),))
+
+
+def _without_idle_window(graph: Graph) -> Graph:
+    """Take away a window that hides no key beside what causality hides."""
+    attributes, roles = _attributes(graph), _roles(graph)
+    s, t = roles["query"].dims[2], roles["key"].dims[2]
+    if not attributes.window:
+        return graph
+    left, right = attributes.window
+    if left >= s - 1 and (right >= t - 1 or (attributes.is_causal and right >= 0)):
+        return _with(graph, replace(attributes, window=()))
+    return graph
+
+
+def _is_band(graph: Graph) -> bool:
+    """Whether cuDNN's band means the same, and every query sees a key in it.
+
+    Beside a mask or lengths, a query may see none.
+    """
+    roles = _roles(graph)
+    if {"mask", "query_lengths", "key_lengths"}.intersection(roles):
+        return False
+    left, right = _attributes(graph).window
+    s, t = roles["query"].dims[2], roles["key"].dims[2]
+    return left >= 0 and right >= 0 and s - left <= t
+
+
+def _window_as_mask(
+    graph: Graph,
+) -> tuple[Graph, Callable[[Sequence[jax.Array]], list[jax.Array]]]:
+    """Return a graph whose mask holds the window too, and how to make its operands."""
+    attributes, roles = _attributes(graph), _roles(graph)
+    (node,) = graph.nodes
+    s, t = roles["query"].dims[2], roles["key"].dims[2]
+    old = roles.get("mask")
+    name = "mask" if old is None else old.name
+    leading = (1, 1) if old is None else old.dims[:2]
+    tensor = Tensor(name=name, dtype="bool", dims=(*leading, s, t), order=(0, 1, 2, 3))
+    inputs = graph.inputs if old is not None else (*graph.inputs, name)
+    masked = Graph(
+        tensors=(*(each for each in graph.tensors if each.name != name), tensor),
+        nodes=(
+            Node.make(
+                node.kind,
+                {**dict(node.inputs), "mask": name},
+                dict(node.outputs),
+                replace(attributes, window=()),
+            ),
+        ),
+        inputs=inputs,
+        outputs=graph.outputs,
+    )
+    left, right = (max(-s - t, min(x, s + t)) for x in attributes.window)
+
+    def with_mask(operands: Sequence[jax.Array]) -> list[jax.Array]:
+        given = dict(zip(graph.inputs, operands, strict=True))
+        rows = jnp.arange(s, dtype=jnp.int32)[:, None]
+        columns = jnp.arange(t, dtype=jnp.int32)
+        is_seen = (rows <= columns + left) & (rows >= columns - right)
+        if old is not None:
+            is_seen = is_seen & to_logical(old, given[name])
+        given[name] = jnp.broadcast_to(is_seen, tensor.dims)
+        return [given[each] for each in inputs]
+
+    return masked, with_mask
+
+
+def _given_more(
+    legal: Legal, more: Callable[[Sequence[jax.Array]], list[jax.Array]]
+) -> Legal:
+    """Return a rewriting that makes some of its operands itself."""
+
+    def after_of(after: After) -> After:
+        return lambda operands, results: after(more(operands), results)
+
+    usual = legal.usual
+    if usual is not None:
+        holds = usual.holds
+        usual = Usual(
+            holds=lambda operands: holds(more(operands)), after=after_of(usual.after)
+        )
+    return replace(
+        legal,
+        before=lambda operands: legal.before(more(operands)),
+        after=after_of(legal.after),
+        usual=usual,
+    )
 
 
 # --- refusals -------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 """`jax_cudnn.sdpa`: checks the arguments of attention and builds its graph."""
 
 import math
+import operator
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, overload
 
 import jax
@@ -56,6 +58,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -74,6 +77,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -91,15 +95,15 @@ def sdpa(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Return scaled dot-product attention, through cuDNN on NVIDIA GPUs.
 
-    A drop-in for :func:`jax.nn.dot_product_attention`, with two differences: there is
-    no ``local_window_size`` yet, and the log-sum-exp is f32 and has a gradient. For
-    each batch entry and head,
+    A drop-in for :func:`jax.nn.dot_product_attention`, except that the log-sum-exp is
+    f32 and has a gradient. For each batch entry and head,
 
     .. math::
 
@@ -135,6 +139,10 @@ def sdpa(
       key_value_seq_lengths: integers (b,); keys at or past their entry's length are
         padding. Default None: t. Lengths below 0 count as 0, and lengths above the
         axis's size count as its size.
+      local_window_size: (left, right): query s sees keys s - left to s + right only,
+        counted from the first query and key, also where s and t differ. An int n means
+        (n, n). It adds to what `is_causal`, the lengths, `mask` and `bias` hide.
+        Default None: no window.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
         cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
@@ -171,6 +179,11 @@ def sdpa(
       needs e of 120 or less. On sm_100, cuDNN 9.27 also plans the backward kernel for
       d = e = 256, and for d = 192 with e = 128. So larger heads run there if operands
       are padded with zeros to 256, with `scale` of the old size (planned, not run).
+
+      A window is a band of cuDNN's kernel, which skips the keys outside of it. Beside
+      a mask or lengths, or where a query sees no key, a window is written into the mask
+      instead, and so it is for cuDNN 9.14.0 beyond 1024 keys without `is_causal`, whose
+      band is wrong (cudnn-frontend 1.28).
 
       f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for f32,
       which is slower than XLA, and no gradient. f64 runs with XLA. The gradient of an
@@ -211,6 +224,7 @@ def sdpa(
     attributes = SdpaAttributes(
         scale=_check_scale(scale, d, operands.query.dtype),
         is_causal=check_flag("sdpa", "is_causal", is_causal),
+        window=_check_window(local_window_size),
     )
     with_stats = check_flag("sdpa", "return_residual", return_residual)
     if reason := why_symbolic(**given):
@@ -268,6 +282,36 @@ def _check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
     if not math.isfinite(value):
         raise ValueError(f"sdpa: scale={scale} is not finite. Pass a finite number.")
     return value
+
+
+def _check_window(window: int | tuple[int, int] | None) -> tuple[int, ...]:
+    """Return the window as (left, right), or () for none."""
+    if window is None:
+        return ()
+    try:
+        sizes = [
+            operator.index(size)
+            for size in (window if isinstance(window, Sequence) else [window])
+            if not isinstance(size, bool | np.bool_)
+        ]
+    except TypeError:  # A traced value is one of its causes.
+        sizes = []
+    if isinstance(window, Sequence) and len(sizes) == len(window) == 2:
+        left, right = sizes
+    elif not isinstance(window, Sequence) and sizes:
+        left = right = sizes[0]
+    else:
+        raise TypeError(
+            f"sdpa: local_window_size={window!r} is neither an int nor two. Pass "
+            "(left, right), ints known when the program is traced: how many keys before "
+            "and after its own position a query sees."
+        )
+    if not all(-(2**62) <= size < 2**62 for size in (left, right)):
+        raise ValueError(
+            f"sdpa: local_window_size={window!r} does not fit in 63 bits. Pass at most "
+            "the length of the sequences."
+        )
+    return (left, right)
 
 
 def _not_a_number(scale: object) -> TypeError:

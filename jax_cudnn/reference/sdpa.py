@@ -127,6 +127,10 @@ def _visible(
     conditions: list[jax.Array] = []
     if attributes.is_causal:
         conditions.append(columns <= rows)
+    if attributes.window:
+        # Cut to what int32 holds beside any row.
+        left, right = (max(-(2**30), min(x, 2**30)) for x in attributes.window)
+        conditions += [rows <= columns + left, rows >= columns - right]
     if "query_lengths" in inputs:
         conditions.append(rows < inputs["query_lengths"])
     if "key_lengths" in inputs:
