@@ -69,7 +69,7 @@ class Call:
 
     target: str
     graph: Graph
-    choice: str
+    request: str
     op: str
     sm_version: int
     cudnn_version: int
@@ -81,8 +81,9 @@ class Call:
 
 _CALL = re.compile(
     r"stablehlo\.custom_call @(?P<target>jax_cudnn\.\w+)\((?P<operands>[^)]*)\) "
-    r'\{.*?choice = "(?P<choice>[^"]*)", cudnn_version = (?P<cudnn>\d+) : i64, '
+    r"\{.*?cudnn_version = (?P<cudnn>\d+) : i64, "
     r'graph = "(?P<graph>[^"]*)", op = "(?P<op>[^"]*)", '
+    r'request = "(?P<request>[^"]*)", '
     r"sm_version = (?P<sm>\d+) : i64\}, operand_layouts = \[(?P<layouts>.*?)\], "
     r"result_layouts = \[(?P<more>.*?)\]\} : "
     r"\((?P<types>[^)]*)\) -> \(?(?P<results>[^)\n]*)\)?"
@@ -104,7 +105,7 @@ def _calls(text: str) -> list[Call]:
             Call(
                 target=match["target"],
                 graph=from_json(json),
-                choice=match["choice"],
+                request=match["request"],
                 op=match["op"],
                 sm_version=int(match["sm"]),
                 cudnn_version=int(match["cudnn"]),
@@ -130,7 +131,7 @@ def _types(graph: Graph, names: tuple[str, ...]) -> list[str]:
 
 def _check_call(call: Call, workspace_bytes: int | None = None) -> None:
     """Assert that operands, results and layouts are those that the graph names."""
-    assert call.choice == ""
+    assert call.request == ""
     assert call.op == call.graph.nodes[0].kind
     assert call.operand_types == _types(call.graph, call.graph.inputs)
     results = _types(call.graph, call.graph.outputs)

@@ -81,11 +81,11 @@ def _operands(dtype: Any = _BF16) -> tuple[jax.Array, ...]:
 
 
 def _calls(function: Callable[..., Any], *args: Any) -> list[tuple[list[str], str]]:
-    """Return for each custom call of the lowered text its nodes and its choice."""
+    """Return for each custom call of the lowered text its nodes and its request."""
     fresh = jax.jit(lambda *args: function(*args))
     text = fresh.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     text_of = r'"((?:[^"\\]|\\.)*)"'
-    pattern = rf"choice = {text_of}, cudnn_version = \d+ : i64, graph = {text_of}"
+    pattern = rf"graph = {text_of}, op = {text_of}, request = {text_of}"
     found = re.findall(pattern, text)
     assert len(found) == text.count("custom_call @jax_cudnn")
     return [
@@ -94,9 +94,9 @@ def _calls(function: Callable[..., Any], *args: Any) -> list[tuple[list[str], st
                 getattr(node.attributes, "mode", node.kind)
                 for node in from_json(graph.replace(r"\22", '"')).nodes
             ],
-            choice.replace(r"\22", '"'),
+            request.replace(r"\22", '"'),
         )
-        for choice, graph in found
+        for graph, _, request in found
     ]
 
 

@@ -115,7 +115,7 @@ def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         returned = call(
             *operands,
             graph=to_json(graph),
-            choice=step.choice,
+            request=step.choice,
             op=op,
             # The handler runs it nowhere else: ffi/handler/program_target.h.
             sm_version=np.int64(target.sm_version if target else 0),

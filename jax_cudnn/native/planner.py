@@ -69,16 +69,6 @@ class CacheStats:
     disk_last_failure: str = ""
 
 
-def parse_graph(text: str) -> str:
-    """Return the canonical text of the graph, as the C++ reader understands it."""
-    return extension().parse_graph(as_bytes(text))
-
-
-def parse_choice(text: str) -> str:
-    """Return the text of a choice; raise what is wrong with it, if anything is."""
-    return extension().parse_choice(as_bytes(text))
-
-
 def plan(graph_json: str, *, choice: str = "", device: int = 0) -> PlanInfo:
     """Return the plan of a graph on a CUDA device; built once, then cached.
 
@@ -144,7 +134,7 @@ def time_plan(
     """
     times = extension().time_plan(
         graph=as_bytes(graph_json),
-        choice=as_bytes(choice),
+        request=as_bytes(choice),
         device=device,
         sets=[(list(each.operands), list(each.results)) for each in sets],
         workspace=workspace,
@@ -175,7 +165,7 @@ def plan_offline(
     """
     listed = extension().plan_offline(
         graph=as_bytes(graph_json),
-        choice=as_bytes(choice),
+        request=as_bytes(choice),
         device_properties=as_bytes(device_properties),
         sm_version=target.sm_version,
         sm_count=target.sm_count,
@@ -223,4 +213,5 @@ def _candidate_fields(fields: dict[str, Any]) -> dict[str, Any]:
     for name in ("behavior_notes", "numeric_notes"):
         fields[name] = tuple(fields[name])
     fields["knobs"] = tuple(sorted(fields["knobs"].items()))
+    fields["choice"] = fields.pop("request")
     return fields

@@ -35,7 +35,7 @@ def _walk(operation: Any) -> Iterator[Launch]:
             yield Launch(
                 op=config["op"].value,
                 graph=config["graph"].value,
-                choice=config["choice"].value,
+                choice=config["request"].value,
             )
     for region in operation.regions:
         for block in region:

@@ -24,14 +24,14 @@ def _loss(x: jax.Array) -> jax.Array:
 
 
 def _launches(text: str) -> list[tuple[str, str, int]]:
-    """Return target, choice and workspace of each call in a program's text."""
+    """Return target, request and workspace of each call in a program's text."""
     found = re.findall(
-        r'custom_call @(jax_cudnn\.\w+)\(.*?choice = "([^"]*)".*?(?:x|<)(\d+)xui8>\)',
+        r'custom_call @(jax_cudnn\.\w+)\(.*?request = "([^"]*)".*?(?:x|<)(\d+)xui8>\)',
         text,
     )
     return [
-        (target, choice.replace(r"\22", '"'), int(size))
-        for target, choice, size in found
+        (target, request.replace(r"\22", '"'), int(size))
+        for target, request, size in found
     ]
 
 
