@@ -65,7 +65,7 @@ def test_the_environment_is_read_late_and_once(tmp_path: Path) -> None:
         from jax_cudnn import cache
         from jax_cudnn.native._extension import extension
         os.environ["JAX_CUDNN_CACHE_DIR"] = {str(tmp_path / "late")!r}
-        extension().store_put(b"key", b"plan")  # the extension asks
+        extension().testing.store_put(b"key", b"plan")  # the extension asks
         os.environ["JAX_CUDNN_CACHE_DIR"] = "off"
         print(cache.settings().directory)
         print(len(list(cache.settings().plans.iterdir())))

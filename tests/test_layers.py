@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do imports go one way, does private JAX stay out, do files say what they are for?"""
+"""Do imports and includes go one way, is private JAX out, do files say their purpose?"""
 
 import ast
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,9 +112,13 @@ def test_every_layer_has_a_place_in_the_order() -> None:
 
 
 def test_the_order_has_no_cycle() -> None:
+    _check_order(_ALLOWED)
+
+
+def _check_order(allowed: dict[str, set[str]]) -> None:
     places: list[str] = []
-    while len(places) < len(_ALLOWED):
-        ready = [x for x in _ALLOWED if x not in places and _ALLOWED[x] <= {*places}]
+    while len(places) < len(allowed):
+        ready = [x for x in allowed if x not in places and allowed[x] <= {*places}]
         assert ready, f"the layers above {places} import one another"
         places += ready
 
@@ -172,6 +177,91 @@ def test_names_with_an_underscore_stay_in_their_folder() -> None:
         private = [i for i, part in enumerate(parts) if part.startswith("_")]
         if private and "/".join(parts[1 : private[0]]) != folder:
             wrong.append(found)
+    assert not wrong
+
+
+# --- the C++ sources ------------------------------------------------------------------
+
+# What each folder of ffi/ may include from; itself always.
+_FFI = _ROOT / "ffi"
+_INCLUDES_ALLOWED = {
+    "base": set[str](),
+    "graph": {"base"},
+    "cudnn": {"base"},
+    "frontend": {"base", "graph", "cudnn"},
+    "plans": {"base", "graph", "cudnn", "frontend"},
+    "keeping": {"base", "graph", "cudnn", "frontend", "plans"},
+    "handler": {"base", "graph", "cudnn", "plans", "keeping"},
+    "bindings": {"base", "graph", "cudnn", "frontend", "plans", "keeping", "handler"},
+}
+# Stands in for a header of CUDA's; the frontend includes it.
+_FOREIGN = {"compat"}
+# Libraries that only these folders may include.
+_LIBRARY_HOMES = {
+    "nanobind/": {"bindings"},
+    "cudnn_frontend.h": {"frontend"},
+    "xla/": {"handler"},
+}
+_INCLUDE = re.compile(r'^#include ["<]([^">]+)[">]', re.MULTILINE)
+
+
+def _includes() -> list[tuple[Path, str]]:
+    """Return each file of ffi/ with each name that it includes."""
+    return [
+        (path.relative_to(_FFI), name)
+        for path in _sources("*.cc", "*.h")
+        if path.is_relative_to(_FFI) and path.parent.name not in _FOREIGN
+        for name in _INCLUDE.findall(path.read_text(encoding="utf-8"))
+    ]
+
+
+def _own_folder(name: str) -> str | None:
+    """Return the folder of ffi/ that an included name is in."""
+    return name.split("/")[0] if (_FFI / name).is_file() else None
+
+
+def _wrong_includes(includes: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    return [
+        (path, name)
+        for path, name in includes
+        if (folder := _own_folder(name)) is not None
+        and folder != path.parts[0]
+        and folder not in _INCLUDES_ALLOWED[path.parts[0]]
+    ]
+
+
+def test_every_folder_of_ffi_has_a_place_in_the_order() -> None:
+    assert {path.name for path in _FFI.iterdir()} == {*_INCLUDES_ALLOWED, *_FOREIGN}
+
+
+def test_the_order_of_ffi_has_no_cycle() -> None:
+    _check_order(_INCLUDES_ALLOWED)
+
+
+def test_files_of_ffi_include_from_lower_folders_only() -> None:
+    assert not _wrong_includes(_includes())
+
+
+def test_the_reader_of_includes_sees_what_there_is() -> None:
+    found = _includes()
+    assert (Path("plans/plan.cc"), "plans/plan.h") in found
+    assert (Path("frontend/frontend.h"), "cudnn_frontend.h") in found
+    upward = (Path("graph/graph_spec.cc"), "plans/plan.h")
+    assert _wrong_includes([*found, upward]) == [upward]
+
+
+def test_own_files_are_included_by_their_path_below_ffi() -> None:
+    own = {path.name for path, _ in _includes()}
+    assert not [(path, name) for path, name in _includes() if name in own]
+
+
+def test_libraries_are_included_in_their_folders_only() -> None:
+    wrong = [
+        (path, name)
+        for path, name in _includes()
+        for library, homes in _LIBRARY_HOMES.items()
+        if name.startswith(library) and path.parts[0] not in homes
+    ]
     assert not wrong
 
 

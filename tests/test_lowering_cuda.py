@@ -81,8 +81,9 @@ class Call:
 
 _CALL = re.compile(
     r"stablehlo\.custom_call @(?P<target>jax_cudnn\.\w+)\((?P<operands>[^)]*)\) "
-    r'\{.*?choice = "(?P<choice>[^"]*)", cudnn_version = (?P<cudnn>\d+) : i64, '
+    r"\{.*?cudnn_version = (?P<cudnn>\d+) : i64, "
     r'graph = "(?P<graph>[^"]*)", op = "(?P<op>[^"]*)", '
+    r'request = "(?P<request>[^"]*)", '
     r"sm_version = (?P<sm>\d+) : i64\}, operand_layouts = \[(?P<layouts>.*?)\], "
     r"result_layouts = \[(?P<more>.*?)\]\} : "
     r"\((?P<types>[^)]*)\) -> \(?(?P<results>[^)\n]*)\)?"
@@ -104,7 +105,7 @@ def _calls(text: str) -> list[Call]:
             Call(
                 target=match["target"],
                 graph=from_json(json),
-                request=match["choice"],
+                request=match["request"],
                 op=match["op"],
                 sm_version=int(match["sm"]),
                 cudnn_version=int(match["cudnn"]),

@@ -491,13 +491,13 @@ def test_a_program_for_a_named_gpu_pins_its_plan_with_its_workspace(
     assert "@jax_cudnn.graph(" in text
     assert "tensor<4321xui8>" in text
     pin = CANDIDATE["request"].replace('"', r"\22")
-    assert f'choice = "{pin}"' in text
+    assert f'request = "{pin}"' in text
     (question,) = fake.asked
     assert question["request"] == ""
     # Outside, it is for any GPU, and asks nobody.
     monkeypatch.setattr(devices, "local_target", lambda: None)
     assert "@jax_cudnn.graph_scratch(" in _text()
-    assert 'choice = ""' in _text()
+    assert 'request = ""' in _text()
     assert len(fake.asked) == 1
 
 

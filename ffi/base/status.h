@@ -14,7 +14,7 @@ namespace jax_cudnn {
 // The codes map one to one to those of the XLA FFI and to Python exceptions.
 enum class StatusCode {
   kOk,
-  kInvalidArgument,     // a graph, choice or operand that we refuse: GraphError
+  kInvalidArgument,     // a graph, request or operand that we refuse: GraphError
   kUnimplemented,       // a graph that cuDNN refuses: UnsupportedError
   kResourceExhausted,   // out of host or device memory: MemoryError
   kFailedPrecondition,  // a wrong or missing library or driver: LibraryError

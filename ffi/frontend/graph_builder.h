@@ -1,36 +1,20 @@
 // SPDX-License-Identifier: Apache-2.0
 // From a graph specification to the cuDNN frontend's graph.
 //
-// A table maps each node kind to the function that adds it. Includes the frontend, so
-// it is for plan.cc and graph_builder.cc only.
+// A table maps each node kind to the function that writes it.
 
 #ifndef JAX_CUDNN_GRAPH_BUILDER_H_
 #define JAX_CUDNN_GRAPH_BUILDER_H_
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
-#include <vector>
 
 #include "base/status.h"
-#include "frontend/frontend.h"
+#include "frontend/frontend_graph.h"
 #include "graph/graph_spec.h"
 
 namespace jax_cudnn {
-
-// The frontend's graph, with the notes that it keeps to itself.
-class FrontendGraph : public cudnn_frontend::graph::Graph {
- public:
-  // The workspace of a candidate that is not built yet, where it is above the limit;
-  // such a candidate cannot be built any more. Else nothing.
-  std::optional<int64_t> WorkspaceAbove(int64_t limit_bytes, int64_t index);
-
-  const std::vector<cudnn_frontend::NumericalNote_t>& numeric_notes(
-      int64_t index) const {
-    return plans.numeric_notes[static_cast<size_t>(index)];
-  }
-};
 
 // How to write the graph: for which GPU, and in which of its variants.
 struct GraphStyle {

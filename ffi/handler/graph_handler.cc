@@ -38,11 +38,11 @@ class GraphState {
  public:
   static ffi::TypeId id;
 
-  GraphState(std::string op, std::string text, std::string choice, GraphSpec graph,
+  GraphState(std::string op, std::string text, std::string request, GraphSpec graph,
              ProgramTarget target)
       : op_(std::move(op)),
         text_(std::move(text)),
-        choice_(std::move(choice)),
+        request_(std::move(request)),
         graph_(std::move(graph)),
         target_(target) {}
 
@@ -57,7 +57,7 @@ class GraphState {
 
   // The plan from the cache, which builds it if need be.
   StatusOr<std::shared_ptr<const Plan>> GetPlan(int device) const {
-    return PlanCache::Global().GetOrBuild(text_, graph_, choice_, device);
+    return PlanCache::Global().GetOrBuild(text_, graph_, request_, device);
   }
 
   // Lets FindPlan answer, once all that Execute relies on is in place.
@@ -72,7 +72,7 @@ class GraphState {
  private:
   const std::string op_;
   const std::string text_;
-  const std::string choice_;
+  const std::string request_;
   const GraphSpec graph_;
   const ProgramTarget target_;
   // Written once each, under the mutex; read without it.
@@ -242,7 +242,7 @@ Status LoadPointers(const ffi::RemainingRets& rets, Pointers& pointers) {
 // --- the stages ---------------------------------------------------------------------
 
 ffi::ErrorOr<std::unique_ptr<GraphState>> Instantiate(std::string_view graph,
-                                                      std::string_view choice,
+                                                      std::string_view request,
                                                       std::string_view op,
                                                       int64_t sm_version,
                                                       int64_t cudnn_version) {
@@ -252,7 +252,7 @@ ffi::ErrorOr<std::unique_ptr<GraphState>> Instantiate(std::string_view graph,
     ASSIGN_OR_RETURN(const ProgramTarget target,
                      ReadProgramTarget(sm_version, cudnn_version));
     state = std::make_unique<GraphState>(std::string(op), std::string(graph),
-                                         std::string(choice), std::move(spec), target);
+                                         std::string(request), std::move(spec), target);
     return {};
   });
   if (error.failure()) return ffi::Unexpected(error);
@@ -359,7 +359,7 @@ ffi::Error ExecuteScratch(GraphState* state, CudaStream stream, int32_t device,
 auto BindInstantiate() {
   return ffi::Ffi::BindInstantiate()
       .Attr<std::string_view>("graph")
-      .Attr<std::string_view>("choice")
+      .Attr<std::string_view>("request")
       .Attr<std::string_view>("op")
       .Attr<int64_t>("sm_version")
       .Attr<int64_t>("cudnn_version");

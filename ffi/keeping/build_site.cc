@@ -3,6 +3,8 @@
 
 #include "keeping/build_site.h"
 
+#include "frontend/versions.h"
+
 namespace jax_cudnn {
 
 PlanKey TargetKey(const CudnnRuntime& runtime, const PlanTarget& target) {
@@ -33,10 +35,10 @@ StatusOr<BuildSite> BuildSite::Enter(int device) {
   return site;
 }
 
-PlanKey BuildSite::KeyOf(const std::string& text, const std::string& choice) const {
+PlanKey BuildSite::KeyOf(const std::string& text, const std::string& request) const {
   PlanKey key = key_;
   key.graph = text;
-  key.choice = choice;
+  key.request = request;
   return key;
 }
 

@@ -17,7 +17,7 @@
 
 namespace jax_cudnn {
 
-// The key of plans for a target, without the graph, the choice and what the driver
+// The key of plans for a target, without the graph, the request and what the driver
 // says: those of a target that need not be there.
 PlanKey TargetKey(const CudnnRuntime& runtime, const PlanTarget& target);
 
@@ -29,7 +29,7 @@ class BuildSite {
 
   const PlanTarget& target() const { return target_; }
   // The key of a plan that is built here.
-  PlanKey KeyOf(const std::string& text, const std::string& choice) const;
+  PlanKey KeyOf(const std::string& text, const std::string& request) const;
 
  private:
   BuildSite(DeviceGuard guard, HandleLease lease)

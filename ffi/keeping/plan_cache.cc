@@ -17,9 +17,9 @@ namespace jax_cudnn {
 namespace {
 
 // The process has one cuDNN and one frontend, so neither is part of the key.
-std::string CacheKey(const std::string& text, const std::string& choice, int device) {
+std::string CacheKey(const std::string& text, const std::string& request, int device) {
   std::string key = std::to_string(device);
-  key.append(1, '\0').append(choice).append(1, '\0').append(text);
+  key.append(1, '\0').append(request).append(1, '\0').append(text);
   return key;
 }
 
@@ -82,11 +82,11 @@ std::string Label(const GraphSpec& graph) {
 
 void LogLine(const std::string& text) { Log(LogSource::kOurs, LogLevel::kDebug, text); }
 
-void LogMiss(const GraphSpec& graph, const std::string& choice, int device) {
+void LogMiss(const GraphSpec& graph, const std::string& request, int device) {
   if (!IsLogged(LogLevel::kDebug)) return;
   LogLine(Label(graph) + " on device " + std::to_string(device) +
           ": no plan in the cache" +
-          (choice.empty() ? std::string() : " for the choice " + choice));
+          (request.empty() ? std::string() : " for the request " + request));
 }
 
 void LogBuild(const GraphSpec& graph, Clock::time_point start,
@@ -116,27 +116,27 @@ PlanCache& PlanCache::Global() {
 
 StatusOr<std::shared_ptr<const Plan>> PlanCache::GetOrBuild(const std::string& text,
                                                             const GraphSpec& graph,
-                                                            const std::string& choice,
+                                                            const std::string& request,
                                                             int device) {
   const DeferredLog deferred;
-  const std::shared_ptr<Entry> entry = FindEntry(text, choice, device);
+  const std::shared_ptr<Entry> entry = FindEntry(text, request, device);
   const std::scoped_lock building(entry->mutex);
   if (entry->result.has_value()) {
     const std::scoped_lock lock(mutex_);
     ++hits_;
     return *entry->result;
   }
-  LogMiss(graph, choice, device);
+  LogMiss(graph, request, device);
   const auto start = Clock::now();
   bool is_stored = false;
   auto result =
       Guard("building a plan", [&]() -> StatusOr<std::shared_ptr<const Plan>> {
         ASSIGN_OR_RETURN(const BuildSite site, BuildSite::Enter(device));
-        const std::string key = WriteKey(site.KeyOf(text, choice));
+        const std::string key = WriteKey(site.KeyOf(text, request));
         std::shared_ptr<const Plan> plan = LoadPlan(key, graph, site.target());
         is_stored = plan != nullptr;
         if (is_stored) return plan;
-        ASSIGN_OR_RETURN(plan, Plan::Build(graph, choice, site.target()));
+        ASSIGN_OR_RETURN(plan, Plan::Build(graph, request, site.target()));
         SavePlan(key, *plan);
         return plan;
       });
@@ -148,9 +148,9 @@ StatusOr<std::shared_ptr<const Plan>> PlanCache::GetOrBuild(const std::string& t
 }
 
 std::shared_ptr<const Plan> PlanCache::Insert(const std::string& text,
-                                              const std::string& choice, int device,
+                                              const std::string& request, int device,
                                               std::shared_ptr<const Plan> plan) {
-  const std::shared_ptr<Entry> entry = FindEntry(text, choice, device);
+  const std::shared_ptr<Entry> entry = FindEntry(text, request, device);
   const std::scoped_lock lock(entry->mutex);
   // Compiled programs know the workspace of the plan that is there.
   if (!entry->result.has_value() || !entry->result->ok()) {
@@ -160,10 +160,10 @@ std::shared_ptr<const Plan> PlanCache::Insert(const std::string& text,
 }
 
 std::shared_ptr<PlanCache::Entry> PlanCache::FindEntry(const std::string& text,
-                                                       const std::string& choice,
+                                                       const std::string& request,
                                                        int device) {
   const std::scoped_lock lock(mutex_);
-  std::shared_ptr<Entry>& place = entries_[CacheKey(text, choice, device)];
+  std::shared_ptr<Entry>& place = entries_[CacheKey(text, request, device)];
   if (place == nullptr) place = std::make_shared<Entry>();
   return place;
 }
@@ -185,10 +185,10 @@ void PlanCache::Clear() {
 }
 
 StatusOr<std::vector<Candidate>> ListDeviceCandidates(const GraphSpec& graph,
-                                                      const std::string& choice,
+                                                      const std::string& request,
                                                       int device) {
   ASSIGN_OR_RETURN(const BuildSite site, BuildSite::Enter(device));
-  return ListCandidates(graph, choice, site.target(), /*build=*/false);
+  return ListCandidates(graph, request, site.target(), /*build=*/false);
 }
 
 }  // namespace jax_cudnn

@@ -38,12 +38,13 @@ class PlanCache {
   // `text` is the canonical text of `graph`.
   StatusOr<std::shared_ptr<const Plan>> GetOrBuild(const std::string& text,
                                                    const GraphSpec& graph,
-                                                   const std::string& choice,
+                                                   const std::string& request,
                                                    int device);
 
   // Makes `plan` the answer unless there is a plan already; returns the answer.
-  std::shared_ptr<const Plan> Insert(const std::string& text, const std::string& choice,
-                                     int device, std::shared_ptr<const Plan> plan);
+  std::shared_ptr<const Plan> Insert(const std::string& text,
+                                     const std::string& request, int device,
+                                     std::shared_ptr<const Plan> plan);
 
   PlanCacheStats stats() const;
   void Clear();
@@ -54,7 +55,7 @@ class PlanCache {
     std::optional<StatusOr<std::shared_ptr<const Plan>>> result;
   };
 
-  std::shared_ptr<Entry> FindEntry(const std::string& text, const std::string& choice,
+  std::shared_ptr<Entry> FindEntry(const std::string& text, const std::string& request,
                                    int device);
 
   mutable std::mutex mutex_;  // guards the members below; never held during a build
@@ -66,7 +67,7 @@ class PlanCache {
 // cuDNN's candidates for a graph on a device of this machine, none of them built; see
 // ListCandidates.
 StatusOr<std::vector<Candidate>> ListDeviceCandidates(const GraphSpec& graph,
-                                                      const std::string& choice,
+                                                      const std::string& request,
                                                       int device);
 
 }  // namespace jax_cudnn

@@ -9,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/bytes.h"
 #include "cudnn/cudnn_library.h"
 
 // CMakeLists.txt defines it for this file.
@@ -49,7 +50,7 @@ constexpr std::array<Field, 13> kFields = {{
     {"frontend_version", &PlanKey::frontend_version},
     {"builder", &PlanKey::builder},
     {"settings", &PlanKey::settings},
-    {"choice", &PlanKey::choice},
+    {"request", &PlanKey::request},
     {"graph", &PlanKey::graph},
 }};
 
@@ -216,22 +217,6 @@ uint64_t Digest(std::string_view bytes) {
   state = (state ^ (state >> 33)) * 0xff51afd7ed558ccd;
   state = (state ^ (state >> 33)) * 0xc4ceb9fe1a85ec53;
   return state ^ (state >> 33);
-}
-
-void AppendInteger(uint64_t value, std::string& out) {
-  for (unsigned shift = 0; shift < 64; shift += 8) {
-    out += static_cast<char>(static_cast<unsigned char>(value >> shift & 0xff));
-  }
-}
-
-bool TakeInteger(std::string_view& bytes, uint64_t& value) {
-  if (bytes.size() < 8) return false;
-  value = 0;
-  for (unsigned i = 0; i < 8; ++i) {
-    value |= uint64_t{static_cast<unsigned char>(bytes[i])} << (8 * i);
-  }
-  bytes.remove_prefix(8);
-  return true;
 }
 
 }  // namespace jax_cudnn

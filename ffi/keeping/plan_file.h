@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The form of a plan file: what the plan was made for and with, the plan, a checksum.
 //
-// Knows neither folders nor cuDNN: what a plan's bytes mean is plan.cc's to say.
+// Knows neither folders nor cuDNN: what a plan's bytes mean is plan_bytes.cc's to say.
 
 #ifndef JAX_CUDNN_PLAN_FILE_H_
 #define JAX_CUDNN_PLAN_FILE_H_
@@ -17,7 +17,7 @@ namespace jax_cudnn {
 // All that a plan depends on. A plan serves where every field is equal.
 struct PlanKey {
   std::string graph;  // canonical text
-  std::string choice;
+  std::string request;
   std::string gpu;  // the device's name
   int64_t sm_version = 0;
   int64_t sm_count = 0;
@@ -40,7 +40,7 @@ std::string WriteKey(const PlanKey& key);
 StatusOr<PlanKey> ReadKey(std::string_view text);
 
 // FAILED_PRECONDITION naming the fields in which a plan's key differs from that of the
-// place where it is to run. Graph and choice are not compared, and neither are drivers
+// place where it is to run. Graph and request are not compared, and neither are drivers
 // if one is not known.
 Status CheckSameMachine(const PlanKey& made, const PlanKey& here);
 
@@ -57,11 +57,6 @@ StatusOr<PlanFile> ReadPlanFile(std::string_view bytes);
 // 64 bits; two texts of one length that differ in one byte only never share
 // them. Not cryptographic.
 uint64_t Digest(std::string_view bytes);
-
-// Little-endian on every machine.
-void AppendInteger(uint64_t value, std::string& out);
-// Takes what AppendInteger wrote off the front of `bytes`; false where it is too short.
-bool TakeInteger(std::string_view& bytes, uint64_t& value);
 
 }  // namespace jax_cudnn
 

@@ -19,7 +19,7 @@ StatusOr<std::string> Write(const PlanKey& key, const Plan& plan) {
   return WritePlanFile({WriteKey(key), std::move(payload)});
 }
 
-// `here` is the key of the target, without graph and choice.
+// `here` is the key of the target, without graph and request.
 StatusOr<ImportedPlan> Read(const std::string& bytes, const PlanKey& here,
                             const PlanTarget& target) {
   ASSIGN_OR_RETURN(const PlanFile file, ReadPlanFile(bytes));
@@ -29,31 +29,31 @@ StatusOr<ImportedPlan> Read(const std::string& bytes, const PlanKey& here,
   ImportedPlan result;
   ASSIGN_OR_RETURN(result.plan, Plan::Deserialize(graph, file.payload, target));
   result.text = std::move(made.graph);
-  result.choice = std::move(made.choice);
+  result.request = std::move(made.request);
   return result;
 }
 
 }  // namespace
 
-StatusOr<std::string> ExportPlan(const std::string& text, const std::string& choice,
+StatusOr<std::string> ExportPlan(const std::string& text, const std::string& request,
                                  int device) {
   ASSIGN_OR_RETURN(const GraphSpec graph, ParseGraph(text));
   ASSIGN_OR_RETURN(const auto plan,
-                   PlanCache::Global().GetOrBuild(text, graph, choice, device));
+                   PlanCache::Global().GetOrBuild(text, graph, request, device));
   ASSIGN_OR_RETURN(const BuildSite site, BuildSite::Enter(device));
-  return Write(site.KeyOf(text, choice), *plan);
+  return Write(site.KeyOf(text, request), *plan);
 }
 
 StatusOr<std::string> ExportPlanOffline(const std::string& text,
-                                        const std::string& choice,
+                                        const std::string& request,
                                         const PlanTarget& target,
                                         const std::string& gpu) {
   ASSIGN_OR_RETURN(const GraphSpec graph, ParseGraph(text));
   ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
-  ASSIGN_OR_RETURN(const auto plan, Plan::Build(graph, choice, target));
+  ASSIGN_OR_RETURN(const auto plan, Plan::Build(graph, request, target));
   PlanKey key = TargetKey(*runtime, target);
   key.graph = text;
-  key.choice = choice;
+  key.request = request;
   key.gpu = gpu;
   return Write(key, *plan);
 }
@@ -61,7 +61,7 @@ StatusOr<std::string> ExportPlanOffline(const std::string& text,
 StatusOr<ImportedPlan> ImportPlan(const std::string& bytes, int device) {
   ASSIGN_OR_RETURN(const BuildSite site, BuildSite::Enter(device));
   ASSIGN_OR_RETURN(ImportedPlan read, Read(bytes, site.KeyOf("", ""), site.target()));
-  read.plan = PlanCache::Global().Insert(read.text, read.choice, device, read.plan);
+  read.plan = PlanCache::Global().Insert(read.text, read.request, device, read.plan);
   return read;
 }
 

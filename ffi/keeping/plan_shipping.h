@@ -13,19 +13,19 @@
 namespace jax_cudnn {
 
 // The plan file of a graph on a device of this machine, built if need be.
-StatusOr<std::string> ExportPlan(const std::string& text, const std::string& choice,
+StatusOr<std::string> ExportPlan(const std::string& text, const std::string& request,
                                  int device);
 
 // The same for a described device, which need not be there; `gpu` is its name.
 StatusOr<std::string> ExportPlanOffline(const std::string& text,
-                                        const std::string& choice,
+                                        const std::string& request,
                                         const PlanTarget& target,
                                         const std::string& gpu);
 
 // A plan that was read, with what it is for.
 struct ImportedPlan {
   std::string text;
-  std::string choice;
+  std::string request;
   std::shared_ptr<const Plan> plan;
 };
 

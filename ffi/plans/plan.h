@@ -7,60 +7,33 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "base/status.h"
 #include "cudnn/cudnn_library.h"
 #include "graph/graph_spec.h"
+#include "plans/candidate.h"
+#include "plans/plan_target.h"
 
 namespace jax_cudnn {
 
+struct LaunchableGraph;
+
 // The most tensors that a plan takes: the frontend has at most 250 operations.
 inline constexpr size_t kMaxOperands = 256;
-
-// What a plan is built for: a device through one of its handles, or a description of
-// a device that need not be there.
-struct PlanTarget {
-  CudnnHandle handle = nullptr;
-  std::string device_properties;  // cuDNN's JSON; used where `handle` is null
-  int sm_version = 0;             // 90 is compute capability 9.0
-  int sm_count = 0;
-};
-
-// One entry of cuDNN's list of engines for a graph.
-struct Candidate {
-  std::string name;  // cuDNN's own, "eng2_k24=7"
-  int64_t engine = 0;
-  std::vector<std::pair<std::string, int64_t>> knobs;  // sorted by name
-  int variant = 0;     // which way of writing the graph; see graph_builder.h
-  std::string choice;  // pins this candidate when given to Plan::Build
-  std::vector<std::string> behavior_notes;
-  std::vector<std::string> numeric_notes;
-
-  // Known after a build.
-  bool is_built = false;
-  int64_t workspace_bytes = 0;
-  double build_ms = 0;
-  std::string failure;  // why it did not build; empty where it did or was not tried
-
-  // Why the request does not allow it; empty where it does. Such a one is not built.
-  std::string refusal;
-};
 
 // Immutable; executes on any handle of the device that it was built for, from several
 // threads at once as long as each brings its own handle.
 class Plan {
  public:
   // Builds the first of cuDNN's candidates that builds, that can be launched (known
-  // where the target is a device, see rehearsal.h) and that `choice` allows: the text
-  // of a request, see plan_request.h. UNIMPLEMENTED, with one line per reason, where
+  // where the target is a device, see rehearsal.h) and that `request` allows: its
+  // text, see plan_request.h. UNIMPLEMENTED, with one line per reason, where
   // there is none.
   // The runtime must be loaded. Slow: up to seconds.
   static StatusOr<std::shared_ptr<const Plan>> Build(const GraphSpec& graph,
-                                                     const std::string& choice,
+                                                     const std::string& request,
                                                      const PlanTarget& target);
 
   // A plan that Serialize wrote, for the same graph and kind of target, without asking
@@ -90,28 +63,20 @@ class Plan {
   const std::vector<std::string>& failures() const { return failures_; }
 
  private:
-  struct Built;
-  Plan(std::unique_ptr<Built> built, Candidate candidate,
+  Plan(std::unique_ptr<LaunchableGraph> graph, Candidate candidate,
        std::vector<std::string> failures);
 
-  std::unique_ptr<Built> built_;
+  std::unique_ptr<LaunchableGraph> graph_;
   Candidate candidate_;
   std::vector<std::string> failures_;
 };
 
-// All candidates in cuDNN's order, with those that `choice` does not allow marked by
+// All candidates in cuDNN's order, with those that `request` does not allow marked by
 // their refusal; UNIMPLEMENTED where it allows none. With `build`, tries the others in
 // that order until one builds, as Plan::Build does; those after it are listed untried.
 StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
-                                                const std::string& choice,
+                                                const std::string& request,
                                                 const PlanTarget& target, bool build);
-
-// cuDNN's JSON description of a device of this machine, for PlanTarget.
-StatusOr<std::string> DescribeDevice(int device);
-
-// The frontend's and cuDNN's versions that this file was compiled with.
-std::string FrontendVersion();
-int CudnnHeaderVersion();
 
 }  // namespace jax_cudnn
 

@@ -17,7 +17,7 @@ constexpr std::pair<HeuristicMode, std::string_view> kModeNames[] = {
     {HeuristicMode::kFallback, "FALLBACK"},
 };
 
-// The names that plan.cc gives to the frontend's enumerators.
+// The names that engine_names.cc gives to the frontend's enumerators.
 constexpr std::string_view kNoteNames[] = {
     "CUBLASLT_DEPENDENCY",
     "DOWN_CONVERT_INPUTS",
@@ -133,24 +133,25 @@ bool IsNull(const Json& json) {
 StatusOr<PlanRequest> ReadFilter(const Json& json) {
   ASSIGN_OR_RETURN(
       const auto fields,
-      ReadFields(json, "choice",
+      ReadFields(json, "request",
                  {"denied_engines", "deterministic", "engines", "modes",
                   "refused_notes", "required_notes", "workspace_limit_bytes"}));
   PlanRequest request;
   ASSIGN_OR_RETURN(request.denied_engines,
-                   ReadEngines(*fields[0], "choice.denied_engines"));
-  ASSIGN_OR_RETURN(request.deterministic, ReadBool(*fields[1], "choice.deterministic"));
+                   ReadEngines(*fields[0], "request.denied_engines"));
+  ASSIGN_OR_RETURN(request.deterministic,
+                   ReadBool(*fields[1], "request.deterministic"));
   if (!IsNull(*fields[2])) {
-    ASSIGN_OR_RETURN(request.engines, ReadEngines(*fields[2], "choice.engines"));
+    ASSIGN_OR_RETURN(request.engines, ReadEngines(*fields[2], "request.engines"));
   }
-  ASSIGN_OR_RETURN(request.modes, ReadModes(*fields[3], "choice.modes"));
+  ASSIGN_OR_RETURN(request.modes, ReadModes(*fields[3], "request.modes"));
   ASSIGN_OR_RETURN(request.refused_notes,
-                   ReadNotes(*fields[4], "choice.refused_notes"));
+                   ReadNotes(*fields[4], "request.refused_notes"));
   ASSIGN_OR_RETURN(request.required_notes,
-                   ReadNotes(*fields[5], "choice.required_notes"));
+                   ReadNotes(*fields[5], "request.required_notes"));
   if (!IsNull(*fields[6])) {
     ASSIGN_OR_RETURN(request.workspace_limit_bytes,
-                     ReadInteger(*fields[6], "choice.workspace_limit_bytes"));
+                     ReadInteger(*fields[6], "request.workspace_limit_bytes"));
   }
   return request;
 }
@@ -160,11 +161,11 @@ Status CheckFilter(const PlanRequest& request) {
   if (request.engines.has_value()) {
     if (request.engines->empty()) {
       return InvalidArgument(
-          "choice.engines: empty, which allows no engine; null allows all");
+          "request.engines: empty, which allows no engine; null allows all");
     }
     for (const int64_t engine : *request.engines) {
       if (Contains(request.denied_engines, engine)) {
-        return InvalidArgument("choice.engines: engine " + std::to_string(engine) +
+        return InvalidArgument("request.engines: engine " + std::to_string(engine) +
                                " is both allowed and denied; take it out of engines "
                                "or of denied_engines");
       }
@@ -172,17 +173,17 @@ Status CheckFilter(const PlanRequest& request) {
   }
   for (const std::string& note : request.required_notes) {
     if (Contains(request.refused_notes, note)) {
-      return InvalidArgument("choice.required_notes: '" + note +
+      return InvalidArgument("request.required_notes: '" + note +
                              "' is both required and refused; take it out of "
                              "required_notes or of refused_notes");
     }
     if (request.deterministic && note == kNondeterministic) {
-      return InvalidArgument("choice.required_notes: '" + note +
+      return InvalidArgument("request.required_notes: '" + note +
                              "' is what deterministic refuses; drop one of the two");
     }
   }
   if (const int64_t limit = request.workspace_limit_bytes.value_or(0); limit < 0) {
-    return InvalidArgument("choice.workspace_limit_bytes: " + std::to_string(limit) +
+    return InvalidArgument("request.workspace_limit_bytes: " + std::to_string(limit) +
                            " is negative; 0 allows no workspace, null any");
   }
   return {};
@@ -197,25 +198,25 @@ StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
   std::vector<std::string_view> names = {"engine", "knobs", "variant"};
   const bool has_deterministic = HasField(object, "deterministic");
   if (has_deterministic) names.emplace_back("deterministic");
-  ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "choice", names));
+  ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "request", names));
   PlanRequest request;
   PlanPin pin;
-  ASSIGN_OR_RETURN(pin.engine, ReadInteger(*fields[0], "choice.engine"));
-  RETURN_IF_ERROR(CheckEngine(pin.engine, "choice.engine"));
-  ASSIGN_OR_RETURN(const JsonObject* knobs, ReadObject(*fields[1], "choice.knobs"));
+  ASSIGN_OR_RETURN(pin.engine, ReadInteger(*fields[0], "request.engine"));
+  RETURN_IF_ERROR(CheckEngine(pin.engine, "request.engine"));
+  ASSIGN_OR_RETURN(const JsonObject* knobs, ReadObject(*fields[1], "request.knobs"));
   for (const auto& [name, value] : *knobs) {
-    ASSIGN_OR_RETURN(const int64_t number, ReadInteger(value, "choice.knobs." + name));
+    ASSIGN_OR_RETURN(const int64_t number, ReadInteger(value, "request.knobs." + name));
     pin.knobs.emplace_back(name, number);
   }
   std::sort(pin.knobs.begin(), pin.knobs.end());
-  ASSIGN_OR_RETURN(pin.variant, ReadInteger(*fields[2], "choice.variant"));
+  ASSIGN_OR_RETURN(pin.variant, ReadInteger(*fields[2], "request.variant"));
   request.pin = std::move(pin);
   if (has_deterministic) {
     ASSIGN_OR_RETURN(request.deterministic,
-                     ReadBool(*fields[3], "choice.deterministic"));
+                     ReadBool(*fields[3], "request.deterministic"));
     if (!request.deterministic) {
       return InvalidArgument(
-          "choice.deterministic: a pin leaves it out where it is not true");
+          "request.deterministic: a pin leaves it out where it is not true");
     }
   }
   return request;
@@ -276,8 +277,8 @@ std::string WriteFilter(const PlanRequest& request) {
 
 StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
   if (text.empty()) return PlanRequest();
-  ASSIGN_OR_RETURN(const Json json, ParseJson(text, "choice"));
-  ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, "choice"));
+  ASSIGN_OR_RETURN(const Json json, ParseJson(text, "request"));
+  ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, "request"));
   const bool is_pin = HasField(*object, "engine") || HasField(*object, "knobs") ||
                       HasField(*object, "variant");
   ASSIGN_OR_RETURN(PlanRequest request,
@@ -285,7 +286,7 @@ StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
   RETURN_IF_ERROR(CheckFilter(request));
   if (std::string canonical = WritePlanRequest(request); canonical != text) {
     return InvalidArgument(
-        "choice: the text is valid but not in canonical form, which is " + canonical);
+        "request: the text is valid but not in canonical form, which is " + canonical);
   }
   return request;
 }

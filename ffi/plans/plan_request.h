@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // What a caller asks of a plan: nothing, one pinned engine, or a filter of candidates.
 //
-// The text of a request is the `choice` of a call. Knows nothing of the frontend.
+// Its text is the `request` of a call. Knows nothing of the frontend.
 
 #ifndef JAX_CUDNN_PLAN_REQUEST_H_
 #define JAX_CUDNN_PLAN_REQUEST_H_

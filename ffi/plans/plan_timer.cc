@@ -60,8 +60,8 @@ class Stopwatch {
 }  // namespace
 
 StatusOr<std::vector<double>> TimePlan(const Plan& plan, const CudnnRuntime& runtime,
-                                       int device, const TimingRequest& request) {
-  if (request.sets.empty() || request.launches < 1) {
+                                       int device, const TimingSettings& settings) {
+  if (settings.sets.empty() || settings.launches < 1) {
     return InvalidArgument("timing needs buffers and at least one launch");
   }
   ASSIGN_OR_RETURN(const DeviceGuard guard, DeviceGuard::Enter(runtime, device));
@@ -74,18 +74,18 @@ StatusOr<std::vector<double>> TimePlan(const Plan& plan, const CudnnRuntime& run
     return Internal("cudnnSetStream failed");
   }
   const auto launch = [&](size_t i) {
-    const LaunchBuffers& set = request.sets[i % request.sets.size()];
+    const LaunchBuffers& set = settings.sets[i % settings.sets.size()];
     return plan.Execute(handle.get(), set.operands.data(), set.results.data(),
-                        request.workspace);
+                        settings.workspace);
   };
-  for (size_t i = 0; i < request.sets.size(); ++i) RETURN_IF_ERROR(launch(i));
+  for (size_t i = 0; i < settings.sets.size(); ++i) RETURN_IF_ERROR(launch(i));
   std::vector<double> samples;
   size_t turn = 0;
-  for (int sample = 0; sample < request.samples; ++sample) {
+  for (int sample = 0; sample < settings.samples; ++sample) {
     RETURN_IF_ERROR(watch.Start());
-    for (int i = 0; i < request.launches; ++i) RETURN_IF_ERROR(launch(turn++));
+    for (int i = 0; i < settings.launches; ++i) RETURN_IF_ERROR(launch(turn++));
     ASSIGN_OR_RETURN(const double microseconds, watch.Stop());
-    samples.push_back(microseconds / request.launches);
+    samples.push_back(microseconds / settings.launches);
   }
   return samples;
 }

@@ -20,7 +20,7 @@ struct LaunchBuffers {
 };
 
 // How to time: `launches` in a row between two events, `samples` times.
-struct TimingRequest {
+struct TimingSettings {
   // Taken in turn, launch by launch, so that they do not stay in the cache.
   std::vector<LaunchBuffers> sets;
   void* workspace = nullptr;
@@ -31,7 +31,7 @@ struct TimingRequest {
 // Microseconds a launch, one number per sample, after one launch of every set that is
 // not timed. Runs on a stream of its own and waits for it.
 StatusOr<std::vector<double>> TimePlan(const Plan& plan, const CudnnRuntime& runtime,
-                                       int device, const TimingRequest& request);
+                                       int device, const TimingSettings& settings);
 
 }  // namespace jax_cudnn
 

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "cudnn/cuda_device.h"
+#include "cudnn/cudnn_library.h"
 
 namespace jax_cudnn {
 namespace {
@@ -102,7 +103,10 @@ Status LaunchIntoGraph(const Plan& plan, const CudnnRuntime& runtime,
 
 }  // namespace
 
-Status Rehearse(const Plan& plan, const CudnnRuntime& runtime, CudnnHandle handle) {
+Status Rehearse(const Plan& plan, const PlanTarget& target) {
+  if (target.handle == nullptr) return {};
+  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
+  CudnnHandle handle = target.handle;
   ASSIGN_OR_RETURN(const OwnStream stream, OwnStream::Create(runtime));
   const auto& functions = runtime.cudnn.functions;
   if (const int error = functions.set_stream(handle, stream.get()); error != 0) {

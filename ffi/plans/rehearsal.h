@@ -9,17 +9,17 @@
 #define JAX_CUDNN_REHEARSAL_H_
 
 #include "base/status.h"
-#include "cudnn/cudnn_library.h"
 #include "plans/plan.h"
+#include "plans/plan_target.h"
 
 namespace jax_cudnn {
 
 // Launches a plan into a CUDA graph, instantiates the graph, and drops it: all checks
 // of a launch are made, no kernel runs and no operand is read, so none is needed.
-// The plan's device must be current, and `handle` one of its handles. Takes about as
-// long as a launch. UNIMPLEMENTED, with what cuDNN or CUDA says, where the plan cannot
-// be launched.
-Status Rehearse(const Plan& plan, const CudnnRuntime& runtime, CudnnHandle handle);
+// The target's device must be current. Takes about as long as a launch. UNIMPLEMENTED,
+// with what cuDNN or CUDA says, where the plan cannot be launched. A target that is
+// only described launches nothing.
+Status Rehearse(const Plan& plan, const PlanTarget& target);
 
 }  // namespace jax_cudnn
 

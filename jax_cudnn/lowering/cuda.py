@@ -113,7 +113,7 @@ def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         returned = call(
             *operands,
             graph=to_json(graph),
-            choice=step.request,
+            request=step.request,
             op=step.op,
             # The handler runs it nowhere else: ffi/handler/program_target.h.
             sm_version=np.int64(target.sm_version if target else 0),

@@ -73,16 +73,6 @@ class CacheStats:
     disk_last_failure: str = ""
 
 
-def parse_graph(text: str) -> str:
-    """Return the canonical text of the graph, as the C++ reader understands it."""
-    return extension().parse_graph(as_bytes(text))
-
-
-def parse_request(text: str) -> str:
-    """Return the text of a request; raise what is wrong with it, if anything is."""
-    return extension().parse_choice(as_bytes(text))
-
-
 def plan(graph_json: str, *, request: str = "", device: int = 0) -> PlanInfo:
     """Return the plan of a graph on a CUDA device; built once, then cached.
 
@@ -149,7 +139,7 @@ def time_plan(
     """
     times = extension().time_plan(
         graph=as_bytes(graph_json),
-        choice=as_bytes(request),
+        request=as_bytes(request),
         device=device,
         sets=[(list(each.operands), list(each.results)) for each in sets],
         workspace=workspace,
@@ -180,7 +170,7 @@ def plan_offline(
     """
     listed = extension().plan_offline(
         graph=as_bytes(graph_json),
-        choice=as_bytes(request),
+        request=as_bytes(request),
         device_properties=as_bytes(device_properties),
         sm_version=target.sm_version,
         sm_count=target.sm_count,
@@ -228,5 +218,4 @@ def _candidate_fields(fields: dict[str, Any]) -> dict[str, Any]:
     for name in ("behavior_notes", "numeric_notes"):
         fields[name] = tuple(fields[name])
     fields["knobs"] = tuple(sorted(fields["knobs"].items()))
-    fields["request"] = fields.pop("choice")
     return fields

@@ -82,7 +82,7 @@ def export_plan_offline(
     """Return a plan file for a described device, as ``plan_offline`` describes it."""
     return extension().export_plan_offline(
         graph=as_bytes(graph_json),
-        choice=as_bytes(request),
+        request=as_bytes(request),
         device_properties=as_bytes(device_properties),
         gpu=target.name,
         sm_version=target.sm_version,
@@ -107,6 +107,6 @@ def import_plan_offline(
 def _imported(fields: dict) -> ImportedPlan:
     return ImportedPlan(
         graph_json=fields["graph"],
-        request=fields["choice"],
+        request=fields["request"],
         plan=plan_info(fields["plan"]),
     )

@@ -35,7 +35,7 @@ def _walk(operation: Any) -> Iterator[Launch]:
             yield Launch(
                 op=config["op"].value,
                 graph=config["graph"].value,
-                request=config["choice"].value,
+                request=config["request"].value,
             )
     for region in operation.regions:
         for block in region:

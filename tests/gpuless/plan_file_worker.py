@@ -83,7 +83,7 @@ def _made_with(data: bytes, field: str, value: str) -> bytes:
     assert count == 1, field
     with tempfile.TemporaryDirectory() as folder:
         native.set_plan_store(Path(folder), 1 << 30)
-        extension().store_put(changed, payload)
+        extension().testing.store_put(changed, payload)
         native.set_plan_store(None, 0)
         (path,) = Path(folder).glob("*.plan")
         return path.read_bytes()

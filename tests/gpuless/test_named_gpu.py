@@ -26,7 +26,7 @@ def _loss(x: jax.Array) -> jax.Array:
 def _launches(text: str) -> list[tuple[str, str, int]]:
     """Return target, request and workspace of each call in a program's text."""
     found = re.findall(
-        r'custom_call @(jax_cudnn\.\w+)\(.*?choice = "([^"]*)".*?(?:x|<)(\d+)xui8>\)',
+        r'custom_call @(jax_cudnn\.\w+)\(.*?request = "([^"]*)".*?(?:x|<)(\d+)xui8>\)',
         text,
     )
     return [

@@ -108,7 +108,7 @@ def test_when_no_candidate_is_allowed_each_says_why(build: bool) -> None:
     request = filter_text(refused_notes=[_JIT])
     for kind, answer in _ask_for_each(request, build=build).items():
         assert answer["error"] == "UnsupportedError"
-        assert f"with the choice {request}." in answer["message"]
+        assert f"with the request {request}." in answer["message"]
         # cuDNN's own reasons may follow, for a way of writing that has no plan.
         assert set(answer["reasons"]) >= {
             f"{name}: has the note {_JIT}, which is refused"

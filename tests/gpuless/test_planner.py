@@ -68,22 +68,22 @@ def test_a_choice_pins_the_engine_that_it_was_read_from() -> None:
 def test_a_choice_that_cannot_be_followed_is_refused() -> None:
     unknown_engine = '{"engine":12345,"knobs":{},"variant":0}'
     expected = {
-        "{": ("GraphError", "choice: not JSON"),
-        "[]": ("GraphError", "choice: expected an object, got a list"),
-        '{"engine":1,"knobs":{}}': ("GraphError", "choice.variant: missing field"),
+        "{": ("GraphError", "request: not JSON"),
+        "[]": ("GraphError", "request: expected an object, got a list"),
+        '{"engine":1,"knobs":{}}': ("GraphError", "request.variant: missing field"),
         '{"engine":1,"knobs":{"SIZE":1},"variant":0}': (
             "GraphError",
-            "choice.knobs.SIZE: unknown knob",
+            "request.knobs.SIZE: unknown knob",
         ),
         '{"engine":1.5,"knobs":{},"variant":0}': (
             "GraphError",
-            "choice.engine: expected an integer, got a number",
+            "request.engine: expected an integer, got a number",
         ),
         '{"engine":1,"knobs":{},"variant":2}': (
             "GraphError",
-            "choice.variant: 2 is not one of the graph's 2",
+            "request.variant: 2 is not one of the graph's 2",
         ),
-        unknown_engine: ("UnsupportedError", f"with the choice {unknown_engine}."),
+        unknown_engine: ("UnsupportedError", f"with the request {unknown_engine}."),
     }
     graphs = [_GRAPHS["forward"]] * len(expected)
     answers = harness.plan_all(graphs, "h200", requests=list(expected))

@@ -30,33 +30,33 @@ namespace jax_cudnn {
 std::atomic<int> build_count{0};
 std::atomic<int> read_count{0};
 
-struct Plan::Built {};
+struct LaunchableGraph {};
 
-Plan::Plan(std::unique_ptr<Built> built, Candidate candidate,
+Plan::Plan(std::unique_ptr<LaunchableGraph> graph, Candidate candidate,
            std::vector<std::string> failures)
-    : built_(std::move(built)),
+    : graph_(std::move(graph)),
       candidate_(std::move(candidate)),
       failures_(std::move(failures)) {}
 
 Plan::~Plan() = default;
 
 StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec&,
-                                                  const std::string& choice,
+                                                  const std::string& request,
                                                   const PlanTarget& target) {
   ++build_count;
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
   if (target.handle == nullptr) return Internal("no handle");
-  if (choice == "refused") return Unimplemented("refused");
-  if (choice == "broken") return FailedPrecondition("broken");
+  if (request == "refused") return Unimplemented("refused");
+  if (request == "broken") return FailedPrecondition("broken");
   Candidate candidate;
-  candidate.choice = choice;
+  candidate.request = request;
   return std::shared_ptr<const Plan>(
-      new Plan(std::make_unique<Built>(), std::move(candidate), {}));
+      new Plan(std::make_unique<LaunchableGraph>(), std::move(candidate), {}));
 }
 
 StatusOr<std::string> Plan::Serialize() const {
-  if (candidate_.choice == "not writable") return Unimplemented("not this engine");
-  return candidate_.choice;
+  if (candidate_.request == "not writable") return Unimplemented("not this engine");
+  return candidate_.request;
 }
 
 StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec&,
@@ -66,9 +66,9 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec&,
   if (target.handle == nullptr) return Internal("no handle");
   if (bytes == "spoiled") return Internal("spoiled");
   Candidate candidate;
-  candidate.choice = bytes;
+  candidate.request = bytes;
   return std::shared_ptr<const Plan>(
-      new Plan(std::make_unique<Built>(), std::move(candidate), {}));
+      new Plan(std::make_unique<LaunchableGraph>(), std::move(candidate), {}));
 }
 
 std::string FrontendVersion() { return "0"; }
@@ -101,8 +101,8 @@ void InThreads(Work work) {
 }
 
 jax_cudnn::StatusOr<std::shared_ptr<const jax_cudnn::Plan>> Get(
-    const std::string& choice, int device = 0) {
-  return PlanCache::Global().GetOrBuild("graph", jax_cudnn::GraphSpec(), choice,
+    const std::string& request, int device = 0) {
+  return PlanCache::Global().GetOrBuild("graph", jax_cudnn::GraphSpec(), request,
                                         device);
 }
 
@@ -112,7 +112,7 @@ void EachPlanIsBuiltOnce() {
   InThreads([&](int thread) {
     for (int i = 0; i < 30; ++i) {
       const int key = (i + thread) % 3;
-      const auto plan = Get("choice " + std::to_string(key));
+      const auto plan = Get("request " + std::to_string(key));
       Expect(plan.ok(), "a plan");
       const std::scoped_lock lock(mutex);
       plans[key].insert(plan->get());
@@ -138,15 +138,15 @@ void RefusalsAreRememberedAndFailuresAreNot() {
 }
 
 void PlansOutliveTheCache() {
-  const auto plan = Get("choice 0");
+  const auto plan = Get("request 0");
   PlanCache::Global().Clear();
   Expect(PlanCache::Global().stats().entries == 0, "cleared");
-  Expect((*plan)->candidate().choice == "choice 0", "still alive");
+  Expect((*plan)->candidate().request == "request 0", "still alive");
 }
 
 void DevicesAreKeptApart() {
-  Expect(*Get("choice 0", 0) != *Get("choice 0", 1), "a plan per device");
-  Expect(Get("choice 0", 2).status().code() == StatusCode::kInvalidArgument,
+  Expect(*Get("request 0", 0) != *Get("request 0", 1), "a plan per device");
+  Expect(Get("request 0", 2).status().code() == StatusCode::kInvalidArgument,
          "a device that is not there");
 }
 
@@ -159,9 +159,10 @@ void PlansComeFromTheStore(const std::string& directory) {
   });
   const auto get_all = [](int thread) {
     for (int i = 0; i < 4; ++i) {
-      const std::string choice = "choice " + std::to_string((i + thread) % 4);
-      const auto plan = Get(choice);
-      Expect(plan.ok() && (*plan)->candidate().choice == choice, "the plan asked for");
+      const std::string request = "request " + std::to_string((i + thread) % 4);
+      const auto plan = Get(request);
+      Expect(plan.ok() && (*plan)->candidate().request == request,
+             "the plan asked for");
     }
   };
   PlanCache::Global().Clear();
@@ -175,7 +176,7 @@ void PlansComeFromTheStore(const std::string& directory) {
     Expect(jax_cudnn::read_count == 4 * round, "each is read once");
     Expect(store.stats().hits == 4 * round, "from the store");
   }
-  Expect(*Get("choice 0", 0) != *Get("choice 0", 1), "a plan per device");
+  Expect(*Get("request 0", 0) != *Get("request 0", 1), "a plan per device");
   Expect(jax_cudnn::build_count == 4, "the other device reads it too");
   Expect(store.stats().failures == 0, "nothing failed");
 }

@@ -54,7 +54,7 @@ def test_the_choice_is_part_of_the_line(lines: list[_Line]) -> None:
     request = '{"engine":1,"knobs":{},"variant":0}'
     with pytest.raises((GraphError, LibraryError)):
         native.plan(_GRAPH, request=request, device=_DEVICE)
-    assert lines[0][1] == f"{_MISS} for the choice {request}"
+    assert lines[0][1] == f"{_MISS} for the request {request}"
 
 
 def test_nothing_is_said_above_the_level_or_without_a_sink(lines: list[_Line]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_cudnn import GraphError
-from jax_cudnn.native import parse_request
+from tests.native.readers import parse_request
 from tests.planner import ALL_ALLOWED
 
 pytestmark = pytest.mark.once
@@ -119,84 +119,84 @@ _MODES = "A, B, FALLBACK"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("A", "choice: not JSON: syntax error at byte"),
-        ("[]", "choice: expected an object, got a list"),
-        ("{}", "choice.denied_engines: missing field"),
-        (_filter(mode=["A"]), "choice.mode: unknown field"),
-        (_filter(modes=[]), f"choice.modes: empty; name one or more of {_MODES}"),
+        ("A", "request: not JSON: syntax error at byte"),
+        ("[]", "request: expected an object, got a list"),
+        ("{}", "request.denied_engines: missing field"),
+        (_filter(mode=["A"]), "request.mode: unknown field"),
+        (_filter(modes=[]), f"request.modes: empty; name one or more of {_MODES}"),
         (
             _filter(modes=["B", "C"]),
-            f"choice.modes[1]: 'C' is not a known mode; known are {_MODES}",
+            f"request.modes[1]: 'C' is not a known mode; known are {_MODES}",
         ),
         (
             _filter(modes=["B", "A", "B"]),
-            "choice.modes[2]: 'B' appears twice",
+            "request.modes[2]: 'B' appears twice",
         ),
-        (_filter(modes="A"), "choice.modes: expected a list, got a string"),
+        (_filter(modes="A"), "request.modes: expected a list, got a string"),
         (
             _filter(required_notes=["TENSOR_CORES"]),
-            "choice.required_notes[0]: 'TENSOR_CORES' is not a known note; known are "
+            "request.required_notes[0]: 'TENSOR_CORES' is not a known note; known are "
             + ", ".join(_NOTES),
         ),
         (
             _filter(refused_notes=["FFT", "fft"]),
-            "choice.refused_notes[1]: 'fft' is not a known note; known are CUBLASLT_",
+            "request.refused_notes[1]: 'fft' is not a known note; known are CUBLASLT_",
         ),
         (
             _filter(refused_notes=["FFT"], required_notes=["WINOGRAD", "FFT"]),
-            "choice.required_notes: 'FFT' is both required and refused; take it out of "
-            "required_notes or of refused_notes",
+            "request.required_notes: 'FFT' is both required and refused; take it out "
+            "of required_notes or of refused_notes",
         ),
         (
             _filter(deterministic=True, required_notes=["NONDETERMINISTIC"]),
-            "choice.required_notes: 'NONDETERMINISTIC' is what deterministic refuses; "
+            "request.required_notes: 'NONDETERMINISTIC' is what deterministic refuses; "
             "drop one of the two",
         ),
         (
             _filter(deterministic=1),
-            "choice.deterministic: expected a boolean, got an integer",
+            "request.deterministic: expected a boolean, got an integer",
         ),
         (
             _filter(engines=[]),
-            "choice.engines: empty, which allows no engine; null allows all",
+            "request.engines: empty, which allows no engine; null allows all",
         ),
         (
             _filter(engines=[1, 5], denied_engines=[2, 5]),
-            "choice.engines: engine 5 is both allowed and denied; take it out of "
+            "request.engines: engine 5 is both allowed and denied; take it out of "
             "engines or of denied_engines",
         ),
         (
             _filter(denied_engines=[4, -2]),
-            "choice.denied_engines[1]: -2 is not an engine; engines count from 0",
+            "request.denied_engines[1]: -2 is not an engine; engines count from 0",
         ),
         (
             _filter(engines=["eng0"]),
-            "choice.engines[0]: expected an integer, got a string",
+            "request.engines[0]: expected an integer, got a string",
         ),
-        (_filter(denied_engines=None), "choice.denied_engines: expected a list"),
+        (_filter(denied_engines=None), "request.denied_engines: expected a list"),
         (
             _filter(workspace_limit_bytes=-1),
-            "choice.workspace_limit_bytes: -1 is negative; 0 allows no workspace, "
+            "request.workspace_limit_bytes: -1 is negative; 0 allows no workspace, "
             "null any",
         ),
         (
             _filter(workspace_limit_bytes=1.5),
-            "choice.workspace_limit_bytes: expected an integer, got a number",
+            "request.workspace_limit_bytes: expected an integer, got a number",
         ),
         (
             _filter(workspace_limit_bytes=2**63),
-            f"choice.workspace_limit_bytes: {2**63} does not fit in 64 bits",
+            f"request.workspace_limit_bytes: {2**63} does not fit in 64 bits",
         ),
-        (_pin(modes=["A"]), "choice.modes: unknown field"),
-        ('{"engine":7,"knobs":{}}', "choice.variant: missing field"),
-        (_pin(engine=-1), "choice.engine: -1 is not an engine; engines count from 0"),
-        (_pin(engine=1.5), "choice.engine: expected an integer, got a number"),
-        (_pin(knobs=[]), "choice.knobs: expected an object, got a list"),
-        (_pin(knobs={"TILEK": "1"}), "choice.knobs.TILEK: expected an integer, got a"),
-        (_pin(variant=None), "choice.variant: expected an integer, got null"),
+        (_pin(modes=["A"]), "request.modes: unknown field"),
+        ('{"engine":7,"knobs":{}}', "request.variant: missing field"),
+        (_pin(engine=-1), "request.engine: -1 is not an engine; engines count from 0"),
+        (_pin(engine=1.5), "request.engine: expected an integer, got a number"),
+        (_pin(knobs=[]), "request.knobs: expected an object, got a list"),
+        (_pin(knobs={"TILEK": "1"}), "request.knobs.TILEK: expected an integer, got a"),
+        (_pin(variant=None), "request.variant: expected an integer, got null"),
         (
             _pin(deterministic=False),
-            "choice.deterministic: a pin leaves it out where it is not true",
+            "request.deterministic: a pin leaves it out where it is not true",
         ),
     ],
 )
@@ -211,7 +211,7 @@ def test_only_the_canonical_form_is_taken(data: dict[str, Any]) -> None:
     keys = dict(reversed(data.items()))
     for text in (json.dumps(data), json.dumps(keys, separators=(",", ":"))):
         assert _refusal(text) == (
-            "choice: the text is valid but not in canonical form, which is "
+            "request: the text is valid but not in canonical form, which is "
             + _dump(data)
         )
     unsorted = '{"engine":7,"knobs":{"TILEK":0,"STAGES":3},"variant":0}'
@@ -238,7 +238,7 @@ def test_a_field_of_any_value_is_taken_as_it_is_or_refused(
 ) -> None:
     name = draw.draw(st.sampled_from(sorted(data)))
     refusal = _refusal(_dump({**data, name: value}))
-    assert refusal is None or refusal.startswith("choice")
+    assert refusal is None or refusal.startswith("request")
 
 
 @given(st.text(max_size=40) | st.binary(max_size=40))
@@ -247,5 +247,5 @@ def test_random_texts_are_refused(text: str | bytes) -> None:
         text = text.decode("utf-8", "surrogateescape")
     if not text:
         return
-    with pytest.raises(GraphError, match=r"^choice: "):
+    with pytest.raises(GraphError, match=r"^request: "):
         parse_request(text)

@@ -38,11 +38,11 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def _put(key: str, payload: bytes) -> None:
-    extension().store_put(key.encode(), payload)
+    extension().testing.store_put(key.encode(), payload)
 
 
 def _get(key: str) -> bytes | None:
-    return extension().store_get(key.encode())
+    return extension().testing.store_get(key.encode())
 
 
 def _failures() -> int:
@@ -321,9 +321,9 @@ def work(path, folder, limit, count, seed):
         key = rng.randrange(12)
         name = b"key %d" % key
         if rng.random() < 0.5:
-            ffi.store_put(name, payload(key))
+            ffi.testing.store_put(name, payload(key))
         else:
-            found = ffi.store_get(name)
+            found = ffi.testing.store_get(name)
             assert found is None or found == payload(key), key
     stats = ffi.cache_stats()
     assert stats["disk_failures"] == 0, stats
@@ -396,11 +396,11 @@ def test_a_stopped_write_leaves_a_temporary_file_only(tmp_path: Path) -> None:
             from jax_cudnn import native
             from jax_cudnn.native._extension import extension
             native.set_plan_store(Path({str(tmp_path)!r}), 1 << 20)
-            extension().store_put(b"a", b"plan")
+            extension().testing.store_put(b"a", b"plan")
             signal.signal(signal.SIGXFSZ, signal.SIG_DFL)  # which kills
             resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
             resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
-            extension().store_put(b"a", b"x" * 100_000)
+            extension().testing.store_put(b"a", b"x" * 100_000)
             """
         )
     (temporary,) = tmp_path.glob("tmp-*")
@@ -432,7 +432,8 @@ def test_the_extension_asks_for_its_settings_when_it_needs_them(tmp_path: Path) 
         native.set_plan_store_source(source)
         print(len(asked), native.cache_stats().disk_misses)
         with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda i: extension().store_put(b"%d" % i, b"x"), range(8)))
+            put = extension().testing.store_put
+            list(pool.map(lambda i: put(b"%d" % i, b"x"), range(8)))
         print(len(asked), native.plan_store_files()[0])
         """
     )
@@ -447,8 +448,8 @@ def test_a_source_that_fails_turns_the_store_off() -> None:
         def source():
             raise ValueError("no idea")
         native.set_plan_store_source(source)
-        extension().store_put(b"a", b"plan")
-        print(extension().store_get(b"a"))
+        extension().testing.store_put(b"a", b"plan")
+        print(extension().testing.store_get(b"a"))
         print(native.cache_stats().disk_failures)
         print(native.cache_stats().disk_last_failure)
         """
@@ -478,11 +479,11 @@ for changes in cases:
         gpu=gpu.name, sm_version=90, sm_count=132, cudnn_version=91900, cuda_major=99,
         cublaslt_version=990102, nvrtc_version=99030, driver_version=0,
         frontend_version=build.frontend_version, builder=build.builder, settings="",
-        choice="", graph="none",
+        request="", graph="none",
     ) | changes
     key = "".join(f"{{k}} {{len(str(v))}}:{{v}}\\n" for k, v in fields.items())
     native.clear_plan_store()
-    extension().store_put(key.encode(), b"")
+    extension().testing.store_put(key.encode(), b"")
     (path,) = folder.glob("*.plan")
     try:
         native.import_plan_offline(path.read_bytes(), gpu, "")

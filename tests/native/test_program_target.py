@@ -13,7 +13,7 @@ _HERE = (90, 91900)
 
 
 def _check(sm_version: int, cudnn_version: int) -> None:
-    extension().check_program_target(sm_version, cudnn_version, *_HERE)
+    extension().testing.check_program_target(sm_version, cudnn_version, *_HERE)
 
 
 def test_a_program_runs_on_what_it_was_lowered_for() -> None:
@@ -83,7 +83,7 @@ jax.ffi.register_ffi_target(name, extension().scratch_handlers(), platform="cpu"
 
 def try_with(**target):
     call = jax.ffi.ffi_call(name, results)
-    attributes = {"graph": to_json(graph), "choice": "", "op": "sdpa", **target}
+    attributes = {"graph": to_json(graph), "op": "sdpa", "request": "", **target}
     try:
         jax.jit(lambda *arrays: call(*arrays, **attributes))(*arrays)
     except jax.errors.JaxRuntimeError as error:

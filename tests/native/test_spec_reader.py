@@ -14,9 +14,9 @@ from jax_cudnn import GraphError
 from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.graph.pointwise import ARITY
 from jax_cudnn.graph.spec import DTYPE_NAMES
-from jax_cudnn.native import parse_graph
 from tests.attention import attention_graph, graphs
 from tests.native.drawn_graphs import fused_graphs
+from tests.native.readers import parse_graph
 
 pytestmark = pytest.mark.once
 

@@ -14,6 +14,7 @@ pytestmark = pytest.mark.once
 _HERE = Path(__file__).parent
 _FFI = _HERE.parents[1] / "ffi"
 _SOURCES = (
+    "base/bytes",
     "base/log",
     "cudnn/cuda_device",
     "cudnn/cudnn_library",

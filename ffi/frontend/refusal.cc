@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Reading cuDNN's error texts.
 
-#include "plans/refusal.h"
+#include "frontend/refusal.h"
 
 #include <algorithm>
 #include <cctype>

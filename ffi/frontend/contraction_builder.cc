@@ -1,0 +1,99 @@
+// SPDX-License-Identifier: Apache-2.0
+// The frontend's matmul and convolutions, from our roles and attributes.
+
+#include "frontend/contraction_builder.h"
+
+#include <algorithm>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace jax_cudnn {
+namespace {
+
+namespace fe = cudnn_frontend;
+
+// The dtype in which a contraction sums; products of 8-bit integers are summed exactly.
+fe::DataType_t SumDType(const NodeWriter& writer, std::string_view a,
+                        std::string_view b, std::string_view output) {
+  const auto is_byte = [&](std::string_view role) {
+    const DType dtype = writer.Spec(role).dtype;
+    return dtype == DType::kI8 || dtype == DType::kU8;
+  };
+  if (is_byte(a) && is_byte(b)) return fe::DataType_t::INT32;
+  return ComputeDType(writer, {a, b, output});
+}
+
+// What the Python side rewrites before a graph comes here.
+Status RefuseConv(const NodeSpec& node) {
+  const auto refuse = [&](const std::string& what) {
+    return Unimplemented(node.kind + ": cuDNN has no " + what);
+  };
+  using List = std::vector<int64_t>;
+  const auto& lhs_dilation = node.Attribute<List>("lhs_dilation");
+  if (lhs_dilation.size() < 2) {
+    return refuse("convolution with one spatial axis; add an axis of size 1");
+  }
+  if (std::any_of(lhs_dilation.begin(), lhs_dilation.end(),
+                  [](int64_t dilation) { return dilation != 1; })) {
+    return refuse("lhs_dilation " + ListText(lhs_dilation) +
+                  "; write the convolution as the gradient of another");
+  }
+  for (const char* name : {"padding_low", "padding_high"}) {
+    const auto& padding = node.Attribute<List>(name);
+    if (std::any_of(padding.begin(), padding.end(),
+                    [](int64_t size) { return size < 0; })) {
+      return refuse("negative " + std::string(name) + " " + ListText(padding) +
+                    "; cut the operand instead");
+    }
+  }
+  return {};
+}
+
+// One convolution: `add` is the frontend's function, from `first` and `second`.
+template <typename ConvAttributes, typename Add>
+Status AddConv(NodeWriter& writer, std::string_view first, std::string_view second,
+               std::string_view output, Add add) {
+  const NodeSpec& node = writer.node();
+  RETURN_IF_ERROR(RefuseConv(node));
+  using List = std::vector<int64_t>;
+  ConvAttributes attributes;
+  attributes.set_name(node.kind)
+      .set_compute_data_type(SumDType(writer, first, second, output))
+      .set_pre_padding(node.Attribute<List>("padding_low"))
+      .set_post_padding(node.Attribute<List>("padding_high"))
+      .set_stride(node.Attribute<List>("window_strides"))
+      .set_dilation(node.Attribute<List>("rhs_dilation"));
+  writer.Output(output, (writer.graph().*add)(writer.Input(first), writer.Input(second),
+                                              std::move(attributes)));
+  return {};
+}
+
+}  // namespace
+
+Status AddMatmul(NodeWriter& writer) {
+  writer.Output("output", writer.graph().matmul(writer.Input("a"), writer.Input("b"),
+                                                fe::graph::Matmul_attributes()
+                                                    .set_name(writer.node().kind)
+                                                    .set_compute_data_type(SumDType(
+                                                        writer, "a", "b", "output"))));
+  return {};
+}
+
+Status AddConvFprop(NodeWriter& writer) {
+  return AddConv<fe::graph::Conv_fprop_attributes>(writer, "x", "w", "output",
+                                                   &FrontendGraph::conv_fprop);
+}
+
+Status AddConvDgrad(NodeWriter& writer) {
+  return AddConv<fe::graph::Conv_dgrad_attributes>(writer, "grad_output", "w", "grad_x",
+                                                   &FrontendGraph::conv_dgrad);
+}
+
+Status AddConvWgrad(NodeWriter& writer) {
+  return AddConv<fe::graph::Conv_wgrad_attributes>(writer, "grad_output", "x", "grad_w",
+                                                   &FrontendGraph::conv_wgrad);
+}
+
+}  // namespace jax_cudnn

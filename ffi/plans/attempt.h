@@ -1,0 +1,48 @@
+// SPDX-License-Identifier: Apache-2.0
+// One way of writing a graph, with cuDNN's list of candidates for it.
+
+#ifndef JAX_CUDNN_ATTEMPT_H_
+#define JAX_CUDNN_ATTEMPT_H_
+
+#include <cstdint>
+#include <memory>
+
+#include "base/status.h"
+#include "frontend/frontend_graph.h"
+#include "graph/graph_spec.h"
+#include "plans/candidate.h"
+#include "plans/plan_request.h"
+#include "plans/plan_target.h"
+
+namespace jax_cudnn {
+
+class Attempt {
+ public:
+  // Writes the graph and asks cuDNN for its candidates.
+  static StatusOr<Attempt> Make(const GraphSpec& spec, const PlanRequest& request,
+                                const PlanTarget& target, int variant);
+
+  int64_t count() const { return graph_->get_execution_plan_count(); }
+
+  // A candidate, and why the request does not allow it, as far as that can be known
+  // before it is built.
+  StatusOr<Candidate> Describe(int64_t index) const;
+
+  // Builds one candidate; a failure or a refusal is noted in it. Status is not OK where
+  // the failure is not about this candidate.
+  Status Build(int64_t index, Candidate& candidate);
+
+  // The plan that was built last is that of the graph, until another one is.
+  std::shared_ptr<FrontendGraph> graph() const { return graph_; }
+
+ private:
+  Status QueryCandidates(const PlanTarget& target);
+
+  std::shared_ptr<FrontendGraph> graph_;
+  PlanRequest request_;
+  int variant_ = 0;
+};
+
+}  // namespace jax_cudnn
+
+#endif  // JAX_CUDNN_ATTEMPT_H_

@@ -1,0 +1,158 @@
+// SPDX-License-Identifier: Apache-2.0
+// Building the first of cuDNN's candidates that will do, over all ways of writing the
+// graph, and listing them.
+
+#include <algorithm>
+#include <cstdint>
+#include <memory>
+#include <sstream>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cudnn/cudnn_library.h"
+#include "frontend/frontend_status.h"
+#include "frontend/graph_builder.h"
+#include "plans/attempt.h"
+#include "plans/launchable_graph.h"
+#include "plans/plan.h"
+#include "plans/plan_request.h"
+#include "plans/rehearsal.h"
+
+namespace jax_cudnn {
+namespace {
+
+// The variants to try, in order.
+StatusOr<std::vector<int>> Variants(const GraphSpec& spec, const PlanRequest& request) {
+  const int count = VariantCount(spec);
+  std::vector<int> variants;
+  if (request.pin.has_value()) {
+    const int64_t variant = request.pin->variant;
+    if (variant < 0 || variant >= count) {
+      return InvalidArgument("request.variant: " + std::to_string(variant) +
+                             " is not one of the graph's " + std::to_string(count));
+    }
+    return std::vector<int>{static_cast<int>(variant)};
+  }
+  for (int variant = 0; variant < count; ++variant) variants.push_back(variant);
+  return variants;
+}
+
+// Collects reasons, each once, and makes the refusal of them.
+class Reasons {
+ public:
+  void Add(const std::string& lines) {
+    std::istringstream stream(lines);
+    for (std::string reason; std::getline(stream, reason);) {
+      if (std::find(reasons_.begin(), reasons_.end(), reason) == reasons_.end()) {
+        reasons_.push_back(reason);
+      }
+    }
+  }
+
+  Status Refusal(const PlanTarget& target, const std::string& request) const {
+    const CudnnRuntime* runtime = LoadedCudnnRuntime();
+    std::string text =
+        "cuDNN " + VersionText(runtime == nullptr ? 0 : runtime->cudnn.version) +
+        " has no plan for this graph on sm_" + std::to_string(target.sm_version);
+    if (!request.empty()) text += " with the request " + request;
+    text += '.';
+    for (const std::string& reason : reasons_) text += "\n  - " + reason;
+    return Unimplemented(text);
+  }
+
+  const std::vector<std::string>& list() const { return reasons_; }
+
+ private:
+  std::vector<std::string> reasons_;
+};
+
+// Calls `visit` with each candidate of each variant, with its attempt and its place
+// there, until it says true: enough. Notes why a variant has none, and why a candidate
+// is not allowed.
+template <typename Visit>
+Status VisitCandidates(const GraphSpec& graph, const std::string& request,
+                       const PlanTarget& target, Reasons& reasons, Visit&& visit) {
+  ASSIGN_OR_RETURN(const PlanRequest parsed, ParsePlanRequest(request));
+  ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(graph, parsed));
+  for (const int variant : variants) {
+    auto attempt = Attempt::Make(graph, parsed, target, variant);
+    if (!attempt.ok()) {
+      if (attempt.status().code() != StatusCode::kUnimplemented) {
+        return attempt.status();
+      }
+      reasons.Add(attempt.status().message());
+      continue;
+    }
+    for (int64_t i = 0; i < attempt->count(); ++i) {
+      ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
+      if (!candidate.refusal.empty()) {
+        reasons.Add(candidate.name + ": " + candidate.refusal);
+      }
+      ASSIGN_OR_RETURN(const bool is_enough, visit(*attempt, i, std::move(candidate)));
+      if (is_enough) return {};
+    }
+  }
+  return {};
+}
+
+}  // namespace
+
+StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
+                                                  const std::string& request,
+                                                  const PlanTarget& target) {
+  Reasons reasons;
+  std::shared_ptr<const Plan> plan;
+  const auto build = [&](Attempt& attempt, int64_t index,
+                         Candidate candidate) -> StatusOr<bool> {
+    if (!candidate.refusal.empty()) return false;
+    RETURN_IF_ERROR(attempt.Build(index, candidate));
+    if (!candidate.is_built) {
+      reasons.Add(candidate.name + ": " + candidate.failure + candidate.refusal);
+      return false;
+    }
+    // The plan is built already; this prepares its argument list.
+    if (const auto error = attempt.graph()->build_plans(); error.is_bad()) {
+      return Internal(Message(error));
+    }
+    ASSIGN_OR_RETURN(auto launchable, MakeLaunchable(graph, attempt.graph()));
+    const std::string name = candidate.name;
+    plan.reset(new Plan(std::move(launchable), std::move(candidate), reasons.list()));
+    const Status rehearsed = Rehearse(*plan, target);
+    if (rehearsed.ok()) return true;
+    if (rehearsed.code() != StatusCode::kUnimplemented) return rehearsed;
+    reasons.Add(name + ": " + rehearsed.message());
+    plan = nullptr;
+    return false;
+  };
+  RETURN_IF_ERROR(VisitCandidates(graph, request, target, reasons, build));
+  if (plan == nullptr) return reasons.Refusal(target, request);
+  return plan;
+}
+
+StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
+                                                const std::string& request,
+                                                const PlanTarget& target, bool build) {
+  Reasons reasons;
+  std::vector<Candidate> candidates;
+  bool is_wanted = build;
+  bool is_any_allowed = false;
+  const auto collect = [&](Attempt& attempt, int64_t index,
+                           Candidate candidate) -> StatusOr<bool> {
+    if (is_wanted && candidate.refusal.empty()) {
+      RETURN_IF_ERROR(attempt.Build(index, candidate));
+      if (!candidate.refusal.empty()) {
+        reasons.Add(candidate.name + ": " + candidate.refusal);
+      }
+    }
+    if (candidate.is_built) is_wanted = false;
+    if (candidate.refusal.empty()) is_any_allowed = true;
+    candidates.push_back(std::move(candidate));
+    return false;
+  };
+  RETURN_IF_ERROR(VisitCandidates(graph, request, target, reasons, collect));
+  if (!is_any_allowed) return reasons.Refusal(target, request);
+  return candidates;
+}
+
+}  // namespace jax_cudnn
