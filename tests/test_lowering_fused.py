@@ -16,10 +16,10 @@ from jax_cudnn import UnsupportedError, choices, conv, matmul, native, plans
 from jax_cudnn.choices import Choice, key_of
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
-from jax_cudnn.legalize import legalize, partition
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import cuda, decide, decision, devices, traced_graphs
 from jax_cudnn.native import PlanInfo
-from jax_cudnn.plans import PlanOptions, inspection
+from jax_cudnn.plans import PlanOptions
 from tests.planner import made_plan
 
 _H200 = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
@@ -34,14 +34,14 @@ class Planner:
         self.refused: set[str] = set()
         self.asked: list[tuple[Graph, str]] = []
 
-    def plan(self, text: str, *, choice: str = "", device: int) -> PlanInfo:
+    def plan(self, text: str, *, request: str = "", device: int) -> PlanInfo:
         assert device == 0
         graph = from_json(text)
-        self.asked.append((graph, choice))
+        self.asked.append((graph, request))
         for node in graph.nodes:
             if node.kind in self.refused:
                 raise UnsupportedError("no plan", [f"no engine for {node.kind}"], "")
-        return made_plan(choice)
+        return made_plan(request)
 
 
 @pytest.fixture(autouse=True)
@@ -52,8 +52,7 @@ def planner(monkeypatch: pytest.MonkeyPatch) -> Iterator[Planner]:
     decision._decide.cache_clear()
     cuda._say_once.cache_clear()
     decision._say_stale_once.cache_clear()
-    for module in (devices, inspection):
-        monkeypatch.setattr(module, "local_target", lambda: (0, _H200))
+    monkeypatch.setattr(devices, "local_target", lambda: (0, _H200))
     monkeypatch.setattr(native, "plan", fake.plan)
     monkeypatch.setattr(choices, "table", lambda: table)
     yield fake
@@ -109,8 +108,8 @@ def _gradient(*operands: Any, **options: Any) -> Any:
 
 def _part(kind: str) -> Graph:
     """Return the part of the gradient that has that node."""
-    for graph, _, is_linear in traced_graphs(_gradient, *_operands()):
-        for part in () if is_linear else partition(graph):
+    for traced in traced_graphs(_gradient, *_operands()):
+        for part in traced.parts:
             if any(node.kind == kind for node in part.nodes):
                 return part
     raise AssertionError(kind)
@@ -330,9 +329,9 @@ def test_xla_convolves_no_f8(preferred: Any, planner: Planner) -> None:
 
 def test_a_measured_plan_is_pinned(planner: Planner) -> None:
     _choose(_part("conv_dgrad"), implementation="cudnn", plan=_PIN)
-    pinned = {nodes[0]: choice for nodes, choice in _calls(_gradient, *_operands())}
+    pinned = {nodes[0]: request for nodes, request in _calls(_gradient, *_operands())}
     assert pinned == {"conv_fprop": "", "conv_wgrad": "", "conv_dgrad": _PIN}
-    assert any(choice == _PIN for _, choice in planner.asked)
+    assert any(request == _PIN for _, request in planner.asked)
 
 
 def test_a_measured_plan_is_for_the_graph_that_was_rewritten_as_it_was() -> None:
@@ -349,7 +348,7 @@ def test_a_measured_plan_is_for_the_graph_that_was_rewritten_as_it_was() -> None
         _choose(graph, implementation="cudnn", plan=_PIN, rewritten=rewritten)
         (step,) = decide(graph, options).steps
         assert step.legal is not None
-        assert (step.legal.graph, step.choice, step.why) == (way, _PIN, "tuned")
+        assert (step.legal.graph, step.request, step.why) == (way, _PIN, "tuned")
 
 
 def test_where_xla_was_faster_auto_takes_it_and_cudnn_does_not() -> None:
@@ -360,19 +359,19 @@ def test_where_xla_was_faster_auto_takes_it_and_cudnn_does_not() -> None:
     assert decision.reasons == (
         "XLA was measured to be faster: 20.5 µs, cuDNN 30.3 µs",
     )
-    ((_, choice),) = _calls(
+    ((_, request),) = _calls(
         lambda *xs: _layer(*xs, implementation="cudnn"), *_operands()
     )
-    assert choice == _PIN
+    assert request == _PIN
 
 
 def test_a_choice_added_later_is_seen() -> None:
     (graph, options, _), *_ = traced_graphs(_layer, *_operands())
     (before,) = decide(graph, options).steps
-    assert before.choice == ""
+    assert before.request == ""
     _choose(graph, implementation="cudnn", plan=_PIN)
     (after,) = decide(graph, options).steps
-    assert after.choice == _PIN
+    assert after.request == _PIN
 
 
 def test_auto_leaves_8_bit_weights_to_xla_unless_cudnn_was_measured() -> None:
@@ -389,8 +388,8 @@ def test_auto_leaves_8_bit_weights_to_xla_unless_cudnn_was_measured() -> None:
     ((nodes, _),) = _calls(lambda *xs: layer(*xs, implementation="cudnn"), *operands)
     assert nodes == ["identity", "matmul", "mul", "relu"]
     _choose(graph, implementation="cudnn", plan=_PIN)
-    ((_, choice),) = _calls(layer, *operands)
-    assert choice == _PIN
+    ((_, request),) = _calls(layer, *operands)
+    assert request == _PIN
     unsigned = operands[1].astype(jnp.uint8)
     ((graph, options, _),) = traced_graphs(layer, operands[0], unsigned)
     assert decide(graph, options).steps, "XLA has no such code for u8"
@@ -408,10 +407,10 @@ def test_the_compiled_program_asks_for_what_the_options_allow(planner: Planner) 
     def layer(*xs: Any) -> jax.Array:
         return _layer(*xs, plan=_STRICT)
 
-    assert {choice for _, choice in _calls(layer, *_operands())} == {
-        _STRICT.to_choice()
+    assert {request for _, request in _calls(layer, *_operands())} == {
+        _STRICT.to_request()
     }
-    assert {choice for _, choice in planner.asked} == {_STRICT.to_choice()}
+    assert {request for _, request in planner.asked} == {_STRICT.to_request()}
     (graph, options, _), *_ = traced_graphs(layer, *_operands())
     assert [step.why for step in decide(graph, options).steps] == ["requested"]
     (graph, options, _), *_ = traced_graphs(_layer, *_operands())
@@ -430,11 +429,11 @@ def test_the_compiled_program_asks_for_what_the_options_allow(planner: Planner) 
 def test_a_measured_plan_is_taken_where_the_options_allow_it(
     monkeypatch: pytest.MonkeyPatch, refusal: str, limit: int | None, expected: str
 ) -> None:
-    def candidates(text: str, *, choice: str, device: int) -> list[SimpleNamespace]:
-        assert choice == plan.to_choice()
+    def candidates(text: str, *, request: str, device: int) -> list[SimpleNamespace]:
+        assert request == plan.to_request()
         return [
-            SimpleNamespace(choice="another", refusal=""),
-            SimpleNamespace(choice=_PIN, refusal=refusal),
+            SimpleNamespace(request="another", refusal=""),
+            SimpleNamespace(request=_PIN, refusal=refusal),
         ]
 
     monkeypatch.setattr(native, "candidates", candidates)
@@ -445,7 +444,7 @@ def test_a_measured_plan_is_taken_where_the_options_allow_it(
     _choose(graph, implementation="cudnn", plan=_PIN)
     (step,) = decide(graph, options).steps
     assert step.why == expected
-    assert step.choice == (_PIN if expected == "tuned" else plan.to_choice())
+    assert step.request == (_PIN if expected == "tuned" else plan.to_request())
 
 
 def test_sums_whose_measured_plan_is_not_allowed_stay_xlas(
@@ -494,17 +493,17 @@ def test_a_stale_choice_is_ignored_and_said_once(
     monkeypatch: pytest.MonkeyPatch,
     planner: Planner,
 ) -> None:
-    def plan(text: str, *, choice: str = "", device: int) -> PlanInfo:
-        if choice == "torn":
+    def plan(text: str, *, request: str = "", device: int) -> PlanInfo:
+        if request == "torn":
             raise UnsupportedError("no such engine", [], "")
-        return planner.plan(text, choice=choice, device=device)
+        return planner.plan(text, request=request, device=device)
 
     monkeypatch.setattr(native, "plan", plan)
     caplog.set_level(logging.INFO, "jax_cudnn")
     (graph, _, _), *_ = traced_graphs(_layer, *_operands())
     _choose(graph, implementation="cudnn", **fields)
     for _ in range(2):
-        assert [choice for _, choice in _calls(_layer, *_operands())] == [""]
+        assert [request for _, request in _calls(_layer, *_operands())] == [""]
     messages = [r.getMessage() for r in caplog.records]
     (message,) = (each for each in messages if "stale" in each)
     assert f"): the measured choice is stale and ignored: {why}" in message
