@@ -148,6 +148,8 @@ def test_numbers_that_are_not_finite(name: str, argument: str) -> None:
         function = _FUNCTIONS[name]
         result = function.call(**{**function.right, argument: jnp.float32(value)})
         assert not jnp.isfinite(result).any()
+    large = 10**400
+    assert f"{argument}={large} is not finite" in _refused(name, argument, large)
 
 
 @pytest.mark.parametrize("name", _FUNCTIONS)

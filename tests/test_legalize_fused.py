@@ -267,6 +267,15 @@ def test_every_way_keeps_the_meaning_of_a_matmul(
     assert _check(layer, operands) >= 3
 
 
+def test_what_meets_a_sum_over_the_batch_stays_beside_the_kernel(
+    rng: np.random.Generator,
+) -> None:
+    # The gradient of the scale is a times a sum over the batch, which b alone has.
+    operands = [_draw(rng, 4, 5), _draw(rng, 3, 5, 8), _draw(rng, 1, 5)]
+    product = lambda a, b, scale: jax_cudnn.matmul(a, b, scale_a=scale)  # noqa: E731
+    assert _check(product, operands) > 2
+
+
 def test_a_batch_that_is_stored_last_is_transposed(rng: np.random.Generator) -> None:
     x, y = _draw(rng, 16, 8, 3, 4), _draw(rng, 8, 2, 4)
 

@@ -9,6 +9,9 @@ tests/gpuless and tests/gpu.
 
 import dataclasses
 import itertools
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -667,3 +670,29 @@ def test_what_is_at_a_limit_is_taken(size: int) -> None:
     for version in (90999, 91002):
         target = _target(sm_version=80, cudnn_version=version)
         assert legalize(graph, target).candidates
+
+
+# --- the program ----------------------------------------------------------------------
+
+
+@pytest.mark.once
+def test_every_process_writes_the_same_program() -> None:
+    # XLA's cache on disk knows a program by its text. Padding made it differ once.
+    program = """
+import jax, jax.numpy as jnp, jax_cudnn
+q = jnp.ones((2, 5, 6, 13), jnp.bfloat16)
+grad = jax.grad(lambda q, k, v: jax_cudnn.sdpa(q, k, v).sum(), argnums=(0, 1, 2))
+print(jax.jit(grad).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text())
+"""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1
+    assert "jax_cudnn.graph" in texts.pop()

@@ -276,60 +276,39 @@ def _even_padding(editor: GraphEditor) -> None:
     attributes = _attributes(editor)
     pairs = list(zip(attributes.padding_low, attributes.padding_high, strict=True))
     common = tuple(max(min(low, high), 0) for low, high in pairs)
-    rest = [(low - c, high - c) for (low, high), c in zip(pairs, common, strict=True)]
-    kind = editor.main.kind
-    if kind == "conv_dgrad":
-        _fit_gradient(editor)
+    ends = [(low - c, high - c) for (low, high), c in zip(pairs, common, strict=True)]
+    if all(pair == (0, 0) for pair in ends):
         return
-    if all(pair == (0, 0) for pair in rest):
-        return
-    name = _roles(editor)["x"]
+    if editor.main.kind == "conv_dgrad":
+        name, done = _roles(editor)["grad_x"], "fitted"
+        dims = editor.tensors[name].dims
+        names = [
+            each
+            for each, tensor in editor.tensors.items()
+            if _follows_result(editor, each, tensor, dims)
+        ]
+    else:
+        name, done = _roles(editor)["x"], "padded"
+        names = [name]
+    for each in names:
+        _add_ends(editor, each, ends)
+    editor.notes.append(f"{name} is {done} outside the kernel: its two ends differ")
+    _set_attributes(editor, padding_low=common, padding_high=common)
+
+
+def _add_ends(editor: GraphEditor, name: str, ends: list[tuple[int, int]]) -> None:
+    """Add zeros at both ends of each spatial axis of a tensor, or cut there."""
     tensor = editor.tensors[name]
-    dims = tuple(
-        size + sum(rest[axis - 2]) if axis >= 2 else size
-        for axis, size in enumerate(tensor.dims)
-    )
-    widths = [(*rest[axis - 2], 0) if axis >= 2 else (0, 0, 0) for axis in tensor.order]
-    editor.notes.append(f"{name} is padded outside the kernel: its two ends differ")
+    both = [(0, 0), (0, 0), *ends]
+    dims = tuple(size + sum(pair) for size, pair in zip(tensor.dims, both, strict=True))
+    widths = [(*both[axis], 0) for axis in tensor.order]
+    inverse = [(-low, -high, 0) for low, high, _ in widths]
     editor.rearrange(
         name,
         replace(tensor, dims=dims),
         lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), widths),
+        lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), inverse),
     )
-    _set_attributes(editor, padding_low=common, padding_high=common)
-
-
-def _fit_gradient(editor: GraphEditor) -> None:
-    attributes = _attributes(editor)
-    pairs = list(zip(attributes.padding_low, attributes.padding_high, strict=True))
-    common = tuple(max(min(low, high), 0) for low, high in pairs)
-    rest = [(low - c, high - c) for (low, high), c in zip(pairs, common, strict=True)]
-    if all(pair == (0, 0) for pair in rest):
-        return
-    name = _roles(editor)["grad_x"]
-    inverse = [(-low, -high) for low, high in rest]
-    old = editor.tensors[name].dims
-    for each, tensor in list(editor.tensors.items()):
-        if not _follows_result(editor, each, tensor, old):
-            continue
-        dims = tuple(
-            size + sum(rest[axis - 2]) if axis >= 2 else size
-            for axis, size in enumerate(tensor.dims)
-        )
-        into = [
-            (*rest[axis - 2], 0) if axis >= 2 else (0, 0, 0) for axis in tensor.order
-        ]
-        back = [
-            (*inverse[axis - 2], 0) if axis >= 2 else (0, 0, 0) for axis in tensor.order
-        ]
-        editor.rearrange(
-            each,
-            replace(tensor, dims=dims),
-            lambda x, widths=into: jax.lax.pad(x, jnp.zeros((), x.dtype), widths),
-            lambda x, widths=back: jax.lax.pad(x, jnp.zeros((), x.dtype), widths),
-        )
-    editor.notes.append(f"{name} is fitted outside the kernel: its two ends differ")
-    _set_attributes(editor, padding_low=common, padding_high=common)
 
 
 def _follows_result(

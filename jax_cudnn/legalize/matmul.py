@@ -6,6 +6,7 @@ from dataclasses import replace
 from jax_cudnn.graph import Graph, Node, is_anchor
 from jax_cudnn.graph.folding import families
 from jax_cudnn.graph.rules import EIGHT_BIT
+from jax_cudnn.graph.walks import made_by, readers
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.legalization import Legal
@@ -30,7 +31,8 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     faster where the other operand has few.
     """
     ways = (graph, _transposed(graph)) if _narrow_side(graph) == "b" else (graph,)
-    return tuple(_padded(editor) or editor.finish() for editor in map(_edited, ways))
+    edited = (editor for editor in map(_edited, ways) if editor is not None)
+    return tuple(_padded(editor) or editor.finish() for editor in edited)
 
 
 def slower(graph: Graph, node: Node) -> str:
@@ -75,17 +77,23 @@ def _with_sides_swapped(node: Node) -> Node:
     return Node.make(node.kind, sides, dict(node.outputs), node.attributes)
 
 
-def _edited(graph: Graph) -> GraphEditor:
-    """Broadcast operands of the epilogue along the batch, unless one serves all."""
+def _edited(graph: Graph) -> GraphEditor | None:
+    """Broadcast operands of the epilogue along the batch, unless one serves all.
+
+    None where such an operand meets a sum of the result, which it would not fit then.
+    """
     editor = GraphEditor.of(graph)
     (result,) = (editor.tensors[name] for _, name in editor.main.outputs)
-    b, m, n = result.dims
+    b, m, n = full = result.dims
     family = families(graph, _FAMILIES)
     for name in editor.inputs:
         dims = editor.tensors[name].dims
-        taken = ((b, m, n), (1, 1, n), (1, m, 1), (b, m, 1), (1, 1, 1))
+        taken = (full, (1, 1, n), (1, m, 1), (b, m, 1), (1, 1, 1))
         if family.get(name) == "output" and dims not in taken:
-            editor.expand(name, (b, m, n))
+            met = made_by(readers(graph.nodes, name))
+            if any(graph.tensor(each).dims != full for each in met):
+                return None
+            editor.expand(name, full)
     _batch_first(editor)
     return editor
 

@@ -150,7 +150,11 @@ def as_term(op: str, name: str, value: ArrayLike | None) -> jax.Array | float | 
 
 def _check_finite(op: str, name: str, value: float) -> None:
     """Raise ValueError for a number that cannot become part of the program."""
-    if not math.isfinite(value):
+    try:
+        is_finite = math.isfinite(value)
+    except OverflowError:  # an int that no float holds
+        is_finite = False
+    if not is_finite:
         raise ValueError(
             f"{op}: {name}={value} is not finite. A number is part of the program, and "
             "must be finite. Pass a finite number, or an array of any values."
