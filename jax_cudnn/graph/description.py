@@ -41,7 +41,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 Precision = Literal["dot", "convolution"]
 
@@ -218,10 +218,12 @@ def _field(value: Any) -> AttributeField:
     found = re.fullmatch(r"(\w+)(?: (\w))?(?: >= (-?\d+))?", data["type"])
     assert found is not None, value
     kind, letter, least = found.groups()
-    default = data.get("default")
+    default: Any = data.get("default")
     return AttributeField(
         type=kind,  # type: ignore[arg-type]
         letter=letter or "",
         least=None if least is None else int(least),
-        default=tuple(default) if isinstance(default, list) else default,
+        default=tuple(cast("list[int]", default))
+        if isinstance(default, list)
+        else default,
     )

@@ -303,8 +303,8 @@ def _check_window(window: int | tuple[int, int] | None) -> tuple[int, ...]:
     else:
         raise TypeError(
             f"sdpa: local_window_size={window!r} is neither an int nor two. Pass "
-            "(left, right), ints known when the program is traced: how many keys before "
-            "and after its own position a query sees."
+            "(left, right), ints known when the program is traced: how many keys "
+            "before and after its own position a query sees."
         )
     if not all(-(2**62) <= size < 2**62 for size in (left, right)):
         raise ValueError(
