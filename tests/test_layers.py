@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do imports and includes go one way, is private JAX out, do files say their purpose?"""
+"""Are imports and includes those allowed, and do files say what they are for?"""
 
 import ast
 import re
