@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Lines of log, to wherever the owner of the process wants them. Knows nothing of
-// Python: module.cc makes the sink.
+// Python: bind_log.cc makes the sink.
 
 #ifndef JAX_CUDNN_LOG_H_
 #define JAX_CUDNN_LOG_H_

@@ -33,8 +33,8 @@ std::string ParseGraphText(const nb::bytes& graph) {
 std::string ParseRequestText(const nb::bytes& request) {
   const std::string text = Text(request);
   return Call("parsing a request", [&]() -> StatusOr<std::string> {
-    ASSIGN_OR_RETURN(const PlanRequest request, ParsePlanRequest(text));
-    return text.empty() ? text : WritePlanRequest(request);
+    ASSIGN_OR_RETURN(const PlanRequest parsed, ParsePlanRequest(text));
+    return text.empty() ? text : WritePlanRequest(parsed);
   });
 }
 

@@ -11,9 +11,9 @@
 
 namespace jax_cudnn {
 
-Plan::Plan(std::unique_ptr<LaunchableGraph> graph, Candidate candidate,
+Plan::Plan(std::unique_ptr<LaunchableGraph> launchable, Candidate candidate,
            std::vector<std::string> failures)
-    : graph_(std::move(graph)),
+    : launchable_(std::move(launchable)),
       candidate_(std::move(candidate)),
       failures_(std::move(failures)) {}
 
@@ -22,11 +22,11 @@ Plan::~Plan() = default;
 Status Plan::Execute(CudnnHandle handle, void* const* operands, void* const* results,
                      void* workspace) const {
   std::array<void*, kMaxOperands> pointers;
-  const auto& sources = graph_->sources;
+  const auto& sources = launchable_->sources;
   for (size_t i = 0; i < sources.size(); ++i) {
     pointers[i] = (sources[i].is_result ? results : operands)[sources[i].index];
   }
-  const auto error = graph_->graph->execute(
+  const auto error = launchable_->graph->execute(
       handle, pointers.data(), static_cast<int>(sources.size()), workspace);
   return error.is_good() ? Status() : ExecutionStatus(error);
 }

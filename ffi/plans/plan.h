@@ -63,10 +63,10 @@ class Plan {
   const std::vector<std::string>& failures() const { return failures_; }
 
  private:
-  Plan(std::unique_ptr<LaunchableGraph> graph, Candidate candidate,
+  Plan(std::unique_ptr<LaunchableGraph> launchable, Candidate candidate,
        std::vector<std::string> failures);
 
-  std::unique_ptr<LaunchableGraph> graph_;
+  std::unique_ptr<LaunchableGraph> launchable_;
   Candidate candidate_;
   std::vector<std::string> failures_;
 };

@@ -108,7 +108,8 @@ StatusOr<std::string> Plan::Serialize() const {
     std::vector<uint8_t> data;
     try {
       // This overload, of vectors of uint8_t, writes plans; another one writes graphs.
-      const auto error = graph_->graph->serialize(data, /*serialize_structure=*/false);
+      const auto error =
+          launchable_->graph->serialize(data, /*serialize_structure=*/false);
       if (error.is_bad()) return Unimplemented(Message(error));
     } catch (const fe::cudnnException& error) {
       return Unimplemented(OneLine(error.what()));

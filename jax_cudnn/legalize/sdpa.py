@@ -294,10 +294,10 @@ def _window_as_mask(
     def with_mask(operands: Sequence[jax.Array]) -> list[jax.Array]:
         given = dict(zip(graph.inputs, operands, strict=True))
         rows = jnp.arange(s, dtype=jnp.int32)[:, None]
-        columns = jnp.arange(t, dtype=jnp.int32)
+        columns = jnp.arange(t, dtype=jnp.int32)[None, :]
         is_seen = (rows <= columns + left) & (rows >= columns - right)
         if old is not None:
-            is_seen = is_seen & to_logical(old, given[name])
+            is_seen = is_seen[None, None] & to_logical(old, given[name])
         given[name] = jnp.broadcast_to(is_seen, tensor.dims)
         return [given[each] for each in inputs]
 

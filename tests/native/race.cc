@@ -32,9 +32,9 @@ std::atomic<int> read_count{0};
 
 struct LaunchableGraph {};
 
-Plan::Plan(std::unique_ptr<LaunchableGraph> graph, Candidate candidate,
+Plan::Plan(std::unique_ptr<LaunchableGraph> launchable, Candidate candidate,
            std::vector<std::string> failures)
-    : graph_(std::move(graph)),
+    : launchable_(std::move(launchable)),
       candidate_(std::move(candidate)),
       failures_(std::move(failures)) {}
 
