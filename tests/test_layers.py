@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do imports and #includes go one way, is JAX's private part left alone?"""
-"""Do imports and #includes go one way, is private JAX unused, has each file its line?"""
-=======
 """Are imports and includes those allowed, and do files say what they are for?"""
->>>>>>> ffi
 
 import ast
 import re
