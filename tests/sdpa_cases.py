@@ -38,6 +38,7 @@ class Case:
     mask: str | None = None
     dead_rows: bool = False
     causal: bool = False
+    window: tuple[int, int] | None = None
     query_lengths: tuple[int, ...] | None = None
     key_lengths: tuple[int, ...] | None = None
     scale: float | None = None
@@ -139,6 +140,7 @@ def attention(
             is_causal=case.causal,
             query_seq_lengths=query_lengths,
             key_value_seq_lengths=key_lengths,
+            local_window_size=case.window,
             implementation=implementation,
             return_residual=case.with_residual,
         )
@@ -388,6 +390,29 @@ HIDDEN = [
     # log-sum-exp has three digits.
     if text != "least" or name not in ("heads", "full", "residual")
 ]
+WINDOWS = _named(
+    window_causal={"s": 300, "t": 300, "window": (37, 0), "causal": True},
+    window_left={"s": 300, "t": 300, "window": (37, 0)},
+    window_two_sided={"s": 300, "t": 300, "window": (20, 45), "h": 6, "k": 2},
+    window_one_key={"s": 129, "t": 129, "window": (0, 0)},
+    window_right={"s": 200, "t": 328, "window": (0, 90)},
+    window_more_keys={"s": 100, "t": 333, "window": (64, 64), "d": 96, "e": 40},
+    window_more_queries={"s": 333, "t": 100, "window": (50, 20)},
+    window_negative={"s": 128, "t": 128, "window": (-3, 40)},
+    window_bias={"s": 160, "t": 160, "window": (30, 10), "bias": "hst"},
+    window_bias_of_keys={"s": 160, "t": 192, "window": (30, 10), "bias": "bt"},
+    window_hidden_rows={"s": 128, "t": 128, "window": (30, 0), "causal": True}
+    | {"bias": "bst", "shift": 1e9},
+    window_mask={"s": 160, "t": 160, "window": (30, 10), "mask": "bst"},
+    window_lengths={"s": 129, "t": 140, "window": (40, 40)}
+    | {"query_lengths": (129, 65), "key_lengths": (140, 70)},
+    window_residual={"s": 300, "t": 300, "window": (37, 5), "with_residual": True},
+    window_key_count={"s": 192, "t": 192, "window": (50, 3), "score": -160.0},
+    window_one_query={"s": 1, "t": 517, "window": (8, 3)},
+    window_f16={"s": 256, "t": 256, "window": (100, 0), "dtype": "float16"},
+    window_long={"b": 1, "s": 4096, "t": 4096, "h": 2, "k": 2, "window": (512, 0)}
+    | {"causal": True},
+)
 SCALES = _named(
     scale_zero={"scale": 0.0},
     scale_negative={"scale": -0.3},
@@ -430,6 +455,7 @@ ALL = [
     *RESIDUAL,
     *KNOWN_BUGS,
     *HIDDEN,
+    *WINDOWS,
     *SCALES,
     *F16,
     *LARGE,

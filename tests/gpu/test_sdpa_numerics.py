@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is attention through cuDNN as accurate as its dtype allows, forward and gradients?"""
 
+import dataclasses
 import functools
 import re
 
@@ -16,6 +17,7 @@ from tests.sdpa_cases import (
     ALL,
     HIDDEN,
     KNOWN_BUGS,
+    WINDOWS,
     attention,
     make_operands,
     with_gradients,
@@ -44,8 +46,13 @@ def test_results_and_gradients_match_f32_truth(case, record_property):
 _LOW = [case for case in KNOWN_BUGS if "minus_1" in case.name]
 
 
-@pytest.mark.parametrize("case", [*HIDDEN, *_LOW], ids=lambda case: case.name)
-def test_low_and_hidden_rows_match_float64_numpy(case, record_property):
+_SMALL_WINDOWS = [case for case in WINDOWS if "long" not in case.name]
+
+
+@pytest.mark.parametrize(
+    "case", [*HIDDEN, *_LOW, *_SMALL_WINDOWS], ids=lambda case: case.name
+)
+def test_low_hidden_and_windowed_rows_match_float64_numpy(case, record_property):
     operands = make_operands(case)
     results, references = (
         with_gradients(
@@ -83,11 +90,56 @@ def _truth(case, operands):
         {role: x for role, x in given.items() if x is not None},
         scale=case.scale or case.d**-0.5,
         is_causal=case.causal,
+        window=case.window or (),
     )
     found["residual"] = np.swapaxes(found.pop("stats")[..., 0], 1, 2)
     for role in ("output", "grad_query", "grad_key", "grad_value"):
         found[role] = np.swapaxes(found[role], 1, 2)
     return found
+
+
+@pytest.mark.parametrize("case", WINDOWS, ids=lambda case: case.name)
+def test_windows_are_those_of_jax_nn(case):
+    """Where every query sees a key, lengths hide none and both head sizes are one."""
+    if case.query_lengths or case.s > case.t or min(case.window) < 0 or case.mask:
+        case = dataclasses.replace(
+            case,
+            **{"query_lengths": None, "key_lengths": None, "mask": None},
+            **{"t": max(case.s, case.t), "window": tuple(map(abs, case.window))},
+        )
+    case = dataclasses.replace(case, e=None)
+    operands = make_operands(case)
+    query, key, value, bias, *_ = operands.arrays
+    cotangent = operands.cotangents[0]
+
+    def results(function, *arrays, **options):
+        def run(query, key, value, bias, cotangent):
+            def call(query, key, value):
+                return function(
+                    *(query, key, value, bias),
+                    is_causal=case.causal,
+                    local_window_size=case.window,
+                    **options,
+                )
+
+            out, pull = jax.vjp(call, query, key, value)
+            return out, *pull(cotangent.astype(out.dtype))
+
+        return jax.jit(run)(*arrays)
+
+    arrays = (query, key, value, bias, cotangent)
+    found = results(jax_cudnn.sdpa, *arrays, implementation="cudnn")
+    with jax.default_matmul_precision("highest"):
+        wide = [None if x is None else to_f32(x) for x in arrays]
+        theirs = jax.nn.dot_product_attention
+        truth = results(theirs, *wide, implementation="xla")
+    eps = float(jnp.finfo(jnp.dtype(case.dtype)).eps)
+    # With a single key, the gradients of query and key are sums that cancel.
+    least = 0.1 * jnp.linalg.norm(to_f32(cotangent))
+    for x, y in zip(found, truth, strict=True):
+        error = jnp.linalg.norm(to_f32(x) - y)
+        error = error / jnp.maximum(jnp.linalg.norm(y), least)
+        assert error < 4 * eps, (case.name, float(error))
 
 
 def _column(lengths):
