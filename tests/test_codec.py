@@ -173,8 +173,8 @@ _TENSOR: tuple[str, int] = ("tensors", 2)
             "graph.nodes[0].attributes: expected an object, got an integer",
         ),
         (
-            _set(*_NODE, "attributes", "window", to=3),
-            "graph.nodes[0].attributes.window: unknown field",
+            _set(*_NODE, "attributes", "dropout", to=3),
+            "graph.nodes[0].attributes.dropout: unknown field",
         ),
         (
             _delete(*_NODE, "attributes", "scale"),
