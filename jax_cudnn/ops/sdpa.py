@@ -180,10 +180,10 @@ def sdpa(
       d = e = 256, and for d = 192 with e = 128. So larger heads run there if operands
       are padded with zeros to 256, with `scale` of the old size (planned, not run).
 
-      A window is a band of cuDNN's kernel, which skips the keys outside of it. Beside
-      a mask or lengths, or where a query sees no key, a window is written into the mask
-      instead, and so it is for cuDNN 9.14.0 beyond 1024 keys without `is_causal`, whose
-      band is wrong (cudnn-frontend 1.28).
+      A window is a band of cuDNN's kernel, which takes no memory. Beside a mask or
+      lengths, or where a query sees no key in its window, the window is written into
+      the mask instead, an array of s * t. So it is for cuDNN 9.14.0 beyond 1024 keys
+      without `is_causal`, whose band is wrong (cudnn-frontend 1.28).
 
       f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for f32,
       which is slower than XLA, and no gradient. f64 runs with XLA. The gradient of an
