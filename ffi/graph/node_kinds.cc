@@ -71,7 +71,10 @@ Role ReadRole(const NodeKind& kind, std::string name, const std::string& text,
     for (const std::string& axis : Words(text.substr(0, colon))) {
       role.axes.push_back(ReadAxis(axis));
     }
-    role.dtype = text.substr(colon + 3);
+    // What a role counts, or that it is positive, is for those who draw numbers.
+    const std::string dtype = text.substr(colon + 3);
+    role.dtype =
+        dtype.substr(0, std::min(dtype.find(" up to "), dtype.find(" positive")));
   }
   role.is_required = name.back() != '?';
   if (!role.is_required) name.pop_back();

@@ -174,9 +174,7 @@ class Checker {
       const size_t end = std::min(wanted.find(' ', begin), wanted.size());
       const std::string word = wanted.substr(begin, end - begin);
       begin = end + 1;
-      const auto named = DTypeNamed(word);
-      if (!named.has_value()) continue;
-      if (*named == dtype) return {};
+      if (DTypeNamed(word) == dtype) return {};
       allowed += (allowed.empty() ? "" : " or ") + word;
     }
     return Fail(kind_, text + ", not " + allowed);

@@ -39,7 +39,7 @@ import functools
 import json
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any, Literal, cast
 
@@ -57,29 +57,25 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Role:
-    """A role of a node: its axes and dtype, or whose they are."""
+    """A role of a node: its axes and dtype, or whose they are.
+
+    ``counts`` is the letter along which it counts, if it does; ``is_positive`` says
+    that its numbers are above 0.
+    """
 
     name: str
     is_required: bool
     is_input: bool
     axes: tuple[Axis, ...]
     dtype: str
+    counts: str | None = None
+    is_positive: bool = False
     same_as: str | None = None
 
     @property
     def is_sum(self) -> bool:
         """Whether its dtype is one in which sums are kept."""
         return self.dtype.startswith("sum of ")
-
-    @property
-    def counts(self) -> str | None:
-        """The letter along which it counts, if it does."""
-        return self.dtype.partition(" up to ")[2] or None
-
-    @property
-    def is_positive(self) -> bool:
-        """Whether its numbers are above 0."""
-        return self.dtype.endswith(" positive")
 
     def place(self, letter: str) -> int | None:
         """Return the axis that begins with a letter, if there is one."""
@@ -188,17 +184,23 @@ def _role(key: str, text: str, known: Mapping[str, Role], *, is_input: bool) -> 
     name, is_required = key.rstrip("?"), not key.endswith("?")
     if text.startswith("= "):
         model = known[text.removeprefix("= ")]
-        axes, dtype, same_as = model.axes, model.dtype, model.name
-    else:
-        words, _, dtype = text.partition(" : ")
-        axes, same_as = tuple(map(_axis, words.split())), None
+        return replace(
+            model,
+            name=name,
+            is_required=is_required,
+            is_input=is_input,
+            same_as=model.name,
+        )
+    words, _, dtype = text.partition(" : ")
+    dtype, _, counts = dtype.partition(" up to ")
     return Role(
         name=name,
         is_required=is_required,
         is_input=is_input,
-        axes=axes,
-        dtype=dtype,
-        same_as=same_as,
+        axes=tuple(map(_axis, words.split())),
+        dtype=dtype.removesuffix(" positive"),
+        counts=counts or None,
+        is_positive=dtype.endswith(" positive"),
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import Axis, Description, Role
 from jax_cudnn.graph.rules import FLOATS
-from jax_cudnn.graph.spec import DTYPE_NAMES, Attributes, DTypeName, Tensor
+from jax_cudnn.graph.spec import Attributes, DTypeName, Tensor
 from jax_cudnn.graph.windows import window_count
 
 # The size of each letter; of a starred one, by letter and number, as in "y0".
@@ -176,7 +176,7 @@ def _check_dtype(kind: Description, role: Role, roles: Mapping[str, Tensor]) -> 
         raise GraphError(f"{kind.name}: {role.name} is bool")
     if wanted in ("float", "not bool", "any"):
         return
-    allowed = [name for name in wanted.split() if name in DTYPE_NAMES]
+    allowed = wanted.split()
     if dtype not in allowed:
         raise GraphError(
             f"{kind.name}: {role.name} is {dtype}, not {' or '.join(allowed)}"

@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Tensor, kind_named, to_json
+from jax_cudnn.graph.description import Role
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # Enough operands in turn that none is still in the cache: the largest L2 cache of the
@@ -41,23 +42,24 @@ class Measurement:
         )
 
 
-def draw(tensor: Tensor, seed: int, device: Any, *, what: str = "") -> jax.Array:
-    """Return a random array for a tensor.
+def draw(
+    tensor: Tensor, seed: int, device: Any, *, role: Role | None = None
+) -> jax.Array:
+    """Return a random array for a tensor, of what its role may hold.
 
-    ``what`` is the dtype that the table of node kinds gives its role: counts reach to
-    the end of their axis, and what is positive there is so here.
+    Counts reach to the end of their axis.
     """
     dtype = jax_dtype(tensor.dtype)
     with jax.default_device(device):
         key = jax.random.key(seed)
         shape = tensor.stored_shape
-        if " up to " in what:
+        if role is not None and role.counts:
             return jnp.full(shape, 2**30, dtype)  # cut to the axis
         if jnp.issubdtype(dtype, jnp.integer):
             return jax.random.randint(key, shape, -4, 5, jnp.int32).astype(dtype)
         if dtype == np.bool_:
             return jax.random.bernoulli(key, 0.9, shape)
-        if what.endswith(" positive"):
+        if role is not None and role.is_positive:
             return jax.random.uniform(key, shape, jnp.float32, 0.5, 2.0).astype(dtype)
         return jax.random.normal(key, shape, jnp.float32).astype(dtype)
 
@@ -67,14 +69,14 @@ def draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
     tensors = (*graph.input_tensors, *graph.output_tensors)
     size = sum(_bytes(tensor) for tensor in tensors)
     count = min(_MOST_SETS, max(2, math.ceil(_ROTATED_BYTES / max(size, 1))))
-    what = {
-        name: kind_named(node.kind).row.roles[role].dtype
+    roles = {
+        name: kind_named(node.kind).row.roles[role]
         for node in graph.nodes
         for role, name in node.inputs
     }
     return [
         [
-            draw(t, 100 * i + j, device, what=what.get(t.name, ""))
+            draw(t, 100 * i + j, device, role=roles.get(t.name))
             for j, t in enumerate(graph.input_tensors)
         ]
         for i in range(count)
