@@ -11,6 +11,7 @@ from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.walks import leading_to, made_by, read_by
 from jax_cudnn.legalize import conv, matmul, reduction
+from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal, Legalization
 from jax_cudnn.legalize.pointwise import rewrite_pointwise
 from jax_cudnn.reference import evaluate
@@ -47,6 +48,9 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         return Legalization(
             reasons=tuple(reasons), advice='Pass implementation="xla" or "auto".'
         )
+    if kinds[0] not in _CANDIDATES:
+        # A kind with no rule here goes to cuDNN as it is.
+        return Legalization(candidates=(GraphEditor.of(graph).finish(),))
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
     if narrow := _f8_results_of_f32(graph, node):
         return _converted_by_xla(graph, _in_f32(graph, narrow), target)
