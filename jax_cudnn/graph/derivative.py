@@ -7,6 +7,7 @@ from jax_cudnn.graph.kinds import BackwardGraph, Derivative, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.spec import Graph, Node
+from jax_cudnn.graph.walks import following, read_by
 from jax_cudnn.graph.writer import GradientWriter, residual_tensor
 
 
@@ -60,7 +61,7 @@ def _backward(
     if not gradients:
         return None
     backward = writer.finish(tuple(gradients))
-    read = {name for node in backward.nodes for _, name in node.inputs}
+    read = read_by(backward.nodes)
     inputs = tuple(name for name in backward.inputs if name in read)
     backward = replace(
         backward,
@@ -102,7 +103,8 @@ def _write(
         for name, is_nonzero in zip(graph.outputs, nonzero, strict=True)
         if is_nonzero
     }
-    moving = _moving(graph, wanted)
+    pairs = zip(graph.inputs, wanted, strict=True)
+    moving = following(graph.nodes, (name for name, is_wanted in pairs if is_wanted))
     for node in reversed(graph.nodes):
         vjp = kind_named(node.kind).vjp
         assert vjp is not None, "derivative_of has looked"
@@ -122,17 +124,6 @@ def _write(
             final = replace(tensor, name=writer.gradient_name(tensor.name))
             results[writer.result(grad, final)] = i
     return results, writer
-
-
-def _moving(graph: Graph, wanted: tuple[bool, ...]) -> set[str]:
-    """Return the tensors that depend on a wanted operand."""
-    moving = {
-        name for name, is_wanted in zip(graph.inputs, wanted, strict=True) if is_wanted
-    }
-    for node in graph.nodes:
-        if moving.intersection(name for _, name in node.inputs):
-            moving.update(name for _, name in node.outputs)
-    return moving
 
 
 def _sum(writer: GradientWriter, names: list[str]) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from jax_cudnn.graph.description import Role
 from jax_cudnn.graph.kinds import is_anchor, kind_named
 from jax_cudnn.graph.spec import Graph, Node
+from jax_cudnn.graph.walks import made_by, readers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,9 +77,7 @@ def families(graph: Graph, roles: Mapping[str, str]) -> dict[str, str]:
 def _groups(graph: Graph) -> Iterator[tuple[set[str], list[tuple[Node, Role]]]]:
     """Yield sets of tensors that nodes around kernels connect, with their roles."""
     groups = {t.name: {t.name} for t in graph.tensors}
-    constants = {
-        name for node in graph.nodes if not node.inputs for _, name in node.outputs
-    }
+    constants = made_by(node for node in graph.nodes if not node.inputs)
     for node in graph.nodes:
         if not is_anchor(node):
             names = [n for n in _names(node) if n not in constants]
@@ -236,5 +235,4 @@ class _Fold:
         )
 
     def _ends_at(self, name: str) -> bool:
-        readers = [n for n in self._graph.nodes if name in dict(n.inputs).values()]
-        return name in self._graph.outputs and not readers
+        return name in self._graph.outputs and not readers(self._graph.nodes, name)

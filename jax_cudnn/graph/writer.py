@@ -16,6 +16,7 @@ from jax_cudnn.graph.pointwise import (
 )
 from jax_cudnn.graph.rules import EIGHT_BIT, broadcast
 from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Node, Tensor
+from jax_cudnn.graph.walks import leading_to, made_by, read_by, readers
 
 
 class GraphWriter:
@@ -130,8 +131,8 @@ class GraphWriter:
 
         A tensor that others read, or an operand, is copied into it by a node.
         """
-        is_read = any(name in dict(node.inputs).values() for node in self._nodes)
-        if is_read or not any(name in dict(n.outputs).values() for n in self._nodes):
+        is_alone = name in made_by(self._nodes) and not readers(self._nodes, name)
+        if not is_alone:
             name = self.pointwise("identity", name, dtype=final.dtype)
         self._tensors.pop(name)
         self._tensors[final.name] = final
@@ -149,12 +150,8 @@ class GraphWriter:
 
     def finish(self, outputs: Sequence[str]) -> Graph:
         """Return the graph of what the outputs need; all operands stay."""
-        needed = set(outputs)
-        nodes: list[Node] = []
-        for node in reversed(self._nodes):
-            if needed.intersection(name for _, name in node.outputs):
-                nodes.insert(0, node)
-                needed.update(name for _, name in node.inputs)
+        nodes = leading_to(self._nodes, outputs)
+        needed = read_by(nodes).union(outputs)
         return Graph(
             tensors=tuple(
                 tensor

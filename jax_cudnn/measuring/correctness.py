@@ -14,6 +14,7 @@ import numpy as np
 
 from jax_cudnn.graph import Graph, forward_graph, kind_named
 from jax_cudnn.graph.kinds import roles_of
+from jax_cudnn.graph.walks import read_by
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import evaluate
 
@@ -33,12 +34,11 @@ def bound(part: Graph) -> float:
     8 eps: 0.06 for bf16, 0.008 for f16, for f32 in TF32 and for integers, 0.5 for f8.
     What is only converted is exact: f8 weights beside bf16 do not count.
     """
-    converted = {
-        name
+    converted = read_by(
+        node
         for node in part.nodes
         if getattr(node.attributes, "mode", "") == "identity"
-        for _, name in node.inputs
-    }
+    )
     exact = converted.intersection(part.inputs)
     most = max(_eps(jax_dtype(t.dtype)) for t in part.tensors if t.name not in exact)
     return min(_MOST, _UNITS * most)

@@ -19,6 +19,7 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.graph.kinds import roles_of
 from jax_cudnn.graph.shapes import check_tensors, resized
+from jax_cudnn.graph.walks import read_by, sources
 from jax_cudnn.lowering.decision import precision_refusal
 
 
@@ -132,8 +133,7 @@ def _with_dtype(part: Graph, dtype: DTypeName) -> dict[str, Tensor]:
         for role, name in (*node.inputs, *node.outputs)
         if _is_sum(node, role)
     }
-    products = (node for node in part.nodes if is_anchor(node))
-    read = {name for node in products for _, name in node.inputs}
+    read = read_by(node for node in part.nodes if is_anchor(node))
 
     def changed(tensor: Tensor) -> DTypeName:
         is_virtual = tensor.name not in (*part.inputs, *part.outputs)
@@ -223,11 +223,7 @@ def _resized(part: Graph, node: Node, sizes: Mapping[str, _Dims]) -> dict[str, T
     """
     like: dict[str, str] = {}
     for _, operand in node.inputs:
-        sources = {operand}
-        for each in reversed(part.nodes):
-            if not sources.isdisjoint(name for _, name in each.outputs):
-                sources.update(name for _, name in each.inputs)
-        like.update(dict.fromkeys(sources, operand))
+        like.update(dict.fromkeys(sources(part.nodes, [operand]), operand))
     result = node.outputs[0][1]
     changed: dict[str, Tensor] = {}
     for tensor in part.tensors:
