@@ -89,7 +89,7 @@ lint: .venv-tools/.installed  ## formatting and lint, Python and C++
 # what CMake compiles together is checked together, and in this order, the longest first.
 .PHONY: tidy
 tidy: .venv-tools/.installed .venv-oldest/.installed  ## clang-tidy, some minutes
-	sed -n 's|^ *"file": "\(.*/Unity/.*\|$(CURDIR)/ffi/.*\)",*$$|\1|p' \
+	sed -nE 's#^ *"file": "(.*/Unity/.*|$(CURDIR)/ffi/.*)",?$$#\1#p' \
 	  build/venv-oldest/compile_commands.json | sort | xargs -P 2 -n 1 \
 	  .venv-tools/bin/clang-tidy --quiet -p build/venv-oldest
 

@@ -44,6 +44,8 @@ from importlib import resources
 from typing import Any, Literal, cast
 
 Precision = Literal["dot", "convolution"]
+# The letters of one axis, whose sizes are multiplied.
+Letters = tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +73,11 @@ class Role:
     counts: str | None = None
     is_positive: bool = False
     same_as: str | None = None
+
+    @property
+    def fixed_rank(self) -> int:
+        """How many axes have no star."""
+        return sum(not axis.is_starred for axis in self.axes)
 
     @property
     def is_sum(self) -> bool:
@@ -127,12 +134,12 @@ class Description:
     is_sum: bool
     arity: Mapping[str, int]
 
-    @property
+    @functools.cached_property
     def inputs(self) -> tuple[Role, ...]:
         """The roles that the node reads, in the table's order."""
         return tuple(role for role in self.roles.values() if role.is_input)
 
-    @property
+    @functools.cached_property
     def outputs(self) -> tuple[Role, ...]:
         """The roles that the node makes, in the table's order."""
         return tuple(role for role in self.roles.values() if not role.is_input)
@@ -145,6 +152,23 @@ def table() -> Mapping[str, Any]:
     return json.loads(text)
 
 
+@functools.cache
+def axes_of(kind: str, role: str, stars: int) -> "tuple[tuple[Axis, Letters], ...]":
+    """Return the axes of a role with their letters, starred ones written out.
+
+    A starred letter becomes as many letters as it has axes, as in "y0" and "y1".
+    """
+    axes: list[tuple[Axis, Letters]] = []
+    for axis in describe(kind).roles[role].axes:
+        if axis.is_starred:
+            letters = [(f"{axis.letters}{i}",) for i in range(stars)]
+            axes += [(axis, each if axis.letters else ()) for each in letters]
+        else:
+            axes.append((axis, tuple(axis.letters)))
+    return tuple(axes)
+
+
+@functools.cache
 def describe(name: str) -> Description:
     """Return the row of a kind, read."""
     row = table()[name]

@@ -7,6 +7,7 @@ is the gradient of the operand x. What is optional there is left out where it is
 there, not wanted, or known to be zero.
 """
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
@@ -77,6 +78,8 @@ def forward_graph(graph: Graph) -> Graph | None:
     )
 
 
+# Tracing asks for the same gradient several times.
+@functools.lru_cache(maxsize=4096)
 def _with_residuals(graph: Graph, backward: str) -> Graph:
     (node,) = graph.nodes
     row = kind_named(node.kind).row
@@ -98,6 +101,7 @@ def _with_residuals(graph: Graph, backward: str) -> Graph:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def _gradient(
     graph: Graph,
     backward: str,

@@ -5,6 +5,7 @@ A new operation has a row there and registers a ``NodeKind`` here, from a module
 own beside this one.
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Literal
@@ -159,8 +160,16 @@ def check_node(node: Node, table: Mapping[str, Tensor]) -> None:
         for role in roles:
             if role.is_required and role.name not in given:
                 raise GraphError(f"{node.kind}: {label} {role.name!r} is missing")
-    check_attributes(kind.row, node.attributes)
-    tensors = roles_of(node, table)
-    check_tensors(kind.row, tensors, node.attributes)
+    _check_fit(node.kind, node.attributes, tuple(roles_of(node, table).items()))
+
+
+# Tracing builds the same nodes again and again.
+@functools.lru_cache(maxsize=8192)
+def _check_fit(
+    name: str, attributes: Attributes, tensors: tuple[tuple[str, Tensor], ...]
+) -> None:
+    kind, roles = kind_named(name), dict(tensors)
+    check_attributes(kind.row, attributes)
+    check_tensors(kind.row, roles, attributes)
     if kind.check is not None:
-        kind.check(tensors, node.attributes)
+        kind.check(roles, attributes)

@@ -4,17 +4,24 @@
 Both read the same rows and give the same verdicts, word for word.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.description import Axis, Description, Role
+from jax_cudnn.graph.description import (
+    Axis,
+    Description,
+    Letters,
+    Role,
+    axes_of,
+    describe,
+)
 from jax_cudnn.graph.rules import FLOATS
 from jax_cudnn.graph.spec import Attributes, DTypeName, Tensor
 from jax_cudnn.graph.windows import window_count
 
-# The size of each letter; of a starred one, by letter and number, as in "y0".
 Sizes = dict[str, int]
 
 
@@ -35,11 +42,21 @@ def check_attributes(kind: Description, attributes: Attributes) -> None:
 
 def check_tensors(
     kind: Description, roles: Mapping[str, Tensor], attributes: Attributes
-) -> Sizes:
+) -> Mapping[str, int]:
     """Return the size of each letter, or raise GraphError where a tensor does not fit.
 
-    ``roles`` has the tensors that the node has.
+    ``roles`` has the tensors that the node has. A starred letter is followed by a
+    number, as in "y0".
     """
+    return _sizes(kind.name, tuple(roles.items()), attributes)
+
+
+# Tracing builds the same nodes again and again.
+@functools.lru_cache(maxsize=8192)
+def _sizes(
+    name: str, tensors: tuple[tuple[str, Tensor], ...], attributes: Attributes
+) -> Sizes:
+    kind, roles = describe(name), dict(tensors)
     present = [role for role in kind.roles.values() if role.name in roles]
     for role in present:
         primal = role.name.removeprefix("grad_")
@@ -52,7 +69,7 @@ def check_tensors(
             raise GraphError(f"{kind.name}: {name} has {count} entries, not {stars}")
     for role in present:
         _check_dtype(kind, role, roles)
-    axes = {role.name: _unstarred(role, stars) for role in present}
+    axes = {role.name: axes_of(kind.name, role.name, stars) for role in present}
     sizes = _solve(kind, present, axes, roles)
     for letter, (size, window) in kind.windows.items():
         for i in range(stars):
@@ -77,7 +94,7 @@ def _letters_of(
     """Return the letters of each axis of a role, beside the tensors that are there."""
     present = [each for each in kind.roles.values() if each.name in roles]
     stars = _check_ranks(kind, present, roles)
-    return tuple(letters for _, letters in _unstarred(kind.roles[role], stars))
+    return tuple(letters for _, letters in axes_of(kind.name, role, stars))
 
 
 def result_dims(
@@ -125,21 +142,7 @@ def resized(
 # --- the steps ------------------------------------------------------------------------
 
 
-# The axes of a role, starred ones written out, each with its letters.
-_Axes = list[tuple[Axis, tuple[str, ...]]]
-
-
-def _unstarred(role: Role, stars: int) -> _Axes:
-    axes: _Axes = []
-    for axis in role.axes:
-        if axis.is_starred:
-            names = [
-                (f"{axis.letters}{i}",) if axis.letters else () for i in range(stars)
-            ]
-            axes += [(axis, each) for each in names]
-        else:
-            axes.append((axis, tuple(axis.letters)))
-    return axes
+_Axes = tuple[tuple[Axis, Letters], ...]
 
 
 def _check_ranks(
@@ -149,7 +152,7 @@ def _check_ranks(
     stars: int | None = None
     for role in present:
         rank = len(roles[role.name].dims)
-        fixed = sum(not axis.is_starred for axis in role.axes)
+        fixed = role.fixed_rank
         has_stars = fixed < len(role.axes)
         if has_stars and stars is None:
             stars = rank - fixed
