@@ -39,6 +39,12 @@ const Json* Field(const JsonObject& object, std::string_view name) {
   return nullptr;
 }
 
+const Json& RequiredField(const JsonObject& object, std::string_view name) {
+  const Json* const field = Field(object, name);
+  if (field == nullptr) std::abort();
+  return *field;
+}
+
 std::vector<std::string> Words(const std::string& text) {
   std::istringstream stream(text);
   std::vector<std::string> words;
@@ -111,8 +117,8 @@ AttributeValue ReadDefault(const Json& json, AttributeType type) {
 // "integers y >= 1", or an object that has this as "type" beside a "default".
 AttributeField ReadAttributeField(const Json& json) {
   const bool is_text = std::holds_alternative<std::string>(json.value);
-  const Json* const type = is_text ? &json : Field(Object(json), "type");
-  const std::vector<std::string> words = Words(String(*type));
+  const Json& type = is_text ? json : RequiredField(Object(json), "type");
+  const std::vector<std::string> words = Words(String(type));
   AttributeField field;
   field.type = TypeNamed(words[0]);
   field.has_entry_per_star = words.size() > 1 && words[1] != ">=";
@@ -185,7 +191,8 @@ std::vector<NodeKind> ReadTable() {
   std::vector<NodeKind> kinds;
   for (const auto& [name, row] : Object(table)) {
     const Json* const like = Field(Object(row), "like");
-    const Json& model = like == nullptr ? row : *Field(Object(table), String(*like));
+    const Json& model =
+        like == nullptr ? row : RequiredField(Object(table), String(*like));
     kinds.push_back(ReadKind(name, Object(row), Object(model)));
   }
   return kinds;
