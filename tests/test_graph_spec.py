@@ -495,7 +495,7 @@ def test_residuals_add_statistics_once() -> None:
     assert derivative is not None
     with_stats = attention_graph(with_stats=True)
     assert derivative.with_residuals(attention_graph()) == with_stats
-    assert derivative.with_residuals(with_stats) is with_stats
+    assert derivative.with_residuals(with_stats) == with_stats
 
 
 def test_backward_says_where_its_operands_come_from() -> None:
