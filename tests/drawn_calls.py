@@ -283,6 +283,9 @@ def _sdpa(random: Random, activation: str | None) -> Call:
     if with_lengths:
         more["lengths"] = (b, t)
     names = tuple(more)
+    # With a mask or lengths, the first key is the one that each query is sure to see.
+    left = random.one_of(1, s - 1) if names in ((), ("bias",)) else s - 1
+    window = random.one_of(None, (left, random.one_of(0, 1)))
 
     def split(extra: Sequence[jax.Array]) -> tuple[Any, Any, Any]:
         """Return bias, mask and lengths, all made from floats; each sees a key."""
@@ -304,6 +307,7 @@ def _sdpa(random: Random, activation: str | None) -> Call:
             mask,
             is_causal=is_causal,
             key_value_seq_lengths=lengths,
+            local_window_size=window,
             return_residual=True,
         )
 
@@ -315,6 +319,8 @@ def _sdpa(random: Random, activation: str | None) -> Call:
             scores = scores + bias
         seen = jnp.ones((1, 1, s, t), bool)
         seen = jnp.tril(seen) if is_causal else seen
+        if window is not None:
+            seen = jnp.tril(jnp.triu(seen, -window[0]), window[1])
         if mask is not None:
             seen = seen & mask
         if lengths is not None:
@@ -326,7 +332,7 @@ def _sdpa(random: Random, activation: str | None) -> Call:
 
     shapes = ((b, s, h, d), (b, t, k, d), (b, t, k, e), *more.values())
     return Call(
-        text=f"sdpa {shapes} {names} is_causal={is_causal}",
+        text=f"sdpa {shapes} {names} is_causal={is_causal} window={window}",
         ours=ours,
         plain=plain,
         shapes=shapes,

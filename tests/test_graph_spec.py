@@ -317,7 +317,7 @@ def test_a_bad_node_is_refused(make: Callable[[], Graph], message: str) -> None:
 
 def test_a_node_kind_is_registered_once() -> None:
     with pytest.raises(ValueError, match=r"^node kind 'sdpa' is registered twice$"):
-        register_kind("sdpa", SdpaAttributes)
+        register_kind(kind_named("sdpa"))
 
 
 # --- attention ------------------------------------------------------------------------

@@ -188,10 +188,11 @@ Status CheckTensor(const TensorSpec& tensor) {
   return {};
 }
 
-Status CheckRoles(const GraphSpec& graph, const NodeSpec& node, const char* label,
+Status CheckRoles(const GraphSpec& graph, const NodeSpec& node,
                   const std::map<std::string, std::string, std::less<>>& roles,
                   bool are_inputs) {
   const NodeKind& kind = *FindNodeKind(node.kind);
+  const char* const label = are_inputs ? "input" : "output";
   for (const auto& [role, name] : roles) {
     const Role* known = kind.Find(role);
     if (known == nullptr || known->is_input != are_inputs) {
@@ -215,8 +216,8 @@ Status CheckRoles(const GraphSpec& graph, const NodeSpec& node, const char* labe
 
 Status CheckNode(const GraphSpec& graph, const NodeSpec& node) {
   const NodeKind& kind = *FindNodeKind(node.kind);
-  RETURN_IF_ERROR(CheckRoles(graph, node, "input", node.inputs, true));
-  RETURN_IF_ERROR(CheckRoles(graph, node, "output", node.outputs, false));
+  RETURN_IF_ERROR(CheckRoles(graph, node, node.inputs, /*are_inputs=*/true));
+  RETURN_IF_ERROR(CheckRoles(graph, node, node.outputs, /*are_inputs=*/false));
   RETURN_IF_ERROR(CheckAttributes(kind, node));
   Roles roles;
   for (const auto& [role, name] : node.inputs) roles[role] = &graph.Tensor(name);

@@ -10,7 +10,8 @@ number of groups is x's channels over w's. Sums are kept in f32 (f64 for f64, i3
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jax_cudnn.graph.kinds import register_kind
+from jax_cudnn.graph.description import describe
+from jax_cudnn.graph.kinds import NodeKind, register_kind
 from jax_cudnn.graph.spec import Attributes, Node
 
 if TYPE_CHECKING:
@@ -58,6 +59,12 @@ def _vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> str
     )
 
 
-CONV_FPROP = register_kind("conv_fprop", ConvAttributes, vjp=_vjp)
-CONV_DGRAD = register_kind("conv_dgrad", ConvAttributes)
-CONV_WGRAD = register_kind("conv_wgrad", ConvAttributes)
+CONV_FPROP = register_kind(
+    NodeKind(row=describe("conv_fprop"), attributes=ConvAttributes, vjp=_vjp)
+)
+CONV_DGRAD = register_kind(
+    NodeKind(row=describe("conv_dgrad"), attributes=ConvAttributes)
+)
+CONV_WGRAD = register_kind(
+    NodeKind(row=describe("conv_wgrad"), attributes=ConvAttributes)
+)

@@ -80,6 +80,11 @@ class Role:
         return sum(not axis.is_starred for axis in self.axes)
 
     @property
+    def is_starred(self) -> bool:
+        """Whether an axis has a star."""
+        return any(axis.is_starred for axis in self.axes)
+
+    @property
     def is_sum(self) -> bool:
         """Whether its dtype is one in which sums are kept."""
         return self.dtype.startswith("sum of ")

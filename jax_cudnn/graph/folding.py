@@ -61,20 +61,19 @@ def fold_rule(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
     return min(found, key=elements, default=None)
 
 
-def families(graph: Graph, roles: Mapping[str, str]) -> dict[str, str]:
-    """Say for each tensor which family it belongs to: that of the role it leads to.
+def families(graph: Graph) -> dict[str, str]:
+    """Say for each tensor to which role of a kernel's node it leads, or belongs.
 
-    ``roles`` maps the roles of the kernels' nodes to families; the nodes around them
-    join what they connect. Constants belong to none.
+    The nodes around the kernels join what they connect. Constants lead to none.
     """
     found: dict[str, str] = {}
-    for group, users in _groups(graph):
-        for _, role in users:
-            found |= dict.fromkeys(group, roles[role.name])
+    for group, roles in _groups(graph):
+        for role in roles:
+            found |= dict.fromkeys(group, role.name)
     return found
 
 
-def _groups(graph: Graph) -> Iterator[tuple[set[str], list[tuple[Node, Role]]]]:
+def _groups(graph: Graph) -> Iterator[tuple[set[str], list[Role]]]:
     """Yield sets of tensors that nodes around kernels connect, with their roles."""
     groups = {t.name: {t.name} for t in graph.tensors}
     constants = made_by(node for node in graph.nodes if not node.inputs)
@@ -85,14 +84,14 @@ def _groups(graph: Graph) -> Iterator[tuple[set[str], list[tuple[Node, Role]]]]:
             for name in joined:
                 groups[name] = joined
     for group in {id(group): group for group in groups.values()}.values():
-        users = [
-            (node, kind_named(node.kind).row.roles[role])
+        roles = [
+            kind_named(node.kind).row.roles[role]
             for node in graph.nodes
             if is_anchor(node)
             for role, name in (*node.inputs, *node.outputs)
             if name in group
         ]
-        yield group, users
+        yield group, roles
 
 
 def _names(node: Node) -> list[str]:
@@ -106,8 +105,8 @@ class _Fold:
         self._graph = graph
         self._letter = letter
         self._axes: dict[str, int] = {}
-        for group, users in _groups(graph):
-            places = {role.place(letter) for _, role in users}
+        for group, roles in _groups(graph):
+            places = {role.place(letter) for role in roles}
             # What leads to two places, or to one without the letter, stays shared.
             if len(places) == 1 and (place := places.pop()) is not None:
                 self._axes |= dict.fromkeys(group, place)

@@ -9,11 +9,12 @@ there, not wanted, or known to be zero.
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Literal
 
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import Role
-from jax_cudnn.graph.kinds import BackwardGraph, Derivative, kind_named, roles_of
+from jax_cudnn.graph.kinds import BackwardGraph, Derivative, kind_named, roles_in
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Node, Tensor
 
@@ -68,7 +69,7 @@ def forward_graph(graph: Graph) -> Graph | None:
 
     def named(roles: Iterable[Role]) -> dict[str, Tensor]:
         return {
-            role.name: _renamed(graph.tensor(names[role.name]), role.name)
+            role.name: replace(graph.tensor(names[role.name]), name=role.name)
             for role in roles
             if role.name in names
         }
@@ -84,7 +85,7 @@ def _with_residuals(graph: Graph, backward: str) -> Graph:
     (node,) = graph.nodes
     row = kind_named(node.kind).row
     read = {role.name for role in kind_named(backward).row.inputs if role.is_required}
-    roles = roles_of(node, {t.name: t for t in graph.tensors})
+    roles = roles_in(graph, node)
     saved = [
         result_like(row, role.name, roles, node.attributes)
         for role in row.outputs
@@ -117,7 +118,7 @@ def _gradient(
 
     def add(role: str, like: str, source: Source) -> None:
         if role in row.roles and row.roles[role].is_input:
-            inputs[role] = _renamed(full.tensor(like), role)
+            inputs[role] = replace(full.tensor(like), name=role)
             operands.append(source)
 
     for i, name in enumerate(graph.inputs):
@@ -138,14 +139,10 @@ def _gradient(
             continue
         index = graph.inputs.index(primal)
         if role.is_required or wanted[index]:
-            outputs[role.name] = _renamed(graph.tensor(primal), role.name)
+            outputs[role.name] = replace(graph.tensor(primal), name=role.name)
             gradients.append(index)
     return BackwardGraph(
         graph=single_node_graph(backward, inputs, outputs, node.attributes),
         operands=tuple(operands),
         gradients=tuple(gradients),
     )
-
-
-def _renamed(tensor: Tensor, name: str) -> Tensor:
-    return Tensor(name=name, dtype=tensor.dtype, dims=tensor.dims, order=tensor.order)

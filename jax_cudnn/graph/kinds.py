@@ -5,13 +5,12 @@ A new operation has a row there and registers a ``NodeKind`` here, from a module
 own beside this one.
 """
 
-import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.description import Description, describe
+from jax_cudnn.graph.description import Description
 from jax_cudnn.graph.shapes import check_attributes, check_tensors
 from jax_cudnn.graph.spec import Attributes, Node, Tensor
 
@@ -94,21 +93,17 @@ class NodeKind:
 _KINDS: dict[str, NodeKind] = {}
 
 
-def register_kind(
-    name: str, attributes: type[Attributes], **functions: Any
-) -> NodeKind:
+def register_kind(kind: NodeKind) -> NodeKind:
     """Add what goes with a row of the table; each once, with the row's attributes."""
-    if name in _KINDS:
-        raise ValueError(f"node kind {name!r} is registered twice")
-    row = describe(name)
-    declared = {field.name for field in fields(attributes)}
-    if declared != set(row.attributes):
+    if kind.name in _KINDS:
+        raise ValueError(f"node kind {kind.name!r} is registered twice")
+    declared = {field.name for field in fields(kind.attributes)}
+    if declared != set(kind.row.attributes):
         raise ValueError(
-            f"{attributes.__name__} has {sorted(declared)}, but the row of {name!r} "
-            f"{sorted(row.attributes)}"
+            f"{kind.attributes.__name__} has {sorted(declared)}, but the row of "
+            f"{kind.name!r} {sorted(kind.row.attributes)}"
         )
-    kind = NodeKind(row=row, attributes=attributes, **functions)
-    _KINDS[name] = kind
+    _KINDS[kind.name] = kind
     return kind
 
 
@@ -136,6 +131,11 @@ def roles_of(node: Node, table: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {role: table[name] for role, name in (*node.inputs, *node.outputs)}
 
 
+def roles_in(graph: "Graph", node: Node) -> dict[str, Tensor]:
+    """Return the tensors of one of the graph's nodes by role."""
+    return roles_of(node, {tensor.name: tensor for tensor in graph.tensors})
+
+
 def check_node(node: Node, table: Mapping[str, Tensor]) -> None:
     """Raise GraphError unless the node's roles, attributes and shapes are legal."""
     kind = kind_named(node.kind)
@@ -144,11 +144,11 @@ def check_node(node: Node, table: Mapping[str, Tensor]) -> None:
             f"{node.kind}: attributes are {type(node.attributes).__name__}, "
             f"not {kind.attributes.__name__}"
         )
-    for label, pairs, roles in (
+    for label, pairs, declared in (
         ("input", node.inputs, kind.row.inputs),
         ("output", node.outputs, kind.row.outputs),
     ):
-        known = {role.name for role in roles}
+        known = {role.name for role in declared}
         given = [role for role, _ in pairs]
         if given != sorted(set(given)):
             raise GraphError(f"{node.kind}: {label} roles {given} not sorted or twice")
@@ -157,19 +157,11 @@ def check_node(node: Node, table: Mapping[str, Tensor]) -> None:
                 raise GraphError(f"{node.kind}: unknown {label} role {role!r}")
             if name not in table:
                 raise GraphError(f"{node.kind}: {role} names unknown tensor {name!r}")
-        for role in roles:
+        for role in declared:
             if role.is_required and role.name not in given:
                 raise GraphError(f"{node.kind}: {label} {role.name!r} is missing")
-    _check_fit(node.kind, node.attributes, tuple(roles_of(node, table).items()))
-
-
-# Tracing builds the same nodes again and again.
-@functools.lru_cache(maxsize=8192)
-def _check_fit(
-    name: str, attributes: Attributes, tensors: tuple[tuple[str, Tensor], ...]
-) -> None:
-    kind, roles = kind_named(name), dict(tensors)
-    check_attributes(kind.row, attributes)
-    check_tensors(kind.row, roles, attributes)
+    roles = roles_of(node, table)
+    check_attributes(kind.row, node.attributes)
+    check_tensors(kind.row, roles, node.attributes)
     if kind.check is not None:
-        kind.check(roles, attributes)
+        kind.check(roles, node.attributes)

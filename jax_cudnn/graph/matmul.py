@@ -7,7 +7,8 @@ Sums are kept in f32 (f64 for f64, i32 for 8-bit integers).
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jax_cudnn.graph.kinds import register_kind
+from jax_cudnn.graph.description import describe
+from jax_cudnn.graph.kinds import NodeKind, register_kind
 from jax_cudnn.graph.rules import broadcast
 from jax_cudnn.graph.spec import Attributes, Node
 
@@ -38,4 +39,6 @@ def _vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> str
     return writer.reduce_to(product, tensor.dims)
 
 
-MATMUL = register_kind("matmul", MatmulAttributes, vjp=_vjp)
+MATMUL = register_kind(
+    NodeKind(row=describe("matmul"), attributes=MatmulAttributes, vjp=_vjp)
+)

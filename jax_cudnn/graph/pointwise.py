@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph.description import table
-from jax_cudnn.graph.kinds import Roles, register_kind
+from jax_cudnn.graph.description import describe, table
+from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
 from jax_cudnn.graph.spec import Attributes, Node
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ ACTIVATIONS = (
 _ROW = table()["pointwise"]
 COMPARISONS: tuple[str, ...] = tuple(_ROW["modes_to_bool"])
 # Inputs of each mode.
-ARITY: dict[str, int] = {
-    mode: int(count) for count, modes in _ROW["modes"].items() for mode in modes
-}
+ARITY = describe("pointwise").arity
 # Modes that take an `alpha`: the slope of relu below 0 and the scale of elu there.
 _WITH_ALPHA: tuple[str, ...] = tuple(_ROW["modes_with_alpha"])
 _ROLES = ("a", "b", "c")
@@ -215,11 +213,17 @@ def _no_vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> 
 
 
 POINTWISE = register_kind(
-    "pointwise",
-    PointwiseAttributes,
-    check=_check_pointwise,
-    vjp=_vjp_pointwise,
-    has_vjp=_is_first_order,
+    NodeKind(
+        row=describe("pointwise"),
+        attributes=PointwiseAttributes,
+        check=_check_pointwise,
+        vjp=_vjp_pointwise,
+        has_vjp=_is_first_order,
+    )
 )
-CONSTANT = register_kind("constant", ConstantAttributes, vjp=_no_vjp)
-REDUCTION = register_kind("reduction", ReductionAttributes)
+CONSTANT = register_kind(
+    NodeKind(row=describe("constant"), attributes=ConstantAttributes, vjp=_no_vjp)
+)
+REDUCTION = register_kind(
+    NodeKind(row=describe("reduction"), attributes=ReductionAttributes)
+)

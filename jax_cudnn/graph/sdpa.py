@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from jax_cudnn.errors import GraphError
+from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
-from jax_cudnn.graph.kinds import Roles, register_kind
+from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
 
@@ -67,9 +68,18 @@ def _cancelled(roles: Roles) -> frozenset[str]:
 
 
 SDPA = register_kind(
-    "sdpa", SdpaAttributes, derivative=gradient_kernel("sdpa_backward")
+    NodeKind(
+        row=describe("sdpa"),
+        attributes=SdpaAttributes,
+        derivative=gradient_kernel("sdpa_backward"),
+    )
 )
 
 SDPA_BACKWARD = register_kind(
-    "sdpa_backward", SdpaAttributes, gradient_of="sdpa", cancelled=_cancelled
+    NodeKind(
+        row=describe("sdpa_backward"),
+        attributes=SdpaAttributes,
+        gradient_of="sdpa",
+        cancelled=_cancelled,
+    )
 )

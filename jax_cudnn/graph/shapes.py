@@ -18,7 +18,7 @@ from jax_cudnn.graph.description import (
     axes_of,
     describe,
 )
-from jax_cudnn.graph.rules import FLOATS
+from jax_cudnn.graph.rules import FLOATS, accumulator
 from jax_cudnn.graph.spec import Attributes, DTypeName, Tensor
 from jax_cudnn.graph.windows import window_count
 
@@ -90,11 +90,14 @@ def _dims_of(
 
 def _letters_of(
     kind: Description, role: str, roles: Mapping[str, Tensor]
-) -> tuple[tuple[str, ...], ...]:
-    """Return the letters of each axis of a role, beside the tensors that are there."""
-    present = [each for each in kind.roles.values() if each.name in roles]
-    stars = _check_ranks(kind, present, roles)
-    return tuple(letters for _, letters in axes_of(kind.name, role, stars))
+) -> list[Letters]:
+    """Return the letters of each axis of a role, beside tensors that fit."""
+    stars = (
+        len(tensor.dims) - kind.roles[name].fixed_rank
+        for name, tensor in roles.items()
+        if kind.roles[name].is_starred
+    )
+    return [letters for _, letters in axes_of(kind.name, role, next(stars, 0))]
 
 
 def result_dims(
@@ -153,8 +156,7 @@ def _check_ranks(
     for role in present:
         rank = len(roles[role.name].dims)
         fixed = role.fixed_rank
-        has_stars = fixed < len(role.axes)
-        if has_stars and stars is None:
+        if role.is_starred and stars is None:
             stars = rank - fixed
             least, most = kind.ranks
             if not least <= stars <= most:
@@ -162,7 +164,7 @@ def _check_ranks(
                     f"{kind.name}: {role.name} has rank {rank}, not {fixed + least} to "
                     f"{fixed + most}"
                 )
-        expected = fixed + (stars or 0) * has_stars
+        expected = fixed + (stars or 0) * role.is_starred
         if rank != expected:
             raise GraphError(
                 f"{kind.name}: {role.name} has rank {rank}, not {expected}"
@@ -193,13 +195,8 @@ def _wanted_dtype(role: Role, roles: Mapping[str, Tensor]) -> str:
     if role.dtype.startswith("like "):
         return roles[role.dtype.removeprefix("like ")].dtype
     if role.is_sum:
-        return sum_dtype(roles[role.dtype.removeprefix("sum of ")].dtype)
+        return accumulator(roles[role.dtype.removeprefix("sum of ")].dtype)
     return role.dtype
-
-
-def sum_dtype(dtype: DTypeName) -> DTypeName:
-    """Return the dtype of what is kept of sums of floats."""
-    return "f64" if dtype == "f64" else "f32"
 
 
 def _solve(

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Attributes, Graph, Node, Tensor, is_anchor
-from jax_cudnn.graph.kinds import roles_of
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.walks import made_by
 from jax_cudnn.legalize.legalization import After, Arrays, Legal, Usual
 
@@ -69,7 +69,7 @@ class GraphEditor:
     def by_role(cls, graph: Graph) -> "GraphEditor":
         """Start from a graph of one node; its tensors are named and sorted by role."""
         (node,) = graph.nodes
-        roles = roles_of(node, {tensor.name: tensor for tensor in graph.tensors})
+        roles = roles_in(graph, node)
         role_of = {name: role for role, name in (*node.inputs, *node.outputs)}
         inputs, outputs = ([r for r, _ in x] for x in (node.inputs, node.outputs))
         named = Node.make(

@@ -11,8 +11,6 @@ from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.legalization import Legal
 
-_FAMILIES = {"a": "a", "b": "b", "output": "output"}
-
 # See docs/benchmarks/where_to_fuse.md. XLA converts u8 before the product.
 _SLOW_WEIGHTS = (
     "8-bit weights: XLA converts them within the product, mostly in less time than the "
@@ -45,7 +43,7 @@ def slower(graph: Graph, node: Node) -> str:
 
 def _narrow_side(graph: Graph) -> str | None:
     """Return the operand, "a" or "b", that alone has 8 bits: weights, for most."""
-    family = families(graph, _FAMILIES)
+    family = families(graph)
     narrow = {family.get(t.name) for t in graph.input_tensors if t.dtype in EIGHT_BIT}
     sides = narrow & {"a", "b"}
     return sides.pop() if len(sides) == 1 else None
@@ -85,7 +83,7 @@ def _edited(graph: Graph) -> GraphEditor | None:
     editor = GraphEditor.of(graph)
     (result,) = (editor.tensors[name] for _, name in editor.main.outputs)
     b, m, n = full = result.dims
-    family = families(graph, _FAMILIES)
+    family = families(graph)
     for name in editor.inputs:
         dims = editor.tensors[name].dims
         taken = (full, (1, 1, n), (1, m, 1), (b, m, 1), (1, 1, 1))
@@ -117,7 +115,7 @@ def _padded(editor: GraphEditor) -> Legal | None:
     narrow = [t for t in graph.input_tensors if t.dtype in ELEMENTS_PER_LOAD]
     unit = max(ELEMENTS_PER_LOAD[t.dtype] for t in narrow)
     m, r, n = a.dims[1], a.dims[2], b.dims[2]
-    family = families(graph, _FAMILIES)
+    family = families(graph)
     shared = editor.constants
     # Along m: what is stored so is the operand, or the results of a transposed product.
     columns_are_loaded = any(

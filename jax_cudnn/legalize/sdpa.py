@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Node, SdpaAttributes, Target, Tensor
-from jax_cudnn.graph.kinds import roles_of
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.far_rows import take_far_rows
 from jax_cudnn.legalize.legalization import (
@@ -66,12 +66,7 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
     editor = GraphEditor.by_role(graph)
     if refusal := _refuse(editor, target):
         return refusal
-    keep_layout(editor)
-    hide_dead_rows(editor)
-    complete_lengths(editor, target)
-    absorb_row_bias(editor)
-    complete_bias(editor)
-    make_scale_positive(editor)
+    _edit_scores(editor, target)
     pad_head(editor, ("query", "key"))
     pad_head(editor, ("value", "output"))
     legal = editor.finish()
@@ -98,12 +93,7 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
 
 def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
     take_far_rows(editor)
-    keep_layout(editor)
-    hide_dead_rows(editor)
-    complete_lengths(editor, target)
-    absorb_row_bias(editor)
-    complete_bias(editor)
-    make_scale_positive(editor)
+    _edit_scores(editor, target)
     pad_key_count(editor)
     pad_single_query(editor)
     pad_head(editor, ("query", "key"))
@@ -112,6 +102,16 @@ def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
     else:
         pad_head(editor, ("value", "output"))
     return editor.finish()
+
+
+def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
+    """Give layout, masks, lengths, bias and scale the form that cuDNN takes."""
+    keep_layout(editor)
+    hide_dead_rows(editor)
+    complete_lengths(editor, target)
+    absorb_row_bias(editor)
+    complete_bias(editor)
+    make_scale_positive(editor)
 
 
 def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
@@ -232,7 +232,7 @@ def _attributes(graph: Graph) -> SdpaAttributes:
 
 
 def _roles(graph: Graph) -> dict[str, Tensor]:
-    return roles_of(graph.nodes[0], {t.name: t for t in graph.tensors})
+    return roles_in(graph, graph.nodes[0])
 
 
 def _with(graph: Graph, attributes: SdpaAttributes) -> Graph:

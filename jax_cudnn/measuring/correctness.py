@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn.graph import Graph, forward_graph, kind_named
-from jax_cudnn.graph.kinds import roles_of
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.walks import read_by
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import evaluate
@@ -78,7 +78,7 @@ def comparable(part: Graph, results: Sequence[_T]) -> list[_T]:
     node = part.sole_node()
     cancelled: set[str] = set()
     if node is not None:
-        roles = roles_of(node, {t.name: t for t in part.tensors})
+        roles = roles_in(part, node)
         names = dict(node.outputs)
         cancelled = {names[r] for r in kind_named(node.kind).cancelled(roles)}
     pairs = zip(part.outputs, results, strict=True)

@@ -17,7 +17,7 @@ from jax_cudnn.graph import (
     is_anchor,
     kind_named,
 )
-from jax_cudnn.graph.kinds import roles_of
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors, resized
 from jax_cudnn.graph.walks import read_by, sources
 from jax_cudnn.lowering.decision import precision_refusal
@@ -200,7 +200,7 @@ def _rounded(part: Graph, node: Node, multiple: int) -> tuple[str, dict[str, _Di
     """
     row = kind_named(node.kind).row
     assert row.pads is not None
-    roles = roles_of(node, {t.name: t for t in part.tensors})
+    roles = roles_in(part, node)
     sizes = check_tensors(row, roles, node.attributes)
     changed = {
         letter: -(-sizes[letter] // multiple) * multiple
