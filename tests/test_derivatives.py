@@ -24,6 +24,7 @@ from jax_cudnn.graph import Graph, is_anchor
 from jax_cudnn.legalize import fusion, legalize, partition, reduction
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.lowering import cuda
+from jax_cudnn.lowering.members import as_results, merged
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.drawn_calls import (
@@ -221,7 +222,7 @@ def _as_cudnn_runs(random: Random, seen: list[Graph]) -> Function:
 
     def run(graph: Graph, operands: Sequence[jax.Array], options: Any) -> Any:
         del options
-        values = dict(zip(graph.inputs, operands, strict=True))
+        values = dict(zip(graph.inputs, merged(graph, operands), strict=True))
         for part in partition(graph):
             arguments = [values[name] for name in part.inputs]
             ways = legalize(part, None).candidates
@@ -236,7 +237,7 @@ def _as_cudnn_runs(random: Random, seen: list[Graph]) -> Function:
                 assert not any(map(is_anchor, part.nodes)), part
                 results = evaluate(part, arguments)
             values |= dict(zip(part.outputs, results, strict=True))
-        return [values[name] for name in graph.outputs]
+        return as_results(graph, operands, [values[name] for name in graph.outputs])
 
     return run
 

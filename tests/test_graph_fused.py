@@ -34,6 +34,7 @@ from jax_cudnn.graph.pointwise import (
 from jax_cudnn.graph.rules import broadcast
 from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.lowering.fold import fold_graph
+from jax_cudnn.lowering.members import merged
 from jax_cudnn.reference import evaluate
 
 
@@ -500,7 +501,7 @@ def test_a_result_of_size_1_is_taken_once() -> None:
         fold.input(i, each, axis)
         for i, (each, axis) in enumerate(((x, 0), (y, 0), (z, None)))
     ]
-    first, second = evaluate(fold.graph, operands)
+    first, second = evaluate(fold.graph, merged(fold.graph, operands))
     np.testing.assert_allclose(fold.output(0, first), x @ y, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(
         fold.output(1, second), x @ z[None], rtol=1e-5, atol=1e-5

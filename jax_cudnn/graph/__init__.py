@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs as pure data: what cuDNN is to compute, with its canonical JSON form."""
 
+from jax_cudnn.graph.axes import axis_classes
 from jax_cudnn.graph.codec import from_json, to_json
 from jax_cudnn.graph.conv import ConvAttributes
 from jax_cudnn.graph.derivative import derivative_of
@@ -42,6 +43,7 @@ __all__ = [
     "Target",
     "Tensor",
     "all_kinds",
+    "axis_classes",
     "derivative_of",
     "fold_rule",
     "forward_graph",

@@ -27,6 +27,8 @@ letters         what each letter is called
 ranks           the least and most axes that a starred letter stands for
 windows         letters of a result that follow from a size, a window and attributes
 folds           the letters that examples of a vmap can enter, the best first
+whole           letters that a device must have whole; all others can be shared out
+contracted      letters over which results that lack them are sums
 pads            letters that may be padded, to which multiples, and advice on doing so
 precision       which setting of JAX holds for the products: "dot" or "convolution"
 around          true for kinds that only come along with the others in a kernel
@@ -133,6 +135,8 @@ class Description:
     ranks: tuple[int, int]
     windows: Mapping[str, tuple[str, str]]
     folds: tuple[str, ...]
+    whole: frozenset[str]
+    contracted: frozenset[str]
     pads: Padding | None
     precision: Precision | None
     is_around: bool
@@ -192,6 +196,8 @@ def describe(name: str) -> Description:
         ranks=tuple(shared.get("ranks", (0, 8))),
         windows={k: tuple(v.split()) for k, v in shared.get("windows", {}).items()},
         folds=tuple(shared.get("folds", "").split()),
+        whole=frozenset(shared.get("whole", "").split()),
+        contracted=frozenset(shared.get("contracted", "").split()),
         pads=pads
         and Padding(
             letters=tuple(pads["letters"].split()),

@@ -88,7 +88,7 @@ def _dims_of(
     return tuple(math.prod(sizes[letter] for letter in axis) for axis in axes)
 
 
-def _letters_of(
+def letters_of(
     kind: Description, role: str, roles: Mapping[str, Tensor]
 ) -> list[Letters]:
     """Return the letters of each axis of a role, beside tensors that fit."""
@@ -105,7 +105,7 @@ def result_dims(
 ) -> tuple[int, ...]:
     """Return the dims of a result in a role, given the operands."""
     sizes = check_tensors(kind, roles, attributes)
-    return _dims_of(_letters_of(kind, role, roles), sizes)
+    return _dims_of(letters_of(kind, role, roles), sizes)
 
 
 def result_like(
@@ -131,7 +131,7 @@ def resized(
     sizes = {**check_tensors(kind, roles, attributes), **changed}
 
     def dims(role: str, tensor: Tensor) -> tuple[int, ...]:
-        axes = _letters_of(kind, role, roles)
+        axes = letters_of(kind, role, roles)
         new = _dims_of(axes, sizes)
         # What is broadcast stays so.
         return tuple(

@@ -20,6 +20,7 @@ from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, kind_named, summary, to_json
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.decision import Step, decide
+from jax_cudnn.lowering.members import as_results, merged
 from jax_cudnn.lowering.primitives import graph_p, run_reference
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -44,7 +45,7 @@ def _run(
 ) -> Sequence[jax.Array]:
     if not steps:
         return run_xla(graph, operands, options)
-    values = dict(zip(graph.inputs, operands, strict=True))
+    values = dict(zip(graph.inputs, merged(graph, operands), strict=True))
     for step in steps:
         arguments = [values[name] for name in step.part.inputs]
         if step.legal is None:
@@ -52,7 +53,7 @@ def _run(
         else:
             results = run_cudnn(step, arguments)
         values |= dict(zip(step.part.outputs, results, strict=True))
-    return [values[name] for name in graph.outputs]
+    return as_results(graph, operands, [values[name] for name in graph.outputs])
 
 
 def run_xla(

@@ -5,22 +5,29 @@ The node kinds say which axes (graph/folding.py); here is what that means for
 arrays.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import FoldRule, Graph, Tensor, fold_rule
+from jax_cudnn.lowering.members import Members, Shape, all_members, flat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fold:
-    """A graph over `count` examples at once, and how arrays enter and leave it."""
+    """A graph over `count` examples at once, and how arrays enter and leave it.
+
+    ``members`` are those of the tensors of the original graph (members.py). The
+    examples become the first member of the axis that they fold into.
+    """
 
     original: Graph
     graph: Graph
     count: int
     rule: FoldRule
+    members: Mapping[str, Members]
 
     def part(self, graph: Graph) -> Graph:
         """Return a graph that is part of the original one, folded alike."""
@@ -33,43 +40,66 @@ class Fold:
 
     def input(self, index: int, x: jax.Array, axis: int | None) -> jax.Array:
         """Return the operand for the folded graph; `axis` holds the examples."""
-        tensor = self.original.input_tensors[index]
-        return self.fold_array(tensor, tensor.name, x, axis)
+        return self.fold_array(self.original.input_tensors[index], x, axis)
 
-    def fold_array(
-        self, tensor: Tensor, name: str, x: jax.Array, axis: int | None
-    ) -> jax.Array:
-        """Merge the example axis into the axis where the tensor `name` folds."""
-        if name not in self.rule.axes:
-            assert axis is None, f"{name} has examples but is shared"
+    def fold_array(self, tensor: Tensor, x: jax.Array, axis: int | None) -> jax.Array:
+        """Put the examples into the axis where a tensor folds, as its first member."""
+        if tensor.name not in self.rule.axes:
+            assert axis is None, f"{tensor.name} has examples but is shared"
             return x
-        size = self.rule.sizes[name]
-        place = tensor.order.index(self.rule.axes[name])
+        before, own, after = self._split(tensor)
+        place = len(before)
         x = jnp.expand_dims(x, place) if axis is None else jnp.moveaxis(x, axis, place)
-        shape = list(x.shape)
-        shape[place], shape[place + 1] = self.count, size
-        x = jnp.broadcast_to(x, shape)
-        return jnp.reshape(x, (*shape[:place], self.count * size, *shape[place + 2 :]))
+        full = self._full(tensor)
+        if own == (1,):
+            x = jnp.reshape(x, (*x.shape[: place + 1], *(1 for _ in full), *after))
+        x = jnp.broadcast_to(x, (*before, self.count, *full, *after))
+        folded = _without_ones((self.count, *full))
+        return jnp.reshape(x, (*before, *folded, *after))
 
     def output(self, index: int, x: jax.Array) -> jax.Array:
         """Return a result of the folded graph with the examples as axis 0."""
         tensor = self.original.output_tensors[index]
-        place = tensor.order.index(self.rule.axes[tensor.name])
-        shape = x.shape
-        size = self.rule.sizes[tensor.name]
-        x = jnp.reshape(x, (*shape[:place], self.count, size, *shape[place + 1 :]))
+        before, own, after = self._split(tensor)
+        full = self._full(tensor)
+        x = jnp.reshape(x, (*before, self.count, *full, *after))
+        first = len(before) + 1
         if tensor.name in self.rule.sums:
             # jnp.sum accumulates 16-bit floats in f32.
-            x = jnp.sum(x, axis=place + 1, keepdims=True)
-        elif tensor.stored_shape[place] != size:
-            x = jax.lax.slice_in_dim(x, 0, 1, axis=place + 1)
-        return jnp.moveaxis(x, place, 0)
+            x = jnp.sum(x, axis=tuple(range(first, first + len(full))))
+        elif own != full:
+            for _ in full:
+                x = jax.lax.index_in_dim(x, 0, first, keepdims=False)
+        x = jnp.reshape(x, (*before, self.count, *own, *after))
+        return jnp.moveaxis(x, len(before), 0)
+
+    def _split(self, tensor: Tensor) -> tuple[Shape, Shape, Shape]:
+        """Return the members before, in and after the axis where a tensor folds."""
+        members = self.members[tensor.name]
+        place = tensor.order.index(self.rule.axes[tensor.name])
+        return flat(members[:place]), members[place], flat(members[place + 1 :])
+
+    def _full(self, tensor: Tensor) -> Shape:
+        """Return the members of that axis after it is broadcast to what it meets."""
+        size = self.rule.sizes[tensor.name]
+        for each in (tensor, *self.original.tensors):
+            if each.name in self.rule.axes:
+                axis = self.rule.axes[each.name]
+                if each.dims[axis] == size:
+                    return self.members[each.name][each.order.index(axis)]
+        return (size,)
 
 
-def fold_graph(graph: Graph, count: int, is_batched: tuple[bool, ...]) -> Fold | None:
+def fold_graph(
+    graph: Graph,
+    count: int,
+    is_batched: tuple[bool, ...],
+    shapes: tuple[Shape, ...] | None = None,
+) -> Fold | None:
     """Return the graph that runs `count` examples, given which inputs have them.
 
-    None where the graph does not fold.
+    `shapes` are those of one example's operands, by default as their tensors are
+    stored. None where the graph does not fold.
     """
     batched = frozenset(
         name for name, is_in in zip(graph.inputs, is_batched, strict=True) if is_in
@@ -77,8 +107,20 @@ def fold_graph(graph: Graph, count: int, is_batched: tuple[bool, ...]) -> Fold |
     rule = fold_rule(graph, batched)
     if rule is None:
         return None
-    fold = Fold(original=graph, graph=graph, count=count, rule=rule)
+    if shapes is None:
+        shapes = tuple(tensor.stored_shape for tensor in graph.input_tensors)
+    fold = Fold(
+        original=graph,
+        graph=graph,
+        count=count,
+        rule=rule,
+        members=all_members(graph, shapes),
+    )
     return replace(fold, graph=fold.part(graph))
+
+
+def _without_ones(members: Shape) -> Shape:
+    return tuple(size for size in members if size != 1) or (1,)
 
 
 def _folded_tensor(tensor: Tensor, rule: FoldRule, count: int) -> Tensor:

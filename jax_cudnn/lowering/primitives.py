@@ -10,6 +10,7 @@ reference, through ``linear_p``'s own lowering and jvp rule.
 
 import contextlib
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,12 @@ from jax_cudnn.graph import Graph, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.fold import Fold, fold_graph
+from jax_cudnn.lowering.members import (
+    as_results,
+    merged,
+    result_shapes,
+    unmerged,
+)
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -36,7 +43,11 @@ linear_p.multiple_results = True
 def run_graph(
     graph: Graph, operands: Sequence[jax.Array], options: Options
 ) -> list[jax.Array]:
-    """Return the graph's results; differentiable, batchable, on any platform."""
+    """Return the graph's results; differentiable, batchable, on any platform.
+
+    An operand may have several axes in place of one of its tensor's (members.py). The
+    results then have them as well.
+    """
     for tensor, x in zip(graph.input_tensors, operands, strict=True):
         if (sharding := _jax.explicit_sharding(x)) is not None:
             if options.implementation == "xla":
@@ -48,7 +59,7 @@ def run_graph(
                 "all operands, use a mesh with AxisType.Auto, or pass "
                 'implementation="xla".'
             )
-    operands = _jax.align_varying(operands)
+    operands = _jax.align_varying(unmerged(graph, operands))
     return graph_p.bind(*operands, graph=graph, options=options)
 
 
@@ -70,13 +81,14 @@ def run_reference(
         jax.default_matmul_precision(name),
         jax.enable_x64(True) if is_double else contextlib.nullcontext(),
     ):
-        return evaluate(
+        results = evaluate(
             graph,
-            operands,
+            merged(graph, operands),
             narrow_sums=narrow_sums,
             kept=kept,
             precision=precision,
         )
+        return tuple(as_results(graph, operands, results))
 
 
 # --- evaluation and types -------------------------------------------------------------
@@ -97,23 +109,20 @@ def _eager(primitive: Any) -> Callable[..., Any]:
     return run
 
 
-def _result_avals(graph: Graph, operands: Sequence[Any]) -> list[Any]:
+def _graph_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
+    """Return the types of the results, given operands that the graph's come first."""
+    primals = operands[: len(graph.inputs)]
+    for tensor, aval in zip(graph.input_tensors, primals, strict=True):
+        expected = (math.prod(tensor.dims), jax_dtype(tensor.dtype))
+        assert (aval.size, aval.dtype) == expected, (tensor, aval)
     return [
-        _jax.output_aval(t.stored_shape, jax_dtype(t.dtype), operands)
-        for t in graph.output_tensors
+        _jax.output_aval(shape, jax_dtype(tensor.dtype), operands)
+        for shape, tensor in zip(
+            result_shapes(graph, [x.shape for x in primals]),
+            graph.output_tensors,
+            strict=True,
+        )
     ]
-
-
-def _graph_avals(*operands: Any, graph: Graph, options: Options) -> list[Any]:
-    del options
-    for tensor, aval in zip(graph.input_tensors, operands, strict=True):
-        expected = (tensor.stored_shape, jax_dtype(tensor.dtype))
-        assert (aval.shape, aval.dtype) == expected, (tensor, aval)
-    return _result_avals(graph, operands)
-
-
-def _linear_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
-    return _result_avals(graph, operands)
 
 
 # --- forward mode ---------------------------------------------------------------------
@@ -293,7 +302,10 @@ def _run_backward(
     # What surrounds the call has a gradient of its own.
     results = run_graph(backward.graph, operands, replace(options, remark=""))
     # XLA drops the zeros that are not used.
-    by_input = zeros | dict(zip(backward.gradients, results, strict=True))
+    by_input = zeros | {
+        i: jnp.reshape(x, primals[i].shape)
+        for i, x in zip(backward.gradients, results, strict=True)
+    }
     return [by_input[i] for i, is_wanted in enumerate(wanted) if is_wanted]
 
 
@@ -326,6 +338,16 @@ def _axis_size(args: Sequence[jax.Array], axes: Sequence[int | None]) -> int:
     )
 
 
+def _shapes(
+    args: Sequence[jax.Array], axes: Sequence[int | None]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of one example's operands."""
+    return tuple(
+        tuple(size for i, size in enumerate(x.shape) if i != axis)
+        for x, axis in zip(args, axes, strict=True)
+    )
+
+
 def _graph_batch(
     args: Sequence[jax.Array],
     axes: Sequence[int | None],
@@ -333,10 +355,11 @@ def _graph_batch(
     graph: Graph,
     options: Options,
 ) -> tuple[list[jax.Array], list[int | None]]:
+    shapes = _shapes(args, axes)
     if _axis_size(args, axes) == 0:
-        return _no_examples(graph)
+        return _no_examples(graph, shapes)
     is_batched = tuple(axis is not None for axis in axes)
-    fold = fold_graph(graph, _axis_size(args, axes), is_batched)
+    fold = fold_graph(graph, _axis_size(args, axes), is_batched, shapes)
     if fold is None:
         return _batch_without_fold(args, axes, graph, options)
     operands = [
@@ -347,10 +370,14 @@ def _graph_batch(
     return _unfold(fold, results)
 
 
-def _no_examples(graph: Graph) -> tuple[list[jax.Array], list[int | None]]:
+def _no_examples(
+    graph: Graph, shapes: Sequence[tuple[int, ...]]
+) -> tuple[list[jax.Array], list[int | None]]:
     results = [
-        jnp.zeros((0, *tensor.stored_shape), jax_dtype(tensor.dtype))
-        for tensor in graph.output_tensors
+        jnp.zeros((0, *shape), jax_dtype(tensor.dtype))
+        for shape, tensor in zip(
+            result_shapes(graph, shapes), graph.output_tensors, strict=True
+        )
     ]
     return results, [0] * len(results)
 
@@ -408,10 +435,11 @@ def _linear_batch(
     wanted: tuple[bool, ...],
     options: Options,
 ) -> tuple[list[jax.Array], list[int | None]]:
-    if _axis_size(args, axes) == 0:
-        return _no_examples(graph)
     primals, saved, tangents = _split(args, wanted)
     primal_axes, saved_axes, tangent_axes = _split(axes, wanted)
+    shapes = _shapes(primals, primal_axes)
+    if _axis_size(args, axes) == 0:
+        return _no_examples(graph, shapes)
     moving = [i for i, is_wanted in enumerate(wanted) if is_wanted]
     is_batched = [axis is not None for axis in primal_axes]
     for i, axis in zip(moving, tangent_axes, strict=True):
@@ -421,7 +449,7 @@ def _linear_batch(
         is_batched[moving[0]] = True
     derivative = derivative_of(graph)
     full = graph if derivative is None else derivative.with_residuals(graph, wanted)
-    fold = fold_graph(full, _axis_size(args, axes), tuple(is_batched))
+    fold = fold_graph(full, _axis_size(args, axes), tuple(is_batched), shapes)
     saved_tensors = [full.output_tensors[i] for i in _saved(graph, wanted)]
     if fold is None or any(
         axis is not None and tensor.name not in fold.rule.axes
@@ -438,7 +466,7 @@ def _linear_batch(
             for i, (x, axis) in enumerate(zip(primals, primal_axes, strict=True))
         ),
         *(
-            fold.fold_array(tensor, tensor.name, x, axis)
+            fold.fold_array(tensor, x, axis)
             for tensor, x, axis in zip(saved_tensors, saved, saved_axes, strict=True)
         ),
         *(
@@ -461,7 +489,7 @@ _jax.set_transpose(graph_p, _graph_transpose)
 _jax.set_batching(graph_p, _graph_batch)
 
 linear_p.def_impl(_eager(linear_p))
-linear_p.def_abstract_eval(_linear_avals)
+linear_p.def_abstract_eval(_graph_avals)
 _jax.set_jvp(linear_p, _linear_jvp)
 _jax.set_transpose(linear_p, _linear_transpose)
 _jax.set_batching(linear_p, _linear_batch)

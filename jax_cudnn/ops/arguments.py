@@ -293,11 +293,20 @@ def _canonical(op: str, dtype: object) -> np.dtype:
         ) from None
 
 
-def tensor(name: str, stored: jax.Array, order: tuple[int, ...]) -> Tensor:
-    """Return the tensor of an array that stores the logical axes in `order`."""
+def tensor(
+    name: str,
+    stored: jax.Array,
+    order: tuple[int, ...],
+    sizes: tuple[int, ...] | None = None,
+) -> Tensor:
+    """Return the tensor of an array that stores the logical axes in `order`.
+
+    `sizes` are theirs, as stored; by default those of the array.
+    """
     dtype = dtype_name(stored.dtype)
     assert dtype is not None
-    dims = tuple(stored.shape[order.index(axis)] for axis in range(len(order)))
+    sizes = sizes or stored.shape
+    dims = tuple(sizes[order.index(axis)] for axis in range(len(order)))
     return Tensor(name=name, dtype=dtype, dims=dims, order=order)  # type: ignore[arg-type]
 
 

@@ -37,7 +37,7 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
     why_without_graph,
 )
-from jax_cudnn.ops.fusion import Fusion
+from jax_cudnn.ops.fusion import Fusion, Operand
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
 
 
@@ -255,8 +255,8 @@ def _fused(
     product = fusion.writer.node(
         "conv_fprop",
         {
-            "x": fusion.operand("x", x, orders[0]),
-            "w": fusion.operand("w", w, orders[1]),
+            "x": fusion.operand("x", Operand(x, orders[0])),
+            "w": fusion.operand("w", Operand(w, orders[1])),
         },
         attributes,
         dims=dims,
@@ -269,7 +269,7 @@ def _fused(
         array = as_array(value, sums)
         check_dtype("conv", name, array)
         array = _broadcastable(name, array, shape, layout.out_spec[1])
-        return fusion.operand(name, array, orders[2])
+        return fusion.operand(name, Operand(array, orders[2]))
 
     factors: list[str | float] = []
     if isinstance(epilogue.scale, jax.Array):

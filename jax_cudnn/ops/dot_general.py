@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax_cudnn.dot_general`: checks its arguments and merges axes into two matrices."""
+"""`jax_cudnn.dot_general`: checks its arguments, and runs a product of two matrices."""
 
 import math
 import operator
@@ -24,9 +24,9 @@ from jax_cudnn.ops.arguments import (
     result_dtype,
     strongly_typed,
 )
+from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
 from jax_cudnn.ops.products import (
-    Matrix,
     Product,
     Sizes,
     common_dtypes,
@@ -169,8 +169,8 @@ def _others(rank: int, *taken: tuple[int, ...]) -> tuple[int, ...]:
     )
 
 
-def _merge(x: jax.Array, groups: Sizes) -> Matrix:
-    """Merge groups of axes into three; those that lie side by side are not moved."""
+def _merge(x: jax.Array, groups: Sizes) -> Operand:
+    """Return an array as a matrix; groups of axes that lie side by side stay there."""
     # The groups in the order in which they are stored; empty ones first.
     order = sorted(range(3), key=lambda i: min(groups[i], default=-1))
     axes = [axis for i in order for axis in groups[i]]
@@ -179,7 +179,7 @@ def _merge(x: jax.Array, groups: Sizes) -> Matrix:
         x = jnp.transpose(x, [axis for group in groups for axis in group])
         groups = _consecutive(groups)
     sizes = [math.prod(x.shape[axis] for axis in groups[i]) for i in order]
-    return Matrix(jnp.reshape(x, sizes), tuple(order))
+    return Operand(x, tuple(order), tuple(sizes))
 
 
 def _consecutive(groups: Sizes) -> Sizes:

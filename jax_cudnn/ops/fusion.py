@@ -3,6 +3,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,22 @@ from jax_cudnn.ops.arguments import tensor
 from jax_cudnn.reference.dtypes import jax_dtype
 
 
+class Operand(NamedTuple):
+    """An array, the order in which it stores the axes of its tensor, and their sizes.
+
+    The sizes are the array's own, unless several of its axes stand for one of the
+    tensor. They are then merged where the graph is run.
+    """
+
+    array: jax.Array
+    order: tuple[int, ...]
+    sizes: tuple[int, ...] | None = None
+
+    def size(self, axis: int) -> int:
+        """Return the size of an axis of the tensor."""
+        return (self.sizes or self.array.shape)[self.order.index(axis)]
+
+
 class Fusion:
     """Writes one graph, and keeps the arrays of its operands by name."""
 
@@ -24,10 +41,10 @@ class Fusion:
         self.writer = GraphWriter("f64" if accumulator == "f64" else "f32")
         self._arrays: dict[str, jax.Array] = {}
 
-    def operand(self, name: str, array: jax.Array, order: tuple[int, ...]) -> str:
-        """Add an operand whose axes are stored in `order`, and return its name."""
-        self._arrays[name] = array
-        return self.writer.input(tensor(name, array, order))
+    def operand(self, name: str, operand: Operand) -> str:
+        """Add an operand, and return its name."""
+        self._arrays[name] = operand.array
+        return self.writer.input(tensor(name, *operand))
 
     def scaled(self, value: str, factors: Sequence[str | float]) -> str:
         """Multiply a tensor by tensors and numbers."""
@@ -49,7 +66,7 @@ class Fusion:
         activation: Activation | None,
         *,
         shape: tuple[int, ...],
-        factor: jax.Array | float | None = None,
+        factor: Operand | float | None = None,
         dtype: DTypeName,
         order: tuple[int, ...],
         options: Options,
@@ -59,7 +76,8 @@ class Fusion:
         The activation sees an array of `shape`, which holds the same elements. An
         activation that the graph cannot hold is applied to the graph's result, and
         gives the same numbers: it gets the sums before they are rounded, and its result
-        is multiplied by the factor and rounded once.
+        is multiplied by the factor and rounded once. A factor's array broadcasts to
+        `shape`.
         """
         written = value
         if activation is not None:
@@ -73,10 +91,10 @@ class Fusion:
             )
             result = written.function(jnp.reshape(sums, shape))
             check_result(self._op, result, jax.ShapeDtypeStruct(shape, sums.dtype))
-            return _rounded(jnp.reshape(result, sums.shape), sums, factor, dtype)
+            return _rounded(result, sums, factor, dtype)
         factors: list[str | float] = []
-        if isinstance(factor, jax.Array):
-            factors.append(self.operand("scale_out", factor, order))
+        if isinstance(factor, Operand):
+            factors.append(self.operand("scale_out", factor))
         elif factor is not None:
             factors.append(factor)
         return self._launch(self.scaled(written, factors), dtype, order, options)
@@ -95,9 +113,10 @@ class Fusion:
 
 
 def _rounded(
-    x: jax.Array, sums: jax.Array, factor: jax.Array | float | None, dtype: DTypeName
+    x: jax.Array, sums: jax.Array, given: Operand | float | None, dtype: DTypeName
 ) -> jax.Array:
     """Return an array times a factor, both in the dtype of the sums or f64."""
+    factor = given.array if isinstance(given, Operand) else given
     arrays = [each for each in (x, factor) if isinstance(each, jax.Array)]
     is_double = any(each.dtype == jnp.float64 for each in arrays)
     wide = jnp.dtype(jnp.float64) if is_double else sums.dtype

@@ -26,11 +26,10 @@ from jax_cudnn.ops.arguments import (
     result_dtype,
     strongly_typed,
 )
+from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
 from jax_cudnn.ops.products import (
-    PLAIN,
     Dtypes,
-    Matrix,
     Product,
     Sizes,
     common_dtypes,
@@ -209,8 +208,8 @@ def _fused_matmul(
     scale_a, scale_b = scales["scale_a"], scales["scale_b"]
     product = Product(
         op="matmul",
-        a=Matrix(in_three("matmul", "a", left, a_sizes, keep=(1, 2)), PLAIN),
-        b=Matrix(in_three("matmul", "b", right, b_sizes, keep=(1, 2)), PLAIN),
+        a=in_three("matmul", "a", left, a_sizes, keep=(1, 2)),
+        b=in_three("matmul", "b", right, b_sizes, keep=(1, 2)),
         sizes=(outer, rows, (n,)),
         scale_a=_scale("scale_a", scale_a, a_sizes),
         scale_b=_scale("scale_b", scale_b, b_sizes, is_vector=b.ndim == 1),
@@ -277,7 +276,7 @@ def _scale(
     sizes: Sizes,
     *,
     is_vector: bool = False,
-) -> jax.Array | float | None:
+) -> Operand | float | None:
     if value is None or isinstance(value, int | float):
         return value if value is None else float(value)
     check_dtype("matmul", name, value)

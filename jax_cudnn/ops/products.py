@@ -23,7 +23,7 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
     why_without_graph,
 )
-from jax_cudnn.ops.fusion import Fusion
+from jax_cudnn.ops.fusion import Fusion, Operand
 from jax_cudnn.ops.plain import Epilogue
 from jax_cudnn.reference.dtypes import dtype_name
 
@@ -108,29 +108,22 @@ def _promoted(op: str, a: jax.Array, b: jax.Array) -> np.dtype:
 
 # --- the graph ------------------------------------------------------------------------
 
-# Sizes of the axes that are merged into batch, rows and columns of a matrix.
+# Sizes of the axes that make up batch, rows and columns of a matrix.
 Sizes = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 
-class Matrix(NamedTuple):
-    """An operand of rank 3, its axes stored in `order` of (batch, rows, columns)."""
-
-    array: jax.Array
-    order: tuple[int, ...]
-
-
 class Product(NamedTuple):
-    """A product of two matrices; `sizes` are the axes of the result.
+    """A product of two matrices, with the sizes of the axes of its result.
 
     ``dropped`` are those of size 1 that the caller, whose operand is a vector, has not.
     """
 
     op: str
-    a: Matrix
-    b: Matrix
+    a: Operand
+    b: Operand
     sizes: Sizes
-    scale_a: jax.Array | float | None = None
-    scale_b: jax.Array | float | None = None
+    scale_a: Operand | float | None = None
+    scale_b: Operand | float | None = None
     dropped: tuple[int, ...] = ()
 
     @property
@@ -152,8 +145,7 @@ def run_product(
     a, b = (_converted(each, wide) for each in (product.a, product.b))
     scales = ((product.scale_a, 2), (product.scale_b, 1))
     if wide is None and any(
-        isinstance(scale, jax.Array) and scale.shape[axis] != 1
-        for scale, axis in scales
+        isinstance(scale, Operand) and scale.size(axis) != 1 for scale, axis in scales
     ):
         # What such a scale gives has no 8 bits.
         wide = np.dtype(np.float32)
@@ -165,14 +157,14 @@ def run_product(
     sums = sums_dtype(rounded, *names)
     fusion = Fusion(op, sums)
     writer = fusion.writer
-    sides = {"a": fusion.operand("a", *a), "b": fusion.operand("b", *b)}
+    sides = {"a": fusion.operand("a", a), "b": fusion.operand("b", b)}
     factors: list[str | float] = []
     for role, axis, scale in (("a", 2, product.scale_a), ("b", 1, product.scale_b)):
         if isinstance(scale, int | float):
             factors.append(scale)
         elif scale is not None:
-            name = fusion.operand(f"scale_{role}", scale, PLAIN)
-            if scale.shape[axis] == 1:
+            name = fusion.operand(f"scale_{role}", scale)
+            if scale.size(axis) == 1:
                 # The same along the sum: multiplied once, after it.
                 factors.append(name)
             else:
@@ -189,7 +181,7 @@ def run_product(
         dtype=sums,
     )
     terms = [
-        fusion.operand(name, _term(product, name, as_array(array, sums)), PLAIN)
+        fusion.operand(name, _term(product, name, as_array(array, sums)))
         for name, array in epilogue.terms
     ]
     factor = epilogue.scale_out
@@ -209,7 +201,7 @@ def run_product(
     return jnp.reshape(output, product.shape)
 
 
-def _converted(matrix: Matrix, dtype: np.dtype | None) -> Matrix:
+def _converted(matrix: Operand, dtype: np.dtype | None) -> Operand:
     """Return an operand in a dtype; 8 bits stay for the kernel to convert."""
     own = matrix.array.dtype
     # No np.dtype is looked for in a tuple with None, which NumPy takes for f64.
@@ -218,12 +210,13 @@ def _converted(matrix: Matrix, dtype: np.dtype | None) -> Matrix:
     return matrix._replace(array=matrix.array.astype(dtype))
 
 
-def _term(product: Product, name: str, array: jax.Array) -> jax.Array:
-    """Return an operand of the epilogue as (batch, rows, columns), 1 where it may."""
+def _term(product: Product, name: str, array: jax.Array) -> Operand:
+    """Return an operand of the epilogue, whose array broadcasts to the result."""
     op, sizes, dropped = product.op, product.sizes, product.dropped
     check_dtype(op, name, array)
     full = tuple(size for group in sizes for size in group)
-    return in_three(op, name, undropped(op, name, array, full, dropped), sizes)
+    term = in_three(op, name, undropped(op, name, array, full, dropped), sizes)
+    return term._replace(array=jnp.squeeze(term.array, dropped))
 
 
 # --- operands with the axes of batch, rows and columns --------------------------------
@@ -251,10 +244,11 @@ def _without(full: tuple[int, ...], dropped: tuple[int, ...]) -> tuple[int, ...]
 
 def in_three(
     op: str, name: str, array: jax.Array, sizes: Sizes, keep: tuple[int, ...] = ()
-) -> jax.Array:
-    """Merge an array's axes into three, each 1 where the array broadcasts along it.
+) -> Operand:
+    """Return an array as a matrix, given the sizes of its batch, rows and columns.
 
-    The groups in `keep` take the array's own sizes, and are broadcast if need be.
+    Each of the three is 1 where the array broadcasts along it. The groups in `keep`
+    take the array's own sizes, and are broadcast if need be.
     """
     full = tuple(size for group in sizes for size in group)
     padded = padded_shape(op, name, array, full)
@@ -264,7 +258,8 @@ def in_three(
         own = padded[len(shape) : len(shape) + len(group)]
         shape += group if i in keep or any(size != 1 for size in own) else own
         merged.append(math.prod(shape[len(shape) - len(group) :]))
-    return jnp.reshape(jnp.broadcast_to(jnp.reshape(array, padded), shape), merged)
+    array = jnp.broadcast_to(jnp.reshape(array, padded), shape)
+    return Operand(array, PLAIN, tuple(merged))
 
 
 def padded_shape(
