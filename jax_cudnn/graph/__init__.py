@@ -5,6 +5,7 @@ from jax_cudnn.graph.axes import axis_classes
 from jax_cudnn.graph.codec import from_json, to_json
 from jax_cudnn.graph.conv import ConvAttributes
 from jax_cudnn.graph.derivative import derivative_of
+from jax_cudnn.graph.factors import Factors, factors_of
 from jax_cudnn.graph.folding import FoldRule, fold_rule
 from jax_cudnn.graph.gradient_kernel import forward_graph
 from jax_cudnn.graph.kinds import (
@@ -18,6 +19,7 @@ from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_graph
 from jax_cudnn.graph.spec import (
+    MAX_RANK,
     SCHEMA,
     Attributes,
     DTypeName,
@@ -29,10 +31,12 @@ from jax_cudnn.graph.target import Target
 from jax_cudnn.graph.writer import GraphWriter
 
 __all__ = [
+    "MAX_RANK",
     "SCHEMA",
     "Attributes",
     "ConvAttributes",
     "DTypeName",
+    "Factors",
     "FoldRule",
     "Graph",
     "GraphWriter",
@@ -45,6 +49,7 @@ __all__ = [
     "all_kinds",
     "axis_classes",
     "derivative_of",
+    "factors_of",
     "fold_rule",
     "forward_graph",
     "from_json",

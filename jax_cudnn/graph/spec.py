@@ -33,7 +33,7 @@ DTYPE_NAMES: tuple[DTypeName, ...] = get_args(DTypeName)
 # XLA and cuDNN count elements in signed 64-bit integers.
 _MAX_ELEMENTS = 2**63 - 1
 # The most dimensions that a cuDNN backend tensor takes (CUDNN_DIM_MAX in cudnn.h).
-_MAX_RANK = 8
+MAX_RANK = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +59,8 @@ class Tensor:
             raise GraphError(
                 f"{where}: dtype {self.dtype!r} is not one of {', '.join(DTYPE_NAMES)}"
             )
-        if not 1 <= len(self.dims) <= _MAX_RANK:
-            raise GraphError(f"{where}: rank {len(self.dims)} is not 1 to {_MAX_RANK}")
+        if not 1 <= len(self.dims) <= MAX_RANK:
+            raise GraphError(f"{where}: rank {len(self.dims)} is not 1 to {MAX_RANK}")
         if any(dim < 0 for dim in self.dims):
             raise GraphError(f"{where}: dims {list(self.dims)} has a negative entry")
         if math.prod(max(dim, 1) for dim in self.dims) > _MAX_ELEMENTS:

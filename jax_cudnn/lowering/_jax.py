@@ -6,10 +6,14 @@ See https://docs.jax.dev/en/latest/api_compatibility.html: `jax.extend` and
 from them, so a new JAX release is met here.
 """
 
+import contextlib
+import functools
+import io
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -21,14 +25,21 @@ from jax.extend.core import (
     jaxpr_as_fun,
     jaxprs_in_params,
 )
+from jax.extend.mlir import ir
+from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
+from jaxlib import xla_client
 
 __all__ = [
     "Primitive",
     "align_varying",
+    "bytecode",
+    "custom_call",
+    "elements",
     "equation_function",
     "equation_place",
     "explicit_sharding",
+    "hlo_sharding",
     "inner_jaxprs",
     "instantiate_zero",
     "is_known_array",
@@ -36,11 +47,17 @@ __all__ = [
     "is_zero",
     "lower_function",
     "output_aval",
+    "packed",
+    "partitioned_region",
+    "parts_of",
+    "register_partitioner",
     "set_batching",
     "set_jvp",
     "set_lowering",
     "set_transpose",
+    "sum_over_groups",
     "weakly_typed",
+    "without_mesh",
     "zero_like",
 ]
 
@@ -178,3 +195,163 @@ def output_aval(
         sharding=jax.sharding.NamedSharding(like.sharding.mesh, replicated),
         manual_axis_type=like.manual_axis_type,
     )
+
+
+# --- XLA's partitioner ----------------------------------------------------------------
+
+# What XLA calls to divide a custom call: its operands' shapes and shardings, the
+# result's, and the call's text. It returns a program and the shardings to use.
+Partition = Callable[[Any, Any, Any, Any, bytes], tuple[bytes, list[Any], Any]]
+# Likewise, without the result's sharding, which it returns.
+Infer = Callable[[Any, Any, Any, bytes], Any]
+# For each axis, the part that each device has, or None where all have all of it.
+Parts = list[tuple[int, ...] | None]
+
+
+def register_partitioner(name: str, *, partition: Partition, infer: Infer) -> bool:
+    """Register who divides the custom calls of that name; False where JAX cannot.
+
+    GPUs are JAX's plugins, which are told of partitioners by themselves.
+    """
+    try:
+        from jax._src.xla_bridge import register_plugin_callbacks
+    except ImportError:
+        return False
+    used = ("register_custom_call_partitioner", "OpSharding", "HloSharding")
+    if not all(hasattr(xla_client, each) for each in used):
+        return False
+    register = xla_client.register_custom_call_partitioner
+    settings = {
+        "name": name,
+        "prop_user_sharding": lambda sharding, _shape, _config: sharding,
+        "partition": partition,
+        "infer_sharding_from_operands": infer,
+        "can_side_effecting_have_replicated_sharding": True,
+    }
+    register(**settings)
+    register_plugin_callbacks(functools.partial(register, **settings))
+    return True
+
+
+def partitioned_region(ctx: Any) -> Literal["automatic", "partly manual"] | None:
+    """Return how XLA divides the program that is lowered; None where it does not.
+
+    It does not within `shard_map` over all axes, nor for a single device.
+    """
+    around = ctx.module_context.axis_context
+    if isinstance(around, mlir.SPMDAxisContext):
+        is_manual = around.manual_axes == frozenset(around.mesh.axis_names)
+        return None if is_manual or around.mesh.size == 1 else "partly manual"
+    if isinstance(around, mlir.ShardingContext):
+        return "automatic" if around.num_devices > 1 else None
+    return None
+
+
+def custom_call(
+    ctx: Any,
+    operands: Sequence[Any],
+    *,
+    target: str,
+    config: str,
+    sharding_rule: str,
+) -> Sequence[Any]:
+    """Emit a custom call that XLA's partitioner divides, and return its results."""
+    types = [
+        ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
+        for aval in ctx.avals_out
+    ]
+    call = stablehlo.CustomCallOp(
+        types,
+        list(operands),
+        call_target_name=ir.StringAttr.get(target),
+        has_side_effect=ir.BoolAttr.get(False),
+        api_version=mlir.i32_attr(2),
+        called_computations=ir.ArrayAttr.get([]),
+        backend_config=ir.StringAttr.get(config),
+        operand_layouts=None,
+        result_layouts=None,
+    )
+    call.attributes["sdy.sharding_rule"] = ir.Attribute.parse(sharding_rule)
+    return call.results
+
+
+def sum_over_groups(
+    ctx: Any, x: Any, *, groups: tuple[tuple[int, ...], ...]
+) -> Sequence[Any]:
+    """Lower a sum over the devices of each group; devices as XLA counts partitions."""
+    (aval,) = ctx.avals_out
+    scalar = ir.RankedTensorType.get([], mlir.dtype_to_ir_type(aval.dtype))
+    rows = np.array(groups, np.int64)
+    reduce = stablehlo.AllReduceOp(
+        [x.type],
+        [x],
+        replica_groups=ir.DenseIntElementsAttr.get(np.ascontiguousarray(rows)),
+        channel_handle=stablehlo.ChannelHandle.get(1, mlir.DEVICE_TO_DEVICE_TYPE),
+        use_global_device_ids=True,
+    )
+    block = reduce.regions[0].blocks.append(scalar, scalar)
+    with ir.InsertionPoint(block):
+        stablehlo.ReturnOp([stablehlo.AddOp(*block.arguments)])
+    return reduce.results
+
+
+def elements(shape: Any, sharding: Any) -> list[Any]:
+    """Return the shardings of the results that a shape, maybe a tuple, stands for."""
+    return sharding.tuple_elements() if shape.is_tuple() else [sharding]
+
+
+def packed(shape: Any, shardings: list[Any]) -> Any:
+    """Return the sharding of results, a tuple's where their shape is one."""
+    if not shape.is_tuple():
+        return shardings[0]
+    return xla_client.HloSharding.tuple_sharding(shape, shardings)
+
+
+def parts_of(sharding: Any, rank: int) -> tuple[int, Parts]:
+    """Return how many devices a sharding names, and which part of each axis they have.
+
+    A sharding that divides nothing need not name its devices.
+    """
+    if sharding.is_replicated() or sharding.is_maximal() or not sharding.is_tiled():
+        return 1, [None] * rank
+    dims = list(sharding.tile_assignment_dimensions())
+    devices = np.array(sharding.tile_assignment_devices())
+    coordinates = np.indices(dims).reshape(len(dims), -1)
+    by_device = np.empty_like(coordinates)
+    by_device[:, devices] = coordinates
+    return devices.size, [
+        tuple(int(part) for part in by_device[axis]) if dims[axis] > 1 else None
+        for axis in range(rank)
+    ]
+
+
+def hlo_sharding(axes: list[list[tuple[int, tuple[int, ...]]]], devices: int) -> Any:
+    """Return a sharding by the cuts of each axis: (count, each device's part)."""
+    counts = [math.prod(count for count, _ in cuts) for cuts in axes]
+    if math.prod(counts) == 1:
+        return xla_client.HloSharding.replicate()
+    parts = [np.zeros(devices, np.int64) for _ in axes]
+    for i, cuts in enumerate(axes):
+        for count, own in cuts:
+            parts[i] = parts[i] * count + np.array(own)
+    copies = devices // math.prod(counts)
+    sharding = xla_client.OpSharding()
+    sharding.type = xla_client.OpSharding.Type.OTHER
+    sharding.tile_assignment_dimensions = counts + ([copies] if copies > 1 else [])
+    sharding.replicate_on_last_tile_dim = copies > 1
+    # Devices with the same parts stay in order.
+    sharding.tile_assignment_devices = [int(d) for d in np.lexsort(parts[::-1])]
+    return xla_client.HloSharding.from_proto(sharding)
+
+
+def without_mesh() -> contextlib.AbstractContextManager[Any]:
+    """Forget the mesh of the code that XLA interrupts to have a call divided."""
+    return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ()))
+
+
+def bytecode(lowered: jax.stages.Lowered) -> bytes:
+    """Return a lowered program as StableHLO's bytecode."""
+    data = io.BytesIO()
+    module: Any = lowered.compiler_ir("stablehlo")
+    module.operation.write_bytecode(data)
+    return data.getvalue()

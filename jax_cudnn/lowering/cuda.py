@@ -21,6 +21,7 @@ from jax_cudnn.graph import Graph, kind_named, summary, to_json
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.decision import Step, decide
 from jax_cudnn.lowering.members import as_results, merged
+from jax_cudnn.lowering.partitioned import divides
 from jax_cudnn.lowering.primitives import graph_p, run_reference
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -136,10 +137,4 @@ def _say_once(call: str, reasons: tuple[str, ...]) -> None:
     _log.info("%s runs with XLA: %s", call, "; ".join(reasons))
 
 
-_jax.set_lowering(
-    graph_p,
-    _jax.lower_function(
-        lambda *operands, graph, options: run_reference(graph, operands, options)
-    ),
-)
-_jax.set_lowering(graph_p, _lower_cuda, platform="cuda")
+_jax.set_lowering(graph_p, divides(_lower_cuda, "cuda"), platform="cuda")

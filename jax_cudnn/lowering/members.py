@@ -14,11 +14,12 @@ axis of size 1 has itself as its only member, and no other axis has a member of 
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Tensor, axis_classes
+from jax_cudnn.graph import MAX_RANK, Graph, Tensor, axis_classes
 
 Shape = tuple[int, ...]
 # The members of each stored axis of a tensor.
@@ -108,3 +109,51 @@ def as_results(
     """Return results in the shapes in which the primitive gives them."""
     shapes = result_shapes(graph, [x.shape for x in operands])
     return [jnp.reshape(x, s) for x, s in zip(results, shapes, strict=True)]
+
+
+def spread(graph: Graph, shapes: Sequence[Shape]) -> Graph | None:
+    """Return a graph without kernels whose tensors have an axis for each member.
+
+    Elementwise nodes and sums have any number of axes. None if that is too many.
+    """
+    members = all_members(graph, tuple(shapes))
+    counts = _member_counts(graph, members)
+
+    def own(tensor: Tensor) -> Tensor | None:
+        stored = dict(zip(tensor.order, members[tensor.name], strict=True))
+        by_axis = [
+            (1,) * counts[tensor.name, axis] if dim == 1 else stored[axis]
+            for axis, dim in enumerate(tensor.dims)
+        ]
+        starts = [sum(map(len, by_axis[:axis])) for axis in range(len(by_axis))]
+        dims = flat(tuple(by_axis))
+        if len(dims) > MAX_RANK:
+            return None
+        order = tuple(
+            starts[axis] + i for axis in tensor.order for i in range(len(by_axis[axis]))
+        )
+        return replace(tensor, dims=dims, order=order)
+
+    tensors = [own(tensor) for tensor in graph.tensors]
+    if any(tensor is None for tensor in tensors):
+        return None
+    return replace(graph, tensors=tuple(t for t in tensors if t is not None))
+
+
+def _member_counts(
+    graph: Graph, members: Mapping[str, Members]
+) -> dict[tuple[str, int], int]:
+    """Return how many members an axis has beside those that it meets in a node."""
+    found = {
+        (tensor.name, axis): len(own)
+        for tensor in graph.tensors
+        for axis, own in zip(tensor.order, members[tensor.name], strict=True)
+    }
+    # Nodes run in order, but what an operand meets last may be what it has to fit.
+    for nodes in (graph.nodes, graph.nodes[::-1]):
+        for node in nodes:
+            names = [name for _, name in (*node.inputs, *node.outputs)]
+            for axis in range(len(graph.tensor(names[0]).dims)):
+                most = max(found[name, axis] for name in names)
+                found |= dict.fromkeys([(name, axis) for name in names], most)
+    return found

@@ -1,0 +1,217 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Of which factors do the axes of a kernel's arrays consist, for sharing them out?
+
+A factor is a size that can be divided among devices by itself, as the letters of an
+einsum can: the batch, key heads, rows, ... An axis that multiplies letters consists of
+several factors, the slowest first, and so does an axis with members
+(lowering/members.py). What the table says of the letters holds for their factors.
+"""
+
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from jax_cudnn.graph.axes import axis_classes
+from jax_cudnn.graph.kinds import is_anchor, kind_named, roles_in
+from jax_cudnn.graph.shapes import check_tensors, letters_of
+from jax_cudnn.graph.spec import Graph, Node
+from jax_cudnn.graph.walks import readers
+
+# The factors of one axis, the slowest first.
+Product = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Factors:
+    """The factors of a graph of one kernel, by number.
+
+    ``sizes``: of each factor. ``axes``: for each tensor, for each axis of its array,
+    the factors whose sizes it multiplies. ``whole``: those that are not to be divided.
+    ``partial``: for each tensor, the factors over which it is a sum; where they are
+    divided, each device has its own share of the sum.
+    """
+
+    sizes: tuple[int, ...]
+    axes: Mapping[str, tuple[Product, ...]]
+    whole: frozenset[int]
+    partial: Mapping[str, frozenset[int]]
+
+
+@functools.lru_cache(maxsize=4096)
+def factors_of(
+    graph: Graph, members: tuple[tuple[str, tuple[tuple[int, ...], ...]], ...]
+) -> Factors:
+    """Return the factors of a graph with one kernel, given its tensors' members."""
+    return _Reader(graph, dict(members)).read()
+
+
+class _Reader:
+    """Finds the letters of each class of axes, and divides them by the members."""
+
+    def __init__(
+        self, graph: Graph, members: Mapping[str, tuple[tuple[int, ...], ...]]
+    ) -> None:
+        self._graph = graph
+        self._members = members
+        self._classes = axis_classes(graph)
+        (self._kernel,) = (node for node in graph.nodes if is_anchor(node))
+        self._row = kind_named(self._kernel.kind).row
+        # The letters of a class of axes, and the size of each letter. What no letter of
+        # the kernel names is a letter of its own.
+        self._letters: dict[int, tuple[str, ...]] = {}
+        self._sizes: dict[str, int] = {}
+        self._whole: set[str] = set()
+        # Where a letter is divided, counted in units of its fastest part.
+        self._bounds: dict[str, set[int]] = {}
+
+    def read(self) -> Factors:
+        self._name_letters()
+        while self._divide_letters():
+            pass
+        numbers: dict[tuple[str, int], int] = {}
+        for letter, bounds in self._bounds.items():
+            for bound in sorted(bounds)[:-1]:
+                numbers[letter, bound] = len(numbers)
+        axes = {
+            tensor.name: tuple(
+                product
+                for axis, members in zip(
+                    tensor.order, self._members[tensor.name], strict=True
+                )
+                for product in self._products((tensor.name, axis), members, numbers)
+            )
+            for tensor in self._graph.tensors
+        }
+        whole = {n for (letter, _), n in numbers.items() if letter in self._whole}
+        partial = self._partial(axes, numbers)
+        whole |= _read_partial(self._graph, self._kernel, partial)
+        return Factors(
+            sizes=tuple(
+                self._step(letter, bound) // bound for letter, bound in numbers
+            ),
+            axes=axes,
+            whole=frozenset(whole),
+            partial=partial,
+        )
+
+    def _name_letters(self) -> None:
+        roles = roles_in(self._graph, self._kernel)
+        sizes = check_tensors(self._row, roles, self._kernel.attributes)
+        for role, tensor in roles.items():
+            for axis, letters in enumerate(letters_of(self._row, role, roles)):
+                if tensor.dims[axis] == 1:
+                    continue
+                own = tuple(letter for letter in letters if sizes[letter] != 1)
+                number = self._classes[tensor.name, axis]
+                if self._letters.setdefault(number, own) != own:
+                    # One axis in two roles: no device could have a part of both.
+                    self._whole.update(own, self._letters[number])
+                self._sizes |= {letter: sizes[letter] for letter in own}
+        self._whole.update(
+            letter
+            for letter in self._sizes
+            if letter.rstrip("0123456789") in self._row.whole
+        )
+        for tensor in self._graph.tensors:
+            for axis, dim in enumerate(tensor.dims):
+                number = self._classes[tensor.name, axis]
+                if number not in self._letters and dim != 1:
+                    self._letters[number] = (f"#{number}",)
+                    self._sizes[f"#{number}"] = dim
+        self._bounds = {letter: {1, size} for letter, size in self._sizes.items()}
+
+    def _divide_letters(self) -> bool:
+        """Divide letters where members of an axis end; whether any was divided."""
+        before = {letter: len(bounds) for letter, bounds in self._bounds.items()}
+        for tensor in self._graph.tensors:
+            for axis, members in zip(
+                tensor.order, self._members[tensor.name], strict=True
+            ):
+                letters = self._letters.get(self._classes[tensor.name, axis], ())
+                ends = {math.prod(members[i:]) for i in range(len(members))}
+                unit = 1
+                for letter in reversed(letters):
+                    size = self._sizes[letter]
+                    own = {end // unit for end in ends if unit < end < unit * size}
+                    exact = {e // unit for e in ends if e % unit == 0}
+                    self._bounds[letter] |= own & exact
+                    if not own <= exact or not _is_chain(self._bounds[letter]):
+                        # Members that the letter does not consist of.
+                        self._whole.add(letter)
+                        self._bounds[letter] = {1, size}
+                    unit *= size
+        return before != {letter: len(each) for letter, each in self._bounds.items()}
+
+    def _step(self, letter: str, bound: int) -> int:
+        return min(each for each in self._bounds[letter] if each > bound)
+
+    def _products(
+        self,
+        axis: tuple[str, int],
+        members: Sequence[int],
+        numbers: Mapping[tuple[str, int], int],
+    ) -> list[Product]:
+        """Return the factors of each member of an axis."""
+        letters = self._letters.get(self._classes[axis], ())
+        remaining = [
+            (numbers[letter, bound], self._step(letter, bound) // bound)
+            for letter in letters
+            for bound in sorted(self._bounds[letter])[:-1][::-1]
+        ]
+        found: list[Product] = []
+        for member in members:
+            own: list[int] = []
+            size = 1
+            while size < member and remaining:
+                number, factor = remaining.pop(0)
+                own.append(number)
+                size *= factor
+            found.append(tuple(own))
+        return found
+
+    def _partial(
+        self,
+        axes: Mapping[str, tuple[Product, ...]],
+        numbers: Mapping[tuple[str, int], int],
+    ) -> dict[str, frozenset[int]]:
+        """Return over which factors each tensor is a sum."""
+        contracted = {
+            number
+            for (letter, _), number in numbers.items()
+            if letter in self._row.contracted
+        }
+        has = {name: {f for each in own for f in each} for name, own in axes.items()}
+        found: dict[str, frozenset[int]] = {}
+        for node in self._graph.nodes:
+            read = set[int]().union(*(has[name] for _, name in node.inputs))
+            for _, name in node.outputs:
+                gone = read - has[name]
+                if node == self._kernel:
+                    gone &= contracted
+                elif not kind_named(node.kind).row.is_sum:
+                    gone = set[int]()
+                found[name] = frozenset(gone)
+        return found
+
+
+def _is_chain(bounds: set[int]) -> bool:
+    ordered = sorted(bounds)
+    return all(b % a == 0 for a, b in itertools.pairwise(ordered))
+
+
+def _read_partial(
+    graph: Graph, kernel: Node, partial: Mapping[str, frozenset[int]]
+) -> set[int]:
+    """Return the factors whose partial sums another node reads.
+
+    What follows the kernel can wait until its sums are complete.
+    """
+    found: set[int] = set()
+    for node in graph.nodes:
+        if node != kernel:
+            for _, name in node.outputs:
+                if readers(graph.nodes, name):
+                    found |= partial[name]
+    return found

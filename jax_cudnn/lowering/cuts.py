@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How are the factors of a kernel's arrays divided among devices?
+
+A cut divides an axis into equal parts and says which device has which. XLA's
+partitioner gives cuts by the parts of devices, a mesh gives them by the names of its
+axes; what follows from them is the same.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from jax_cudnn.graph.factors import Factors, Product
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceCut:
+    """A division of an axis into ``count`` parts, by the part that each device has.
+
+    Devices are counted as XLA counts the partitions of a program.
+    """
+
+    count: int
+    parts: tuple[int, ...]
+
+    def split(self, major: int) -> "tuple[DeviceCut, DeviceCut] | None":
+        """Return it as `major` parts, each divided further."""
+        minor, rest = divmod(self.count, major)
+        if rest:
+            return None
+        return (
+            DeviceCut(major, tuple(part // minor for part in self.parts)),
+            DeviceCut(minor, tuple(part % minor for part in self.parts)),
+        )
+
+    def is_independent_of(self, others: Sequence[Any]) -> bool:
+        """Whether all combinations of parts are on equally many devices."""
+        cuts = [self, *others]
+        found = Counter(zip(*(cut.parts for cut in cuts), strict=True))
+        full = math.prod(cut.count for cut in cuts)
+        return len(found) == full and len(set(found.values())) == 1
+
+
+@dataclass(frozen=True, slots=True)
+class NamedCut:
+    """A division of an axis along axes of a mesh, given with sizes, slowest first."""
+
+    axes: tuple[tuple[str, int], ...]
+
+    @property
+    def count(self) -> int:
+        """The number of parts."""
+        return math.prod(size for _, size in self.axes)
+
+    def split(self, major: int) -> "tuple[NamedCut, NamedCut] | None":
+        """Return it as `major` parts, each divided further, between two axes."""
+        for i in range(len(self.axes)):
+            first = NamedCut(self.axes[:i])
+            if first.count == major:
+                return first, NamedCut(self.axes[i:])
+        return None
+
+    def is_independent_of(self, others: Sequence[Any]) -> bool:
+        """Whether they have no axis in common."""
+        taken = {name for cut in others for name, _ in cut.axes}
+        return taken.isdisjoint(name for name, _ in self.axes)
+
+
+Cut = TypeVar("Cut", DeviceCut, NamedCut)
+
+
+@dataclass(frozen=True)
+class Division(Generic[Cut]):
+    """Which factors are cut, and how; the rest is whole on every device."""
+
+    factors: Factors
+    cuts: Mapping[int, Cut] = field(default_factory=dict)
+
+    def local_size(self, factor: int) -> int:
+        """Return what a device has of a factor."""
+        cut = self.cuts.get(factor)
+        size = self.factors.sizes[factor]
+        return size if cut is None else size // cut.count
+
+    def local_shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a device's part of a tensor's array."""
+        return tuple(
+            math.prod(self.local_size(factor) for factor in product)
+            for product in self.factors.axes[name]
+        )
+
+    def cuts_of(self, name: str) -> tuple[tuple[Cut, ...], ...]:
+        """Return the cuts of each axis of a tensor's array, the slowest first."""
+        return tuple(
+            tuple(self.cuts[factor] for factor in product if factor in self.cuts)
+            for product in self.factors.axes[name]
+        )
+
+
+def divide(
+    factors: Factors,
+    given: Sequence[tuple[str, Sequence[Cut | None]]],
+    *,
+    may_sum: bool = True,
+) -> Division[Cut]:
+    """Return a division that keeps as much of the arrays where it is as it can.
+
+    `given` has the cuts of the axes of operands and results. Where two claim the same
+    devices for different factors, the larger array keeps its cut. A cut that does not
+    divide its factors is dropped. Without `may_sum`, nothing is cut that a result sums.
+    """
+    whole = set(factors.whole)
+    if not may_sum:
+        whole.update(*factors.partial.values())
+
+    def elements(entry: tuple[str, Sequence[Cut | None]]) -> int:
+        return math.prod(
+            factors.sizes[f] for product in factors.axes[entry[0]] for f in product
+        )
+
+    division = Division[Cut](factors)
+    for name, cuts in sorted(given, key=elements, reverse=True):
+        for product, cut in zip(factors.axes[name], cuts, strict=True):
+            if cut is not None and cut.count > 1:
+                division = _with_cut(division, product, cut, whole)
+    return division
+
+
+def _with_cut(
+    division: Division[Cut], product: Product, cut: Cut, whole: set[int]
+) -> Division[Cut]:
+    """Return a division with as much of a cut of one axis as it takes."""
+    rest: Cut | None = cut
+    for factor in product:
+        if rest is None:
+            break
+        size = division.factors.sizes[factor]
+        if size % rest.count == 0:
+            own, rest = rest, None
+        elif rest.count % size == 0 and (halves := rest.split(size)) is not None:
+            own, rest = halves
+        else:
+            break
+        known = division.cuts.get(factor)
+        if known is not None and known != own:
+            break
+        if known is None:
+            if factor in whole or not own.is_independent_of([*division.cuts.values()]):
+                break
+            division = Division(division.factors, {**division.cuts, factor: own})
+            if not _is_contiguous(division):
+                cuts = {f: c for f, c in division.cuts.items() if f != factor}
+                return Division(division.factors, cuts)
+    return division
+
+
+def _is_contiguous(division: Division[Any]) -> bool:
+    """Whether a device's part of each axis is one piece of it.
+
+    A factor may be cut only if a device has no more than one of each slower one.
+    """
+    for products in division.factors.axes.values():
+        for product in products:
+            open_factors = [f for f in product if division.local_size(f) > 1]
+            if open_factors:
+                after = product[product.index(open_factors[0]) + 1 :]
+                if not division.cuts.keys().isdisjoint(after):
+                    return False
+    return True

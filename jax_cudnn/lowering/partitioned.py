@@ -1,0 +1,390 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A kernel's graph in a program for several devices: XLA's partitioner divides it.
+
+The lowering emits one custom call for each kernel, on arrays of full size, with a
+sharding rule that names the factors of their axes. While XLA compiles, it propagates
+shardings by that rule and then asks here for the program of one device, given the
+shardings that it found. The program that it gets is that of the local sizes: their
+plan, their workspace, and the sums over devices that they need.
+
+The call's text says all that it computes, so that equal programs are equal in caches
+and an exported program can be divided where it is loaded.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import jax
+import numpy as np
+
+from jax_cudnn.config import MatmulPrecision, Options, PlanOptions
+from jax_cudnn.graph import (
+    Factors,
+    Graph,
+    factors_of,
+    from_json,
+    is_anchor,
+    to_json,
+)
+from jax_cudnn.legalize import partition
+from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
+from jax_cudnn.lowering.members import Shape, all_members, flat, result_shapes, spread
+from jax_cudnn.lowering.primitives import graph_p, run_reference
+from jax_cudnn.lowering.share import run_share
+from jax_cudnn.reference.dtypes import jax_dtype
+
+_log = logging.getLogger("jax_cudnn")
+
+# A promise: exported programs have the name and the fields of the text.
+TARGET = "jax_cudnn.partitioned"
+_SCHEMA = 1
+
+_kernel_p = _jax.Primitive("cudnn_partitioned")
+_kernel_p.multiple_results = True
+_sum_p = _jax.Primitive("cudnn_sum_over_devices")
+
+
+def divides(rule: Callable[..., Any], platform: str) -> Callable[..., Any]:
+    """Return a lowering rule that leaves programs for several devices to XLA.
+
+    ``rule`` lowers the graph for one device, with all of its operands.
+    """
+
+    def lower(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
+        region = _jax.partitioned_region(ctx)
+        if region is None or graph.has_empty_tensor or not _register():
+            return rule(ctx, *operands, graph=graph, options=options)
+        function = functools.partial(
+            _run_parts,
+            graph=graph,
+            options=options,
+            platform=platform,
+            may_sum=region == "automatic",
+        )
+        return _jax.lower_function(function)(ctx, *operands)
+
+    return lower
+
+
+@functools.cache
+def _register() -> bool:
+    """Tell XLA who divides the custom call; whether this JAX can."""
+    found = _jax.register_partitioner(TARGET, partition=_partition, infer=_infer)
+    if not found:
+        _log.warning(
+            "This version of JAX (%s) has no partitioner for custom calls where "
+            "jax_cudnn looks for it: calls in programs for several devices gather "
+            "their operands, outside of jax.shard_map.",
+            jax.__version__,
+        )
+    return found
+
+
+# --- the program of all devices -------------------------------------------------------
+
+
+def _run_parts(
+    *operands: jax.Array, graph: Graph, options: Options, platform: str, may_sum: bool
+) -> list[jax.Array]:
+    """Run a graph's kernels each by a custom call, and the rest in XLA's operations."""
+    shapes = [x.shape for x in operands]
+    members = all_members(graph, tuple(shapes))
+    values = dict(zip(graph.inputs, operands, strict=True))
+    for part in partition(graph):
+        arguments = [values[name] for name in part.inputs]
+        if any(map(is_anchor, part.nodes)):
+            results: Sequence[jax.Array] = _kernel_p.bind(
+                *arguments,
+                graph=part,
+                options=options,
+                platform=platform,
+                may_sum=may_sum,
+            )
+        else:
+            results = _run_around(part, arguments, options, platform)
+        for name, x in zip(part.outputs, results, strict=True):
+            values[name] = jax.numpy.reshape(x, flat(members[name]))
+    return [values[name] for name in graph.outputs]
+
+
+def _run_around(
+    part: Graph, operands: Sequence[jax.Array], options: Options, platform: str
+) -> Sequence[jax.Array]:
+    """Run nodes around kernels without merging axes, which may be sharded."""
+    wide = spread(part, [x.shape for x in operands]) or part
+    return run_reference(wide, operands, options, narrow_sums=platform == "cuda")
+
+
+def _avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
+    shapes = result_shapes(graph, [x.shape for x in operands])
+    return [
+        _jax.output_aval(shape, jax_dtype(tensor.dtype), operands)
+        for shape, tensor in zip(shapes, graph.output_tensors, strict=True)
+    ]
+
+
+def _lower_kernel(
+    ctx: Any, *operands: Any, graph: Graph, options: Options, **settings: Any
+) -> Any:
+    shapes = tuple(aval.shape for aval in ctx.avals_in)
+    text = {
+        "graph": to_json(graph),
+        "options": _options_data(options),
+        "schema": _SCHEMA,
+        **settings,
+    }
+    return _jax.custom_call(
+        ctx,
+        operands,
+        target=TARGET,
+        config=json.dumps(text, sort_keys=True, separators=(",", ":")),
+        sharding_rule=sharding_rule(graph, shapes, may_sum=settings["may_sum"]),
+    )
+
+
+# --- the rule, in Shardy's words ------------------------------------------------------
+
+
+def sharding_rule(graph: Graph, shapes: tuple[Shape, ...], *, may_sum: bool) -> str:
+    """Return the rule by which Shardy propagates shardings through a kernel's graph.
+
+    See https://openxla.org/shardy/sdy_dialect (OpShardingRuleAttr).
+    """
+    factors, _ = _factors(graph, shapes)
+    names: dict[int, str] = {}
+    sizes = list[str]()
+
+    def name_of(factor: int) -> str:
+        names[factor] = names.get(factor) or _letter(len(sizes))
+        if len(names) > len(sizes):
+            sizes.append(f"{names[factor]}={factors.sizes[factor]}")
+        return names[factor]
+
+    def axis(product: tuple[int, ...]) -> str:
+        if not product:  # a size of 1, which is no factor
+            unused = -1 - len(sizes)
+            names[unused] = _letter(len(sizes))
+            sizes.append(f"{names[unused]}=1")
+            return names[unused]
+        return "".join(name_of(factor) for factor in product)
+
+    def side(tensors: Sequence[str]) -> str:
+        arrays = (map(axis, factors.axes[name]) for name in tensors)
+        return ", ".join(f"[{', '.join(axes)}]" for axes in arrays)
+
+    mapping = f"({side(graph.inputs)})->({side(graph.outputs)})"
+    results = {f for name in graph.outputs for p in factors.axes[name] for f in p}
+    summed = set[int]().union(*factors.partial.values()) - results - factors.whole
+    whole = set(factors.whole) | (set() if may_sum else summed)
+
+    def listed(found: set[int]) -> str:
+        return ", ".join(name for factor, name in names.items() if factor in found)
+
+    text = f"#sdy.op_sharding_rule<{mapping} {{{', '.join(sizes)}}}"
+    if may_sum and (found := listed(summed)):
+        text += f" reduction={{{found}}}"
+    if found := listed(whole):
+        text += f" need_replication={{{found}}}"
+    return f"{text}, custom>"
+
+
+def _letter(index: int) -> str:
+    letters = "ijklmnopqrstuvwxyz"
+    return letters[index] if index < len(letters) else f"z_{index - len(letters) + 1}"
+
+
+def _factors(
+    graph: Graph, shapes: tuple[Shape, ...]
+) -> tuple[Factors, Mapping[str, Shape]]:
+    """Return a kernel's factors, and the shapes of its tensors' arrays."""
+    members = all_members(graph, shapes)
+    factors = factors_of(graph, tuple(sorted(members.items())))
+    return factors, {name: flat(own) for name, own in members.items()}
+
+
+# --- the program of one device --------------------------------------------------------
+
+
+def _partition(
+    arg_shapes: Any,
+    arg_shardings: Any,
+    result_shape: Any,
+    result_sharding: Any,
+    config: bytes,
+) -> tuple[bytes, list[Any], Any]:
+    """Answer XLA's partitioner: a device's program, and what is sharded how."""
+    call = _Call(config, arg_shapes)
+    results = _jax.elements(result_shape, result_sharding)
+    division, devices = call.divide([*arg_shardings], results)
+    module = call.program(division, devices)
+    return (
+        module,
+        [call.sharding(division, devices, name) for name in call.graph.inputs],
+        call.result_sharding(division, devices, result_shape),
+    )
+
+
+def _infer(
+    arg_shapes: Any, arg_shardings: Any, result_shape: Any, config: bytes
+) -> Any:
+    """Answer GSPMD: how the results are sharded, given how the operands are."""
+    call = _Call(config, arg_shapes)
+    division, devices = call.divide([*arg_shardings], [])
+    return call.result_sharding(division, devices, result_shape)
+
+
+class _Call:
+    """A custom call, read from its text and the shapes of its operands."""
+
+    def __init__(self, config: bytes, arg_shapes: Any) -> None:
+        data = json.loads(config)
+        if data["schema"] != _SCHEMA:
+            raise ValueError(
+                f"{TARGET} has schema {data['schema']}, and this release of jax_cudnn "
+                f"reads {_SCHEMA}. Export the program again with this release."
+            )
+        self.graph = from_json(data["graph"])
+        self._options = _options(data["options"])
+        self._platform: str = data["platform"]
+        self._may_sum: bool = data["may_sum"]
+        self._shapes = tuple(tuple(shape.dimensions()) for shape in arg_shapes)
+        self._factors, self._all_shapes = _factors(self.graph, self._shapes)
+
+    def divide(
+        self, arguments: Sequence[Any], results: Sequence[Any]
+    ) -> tuple[Division[DeviceCut], int]:
+        """Return what is divided how, and among how many devices."""
+        names = [*self.graph.inputs, *self.graph.outputs]
+        given: list[tuple[str, list[DeviceCut | None]]] = []
+        devices = 1
+        for name, sharding in zip(names, [*arguments, *results], strict=False):
+            if sharding is None:
+                continue
+            count, parts = _jax.parts_of(sharding, len(self._all_shapes[name]))
+            devices = max(devices, count)
+            cuts = [
+                None if each is None else DeviceCut(max(each) + 1, each)
+                for each in parts
+            ]
+            given.append((name, cuts))
+        return divide(self._factors, given, may_sum=self._may_sum), devices
+
+    def sharding(self, division: Division[DeviceCut], devices: int, name: str) -> Any:
+        """Return a tensor's sharding in XLA's form."""
+        axes = [
+            [(cut.count, cut.parts) for cut in cuts] for cuts in division.cuts_of(name)
+        ]
+        return _jax.hlo_sharding(axes, devices)
+
+    def result_sharding(
+        self, division: Division[DeviceCut], devices: int, result_shape: Any
+    ) -> Any:
+        """Return the sharding of the result, or of the tuple of results."""
+        found = [self.sharding(division, devices, name) for name in self.graph.outputs]
+        return _jax.packed(result_shape, found)
+
+    def program(self, division: Division[DeviceCut], devices: int) -> bytes:
+        """Return a device's program, as StableHLO's bytecode."""
+
+        def total(x: jax.Array, over: frozenset[int]) -> jax.Array:
+            return _sum_p.bind(x, groups=_groups(division, devices, over))
+
+        def body(*operands: jax.Array) -> list[jax.Array]:
+            members = all_members(self.graph, self._shapes)
+            results = run_share(
+                self.graph, members, division, operands, self._options, total
+            )
+            return [
+                jax.numpy.reshape(x, division.local_shape(name))
+                for name, x in zip(self.graph.outputs, results, strict=True)
+            ]
+
+        operands = [
+            jax.ShapeDtypeStruct(division.local_shape(t.name), jax_dtype(t.dtype))
+            for t in self.graph.input_tensors
+        ]
+        is_double = any(tensor.dtype == "f64" for tensor in self.graph.tensors)
+        with _jax.without_mesh(), jax.enable_x64(is_double):
+            lowered = (
+                jax.jit(body)
+                .trace(*operands)
+                .lower(lowering_platforms=(self._platform,))
+            )
+        return _jax.bytecode(lowered)
+
+
+def _groups(
+    division: Division[DeviceCut], devices: int, over: frozenset[int]
+) -> tuple[tuple[int, ...], ...]:
+    """Return which devices add up their shares: those that differ only along `over`.
+
+    Where several devices have the same part, each of these joins one group.
+    """
+    found: dict[tuple[Any, ...], dict[tuple[int, ...], list[int]]] = {}
+    for device in range(devices):
+        shares = tuple(division.cuts[f].parts[device] for f in sorted(over))
+        others = tuple(
+            cut.parts[device] for f, cut in division.cuts.items() if f not in over
+        )
+        found.setdefault(others, {}).setdefault(shares, []).append(device)
+    return tuple(
+        group
+        for by_share in found.values()
+        for group in zip(*by_share.values(), strict=True)
+    )
+
+
+# --- options as data ------------------------------------------------------------------
+
+
+def _options_data(options: Options) -> dict[str, Any]:
+    precision: Any = options.matmul_precision
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        precision = {
+            key: value if isinstance(value, int) else np.dtype(value).name
+            for key, value in precision._asdict().items()
+        }
+    return {**asdict(options), "matmul_precision": precision}
+
+
+def _options(data: Mapping[str, Any]) -> Options:
+    precision: MatmulPrecision = data["matmul_precision"]
+    if isinstance(precision, list):
+        precision = tuple(precision)
+    elif isinstance(precision, dict):
+        fields: Any = {
+            key: value if isinstance(value, int) else np.dtype(value)
+            for key, value in precision.items()
+        }
+        precision = jax.lax.DotAlgorithm(**fields)
+    plan = PlanOptions(**data["plan"])
+    return Options(**{**data, "matmul_precision": precision, "plan": plan})
+
+
+# --- registration ---------------------------------------------------------------------
+
+_kernel_p.def_abstract_eval(_avals)
+_jax.set_lowering(_kernel_p, _lower_kernel)
+
+_sum_p.def_abstract_eval(lambda x, *, groups: x)
+_jax.set_lowering(_sum_p, _jax.sum_over_groups)
+
+
+def _lower_reference(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
+    function = functools.partial(_reference, graph, options)
+    return _jax.lower_function(function)(ctx, *operands)
+
+
+def _reference(
+    graph: Graph, options: Options, *operands: jax.Array
+) -> Sequence[jax.Array]:
+    return run_reference(graph, operands, options)
+
+
+_jax.set_lowering(graph_p, _lower_reference)
+_jax.set_lowering(graph_p, divides(_lower_reference, "cpu"), platform="cpu")

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does each device compute of a kernel's graph that is divided among devices?
+
+The graph of its own sizes. Where what was divided is summed, each device has its share
+of the sum. The shares are added up before anything that follows reads them, in the
+dtype in which sums are kept.
+"""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+
+from jax_cudnn.config import Options
+from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, is_anchor, kind_named
+from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.walks import leading_to, made_by, read_by
+from jax_cudnn.lowering.cuts import Division
+from jax_cudnn.lowering.members import Members
+from jax_cudnn.lowering.primitives import run_graph
+from jax_cudnn.reference.dtypes import jax_dtype
+
+# Adds up the shares of an array that devices have along some factors.
+Total = Callable[[jax.Array, frozenset[int]], jax.Array]
+
+
+def run_share(
+    graph: Graph,
+    members: Mapping[str, Members],
+    division: Division[Any],
+    operands: Sequence[jax.Array],
+    options: Options,
+    total: Total,
+) -> list[jax.Array]:
+    """Return a device's part of the results, given its part of the operands."""
+    local = _local_graph(graph, members, division)
+    values = dict(zip(graph.inputs, operands, strict=True))
+    for stage in _stages(local, division):
+        wide = _with_wide_sums(stage, division)
+        arguments = [values[name] for name in stage.inputs]
+        results = run_graph(wide, arguments, options)
+        for tensor, x in zip(stage.output_tensors, results, strict=True):
+            over = _summed(division, tensor.name)
+            if over:
+                # Shares that a kernel has rounded are at least not added up rounded.
+                x = total(x.astype(jax_dtype(_sum_dtype(tensor.dtype))), over)
+            values[tensor.name] = x.astype(jax_dtype(tensor.dtype))
+    return [values[name] for name in graph.outputs]
+
+
+def _summed(division: Division[Any], name: str) -> frozenset[int]:
+    """Return the factors along which devices have shares of a tensor."""
+    partial = division.factors.partial.get(name, frozenset[int]())
+    return partial.intersection(division.cuts)
+
+
+def _local_graph(
+    graph: Graph, members: Mapping[str, Members], division: Division[Any]
+) -> Graph:
+    """Return the graph with the sizes that a device has."""
+
+    def own(tensor: Tensor) -> Tensor:
+        sizes = iter(division.local_shape(tensor.name))
+        stored = [math.prod(next(sizes) for _ in each) for each in members[tensor.name]]
+        dims = [0] * len(stored)
+        for axis, size in zip(tensor.order, stored, strict=True):
+            dims[axis] = size
+        return replace(tensor, dims=tuple(dims))
+
+    return replace(graph, tensors=tuple(map(own, graph.tensors)))
+
+
+def _stages(graph: Graph, division: Division[Any]) -> list[Graph]:
+    """Return the graph, or the kernel and what follows it, which waits for its sums."""
+    (kernel,) = (node for node in graph.nodes if is_anchor(node))
+    made = made_by([kernel])
+    following = [node for node in graph.nodes if made & read_by([node])]
+    if not following or not any(_summed(division, name) for name in made):
+        return [graph]
+    first = leading_to(graph.nodes, made)
+    rest = [node for node in graph.nodes if node not in first]
+    # Constants and the like that both need are computed twice.
+    shared = leading_to(first, read_by(rest) - made)
+    kept = {name for name in made_by(first) if name in made or name in graph.outputs}
+    return [
+        _part(graph, first, kept),
+        _part(graph, [*shared, *rest], made_by(rest)),
+    ]
+
+
+def _part(graph: Graph, nodes: Sequence[Node], results: Collection[str]) -> Graph:
+    """Return the graph of some nodes, with those results that are still needed."""
+    nodes = [node for node in graph.nodes if node in nodes]
+    others = [node for node in graph.nodes if node not in nodes]
+    needed = {*graph.outputs, *read_by(others)}
+    outputs = [
+        name for n in nodes for _, name in n.outputs if name in needed & {*results}
+    ]
+    nodes = leading_to(nodes, outputs)
+    read = read_by(nodes) - made_by(nodes)
+    kept = read | made_by(nodes)
+    return Graph(
+        tensors=tuple(tensor for tensor in graph.tensors if tensor.name in kept),
+        nodes=tuple(nodes),
+        inputs=tuple(sorted(read)),
+        outputs=tuple(outputs),
+    )
+
+
+def _with_wide_sums(graph: Graph, division: Division[Any]) -> Graph:
+    """Return the graph with shares of sums as results in the dtype of sums.
+
+    A result that has to have an operand's dtype keeps it.
+    """
+    bound = {
+        name
+        for node in graph.nodes
+        for role, name in node.outputs
+        if kind_named(node.kind).row.roles[role].same_as is not None
+    }
+
+    def own(tensor: Tensor) -> Tensor:
+        is_share = tensor.name in graph.outputs and _summed(division, tensor.name)
+        if not is_share or tensor.name in bound:
+            return tensor
+        return replace(tensor, dtype=_sum_dtype(tensor.dtype))
+
+    return replace(graph, tensors=tuple(map(own, graph.tensors)))
+
+
+def _sum_dtype(dtype: DTypeName) -> DTypeName:
+    return dtype if dtype == "i32" else accumulator(dtype)
