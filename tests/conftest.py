@@ -21,6 +21,9 @@ os.environ["JAX_CUDNN_CACHE_DIR"] = "off"
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
+# For tests of programs for several devices (tests/devices.py); others use the first.
+jax.config.update("jax_num_cpu_devices", 8)
+
 # Examples are the same in every run. The first one of a shape compiles: no deadline.
 hypothesis.settings.register_profile(
     "jax_cudnn", derandomize=True, deadline=None, database=None, max_examples=40

@@ -134,16 +134,6 @@ def test_every_argument_of_lax_may_be_positional() -> None:
     assert dot_general(a, a, _ROWS_BY_COLUMNS, None, jnp.float32, None).shape == (3, 3)
 
 
-@pytest.mark.parametrize("op", _OPS)
-def test_a_sharding_of_the_result_is_refused(op: str) -> None:
-    ours, _, call = _OPS[op]
-    x = jnp.ones((3, 3))
-    assert call(ours, x, x, out_sharding=None).size
-    message = rf"^{op}: out_sharding=P.*'data'.* was passed\. .* jax.shard_map"
-    with pytest.raises(UnsupportedError, match=message):
-        call(ours, x, x, out_sharding=jax.sharding.PartitionSpec("data"))
-
-
 # --- dtypes ---------------------------------------------------------------------------
 
 

@@ -601,19 +601,20 @@ def test_conv_and_dot_general_themselves_stand_in_for_lax_s():
         np.testing.assert_allclose(ours(x), theirs(x), rtol=1e-5, atol=1e-5)
 
 
-def test_out_sharding_is_refused():
-    x, wanted = normal(1, *IMAGES), jax.sharding.PartitionSpec("data")
-    for name, layer in (
-        ("conv_general_dilated", nnx_conv(conv_general_dilated=conv_general_dilated)),
-        ("dot_general", nnx_linear(dot_general=dot_general)),
-        ("Conv", nnx_conv(our_nnx.Conv)),
-        ("Linear", nnx_linear(our_nnx.Linear)),
+def test_out_sharding_is_how_the_result_is_sharded():
+    mesh = jax.sharding.Mesh(jax.devices("cpu")[:2], ("data",))
+    x = normal(1, 4, Y, X, C)
+    for layer in (
+        nnx_conv(conv_general_dilated=conv_general_dilated),
+        nnx_linear(dot_general=dot_general),
+        nnx_conv(our_nnx.Conv),
+        nnx_linear(our_nnx.Linear),
     ):
-        with pytest.raises(
-            jax_cudnn.UnsupportedError,
-            match=rf"^{name}: out_sharding=P.*'data'.* was passed\. .* jax.shard_map",
-        ):
-            layer(x, wanted)
+        spec = jax.sharding.PartitionSpec("data")
+        wanted = jax.sharding.NamedSharding(mesh, spec)
+        result = jax.jit(lambda x, layer=layer, to=wanted: layer(x, to))(x)
+        np.testing.assert_allclose(result, layer(x), rtol=1e-4, atol=1e-5)
+        assert result.sharding.spec == spec
 
 
 @pytest.mark.parametrize(

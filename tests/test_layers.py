@@ -142,11 +142,16 @@ def test_the_reader_of_imports_sees_what_there_is() -> None:
     assert {"jax", "jax._src.core", "jax._src"} <= set(chains)
 
 
-def test_private_jax_is_used_nowhere() -> None:
+# JAX tells plugins of partitioners through it, and has no other way (lowering/_jax.py).
+_PRIVATE = "jax._src.xla_bridge.register_plugin_callbacks"
+
+
+def test_private_jax_is_one_name_in_one_module() -> None:
     for path in (*_modules(), *sorted((_ROOT / "tests").rglob("*.py"))):
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        wrong = [x for x in _imported_names(tree) if _is_within(x, "jax._src")]
-        assert not wrong, path
+        found = [x for x in _imported_names(tree) if _is_within(x, "jax._src")]
+        is_bridge = path.parts[-2:] == ("lowering", "_jax.py")
+        assert found == ([_PRIVATE] if is_bridge else []), path
 
 
 def test_semi_public_jax_is_imported_in_one_module() -> None:

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
 from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import as_operand, refuse_out_sharding
+from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.callers import on_behalf_of
 
 # For each product, a layer's own names of the product's operands.
@@ -50,7 +50,6 @@ class FusedProduct:
         **geometry: Any,
     ) -> jax.Array:
         """Return the layer's result."""
-        refuse_out_sharding(self.layer, out_sharding)
         dtype = preferred_element_type
         if dtype is not None and self.bias is not None:
             # The dtype that adding the bias to the product would give.
@@ -61,6 +60,7 @@ class FusedProduct:
                 *operands,
                 **geometry,
                 preferred_element_type=dtype,
+                out_sharding=out_sharding,
                 bias=self.bias,
                 residual=self.residual,
                 activation=self.activation,

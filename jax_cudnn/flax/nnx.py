@@ -97,7 +97,7 @@ class Conv(nnx.Conv):
         Args:
           inputs: (..., \*y, c), with any number of batch axes, spatial axes y and c in
             channels.
-          out_sharding: must be None.
+          out_sharding: how the result is to be sharded, as there.
           residual: floats that broadcast to the result, added in f32 within the kernel,
             before the activation. Default None: nothing added.
 
@@ -107,7 +107,7 @@ class Conv(nnx.Conv):
         Raises:
           ValueError: an unknown activation; a residual that does not broadcast.
           TypeError: dtypes that `jax_cudnn.conv` does not take.
-          UnsupportedError: as `jax_cudnn.conv`; or `out_sharding` is given.
+          UnsupportedError: as `jax_cudnn.conv`.
           LibraryError: as `jax_cudnn.conv`.
         """
         inputs = as_operand("Conv", "inputs", inputs)
@@ -183,7 +183,7 @@ class Linear(nnx.Linear):
 
         Args:
           inputs: (..., c), with c in features.
-          out_sharding: must be None.
+          out_sharding: how the result is to be sharded, as there.
           residual: floats that broadcast to the result, added in f32 within the kernel,
             before the activation. Default None: nothing added.
 
@@ -193,7 +193,7 @@ class Linear(nnx.Linear):
         Raises:
           ValueError: an unknown activation; a residual that does not broadcast.
           TypeError: dtypes that `jax_cudnn.matmul` does not take.
-          UnsupportedError: as `jax_cudnn.matmul`; or `out_sharding` is given.
+          UnsupportedError: as `jax_cudnn.matmul`.
           LibraryError: as `jax_cudnn.matmul`.
         """
         inputs = as_operand("Linear", "inputs", inputs)

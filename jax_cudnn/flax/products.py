@@ -12,7 +12,7 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.ops.arguments import Precision, refuse_out_sharding
+from jax_cudnn.ops.arguments import Precision
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.dot_general import dot_general as fused_dot_general
@@ -66,14 +66,14 @@ class ConvGeneralDilated:
           batch_group_count: see there.
           precision: see there.
           preferred_element_type: see there.
-          out_sharding: must be None, the value that nnx's layers pass.
+          out_sharding: how the result is to be sharded, as there.
 
         Returns:
           The result, in the layout of `dimension_numbers`.
 
         Raises:
           ValueError, TypeError, LibraryError: as `jax_cudnn.conv`.
-          UnsupportedError: likewise; or `out_sharding` is given.
+          UnsupportedError: likewise.
 
         Example:
           >>> import jax.numpy as jnp
@@ -85,7 +85,6 @@ class ConvGeneralDilated:
           >>> layer(jnp.ones((2, 8, 8, 3))).shape
           (2, 8, 8, 16)
         """
-        refuse_out_sharding("conv_general_dilated", out_sharding)
         with on_behalf_of("conv_general_dilated", "conv"):
             return conv(
                 lhs,
@@ -99,6 +98,7 @@ class ConvGeneralDilated:
                 batch_group_count,
                 precision,
                 preferred_element_type,
+                out_sharding,
                 implementation=self.implementation,
             )
 
@@ -139,14 +139,14 @@ class DotGeneral:
           dimension_numbers: as in `jax_cudnn.dot_general`, like the next two.
           precision: see there.
           preferred_element_type: see there.
-          out_sharding: must be None, the value that nnx's layers pass.
+          out_sharding: how the result is to be sharded, as there.
 
         Returns:
           The batch axes, the free axes of lhs, and those of rhs, in this order.
 
         Raises:
           ValueError, TypeError, LibraryError: as `jax_cudnn.dot_general`.
-          UnsupportedError: likewise; or `out_sharding` is given.
+          UnsupportedError: likewise.
 
         Example:
           >>> import jax.numpy as jnp
@@ -156,13 +156,13 @@ class DotGeneral:
           >>> layer(jnp.ones((5, 3, 8))).shape
           (5, 3, 16)
         """
-        refuse_out_sharding("dot_general", out_sharding)
         return fused_dot_general(
             lhs,
             rhs,
             dimension_numbers,
             precision,
             preferred_element_type,
+            out_sharding,
             implementation=self.implementation,
         )
 

@@ -10,8 +10,8 @@ several factors, the slowest first, and so does an axis with members
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from jax_cudnn.graph.axes import axis_classes
 from jax_cudnn.graph.kinds import is_anchor, kind_named, roles_in
@@ -37,6 +37,10 @@ class Factors:
     axes: Mapping[str, tuple[Product, ...]]
     whole: frozenset[int]
     partial: Mapping[str, frozenset[int]]
+
+    def with_whole(self, more: Iterable[int]) -> "Factors":
+        """Return them with more factors that are not to be divided."""
+        return replace(self, whole=self.whole.union(more))
 
 
 @functools.lru_cache(maxsize=4096)

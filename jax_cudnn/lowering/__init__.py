@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
-from jax_cudnn.lowering._jax import equation_place, is_known_array, weakly_typed
+from jax_cudnn.lowering._jax import (
+    equation_place,
+    is_known_array,
+    sharded_as,
+    weakly_typed,
+)
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.primitives import run_graph
@@ -28,6 +33,7 @@ __all__ = [
     "run_xla",
     "same_function",
     "scoped",
+    "sharded_as",
     "stage_of",
     "subprograms",
     "traced_graphs",

@@ -38,10 +38,12 @@ __all__ = [
     "elements",
     "equation_function",
     "equation_place",
-    "explicit_sharding",
+    "explicit_mesh",
+    "explicit_spec",
     "hlo_sharding",
     "inner_jaxprs",
     "instantiate_zero",
+    "is_explicitly_sharded",
     "is_known_array",
     "is_linear_input",
     "is_zero",
@@ -55,6 +57,7 @@ __all__ = [
     "set_jvp",
     "set_lowering",
     "set_transpose",
+    "sharded_as",
     "sum_over_groups",
     "weakly_typed",
     "without_mesh",
@@ -173,10 +176,31 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     )
 
 
-def explicit_sharding(x: jax.Array) -> str | None:
-    """Return the sharding in an array's type, where it names axes of a mesh."""
-    spec = jax.typeof(x).sharding.spec
-    return str(spec) if any(axes is not None for axes in spec) else None
+def is_explicitly_sharded(x: jax.Array) -> bool:
+    """Whether an array's type says that it is sharded along axes of a mesh."""
+    return any(entry is not None for entry in explicit_spec(x))
+
+
+def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
+    """Return along which axes of the mesh an array's type says that it is sharded."""
+    return tuple(jax.typeof(x).sharding.spec)
+
+
+def explicit_mesh(operands: Sequence[jax.Array]) -> Any:
+    """Return the mesh of operands of which some say how they are sharded."""
+    return next(
+        jax.typeof(x).sharding.mesh for x in operands if is_explicitly_sharded(x)
+    )
+
+
+def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:
+    """Return an array with a sharding, in its type if the mesh has it there."""
+    if sharding is None:
+        return x
+    kinds = jax.typeof(x).sharding.mesh.axis_types
+    if jax.sharding.AxisType.Explicit in kinds:
+        return jax.sharding.reshard(x, sharding)
+    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def output_aval(

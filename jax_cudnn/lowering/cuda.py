@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The CUDA lowering of a graph: launches cuDNN's plans through XLA's FFI.
+"""What a graph is on a GPU: launches cuDNN's plans through XLA's FFI.
 
 Who runs what is decided in decision.py.
 """
@@ -8,7 +8,6 @@ import functools
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,14 +20,15 @@ from jax_cudnn.graph import Graph, kind_named, summary, to_json
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.decision import Step, decide
 from jax_cudnn.lowering.members import as_results, merged
-from jax_cudnn.lowering.partitioned import divides
-from jax_cudnn.lowering.primitives import graph_p, run_reference
+from jax_cudnn.lowering.partitioned import set_lowering
+from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
 
 
-def _lower_cuda(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
+def cuda_program(graph: Graph, options: Options) -> Callable[..., Sequence[jax.Array]]:
+    """Return what computes the graph's results on a GPU, from arrays."""
     decision = decide(graph, options)
     missing = decision.missing
     if missing and options.implementation == "cudnn":
@@ -37,8 +37,7 @@ def _lower_cuda(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any
     is_told = decision.reasons and not graph.has_empty_tensor
     if options.implementation == "auto" and falls_back and is_told:
         _say_once(summary(graph), decision.reasons)
-    function = functools.partial(_run, graph, decision.steps, options)
-    return _jax.lower_function(function)(ctx, *operands)
+    return functools.partial(_run, graph, decision.steps, options)
 
 
 def _run(
@@ -137,4 +136,4 @@ def _say_once(call: str, reasons: tuple[str, ...]) -> None:
     _log.info("%s runs with XLA: %s", call, "; ".join(reasons))
 
 
-_jax.set_lowering(graph_p, divides(_lower_cuda, "cuda"), platform="cuda")
+set_lowering("cuda", cuda_program)

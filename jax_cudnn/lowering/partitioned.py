@@ -34,7 +34,7 @@ from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
 from jax_cudnn.lowering.members import Shape, all_members, flat, result_shapes, spread
-from jax_cudnn.lowering.primitives import graph_p, run_reference
+from jax_cudnn.lowering.primitives import graph_p, reference_program, run_reference
 from jax_cudnn.lowering.share import run_share
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -49,26 +49,30 @@ _kernel_p.multiple_results = True
 _sum_p = _jax.Primitive("cudnn_sum_over_devices")
 
 
-def divides(rule: Callable[..., Any], platform: str) -> Callable[..., Any]:
-    """Return a lowering rule that leaves programs for several devices to XLA.
+# Makes what computes a graph on one device of a platform, from arrays.
+Program = Callable[[Graph, Options], Callable[..., Sequence[jax.Array]]]
+_PROGRAMS: dict[str, Program] = {}
 
-    ``rule`` lowers the graph for one device, with all of its operands.
-    """
+
+def set_lowering(platform: str, program: Program) -> None:
+    """Set how graphs are lowered for a platform, in programs for any devices."""
+    _PROGRAMS[platform] = program
 
     def lower(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
         region = _jax.partitioned_region(ctx)
         if region is None or graph.has_empty_tensor or not _register():
-            return rule(ctx, *operands, graph=graph, options=options)
-        function = functools.partial(
-            _run_parts,
-            graph=graph,
-            options=options,
-            platform=platform,
-            may_sum=region == "automatic",
-        )
+            function = program(graph, options)
+        else:
+            function = functools.partial(
+                _run_parts,
+                graph=graph,
+                options=options,
+                platform=platform,
+                may_sum=region == "automatic",
+            )
         return _jax.lower_function(function)(ctx, *operands)
 
-    return lower
+    _jax.set_lowering(graph_p, lower, platform=platform)
 
 
 @functools.cache
@@ -294,15 +298,12 @@ class _Call:
         def total(x: jax.Array, over: frozenset[int]) -> jax.Array:
             return _sum_p.bind(x, groups=_groups(division, devices, over))
 
+        def run(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+            return _PROGRAMS[self._platform](graph, self._options)(*operands)
+
         def body(*operands: jax.Array) -> list[jax.Array]:
             members = all_members(self.graph, self._shapes)
-            results = run_share(
-                self.graph, members, division, operands, self._options, total
-            )
-            return [
-                jax.numpy.reshape(x, division.local_shape(name))
-                for name, x in zip(self.graph.outputs, results, strict=True)
-            ]
+            return run_share(self.graph, members, division, operands, run, total)
 
         operands = [
             jax.ShapeDtypeStruct(division.local_shape(t.name), jax_dtype(t.dtype))
@@ -310,8 +311,9 @@ class _Call:
         ]
         is_double = any(tensor.dtype == "f64" for tensor in self.graph.tensors)
         with _jax.without_mesh(), jax.enable_x64(is_double):
+            # XLA passes all operands, those that the program does not read as well.
             lowered = (
-                jax.jit(body)
+                jax.jit(body, keep_unused=True)
                 .trace(*operands)
                 .lower(lowering_platforms=(self._platform,))
             )
@@ -375,16 +377,4 @@ _sum_p.def_abstract_eval(lambda x, *, groups: x)
 _jax.set_lowering(_sum_p, _jax.sum_over_groups)
 
 
-def _lower_reference(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
-    function = functools.partial(_reference, graph, options)
-    return _jax.lower_function(function)(ctx, *operands)
-
-
-def _reference(
-    graph: Graph, options: Options, *operands: jax.Array
-) -> Sequence[jax.Array]:
-    return run_reference(graph, operands, options)
-
-
-_jax.set_lowering(graph_p, _lower_reference)
-_jax.set_lowering(graph_p, divides(_lower_reference, "cpu"), platform="cpu")
+set_lowering("cpu", reference_program)

@@ -20,7 +20,6 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_cudnn.config import Options
-from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
@@ -48,17 +47,11 @@ def run_graph(
     An operand may have several axes in place of one of its tensor's (members.py). The
     results then have them as well.
     """
-    for tensor, x in zip(graph.input_tensors, operands, strict=True):
-        if (sharding := _jax.explicit_sharding(x)) is not None:
-            if options.implementation == "xla":
-                return list(run_reference(graph, operands, options))
-            raise UnsupportedError(
-                f"{graph.nodes[0].kind}: {tensor.name} is sharded in its type, as "
-                f"{sharding}. A cuDNN call runs on one device's share of the operands. "
-                "Wrap the call in jax.shard_map, with batch and heads sharded alike in "
-                "all operands, use a mesh with AxisType.Auto, or pass "
-                'implementation="xla".'
-            )
+    if any(map(_jax.is_explicitly_sharded, operands)):
+        # It calls this function for the part of each device.
+        from jax_cudnn.lowering.explicit import run_explicit
+
+        return run_explicit(graph, operands, options)
     operands = _jax.align_varying(unmerged(graph, operands))
     return graph_p.bind(*operands, graph=graph, options=options)
 
@@ -89,6 +82,13 @@ def run_reference(
             precision=precision,
         )
         return tuple(as_results(graph, operands, results))
+
+
+def reference_program(
+    graph: Graph, options: Options
+) -> Callable[..., Sequence[jax.Array]]:
+    """Return what computes the graph's results by the reference, from arrays."""
+    return lambda *operands: run_reference(graph, operands, options)
 
 
 # --- evaluation and types -------------------------------------------------------------
@@ -484,6 +484,12 @@ def _linear_batch(
 
 graph_p.def_impl(_eager(graph_p))
 graph_p.def_abstract_eval(_graph_avals)
+_jax.set_lowering(
+    graph_p,
+    _jax.lower_function(
+        lambda *operands, graph, options: run_reference(graph, operands, options)
+    ),
+)
 _jax.set_jvp(graph_p, _graph_jvp)
 _jax.set_transpose(graph_p, _graph_transpose)
 _jax.set_batching(graph_p, _graph_batch)

@@ -12,16 +12,17 @@ from dataclasses import replace
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jax_cudnn.config import Options
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, is_anchor, kind_named
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.walks import leading_to, made_by, read_by
 from jax_cudnn.lowering.cuts import Division
 from jax_cudnn.lowering.members import Members
-from jax_cudnn.lowering.primitives import run_graph
 from jax_cudnn.reference.dtypes import jax_dtype
 
+# Runs a graph on one device.
+Run = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
 # Adds up the shares of an array that devices have along some factors.
 Total = Callable[[jax.Array, frozenset[int]], jax.Array]
 
@@ -31,7 +32,7 @@ def run_share(
     members: Mapping[str, Members],
     division: Division[Any],
     operands: Sequence[jax.Array],
-    options: Options,
+    run: Run,
     total: Total,
 ) -> list[jax.Array]:
     """Return a device's part of the results, given its part of the operands."""
@@ -40,14 +41,16 @@ def run_share(
     for stage in _stages(local, division):
         wide = _with_wide_sums(stage, division)
         arguments = [values[name] for name in stage.inputs]
-        results = run_graph(wide, arguments, options)
+        results = run(wide, arguments)
         for tensor, x in zip(stage.output_tensors, results, strict=True):
             over = _summed(division, tensor.name)
             if over:
                 # Shares that a kernel has rounded are at least not added up rounded.
                 x = total(x.astype(jax_dtype(_sum_dtype(tensor.dtype))), over)
             values[tensor.name] = x.astype(jax_dtype(tensor.dtype))
-    return [values[name] for name in graph.outputs]
+    return [
+        jnp.reshape(values[name], division.local_shape(name)) for name in graph.outputs
+    ]
 
 
 def _summed(division: Division[Any], name: str) -> frozenset[int]:

@@ -16,7 +16,6 @@ from jax_cudnn.config import (
     Options,
     PlanOptions,
 )
-from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import DTypeName, Tensor
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.lowering import call_options
@@ -183,14 +182,9 @@ def refused_by_jax(
         raise kind(f"{op}: {' and '.join(shown)}{how}: {error}{hint()}") from error
 
 
-def refuse_out_sharding(op: str, out_sharding: object) -> None:
-    """Raise UnsupportedError if the caller asks for a sharding of the result."""
-    if out_sharding is not None:
-        raise UnsupportedError(
-            f"{op}: out_sharding={out_sharding} was passed. A cuDNN call runs on one "
-            "device's share of the operands and gives its share of the result. Make "
-            "the call inside jax.shard_map, or shard its result."
-        )
+def struct(x: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype, without its sharding."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
 def check_dtype(

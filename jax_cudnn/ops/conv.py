@@ -16,7 +16,7 @@ from jax_cudnn.graph import ConvAttributes
 from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.graph.shapes import result_dims
-from jax_cudnn.lowering import weakly_typed
+from jax_cudnn.lowering import sharded_as, weakly_typed
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
     Precision,
@@ -28,10 +28,10 @@ from jax_cudnn.ops.arguments import (
     in_front,
     is_weak,
     options,
-    refuse_out_sharding,
     refused_by_jax,
     result_dtype,
     strongly_typed,
+    struct,
     sums_dtype,
     tensor,
     why_symbolic,
@@ -115,7 +115,8 @@ def conv(
         GPU except for "highest"; for "highest", "auto" runs XLA.
       preferred_element_type: dtype of the result. Default None: lhs's dtype, in which
         sums of integers wrap around as in lax. Sums for an f64 result are kept in f64.
-      out_sharding: must be None. It is accepted because nnx's layers pass it.
+      out_sharding: a `jax.sharding.NamedSharding`, or a `PartitionSpec` where a mesh is
+        set: how the result is to be sharded. Default None: as the operands imply.
       bias: (o,), or an array that broadcasts to the result. Differentiable.
       residual: added before the activation; broadcasts to the result. Differentiable.
       activation: "relu", "relu6", "leaky_relu" (slope 0.01), "elu", "gelu"
@@ -168,7 +169,6 @@ def conv(
       ... ).shape
       (2, 8, 8, 16)
     """
-    refuse_out_sharding("conv", out_sharding)
     call = options("conv", implementation, plan, precision)
     x, w = as_operand("conv", "lhs", lhs), as_operand("conv", "rhs", rhs)
     epilogue = Epilogue.of(
@@ -193,7 +193,8 @@ def conv(
         output = _plain(problem, epilogue, preferred_element_type, call)
     else:
         output = _fused(problem, epilogue, dtype, call)
-    return weakly_typed(output) if weak else output
+    output = weakly_typed(output) if weak else output
+    return sharded_as(output, out_sharding)
 
 
 class _Problem(NamedTuple):
@@ -331,7 +332,9 @@ def _problem(
 
     def lax_conv(**changes: Any) -> Any:
         return jax.eval_shape(
-            lambda: jax.lax.conv_general_dilated(x, w, **(options | changes))
+            lambda x, w: jax.lax.conv_general_dilated(x, w, **(options | changes)),
+            struct(x),
+            struct(w),
         )
 
     # lax checks ranks, groups and sizes against each other, in its own words.

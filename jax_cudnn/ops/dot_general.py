@@ -12,17 +12,17 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
-from jax_cudnn.lowering import weakly_typed
+from jax_cudnn.lowering import sharded_as, weakly_typed
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
     Precision,
     as_operand,
     is_weak,
     options,
-    refuse_out_sharding,
     refused_by_jax,
     result_dtype,
     strongly_typed,
+    struct,
 )
 from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
@@ -68,7 +68,8 @@ def dot_general(
       precision: as for :func:`matmul`.
       preferred_element_type: dtype of the result. Default None: the dtype that lax
         returns.
-      out_sharding: must be None. It is accepted because nnx's layers pass it.
+      out_sharding: a `jax.sharding.NamedSharding`, or a `PartitionSpec` where a mesh is
+        set: how the result is to be sharded. Default None: as the operands imply.
       bias: broadcasts to the result. Differentiable. Default None: none.
       residual: likewise, added before the activation.
       activation: as for :func:`jax_cudnn.conv`. Default None: none.
@@ -88,7 +89,6 @@ def dot_general(
       >>> jax_cudnn.dot_general(x, w, (((2,), (1,)), ((), ()))).shape
       (5, 3, 16)
     """
-    refuse_out_sharding("dot_general", out_sharding)
     call = options("dot_general", implementation, plan, precision)
     x = as_operand("dot_general", "lhs", lhs)
     y = as_operand("dot_general", "rhs", rhs)
@@ -101,7 +101,9 @@ def dot_general(
     # jax.lax checks the axes against each other, in its own words.
     how = f", with dimension_numbers={numbers}"
     with refused_by_jax("dot_general", {"lhs": x, "rhs": y}, how=how):
-        result = jax.eval_shape(lambda: jax.lax.dot_general(x, y, numbers))
+        result = jax.eval_shape(
+            lambda x, y: jax.lax.dot_general(x, y, numbers), struct(x), struct(y)
+        )
     dtypes = common_dtypes("dot_general", x, y, result.dtype)
     dtype = result_dtype("dot_general", preferred_element_type, result.dtype)
     if reason := dtypes.why_plain(dtype, lhs=x, rhs=y):
@@ -122,7 +124,8 @@ def dot_general(
             sizes=sizes,
         )
         output = run_product(product, dtypes, epilogue, dtype, call)
-    return weakly_typed(output) if weak else output
+    output = weakly_typed(output) if weak else output
+    return sharded_as(output, out_sharding)
 
 
 def _plain_dot_general(

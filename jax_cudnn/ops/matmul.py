@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
-from jax_cudnn.lowering import weakly_typed
+from jax_cudnn.lowering import sharded_as, weakly_typed
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
     Precision,
@@ -22,7 +22,6 @@ from jax_cudnn.ops.arguments import (
     describe,
     is_weak,
     options,
-    refuse_out_sharding,
     result_dtype,
     strongly_typed,
 )
@@ -107,7 +106,8 @@ def matmul(
       preferred_element_type: dtype of the result. Default None: the dtype that
         jnp.matmul returns, in which sums of integers wrap around; for f8 beside a wider
         operand, the wider operand's dtype. Sums for an f64 result are kept in f64.
-      out_sharding: must be None. It is accepted because nnx's layers pass it.
+      out_sharding: a `jax.sharding.NamedSharding`, or a `PartitionSpec` where a mesh is
+        set: how the result is to be sharded. Default None: as the operands imply.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`.
       plan: as for :func:`jax_cudnn.conv`.
 
@@ -139,7 +139,6 @@ def matmul(
       >>> jax_cudnn.matmul(x, w, bias=jnp.zeros(16), activation="gelu").shape
       (5, 3, 16)
     """
-    refuse_out_sharding("matmul", out_sharding)
     call = options("matmul", implementation, plan, precision)
     a, b = as_operand("matmul", "a", a), as_operand("matmul", "b", b)
     for name, x in (("a", a), ("b", b)):
@@ -173,7 +172,8 @@ def matmul(
         )
     else:
         output = _fused_matmul(a, b, dtypes, scales, epilogue, dtype, call)
-    return weakly_typed(output) if weak else output
+    output = weakly_typed(output) if weak else output
+    return sharded_as(output, out_sharding)
 
 
 def _fused_matmul(

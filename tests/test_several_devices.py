@@ -1,0 +1,402 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do sharded operands give the same results, with no more sent than the rule implies?
+
+Everything runs on eight devices of the CPU, through XLA's partitioner and the custom
+call that it divides, as on GPUs.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import jax_cudnn
+from tests.devices import Function, Spec, collectives, gradient, mesh_of, placed
+
+_NUMBERS = np.random.default_rng(0)
+
+
+def _draw(*shape: int) -> jax.Array:
+    return jnp.asarray(_NUMBERS.standard_normal(shape), jnp.float32)
+
+
+def _matmul(x: Any, w: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.matmul(x, w, bias=bias, activation="gelu")
+
+
+def _contraction(x: Any, w: Any) -> jax.Array:
+    return jax_cudnn.matmul(x, w)
+
+
+def _transposed(x: Any, w: Any) -> jax.Array:
+    return jax_cudnn.dot_general(x, w, (((2,), (1,)), ((), ())), activation="silu")
+
+
+def _experts(x: Any, w: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.matmul(x, w, bias=bias, activation=jnp.tanh)
+
+
+def _sdpa(q: Any, k: Any, v: Any) -> jax.Array:
+    return jax_cudnn.sdpa(q, k, v, is_causal=True)
+
+
+def _biased(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.sdpa(q, k, v, bias)
+
+
+def _conv(x: Any, w: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.conv(
+        x,
+        w,
+        padding="SAME",
+        bias=bias,
+        activation="silu",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+def _grouped(x: Any, w: Any) -> jax.Array:
+    return jax_cudnn.conv(
+        x,
+        w,
+        padding="VALID",
+        feature_group_count=4,
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+    )
+
+
+_SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
+    _matmul: ((8, 6, 16), (16, 24), (24,)),
+    _contraction: ((8, 6, 16), (16, 24)),
+    _transposed: ((8, 6, 16), (24, 16)),
+    _experts: ((4, 10, 16), (4, 16, 12), (4, 1, 12)),
+    _sdpa: ((8, 10, 16, 4), (8, 12, 8, 4), (8, 12, 8, 6)),
+    _biased: ((8, 10, 8, 4), (8, 12, 4, 4), (8, 12, 4, 6), (1, 8, 10, 12)),
+    _conv: ((8, 6, 4, 16), (3, 3, 16, 24), (24,)),
+    _grouped: ((8, 6, 4, 16), (3, 3, 4, 32)),
+}
+_OPERANDS = {
+    function: [_draw(*shape) for shape in shapes]
+    for function, shapes in _SHAPES.items()
+}
+
+
+class _Case(NamedTuple):
+    """Shardings, and what is sent in the result and in the gradient."""
+
+    function: Function
+    specs: tuple[Spec, ...]
+    forward: str = ""
+    backward: str = ""
+
+
+_NONE: Spec = ()
+_CASES = [
+    # batch and rows: the gradient of what all share is a sum
+    _Case(_matmul, (("x",), _NONE, _NONE), "", "all-reduce"),
+    _Case(_matmul, (("x", "y"), _NONE, _NONE), "", "all-reduce"),
+    _Case(_matmul, ((("y", "x"),), _NONE, _NONE), "", "all-reduce"),
+    # columns
+    _Case(_matmul, (_NONE, (None, "y"), ("y",)), "", "all-reduce"),
+    _Case(_matmul, (("x",), (None, "y"), ("y",)), "", "all-reduce"),
+    # contraction: complete before the epilogue
+    _Case(_matmul, ((None, None, "y"), ("y",), _NONE), "all-reduce", "all-reduce"),
+    _Case(_contraction, (("x", None, "y"), ("y",)), "all-reduce", "all-reduce"),
+    _Case(_transposed, (("x", None, "y"), (None, "y")), "all-reduce", "all-reduce"),
+    _Case(_transposed, (("x",), ("y",)), "", "all-reduce"),
+    # a batch of matrices that are all different
+    _Case(_experts, (("x",), ("x",), ("x",))),
+    _Case(_experts, (("x", "y"), ("x",), ("x",)), "", "all-reduce"),
+    # batch, heads, both; key heads with their query heads
+    _Case(_sdpa, (("x",),) * 3),
+    _Case(_sdpa, ((("x", "y"),),) * 3),
+    _Case(_sdpa, (("x", None, "y"),) * 3),
+    _Case(_sdpa, ((None, None, ("x", "y")),) * 3),
+    # what a kernel needs whole is gathered: keys, values and queries, once
+    _Case(_sdpa, ((None, "y"),) * 3, "all-gather", "all-gather"),
+    _Case(_biased, (("x",),) * 3 + (_NONE,), "", "all-reduce"),
+    _Case(_biased, (("x", None, "y"),) * 3 + ((None, "y"),), "", "all-reduce"),
+    _Case(_conv, (("x",), _NONE, _NONE), "", "all-reduce"),
+    _Case(_conv, (("x",), (None, None, None, "y"), ("y",)), "", "all-reduce"),
+    _Case(
+        _conv,
+        ((None, None, None, "y"), (None, None, "y"), _NONE),
+        "all-reduce",
+        "all-reduce",
+    ),
+    _Case(
+        _grouped, (("x", None, None, "y"), (None, None, None, "y")), "", "all-reduce"
+    ),
+]
+
+
+def _label(case: _Case) -> str:
+    specs = ["".join(str(P(*spec))[13:]) or "()" for spec in case.specs]
+    return f"{case.function.__name__[1:]} {' '.join(specs)}"
+
+
+def _assert_equal(got: Any, want: Any) -> None:
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        scale = float(jnp.max(jnp.abs(y)))
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("case", _CASES, ids=_label)
+def test_sharded_operands_give_the_same_and_send_what_the_rule_implies(
+    case: _Case,
+) -> None:
+    operands = _OPERANDS[case.function]
+    sharded = placed(mesh_of(x=4, y=2), operands, case.specs)
+    for function, sent in (
+        (case.function, case.forward),
+        (gradient(case.function), case.backward),
+    ):
+        _assert_equal(jax.jit(function)(*sharded), function(*operands))
+        assert " ".join(collectives(function, *sharded)) == sent
+
+
+@pytest.mark.parametrize("case", _CASES, ids=_label)
+def test_shardings_in_types_give_the_same(case: _Case) -> None:
+    operands = _OPERANDS[case.function]
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    sharded = placed(mesh, operands, case.specs)
+    for function, sent in (
+        (case.function, case.forward),
+        (gradient(case.function), case.backward),
+    ):
+        got = jax.jit(function)(*sharded)
+        _assert_equal(got, function(*operands))
+        assert " ".join(collectives(function, *sharded)) == sent
+    # A gradient is sharded as its operand is.
+    for x, gradient_of in zip(sharded, got, strict=True):
+        full = (*x.sharding.spec, *(None,) * x.ndim)[: x.ndim]
+        assert jax.typeof(gradient_of).sharding.spec == P(*full)
+
+
+def test_results_say_in_their_types_how_they_are_sharded() -> None:
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    x, w, bias = placed(mesh, _OPERANDS[_matmul], [("x",), (None, "y"), ("y",)])
+    with jax.set_mesh(mesh):
+        result = jax.eval_shape(_matmul, x, w, bias)
+        assert result.sharding.spec == P("x", None, "y")
+        mapped = jax.vmap(_matmul, in_axes=(0, None, None))(x, w, bias)
+        assert jax.typeof(mapped).sharding.spec == P("x", None, "y")
+
+
+def test_shardings_that_contradict_each_other_are_refused() -> None:
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    operands = placed(mesh, _OPERANDS[_matmul], [("x",), (None, "x"), ()])
+    with pytest.raises(
+        jax_cudnn.UnsupportedError,
+        match=r"^matmul: axis 2 of b is sharded along x of the mesh, .*reshard",
+    ):
+        jax.jit(_matmul)(*operands)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("op", ["matmul", "dot_general", "conv"])
+def test_out_sharding_is_how_the_result_is_sharded(op: str, kind: AxisType) -> None:
+    mesh = mesh_of(kind, x=4, y=2)
+    rows = (((1,), (0,)), ((), ()))
+    call = {
+        "matmul": jax_cudnn.matmul,
+        "dot_general": lambda x, w, **how: jax_cudnn.dot_general(x, w, rows, **how),
+        "conv": lambda x, w, **how: jax_cudnn.conv(
+            x[..., None], w.T[..., None], padding="VALID", **how
+        )[..., 0],
+    }[op]
+    x, w = _draw(8, 16), _draw(16, 24)
+    operands = placed(mesh, [x, w], [(None, "y"), ("y",)])
+    full = NamedSharding(mesh, P("x", None, None) if op == "conv" else P("x"))
+    run = jax.jit(functools.partial(call, out_sharding=full))
+    result = run(*operands)
+    _assert_equal(result, call(x, w))
+    assert result.sharding.spec[0] == "x"
+
+
+# --- random meshes and shardings ------------------------------------------------------
+
+_MESHES = [
+    {"x": 8},
+    {"x": 4, "y": 2},
+    {"x": 2, "y": 2, "z": 2},
+    {"x": 2, "w": 1, "y": 2, "z": 2},
+]
+
+
+def _draw_spec(
+    rng: np.random.Generator, mesh: dict[str, int], shape: tuple[int, ...]
+) -> Spec:
+    """Draw a sharding of an array: some axes of the mesh, where they divide."""
+    names = [str(name) for name in rng.permutation([*mesh])]
+    spec: list[Any] = [()] * len(shape)
+    for name in names[: int(rng.integers(0, len(names) + 1))]:
+        axis = int(rng.integers(len(shape)))
+        own = (*spec[axis], name)
+        if shape[axis] % math.prod(mesh[each] for each in own) == 0:
+            spec[axis] = own
+    return tuple(own[0] if len(own) == 1 else own or None for own in spec)
+
+
+@pytest.mark.parametrize("function", _SHAPES, ids=lambda f: f.__name__[1:])
+def test_random_shardings_give_the_same(function: Function) -> None:
+    operands = _OPERANDS[function]
+    want = [jax.jit(f)(*operands) for f in (function, gradient(function))]
+    rng = np.random.default_rng(len(function.__name__))
+    for _ in range(4):
+        sizes = _MESHES[int(rng.integers(len(_MESHES)))]
+        specs = [_draw_spec(rng, sizes, x.shape) for x in operands]
+        print(sizes, specs)
+        sharded = placed(mesh_of(**sizes), operands, specs)
+        got = [jax.jit(f)(*sharded) for f in (function, gradient(function))]
+        _assert_equal(got, want)
+
+
+def test_key_heads_that_do_not_divide_are_not_cut_with_their_query_heads() -> None:
+    shapes = (2, 10, 16, 4), (2, 12, 4, 4), (2, 12, 4, 4)
+    operands = [_draw(*shape) for shape in shapes]
+    sharded = placed(mesh_of(x=8), operands, [(None, None, "x"), (), ()])
+    for function in (_sdpa, gradient(_sdpa)):
+        _assert_equal(jax.jit(function)(*sharded), function(*operands))
+
+
+def test_uneven_parts_are_gathered() -> None:
+    x, w = _draw(9, 6, 16), _draw(16, 24)
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax_cudnn.matmul(x[:6], w)
+
+    (padded,) = placed(mesh_of(x=3), [x], [("x",)])
+    _assert_equal(jax.jit(run)(padded, w), run(x, w))
+
+
+def test_sums_are_complete_before_they_are_rounded() -> None:
+    # The devices' shares cancel: rounded to bf16 they would leave nothing but errors.
+    x = jnp.concatenate([jnp.full((4, 8), 1.0), jnp.full((4, 8), -1.0)], axis=1)
+    w = jnp.full((16, 8), 100.3)
+    x, w = (each.astype(jnp.bfloat16) for each in (x.at[:, 0].set(1.03), w))
+    sharded = placed(mesh_of(x=2), [x, w], [(None, "x"), ("x",)])
+    _assert_equal(
+        jax.jit(_contraction)(*sharded).astype(jnp.float32),
+        (x.astype(jnp.float32) @ w.astype(jnp.float32))
+        .astype(jnp.bfloat16)
+        .astype(jnp.float32),
+    )
+    assert "all-reduce" in collectives(_contraction, *sharded)
+
+
+# --- transformations ------------------------------------------------------------------
+
+
+def _check(
+    function: Callable[..., Any], specs: list[Spec], *operands: jax.Array
+) -> Any:
+    sharded = placed(mesh_of(x=4, y=2), operands, specs)
+    _assert_equal(jax.jit(function)(*sharded), function(*operands))
+    return sharded
+
+
+def test_examples_of_a_vmap_are_not_gathered_with_the_batch() -> None:
+    q, k = _draw(3, 8, 10, 4, 4), _draw(3, 8, 12, 4, 4)
+
+    def run(q: jax.Array, k: jax.Array) -> jax.Array:
+        return jax.vmap(jax_cudnn.sdpa)(q, k, k)
+
+    sharded = _check(run, [(None, "x"), (None, "x")], q, k)
+    assert collectives(run, *sharded) == {}
+    assert collectives(gradient(run), *sharded) == {}
+
+
+@pytest.mark.parametrize("spmd_axis_name", [None, "x"])
+def test_examples_of_a_vmap_may_be_sharded(spmd_axis_name: str | None) -> None:
+    x, w = _draw(8, 6, 16), _draw(16, 24)
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax.vmap(
+            jax_cudnn.matmul, in_axes=(0, None), spmd_axis_name=spmd_axis_name
+        )(x, w)
+
+    sharded = _check(run, [("x", "y"), ()], x, w)
+    assert collectives(run, *sharded) == {}
+
+
+def test_a_scan_with_remat_stays_sharded() -> None:
+    x, w = _draw(8, 6, 16), _draw(3, 16, 16) / 4
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        @jax.checkpoint
+        def layer(x: jax.Array, w: jax.Array) -> tuple[jax.Array, None]:
+            q = jax_cudnn.matmul(x, w).reshape(8, 6, 4, 4)
+            return x + jax_cudnn.sdpa(q, q, q, is_causal=True).reshape(8, 6, 16), None
+
+        return jax.lax.scan(layer, x, w)[0]
+
+    sharded = _check(run, [("x",), ()], x, w)
+    assert collectives(run, *sharded) == {}
+    _assert_equal(jax.jit(gradient(run))(*sharded), gradient(run)(x, w))
+    assert [*collectives(gradient(run), *sharded)] == ["all-reduce"]
+
+
+def test_forward_mode_gives_the_same() -> None:
+    def run(*operands: jax.Array) -> Any:
+        return jax.jvp(_matmul, operands, operands)
+
+    _check(run, [("x",), (None, "y"), ("y",)], *_OPERANDS[_matmul])
+
+
+def test_donated_operands_are_used_again() -> None:
+    (x,) = placed(mesh_of(x=4, y=2), [_draw(8, 6, 16)], [("x",)])
+    w = _draw(16, 16)
+    want = jax_cudnn.matmul(x, w)
+    _assert_equal(jax.jit(jax_cudnn.matmul, donate_argnums=0)(x, w), want)
+    assert x.is_deleted()
+
+
+def test_some_axes_of_the_mesh_may_be_manual() -> None:
+    mesh = mesh_of(x=4, y=2)
+    operands = _OPERANDS[_matmul]
+    sharded = placed(mesh, operands, [("x",), (None, "y"), ("y",)])
+    run = jax.shard_map(
+        _matmul,
+        mesh=mesh,
+        in_specs=(P("x"), P(), P()),
+        out_specs=P("x"),
+        axis_names={"x"},
+    )
+    for ours, plain in ((run, _matmul), (gradient(run), gradient(_matmul))):
+        _assert_equal(jax.jit(ours)(*sharded), plain(*operands))
+    assert collectives(run, *sharded) == {}
+
+
+def test_an_exported_program_is_divided_where_it_is_loaded() -> None:
+    specs: list[Spec] = [("x",), (None, "y"), ("y",)]
+    operands = _OPERANDS[_matmul]
+    sharded = placed(mesh_of(x=4, y=2), operands, specs)
+    exported = jax.export.export(
+        jax.jit(_matmul),
+        disabled_checks=[
+            jax.export.DisabledSafetyCheck.custom_call("jax_cudnn.partitioned")
+        ],
+    )(*sharded)
+    loaded = jax.export.deserialize(exported.serialize())
+    _assert_equal(jax.jit(loaded.call)(*sharded), _matmul(*operands))
+
+
+def test_a_constraint_within_the_program_is_enough() -> None:
+    mesh = mesh_of(x=4, y=2)
+    x, w, bias = _OPERANDS[_matmul]
+
+    def run(x: jax.Array) -> jax.Array:
+        x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P("x")))
+        return _matmul(x, w, bias)
+
+    result = jax.jit(run)(x)
+    _assert_equal(result, _matmul(x, w, bias))
+    assert result.sharding.spec == P("x")
