@@ -124,6 +124,9 @@ AttributeField ReadAttributeField(const Json& json) {
   field.has_entry_per_star = words.size() > 1 && words[1] != ">=";
   if (words.size() > 2) field.least = std::stoll(words.back());
   if (!is_text) {
+    if (const Json* const entries = Field(Object(json), "entries")) {
+      field.entries = Value(ReadIntegers(*entries, "entries"));
+    }
     if (const Json* const value = Field(Object(json), "default")) {
       field.value = ReadDefault(*value, field.type);
     }
