@@ -114,7 +114,7 @@ AttributeValue ReadDefault(const Json& json, AttributeType type) {
   std::abort();
 }
 
-// "integers y >= 1", or an object that has this as "type" beside a "default".
+// "integers y >= 1", or an object that has this as "type" beside its other fields.
 AttributeField ReadAttributeField(const Json& json) {
   const bool is_text = std::holds_alternative<std::string>(json.value);
   const Json& type = is_text ? json : RequiredField(Object(json), "type");

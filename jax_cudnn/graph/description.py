@@ -247,7 +247,7 @@ def _axis(text: str) -> Axis:
 
 
 def _field(value: Any) -> AttributeField:
-    data = {"type": value} if isinstance(value, str) else value
+    data: dict[str, Any] = {"type": value} if isinstance(value, str) else value
     found = re.fullmatch(r"(\w+)(?: (\w))?(?: >= (-?\d+))?", data["type"])
     assert found is not None, value
     kind, letter, least = found.groups()

@@ -96,7 +96,7 @@ class Attributes:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if isinstance(value, float) and value == 0:
+            if isinstance(value, float) and value == 0.0:
                 object.__setattr__(self, field.name, 0.0)
 
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dtypes of graphs as JAX knows them."""
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,6 +27,4 @@ def jax_dtype(name: str) -> np.dtype:
 
 def dtype_name(dtype: object) -> str | None:
     """Return the graph's name of a dtype, or None where graphs have none for it."""
-    if jnp.issubdtype(dtype, jax.dtypes.extended):
-        return None  # that of random keys, which NumPy does not know
     return _NAMES.get(np.dtype(dtype))  # type: ignore[call-overload]
