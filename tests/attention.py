@@ -368,20 +368,6 @@ def chained_graph() -> Graph:
     )
 
 
-def random_array(rng: np.random.Generator, tensor: Tensor, full: int) -> np.ndarray:
-    """Draw what a tensor may hold, as stored; integers are lengths from 0 to ``full``.
-
-    A drawn mask hides every key from the last query row of the first entry and head.
-    """
-    if tensor.dtype == "bool":
-        mask = rng.random(tensor.dims) < 0.6
-        mask[:1, :1, -1:] = False
-        return np.transpose(mask, tensor.order)
-    if tensor.dtype == "i32":
-        return rng.integers(0, full + 1, tensor.stored_shape, np.int32)
-    return rng.standard_normal(tensor.stored_shape)
-
-
 # --- drawn cases ----------------------------------------------------------------------
 
 

@@ -243,14 +243,9 @@ def _as_cudnn_runs(random: Random, seen: list[Graph]) -> Function:
 
 
 def _check(
-    name: str,
-    random: Random,
-    activation: str | None,
-    order: str | None,
-    patch: pytest.MonkeyPatch,
+    program: Program, random: Random, order: str | None, patch: pytest.MonkeyPatch
 ) -> None:
-    call = draw_call(name, activation, random)
-    program = _draw_program(random, call)
+    call = program.call
     print(f"{call.text}\ninside {program.inside}\noutside {program.outside}")
     arrays = [random.normal(shape) for shape in program.shapes]
 
@@ -292,14 +287,57 @@ def test_operations(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     random = Random(name, seed)
     activation = random.one_of(None, *ACTIVATIONS)
     order = random.one_of(None, None, *_ORDERS)
-    _check(name, random, activation, order, monkeypatch)
+    program = _draw_program(random, draw_call(name, activation, random))
+    _check(program, random, order, monkeypatch)
 
 
 @pytest.mark.parametrize("name", LAYERS)
 def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flax", reason="Flax is not installed")
     random = Random(name)
-    _check(name, random, random.one_of(*NAMED), None, monkeypatch)
+    program = _draw_program(random, draw_call(name, random.one_of(*NAMED), random))
+    _check(program, random, None, monkeypatch)
+
+
+# --- operands that have the same gradient ---------------------------------------------
+
+
+def _biased(
+    a: jax.Array, b: jax.Array, bias: jax.Array, residual: jax.Array
+) -> jax.Array:
+    return jax_cudnn.matmul(a, b, bias=bias, residual=residual, activation="gelu")
+
+
+def test_a_bias_and_a_residual_of_the_result_s_shape(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    random, shape = Random("same"), (2, 4)
+    a, b = random.normal((2, 3)), random.normal((3, 4))
+    call = Call(
+        text="matmul of constants",
+        ours=lambda *terms: _biased(a, b, *terms),
+        plain=lambda *terms: jax.nn.gelu(a @ b + sum(terms)),
+        shapes=(shape, shape),
+    )
+    program = Program(
+        call=call, inside=[], outside=[], operands=[shape] * 2, shapes=[shape] * 5
+    )
+    _check(program, random, "reverse over reverse", monkeypatch)
+
+
+@pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_a_gradient_is_rounded_for_each_operand_alone(dtypes: tuple[str, str]) -> None:
+    random = Random("rounded")
+    a, b, cotangent = (
+        random.normal(s).astype(jnp.float32) for s in ((2, 3), (3, 4), (2, 4))
+    )
+    terms = [random.normal((2, 4)).astype(dtype) for dtype in dtypes]
+    _, pullback = jax.vjp(lambda *terms: _biased(a, b, *terms), *terms)
+    sums = a @ b + sum(x.astype(jnp.float32) for x in terms)
+    _, truth = jax.vjp(jax.nn.gelu, sums)
+    want = [truth(cotangent)[0].astype(dtype) for dtype in dtypes]
+    for got, wanted in zip(pullback(cotangent), want, strict=True):
+        assert_close(got, wanted, 1e-6 if got.dtype == jnp.float32 else 2**-7)
 
 
 # --- whole Jacobians, for every activation --------------------------------------------

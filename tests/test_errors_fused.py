@@ -151,6 +151,8 @@ def test_steps_are_ints_above_0_for_each_spatial_axis(name: str, value: Any) -> 
             "numbers",
         ),
         ({"padding": "SAME", "lhs_dilation": (2, 1)}, ValueError, "[Pp]adding"),
+        ({"window_strides": (2**63, 1)}, ValueError, "too large"),
+        ({"padding": "SAME", "rhs_dilation": (2**63, 1)}, ValueError, "too large"),
         ({"preferred_element_type": jnp.complex64}, TypeError, "preferred_element"),
         ({"preferred_element_type": jnp.int32}, TypeError, "preferred_element_type"),
     ],

@@ -123,6 +123,14 @@ def test_what_is_no_array(name: str, argument: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "argument"), _each("arrays"))
+def test_what_is_no_number_of_numpy(name: str, argument: str) -> None:
+    right = _FUNCTIONS[name].right.get(argument, jnp.ones(()))
+    keys = jax.random.split(jax.random.key(0), right.shape)
+    for value, words in ((10**400, "1000000"), (keys, "key<fry>")):
+        assert words in _refused(name, argument, value)
+
+
+@pytest.mark.parametrize(("name", "argument"), _each("arrays"))
 def test_ranks_and_sizes(name: str, argument: str) -> None:
     is_mask = argument in ("mask", "query_seq_lengths", "key_value_seq_lengths")
     dtype = {True: jnp.int32, argument == "mask": jnp.bool_}.get(True, jnp.int32)

@@ -241,6 +241,12 @@ _LAST_AXES = " Its axes are taken to be the last ones."
         ),
         ({"scale": True}, TypeError, f"sdpa: scale is bool. {_SCALE_ADVICE}"),
         ({"scale": "1"}, TypeError, f"sdpa: scale is str. {_SCALE_ADVICE}"),
+        ({"scale": b"1"}, TypeError, f"sdpa: scale is bytes. {_SCALE_ADVICE}"),
+        (
+            {"scale": np.array("a")},
+            TypeError,
+            f"sdpa: scale is ndarray. {_SCALE_ADVICE}",
+        ),
         ({"scale": 1j}, TypeError, f"sdpa: scale is complex. {_SCALE_ADVICE}"),
         (
             {"scale": np.complex64(1)},

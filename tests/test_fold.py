@@ -24,9 +24,9 @@ from tests.attention import (
     chained_graph,
     numpy_attention,
     numpy_gradients,
-    random_array,
     to_logical,
 )
+from tests.drawn_operands import draw_operands
 
 _SIZES = {"b": 2, "s": 3, "t": 5, "h": 4, "k": 2, "d": 7, "e": 6}
 _COUNT = 3
@@ -39,12 +39,10 @@ def _subsets(count: int) -> list[tuple[bool, ...]]:
 
 def _draw(graph: Graph, batched: tuple[bool, ...], seed: int) -> list[np.ndarray]:
     """Draw operands; a batched one has the examples as its axis 0."""
-    rng = np.random.default_rng(seed)
+    examples = [draw_operands(graph, seed + i) for i in range(_COUNT)]
     return [
-        np.stack([random_array(rng, tensor, _SIZES["t"]) for _ in range(_COUNT)])
-        if is_batched
-        else random_array(rng, tensor, _SIZES["t"])
-        for tensor, is_batched in zip(graph.input_tensors, batched, strict=True)
+        np.stack(xs) if is_batched else xs[0]
+        for *xs, is_batched in zip(*examples, batched, strict=True)
     ]
 
 

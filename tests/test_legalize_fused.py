@@ -34,6 +34,7 @@ from jax_cudnn.legalize import (
 from jax_cudnn.legalize.pointwise import rewrite_pointwise
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
+from tests.drawn_operands import draw_arrays
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
@@ -448,9 +449,7 @@ def test_f8_results_of_f32_products_are_converted_by_xla(
             for part in partition(found)
             if part.output_tensors[0].dtype.startswith("f8")
         )
-        operands = [
-            _draw(rng, *t.stored_shape).astype(jnp.float32) for t in graph.input_tensors
-        ]
+        operands = draw_arrays(graph)
         (expected,) = evaluate(graph, operands)
         candidates = legalize(graph, None).candidates
         assert candidates

@@ -25,7 +25,8 @@ from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
-from tests.attention import attention_graph, backward_graph, random_array
+from tests.attention import attention_graph, backward_graph
+from tests.drawn_operands import draw_arrays
 from tests.flash import flash
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
@@ -39,14 +40,6 @@ _LENGTHS = [(), ("query_lengths",), ("key_lengths",), ("query_lengths", "key_len
 @pytest.fixture
 def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
-
-
-def _draw(graph: Graph, seed: int = 0) -> list[jax.Array]:
-    rng = np.random.default_rng(seed)
-    return [
-        jnp.asarray(random_array(rng, tensor, 7), jax_dtype(tensor.dtype))
-        for tensor in graph.input_tensors
-    ]
 
 
 def _check_form(graph: Graph) -> None:
@@ -87,7 +80,7 @@ def _check_meaning(
     graph: Graph, target: Target | None, *, with_grad_stats: bool = False
 ) -> tuple[Legal, ...]:
     """Compare forward and gradient, before and after legalisation; return all used."""
-    operands = _draw(graph)
+    operands = draw_arrays(graph)
     (forward,) = legalize(graph, target).candidates
     outputs = evaluate(graph, operands)
     _assert_close(graph, _run(forward, operands), outputs)
@@ -199,7 +192,7 @@ def test_a_row_without_keys_meets_finite_numbers_and_gives_zero() -> None:
         sizes=_SIZES, mask="b1st", lengths=_LENGTHS[3], is_causal=True, with_stats=True
     )
     (legal,) = legalize(graph, _HOPPER).candidates
-    operands = _draw(graph)
+    operands = draw_arrays(graph)
     operands[graph.inputs.index("mask")] = jnp.zeros((2, 1, 5, 7), bool)
     operands[graph.inputs.index("key_lengths")] = jnp.zeros((2, 1, 1, 1), jnp.int32)
     changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
@@ -214,7 +207,7 @@ def test_a_row_without_keys_meets_finite_numbers_and_gives_zero() -> None:
 def test_lengths_beyond_the_axis_are_cut_to_it() -> None:
     graph = attention_graph(sizes=_SIZES, lengths=_LENGTHS[3])
     (legal,) = legalize(graph, _HOPPER).candidates
-    operands = _draw(graph)
+    operands = draw_arrays(graph)
     operands[3:] = [jnp.array([-4, 99], jnp.int32).reshape(2, 1, 1, 1)] * 2
     changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
     assert changed["query_lengths"].ravel().tolist() == [0, 5]
@@ -230,7 +223,7 @@ def test_what_the_kernel_leaves_in_hidden_places_does_not_come_out() -> None:
         lengths = jnp.array([2, 3], jnp.int32).reshape(2, 1, 1, 1)
         operands = [
             lengths if tensor.dtype == "i32" else x
-            for tensor, x in zip(graph.input_tensors, _draw(graph), strict=True)
+            for tensor, x in zip(graph.input_tensors, draw_arrays(graph), strict=True)
         ]
         left = [
             jnp.full(t.stored_shape, jnp.nan, jax_dtype(t.dtype))
@@ -307,7 +300,7 @@ def test_the_cotangent_of_statistics_keeps_f32_accuracy(dtype: Any) -> None:
 def test_the_cotangent_of_statistics_may_have_any_size_in_f16(size: float) -> None:
     forward = attention_graph(sizes=_SIZES, dtype="f16", with_stats=True)
     graph = backward_graph(forward, with_grad_stats=True)
-    operands = _draw(graph)
+    operands = draw_arrays(graph)
     index = graph.inputs.index("grad_stats")
     operands[index] = size * operands[index]
     (legal,) = legalize(graph, _HOPPER).candidates
@@ -344,7 +337,7 @@ def test_old_cudnn_gets_lengths_where_the_frontend_would_add_its_own(
         assert ("query_lengths" in legal.graph.inputs) == is_given
         assert ("key_lengths" in legal.graph.inputs) == is_given
         if is_given:
-            changed = legal.before(_draw(graph))
+            changed = legal.before(draw_arrays(graph))
             given = dict(zip(legal.graph.inputs, changed, strict=True))
             assert given["query_lengths"].ravel().tolist() == [5, 5]
             assert given["key_lengths"].ravel().tolist() == [t, t]
@@ -440,7 +433,7 @@ def test_a_mask_hides_keys_below_any_bias(
     graph = attention_graph(
         sizes=_SIZES, mask="11st", bias="1hst", lengths=lengths, with_stats=True
     )
-    operands = dict(zip(graph.inputs, _draw(graph), strict=True))
+    operands = dict(zip(graph.inputs, draw_arrays(graph), strict=True))
     # Where the mask lets a query look, there the bias nearly forbids it.
     low = jnp.where(operands["mask"], jnp.float32(lowest), operands["bias"])
     operands["bias"] = low
@@ -479,11 +472,7 @@ def test_a_bias_of_whole_rows_is_added_to_the_statistics_only(
 @pytest.mark.usefixtures("_allow_f32")
 def test_minus_infinity_in_a_bias_of_whole_rows_hides_the_row() -> None:
     forward = attention_graph(sizes=_SIZES, bias="b1s1", with_stats=True)
-    rng = np.random.default_rng(2)
-    values = {
-        tensor.name: jnp.asarray(random_array(rng, tensor, 7), jnp.float32)
-        for tensor in forward.input_tensors
-    }
+    values = dict(zip(forward.inputs, draw_arrays(forward, 2), strict=True))
     values["bias"] = values["bias"].at[0, 0, 1].set(-jnp.inf).at[1].set(-jnp.inf)
     for graph in (forward, backward_graph(forward)):
         for tensor in graph.input_tensors:
@@ -508,7 +497,7 @@ def test_a_scale_that_is_not_positive_moves_into_the_query(
     (legal,) = legalize(graph, _HOPPER).candidates
     attributes: Any = legal.graph.nodes[0].attributes
     assert attributes.scale == legal_scale
-    operands = _draw(graph)
+    operands = draw_arrays(graph)
     changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
     np.testing.assert_array_equal(changed["query"][..., :5], factor * operands[0])
 
@@ -518,7 +507,7 @@ def test_graphs_that_cudnn_takes_are_left_alone() -> None:
         sizes={**_SIZES, "d": 64, "e": 128}, dtype="f16", bias="1hst", bias_dtype="f32"
     )
     (legal,) = legalize(graph, _HOPPER).candidates
-    operands = _draw(graph)
+    operands = draw_arrays(graph)
     assert {t.name: t for t in legal.graph.tensors} == {
         t.name: t for t in graph.tensors
     }

@@ -314,6 +314,16 @@ def test_numbers_are_exact_in_the_dtype_of_the_sums(draw: Draw) -> None:
     assert_close(got, (a @ b * 0.1 + 0.7 + 3) * 0.3)
 
 
+@pytest.mark.parametrize("name", ["scale_a", "scale_b", "scale_out"])
+def test_minus_zero_is_not_taken_for_zero(name: str) -> None:
+    a, b = jnp.ones((2, 3)), jnp.ones((3, 4))
+    # What was compiled for one is not found by the other.
+    for value in (-0.0, 0.0, -0.0):
+        result = matmul(a, b, **{name: value})
+        np.testing.assert_array_equal(result, 0)
+        np.testing.assert_array_equal(np.signbit(result), np.signbit(value))
+
+
 # --- empty and smallest ---------------------------------------------------------------
 
 

@@ -16,6 +16,7 @@ from jax_cudnn.measuring import candidate_times
 from jax_cudnn.measuring.candidate_times import time_candidates
 from jax_cudnn.measuring.stopwatch import Measurement
 from jax_cudnn.native import Candidate, PlanInfo
+from tests.drawn_operands import draw_arrays
 from tests.planner import H200, PIN, made_plan
 
 _OTHER = PIN.replace("4", "5")
@@ -68,14 +69,13 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     monkeypatch.setattr(native, "candidates", candidates)
     monkeypatch.setattr(native, "plan", plan)
     monkeypatch.setattr(candidate_times, "PlanStopwatch", _Stopwatch)
-    monkeypatch.setattr(candidate_times, "draw_sets", _zeros)
+    monkeypatch.setattr(candidate_times, "draw_sets", _draw_sets)
     return asked
 
 
-def _zeros(graph: Graph, device: Any) -> list[list[jax.Array]]:
+def _draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
     assert device.local_hardware_id == 3
-    shapes = [tensor.stored_shape for tensor in graph.input_tensors]
-    return [[jnp.zeros(shape, jnp.bfloat16) for shape in shapes]]
+    return [draw_arrays(graph)]
 
 
 def test_every_candidate_is_timed_or_says_why_not(graphs: list[Graph]) -> None:

@@ -19,7 +19,7 @@ from jax_cudnn.measuring.correctness import (
     reference_results,
     with_own_results,
 )
-from jax_cudnn.measuring.stopwatch import draw
+from jax_cudnn.measuring.stopwatch import draw_sets
 from tests.flash import flash
 from tests.planner import H200
 from tests.sdpa_cases import Case, attention, make_operands
@@ -118,7 +118,7 @@ def test_random_operands_of_attentions_gradient_raise_no_alarm(case: Case) -> No
     """Each way of rewriting it agrees, and all that is compared is finite."""
     part = _backward(case)
     (device,) = jax.devices("cpu")[:1]
-    drawn = [draw(tensor, i, device) for i, tensor in enumerate(part.input_tensors)]
+    drawn = draw_sets(part, device)[0]
     operands = with_own_results(part, drawn)
     changed = [
         name

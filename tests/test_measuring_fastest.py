@@ -22,6 +22,7 @@ from jax_cudnn.measuring import OutOfTimeError, fastest, measure
 from jax_cudnn.measuring.stopwatch import Measurement
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.reference.interpreter import evaluate
+from tests.drawn_operands import draw_arrays
 from tests.planner import H200, PIN, made_plan
 
 pytestmark = pytest.mark.once
@@ -97,10 +98,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
     def draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
         assert device.local_hardware_id == 3
-        keys = jax.random.split(jax.random.key(0), len(graph.input_tensors))
-        shapes = [tensor.stored_shape for tensor in graph.input_tensors]
-        pairs = zip(keys, shapes, strict=True)
-        return [[jax.random.normal(k, s).astype(jnp.bfloat16) for k, s in pairs]]
+        return [draw_arrays(graph)]
 
     monkeypatch.setattr(jax, "local_devices", lambda backend: [device])
     monkeypatch.setattr(native, "candidates", gpu.candidates)

@@ -47,6 +47,7 @@ def test_attributes_have_the_types_of_the_table(name: str) -> None:
     for field, value in kind.row.attributes.items():
         if value.default is not None:
             assert defaults[field] == value.default
+        assert value.type == "integers" or not value.entries
 
 
 @pytest.mark.parametrize("name", _KINDS)

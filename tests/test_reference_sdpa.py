@@ -29,11 +29,11 @@ from tests.attention import (
     numpy_attention,
     numpy_gradients,
     numpy_sdpa,
-    random_array,
     shape_of,
     to_logical,
 )
 from tests.conftest import Draw
+from tests.drawn_operands import draw_operands
 
 pytestmark = pytest.mark.once
 
@@ -44,12 +44,6 @@ def _attributes(graph: Graph) -> dict[str, Any]:
     attributes: Any = graph.nodes[0].attributes
     names = ("scale", "is_causal", "window")
     return {name: getattr(attributes, name) for name in names}
-
-
-def _draw(graph: Graph, seed: int) -> list[np.ndarray]:
-    rng = np.random.default_rng(seed)
-    # Lengths are drawn up to two beyond the axis.
-    return [random_array(rng, tensor, 2 + 6) for tensor in graph.input_tensors]
 
 
 def _evaluate(graph: Graph, operands: Any) -> dict[str, np.ndarray]:
@@ -67,7 +61,7 @@ def _evaluate(graph: Graph, operands: Any) -> dict[str, np.ndarray]:
 
 @given(forward_graphs(dtypes=("f64",)), st.integers(0, 2**32 - 1))
 def test_forward_graphs_give_numpys_answer(graph: Graph, seed: int) -> None:
-    operands = _draw(graph, seed)
+    operands = draw_operands(graph, seed)
     with jax.enable_x64(True):
         got = _evaluate(graph, operands)
     want = numpy_attention(by_role(graph, operands), **_attributes(graph))
@@ -86,7 +80,7 @@ def test_gradient_graphs_give_numpys_answer(
     graph = SDPA.derivative.with_residuals(graph)
     wanted = (True,) * len(graph.inputs)
     backward = SDPA.derivative.backward(graph, wanted, (True, has_grad_stats))
-    operands, logical = _draw(graph, seed), {}
+    operands, logical = draw_operands(graph, seed), {}
     rng = np.random.default_rng([seed, 1])
     cotangents = [rng.standard_normal(t.stored_shape) for t in graph.output_tensors]
     with jax.enable_x64(True):

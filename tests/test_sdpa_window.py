@@ -20,9 +20,9 @@ from tests.attention import (
     backward_graph,
     by_role,
     numpy_results,
-    random_array,
     to_logical,
 )
+from tests.drawn_operands import draw_operands
 from tests.flash import flash
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
@@ -114,11 +114,7 @@ def test_rewritten_graphs_give_what_windows_mean(
             sizes=sizes, window=_pair(window), with_stats=True, **form
         )
         backward = backward_graph(forward, with_grad_stats=True)
-        rng = np.random.default_rng(3)
-        given = {
-            x.name: random_array(rng, x, t)
-            for x in (*forward.input_tensors, *backward.input_tensors)
-        }
+        given = dict(zip(backward.inputs, draw_operands(backward, 3), strict=True))
         options = {
             name: getattr(forward.nodes[0].attributes, name)
             for name in ("scale", "is_causal", "window")

@@ -275,7 +275,6 @@ Status CheckFlow(const GraphSpec& graph) {
 }
 
 Status CheckGraph(const GraphSpec& graph) {
-  for (const TensorSpec& tensor : graph.tensors) RETURN_IF_ERROR(CheckTensor(tensor));
   for (size_t i = 1; i < graph.tensors.size(); ++i) {
     if (graph.tensors[i].name == graph.tensors[i - 1].name) {
       return InvalidArgument("two tensors have the same name");
@@ -426,6 +425,7 @@ StatusOr<GraphSpec> ParseGraph(std::string_view text) {
     ASSIGN_OR_RETURN(
         TensorSpec tensor,
         ReadTensor((*tensors)[i], "graph.tensors[" + std::to_string(i) + "]"));
+    RETURN_IF_ERROR(CheckTensor(tensor));
     graph.tensors.push_back(std::move(tensor));
   }
   std::stable_sort(

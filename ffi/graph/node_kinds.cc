@@ -114,7 +114,7 @@ AttributeValue ReadDefault(const Json& json, AttributeType type) {
   std::abort();
 }
 
-// "integers y >= 1", or an object that has this as "type" beside a "default".
+// "integers y >= 1", or an object that has this as "type" beside its other fields.
 AttributeField ReadAttributeField(const Json& json) {
   const bool is_text = std::holds_alternative<std::string>(json.value);
   const Json& type = is_text ? json : RequiredField(Object(json), "type");
@@ -124,6 +124,9 @@ AttributeField ReadAttributeField(const Json& json) {
   field.has_entry_per_star = words.size() > 1 && words[1] != ">=";
   if (words.size() > 2) field.least = std::stoll(words.back());
   if (!is_text) {
+    if (const Json* const entries = Field(Object(json), "entries")) {
+      field.entries = Value(ReadIntegers(*entries, "entries"));
+    }
     if (const Json* const value = Field(Object(json), "default")) {
       field.value = ReadDefault(*value, field.type);
     }

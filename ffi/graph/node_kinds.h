@@ -27,6 +27,7 @@ struct AttributeField {
   AttributeType type;
   bool has_entry_per_star = false;      // a list with an entry for each starred axis
   std::optional<int64_t> least;         // of an integer, or of each entry of a list
+  std::vector<int64_t> entries;         // how many a list may have; empty for any
   std::optional<AttributeValue> value;  // the default, which is not written
 };
 

@@ -40,6 +40,19 @@ Status CheckLeast(const NodeKind& kind, const std::string& name,
   return Fail(kind, name + " " + shown + " is below " + std::to_string(*field.least));
 }
 
+// A list has as many entries as the table says, if it says so.
+Status CheckCount(const NodeKind& kind, const std::string& name,
+                  const AttributeField& field, const AttributeValue& value) {
+  if (field.entries.empty()) return {};
+  const auto count = static_cast<int64_t>(std::get<Dims>(value).size());
+  std::string counts;
+  for (const int64_t each : field.entries) {
+    if (each == count) return {};
+    counts += (counts.empty() ? "" : " or ") + std::to_string(each);
+  }
+  return Fail(kind, name + " has " + std::to_string(count) + " entries, not " + counts);
+}
+
 // --- the tensors of one node --------------------------------------------------------
 
 class Checker {
@@ -356,6 +369,7 @@ Status CheckAttributes(const NodeKind& kind, const NodeSpec& node) {
       return Fail(kind, name + " " + std::to_string(std::get<double>(value)) +
                             " is not finite");
     }
+    RETURN_IF_ERROR(CheckCount(kind, name, field, value));
     RETURN_IF_ERROR(CheckLeast(kind, name, field, value));
   }
   if (kind.arity.empty()) return {};

@@ -117,12 +117,19 @@ def _write(
                 grad = vjp(writer, node, cotangent, role)
                 if grad is not None:
                     cotangents.setdefault(name, []).append(grad)
+    grads = {
+        i: _sum(writer, cotangents[name])
+        for i, name in enumerate(graph.inputs)
+        if wanted[i] and name in cotangents
+    }
     results: dict[str, int] = {}
-    for i, tensor in enumerate(graph.input_tensors):
-        if wanted[i] and tensor.name in cotangents:
-            grad = _sum(writer, cotangents[tensor.name])
-            final = replace(tensor, name=writer.gradient_name(tensor.name))
-            results[writer.result(grad, final)] = i
+    for i, grad in grads.items():
+        if list(grads.values()).count(grad) > 1:
+            # That of several operands; their dtypes may differ.
+            grad = writer.pointwise("identity", grad)
+        tensor = graph.input_tensors[i]
+        final = replace(tensor, name=writer.gradient_name(tensor.name))
+        results[writer.result(grad, final)] = i
     return results, writer
 
 

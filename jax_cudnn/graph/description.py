@@ -21,7 +21,7 @@ The other fields of a row, all optional:
 ==============  ========================================================================
 attributes      name: bool, integer, number, string or "integers" and the letter that
                 they have one entry for; ">= 1" for each. A value behind "default" is
-                left out of a graph's text
+                left out of a graph's text; "entries" are how many a list may have
 like            the kind whose other fields, attributes included, this one shares
 letters         what each letter is called
 ranks           the least and most axes that a starred letter stands for
@@ -106,12 +106,14 @@ class Role:
 class AttributeField:
     """An attribute's type, the letter that a list has entries for, least and default.
 
-    The default is None where the attribute is always written.
+    The default is None where the attribute is always written. ``entries`` is empty
+    where a list may have any number of them.
     """
 
     type: Literal["bool", "integer", "number", "string", "integers"]
     letter: str = ""
     least: int | None = None
+    entries: tuple[int, ...] = ()
     default: Any = None
 
 
@@ -251,7 +253,7 @@ def _axis(text: str) -> Axis:
 
 
 def _field(value: Any) -> AttributeField:
-    data = {"type": value} if isinstance(value, str) else value
+    data: dict[str, Any] = {"type": value} if isinstance(value, str) else value
     found = re.fullmatch(r"(\w+)(?: (\w))?(?: >= (-?\d+))?", data["type"])
     assert found is not None, value
     kind, letter, least = found.groups()
@@ -260,6 +262,7 @@ def _field(value: Any) -> AttributeField:
         type=kind,  # type: ignore[arg-type]
         letter=letter or "",
         least=None if least is None else int(least),
+        entries=tuple(data.get("entries", ())),
         default=tuple(cast("list[int]", default))
         if isinstance(default, list)
         else default,

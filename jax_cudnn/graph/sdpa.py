@@ -10,7 +10,6 @@ scores.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
 from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
@@ -30,10 +29,6 @@ class SdpaAttributes(Attributes):
     scale: float
     is_causal: bool
     window: tuple[int, ...] = ()
-
-    def __post_init__(self) -> None:
-        if len(self.window) not in (0, 2):
-            raise GraphError(f"sdpa: window {list(self.window)} has not two entries")
 
 
 def sdpa_graph(

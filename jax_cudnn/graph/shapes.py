@@ -31,6 +31,11 @@ def check_attributes(kind: Description, attributes: Attributes) -> None:
         value = getattr(attributes, name)
         if field.type == "number" and not math.isfinite(value):
             raise GraphError(f"{kind.name}: {name} {value} is not finite")
+        if field.entries and len(value) not in field.entries:
+            counts = " or ".join(map(str, field.entries))
+            raise GraphError(
+                f"{kind.name}: {name} has {len(value)} entries, not {counts}"
+            )
         values = value if field.type == "integers" else (value,)
         if field.least is not None and any(each < field.least for each in values):
             shown = list(value) if field.type == "integers" else value
@@ -73,9 +78,12 @@ def _sizes(
     sizes = _solve(kind, present, axes, roles)
     for letter, (size, window) in kind.windows.items():
         for i in range(stars):
-            sizes[f"{letter}{i}"] = _windows(
-                attributes, i, sizes[f"{size}{i}"], sizes[f"{window}{i}"]
-            )
+            count = _windows(attributes, i, sizes[f"{size}{i}"], sizes[f"{window}{i}"])
+            if count >= 2**63:
+                raise GraphError(
+                    f"{kind.name}: the size of spatial axis {i} overflows 64 bits"
+                )
+            sizes[f"{letter}{i}"] = count
     for role in present:
         _check_dims(kind, role, axes, roles, sizes)
     return sizes

@@ -6,7 +6,7 @@ Knows nothing of JAX's tracing, of the C++ extension or of how any node computes
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal, get_args
 
 from jax_cudnn.errors import GraphError
@@ -88,7 +88,16 @@ AttributeValue = bool | int | float | str | tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attributes:
-    """Base of every node kind's static configuration."""
+    """Base of every node kind's static configuration.
+
+    -0.0 becomes 0.0, which it equals: equal graphs mean the same.
+    """
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, float) and value == 0.0:
+                object.__setattr__(self, field.name, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

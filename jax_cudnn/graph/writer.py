@@ -5,6 +5,7 @@ A tensor made here is virtual, in the accumulator's dtype, until it is given a n
 a dtype of its own as a result.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -88,6 +89,9 @@ class GraphWriter:
     def constant(self, value: float, rank: int | None = None) -> str:
         """Add a constant of that rank (by default that of the first tensor), once."""
         rank = rank or len(next(iter(self._tensors.values())).dims)
+        if value == 0 and math.copysign(1, value) < 0:
+            # Graphs do not distinguish -0.0 from 0.0.
+            return self.pointwise("neg", self.constant(0.0, rank))
         if (value, rank) not in self._constants:
             self._constants[value, rank] = self.node(
                 "constant",

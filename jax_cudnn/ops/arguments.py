@@ -117,7 +117,10 @@ def as_operand(op: str, name: str, value: ArrayLike) -> jax.Array:
     try:
         if value is None or isinstance(value, str | bytes):
             raise TypeError
-        return jnp.asarray(value)
+        array = jnp.asarray(value)
+        if jnp.issubdtype(array.dtype, jax.dtypes.extended):  # random keys
+            raise TypeError
+        return array
     except jax.errors.JAXTypeError:
         raise  # about a traced value: JAX's own message explains it
     except (TypeError, ValueError, OverflowError):
@@ -142,9 +145,18 @@ def as_factor(op: str, name: str, value: ArrayLike | None) -> jax.Array | float 
 
 def as_term(op: str, name: str, value: ArrayLike | None) -> jax.Array | float | None:
     """Return a summand: an array, or a number, which `as_array` makes an array."""
-    if value is None or isinstance(value, int | float):
-        return value
-    return as_operand(op, name, value)
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        return as_operand(op, name, value)
+    try:
+        float(value)
+    except OverflowError:
+        raise ValueError(
+            f"{op}: {name}={value} is more than a float holds. Pass a smaller number, "
+            "or an array of any values."
+        ) from None
+    return value
 
 
 def _check_finite(op: str, name: str, value: float) -> None:
@@ -175,7 +187,7 @@ def refused_by_jax(
     """
     try:
         yield
-    except (TypeError, ValueError, RuntimeError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         shown = [f"{name} {describe(x)}" for name, x in operands.items()]
         shown[0] = shown[0].replace(" ", " is ", 1)
@@ -271,7 +283,8 @@ def strongly_typed(x: jax.Array) -> jax.Array:
 
 def is_weak(*values: ArrayLike | None) -> bool:
     """Whether all values that are not None are weakly typed."""
-    given = (each for each in values if each is not None)
+    # Python's numbers are; an array of an int may not hold it.
+    given = (x for x in values if x is not None and type(x) not in (int, float))
     return all(jax.typeof(jnp.asarray(each)).weak_type for each in given)
 
 

@@ -375,7 +375,7 @@ def _channels_last_hint(
     last = (f"N{space}C", f"{space}IO", f"N{space}C")
     try:
         lax_conv(dimension_numbers=last)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         return ""
     return (
         " The default layout has channels first. For channels last, as these operands "

@@ -267,12 +267,13 @@ def _check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
     if scale is None:
         value = 1.0 / math.sqrt(d) if d else 1.0
     else:
-        is_odd = isinstance(scale, bool | np.bool_ | str) or np.iscomplexobj(scale)
+        is_odd = isinstance(scale, bool | np.bool_ | str | bytes)
+        is_odd = is_odd or np.iscomplexobj(scale)
         if is_odd or np.ndim(scale) != 0:
             raise _not_a_number(scale)
         try:
             value = float(scale)
-        except TypeError:  # A traced value is one of its causes.
+        except (TypeError, ValueError):  # A traced value is one of its causes.
             raise _not_a_number(scale) from None
         except OverflowError:
             value = math.inf

@@ -26,6 +26,7 @@ from jax_cudnn.lowering.decision import Step
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests import fusion_cases
+from tests.drawn_operands import draw_arrays
 from tests.fused import graphs
 from tests.fusion_cases import ACTIVATIONS, Case
 from tests.plain_calls import kinks_of, plain_activation, plain_call
@@ -210,11 +211,7 @@ def test_sums_beside_activations_are_launched_and_right(
     for number, part in enumerate(
         each for each in _around() if each.case.dtype == dtype
     ):
-        rng = np.random.default_rng(number)
-        operands = [
-            jnp.asarray(rng.standard_normal(t.stored_shape), jax_dtype(t.dtype))
-            for t in part.graph.input_tensors
-        ]
+        operands = draw_arrays(part.graph, number)
         for legal in legalize(part.graph, target).candidates:
             record_property("planned", part.key)
             plan = native.plan(to_json(legal.graph))

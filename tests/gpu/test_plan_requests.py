@@ -18,6 +18,7 @@ from jax_cudnn.lowering import run_cudnn
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
+from tests.drawn_operands import draw_arrays
 from tests.fused import graphs
 from tests.gpu.numerics import judge, to_f32
 from tests.gpuless.emitted import semantic_graphs
@@ -190,12 +191,5 @@ def _backward_operands(forward: Graph, backward: Graph, case: Case) -> list[jax.
     values = dict(zip(forward.inputs, arrays, strict=True))
     results = run_reference(forward, arrays, Options())
     values |= dict(zip(forward.outputs, results, strict=True))
-    rng = np.random.default_rng(7)
-    operands = []
-    for tensor in backward.input_tensors:
-        if tensor.name not in values:
-            drawn = rng.standard_normal(tensor.stored_shape, np.float32)
-            dtype = jnp.float32 if tensor.dtype == "f32" else jnp.bfloat16
-            values[tensor.name] = jnp.asarray(drawn, dtype)
-        operands.append(values[tensor.name])
-    return operands
+    drawn = zip(backward.inputs, draw_arrays(backward, 7), strict=True)
+    return [values.get(name, x) for name, x in drawn]

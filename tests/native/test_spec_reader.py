@@ -454,7 +454,20 @@ def test_a_convolution_of_huge_sizes_overflows_nothing(name: str) -> None:
     node["attributes"]["padding_low"][1] = 2**63 - 1
     refusal = _refusal(_dump(data))
     assert refusal == "conv_fprop: the size of spatial axis 1 overflows 64 bits"
-    assert _python_refusal(_dump(data)) is not None
+    assert refusal == _python_refusal(_dump(data))
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+@pytest.mark.parametrize("window", [[1], [1, 2, 3], [-1, 2], [2**63 - 1, 0], []])
+def test_a_window_has_two_entries_or_none(window: list[int], kind: str) -> None:
+    data = json.loads((_FOLDER / f"sdpa_{kind}.json").read_text())
+    data["nodes"][0]["attributes"] |= {"scale": 0.25, "window": window}
+    name, refusal = data["nodes"][0]["kind"], _refusal(_dump(data))
+    wanted = f"{name}: window has {len(window)} entries, not 0 or 2"
+    if not window:  # its default is not written
+        wanted = "graph: the text is valid but not in canonical form"
+    assert refusal == (None if len(window) == 2 else wanted)
+    assert refusal == _python_refusal(_dump(data))
 
 
 def test_lone_surrogates_and_bytes_that_are_no_text_are_refused() -> None:
