@@ -409,7 +409,7 @@ def spec_of(path: tuple[Any, ...], shape: tuple[int, ...], data: int) -> P:
 class TrainState(NamedTuple):
     """All that a step changes, and all that a checkpoint holds."""
 
-    params: nnx.State
+    params: Any  # an nnx.State
     optimizer: optax.OptState
     losses: jax.Array  # (steps,) f32; NaN for steps to come
     step: jax.Array  # steps taken
@@ -517,20 +517,22 @@ def describe_program(program: Any) -> str:
     return told
 
 
+def peak_flops(layout: Layout, settings: Settings) -> float | None:
+    """Return the FLOP/s that the devices reach at best together, where it is known."""
+    kind = layout.mesh.devices.flat[0].device_kind
+    peaks = (peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", kind))
+    peak = next(peaks, None) if settings.dtype == "bfloat16" else None
+    return None if peak is None else peak * layout.mesh.size
+
+
 class Progress:
     """A line that is redrawn in a terminal, and a line per twentieth elsewhere."""
 
-    def __init__(self, settings: Settings, flops: float, devices: list[jax.Device]):
+    def __init__(self, settings: Settings, flops_per_token: float, peak: float | None):
         self._settings = settings
         self._is_terminal = sys.stdout.isatty()
-        kind = devices[0].device_kind
-        peaks = (
-            peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", kind)
-        )
-        peak = next(peaks, None) if settings.dtype == "bfloat16" else None
-        self._utilisation = (
-            None if peak is None else 100 * flops / (peak * len(devices))
-        )
+        self._flops_per_token = flops_per_token
+        self._peak = peak
         self._times: list[float] = []  # of each step, s
         self._last: float | None = None
 
@@ -565,9 +567,11 @@ class Progress:
         seconds = statistics.median(times)
         rate = self._settings.tokens_per_step / seconds
         told = f"{1e3 * seconds:,.1f} ms a step, {rate:,.0f} tokens/s"
-        if self._utilisation is None:
+        if self._peak is None:
             return told
-        return f"{told}, {self._utilisation * rate:.1f} % of peak"
+        return (
+            f"{told}, {100 * self._flops_per_token * rate / self._peak:.1f} % of peak"
+        )
 
 
 # --- checkpoints and picture ----------------------------------------------------------
@@ -848,7 +852,7 @@ def run(argv: list[str] | None = None) -> TrainState:
     print(f"Program     compiled in {compiled:.1f} s; {describe_program(trainer.step)}")
 
     progress = Progress(
-        settings, flops_per_token(params, settings), list(layout.mesh.devices.flat)
+        settings, flops_per_token(params, settings), peak_flops(layout, settings)
     )
     state = train(trainer, corpus, settings, arguments, progress, checkpoints)
     if checkpoints:
