@@ -155,18 +155,19 @@ REFUSED_BY_GPT = {
 
 # Where neither orbax nor matplotlib is installed, and on four devices.
 GPT_ALONE = f"""
-import contextlib, io, json, runpy, sys
+import contextlib, io, json, sys
 sys.modules.update({{"orbax": None, "matplotlib": None}})
 import jax
 jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_disable_most_optimizations", True)
-gpt = runpy.run_path({str(EXAMPLES / "train_gpt.py")!r})
+sys.path.insert(0, {str(EXAMPLES)!r})
+import train_gpt
 given = sys.argv[2:]
-gpt["run"]([*given, "--steps", "2"])
+train_gpt.run([*given, "--steps", "2"])
 for line in json.loads(sys.argv[1]):
     said = io.StringIO()
     with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said):
-        gpt["parse_arguments"]([*given, *line.split()])
+        train_gpt.parse_arguments([*given, *line.split()])
     print("SAID", json.dumps(said.getvalue()))
 """
 
@@ -176,6 +177,8 @@ def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
         pytest.importorskip(package, reason=f"{package} is not installed")
     path = tmp_path / "alone.py"
     path.write_text(GPT_ALONE)
+    short = tmp_path / "short.txt"
+    short.write_text("x" * 160)
     output = run_example(path, json.dumps(list(REFUSED_BY_GPT)), *GPT)
     assert "as a mesh of 4 data x 1 model" in output
     assert " 2/2  loss " in output
@@ -183,6 +186,10 @@ def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
     said = re.findall(r"^SAID (.*)$", output, re.M)
     for line, message in zip(said, REFUSED_BY_GPT.values(), strict=True):
         assert message in json.loads(line)
+    done = start_example("train_gpt.py", *GPT, "--text", str(short))
+    assert done.returncode == 1
+    assert "short.txt: 160 bytes are too few: a tenth is held out, " in done.stderr
+    assert "longer than the context of 16" in done.stderr
 
 
 def test_train_residual_cnn_tells_held_out_digits():

@@ -105,14 +105,17 @@ save(folder / "resumed", state)
 
 _MODEL = """
 from flax import nnx
+from gpt.layout import name_of
+from gpt.model import OURS, Gpt, cross_entropy, plain_kernels
+from gpt.report import flops_per_token
 
 arguments = [*json.loads(sys.argv[1]), "--layers", "2"]
 settings = train_gpt.parse_arguments(arguments).settings
 rng = np.random.default_rng(0)
 told = {}
 tokens = rng.integers(256, size=(3, settings.context))
-for name, kernels in (("ours", train_gpt.OURS), ("plain", train_gpt.plain_kernels())):
-    model = train_gpt.Gpt(settings, kernels, nnx.Rngs(0))
+for name, kernels in (("ours", OURS), ("plain", plain_kernels())):
+    model = Gpt(settings, kernels, nnx.Rngs(0))
     graph, params = nnx.split(model, nnx.Param)
     rng = np.random.default_rng(1)
     # No bias is 0, and no scale is 1.
@@ -120,9 +123,9 @@ for name, kernels in (("ours", train_gpt.OURS), ("plain", train_gpt.plain_kernel
         lambda x: x + 0.2 * rng.standard_normal(x.shape).astype(np.float32), params)
     told[name] = jax.jit(nnx.merge(graph, params))(tokens)
 leaves = jax.tree.leaves_with_path(params)
-weights = {train_gpt.name_of(path): np.asarray(x) for path, x in leaves}
+weights = {name_of(path): np.asarray(x) for path, x in leaves}
 targets = rng.integers(256, size=tokens.shape)
-told["loss"] = train_gpt.cross_entropy(told["ours"], targets)
+told["loss"] = cross_entropy(told["ours"], targets)
 np.savez(folder / "model", tokens=tokens, targets=targets, **told)
 np.savez(folder / "weights", **weights)
 
@@ -146,7 +149,7 @@ def product_flops(jaxpr):
 jaxpr = jax.make_jaxpr(jax.grad(loss))(params, tokens).jaxpr
 save(folder / "flops", {
     "counted": product_flops(jaxpr) / tokens.size,
-    "told": train_gpt.flops_per_token(params, settings),
+    "told": flops_per_token(params, settings),
     "masked": 6 * settings.layers * settings.width * settings.context,
 })
 """
