@@ -11,6 +11,8 @@ from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
 GUIDES = ("plans.md", "performance.md")
+# Its snippets make eight devices of the CPU, so that ring 5 does not run them.
+SEVERAL_DEVICES = "several_gpus.md"
 
 _GPU_MARK = "# needs a GPU\n"
 _CUDNN_MARK = "# needs cuDNN\n"

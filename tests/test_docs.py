@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the outputs in docs/plans.md and docs/performance.md true without a GPU?
+"""Are the outputs in the guides of docs/ true without a GPU?
 
-tests/gpu/test_docs.py runs the same snippets on a GPU. test_examples.py runs those of
-README.md, and test_flax.py those of docs/flax.md.
+tests/gpu/test_docs.py runs the same snippets on a GPU, but for those that need several
+devices. test_examples.py runs those of README.md, test_flax.py those of docs/flax.md.
 """
 
 import re
@@ -13,11 +13,13 @@ import pytest
 
 from jax_cudnn import cli, offline
 from tests.script import load_script
-from tests.snippets import DOCS, GUIDES, run, snippets
+from tests.snippets import DOCS, GUIDES, SEVERAL_DEVICES, run, snippets
+
+PAGES = (*GUIDES, SEVERAL_DEVICES)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", PAGES)
 def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
     page = DOCS / name
     found, outcomes = snippets(page), run(page, tmp_path, "cpu")
@@ -40,7 +42,7 @@ def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
         assert outcome.output == (snippet.output or ""), where
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", PAGES)
 def test_every_text_block_is_a_snippet_s_output(name: str) -> None:
     found = [each for each in snippets(DOCS / name) if each.output is not None]
     assert len(found) == (DOCS / name).read_text().count("```text\n")
@@ -56,7 +58,7 @@ def test_commands_are_taken(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("jax_cudnn.cli.bench.local_target", lambda: None)
-    commands = [command for name in GUIDES for command in _commands(name)]
+    commands = [command for name in PAGES for command in _commands(name)]
     assert len(commands) == 7
     for command in commands:
         python, flag, package, *arguments = shlex.split(command)
@@ -74,7 +76,7 @@ def test_commands_are_taken(
             assert "jax_cudnn[gpuless]" in told.err
 
 
-@pytest.mark.parametrize("name", GUIDES)
+@pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
     links = re.findall(r"\]\(((?!https:)[^)]+)\)", (DOCS / name).read_text())
     assert links

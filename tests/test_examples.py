@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does each example, run on the CPU as by a user, print what it should?"""
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -46,6 +48,7 @@ def test_every_example_is_run_here():
         "gradient_check.py",
         "quickstart.py",
         "train_char_transformer.py",
+        "train_gpt.py",
         "train_residual_cnn.py",
     }
 
@@ -104,6 +107,89 @@ def test_train_char_transformer_refuses_zero_steps():
     )
     assert done.returncode == 2
     assert "--steps 0: at least 1 step is needed" in done.stderr
+
+
+GPT = (
+    *("--size", "tiny", "--layers", "1", "--width", "32", "--heads", "2"),
+    *("--context", "16", "--learning-rate", "1e-2", "--steps", "40"),
+)
+
+
+def test_train_gpt_lowers_its_loss_and_draws_it(tmp_path):
+    for package in ("flax", "optax", "matplotlib"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    picture = tmp_path / "loss.png"
+    output = run_example("train_gpt.py", *GPT, "--picture", str(picture))
+    assert "sources of Python, NumPy, JAX and Flax: " in output
+    assert "collectives of a step: none" in output
+    assert " tokens/s, the median of 38" in output
+    first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
+    # At first 1/256 for each byte.
+    assert abs(first - math.log(256)) < 0.3
+    assert last < first - 1.5
+    assert abs(number_after("this model", output) - last) < 1
+    assert number_after("counting pairs", output) < number_after(
+        "counting bytes", output
+    )
+    assert f"The losses are drawn in {picture}" in output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+REFUSED_BY_GPT = {
+    "--steps 0": "--steps 0: it must be at least 1",
+    "--save-every 0": "--save-every 0: it must be at least 1",
+    "--stop-at -1": "--stop-at -1: it must be at least 1",
+    "--heads 3": "--width 32 is not a multiple of --heads 3",
+    "--mesh 8": "--mesh 8: write it as 4x2",
+    "--mesh 4x2": "the mesh 4x2 needs more than the 4 devices here",
+    "--batch 6": "the mesh 4x1: 4 does not divide --batch 6",
+    "--parallel tensor --mesh 1x4": (
+        "the mesh 1x4: 4 does not divide both --heads 2 and the 256 tokens"
+    ),
+    "--mesh 2x2": "Pass --parallel tensor or fsdp, or --mesh 4x1",
+    "--picture here": "Run: pip install matplotlib, or leave --picture out",
+    "--checkpoints here": (
+        "Run: pip install orbax-checkpoint, or leave --checkpoints out"
+    ),
+}
+
+# Where neither orbax nor matplotlib is installed, and on four devices.
+GPT_ALONE = f"""
+import contextlib, io, json, sys
+sys.modules.update({{"orbax": None, "matplotlib": None}})
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_disable_most_optimizations", True)
+sys.path.insert(0, {str(EXAMPLES)!r})
+import train_gpt
+given = sys.argv[2:]
+train_gpt.run([*given, "--steps", "2"])
+for line in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.suppress(SystemExit), contextlib.redirect_stderr(said):
+        train_gpt.parse_arguments([*given, *line.split()])
+    print("SAID", json.dumps(said.getvalue()))
+"""
+
+
+def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    path = tmp_path / "alone.py"
+    path.write_text(GPT_ALONE)
+    short = tmp_path / "short.txt"
+    short.write_text("x" * 160)
+    output = run_example(path, json.dumps(list(REFUSED_BY_GPT)), *GPT)
+    assert "as a mesh of 4 data x 1 model" in output
+    assert " 2/2  loss " in output
+    assert "No picture of the losses: the package matplotlib is not" in output
+    said = re.findall(r"^SAID (.*)$", output, re.M)
+    for line, message in zip(said, REFUSED_BY_GPT.values(), strict=True):
+        assert message in json.loads(line)
+    done = start_example("train_gpt.py", *GPT, "--text", str(short))
+    assert done.returncode == 1
+    assert "short.txt: 160 bytes are too few: a tenth is held out, " in done.stderr
+    assert "longer than the context of 16" in done.stderr
 
 
 def test_train_residual_cnn_tells_held_out_digits():

@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPT-2 in Flax nnx, with the kernels of jax_cudnn or those of plain JAX.
+
+Nothing here knows how many devices there are.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+import jax_cudnn
+import jax_cudnn.flax
+from gpt.settings import VOCABULARY, Settings
+
+
+class GeluLinear(nnx.Linear):
+    """A dense layer, and a gelu behind it, as plain JAX has them."""
+
+    def __call__(self, inputs: jax.Array, out_sharding: Any = None) -> jax.Array:
+        return jax.nn.gelu(super().__call__(inputs, out_sharding))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernels:
+    """Who computes attention, products, and the product with bias and gelu."""
+
+    attention: Callable[..., jax.Array]
+    dot_general: Callable[..., jax.Array]
+    gelu_linear: Callable[..., nnx.Linear]
+
+
+OURS = Kernels(
+    attention=jax_cudnn.sdpa,
+    dot_general=jax_cudnn.flax.dot_general,
+    gelu_linear=functools.partial(jax_cudnn.flax.nnx.Linear, activation="gelu"),
+)
+
+
+def plain_kernels() -> Kernels:
+    """Return what JAX has itself, cuDNN's attention on a GPU included."""
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
+    return Kernels(
+        attention=functools.partial(
+            jax.nn.dot_product_attention, implementation=implementation
+        ),
+        dot_general=jax.lax.dot_general,
+        gelu_linear=GeluLinear,
+    )
+
+
+class Block(nnx.Module):
+    """Attention and a two-layer perceptron, each on the normalised residual.
+
+    Query, key and value are one product, whose columns begin with the head: a GPU that
+    has some of the heads has whole columns. The products `out` and `down` sum over what
+    is split by "model", so their bias and the residual are added behind that sum.
+    """
+
+    def __init__(self, settings: Settings, kernels: Kernels, rngs: nnx.Rngs):
+        width, heads = settings.width, settings.heads
+        self.kernels = kernels
+        norm = functools.partial(
+            nnx.LayerNorm, width, epsilon=1e-5, dtype=settings.dtype, rngs=rngs
+        )
+        common = {"dtype": settings.dtype, "rngs": rngs}
+        first = {"kernel_init": nnx.initializers.normal(0.02), **common}
+        # Each layer adds two terms to the residual.
+        deviation = 0.02 / math.sqrt(2 * settings.layers)
+        last = {
+            "kernel_init": nnx.initializers.normal(deviation),
+            "dot_general": kernels.dot_general,
+            **common,
+        }
+        head = (heads, width // heads)
+        self.attention_norm = norm()
+        self.qkv = nnx.LinearGeneral(
+            width, (heads, 3, head[1]), dot_general=kernels.dot_general, **first
+        )
+        self.out = nnx.LinearGeneral(head, width, axis=(-2, -1), **last)
+        self.mlp_norm = norm()
+        self.up = kernels.gelu_linear(width, 4 * width, **first)
+        self.down = nnx.Linear(4 * width, width, **last)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        qkv = self.qkv(self.attention_norm(x))
+        query, key, value = (qkv[..., i, :] for i in range(3))
+        heads = self.kernels.attention(query, key, value, is_causal=True)
+        x = x + self.out(heads)
+        return x + self.down(self.up(self.mlp_norm(x)))
+
+
+class Gpt(nnx.Module):
+    """GPT-2, without dropout; takes (batch, length) tokens and returns f32 logits."""
+
+    def __init__(self, settings: Settings, kernels: Kernels, rngs: nnx.Rngs):
+        width, dtype = settings.width, settings.dtype
+        options = {"embedding_init": nnx.initializers.normal(0.02), "dtype": dtype}
+        self.kernels = kernels
+        self.tokens = nnx.Embed(VOCABULARY, width, rngs=rngs, **options)
+        self.positions = nnx.Embed(settings.context, width, rngs=rngs, **options)
+        self.blocks = nnx.List(
+            Block(settings, kernels, rngs) for _ in range(settings.layers)
+        )
+        self.norm = nnx.LayerNorm(width, epsilon=1e-5, dtype=dtype, rngs=rngs)
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        # The embedding serves as the output layer too: (b, s, w) times (vocabulary, w).
+        embedding = self.tokens.embedding[...].astype(x.dtype)
+        return self.kernels.dot_general(
+            x, embedding, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32
+        )
+
+
+def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
+    """Return the mean loss in nats.
+
+    The logits of the targets are summed out rather than looked up, so that GPUs that
+    have parts of the vocabulary need not gather it.
+    """
+    hits = targets[..., None] == jnp.arange(VOCABULARY)
+    chosen = jnp.sum(jnp.where(hits, logits, 0), axis=-1)
+    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)
