@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gradient of a graph as one more graph, written by the rules of its nodes."""
 
+import functools
 from dataclasses import replace
 
 from jax_cudnn.graph.kinds import BackwardGraph, Derivative, kind_named
@@ -26,6 +27,8 @@ def _has_vjp(node: Node) -> bool:
     return kind.vjp is not None and kind.has_vjp(node.attributes)
 
 
+# Tracing asks for the same gradient several times.
+@functools.lru_cache(maxsize=4096)
 def _with_residuals(graph: Graph, wanted: tuple[bool, ...]) -> Graph:
     """Add a result for each virtual tensor that the gradient will read."""
     _, writer = _write(graph, wanted, (True,) * len(graph.outputs))
@@ -54,6 +57,7 @@ def _with_residuals(graph: Graph, wanted: tuple[bool, ...]) -> Graph:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def _backward(
     graph: Graph, wanted: tuple[bool, ...], nonzero: tuple[bool, ...]
 ) -> BackwardGraph | None:

@@ -28,6 +28,7 @@ from jax.extend.core import (
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import AxisType
 from jaxlib import xla_client
 
 __all__ = [
@@ -198,7 +199,7 @@ def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:
     if sharding is None:
         return x
     kinds = jax.typeof(x).sharding.mesh.axis_types
-    if jax.sharding.AxisType.Explicit in kinds:
+    if AxisType.Explicit in kinds:
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
 
@@ -264,7 +265,13 @@ def partitioned_region(ctx: Any) -> Literal["automatic", "partly manual"] | None
     """
     around = ctx.module_context.axis_context
     if isinstance(around, mlir.SPMDAxisContext):
-        is_manual = around.manual_axes == frozenset(around.mesh.axis_names)
+        manual = set(around.manual_axes)
+        for aval in ctx.avals_in:
+            # JAX 0.10 names the axes of the innermost shard_map only.
+            mesh = aval.sharding.mesh
+            kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+            manual |= {name for name, kind in kinds if kind == AxisType.Manual}
+        is_manual = manual == set(around.mesh.axis_names)
         return None if is_manual or around.mesh.size == 1 else "partly manual"
     if isinstance(around, mlir.ShardingContext):
         return "automatic" if around.num_devices > 1 else None

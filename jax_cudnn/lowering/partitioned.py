@@ -34,7 +34,7 @@ from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
 from jax_cudnn.lowering.members import Shape, all_members, flat, result_shapes, spread
-from jax_cudnn.lowering.primitives import graph_p, reference_program, run_reference
+from jax_cudnn.lowering.primitives import graph_p, reference_program
 from jax_cudnn.lowering.share import run_share
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -52,11 +52,13 @@ _sum_p = _jax.Primitive("cudnn_sum_over_devices")
 # Makes what computes a graph on one device of a platform, from arrays.
 Program = Callable[[Graph, Options], Callable[..., Sequence[jax.Array]]]
 _PROGRAMS: dict[str, Program] = {}
+# Likewise, in XLA's operations only.
+_XLA_PROGRAMS: dict[str, Program] = {}
 
 
-def set_lowering(platform: str, program: Program) -> None:
+def set_lowering(platform: str, program: Program, xla_program: Program) -> None:
     """Set how graphs are lowered for a platform, in programs for any devices."""
-    _PROGRAMS[platform] = program
+    _PROGRAMS[platform], _XLA_PROGRAMS[platform] = program, xla_program
 
     def lower(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
         region = _jax.partitioned_region(ctx)
@@ -121,7 +123,7 @@ def _run_around(
 ) -> Sequence[jax.Array]:
     """Run nodes around kernels without merging axes, which may be sharded."""
     wide = spread(part, [x.shape for x in operands]) or part
-    return run_reference(wide, operands, options, narrow_sums=platform == "cuda")
+    return _XLA_PROGRAMS[platform](wide, options)(*operands)
 
 
 def _avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
@@ -377,4 +379,4 @@ _sum_p.def_abstract_eval(lambda x, *, groups: x)
 _jax.set_lowering(_sum_p, _jax.sum_over_groups)
 
 
-set_lowering("cpu", reference_program)
+set_lowering("cpu", reference_program, reference_program)
