@@ -18,6 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
+from jax_cudnn import plans
 from tests.devices import Function, Spec, collectives, gradient, mesh_of, placed
 
 _NUMBERS = np.random.default_rng(0)
@@ -400,3 +401,25 @@ def test_a_constraint_within_the_program_is_enough() -> None:
     result = jax.jit(run)(x)
     _assert_equal(result, _matmul(x, w, bias))
     assert result.sharding.spec == P("x")
+
+
+# --- what runs ------------------------------------------------------------------------
+
+
+def test_inspect_tells_the_calls_of_one_device() -> None:
+    operands = _OPERANDS[_sdpa]
+    sharded = placed(mesh_of(x=4, y=2), operands, [("x", None, "y")] * 3)
+    for arguments, batch, heads in ((operands, 8, 16), (sharded, 2, 8)):
+        for function in (_sdpa, jax.jit(_sdpa)):
+            (call,) = plans.inspect(function, *arguments).calls
+            assert call.shapes.startswith(f"f32[{batch},10,{heads},4]"), call.shapes
+        ops = [call.op for call in plans.inspect(gradient(_sdpa), *arguments).calls]
+        assert ops == ["sdpa", "sdpa_backward"]
+
+
+def test_inspect_of_a_divided_contraction_tells_its_part() -> None:
+    x, w = placed(
+        mesh_of(x=4, y=2), _OPERANDS[_contraction], [("x", None, "y"), ("y",)]
+    )
+    (call,) = plans.inspect(jax.jit(_contraction).trace(x, w)).calls
+    assert call.shapes == "f32[1,12,8], f32[1,8,24]"

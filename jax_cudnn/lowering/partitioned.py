@@ -11,11 +11,13 @@ The call's text says all that it computes, so that equal programs are equal in c
 and an exported program can be divided where it is loaded.
 """
 
+import contextlib
 import functools
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import jax
@@ -35,6 +37,7 @@ from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
 from jax_cudnn.lowering.members import Shape, all_members, flat, result_shapes, spread
 from jax_cudnn.lowering.primitives import graph_p, reference_program
+from jax_cudnn.lowering.scope import scope, scoped
 from jax_cudnn.lowering.share import run_share
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -62,8 +65,13 @@ def set_lowering(platform: str, program: Program, xla_program: Program) -> None:
 
     def lower(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
         region = _jax.partitioned_region(ctx)
+        record = _RECORDS.get(scope().record)
+        if record is not None:
+            record.is_divided |= region is not None
         if region is None or graph.has_empty_tensor or not _register():
-            function = program(graph, options)
+            if record is not None:
+                record.graphs.append((graph, options))
+            function = (xla_program if record else program)(graph, options)
         else:
             function = functools.partial(
                 _run_parts,
@@ -75,6 +83,33 @@ def set_lowering(platform: str, program: Program, xla_program: Program) -> None:
         return _jax.lower_function(function)(ctx, *operands)
 
     _jax.set_lowering(graph_p, lower, platform=platform)
+
+
+@dataclass(kw_only=True)
+class Record:
+    """The graphs of each device of a program, and whether XLA divided any."""
+
+    graphs: list[tuple[Graph, Options]] = field(default_factory=list)
+    is_divided: bool = False
+
+
+_RECORDS: dict[str, Record] = {}
+
+
+@contextlib.contextmanager
+def recording() -> Iterator[Record]:
+    """Record the graphs of the programs that are lowered and compiled in the block.
+
+    Nothing is planned for them. A program's text names the record, so that no cache
+    holds another program for it.
+    """
+    name = uuid.uuid4().hex
+    _RECORDS[name] = Record()
+    try:
+        with scoped(record=name):
+            yield _RECORDS[name]
+    finally:
+        del _RECORDS[name]
 
 
 @functools.cache
@@ -144,6 +179,8 @@ def _lower_kernel(
         "schema": _SCHEMA,
         **settings,
     }
+    if scope().record:
+        text["record"] = scope().record
     return _jax.custom_call(
         ctx,
         operands,
@@ -258,6 +295,7 @@ class _Call:
         self._options = _options(data["options"])
         self._platform: str = data["platform"]
         self._may_sum: bool = data["may_sum"]
+        self._record = _RECORDS.get(data.get("record", ""))
         self._shapes = tuple(tuple(shape.dimensions()) for shape in arg_shapes)
         self._factors, self._all_shapes = _factors(self.graph, self._shapes)
 
@@ -301,7 +339,13 @@ class _Call:
             return _sum_p.bind(x, groups=_groups(division, devices, over))
 
         def run(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-            return _PROGRAMS[self._platform](graph, self._options)(*operands)
+            if self._record is None:
+                programs = _PROGRAMS
+            else:
+                programs = _XLA_PROGRAMS
+                if any(map(is_anchor, graph.nodes)):
+                    self._record.graphs.append((graph, self._options))
+            return programs[self._platform](graph, self._options)(*operands)
 
         def body(*operands: jax.Array) -> list[jax.Array]:
             members = all_members(self.graph, self._shapes)

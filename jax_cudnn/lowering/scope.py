@@ -25,13 +25,15 @@ from jax_cudnn.graph import Graph
 class Scope:
     """What is set for the calls that are traced and compiled inside a `with` block.
 
-    ``tuner`` is told of each graph before it is decided who runs it.
+    ``tuner`` is told of each graph before it is decided who runs it. ``record`` names
+    the record (partitioned.py) that programs lowered here write instead of planning.
     """
 
     implementation: Implementation = "auto"
     plan: PlanOptions = field(default_factory=PlanOptions)
     device: str | None = None
     tuner: Callable[[Graph, Options], None] | None = None
+    record: str = ""
 
 
 _scope = jax.make_user_context(Scope())

@@ -2,7 +2,7 @@
 """Which graphs does a call of a function run, and who runs them? For all of `plans`.
 
 Nothing is run: the function is traced, with its arrays as shapes and all else of its
-arguments as it is.
+arguments as it is. A program for several devices is compiled, to see what each runs.
 """
 
 import functools
@@ -25,6 +25,7 @@ from jax_cudnn.lowering.decision import (
     decided_without_cudnn,
     operation,
 )
+from jax_cudnn.lowering.partitioned import recording
 from jax_cudnn.lowering.primitives import graph_p, linear_p
 
 _STAGES = (Traced, Lowered, Compiled)
@@ -77,7 +78,7 @@ def traced_graphs(
     program = stage_of(function)
     if isinstance(program, Traced):
         check_bare(program, args, kwargs)
-        return list(subprograms(program.jaxpr))
+        return _graphs_of(program)
     if program is not None:
         raise TypeError(
             f"{type(program).__name__}: such a program no longer names its graphs. "
@@ -88,7 +89,26 @@ def traced_graphs(
             f"{type(function).__name__} is not a function. Pass one, jitted or not, "
             "with its arguments, or jitted.trace(...)."
         )
-    return list(subprograms(_trace(*_unbound(function, args, kwargs)).jaxpr))
+    return _graphs_of(_trace(*_unbound(function, args, kwargs)))
+
+
+def _graphs_of(program: Traced) -> list[TracedGraph]:
+    """Return the graphs of a program; for several devices, those of one of them.
+
+    XLA says how it divides a program only while it compiles it.
+    """
+    graphs = list(subprograms(program.jaxpr))
+    if not graphs or len(jax.devices()) == 1:
+        return graphs
+    with recording() as record:
+        lowered = program.lower()
+        if not record.is_divided:
+            return graphs
+        lowered.compile()
+    divided = [
+        TracedGraph(graph, options, is_linear=False) for graph, options in record.graphs
+    ]
+    return [*divided, *(each for each in graphs if each.is_linear)]
 
 
 def stage_of(program: object) -> Traced | Lowered | Compiled | None:
