@@ -178,10 +178,11 @@ def sdpa(
       LibraryError: as :func:`jax_cudnn.sdpa`.
 
     Notes:
-      With "ring" and "all_gather", a row of a bias that is far from 0 for all keys,
-      such as -1e9, gives what `sdpa` gives, with one exception: batch entries or heads
-      share the bias, and `mask` or lengths hide other keys in some of them only. There
-      the output has the digits of the log-sum-exp, and the row's gradient is 0.
+      With "ring" and "all_gather", a bias that is far from 0 for all keys of a row,
+      such as -1e9, is shifted before it meets the scores. So these keep their digits,
+      which they lose in :func:`jax_cudnn.sdpa`. Where batch entries or heads share the
+      bias, and `mask` or lengths hide a row's other keys in some of them only, the row
+      is not shifted there. Its output is then inexact, and its gradient 0.
 
       All devices run one program. What differs between them is chosen when it runs, by
       conditionals; communication is outside of these. "all_gather" in a causal call has

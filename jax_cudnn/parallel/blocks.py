@@ -112,7 +112,9 @@ def attend_step(
 
     if before is None and not _begins_with_all_rows(step, shares):
         before = _nothing_seen(shares)
-    return _run(problem, step, run, before)
+    total = _run(problem, step, run, before)
+    assert total is not None, "either before is not None, or each device has a call"
+    return total
 
 
 def gradient_step(

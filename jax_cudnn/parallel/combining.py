@@ -99,6 +99,13 @@ def _combine(
         for weight, x, part in zip(weights, (l1, l2), outputs, strict=True)
     )
     lse = jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
-    dtype = jnp.promote_types(outputs[0].dtype, outputs[1].dtype)
     assert not isinstance(output, int)
-    return output.astype(dtype), lse
+    return output.astype(_wider(outputs)), lse
+
+
+def _wider(outputs: list[jax.Array]) -> jnp.dtype:
+    """Return the dtype that holds both: f32 for bf16 beside f16."""
+    first, second = (x.dtype for x in outputs)
+    if first == second:
+        return first
+    return jnp.dtype(jnp.float64 if jnp.float64 in (first, second) else jnp.float32)

@@ -123,6 +123,12 @@ class _Derivative:
         grad_output, grad_stats = cotangents
         if grad_output is None:
             grad_output = jnp.zeros_like(output)
+        # Or else the compiler might see that both passes send the same keys, send them
+        # once, and hold them from one to the other.
+        (key, value), grad_output = jax.lax.optimization_barrier(
+            ((shares.key, shares.value), grad_output)
+        )
+        shares = shares._replace(key=key, value=value)
         given = Cotangents(
             output=output,
             stats=_with_heads_first(stats),

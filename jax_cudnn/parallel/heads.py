@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in which devices exchange tokens for heads, before and after one call."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 
@@ -92,14 +90,15 @@ def _of_own_heads(
     if x is None:
         return None
     has_heads, has_rows = x.shape[1] != 1, x.shape[2] != 1
+    found: jax.Array = x
     if has_heads and has_rows:
-        x = _swapped(problem, x, split=1, concat=2)
+        found = _swapped(problem, x, split=1, concat=2)
     elif has_rows:
-        x = jax.lax.all_gather(x, problem.axis_name, axis=2, tiled=True)
+        found = jax.lax.all_gather(x, problem.axis_name, axis=2, tiled=True)
     elif has_heads:
         size = x.shape[1] // problem.count
-        x = jax.lax.dynamic_slice_in_dim(x, problem.device * size, size, axis=1)
-    axes = [axis for axis in (2, 3) if is_natural and x.shape[axis] != 1]
-    return functools.reduce(
-        lambda x, axis: from_zigzag(x, problem.count, axis), axes, x
-    )
+        found = jax.lax.dynamic_slice_in_dim(x, problem.device * size, size, axis=1)
+    for axis in (2, 3):
+        if is_natural and found.shape[axis] != 1:
+            found = from_zigzag(found, problem.count, axis)
+    return found

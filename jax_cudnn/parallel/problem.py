@@ -174,8 +174,11 @@ def with_row_bias(
     if bias is None:
         return output, stats
     rows = jnp.swapaxes(bias[..., 0], 1, 2).astype(stats.dtype)
-    is_hidden = (rows == -jnp.inf)[..., None]
-    return jnp.where(is_hidden, jnp.zeros((), output.dtype), output), stats + rows
+    is_hidden = rows == -jnp.inf
+    output = jnp.where(is_hidden[..., None], jnp.zeros((), output.dtype), output)
+    # Neither side of a row without keys gets a gradient.
+    is_dead = is_hidden | (stats == -jnp.inf)
+    return output, jnp.where(is_dead, -jnp.inf, stats + rows)
 
 
 # Log-sum-exps that are further than this from 0 lose digits that matter, see
