@@ -226,7 +226,7 @@ def values(method: str) -> None:
 
 
 def whole_arrays() -> None:
-    """One call on arrays sharded over batch, sequence and heads is jax.nn's attention."""
+    """One call on arrays sharded over several axes is jax.nn's attention."""
     rng = np.random.default_rng(1)
 
     def draw(*shape: int) -> jax.Array:
@@ -260,7 +260,16 @@ def whole_arrays() -> None:
             _assert_close(run(parallel.sharded_sdpa, **options), want, 2e-5)
 
     mesh = Mesh(devices.reshape(2, 4), ("data", "seq"), axis_types=(AxisType.Auto,) * 2)
-    placed = [jax.device_put(x, NamedSharding(mesh, P("data", "seq"))) for x in (q, k, v)]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, P("data", "seq"))) for x in (q, k, v)
+    ]
+    # With the axes in the arrays' types, as jax.make_mesh has them by default.
+    explicit = jax.make_mesh(
+        (4, 2), ("seq", "data"), axis_types=(AxisType.Explicit,) * 2
+    )
+    options = {"mesh": explicit, "axis": "seq", "batch_axis": "data"}
+    with jax.set_mesh(explicit):
+        _assert_close(run(parallel.sharded_sdpa, **options), want, 2e-5)
     # The mesh of the surroundings, an operand without batch, zigzag order.
     with jax.set_mesh(mesh):
         call = functools.partial(parallel.sharded_sdpa, axis="seq", batch_axis="data")
@@ -287,7 +296,9 @@ def _small() -> tuple[list[jax.Array], Any, Any]:
 
     def on_two(method: Any) -> Any:
         return jax.shard_map(
-            lambda *x: parallel.sdpa(*x, axis_name="seq", method=method, is_causal=True),
+            lambda *x: parallel.sdpa(
+                *x, axis_name="seq", method=method, is_causal=True
+            ),
             mesh=_mesh(2),
             in_specs=_TOKENS,
             out_specs=_TOKENS,
@@ -361,9 +372,7 @@ _COLLECTIVES = ("collective-permute", "all-gather", "all-to-all", "reduce-scatte
 def _compiled(count: int, tokens: int, *, gradient: bool, **options: Any) -> Any:
     mesh = _mesh(count)
 
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=_TOKENS, out_specs=_TOKENS
-    )
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=_TOKENS, out_specs=_TOKENS)
     def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return parallel.sdpa(q, k, v, axis_name="seq", **options)
 
@@ -412,9 +421,9 @@ def memory() -> None:
     """A ring's memory does not grow with the devices, as long as each has its share."""
     for gradient in (False, True):
         sizes = [
-            _compiled(
-                n, 128, gradient=gradient, order="zigzag", is_causal=True
-            ).memory_analysis().temp_size_in_bytes
+            _compiled(n, 128, gradient=gradient, order="zigzag", is_causal=True)
+            .memory_analysis()
+            .temp_size_in_bytes
             for n in (2, 8)
         ]
         assert sizes[1] < 1.02 * sizes[0], sizes
@@ -508,7 +517,9 @@ def positions() -> None:
     """Each device's tokens are where `to_zigzag` put them."""
     for order in ("contiguous", "zigzag"):
         found = jax.shard_map(
-            lambda: parallel.token_positions(6, axis_name="seq", order=order),
+            functools.partial(
+                parallel.token_positions, 6, axis_name="seq", order=order
+            ),
             mesh=_mesh(4),
             in_specs=(),
             out_specs=P("seq"),
@@ -523,8 +534,9 @@ CHECKS: dict[str, Callable[[], None]] = {
     **{f"transformations-{x}": functools.partial(transformations, x) for x in CASES},
     "whole_arrays": whole_arrays,
     "programs": lambda: [f() for f in (collectives, memory, remat)] and None,
-    "numbers": lambda: [f() for f in (precision, far_rows, nan_in_padding, positions)]
-    and None,
+    "numbers": lambda: (
+        [f() for f in (precision, far_rows, nan_in_padding, positions)] and None
+    ),
 }
 
 

@@ -8,7 +8,14 @@ from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    reshard,
+)
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
@@ -234,16 +241,23 @@ def _program(
         given = dict(zip((name for name, _ in specs), arrays, strict=True))
         return attention.sdpa(**given, **fields)
 
+    in_specs = tuple(spec for _, spec in specs)
     # Without the head size, which the log-sum-exp lacks.
     out = PartitionSpec(*query[:-1])
-    return jax.jit(
-        jax.shard_map(
-            run,
-            mesh=mesh,
-            in_specs=tuple(spec for _, spec in specs),
-            out_specs=(out, out) if static.return_residual else out,
-        )
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=(out, out) if static.return_residual else out,
     )
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.jit(sharded)
+
+    def moved(*arrays: jax.Array) -> Any:
+        shardings = (NamedSharding(mesh, spec) for spec in in_specs)
+        return sharded(*map(reshard, arrays, shardings))
+
+    return jax.jit(moved)
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
