@@ -82,8 +82,12 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
     tensors = editor.tensors
     if "grad_bias" not in tensors:
         ways = [editor]
-    elif tensors["bias"].dims[3] == 1 and not attributes_of(editor).is_partial:
-        ways = [_with_row_bias_gradient(graph)]
+    elif tensors["bias"].dims[3] == 1:
+        is_partial = attributes_of(editor).is_partial
+        of_rows = (
+            _with_reference_bias_gradient if is_partial else _with_row_bias_gradient
+        )
+        ways = [of_rows(graph)]
     else:
         ways = [_with_reference_bias_gradient(graph)]
         if tensors["bias"].dtype == tensors["query"].dtype:
