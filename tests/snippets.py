@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-GUIDES = ("plans.md", "performance.md")
+GUIDES = ("plans.md", "performance.md", "sequence_parallel.md")
 
 _GPU_MARK = "# needs a GPU\n"
 _CUDNN_MARK = "# needs cuDNN\n"

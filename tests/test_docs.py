@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the outputs in docs/plans.md and docs/performance.md true without a GPU?
+"""Are the outputs in the guides of docs/ true without a GPU?
 
 tests/gpu/test_docs.py runs the same snippets on a GPU. test_examples.py runs those of
 README.md, and test_flax.py those of docs/flax.md.
