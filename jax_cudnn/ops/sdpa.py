@@ -211,8 +211,8 @@ def sdpa(
 
       A call runs on one device. Under `jax.jit` with operands sharded over several
       GPUs, XLA gathers the operands on each GPU. Wrap the call in `jax.shard_map` to
-      shard batch and heads. A call with symbolic dimensions of `jax.export` runs XLA's
-      code.
+      shard batch and heads; :mod:`jax_cudnn.parallel` shards the sequence. A call with
+      symbolic dimensions of `jax.export` runs XLA's code.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
