@@ -14,7 +14,7 @@ try:
     from jax.export import DisabledSafetyCheck
 
     from jax_cudnn import cache as _cache
-    from jax_cudnn import plans
+    from jax_cudnn import parallel, plans
     from jax_cudnn.ops.conv import conv
     from jax_cudnn.ops.dot_general import dot_general
     from jax_cudnn.ops.gated import gated_matmul
@@ -48,6 +48,7 @@ __all__ = [
     "dot_general",
     "gated_matmul",
     "matmul",
+    "parallel",
     "plans",
     "sdpa",
 ]

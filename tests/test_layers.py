@@ -40,8 +40,10 @@ _ALLOWED = {
     "plans": {*_MACHINE, "columns", "doctor", "ops", "measuring"},
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops"},
+    # Attention over several devices, of the operation's own parts.
+    "parallel": {"errors", "config", "graph", "lowering", "ops"},
     "cli": {*_MACHINE, "ops", "measuring", "plans"},
-    "__init__": {*_MACHINE, "startup", "ops", "plans"},
+    "__init__": {*_MACHINE, "startup", "ops", "plans", "parallel"},
     "__main__": {"startup", "cli"},
 }
 # Names outside JAX's compatibility promise, and the one module that may import them.

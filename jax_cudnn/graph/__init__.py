@@ -17,7 +17,7 @@ from jax_cudnn.graph.kinds import (
 )
 from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.printing import label, operand_text, summary
-from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_graph
+from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
 from jax_cudnn.graph.spec import (
     MAX_RANK,
     SCHEMA,
@@ -58,6 +58,7 @@ __all__ = [
     "label",
     "operand_text",
     "register_kind",
+    "sdpa_backward_graph",
     "sdpa_graph",
     "summary",
     "to_json",

@@ -24,11 +24,17 @@ class SdpaAttributes(Attributes):
     ``scale`` multiplies query-key products before the bias is added; with
     ``is_causal`` a query at position i sees keys 0 to i (top-left alignment). A
     ``window`` of (left, right) lets it see keys i - left to i + right; () is none.
+
+    ``is_partial`` means something to the gradient only. The keys are then a part of
+    those that the queries see, and ``output`` and ``stats`` are those of all of them:
+    with P = exp(S - stats) and delta = rowsum(output * grad_output), the gradients of
+    all parts add up to that of the whole. Without it, both follow from the operands.
     """
 
     scale: float
     is_causal: bool
     window: tuple[int, ...] = ()
+    is_partial: bool = False
 
 
 def sdpa_graph(
@@ -46,6 +52,22 @@ def sdpa_graph(
     outputs = {role: result_like(SDPA.row, role, inputs, attributes) for role in roles}
     outputs["output"] = replace(outputs["output"], order=output_order)
     return single_node_graph("sdpa", inputs, outputs, attributes)
+
+
+def sdpa_backward_graph(
+    inputs: Mapping[str, Tensor],
+    *,
+    attributes: SdpaAttributes,
+    with_bias_gradient: bool,
+) -> Graph:
+    """Build the one-node gradient graph; tensors are named by their roles.
+
+    ``inputs`` maps roles to tensors of the same name, in operand order. A gradient is
+    stored as its operand is.
+    """
+    roles = ["query", "key", "value", *(["bias"] if with_bias_gradient else [])]
+    outputs = {f"grad_{x}": replace(inputs[x], name=f"grad_{x}") for x in roles}
+    return single_node_graph("sdpa_backward", inputs, outputs, attributes)
 
 
 def _cancelled(roles: Roles) -> frozenset[str]:

@@ -13,7 +13,7 @@ What cuDNN's attention lacks is added around it:
 * a window is cuDNN's band where every query sees a key in it, and else part of the
   mask;
 * rows that a bias moves far from 0 get their gradient beside the kernel (see
-  ``far_rows``).
+  ``far_rows``), unless the gradient is partial.
 """
 
 from collections.abc import Callable, Sequence
@@ -83,7 +83,11 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
     if "grad_bias" not in tensors:
         ways = [editor]
     elif tensors["bias"].dims[3] == 1:
-        ways = [_with_row_bias_gradient(graph)]
+        is_partial = attributes_of(editor).is_partial
+        of_rows = (
+            _with_reference_bias_gradient if is_partial else _with_row_bias_gradient
+        )
+        ways = [of_rows(graph)]
     else:
         ways = [_with_reference_bias_gradient(graph)]
         if tensors["bias"].dtype == tensors["query"].dtype:
@@ -92,7 +96,13 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
 
 
 def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
-    take_far_rows(editor)
+    attributes = attributes_of(editor)
+    if attributes.is_partial:
+        # A kernel reads output and log-sum-exp anyway. Rows far from 0 have no gradient
+        # beside it: the reference would need the log-sum-exp that has lost its digits.
+        editor.set_attributes(replace(attributes, is_partial=False))
+    else:
+        take_far_rows(editor)
     _edit_scores(editor, target)
     pad_key_count(editor)
     pad_single_query(editor)

@@ -2,6 +2,7 @@
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
 from jax_cudnn.lowering._jax import (
+    align_varying,
     equation_place,
     is_known_array,
     sharded_as,
@@ -9,6 +10,7 @@ from jax_cudnn.lowering._jax import (
 )
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
+from jax_cudnn.lowering.linear import LinearFunction, linear_call
 from jax_cudnn.lowering.primitives import run_graph
 from jax_cudnn.lowering.sameness import CustomCall, same_function
 from jax_cudnn.lowering.scope import call_options, scoped
@@ -22,12 +24,15 @@ from jax_cudnn.lowering.tracing import (
 
 __all__ = [
     "CustomCall",
+    "LinearFunction",
     "TracedGraph",
+    "align_varying",
     "call_options",
     "check_bare",
     "decide",
     "equation_place",
     "is_known_array",
+    "linear_call",
     "run_cudnn",
     "run_graph",
     "run_xla",

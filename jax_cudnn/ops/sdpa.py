@@ -11,8 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.graph import SdpaAttributes, sdpa_graph
+from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.lowering import run_graph
 from jax_cudnn.ops.arguments import (
@@ -34,7 +34,7 @@ _BSHD = (0, 2, 1, 3)
 _PLAIN = (0, 1, 2, 3)
 
 
-class _Operands(NamedTuple):
+class Operands(NamedTuple):
     """The operands with a batch axis; absent ones are None."""
 
     query: jax.Array
@@ -44,6 +44,11 @@ class _Operands(NamedTuple):
     mask: jax.Array | None
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
+
+    @property
+    def given(self) -> dict[str, jax.Array]:
+        """Those that are there, by role."""
+        return {role: x for role, x in self._asdict().items() if x is not None}
 
 
 @overload
@@ -206,8 +211,8 @@ def sdpa(
 
       A call runs on one device. Under `jax.jit` with operands sharded over several
       GPUs, XLA gathers the operands on each GPU. Wrap the call in `jax.shard_map` to
-      shard batch and heads. A call with symbolic dimensions of `jax.export` runs XLA's
-      code.
+      shard batch and heads; :mod:`jax_cudnn.parallel` shards the sequence. A call with
+      symbolic dimensions of `jax.export` runs XLA's code.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
@@ -216,33 +221,43 @@ def sdpa(
       (2, 5, 4, 8)
     """
     call = options("sdpa", implementation, plan)
-    operands, has_batch = _canonicalize(
+    operands, has_batch = canonicalize(
         query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
     )
-    given = {role: x for role, x in operands._asdict().items() if x is not None}
-    d = operands.query.shape[3]
     attributes = SdpaAttributes(
-        scale=_check_scale(scale, d, operands.query.dtype),
+        scale=check_scale(scale, operands.query.shape[3], operands.query.dtype),
         is_causal=check_flag("sdpa", "is_causal", is_causal),
-        window=_check_window(local_window_size),
+        window=check_window(local_window_size),
     )
     with_stats = check_flag("sdpa", "return_residual", return_residual)
-    if reason := why_symbolic(**given):
+    if reason := why_symbolic(**operands.given):
         check_implementation("sdpa", reason, call)
-        results = _plain(attributes, given)
+        results = _plain(attributes, operands.given)
     else:
-        graph = sdpa_graph(
-            {role: tensor(role, x, _order(role)) for role, x in given.items()},
-            attributes=attributes,
-            output_order=_BSHD,
-            with_stats=with_stats,
-        )
-        results = run_graph(graph, list(given.values()), call)
+        results = attend(operands, attributes, call, with_stats=with_stats)
     output = results[0] if has_batch else results[0][0]
     if not with_stats:
         return output
     residual = jnp.transpose(results[1][..., 0], (0, 2, 1))
     return output, residual if has_batch else residual[0]
+
+
+def attend(
+    operands: Operands, attributes: SdpaAttributes, call: Options, *, with_stats: bool
+) -> list[jax.Array]:
+    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, h, s, 1)."""
+    graph = sdpa_graph(
+        sdpa_tensors(operands.given),
+        attributes=attributes,
+        output_order=_BSHD,
+        with_stats=with_stats,
+    )
+    return run_graph(graph, list(operands.given.values()), call)
+
+
+def sdpa_tensors(operands: dict[str, jax.Array]) -> dict[str, Tensor]:
+    """Return the tensors of operands by role, in the operands' order."""
+    return {role: tensor(role, x, _order(role)) for role, x in operands.items()}
 
 
 def _plain(
@@ -256,13 +271,16 @@ def _plain(
 
 
 def _order(role: str) -> tuple[int, ...]:
-    return _BSHD if role in ("query", "key", "value") else _PLAIN
+    return _BSHD if role in _WITH_TOKENS_FIRST else _PLAIN
+
+
+_WITH_TOKENS_FIRST = ("query", "key", "value", "output", "grad_output")
 
 
 # --- checks ---------------------------------------------------------------------------
 
 
-def _check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
+def check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
     """Return the scale as cuDNN gets it: a double that is exact in f32, unless f64."""
     if scale is None:
         value = 1.0 / math.sqrt(d) if d else 1.0
@@ -285,7 +303,7 @@ def _check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
     return value
 
 
-def _check_window(window: int | tuple[int, int] | None) -> tuple[int, ...]:
+def check_window(window: int | tuple[int, int] | None) -> tuple[int, ...]:
     """Return the window as (left, right), or () for none."""
     if window is None:
         return ()
@@ -322,7 +340,7 @@ def _not_a_number(scale: object) -> TypeError:
     )
 
 
-def _canonicalize(
+def canonicalize(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
@@ -330,8 +348,14 @@ def _canonicalize(
     mask: ArrayLike | None,
     query_seq_lengths: ArrayLike | None,
     key_value_seq_lengths: ArrayLike | None,
-) -> tuple[_Operands, bool]:
-    """Check the operands together and give each its batch axis and dtype."""
+    *,
+    shares: int = 1,
+) -> tuple[Operands, bool]:
+    """Check the operands together and give each its batch axis and dtype.
+
+    Queries and keys may be one of several equal shares of their sequences. The keys of
+    bias and mask, and the lengths, are those of the whole sequences.
+    """
     q, k, v = (
         as_operand("sdpa", name, x)
         for name, x in (("query", query), ("key", key), ("value", value))
@@ -342,16 +366,18 @@ def _canonicalize(
         q, k, v = q[None], k[None], v[None]
     _check_shapes(q, k, v)
     b, s, h, _ = q.shape
-    t = k.shape[1]
+    t = k.shape[1] * shares
     scores = (b, h, s, t)
     return (
-        _Operands(
+        Operands(
             query=q,
             key=k,
             value=v,
             bias=_check_bias(bias, scores, q.dtype),
             mask=_check_mask(mask, scores),
-            query_lengths=_check_lengths("query_seq_lengths", query_seq_lengths, b, s),
+            query_lengths=_check_lengths(
+                "query_seq_lengths", query_seq_lengths, b, s * shares
+            ),
             key_lengths=_check_lengths(
                 "key_value_seq_lengths", key_value_seq_lengths, b, t
             ),

@@ -50,6 +50,7 @@ def backward(
     Kernels read the saved output and log-sum-exp; this function does not. A log-sum-exp
     far from 0 has no digits left for the number of keys, so exp(S - stats) would be too
     large by that factor. rowsum(O dO) of a rounded output would be off by its rounding.
+    Only a partial gradient has to read them: they say what other keys there are.
     """
     assert isinstance(attributes, SdpaAttributes)
     return gradients(attributes, inputs, with_bias="grad_bias" in outputs)
@@ -65,10 +66,17 @@ def gradients(
     """Return `backward`'s gradients for rows of the queries from `first_row` on."""
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     grad_output = inputs["grad_output"]
-    probabilities, _, is_dead = _softmax(_logits(attributes, inputs, first_row))
-
+    logits = _logits(attributes, inputs, first_row)
     grad_probabilities = _grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
-    delta = jnp.sum(probabilities * grad_probabilities, axis=-1, keepdims=True)
+    if attributes.is_partial:
+        probabilities, _, is_dead = _part_of_softmax(logits, inputs["stats"])
+        products = inputs["output"].astype(logits.dtype) * grad_output.astype(
+            logits.dtype
+        )
+    else:
+        probabilities, _, is_dead = _softmax(logits)
+        products = probabilities * grad_probabilities
+    delta = jnp.sum(products, axis=-1, keepdims=True)
     if "grad_stats" in inputs:
         delta = delta - jnp.where(is_dead, 0, inputs["grad_stats"])
     grad_logits = probabilities * (grad_probabilities - delta)
@@ -99,6 +107,15 @@ def _softmax(logits: jax.Array) -> _Softmax:
         probabilities=weights / total,
         stats=jnp.where(is_dead, -jnp.inf, top + jnp.log(total)),
         is_dead=is_dead,
+    )
+
+
+def _part_of_softmax(logits: jax.Array, stats: jax.Array) -> _Softmax:
+    """Return the probabilities of these keys among all that the log-sum-exp is of."""
+    is_dead = stats == -jnp.inf
+    weights = jnp.exp(logits - jnp.where(is_dead, 0, stats))
+    return _Softmax(
+        probabilities=jnp.where(is_dead, 0, weights), stats=stats, is_dead=is_dead
     )
 
 

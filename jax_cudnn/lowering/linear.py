@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A derivative whose transpose is given, not derived, under JAX's transformations.
+
+For functions of several graphs and collectives. Forward mode evaluates the derivative,
+reverse mode the transpose. JAX's own ``linear_call`` has no vmap and no second order.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.lowering import _jax
+
+Arrays = Sequence[jax.Array]
+
+
+class LinearFunction(Protocol):
+    """The derivative of a function at some primals; hashable, and equal to its equals.
+
+    ``primals`` are arrays that it may read as it likes, ``results`` are what the
+    function makes of them, ``tangents`` those of the primals that move.
+    """
+
+    def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
+        """Return the tangents of the results: linear in `tangents`."""
+        ...
+
+    def gradients(
+        self, primals: Arrays, results: Arrays, cotangents: Sequence[jax.Array | None]
+    ) -> Arrays:
+        """Return the cotangents of `tangents`, given those of the results.
+
+        This is the transpose. None stands for a cotangent that is zero; not all are.
+        """
+        ...
+
+
+linear_call_p = _jax.Primitive("cudnn_linear_call")
+linear_call_p.multiple_results = True
+
+
+def linear_call(
+    function: LinearFunction, primals: Arrays, results: Arrays, tangents: Arrays
+) -> list[jax.Array]:
+    """Return the tangents of the results, of the results' shapes and dtypes."""
+    operands = _jax.align_varying([*primals, *results, *tangents])
+    counts = (len(primals), len(results))
+    return linear_call_p.bind(*operands, function=function, counts=counts)
+
+
+def _split(args: Sequence[Any], counts: tuple[int, int]) -> tuple[list[Any], ...]:
+    first, last = counts[0], sum(counts)
+    return list(args[:first]), list(args[first:last]), list(args[last:])
+
+
+def _apply(
+    *args: jax.Array, function: LinearFunction, counts: tuple[int, int]
+) -> list[jax.Array]:
+    primals, _, tangents = _split(args, counts)
+    return list(function.tangents(primals, tangents))
+
+
+def _avals(*args: Any, function: LinearFunction, counts: tuple[int, int]) -> list[Any]:
+    del function
+    _, results, _ = _split(args, counts)
+    return [_jax.output_aval(x.shape, x.dtype, args) for x in results]
+
+
+def _jvp(
+    primals: Arrays, tangents: Sequence[Any], **params: Any
+) -> tuple[Arrays, Arrays]:
+    moving = [i for i, t in enumerate(tangents) if not _jax.is_zero(t)]
+
+    def along(*values: jax.Array) -> list[jax.Array]:
+        args = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            args[i] = value
+        return _apply(*args, **params)
+
+    return jax.jvp(
+        along,
+        tuple(primals[i] for i in moving),
+        tuple(tangents[i] for i in moving),
+    )
+
+
+def _transpose(
+    cotangents: Sequence[Any],
+    *args: Any,
+    function: LinearFunction,
+    counts: tuple[int, int],
+) -> list[Any]:
+    primals, results, tangents = _split(args, counts)
+    assert all(_jax.is_linear_input(x) for x in tangents)
+    if all(_jax.is_zero(ct) for ct in cotangents):
+        gradients: Arrays = [_jax.zero_like(x.aval) for x in tangents]
+    else:
+        given = [None if _jax.is_zero(ct) else ct for ct in cotangents]
+        gradients = function.gradients(primals, results, given)
+    return [None] * sum(counts) + list(gradients)
+
+
+@dataclass(frozen=True)
+class _OfExamples:
+    """A linear function of many examples, the first axis of all its arrays."""
+
+    function: LinearFunction
+
+    def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
+        return jax.vmap(self.function.tangents)(primals, tangents)
+
+    def gradients(
+        self, primals: Arrays, results: Arrays, cotangents: Sequence[jax.Array | None]
+    ) -> Arrays:
+        return jax.vmap(self.function.gradients)(primals, results, cotangents)
+
+
+def _batch(
+    args: Arrays,
+    axes: Sequence[int | None],
+    *,
+    function: LinearFunction,
+    counts: tuple[int, int],
+) -> tuple[list[jax.Array], list[int]]:
+    count = next(
+        x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None
+    )
+    # An operand that examples share gets a gradient from each.
+    examples = [
+        jnp.broadcast_to(x, (count, *x.shape))
+        if axis is None
+        else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(args, axes, strict=True)
+    ]
+    primals, results, tangents = _split(examples, counts)
+    out = linear_call(_OfExamples(function), primals, results, tangents)
+    return out, [0] * len(out)
+
+
+linear_call_p.def_impl(_apply)
+linear_call_p.def_abstract_eval(_avals)
+_jax.set_jvp(linear_call_p, _jvp)
+_jax.set_transpose(linear_call_p, _transpose)
+_jax.set_batching(linear_call_p, _batch)
+_jax.set_lowering(linear_call_p, _jax.lower_function(_apply))

@@ -1,0 +1,255 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.parallel.sdpa`: attention of one device's tokens, inside shard_map."""
+
+from typing import Literal, get_args, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.ops.sdpa import Operands
+from jax_cudnn.parallel.axes import AxisName
+from jax_cudnn.parallel.blocks import Partial
+from jax_cudnn.parallel.derivatives import attention
+from jax_cudnn.parallel.gathering import ALL_GATHER
+from jax_cudnn.parallel.heads import attend_by_heads
+from jax_cudnn.parallel.problem import (
+    Problem,
+    Shares,
+    bias_shift,
+    check_arguments,
+    with_row_bias,
+    without_row_bias,
+)
+from jax_cudnn.parallel.ring import RING
+from jax_cudnn.parallel.schedule import Order
+
+Method = Literal["ring", "all_gather", "all_to_all"]
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    axis_name: AxisName,
+    method: Method = ...,
+    order: Order = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    axis_name: AxisName,
+    method: Method = ...,
+    order: Order = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: AxisName,
+    method: Method = "ring",
+    order: Order = "contiguous",
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Return attention over a sequence that is sharded over devices.
+
+    For the inside of :func:`jax.shard_map`. Each device passes its tokens, and gets the
+    output of its queries over the keys of all devices: the rows that
+    :func:`jax_cudnn.sdpa` would return for them, given the whole sequence. Causality,
+    windows and lengths count positions in the whole sequence.
+
+    Each device computes :func:`jax_cudnn.sdpa` on blocks of queries and keys, and adds
+    them up by their log-sum-exps (see :func:`combine`), in f32 (f64 for f64). Blocks
+    that causality or a window hides are not computed. The output is rounded once, but
+    for the rounding of the blocks' outputs, which are of query's dtype.
+
+    Axis letters: n devices along the axis, b batch, s and t one device's queries and
+    keys, h query heads, k key heads, d head size, e value head size. A device sends, in
+    elements (i is 1 if keys reach all devices, and less if a window ends earlier):
+
+    ============  =============================  =====================================
+    `method`      forward                        backward, beside the forward's
+    ============  =============================  =====================================
+    "ring"        i (n-1) b t k (d+e)            the same, and 32-bit gradients of all
+                                                 keys: i n b t k (d+e)
+    "all_gather"  (n-1) b t k (d+e)              the same, and 32-bit gradients of all
+                                                 keys: (n-1) b t k (d+e)
+    "all_to_all"  (n-1)/n b (s h (d+e) +         what the forward pass sends
+                  t k (d+e))
+    ============  =============================  =====================================
+
+    * "ring" (default) sends keys while it computes, and holds the keys of two devices
+      at a time: for long sequences, any number of heads, and windows, which end the
+      ring early.
+    * "all_gather" holds the keys of all devices while it computes, and makes few, large
+      calls: for few key heads (GQA, MQA), and where the ring's blocks are small.
+    * "all_to_all" shares out heads instead of tokens for the time of one call: it sends
+      least where n is large, all devices have the same work in any order, and every
+      kernel of `sdpa` fits as it is. It needs h to be a multiple of n, and k a multiple
+      or a divisor (then key heads are repeated). A mask or bias for which h is 1 is
+      gathered.
+
+    Between forward and backward pass, "ring" and "all_gather" keep the operands and
+    results of their own tokens, "all_to_all" as much again.
+
+    Under `is_causal` in contiguous order, the last device has about twice the average
+    work, and the others wait for it. In zigzag order all have the same: order the
+    tokens with :func:`to_zigzag`.
+
+    All of JAX's transformations apply. Reverse mode runs cuDNN's backward kernel on
+    each block, with the log-sum-exp of all keys. Forward mode and second order run the
+    jax.numpy reference on each block.
+
+    Args:
+      query: (b, s, h, d) or (s, h, d), this device's tokens; bf16, f16, f32 or f64.
+      key: (b, t, k, d) or (t, k, d), of query's dtype.
+      value: (b, t, k, e) or (t, k, e), of query's dtype.
+      bias: broadcasts to (b, h, s, n * t): the rows of this device's queries, with the
+        keys of all devices, one device after another. So sharded along the queries and
+        not along the keys. Otherwise as in :func:`jax_cudnn.sdpa`.
+      mask: bool, broadcasts to (b, h, s, n * t), like `bias`.
+      axis_name: the mesh axis, or several, that the sequence is sharded over.
+      method: "ring" (default), "all_gather" or "all_to_all".
+      order: how the sequence's tokens are shared out: "contiguous" (default), each
+        device holding tokens that follow one another, or "zigzag", see
+        :func:`to_zigzag`. Queries, keys, and both token axes of bias and mask are in
+        the same order.
+      scale: as in :func:`jax_cudnn.sdpa`.
+      is_causal: whether a query sees the keys up to its own position only.
+      query_seq_lengths: integers (b,), the lengths of whole sequences, the same on all
+        devices. Default None: all queries.
+      key_value_seq_lengths: likewise, of keys.
+      local_window_size: (left, right) or an int, in positions of the whole sequence.
+      implementation: as in :func:`jax_cudnn.sdpa`, for each block.
+      plan: as in :func:`jax_cudnn.sdpa`, for each block.
+      return_residual: whether to return the log-sum-exp over the keys of all devices
+        as well. Default False.
+
+    Returns:
+      (b, s, h, e) or (s, h, e), of query's dtype. With `return_residual`, a pair of
+      this array and the log-sum-exp (b, s, h) or (s, h), f32 (f64 for f64), -inf for
+      queries that see no key, and differentiable.
+
+    Raises:
+      ValueError: an axis that is not there; an unknown `method` or `order`; in zigzag
+        order an odd number of tokens on a device; heads that "all_to_all" cannot share
+        out; symbolic dimensions; and as :func:`jax_cudnn.sdpa`.
+      TypeError: an `axis_name` that is no name; and as :func:`jax_cudnn.sdpa`.
+      UnsupportedError: as :func:`jax_cudnn.sdpa`, for a block.
+      LibraryError: as :func:`jax_cudnn.sdpa`.
+
+    Notes:
+      With "ring" and "all_gather", a bias that is far from 0 for all keys of a row,
+      such as -1e9, is shifted before it meets the scores. So these keep their digits,
+      which they lose in :func:`jax_cudnn.sdpa`. Where batch entries or heads share the
+      bias, and `mask` or lengths hide a row's other keys in some of them only, the row
+      is not shifted there. Its output is then inexact, and its gradient 0.
+
+      All devices run one program. What differs between them is chosen when it runs, by
+      conditionals; communication is outside of these. "all_gather" in a causal call has
+      a branch for each device, so that each has its own plan to build.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax.sharding import AxisType, PartitionSpec
+      >>> from jax_cudnn import parallel
+      >>> mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Auto,))
+      >>> tokens = PartitionSpec(None, "seq")
+      >>> @jax.jit
+      ... @jax.shard_map(mesh=mesh, in_specs=tokens, out_specs=tokens)
+      ... def attend(q, k, v):
+      ...     return parallel.sdpa(q, k, v, axis_name="seq", is_causal=True)
+      >>> attend(*jax.random.normal(jax.random.key(0), (3, 2, 6, 4, 8))).shape
+      (2, 6, 4, 8)
+    """
+    op = "parallel.sdpa"
+    check_method(op, method)
+    checked = check_arguments(
+        op,
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        axis_name=axis_name,
+        order=order,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        plan=plan,
+        return_residual=return_residual,
+    )
+    problem, operands, with_stats = (
+        checked.problem,
+        checked.operands,
+        checked.with_stats,
+    )
+    if method == "all_to_all":
+        result = attend_by_heads(op, problem, operands, with_stats=with_stats)
+    else:
+        result = _by_blocks(method, problem, operands)
+    output = result.output if checked.has_batch else result.output[0]
+    if not with_stats:
+        return output
+    return output, result.stats if checked.has_batch else result.stats[0]
+
+
+def check_method(op: str, method: Method) -> None:
+    """Raise ValueError where there is no such method."""
+    if method not in get_args(Method):
+        raise ValueError(
+            f"{op}: method={method!r} is not one of "
+            f"{', '.join(map(repr, get_args(Method)))}."
+        )
+
+
+def _by_blocks(method: Method, problem: Problem, operands: Operands) -> Partial:
+    operands, row_bias = without_row_bias(operands)
+    shift = bias_shift(problem, operands)
+    by = RING if method == "ring" else ALL_GATHER
+    result = attention(by, problem, Shares(*operands, shift=shift))
+    for number in (shift, row_bias):
+        result = Partial(*with_row_bias(number, *result))
+    return result

@@ -1,0 +1,156 @@
+# SPDX-License-Identifier: Apache-2.0
+"""In which order are the tokens of a sequence shared out? Helpers that order them."""
+
+from typing import get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.ops.arguments import as_operand, describe
+from jax_cudnn.parallel.axes import AxisName, axis_size
+from jax_cudnn.parallel.schedule import Order
+
+
+def check_order(op: str, order: Order) -> Order:
+    """Return the order, or raise ValueError where it is none."""
+    if order not in get_args(Order):
+        raise ValueError(
+            f"{op}: order={order!r} is not one of "
+            f"{', '.join(map(repr, get_args(Order)))}."
+        )
+    return order
+
+
+def to_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
+    """Return an array with the tokens along an axis in zigzag order.
+
+    The axis is cut into 2 * count chunks. Of the result's `count` equal shares, share i
+    holds chunks i and 2 * count - 1 - i. So under a causal mask all shares have the
+    same work: early tokens see few keys, late ones many.
+
+    Apply it to all that has a token axis: queries, keys, values, positions, labels, and
+    both token axes of a mask or bias. Before the sequence is put on several devices is
+    the cheapest place, for example where batches are made. Layers that work on each
+    token by itself need not know of it.
+
+    Args:
+      x: an array with tokens along `axis`, in the order of the sequence.
+      count: how many devices the axis is to be sharded over.
+      axis: the axis of the tokens; 1 in (batch, length, heads, head size). Default 1.
+
+    Raises:
+      ValueError: an axis that `x` lacks, or whose size is not a multiple of 2 * count.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_cudnn.parallel import from_zigzag, to_zigzag
+      >>> to_zigzag(jnp.arange(8), 2, axis=0)
+      Array([0, 1, 6, 7, 2, 3, 4, 5], dtype=int32)
+      >>> from_zigzag(to_zigzag(jnp.arange(8), 2, axis=0), 2, axis=0)
+      Array([0, 1, 2, 3, 4, 5, 6, 7], dtype=int32)
+    """
+    array, axis = _checked("to_zigzag", x, count, axis)
+    shape = array.shape
+    size = shape[axis] // (2 * count)
+    split = (*shape[:axis], 2, count, size, *shape[axis + 1 :])
+    halves = jnp.reshape(array, split)
+    first, second = (jax.lax.index_in_dim(halves, i, axis, False) for i in (0, 1))
+    pairs = jnp.stack([first, jnp.flip(second, axis)], axis + 1)
+    return jnp.reshape(pairs, shape)
+
+
+def from_zigzag(x: ArrayLike, count: int, axis: int = 1) -> jax.Array:
+    """Return an array with the tokens in the order of the sequence again.
+
+    The inverse of :func:`to_zigzag`, with the same arguments and errors.
+    """
+    array, axis = _checked("from_zigzag", x, count, axis)
+    shape = array.shape
+    size = shape[axis] // (2 * count)
+    split = (*shape[:axis], count, 2, size, *shape[axis + 1 :])
+    pairs = jnp.reshape(array, split)
+    first, second = (jax.lax.index_in_dim(pairs, i, axis + 1, False) for i in (0, 1))
+    halves = jnp.stack([first, jnp.flip(second, axis)], axis)
+    return jnp.reshape(halves, shape)
+
+
+def _checked(op: str, x: ArrayLike, count: int, axis: int) -> tuple[jax.Array, int]:
+    array = as_operand(op, "x", x)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise ValueError(
+            f"{op}: count={count!r} is no number of devices. Pass an int, at least 1."
+        )
+    if not -array.ndim <= axis < array.ndim:
+        raise ValueError(f"{op}: x is {describe(array)}, which has no axis {axis}.")
+    if array.shape[axis] % (2 * count):
+        raise ValueError(
+            f"{op}: x is {describe(array)}. Axis {axis} has {array.shape[axis]} "
+            f"tokens, not a multiple of 2 * count = {2 * count}. Pad the sequence, and "
+            "pass its length to the attention."
+        )
+    return array, axis % array.ndim
+
+
+def token_positions(
+    length: int, *, axis_name: AxisName, order: Order = "contiguous"
+) -> jax.Array:
+    """Return where this device's tokens are in the sequence; inside `jax.shard_map`.
+
+    For rotary and other embeddings of positions.
+
+    Args:
+      length: how many tokens of the sequence each device holds.
+      axis_name: the mesh axis, or axes, that the sequence is sharded over.
+      order: how its tokens are shared out, "contiguous" (default) or "zigzag".
+
+    Returns:
+      (length,) i32, in ascending order.
+
+    Raises:
+      ValueError: an axis that is not there, an unknown order, an odd length in zigzag
+        order.
+    """
+    op = "token_positions"
+    count = axis_size(op, axis_name)
+    order = check_order(op, order)
+    if order == "zigzag" and length % 2:
+        raise ValueError(
+            f"{op}: length={length} is odd. In zigzag order each device holds two "
+            "chunks of equal length. Pad the sequence."
+        )
+    return positions_of(jax.lax.axis_index(axis_name), count, length, order)
+
+
+def positions_of(device: jax.Array, count: int, length: int, order: Order) -> jax.Array:
+    """Return the positions of a device's tokens."""
+    index = jnp.arange(length, dtype=jnp.int32)
+    if order == "contiguous":
+        return device * length + index
+    half = length // 2
+    later = 2 * count - 1 - device
+    return jnp.where(index < half, device * half + index, later * half + index - half)
+
+
+def all_positions(count: int, length: int, order: Order) -> np.ndarray:
+    """Return the positions of all devices' tokens, one device after another."""
+    natural = np.arange(count * length, dtype=np.int32)
+    if order == "contiguous":
+        return natural
+    first, second = np.reshape(natural, (2, count, -1))
+    return np.reshape(np.stack([first, second[::-1]], 1), -1)
+
+
+def visible_tokens(
+    lengths: jax.Array, device: jax.Array, count: int, tokens: int, order: Order
+) -> jax.Array:
+    """Return how many of a device's tokens are within the sequences' lengths.
+
+    These are its first ones, since its tokens are in ascending order.
+    """
+    if order == "contiguous":
+        return jnp.clip(lengths - device * tokens, 0, tokens)
+    half = tokens // 2
+    first = jnp.clip(lengths - device * half, 0, half)
+    return first + jnp.clip(lengths - (2 * count - 1 - device) * half, 0, half)

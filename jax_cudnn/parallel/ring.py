@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention in which keys travel around a ring of devices, forward and backward.
+
+In each step a device attends to the keys at hand, while the next ones are on their way.
+Backward, the sums of the gradients of keys and values travel behind them, one step
+late, so that this too goes on beside the kernels.
+"""
+
+from typing import TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.parallel.blocks import (
+    Cotangents,
+    Gradients,
+    Keys,
+    Partial,
+    attend_step,
+    gradient_step,
+    no_gradients,
+)
+from jax_cudnn.parallel.derivatives import Method, OperandGradients
+from jax_cudnn.parallel.order import visible_tokens
+from jax_cudnn.parallel.problem import Problem, Shares
+from jax_cudnn.parallel.schedule import Step, ring_steps
+
+
+def _forward(problem: Problem, shares: Shares) -> Partial:
+    steps = _steps(problem, shares)
+    at_hand = (shares.key, shares.value)
+    visible = visible_queries(problem, shares)
+    total: Partial | None = None
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        coming = at_hand
+        if following is not None:
+            coming = _moved(problem, at_hand, following.shift - step.shift)
+        keys = _keys(problem, shares, step, at_hand)
+        total = attend_step(problem, step, shares, keys, visible, total)
+        if following is not None:
+            at_hand, total = _together(coming, total)
+    assert total is not None
+    return Partial(total.output.astype(shares.query.dtype), total.stats)
+
+
+def _backward(
+    problem: Problem, shares: Shares, cotangents: Cotangents, with_bias: bool
+) -> OperandGradients:
+    steps = _steps(problem, shares)
+    at_hand = (shares.key, shares.value)
+    visible = visible_queries(problem, shares)
+    sums = no_gradients(
+        shares, _keys(problem, shares, steps[0], at_hand), with_bias=with_bias
+    )
+    # Of the keys at hand, as far as the devices that had them before know it.
+    behind: tuple[jax.Array, jax.Array] | None = None
+    shift = 0
+    for step, following in zip(steps, [*steps[1:], None], strict=True):
+        coming = at_hand
+        if following is not None:
+            coming = _moved(problem, at_hand, following.shift - step.shift)
+        if behind is not None:
+            behind = _moved(problem, behind, step.shift - shift)
+        keys = _keys(problem, shares, step, at_hand)
+        alone = sums._replace(
+            key=jnp.zeros_like(sums.key), value=jnp.zeros_like(sums.value)
+        )
+        sums = gradient_step(problem, step, shares, keys, visible, cotangents, alone)
+        behind = (
+            (sums.key, sums.value)
+            if behind is None
+            else (behind[0] + sums.key, behind[1] + sums.value)
+        )
+        shift = step.shift
+        if following is not None:
+            at_hand, (behind, sums) = _together(coming, (behind, sums))
+    assert behind is not None
+    key, value = _moved(problem, behind, -shift)
+    return operand_gradients(shares, sums._replace(key=key, value=value))
+
+
+_Coming = TypeVar("_Coming")
+_Done = TypeVar("_Done")
+RING = Method(forward=_forward, backward=_backward)
+
+
+def operand_gradients(shares: Shares, sums: Gradients) -> OperandGradients:
+    """Return sums of gradients rounded to the operands' dtypes."""
+    bias = None
+    if sums.bias is not None and shares.bias is not None:
+        bias = sums.bias.astype(shares.bias.dtype)
+    return OperandGradients(
+        query=sums.query.astype(shares.query.dtype),
+        key=sums.key.astype(shares.key.dtype),
+        value=sums.value.astype(shares.value.dtype),
+        bias=bias,
+    )
+
+
+def visible_queries(problem: Problem, shares: Shares) -> jax.Array | None:
+    """Return how many of this device's queries are within their lengths."""
+    if shares.query_lengths is None:
+        return None
+    s = shares.query.shape[1]
+    return visible_tokens(
+        shares.query_lengths, problem.device, problem.count, s, problem.order
+    )
+
+
+def _steps(problem: Problem, shares: Shares) -> tuple[Step, ...]:
+    return ring_steps(
+        count=problem.count,
+        order=problem.order,
+        queries=shares.query.shape[1],
+        keys=shares.key.shape[1],
+        band=problem.band,
+    )
+
+
+def _keys(
+    problem: Problem, shares: Shares, step: Step, at_hand: tuple[jax.Array, jax.Array]
+) -> Keys:
+    t, count = shares.key.shape[1], problem.count
+    first, visible = 0, None
+    if not (shares.bias is None and shares.mask is None and shares.key_lengths is None):
+        source = (problem.device - step.shift) % count
+        first = source * t
+        if shares.key_lengths is not None:
+            visible = visible_tokens(
+                shares.key_lengths, source, count, t, problem.order
+            )
+    return Keys(key=at_hand[0], value=at_hand[1], first=first, visible=visible)
+
+
+def _moved(
+    problem: Problem, arrays: tuple[jax.Array, jax.Array], by: int
+) -> tuple[jax.Array, jax.Array]:
+    """Return what the device so many places before holds, around the ring."""
+    count = problem.count
+    if by % count == 0:
+        return arrays
+    pairs = [(i, (i + by) % count) for i in range(count)]
+    first, second = (jax.lax.ppermute(x, problem.axis_name, pairs) for x in arrays)
+    return first, second
+
+
+def _together(coming: _Coming, done: _Done) -> tuple[_Coming, _Done]:
+    """Return both, neither before the other is there.
+
+    Otherwise the compiler might send all keys at once, and hold those of all devices.
+    """
+    return jax.lax.optimization_barrier((coming, done))

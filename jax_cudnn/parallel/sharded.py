@@ -1,0 +1,350 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.parallel.sharded_sdpa`: attention of whole arrays over a mesh."""
+
+import functools
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+    reshard,
+)
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.ops.arguments import (
+    as_operand,
+    check_flag,
+    describe,
+    in_front,
+    options,
+)
+from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.sdpa import check_scale, check_window
+from jax_cudnn.parallel import attention
+from jax_cudnn.parallel.attention import Method, check_method
+from jax_cudnn.parallel.axes import AxisName
+from jax_cudnn.parallel.order import check_order
+from jax_cudnn.parallel.schedule import Order
+
+_OP = "parallel.sharded_sdpa"
+
+
+@overload
+def sharded_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    axis: AxisName,
+    mesh: Mesh | AbstractMesh | None = ...,
+    batch_axis: AxisName | None = ...,
+    head_axis: AxisName | None = ...,
+    method: Method = ...,
+    order: Order = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def sharded_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | None = ...,
+    *,
+    axis: AxisName,
+    mesh: Mesh | AbstractMesh | None = ...,
+    batch_axis: AxisName | None = ...,
+    head_axis: AxisName | None = ...,
+    method: Method = ...,
+    order: Order = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def sharded_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis: AxisName,
+    mesh: Mesh | AbstractMesh | None = None,
+    batch_axis: AxisName | None = None,
+    head_axis: AxisName | None = None,
+    method: Method = "ring",
+    order: Order = "contiguous",
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int, int] | None = None,
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Return :func:`jax_cudnn.sdpa` of arrays that are sharded along the sequence.
+
+    The whole arrays go in and come out, inside or outside of :func:`jax.jit`. In
+    between, :func:`jax_cudnn.parallel.sdpa` runs under :func:`jax.shard_map`; it says
+    how the methods differ. Arrays that are sharded otherwise are moved first.
+
+    Axis letters as in :func:`jax_cudnn.sdpa`: b batch, s query length, t key length, h
+    query heads, k key heads, d head size, e value head size.
+
+    Args:
+      query: (b, s, h, d) or (s, h, d); s a multiple of the devices along `axis`.
+      key: (b, t, k, d) or (t, k, d), of query's dtype; t a multiple as well.
+      value: (b, t, k, e) or (t, k, e), of query's dtype.
+      bias: broadcasts to (b, h, s, t); sharded along s, with all of t on each device.
+      mask: bool, broadcasts to (b, h, s, t); sharded like `bias`.
+      axis: the mesh axis, or several, that the sequence is sharded over.
+      mesh: the mesh. Default None: that of :func:`jax.set_mesh`.
+      batch_axis: the mesh axis, or several, that b is sharded over. Default None: b is
+        not sharded.
+      head_axis: likewise for h and k, both of which must be multiples.
+      method: "ring" (default), "all_gather" or "all_to_all".
+      order: the order of the tokens in all operands: "contiguous" (default), or
+        "zigzag" where :func:`to_zigzag` has ordered them, for as many devices.
+      scale: as in :func:`jax_cudnn.sdpa`, and so are all further arguments.
+      is_causal: whether a query sees the keys up to its own position only.
+      query_seq_lengths: integers (b,).
+      key_value_seq_lengths: integers (b,).
+      local_window_size: (left, right) or an int.
+      implementation: for each block of queries and keys.
+      plan: for each block of queries and keys.
+      return_residual: whether to return the log-sum-exp as well.
+
+    Returns:
+      (b, s, h, e) or (s, h, e), sharded as query is meant to be. With
+      `return_residual`, a pair of this array and the log-sum-exp (b, s, h) or (s, h).
+
+    Raises:
+      ValueError: no mesh; an axis that the mesh lacks, or that is named twice; sizes
+        that are not multiples of their axes; and as :func:`jax_cudnn.parallel.sdpa`.
+      TypeError: as :func:`jax_cudnn.parallel.sdpa`.
+      UnsupportedError: as :func:`jax_cudnn.sdpa`, for a block.
+      LibraryError: as :func:`jax_cudnn.sdpa`.
+
+    Example:
+      >>> import jax
+      >>> from jax.sharding import AxisType
+      >>> from jax_cudnn import parallel
+      >>> mesh = jax.make_mesh((1,), ("seq",), axis_types=(AxisType.Auto,))
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 6, 4, 8))
+      >>> parallel.sharded_sdpa(q, k, v, mesh=mesh, axis="seq", is_causal=True).shape
+      (2, 6, 4, 8)
+    """
+    axes = _Axes(mesh=_mesh(mesh), sequence=axis, batch=batch_axis, heads=head_axis)
+    axes.check_names()
+    check_method(_OP, method)
+    check_order(_OP, order)
+    with_stats = check_flag(_OP, "return_residual", return_residual)
+    arrays: dict[str, jax.Array] = {}
+    specs: dict[str, PartitionSpec] = {}
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        arrays[name] = as_operand(_OP, name, x)
+        specs[name] = axes.of_tokens(name, arrays[name])
+    has_batch = arrays["query"].ndim == 4
+    for name, x in (("bias", bias), ("mask", mask)):
+        if x is not None:
+            array = as_operand(_OP, name, x)
+            if array.ndim < 4:
+                array = jnp.reshape(array, in_front(array.shape, 4))
+            arrays[name] = array
+            specs[name] = axes.of_scores(name, array)
+    for name, x in (
+        ("query_seq_lengths", query_seq_lengths),
+        ("key_value_seq_lengths", key_value_seq_lengths),
+    ):
+        if x is not None:
+            arrays[name] = as_operand(_OP, name, x)
+            specs[name] = PartitionSpec(batch_axis if has_batch else None)
+    with on_behalf_of(_OP, "sdpa"):
+        window = check_window(local_window_size)
+        # Parts of what the program is known by from here on.
+        is_causal = check_flag("sdpa", "is_causal", is_causal)
+        q = arrays["query"]
+        scale = check_scale(scale, q.shape[-1], q.dtype)
+        options("sdpa", implementation, plan)
+    program = _program(
+        axes.mesh,
+        tuple(specs.items()),
+        _Static(
+            axis_name=axis,
+            method=method,
+            order=order,
+            scale=scale,
+            is_causal=is_causal,
+            local_window_size=(window[0], window[1]) if window else None,
+            implementation=implementation,
+            plan=plan,
+            return_residual=with_stats,
+        ),
+    )
+    with on_behalf_of(_OP, "parallel.sdpa"):
+        return program(*arrays.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Static:
+    """The arguments that are no arrays, named as those of `parallel.sdpa`."""
+
+    axis_name: AxisName
+    method: Method
+    order: Order
+    scale: float | None
+    is_causal: bool
+    local_window_size: tuple[int, int] | None
+    implementation: Implementation | None
+    plan: PlanOptions | None
+    return_residual: bool
+
+
+# One for each way to call it, so that calls outside of jit compile once.
+@functools.lru_cache(maxsize=256)
+def _program(
+    mesh: Mesh | AbstractMesh,
+    specs: tuple[tuple[str, PartitionSpec], ...],
+    static: _Static,
+) -> Any:
+    query = dict(specs)["query"]
+    fields = {name: getattr(static, name) for name in static.__dataclass_fields__}
+
+    def run(*arrays: jax.Array) -> Any:
+        given = dict(zip((name for name, _ in specs), arrays, strict=True))
+        return attention.sdpa(**given, **fields)
+
+    in_specs = tuple(spec for _, spec in specs)
+    # Without the head size, which the log-sum-exp lacks.
+    out = PartitionSpec(*query[:-1])
+    sharded = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=in_specs,
+        out_specs=(out, out) if static.return_residual else out,
+    )
+    if AxisType.Explicit not in mesh.axis_types:
+        return jax.jit(sharded)
+
+    def moved(*arrays: jax.Array) -> Any:
+        shardings = (NamedSharding(mesh, spec) for spec in in_specs)
+        return sharded(*map(reshard, arrays, shardings))
+
+    return jax.jit(moved)
+
+
+def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    found = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if found.empty:
+        raise ValueError(
+            f"{_OP}: there is no mesh. Pass one as mesh, for example "
+            'jax.make_mesh((8,), ("seq",)), or set one with jax.set_mesh.'
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Axes:
+    """Which axes of a mesh shard which axes of the operands."""
+
+    mesh: Mesh | AbstractMesh
+    sequence: AxisName
+    batch: AxisName | None
+    heads: AxisName | None
+
+    def check_names(self) -> None:
+        """Raise unless each name is an axis of the mesh, and none is used twice."""
+        names: list[str] = []
+        for argument, axis in (
+            ("axis", self.sequence),
+            ("batch_axis", self.batch),
+            ("head_axis", self.heads),
+        ):
+            for name in () if axis is None else _names(axis):
+                if name not in self.mesh.axis_names:
+                    raise ValueError(
+                        f"{_OP}: {argument}={axis!r} is not an axis of the mesh, whose "
+                        f"axes are {', '.join(map(repr, self.mesh.axis_names))}."
+                    )
+                if name in names:
+                    raise ValueError(
+                        f"{_OP}: {argument}={axis!r} is used for another axis as well. "
+                        "Each mesh axis can shard one of sequence, batch and heads."
+                    )
+                names.append(name)
+
+    def of_tokens(self, name: str, x: jax.Array) -> PartitionSpec:
+        """Return how query, key or value is sharded."""
+        if x.ndim not in (3, 4):
+            raise ValueError(
+                f"{_OP}: {name} is {describe(x)}. It must be (batch, length, heads, "
+                "head size) or (length, heads, head size)."
+            )
+        axes = (self.batch, self.sequence, self.heads, None)[-x.ndim :]
+        self._check_sizes(name, x, axes)
+        return PartitionSpec(*axes)
+
+    def of_scores(self, name: str, x: jax.Array) -> PartitionSpec:
+        """Return how a bias or mask is sharded, of which axes of size 1 are not."""
+        if x.ndim != 4:
+            raise ValueError(
+                f"{_OP}: {name} is {describe(x)}. It must broadcast to (batch, heads, "
+                "query length, key length)."
+            )
+        axes = tuple(
+            None if size == 1 else axis
+            for size, axis in zip(
+                x.shape, (self.batch, self.heads, self.sequence, None), strict=True
+            )
+        )
+        self._check_sizes(name, x, axes)
+        return PartitionSpec(*axes)
+
+    def _check_sizes(
+        self, name: str, x: jax.Array, axes: tuple[AxisName | None, ...]
+    ) -> None:
+        for number, axis in enumerate(axes):
+            if axis is None:
+                continue
+            count = math.prod(self.mesh.shape[each] for each in _names(axis))
+            if x.shape[number] % count:
+                what = "Pad the sequence, and pass its length, or use"
+                if axis != self.sequence:
+                    what = "Use"
+                raise ValueError(
+                    f"{_OP}: {name} is {describe(x)}. Its axis {number} of size "
+                    f"{x.shape[number]} is sharded over {axis!r}, which has {count} "
+                    f"devices, and must be a multiple of that. {what} an axis of fewer "
+                    "devices."
+                )
+
+
+def _names(axis: AxisName) -> tuple[str, ...]:
+    return (axis,) if isinstance(axis, str) else axis
