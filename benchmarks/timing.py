@@ -10,7 +10,7 @@ per-round ratio to one contender, with its range.
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,15 +41,17 @@ def _time(contender: Contender, count: int) -> float:
     return (time.perf_counter() - start) / count * 1e6
 
 
-def compare(
+def alternate(
     contenders: Mapping[str, Contender],
     *,
-    baseline: str,
     rounds: int = 9,
     round_ms: float = 40.0,
     least_calls: int = 5,
-) -> dict[str, Timing]:
-    """Time the contenders; each is warmed up first and its call count chosen then."""
+) -> dict[str, list[float]]:
+    """Return microseconds a call, round by round.
+
+    Each contender is warmed up first, and its call count chosen then.
+    """
     counts: dict[str, int] = {}
     for name, contender in contenders.items():
         _time(contender, min(3, least_calls))
@@ -61,13 +63,30 @@ def compare(
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             times[name].append(_time(contenders[name], counts[name]))
-    result: dict[str, Timing] = {}
-    for name in names:
-        ratios = [x / y for x, y in zip(times[name], times[baseline], strict=True)]
-        result[name] = Timing(
-            median_us=statistics.median(times[name]),
-            ratio=statistics.median(ratios),
-            ratio_low=min(ratios),
-            ratio_high=max(ratios),
-        )
-    return result
+    return times
+
+
+def summary(times: Sequence[float], baseline: Sequence[float]) -> Timing:
+    """Return a contender's median and its ratios to another one, from their rounds."""
+    ratios = [x / y for x, y in zip(times, baseline, strict=True)]
+    return Timing(
+        median_us=statistics.median(times),
+        ratio=statistics.median(ratios),
+        ratio_low=min(ratios),
+        ratio_high=max(ratios),
+    )
+
+
+def compare(
+    contenders: Mapping[str, Contender],
+    *,
+    baseline: str,
+    rounds: int = 9,
+    round_ms: float = 40.0,
+    least_calls: int = 5,
+) -> dict[str, Timing]:
+    """Time the contenders, in alternating rounds."""
+    times = alternate(
+        contenders, rounds=rounds, round_ms=round_ms, least_calls=least_calls
+    )
+    return {name: summary(each, times[baseline]) for name, each in times.items()}
