@@ -734,7 +734,7 @@ def test_gradients_of_parts_of_the_keys_add_up(
         with_stats=True,
         order=(0, 1, 2, 3),
     )
-    given = _draw(graph)
+    given = draw_arrays(graph)
     backward = backward_graph(graph, with_grad_stats=with_grad_stats)
     rng = np.random.default_rng(5)
     known = {

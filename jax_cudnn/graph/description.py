@@ -29,6 +29,8 @@ windows         letters of a result that follow from a size, a window and attrib
 folds           the letters that examples of a vmap can enter, the best first
 whole           letters that a device must have whole; all others can be shared out
 contracted      letters over which results that lack them are sums
+wide_sums       true for kinds whose kernels are as fast with sums as results in the
+                dtype in which these are kept
 pads            letters that may be padded, to which multiples, and advice on doing so
 precision       which setting of JAX holds for the products: "dot" or "convolution"
 around          true for kinds that only come along with the others in a kernel
@@ -139,6 +141,7 @@ class Description:
     folds: tuple[str, ...]
     whole: frozenset[str]
     contracted: frozenset[str]
+    has_wide_sums: bool
     pads: Padding | None
     precision: Precision | None
     is_around: bool
@@ -200,6 +203,7 @@ def describe(name: str) -> Description:
         folds=tuple(shared.get("folds", "").split()),
         whole=frozenset(shared.get("whole", "").split()),
         contracted=frozenset(shared.get("contracted", "").split()),
+        has_wide_sums=shared.get("wide_sums", False),
         pads=pads
         and Padding(
             letters=tuple(pads["letters"].split()),

@@ -115,13 +115,15 @@ def _part(graph: Graph, nodes: Sequence[Node], results: Collection[str]) -> Grap
 def _with_wide_sums(graph: Graph, division: Division[Any]) -> Graph:
     """Return the graph with shares of sums as results in the dtype of sums.
 
-    A result that has to have an operand's dtype keeps it.
+    A kernel keeps the dtype that it gives where it has to, or where another one would
+    be slow: a convolution's gradient kernels take up to three times as long (9.19 on an
+    H200, docs/design.md).
     """
     bound = {
         name
         for node in graph.nodes
-        for role, name in node.outputs
-        if kind_named(node.kind).row.roles[role].same_as is not None
+        for _, name in node.outputs
+        if not (row := kind_named(node.kind).row).has_wide_sums and not row.is_sum
     }
 
     def own(tensor: Tensor) -> Tensor:
