@@ -121,7 +121,8 @@ def matmul(
       TypeError: dtypes that JAX does not promote or take.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or no graph has such operands (raised
-        at once); operands with a sharding in their type.
+        at once); operands whose types have shardings that
+        contradict each other.
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:

@@ -172,7 +172,8 @@ def sdpa(
         `scale` that is not a Python number.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or symbolic dimensions, which cuDNN
-        has no plan for (raised at once); operands with a sharding in their type.
+        has no plan for (raised at once); operands whose types have shardings that
+        contradict each other.
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
@@ -209,10 +210,10 @@ def sdpa(
       bias below -2.3e38 for -inf if each head has its own bias, with full rows and
       columns. For other biases below -2.3e38 the log-sum-exp has three digits.
 
-      A call runs on one device. Under `jax.jit` with operands sharded over several
-      GPUs, XLA gathers the operands on each GPU. Wrap the call in `jax.shard_map` to
-      shard batch and heads; :mod:`jax_cudnn.parallel` shards the sequence. A call with
-      symbolic dimensions of `jax.export` runs XLA's code.
+      Operands that are sharded over devices stay so along the batch, and along the
+      heads where the key heads divide; other axes are gathered (docs/several_gpus.md).
+      :mod:`jax_cudnn.parallel` shards the sequence. A call with symbolic dimensions of
+      `jax.export` runs XLA's code.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
