@@ -15,6 +15,7 @@ try:
 
     from jax_cudnn import cache as _cache
     from jax_cudnn import parallel, plans
+    from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.conv import conv
     from jax_cudnn.ops.dot_general import dot_general
     from jax_cudnn.ops.gated import gated_matmul
@@ -26,10 +27,12 @@ try:
     # What `jax.export.export(f, disabled_checks=...)` needs to accept our custom calls.
     # A program exported with a GPU at hand is for that kind of GPU and cuDNN, and
     # refuses to run elsewhere; exported without one (JAX_PLATFORMS=cpu) it plans where
-    # it runs. A graph of another schema number is refused.
+    # it runs. A graph of another schema number is refused. A program for several
+    # devices is divided where it is loaded.
     EXPORT_SAFETY_CHECKS = (
         DisabledSafetyCheck.custom_call(_native.TARGET_CAPTURED),
         DisabledSafetyCheck.custom_call(_native.TARGET_SCRATCH),
+        DisabledSafetyCheck.custom_call(_PARTITIONED_TARGET),
     )
 except Exception as _error:
     if not _startup.is_program():

@@ -7,7 +7,14 @@ call that it divides, as on GPUs.
 
 import functools
 import math
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -376,18 +383,169 @@ def test_some_axes_of_the_mesh_may_be_manual() -> None:
     assert collectives(run, *sharded) == {}
 
 
-def test_an_exported_program_is_divided_where_it_is_loaded() -> None:
-    specs: list[Spec] = [("x",), (None, "y"), ("y",)]
+def test_examples_that_are_sharded_in_their_types_have_gradients() -> None:
+    # The gradient graph of one example has a kernel for each product.
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    x, w, scale = _draw(4, 6, 8), _draw(8, 10), _draw(4, 10)
+
+    def run(x: Any, w: Any, scale: Any) -> jax.Array:
+        return jax_cudnn.matmul(x, w, activation="silu", scale_out=scale)
+
+    for axes, operands, specs in (
+        ((0, None, 0), (x, w, scale), [("x",), ("y",), ("x",)]),
+        # The product that the gradient reads is the same for all examples.
+        ((None, None, 0), (x[0], w, scale), [(), (), ("x",)]),
+    ):
+        function = jax.vmap(gradient(run), in_axes=axes)
+        sharded = placed(mesh, operands, specs)
+        _assert_equal(jax.jit(function)(*sharded), function(*operands))
+
+
+# --- other partitioners, processes and caches -----------------------------------------
+
+
+def test_the_older_partitioner_gives_the_same_and_gathers_no_batch() -> None:
+    function, operands = _sdpa, _OPERANDS[_sdpa]
+    sharded = placed(mesh_of(x=4, y=2), operands, [("x", None, "y")] * 3)
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)
+            for each in (function, gradient(function)):
+                _assert_equal(jax.jit(each)(*sharded), each(*operands))
+                assert collectives(each, *sharded) == {}
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
+def _start(program: str, *arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(program), *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+
+
+def _printed(process: subprocess.Popen[str]) -> str:
+    try:
+        out, err = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    return out
+
+
+def test_an_exported_program_is_divided_in_the_process_that_loads_it(
+    tmp_path: Path,
+) -> None:
     operands = _OPERANDS[_matmul]
-    sharded = placed(mesh_of(x=4, y=2), operands, specs)
+    sharded = placed(mesh_of(x=4, y=2), operands, [("x",), (None, "y"), ("y",)])
     exported = jax.export.export(
-        jax.jit(_matmul),
-        disabled_checks=[
-            jax.export.DisabledSafetyCheck.custom_call("jax_cudnn.partitioned")
-        ],
+        jax.jit(_matmul), disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS
     )(*sharded)
-    loaded = jax.export.deserialize(exported.serialize())
-    _assert_equal(jax.jit(loaded.call)(*sharded), _matmul(*operands))
+    (tmp_path / "program").write_bytes(exported.serialize())
+    np.savez(tmp_path / "operands", *operands)
+    # It traces no call of its own before.
+    program = """
+        import sys
+        import jax, numpy as np
+        jax.config.update("jax_num_cpu_devices", 8)
+        import jax_cudnn
+        folder = sys.argv[1]
+        with open(f"{folder}/program", "rb") as file:
+            loaded = jax.export.deserialize(bytearray(file.read()))
+        devices = np.array(jax.devices()).reshape(4, 2)
+        mesh = jax.sharding.Mesh(devices, ("x", "y"))
+        arrays = np.load(f"{folder}/operands.npz").values()
+        operands = [
+            jax.device_put(x, s)
+            for x, s in zip(arrays, loaded.in_shardings_jax(mesh), strict=True)
+        ]
+        np.save(f"{folder}/result", jax.jit(loaded.call)(*operands))
+    """
+    _printed(_start(program, str(tmp_path)))
+    _assert_equal(np.load(tmp_path / "result.npy"), _matmul(*operands))
+
+
+def test_xlas_cache_knows_programs_by_all_that_they_compute(tmp_path: Path) -> None:
+    program = """
+        import sys
+        import jax, numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        jax.config.update("jax_num_cpu_devices", 8)
+        jax.config.update("jax_compilation_cache_dir", sys.argv[1])
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+        jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+        import jax_cudnn
+        from jax import monitoring
+        hits = []
+        monitoring.register_event_listener(
+            lambda name, **_: hits.append(name) if "cache_hits" in name else None
+        )
+        mesh = jax.sharding.Mesh(np.array(jax.devices()), ("x",))
+        x = np.linspace(-2, 2, 8 * 3 * 16, dtype=np.float32).reshape(8, 3, 16)
+        w = np.eye(16, dtype=np.float32)
+        sharded = jax.device_put(x, NamedSharding(mesh, P("x")))
+        for activation in ("relu", "silu"):
+            hits.clear()
+            run = lambda x: jax_cudnn.matmul(x, w, activation=activation)
+            result = jax.jit(run)(sharded)
+            print(activation, len(hits))
+            want = getattr(jax.nn, activation)(x)
+            np.testing.assert_allclose(result, want, rtol=2e-5, atol=2e-5)
+    """
+    printed = [_printed(_start(program, str(tmp_path))).split() for _ in range(2)]
+    assert printed == [["relu", "0", "silu", "0"], ["relu", "1", "silu", "1"]]
+
+
+def test_processes_divide_a_program_alike() -> None:
+    program = """
+        import sys
+        import jax, jax.numpy as jnp, numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec as P
+        jax.config.update("jax_num_cpu_devices", 4)
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        jax.distributed.initialize(f"localhost:{sys.argv[1]}", 2, int(sys.argv[2]))
+        import jax_cudnn
+        devices = np.array(jax.devices()).reshape(4, 2)
+        mesh = jax.sharding.Mesh(devices, ("x", "y"))
+        numbers = np.random.default_rng(0)
+        draw = lambda *shape: numbers.standard_normal(shape).astype(np.float32)
+
+        def check(function, operands, specs):
+            sharded = [
+                jax.make_array_from_callback(
+                    x.shape, NamedSharding(mesh, P(*spec)), x.__getitem__
+                )
+                for x, spec in zip(operands, specs, strict=True)
+            ]
+            with jax.default_device(jax.local_devices()[0]):
+                want = jax.jit(function)(*operands)
+            got = jax.jit(function)(*sharded)
+            for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+                for shard in x.addressable_shards:
+                    np.testing.assert_allclose(
+                        shard.data, np.asarray(y)[shard.index], rtol=2e-5, atol=2e-5
+                    )
+
+        def loss(q, k, v):
+            return jnp.sum(jnp.sin(jax_cudnn.sdpa(q, k, v, is_causal=True)))
+
+        attention = draw(8, 6, 4, 8), draw(8, 10, 2, 8), draw(8, 10, 2, 6)
+        check(jax.grad(loss, (0, 1, 2)), attention, [("x", None, "y")] * 3)
+        product = draw(6, 16), draw(16, 12)
+        run = lambda x, w: jax_cudnn.matmul(x, w, activation="gelu")
+        check(run, product, [(None, ("y", "x")), (("y", "x"),)])
+        print(len(jax.devices()))
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = str(free.getsockname()[1])
+    processes = [_start(program, port, str(i)) for i in range(2)]
+    ends = [_printed(process).split()[-1] for process in processes]
+    assert ends == ["8", "8"]
 
 
 def test_a_constraint_within_the_program_is_enough() -> None:

@@ -11,6 +11,7 @@ from jax_cudnn.lowering._jax import (
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.linear import LinearFunction, linear_call
+from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
 from jax_cudnn.lowering.sameness import CustomCall, same_function
 from jax_cudnn.lowering.scope import call_options, scoped
@@ -23,6 +24,7 @@ from jax_cudnn.lowering.tracing import (
 )
 
 __all__ = [
+    "PARTITIONED_TARGET",
     "CustomCall",
     "LinearFunction",
     "TracedGraph",

@@ -271,8 +271,8 @@ def partitioned_region(ctx: Any) -> Literal["automatic", "partly manual"] | None
             mesh = aval.sharding.mesh
             kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
             manual |= {name for name, kind in kinds if kind == AxisType.Manual}
-        is_manual = manual == set(around.mesh.axis_names)
-        return None if is_manual or around.mesh.size == 1 else "partly manual"
+        divided = {name for name, size in around.mesh.shape.items() if size > 1}
+        return "partly manual" if divided - manual else None
     if isinstance(around, mlir.ShardingContext):
         return "automatic" if around.num_devices > 1 else None
     return None
@@ -310,19 +310,22 @@ def sum_over_groups(
     ctx: Any, x: Any, *, groups: tuple[tuple[int, ...], ...]
 ) -> Sequence[Any]:
     """Lower a sum over the devices of each group; devices as XLA counts partitions."""
+    # Their types are not the same in all versions of JAX.
+    attribute: Any = ir.DenseIntElementsAttr
+    operation: Any = stablehlo
     (aval,) = ctx.avals_out
     scalar = ir.RankedTensorType.get([], mlir.dtype_to_ir_type(aval.dtype))
     rows = np.array(groups, np.int64)
-    reduce = stablehlo.AllReduceOp(
+    reduce = operation.AllReduceOp(
         [x.type],
         [x],
-        replica_groups=ir.DenseIntElementsAttr.get(np.ascontiguousarray(rows)),
+        replica_groups=attribute.get(np.ascontiguousarray(rows)),
         channel_handle=stablehlo.ChannelHandle.get(1, mlir.DEVICE_TO_DEVICE_TYPE),
         use_global_device_ids=True,
     )
     block = reduce.regions[0].blocks.append(scalar, scalar)
     with ir.InsertionPoint(block):
-        stablehlo.ReturnOp([stablehlo.AddOp(*block.arguments)])
+        operation.ReturnOp([operation.AddOp(*block.arguments)])
     return reduce.results
 
 

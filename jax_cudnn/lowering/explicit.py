@@ -10,15 +10,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Factors, Graph, factors_of, is_anchor
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import Division, NamedCut, divide
-from jax_cudnn.lowering.members import all_members, unmerged
-from jax_cudnn.lowering.primitives import run_graph
+from jax_cudnn.lowering.members import all_members, flat, spread, unmerged
+from jax_cudnn.lowering.primitives import run_graph, run_reference
 from jax_cudnn.lowering.share import run_share
 
 
@@ -34,12 +36,28 @@ def run_explicit(
       UnsupportedError: two axes of the result would be sharded along the same axis of
         the mesh, or operands are sharded differently along an axis that they share.
     """
-    if sum(map(is_anchor, graph.nodes)) != 1:
-        raise UnsupportedError(
-            f"{graph.nodes[0].kind}: operands with shardings in their types, for a "
-            "graph of several kernels. Use a mesh with AxisType.Auto."
-        )
     operands = unmerged(graph, operands)
+    if sum(map(is_anchor, graph.nodes)) == 1:
+        return _run_kernel(graph, operands, options)
+    # The gradient of examples that are sharded, for example.
+    members = all_members(graph, tuple(x.shape for x in operands))
+    values = dict(zip(graph.inputs, operands, strict=True))
+    for part in partition(graph):
+        arguments = [values[name] for name in part.inputs]
+        if any(map(is_anchor, part.nodes)):
+            results: Sequence[jax.Array] = run_graph(part, arguments, options)
+        else:
+            wide = spread(part, [x.shape for x in arguments]) or part
+            results = run_reference(wide, arguments, options)
+        for name, x in zip(part.outputs, results, strict=True):
+            values[name] = jnp.reshape(x, flat(members[name]))
+    return [values[name] for name in graph.outputs]
+
+
+def _run_kernel(
+    graph: Graph, operands: Sequence[jax.Array], options: Options
+) -> list[jax.Array]:
+    """Run a graph of one kernel in `jax.shard_map`."""
     shapes = tuple(x.shape for x in operands)
     members = all_members(graph, shapes)
     factors = factors_of(graph, tuple(sorted(members.items())))
@@ -95,16 +113,23 @@ def _spec(division: Division[NamedCut], name: str) -> PartitionSpec:
 
 
 def _without_strays(graph: Graph, factors: Factors) -> Factors:
-    """Return the factors, whole where a node's result neither has them nor sums them.
+    """Return the factors, whole where a result neither has them nor sums them.
 
-    Devices would all compute that result, but its type would not say that they agree.
+    Devices would all compute that result, but its type would not say that they agree:
+    what comes from one graph varies as all of the graph's operands do.
     """
     has = {name: {f for p in own for f in p} for name, own in factors.axes.items()}
+    given = set[int]().union(*(has[name] for name in graph.inputs))
     strays = set[int]()
+    summed = {name: set[int]() for name in graph.inputs}
     for node in graph.nodes:
         read = set[int]().union(*(has[name] for _, name in node.inputs))
+        before = set[int]().union(*(summed[name] for _, name in node.inputs))
         for _, name in node.outputs:
             strays |= read - has[name] - factors.partial[name]
+            summed[name] = before | factors.partial[name]
+    for name in graph.outputs:
+        strays |= given - has[name] - summed[name]
     return factors.with_whole(strays)
 
 

@@ -68,7 +68,7 @@ def set_lowering(platform: str, program: Program, xla_program: Program) -> None:
         record = _RECORDS.get(scope().record)
         if record is not None:
             record.is_divided |= region is not None
-        if region is None or graph.has_empty_tensor or not _register():
+        if region is None or graph.has_empty_tensor or not _can_divide():
             if record is not None:
                 record.graphs.append((graph, options))
             function = (xla_program if record else program)(graph, options)
@@ -113,17 +113,16 @@ def recording() -> Iterator[Record]:
 
 
 @functools.cache
-def _register() -> bool:
-    """Tell XLA who divides the custom call; whether this JAX can."""
-    found = _jax.register_partitioner(TARGET, partition=_partition, infer=_infer)
-    if not found:
+def _can_divide() -> bool:
+    """Whether XLA knows who divides the custom call; says once if it does not."""
+    if not _IS_REGISTERED:
         _log.warning(
             "This version of JAX (%s) has no partitioner for custom calls where "
             "jax_cudnn looks for it: calls in programs for several devices gather "
             "their operands, outside of jax.shard_map.",
             jax.__version__,
         )
-    return found
+    return _IS_REGISTERED
 
 
 # --- the program of all devices -------------------------------------------------------
@@ -418,6 +417,9 @@ def _options(data: Mapping[str, Any]) -> Options:
 
 _kernel_p.def_abstract_eval(_avals)
 _jax.set_lowering(_kernel_p, _lower_kernel)
+
+# At import: a program that was exported by another process may come first.
+_IS_REGISTERED = _jax.register_partitioner(TARGET, partition=_partition, infer=_infer)
 
 _sum_p.def_abstract_eval(lambda x, *, groups: x)
 _jax.set_lowering(_sum_p, _jax.sum_over_groups)
