@@ -26,6 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
 from jax_cudnn import plans
+from jax_cudnn.lowering import partitioned
 from tests.devices import Function, Spec, collectives, gradient, mesh_of, placed
 
 _NUMBERS = np.random.default_rng(0)
@@ -581,3 +582,18 @@ def test_inspect_of_a_divided_contraction_tells_its_part() -> None:
     )
     (call,) = plans.inspect(jax.jit(_contraction).trace(x, w)).calls
     assert call.shapes == "f32[1,12,8], f32[1,8,24]"
+
+
+def test_a_refusal_while_xla_divides_a_call_keeps_its_reasons(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(graph: Any, options: Any) -> Any:
+        del graph, options
+        raise jax_cudnn.UnsupportedError("no plan here:", ["too long", "too wide"])
+
+    monkeypatch.setitem(partitioned._PROGRAMS, "cpu", refuse)
+    (x,) = placed(mesh_of(x=4, y=2), [_draw(4, 16)], [("x",)])
+    with pytest.raises(jax.errors.JaxRuntimeError) as caught:
+        jax.jit(lambda x: jax_cudnn.matmul(x, x.T))(x)
+    for text in ("UnsupportedError: no plan here:", "too long", "too wide"):
+        assert text in str(caught.value)
