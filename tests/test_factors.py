@@ -8,11 +8,10 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn
-from jax_cudnn.graph import Graph, all_kinds, factors_of
+from jax_cudnn.graph import Graph, all_kinds
 from jax_cudnn.lowering.cuts import DeviceCut, NamedCut, divide
-from jax_cudnn.lowering.members import all_members
-from jax_cudnn.lowering.partitioned import sharding_rule
 from jax_cudnn.lowering.primitives import graph_p
+from jax_cudnn.lowering.sharding_rule import factors_at, sharding_rule
 
 pytestmark = pytest.mark.once
 
@@ -81,9 +80,7 @@ def test_without_sums_what_is_contracted_is_whole() -> None:
 def _divided(
     graph: Graph, shapes: Any, given: list[tuple[str, list[NamedCut | None]]]
 ) -> dict[str, tuple[int, ...]]:
-    members = all_members(graph, shapes)
-    factors = factors_of(graph, tuple(sorted(members.items())))
-    division = divide(factors, given)
+    division = divide(factors_at(graph, shapes), given)
     return {t.name: division.local_shape(t.name) for t in graph.tensors}
 
 

@@ -15,12 +15,13 @@ from jax.sharding import PartitionSpec
 
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Factors, Graph, factors_of, is_anchor
+from jax_cudnn.graph import Factors, Graph, is_anchor
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import Division, NamedCut, divide
 from jax_cudnn.lowering.members import all_members, flat, spread, unmerged
 from jax_cudnn.lowering.primitives import run_graph, run_reference
+from jax_cudnn.lowering.sharding_rule import factors_at
 from jax_cudnn.lowering.share import run_share
 
 
@@ -60,7 +61,7 @@ def _run_kernel(
     """Run a graph of one kernel in `jax.shard_map`."""
     shapes = tuple(x.shape for x in operands)
     members = all_members(graph, shapes)
-    factors = factors_of(graph, tuple(sorted(members.items())))
+    factors = factors_at(graph, shapes)
     mesh = _jax.explicit_mesh(operands)
     given = [
         (name, [_cut(mesh, entry) for entry in _jax.explicit_spec(x)])

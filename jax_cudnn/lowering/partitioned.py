@@ -24,20 +24,14 @@ import jax
 import numpy as np
 
 from jax_cudnn.config import MatmulPrecision, Options, PlanOptions
-from jax_cudnn.graph import (
-    Factors,
-    Graph,
-    factors_of,
-    from_json,
-    is_anchor,
-    to_json,
-)
+from jax_cudnn.graph import Graph, from_json, is_anchor, to_json
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
-from jax_cudnn.lowering.members import Shape, all_members, flat, result_shapes, spread
+from jax_cudnn.lowering.members import all_members, flat, result_shapes, spread
 from jax_cudnn.lowering.primitives import graph_p, reference_program
 from jax_cudnn.lowering.scope import scope, scoped
+from jax_cudnn.lowering.sharding_rule import factors_at, sharding_rule
 from jax_cudnn.lowering.share import run_share
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -189,66 +183,6 @@ def _lower_kernel(
     )
 
 
-# --- the rule, in Shardy's words ------------------------------------------------------
-
-
-def sharding_rule(graph: Graph, shapes: tuple[Shape, ...], *, may_sum: bool) -> str:
-    """Return the rule by which Shardy propagates shardings through a kernel's graph.
-
-    See https://openxla.org/shardy/sdy_dialect (OpShardingRuleAttr).
-    """
-    factors, _ = _factors(graph, shapes)
-    names: dict[int, str] = {}
-    sizes = list[str]()
-
-    def name_of(factor: int) -> str:
-        names[factor] = names.get(factor) or _letter(len(sizes))
-        if len(names) > len(sizes):
-            sizes.append(f"{names[factor]}={factors.sizes[factor]}")
-        return names[factor]
-
-    def axis(product: tuple[int, ...]) -> str:
-        if not product:  # a size of 1, which is no factor
-            unused = -1 - len(sizes)
-            names[unused] = _letter(len(sizes))
-            sizes.append(f"{names[unused]}=1")
-            return names[unused]
-        return "".join(name_of(factor) for factor in product)
-
-    def side(tensors: Sequence[str]) -> str:
-        arrays = (map(axis, factors.axes[name]) for name in tensors)
-        return ", ".join(f"[{', '.join(axes)}]" for axes in arrays)
-
-    mapping = f"({side(graph.inputs)})->({side(graph.outputs)})"
-    results = {f for name in graph.outputs for p in factors.axes[name] for f in p}
-    summed = set[int]().union(*factors.partial.values()) - results - factors.whole
-    whole = set(factors.whole) | (set() if may_sum else summed)
-
-    def listed(found: set[int]) -> str:
-        return ", ".join(name for factor, name in names.items() if factor in found)
-
-    text = f"#sdy.op_sharding_rule<{mapping} {{{', '.join(sizes)}}}"
-    if may_sum and (found := listed(summed)):
-        text += f" reduction={{{found}}}"
-    if found := listed(whole):
-        text += f" need_replication={{{found}}}"
-    return f"{text}, custom>"
-
-
-def _letter(index: int) -> str:
-    letters = "ijklmnopqrstuvwxyz"
-    return letters[index] if index < len(letters) else f"z_{index - len(letters) + 1}"
-
-
-def _factors(
-    graph: Graph, shapes: tuple[Shape, ...]
-) -> tuple[Factors, Mapping[str, Shape]]:
-    """Return a kernel's factors, and the shapes of its tensors' arrays."""
-    members = all_members(graph, shapes)
-    factors = factors_of(graph, tuple(sorted(members.items())))
-    return factors, {name: flat(own) for name, own in members.items()}
-
-
 # --- the program of one device --------------------------------------------------------
 
 
@@ -296,7 +230,7 @@ class _Call:
         self._may_sum: bool = data["may_sum"]
         self._record = _RECORDS.get(data.get("record", ""))
         self._shapes = tuple(tuple(shape.dimensions()) for shape in arg_shapes)
-        self._factors, self._all_shapes = _factors(self.graph, self._shapes)
+        self._factors = factors_at(self.graph, self._shapes)
 
     def divide(
         self, arguments: Sequence[Any], results: Sequence[Any]
@@ -308,7 +242,7 @@ class _Call:
         for name, sharding in zip(names, [*arguments, *results], strict=False):
             if sharding is None:
                 continue
-            count, parts = _jax.parts_of(sharding, len(self._all_shapes[name]))
+            count, parts = _jax.parts_of(sharding, len(self._factors.axes[name]))
             devices = max(devices, count)
             cuts = [
                 None if each is None else DeviceCut(max(each) + 1, each)
