@@ -23,7 +23,7 @@ import jax_cudnn
 from jax_cudnn.graph import Graph, is_anchor
 from jax_cudnn.legalize import fusion, legalize, partition, reduction
 from jax_cudnn.legalize import sdpa as legalize_sdpa
-from jax_cudnn.lowering import cuda
+from jax_cudnn.lowering import partitioned
 from jax_cudnn.lowering.members import as_results, merged
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -269,7 +269,12 @@ def _check(
     patch.setattr(reduction, "_refusals", lambda _: ())
     patch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
     seen: list[Graph] = []
-    patch.setattr(cuda, "run_reference", _as_cudnn_runs(random, seen))
+    run = _as_cudnn_runs(random, seen)
+
+    def by_cudnn(graph: Graph, options: Any) -> Any:
+        return lambda *operands: run(graph, operands, options)
+
+    patch.setitem(partitioned._PROGRAMS, "cpu", by_cudnn)
     legal = jax.jit(program.of(call.ours, _backward))(*arrays)
     assert seen
     # Some sums are kept in f32 whatever the operands are.

@@ -65,7 +65,8 @@ def set_lowering(platform: str, program: Program, xla_program: Program) -> None:
         if region is None or graph.has_empty_tensor or not _can_divide():
             if record is not None:
                 record.graphs.append((graph, options))
-            function = (xla_program if record else program)(graph, options)
+            programs = _XLA_PROGRAMS if record else _PROGRAMS
+            function = programs[platform](graph, options)
         else:
             function = functools.partial(
                 _run_parts,
