@@ -9,6 +9,7 @@ import functools
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -31,11 +32,20 @@ def _mesh(*shape: int) -> AbstractMesh:
     return AbstractMesh(shape, names, axis_types=(AxisType.Auto,) * len(shape))
 
 
+# The folder of the tests comes last: the package is the installed one.
+_RUN = """
+import runpy, sys
+sys.path.append(sys.argv.pop(1))
+runpy.run_module("tests.parallel_checks", run_name="__main__")
+"""
+_ROOT = str(Path(__file__).parents[1])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_8_devices(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.parallel_checks", name],
+        [sys.executable, "-c", _RUN, _ROOT, name],
         capture_output=True,
         text=True,
         check=False,

@@ -7,6 +7,7 @@ arguments as it is. A program for several devices is compiled, to see what each 
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -100,7 +101,9 @@ def _graphs_of(program: Traced) -> list[TracedGraph]:
     graphs = list(subprograms(program.jaxpr))
     if not graphs or len(jax.devices()) == 1:
         return graphs
-    with recording() as record:
+    with recording() as record, warnings.catch_warnings():
+        # Nothing is run here, so nothing is donated.
+        warnings.filterwarnings("ignore", message="Some donated buffers")
         lowered = program.lower()
         if not record.is_divided:
             return graphs
