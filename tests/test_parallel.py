@@ -42,6 +42,7 @@ _ROOT = str(Path(__file__).parents[1])
 
 
 @pytest.mark.slow
+@pytest.mark.once
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_8_devices(name: str) -> None:
     done = subprocess.run(

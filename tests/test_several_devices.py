@@ -254,6 +254,7 @@ def _draw_spec(
     return tuple(own[0] if len(own) == 1 else own or None for own in spec)
 
 
+@pytest.mark.once
 @pytest.mark.parametrize("function", _SHAPES, ids=lambda f: f.__name__[1:])
 def test_random_shardings_give_the_same(function: Function) -> None:
     operands = _OPERANDS[function]
