@@ -25,7 +25,12 @@ def start_example(name, *arguments):
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
+        env={
+            # An example finds its own modules beside it.
+            **{k: v for k, v in os.environ.items() if k != "PYTHONSAFEPATH"},
+            "JAX_PLATFORMS": "cpu",
+            "PYTHONIOENCODING": "utf-8",
+        },
     )
 
 
