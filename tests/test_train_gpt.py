@@ -69,8 +69,9 @@ def run_python(program, folder, text):
             **os.environ,
             "JAX_PLATFORMS": "cpu",
             "JAX_NUM_CPU_DEVICES": "8",
+            # An empty entry would be the source tree, where the tests run.
             "PYTHONPATH": os.pathsep.join(
-                (str(EXAMPLES), os.environ.get("PYTHONPATH", ""))
+                filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
             ),
         },
     )
