@@ -38,6 +38,10 @@ class Factors:
     whole: frozenset[int]
     partial: Mapping[str, frozenset[int]]
 
+    def of(self, *tensors: str) -> frozenset[int]:
+        """Return all factors of some tensors."""
+        return frozenset(f for name in tensors for p in self.axes[name] for f in p)
+
     def with_whole(self, more: Iterable[int]) -> "Factors":
         """Return them with more factors that are not to be divided."""
         return replace(self, whole=self.whole.union(more))

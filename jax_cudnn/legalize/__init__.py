@@ -10,9 +10,9 @@ limits and asks no library.
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import fusion, sdpa
 from jax_cudnn.legalize.legalization import Legal, Legalization, Rule
-from jax_cudnn.legalize.partition import partition
+from jax_cudnn.legalize.partition import partition, subgraph
 
-__all__ = ["Legal", "Legalization", "legalize", "partition"]
+__all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 
 # Kinds with a rule of their own, which are alone in their graph.
 RULES: dict[str, Rule] = {

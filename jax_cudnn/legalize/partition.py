@@ -43,7 +43,7 @@ def partition(graph: Graph) -> tuple[Graph, ...]:
     )
     chosen = [frozenset(part) for part in parts if part]
     graphs = [
-        _subgraph(graph, part, [other for other in chosen if other is not part])
+        subgraph(graph, part, [other for other in chosen if other is not part])
         for part in chosen
     ]
     return tuple(part for part in graphs if part is not None)
@@ -84,7 +84,7 @@ def _conversions(graph: Graph) -> list[Node]:
     return found
 
 
-def _subgraph(
+def subgraph(
     graph: Graph, part: frozenset[Node], others: list[frozenset[Node]]
 ) -> Graph | None:
     """Return the graph of some nodes; None where nobody needs what they make."""

@@ -48,6 +48,7 @@ __all__ = [
     "is_known_array",
     "is_linear_input",
     "is_zero",
+    "jvp_where_nonzero",
     "lower_function",
     "output_aval",
     "packed",
@@ -139,6 +140,27 @@ def equation_function(jaxpr: Any, equation: Any) -> Callable[..., list[jax.Array
 def is_zero(tangent: object) -> bool:
     """Whether a tangent or cotangent is symbolically zero."""
     return isinstance(tangent, ad.Zero)
+
+
+def jvp_where_nonzero(
+    function: Callable[..., Sequence[jax.Array]],
+    primals: Sequence[jax.Array],
+    tangents: Sequence[Any],
+) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+    """Return `jax.jvp` of a function along the tangents that are not zero."""
+    moving = [i for i, tangent in enumerate(tangents) if not is_zero(tangent)]
+
+    def along(*values: jax.Array) -> Sequence[jax.Array]:
+        args = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            args[i] = value
+        return function(*args)
+
+    return jax.jvp(
+        along,
+        tuple(primals[i] for i in moving),
+        tuple(tangents[i] for i in moving),
+    )
 
 
 def instantiate_zero(tangent: Any) -> jax.Array:

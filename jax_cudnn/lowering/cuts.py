@@ -116,9 +116,7 @@ def divide(
         whole.update(*factors.partial.values())
 
     def elements(entry: tuple[str, Sequence[Cut | None]]) -> int:
-        return math.prod(
-            factors.sizes[f] for product in factors.axes[entry[0]] for f in product
-        )
+        return math.prod(factors.sizes[factor] for factor in factors.of(entry[0]))
 
     division = Division[Cut](factors)
     for name, cuts in sorted(given, key=elements, reverse=True):

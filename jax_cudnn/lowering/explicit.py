@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Factors, Graph, is_anchor
-from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import Division, NamedCut, divide
-from jax_cudnn.lowering.members import all_members, flat, spread, unmerged
+from jax_cudnn.lowering.members import all_members, unmerged
+from jax_cudnn.lowering.parts import run_parts
 from jax_cudnn.lowering.primitives import run_graph, run_reference
 from jax_cudnn.lowering.sharding_rule import factors_at
 from jax_cudnn.lowering.share import run_share
@@ -40,19 +39,15 @@ def run_explicit(
     operands = unmerged(graph, operands)
     if sum(map(is_anchor, graph.nodes)) == 1:
         return _run_kernel(graph, operands, options)
+
+    def kernel(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return run_graph(part, arguments, options)
+
+    def around(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return run_reference(part, arguments, options)
+
     # The gradient of examples that are sharded, for example.
-    members = all_members(graph, tuple(x.shape for x in operands))
-    values = dict(zip(graph.inputs, operands, strict=True))
-    for part in partition(graph):
-        arguments = [values[name] for name in part.inputs]
-        if any(map(is_anchor, part.nodes)):
-            results: Sequence[jax.Array] = run_graph(part, arguments, options)
-        else:
-            wide = spread(part, [x.shape for x in arguments]) or part
-            results = run_reference(wide, arguments, options)
-        for name, x in zip(part.outputs, results, strict=True):
-            values[name] = jnp.reshape(x, flat(members[name]))
-    return [values[name] for name in graph.outputs]
+    return run_parts(graph, operands, kernel, around)
 
 
 def _run_kernel(
@@ -119,18 +114,17 @@ def _without_strays(graph: Graph, factors: Factors) -> Factors:
     Devices would all compute that result, but its type would not say that they agree:
     what comes from one graph varies as all of the graph's operands do.
     """
-    has = {name: {f for p in own for f in p} for name, own in factors.axes.items()}
-    given = set[int]().union(*(has[name] for name in graph.inputs))
+    given = factors.of(*graph.inputs)
     strays = set[int]()
     summed = {name: set[int]() for name in graph.inputs}
     for node in graph.nodes:
-        read = set[int]().union(*(has[name] for _, name in node.inputs))
+        read = factors.of(*(name for _, name in node.inputs))
         before = set[int]().union(*(summed[name] for _, name in node.inputs))
         for _, name in node.outputs:
-            strays |= read - has[name] - factors.partial[name]
+            strays |= read - factors.of(name) - factors.partial[name]
             summed[name] = before | factors.partial[name]
     for name in graph.outputs:
-        strays |= given - has[name] - summed[name]
+        strays |= given - factors.of(name) - summed[name]
     return factors.with_whole(strays)
 
 
@@ -140,9 +134,7 @@ def _check(
     given: Sequence[tuple[str, Sequence[NamedCut | None]]],
 ) -> None:
     """Refuse operands whose shardings contradict each other."""
-    results = {
-        f for name in graph.outputs for p in division.factors.axes[name] for f in p
-    }
+    results = division.factors.of(*graph.outputs)
     for name, cuts in given:
         for i, (product, cut) in enumerate(
             zip(division.factors.axes[name], cuts, strict=True)

@@ -5,6 +5,7 @@ For functions of several graphs and collectives. Forward mode evaluates the deri
 reverse mode the transpose. JAX's own ``linear_call`` has no vmap and no second order.
 """
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -72,19 +73,8 @@ def _avals(*args: Any, function: LinearFunction, counts: tuple[int, int]) -> lis
 def _jvp(
     primals: Arrays, tangents: Sequence[Any], **params: Any
 ) -> tuple[Arrays, Arrays]:
-    moving = [i for i, t in enumerate(tangents) if not _jax.is_zero(t)]
-
-    def along(*values: jax.Array) -> list[jax.Array]:
-        args = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            args[i] = value
-        return _apply(*args, **params)
-
-    return jax.jvp(
-        along,
-        tuple(primals[i] for i in moving),
-        tuple(tangents[i] for i in moving),
-    )
+    function = functools.partial(_apply, **params)
+    return _jax.jvp_where_nonzero(function, primals, tangents)
 
 
 def _transpose(

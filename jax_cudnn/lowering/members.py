@@ -80,7 +80,8 @@ def flat(members: Members) -> Shape:
     return tuple(size for each in members for size in each)
 
 
-def _reshaped(x: jax.Array, shape: Shape) -> jax.Array:
+def reshaped(x: jax.Array, shape: Shape) -> jax.Array:
+    """Return an array in a shape, itself if it has that shape already."""
     # Tracing a reshape takes longer than looking.
     return x if x.shape == shape else jnp.reshape(x, shape)
 
@@ -89,7 +90,7 @@ def unmerged(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Return operands in the shapes in which the primitives take them."""
     members = all_members(graph, tuple(x.shape for x in operands))
     return [
-        _reshaped(x, flat(members[name]))
+        reshaped(x, flat(members[name]))
         for name, x in zip(graph.inputs, operands, strict=True)
     ]
 
@@ -97,7 +98,7 @@ def unmerged(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
 def merged(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Return operands in the stored shapes of their tensors."""
     return [
-        _reshaped(x, tensor.stored_shape)
+        reshaped(x, tensor.stored_shape)
         for tensor, x in zip(graph.input_tensors, operands, strict=True)
     ]
 
@@ -113,7 +114,7 @@ def as_results(
 ) -> list[jax.Array]:
     """Return results in the shapes in which the primitive gives them."""
     shapes = result_shapes(graph, [x.shape for x in operands])
-    return [_reshaped(x, s) for x, s in zip(results, shapes, strict=True)]
+    return [reshaped(x, s) for x, s in zip(results, shapes, strict=True)]
 
 
 def spread(graph: Graph, shapes: Sequence[Shape]) -> Graph | None:

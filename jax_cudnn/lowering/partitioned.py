@@ -25,11 +25,11 @@ import numpy as np
 
 from jax_cudnn.config import MatmulPrecision, Options, PlanOptions
 from jax_cudnn.graph import Graph, from_json, is_anchor, to_json
-from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
-from jax_cudnn.lowering.members import all_members, flat, result_shapes, spread
-from jax_cudnn.lowering.primitives import graph_p, reference_program
+from jax_cudnn.lowering.members import all_members
+from jax_cudnn.lowering.parts import run_parts
+from jax_cudnn.lowering.primitives import graph_avals, graph_p, reference_program
 from jax_cudnn.lowering.scope import scope, scoped
 from jax_cudnn.lowering.sharding_rule import factors_at, sharding_rule
 from jax_cudnn.lowering.share import run_share
@@ -69,7 +69,7 @@ def set_lowering(platform: str, program: Program, xla_program: Program) -> None:
             function = programs[platform](graph, options)
         else:
             function = functools.partial(
-                _run_parts,
+                _run_divided,
                 graph=graph,
                 options=options,
                 platform=platform,
@@ -123,44 +123,19 @@ def _can_divide() -> bool:
 # --- the program of all devices -------------------------------------------------------
 
 
-def _run_parts(
+def _run_divided(
     *operands: jax.Array, graph: Graph, options: Options, platform: str, may_sum: bool
 ) -> list[jax.Array]:
     """Run a graph's kernels each by a custom call, and the rest in XLA's operations."""
-    shapes = [x.shape for x in operands]
-    members = all_members(graph, tuple(shapes))
-    values = dict(zip(graph.inputs, operands, strict=True))
-    for part in partition(graph):
-        arguments = [values[name] for name in part.inputs]
-        if any(map(is_anchor, part.nodes)):
-            results: Sequence[jax.Array] = _kernel_p.bind(
-                *arguments,
-                graph=part,
-                options=options,
-                platform=platform,
-                may_sum=may_sum,
-            )
-        else:
-            results = _run_around(part, arguments, options, platform)
-        for name, x in zip(part.outputs, results, strict=True):
-            values[name] = jax.numpy.reshape(x, flat(members[name]))
-    return [values[name] for name in graph.outputs]
 
+    def kernel(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        settings = {"platform": platform, "may_sum": may_sum}
+        return _kernel_p.bind(*arguments, graph=part, options=options, **settings)
 
-def _run_around(
-    part: Graph, operands: Sequence[jax.Array], options: Options, platform: str
-) -> Sequence[jax.Array]:
-    """Run nodes around kernels without merging axes, which may be sharded."""
-    wide = spread(part, [x.shape for x in operands]) or part
-    return _XLA_PROGRAMS[platform](wide, options)(*operands)
+    def around(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return _XLA_PROGRAMS[platform](part, options)(*arguments)
 
-
-def _avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
-    shapes = result_shapes(graph, [x.shape for x in operands])
-    return [
-        _jax.output_aval(shape, jax_dtype(tensor.dtype), operands)
-        for shape, tensor in zip(shapes, graph.output_tensors, strict=True)
-    ]
+    return run_parts(graph, operands, kernel, around)
 
 
 def _lower_kernel(
@@ -350,7 +325,7 @@ def _options(data: Mapping[str, Any]) -> Options:
 
 # --- registration ---------------------------------------------------------------------
 
-_kernel_p.def_abstract_eval(_avals)
+_kernel_p.def_abstract_eval(graph_avals)
 _jax.set_lowering(_kernel_p, _lower_kernel)
 
 # At import: a program that was exported by another process may come first.

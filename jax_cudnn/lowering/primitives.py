@@ -109,7 +109,7 @@ def _eager(primitive: Any) -> Callable[..., Any]:
     return run
 
 
-def _graph_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
+def graph_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
     """Return the types of the results, given operands that the graph's come first."""
     primals = operands[: len(graph.inputs)]
     for tensor, aval in zip(graph.input_tensors, primals, strict=True):
@@ -219,19 +219,8 @@ def _linear_jvp(
 ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
     # The saved results do not enter: they are functions of the primals, through which
     # the reference is differentiated already.
-    moving = [i for i, t in enumerate(tangents) if not _jax.is_zero(t)]
-
-    def function(*values: jax.Array) -> tuple[jax.Array, ...]:
-        args = list(primals)
-        for i, value in zip(moving, values, strict=True):
-            args[i] = value
-        return _linear_by_reference(*args, **params)
-
-    return jax.jvp(
-        function,
-        tuple(primals[i] for i in moving),
-        tuple(tangents[i] for i in moving),
-    )
+    function = functools.partial(_linear_by_reference, **params)
+    return _jax.jvp_where_nonzero(function, primals, tangents)
 
 
 # --- reverse mode ---------------------------------------------------------------------
@@ -483,7 +472,7 @@ def _linear_batch(
 # --- registration ---------------------------------------------------------------------
 
 graph_p.def_impl(_eager(graph_p))
-graph_p.def_abstract_eval(_graph_avals)
+graph_p.def_abstract_eval(graph_avals)
 _jax.set_lowering(
     graph_p,
     _jax.lower_function(
@@ -495,7 +484,7 @@ _jax.set_transpose(graph_p, _graph_transpose)
 _jax.set_batching(graph_p, _graph_batch)
 
 linear_p.def_impl(_eager(linear_p))
-linear_p.def_abstract_eval(_graph_avals)
+linear_p.def_abstract_eval(graph_avals)
 _jax.set_jvp(linear_p, _linear_jvp)
 _jax.set_transpose(linear_p, _linear_transpose)
 _jax.set_batching(linear_p, _linear_batch)

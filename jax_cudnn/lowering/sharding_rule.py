@@ -41,7 +41,7 @@ def sharding_rule(graph: Graph, shapes: tuple[Shape, ...], *, may_sum: bool) -> 
         return ", ".join(f"[{', '.join(axes)}]" for axes in arrays)
 
     mapping = f"({side(graph.inputs)})->({side(graph.outputs)})"
-    results = {f for name in graph.outputs for p in factors.axes[name] for f in p}
+    results = factors.of(*graph.outputs)
     summed = set[int]().union(*factors.partial.values()) - results - factors.whole
     whole = set(factors.whole) | (set() if may_sum else summed)
 

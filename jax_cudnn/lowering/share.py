@@ -7,16 +7,17 @@ dtype in which sums are kept.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, is_anchor, kind_named
+from jax_cudnn.graph import DTypeName, Graph, Tensor, is_anchor, kind_named
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.walks import leading_to, made_by, read_by
+from jax_cudnn.legalize import subgraph
 from jax_cudnn.lowering.cuts import Division
 from jax_cudnn.lowering.members import Members
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -85,31 +86,10 @@ def _stages(graph: Graph, division: Division[Any]) -> list[Graph]:
     first = leading_to(graph.nodes, made)
     rest = [node for node in graph.nodes if node not in first]
     # Constants and the like that both need are computed twice.
-    shared = leading_to(first, read_by(rest) - made)
-    kept = {name for name in made_by(first) if name in made or name in graph.outputs}
-    return [
-        _part(graph, first, kept),
-        _part(graph, [*shared, *rest], made_by(rest)),
-    ]
-
-
-def _part(graph: Graph, nodes: Sequence[Node], results: Collection[str]) -> Graph:
-    """Return the graph of some nodes, with those results that are still needed."""
-    nodes = [node for node in graph.nodes if node in nodes]
-    others = [node for node in graph.nodes if node not in nodes]
-    needed = {*graph.outputs, *read_by(others)}
-    outputs = [
-        name for n in nodes for _, name in n.outputs if name in needed & {*results}
-    ]
-    nodes = leading_to(nodes, outputs)
-    read = read_by(nodes) - made_by(nodes)
-    kept = read | made_by(nodes)
-    return Graph(
-        tensors=tuple(tensor for tensor in graph.tensors if tensor.name in kept),
-        nodes=tuple(nodes),
-        inputs=tuple(sorted(read)),
-        outputs=tuple(outputs),
-    )
+    second = [*leading_to(first, read_by(rest) - made), *rest]
+    stages = (frozenset(first), frozenset(second))
+    found = [subgraph(graph, stage, [*{*stages} - {stage}]) for stage in stages]
+    return [stage for stage in found if stage is not None]
 
 
 def _with_wide_sums(graph: Graph, division: Division[Any]) -> Graph:
