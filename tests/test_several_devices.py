@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
 from jax_cudnn import plans
-from jax_cudnn.lowering import partitioned
+from jax_cudnn.lowering import partitioned, sums
 from tests.devices import Function, Spec, collectives, gradient, mesh_of, placed
 
 _NUMBERS = np.random.default_rng(0)
@@ -300,6 +300,73 @@ def test_sums_are_complete_before_they_are_rounded() -> None:
         .astype(jnp.float32),
     )
     assert "all-reduce" in collectives(_contraction, *sharded)
+
+
+_TOKENS_AND_WEIGHTS = (("x", None, "y"), ("y",))
+# Sums whose results are in 16 bits, and what is sent in the result and the gradient.
+# Shares in 32 bits are scattered as they are added up; those that a kernel has rounded
+# are exchanged, and added up by the device that keeps the sum.
+_SCATTERED = [
+    _Case(
+        _contraction,
+        _TOKENS_AND_WEIGHTS,
+        "all-gather reduce-scatter",
+        "all-gather reduce-scatter",
+    ),
+    # with an epilogue, which runs on the part that a device has
+    _Case(
+        _matmul,
+        ((None, None, "y"), ("y",), _NONE),
+        "all-gather reduce-scatter",
+        "all-gather reduce-scatter",
+    ),
+    _Case(
+        _conv,
+        (_NONE, (None, None, None, "y"), ("y",)),
+        "",
+        "all-gather all-to-all",
+    ),
+]
+
+
+def _on(function: Function) -> Callable[..., Any]:
+    """Return a function that nothing has been compiled for."""
+    return lambda *operands: function(*operands)
+
+
+@pytest.mark.parametrize("case", _SCATTERED, ids=_label)
+def test_large_sums_of_short_results_are_scattered(
+    case: _Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sums, "LEAST_SCATTERED", 1)
+    operands = [x.astype(jnp.bfloat16) for x in _OPERANDS[case.function]]
+    sharded = placed(mesh_of(x=4, y=2), operands, case.specs)
+    for function, sent in (
+        (case.function, case.forward),
+        (gradient(case.function), case.backward),
+    ):
+        got, want = jax.jit(_on(function))(*sharded), function(*operands)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            wide = [each.astype(jnp.float32) for each in (x, y)]
+            scale = float(jnp.max(jnp.abs(wide[1])))
+            np.testing.assert_allclose(*wide, rtol=2**-7, atol=2**-9 * scale)
+        assert " ".join(collectives(_on(function), *sharded)) == sent
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_a_sum_is_scattered_where_the_program_wants_it(dtype: Any) -> None:
+    # Weights that are split as the tokens are: each device keeps its part's gradient.
+    mesh = mesh_of(x=8)
+    x, w = (each.astype(dtype) for each in _OPERANDS[_contraction])
+    x, w = placed(mesh, [x, w], [("x",), (None, "x")])
+    place = NamedSharding(mesh, P(None, "x"))
+
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        whole = jax.lax.with_sharding_constraint(w, NamedSharding(mesh, P()))
+        product, pullback = jax.vjp(lambda w: jax_cudnn.matmul(x, w), whole)
+        return jax.lax.with_sharding_constraint(pullback(product)[0], place)
+
+    assert collectives(run, x, w) == {"all-gather": 1, "reduce-scatter": 1}
 
 
 # --- transformations ------------------------------------------------------------------

@@ -32,6 +32,7 @@ from jax.sharding import AxisType
 from jaxlib import xla_client
 
 __all__ = [
+    "Groups",
     "Primitive",
     "align_varying",
     "bytecode",
@@ -39,6 +40,7 @@ __all__ = [
     "elements",
     "equation_function",
     "equation_place",
+    "exchange_in_groups",
     "explicit_mesh",
     "explicit_spec",
     "hlo_sharding",
@@ -55,6 +57,7 @@ __all__ = [
     "partitioned_region",
     "parts_of",
     "register_partitioner",
+    "scatter_sum_over_groups",
     "set_batching",
     "set_jvp",
     "set_lowering",
@@ -253,6 +256,8 @@ Partition = Callable[[Any, Any, Any, Any, bytes], tuple[bytes, list[Any], Any]]
 Infer = Callable[[Any, Any, Any, bytes], Any]
 # For each axis, the part that each device has, or None where all have all of it.
 Parts = list[tuple[int, ...] | None]
+# Which devices send to each other, as XLA counts partitions.
+Groups = tuple[tuple[int, ...], ...]
 
 
 def register_partitioner(name: str, *, partition: Partition, infer: Infer) -> bool:
@@ -328,23 +333,48 @@ def custom_call(
     return call.results
 
 
-def sum_over_groups(
-    ctx: Any, x: Any, *, groups: tuple[tuple[int, ...], ...]
-) -> Sequence[Any]:
+def sum_over_groups(ctx: Any, x: Any, *, groups: Groups) -> Sequence[Any]:
     """Lower a sum over the devices of each group; devices as XLA counts partitions."""
-    # Their types are not the same in all versions of JAX.
+    operation: Any = stablehlo
+    reduce = operation.AllReduceOp([x.type], [x], **_among(groups))
+    return _adding(reduce, ctx)
+
+
+def scatter_sum_over_groups(
+    ctx: Any, x: Any, *, groups: Groups, axis: int
+) -> Sequence[Any]:
+    """Lower such a sum, of which each device keeps its own part of an axis."""
+    operation: Any = stablehlo
+    (aval,) = ctx.avals_out
+    part = ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
+    reduce = operation.ReduceScatterOp(part, x, axis, **_among(groups))
+    return _adding(reduce, ctx)
+
+
+def exchange_in_groups(ctx: Any, x: Any, *, groups: Groups, axis: int) -> Sequence[Any]:
+    """Lower an exchange: a device gives each one of its group the part of that one."""
+    operation: Any = stablehlo
+    settings = _among(groups)
+    del settings["use_global_device_ids"]
+    return operation.AllToAllOp([x], axis, axis, len(groups[0]), **settings).results
+
+
+def _among(groups: Groups) -> dict[str, Any]:
+    # Its type is not the same in all versions of JAX.
     attribute: Any = ir.DenseIntElementsAttr
+    rows = np.ascontiguousarray(np.array(groups, np.int64))
+    return {
+        "replica_groups": attribute.get(rows),
+        "channel_handle": stablehlo.ChannelHandle.get(1, mlir.DEVICE_TO_DEVICE_TYPE),
+        "use_global_device_ids": True,
+    }
+
+
+def _adding(reduce: Any, ctx: Any) -> Sequence[Any]:
+    """Return the results of a reduction over devices, which becomes a sum."""
     operation: Any = stablehlo
     (aval,) = ctx.avals_out
     scalar = ir.RankedTensorType.get([], mlir.dtype_to_ir_type(aval.dtype))
-    rows = np.array(groups, np.int64)
-    reduce = operation.AllReduceOp(
-        [x.type],
-        [x],
-        replica_groups=attribute.get(np.ascontiguousarray(rows)),
-        channel_handle=stablehlo.ChannelHandle.get(1, mlir.DEVICE_TO_DEVICE_TYPE),
-        use_global_device_ids=True,
-    )
     block = reduce.regions[0].blocks.append(scalar, scalar)
     with ir.InsertionPoint(block):
         operation.ReturnOp([operation.AddOp(*block.arguments)])

@@ -35,6 +35,12 @@ class DeviceCut:
             DeviceCut(minor, tuple(part % minor for part in self.parts)),
         )
 
+    def then(self, minor: "DeviceCut") -> "DeviceCut":
+        """Return it with each part divided further, as another cut says."""
+        pairs = zip(self.parts, minor.parts, strict=True)
+        parts = tuple(part * minor.count + further for part, further in pairs)
+        return DeviceCut(self.count * minor.count, parts)
+
     def is_independent_of(self, others: Sequence[Any]) -> bool:
         """Whether all combinations of parts are on equally many devices."""
         cuts = [self, *others]
@@ -73,30 +79,52 @@ Cut = TypeVar("Cut", DeviceCut, NamedCut)
 
 @dataclass(frozen=True)
 class Division(Generic[Cut]):
-    """Which factors are cut, and how; the rest is whole on every device."""
+    """Which factors are cut, and how; the rest is whole on every device.
+
+    ``cuts``: of all tensors that have the factors. ``scattered``: further cuts, of some
+    tensors only.
+    """
 
     factors: Factors
     cuts: Mapping[int, Cut] = field(default_factory=dict)
-
-    def local_size(self, factor: int) -> int:
-        """Return what a device has of a factor."""
-        cut = self.cuts.get(factor)
-        size = self.factors.sizes[factor]
-        return size if cut is None else size // cut.count
+    scattered: Mapping[str, Mapping[int, Cut]] = field(default_factory=dict)
 
     def local_shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of a device's part of a tensor's array."""
-        return tuple(
-            math.prod(self.local_size(factor) for factor in product)
-            for product in self.factors.axes[name]
-        )
+        return tuple(map(math.prod, self._local_sizes(name)))
 
     def cuts_of(self, name: str) -> tuple[tuple[Cut, ...], ...]:
         """Return the cuts of each axis of a tensor's array, the slowest first."""
+        cuts = self._cuts_at(name)
         return tuple(
-            tuple(self.cuts[factor] for factor in product if factor in self.cuts)
+            tuple(cuts[factor] for factor in product if factor in cuts)
             for product in self.factors.axes[name]
         )
+
+    def is_contiguous(self) -> bool:
+        """Whether a device's part of each axis is one piece of it.
+
+        A factor may be cut only if a device has no more than one of each slower one.
+        """
+        for name, products in self.factors.axes.items():
+            cuts = self._cuts_at(name)
+            for product, sizes in zip(products, self._local_sizes(name), strict=True):
+                first = next((i for i, size in enumerate(sizes) if size > 1), 0)
+                if not cuts.keys().isdisjoint(product[first + 1 :]):
+                    return False
+        return True
+
+    def _cuts_at(self, name: str) -> Mapping[int, Cut]:
+        further = self.scattered.get(name)
+        return {**self.cuts, **further} if further else self.cuts
+
+    def _local_sizes(self, name: str) -> list[list[int]]:
+        """Return what a device has of each factor of each axis."""
+        cuts, sizes = self._cuts_at(name), self.factors.sizes
+        return [
+            [sizes[f] // (cuts[f].count if f in cuts else 1) for f in product]
+            for product in self.factors.axes[name]
+        ]
 
 
 def divide(
@@ -148,22 +176,7 @@ def _with_cut(
             if factor in whole or not own.is_independent_of([*division.cuts.values()]):
                 break
             division = Division(division.factors, {**division.cuts, factor: own})
-            if not _is_contiguous(division):
+            if not division.is_contiguous():
                 cuts = {f: c for f, c in division.cuts.items() if f != factor}
                 return Division(division.factors, cuts)
     return division
-
-
-def _is_contiguous(division: Division[Any]) -> bool:
-    """Whether a device's part of each axis is one piece of it.
-
-    A factor may be cut only if a device has no more than one of each slower one.
-    """
-    for products in division.factors.axes.values():
-        for product in products:
-            open_factors = [f for f in product if division.local_size(f) > 1]
-            if open_factors:
-                after = product[product.index(open_factors[0]) + 1 :]
-                if not division.cuts.keys().isdisjoint(after):
-                    return False
-    return True

@@ -21,7 +21,7 @@ from jax_cudnn.lowering.members import all_members, unmerged
 from jax_cudnn.lowering.parts import run_parts
 from jax_cudnn.lowering.primitives import run_graph, run_reference
 from jax_cudnn.lowering.sharding_rule import factors_at
-from jax_cudnn.lowering.share import run_share
+from jax_cudnn.lowering.share import Collectives, run_share
 
 
 def run_explicit(
@@ -75,7 +75,7 @@ def _run_kernel(
         return run_graph(part, arguments, options)
 
     def share(*parts: jax.Array) -> list[jax.Array]:
-        return run_share(graph, members, division, parts, run, total)
+        return run_share(graph, members, division, parts, run, Collectives(total=total))
 
     in_specs = [_spec(division, name) for name in graph.inputs]
     out_specs = [_spec(division, name) for name in graph.outputs]

@@ -32,7 +32,8 @@ from jax_cudnn.lowering.parts import run_parts
 from jax_cudnn.lowering.primitives import graph_avals, graph_p, reference_program
 from jax_cudnn.lowering.scope import scope, scoped
 from jax_cudnn.lowering.sharding_rule import factors_at, sharding_rule
-from jax_cudnn.lowering.share import run_share
+from jax_cudnn.lowering.share import Collectives, run_share
+from jax_cudnn.lowering.sums import scattering
 from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
@@ -44,6 +45,8 @@ _SCHEMA = 1
 _kernel_p = _jax.Primitive("cudnn_partitioned")
 _kernel_p.multiple_results = True
 _sum_p = _jax.Primitive("cudnn_sum_over_devices")
+_scatter_p = _jax.Primitive("cudnn_scatter_sum_over_devices")
+_exchange_p = _jax.Primitive("cudnn_exchange_between_devices")
 
 
 # Makes what computes a graph on one device of a platform, from arrays.
@@ -211,7 +214,10 @@ class _Call:
     def divide(
         self, arguments: Sequence[Any], results: Sequence[Any]
     ) -> tuple[Division[DeviceCut], int]:
-        """Return what is divided how, and among how many devices."""
+        """Return what is divided how, and among how many devices.
+
+        Sums are scattered only once it is known how the results are wanted.
+        """
         names = [*self.graph.inputs, *self.graph.outputs]
         given: list[tuple[str, list[DeviceCut | None]]] = []
         devices = 1
@@ -225,7 +231,11 @@ class _Call:
                 for each in parts
             ]
             given.append((name, cuts))
-        return divide(self._factors, given, may_sum=self._may_sum), devices
+        division = divide(self._factors, given, may_sum=self._may_sum)
+        if results:
+            wanted = {name: cuts for name, cuts in given if name in self.graph.outputs}
+            division = scattering(self.graph, division, wanted)
+        return division, devices
 
     def sharding(self, division: Division[DeviceCut], devices: int, name: str) -> Any:
         """Return a tensor's sharding in XLA's form."""
@@ -244,8 +254,18 @@ class _Call:
     def program(self, division: Division[DeviceCut], devices: int) -> bytes:
         """Return a device's program, as StableHLO's bytecode."""
 
-        def total(x: jax.Array, over: frozenset[int]) -> jax.Array:
-            return _sum_p.bind(x, groups=_groups(division, devices, over))
+        def groups(over: frozenset[int]) -> _jax.Groups:
+            return _groups(division, devices, over)
+
+        collectives = Collectives(
+            total=lambda x, over: _sum_p.bind(x, groups=groups(over)),
+            scatter=lambda x, over, axis: _scatter_p.bind(
+                x, groups=groups(over), axis=axis
+            ),
+            exchange=lambda x, over, axis: _exchange_p.bind(
+                x, groups=groups(over), axis=axis
+            ),
+        )
 
         def run(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
             if self._record is None:
@@ -258,7 +278,7 @@ class _Call:
 
         def body(*operands: jax.Array) -> list[jax.Array]:
             members = all_members(self.graph, self._shapes)
-            return run_share(self.graph, members, division, operands, run, total)
+            return run_share(self.graph, members, division, operands, run, collectives)
 
         operands = [
             jax.ShapeDtypeStruct(division.local_shape(t.name), jax_dtype(t.dtype))
@@ -277,10 +297,11 @@ class _Call:
 
 def _groups(
     division: Division[DeviceCut], devices: int, over: frozenset[int]
-) -> tuple[tuple[int, ...], ...]:
+) -> _jax.Groups:
     """Return which devices add up their shares: those that differ only along `over`.
 
-    Where several devices have the same part, each of these joins one group.
+    Where several devices have the same part, each of these joins one group. Groups are
+    in the order of the shares.
     """
     found: dict[tuple[Any, ...], dict[tuple[int, ...], list[int]]] = {}
     for device in range(devices):
@@ -292,8 +313,13 @@ def _groups(
     return tuple(
         group
         for by_share in found.values()
-        for group in zip(*by_share.values(), strict=True)
+        for group in zip(*(by_share[each] for each in sorted(by_share)), strict=True)
     )
+
+
+def _part_aval(x: Any, *, groups: _jax.Groups, axis: int) -> Any:
+    part = x.shape[axis] // len(groups[0])
+    return x.update(shape=(*x.shape[:axis], part, *x.shape[axis + 1 :]))
 
 
 # --- options as data ------------------------------------------------------------------
@@ -333,6 +359,12 @@ _IS_REGISTERED = _jax.register_partitioner(TARGET, partition=_partition, infer=_
 
 _sum_p.def_abstract_eval(lambda x, *, groups: x)
 _jax.set_lowering(_sum_p, _jax.sum_over_groups)
+
+_scatter_p.def_abstract_eval(_part_aval)
+_jax.set_lowering(_scatter_p, _jax.scatter_sum_over_groups)
+
+_exchange_p.def_abstract_eval(lambda x, *, groups, axis: x)
+_jax.set_lowering(_exchange_p, _jax.exchange_in_groups)
 
 
 set_lowering("cpu", reference_program, reference_program)

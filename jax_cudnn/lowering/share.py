@@ -8,24 +8,35 @@ dtype in which sums are kept.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import DTypeName, Graph, Tensor, is_anchor, kind_named
-from jax_cudnn.graph.rules import accumulator
-from jax_cudnn.graph.walks import leading_to, made_by, read_by
+from jax_cudnn.graph import Graph, Tensor, kind_named
 from jax_cudnn.legalize import subgraph
 from jax_cudnn.lowering.cuts import Division
-from jax_cudnn.lowering.members import Members
+from jax_cudnn.lowering.members import Members, reshaped
+from jax_cudnn.lowering.sums import stages, sum_dtype, summed
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # Runs a graph on one device.
 Run = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
-# Adds up the shares of an array that devices have along some factors.
-Total = Callable[[jax.Array, frozenset[int]], jax.Array]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """How devices that have shares along some factors send them to each other.
+
+    ``total``: returns the sum of the shares. ``scatter``: the device's part of it along
+    an axis. ``exchange``: an array of the same shape whose parts along an axis are the
+    device's own part of each share. The last two are for divisions that scatter.
+    """
+
+    total: Callable[[jax.Array, frozenset[int]], jax.Array]
+    scatter: Callable[[jax.Array, frozenset[int], int], jax.Array] | None = None
+    exchange: Callable[[jax.Array, frozenset[int], int], jax.Array] | None = None
 
 
 def run_share(
@@ -34,30 +45,52 @@ def run_share(
     division: Division[Any],
     operands: Sequence[jax.Array],
     run: Run,
-    total: Total,
+    collectives: Collectives,
 ) -> list[jax.Array]:
     """Return a device's part of the results, given its part of the operands."""
-    local = _local_graph(graph, members, division)
     values = dict(zip(graph.inputs, operands, strict=True))
-    for stage in _stages(local, division):
-        wide = _with_wide_sums(stage, division)
+    parts = [frozenset(nodes) for nodes in stages(graph, division)]
+    for i, part in enumerate(parts):
+        stage = subgraph(graph, part, [other for other in parts if other != part])
+        if stage is None:
+            continue
+        own = division if i else replace(division, scattered={})
+        stage = _with_wide_sums(_local_graph(stage, members, own), division)
         arguments = [values[name] for name in stage.inputs]
-        results = run(wide, arguments)
-        for tensor, x in zip(stage.output_tensors, results, strict=True):
-            over = _summed(division, tensor.name)
-            if over:
-                # Shares that a kernel has rounded are at least not added up rounded.
-                x = total(x.astype(jax_dtype(_sum_dtype(tensor.dtype))), over)
-            values[tensor.name] = x.astype(jax_dtype(tensor.dtype))
-    return [
-        jnp.reshape(values[name], division.local_shape(name)) for name in graph.outputs
-    ]
+        for name, x in zip(stage.outputs, run(stage, arguments), strict=True):
+            share = reshaped(x, own.local_shape(name))
+            values[name] = _sum(graph.tensor(name), share, division, collectives)
+    return [values[name] for name in graph.outputs]
 
 
-def _summed(division: Division[Any], name: str) -> frozenset[int]:
-    """Return the factors along which devices have shares of a tensor."""
-    partial = division.factors.partial.get(name, frozenset[int]())
-    return partial.intersection(division.cuts)
+def _sum(
+    tensor: Tensor,
+    share: jax.Array,
+    division: Division[Any],
+    collectives: Collectives,
+) -> jax.Array:
+    """Return a device's part of a tensor, given its share where that is a sum."""
+    dtype = jax_dtype(tensor.dtype)
+    over = summed(division, tensor.name)
+    if not over:
+        return share.astype(dtype)
+    wide = jax_dtype(sum_dtype(tensor.dtype))
+    scattered = division.scattered.get(tensor.name)
+    if scattered is None:
+        # Shares that a kernel has rounded are at least not added up rounded.
+        return collectives.total(share.astype(wide), over).astype(dtype)
+    assert collectives.scatter is not None
+    assert collectives.exchange is not None
+    (factor,) = scattered
+    axes = division.factors.axes[tensor.name]
+    (axis,) = (i for i, product in enumerate(axes) if factor in product)
+    if share.dtype == wide:
+        return collectives.scatter(share, over, axis).astype(dtype)
+    # Shares that a kernel has rounded are sent as they are.
+    count, shape = scattered[factor].count, share.shape
+    parts = collectives.exchange(share, over, axis)
+    parts = jnp.reshape(parts, (*shape[:axis], count, -1, *shape[axis + 1 :]))
+    return jnp.sum(parts, axis, dtype=wide).astype(dtype)
 
 
 def _local_graph(
@@ -76,22 +109,6 @@ def _local_graph(
     return replace(graph, tensors=tuple(map(own, graph.tensors)))
 
 
-def _stages(graph: Graph, division: Division[Any]) -> list[Graph]:
-    """Return the graph, or the kernel and what follows it, which waits for its sums."""
-    (kernel,) = (node for node in graph.nodes if is_anchor(node))
-    made = made_by([kernel])
-    following = [node for node in graph.nodes if made & read_by([node])]
-    if not following or not any(_summed(division, name) for name in made):
-        return [graph]
-    first = leading_to(graph.nodes, made)
-    rest = [node for node in graph.nodes if node not in first]
-    # Constants and the like that both need are computed twice.
-    second = [*leading_to(first, read_by(rest) - made), *rest]
-    stages = (frozenset(first), frozenset(second))
-    found = [subgraph(graph, stage, [*{*stages} - {stage}]) for stage in stages]
-    return [stage for stage in found if stage is not None]
-
-
 def _with_wide_sums(graph: Graph, division: Division[Any]) -> Graph:
     """Return the graph with shares of sums as results in the dtype of sums.
 
@@ -107,13 +124,9 @@ def _with_wide_sums(graph: Graph, division: Division[Any]) -> Graph:
     }
 
     def own(tensor: Tensor) -> Tensor:
-        is_share = tensor.name in graph.outputs and _summed(division, tensor.name)
+        is_share = tensor.name in graph.outputs and summed(division, tensor.name)
         if not is_share or tensor.name in bound:
             return tensor
-        return replace(tensor, dtype=_sum_dtype(tensor.dtype))
+        return replace(tensor, dtype=sum_dtype(tensor.dtype))
 
     return replace(graph, tensors=tuple(map(own, graph.tensors)))
-
-
-def _sum_dtype(dtype: DTypeName) -> DTypeName:
-    return dtype if dtype == "i32" else accumulator(dtype)
