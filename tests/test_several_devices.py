@@ -302,30 +302,20 @@ def test_sums_are_complete_before_they_are_rounded() -> None:
     assert "all-reduce" in collectives(_contraction, *sharded)
 
 
-_TOKENS_AND_WEIGHTS = (("x", None, "y"), ("y",))
-# Sums whose results are in 16 bits, and what is sent in the result and the gradient.
-# Shares in 32 bits are scattered as they are added up; those that a kernel has rounded
-# are exchanged, and added up by the device that keeps the sum.
+# Large sums, and what is sent in the result and the gradient.
 _SCATTERED = [
-    _Case(
-        _contraction,
-        _TOKENS_AND_WEIGHTS,
-        "all-gather reduce-scatter",
-        "all-gather reduce-scatter",
-    ),
-    # with an epilogue, which runs on the part that a device has
+    # in 32 bits, with an epilogue: it runs on the part that a device has
     _Case(
         _matmul,
         ((None, None, "y"), ("y",), _NONE),
         "all-gather reduce-scatter",
         "all-gather reduce-scatter",
     ),
-    _Case(
-        _conv,
-        (_NONE, (None, None, None, "y"), ("y",)),
-        "",
-        "all-gather all-to-all",
-    ),
+    # in 16 bits: exchanged, and added up by the device that keeps the sum
+    _Case(_conv, (_NONE, (None, None, None, "x"), ("x",)), "", "all-gather all-to-all"),
+    _Case(_conv, (_NONE, (None, None, None, "y"), ("y",)), "", "all-reduce"),
+    # nothing waits for it
+    _Case(_contraction, (("x", None, "y"), ("y",)), "all-reduce", "all-reduce"),
 ]
 
 
@@ -335,7 +325,7 @@ def _on(function: Function) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("case", _SCATTERED, ids=_label)
-def test_large_sums_of_short_results_are_scattered(
+def test_large_sums_are_scattered_where_that_is_faster(
     case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sums, "LEAST_SCATTERED", 1)

@@ -110,12 +110,16 @@ class Gpt(nnx.Module):
         self.norm = nnx.LayerNorm(width, epsilon=1e-5, dtype=dtype, rngs=rngs)
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        x = self.tokens(tokens) + self.positions(jnp.arange(tokens.shape[1]))
+        embedding = self.tokens.embedding[...].astype(self.tokens.dtype)
+        # Rows are looked up by a product: its gradient is one too. The gradient of
+        # taking them would add up many rows in few places, one after the other.
+        chosen = jax.nn.one_hot(tokens, VOCABULARY, dtype=embedding.dtype)
+        x = self.kernels.dot_general(chosen, embedding, (((2,), (0,)), ((), ())))
+        x = x + self.positions(jnp.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
         # The embedding serves as the output layer too: (b, s, w) times (vocabulary, w).
-        embedding = self.tokens.embedding[...].astype(x.dtype)
         return self.kernels.dot_general(
             x, embedding, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )

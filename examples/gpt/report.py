@@ -50,7 +50,7 @@ def flops_per_token(params: nnx.State, settings: Settings) -> float:
     """Return the operations of one training step per token, those of products alone.
 
     6 for each number in a matrix (2 forward, 4 backward), and for attention the half of
-    the scores that the causal mask leaves.
+    the scores that the causal mask leaves. Looking up the tokens is not counted.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     matrices = sum(

@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Tensor, kind_named
+from jax_cudnn.graph import Graph, Tensor
 from jax_cudnn.legalize import subgraph
 from jax_cudnn.lowering.cuts import Division
 from jax_cudnn.lowering.members import Members, reshaped
-from jax_cudnn.lowering.sums import stages, sum_dtype, summed
+from jax_cudnn.lowering.sums import rounded_sums, shares, stages, sum_dtype, summed
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # Runs a graph on one device.
@@ -77,8 +77,10 @@ def _sum(
     wide = jax_dtype(sum_dtype(tensor.dtype))
     scattered = division.scattered.get(tensor.name)
     if scattered is None:
-        # Shares that a kernel has rounded are at least not added up rounded.
-        return collectives.total(share.astype(wide), over).astype(dtype)
+        # Sums of more than two are not rounded on the way.
+        if shares(division, tensor.name) > 2:
+            share = share.astype(wide)
+        return collectives.total(share, over).astype(dtype)
     assert collectives.scatter is not None
     assert collectives.exchange is not None
     (factor,) = scattered
@@ -110,22 +112,12 @@ def _local_graph(
 
 
 def _with_wide_sums(graph: Graph, division: Division[Any]) -> Graph:
-    """Return the graph with shares of sums as results in the dtype of sums.
-
-    A kernel keeps the dtype that it gives where it has to, or where another one would
-    be slow: a convolution's gradient kernels take up to three times as long (9.19 on an
-    H200, docs/design.md).
-    """
-    bound = {
-        name
-        for node in graph.nodes
-        for _, name in node.outputs
-        if not (row := kind_named(node.kind).row).has_wide_sums and not row.is_sum
-    }
+    """Return the graph with shares of sums as results in the dtype of sums."""
+    rounded = rounded_sums(graph)
 
     def own(tensor: Tensor) -> Tensor:
         is_share = tensor.name in graph.outputs and summed(division, tensor.name)
-        if not is_share or tensor.name in bound:
+        if not is_share or tensor.name in rounded:
             return tensor
         return replace(tensor, dtype=sum_dtype(tensor.dtype))
 

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is a sum over devices in a kernel's graph, what waits for it, what is scattered?
 
-A sum of 32-bit shares whose results are in 16 bits is sent twice as far as it needs to
-be if every device gets all of it. So a large sum is scattered: each device has the sum
-of its own part, computes on it what follows, and XLA gathers the 16-bit results, where
-the program wants them whole at all.
+A sum that every device gets is sent whole. One that is scattered is sent in parts: each
+device has the sum of its own part, computes on it what follows, and XLA gathers the
+results where the program wants them whole. That is for sums whose results are wanted
+in parts, for large ones that others wait for, and for large shares in 16 bits: those
+are sent as they are, and added up in 32 bits where they arrive.
+
+A large sum that nothing waits for is better sent whole. One collective runs beside
+other kernels; between two, the rounding waits for those (docs/design.md, 26).
 """
 
 import functools
@@ -14,7 +18,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from jax_cudnn.graph import DTypeName, Graph, Node, is_anchor
+from jax_cudnn.graph import DTypeName, Graph, Node, is_anchor, kind_named
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.lowering.cuts import DeviceCut, Division
@@ -31,6 +35,11 @@ def summed(division: Division, name: str) -> frozenset[int]:
     """Return the factors along which devices have shares of a tensor."""
     partial = division.factors.partial.get(name, frozenset[int]())
     return partial.intersection(division.cuts)
+
+
+def shares(division: Division, name: str) -> int:
+    """Return how many shares a tensor is the sum of."""
+    return math.prod(division.cuts[factor].count for factor in summed(division, name))
 
 
 def sum_dtype(dtype: DTypeName) -> DTypeName:
@@ -51,27 +60,47 @@ def stages(graph: Graph, division: Division) -> list[list[Node]]:
     return [first, [*leading_to(first, read_by(rest) - made), *rest]]
 
 
+def rounded_sums(graph: Graph) -> set[str]:
+    """Return the sums that a node gives in the dtype of its result.
+
+    A kernel does so where it has to, or where another dtype would be slow: a
+    convolution's gradient kernels take up to three times as long (9.19 on an H200,
+    docs/design.md).
+    """
+    return {
+        name
+        for node in graph.nodes
+        for _, name in node.outputs
+        if not (row := kind_named(node.kind).row).has_wide_sums and not row.is_sum
+    }
+
+
 def scattering(
     graph: Graph, division: Division[DeviceCut], wanted: Mapping[str, Cuts]
 ) -> Division[DeviceCut]:
     """Return the division with sums scattered, and what follows from them.
 
-    That is for large sums, and for those whose results the program wants scattered.
+    `wanted` has the cuts of the axes of results, as the program wants them.
     """
     first, *rest = stages(graph, division)
     for name in sorted(made_by(first)):
         if not summed(division, name):
             continue
         after = rest[0] if rest and name in read_by(rest[0]) else []
-        results = following(after, {name}).intersection(graph.outputs)
-        is_large = math.prod(division.local_shape(name)) >= LEAST_SCATTERED
-        bytes_of_results = sum(_bytes(graph.tensor(each).dtype) for each in results)
-        bytes_of_sum = _bytes(sum_dtype(graph.tensor(name).dtype))
-        # Scattered, what follows is computed once.
-        sends_less = bytes_of_results < bytes_of_sum + bool(after)
         ways = [*_ways(division, name, first, after)]
+        if not ways:
+            continue
+        results = following(after, {name}).intersection(graph.outputs)
         hits = [_hits(way, results, wanted) for way in ways]
-        if ways and (max(hits) == len(results) or (is_large and sends_less)):
+        if name in rounded_sums(graph):
+            # The sum of two is rounded once, wherever it is computed.
+            is_faster = shares(division, name) > 2
+        else:
+            gathered = sum(_bytes(graph.tensor(each).dtype) for each in results)
+            total = _bytes(sum_dtype(graph.tensor(name).dtype))
+            is_faster = bool(after) and gathered <= total
+        is_large = math.prod(division.local_shape(name)) >= LEAST_SCATTERED
+        if max(hits) == len(results) or (is_large and is_faster):
             division = ways[hits.index(max(hits))]
     return division
 
