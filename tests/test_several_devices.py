@@ -302,7 +302,7 @@ def test_sums_are_complete_before_they_are_rounded() -> None:
     assert "all-reduce" in collectives(_contraction, *sharded)
 
 
-# Large sums, and what is sent in the result and the gradient.
+# Sums that are large enough, and what is sent in the result and the gradient.
 _SCATTERED = [
     # in 32 bits, with an epilogue: it runs on the part that a device has
     _Case(
@@ -314,8 +314,13 @@ _SCATTERED = [
     # in 16 bits: exchanged, and added up by the device that keeps the sum
     _Case(_conv, (_NONE, (None, None, None, "x"), ("x",)), "", "all-gather all-to-all"),
     _Case(_conv, (_NONE, (None, None, None, "y"), ("y",)), "", "all-reduce"),
-    # nothing waits for it
-    _Case(_contraction, (("x", None, "y"), ("y",)), "all-reduce", "all-reduce"),
+    # with nothing that follows
+    _Case(
+        _contraction,
+        (("x", None, "y"), ("y",)),
+        "all-gather reduce-scatter",
+        "all-gather reduce-scatter",
+    ),
 ]
 
 
@@ -325,7 +330,7 @@ def _on(function: Function) -> Callable[..., Any]:
 
 
 @pytest.mark.parametrize("case", _SCATTERED, ids=_label)
-def test_large_sums_are_scattered_where_that_is_faster(
+def test_sums_are_scattered_where_that_sends_less(
     case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sums, "LEAST_SCATTERED", 1)

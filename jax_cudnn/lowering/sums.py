@@ -3,12 +3,10 @@
 
 A sum that every device gets is sent whole. One that is scattered is sent in parts: each
 device has the sum of its own part, computes on it what follows, and XLA gathers the
-results where the program wants them whole. That is for sums whose results are wanted
-in parts, for large ones that others wait for, and for large shares in 16 bits: those
-are sent as they are, and added up in 32 bits where they arrive.
-
-A large sum that nothing waits for is better sent whole. One collective runs beside
-other kernels; between two, the rounding waits for those (docs/design.md, 26).
+results where the program wants them whole. What is faster was measured (docs/design.md,
+26): where the program wants the parts it is scattering, and where the results are fewer
+bytes than the sum. Shares in 16 bits are sent as they are, and added up in 32 bits
+where they arrive.
 """
 
 import functools
@@ -24,8 +22,11 @@ from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.lowering.cuts import DeviceCut, Division
 from jax_cudnn.reference.dtypes import jax_dtype
 
-# Elements of a device's share. Below, another collective costs more than it saves.
-LEAST_SCATTERED = 1 << 22
+# Elements of a device's share of a sum, other than one whose parts the program wants.
+# Below the first, a second collective costs more than it saves. From the second, where
+# nothing follows the sum: the first collective runs beside other kernels for so long
+# that none is left for the second one.
+LEAST_SCATTERED, MOST_SCATTERED = 1 << 16, 1 << 26
 
 # The cuts of the axes of an array.
 Cuts = Sequence[DeviceCut | None]
@@ -92,17 +93,28 @@ def scattering(
             continue
         results = following(after, {name}).intersection(graph.outputs)
         hits = [_hits(way, results, wanted) for way in ways]
-        if name in rounded_sums(graph):
-            # The sum of two is rounded once, wherever it is computed.
-            is_faster = shares(division, name) > 2
-        else:
-            gathered = sum(_bytes(graph.tensor(each).dtype) for each in results)
-            total = _bytes(sum_dtype(graph.tensor(name).dtype))
-            is_faster = bool(after) and gathered <= total
-        is_large = math.prod(division.local_shape(name)) >= LEAST_SCATTERED
-        if max(hits) == len(results) or (is_large and is_faster):
+        is_wanted = max(hits) == len(results)
+        size = math.prod(division.local_shape(name))
+        most = math.inf if after else MOST_SCATTERED
+        is_medium = LEAST_SCATTERED <= size < most
+        if is_wanted or (is_medium and _sends_less(graph, division, name, results)):
             division = ways[hits.index(max(hits))]
     return division
+
+
+def _sends_less(
+    graph: Graph, division: Division[DeviceCut], name: str, results: Iterable[str]
+) -> bool:
+    """Whether results that are gathered are fewer bytes than a sum that is not.
+
+    As many are fine as well: what follows the sum is then computed once.
+    """
+    if name in rounded_sums(graph):
+        # The sum of two is rounded once, wherever it is computed.
+        return shares(division, name) > 2
+    gathered = sum(_bytes(graph.tensor(each).dtype) for each in results)
+    total = _bytes(sum_dtype(graph.tensor(name).dtype))
+    return gathered < total or (gathered == total and {name} != {*results})
 
 
 def _bytes(dtype: DTypeName) -> int:
