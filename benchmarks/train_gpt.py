@@ -14,6 +14,7 @@ tries the script on devices of the CPU; its times say nothing.
 """
 
 import argparse
+import re
 import shlex
 import sys
 import time
@@ -122,10 +123,11 @@ def _range(name: str, value: float, low: float, high: float) -> dict[str, float]
     return {key: round(each, 4) for key, each in values.items()}
 
 
-def measure(settings: Settings, rounds: int) -> list[dict[str, Any]]:
+def measure(settings: Settings, pattern: str, rounds: int) -> list[dict[str, Any]]:
     """Time all contenders, each way beside plain JAX and beside one GPU."""
     runs: dict[tuple[Way, str], Run] = {}
-    for way in ways(settings):
+    one, *others = ways(settings)
+    for way in (one, *(each for each in others if re.search(pattern, each.name))):
         own = replace(settings, batch=way.batch)
         corpus = read_corpus(None, own)
         texts = [batch_of(corpus, own, step) for step in range(_STEPS)]
@@ -133,7 +135,10 @@ def measure(settings: Settings, rounds: int) -> list[dict[str, Any]]:
             baseline = package == PLAIN
             run = Run(way, replace(own, baseline=baseline), texts)
             runs[way, package] = run
-            print(f"{way.name}, {package}: {run.compile_s:.0f} s, {run.losses[-1]:.4f}")
+            print(
+                f"{way.name}, {package}: {run.compile_s:.0f} s, {run.losses[-1]:.4f}",
+                flush=True,
+            )
         check(runs[way, OURS].losses, runs[way, PLAIN].losses)
     builds = native.cache_stats().builds
     times = alternate(
@@ -148,13 +153,12 @@ def measure(settings: Settings, rounds: int) -> list[dict[str, Any]]:
         least_calls=3,
     )
     assert native.cache_stats().builds == builds, "a plan was built while timing"
-    (first, *_) = (way for way, _ in runs)
     found: list[dict[str, Any]] = []
     for (way, package), run in runs.items():
         own = times[f"{way.name}, {package}"]
         timings = {
             "plain": summary(own, times[f"{way.name}, {PLAIN}"]),
-            "one": summary(own, times[f"{first.name}, {package}"]),
+            "one": summary(own, times[f"{one.name}, {package}"]),
         }
         found.append(row(way, package, settings, run, timings))
     return found
@@ -209,12 +213,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--size", choices=SIZES, default="small")
+    parser.add_argument("--ways", default="", help="regex on ways to divide a step")
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     plans.set_cache(None)  # no plans and choices of other runs, and none left behind
     is_gpu = jax.default_backend() == "gpu"
     settings = replace(SIZES[options.size], dtype="bfloat16" if is_gpu else "float32")
     command = ["python", "-m", "benchmarks.train_gpt", "--size", options.size]
+    command += ["--ways", options.ways] if options.ways else []
     versions = environment()
     count = len(jax.devices())
     data = {
@@ -224,7 +230,7 @@ def main() -> None:
             name: getattr(settings, name)
             for name in ("layers", "width", "heads", "context", "dtype")
         },
-        "rows": measure(settings, options.rounds),
+        "rows": measure(settings, options.ways, options.rounds),
     }
     options.out.mkdir(parents=True, exist_ok=True)
     write_records(options.out / "train_gpt.json", data)
