@@ -28,10 +28,11 @@ def environment() -> dict[str, str]:
 
 def _driver() -> str:
     try:
-        return subprocess.run(
+        told = subprocess.run(
             ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
             capture_output=True, text=True, check=False,
-        ).stdout.strip()  # fmt: skip
+        ).stdout  # fmt: skip
+        return ", ".join(dict.fromkeys(told.split()))  # a line for each GPU
     except FileNotFoundError:
         return "none"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the benchmark of several GPUs run, and report what programs really hold?"""
+"""Do the benchmarks of several GPUs run, and report what programs really hold?"""
 
 import importlib
 import json
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.once
 _RUN = """
 import runpy, sys
 sys.path.append(sys.argv.pop(1))
-sys.argv[0] = "benchmarks.several_gpus"
+sys.argv[0] = sys.argv.pop(1)
 runpy.run_module(sys.argv[0], run_name="__main__")
 """
 # What each split sends, in the result and beside its gradients.
@@ -35,9 +35,10 @@ _SENT = {
 }
 
 
-def _run(*arguments: str, devices: int) -> subprocess.CompletedProcess[str]:
+def _run(name: str, *arguments: str, devices: int) -> subprocess.CompletedProcess[str]:
+    command = ["-W", "error", "-c", _RUN, str(ROOT), f"benchmarks.{name}", *arguments]
     return subprocess.run(
-        [sys.executable, "-W", "error", "-c", _RUN, str(ROOT), "--tiny", *arguments],
+        [sys.executable, *command],
         capture_output=True,
         text=True,
         check=False,
@@ -58,7 +59,7 @@ def benchmark_module(monkeypatch):
 
 @pytest.mark.slow
 def test_every_cell_is_timed_beside_plain_jax(tmp_path):
-    done = _run("--out", str(tmp_path), devices=2)
+    done = _run("several_gpus", "--tiny", "--out", str(tmp_path), devices=2)
     assert done.returncode == 0, done.stdout + done.stderr
     data = json.loads((tmp_path / "several_gpus.json").read_text())
     assert not data["failures"]
@@ -83,7 +84,7 @@ def test_every_cell_is_timed_beside_plain_jax(tmp_path):
 
 
 def test_one_device_is_too_few(tmp_path):
-    done = _run("--out", str(tmp_path), devices=1)
+    done = _run("several_gpus", "--tiny", "--out", str(tmp_path), devices=1)
     assert done.returncode == 1
     assert done.stderr == "benchmarks.several_gpus needs two devices or more\n"
     assert not [*tmp_path.iterdir()]
@@ -123,3 +124,22 @@ def test_wrong_results_fail(benchmark_module):
     for errors in ([0.04], [0.04, 0.2], [0.02, 0.2, 0.5], [0.02, float("nan")]):
         with pytest.raises(benchmark_module.WrongError, match=r"^relative errors \["):
             benchmark_module.check(errors)
+
+
+@pytest.mark.slow
+def test_a_training_step_is_timed_beside_plain_jax_and_one_device(tmp_path):
+    arguments = ("--size", "tiny", "--ways", "tensor", "--rounds", "2")
+    done = _run("train_gpt", *arguments, "--out", str(tmp_path), devices=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "train_gpt.json").read_text())["rows"]
+    assert [(row["way"], row["contender"]) for row in rows] == [
+        (way, name)
+        for way in ("one GPU", "tensor")
+        for name in ("jax_cudnn", "plain JAX")
+    ]
+    for row in rows:
+        assert (row["scaling"] == 1) == (row["way"] == "one GPU")
+        assert bool(row["collectives"]) == (row["way"] == "tensor")
+        assert row["losses"][-1] < row["losses"][0]
+    page = (tmp_path / "train_gpt.md").read_text()
+    assert page.count("| tensor | 8 |") == 2
