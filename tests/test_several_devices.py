@@ -269,6 +269,37 @@ def test_random_shardings_give_the_same(function: Function) -> None:
         _assert_equal(got, want)
 
 
+def _second_order(function: Function) -> Callable[..., Any]:
+    """Return the gradient's derivative along the operands."""
+    return lambda *operands: jax.jvp(gradient(function), operands, operands)[1]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("function", _SHAPES, ids=lambda f: f.__name__[1:])
+def test_random_shardings_in_types_give_the_same(function: Function) -> None:
+    operands = _OPERANDS[function]
+    forward = functools.partial(_along_operands, function)
+    calls = (function, gradient(function), forward, _second_order(function))
+    want = [jax.jit(f)(*operands) for f in calls]
+    rng = np.random.default_rng(len(function.__name__))
+    checked = 0
+    while checked < 3:
+        sizes = _MESHES[int(rng.integers(len(_MESHES)))]
+        specs = [_draw_spec(rng, sizes, x.shape) for x in operands]
+        print(sizes, specs)
+        sharded = placed(mesh_of(AxisType.Explicit, **sizes), operands, specs)
+        try:
+            jax.eval_shape(function, *sharded)
+        except jax_cudnn.UnsupportedError:
+            continue  # they contradict each other
+        _assert_equal([jax.jit(f)(*sharded) for f in calls], want)
+        checked += 1
+
+
+def _along_operands(function: Function, *operands: jax.Array) -> jax.Array:
+    return jax.jvp(function, operands, operands)[1]
+
+
 def test_key_heads_that_do_not_divide_are_not_cut_with_their_query_heads() -> None:
     shapes = (2, 10, 16, 4), (2, 12, 4, 4), (2, 12, 4, 4)
     operands = [_draw(*shape) for shape in shapes]
@@ -300,6 +331,22 @@ def test_sums_are_complete_before_they_are_rounded() -> None:
         .astype(jnp.float32),
     )
     assert "all-reduce" in collectives(_contraction, *sharded)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_sums_of_gradients_are_complete_before_they_are_rounded(kind: AxisType) -> None:
+    # As above, and the devices have examples.
+    x = jnp.concatenate([jnp.full((4, 8), 1.0), jnp.full((4, 8), -1.0)])
+    x, w = (each.astype(jnp.bfloat16) for each in (x.at[0].set(1.03), jnp.ones((8, 6))))
+    cotangent = jnp.full((8, 6), 100.3, jnp.bfloat16)
+    sharded = placed(mesh_of(kind, x=2), [x, w, cotangent], [("x",), (), ("x",)])
+
+    def run(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> jax.Array:
+        return jax.vjp(lambda w: _contraction(x, w), w)[1](cotangent)[0]
+
+    want = (x.astype(jnp.float32).T @ cotangent.astype(jnp.float32)).astype(x.dtype)
+    got = jax.jit(run)(*sharded)
+    _assert_equal(got.astype(jnp.float32), want.astype(jnp.float32))
 
 
 # Sums that are large enough, and what is sent in the result and the gradient.
@@ -460,9 +507,12 @@ def test_examples_that_are_sharded_in_their_types_have_gradients() -> None:
         # The product that the gradient reads is the same for all examples.
         ((None, None, 0), (x[0], w, scale), [(), (), ("x",)]),
     ):
-        function = jax.vmap(gradient(run), in_axes=axes)
         sharded = placed(mesh, operands, specs)
-        _assert_equal(jax.jit(function)(*sharded), function(*operands))
+        for function in (
+            jax.vmap(gradient(run), in_axes=axes),
+            gradient(jax.vmap(run, in_axes=axes)),
+        ):
+            _assert_equal(jax.jit(function)(*sharded), function(*operands))
 
 
 # --- other partitioners, processes and caches -----------------------------------------

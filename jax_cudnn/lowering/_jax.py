@@ -11,7 +11,7 @@ import functools
 import io
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -64,6 +64,7 @@ __all__ = [
     "set_transpose",
     "sharded_as",
     "sum_over_groups",
+    "typed_as",
     "weakly_typed",
     "without_mesh",
     "zero_like",
@@ -202,21 +203,34 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     )
 
 
-def is_explicitly_sharded(x: jax.Array) -> bool:
+def _type(x: jax.Array | ShapedArray) -> Any:
+    return x if isinstance(x, ShapedArray) else jax.typeof(x)
+
+
+def is_explicitly_sharded(x: jax.Array | ShapedArray) -> bool:
     """Whether an array's type says that it is sharded along axes of a mesh."""
     return any(entry is not None for entry in explicit_spec(x))
 
 
-def explicit_spec(x: jax.Array) -> tuple[Any, ...]:
+def explicit_spec(x: jax.Array | ShapedArray) -> tuple[Any, ...]:
     """Return along which axes of the mesh an array's type says that it is sharded."""
-    return tuple(jax.typeof(x).sharding.spec)
+    return tuple(_type(x).sharding.spec)
 
 
-def explicit_mesh(operands: Sequence[jax.Array]) -> Any:
+def explicit_mesh(operands: Sequence[jax.Array | ShapedArray]) -> Any:
     """Return the mesh of operands of which some say how they are sharded."""
-    return next(
-        jax.typeof(x).sharding.mesh for x in operands if is_explicitly_sharded(x)
+    return next(_type(x).sharding.mesh for x in operands if is_explicitly_sharded(x))
+
+
+def typed_as(x: jax.Array, spec: Iterable[Any], like: Sequence[jax.Array]) -> jax.Array:
+    """Return an array that is sharded so in its type, on the mesh of other arrays."""
+    full = (*spec, *(None,) * x.ndim)[: x.ndim]
+    if explicit_spec(x) == full:
+        return x
+    sharding = jax.sharding.NamedSharding(
+        explicit_mesh(like), jax.sharding.PartitionSpec(*full)
     )
+    return jax.sharding.reshard(x, sharding)
 
 
 def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:
@@ -230,19 +244,26 @@ def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:
 
 
 def output_aval(
-    shape: tuple[int, ...], dtype: np.dtype, operands: Sequence[Any]
+    shape: tuple[int, ...],
+    dtype: np.dtype,
+    operands: Sequence[Any],
+    spec: jax.sharding.PartitionSpec | None = None,
 ) -> ShapedArray:
-    """Return the type of a result; inside shard_map it varies as the operands do."""
+    """Return the type of a result; inside shard_map it varies as the operands do.
+
+    `spec` says how it is sharded where the types of operands say so.
+    """
     like = max(
         operands, key=lambda aval: len(aval.manual_axis_type.varying), default=None
     )
     if like is None or like.sharding.mesh.empty:
         return ShapedArray(shape, dtype)
-    replicated = jax.sharding.PartitionSpec(*([None] * len(shape)))
+    if spec is None:
+        spec = jax.sharding.PartitionSpec(*([None] * len(shape)))
     return ShapedArray(
         shape,
         dtype,
-        sharding=jax.sharding.NamedSharding(like.sharding.mesh, replicated),
+        sharding=jax.sharding.NamedSharding(like.sharding.mesh, spec),
         manual_axis_type=like.manual_axis_type,
     )
 

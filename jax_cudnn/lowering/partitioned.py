@@ -27,9 +27,15 @@ from jax_cudnn.config import MatmulPrecision, Options, PlanOptions
 from jax_cudnn.graph import Graph, from_json, is_anchor, to_json
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
+from jax_cudnn.lowering.explicit import run_explicit
 from jax_cudnn.lowering.members import all_members
 from jax_cudnn.lowering.parts import run_parts
-from jax_cudnn.lowering.primitives import graph_avals, graph_p, reference_program
+from jax_cudnn.lowering.primitives import (
+    graph_avals,
+    graph_p,
+    reference_program,
+    run_graph,
+)
 from jax_cudnn.lowering.scope import scope, scoped
 from jax_cudnn.lowering.sharding_rule import factors_at, sharding_rule
 from jax_cudnn.lowering.share import Collectives, run_share
@@ -63,6 +69,11 @@ def set_lowering(platform: str, program: Program, xla_program: Program) -> None:
     def lower(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
         region = _jax.partitioned_region(ctx)
         record = _RECORDS.get(scope().record)
+        if any(map(_jax.is_explicitly_sharded, ctx.avals_in)):
+            if record is not None:
+                record.is_divided = True
+            function = functools.partial(_run_typed, graph=graph, options=options)
+            return _jax.lower_function(function)(ctx, *operands)
         if record is not None:
             record.is_divided |= region is not None
         if region is None or graph.has_empty_tensor or not _can_divide():
@@ -124,6 +135,15 @@ def _can_divide() -> bool:
 
 
 # --- the program of all devices -------------------------------------------------------
+
+
+def _run_typed(*operands: jax.Array, graph: Graph, options: Options) -> list[jax.Array]:
+    """Run a graph in parts that the types of its operands say."""
+
+    def kernel(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return run_graph(part, arguments, options)
+
+    return run_explicit(graph, operands, kernel, kernel)
 
 
 def _run_divided(

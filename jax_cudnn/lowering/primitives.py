@@ -23,6 +23,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.explicit import is_one_kernel, run_explicit
 from jax_cudnn.lowering.fold import Fold, fold_graph
 from jax_cudnn.lowering.members import (
     as_results,
@@ -30,6 +31,8 @@ from jax_cudnn.lowering.members import (
     result_shapes,
     unmerged,
 )
+from jax_cudnn.lowering.parts import run_parts
+from jax_cudnn.lowering.typed import gathered, spec_of, typed_division
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -40,20 +43,33 @@ linear_p.multiple_results = True
 
 
 def run_graph(
-    graph: Graph, operands: Sequence[jax.Array], options: Options
+    graph: Graph,
+    operands: Sequence[jax.Array],
+    options: Options,
+    *,
+    may_gather: bool = False,
 ) -> list[jax.Array]:
     """Return the graph's results; differentiable, batchable, on any platform.
 
     An operand may have several axes in place of one of its tensor's (members.py). The
-    results then have them as well.
+    results then have them as well. Operands whose types contradict each other in how
+    they are sharded are refused, or gathered in a graph that no user has written.
     """
-    if any(map(_jax.is_explicitly_sharded, operands)):
-        # It calls this function for the part of each device.
-        from jax_cudnn.lowering.explicit import run_explicit
-
-        return run_explicit(graph, operands, options)
     operands = _jax.align_varying(unmerged(graph, operands))
-    return graph_p.bind(*operands, graph=graph, options=options)
+
+    def bind(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        if may_gather and any(map(_jax.is_explicitly_sharded, operands)):
+            operands = gathered(graph, operands)
+        return graph_p.bind(*operands, graph=graph, options=options)
+
+    def around(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return run_reference(graph, operands, options)
+
+    is_explicit = any(map(_jax.is_explicitly_sharded, operands))
+    if is_explicit and not is_one_kernel(graph):
+        # The types of each kernel's results follow from those of its operands.
+        return run_parts(graph, operands, bind, around)
+    return bind(graph, operands)
 
 
 def run_reference(
@@ -91,6 +107,19 @@ def reference_program(
     return lambda *operands: run_reference(graph, operands, options)
 
 
+def _run_by_reference(
+    graph: Graph, operands: Sequence[jax.Array], options: Options
+) -> tuple[jax.Array, ...]:
+    """Return the graph's results by the reference, divided as operands' types say."""
+
+    def run(graph: Graph, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        return run_reference(graph, operands, options)
+
+    if any(map(_jax.is_explicitly_sharded, operands)):
+        return tuple(run_explicit(graph, unmerged(graph, operands), run, run))
+    return run(graph, operands)
+
+
 # --- evaluation and types -------------------------------------------------------------
 
 
@@ -115,8 +144,14 @@ def graph_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
     for tensor, aval in zip(graph.input_tensors, primals, strict=True):
         expected = (math.prod(tensor.dims), jax_dtype(tensor.dtype))
         assert (aval.size, aval.dtype) == expected, (tensor, aval)
+    specs: dict[str, Any] = {}
+    if any(map(_jax.is_explicitly_sharded, primals)):
+        division = typed_division(graph, primals)
+        specs = {name: spec_of(division, name) for name in graph.outputs}
     return [
-        _jax.output_aval(shape, jax_dtype(tensor.dtype), operands)
+        _jax.output_aval(
+            shape, jax_dtype(tensor.dtype), operands, specs.get(tensor.name)
+        )
         for shape, tensor in zip(
             result_shapes(graph, [x.shape for x in primals]),
             graph.output_tensors,
@@ -202,7 +237,7 @@ def _reference_tangents(
             next(remaining) if is_wanted else x
             for x, is_wanted in zip(primals, wanted, strict=True)
         ]
-        return run_reference(graph, operands, options)
+        return _run_by_reference(graph, operands, options)
 
     return jax.jvp(function, tuple(moving), tuple(tangents))[1]
 
@@ -289,13 +324,23 @@ def _run_backward(
         for source, index in backward.operands
     ]
     # What surrounds the call has a gradient of its own.
-    results = run_graph(backward.graph, operands, replace(options, remark=""))
+    results = run_graph(
+        backward.graph, operands, replace(options, remark=""), may_gather=True
+    )
     # XLA drops the zeros that are not used.
     by_input = zeros | {
-        i: jnp.reshape(x, primals[i].shape)
+        i: _typed_as(jnp.reshape(x, primals[i].shape), primals[i])
         for i, x in zip(backward.gradients, results, strict=True)
     }
     return [by_input[i] for i, is_wanted in enumerate(wanted) if is_wanted]
+
+
+def _typed_as(x: jax.Array, primal: jax.Array) -> jax.Array:
+    """Return a gradient, sharded as its operand is where types say so."""
+    both = (x, primal)
+    if not any(map(_jax.is_explicitly_sharded, both)):
+        return x
+    return _jax.typed_as(x, _jax.explicit_spec(primal), like=both)
 
 
 def _graph_transpose(
@@ -308,7 +353,7 @@ def _graph_transpose(
         operands = list(args)
         for index, value in zip(linear, moving, strict=True):
             operands[index] = value
-        return run_reference(graph, operands, options)
+        return _run_by_reference(graph, operands, options)
 
     avals = (args[i].aval for i in linear)
     shapes = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
@@ -393,7 +438,7 @@ def _batch_without_fold(
     if options.implementation != "cudnn":
 
         def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
-            return run_reference(graph, operands, options)
+            return _run_by_reference(graph, operands, options)
 
         results = jax.vmap(reference, in_axes=tuple(axes))(*args)
     else:
@@ -476,7 +521,7 @@ graph_p.def_abstract_eval(graph_avals)
 _jax.set_lowering(
     graph_p,
     _jax.lower_function(
-        lambda *operands, graph, options: run_reference(graph, operands, options)
+        lambda *operands, graph, options: _run_by_reference(graph, operands, options)
     ),
 )
 _jax.set_jvp(graph_p, _graph_jvp)
