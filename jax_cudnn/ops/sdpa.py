@@ -26,6 +26,7 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.plain import check_implementation
+from jax_cudnn.ops.sinks import check_sinks, with_sinks
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sdpa import forward as attention
 
@@ -64,6 +65,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
+    sinks: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -83,6 +85,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
+    sinks: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -101,6 +104,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    sinks: ArrayLike | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -148,6 +152,9 @@ def sdpa(
         counted from the first query and key, also where s and t differ. An int n means
         (n, n). It adds to what `is_causal`, the lengths, `mask` and `bias` hide.
         Default None: no window.
+      sinks: (h,), a score for each query head of one more key, which every query sees
+        and whose value is 0. It is not scaled; bf16, f16, f32 or f64. Differentiable.
+        Default None: no such key. See the notes.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
         cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
@@ -163,7 +170,7 @@ def sdpa(
       (b, s, h, e) or (s, h, e), of query's dtype. With `return_residual`, a pair of
       this array and the log-sum-exp (natural logarithm). The log-sum-exp is (b, s, h)
       or (s, h), f32 (f64 for f64), -inf for queries that see no key, and
-      differentiable.
+      differentiable. The sinks are part of it.
 
     Raises:
       ValueError: shapes that do not fit, query heads that are not a multiple of the
@@ -206,6 +213,17 @@ def sdpa(
       an H200 (docs/benchmarks/sdpa_bias.md). With lengths or a mask in place of such a
       bias, padding costs nothing.
 
+      With `sinks`, head h has the softmax
+
+      .. math::
+
+          P_{st} = \frac{e^{S_{st}}}{e^{\mathrm{sinks}_h} + \sum_{t'} e^{S_{st'}}}
+
+      so a query need not attend to any key. The output is computed without the sinks
+      and then multiplied by the share that the keys have, sigmoid(L - sinks), with the
+      log-sum-exp L of the scores; so it is rounded twice. All that `sdpa` takes can be
+      combined with them. The gradient is one of the log-sum-exp, with its limits above.
+
       cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So it takes a
       bias below -2.3e38 for -inf if each head has its own bias, with full rows and
       columns. For other biases below -2.3e38 the log-sum-exp has three digits.
@@ -230,7 +248,9 @@ def sdpa(
         is_causal=check_flag("sdpa", "is_causal", is_causal),
         window=check_window(local_window_size),
     )
-    with_stats = check_flag("sdpa", "return_residual", return_residual)
+    sink = check_sinks("sdpa", sinks, operands.query.shape[2])
+    with_residual = check_flag("sdpa", "return_residual", return_residual)
+    with_stats = with_residual or sink is not None
     if reason := why_symbolic(**operands.given):
         check_implementation("sdpa", reason, call)
         results = _plain(attributes, operands.given)
@@ -240,7 +260,10 @@ def sdpa(
     if not with_stats:
         return output
     residual = jnp.transpose(results[1][..., 0], (0, 2, 1))
-    return output, residual if has_batch else residual[0]
+    residual = residual if has_batch else residual[0]
+    if sink is not None:
+        output, residual = with_sinks(output, residual, sink)
+    return (output, residual) if with_residual else output
 
 
 def attend(

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.sdpa import Operands
+from jax_cudnn.ops.sinks import check_sinks, with_sinks
 from jax_cudnn.parallel.axes import AxisName
 from jax_cudnn.parallel.blocks import Partial
 from jax_cudnn.parallel.derivatives import attention
@@ -43,6 +44,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
+    sinks: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -65,6 +67,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
+    sinks: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -86,6 +89,7 @@ def sdpa(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    sinks: ArrayLike | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -159,6 +163,8 @@ def sdpa(
         devices. Default None: all queries.
       key_value_seq_lengths: likewise, of keys.
       local_window_size: (left, right) or an int, in positions of the whole sequence.
+      sinks: (h,), the scores of one more key, the same on all devices, as in
+        :func:`jax_cudnn.sdpa`.
       implementation: as in :func:`jax_cudnn.sdpa`, for each block.
       plan: as in :func:`jax_cudnn.sdpa`, for each block.
       return_residual: whether to return the log-sum-exp over the keys of all devices
@@ -226,14 +232,19 @@ def sdpa(
         checked.operands,
         checked.with_stats,
     )
+    sink = check_sinks(op, sinks, operands.query.shape[2])
+    needs_stats = with_stats or sink is not None
     if method == "all_to_all":
-        result = attend_by_heads(op, problem, operands, with_stats=with_stats)
+        result = attend_by_heads(op, problem, operands, with_stats=needs_stats)
     else:
         result = _by_blocks(method, problem, operands)
     output = result.output if checked.has_batch else result.output[0]
-    if not with_stats:
+    if not needs_stats:
         return output
-    return output, result.stats if checked.has_batch else result.stats[0]
+    stats = result.stats if checked.has_batch else result.stats[0]
+    if sink is not None:
+        output, stats = with_sinks(output, stats, sink)
+    return (output, stats) if with_stats else output
 
 
 def check_method(op: str, method: Method) -> None:

@@ -56,6 +56,7 @@ def sharded_sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
+    sinks: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -81,6 +82,7 @@ def sharded_sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
+    sinks: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -105,6 +107,7 @@ def sharded_sdpa(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    sinks: ArrayLike | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -137,6 +140,7 @@ def sharded_sdpa(
       query_seq_lengths: integers (b,).
       key_value_seq_lengths: integers (b,).
       local_window_size: (left, right) or an int.
+      sinks: (h,), sharded like h.
       implementation: for each block of queries and keys.
       plan: for each block of queries and keys.
       return_residual: whether to return the log-sum-exp as well.
@@ -186,6 +190,9 @@ def sharded_sdpa(
         if x is not None:
             arrays[name] = as_operand(_OP, name, x)
             specs[name] = PartitionSpec(batch_axis if has_batch else None)
+    if sinks is not None:
+        arrays["sinks"] = as_operand(_OP, "sinks", sinks)
+        specs["sinks"] = PartitionSpec(head_axis)
     with on_behalf_of(_OP, "sdpa"):
         window = check_window(local_window_size)
         # Parts of what the program is known by from here on.
