@@ -9,11 +9,18 @@ import numpy as np
 
 
 def dense_with_sinks(
-    query: Any, key: Any, value: Any, sinks: Any, bias: Any, seen: np.ndarray
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    bias: Any = None,
+    *,
+    seen: np.ndarray,
 ) -> tuple[jax.Array, jax.Array]:
     """Return output and log-sum-exp in float64."""
     q, k, v, sinks, bias = (
-        jnp.asarray(x, jnp.float64) for x in (query, key, value, sinks, bias)
+        jnp.asarray(0 if x is None else x, jnp.float64)
+        for x in (query, key, value, sinks, bias)
     )
     k, v = (jnp.repeat(x, q.shape[2] // x.shape[2], axis=2) for x in (k, v))
     scores = jnp.einsum("bshd,bthd->bhst", q, k) * q.shape[3] ** -0.5 + bias

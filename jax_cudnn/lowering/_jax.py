@@ -65,6 +65,7 @@ __all__ = [
     "sharded_as",
     "sum_over_groups",
     "typed_as",
+    "typed_like",
     "weakly_typed",
     "without_mesh",
     "zero_like",
@@ -222,7 +223,9 @@ def explicit_mesh(operands: Sequence[jax.Array | ShapedArray]) -> Any:
     return next(_type(x).sharding.mesh for x in operands if is_explicitly_sharded(x))
 
 
-def typed_as(x: jax.Array, spec: Iterable[Any], like: Sequence[jax.Array]) -> jax.Array:
+def typed_as(
+    x: jax.Array, spec: Iterable[Any], like: Sequence[jax.Array | ShapedArray]
+) -> jax.Array:
     """Return an array that is sharded so in its type, on the mesh of other arrays."""
     full = (*spec, *(None,) * x.ndim)[: x.ndim]
     if explicit_spec(x) == full:
@@ -231,6 +234,14 @@ def typed_as(x: jax.Array, spec: Iterable[Any], like: Sequence[jax.Array]) -> ja
         explicit_mesh(like), jax.sharding.PartitionSpec(*full)
     )
     return jax.sharding.reshard(x, sharding)
+
+
+def typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
+    """Return an array, sharded as another one of its shape where types say so."""
+    both = (x, other)
+    if not any(map(is_explicitly_sharded, both)):
+        return x
+    return typed_as(x, explicit_spec(other), like=both)
 
 
 def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:

@@ -67,7 +67,7 @@ def _apply(
 def _avals(*args: Any, function: LinearFunction, counts: tuple[int, int]) -> list[Any]:
     del function
     _, results, _ = _split(args, counts)
-    return [_jax.output_aval(x.shape, x.dtype, args) for x in results]
+    return [_jax.output_aval(x.shape, x.dtype, args, x.sharding.spec) for x in results]
 
 
 def _jvp(
@@ -89,7 +89,12 @@ def _transpose(
         gradients: Arrays = [_jax.zero_like(x.aval) for x in tangents]
     else:
         given = [None if _jax.is_zero(ct) else ct for ct in cotangents]
-        gradients = function.gradients(primals, results, given)
+        gradients = [
+            _jax.typed_like(gradient, x.aval)
+            for gradient, x in zip(
+                function.gradients(primals, results, given), tangents, strict=True
+            )
+        ]
     return [None] * sum(counts) + list(gradients)
 
 

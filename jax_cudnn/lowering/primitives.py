@@ -329,18 +329,10 @@ def _run_backward(
     )
     # XLA drops the zeros that are not used.
     by_input = zeros | {
-        i: _typed_as(jnp.reshape(x, primals[i].shape), primals[i])
+        i: _jax.typed_like(jnp.reshape(x, primals[i].shape), primals[i])
         for i, x in zip(backward.gradients, results, strict=True)
     }
     return [by_input[i] for i, is_wanted in enumerate(wanted) if is_wanted]
-
-
-def _typed_as(x: jax.Array, primal: jax.Array) -> jax.Array:
-    """Return a gradient, sharded as its operand is where types say so."""
-    both = (x, primal)
-    if not any(map(_jax.is_explicitly_sharded, both)):
-        return x
-    return _jax.typed_as(x, _jax.explicit_spec(primal), like=both)
 
 
 def _graph_transpose(

@@ -4,7 +4,7 @@
 import math
 import operator
 from collections.abc import Sequence
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
-from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
+from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.graph.rules import broadcasts_to
-from jax_cudnn.lowering import run_graph
 from jax_cudnn.ops.arguments import (
     as_operand,
     check_dtype,
@@ -22,34 +21,13 @@ from jax_cudnn.ops.arguments import (
     describe,
     in_front,
     options,
-    tensor,
     why_symbolic,
 )
+from jax_cudnn.ops.attend import Operands, attend, stored_order
 from jax_cudnn.ops.plain import check_implementation
-from jax_cudnn.ops.sinks import check_sinks, with_sinks
+from jax_cudnn.ops.sinks import attend_with_sinks, check_sinks, with_sinks
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sdpa import forward as attention
-
-# Stored (b, s, h, d) for logical (b, h, s, d).
-_BSHD = (0, 2, 1, 3)
-_PLAIN = (0, 1, 2, 3)
-
-
-class Operands(NamedTuple):
-    """The operands with a batch axis; absent ones are None."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-    mask: jax.Array | None
-    query_lengths: jax.Array | None
-    key_lengths: jax.Array | None
-
-    @property
-    def given(self) -> dict[str, jax.Array]:
-        """Those that are there, by role."""
-        return {role: x for role, x in self._asdict().items() if x is not None}
 
 
 @overload
@@ -222,7 +200,9 @@ def sdpa(
       so a query need not attend to any key. The output is computed without the sinks
       and then multiplied by the share that the keys have, sigmoid(L - sinks), with the
       log-sum-exp L of the scores; so it is rounded twice. All that `sdpa` takes can be
-      combined with them. The gradient is one of the log-sum-exp, with its limits above.
+      combined with them. Reverse mode runs the backward kernel once, on the output and
+      the log-sum-exp with the sinks. Beside a bias it is that of the log-sum-exp
+      without them, which takes longer, and has the limits above on sm_80 and sm_100.
 
       cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So it takes a
       bias below -2.3e38 for -inf if each head has its own bias, with full rows and
@@ -248,57 +228,48 @@ def sdpa(
         is_causal=check_flag("sdpa", "is_causal", is_causal),
         window=check_window(local_window_size),
     )
-    sink = check_sinks("sdpa", sinks, operands.query.shape[2])
+    sinks = check_sinks("sdpa", sinks, operands.query.shape[2])
     with_residual = check_flag("sdpa", "return_residual", return_residual)
-    with_stats = with_residual or sink is not None
+    results = _attend(operands, attributes, call, sinks, with_lse=with_residual)
+    output, *residual = results if has_batch else [x[0] for x in results]
+    return (output, residual[0]) if with_residual else output
+
+
+def _attend(
+    operands: Operands,
+    attributes: SdpaAttributes,
+    call: Options,
+    sinks: jax.Array | None,
+    *,
+    with_lse: bool,
+) -> tuple[jax.Array, ...]:
+    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h)."""
     if reason := why_symbolic(**operands.given):
         check_implementation("sdpa", reason, call)
-        results = _plain(attributes, operands.given)
+        output, *stats = _plain(attributes, operands.given)
+    elif sinks is not None and operands.bias is None:
+        return attend_with_sinks(attributes, call, operands, sinks)
     else:
-        results = attend(operands, attributes, call, with_stats=with_stats)
-    output = results[0] if has_batch else results[0][0]
-    if not with_stats:
-        return output
-    residual = jnp.transpose(results[1][..., 0], (0, 2, 1))
-    residual = residual if has_batch else residual[0]
-    if sink is not None:
-        output, residual = with_sinks(output, residual, sink)
-    return (output, residual) if with_residual else output
-
-
-def attend(
-    operands: Operands, attributes: SdpaAttributes, call: Options, *, with_stats: bool
-) -> list[jax.Array]:
-    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, h, s, 1)."""
-    graph = sdpa_graph(
-        sdpa_tensors(operands.given),
-        attributes=attributes,
-        output_order=_BSHD,
-        with_stats=with_stats,
-    )
-    return run_graph(graph, list(operands.given.values()), call)
-
-
-def sdpa_tensors(operands: dict[str, jax.Array]) -> dict[str, Tensor]:
-    """Return the tensors of operands by role, in the operands' order."""
-    return {role: tensor(role, x, _order(role)) for role, x in operands.items()}
+        # With a bias, rows may lie where the kernel that is given a log-sum-exp loses
+        # the number of keys (legalize/far_rows.py). The gradient below mends these.
+        with_stats = with_lse or sinks is not None
+        output, *stats = attend(operands, attributes, call, with_stats=with_stats)
+    if not stats:
+        return (output,)
+    lse = jnp.swapaxes(stats[0][..., 0], 1, 2)
+    return (output, lse) if sinks is None else with_sinks(output, lse, sinks)
 
 
 def _plain(
     attributes: SdpaAttributes, operands: dict[str, jax.Array]
 ) -> list[jax.Array]:
     """Return output and log-sum-exp by the reference, for shapes that graphs lack."""
-    inputs = {role: jnp.transpose(x, _order(role)) for role, x in operands.items()}
+    inputs = {
+        role: jnp.transpose(x, stored_order(role)) for role, x in operands.items()
+    }
     results = attention(attributes, inputs, {})
-    output = jnp.transpose(results["output"], _BSHD)
+    output = jnp.transpose(results["output"], stored_order("output"))
     return [output.astype(operands["query"].dtype), results["stats"]]
-
-
-def _order(role: str) -> tuple[int, ...]:
-    return _BSHD if role in _WITH_TOKENS_FIRST else _PLAIN
-
-
-_WITH_TOKENS_FIRST = ("query", "key", "value", "output", "grad_output")
 
 
 # --- checks ---------------------------------------------------------------------------

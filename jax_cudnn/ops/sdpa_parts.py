@@ -18,7 +18,7 @@ import jax
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes, sdpa_backward_graph
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.ops.sdpa import Operands, sdpa_tensors
+from jax_cudnn.ops.attend import Operands, sdpa_tensors
 
 
 def part_gradients(
@@ -57,6 +57,6 @@ def part_gradients(
         attributes=replace(attributes, is_partial=True),
         with_bias_gradient=with_bias,
     )
-    results = run_graph(graph, list(given.values()), call)
+    results = run_graph(graph, list(given.values()), call, may_gather=True)
     names = (name.removeprefix("grad_") for name in graph.outputs)
     return dict(zip(names, results, strict=True))

@@ -7,7 +7,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.sdpa import Operands
+from jax_cudnn.ops.attend import Operands
 from jax_cudnn.ops.sinks import check_sinks, with_sinks
 from jax_cudnn.parallel.axes import AxisName
 from jax_cudnn.parallel.blocks import Partial
@@ -164,7 +164,7 @@ def sdpa(
       key_value_seq_lengths: likewise, of keys.
       local_window_size: (left, right) or an int, in positions of the whole sequence.
       sinks: (h,), the scores of one more key, the same on all devices, as in
-        :func:`jax_cudnn.sdpa`.
+        :func:`jax_cudnn.sdpa`. Their gradient is that of the log-sum-exp.
       implementation: as in :func:`jax_cudnn.sdpa`, for each block.
       plan: as in :func:`jax_cudnn.sdpa`, for each block.
       return_residual: whether to return the log-sum-exp over the keys of all devices

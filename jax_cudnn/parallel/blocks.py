@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.lowering import align_varying
-from jax_cudnn.ops.sdpa import Operands, attend
+from jax_cudnn.ops.attend import Operands, attend
 from jax_cudnn.ops.sdpa_parts import part_gradients
 from jax_cudnn.parallel.combining import combine
 from jax_cudnn.parallel.problem import Problem, Shares

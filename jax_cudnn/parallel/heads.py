@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.ops.sdpa import Operands, attend
+from jax_cudnn.ops.attend import Operands, attend
 from jax_cudnn.parallel.blocks import Partial
 from jax_cudnn.parallel.order import from_zigzag, to_zigzag
 from jax_cudnn.parallel.problem import Problem
