@@ -138,7 +138,7 @@ def test_modules_import_from_lower_layers_only() -> None:
 
 def test_the_reader_of_imports_sees_what_there_is() -> None:
     found = _imports()
-    assert Import("ops/sdpa.py", "ops", "jax_cudnn.lowering.run_graph") in found
+    assert Import("ops/attend.py", "ops", "jax_cudnn.lowering.run_graph") in found
     assert Import("lowering/_jax.py", "lowering", "jax.interpreters.mlir") in found
     chains = _imported_names(ast.parse("import jax\njax._src.core.x"))
     assert {"jax", "jax._src.core", "jax._src"} <= set(chains)
