@@ -36,6 +36,8 @@ from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
 
+pytestmark = pytest.mark.once
+
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
 

@@ -16,6 +16,8 @@ from jax_cudnn.parallel.order import all_positions
 from tests.conftest import Draw
 from tests.small_attention import assert_close, small_operands
 
+pytestmark = pytest.mark.once
+
 
 def _numpy_combine(o1: Any, l1: Any, o2: Any, l2: Any) -> tuple[Any, Any]:
     """The definition, in float64."""
