@@ -20,7 +20,7 @@ from jax_cudnn.lowering.typed import spec_of, typed_division
 
 
 def is_one_kernel(graph: Graph) -> bool:
-    """Whether a graph's kernels are one, by which its results are typed."""
+    """Whether a graph has one kernel, from which the types of all results follow."""
     return sum(map(is_anchor, graph.nodes)) == 1
 
 

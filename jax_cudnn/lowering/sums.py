@@ -169,5 +169,5 @@ def _hits(
             functools.reduce(DeviceCut.then, cuts) if cuts else None
             for cuts in division.cuts_of(name)
         ]
-        found += own == [*wanted[name]]
+        found += own == [*wanted.get(name, ())]
     return found
