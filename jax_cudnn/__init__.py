@@ -14,7 +14,7 @@ try:
     from jax.export import DisabledSafetyCheck
 
     from jax_cudnn import cache as _cache
-    from jax_cudnn import parallel, plans
+    from jax_cudnn import masks, parallel, plans
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.conv import conv
     from jax_cudnn.ops.dot_general import dot_general
@@ -50,6 +50,7 @@ __all__ = [
     "conv",
     "dot_general",
     "gated_matmul",
+    "masks",
     "matmul",
     "parallel",
     "plans",

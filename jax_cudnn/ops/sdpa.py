@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.sdpa`: checks the arguments of attention and builds its graph."""
 
+import functools
 import math
 import operator
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.attend import Operands, attend, stored_order
+from jax_cudnn.ops.masks import Additive, Causal, Lengths, Mask, Window
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.sinks import attend_with_sinks, check_sinks, with_sinks
 from jax_cudnn.reference.dtypes import dtype_name
@@ -36,7 +38,7 @@ def sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     scale: float | None = ...,
     is_causal: bool = ...,
@@ -56,7 +58,7 @@ def sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     scale: float | None = ...,
     is_causal: bool = ...,
@@ -75,7 +77,7 @@ def sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     scale: float | None = None,
     is_causal: bool = False,
@@ -117,8 +119,9 @@ def sdpa(
       bias: added to the scaled scores; broadcasts to (b, h, s, t), and missing axes
         are inserted in front; bf16, f16, f32, f64 or integers. Differentiable. Default
         None: nothing added.
-      mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Default
-        None: every query sees every key.
+      mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Or one of
+        :mod:`jax_cudnn.masks`, which adds to the other arguments that hide keys.
+        Default None: every query sees every key.
       scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether query s sees keys 0 to s only. Default False.
       query_seq_lengths: integers (b,); queries at or past their entry's length are
@@ -220,19 +223,60 @@ def sdpa(
       (2, 5, 4, 8)
     """
     call = options("sdpa", implementation, plan)
+    hiding = _Hiding(
+        bias=bias,
+        mask=mask,
+        is_causal=check_flag("sdpa", "is_causal", is_causal),
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+    )
+    if isinstance(mask, Mask):
+        hiding = _combined(mask, hiding, query, key)
     operands, has_batch = canonicalize(
-        query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths
+        query,
+        key,
+        value,
+        hiding.bias,
+        hiding.mask,
+        hiding.query_seq_lengths,
+        hiding.key_value_seq_lengths,
     )
     attributes = SdpaAttributes(
         scale=check_scale(scale, operands.query.shape[3], operands.query.dtype),
-        is_causal=check_flag("sdpa", "is_causal", is_causal),
-        window=check_window(local_window_size),
+        is_causal=hiding.is_causal,
+        window=check_window(hiding.local_window_size),
     )
     sinks = check_sinks("sdpa", sinks, operands.query.shape[2])
     with_residual = check_flag("sdpa", "return_residual", return_residual)
     results = _attend(operands, attributes, call, sinks, with_lse=with_residual)
     output, *residual = results if has_batch else [x[0] for x in results]
     return (output, residual[0]) if with_residual else output
+
+
+class _Hiding(NamedTuple):
+    """The arguments that hide keys or move scores, by their names."""
+
+    bias: ArrayLike | None = None
+    mask: Any = None
+    is_causal: bool = False
+    query_seq_lengths: ArrayLike | None = None
+    key_value_seq_lengths: ArrayLike | None = None
+    local_window_size: int | tuple[int, int] | None = None
+
+
+def _combined(mask: Mask, beside: _Hiding, query: ArrayLike, key: ArrayLike) -> _Hiding:
+    """Return the arguments that a mask and others beside it stand for."""
+    window = check_window(beside.local_window_size)
+    parts = [Causal()] if beside.is_causal else []
+    parts += [Window(window[0], window[1])] if window else []
+    parts += [Additive(beside.bias)] if beside.bias is not None else []
+    parts += [Lengths(beside.query_seq_lengths, beside.key_value_seq_lengths)]
+    arrays = [as_operand("sdpa", n, x) for n, x in (("query", query), ("key", key))]
+    if not all(x.ndim in (3, 4) for x in arrays):
+        return _Hiding()  # They are refused next.
+    combined = functools.reduce(operator.and_, parts, mask)
+    return _Hiding(**combined.arguments(*(x.shape[-3] for x in arrays)))
 
 
 def _attend(

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Masks for `jax_cudnn.sdpa`: which keys a query may see, as data that combines."""
+
+from jax_cudnn.ops.masks import (
+    Additive,
+    Alignment,
+    Blocks,
+    Causal,
+    Intersection,
+    Lengths,
+    Mask,
+    Prefix,
+    Segments,
+    Where,
+    Window,
+)
+
+__all__ = [
+    "Additive",
+    "Alignment",
+    "Blocks",
+    "Causal",
+    "Intersection",
+    "Lengths",
+    "Mask",
+    "Prefix",
+    "Segments",
+    "Where",
+    "Window",
+]

@@ -1,0 +1,397 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which keys may a query see? Masks as data, and the arguments that they stand for.
+
+A mask is a condition on a batch entry, a head, a query i and a key j. Masks are
+pytrees: their arrays are traced, batched and sharded, all else is static.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.ops.arguments import as_operand, describe, in_front
+
+Alignment = Literal["top-left", "bottom-right"]
+
+_Class = TypeVar("_Class", bound=type["Mask"])
+
+
+class Mask:
+    """A condition on which keys a query may see.
+
+    ``first & second`` allows what both allow. Pass a mask to :func:`jax_cudnn.sdpa` as
+    `mask`; the other arguments that hide keys add to it.
+    """
+
+    _arrays: ClassVar[tuple[str, ...]] = ()
+
+    def __and__(self, other: "Mask") -> "Mask":
+        if not isinstance(other, Mask):
+            return NotImplemented
+        return Intersection((*self._parts(), *other._parts()))
+
+    def __repr__(self) -> str:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        values = ((field, getattr(self, field.name)) for field in fields)
+        shown = (
+            f"{field.name}={_shown(value)}"
+            for field, value in values
+            if (
+                value is not None
+                if field.name in self._arrays
+                else value != field.default
+            )
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+    def arguments(self, query_length: int, key_length: int) -> dict[str, Any]:
+        """Return the arguments of :func:`jax_cudnn.sdpa` that mean the same.
+
+        This is the form in which the kernel gets the mask. `is_causal` and
+        `local_window_size` are a band, and lengths are padding; neither takes memory. A
+        `mask` or a `bias` is an array, which is read by the kernel.
+        """
+        return _arguments([*self._parts()], query_length, key_length)
+
+    def _parts(self) -> "Iterator[Mask]":
+        yield self
+
+
+@dataclass_transform(frozen_default=True)
+def _mask(cls: _Class) -> _Class:
+    """Make a class of masks a dataclass and a pytree."""
+    made = dataclass(frozen=True, repr=False, eq=not cls._arrays)(cls)
+    names = [field.name for field in dataclasses.fields(made)]  # type: ignore[arg-type]
+    jax.tree_util.register_dataclass(
+        made,
+        data_fields=[*cls._arrays],
+        meta_fields=[name for name in names if name not in cls._arrays],
+    )
+    return made
+
+
+def _shown(value: Any) -> str:
+    if hasattr(value, "shape") and hasattr(value, "dtype"):
+        return describe(value)
+    return repr(value)
+
+
+@_mask
+class Causal(Mask):
+    """Query i sees keys up to its own position.
+
+    Attributes:
+      alignment: "top-left" (default): keys j <= i. "bottom-right": j <= i + t - s, so
+        that the last query sees the last key, for s queries and t keys.
+    """
+
+    alignment: Alignment = "top-left"
+
+    def __post_init__(self) -> None:
+        _check_alignment(self)
+
+
+@_mask
+class Window(Mask):
+    """Query i sees keys i - left to i + right.
+
+    Attributes:
+      left: how many keys before its own position, or None for all of them.
+      right: how many keys after it, or None for all of them.
+      alignment: its own position is i for "top-left" (default), and i + t - s for
+        "bottom-right", with s queries and t keys.
+    """
+
+    left: int | None
+    right: int | None
+    alignment: Alignment = "top-left"
+
+    def __post_init__(self) -> None:
+        for name in ("left", "right"):
+            size = getattr(self, name)
+            if size is None:
+                continue
+            try:
+                if isinstance(size, bool | np.bool_):
+                    raise TypeError
+                object.__setattr__(self, name, operator.index(size))
+            except TypeError:  # A traced value is one of its causes.
+                raise TypeError(
+                    f"Window: {name} is {size!r}. Pass an int that is known when the "
+                    "program is traced, or None for no bound."
+                ) from None
+        _check_alignment(self)
+
+
+@_mask
+class Lengths(Mask):
+    """Queries and keys at or past their batch entry's length are padding.
+
+    Attributes:
+      query: integers (b,), or None (default): no query is padding.
+      key: integers (b,), or None (default): no key is padding.
+    """
+
+    _arrays = ("query", "key")
+    query: ArrayLike | None = None
+    key: ArrayLike | None = None
+
+
+@_mask
+class Segments(Mask):
+    """A query sees the keys of its own segment: documents in one row, for example.
+
+    Attributes:
+      query: integers (b, s) or (s,), the segment of each query.
+      key: integers (b, t) or (t,). Default None: as `query`.
+    """
+
+    _arrays = ("query", "key")
+    query: ArrayLike
+    key: ArrayLike | None = None
+
+
+@_mask
+class Prefix(Mask):
+    """Every query sees the first keys, and the others up to its own position.
+
+    Attributes:
+      length: integers (b,) or (), how many keys all queries see.
+    """
+
+    _arrays = ("length",)
+    length: ArrayLike
+
+
+@_mask
+class Blocks(Mask):
+    """A table says which blocks of keys a block of queries sees.
+
+    Attributes:
+      table: bool; broadcasts to (b, h, s / rows, t / columns), rounded up.
+      size: (rows, columns) of a block, or an int for both. Default 128.
+    """
+
+    _arrays = ("table",)
+    table: ArrayLike
+    size: int | tuple[int, int] = 128
+
+    def __post_init__(self) -> None:
+        sizes = self._sizes
+        is_right = len(sizes) == 2 and all(
+            isinstance(size, int) and not isinstance(size, bool) and size > 0
+            for size in sizes
+        )
+        if not is_right:
+            raise ValueError(
+                f"Blocks: size is {self.size!r}. Pass (rows, columns), two ints above "
+                "0, or one int for both."
+            )
+
+    @property
+    def _sizes(self) -> tuple[int, ...]:
+        return self.size if isinstance(self.size, tuple) else (self.size, self.size)
+
+
+@_mask
+class Where(Mask):
+    """A query sees the keys where an array is True.
+
+    Attributes:
+      mask: bool; broadcasts to (b, h, s, t).
+    """
+
+    _arrays = ("mask",)
+    mask: ArrayLike
+
+
+@_mask
+class Additive(Mask):
+    """Numbers that are added to the scores; -inf hides a key.
+
+    Attributes:
+      bias: broadcasts to (b, h, s, t). Differentiable.
+    """
+
+    _arrays = ("bias",)
+    bias: ArrayLike
+
+
+@_mask
+class Intersection(Mask):
+    """What all of several masks allow; made by ``first & second``."""
+
+    _arrays = ("parts",)
+    parts: tuple[Mask, ...]
+
+    def __repr__(self) -> str:
+        return " & ".join(map(repr, self.parts))
+
+    def _parts(self) -> Iterator[Mask]:
+        for part in self.parts:
+            yield from part._parts()
+
+
+def _check_alignment(mask: Any) -> None:
+    if mask.alignment not in get_args(Alignment):
+        raise ValueError(
+            f"{type(mask).__name__}: alignment={mask.alignment!r} is not one of "
+            f"{', '.join(map(repr, get_args(Alignment)))}."
+        )
+
+
+# --- as arguments ---------------------------------------------------------------------
+
+
+def _arguments(parts: Sequence[Mask], s: int, t: int) -> dict[str, Any]:
+    """Return the arguments of `sdpa` that stand for all masks together."""
+    given: dict[str, Any] = {}
+    if (band := _band(parts, s, t)) != (None, None):
+        left, right = band
+        if right == 0:
+            given["is_causal"] = True
+        if (left, right) != (None, 0):
+            window = (s if left is None else left, t if right is None else right)
+            given["local_window_size"] = window
+    lengths = [part for part in parts if isinstance(part, Lengths)]
+    for name, field, size in (
+        ("query_seq_lengths", "query", s),
+        ("key_value_seq_lengths", "key", t),
+    ):
+        own = [x for part in lengths if (x := getattr(part, field)) is not None]
+        if own:
+            given[name] = _shortest(name, own, size)
+    conditions = [x for part in parts if (x := _condition(part, s, t)) is not None]
+    if conditions:
+        given["mask"] = functools.reduce(jnp.logical_and, conditions)
+    biases = [_scores_like("bias", x.bias) for x in parts if isinstance(x, Additive)]
+    if len(biases) == 1:
+        given["bias"] = biases[0]
+    elif biases:
+        # Added in the dtype of the scores.
+        is_double = any(x.dtype == jnp.float64 for x in biases)
+        wide = jnp.float64 if is_double else jnp.float32
+        given["bias"] = functools.reduce(jnp.add, (x.astype(wide) for x in biases))
+    return given
+
+
+def _band(parts: Sequence[Mask], s: int, t: int) -> tuple[int | None, int | None]:
+    """Return how far before and after its own number a query sees, at most."""
+    lefts: list[int] = []
+    rights: list[int] = []
+    for part in parts:
+        if not isinstance(part, Causal | Window):
+            continue
+        offset = t - s if part.alignment == "bottom-right" else 0
+        left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
+        lefts += [] if left is None else [left - offset]
+        rights += [] if right is None else [right + offset]
+    return min(lefts, default=None), min(rights, default=None)
+
+
+def _shortest(name: str, lengths: Sequence[ArrayLike], size: int) -> jax.Array:
+    if len(lengths) == 1:
+        return as_operand("sdpa", name, lengths[0])
+    clipped = (jnp.clip(_integers(name, x), 0, size).astype(jnp.int32) for x in lengths)
+    return functools.reduce(jnp.minimum, clipped)
+
+
+def _condition(part: Mask, s: int, t: int) -> jax.Array | None:
+    """Return a mask as a bool array of four axes; None if it has another form."""
+    maker = _CONDITIONS.get(type(part))
+    return None if maker is None else maker(part, s, t)
+
+
+def _segments(part: Segments, s: int, t: int) -> jax.Array:
+    query = _integers("Segments.query", part.query)
+    key = query if part.key is None else _integers("Segments.key", part.key)
+    for name, ids, size in (("query", query, s), ("key", key, t)):
+        if ids.ndim not in (1, 2) or ids.shape[-1] != size:
+            raise ValueError(
+                f"Segments: {name} is {describe(ids)}. It must have one number per "
+                f"{name}, shape [{size}] or [batch, {size}]."
+            )
+    query, key = (jnp.reshape(x, in_front(x.shape, 2)) for x in (query, key))
+    return (query[:, :, None] == key[:, None, :])[:, None]
+
+
+def _prefix(part: Prefix, s: int, t: int) -> jax.Array:
+    length = _integers("Prefix.length", part.length)
+    if length.ndim > 1:
+        raise ValueError(
+            f"Prefix: length is {describe(length)}. It must be one number, or one per "
+            "batch entry."
+        )
+    length = jnp.reshape(length, (-1, 1, 1, 1))
+    rows = jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
+    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
+    return (columns.astype(length.dtype) < length) | (columns <= rows)
+
+
+def _blocks(part: Blocks, s: int, t: int) -> jax.Array:
+    table = _bools("Blocks.table", part.table)
+    lengths = {2: s, 3: t}
+    sizes = dict(zip(lengths, part._sizes, strict=True))
+    for axis, length in lengths.items():
+        count = -(-length // sizes[axis])
+        if table.shape[axis] not in (1, count):
+            raise ValueError(
+                f"Blocks: table is {describe(table)}. Axis {axis} must be 1 or "
+                f"{count}, the blocks of {sizes[axis]} in {length}."
+            )
+    for axis, length in lengths.items():
+        if table.shape[axis] != 1:
+            table = jnp.repeat(table, sizes[axis], axis=axis)
+            table = jax.lax.slice_in_dim(table, 0, length, axis=axis)
+    return table
+
+
+def _where(part: Where, s: int, t: int) -> jax.Array:
+    del s, t  # sdpa checks the shape
+    return _bools("Where.mask", part.mask)
+
+
+_CONDITIONS: dict[type, Callable[..., jax.Array]] = {
+    Segments: _segments,
+    Prefix: _prefix,
+    Blocks: _blocks,
+    Where: _where,
+}
+
+
+def _integers(name: str, x: ArrayLike) -> jax.Array:
+    array = as_operand("sdpa", name, x)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"sdpa: {name} is {describe(array)}. It must hold integers. Convert it to "
+            "int32."
+        )
+    return array
+
+
+def _bools(name: str, x: ArrayLike) -> jax.Array:
+    array = _scores_like(name, x)
+    if array.dtype != jnp.bool_:
+        raise TypeError(
+            f"sdpa: {name} is {describe(array)}. It must be bool, True where a query "
+            "may see a key. Pass numbers that are added to the scores as Additive."
+        )
+    return array
+
+
+def _scores_like(name: str, x: ArrayLike) -> jax.Array:
+    array = as_operand("sdpa", name, x)
+    if array.ndim > 4:
+        raise ValueError(
+            f"sdpa: {name} is {describe(array)}, which does not broadcast to (batch, "
+            "heads, query length, key length)."
+        )
+    return jnp.reshape(array, in_front(array.shape, 4))

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does every mask hide what its sentence says, alone, combined, batched and printed?
+
+The truth is the sentence as a Python condition on one query and one key.
+"""
+
+import functools
+import itertools
+import operator
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType
+
+import jax_cudnn
+from jax_cudnn import masks, sdpa
+from tests.attention import numpy_sdpa
+from tests.devices import gradient, mesh_of, placed
+
+B, H = 3, 2
+
+
+def _draw_mask(rng: np.random.Generator, kind: str, s: int, t: int) -> tuple[Any, Any]:
+    """Return a mask and whether query i of a head sees key j, as Python has it."""
+    alignment = rng.choice(["top-left", "bottom-right"])
+    offset = t - s if alignment == "bottom-right" else 0
+    if kind == "causal":
+        return masks.Causal(str(alignment)), lambda b, h, i, j: j <= i + offset
+    if kind == "window":
+        left, right = (
+            None if rng.integers(4) == 0 else int(rng.integers(-2, 5)) for _ in "lr"
+        )
+        return (
+            masks.Window(left, right, str(alignment)),
+            lambda b, h, i, j: (
+                (left is None or j >= i + offset - left)
+                and (right is None or j <= i + offset + right)
+            ),
+        )
+    if kind == "lengths":
+        q, k = rng.integers(0, s + 2, B), rng.integers(0, t + 2, B)
+        which = rng.integers(3)
+        mask = masks.Lengths(
+            q.astype(np.int32) if which != 1 else None, k if which != 2 else None
+        )
+        return (
+            mask,
+            lambda b, h, i, j: (which == 1 or i < q[b]) and (which == 2 or j < k[b]),
+        )
+    if kind == "segments":
+        q, k = rng.integers(0, 3, (B, s)), rng.integers(0, 3, (B, t))
+        if rng.integers(2):
+            return masks.Segments(q[0], k[0]), lambda b, h, i, j: q[0][i] == k[0][j]
+        return masks.Segments(q, k), lambda b, h, i, j: q[b][i] == k[b][j]
+    if kind == "prefix":
+        n = rng.integers(0, t + 1, B)
+        if rng.integers(2):
+            return masks.Prefix(int(n[0])), lambda b, h, i, j: j < n[0] or j <= i
+        return masks.Prefix(n), lambda b, h, i, j: j < n[b] or j <= i
+    if kind == "blocks":
+        rows, columns = (int(x) for x in rng.integers(1, 4, 2))
+        table = rng.integers(0, 2, (H, -(-s // rows), -(-t // columns))) > 0
+        mask = masks.Blocks(table, (rows, columns))
+        return mask, lambda b, h, i, j: table[h, i // rows, j // columns]
+    seen = rng.integers(0, 4, (B, 1, s, t)) > 0
+    return masks.Where(seen), lambda b, h, i, j: seen[b, 0, i, j]
+
+
+_KINDS = ("causal", "window", "lengths", "segments", "prefix", "blocks", "where")
+
+
+def _seen(conditions: list[Any], s: int, t: int) -> np.ndarray:
+    found = np.zeros((B, H, s, t), bool)
+    for place in itertools.product(range(B), range(H), range(s), range(t)):
+        found[place] = all(condition(*place) for condition in conditions)
+    return found
+
+
+@pytest.mark.once
+@given(
+    kinds=st.lists(st.sampled_from(_KINDS), min_size=1, max_size=4),
+    number=st.integers(0, 2**32),
+    sizes=st.tuples(st.integers(1, 7), st.integers(1, 7)),
+)
+def test_masks_hide_what_they_say_alone_and_combined(
+    kinds: list[str], number: int, sizes: tuple[int, int]
+) -> None:
+    rng = np.random.default_rng(number)
+    s, t = sizes
+    drawn = [_draw_mask(rng, kind, s, t) for kind in kinds]
+    mask = functools.reduce(operator.and_, (each for each, _ in drawn))
+    q, k, v = (
+        rng.standard_normal((B, size, H, 4)).astype(np.float32) for size in (s, t, t)
+    )
+    found = sdpa(q, k, v, mask=mask, return_residual=True)
+    seen = _seen([condition for _, condition in drawn], s, t)
+    for x, y in zip(found, numpy_sdpa(q, k, v, mask=seen), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def _operands(s: int = 6, t: int = 8) -> list[jax.Array]:
+    return [
+        jax.random.normal(jax.random.key(i), (B, size, H, 4))
+        for i, size in enumerate((s, t, t))
+    ]
+
+
+def test_a_mask_adds_to_the_other_arguments() -> None:
+    q, k, v = _operands()
+    bias = jax.random.normal(jax.random.key(9), (1, H, 6, 8))
+    segments = np.array([[0, 0, 0, 1, 1, 1, 2, 2]] * B)
+    lengths, fewer = np.array([8, 5, 3]), np.array([6, 7, 2], np.int8)
+    got = sdpa(
+        q,
+        k,
+        v,
+        bias,
+        mask=masks.Segments(segments[:, :6], segments)
+        & masks.Lengths(key=fewer)
+        & masks.Additive(bias.astype(jnp.bfloat16)),
+        is_causal=True,
+        local_window_size=(3, 9),
+        key_value_seq_lengths=lengths,
+    )
+    want = sdpa(
+        q,
+        k,
+        v,
+        bias + bias.astype(jnp.bfloat16).astype(jnp.float32),
+        mask=segments[:, None, :6, None] == segments[:, None, None, :],
+        is_causal=True,
+        local_window_size=(3, 0),
+        key_value_seq_lengths=np.minimum(lengths, fewer),
+    )
+    np.testing.assert_array_equal(got, want)
+
+
+def test_they_say_which_arguments_they_stand_for() -> None:
+    assert masks.Causal().arguments(5, 5) == {"is_causal": True}
+    assert masks.Causal("bottom-right").arguments(5, 5) == {"is_causal": True}
+    assert masks.Causal("bottom-right").arguments(3, 5) == {"local_window_size": (3, 2)}
+    both = masks.Causal() & masks.Window(3, 7)
+    assert both.arguments(5, 5) == {"is_causal": True, "local_window_size": (3, 0)}
+    assert masks.Window(None, None).arguments(5, 5) == {}
+    lengths = np.array([1, 2])
+    found = (masks.Lengths(key=lengths) & masks.Causal()).arguments(5, 5)
+    assert [*found] == ["is_causal", "key_value_seq_lengths"]
+    assert [*masks.Segments(np.zeros((2, 5), np.int32)).arguments(5, 5)] == ["mask"]
+
+
+def test_they_print_as_they_are_written() -> None:
+    mask = (
+        masks.Causal()
+        & masks.Window(127, 0, "bottom-right")
+        & masks.Lengths(key=np.zeros(3, np.int32))
+        & masks.Blocks(jnp.ones((4, 4), bool), size=(64, 32))
+    )
+    assert repr(mask) == (
+        "Causal() & Window(left=127, right=0, alignment='bottom-right') & "
+        "Lengths(key=i32[3]) & Blocks(table=bool[4,4], size=(64, 32))"
+    )
+    assert masks.Causal() == masks.Causal()
+    assert hash(masks.Window(3, 0)) == hash(masks.Window(3, 0))
+    assert masks.Window(3, 0) != masks.Window(3, 0, "bottom-right")
+
+
+def test_they_are_arguments_of_transformed_functions() -> None:
+    q, k, v = _operands()
+    lengths = np.array([8, 5, 0], np.int32)
+    mask = masks.Lengths(key=lengths) & masks.Causal("bottom-right")
+    want = sdpa(q, k, v, mask=mask)
+    call = functools.partial(jax.jit(lambda q, k, v, mask: sdpa(q, k, v, mask=mask)))
+    np.testing.assert_array_equal(call(q, k, v, mask), want)
+
+    one = jax.vmap(lambda q, k, v, mask: sdpa(q[None], k[None], v[None], mask=mask)[0])
+    batched = masks.Lengths(key=lengths[:, None]) & masks.Causal("bottom-right")
+    np.testing.assert_allclose(one(q, k, v, batched), want, rtol=1e-5, atol=1e-6)
+
+    def loss(bias: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(sdpa(q, k, v, mask=mask & masks.Additive(bias))))
+
+    bias = jax.random.normal(jax.random.key(5), (H, 6, 8))
+    found = jax.grad(loss)(bias)
+    plain = jax.grad(
+        lambda bias: jnp.sum(jnp.sin(sdpa(q, k, v, bias, **mask.arguments(6, 8))))
+    )(bias)
+    np.testing.assert_array_equal(found, plain)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
+    q, k, v = (jax.random.normal(jax.random.key(i), (4, 8, H, 4)) for i in range(3))
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 2, (4, 8)), jnp.int32)
+
+    def run(q: Any, k: Any, v: Any, ids: Any) -> jax.Array:
+        return sdpa(q, k, v, mask=masks.Segments(ids) & masks.Causal())
+
+    sharded = placed(mesh_of(kind, x=4), [q, k, v, ids], [("x",)] * 4)
+    np.testing.assert_allclose(
+        jax.jit(run)(*sharded), run(q, k, v, ids), rtol=1e-5, atol=1e-6
+    )
+    got = jax.jit(lambda *x: gradient(lambda q, k, v: run(q, k, v, x[3]))(*x[:3]))
+    want = gradient(lambda q, k, v: run(q, k, v, ids))(q, k, v)
+    for x, y in zip(got(*sharded), want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (
+            lambda: masks.Causal("top"),
+            ValueError,
+            "Causal: alignment='top' is not one of 'top-left', 'bottom-right'.",
+        ),
+        (lambda: masks.Window(1.5, 0), TypeError, "Window: left is 1.5. Pass an int"),
+        (lambda: masks.Window(1, True), TypeError, "Window: right is True."),
+        (
+            lambda: masks.Blocks(np.ones((1, 1), bool), 0),
+            ValueError,
+            "Blocks: size is 0. Pass (rows, columns), two ints above 0",
+        ),
+        (
+            lambda: masks.Blocks(np.ones((2, 2), bool), (3, 4)).arguments(6, 9),
+            ValueError,
+            "Blocks: table is bool[1,1,2,2]. Axis 3 must be 1 or 3, the blocks of 4 in "
+            "9.",
+        ),
+        (
+            lambda: masks.Segments(np.zeros((2, 4), np.int32)).arguments(5, 5),
+            ValueError,
+            "Segments: query is i32[2,4]. It must have one number per query, shape [5] "
+            "or [batch, 5].",
+        ),
+        (
+            lambda: masks.Segments(np.zeros(5, np.float32)).arguments(5, 5),
+            TypeError,
+            "sdpa: Segments.query is f32[5]. It must hold integers.",
+        ),
+        (
+            lambda: masks.Prefix(np.zeros((2, 2), np.int32)).arguments(5, 5),
+            ValueError,
+            "Prefix: length is i32[2,2]. It must be one number",
+        ),
+        (
+            lambda: masks.Where(np.zeros((5, 5), np.float32)).arguments(5, 5),
+            TypeError,
+            "sdpa: Where.mask is f32[1,1,5,5]. It must be bool",
+        ),
+        (
+            lambda: sdpa(*_operands(), mask=masks.Where(np.ones((7, 8), bool))),
+            ValueError,
+            "sdpa: mask is bool[1,1,7,8], which does not broadcast to",
+        ),
+        (
+            lambda: jax_cudnn.parallel.sharded_sdpa(
+                *_operands(8, 8),
+                mask=masks.Causal(),
+                mesh=mesh_of(x=2),
+                axis="x",
+            ),
+            TypeError,
+            "parallel.sharded_sdpa: mask is Causal() (Causal). It must be an array",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(
+    make: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=f"^{re.escape(message)}"):
+        make()
