@@ -16,7 +16,7 @@ from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.members import all_members
 from jax_cudnn.lowering.parts import RunPart, run_parts
 from jax_cudnn.lowering.share import Collectives, run_share
-from jax_cudnn.lowering.typed import spec_of, typed_division
+from jax_cudnn.lowering.typed import placed, spec_of, typed_division
 
 
 def is_one_kernel(graph: Graph) -> bool:
@@ -61,19 +61,14 @@ def _run_divided(
     def share(*parts: jax.Array) -> list[jax.Array]:
         return run_share(graph, members, division, parts, run, Collectives(total=total))
 
-    in_specs = [spec_of(division, name) for name in graph.inputs]
-    placed = [
-        _jax.typed_as(x, spec, like=operands)
-        for x, spec in zip(operands, in_specs, strict=True)
-    ]
     mapped = jax.shard_map(
         share,
         mesh=mesh,
-        in_specs=tuple(in_specs),
+        in_specs=tuple(spec_of(division, name) for name in graph.inputs),
         out_specs=[spec_of(division, name) for name in graph.outputs],
         axis_names=names,
     )
-    return jax.jit(mapped)(*placed)
+    return jax.jit(mapped)(*placed(graph, operands, division))
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -6,12 +6,14 @@ reverse mode the transpose. JAX's own ``linear_call`` has no vmap and no second 
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from jax_cudnn.lowering import _jax
 
@@ -141,3 +143,89 @@ _jax.set_jvp(linear_call_p, _jvp)
 _jax.set_transpose(linear_call_p, _transpose)
 _jax.set_batching(linear_call_p, _batch)
 _jax.set_lowering(linear_call_p, _jax.lower_function(_apply))
+
+
+# --- functions of named operands ------------------------------------------------------
+
+
+class ByHand(Protocol):
+    """A function of named operands whose gradient is written by hand.
+
+    Hashable, and equal to its equals.
+    """
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the results, for remat policies."""
+        ...
+
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The operands that have a gradient."""
+        ...
+
+    def forward(self, given: Mapping[str, jax.Array]) -> Arrays:
+        """Return the results."""
+        ...
+
+    def gradients(
+        self,
+        given: Mapping[str, jax.Array],
+        results: Arrays,
+        cotangents: Sequence[jax.Array | None],
+        wanted: tuple[str, ...],
+    ) -> Mapping[str, jax.Array]:
+        """Return the gradients that are wanted, and maybe others."""
+        ...
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def run_by_hand(function: ByHand, given: dict[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Return the function's results, differentiable in both modes and any order."""
+    return tuple(function.forward(given))
+
+
+@functools.partial(run_by_hand.defjvp, symbolic_zeros=True)
+def _by_hand_jvp(
+    function: ByHand,
+    primals: tuple[dict[str, jax.Array]],
+    tangents: tuple[dict[str, Any]],
+) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
+    (given,), (moved,) = primals, tangents
+    results = tuple(map(checkpoint_name, run_by_hand(function, given), function.names))
+    moving = tuple(
+        role
+        for role in function.differentiable
+        if role in moved and not isinstance(moved[role], SymbolicZero)
+    )
+    if not moving:
+        return results, tuple(map(jnp.zeros_like, results))
+    derivative = _Derivative(function=function, roles=tuple(given), moving=moving)
+    along = [moved[role] for role in moving]
+    return results, tuple(linear_call(derivative, [*given.values()], results, along))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Derivative:
+    """The derivative along the operands that move, and its transpose."""
+
+    function: ByHand
+    roles: tuple[str, ...]
+    moving: tuple[str, ...]
+
+    def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
+        given = dict(zip(self.roles, primals, strict=True))
+
+        def along(*values: jax.Array) -> tuple[jax.Array, ...]:
+            moved = dict(zip(self.moving, values, strict=True))
+            return tuple(self.function.forward(given | moved))
+
+        values = tuple(given[role] for role in self.moving)
+        return jax.jvp(along, values, tuple(tangents))[1]
+
+    def gradients(
+        self, primals: Arrays, results: Arrays, cotangents: Sequence[jax.Array | None]
+    ) -> Arrays:
+        given = dict(zip(self.roles, primals, strict=True))
+        found = self.function.gradients(given, results, cotangents, self.moving)
+        return [found[role] for role in self.moving]

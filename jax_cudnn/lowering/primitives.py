@@ -32,7 +32,7 @@ from jax_cudnn.lowering.members import (
     unmerged,
 )
 from jax_cudnn.lowering.parts import run_parts
-from jax_cudnn.lowering.typed import gathered, spec_of, typed_division
+from jax_cudnn.lowering.typed import placed, spec_of, typed_division
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -59,7 +59,8 @@ def run_graph(
 
     def bind(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
         if may_gather and any(map(_jax.is_explicitly_sharded, operands)):
-            operands = gathered(graph, operands)
+            division = typed_division(graph, operands, may_gather=True)
+            operands = placed(graph, operands, division)
         return graph_p.bind(*operands, graph=graph, options=options)
 
     def around(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:

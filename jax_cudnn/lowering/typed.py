@@ -44,9 +44,10 @@ def typed_division(
     return division
 
 
-def gathered(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
-    """Return a kernel's operands, gathered where their shardings contradict."""
-    division = typed_division(graph, operands, may_gather=True)
+def placed(
+    graph: Graph, operands: Sequence[jax.Array], division: Division[NamedCut]
+) -> list[jax.Array]:
+    """Return a kernel's operands, sharded as a division says."""
     return [
         _jax.typed_as(x, spec_of(division, name), like=operands)
         for x, name in zip(operands, graph.inputs, strict=True)

@@ -4,6 +4,7 @@
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
@@ -56,3 +57,8 @@ def stored_order(role: str) -> tuple[int, ...]:
 
 
 _WITH_TOKENS_FIRST = ("query", "key", "value", "output", "grad_output")
+
+
+def of_rows(x: jax.Array) -> jax.Array:
+    """Return numbers of rows, (b, s, h), as graphs have them, (b, h, s, 1)."""
+    return jnp.swapaxes(x, 1, 2)[..., None]
