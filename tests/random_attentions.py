@@ -14,7 +14,7 @@ import dataclasses
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -255,7 +255,7 @@ class _Maths:
         self.of: Any = np if torch is None else torch
 
     def double(self, x: np.ndarray) -> Any:
-        wide = np.asarray(x, np.float64)
+        wide = np.array(x, np.float64)
         return wide if self.torch is None else self.torch.as_tensor(wide).cuda()
 
     def bools(self, x: np.ndarray) -> Any:
@@ -303,6 +303,11 @@ def is_seen(problem: Problem, arrays: Mapping[str, Any]) -> np.ndarray:
     return seen
 
 
+# By dtype: the largest relative error of rounding, and the spacing of its smallest
+# numbers. Small probabilities and slopes are among these in float16.
+_ROUNDING = {"bfloat16": (2.0**-8, 0.0), "float16": (2.0**-11, 2.0**-24)}
+
+
 def judge(
     problem: Problem, arrays: Arrays, *, with_gradients: bool
 ) -> dict[str, Judged]:
@@ -310,7 +315,7 @@ def judge(
     p = problem
     maths = _Maths(torch_on_gpu())
     m = maths.of
-    u = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[p.dtype]
+    u, tiny = _ROUNDING[p.dtype]
     g = p.h // p.k
     scale = p.d**-0.5 if p.scale is None else p.scale
 
@@ -354,22 +359,35 @@ def judge(
     loosest = m.amax(slack, -1)[..., None]
     off = u + slack + loosest  # relative, of a probability
     output = m.einsum("bkgst,bkte->bkgse", probabilities, v)
-    spread = m.einsum("bkgst,bkte->bkgse", probabilities * off, abs(v))
+    # What is absolute in it: numbers that the dtype has not, near 0.
+    least_step = m.where(seen, zero + tiny, zero)
+    loose = probabilities * off + least_step
+    spread = m.einsum("bkgst,bkte->bkgse", loose, abs(v))
     output_bound = 2 * spread + 2 * u * abs(output)
     found = {
         "output": (output, output_bound),
         "lse": (lse, 2 * loosest + 2.0**-20 * (1 + abs(finite))),
     }
     if with_gradients:
-        found |= _gradients(
-            p, maths, arrays, scale, u, heads, q, k, v, probabilities, off, output
+        grad = heads("grad_output")
+        forward = _Forward(
+            scale=scale,
+            u=u,
+            q=q,
+            k=k,
+            v=v,
+            grad=grad,
+            probabilities=probabilities,
+            off=off,
+            least_step=least_step,
+            output=output,
         )
+        found |= _gradients(p, maths, arrays, forward)
         if p.with_sinks:
-            grad = heads("grad_output")
             slope = -m.sum(output * grad, -1)[..., None]
             blur = 2 * u * m.sum(abs(output * grad), -1)[..., None]
             if p.with_lse:
-                slope = slope + heads_of_rows(maths, p, arrays["grad_lse"])
+                slope = slope + _of_rows(maths, p, arrays["grad_lse"])
             share = m.exp(sinks - finite)
             bound = share * (blur + loosest * abs(slope) + 2.0**-20 * abs(slope))
             found["sinks"] = (
@@ -382,40 +400,45 @@ def judge(
     }
 
 
-def heads_of_rows(maths: Any, p: Problem, x: np.ndarray) -> Any:
+def _of_rows(maths: _Maths, p: Problem, x: np.ndarray) -> Any:
     """Return numbers of rows (b, s, h) as (b, k, g, s, 1)."""
     rows = maths.double(x).reshape(p.b, p.s, p.k, p.h // p.k)
     return maths.of.einsum("bskg->bkgs", rows)[..., None]
 
 
+class _Forward(NamedTuple):
+    """What gradients read: the operands by head and the probabilities."""
+
+    scale: float
+    u: float
+    q: Any
+    k: Any
+    v: Any
+    grad: Any
+    probabilities: Any
+    off: Any
+    least_step: Any
+    output: Any
+
+
 def _gradients(
-    p: Problem,
-    maths: Any,
-    arrays: Arrays,
-    scale: float,
-    u: float,
-    heads: Any,
-    q: Any,
-    k: Any,
-    v: Any,
-    probabilities: Any,
-    off: Any,
-    output: Any,
+    p: Problem, maths: _Maths, arrays: Arrays, forward: _Forward
 ) -> dict[str, tuple[Any, Any]]:
     m = maths.of
-    grad = heads("grad_output")
+    scale, u, q, k, v, grad, probabilities, off, least_step, output = forward
     products = m.einsum("bkgse,bkte->bkgst", grad, v)
     size = m.einsum("bkgse,bkte->bkgst", abs(grad), abs(v))
     delta = m.sum(output * grad, -1)[..., None]
     blur = m.sum(abs(output * grad), -1)[..., None]
     if p.with_lse:
-        rows = heads_of_rows(maths, p, arrays["grad_lse"])
+        rows = _of_rows(maths, p, arrays["grad_lse"])
         delta = delta - rows
         blur = blur + abs(rows)
     gap = products - delta
     slope = probabilities * gap
     # Rounded output, rounded slope, probabilities off by what scores lose.
     loose = probabilities * (2 * u * blur + 2.0**-20 * size) + abs(slope) * off
+    loose = loose + least_step
     factor = abs(scale)
 
     def summed(formula: str, x: Any, y: Any, by: float = 1.0) -> Any:
@@ -438,7 +461,7 @@ def _gradients(
         ),
         "value": (
             dv,
-            2 * summed("bkgst,bkgse->bkte", probabilities * off, abs(grad))
+            2 * summed("bkgst,bkgse->bkte", probabilities * off + least_step, abs(grad))
             + 2 * u * share_v,
         ),
     }
@@ -455,7 +478,7 @@ def _gradients(
     return found
 
 
-def _stored(maths: Any, p: Problem, name: str, x: Any) -> np.ndarray:
+def _stored(maths: _Maths, p: Problem, name: str, x: Any) -> np.ndarray:
     if name in ("output", "query"):
         x = maths.of.einsum("bkgsn->bskgn", x)
         return maths.numpy(x.reshape(p.b, p.s, p.h, -1))
