@@ -74,6 +74,7 @@ _SHARED_GPU = {
 # These tests look at memory, threads and command buffers, and need the GPU alone.
 _ALONE = (
     "tests/gpu/test_sdpa_execution.py",
+    "tests/gpu/test_sdpa_long.py",
     "tests/gpu/test_sdpa_several_gpus.py",
 )
 

@@ -79,6 +79,9 @@ class Problem:
         return ", ".join(f"{name}={value}" for name, value in shown.items())
 
 
+_LARGE = ((192, 128), (192, 128), (576, 512), (264, 264), (512, 512))
+
+
 def draw_problem(
     seed: int, *, longest: int = 2048, most_scores: int = 2**26
 ) -> Problem:
@@ -102,6 +105,8 @@ def draw_problem(
     sizes = [8, 16, 32, 40, 48, 64, 64, 80, 96, 128, 128, 128, 160, 192, 256]
     d = int(rng.choice(sizes)) if rng.random() < 0.9 else int(rng.integers(1, 257))
     e = d if rng.random() < 0.8 else int(rng.choice([x for x in sizes if x <= 128]))
+    if rng.random() < 0.06:  # multi-head latent attention, and large heads
+        d, e = _LARGE[int(rng.integers(len(_LARGE)))]
     patterns = ["", "b", "h", "t", "s", "st", "hst", "bst", "bhst", "bt", "ht", "bhs"]
     return Problem(
         seed=seed,
