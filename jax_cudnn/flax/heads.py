@@ -14,10 +14,10 @@ from flax.linen.dtypes import promote_dtype as promote_to_common_dtype
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.flax import kv_cache
+from jax_cudnn.flax import decoding
 from jax_cudnn.flax.attention import attend, check_shapes, scores_like
+from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.delegate import Request
-from jax_cudnn.flax.kv_cache import Cache
 from jax_cudnn.ops.arguments import check_flag
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Mask, Window
@@ -106,11 +106,11 @@ class Heads:
         if cache is None:
             q, k = self._rotated(q, k, None)
         else:
-            new = kv_cache.new_tokens(layer, cache, k, self.lengths)
-            hiding = kv_cache.visible(layer, hiding, cache, new)
+            new = decoding.new_tokens(layer, cache, k, self.lengths)
+            hiding = decoding.visible(layer, hiding, cache, new)
             is_causal = False  # part of what is visible
             q, k = self._rotated(q, k, new.positions)
-            cache = self.cache = kv_cache.append(cache, k, v, new)
+            cache = self.cache = decoding.append(cache, k, v, new)
             k, v = (x.astype(k.dtype) for x in (cache.key, cache.value))
         scores = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
         with on_behalf_of(layer, "attention_fn", make_attention_fn=layer):
@@ -134,7 +134,7 @@ class Heads:
             output = attend(q, k, v, request, settings.implementation)
         if cache is None or new is None:
             return output
-        return kv_cache.nan_without_room(output, cache, new)
+        return decoding.nan_without_room(output, cache, new)
 
     def _check_call(self, q: jax.Array, k: jax.Array, *, is_causal: bool) -> None:
         layer, s, t = self.settings.layer, q.shape[-3], k.shape[-3]

@@ -11,8 +11,8 @@ from flax import linen
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
+from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
-from jax_cudnn.flax.kv_cache import Cache
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.rotary import Rotary
 

@@ -9,9 +9,10 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation
+from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.fusion import call_with
 from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
-from jax_cudnn.flax.kv_cache import Cache
+from jax_cudnn.ops.arguments import check_flag
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.rotary import Rotary
 
@@ -208,7 +209,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "sow_weights": sow_weights,
                 # None is refused there.
                 "decode": None if decode is None else False,
-                "is_causal": is_causal,
+                "is_causal": check_flag(_NAME, "is_causal", is_causal),
                 "out_sharding": out_sharding,
                 "qkv_sharding": qkv_sharding,
             },

@@ -129,11 +129,9 @@ def apply_rotary(
     rotated = _rotated(d, fraction)
     wide = jnp.float64 if x.dtype == jnp.float64 else jnp.float32
     omega = _frequencies(base, rotated, frequencies, wide)
-    angles = _positions(positions, x, wide)[..., None] * jnp.reshape(omega, (1, -1))
-    # One angle for all heads, and an axis in front for each batch axis.
-    angles = jnp.reshape(
-        angles, in_front((*angles.shape[:-1], 1, angles.shape[-1]), x.ndim)
-    )
+    # One angle for all heads.
+    places = _positions(positions, x, wide)[..., None, None]
+    angles = places * jnp.reshape(omega, in_front(omega.shape, x.ndim))
     cos, sin = jnp.cos(angles), jnp.sin(angles)
     a, b = _pairs(x[..., :rotated].astype(wide), interleaved)
     turned = _join(a * cos - b * sin, b * cos + a * sin, interleaved)
