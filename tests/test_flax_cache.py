@@ -53,9 +53,9 @@ OPTIONS = {
 class Nnx:
     """An nnx layer whose calls with `decode` change its cache."""
 
-    def __init__(self, *, ragged=False, shape=(B, S), dtype=jnp.float32, **options):
+    def __init__(self, *, ragged=False, shape=(B, S), kept=jnp.float32, **options):
         self.layer = nnx_layer(**options)
-        self.layer.init_cache((*shape, F), dtype, ragged=ragged)
+        self.layer.init_cache((*shape, F), kept, ragged=ragged)
         self.whole = self.layer
 
     def add(self, x, **call):
@@ -255,7 +255,7 @@ def test_without_room_the_output_is_nan(api):
     expected = layer.whole(x)
     # Tokens of padding need no room.
     counts = jnp.array([1, 3, 1])
-    rows = jnp.minimum(lengths[:, None] + jnp.arange(3), S - 1)
+    rows = jnp.minimum(lengths[:, None] + jnp.arange(3)[None], S - 1)
     tokens = jnp.take_along_axis(x, rows[..., None], axis=1)
     found = layer.add(tokens, input_lengths=counts)
     assert_trees_close(found[0, 0], expected[0, 6])
@@ -265,7 +265,7 @@ def test_without_room_the_output_is_nan(api):
 
 def test_the_cache_may_have_another_dtype():
     x = normal(4, B, S, F)
-    layer = Nnx(dtype=jnp.bfloat16, **FULL)
+    layer = Nnx(kept=jnp.bfloat16, **FULL)
     found = [layer.add(x[:, a:b]) for a, b in ((0, 5), (5, 7))]
     assert {x.dtype.name for x in layer.cache.values()} == {"bfloat16", "int32"}
     assert found[0].dtype == jnp.float32
@@ -274,7 +274,7 @@ def test_the_cache_may_have_another_dtype():
     np.testing.assert_allclose(
         got, expected, atol=0.02 * float(jnp.abs(expected).max())
     )
-    layer = Nnx(dtype=jnp.bfloat16, **{**FULL, "dtype": jnp.bfloat16})
+    layer = Nnx(dtype=jnp.bfloat16, **FULL)
     assert layer.add(x).dtype == jnp.bfloat16
 
 

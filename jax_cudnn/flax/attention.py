@@ -16,7 +16,12 @@ from flax.linen.dtypes import promote_dtype as promote_to_common_dtype
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.flax.delegate import Request, attend_with_flax, reasons_for_flax
+from jax_cudnn.flax.delegate import (
+    Request,
+    as_bools,
+    attend_with_flax,
+    reasons_for_flax,
+)
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Where
@@ -231,9 +236,7 @@ def _attend(
     batch = q.shape[:-3]
     s, h, _ = q.shape[-3:]
     scores = (*batch, h, s, k.shape[-3])
-    mask = request.mask
-    if mask is not None and mask.dtype != jnp.bool_:
-        mask = mask != 0
+    mask = None if request.mask is None else as_bools(request.mask)
     mask = _fold_scores_like(mask, scores)
     if request.hiding is not None:
         mask = request.hiding if mask is None else request.hiding & Where(mask)

@@ -131,7 +131,7 @@ def _in_words_of_flax(
         for x in (_dense(given, s, t), given.get("bias"))
     )
     if request.mask is not None:
-        own = _rank_of_scores(request.mask != 0, q)
+        own = _rank_of_scores(as_bools(request.mask), q)
         mask = own if mask is None else mask & own
     if request.bias is not None:
         own = _rank_of_scores(request.bias, q)
@@ -230,9 +230,14 @@ def _by_linen(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax
     )
 
 
+def as_bools(mask: jax.Array) -> jax.Array:
+    """Return a mask of numbers as bools; strict promotion compares no bool with 0."""
+    return mask if mask.dtype == jnp.bool_ else mask != 0
+
+
 def _visible(q: jax.Array, k: jax.Array, request: Request) -> jax.Array | None:
     """Return the mask combined with the causal mask, as Flax's functions take it."""
-    mask = None if request.mask is None else request.mask != 0
+    mask = None if request.mask is None else as_bools(request.mask)
     if not request.is_causal:
         return mask
     s, t = q.shape[-3], k.shape[-3]

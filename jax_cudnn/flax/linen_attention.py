@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linen's `MultiHeadDotProductAttention` on `jax_cudnn.sdpa`, with more options."""
+"""linen's `MultiHeadDotProductAttention` on `jax_cudnn.sdpa`, with more options.
+
+nnx's layer runs the code that Flax wrote. linen's code has one number of heads for
+queries and keys, so what it does around the attention is written here once more.
+"""
 
 import functools
 import warnings
