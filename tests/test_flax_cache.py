@@ -146,7 +146,7 @@ def test_each_entry_has_its_own_length(api, name):
     x, lengths = normal(4, B, S, F), np.array([4, 1, 3])
     layer = api(ragged=True, **OPTIONS[name])
     expected = layer.whole(x)
-    out = np.asarray(linen_out_of_zeros(layer))
+    out = np.asarray(out_of_zeros(layer))
     # Padding beyond the lengths is poison: no one may see it.
     prompt = jnp.where(
         np.arange(4)[None, :, None] < lengths[:, None, None], x[:, :4], 1e9
@@ -177,7 +177,7 @@ def test_each_entry_has_its_own_length(api, name):
             assert_trees_close(found[b], expected[b, lengths[b] - 2 : lengths[b]])
 
 
-def linen_out_of_zeros(layer):
+def out_of_zeros(layer):
     """Return what the output projection makes of heads that are 0: its bias."""
     if isinstance(layer, Nnx):
         return layer.layer.out.bias[...]
