@@ -6,11 +6,13 @@
 #   PYTHON         interpreter of .venv (default: python3)
 #   PYTHON_OLDEST, PYTHON_NEWEST   interpreters of `make test` (default: searched for)
 #   GPU_EXTRA      cuda13, cuda12 or nothing (default: what the driver says)
-#   DEMO_FLAGS, GPT_FLAGS   flags of `make demo` and `make gpt`, such as --help
+#   DEMO_FLAGS, GPT_FLAGS, GENERATE_FLAGS   flags of `make demo`, `make gpt` and
+#                  `make generate`, such as --help
 #   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default: -n 2)
 #   OFFLINE=1 WHEELS=folder   for a GPU machine that reaches no package registry: .venv
 #                  gets the packages that PYTHON sees and the wheels in the folder, that
-#                  of jax_cudnn from `make wheel` among them (for demo, gpt, build and gpu)
+#                  of jax_cudnn from `make wheel` among them (for demo, gpt, generate,
+#                  build and gpu)
 
 PYTHON ?= python3
 PYTHON_OLDEST ?= $(shell scripts/find_python.sh 3.11 3.12 3.13)
@@ -71,6 +73,10 @@ demo: .venv/.installed  ## train a small character transformer, on the GPU if th
 .PHONY: gpt
 gpt: .venv/.installed  ## train GPT-2 on all GPUs, or a tiny one on the CPU
 	.venv/bin/python examples/train_gpt.py $(GPT_FLAGS)
+
+.PHONY: generate
+generate: .venv/.installed  ## generate text with a cache of keys and values
+	.venv/bin/python examples/generate.py $(GENERATE_FLAGS)
 
 .PHONY: wheel
 wheel:  ## build a wheel for Python 3.12 and newer, in build/wheels/release

@@ -20,6 +20,7 @@ try:
     from jax_cudnn.ops.dot_general import dot_general
     from jax_cudnn.ops.gated import gated_matmul
     from jax_cudnn.ops.matmul import matmul
+    from jax_cudnn.ops.rotary import apply_rotary
     from jax_cudnn.ops.sdpa import sdpa
 
     _cache.connect()
@@ -47,6 +48,7 @@ __all__ = [
     "LibraryError",
     "UnsupportedError",
     "__version__",
+    "apply_rotary",
     "conv",
     "dot_general",
     "gated_matmul",

@@ -50,6 +50,7 @@ def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "choose_plans.py",
         "export_for_another_gpu.py",
+        "generate.py",
         "gradient_check.py",
         "quickstart.py",
         "train_char_transformer.py",
@@ -225,6 +226,35 @@ def test_train_residual_cnn_refuses_zero_epochs():
     )
     assert done.returncode == 2
     assert "--epochs 0: at least 1 epoch is needed" in done.stderr
+
+
+def test_generate_gives_the_text_of_the_model_without_a_cache():
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    prompts = ("--prompt", "def f(", "--prompt", "import numpy as n")
+    output = run_example("generate.py", "--quick", *prompts, "--temperature", "0.9")
+    assert "20 steps of 512 bytes, loss " in output
+    assert "Prompts     2 of 6, 17 bytes, 12 to follow each" in output
+    assert "Greedy text with the cache and without: equal" in output
+    for name in ("jax_cudnn", "XLA alone"):
+        assert number_after(name, output.replace(",", "")) > 0
+    assert "  | def f([...]" in output
+    assert "  | import numpy as n[...]" in output
+
+
+def test_generate_refuses_what_it_cannot_do():
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    for line, message in {
+        "--tokens 1": "--tokens 1: it must be at least 2",
+        "--steps -1": "--steps -1: it must be at least 0",
+        "--temperature nan": "--temperature nan: it must be at least 0",
+    }.items():
+        done = start_example("generate.py", *line.split())
+        assert done.returncode == 2
+        assert message in done.stderr
+    done = start_example("generate.py", "--prompt", "")
+    assert "--prompt: it must not be empty" in done.stderr
 
 
 def test_choosing_plans_runs_with_xla_where_there_is_no_gpu():

@@ -627,7 +627,7 @@ def test_missing_flax_says_what_to_install():
 def test_snippets_of_the_guide_run():
     guide = Path(__file__).parents[1] / "docs" / "flax.md"
     snippets = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.M | re.S)
-    assert len(snippets) == 8
+    assert len(snippets) == 12
     with flax_promotes():  # what a user has who sets nothing
         for snippet in snippets:
             if "logging.basicConfig" not in snippet:  # it would change this process

@@ -21,11 +21,14 @@ from jax_cudnn.flax.products import (
     make_conv_general_dilated,
     make_dot_general,
 )
+from jax_cudnn.ops.rotary import Rotary, apply_rotary
 
 __all__ = [
     "AttentionFn",
     "ConvGeneralDilated",
     "DotGeneral",
+    "Rotary",
+    "apply_rotary",
     "attention_fn",
     "conv_general_dilated",
     "dot_general",

@@ -16,9 +16,15 @@ from flax.linen.dtypes import promote_dtype as promote_to_common_dtype
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.flax.delegate import Request, attend_with_flax, reasons_for_flax
+from jax_cudnn.flax.delegate import (
+    Request,
+    as_bools,
+    attend_with_flax,
+    reasons_for_flax,
+)
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.masks import Where
 from jax_cudnn.ops.sdpa import axes_hint, sdpa
 
 Einsum = Callable[..., jax.Array]
@@ -149,11 +155,11 @@ class AttentionFn:
         _refuse_positions(input_positions)
         q, k, v = _promote((query, key, value), dtype, promote_dtype)
         is_causal = self.is_causal or is_causal
-        _check_shapes(q, k, v, is_causal=is_causal)
+        check_shapes(q, k, v, is_causal=is_causal)
         scores = (*q.shape[:-3], q.shape[-2], q.shape[-3], k.shape[-3])
         request = Request(
-            bias=_scores_like("bias", bias, scores),
-            mask=_scores_like("mask", mask, scores),
+            bias=scores_like("bias", bias, scores),
+            mask=scores_like("mask", mask, scores),
             is_causal=is_causal,
             broadcast_dropout=broadcast_dropout,
             dropout_rng=dropout_rng,
@@ -165,10 +171,7 @@ class AttentionFn:
             qk_attn_weights_einsum=qk_attn_weights_einsum,
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
-        if reasons := reasons_for_flax(request, q.dtype):
-            return attend_with_flax(q, k, v, request, reasons, self.implementation)
-        output = _attend(q, k, v, request, self.implementation)
-        return output.astype(jnp.float32) if force_fp32_for_softmax else output
+        return attend(q, k, v, request, self.implementation)
 
 
 attention_fn = AttentionFn()
@@ -208,6 +211,20 @@ def make_attention_fn(
     return AttentionFn(implementation=implementation, is_causal=is_causal)
 
 
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    request: Request,
+    implementation: Implementation,
+) -> jax.Array:
+    """Return the attention by `sdpa`, or by Flax where only Flax computes it."""
+    if reasons := reasons_for_flax(request, q.dtype):
+        return attend_with_flax(q, k, v, request, reasons, implementation)
+    output = _attend(q, k, v, request, implementation)
+    return output.astype(jnp.float32) if request.force_fp32_for_softmax else output
+
+
 def _attend(
     q: jax.Array,
     k: jax.Array,
@@ -219,17 +236,20 @@ def _attend(
     batch = q.shape[:-3]
     s, h, _ = q.shape[-3:]
     scores = (*batch, h, s, k.shape[-3])
-    mask = request.mask
-    if mask is not None and mask.dtype != jnp.bool_:
-        mask = mask != 0
+    mask = None if request.mask is None else as_bools(request.mask)
+    mask = _fold_scores_like(mask, scores)
+    if request.hiding is not None:
+        mask = request.hiding if mask is None else request.hiding & Where(mask)
     with on_behalf_of("attention_fn", "sdpa"):
         output = sdpa(
             _fold_batch(q, len(batch)),
             _fold_batch(k, len(batch)),
             _fold_batch(v, len(batch)),
             _fold_scores_like(request.bias, scores),
-            _fold_scores_like(mask, scores),
+            mask,
+            scale=request.scale,
             is_causal=request.is_causal,
+            sinks=request.sinks,
             implementation=implementation,
         )
     return jnp.reshape(output, (*batch, s, h, v.shape[-1]))
@@ -240,7 +260,7 @@ def _fold_batch(x: jax.Array, rank: int) -> jax.Array:
     return jnp.reshape(x, (math.prod(x.shape[:rank]), *x.shape[rank:]))
 
 
-def _scores_like(
+def scores_like(
     name: str, value: ArrayLike | None, scores: tuple[int, ...]
 ) -> jax.Array | None:
     """Return a bias or a mask as an array, or raise where it does not broadcast."""
@@ -287,7 +307,8 @@ def _promote(
     return tuple(promote_to_common_dtype(*arrays, dtype=dtype))
 
 
-def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> None:
+def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> None:
+    """Raise for query, key and value that do not fit together."""
     shapes = f"query is {q.shape}, key {k.shape}, value {v.shape}"
     if q.ndim < 3 or not q.ndim == k.ndim == v.ndim:
         raise ValueError(

@@ -3,8 +3,9 @@
 
 import functools
 import logging
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from flax import linen, nnx
 
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.ops.masks import Mask
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -31,8 +33,9 @@ _ADVICE = (
 class Request:
     """The arguments of a Flax layer's attention besides query, key and value.
 
-    ``dropout_rate`` is 0 where dropout is not in effect. The rest is as in
-    `AttentionFn.__call__`.
+    ``dropout_rate`` is 0 where dropout is not in effect. ``hiding`` is a mask for all
+    batch axes merged into one, which adds to the other ones; ``scale`` and ``sinks``
+    are as in `sdpa`. The rest is as in `AttentionFn.__call__`.
     """
 
     bias: jax.Array | None
@@ -47,6 +50,9 @@ class Request:
     einsum_dot_general: Callable[..., jax.Array] | None
     qk_attn_weights_einsum: Callable[..., jax.Array] | None
     attn_weights_value_einsum: Callable[..., jax.Array] | None
+    hiding: Mask | None = None
+    scale: float | None = None
+    sinks: jax.Array | None = None
 
 
 def reasons_for_flax(request: Request, dtype: jnp.dtype) -> tuple[str, ...]:
@@ -94,12 +100,75 @@ def attend_with_flax(
         raise UnsupportedError(
             "attention_fn: cuDNN cannot run this attention:", reasons, _ADVICE
         )
+    if request.sinks is not None:
+        raise ValueError(
+            f"attention_fn: {'; '.join(reasons)}. Flax's own attention computes this, "
+            "and has no sinks. Leave one of the two out."
+        )
     if implementation == "auto":
         _say_once(reasons)
+    q, request = _in_words_of_flax(q, k, request)
     if isinstance(request.module, nnx.Module):
         _refuse_linen_options(request)
         return _by_nnx(q, k, v, request)
     return _by_linen(q, k, v, request)
+
+
+def _in_words_of_flax(
+    q: jax.Array, k: jax.Array, request: Request
+) -> tuple[jax.Array, Request]:
+    """Write the scale into the query, and the masks that Flax lacks as arrays."""
+    if request.scale is not None:
+        # Flax divides by the root of the head size.
+        factor = request.scale * math.sqrt(q.shape[-1])
+        q = q * jnp.asarray(factor, q.dtype)
+    if request.hiding is None:
+        return q, request
+    s, t = q.shape[-3], k.shape[-3]
+    given = request.hiding.arguments(s, t)
+    mask, bias = (
+        None if x is None else _unfold_batch(x, q.shape[:-3])
+        for x in (_dense(given, s, t), given.get("bias"))
+    )
+    if request.mask is not None:
+        own = _rank_of_scores(as_bools(request.mask), q)
+        mask = own if mask is None else mask & own
+    if request.bias is not None:
+        own = _rank_of_scores(request.bias, q)
+        wide = jnp.promote_types(own.dtype, jnp.float32)
+        bias = own if bias is None else own.astype(wide) + bias.astype(wide)
+    is_causal = request.is_causal or given.get("is_causal", False)
+    return q, replace(request, mask=mask, bias=bias, is_causal=is_causal, hiding=None)
+
+
+def _dense(given: dict[str, Any], s: int, t: int) -> jax.Array | None:
+    """Return window, lengths and mask of a mask's arguments as one array."""
+    rows = jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
+    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
+    conditions: list[jax.Array] = []
+    if "local_window_size" in given:
+        left, right = given["local_window_size"]
+        conditions += [columns >= rows - left, columns <= rows + right]
+    for name, numbers in (
+        ("query_seq_lengths", rows),
+        ("key_value_seq_lengths", columns),
+    ):
+        if name in given:
+            lengths = jnp.reshape(given[name], (-1, 1, 1, 1))
+            conditions.append(numbers.astype(lengths.dtype) < lengths)
+    if "mask" in given:
+        conditions.append(given["mask"])
+    return functools.reduce(jnp.logical_and, conditions) if conditions else None
+
+
+def _unfold_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """Return what has one batch axis with the batch axes of the operands."""
+    own = batch if x.shape[0] != 1 else (1,) * len(batch)
+    return jnp.reshape(x, (*own, *x.shape[1:]))
+
+
+def _rank_of_scores(x: jax.Array, q: jax.Array) -> jax.Array:
+    return jnp.reshape(x, (1,) * (q.ndim - x.ndim) + x.shape)
 
 
 def _refuse_linen_options(request: Request) -> None:
@@ -161,9 +230,14 @@ def _by_linen(q: jax.Array, k: jax.Array, v: jax.Array, request: Request) -> jax
     )
 
 
+def as_bools(mask: jax.Array) -> jax.Array:
+    """Return a mask of numbers as bools; strict promotion compares no bool with 0."""
+    return mask if mask.dtype == jnp.bool_ else mask != 0
+
+
 def _visible(q: jax.Array, k: jax.Array, request: Request) -> jax.Array | None:
     """Return the mask combined with the causal mask, as Flax's functions take it."""
-    mask = None if request.mask is None else request.mask != 0
+    mask = None if request.mask is None else as_bools(request.mask)
     if not request.is_causal:
         return mask
     s, t = q.shape[-3], k.shape[-3]

@@ -7,8 +7,9 @@ for the layer, which gives it another product and hides the bias from it.
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -79,15 +80,21 @@ class _StandIn:
 
 
 def call_with(
-    flax_class: type, layer: object, *arguments: Any, **changes: Any
+    flax_class: type,
+    layer: object,
+    *arguments: Any,
+    keywords: Mapping[str, Any] = MappingProxyType({}),
+    **changes: Any,
 ) -> jax.Array:
     """Run the `__call__` of Flax's class with these attributes of the layer changed.
 
-    This runs the method as Flax wrote it, without linen's wrapper, which the layer's
-    own `__call__` has passed through already. With a real module instead of the
-    stand-in, intermediates would be recorded and interceptors run a second time.
+    ``keywords`` are its arguments by name. This runs the method as Flax wrote it,
+    without linen's wrapper, which the layer's own `__call__` has passed through
+    already. With a real module instead of the stand-in, intermediates would be recorded
+    and interceptors run a second time.
     """
-    return inspect.unwrap(flax_class.__call__)(_StandIn(layer, changes), *arguments)
+    stand_in = _StandIn(layer, changes)
+    return inspect.unwrap(flax_class.__call__)(stand_in, *arguments, **keywords)
 
 
 def fold_residual(

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""linen's `Conv` and `Dense`, in one kernel with bias, residual and activation."""
+"""linen's layers on cuDNN: `Conv` and `Dense` with bias, residual and activation.
+
+`MultiHeadDotProductAttention` is in linen_attention.py.
+"""
 
 from typing import Any
 
@@ -14,12 +17,16 @@ from jax_cudnn.flax.fusion import (
     fold_residual,
     refuse_replacements,
 )
+from jax_cudnn.flax.linen_attention import (
+    MultiHeadAttention,
+    MultiHeadDotProductAttention,
+)
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.dot_general import dot_general
 
-__all__ = ["Conv", "Dense"]
+__all__ = ["Conv", "Dense", "MultiHeadAttention", "MultiHeadDotProductAttention"]
 
 
 class Conv(linen.Conv):
@@ -172,5 +179,6 @@ def _call(
         x, kernel, fused.bias = layer.promote_dtype(x, kernel, bias, **options)
         return x, kernel, None
 
-    changes = {"use_bias": False, "promote_dtype": promote_dtype}
-    return call_with(flax_class, layer, inputs, **changes, **{name: fused})
+    changes: dict[str, Any] = {"use_bias": False, "promote_dtype": promote_dtype}
+    changes[name] = fused
+    return call_with(flax_class, layer, inputs, **changes)

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""nnx's `Conv` and `Linear`, in one kernel with bias, residual and activation."""
+"""nnx's layers on cuDNN: `Conv` and `Linear` with bias, residual and activation.
+
+`MultiHeadAttention` is in nnx_attention.py.
+"""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,12 +18,13 @@ from jax_cudnn.flax.fusion import (
     fold_residual,
     refuse_replacements,
 )
+from jax_cudnn.flax.nnx_attention import MultiHeadAttention
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.dot_general import dot_general
 
-__all__ = ["Conv", "Linear"]
+__all__ = ["Conv", "Linear", "MultiHeadAttention"]
 
 
 class Conv(nnx.Conv):
@@ -223,7 +227,6 @@ def _call(
         x, kernel, fused.bias = layer.promote_dtype((x, kernel, bias), **options)
         return x, kernel, None
 
-    changes = {"bias": None, "use_bias": False, "promote_dtype": promote_dtype}
-    return call_with(
-        flax_class, layer, inputs, out_sharding, **changes, **{name: fused}
-    )
+    changes: dict[str, Any] = {"bias": None, "use_bias": False}
+    changes |= {"promote_dtype": promote_dtype, name: fused}
+    return call_with(flax_class, layer, inputs, out_sharding, **changes)
