@@ -217,7 +217,8 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
         (
             lambda: masks.Causal("top"),
             ValueError,
-            "Causal: alignment='top' is not one of 'top-left', 'bottom-right'.",
+            "Causal: alignment='top' is not one of 'top-left', 'bottom-right', "
+            "'cache'.",
         ),
         (lambda: masks.Window(1.5, 0), TypeError, "Window: left is 1.5. Pass an int"),
         (lambda: masks.Window(1, True), TypeError, "Window: right is True."),
