@@ -59,8 +59,8 @@ def truth(
     """
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
     b, s, h, d = q.shape
-    group = h // k.shape[2]
-    scale = d**-0.5 if problem.scale is None else problem.scale
+    group = h // max(k.shape[2], 1)
+    scale = max(d, 1) ** -0.5 if problem.scale is None else problem.scale
     output = np.zeros((b, s, h, v.shape[3]))
     lse = np.full((b, s, h), -np.inf)
     for i, row, head in np.ndindex(b, s, h):
@@ -136,10 +136,10 @@ def draw(problem: Problem, seed: int = 0, *, poison: bool = True) -> Drawn:
     b, room, heads = problem.b, problem.room, problem.k * problem.g
 
     def normal(*shape: int) -> np.ndarray:
-        return np.asarray(jnp.asarray(rng.standard_normal(shape), dtype))
+        return np.array(jnp.asarray(rng.standard_normal(shape), dtype))
 
     dense = [normal(b, room, problem.k, x) for x in (problem.d, problem.e)]
-    is_past = np.arange(room) >= np.asarray(problem.lengths)[:, None]
+    is_past = np.arange(room) >= np.asarray(problem.lengths, np.int64)[:, None]
     stored = [x.copy() for x in dense]
     if poison:
         for x in stored:
@@ -153,9 +153,11 @@ def draw(problem: Problem, seed: int = 0, *, poison: bool = True) -> Drawn:
             all_pages = normal(pages, problem.page, *x.shape[2:])
             if poison:
                 all_pages[:] = np.nan
-            all_pages[order] = x.reshape(b, each, problem.page, *x.shape[2:])
+            shape = (b, each, problem.page, *x.shape[2:])
+            all_pages[order] = x.reshape(shape)
             stored[i] = all_pages
-        used = -(-np.asarray(problem.lengths) // problem.page)[:, None]
+        lengths = np.asarray(problem.lengths, np.int64)[:, None]
+        used = -(-lengths // problem.page)
         junk = rng.choice([-1, pages, 2**31 - 1, -(2**31), 0], order.shape)
         table = jnp.asarray(np.where(np.arange(each) < used, order, junk), jnp.int32)
     return Drawn(

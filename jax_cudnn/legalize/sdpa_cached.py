@@ -250,7 +250,7 @@ def _over_own_tokens(
     """Return attention over the queries' own tokens alone, and its log-sum-exp."""
     s = roles["query"].dims[2]
     first = jnp.maximum(ends.key_lengths - ends.query_lengths, 0)
-    tokens = first + jnp.arange(s, dtype=jnp.int32)
+    tokens = first + jnp.arange(s, dtype=jnp.int32)[None, None, None, :]
     is_inside = tokens < ends.key_lengths
     places = jnp.minimum(tokens[:, 0, 0], max(room(roles) - 1, 0))
     given = {
