@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
+from jax_cudnn.graph import CachedAttributes, Graph, Tensor, sdpa_cached_graph
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,3 +181,50 @@ def draw(problem: Problem, seed: int = 0, *, poison: bool = True) -> Drawn:
 def in_pages(problem: Problem, page: int) -> Problem:
     """Return the same problem with pages of that many tokens; 0 for none."""
     return replace(problem, page=page)
+
+
+# --- graphs ---------------------------------------------------------------------------
+
+_SIZES = {"b": 4, "s": 3, "k": 3, "g": 2, "t": 11, "p": 7, "i": 4, "m": 3}
+_PLAIN = (0, 1, 2, 3)
+_BSHD = (0, 2, 1, 3)
+
+
+def cached_graph(
+    *,
+    is_paged: bool = False,
+    sizes: dict[str, int] | None = None,
+    d: int = 8,
+    e: int = 16,
+    dtype: str = "f32",
+    query_lengths: bool = False,
+    with_stats: bool = True,
+    order: tuple[int, ...] = _BSHD,
+    is_causal: bool = True,
+    window: tuple[int, ...] = (),
+    scale: float = 0.3,
+) -> Graph:
+    """Build a graph of attention over a cache."""
+    n = {**_SIZES, **(sizes or {})}
+    first, tokens = (n["p"], n["i"]) if is_paged else (n["b"], n["t"])
+    dims = {
+        "query": (n["b"], n["k"] * n["g"], n["s"], d),
+        "key": (first, n["k"], tokens, d),
+        "value": (first, n["k"], tokens, e),
+    }
+    integers = {"key_lengths": (n["b"], 1, 1, 1)}
+    if is_paged:
+        integers["page_table"] = (n["b"], 1, n["m"], 1)
+    if query_lengths:
+        integers["query_lengths"] = (n["b"], 1, 1, 1)
+    tensors = {
+        name: Tensor(name=name, dtype=dtype, dims=each, order=order)  # type: ignore[arg-type]
+        for name, each in dims.items()
+    } | {
+        name: Tensor(name=name, dtype="i32", dims=each, order=_PLAIN)
+        for name, each in integers.items()
+    }
+    attributes = CachedAttributes(scale=scale, is_causal=is_causal, window=window)
+    return sdpa_cached_graph(
+        tensors, attributes=attributes, output_order=order, with_stats=with_stats
+    )
