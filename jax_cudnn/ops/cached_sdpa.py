@@ -78,7 +78,7 @@ def cached_sdpa(
 
     The key length counts the queries' own tokens: write their keys and values into the
     cache first (:func:`jax_cudnn.kv_cache.update`). What the cache holds past it is not
-    used, and may be NaN.
+    used; see the notes for NaN there.
 
     This is :func:`jax_cudnn.sdpa` with ``mask=masks.Causal("cache")`` and the key
     lengths, in a form that knows where the queries are: a few of them (tokens that were
@@ -134,10 +134,13 @@ def cached_sdpa(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      cuDNN takes bf16 and f16, and head sizes that are multiples of 8. Up to 64 queries
-      of a key head (s*h/k), without a window, run as query heads of one query, which
-      read the cache once. The tokens of the queries themselves are then added by the
-      log-sum-exp, so that the output is rounded twice.
+      cuDNN takes bf16 and f16, and head sizes that are multiples of 8. Two to 16
+      queries run as query heads of one query, which read the cache once. Tokens that
+      not all of them see are then added by the log-sum-exp, so that the output is
+      rounded twice. More queries run in cuDNN's kernel for prompts, and so do several
+      with a window of fewer tokens than queries, or one without causality. This kernel
+      multiplies what it reads past a length by 0 (9.19 on an H200): NaN or infinities
+      there reach the output. All others may have them there.
 
       All of JAX's transformations apply. The derivatives are those of XLA's code.
       Examples of `jax.vmap` become more sequences of one call. Operands that are

@@ -142,7 +142,8 @@ def paged_sdpa(
       tokens is a power of two, and head sizes that are multiples of 8, from cuDNN 9.5
       on (NVIDIA cuDNN frontend, "Attention", paged attention). XLA gathers the pages of
       all sequences first, in memory for b*m*i tokens, and keeps the scores, b*h*s*m*i
-      numbers of f32.
+      numbers of f32. Several queries run as :func:`jax_cudnn.cached_sdpa` says; so do
+      NaN past a length.
 
       All of JAX's transformations apply. cuDNN has no backward kernel over pages: the
       derivatives are those of XLA's code. The gradient of the pages is as large as
