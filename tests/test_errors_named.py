@@ -192,7 +192,7 @@ def test_numbers_that_are_not_finite(name: str, argument: str) -> None:
 def test_options(name: str) -> None:
     assert "'cuda'" in _refused(name, "implementation", "cuda")
     assert "'eng0'" in _refused(name, "plan", "eng0")
-    if name == "sdpa":
+    if name in ("sdpa", "cached_sdpa", "paged_sdpa"):
         for value in (math.nan, "x", [1.0], True):
             _refused(name, "scale", value)
         for flag in ("is_causal", "return_residual"):

@@ -439,3 +439,17 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         call()
+
+
+# --- what is compiled for a GPU -------------------------------------------------------
+
+
+@pytest.mark.parametrize("s", [1, 4])
+@pytest.mark.parametrize("page", [0, 4])
+def test_a_call_is_one_kernel(page: int, s: int) -> None:
+    problem = Problem(
+        lengths=(0, 1, 20, 9, 17), s=s, t=20, k=2, page=page, dtype="bfloat16"
+    )
+    drawn = draw(problem)
+    (call,) = jax_cudnn.plans.inspect(lambda q: drawn.call(query=q), drawn.query).calls
+    assert call.op == ("sdpa_paged" if page else "sdpa_cached")

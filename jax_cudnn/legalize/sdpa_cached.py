@@ -212,7 +212,7 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Legal:
     def after(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
         env, ends = given(operands)
         output, stats = legal.after(as_single(env, ends), made)
-        output, stats = (jnp.reshape(x, (b, h, s, -1)) for x in (output, stats))
+        output, stats = (jnp.reshape(x, (b, h, s, x.shape[3])) for x in (output, stats))
         if attributes.is_causal:
             own, own_stats = _over_other_tokens(roles, attributes, env, ends)
             output, stats = combined((output, own), (stats[..., 0], own_stats[..., 0]))

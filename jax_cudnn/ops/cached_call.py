@@ -155,7 +155,9 @@ def _canonicalize(
     if is_paged:
         numbers = _page_table(op, page_table, q)
         t = t * numbers.shape[1]
-        table = jnp.reshape(clipped(numbers, k.shape[0] - 1), (b, 1, -1, 1))
+        table = jnp.reshape(
+            clipped(numbers, k.shape[0] - 1), (b, 1, numbers.shape[1], 1)
+        )
     return _Operands(
         query=q,
         key=k,
