@@ -14,12 +14,14 @@ try:
     from jax.export import DisabledSafetyCheck
 
     from jax_cudnn import cache as _cache
-    from jax_cudnn import masks, parallel, plans
+    from jax_cudnn import kv_cache, masks, parallel, plans
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
+    from jax_cudnn.ops.cached_sdpa import cached_sdpa
     from jax_cudnn.ops.conv import conv
     from jax_cudnn.ops.dot_general import dot_general
     from jax_cudnn.ops.gated import gated_matmul
     from jax_cudnn.ops.matmul import matmul
+    from jax_cudnn.ops.paged_sdpa import paged_sdpa
     from jax_cudnn.ops.rotary import apply_rotary
     from jax_cudnn.ops.sdpa import sdpa
 
@@ -49,11 +51,14 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "apply_rotary",
+    "cached_sdpa",
     "conv",
     "dot_general",
     "gated_matmul",
+    "kv_cache",
     "masks",
     "matmul",
+    "paged_sdpa",
     "parallel",
     "plans",
     "sdpa",

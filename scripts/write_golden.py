@@ -18,6 +18,7 @@ from jax_cudnn.graph import (
     to_json,
 )
 from tests.attention import attention_graph, backward_graph
+from tests.cached import cached_graph
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "golden"
 _LENGTHS = ("query_lengths", "key_lengths")
@@ -45,6 +46,10 @@ def golden_graphs() -> dict[str, Graph]:
         "sdpa_forward_full": full,
         "sdpa_backward": backward_graph(plain),
         "sdpa_backward_full": backward_graph(biased, with_grad_stats=True),
+        "sdpa_cached": cached_graph(dtype="bf16"),
+        "sdpa_paged_full": cached_graph(
+            is_paged=True, dtype="f16", query_lengths=True, window=(7, 0)
+        ),
         "conv_forward": _with_residuals(_conv()),
         "conv_backward": _backward(_conv()),
         "matmul_forward": _with_residuals(_dequantized_matmul()),

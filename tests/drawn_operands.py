@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random operands of any graph: the table of node kinds says what each may hold."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,8 @@ from jax_cudnn.reference.dtypes import jax_dtype
 def draw_operands(graph: Graph, seed: int = 0) -> list[np.ndarray]:
     """Return operands as stored, floats in f64.
 
-    Counts go from 0 to two beyond their axis. A mask hides all from the last row of its
-    first matrix.
+    Counts go from 0 to two beyond their axis, and indices to one beyond theirs on both
+    sides. A mask hides all from the last row of its first matrix.
     """
     rng = np.random.default_rng(seed)
     uses = {name: (n, role) for n in graph.nodes for role, name in n.inputs}
@@ -33,9 +35,12 @@ def _draw(
 ) -> np.ndarray:
     row, shape = kind_named(node.kind).row, tensor.stored_shape
     role = row.roles[name]
-    if role.counts:
+    if role.counts or role.indexes:
         sizes = check_tensors(row, roles_in(graph, node), node.attributes)
-        return rng.integers(0, sizes[role.counts] + 3, shape, np.int32)
+        if role.indexes:
+            return rng.integers(-1, sizes[role.indexes] + 1, shape, np.int32)
+        largest = math.prod(sizes[letter] for letter in role.counts or "")
+        return rng.integers(0, largest + 3, shape, np.int32)
     if role.is_positive:
         return rng.uniform(0.5, 2, shape)
     if tensor.dtype == "bool":

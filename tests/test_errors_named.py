@@ -39,6 +39,20 @@ class _Function(NamedTuple):
 
 
 _Q = {name: _ones(2, 5, 4, 8) for name in ("query", "key", "value")}
+_LENGTHS = _ones(2, dtype=jnp.int32)
+_CACHED = {
+    "query": _ones(2, 3, 4, 8),
+    "key_cache": _ones(2, 5, 4, 8),
+    "value_cache": _ones(2, 5, 4, 8),
+    "key_value_seq_lengths": _LENGTHS,
+}
+_PAGED = {
+    "query": _ones(2, 3, 4, 8),
+    "key_pages": _ones(6, 5, 4, 8),
+    "value_pages": _ones(6, 5, 4, 8),
+    "page_table": _ones(2, 3, dtype=jnp.int32),
+    "key_value_seq_lengths": _LENGTHS,
+}
 _A, _B = _ones(4, 6), _ones(6, 5)
 _IMAGES = {
     "lhs": _ones(2, 8, 8, 3),
@@ -52,6 +66,18 @@ _FUNCTIONS = {
         _Q,
         (*_Q, "bias", "mask", "query_seq_lengths", "key_value_seq_lengths"),
         floats=("query",),
+    ),
+    "cached_sdpa": _Function(
+        jax_cudnn.cached_sdpa,
+        _CACHED,
+        (*_CACHED, "query_seq_lengths", "sinks"),
+        floats=("query", "sinks"),
+    ),
+    "paged_sdpa": _Function(
+        jax_cudnn.paged_sdpa,
+        _PAGED,
+        (*_PAGED, "query_seq_lengths", "sinks"),
+        floats=("query", "sinks"),
     ),
     "conv": _Function(
         jax_cudnn.conv,
@@ -132,7 +158,9 @@ def test_what_is_no_number_of_numpy(name: str, argument: str) -> None:
 
 @pytest.mark.parametrize(("name", "argument"), _each("arrays"))
 def test_ranks_and_sizes(name: str, argument: str) -> None:
-    is_mask = argument in ("mask", "query_seq_lengths", "key_value_seq_lengths")
+    is_mask = argument in (
+        *("mask", "query_seq_lengths", "key_value_seq_lengths", "page_table"),
+    )
     dtype = {True: jnp.int32, argument == "mask": jnp.bool_}.get(True, jnp.int32)
     for shape in ((7, 7), (7, 7, 7, 7, 7, 7), (7, 11, 13)):
         x = _ones(*shape, dtype=dtype if is_mask else jnp.float32)
@@ -164,7 +192,7 @@ def test_numbers_that_are_not_finite(name: str, argument: str) -> None:
 def test_options(name: str) -> None:
     assert "'cuda'" in _refused(name, "implementation", "cuda")
     assert "'eng0'" in _refused(name, "plan", "eng0")
-    if name == "sdpa":
+    if name in ("sdpa", "cached_sdpa", "paged_sdpa"):
         for value in (math.nan, "x", [1.0], True):
             _refused(name, "scale", value)
         for flag in ("is_causal", "return_residual"):

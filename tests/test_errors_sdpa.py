@@ -207,14 +207,14 @@ _LAST_AXES = " Its axes are taken to be the last ones."
         (
             {"query_seq_lengths": _zeros("b", jnp.float32)},
             TypeError,
-            "sdpa: query_seq_lengths is f32[2]. Lengths must be integers. Convert them "
+            "sdpa: query_seq_lengths is f32[2]. It must hold integers. Convert it "
             "to int32.",
         ),
         (
             {"key_value_seq_lengths": _zeros("b", jnp.bool_)},
             TypeError,
-            "sdpa: key_value_seq_lengths is bool[2]. Lengths must be integers. Convert "
-            "them to int32.",
+            "sdpa: key_value_seq_lengths is bool[2]. It must hold integers. Convert it "
+            "to int32.",
         ),
         (
             {"query_seq_lengths": _zeros("b", jnp.int32, b=3)},

@@ -36,15 +36,16 @@ _ALLOWED = {
     "offline": {"errors", "graph", "native"},
     "lowering": {*_MEANING, "native", "offline", "config", "choices"},
     "ops": _MACHINE,
+    "kv_cache": {"ops"},
     "masks": {"ops"},
     "measuring": _MACHINE,
     "plans": {*_MACHINE, "columns", "doctor", "ops", "measuring"},
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops"},
     # Attention over several devices, of the operation's own parts.
-    "parallel": {"errors", "config", "graph", "lowering", "ops"},
+    "parallel": {"errors", "config", "graph", "reference", "lowering", "ops"},
     "cli": {*_MACHINE, "ops", "measuring", "plans"},
-    "__init__": {*_MACHINE, "startup", "ops", "masks", "plans", "parallel"},
+    "__init__": {*_MACHINE, "startup", "ops", "kv_cache", "masks", "plans", "parallel"},
     "__main__": {"startup", "cli"},
 }
 # Names outside JAX's compatibility promise, and the one module that may import them.

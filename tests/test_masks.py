@@ -104,6 +104,71 @@ def test_masks_hide_what_they_say_alone_and_combined(
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.once
+@given(
+    number=st.integers(0, 2**32),
+    sizes=st.tuples(st.integers(1, 6), st.integers(1, 7)),
+    given_lengths=st.tuples(st.booleans(), st.booleans()),
+    bounds=st.lists(
+        st.tuples(*[st.none() | st.integers(-3, 8)] * 2), min_size=0, max_size=2
+    ),
+)
+def test_positions_at_the_end_of_a_cache(
+    number: int,
+    sizes: tuple[int, int],
+    given_lengths: tuple[bool, bool],
+    bounds: list[tuple[int | None, int | None]],
+) -> None:
+    rng = np.random.default_rng(number)
+    s, t = sizes
+    queries, keys = (
+        rng.integers(-1, size + 2, B).astype(np.int32) if is_given else None
+        for size, is_given in zip(sizes, given_lengths, strict=True)
+    )
+    mask: masks.Mask = masks.Causal("cache") & masks.Lengths(queries, keys)
+    for left, right in bounds:
+        mask = mask & masks.Window(left, right, "cache")
+
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        key_length = t if keys is None else int(np.clip(keys[b], 0, t))
+        count = s if queries is None else int(np.clip(queries[b], 0, s))
+        own = key_length - count + i
+        return (
+            j < key_length
+            and i < count
+            and j <= own
+            and all(
+                (left is None or j >= own - left)
+                and (right is None or j <= own + right)
+                for left, right in bounds
+            )
+        )
+
+    q, k, v = (
+        rng.standard_normal((B, size, H, 4)).astype(np.float32) for size in (s, t, t)
+    )
+    found = sdpa(q, k, v, mask=mask, return_residual=True)
+    for x, y in zip(found, numpy_sdpa(q, k, v, mask=_seen([sees], s, t)), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_a_mask_at_the_end_of_a_cache_is_an_array_only_where_it_hides_something() -> (
+    None
+):
+    lengths = masks.Lengths(key=np.array([3, 7], np.int32))
+    cache = masks.Causal("cache")
+    assert [*(cache & lengths).arguments(1, 9)] == ["key_value_seq_lengths"]
+    found = (cache & lengths).arguments(4, 9)
+    assert [*found] == ["key_value_seq_lengths", "mask"]
+    assert found["mask"].shape == (2, 1, 4, 9)
+    far = masks.Window(8, None, "cache")
+    assert [*(far & lengths).arguments(1, 9)] == ["key_value_seq_lengths"]
+    near = masks.Window(7, None, "cache")
+    assert [*(near & lengths).arguments(1, 9)] == ["key_value_seq_lengths", "mask"]
+    # Without lengths the cache is full.
+    assert cache.arguments(4, 9) == masks.Causal("bottom-right").arguments(4, 9)
+
+
 def _operands(s: int = 6, t: int = 8) -> list[jax.Array]:
     return [
         jax.random.normal(jax.random.key(i), (B, size, H, 4))
@@ -217,7 +282,8 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
         (
             lambda: masks.Causal("top"),
             ValueError,
-            "Causal: alignment='top' is not one of 'top-left', 'bottom-right'.",
+            "Causal: alignment='top' is not one of 'top-left', 'bottom-right', "
+            "'cache'.",
         ),
         (lambda: masks.Window(1.5, 0), TypeError, "Window: left is 1.5. Pass an int"),
         (lambda: masks.Window(1, True), TypeError, "Window: right is True."),

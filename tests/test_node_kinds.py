@@ -63,7 +63,7 @@ def test_letters_and_roles_are_declared(name: str) -> None:
         for word in ("like ", "sum of "):
             if role.dtype.startswith(word):
                 assert role.dtype.removeprefix(word) in row.roles
-        if role.counts:
-            assert role.counts in letters
+        assert letters.issuperset(role.counts or "")
+        assert letters.issuperset(role.indexes or "")
     if row.pads is not None:
         assert letters.issuperset(row.pads.letters)

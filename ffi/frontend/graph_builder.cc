@@ -32,6 +32,8 @@ constexpr KindBuilder kBuilders[] = {
     {"reduction", 1, AddReduction},
     {"sdpa", 2, AddSdpa},
     {"sdpa_backward", 1, AddSdpaBackward},
+    {"sdpa_cached", 2, AddSdpaCached},
+    {"sdpa_paged", 2, AddSdpaCached},
 };
 
 const KindBuilder* FindBuilder(std::string_view kind) {

@@ -4,6 +4,7 @@
 #include "frontend/sdpa_builder.h"
 
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -73,14 +74,10 @@ Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
   return {};
 }
 
-}  // namespace
-
 // Variant 0 lets the frontend choose between its unified and its composite operation.
 // It prefers the unified one by looking at the graph only, and does not come back when
 // cuDNN has no plan for that; variant 1 asks for the composite one.
-Status AddSdpa(NodeWriter& writer) {
-  fe::graph::SDPA_attributes attributes;
-  RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
+Status AddForward(NodeWriter& writer, fe::graph::SDPA_attributes attributes) {
   attributes.set_generate_stats(writer.Has("stats"))
       .set_implementation(writer.variant() == 0
                               ? fe::AttentionImplementation_t::AUTO
@@ -91,6 +88,69 @@ Status AddSdpa(NodeWriter& writer) {
   writer.Output("output", output);
   if (writer.Has("stats")) writer.Output("stats", stats);
   return {};
+}
+
+// Which of t keys a query sees that is one of the last of its sequence. A bound that
+// hides none is not set: a single query sees all keys that the length leaves.
+Status SetBandAtEnd(const NodeWriter& writer, int64_t t,
+                    fe::graph::SDPA_attributes& attributes) {
+  const NodeSpec& node = writer.node();
+  const auto& window = node.Attribute<std::vector<int64_t>>("window");
+  const int64_t s = writer.Spec("query").dims[2];
+  if (!window.empty() && (window.size() != 2 || window[0] < 0 || window[1] < 0)) {
+    return Unimplemented(node.kind + ": cuDNN takes no window " + ListText(window));
+  }
+  int64_t right = window.empty() ? t - 1 : window[1];
+  if (node.Attribute<bool>("is_causal")) right = 0;
+  const bool has_left = !window.empty() && window[0] < t - 1;
+  // The last query has no key after it.
+  const bool has_right = right < s - 1;
+  if (has_left || has_right) {
+    attributes.set_diagonal_alignment(fe::DiagonalAlignment_t::BOTTOM_RIGHT);
+  }
+  // cuDNN counts the key on the diagonal to the left.
+  if (has_left) {
+    attributes.set_diagonal_band_left_bound(static_cast<int>(window[0] + 1));
+  }
+  if (has_right) attributes.set_diagonal_band_right_bound(static_cast<int>(right));
+  return {};
+}
+
+}  // namespace
+
+Status AddSdpa(NodeWriter& writer) {
+  fe::graph::SDPA_attributes attributes;
+  RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
+  return AddForward(writer, std::move(attributes));
+}
+
+Status AddSdpaCached(NodeWriter& writer) {
+  const NodeSpec& node = writer.node();
+  if (!writer.Has("query_lengths")) {
+    return Unimplemented(node.kind +
+                         ": cuDNN takes query_lengths and key_lengths together; "
+                         "give both");
+  }
+  fe::graph::SDPA_attributes attributes;
+  attributes.set_name(node.kind);
+  attributes.set_attn_scale(static_cast<float>(node.Attribute<double>("scale")));
+  attributes.set_padding_mask(true)
+      .set_seq_len_q(writer.Input("query_lengths"))
+      .set_seq_len_kv(writer.Input("key_lengths"));
+  int64_t t = writer.Spec("key").dims[2];
+  if (writer.Has("page_table")) {
+    t *= writer.Spec("page_table").dims[2];
+    if (t > std::numeric_limits<int>::max()) {
+      return Unimplemented(node.kind + ": " + std::to_string(t) +
+                           " keys of a sequence exceed 32 bits");
+    }
+    const TensorPtr table = writer.Input("page_table");
+    attributes.set_paged_attention_k_table(table)
+        .set_paged_attention_v_table(table)
+        .set_paged_attention_max_seq_len_kv(static_cast<int>(t));
+  }
+  RETURN_IF_ERROR(SetBandAtEnd(writer, t, attributes));
+  return AddForward(writer, std::move(attributes));
 }
 
 Status AddSdpaBackward(NodeWriter& writer) {

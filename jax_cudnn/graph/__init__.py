@@ -18,6 +18,7 @@ from jax_cudnn.graph.kinds import (
 from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
+from jax_cudnn.graph.sdpa_cached import CachedAttributes, sdpa_cached_graph
 from jax_cudnn.graph.spec import (
     MAX_RANK,
     SCHEMA,
@@ -34,6 +35,7 @@ __all__ = [
     "MAX_RANK",
     "SCHEMA",
     "Attributes",
+    "CachedAttributes",
     "ConvAttributes",
     "DTypeName",
     "Factors",
@@ -59,6 +61,7 @@ __all__ = [
     "operand_text",
     "register_kind",
     "sdpa_backward_graph",
+    "sdpa_cached_graph",
     "sdpa_graph",
     "summary",
     "to_json",

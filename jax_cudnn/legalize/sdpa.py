@@ -22,7 +22,14 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Node, SdpaAttributes, Target, Tensor
+from jax_cudnn.graph import (
+    CachedAttributes,
+    Graph,
+    Node,
+    SdpaAttributes,
+    Target,
+    Tensor,
+)
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.far_rows import take_far_rows
@@ -185,8 +192,8 @@ def keep_layout(editor: GraphEditor) -> None:
             editor.reorder(role, (*(axis for axis in order if axis != 3), 3))
 
 
-# Operands that cuDNN does not see as they are: sdpa_masks.py.
-_HANDLED_ELSEWHERE = ("mask", "query_lengths", "key_lengths")
+# Operands that cuDNN does not see as they are: sdpa_masks.py, sdpa_cached.py.
+_HANDLED_ELSEWHERE = ("mask", "query_lengths", "key_lengths", "page_table")
 
 
 def make_scale_positive(editor: GraphEditor) -> None:
@@ -195,7 +202,8 @@ def make_scale_positive(editor: GraphEditor) -> None:
     cuDNN gives NaN for a scale that is not positive: it scales hidden scores of -inf
     like all others (seen with 9.19 on an H200).
     """
-    attributes = attributes_of(editor)
+    attributes = editor.main.attributes
+    assert isinstance(attributes, SdpaAttributes | CachedAttributes)
     scale = attributes.scale
     if scale > 0:
         return
@@ -382,6 +390,19 @@ _ADVICE = (
 
 
 def _refuse_for(editor: GraphEditor, target: Target, d: int, e: int) -> list[str]:
+    reasons = refuse_target(target)
+    # See carry_grad_stats: the cotangent of the log-sum-exp takes columns of the value.
+    extra = STATS_COLUMNS if "grad_stats" in editor.tensors else 0
+    if editor.main.kind == "sdpa_backward" and max(d, e + extra) > 256:
+        plus = f" and {extra} for the gradient of the log-sum-exp" if extra else ""
+        reasons.append(
+            f"head sizes d={d}, e={e}{plus}; cuDNN's gradient takes at most 256"
+        )
+    return reasons
+
+
+def refuse_target(target: Target) -> list[str]:
+    """Return why no attention of cuDNN runs on a target; an empty list if it does."""
     reasons: list[str] = []
     if target.sm_version < 80:
         reasons.append(
@@ -391,11 +412,4 @@ def _refuse_for(editor: GraphEditor, target: Target, d: int, e: int) -> list[str
     # cudnn-frontend refuses both (scaled_dot_product_flash_attention.h, "known bugs").
     if target.cudnn_version in (91000, 91001):
         reasons.append("cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2")
-    # See carry_grad_stats: the cotangent of the log-sum-exp takes columns of the value.
-    extra = STATS_COLUMNS if "grad_stats" in editor.tensors else 0
-    if editor.main.kind == "sdpa_backward" and max(d, e + extra) > 256:
-        plus = f" and {extra} for the gradient of the log-sum-exp" if extra else ""
-        reasons.append(
-            f"head sizes d={d}, e={e}{plus}; cuDNN's gradient takes at most 256"
-        )
     return reasons

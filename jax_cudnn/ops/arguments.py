@@ -4,6 +4,7 @@
 import math
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -223,6 +224,30 @@ def check_flag(op: str, name: str, value: bool) -> bool:
         f"{op}: {name} is {type(value).__name__}. It must be True or False, since it "
         "is part of the compiled program. Under jax.jit, name it in static_argnames."
     )
+
+
+def check_integers(op: str, name: str, value: ArrayLike) -> jax.Array:
+    """Return an array of integers, or raise TypeError."""
+    array = as_operand(op, name, value)
+    if not jnp.issubdtype(array.dtype, jnp.integer):
+        raise TypeError(
+            f"{op}: {name} is {describe(array)}. It must hold integers. Convert it to "
+            "int32."
+        )
+    return array
+
+
+def clipped(array: jax.Array, largest: Any) -> jax.Array:
+    """Return integers of any dtype between 0 and a size, as i32.
+
+    They are clipped in their own dtype: a longer one would wrap.
+    """
+    most = int(jnp.iinfo(array.dtype).max)
+    if isinstance(largest, int):
+        largest = min(largest, most)
+    else:  # A symbolic size.
+        largest = jnp.asarray(largest, array.dtype)
+    return jnp.clip(array, 0, largest).astype(jnp.int32)
 
 
 def result_dtype(op: str, preferred: object, default: np.dtype) -> np.dtype:

@@ -17,9 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops.arguments import as_operand, describe, in_front
+from jax_cudnn.ops.arguments import (
+    as_operand,
+    check_integers,
+    clipped,
+    describe,
+    in_front,
+)
 
-Alignment = Literal["top-left", "bottom-right"]
+Alignment = Literal["top-left", "bottom-right", "cache"]
 
 _Class = TypeVar("_Class", bound=type["Mask"])
 
@@ -90,7 +96,10 @@ class Causal(Mask):
 
     Attributes:
       alignment: "top-left" (default): keys j <= i. "bottom-right": j <= i + t - s, so
-        that the last query sees the last key, for s queries and t keys.
+        that the last query sees the last key, for s queries and t keys. "cache": the
+        same with the lengths of the batch entry, of its keys and of its queries, in
+        place of t and s: the queries are the last tokens of a cache that is filled up
+        to the key length.
     """
 
     alignment: Alignment = "top-left"
@@ -107,7 +116,8 @@ class Window(Mask):
       left: how many keys before its own position, or None for all of them.
       right: how many keys after it, or None for all of them.
       alignment: its own position is i for "top-left" (default), and i + t - s for
-        "bottom-right", with s queries and t keys.
+        "bottom-right", with s queries and t keys. For "cache" it is that with the
+        lengths of the batch entry in place of t and s.
     """
 
     left: int | None
@@ -254,6 +264,11 @@ def _check_alignment(mask: Any) -> None:
 def _arguments(parts: Sequence[Mask], s: int, t: int) -> dict[str, Any]:
     """Return the arguments of `sdpa` that stand for all masks together."""
     given: dict[str, Any] = {}
+    lengths = _lengths(parts, s, t)
+    if not lengths:
+        # The caches are full.
+        parts = [_with_full_caches(part) for part in parts]
+    at_ends = _bounds(parts, "cache", 0)
     if (band := _band(parts, s, t)) != (None, None):
         left, right = band
         if right == 0:
@@ -261,15 +276,10 @@ def _arguments(parts: Sequence[Mask], s: int, t: int) -> dict[str, Any]:
         if (left, right) != (None, 0):
             window = (s if left is None else left, t if right is None else right)
             given["local_window_size"] = window
-    lengths = [part for part in parts if isinstance(part, Lengths)]
-    for name, field, size in (
-        ("query_seq_lengths", "query", s),
-        ("key_value_seq_lengths", "key", t),
-    ):
-        own = [x for part in lengths if (x := getattr(part, field)) is not None]
-        if own:
-            given[name] = _shortest(name, own, size)
+    given |= lengths
     conditions = [x for part in parts if (x := _condition(part, s, t)) is not None]
+    if (at_end := _at_ends(at_ends, lengths, s, t)) is not None:
+        conditions.append(at_end)
     if conditions:
         given["mask"] = functools.reduce(jnp.logical_and, conditions)
     biases = [_scores_like("bias", x.bias) for x in parts if isinstance(x, Additive)]
@@ -285,23 +295,90 @@ def _arguments(parts: Sequence[Mask], s: int, t: int) -> dict[str, Any]:
 
 def _band(parts: Sequence[Mask], s: int, t: int) -> tuple[int | None, int | None]:
     """Return how far before and after its own number a query sees, at most."""
-    lefts: list[int] = []
-    rights: list[int] = []
+    bands = [_bounds(parts, "top-left", 0), _bounds(parts, "bottom-right", t - s)]
+    lefts, rights = zip(*bands, strict=True)
+    return _least(lefts), _least(rights)
+
+
+def _bounds(
+    parts: Sequence[Mask], alignment: Alignment, offset: int
+) -> tuple[int | None, int | None]:
+    """Return the band of all parts of an alignment, moved by an offset."""
+    lefts: list[int | None] = []
+    rights: list[int | None] = []
     for part in parts:
-        if not isinstance(part, Causal | Window):
+        if not isinstance(part, Causal | Window) or part.alignment != alignment:
             continue
-        offset = t - s if part.alignment == "bottom-right" else 0
         left, right = (None, 0) if isinstance(part, Causal) else (part.left, part.right)
-        lefts += [] if left is None else [left - offset]
-        rights += [] if right is None else [right + offset]
-    return min(lefts, default=None), min(rights, default=None)
+        lefts.append(None if left is None else left - offset)
+        rights.append(None if right is None else right + offset)
+    return _least(lefts), _least(rights)
+
+
+def _least(bounds: Sequence[int | None]) -> int | None:
+    return min((bound for bound in bounds if bound is not None), default=None)
+
+
+def _with_full_caches(part: Mask) -> Mask:
+    """Return a mask whose caches are filled to their end, where no length says else."""
+    if isinstance(part, Causal | Window) and part.alignment == "cache":
+        return dataclasses.replace(part, alignment="bottom-right")
+    return part
+
+
+def _at_ends(
+    band: tuple[int | None, int | None], lengths: dict[str, jax.Array], s: int, t: int
+) -> jax.Array | None:
+    """Return a band around the ends of caches as a mask; None if it hides nothing."""
+    left, right = band
+    # The last query has no key after it, and none has more than t keys before it.
+    left = None if left is None or left >= t - 1 else left
+    right = None if right is None or right >= s - 1 else right
+    if left is None and right is None:
+        return None
+    keys, queries = (
+        jnp.reshape(
+            _clipped(name, lengths[name], size) if name in lengths else jnp.int32(size),
+            (-1, 1, 1, 1),
+        )
+        for name, size in (("key_value_seq_lengths", t), ("query_seq_lengths", s))
+    )
+    positions = keys - queries + jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
+    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
+    seen: list[jax.Array] = []
+    # Bounds are cut to what int32 holds beside any position.
+    if left is not None:
+        seen.append(columns >= positions - max(left, -s - t))
+    if right is not None:
+        seen.append(columns <= positions + max(right, -s - t))
+    return functools.reduce(jnp.logical_and, seen)
+
+
+def _lengths(parts: Sequence[Mask], s: int, t: int) -> dict[str, jax.Array]:
+    """Return the lengths that hold for all parts, by the names of the arguments."""
+    found: dict[str, jax.Array] = {}
+    for name, field, size in (
+        ("query_seq_lengths", "query", s),
+        ("key_value_seq_lengths", "key", t),
+    ):
+        own = [
+            x
+            for part in parts
+            if isinstance(part, Lengths) and (x := getattr(part, field)) is not None
+        ]
+        if own:
+            found[name] = _shortest(name, own, size)
+    return found
 
 
 def _shortest(name: str, lengths: Sequence[ArrayLike], size: int) -> jax.Array:
     if len(lengths) == 1:
         return as_operand("sdpa", name, lengths[0])
-    clipped = (jnp.clip(_integers(name, x), 0, size).astype(jnp.int32) for x in lengths)
-    return functools.reduce(jnp.minimum, clipped)
+    return functools.reduce(jnp.minimum, (_clipped(name, x, size) for x in lengths))
+
+
+def _clipped(name: str, lengths: ArrayLike, size: int) -> jax.Array:
+    return clipped(_integers(name, lengths), size)
 
 
 def _condition(part: Mask, s: int, t: int) -> jax.Array | None:
@@ -368,13 +445,7 @@ _CONDITIONS: dict[type, Callable[..., jax.Array]] = {
 
 
 def _integers(name: str, x: ArrayLike) -> jax.Array:
-    array = as_operand("sdpa", name, x)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(
-            f"sdpa: {name} is {describe(array)}. It must hold integers. Convert it to "
-            "int32."
-        )
-    return array
+    return check_integers("sdpa", name, x)
 
 
 def _bools(name: str, x: ArrayLike) -> jax.Array:

@@ -19,6 +19,8 @@ from jax_cudnn.ops.arguments import (
     as_operand,
     check_dtype,
     check_flag,
+    check_integers,
+    clipped,
     describe,
     in_front,
     options,
@@ -548,21 +550,10 @@ def _check_lengths(
 ) -> jax.Array | None:
     if lengths is None:
         return None
-    array = as_operand("sdpa", name, lengths)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise TypeError(
-            f"sdpa: {name} is {describe(array)}. Lengths must be integers. Convert "
-            "them to int32."
-        )
+    array = check_integers("sdpa", name, lengths)
     if array.shape != (b,):
         raise ValueError(
             f"sdpa: {name} is {describe(array)}. It must have one length per batch "
             f"entry, shape [{b}]."
         )
-    # Clipped in its own dtype: a longer one would wrap.
-    most = int(jnp.iinfo(array.dtype).max)
-    largest = (
-        min(size, most) if isinstance(size, int) else jnp.asarray(size, array.dtype)
-    )
-    clipped = jnp.clip(array, 0, largest).astype(jnp.int32)
-    return jnp.reshape(clipped, (b, 1, 1, 1))
+    return jnp.reshape(clipped(array, size), (b, 1, 1, 1))

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.arguments import as_operand, check_dtype, describe
+from jax_cudnn.reference.sdpa import combined
 
 
 def combine(
@@ -83,23 +84,7 @@ def combine(
 def _combine(
     outputs: list[jax.Array], stats: list[jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    is_double = any(x.dtype == jnp.float64 for x in (*outputs, *stats))
-    wide = jnp.float64 if is_double else jnp.float32
-    l1, l2 = (x.astype(wide) for x in stats)
-    # Any finite number would do where there is no key.
-    top = jnp.maximum(l1, l2)
-    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
-    weights = [jnp.exp(x - top) for x in (l1, l2)]
-    total = weights[0] + weights[1]
-    is_empty = total == 0
-    total = jnp.where(is_empty, 1, total)
-    output = sum(
-        (weight / total)[..., None]
-        * jnp.where((x == -jnp.inf)[..., None], 0, part.astype(wide))
-        for weight, x, part in zip(weights, (l1, l2), outputs, strict=True)
-    )
-    lse = jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
-    assert not isinstance(output, int)
+    output, lse = combined(outputs, stats)
     return output.astype(_wider(outputs)), lse
 
 

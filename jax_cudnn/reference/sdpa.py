@@ -6,7 +6,7 @@ to the operands' dtype before they are multiplied by the values, as in flash ker
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jax
@@ -93,6 +93,33 @@ def gradients(
         axes = [i for i, dim in enumerate(inputs["bias"].shape) if dim == 1]
         results["grad_bias"] = jnp.sum(grad_logits, axis=axes, keepdims=True)
     return results
+
+
+def combined(
+    outputs: Sequence[jax.Array], stats: Sequence[jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Return attention over two sets of keys, given output and log-sum-exp of each.
+
+    Log-sum-exps are (*any), outputs (*any, e); -inf stands for no key. Both results are
+    f32 (f64 if an operand is f64).
+    """
+    is_double = any(x.dtype == jnp.float64 for x in (*outputs, *stats))
+    wide = jnp.float64 if is_double else jnp.float32
+    l1, l2 = (x.astype(wide) for x in stats)
+    # Any finite number would do where there is no key.
+    top = jnp.maximum(l1, l2)
+    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+    weights = [jnp.exp(x - top) for x in (l1, l2)]
+    total = weights[0] + weights[1]
+    is_empty = total == 0
+    total = jnp.where(is_empty, 1, total)
+    output = sum(
+        (weight / total)[..., None]
+        * jnp.where((x == -jnp.inf)[..., None], 0, part.astype(wide))
+        for weight, x, part in zip(weights, (l1, l2), outputs, strict=True)
+    )
+    assert not isinstance(output, int)
+    return output, jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
 
 
 def _softmax(logits: jax.Array) -> _Softmax:

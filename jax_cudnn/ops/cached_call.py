@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks the arguments of attention over a cache or over pages, and runs its graph."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.graph import CachedAttributes, sdpa_cached_graph
+from jax_cudnn.lowering import run_graph
+from jax_cudnn.ops.arguments import (
+    as_operand,
+    check_dtype,
+    check_flag,
+    check_integers,
+    clipped,
+    describe,
+    options,
+    tensor,
+    why_symbolic,
+)
+from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.plain import check_implementation
+from jax_cudnn.ops.sdpa import check_scale, check_window
+from jax_cudnn.ops.sinks import check_sinks, with_sinks
+from jax_cudnn.reference.dtypes import dtype_name
+from jax_cudnn.reference.sdpa_cached import forward as attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class CachedCall:
+    """The arguments of `cached_sdpa` and `paged_sdpa` that are the same for both."""
+
+    query_seq_lengths: ArrayLike | None
+    scale: float | None
+    is_causal: bool
+    local_window_size: int | tuple[int, int] | None
+    sinks: ArrayLike | None
+    implementation: Implementation | None
+    plan: PlanOptions | None
+    return_residual: bool
+
+    def run(
+        self,
+        op: str,
+        query: ArrayLike,
+        caches: dict[str, ArrayLike],
+        lengths: ArrayLike,
+        page_table: ArrayLike | None = None,
+    ) -> jax.Array | tuple[jax.Array, jax.Array]:
+        """Return what the function named `op` returns.
+
+        `caches` are keys and values by the names of these arguments.
+        """
+        call = options(op, self.implementation, self.plan)
+        operands = _canonicalize(
+            op, query, caches, lengths, self.query_seq_lengths, page_table
+        )
+        with on_behalf_of(op, "sdpa"):
+            d, dtype = operands.query.shape[3], operands.query.dtype
+            attributes = CachedAttributes(
+                scale=check_scale(self.scale, d, dtype),
+                is_causal=check_flag("sdpa", "is_causal", self.is_causal),
+                window=check_window(self.local_window_size),
+            )
+        sinks = check_sinks(op, self.sinks, operands.query.shape[2])
+        with_residual = check_flag(op, "return_residual", self.return_residual)
+        with_stats = with_residual or sinks is not None
+        output, *stats = _attend(op, operands, attributes, call, with_stats=with_stats)
+        if not with_stats:
+            return output
+        lse = jnp.swapaxes(stats[0][..., 0], 1, 2)
+        if sinks is not None:
+            output, lse = with_sinks(output, lse, sinks)
+        return (output, lse) if with_residual else output
+
+
+class _Operands(NamedTuple):
+    """The operands by their roles, as arrays; absent ones are None."""
+
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    page_table: jax.Array | None
+    key_lengths: jax.Array
+    query_lengths: jax.Array | None
+
+    @property
+    def given(self) -> dict[str, jax.Array]:
+        return {role: x for role, x in self._asdict().items() if x is not None}
+
+
+# Stored (b, s, h, d) for logical (b, h, s, d), and (p, i, k, d) for (p, k, i, d).
+_TOKENS_FIRST = (0, 2, 1, 3)
+_PLAIN = (0, 1, 2, 3)
+
+
+def _stored_order(role: str) -> tuple[int, ...]:
+    is_tokens = role in ("query", "key", "value", "output")
+    return _TOKENS_FIRST if is_tokens else _PLAIN
+
+
+def _attend(
+    op: str,
+    operands: _Operands,
+    attributes: CachedAttributes,
+    call: Options,
+    *,
+    with_stats: bool,
+) -> list[jax.Array]:
+    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, h, s, 1)."""
+    given = operands.given
+    if reason := why_symbolic(**given):
+        check_implementation(op, reason, call)
+        inputs = {
+            role: jnp.transpose(x, _stored_order(role)) for role, x in given.items()
+        }
+        results = attention(attributes, inputs, {})
+        output = jnp.transpose(results["output"], _TOKENS_FIRST)
+        return [output.astype(operands.query.dtype), results["stats"]]
+    graph = sdpa_cached_graph(
+        {role: tensor(role, x, _stored_order(role)) for role, x in given.items()},
+        attributes=attributes,
+        output_order=_TOKENS_FIRST,
+        with_stats=with_stats,
+    )
+    return run_graph(graph, list(given.values()), call)
+
+
+# --- checks ---------------------------------------------------------------------------
+
+
+def _canonicalize(
+    op: str,
+    query: ArrayLike,
+    caches: dict[str, ArrayLike],
+    lengths: ArrayLike,
+    query_lengths: ArrayLike | None,
+    page_table: ArrayLike | None,
+) -> _Operands:
+    """Check the operands together and give each its dtype and axes."""
+    given = {"query": query, **caches}
+    arrays = {name: as_operand(op, name, x) for name, x in given.items()}
+    q, k, v = arrays.values()
+    _check_dtypes(op, arrays)
+    is_paged = op == "paged_sdpa"
+    _check_shapes(op, arrays, _PAGES if is_paged else _CACHE)
+    b, s, _, _ = q.shape
+    table = None
+    t = k.shape[1]
+    if is_paged:
+        numbers = _page_table(op, page_table, q)
+        t = t * numbers.shape[1]
+        table = jnp.reshape(
+            clipped(numbers, k.shape[0] - 1), (b, 1, numbers.shape[1], 1)
+        )
+    return _Operands(
+        query=q,
+        key=k,
+        value=v,
+        page_table=table,
+        key_lengths=_lengths(op, "key_value_seq_lengths", lengths, b, t),
+        query_lengths=None
+        if query_lengths is None
+        else _lengths(op, "query_seq_lengths", query_lengths, b, s),
+    )
+
+
+def _check_dtypes(op: str, arrays: dict[str, jax.Array]) -> None:
+    (first, q), *others = arrays.items()
+    names = ", ".join(name for name, _ in others[:-1])
+    names = f"{first}, {names} and {others[-1][0]}"
+    check_dtype(op, first, q, advice=f"Convert {names} to one of them.")
+    for name, x in others:
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{op}: {name} is {describe(x)} but query is {describe(q)}. All "
+                f"three must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
+            )
+
+
+# What the axes of keys and values are.
+_CACHE = ("sequences", "tokens", "heads", "head size")
+_PAGES = ("pages", "tokens of a page", "heads", "head size")
+
+
+def _check_shapes(op: str, arrays: dict[str, jax.Array], axes: Sequence[str]) -> None:
+    (_, q), (key, k), (value, v) = arrays.items()
+    shapes = ", ".join(
+        f"{name} {'is ' if name == 'query' else ''}{describe(x)}"
+        for name, x in arrays.items()
+    )
+    if q.ndim != 4:
+        advice = " For one query of each sequence insert its axis: query[:, None]."
+        raise ValueError(
+            f"{op}: {shapes}. query must be (sequences, query length, heads, head "
+            f"size).{advice if q.ndim == 3 else ''}"
+        )
+    for name, x in ((key, k), (value, v)):
+        if x.ndim != 4:
+            raise ValueError(f"{op}: {shapes}. {name} must be ({', '.join(axes)}).")
+    for axis, what in enumerate(axes[:3]):
+        if k.shape[axis] != v.shape[axis]:
+            raise ValueError(
+                f"{op}: {key} has {k.shape[axis]} {what} but {value} "
+                f"{v.shape[axis]}: {shapes}. They must be equal."
+            )
+    if axes is _CACHE and q.shape[0] != k.shape[0]:
+        raise ValueError(
+            f"{op}: query has {q.shape[0]} sequences but {key} {k.shape[0]}: {shapes}. "
+            "They must be equal."
+        )
+    for axis, what in enumerate(("no page", "pages without tokens")):
+        if axes is _PAGES and _is_zero(k.shape[axis]):
+            raise ValueError(
+                f"{op}: {key} has {what}: {shapes}. There must be at least one, also "
+                "where all lengths are 0."
+            )
+    if q.shape[3] != k.shape[3]:
+        raise ValueError(
+            f"{op}: query has head size {q.shape[3]} but {key} {k.shape[3]}: {shapes}. "
+            f"They must be equal; that of {value} may differ."
+        )
+    h, heads = q.shape[2], k.shape[2]
+    if (heads == 0) != (h == 0) or (heads and h % heads):
+        raise ValueError(
+            f"{op}: {h} query heads are not a multiple of {heads} key heads: {shapes}. "
+            f"Repeat the heads of {key} and {value}, or change the number of query "
+            "heads."
+        )
+
+
+def _is_zero(size: object) -> bool:
+    return isinstance(size, int) and size == 0  # A symbolic size is none.
+
+
+def _page_table(op: str, page_table: ArrayLike | None, q: jax.Array) -> jax.Array:
+    table = check_integers(op, "page_table", page_table)  # type: ignore[arg-type]
+    if table.ndim != 2 or table.shape[0] != q.shape[0]:
+        raise ValueError(
+            f"{op}: page_table is {describe(table)} but query {describe(q)}. It must "
+            f"have the pages of each sequence, shape [{q.shape[0]}, most pages of a "
+            "sequence]."
+        )
+    return table
+
+
+def _lengths(op: str, name: str, value: ArrayLike, b: int, size: int) -> jax.Array:
+    array = check_integers(op, name, value)
+    if array.shape != (b,):
+        raise ValueError(
+            f"{op}: {name} is {describe(array)}. It must have one length per "
+            f"sequence, shape [{b}]."
+        )
+    return jnp.reshape(clipped(array, size), (b, 1, 1, 1))

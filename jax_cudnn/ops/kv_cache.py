@@ -1,0 +1,183 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How do new tokens enter a cache of keys or values, without a copy of the cache?"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_cudnn.ops.arguments import as_operand, check_integers, clipped, describe
+
+
+def update(
+    cache: ArrayLike,
+    new: ArrayLike,
+    lengths: ArrayLike,
+    new_lengths: ArrayLike | None = None,
+) -> jax.Array:
+    """Return a cache with new tokens written behind those that it holds.
+
+    ``new[b, i]`` becomes ``cache[b, lengths[b] + i]``. What would lie past the end of
+    the cache is dropped. Keys and values have a cache each.
+
+    XLA writes into the cache's own memory where that is not needed otherwise: within a
+    jitted function, or where the cache is an argument that is donated
+    (``jax.jit(step, donate_argnames=...)``).
+
+    Axis letters: b sequences, s new tokens, t tokens that the cache has room for.
+
+    Args:
+      cache: (b, t, ...), for example (b, t, k, d) as :func:`jax_cudnn.sdpa` takes it;
+        any dtype.
+      new: (b, s, ...), the other axes as those of the cache, and of its dtype.
+      lengths: integers (b,), or one for all sequences: how many tokens the cache
+        holds. Lengths below 0 count as 0.
+      new_lengths: integers (b,), or one for all: how many of the new tokens are
+        written, for example of prompts that were padded to s. Default None: s.
+
+    Returns:
+      An array of the shape and dtype of `cache`. It holds ``lengths + s`` tokens, or
+      ``lengths + new_lengths``.
+
+    Raises:
+      ValueError: shapes that do not fit.
+      TypeError: lengths that are not integers; `new` in another dtype than `cache`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_cudnn import kv_cache
+      >>> cache, new = jnp.zeros((2, 4, 1)), jnp.ones((2, 1, 1))
+      >>> kv_cache.update(cache, new, jnp.array([1, 3]))[..., 0].astype(int).tolist()
+      [[0, 1, 0, 0], [0, 0, 0, 1]]
+    """
+    op = "kv_cache.update"
+    old, tokens = _arrays(op, "cache", cache, new)
+    if old.ndim < 2 or old.shape[0] != tokens.shape[0] or _rest(old) != _rest(tokens):
+        raise ValueError(
+            f"{op}: cache is {describe(old)} and new {describe(tokens)}. They must be "
+            "(sequences, tokens, ...), and differ in the tokens only."
+        )
+    sequences, t = old.shape[:2]
+    positions = _positions(op, tokens, lengths, new_lengths, t)
+    rows = jnp.arange(sequences, dtype=jnp.int32)[:, None]
+    return old.at[rows, positions].set(tokens, mode="drop", unique_indices=True)
+
+
+def update_pages(
+    pages: ArrayLike,
+    new: ArrayLike,
+    page_table: ArrayLike,
+    lengths: ArrayLike,
+    new_lengths: ArrayLike | None = None,
+) -> jax.Array:
+    """Return pages with new tokens written behind those of their sequences.
+
+    ``new[b, j]`` is token ``x = lengths[b] + j`` of its sequence, and becomes
+    ``pages[page_table[b, x // i], x % i]`` for pages of i tokens. A token for which the
+    table has no page is dropped. Keys and values have pages each, and may share the
+    table. As for :func:`update`, nothing is copied where the pages are donated.
+
+    Axis letters: b sequences, s new tokens, p pages, i tokens of a page, m pages of a
+    sequence at most.
+
+    Args:
+      pages: (p, i, ...), for example (p, i, k, d) as :func:`jax_cudnn.paged_sdpa` takes
+        them; any dtype.
+      new: (b, s, ...), the other axes as those of the pages, and of their dtype.
+      page_table: integers (b, m), the pages of each sequence in their order. A number
+        that is no page, such as -1, stands for none. No page may be written by
+        two sequences: then it is not defined whose token stays.
+      lengths: integers (b,), or one for all: how many tokens each sequence has.
+        Lengths below 0 count as 0.
+      new_lengths: integers (b,), or one for all: how many of the new tokens are
+        written, for example of prompts that were padded to s. Default None: s.
+
+    Returns:
+      An array of the shape and dtype of `pages`.
+
+    Raises:
+      ValueError: shapes that do not fit.
+      TypeError: page numbers or lengths that are not integers; `new` in another dtype
+        than `pages`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_cudnn import kv_cache
+      >>> pages, new = jnp.zeros((3, 2, 1)), jnp.ones((1, 1, 1))
+      >>> table, lengths = jnp.array([[2, 0]]), jnp.array([3])
+      >>> kv_cache.update_pages(pages, new, table, lengths)[..., 0].astype(int).tolist()
+      [[0, 1], [0, 0], [0, 0]]
+    """
+    op = "kv_cache.update_pages"
+    old, tokens = _arrays(op, "pages", pages, new)
+    if old.ndim < 2 or _rest(old) != _rest(tokens):
+        raise ValueError(
+            f"{op}: pages is {describe(old)} and new {describe(tokens)}. They must be "
+            "(pages, tokens of a page, ...) and (sequences, tokens, ...), with the "
+            "same axes behind these."
+        )
+    table = check_integers(op, "page_table", page_table)
+    if table.ndim != 2 or table.shape[0] != tokens.shape[0]:
+        raise ValueError(
+            f"{op}: page_table is {describe(table)} but new {describe(tokens)}. It "
+            f"must have the pages of each sequence, shape [{tokens.shape[0]}, most "
+            "pages of a sequence]."
+        )
+    p, size = old.shape[:2]
+    most = table.shape[1]
+    if 0 in (p, size, most):
+        return old
+    positions = _positions(op, tokens, lengths, new_lengths, most * size)
+    number = jnp.take_along_axis(table, jnp.minimum(positions // size, most - 1), 1)
+    is_page = (number >= 0) & (number < p) & (positions < most * size)
+    # An index below 0 would count from the end. These lie past it, and differ.
+    none = p + jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
+    number = jnp.where(is_page, number.astype(jnp.int32), none)
+    return old.at[number, positions % size].set(
+        tokens, mode="drop", unique_indices=True
+    )
+
+
+def _arrays(
+    op: str, name: str, cache: ArrayLike, new: ArrayLike
+) -> tuple[jax.Array, jax.Array]:
+    old, tokens = as_operand(op, name, cache), as_operand(op, "new", new)
+    if old.dtype != tokens.dtype:
+        raise TypeError(
+            f"{op}: new is {describe(tokens)} but {name} {describe(old)}. Both must "
+            f"have one dtype. Convert new to {old.dtype}."
+        )
+    return old, tokens
+
+
+def _rest(x: jax.Array) -> tuple[int, ...]:
+    return (x.ndim, *x.shape[2:])
+
+
+def _positions(
+    op: str,
+    tokens: jax.Array,
+    lengths: ArrayLike,
+    new_lengths: ArrayLike | None,
+    room: int,
+) -> jax.Array:
+    """Return where in its sequence each new token goes, (b, s); past `room` if nowhere.
+
+    No two of a sequence are equal.
+    """
+    b, s = tokens.shape[:2]
+    numbers = jnp.arange(s, dtype=jnp.int32)[None]
+    positions = _counts(op, "lengths", lengths, b, room) + numbers
+    if new_lengths is None:
+        return positions
+    counts = _counts(op, "new_lengths", new_lengths, b, s)
+    return jnp.where(numbers < counts, positions, room + s + numbers)
+
+
+def _counts(op: str, name: str, value: ArrayLike, b: int, most: int) -> jax.Array:
+    array = check_integers(op, name, value)
+    if array.shape not in ((), (b,)):
+        raise ValueError(
+            f"{op}: {name} is {describe(array)}. It must be one number, or one per "
+            f"sequence, shape [{b}]."
+        )
+    return jnp.broadcast_to(clipped(array, most), (b,))[:, None]

@@ -1,0 +1,230 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over caches and pages in NumPy's float64, one query at a time; operands.
+
+It is written from the formula in the docstring of `jax_cudnn.cached_sdpa`, and shares
+no code with the package.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_cudnn
+from jax_cudnn.graph import CachedAttributes, Graph, Tensor, sdpa_cached_graph
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """A call of `cached_sdpa`, or of `paged_sdpa` with the same keys in pages.
+
+    ``page`` is the number of tokens of a page; 0 for a cache without pages.
+    """
+
+    lengths: tuple[int, ...]
+    page: int = 0
+    s: int = 1
+    t: int = 23
+    k: int = 3
+    g: int = 2
+    d: int = 8
+    e: int = 16
+    query_lengths: tuple[int, ...] | None = None
+    is_causal: bool = True
+    window: tuple[int, int] | None = None
+    scale: float | None = None
+    sinks: bool = False
+    dtype: str = "float32"
+
+    @property
+    def b(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def room(self) -> int:
+        return -(-self.t // self.page) * self.page if self.page else self.t
+
+
+def truth(
+    problem: Problem,
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return output (b, s, h, e) and log-sum-exp, for keys (b, t, k, d) without pages.
+
+    Nothing past a length is read.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
+    b, s, h, d = q.shape
+    group = h // max(k.shape[2], 1)
+    scale = max(d, 1) ** -0.5 if problem.scale is None else problem.scale
+    output = np.zeros((b, s, h, v.shape[3]))
+    lse = np.full((b, s, h), -np.inf)
+    for i, row, head in np.ndindex(b, s, h):
+        length = min(max(problem.lengths[i], 0), k.shape[1])
+        count = s if problem.query_lengths is None else problem.query_lengths[i]
+        count = min(max(count, 0), s)
+        position = length - count + row
+        seen = [j for j in range(length) if row < count]
+        if problem.is_causal:
+            seen = [j for j in seen if j <= position]
+        if problem.window is not None:
+            left, right = problem.window
+            seen = [j for j in seen if position - left <= j <= position + right]
+        scores = scale * (k[i, seen, head // group] @ q[i, row, head])
+        values = v[i, seen, head // group]
+        if sinks is not None:
+            scores = np.append(scores, np.float64(sinks[head]))
+            values = np.concatenate([values, np.zeros((1, v.shape[3]))])
+        if scores.size:
+            top = scores.max()
+            weights = np.exp(scores - top)
+            output[i, row, head] = weights @ values / weights.sum()
+            lse[i, row, head] = top + np.log(weights.sum())
+    return output, lse
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drawn:
+    """Operands of a problem: those of the call, and the keys and values for `truth`."""
+
+    problem: Problem
+    query: jax.Array
+    key: jax.Array
+    value: jax.Array
+    lengths: jax.Array
+    page_table: jax.Array | None
+    query_lengths: jax.Array | None
+    sinks: jax.Array | None
+    dense: tuple[np.ndarray, np.ndarray]
+
+    def call(self, **given: Any) -> Any:
+        """Call the operation; arguments may be given anew."""
+        problem = self.problem
+        keyed = {
+            "query_seq_lengths": self.query_lengths,
+            "scale": problem.scale,
+            "is_causal": problem.is_causal,
+            "local_window_size": problem.window,
+            "sinks": self.sinks,
+            "return_residual": True,
+        }
+        arrays = {"query": self.query, "key": self.key, "value": self.value}
+        arrays["lengths"] = self.lengths
+        if self.page_table is not None:
+            arrays["page_table"] = self.page_table
+        arrays |= {name: given.pop(name) for name in [*arrays] if name in given}
+        q, k, v, lengths = (arrays[n] for n in ("query", "key", "value", "lengths"))
+        keyed |= given
+        if "page_table" not in arrays:
+            return jax_cudnn.cached_sdpa(q, k, v, lengths, **keyed)
+        return jax_cudnn.paged_sdpa(q, k, v, arrays["page_table"], lengths, **keyed)
+
+    @property
+    def truth(self) -> tuple[np.ndarray, np.ndarray]:
+        """What the call is to return."""
+        return truth(self.problem, self.query, *self.dense, self.sinks)
+
+
+def draw(problem: Problem, seed: int = 0, *, poison: bool = True) -> Drawn:
+    """Draw operands. What lies past a length is NaN with `poison`, tables have junk."""
+    rng = np.random.default_rng([seed, problem.s, problem.t, problem.page])
+    dtype = jnp.dtype(problem.dtype)
+    b, room, heads = problem.b, problem.room, problem.k * problem.g
+
+    def normal(*shape: int) -> np.ndarray:
+        return np.array(jnp.asarray(rng.standard_normal(shape), dtype))
+
+    dense = [normal(b, room, problem.k, x) for x in (problem.d, problem.e)]
+    is_past = np.arange(room) >= np.asarray(problem.lengths, np.int64)[:, None]
+    stored = [x.copy() for x in dense]
+    if poison:
+        for x in stored:
+            x[is_past] = np.nan
+    table = None
+    if problem.page:
+        each = room // problem.page
+        pages = b * each + 3
+        order = rng.permutation(pages)[: b * each].reshape(b, each)
+        for i, x in enumerate(stored):
+            all_pages = normal(pages, problem.page, *x.shape[2:])
+            if poison:
+                all_pages[:] = np.nan
+            shape = (b, each, problem.page, *x.shape[2:])
+            all_pages[order] = x.reshape(shape)
+            stored[i] = all_pages
+        lengths = np.asarray(problem.lengths, np.int64)[:, None]
+        used = -(-lengths // problem.page)
+        junk = rng.choice([-1, pages, 2**31 - 1, -(2**31), 0], order.shape)
+        table = jnp.asarray(np.where(np.arange(each) < used, order, junk), jnp.int32)
+    return Drawn(
+        problem=problem,
+        query=jnp.asarray(normal(b, problem.s, heads, problem.d)),
+        key=jnp.asarray(stored[0]),
+        value=jnp.asarray(stored[1]),
+        lengths=jnp.asarray(problem.lengths, jnp.int32),
+        page_table=table,
+        query_lengths=None
+        if problem.query_lengths is None
+        else jnp.asarray(problem.query_lengths, jnp.int32),
+        sinks=jnp.asarray(rng.standard_normal(heads), jnp.float32)
+        if problem.sinks
+        else None,
+        dense=(dense[0], dense[1]),
+    )
+
+
+def in_pages(problem: Problem, page: int) -> Problem:
+    """Return the same problem with pages of that many tokens; 0 for none."""
+    return replace(problem, page=page)
+
+
+# --- graphs ---------------------------------------------------------------------------
+
+_SIZES = {"b": 4, "s": 3, "k": 3, "g": 2, "t": 11, "p": 7, "i": 4, "m": 3}
+_PLAIN = (0, 1, 2, 3)
+_BSHD = (0, 2, 1, 3)
+
+
+def cached_graph(
+    *,
+    is_paged: bool = False,
+    sizes: dict[str, int] | None = None,
+    d: int = 8,
+    e: int = 16,
+    dtype: str = "f32",
+    query_lengths: bool = False,
+    with_stats: bool = True,
+    order: tuple[int, ...] = _BSHD,
+    is_causal: bool = True,
+    window: tuple[int, ...] = (),
+    scale: float = 0.3,
+) -> Graph:
+    """Build a graph of attention over a cache."""
+    n = {**_SIZES, **(sizes or {})}
+    first, tokens = (n["p"], n["i"]) if is_paged else (n["b"], n["t"])
+    dims = {
+        "query": (n["b"], n["k"] * n["g"], n["s"], d),
+        "key": (first, n["k"], tokens, d),
+        "value": (first, n["k"], tokens, e),
+    }
+    integers = {"key_lengths": (n["b"], 1, 1, 1)}
+    if is_paged:
+        integers["page_table"] = (n["b"], 1, n["m"], 1)
+    if query_lengths:
+        integers["query_lengths"] = (n["b"], 1, 1, 1)
+    tensors = {
+        name: Tensor(name=name, dtype=dtype, dims=each, order=order)  # type: ignore[arg-type]
+        for name, each in dims.items()
+    } | {
+        name: Tensor(name=name, dtype="i32", dims=each, order=_PLAIN)
+        for name, each in integers.items()
+    }
+    attributes = CachedAttributes(scale=scale, is_causal=is_causal, window=window)
+    return sdpa_cached_graph(
+        tensors, attributes=attributes, output_order=order, with_stats=with_stats
+    )
