@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random operands of any graph: the table of node kinds says what each may hold."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,9 @@ from jax_cudnn.reference.dtypes import jax_dtype
 def draw_operands(graph: Graph, seed: int = 0) -> list[np.ndarray]:
     """Return operands as stored, floats in f64.
 
-    Counts go from 0 to two beyond their axis. A mask hides all from the last row of its
-    first matrix.
+    Counts go from 0 to two beyond their axis. Where a row has several, each has an
+    equal share of the axis, and may leave a part of it. A mask hides all from the last
+    row of its first matrix.
     """
     rng = np.random.default_rng(seed)
     uses = {name: (n, role) for n in graph.nodes for role, name in n.inputs}
@@ -33,9 +36,14 @@ def _draw(
 ) -> np.ndarray:
     row, shape = kind_named(node.kind).row, tensor.stored_shape
     role = row.roles[name]
-    if role.counts:
+    if letter := role.counts or role.starts_along:
         sizes = check_tensors(row, roles_in(graph, node), node.attributes)
-        return rng.integers(0, sizes[role.counts] + 3, shape, np.int32)
+        parts = max(math.prod(shape[1:]), 1)
+        if role.starts_along:
+            starts = np.arange(parts, dtype=np.int32) * (sizes[letter] // parts)
+            return np.broadcast_to(starts.reshape(1, *shape[1:]), shape)
+        most = sizes[letter] // parts if parts > 1 else sizes[letter] + 2
+        return rng.integers(0, most + 1, shape, np.int32)
     if role.is_positive:
         return rng.uniform(0.5, 2, shape)
     if tensor.dtype == "bool":

@@ -15,6 +15,8 @@ import numpy as np
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Tensor, kind_named, to_json
 from jax_cudnn.graph.description import Role
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # Enough operands in turn that none is still in the cache: the largest L2 cache of the
@@ -43,18 +45,29 @@ class Measurement:
 
 
 def draw(
-    tensor: Tensor, seed: int, device: Any, *, role: Role | None = None
+    tensor: Tensor,
+    seed: int,
+    device: Any,
+    *,
+    role: Role | None = None,
+    along: int = 0,
 ) -> jax.Array:
     """Return a random array for a tensor, of what its role may hold.
 
-    Counts reach to the end of their axis.
+    Counts reach to the end of their axis. Where a row has several, each has an equal
+    share of the axis, whose size is `along`.
     """
     dtype = jax_dtype(tensor.dtype)
     with jax.default_device(device):
         key = jax.random.key(seed)
         shape = tensor.stored_shape
+        parts = max(math.prod(shape[1:]), 1)
         if role is not None and role.counts:
-            return jnp.full(shape, 2**30, dtype)  # cut to the axis
+            # One alone is cut to the axis.
+            return jnp.full(shape, along // parts if parts > 1 else 2**30, dtype)
+        if role is not None and role.starts_along:
+            starts = jnp.arange(parts, dtype=dtype) * (along // parts)
+            return jnp.broadcast_to(jnp.reshape(starts, (1, *shape[1:])), shape)
         if jnp.issubdtype(dtype, jnp.integer):
             return jax.random.randint(key, shape, -4, 5, jnp.int32).astype(dtype)
         if dtype == np.bool_:
@@ -69,14 +82,18 @@ def draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
     tensors = (*graph.input_tensors, *graph.output_tensors)
     size = sum(_bytes(tensor) for tensor in tensors)
     count = min(_MOST_SETS, max(2, math.ceil(_ROTATED_BYTES / max(size, 1))))
-    roles = {
-        name: kind_named(node.kind).row.roles[role]
-        for node in graph.nodes
-        for role, name in node.inputs
-    }
+    roles: dict[str, Role] = {}
+    along: dict[str, int] = {}
+    for node in graph.nodes:
+        row = kind_named(node.kind).row
+        sizes = check_tensors(row, roles_in(graph, node), node.attributes)
+        for role, name in node.inputs:
+            roles[name] = row.roles[role]
+            letter = roles[name].counts or roles[name].starts_along
+            along[name] = sizes[letter] if letter else 0
     return [
         [
-            draw(t, 100 * i + j, device, role=roles.get(t.name))
+            draw(t, 100 * i + j, device, role=roles.get(t.name), along=along[t.name])
             for j, t in enumerate(graph.input_tensors)
         ]
         for i in range(count)
