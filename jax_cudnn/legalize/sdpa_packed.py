@@ -33,6 +33,7 @@ HEAD_MULTIPLE = 16
 # Counts of keys with t % 128 = 64 and a single query, which kernels compute wrongly
 # (sdpa_padding.py), are none of its multiples.
 _LENGTH_MULTIPLE = 128
+_DTYPES = ("bf16", "f16")
 _BSHD = (0, 2, 1, 3)
 # The tensors of a graph that share the offsets of a role.
 _WITH_OFFSETS = {
@@ -85,7 +86,7 @@ def _why_not_ragged(
     query = roles["query"]
     if found := [role for role in ("bias", "mask") if role in roles]:
         return f"beside a {found[0]} cuDNN takes no packed ones"
-    if query.dtype not in ("bf16", "f16"):
+    if query.dtype not in _DTYPES:
         return f"query is {query.dtype}, and cuDNN packs bf16 and f16"
     if any(bound < 0 for bound in attributes.window):
         return f"cuDNN has no band for the window {list(attributes.window)}"

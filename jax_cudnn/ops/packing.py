@@ -122,21 +122,20 @@ class Packed(Mask):
                 "token, shape [length] or [batch, length]."
             )
         count = _count("max_segments", max_segments)
-        is_own = jnp.ones(array.shape, bool) if padding is None else array != padding
-        before = jnp.roll(array, 1, axis=-1)
-        is_first = jnp.arange(array.shape[-1], dtype=jnp.int32) == 0
-        is_new = is_own & ((array != before) | is_first)
-        run = jnp.cumsum(is_new, axis=-1, dtype=jnp.int32) - 1
+        rows = array if array.ndim == 2 else array[None]
+        is_own = jnp.ones(rows.shape, bool) if padding is None else rows != padding
+        is_first = jnp.arange(rows.shape[1], dtype=jnp.int32)[None] == 0
+        is_new = is_own & ((rows != jnp.roll(rows, 1, axis=1)) | is_first)
+        run = jnp.cumsum(is_new, axis=1, dtype=jnp.int32) - 1
         if _is_at_hand(ids) and np.max(run, initial=-1) >= count:
             raise ValueError(
                 f"Packed: the segment ids have {int(np.max(run)) + 1} runs in a row, "
                 f"but max_segments is {count}. Raise it, or sort the ids."
             )
-        is_in = is_own[..., None] & (
-            run[..., None] == jnp.arange(count, dtype=jnp.int32)
-        )
-        lengths = jnp.sum(is_in, axis=-2, dtype=jnp.int32)
-        starts = jnp.argmax(is_in, axis=-2).astype(jnp.int32)
+        numbers = jnp.arange(count, dtype=jnp.int32)[None, None]
+        is_in = is_own[:, :, None] & (run[:, :, None] == numbers)
+        lengths = jnp.sum(is_in, axis=1, dtype=jnp.int32)
+        starts = jnp.argmax(is_in, axis=1).astype(jnp.int32)
         return cls(starts, query_lengths=lengths, max_length=max_length)
 
 
