@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn import masks
-from jax_cudnn.graph import Graph
+from jax_cudnn.graph import Graph, SdpaAttributes, Tensor, sdpa_graph
 from tests.attention import numpy_attention, numpy_gradients
 
 
@@ -127,6 +127,36 @@ def answer(rows: Rows, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
             for role, span in (("query", queries), ("key", keys), ("value", keys)):
                 found[f"grad_{role}"][i, span] = np.swapaxes(back[role], 1, 2)[0]
     return found
+
+
+def graph_of(
+    rows: Rows, dtype: str = "f32", *, order: tuple[int, ...] = (0, 2, 1, 3)
+) -> Graph:
+    """Return the forward graph of rows, with the log-sum-exp."""
+    n = len(rows.queries[0])
+    shapes = {
+        "query": (rows.b, rows.h, rows.s, rows.d),
+        "key": (rows.b, rows.k, rows.t, rows.d),
+        "value": (rows.b, rows.k, rows.t, rows.e),
+    }
+    inputs = {
+        role: Tensor(name=role, dtype=dtype, dims=dims, order=order)  # type: ignore[arg-type]
+        for role, dims in shapes.items()
+    }
+    for role in ("query_lengths", "key_lengths", "query_starts", "key_starts"):
+        inputs[role] = Tensor(
+            name=role, dtype="i32", dims=(rows.b, n, 1, 1), order=(0, 1, 2, 3)
+        )
+    attributes = SdpaAttributes(
+        scale=rows.scale,
+        is_causal=rows.causal,
+        window=rows.window or (),
+        is_bottom_right=rows.from_end,
+        longest=rows.max_length or (),
+    )
+    return sdpa_graph(
+        inputs, attributes=attributes, output_order=order, with_stats=True
+    )
 
 
 # --- as a kernel computes it ----------------------------------------------------------

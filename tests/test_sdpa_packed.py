@@ -30,7 +30,7 @@ from jax_cudnn.legalize import legalize, sdpa_packed
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.reference import evaluate
 from tests.flash import flash
-from tests.packed import Rows, answer, ragged
+from tests.packed import Rows, answer, graph_of, ragged
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _AMPERE = dataclasses.replace(_HOPPER, name="NVIDIA A100", sm_version=80)
@@ -297,7 +297,10 @@ def test_bias_mask_and_sinks_beside_packed_sequences() -> None:
             q, k, v, bias, mask & hidden, sinks=sinks, is_causal=True,
             return_residual=True,
         )  # fmt: skip
-        return output * queries[..., None, None], jnp.where(queries[..., None], lse, 0)
+        return (
+            jnp.where(queries[..., None, None], output, 0),
+            jnp.where(queries[..., None], lse, 0),
+        )
 
     pulls = (values["grad_output"], values["grad_lse"])
     results = []
@@ -391,35 +394,6 @@ def test_a_mask_is_a_pytree_and_offsets_are_traced() -> None:
 # --- what cuDNN gets ------------------------------------------------------------------
 
 
-def _graph(
-    rows: Rows, dtype: str = "f32", *, order: tuple[int, ...] = (0, 2, 1, 3)
-) -> Graph:
-    n = len(rows.queries[0])
-    shapes = {
-        "query": (rows.b, rows.h, rows.s, rows.d),
-        "key": (rows.b, rows.k, rows.t, rows.d),
-        "value": (rows.b, rows.k, rows.t, rows.e),
-    }
-    inputs = {
-        role: Tensor(name=role, dtype=dtype, dims=dims, order=order)  # type: ignore[arg-type]
-        for role, dims in shapes.items()
-    }
-    for role in ("query_lengths", "key_lengths", "query_starts", "key_starts"):
-        inputs[role] = Tensor(
-            name=role, dtype="i32", dims=(rows.b, n, 1, 1), order=(0, 1, 2, 3)
-        )
-    attributes = SdpaAttributes(
-        scale=rows.scale,
-        is_causal=rows.causal,
-        window=rows.window or (),
-        is_bottom_right=rows.from_end,
-        longest=rows.max_length or (),
-    )
-    return sdpa_graph(
-        inputs, attributes=attributes, output_order=order, with_stats=True
-    )
-
-
 def _operands(rows: Rows, graph: Graph, values: dict[str, Any]) -> list[jax.Array]:
     found = []
     for tensor in graph.input_tensors:
@@ -436,7 +410,7 @@ def _operands(rows: Rows, graph: Graph, values: dict[str, Any]) -> list[jax.Arra
 def _check_kernel(
     rows: Rows, *, as_mask: bool, order: tuple[int, ...] = (0, 2, 1, 3)
 ) -> None:
-    graph = _graph(rows, order=order)
+    graph = graph_of(rows, order=order)
     operands = _operands(rows, graph, rows.draw(padding=np.nan))
     expected = evaluate(graph, operands)
     assert SDPA.derivative is not None
@@ -513,7 +487,7 @@ def test_kernels_get_any_sequences_right(rows: Rows) -> None:
 def test_other_sequences_are_a_mask_and_the_note_says_why(
     changes: dict[str, Any], target: Target, reason: str
 ) -> None:
-    graph = _graph(dataclasses.replace(_MIXED, **changes), "bf16")
+    graph = graph_of(dataclasses.replace(_MIXED, **changes), "bf16")
     (legal,) = legalize(graph, target).candidates
     assert legal.graph.nodes[0].attributes == SdpaAttributes(scale=0.3, is_causal=False)
     (note,) = legal.notes
@@ -522,7 +496,7 @@ def test_other_sequences_are_a_mask_and_the_note_says_why(
 
 
 def test_a_bias_beside_sequences_is_one_of_the_mask_form() -> None:
-    graph = _graph(_MIXED, "bf16")
+    graph = graph_of(_MIXED, "bf16")
     bias = Tensor(name="bias", dtype="bf16", dims=(1, 4, 11, 13), order=(0, 1, 2, 3))
     inputs = {tensor.name: tensor for tensor in graph.input_tensors} | {"bias": bias}
     attributes: Any = graph.nodes[0].attributes
@@ -531,9 +505,28 @@ def test_a_bias_beside_sequences_is_one_of_the_mask_form() -> None:
 
 
 def test_one_sequence_of_a_row_is_as_it_was() -> None:
-    graph = _graph(_MIXED, "bf16")
+    graph = graph_of(_MIXED, "bf16")
     assert "longest" not in to_json(graph)
     assert "is_bottom_right" not in to_json(graph)
+
+
+def test_parallel_attention_refuses_packed_sequences() -> None:
+    q = jnp.zeros((2, 8, 4, 4))
+    packed: Any = masks.Packed([0, 3, 8])
+    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    text = r"mask is Packed\(...\). Masks of jax_cudnn.masks are for jax_cudnn.sdpa"
+    with pytest.raises(TypeError, match="sharded_sdpa: " + text):
+        jax_cudnn.parallel.sharded_sdpa(q, q, q, mask=packed, mesh=mesh, axis="x")
+    spec = jax.sharding.PartitionSpec(None, "x")
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
+    )
+    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jax_cudnn.parallel.sdpa(q, k, v, mask=packed, axis_name="x")
+
+    with pytest.raises(TypeError, match=text):
+        call(q, q, q)
 
 
 # --- messages -------------------------------------------------------------------------

@@ -318,6 +318,16 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     return given
 
 
+def refuse_mask_data(op: str, mask: object) -> None:
+    """Raise TypeError for a mask of this module where arrays only are taken."""
+    if isinstance(mask, Mask):
+        raise TypeError(
+            f"{op}: mask is {type(mask).__name__}(...). Masks of jax_cudnn.masks are "
+            "for jax_cudnn.sdpa. Here, pass a bool array, or other arguments that "
+            "hide keys; packed sequences have none."
+        )
+
+
 def _is_from_ends(packed: Any, parts: Sequence[Mask]) -> bool:
     """Whether positions count from the ends of packed sequences."""
     found = {part.alignment for part in parts if isinstance(part, Causal | Window)}

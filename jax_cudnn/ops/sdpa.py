@@ -31,6 +31,7 @@ from jax_cudnn.ops.masks import (
     Lengths,
     Mask,
     Window,
+    refuse_mask_data,
     sorted_arguments,
 )
 from jax_cudnn.ops.packing import Packed, longest, packing
@@ -129,6 +130,7 @@ def sdpa(
         None: nothing added.
       mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Or one of
         :mod:`jax_cudnn.masks`, which adds to the other arguments that hide keys.
+        With :class:`jax_cudnn.masks.Packed`, rows hold several sequences.
         Default None: every query sees every key.
       scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether query s sees keys 0 to s only. Default False.
@@ -186,6 +188,9 @@ def sdpa(
       lengths, or where a query sees no key in its window, the window is written into
       the mask instead, an array of s * t. So it is for cuDNN 9.14.0 beyond 1024 keys
       without `is_causal`, whose band is wrong (cudnn-frontend 1.28).
+
+      Packed sequences run in cuDNN one by one, on sm_90 and sm_100. Elsewhere, and
+      beside a bias or an array as a mask, they are part of the mask (docs/packed.md).
 
       f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for f32,
       which is slower than XLA, and no gradient. f64 runs with XLA. The gradient of an
@@ -523,6 +528,7 @@ def _check_bias(
 def _check_mask(mask: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | None:
     if mask is None:
         return None
+    refuse_mask_data("sdpa", mask)
     array = as_operand("sdpa", "mask", mask)
     if array.dtype != jnp.bool_:
         raise TypeError(
