@@ -4,7 +4,7 @@
 import dataclasses
 import functools
 import re
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,7 @@ from jax_cudnn.graph.sdpa import SDPA
 from jax_cudnn.legalize import legalize, sdpa_packed
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.reference import evaluate
+from tests.devices import mesh_of
 from tests.flash import flash
 from tests.packed import Rows, answer, graph_of, ragged
 
@@ -417,6 +418,7 @@ def _check_kernel(
     wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
     for grad_stats in (False, True):
         backward = SDPA.derivative.backward(graph, wanted, (True, grad_stats))
+        assert backward is not None
         rng = np.random.default_rng(1)
         pulls = [rng.standard_normal(x.shape).astype(np.float32) for x in expected]
         source = {"input": operands, "output": expected, "cotangent": pulls}
@@ -513,7 +515,7 @@ def test_one_sequence_of_a_row_is_as_it_was() -> None:
 def test_parallel_attention_refuses_packed_sequences() -> None:
     q = jnp.zeros((2, 8, 4, 4))
     packed: Any = masks.Packed([0, 3, 8])
-    mesh = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1])
+    mesh = mesh_of(x=1)
     text = r"mask is Packed\(...\). Masks of jax_cudnn.masks are for jax_cudnn.sdpa"
     with pytest.raises(TypeError, match="sharded_sdpa: " + text):
         jax_cudnn.parallel.sharded_sdpa(q, q, q, mask=packed, mesh=mesh, axis="x")
@@ -552,9 +554,9 @@ def test_parallel_attention_refuses_packed_sequences() -> None:
          r"Pass n \+ 1 cumulative lengths"),
         (lambda: masks.Packed([0, 3], max_length=0), ValueError,
          "max_length is 0. Pass an int above 0"),
-        (lambda: masks.Packed([0, 3], max_length=2.5), TypeError,
+        (lambda: masks.Packed([0, 3], max_length=cast("Any", 2.5)), TypeError,
          "max_length is 2.5. Pass an int that is known"),
-        (lambda: masks.Packed([0, 3], max_length=(1, 2, 3)), ValueError,
+        (lambda: masks.Packed([0, 3], max_length=cast("Any", (1, 2, 3))), ValueError,
          r"max_length is \(1, 2, 3\). Pass an int, or one for queries"),
         (lambda: masks.Packed.from_segment_ids(np.zeros((1, 1, 1), np.int32), 2),
          ValueError, r"the segment ids are i32\[1,1,1\]. Pass one number per token"),

@@ -100,8 +100,7 @@ Status CheckSequences(const NodeWriter& writer) {
 TensorPtr TokensInput(NodeWriter& writer, std::string_view role) {
   if (!IsPacked(writer)) return writer.Input(role);
   auto [dims, strides] = PackedLayout(writer, role);
-  const TensorPtr tensor =
-      writer.InputAs(role, std::move(dims), std::move(strides));
+  const TensorPtr tensor = writer.InputAs(role, std::move(dims), std::move(strides));
   tensor->set_ragged_offset(writer.Input(OffsetsRole(role)));
   return tensor;
 }
