@@ -14,6 +14,7 @@ from jax_cudnn.ops.masks import (
     Where,
     Window,
 )
+from jax_cudnn.ops.packing import Packed
 
 __all__ = [
     "Additive",
@@ -23,6 +24,7 @@ __all__ = [
     "Intersection",
     "Lengths",
     "Mask",
+    "Packed",
     "Prefix",
     "Segments",
     "Where",

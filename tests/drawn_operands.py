@@ -16,8 +16,9 @@ from jax_cudnn.reference.dtypes import jax_dtype
 def draw_operands(graph: Graph, seed: int = 0) -> list[np.ndarray]:
     """Return operands as stored, floats in f64.
 
-    Counts go from 0 to two beyond their axis, and indices to one beyond theirs on both
-    sides. A mask hides all from the last row of its first matrix.
+    Counts go from 0 to two beyond their axis. Where a row has several, each has an
+    equal share of the axis, and may leave a part of it. Indices go one beyond theirs on
+    both sides. A mask hides all from the last row of its first matrix.
     """
     rng = np.random.default_rng(seed)
     uses = {name: (n, role) for n in graph.nodes for role, name in n.inputs}
@@ -35,12 +36,17 @@ def _draw(
 ) -> np.ndarray:
     row, shape = kind_named(node.kind).row, tensor.stored_shape
     role = row.roles[name]
-    if role.counts or role.indexes:
+    if letters := role.counts or role.starts_along or role.indexes:
         sizes = check_tensors(row, roles_in(graph, node), node.attributes)
+        along = math.prod(sizes[letter] for letter in letters)
+        parts = max(math.prod(shape[1:]), 1)
         if role.indexes:
-            return rng.integers(-1, sizes[role.indexes] + 1, shape, np.int32)
-        largest = math.prod(sizes[letter] for letter in role.counts or "")
-        return rng.integers(0, largest + 3, shape, np.int32)
+            return rng.integers(-1, along + 1, shape, np.int32)
+        if role.starts_along:
+            starts = np.arange(parts, dtype=np.int32) * (along // parts)
+            return np.broadcast_to(starts.reshape(1, *shape[1:]), shape)
+        most = along // parts if parts > 1 else along + 2
+        return rng.integers(0, most + 1, shape, np.int32)
     if role.is_positive:
         return rng.uniform(0.5, 2, shape)
     if tensor.dtype == "bool":

@@ -16,6 +16,7 @@ GUIDES = (
     "sequence_parallel.md",
     "masks.md",
     "decode.md",
+    "packed.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"

@@ -52,6 +52,7 @@ def test_every_example_is_run_here():
         "export_for_another_gpu.py",
         "generate.py",
         "gradient_check.py",
+        "packed_documents.py",
         "quickstart.py",
         "train_char_transformer.py",
         "train_gpt.py",
@@ -76,6 +77,13 @@ def test_the_readme_s_snippets_run(tmp_path):
     path.write_text("".join(snippets))
     output = run_example(path)
     assert re.search(r"^sdpa_backward +1 .* xla ", output, re.MULTILINE)
+
+
+def test_packed_documents_give_the_loss_of_one_in_each_row():
+    output = run_example("packed_documents.py", "--steps", "20")
+    packed, other = re.search(r"loss (\S+) packed, (\S+) with", output).groups()
+    assert packed == other
+    assert number_after("loss", output.splitlines()[-1]) < float(packed)
 
 
 def test_gradient_check_finds_no_error():

@@ -56,6 +56,12 @@ def _sdpa(q: Any, k: Any, v: Any) -> jax.Array:
     return jax_cudnn.sdpa(q, k, v, is_causal=True)
 
 
+def _packed(q: Any, k: Any, v: Any) -> jax.Array:
+    lengths = 1 + jnp.arange(8, dtype=jnp.int32)[:, None] % jnp.array([[3, 2, 4]])
+    mask = jax_cudnn.masks.Packed.from_lengths(lengths, lengths + 1)
+    return jax_cudnn.sdpa(q, k, v, mask=mask, is_causal=True)
+
+
 def _biased(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
     return jax_cudnn.sdpa(q, k, v, bias)
 
@@ -87,6 +93,7 @@ _SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
     _transposed: ((8, 6, 16), (24, 16)),
     _experts: ((4, 10, 16), (4, 16, 12), (4, 1, 12)),
     _sdpa: ((8, 10, 16, 4), (8, 12, 8, 4), (8, 12, 8, 6)),
+    _packed: ((8, 10, 16, 4), (8, 13, 8, 4), (8, 13, 8, 6)),
     _biased: ((8, 10, 8, 4), (8, 12, 4, 4), (8, 12, 4, 6), (1, 8, 10, 12)),
     _conv: ((8, 6, 4, 16), (3, 3, 16, 24), (24,)),
     _grouped: ((8, 6, 4, 16), (3, 3, 4, 32)),
@@ -130,6 +137,10 @@ _CASES = [
     _Case(_sdpa, ((None, None, ("x", "y")),) * 3),
     # what a kernel needs whole is gathered: keys, values and queries, once
     _Case(_sdpa, ((None, "y"),) * 3, "all-gather", "all-gather"),
+    # Rows of packed sequences, without collectives.
+    _Case(_packed, (("x",),) * 3),
+    _Case(_packed, (("x", None, "y"),) * 3),
+    _Case(_packed, ((("x", "y"),),) * 3),
     _Case(_biased, (("x",),) * 3 + (_NONE,), "", "all-reduce"),
     _Case(_biased, (("x", None, "y"),) * 3 + ((None, "y"),), "", "all-reduce"),
     _Case(_conv, (("x",), _NONE, _NONE), "", "all-reduce"),

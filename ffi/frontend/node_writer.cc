@@ -48,6 +48,13 @@ TensorPtr NodeWriter::Input(std::string_view role) {
   return tensor;
 }
 
+TensorPtr NodeWriter::InputAs(std::string_view role, std::vector<int64_t> dims,
+                              std::vector<int64_t> strides) {
+  const TensorPtr tensor = Input(role);
+  tensor->set_dim(dims).set_stride(strides);
+  return tensor;
+}
+
 TensorPtr NodeWriter::NewOutput(std::string_view role) {
   const std::string& name = *FindName(role);
   const TensorPtr tensor = graph_.tensor(Describe(name));

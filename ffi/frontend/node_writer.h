@@ -4,11 +4,13 @@
 #ifndef JAX_CUDNN_NODE_WRITER_H_
 #define JAX_CUDNN_NODE_WRITER_H_
 
+#include <cstdint>
 #include <initializer_list>
 #include <map>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <vector>
 
 #include "frontend/frontend_graph.h"
 #include "frontend/graph_builder.h"
@@ -42,6 +44,10 @@ class NodeWriter {
 
   // The tensor in an input role: what a former node made, or an operand.
   TensorPtr Input(std::string_view role);
+
+  // Likewise, where cuDNN is to see other dims and strides in the same memory.
+  TensorPtr InputAs(std::string_view role, std::vector<int64_t> dims,
+                    std::vector<int64_t> strides);
 
   // A new tensor for an output role that the frontend wants to be given.
   TensorPtr NewOutput(std::string_view role);

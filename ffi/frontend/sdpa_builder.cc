@@ -10,6 +10,8 @@
 #include <utility>
 #include <vector>
 
+#include "frontend/sdpa_sequences.h"
+
 namespace jax_cudnn {
 namespace {
 
@@ -31,16 +33,21 @@ Status SetBand(const NodeWriter& writer, SdpaAttributes& attributes) {
   const NodeSpec& node = writer.node();
   const auto& window = node.Attribute<std::vector<int64_t>>("window");
   const bool is_causal = node.Attribute<bool>("is_causal");
+  const bool is_bottom_right = node.Attribute<bool>("is_bottom_right");
   if (!is_causal && window.empty()) return {};
-  attributes.set_diagonal_alignment(fe::DiagonalAlignment_t::TOP_LEFT);
+  attributes.set_diagonal_alignment(is_bottom_right
+                                        ? fe::DiagonalAlignment_t::BOTTOM_RIGHT
+                                        : fe::DiagonalAlignment_t::TOP_LEFT);
   if (is_causal) attributes.set_diagonal_band_right_bound(0);
   if (window.empty()) return {};
   if (window.size() != 2 || window[0] < 0 || window[1] < 0) {
     return Unimplemented(node.kind + ": cuDNN takes no window " + ListText(window) +
                          "; give it as a bias");
   }
-  const int64_t s = writer.Spec("query").dims[2];
-  const int64_t t = writer.Spec("key").dims[2];
+  int64_t s = writer.Spec("query").dims[2];
+  int64_t t = writer.Spec("key").dims[2];
+  // From the ends, a query may be beyond all that its own number says.
+  if (is_bottom_right) s = t = s + t;
   // cuDNN counts the key on the diagonal to the left.
   if (window[0] < s - 1) {
     attributes.set_diagonal_band_left_bound(static_cast<int>(window[0] + 1));
@@ -61,6 +68,7 @@ Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
                          ": cuDNN takes query_lengths and key_lengths together; "
                          "give both");
   }
+  RETURN_IF_ERROR(CheckSequences(writer));
   const NodeSpec& node = writer.node();
   attributes.set_name(node.kind);
   attributes.set_attn_scale(static_cast<float>(node.Attribute<double>("scale")));
@@ -68,8 +76,8 @@ Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
   if (writer.Has("bias")) attributes.set_bias(writer.Input("bias"));
   if (writer.Has("query_lengths")) {
     attributes.set_padding_mask(true)
-        .set_seq_len_q(writer.Input("query_lengths"))
-        .set_seq_len_kv(writer.Input("key_lengths"));
+        .set_seq_len_q(LengthsInput(writer, "query_lengths"))
+        .set_seq_len_kv(LengthsInput(writer, "key_lengths"));
   }
   return {};
 }
@@ -83,10 +91,10 @@ Status AddForward(NodeWriter& writer, fe::graph::SDPA_attributes attributes) {
                               ? fe::AttentionImplementation_t::AUTO
                               : fe::AttentionImplementation_t::COMPOSITE);
   const auto [output, stats] =
-      writer.graph().sdpa(writer.Input("query"), writer.Input("key"),
-                          writer.Input("value"), std::move(attributes));
-  writer.Output("output", output);
-  if (writer.Has("stats")) writer.Output("stats", stats);
+      writer.graph().sdpa(TokensInput(writer, "query"), TokensInput(writer, "key"),
+                          TokensInput(writer, "value"), std::move(attributes));
+  TokensOutput(writer, "output", output);
+  if (writer.Has("stats")) TokensOutput(writer, "stats", stats);
   return {};
 }
 
@@ -157,14 +165,19 @@ Status AddSdpaBackward(NodeWriter& writer) {
   fe::graph::SDPA_backward_attributes attributes;
   RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
   attributes.set_deterministic_algorithm(writer.is_deterministic());
+  if (IsPacked(writer)) {
+    attributes.set_max_total_seq_len_q(PackedTokens(writer, "query"))
+        .set_max_total_seq_len_kv(PackedTokens(writer, "key"));
+  }
   if (writer.Has("grad_bias")) attributes.set_dbias(writer.NewOutput("grad_bias"));
   const auto [grad_query, grad_key, grad_value] = writer.graph().sdpa_backward(
-      writer.Input("query"), writer.Input("key"), writer.Input("value"),
-      writer.Input("output"), writer.Input("grad_output"), writer.Input("stats"),
+      TokensInput(writer, "query"), TokensInput(writer, "key"),
+      TokensInput(writer, "value"), TokensInput(writer, "output"),
+      TokensInput(writer, "grad_output"), TokensInput(writer, "stats"),
       std::move(attributes));
-  writer.Output("grad_query", grad_query);
-  writer.Output("grad_key", grad_key);
-  writer.Output("grad_value", grad_value);
+  TokensOutput(writer, "grad_query", grad_query);
+  TokensOutput(writer, "grad_key", grad_key);
+  TokensOutput(writer, "grad_value", grad_value);
   return {};
 }
 

@@ -79,8 +79,9 @@ Role ReadRole(const NodeKind& kind, std::string name, const std::string& text,
     }
     // What a role counts, or that it is positive, is for those who draw numbers.
     const std::string dtype = text.substr(colon + 3);
-    role.dtype = dtype.substr(0, std::min({dtype.find(" up to "), dtype.find(" below "),
-                                           dtype.find(" positive")}));
+    role.dtype = dtype.substr(
+        0, std::min({dtype.find(" up to "), dtype.find(" below "),
+                     dtype.find(" starts along "), dtype.find(" positive")}));
   }
   role.is_required = name.back() != '?';
   if (!role.is_required) name.pop_back();

@@ -13,8 +13,9 @@ mark may be absent.
 
 Dtypes are: names, of which one is meant; "float"; "not bool"; "any"; "like" another
 role; and "sum of" another role, the dtype in which sums of it are kept (f32, f64 for
-f64). "i32 up to s" holds counts along s, "i32 below p" indices into p, and "positive"
-follows a dtype of numbers above 0.
+f64). "i32 up to s" holds counts along s, and "i32 starts along s" where these begin;
+a row that has several of them shares s out to them. "i32 below p" holds indices into p.
+"positive" follows a dtype of numbers above 0.
 
 The other fields of a row, all optional:
 
@@ -65,8 +66,9 @@ class Axis:
 class Role:
     """A role of a node: its axes and dtype, or whose they are.
 
-    ``counts`` are the letters along which it counts, if it does, and ``indexes`` is the
-    letter into which its numbers point; ``is_positive`` says that they are above 0.
+    ``counts`` are the letters along which it counts, if it does, and ``starts_along``
+    the one along which its numbers are places. ``indexes`` is the letter into which its
+    numbers point. ``is_positive`` says that its numbers are above 0.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Role:
     dtype: str
     counts: str | None = None
     indexes: str | None = None
+    starts_along: str | None = None
     is_positive: bool = False
     same_as: str | None = None
 
@@ -236,6 +239,7 @@ def _role(key: str, text: str, known: Mapping[str, Role], *, is_input: bool) -> 
     words, _, dtype = text.partition(" : ")
     dtype, _, counts = dtype.partition(" up to ")
     dtype, _, indexes = dtype.partition(" below ")
+    dtype, _, starts_along = dtype.partition(" starts along ")
     return Role(
         name=name,
         is_required=is_required,
@@ -244,6 +248,7 @@ def _role(key: str, text: str, known: Mapping[str, Role], *, is_input: bool) -> 
         dtype=dtype.removesuffix(" positive"),
         counts=counts or None,
         indexes=indexes or None,
+        starts_along=starts_along or None,
         is_positive=dtype.endswith(" positive"),
     )
 

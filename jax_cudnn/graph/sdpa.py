@@ -5,6 +5,14 @@ Their tensors are described in node_kinds.json. ``bias`` is added to the scaled 
 a ``mask`` is False where a key is hidden from a query; queries and keys at or past
 ``query_lengths`` and ``key_lengths`` are hidden; ``stats`` is the log-sum-exp of the
 scores.
+
+A row may hold n sequences, each with a length and a start (``query_starts``,
+``key_starts``; without these, one begins where the one before it ends). Query i belongs
+to the first sequence j with starts[j] <= i < starts[j] + lengths[j], and sees keys of
+the same sequence. Causality and windows count positions within it. What belongs to no
+sequence gives 0, log-sum-exp -inf and gradient 0, and is not read. In place of starts,
+cuDNN gets offsets: where in the array of a tensor each sequence begins, counted in
+elements, all rows one after another, and the number of elements at the end.
 """
 
 from collections.abc import Mapping
@@ -25,6 +33,11 @@ class SdpaAttributes(Attributes):
     ``is_causal`` a query at position i sees keys 0 to i (top-left alignment). A
     ``window`` of (left, right) lets it see keys i - left to i + right; () is none.
 
+    With ``is_bottom_right`` the last query of a sequence has the position of its last
+    key, so i is the query's number plus its sequence's key length minus query length.
+    ``longest`` is the most tokens that a sequence has, of queries and of keys; what is
+    beyond is padding, and () is no limit.
+
     ``is_partial`` means something to the gradient only. The keys are then a part of
     those that the queries see, and ``output`` and ``stats`` are those of all of them:
     with P = exp(S - stats) and delta = rowsum(output * grad_output), the gradients of
@@ -35,6 +48,8 @@ class SdpaAttributes(Attributes):
     is_causal: bool
     window: tuple[int, ...] = ()
     is_partial: bool = False
+    is_bottom_right: bool = False
+    longest: tuple[int, ...] = ()
 
 
 def sdpa_graph(

@@ -2,7 +2,7 @@
 """What a legalisation is: candidates in order of preference, or reasons."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 
@@ -73,6 +73,28 @@ class Legalization:
     candidates: tuple[Legal, ...] = ()
     reasons: tuple[str, ...] = ()
     advice: str = ""
+
+
+def given_more(
+    legal: Legal, more: Callable[[Sequence[jax.Array]], list[jax.Array]]
+) -> Legal:
+    """Return a rewriting that makes some of its operands itself."""
+
+    def after_of(after: After) -> After:
+        return lambda operands, results: after(more(operands), results)
+
+    usual = legal.usual
+    if usual is not None:
+        holds = usual.holds
+        usual = Usual(
+            holds=lambda operands: holds(more(operands)), after=after_of(usual.after)
+        )
+    return replace(
+        legal,
+        before=lambda operands: legal.before(more(operands)),
+        after=after_of(legal.after),
+        usual=usual,
+    )
 
 
 # A target of None stands for an unknown GPU: only what no GPU can do is refused.

@@ -13,7 +13,9 @@ What cuDNN's attention lacks is added around it:
 * a window is cuDNN's band where every query sees a key in it, and else part of the
   mask;
 * rows that a bias moves far from 0 get their gradient beside the kernel (see
-  ``far_rows``), unless the gradient is partial.
+  ``far_rows``), unless the gradient is partial;
+* several sequences of a row are cuDNN's packed ones, or else a mask (see
+  ``sdpa_packed``).
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +36,10 @@ from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.far_rows import take_far_rows
 from jax_cudnn.legalize.legalization import (
-    After,
     Legal,
     Legalization,
     Rule,
-    Usual,
+    given_more,
 )
 from jax_cudnn.legalize.sdpa_masks import (
     absorb_row_bias,
@@ -46,6 +47,12 @@ from jax_cudnn.legalize.sdpa_masks import (
     complete_bias,
     complete_lengths,
     hide_dead_rows,
+)
+from jax_cudnn.legalize.sdpa_packed import (
+    HEAD_MULTIPLE,
+    by_packing,
+    pack_tokens,
+    put_offsets,
 )
 from jax_cudnn.legalize.sdpa_padding import (
     STATS_COLUMNS,
@@ -61,12 +68,22 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a forward attention graph."""
-    return _by_window(graph, target, _forward)
+    return by_packing(
+        graph,
+        target,
+        rule=lambda graph, target: _by_window(graph, target, _forward),
+        ragged=_ragged_forward,
+    )
 
 
 def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a gradient graph, with other ways to dbias."""
-    return _by_window(graph, target, _backward)
+    return by_packing(
+        graph,
+        target,
+        rule=lambda graph, target: _by_window(graph, target, _backward),
+        ragged=_ragged_backward,
+    )
 
 
 def _forward(graph: Graph, target: Target | None) -> Legalization:
@@ -118,6 +135,31 @@ def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
         carry_grad_stats(editor)
     else:
         pad_head(editor, ("value", "output"))
+    return editor.finish()
+
+
+def _ragged_forward(graph: Graph) -> Legal:
+    editor = GraphEditor.by_role(graph)
+    pack_tokens(editor)
+    make_scale_positive(editor)
+    pad_head(editor, ("query", "key"))
+    pad_head(editor, ("value", "output"))
+    put_offsets(editor)
+    return editor.finish()
+
+
+def _ragged_backward(graph: Graph) -> Legal:
+    editor = GraphEditor.by_role(graph)
+    # As in `_edited_backward`; there is no bias.
+    editor.set_attributes(replace(attributes_of(editor), is_partial=False))
+    pack_tokens(editor)
+    make_scale_positive(editor)
+    pad_head(editor, ("query", "key"), multiple=HEAD_MULTIPLE)
+    if "grad_stats" in editor.tensors:
+        carry_grad_stats(editor, HEAD_MULTIPLE)
+    else:
+        pad_head(editor, ("value", "output"), multiple=HEAD_MULTIPLE)
+    put_offsets(editor)
     return editor.finish()
 
 
@@ -235,7 +277,7 @@ def _by_window(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
     folded = rule(masked, target)
     note = f"the window {list(window)} is part of the mask: cuDNN has no band for it"
     candidates = [
-        replace(_given_more(legal, with_mask), notes=(*legal.notes, note))
+        replace(given_more(legal, with_mask), notes=(*legal.notes, note))
         for legal in folded.candidates
     ]
     if _is_band(graph):
@@ -320,28 +362,6 @@ def _window_as_mask(
         return [given[each] for each in inputs]
 
     return masked, with_mask
-
-
-def _given_more(
-    legal: Legal, more: Callable[[Sequence[jax.Array]], list[jax.Array]]
-) -> Legal:
-    """Return a rewriting that makes some of its operands itself."""
-
-    def after_of(after: After) -> After:
-        return lambda operands, results: after(more(operands), results)
-
-    usual = legal.usual
-    if usual is not None:
-        holds = usual.holds
-        usual = Usual(
-            holds=lambda operands: holds(more(operands)), after=after_of(usual.after)
-        )
-    return replace(
-        legal,
-        before=lambda operands: legal.before(more(operands)),
-        after=after_of(legal.after),
-        usual=usual,
-    )
 
 
 # --- refusals -------------------------------------------------------------------------

@@ -21,14 +21,19 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 _HEAD_MULTIPLE = 8
 
 
-def pad_head(editor: GraphEditor, roles: tuple[str, ...], extra: int = 0) -> int:
+def pad_head(
+    editor: GraphEditor,
+    roles: tuple[str, ...],
+    extra: int = 0,
+    multiple: int = _HEAD_MULTIPLE,
+) -> int:
     """Pad the last axis of the roles, gradients included, by at least `extra`.
 
     Returns the old size. Zero columns add nothing to products and get no gradient
     that anyone reads.
     """
     size = editor.tensors[roles[0]].dims[3]
-    padded = rounded_up(size + extra, _HEAD_MULTIPLE)
+    padded = rounded_up(size + extra, multiple)
     if padded != size:
         _pad(editor, (*roles, *(f"grad_{role}" for role in roles)), 3, padded)
     return size
@@ -89,7 +94,7 @@ _ALONG_ROWS = (
 STATS_COLUMNS = 3
 
 
-def carry_grad_stats(editor: GraphEditor) -> None:
+def carry_grad_stats(editor: GraphEditor, multiple: int = _HEAD_MULTIPLE) -> None:
     """Pass the cotangent g of the log-sum-exp in three spare columns of the values.
 
     cuDNN computes dS = P (dO V^T - rowsum(O dO)); wanted is g added in the bracket.
@@ -99,7 +104,7 @@ def carry_grad_stats(editor: GraphEditor) -> None:
     of two moves from O to dO, so that f16 holds parts of any size.
     """
     stats = editor.drop("grad_stats")
-    size = pad_head(editor, ("value", "output"), STATS_COLUMNS)
+    size = pad_head(editor, ("value", "output"), STATS_COLUMNS, multiple)
     output, grad_output = (editor.tensors[r] for r in ("output", "grad_output"))
 
     def before(env: Env) -> None:

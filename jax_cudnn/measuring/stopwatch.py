@@ -50,20 +50,27 @@ def draw(
     device: Any,
     *,
     role: Role | None = None,
-    below: int = 0,
+    along: int = 0,
 ) -> jax.Array:
     """Return a random array for a tensor, of what its role may hold.
 
-    Counts reach to the end of their axis. Indices are `below` a size.
+    Counts reach to the end of their axis. Where a row has several, each has an equal
+    share of the axis. ``along`` is the size of this axis, or of that which indices are
+    for.
     """
     dtype = jax_dtype(tensor.dtype)
     with jax.default_device(device):
         key = jax.random.key(seed)
         shape = tensor.stored_shape
+        parts = max(math.prod(shape[1:]), 1)
         if role is not None and role.counts:
-            return jnp.full(shape, 2**30, dtype)  # cut to the axis
+            # One alone is cut to the axis.
+            return jnp.full(shape, along // parts if parts > 1 else 2**30, dtype)
+        if role is not None and role.starts_along:
+            starts = jnp.arange(parts, dtype=dtype) * (along // parts)
+            return jnp.broadcast_to(jnp.reshape(starts, (1, *shape[1:])), shape)
         if role is not None and role.indexes:
-            return jax.random.randint(key, shape, 0, max(below, 1), dtype)
+            return jax.random.randint(key, shape, 0, max(along, 1), dtype)
         if jnp.issubdtype(dtype, jnp.integer):
             return jax.random.randint(key, shape, -4, 5, jnp.int32).astype(dtype)
         if dtype == np.bool_:
@@ -79,23 +86,17 @@ def draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
     size = sum(_bytes(tensor) for tensor in tensors)
     count = min(_MOST_SETS, max(2, math.ceil(_ROTATED_BYTES / max(size, 1))))
     roles: dict[str, Role] = {}
-    below: dict[str, int] = {}
+    along: dict[str, int] = {}
     for node in graph.nodes:
         row = kind_named(node.kind).row
+        sizes = check_tensors(row, roles_in(graph, node), node.attributes)
         for name_of_role, name in node.inputs:
             role = roles[name] = row.roles[name_of_role]
-            if role.indexes:
-                sizes = check_tensors(row, roles_in(graph, node), node.attributes)
-                below[name] = sizes[role.indexes]
+            letters = role.counts or role.starts_along or role.indexes or ""
+            along[name] = math.prod(sizes[letter] for letter in letters)
     return [
         [
-            draw(
-                t,
-                100 * i + j,
-                device,
-                role=roles.get(t.name),
-                below=below.get(t.name, 0),
-            )
+            draw(t, 100 * i + j, device, role=roles.get(t.name), along=along[t.name])
             for j, t in enumerate(graph.input_tensors)
         ]
         for i in range(count)

@@ -26,6 +26,8 @@ class Operands(NamedTuple):
     mask: jax.Array | None
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
+    query_starts: jax.Array | None = None
+    key_starts: jax.Array | None = None
 
     @property
     def given(self) -> dict[str, jax.Array]:

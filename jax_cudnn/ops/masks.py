@@ -38,6 +38,8 @@ class Mask:
     """
 
     _arrays: ClassVar[tuple[str, ...]] = ()
+    # Whether it says where sequences begin that share a row (packing.py).
+    is_packing: ClassVar[bool] = False
 
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
@@ -62,17 +64,28 @@ class Mask:
         """Return the arguments of :func:`jax_cudnn.sdpa` that mean the same.
 
         This is the form in which the kernel gets the mask. `is_causal` and
-        `local_window_size` are a band, and lengths are padding; neither takes memory. A
-        `mask` or a `bias` is an array, which is read by the kernel.
+        `local_window_size` are a band, and lengths are padding; neither takes memory,
+        nor do packed sequences, which are given as `mask`. All else in a `mask`, and a
+        `bias`, is an array, which is read by the kernel.
         """
-        return _arguments([*self._parts()], query_length, key_length)
+        given = sorted_arguments(self, query_length, key_length)
+        if (packed := given.pop("packed", None)) is None:
+            return given
+        mask: Mask = packed
+        if given.pop("is_bottom_right", False):
+            bands = [p for p in self._parts() if isinstance(p, Causal | Window)]
+            mask = functools.reduce(operator.and_, bands, mask)
+            given = {k: x for k, x in given.items() if k not in _BAND}
+        if "mask" in given:
+            mask = mask & Where(given["mask"])
+        return {**given, "mask": mask}
 
     def _parts(self) -> "Iterator[Mask]":
         yield self
 
 
 @dataclass_transform(frozen_default=True)
-def _mask(cls: _Class) -> _Class:
+def mask_class(cls: _Class) -> _Class:
     """Make a class of masks a dataclass and a pytree."""
     made = dataclass(frozen=True, repr=False, eq=not cls._arrays)(cls)
     names = [field.name for field in dataclasses.fields(made)]  # type: ignore[arg-type]
@@ -90,7 +103,7 @@ def _shown(value: Any) -> str:
     return repr(value)
 
 
-@_mask
+@mask_class
 class Causal(Mask):
     """Query i sees keys up to its own position.
 
@@ -108,7 +121,7 @@ class Causal(Mask):
         _check_alignment(self)
 
 
-@_mask
+@mask_class
 class Window(Mask):
     """Query i sees keys i - left to i + right.
 
@@ -141,7 +154,7 @@ class Window(Mask):
         _check_alignment(self)
 
 
-@_mask
+@mask_class
 class Lengths(Mask):
     """Queries and keys at or past their batch entry's length are padding.
 
@@ -155,7 +168,7 @@ class Lengths(Mask):
     key: ArrayLike | None = None
 
 
-@_mask
+@mask_class
 class Segments(Mask):
     """A query sees the keys of its own segment: documents in one row, for example.
 
@@ -169,7 +182,7 @@ class Segments(Mask):
     key: ArrayLike | None = None
 
 
-@_mask
+@mask_class
 class Prefix(Mask):
     """Every query sees the first keys, and the others up to its own position.
 
@@ -181,7 +194,7 @@ class Prefix(Mask):
     length: ArrayLike
 
 
-@_mask
+@mask_class
 class Blocks(Mask):
     """A table says which blocks of keys a block of queries sees.
 
@@ -211,7 +224,7 @@ class Blocks(Mask):
         return self.size if isinstance(self.size, tuple) else (self.size, self.size)
 
 
-@_mask
+@mask_class
 class Where(Mask):
     """A query sees the keys where an array is True.
 
@@ -223,7 +236,7 @@ class Where(Mask):
     mask: ArrayLike
 
 
-@_mask
+@mask_class
 class Additive(Mask):
     """Numbers that are added to the scores; -inf hides a key.
 
@@ -235,7 +248,7 @@ class Additive(Mask):
     bias: ArrayLike
 
 
-@_mask
+@mask_class
 class Intersection(Mask):
     """What all of several masks allow; made by ``first & second``."""
 
@@ -261,21 +274,43 @@ def _check_alignment(mask: Any) -> None:
 # --- as arguments ---------------------------------------------------------------------
 
 
-def _arguments(parts: Sequence[Mask], s: int, t: int) -> dict[str, Any]:
-    """Return the arguments of `sdpa` that stand for all masks together."""
+_BAND = ("is_causal", "local_window_size")
+
+
+def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
+    """Return the arguments of `sdpa` that stand for a mask, and what has none.
+
+    That is `packed`, where the mask has packed sequences, and `is_bottom_right`, where
+    positions count from the ends of these.
+    """
+    parts = [*mask._parts()]
     given: dict[str, Any] = {}
+    packings = [part for part in parts if part.is_packing]
+    if len(packings) > 1:
+        raise ValueError(
+            "sdpa: two masks say which sequences a row holds. Pass one Packed; "
+            "Segments may be combined with it."
+        )
     lengths = _lengths(parts, s, t)
-    if not lengths:
-        # The caches are full.
+    if packings or not lengths:
+        # The caches are full, and sequences end with their last key.
         parts = [_with_full_caches(part) for part in parts]
     at_ends = _bounds(parts, "cache", 0)
-    if (band := _band(parts, s, t)) != (None, None):
+    most = (s, t)
+    if packings:
+        given["packed"] = packings[0]
+        if _is_from_ends(packings[0], parts):
+            given["is_bottom_right"] = True
+        most = (s + t, s + t)
+    if (band := _band(parts, *((0, 0) if packings else (s, t)))) != (None, None):
         left, right = band
         if right == 0:
             given["is_causal"] = True
         if (left, right) != (None, 0):
-            window = (s if left is None else left, t if right is None else right)
-            given["local_window_size"] = window
+            given["local_window_size"] = (
+                most[0] if left is None else left,
+                most[1] if right is None else right,
+            )
     given |= lengths
     conditions = [x for part in parts if (x := _condition(part, s, t)) is not None]
     if (at_end := _at_ends(at_ends, lengths, s, t)) is not None:
@@ -291,6 +326,29 @@ def _arguments(parts: Sequence[Mask], s: int, t: int) -> dict[str, Any]:
         wide = jnp.float64 if is_double else jnp.float32
         given["bias"] = functools.reduce(jnp.add, (x.astype(wide) for x in biases))
     return given
+
+
+def refuse_mask_data(op: str, mask: object) -> None:
+    """Raise TypeError for a mask of this module where arrays only are taken."""
+    if isinstance(mask, Mask):
+        raise TypeError(
+            f"{op}: mask is {type(mask).__name__}(...). Masks of jax_cudnn.masks are "
+            "for jax_cudnn.sdpa. Here, pass a bool array, or other arguments that "
+            "hide keys; packed sequences have none."
+        )
+
+
+def _is_from_ends(packed: Any, parts: Sequence[Mask]) -> bool:
+    """Whether positions count from the ends of packed sequences."""
+    found = {part.alignment for part in parts if isinstance(part, Causal | Window)}
+    if packed.has_same_sequences and not any(isinstance(x, Lengths) for x in parts):
+        return False  # There, both alignments mean the same.
+    if len(found) > 1:
+        raise ValueError(
+            "sdpa: causality and windows beside packed sequences have different "
+            "alignments. Give all of them one alignment."
+        )
+    return "bottom-right" in found
 
 
 def _band(parts: Sequence[Mask], s: int, t: int) -> tuple[int | None, int | None]:

@@ -27,7 +27,16 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.attend import Operands, attend, stored_order
-from jax_cudnn.ops.masks import Additive, Causal, Lengths, Mask, Window
+from jax_cudnn.ops.masks import (
+    Additive,
+    Causal,
+    Lengths,
+    Mask,
+    Window,
+    refuse_mask_data,
+    sorted_arguments,
+)
+from jax_cudnn.ops.packing import Packed, longest, packing
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.sinks import attend_with_sinks, check_sinks, with_sinks
 from jax_cudnn.reference.dtypes import dtype_name
@@ -123,6 +132,7 @@ def sdpa(
         None: nothing added.
       mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Or one of
         :mod:`jax_cudnn.masks`, which adds to the other arguments that hide keys.
+        With :class:`jax_cudnn.masks.Packed`, rows hold several sequences.
         Default None: every query sees every key.
       scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether query s sees keys 0 to s only. Default False.
@@ -180,6 +190,9 @@ def sdpa(
       lengths, or where a query sees no key in its window, the window is written into
       the mask instead, an array of s * t. So it is for cuDNN 9.14.0 beyond 1024 keys
       without `is_causal`, whose band is wrong (cudnn-frontend 1.28).
+
+      Packed sequences run in cuDNN one by one, on sm_90 and sm_100. Elsewhere, and
+      beside a bias or an array as a mask, they are part of the mask (docs/packed.md).
 
       f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for f32,
       which is slower than XLA, and no gradient. f64 runs with XLA. The gradient of an
@@ -243,11 +256,14 @@ def sdpa(
         hiding.mask,
         hiding.query_seq_lengths,
         hiding.key_value_seq_lengths,
+        packed=hiding.packed,
     )
     attributes = SdpaAttributes(
         scale=check_scale(scale, operands.query.shape[3], operands.query.dtype),
         is_causal=hiding.is_causal,
         window=check_window(hiding.local_window_size),
+        is_bottom_right=hiding.is_bottom_right,
+        longest=_longest(hiding.packed, operands),
     )
     sinks = check_sinks("sdpa", sinks, operands.query.shape[2])
     with_residual = check_flag("sdpa", "return_residual", return_residual)
@@ -265,6 +281,8 @@ class _Hiding(NamedTuple):
     query_seq_lengths: ArrayLike | None = None
     key_value_seq_lengths: ArrayLike | None = None
     local_window_size: int | tuple[int, int] | None = None
+    packed: Packed | None = None
+    is_bottom_right: bool = False
 
 
 def _combined(mask: Mask, beside: _Hiding, query: ArrayLike, key: ArrayLike) -> _Hiding:
@@ -278,7 +296,13 @@ def _combined(mask: Mask, beside: _Hiding, query: ArrayLike, key: ArrayLike) -> 
     if not all(x.ndim in (3, 4) for x in arrays):
         return _Hiding()  # They are refused next.
     combined = functools.reduce(operator.and_, parts, mask)
-    return _Hiding(**combined.arguments(*(x.shape[-3] for x in arrays)))
+    return _Hiding(**sorted_arguments(combined, *(x.shape[-3] for x in arrays)))
+
+
+def _longest(packed: Packed | None, operands: Operands) -> tuple[int, ...]:
+    if packed is None:
+        return ()
+    return longest(packed, operands.query.shape[1], operands.key.shape[1])
 
 
 def _attend(
@@ -391,6 +415,7 @@ def canonicalize(
     key_value_seq_lengths: ArrayLike | None,
     *,
     shares: int = 1,
+    packed: Packed | None = None,
 ) -> tuple[Operands, bool]:
     """Check the operands together and give each its batch axis and dtype.
 
@@ -409,22 +434,23 @@ def canonicalize(
     b, s, h, _ = q.shape
     t = k.shape[1] * shares
     scores = (b, h, s, t)
-    return (
-        Operands(
-            query=q,
-            key=k,
-            value=v,
-            bias=_check_bias(bias, scores, q.dtype),
-            mask=_check_mask(mask, scores),
-            query_lengths=_check_lengths(
-                "query_seq_lengths", query_seq_lengths, b, s * shares
-            ),
-            key_lengths=_check_lengths(
-                "key_value_seq_lengths", key_value_seq_lengths, b, t
-            ),
+    operands = Operands(
+        query=q,
+        key=k,
+        value=v,
+        bias=_check_bias(bias, scores, q.dtype),
+        mask=_check_mask(mask, scores),
+        query_lengths=_check_lengths(
+            "query_seq_lengths", query_seq_lengths, b, s * shares
         ),
-        has_batch,
+        key_lengths=_check_lengths(
+            "key_value_seq_lengths", key_value_seq_lengths, b, t
+        ),
     )
+    if packed is not None:
+        of_rows = (operands.query_lengths, operands.key_lengths)
+        operands = operands._replace(**packing(packed, (b, s, t), of_rows))
+    return operands, has_batch
 
 
 def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
@@ -504,6 +530,7 @@ def _check_bias(
 def _check_mask(mask: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | None:
     if mask is None:
         return None
+    refuse_mask_data("sdpa", mask)
     array = as_operand("sdpa", "mask", mask)
     if array.dtype != jnp.bool_:
         raise TypeError(

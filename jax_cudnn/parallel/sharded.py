@@ -27,6 +27,7 @@ from jax_cudnn.ops.arguments import (
     options,
 )
 from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.masks import refuse_mask_data
 from jax_cudnn.ops.sdpa import check_scale, check_window
 from jax_cudnn.parallel import attention
 from jax_cudnn.parallel.attention import Method, check_method
@@ -178,6 +179,7 @@ def sharded_sdpa(
     has_batch = arrays["query"].ndim == 4
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
+            refuse_mask_data(_OP, x)
             array = as_operand(_OP, name, x)
             if array.ndim < 4:
                 array = jnp.reshape(array, in_front(array.shape, 4))

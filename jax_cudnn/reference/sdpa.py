@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph.sdpa import SdpaAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.reference import sequences
 
 Operands = Mapping[str, jax.Array]
 
@@ -32,6 +33,7 @@ def forward(
     """Return output and log-sum-exp; a row that sees no key gives 0 and -inf."""
     assert isinstance(attributes, SdpaAttributes)
     del outputs  # XLA removes what is not used.
+    inputs = _read(attributes, inputs)
     softmax = _softmax(_logits(attributes, inputs))
     return {
         "output": _mix(softmax.probabilities, inputs["value"]),
@@ -64,6 +66,7 @@ def gradients(
     first_row: int | jax.Array = 0,
 ) -> dict[str, jax.Array]:
     """Return `backward`'s gradients for rows of the queries from `first_row` on."""
+    inputs = _read(attributes, inputs)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     grad_output = inputs["grad_output"]
     logits = _logits(attributes, inputs, first_row)
@@ -122,6 +125,13 @@ def combined(
     return output, jnp.where(is_empty, -jnp.inf, top + jnp.log(total))
 
 
+def _read(attributes: SdpaAttributes, inputs: Operands) -> Operands:
+    """Return the operands without what is padding beside several sequences of a row."""
+    if not sequences.is_packed(attributes, inputs):
+        return inputs
+    return sequences.without_padding(attributes, inputs)
+
+
 def _softmax(logits: jax.Array) -> _Softmax:
     # An all-masked row has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
@@ -169,16 +179,18 @@ def _visible(
     rows = first_row + jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
     columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
     conditions: list[jax.Array] = []
-    if attributes.is_causal:
-        conditions.append(columns <= rows)
-    if attributes.window:
-        # Cut to what int32 holds beside any row.
-        left, right = (max(-(2**30), min(x, 2**30)) for x in attributes.window)
-        conditions += [rows <= columns + left, rows >= columns - right]
-    if "query_lengths" in inputs:
-        conditions.append(rows < inputs["query_lengths"])
-    if "key_lengths" in inputs:
-        conditions.append(columns < inputs["key_lengths"])
+    if sequences.is_packed(attributes, inputs):
+        conditions.append(sequences.visible(attributes, inputs, shape, first_row))
+    else:
+        if attributes.is_causal:
+            conditions.append(columns <= rows)
+        if attributes.window:
+            left, right = sequences.cut_window(attributes.window)
+            conditions += [rows <= columns + left, rows >= columns - right]
+        if "query_lengths" in inputs:
+            conditions.append(rows < inputs["query_lengths"])
+        if "key_lengths" in inputs:
+            conditions.append(columns < inputs["key_lengths"])
     if "mask" in inputs:
         conditions.append(inputs["mask"])
     if not conditions:
