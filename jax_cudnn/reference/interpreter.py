@@ -31,6 +31,8 @@ RULES: dict[str, Rule] = {
     "reduction": pointwise.reduction,
     "sdpa": sdpa.forward,
     "sdpa_backward": sdpa.backward,
+    "sdpa_dropout": sdpa.forward,
+    "sdpa_dropout_backward": sdpa.backward,
 }
 
 
