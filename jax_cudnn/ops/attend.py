@@ -26,6 +26,8 @@ class Operands(NamedTuple):
     mask: jax.Array | None
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
+    dropout_seed: jax.Array | None = None
+    dropout_offset: jax.Array | None = None
 
     @property
     def given(self) -> dict[str, jax.Array]:
