@@ -18,6 +18,8 @@ __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 RULES: dict[str, Rule] = {
     "sdpa": sdpa.legalize_forward,
     "sdpa_backward": sdpa.legalize_backward,
+    "sdpa_dropout": sdpa.legalize_forward,
+    "sdpa_dropout_backward": sdpa.legalize_backward,
 }
 
 

@@ -65,7 +65,8 @@ def kept(
     first = (4 * (rows // 8 % 2) + rows % 2).reshape(1, 1, -1, 1, 1, 1)
     bits = first + 2 * jnp.arange(2, dtype=jnp.int32).reshape(1, 1, 1, 1, 2, 1)
     is_kept = (answers[:, :, :, :, None, :] >> bits.astype(jnp.uint32)) & np.uint32(1)
-    return jnp.reshape(is_kept, (*answers.shape[:3], -1))[..., :t] != 0
+    shape = (*answers.shape[:3], 16 * column_tiles)
+    return jnp.reshape(is_kept, shape)[..., :t] != 0
 
 
 def _answers(
