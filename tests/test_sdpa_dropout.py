@@ -22,6 +22,8 @@ from jax_cudnn.reference.dropout import kept, numbered, philox
 from tests.conftest import Draw
 from tests.dropout import dropped_attention, numpy_kept, numpy_numbers
 
+pytestmark = pytest.mark.usefixtures("x64")
+
 _SIZES = {"b": 2, "s": 37, "t": 53, "h": 6, "k": 3, "d": 5, "e": 4}
 _KEY = jax.random.key(11)
 _RATE = 0.3
@@ -53,7 +55,7 @@ def _weights(key: jax.Array, *, rate: float = _RATE, **sizes: int) -> np.ndarray
 
 def _kept_by(key: jax.Array, b: int, h: int, s: int, t: int) -> np.ndarray:
     """Return NumPy's answer to the same question."""
-    words = np.asarray(jax.random.bits(key, (2,))).view(np.int32)
+    words = np.asarray(jax.random.bits(key, (2,), jnp.uint32)).view(np.int32)
     first = int(words[1]) & (2**30 - 4)
     offsets = first + 32 * np.arange(b * h).reshape(b, h)
     return numpy_kept(round(_RATE * 2**16) / 2**16, int(words[0]), offsets, s, t)
@@ -290,7 +292,7 @@ def test_examples_of_a_vmap_have_the_mask_of_their_key(
 def test_a_part_of_batch_and_heads_drops_what_it_drops_in_the_whole() -> None:
     mask = _weights(_KEY)
     b, h = _SIZES["b"], _SIZES["h"]
-    words = jnp.asarray(jax.random.bits(_KEY, (2,))).view(jnp.int32)
+    words = jnp.asarray(jax.random.bits(_KEY, (2,), jnp.uint32)).view(jnp.int32)
     offset = numbered(words[1] & jnp.int32(2**30 - 4), b, h)
     rate = round(_RATE * 2**16) / 2**16
     part = kept(rate, jnp.reshape(words[0], (1, 1, 1, 1)), offset[1:, 2:4], (_S, _T))

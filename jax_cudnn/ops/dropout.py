@@ -90,7 +90,7 @@ def _seed_and_offsets(
             f"{op}: dropout takes at most {_MOST_HEADS} heads in all, but there are "
             f"{b} batch entries of {h} heads. Divide the batch."
         )
-    words = jax.lax.bitcast_convert_type(jax.random.bits(key, (2,)), jnp.int32)
+    words = jax.lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
     seed, first = words[0], words[1]
     # From 0 to 2^30, in steps of 4: a counter serves four lanes.
     first = first & np.int32(2**30 - 4)
