@@ -50,9 +50,9 @@ def dropped_attention(
 ) -> dict[str, np.ndarray]:
     """Return the results and gradients of attention, dense and in float64.
 
-    Operands (b, s, h, d) by argument, with ``grad_output``; ``factors`` (b, h, s, t) are
-    what weights are multiplied by after the softmax, and ``sees`` says which keys a
-    query sees: each at least one.
+    Operands (b, s, h, d) by argument, with ``grad_output``; weights are multiplied by
+    ``factors`` (b, h, s, t) after the softmax, and ``sees`` says which keys a query
+    sees: each at least one.
     """
     query, key, value, pull = (
         np.swapaxes(np.asarray(given[name], np.float64), 1, 2)

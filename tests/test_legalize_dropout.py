@@ -114,10 +114,14 @@ def _backward(graph: Graph, operands: list[jax.Array], outputs: Any) -> tuple[An
     return backward.graph, [source[kind][i] for kind, i in backward.operands]
 
 
-def _assert_close(graph: Graph, got: Any, want: Any) -> None:
-    # A kernel that draws for itself divides by 1 - rate - 2^-16: 2e-5 more.
+def _assert_close(graph: Graph, legal: Legal, got: Any, want: Any) -> None:
     for name, x, y in zip(graph.outputs, got, want, strict=True):
-        np.testing.assert_allclose(x, y, rtol=5e-5, atol=5e-5, err_msg=name)
+        atol = 2e-5
+        if "dropout_seed" in _dropout_roles(legal):
+            # A kernel that draws for itself divides by 1 - rate - 2^-16. For a quarter
+            # that is 2e-5 of each term of a sum, of which some cancel.
+            atol = 5e-5 * max(1.0, float(np.abs(y[np.isfinite(y)]).max()))
+        np.testing.assert_allclose(x, y, rtol=5e-5, atol=atol, err_msg=name)
 
 
 def _dropout_roles(legal: Legal) -> set[str]:
@@ -152,9 +156,9 @@ def test_legal_graphs_with_dropout_keep_the_meaning(
     assert _dropout_roles(forward[-1]) == _dropout_roles(gradient[-1])
     assert _dropout_roles(forward[-1]) == {"dropout_mask"}
     for legal in forward:
-        _assert_close(graph, _run(legal, operands), outputs)
+        _assert_close(graph, legal, _run(legal, operands), outputs)
     for legal in gradient:
-        _assert_close(backward, _run(legal, more), want)
+        _assert_close(backward, legal, _run(legal, more), want)
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -168,7 +172,7 @@ def test_padded_rows_and_keys_do_not_move_what_is_dropped(
     outputs = evaluate(graph, operands)
     backward, more = _backward(graph, operands, outputs)
     for legal in legalize(backward, _KEPT_WHERE[way]).candidates:
-        _assert_close(backward, _run(legal, more), evaluate(backward, more))
+        _assert_close(backward, legal, _run(legal, more), evaluate(backward, more))
 
 
 @pytest.mark.usefixtures("_allow_f32")
@@ -179,7 +183,7 @@ def test_rows_far_from_zero_have_the_gradient_of_their_mask() -> None:
     outputs = evaluate(graph, list(operands.values()))
     backward, more = _backward(graph, list(operands.values()), outputs)
     for legal in legalize(backward, _COMPARED).candidates:
-        _assert_close(backward, _run(legal, more), evaluate(backward, more))
+        _assert_close(backward, legal, _run(legal, more), evaluate(backward, more))
 
 
 @pytest.mark.parametrize(

@@ -15,8 +15,9 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-import jax_cudnn
 from jax_cudnn import masks, sdpa
+from jax_cudnn.graph import SdpaAttributes
+from jax_cudnn.ops.attend import Operands
 from jax_cudnn.ops.dropout import with_dropout
 from jax_cudnn.reference.dropout import kept, numbered, philox
 from tests.conftest import Draw
@@ -173,7 +174,7 @@ _SEES: dict[str, tuple[dict[str, Any], np.ndarray]] = {
     "window": ({"local_window_size": (3, 5)}, np.abs(_COLUMNS - _ROWS - 1) <= 4),
     "lengths": (
         {"key_value_seq_lengths": jnp.asarray(_LENGTHS)},
-        _COLUMNS < _LENGTHS.reshape(2, 1, 1, 1),
+        _LENGTHS.reshape(2, 1, 1, 1) > _COLUMNS,
     ),
     "mask": ({"mask": (_ROWS + _COLUMNS) % 3 != 0}, (_ROWS + _COLUMNS) % 3 != 0),
     "masks": ({"mask": masks.Causal()}, _COLUMNS <= _ROWS),
@@ -215,9 +216,7 @@ def test_values_and_gradients_are_those_of_the_dense_formula(
     np.testing.assert_allclose(output, want["output"], rtol=1e-9, atol=1e-11)
     np.testing.assert_allclose(residual, want["residual"], rtol=1e-9, atol=1e-11)
     for name, got in zip(names, back((pull, jnp.zeros_like(residual))), strict=True):
-        np.testing.assert_allclose(
-            got, want[name], rtol=1e-8, atol=1e-10, err_msg=name
-        )
+        np.testing.assert_allclose(got, want[name], rtol=1e-8, atol=1e-10, err_msg=name)
 
 
 def test_forward_and_second_order_agree_with_differences(draw: Draw) -> None:
@@ -337,8 +336,8 @@ def test_a_traced_rate_is_refused(draw: Draw) -> None:
 
 
 def test_more_heads_than_there_are_offsets_are_refused() -> None:
+    shapes = [jax.ShapeDtypeStruct((2**20, 1, 64, 8), jnp.float32)] * 3
     with pytest.raises(ValueError, match="at most 33554432 heads in all, but there"):
-        shapes = [jax.ShapeDtypeStruct((2**20, 1, 64, 8), jnp.float32)] * 3
         jax.eval_shape(lambda *x: _call(_KEY, *x), *shapes)
 
 
@@ -351,5 +350,5 @@ def test_the_highest_rate_keeps_one_number() -> None:
 
 
 def _call_of(query: jax.Array) -> tuple[Any, Any]:
-    operands = jax_cudnn.ops.attend.Operands(query, query, query, *(None,) * 4)
-    return operands, jax_cudnn.graph.SdpaAttributes(scale=1.0, is_causal=False)
+    operands = Operands(query, query, query, *(None,) * 4)
+    return operands, SdpaAttributes(scale=1.0, is_causal=False)

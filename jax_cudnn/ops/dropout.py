@@ -75,8 +75,8 @@ def _check_key(op: str, key: ArrayLike | None, rate: float) -> jax.Array | None:
     if array.ndim != (0 if is_typed else 1):
         shape = list(array.shape if is_typed else array.shape[:-1])
         raise ValueError(
-            f"{op}: dropout_key has shape {shape}. It must be a single key. For one key "
-            "per example use jax.vmap over both."
+            f"{op}: dropout_key has shape {shape}. It must be a single key. For a key "
+            "of each example use jax.vmap over both."
         )
     return array if rate else None
 
@@ -90,7 +90,9 @@ def _seed_and_offsets(
             f"{op}: dropout takes at most {_MOST_HEADS} heads in all, but there are "
             f"{b} batch entries of {h} heads. Divide the batch."
         )
-    words = jax.lax.bitcast_convert_type(jax.random.bits(key, (2,), jnp.uint32), jnp.int32)
+    words = jax.lax.bitcast_convert_type(
+        jax.random.bits(key, (2,), jnp.uint32), jnp.int32
+    )
     seed, first = words[0], words[1]
     # From 0 to 2^30, in steps of 4: a counter serves four lanes.
     first = first & np.int32(2**30 - 4)

@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of attention's probabilities does dropout keep? A function of seed and position.
+"""Which probabilities of attention does dropout keep? Seed and position say so.
 
 The numbers are those of cuDNN's kernels, bit by bit (9.19 on an H200: forward, gradient
 and their dump of the mask; all sizes, head sizes and dtypes that were tried). For query
 r and key c of a batch entry and head with offset o, a multiple of 4,
 
-    words = Philox4x32(counter = (o / 4 + c % 8, 0, tile, 0), key = (seed, sign), rounds = 7)
+    words = Philox4x32(counter = (o / 4 + c % 8, 0, tile, 0), key = (seed, sign))
     tile = (c // 16) * ceil(s / 16) + r // 16
 
-where sign is that of the seed, 0 or 2^32 - 1, and 0 for the counter's second word is
-that of the offset. The position's number is one half, 16 bits, of one word: word 2 *
-(r // 8 % 2) + c // 8 % 2, the lower half where r is even. A probability is kept where
-the number is below (1 - rate) 2^16.
+with 7 rounds, where sign is that of the seed, 0 or 2^32 - 1. The position's number is
+one half, 16 bits, of one word: of word 2 * (r // 8 % 2) + c // 8 % 2 the lower half
+where r is even, and else the upper one. A probability is kept where the number is below
+(1 - rate) 2^16.
 
 r // 2 % 4 does not appear: four queries of each eight, those with even numbers and
 those with odd ones, drop the same keys. Philox is by Salmon et al., "Parallel random
@@ -59,14 +59,15 @@ def kept(
     s, t = shape
     row_tiles, column_tiles = -(-s // 16), -(-t // 16)
     answers = _answers(rate, seed, offset, (row_tiles, column_tiles))
-    rows = jnp.arange(s, dtype=jnp.int32) if rows is None else rows
+    if rows is None:
+        rows = jnp.arange(s, dtype=jnp.int32)
     answers = jnp.take(answers, rows // 16, axis=2, mode="clip")
+    b, h, count = answers.shape[:3]
     # (b, h, s, column tile, half of the tile, column of the half)
     first = (4 * (rows // 8 % 2) + rows % 2).reshape(1, 1, -1, 1, 1, 1)
     bits = first + 2 * jnp.arange(2, dtype=jnp.int32).reshape(1, 1, 1, 1, 2, 1)
     is_kept = (answers[:, :, :, :, None, :] >> bits.astype(jnp.uint32)) & np.uint32(1)
-    shape = (*answers.shape[:3], 16 * column_tiles)
-    return jnp.reshape(is_kept, shape)[..., :t] != 0
+    return jnp.reshape(is_kept, (b, h, count, 16 * column_tiles))[..., :t] != 0
 
 
 def _answers(
@@ -95,8 +96,8 @@ def _answers(
         for j, number in enumerate(halves):
             is_kept = (number < least).astype(jnp.uint32)
             packed = packed | (is_kept << np.uint32(2 * i + j))
-    shape = (b, h, row_tiles, column_tiles, 8)
-    return jax.lax.optimization_barrier(jnp.broadcast_to(packed, shape))
+    packed = jnp.broadcast_to(packed, (b, h, row_tiles, column_tiles, 8))
+    return jax.lax.optimization_barrier(packed)
 
 
 def _bits(x: jax.Array) -> jax.Array:

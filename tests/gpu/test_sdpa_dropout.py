@@ -89,7 +89,7 @@ _CASES = {
 }
 
 
-@pytest.mark.parametrize("rate", (0.2, 0.97))
+@pytest.mark.parametrize("rate", [0.2, 0.97])
 @pytest.mark.parametrize("name", _CASES)
 def test_results_and_gradients_match_float64(name, rate):
     b, s, t, h, k, d = 2, 129, 131, 4, 2, 64
@@ -164,9 +164,7 @@ def test_it_repeats_and_examples_have_the_mask_of_their_key():
     keys = jax.random.split(_KEY, 3)
 
     def call(q, k, v, key):
-        return sdpa(
-            q, k, v, dropout_rate=0.3, dropout_key=key, implementation="cudnn"
-        )
+        return sdpa(q, k, v, dropout_rate=0.3, dropout_key=key, implementation="cudnn")
 
     one = jax.jit(call)
     want = [one(q[i], k[i], v[i], keys[i]) for i in range(3)]
@@ -193,9 +191,7 @@ def test_a_kernel_that_draws_needs_no_array_of_scores():
     shape = jax.ShapeDtypeStruct((1, 8192, 8, 64), jnp.bfloat16)
 
     def call(q, k, v):
-        return sdpa(
-            q, k, v, dropout_rate=0.1, dropout_key=_KEY, implementation="cudnn"
-        )
+        return sdpa(q, k, v, dropout_rate=0.1, dropout_key=_KEY, implementation="cudnn")
 
     device = jax.devices()[0]
     compiled = jax.jit(call).lower(shape, shape, shape).compile()
