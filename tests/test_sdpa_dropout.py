@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import export
 from jax.test_util import check_grads
 
 from jax_cudnn import masks, sdpa
@@ -302,6 +303,15 @@ def test_operands_of_rank_three_are_one_batch_entry(draw: Draw) -> None:
     operands = [x[:1] for x in _operands(draw)]
     want = _call(_KEY, *operands)[0]
     np.testing.assert_array_equal(_call(_KEY, *(x[0] for x in operands)), want)
+
+
+@pytest.mark.parametrize("shape", ["b, 37, 6, 5", "2, s, 6, 5", "b, s, 6, 5"])
+def test_symbolic_dimensions_drop_what_numbers_drop(draw: Draw, shape: str) -> None:
+    x = draw("bshd", jnp.float64, **_SIZES)
+    call = jax.jit(lambda x: _call(_KEY, x, x, x))
+    symbolic = jax.ShapeDtypeStruct(export.symbolic_shape(shape), x.dtype)
+    exported = export.export(call)(symbolic)
+    np.testing.assert_allclose(exported.call(x), call(x), rtol=1e-12)
 
 
 # --- messages -------------------------------------------------------------------------

@@ -85,7 +85,8 @@ def _seed_and_offsets(
     op: str, key: jax.Array, b: int, h: int
 ) -> tuple[jax.Array, jax.Array]:
     """Return the seed (1, 1, 1, 1) and offsets (b, h, 1, 1) of a call, both i32."""
-    if b * h > _MOST_HEADS:
+    # A symbolic dimension does not compare; it has no plan of cuDNN's either.
+    if isinstance(b * h, int) and b * h > _MOST_HEADS:
         raise ValueError(
             f"{op}: dropout takes at most {_MOST_HEADS} heads in all, but there are "
             f"{b} batch entries of {h} heads. Divide the batch."

@@ -64,7 +64,7 @@ def kept(
     answers = jnp.take(answers, rows // 16, axis=2, mode="clip")
     b, h, count = answers.shape[:3]
     # (b, h, s, column tile, half of the tile, column of the half)
-    first = (4 * (rows // 8 % 2) + rows % 2).reshape(1, 1, -1, 1, 1, 1)
+    first = (4 * (rows // 8 % 2) + rows % 2)[None, None, :, None, None, None]
     bits = first + 2 * jnp.arange(2, dtype=jnp.int32).reshape(1, 1, 1, 1, 2, 1)
     is_kept = (answers[:, :, :, :, None, :] >> bits.astype(jnp.uint32)) & np.uint32(1)
     return jnp.reshape(is_kept, (b, h, count, 16 * column_tiles))[..., :t] != 0
@@ -80,10 +80,10 @@ def _answers(
     """
     b, h = offset.shape[:2]
     row_tiles, column_tiles = tiles
-    columns = jnp.arange(column_tiles, dtype=jnp.uint32).reshape(1, 1, 1, -1, 1)
-    tile = columns * np.uint32(row_tiles) + jnp.arange(
-        row_tiles, dtype=jnp.uint32
-    ).reshape(1, 1, -1, 1, 1)
+    count = jnp.asarray(row_tiles, jnp.uint32)  # which may be symbolic
+    columns = jnp.arange(column_tiles, dtype=jnp.uint32)[None, None, None, :, None]
+    rows = jnp.arange(row_tiles, dtype=jnp.uint32)[None, None, :, None, None]
+    tile = columns * count + rows
     step = jnp.arange(8, dtype=jnp.uint32).reshape(1, 1, 1, 1, 8)
     counter = _bits(offset >> 2)[..., None] + step
     sign = _bits(seed >> 31)[..., None]
