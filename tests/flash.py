@@ -16,6 +16,7 @@ import numpy as np
 
 from jax_cudnn.graph import Graph
 from tests.attention import by_role
+from tests.dropout import numpy_numbers
 
 _LOG2E, _LN2 = np.float32(np.log2(np.e)), np.float32(np.log(2))
 
@@ -29,7 +30,7 @@ def flash(graph: Graph, operands: Sequence[Any]) -> tuple[jax.Array, ...]:
     with np.errstate(all="ignore"):
         scores, is_inside = _scores(node.attributes, given)
         if node.kind == "sdpa":
-            found = _forward(given, scores, is_inside)
+            found = _forward(node.attributes, given, scores, is_inside)
         else:
             found = _backward(node.attributes, given, scores, is_inside)
             if given["key"].shape[2] % 128 == 64 and "grad_bias" not in graph.outputs:
@@ -79,13 +80,29 @@ def _scores(attributes: Any, given: dict[str, Any]) -> tuple[np.ndarray, np.ndar
     return scores, np.broadcast_to(is_inside, (*scores.shape[:3], 1))
 
 
+def _keep(attributes: Any, given: dict[str, Any]) -> np.ndarray:
+    """Return what probabilities are multiplied by after the softmax, (b, h, s, t)."""
+    if "dropout_mask" in given:
+        return _wide(given["dropout_mask"]) * np.float32(1 / (1 - attributes.dropout))
+    (b, h, s, _), t = given["query"].shape, given["key"].shape[2]
+    if "dropout_seed" not in given:
+        return np.ones((b, h, s, t), np.float32)
+    # The kernel is told of one number more, and does not drop that one.
+    rate = attributes.dropout + 2.0**-16
+    seed, offset = (int(given[f"dropout_{x}"].item()) for x in ("seed", "offset"))
+    numbers = [numpy_numbers(seed, offset + 32 * i, s, t) for i in range(b * h)]
+    is_kept = np.reshape(numbers, (b, h, s, t)) <= (1 - rate) * 2**16
+    return is_kept.astype(np.float32) * np.float32(1 / (1 - rate))
+
+
 def _forward(
-    given: dict[str, Any], scores: np.ndarray, is_inside: np.ndarray
+    attributes: Any, given: dict[str, Any], scores: np.ndarray, is_inside: np.ndarray
 ) -> dict[str, np.ndarray]:
     top = scores.max(-1, keepdims=True)
     weights = np.exp2(scores - np.where(top == -np.inf, np.float32(0), top))
     total = weights.sum(-1, keepdims=True)
-    mixed = _rounded(weights, given) @ _per_query_head(given, "value")
+    kept = weights * _keep(attributes, given)
+    mixed = _rounded(kept, given) @ _per_query_head(given, "value")
     output = np.where(total == 0, np.float32(0), mixed / total)
     stats = (top + np.log2(total)) * _LN2
     return {
@@ -103,7 +120,8 @@ def _backward(
     weights = np.exp2(scores - _wide(given["stats"]) * _LOG2E)
     weights = np.where(is_seen, weights, np.float32(0))
     delta = (_wide(given["output"]) * grad_output).sum(-1, keepdims=True)
-    slopes = weights * (grad_output @ np.swapaxes(value, 2, 3) - delta)
+    keep = _keep(attributes, given)
+    slopes = weights * (keep * (grad_output @ np.swapaxes(value, 2, 3)) - delta)
     slopes = np.where(is_seen, slopes, np.float32(0))
     grad_output = np.where(is_inside, grad_output, np.float32(0))
     rounded, scale = _rounded(slopes, given), np.float32(attributes.scale)
@@ -111,7 +129,7 @@ def _backward(
         "grad_query": np.where(is_inside, scale * (rounded @ key), np.nan),
         "grad_key": scale * _sum_heads(given, np.swapaxes(rounded, 2, 3) @ query),
         "grad_value": _sum_heads(
-            given, np.swapaxes(_rounded(weights, given), 2, 3) @ grad_output
+            given, np.swapaxes(_rounded(weights * keep, given), 2, 3) @ grad_output
         ),
     }
     if "bias" in given:

@@ -415,10 +415,9 @@ def test_precision_reaches_the_products_that_flax_makes():
 # --- what only Flax computes ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("broadcast_dropout", [True, False])
-def test_active_dropout_drops_the_weights_that_flax_drops(messages, broadcast_dropout):
+def test_dropout_that_heads_share_drops_the_weights_that_flax_drops(messages):
     variables, x = linen_variables(), normal(4, B, S, F)
-    options = {"dropout_rate": 0.4, "broadcast_dropout": broadcast_dropout}
+    options = {"dropout_rate": 0.4}
     call = {"deterministic": False, "rngs": {"dropout": jax.random.key(9)}}
     ours, flax = (
         linen_layer(fn, **options).apply(variables, x, **call)
@@ -434,19 +433,42 @@ def test_active_dropout_drops_the_weights_that_flax_drops(messages, broadcast_dr
     assert_trees_close(ours, flax)
     (message,) = messages()
     assert message == (
-        "attention_fn: Flax's own attention runs: dropout of attention weights is "
-        "active (dropout_rate=0.4, deterministic=False)"
+        "attention_fn: Flax's own attention runs: dropout of the same attention "
+        "weights in all batch entries and heads is active (dropout_rate=0.4, "
+        "broadcast_dropout=True, deterministic=False)"
     )
 
 
 def test_dropout_with_grouped_heads_drops_the_weights_that_nnx_drops():
     x, options = normal(4, B, S, F), {"num_kv_heads": 2, "dropout_rate": 0.4}
-    options["broadcast_dropout"] = False
     ours, flax = (
         nnx_layer(fn, **options)(x, deterministic=False, rngs=nnx.Rngs(9))
         for fn in (attention_fn, None)
     )
     assert_trees_close(ours, flax)
+
+
+def test_dropout_that_differs_between_heads_runs_sdpa(messages):
+    q, k, v = operands(2, 3, k=2)
+    key = jax.random.key(9)
+    fn = make_attention_fn(implementation="cudnn")
+    options = {"dropout_rate": 0.4, "dropout_rng": key, "broadcast_dropout": False}
+    got = fn(q, k, v, is_causal=True, **options)
+    flat = [x.reshape(6, *x.shape[2:]) for x in (q, k, v)]
+    want = jax_cudnn.sdpa(*flat, is_causal=True, dropout_rate=0.4, dropout_key=key)
+    assert_trees_close(got, want.reshape(got.shape))
+    assert (got != fn(q, k, v, is_causal=True)).any()
+    assert_trees_close(fn(q, k, v, deterministic=True, **options), fn(q, k, v), atol=0)
+    x = normal(4, B, S, F)
+    layer = nnx_layer(fn, dropout_rate=0.4, broadcast_dropout=False)
+    first, again = (layer(x, deterministic=False, rngs=nnx.Rngs(9)) for _ in range(2))
+    assert_trees_close(first, again, atol=0)
+    assert messages() == []
+
+
+def test_dropout_without_a_key_is_refused():
+    with pytest.raises(ValueError, match=r"dropout_rate is 0\.4 but dropout_rng is"):
+        attention_fn(*operands(B), dropout_rate=0.4, broadcast_dropout=False)
 
 
 def test_dropout_that_is_not_in_effect_runs_sdpa(messages):
@@ -506,7 +528,7 @@ def test_linen_einsum_classes_are_used(messages):
     [
         (
             {"dropout_rate": 0.25, "dropout_rng": jax.random.key(0)},
-            r"active \(dropout_rate=0.25, deterministic=False\)",
+            r"active \(dropout_rate=0.25, broadcast_dropout=True, deter",
         ),
         ({"module": object()}, "the attention weights are asked for"),
         ({"einsum_dot_general": jax.lax.dot_general}, "einsum_dot_general replaces"),

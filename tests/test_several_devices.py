@@ -62,6 +62,11 @@ def _packed(q: Any, k: Any, v: Any) -> jax.Array:
     return jax_cudnn.sdpa(q, k, v, mask=mask, is_causal=True)
 
 
+def _dropped(q: Any, k: Any, v: Any) -> jax.Array:
+    key = jax.random.key(5)
+    return jax_cudnn.sdpa(q, k, v, dropout_rate=0.3, dropout_key=key)
+
+
 def _biased(q: Any, k: Any, v: Any, bias: Any) -> jax.Array:
     return jax_cudnn.sdpa(q, k, v, bias)
 
@@ -94,6 +99,7 @@ _SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
     _experts: ((4, 10, 16), (4, 16, 12), (4, 1, 12)),
     _sdpa: ((8, 10, 16, 4), (8, 12, 8, 4), (8, 12, 8, 6)),
     _packed: ((8, 10, 16, 4), (8, 13, 8, 4), (8, 13, 8, 6)),
+    _dropped: ((8, 10, 16, 4), (8, 12, 8, 4), (8, 12, 8, 6)),
     _biased: ((8, 10, 8, 4), (8, 12, 4, 4), (8, 12, 4, 6), (1, 8, 10, 12)),
     _conv: ((8, 6, 4, 16), (3, 3, 16, 24), (24,)),
     _grouped: ((8, 6, 4, 16), (3, 3, 4, 32)),
@@ -141,6 +147,10 @@ _CASES = [
     _Case(_packed, (("x",),) * 3),
     _Case(_packed, (("x", None, "y"),) * 3),
     _Case(_packed, ((("x", "y"),),) * 3),
+    # a part of the batch or of the heads drops what it drops in the whole
+    _Case(_dropped, (("x",),) * 3),
+    _Case(_dropped, (("x", None, "y"),) * 3),
+    _Case(_dropped, ((None, None, ("x", "y")),) * 3),
     _Case(_biased, (("x",),) * 3 + (_NONE,), "", "all-reduce"),
     _Case(_biased, (("x", None, "y"),) * 3 + ((None, "y"),), "", "all-reduce"),
     _Case(_conv, (("x",), _NONE, _NONE), "", "all-reduce"),

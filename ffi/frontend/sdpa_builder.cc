@@ -5,8 +5,10 @@
 
 #include <cstdint>
 #include <limits>
+#include <memory>
 #include <string>
 #include <string_view>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -58,6 +60,42 @@ Status SetBand(const NodeWriter& writer, SdpaAttributes& attributes) {
   return {};
 }
 
+// A number that travels with the plan.
+TensorPtr Scalar(double value) {
+  return std::make_shared<fe::graph::Tensor_attributes>(static_cast<float>(value));
+}
+
+// Which probabilities are dropped: those of a mask, or those that the kernel draws. It
+// draws 16 bits and keeps what is not above (1 - rate) 2^16, so one number more than
+// the rate says: it gets the rate with one number more to drop.
+template <typename SdpaAttributes>
+Status SetDropout(NodeWriter& writer, SdpaAttributes& attributes) {
+  constexpr double kStep = 1.0 / 65536;
+  const double rate = writer.node().Attribute<double>("dropout");
+  if (writer.Has("dropout_seed") != writer.Has("dropout_offset") ||
+      (writer.Has("dropout_seed") && writer.Has("dropout_mask"))) {
+    return Unimplemented(writer.node().kind +
+                         ": cuDNN takes dropout_seed and dropout_offset together, or "
+                         "dropout_mask; give one of these");
+  }
+  if (writer.Has("dropout_seed")) {
+    attributes.set_dropout(static_cast<float>(rate + kStep),
+                           writer.Input("dropout_seed"),
+                           writer.Input("dropout_offset"));
+  } else if (writer.Has("dropout_mask")) {
+    const TensorPtr mask = writer.Input("dropout_mask");
+    if constexpr (std::is_same_v<SdpaAttributes, fe::graph::SDPA_attributes>) {
+      attributes.set_dropout(mask, Scalar(1 / (1 - rate)));
+    } else {
+      attributes.set_dropout(mask, Scalar(1 / (1 - rate)), Scalar(1 - rate));
+    }
+  } else if (rate != 0) {
+    return Unimplemented(writer.node().kind + ": dropout " + std::to_string(rate) +
+                         " without a seed or a mask; give one of these");
+  }
+  return {};
+}
+
 // What forward and backward attributes have in common.
 template <typename SdpaAttributes>
 Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
@@ -73,6 +111,7 @@ Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
   attributes.set_name(node.kind);
   attributes.set_attn_scale(static_cast<float>(node.Attribute<double>("scale")));
   RETURN_IF_ERROR(SetBand(writer, attributes));
+  RETURN_IF_ERROR(SetDropout(writer, attributes));
   if (writer.Has("bias")) attributes.set_bias(writer.Input("bias"));
   if (writer.Has("query_lengths")) {
     attributes.set_padding_mask(true)

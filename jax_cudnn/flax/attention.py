@@ -2,7 +2,7 @@
 """`attention_fn` for Flax's multi-head attention layers, both nnx and linen.
 
 Translates Flax's conventions into one call of `sdpa`. What `sdpa` does not compute
-(attention dropout, sown weights, ...) goes to flax/delegate.py.
+(dropout that all heads share, sown weights, ...) goes to flax/delegate.py.
 """
 
 import math
@@ -102,10 +102,12 @@ class AttentionFn:
           mask: bool or numbers that broadcast to (..., h, s, t); a query sees the keys
             where the mask is not 0. Default None: all keys.
           broadcast_dropout: whether all batch entries and heads drop the same weights.
+            If they do, Flax computes the attention where dropout is in effect. Default
+            True, as in Flax.
           dropout_rng: the random key for dropout.
           dropout_rate: the share of weights that is dropped, unless `deterministic`.
-            If dropout is in effect, with a rate above 0, Flax computes the attention.
-            Default 0.
+            With `broadcast_dropout=False`, `sdpa` drops them: of the same key, others
+            than Flax would drop. Default 0.
           deterministic: whether dropout is off. Default False.
           dtype: what query, key and value are converted to. Default None: the dtype
             they promote to together.
@@ -131,9 +133,10 @@ class AttentionFn:
           (..., s, h, e), of the dtype that query, key and value were converted to.
 
         Raises:
-          ValueError: shapes that do not fit; a causal call with one query and several
-            keys; `input_positions`, which only a rotary embedding can use; an nnx
-            `module` together with one of linen's options.
+          ValueError: shapes that do not fit; a dropout rate outside of [0, 1), or above
+            0 without a key; a causal call with one query and several keys;
+            `input_positions`, which only a rotary embedding can use; an nnx `module`
+            together with one of linen's options.
           TypeError: dtypes that `jax_cudnn.sdpa` does not take.
           UnsupportedError: `implementation="cudnn"` and the call asks for something
             that only Flax computes, or (when compiled for a GPU) cuDNN has no plan.
@@ -171,6 +174,7 @@ class AttentionFn:
             qk_attn_weights_einsum=qk_attn_weights_einsum,
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
+        _check_dropout(request)
         return attend(q, k, v, request, self.implementation)
 
 
@@ -250,6 +254,8 @@ def _attend(
             scale=request.scale,
             is_causal=request.is_causal,
             sinks=request.sinks,
+            dropout_rate=request.dropout_rate,
+            dropout_key=request.dropout_rng if request.dropout_rate else None,
             implementation=implementation,
         )
     return jnp.reshape(output, (*batch, s, h, v.shape[-1]))
@@ -345,6 +351,15 @@ def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -
             "causal mask is aligned at the top left, so the query would see the first "
             "key only. In a decoding step leave is_causal False (also in "
             "make_attention_fn): the layer's mask over its cache does the work."
+        )
+
+
+def _check_dropout(request: Request) -> None:
+    if request.dropout_rate and request.dropout_rng is None:
+        raise ValueError(
+            f"attention_fn: dropout_rate is {request.dropout_rate} but dropout_rng is "
+            "None. Pass a random key (layers take it from their rngs), or "
+            "deterministic=True."
         )
 
 

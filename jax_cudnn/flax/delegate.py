@@ -58,10 +58,11 @@ class Request:
 def reasons_for_flax(request: Request, dtype: jnp.dtype) -> tuple[str, ...]:
     """Return why Flax must compute this attention; empty where `sdpa` can."""
     reasons: list[str] = []
-    if request.dropout_rate > 0:
+    if request.dropout_rate > 0 and request.broadcast_dropout:
         reasons.append(
-            f"dropout of attention weights is active (dropout_rate="
-            f"{request.dropout_rate}, deterministic=False)"
+            f"dropout of the same attention weights in all batch entries and heads is "
+            f"active (dropout_rate={request.dropout_rate}, broadcast_dropout=True, "
+            f"deterministic=False)"
         )
     if request.module is not None:
         reasons.append("the attention weights are asked for (sow_weights=True)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention nodes, `sdpa` and `sdpa_backward`.
+"""The attention nodes: `sdpa`, `sdpa_dropout` and the gradient of each.
 
 Their tensors are described in node_kinds.json. ``bias`` is added to the scaled scores;
 a ``mask`` is False where a key is hidden from a query; queries and keys at or past
@@ -13,6 +13,14 @@ the same sequence. Causality and windows count positions within it. What belongs
 sequence gives 0, log-sum-exp -inf and gradient 0, and is not read. In place of starts,
 cuDNN gets offsets: where in the array of a tensor each sequence begins, counted in
 elements, all rows one after another, and the number of elements at the end.
+
+With dropout, probabilities are dropped after the softmax, and ``stats`` is that without
+it. Which ones are dropped follows from a seed, and an offset for each batch entry and
+head: reference/dropout.py. In the kinds with dropout each batch entry and head is given
+its offset, so devices can share them out. Examples of a vmap do not fold into their
+batch: a kernel counts the offsets of its batch on from one number, and examples that
+share a key have equal ones. The plain kinds have what a kernel takes: this one number,
+or the mask that follows, 1 where a probability is kept.
 """
 
 from collections.abc import Mapping
@@ -42,6 +50,10 @@ class SdpaAttributes(Attributes):
     those that the queries see, and ``output`` and ``stats`` are those of all of them:
     with P = exp(S - stats) and delta = rowsum(output * grad_output), the gradients of
     all parts add up to that of the whole. Without it, both follow from the operands.
+
+    ``dropout`` is the share of probabilities that is dropped, a multiple of 2^-16, and
+    ``dropout_heads`` the number of query heads that offsets are counted over. A device
+    may have some of these heads only.
     """
 
     scale: float
@@ -50,6 +62,8 @@ class SdpaAttributes(Attributes):
     is_partial: bool = False
     is_bottom_right: bool = False
     longest: tuple[int, ...] = ()
+    dropout: float = 0
+    dropout_heads: int = 0
 
 
 def sdpa_graph(
@@ -63,10 +77,11 @@ def sdpa_graph(
 
     ``inputs`` maps roles to tensors of the same name, in operand order.
     """
+    kind = SDPA_DROPOUT if "dropout_seed" in inputs else SDPA
     roles = ("output", "stats") if with_stats else ("output",)
-    outputs = {role: result_like(SDPA.row, role, inputs, attributes) for role in roles}
+    outputs = {role: result_like(kind.row, role, inputs, attributes) for role in roles}
     outputs["output"] = replace(outputs["output"], order=output_order)
-    return single_node_graph("sdpa", inputs, outputs, attributes)
+    return single_node_graph(kind.name, inputs, outputs, attributes)
 
 
 def sdpa_backward_graph(
@@ -80,9 +95,10 @@ def sdpa_backward_graph(
     ``inputs`` maps roles to tensors of the same name, in operand order. A gradient is
     stored as its operand is.
     """
+    kind = SDPA_DROPOUT_BACKWARD if "dropout_seed" in inputs else SDPA_BACKWARD
     roles = ["query", "key", "value", *(["bias"] if with_bias_gradient else [])]
     outputs = {f"grad_{x}": replace(inputs[x], name=f"grad_{x}") for x in roles}
-    return single_node_graph("sdpa_backward", inputs, outputs, attributes)
+    return single_node_graph(kind.name, inputs, outputs, attributes)
 
 
 def _cancelled(roles: Roles) -> frozenset[str]:
@@ -112,6 +128,23 @@ SDPA_BACKWARD = register_kind(
         row=describe("sdpa_backward"),
         attributes=SdpaAttributes,
         gradient_of="sdpa",
+        cancelled=_cancelled,
+    )
+)
+
+SDPA_DROPOUT = register_kind(
+    NodeKind(
+        row=describe("sdpa_dropout"),
+        attributes=SdpaAttributes,
+        derivative=gradient_kernel("sdpa_dropout_backward"),
+    )
+)
+
+SDPA_DROPOUT_BACKWARD = register_kind(
+    NodeKind(
+        row=describe("sdpa_dropout_backward"),
+        attributes=SdpaAttributes,
+        gradient_of="sdpa_dropout",
         cancelled=_cancelled,
     )
 )

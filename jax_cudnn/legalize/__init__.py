@@ -20,6 +20,8 @@ RULES: dict[str, Rule] = {
     "sdpa_backward": sdpa.legalize_backward,
     "sdpa_cached": sdpa_cached.legalize,
     "sdpa_paged": sdpa_cached.legalize,
+    "sdpa_dropout": sdpa.legalize_forward,
+    "sdpa_dropout_backward": sdpa.legalize_backward,
 }
 
 

@@ -207,7 +207,9 @@ def _gradients(
         for role in ("grad_output", "grad_stats"):
             if role in part:
                 part[role] = jnp.where(is_read, part[role], 0)
-        found = sdpa.gradients(attributes, part, with_bias=with_bias, first_row=start)
+        found = sdpa.gradients(
+            attributes, part, with_bias=with_bias, first_row=start, row_count=s
+        )
         return {
             role: _add_rows(totals[role], found[role], start)
             if role in _ALONG_ROWS

@@ -12,6 +12,8 @@ What cuDNN's attention lacks is added around it:
   ``carry_grad_stats``);
 * a window is cuDNN's band where every query sees a key in it, and else part of the
   mask;
+* dropout's numbers, where a kernel would draw others, are given to it as a mask (see
+  ``sdpa_dropout``);
 * rows that a bias moves far from 0 get their gradient beside the kernel (see
   ``far_rows``), unless the gradient is partial;
 * several sequences of a row are cuDNN's packed ones, or else a mask (see
@@ -41,6 +43,7 @@ from jax_cudnn.legalize.legalization import (
     Rule,
     given_more,
 )
+from jax_cudnn.legalize.sdpa_dropout import Step, dropout_steps, plain_editor
 from jax_cudnn.legalize.sdpa_masks import (
     absorb_row_bias,
     attributes_of,
@@ -87,39 +90,48 @@ def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
 
 
 def _forward(graph: Graph, target: Target | None) -> Legalization:
-    editor = GraphEditor.by_role(graph)
-    if refusal := _refuse(editor, target):
+    first = plain_editor(graph)
+    if refusal := _refuse(first, target):
         return refusal
-    _edit_scores(editor, target)
-    pad_head(editor, ("query", "key"))
-    pad_head(editor, ("value", "output"))
-    legal = editor.finish()
-    if editor.tensors["query"].dtype == "f32":
-        legal = replace(legal, slower=_F32_IS_SLOW)
-    return Legalization(candidates=(legal,))
+
+    def edited(drop: Step) -> Legal:
+        editor = plain_editor(graph)
+        drop(editor)
+        _edit_scores(editor, target)
+        pad_head(editor, ("query", "key"))
+        pad_head(editor, ("value", "output"))
+        legal = editor.finish()
+        is_slow = editor.tensors["query"].dtype == "f32"
+        return replace(legal, slower=_F32_IS_SLOW) if is_slow else legal
+
+    return Legalization(candidates=tuple(map(edited, dropout_steps(first, target))))
 
 
 def _backward(graph: Graph, target: Target | None) -> Legalization:
-    editor = GraphEditor.by_role(graph)
-    if refusal := _refuse(editor, target):
+    first = plain_editor(graph)
+    if refusal := _refuse(first, target):
         return refusal
-    tensors = editor.tensors
+    tensors = first.tensors
     if "grad_bias" not in tensors:
-        ways = [editor]
+        ways = [plain_editor]
     elif tensors["bias"].dims[3] == 1:
-        is_partial = attributes_of(editor).is_partial
-        of_rows = (
+        is_partial = attributes_of(first).is_partial
+        ways = [
             _with_reference_bias_gradient if is_partial else _with_row_bias_gradient
-        )
-        ways = [of_rows(graph)]
+        ]
     else:
-        ways = [_with_reference_bias_gradient(graph)]
+        ways = [_with_reference_bias_gradient]
         if tensors["bias"].dtype == tensors["query"].dtype:
-            ways.insert(0, editor)
-    return Legalization(candidates=tuple(_edited_backward(way, target) for way in ways))
+            ways.insert(0, plain_editor)
+    candidates = [
+        _edited_backward(way(graph), target, drop)
+        for drop in dropout_steps(first, target)
+        for way in ways
+    ]
+    return Legalization(candidates=tuple(candidates))
 
 
-def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
+def _edited_backward(editor: GraphEditor, target: Target | None, drop: Step) -> Legal:
     attributes = attributes_of(editor)
     if attributes.is_partial:
         # A kernel reads output and log-sum-exp anyway. Rows far from 0 have no gradient
@@ -127,6 +139,7 @@ def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
         editor.set_attributes(replace(attributes, is_partial=False))
     else:
         take_far_rows(editor)
+    drop(editor)
     _edit_scores(editor, target)
     pad_key_count(editor)
     pad_single_query(editor)
@@ -175,7 +188,7 @@ def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
 
 def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
     """Have dbias computed by the reference, and the other gradients by cuDNN."""
-    editor = GraphEditor.by_role(graph)
+    editor = plain_editor(graph)
     index = editor.results.index("grad_bias")
     bias = editor.tensors["bias"]
     editor.notes.append(
@@ -197,7 +210,7 @@ def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
     cotangent of that, where there is one. cuDNN's sum over keys would be the rounding
     errors of terms that cancel.
     """
-    editor = GraphEditor.by_role(graph)
+    editor = plain_editor(graph)
     tensors = dict(editor.tensors)
 
     def compute(env: Env) -> jax.Array:

@@ -86,6 +86,8 @@ def _why_not_ragged(
     query = roles["query"]
     if found := [role for role in ("bias", "mask") if role in roles]:
         return f"beside a {found[0]} cuDNN takes no packed ones"
+    if "dropout_seed" in roles:
+        return "dropout is drawn by the positions of whole rows"
     if query.dtype not in _DTYPES:
         return f"query is {query.dtype}, and cuDNN packs bf16 and f16"
     if any(bound < 0 for bound in attributes.window):

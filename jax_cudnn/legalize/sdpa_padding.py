@@ -51,7 +51,7 @@ def pad_key_count(editor: GraphEditor) -> None:
         return
     t = editor.tensors["key"].dims[2]
     _pad(editor, ("key", "value", "grad_key", "grad_value"), 2, t + 64)
-    _pad(editor, ("bias", "grad_bias"), 3, t + 64)
+    _pad(editor, ("bias", "dropout_mask", "grad_bias"), 3, t + 64)
 
 
 def has_key_count_bug(editor: GraphEditor) -> bool:
@@ -78,6 +78,7 @@ def pad_single_query(editor: GraphEditor) -> None:
 _ALONG_ROWS = (
     "query",
     "bias",
+    "dropout_mask",
     "output",
     "stats",
     "grad_output",

@@ -28,6 +28,8 @@ class Operands(NamedTuple):
     key_lengths: jax.Array | None
     query_starts: jax.Array | None = None
     key_starts: jax.Array | None = None
+    dropout_seed: jax.Array | None = None
+    dropout_offset: jax.Array | None = None
 
     @property
     def given(self) -> dict[str, jax.Array]:

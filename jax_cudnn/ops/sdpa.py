@@ -27,6 +27,7 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.attend import Operands, attend, stored_order
+from jax_cudnn.ops.dropout import with_dropout
 from jax_cudnn.ops.masks import (
     Additive,
     Causal,
@@ -57,6 +58,8 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -77,6 +80,8 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -96,6 +101,8 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -148,6 +155,12 @@ def sdpa(
       sinks: (h,), a score for each query head of one more key, which every query sees
         and whose value is 0. It is not scaled; bf16, f16, f32 or f64. Differentiable.
         Default None: no such key. See the notes.
+      dropout_rate: the share of attention weights that is dropped, a Python number
+        from 0 to below 1; it is rounded to a multiple of 2^-16. Default 0: none, and
+        then the result is that of a call without it, bit by bit. See the notes.
+      dropout_key: a key of :func:`jax.random.key`, from which alone follows which
+        weights are dropped. Use another one for each call. Default None, which is for
+        a rate of 0.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
         cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
@@ -167,9 +180,12 @@ def sdpa(
 
     Raises:
       ValueError: shapes that do not fit, query heads that are not a multiple of the
-        key heads, an unknown `implementation`, a `scale` that is not finite.
+        key heads, an unknown `implementation`, a `scale` that is not finite, a
+        `dropout_rate` outside of [0, 1) or above 0 without a key, more than one key,
+        2^25 heads or more in all batch entries with dropout.
       TypeError: dtypes that are not supported or differ, a `mask` that is not bool, a
-        `scale` that is not a Python number.
+        `scale` or a `dropout_rate` that is not a Python number, a `dropout_key` that
+        is not one.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
         when the function is compiled for a GPU), or symbolic dimensions, which cuDNN
         has no plan for (raised at once); operands whose types have shardings that
@@ -222,6 +238,33 @@ def sdpa(
       the log-sum-exp with the sinks. Beside a bias it is that of the log-sum-exp
       without them, which takes longer, and has the limits above on sm_80 and sm_100.
 
+      With a `dropout_rate` of p, weights are dropped after the softmax, and those that
+      are kept are divided by 1 - p:
+
+      .. math::
+
+          O_{se} = \sum_t \frac{D_{st}}{1 - p} P_{st} V_{te}, \qquad
+          \Pr(D_{st} = 1) = 1 - p
+
+      The log-sum-exp is that without dropout. D is the same in each transformation of
+      a call, on each platform, and however its operands are sharded. It differs
+      between batch entries and heads. Within these, queries share it: of queries 8n to
+      8n + 7, those with even numbers drop the same keys, and so do those with odd ones.
+      This is how cuDNN's kernels draw it (9.19), and the reference draws it alike. A
+      weight's own probability is 1 - p all the same. Under :func:`jax.vmap` each
+      example has the D of its key. In a :func:`jax.shard_map` of your own, each device
+      would draw the same D for its part: fold :func:`jax.lax.axis_index` into the key.
+
+      cuDNN's kernels draw D themselves on sm_90 with cuDNN 9.19, where they were
+      compared bit by bit, in memory that does not grow with s * t; a forward and
+      backward pass took 1.5 times as long as without dropout, for bf16 (4, 2048, 16,
+      128) on an H200. With other versions and GPUs, for rates above 0.96, and where a
+      device has a part of the heads of several batch entries, XLA writes D for the
+      kernel, an array of the operands' dtype with b * h * s * t numbers, and the
+      backward kernel takes almost five times as long. Examples of a vmap do not fold
+      into the batch then: they run one by one with "cudnn", and else in XLA's code,
+      which keeps arrays of s * t.
+
       cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So it takes a
       bias below -2.3e38 for -inf if each head has its own bias, with full rows and
       columns. For other biases below -2.3e38 the log-sum-exp has three digits.
@@ -264,6 +307,9 @@ def sdpa(
         window=check_window(hiding.local_window_size),
         is_bottom_right=hiding.is_bottom_right,
         longest=_longest(hiding.packed, operands),
+    )
+    operands, attributes = with_dropout(
+        "sdpa", operands, attributes, dropout_rate, dropout_key
     )
     sinks = check_sinks("sdpa", sinks, operands.query.shape[2])
     with_residual = check_flag("sdpa", "return_residual", return_residual)

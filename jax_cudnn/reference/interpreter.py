@@ -33,6 +33,8 @@ RULES: dict[str, Rule] = {
     "sdpa_backward": sdpa.backward,
     "sdpa_cached": sdpa_cached.forward,
     "sdpa_paged": sdpa_cached.forward,
+    "sdpa_dropout": sdpa.forward,
+    "sdpa_dropout_backward": sdpa.backward,
 }
 
 

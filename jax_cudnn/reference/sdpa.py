@@ -3,6 +3,7 @@
 
 Scores, softmax and sums are kept in f32 (f64 for f64). The probabilities are rounded
 to the operands' dtype before they are multiplied by the values, as in flash kernels.
+With dropout, they are those that are kept, divided by the share that is kept.
 """
 
 import functools
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph.sdpa import SdpaAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.reference import sequences
+from jax_cudnn.reference.dropout import kept, numbered
 
 Operands = Mapping[str, jax.Array]
 
@@ -35,8 +37,9 @@ def forward(
     del outputs  # XLA removes what is not used.
     inputs = _read(attributes, inputs)
     softmax = _softmax(_logits(attributes, inputs))
+    dropped = _dropped(softmax.probabilities, attributes, _kept(attributes, inputs))
     return {
-        "output": _mix(softmax.probabilities, inputs["value"]),
+        "output": _mix(dropped, inputs["value"]),
         "stats": softmax.stats,
     }
 
@@ -47,7 +50,8 @@ def backward(
     """Return the gradients, with the probabilities P computed again from the logits S.
 
     dV = P^T dO and dS = P (dP - rowsum(P dP) + dstats) with dP = dO V^T, then
-    dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast.
+    dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast. With
+    dropout, P in dV and dP are what is kept of them, divided by the share that is kept.
 
     Kernels read the saved output and log-sum-exp; this function does not. A log-sum-exp
     far from 0 has no digits left for the number of keys, so exp(S - stats) would be too
@@ -64,13 +68,19 @@ def gradients(
     *,
     with_bias: bool,
     first_row: int | jax.Array = 0,
+    row_count: int | None = None,
 ) -> dict[str, jax.Array]:
-    """Return `backward`'s gradients for rows of the queries from `first_row` on."""
+    """Return `backward`'s gradients for rows of the queries from `first_row` on.
+
+    There are `row_count` of them in all; None for those that are given.
+    """
     inputs = _read(attributes, inputs)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     grad_output = inputs["grad_output"]
     logits = _logits(attributes, inputs, first_row)
+    is_kept = _kept(attributes, inputs, first_row, row_count)
     grad_probabilities = _grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
+    grad_probabilities = _dropped(grad_probabilities, attributes, is_kept)
     if attributes.is_partial:
         probabilities, _, is_dead = _part_of_softmax(logits, inputs["stats"])
         products = inputs["output"].astype(logits.dtype) * grad_output.astype(
@@ -85,7 +95,7 @@ def gradients(
     grad_logits = probabilities * (grad_probabilities - delta)
 
     rounded = grad_logits.astype(query.dtype)
-    weights = probabilities.astype(query.dtype)
+    weights = _dropped(probabilities, attributes, is_kept).astype(query.dtype)
     scale = jnp.asarray(attributes.scale, grad_logits.dtype)
     results = {
         "grad_query": scale * _grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
@@ -154,6 +164,39 @@ def _part_of_softmax(logits: jax.Array, stats: jax.Array) -> _Softmax:
     return _Softmax(
         probabilities=jnp.where(is_dead, 0, weights), stats=stats, is_dead=is_dead
     )
+
+
+def _kept(
+    attributes: SdpaAttributes,
+    inputs: Operands,
+    first_row: int | jax.Array = 0,
+    row_count: int | None = None,
+) -> jax.Array | None:
+    """Return, as bool (b, h, s, t), which probabilities are kept; None for all."""
+    if "dropout_mask" in inputs:
+        return inputs["dropout_mask"] != 0
+    if "dropout_seed" not in inputs:
+        return None
+    b, h, s, _ = inputs["query"].shape
+    offset = inputs["dropout_offset"]
+    if offset.shape[:2] != (b, h):
+        offset = numbered(offset, b, h)
+    return kept(
+        attributes.dropout,
+        inputs["dropout_seed"],
+        offset,
+        (s if row_count is None else row_count, inputs["key"].shape[2]),
+        first_row + jnp.arange(s, dtype=jnp.int32),
+    )
+
+
+def _dropped(
+    x: jax.Array, attributes: SdpaAttributes, is_kept: jax.Array | None
+) -> jax.Array:
+    if is_kept is None:
+        return x
+    scale = jnp.asarray(1 / (1 - attributes.dropout), x.dtype)
+    return jnp.where(is_kept, x * scale, 0)
 
 
 def _logits(
