@@ -9,6 +9,9 @@
 #include <utility>
 #include <vector>
 
+#include "frontend/score_mod_builder.h"
+#include "graph/score_mod.h"
+
 namespace jax_cudnn {
 namespace {
 
@@ -61,6 +64,13 @@ Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
                          "give both");
   }
   const NodeSpec& node = writer.node();
+  if (!node.Attribute<Steps>("score_mod").empty() &&
+      (node.Attribute<bool>("is_causal") || writer.Has("query_lengths") ||
+       !node.Attribute<std::vector<int64_t>>("window").empty())) {
+    return Unimplemented(node.kind +
+                         ": cuDNN's frontend takes no causality, window or lengths "
+                         "beside a score_mod; give them as steps or as a bias");
+  }
   attributes.set_name(node.kind);
   attributes.set_attn_scale(static_cast<float>(node.Attribute<double>("scale")));
   RETURN_IF_ERROR(SetBand(writer, attributes));
@@ -81,6 +91,7 @@ Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
 Status AddSdpa(NodeWriter& writer) {
   fe::graph::SDPA_attributes attributes;
   RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
+  if (const auto steps = ScoreMod::Of(writer)) attributes.set_score_mod(Forward(steps));
   attributes.set_generate_stats(writer.Has("stats"))
       .set_implementation(writer.variant() == 0
                               ? fe::AttentionImplementation_t::AUTO
@@ -96,6 +107,12 @@ Status AddSdpa(NodeWriter& writer) {
 Status AddSdpaBackward(NodeWriter& writer) {
   fe::graph::SDPA_backward_attributes attributes;
   RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
+  if (const auto steps = ScoreMod::Of(writer)) {
+    if (writer.node().Attribute<Steps>("score_mod_grad").empty()) {
+      return Unimplemented("sdpa_backward: a score_mod without score_mod_grad");
+    }
+    attributes.set_score_mod(Forward(steps)).set_score_mod_bprop(Backward(steps));
+  }
   attributes.set_deterministic_algorithm(writer.is_deterministic());
   if (writer.Has("grad_bias")) attributes.set_dbias(writer.NewOutput("grad_bias"));
   const auto [grad_query, grad_key, grad_value] = writer.graph().sdpa_backward(

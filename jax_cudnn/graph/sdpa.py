@@ -4,7 +4,7 @@
 Their tensors are described in node_kinds.json. ``bias`` is added to the scaled scores;
 a ``mask`` is False where a key is hidden from a query; queries and keys at or past
 ``query_lengths`` and ``key_lengths`` are hidden; ``stats`` is the log-sum-exp of the
-scores.
+scores. ``mod_a`` to ``mod_d`` are what ``score_mod`` reads beside the scores.
 """
 
 from collections.abc import Mapping
@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
 from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
+from jax_cudnn.graph.score_mod import Steps, check_score_mod
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
 
@@ -29,12 +30,18 @@ class SdpaAttributes(Attributes):
     those that the queries see, and ``output`` and ``stats`` are those of all of them:
     with P = exp(S - stats) and delta = rowsum(output * grad_output), the gradients of
     all parts add up to that of the whole. Without it, both follow from the operands.
+
+    ``score_mod`` are the steps of a function that the scaled scores go through before
+    the bias is added (see graph/score_mod.py); () is none. ``score_mod_grad`` are the
+    steps to its gradient, which follow from it: legalisation writes them for kernels.
     """
 
     scale: float
     is_causal: bool
     window: tuple[int, ...] = ()
     is_partial: bool = False
+    score_mod: Steps = ()
+    score_mod_grad: Steps = ()
 
 
 def sdpa_graph(
@@ -70,6 +77,11 @@ def sdpa_backward_graph(
     return single_node_graph("sdpa_backward", inputs, outputs, attributes)
 
 
+def _check(roles: Roles, attributes: Attributes) -> None:
+    assert isinstance(attributes, SdpaAttributes)
+    check_score_mod(attributes.score_mod, attributes.score_mod_grad, roles)
+
+
 def _cancelled(roles: Roles) -> frozenset[str]:
     """Return the gradients that are sums of terms which cancel.
 
@@ -88,6 +100,7 @@ SDPA = register_kind(
     NodeKind(
         row=describe("sdpa"),
         attributes=SdpaAttributes,
+        check=_check,
         derivative=gradient_kernel("sdpa_backward"),
     )
 )
@@ -96,6 +109,7 @@ SDPA_BACKWARD = register_kind(
     NodeKind(
         row=describe("sdpa_backward"),
         attributes=SdpaAttributes,
+        check=_check,
         gradient_of="sdpa",
         cancelled=_cancelled,
     )

@@ -13,7 +13,9 @@ What cuDNN's attention lacks is added around it:
 * a window is cuDNN's band where every query sees a key in it, and else part of the
   mask;
 * rows that a bias moves far from 0 get their gradient beside the kernel (see
-  ``far_rows``), unless the gradient is partial.
+  ``far_rows``), unless the gradient is partial;
+* beside a score_mod, causality, lengths and a window become more of its steps (see
+  ``sdpa_score_mod``).
 """
 
 from collections.abc import Callable, Sequence
@@ -24,6 +26,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Node, SdpaAttributes, Target, Tensor
 from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.score_mod import OPERANDS
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.far_rows import take_far_rows
 from jax_cudnn.legalize.legalization import (
@@ -47,6 +50,13 @@ from jax_cudnn.legalize.sdpa_padding import (
     pad_key_count,
     pad_single_query,
 )
+from jax_cudnn.legalize.sdpa_score_mod import (
+    complete_operands,
+    finish_score_mod,
+    pad_to_tiles,
+    take_lengths,
+    why_not_score_mod,
+)
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -67,6 +77,7 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
     if refusal := _refuse(editor, target):
         return refusal
     _edit_scores(editor, target)
+    finish_score_mod(editor)
     pad_head(editor, ("query", "key"))
     pad_head(editor, ("value", "output"))
     legal = editor.finish()
@@ -90,8 +101,12 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
         ways = [of_rows(graph)]
     else:
         ways = [_with_reference_bias_gradient(graph)]
-        if tensors["bias"].dtype == tensors["query"].dtype:
+        # cuDNN has no gradient of a bias beside a score_mod (9.19 and 9.27).
+        has_score_mod = bool(attributes_of(editor).score_mod)
+        if tensors["bias"].dtype == tensors["query"].dtype and not has_score_mod:
             ways.insert(0, editor)
+    for way in ways:
+        _take_operand_gradients(way, graph)
     return Legalization(candidates=tuple(_edited_backward(way, target) for way in ways))
 
 
@@ -104,8 +119,12 @@ def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
     else:
         take_far_rows(editor)
     _edit_scores(editor, target)
-    pad_key_count(editor)
-    pad_single_query(editor)
+    if attributes.score_mod:
+        pad_to_tiles(editor)
+    else:
+        pad_key_count(editor)
+        pad_single_query(editor)
+    finish_score_mod(editor)
     pad_head(editor, ("query", "key"))
     if "grad_stats" in editor.tensors:
         carry_grad_stats(editor)
@@ -121,6 +140,8 @@ def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
     complete_lengths(editor, target)
     absorb_row_bias(editor)
     complete_bias(editor)
+    take_lengths(editor)
+    complete_operands(editor)
     make_scale_positive(editor)
 
 
@@ -139,6 +160,26 @@ def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
         return evaluate(graph, [env[name] for name in editor.operands])[index]
 
     return _with_bias_gradient(editor, compute)
+
+
+def _take_operand_gradients(editor: GraphEditor, graph: Graph) -> None:
+    """Have the gradients of what a score_mod reads computed by the reference."""
+    names = [f"grad_{role}" for role in OPERANDS if f"grad_{role}" in editor.tensors]
+    if not names:
+        return
+    places = [editor.results.index(name) for name in names]
+    for name in names:
+        editor.drop(name)
+    editor.notes.append(
+        "the gradients of arrays that score_mod reads are computed by XLA: cuDNN has "
+        "none of them; their memory grows with s*t"
+    )
+
+    def after(env: Env, results: Env) -> None:
+        found = evaluate(graph, [env[name] for name in editor.operands])
+        results.update(zip(names, (found[i] for i in places), strict=True))
+
+    editor.after.append(after)
 
 
 def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
@@ -368,6 +409,7 @@ def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:
     # of technical specifications).
     if max(b, h) > 65535:
         reasons.append(f"batch {b} or heads {h} exceed 65535")
+    reasons += why_not_score_mod(editor, target)
     if target is not None:
         reasons += _refuse_for(editor, target, query.dims[3], value.dims[3])
     if not reasons:

@@ -26,6 +26,11 @@ class Operands(NamedTuple):
     mask: jax.Array | None
     query_lengths: jax.Array | None
     key_lengths: jax.Array | None
+    # What a score_mod reads: graph/score_mod.py.
+    mod_a: jax.Array | None = None
+    mod_b: jax.Array | None = None
+    mod_c: jax.Array | None = None
+    mod_d: jax.Array | None = None
 
     @property
     def given(self) -> dict[str, jax.Array]:
