@@ -123,7 +123,6 @@ def _edited_backward(editor: GraphEditor, target: Target | None) -> Legal:
         pad_to_tiles(editor)
     else:
         pad_key_count(editor)
-        pad_single_query(editor)
     finish_score_mod(editor)
     pad_head(editor, ("query", "key"))
     if "grad_stats" in editor.tensors:
@@ -140,6 +139,8 @@ def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
     complete_lengths(editor, target)
     absorb_row_bias(editor)
     complete_bias(editor)
+    if editor.main.kind == "sdpa_backward":
+        pad_single_query(editor)
     take_lengths(editor)
     complete_operands(editor)
     make_scale_positive(editor)

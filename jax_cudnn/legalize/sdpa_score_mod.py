@@ -114,6 +114,8 @@ def complete_operands(editor: GraphEditor) -> None:
         if full[3] == 1 and full[2] != 1:
             full = (*full[:3], t if has_rows else 1)
             has_rows = True
+        elif full[3] == 1 and full[0] != 1:
+            full = (*full[:3], t)  # of a single query
         if full[3] != 1:
             full = (*full[:2], s, full[3])
         if full != dims:
