@@ -14,7 +14,7 @@ try:
     from jax.export import DisabledSafetyCheck
 
     from jax_cudnn import cache as _cache
-    from jax_cudnn import masks, parallel, plans
+    from jax_cudnn import masks, parallel, plans, score_mods
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.conv import conv
     from jax_cudnn.ops.dot_general import dot_general
@@ -54,5 +54,6 @@ __all__ = [
     "matmul",
     "parallel",
     "plans",
+    "score_mods",
     "sdpa",
 ]

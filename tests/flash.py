@@ -135,7 +135,8 @@ def _backward(
 
 def _check_score_mod(attributes: Any, given: dict[str, Any]) -> None:
     """Assert what cuDNN 9.19 is known to want of a score_mod on an H200."""
-    assert not (attributes.is_causal or attributes.window)
+    assert not attributes.is_causal
+    assert not attributes.window
     assert not {"key_lengths", "query_lengths"} & set(given)
     if "grad_output" in given:
         assert attributes.score_mod_grad

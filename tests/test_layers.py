@@ -37,6 +37,7 @@ _ALLOWED = {
     "lowering": {*_MEANING, "native", "offline", "config", "choices"},
     "ops": _MACHINE,
     "masks": {"ops"},
+    "score_mods": {"ops"},
     "measuring": _MACHINE,
     "plans": {*_MACHINE, "columns", "doctor", "ops", "measuring"},
     # Of what computes, the public operations only.
@@ -44,7 +45,15 @@ _ALLOWED = {
     # Attention over several devices, of the operation's own parts.
     "parallel": {"errors", "config", "graph", "lowering", "ops"},
     "cli": {*_MACHINE, "ops", "measuring", "plans"},
-    "__init__": {*_MACHINE, "startup", "ops", "masks", "plans", "parallel"},
+    "__init__": {
+        *_MACHINE,
+        "startup",
+        "ops",
+        "masks",
+        "score_mods",
+        "plans",
+        "parallel",
+    },
     "__main__": {"startup", "cli"},
 }
 # Names outside JAX's compatibility promise, and the one module that may import them.

@@ -117,6 +117,7 @@ def test_legal_graphs_keep_the_meaning(name: str, others: str) -> None:
     wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
     has_both = len(name) % 2 == 0
     backward = SDPA.derivative.backward(graph, wanted, (True, has_both))
+    assert backward is not None
     rng = np.random.default_rng(1)
     source = {
         "input": operands,

@@ -26,7 +26,7 @@ from tests.attention import SIZES, shape_of
 
 @pytest.fixture(autouse=True)
 def _promotion_as_users_have_it() -> Iterator[None]:
-    """Let functions mix dtypes and ranks: scores, int32 indices and what is captured."""
+    """Let functions mix dtypes and ranks: scores, indices and captured arrays."""
     with (
         jax.numpy_dtype_promotion("standard"),
         jax.numpy_rank_promotion("allow"),
@@ -236,7 +236,9 @@ def test_vmap_over_captured_arrays_and_operands(name: str, axes: Any) -> None:
 
     got = jax.jit(jax.vmap(gradients, in_axes=axes))(qs, cs, ws)
     for i in range(n):
-        each = (x[i] if axis == 0 else x for x, axis in zip((qs, cs, ws), axes))
+        each = (
+            x[i] if axis == 0 else x for x, axis in zip((qs, cs, ws), axes, strict=True)
+        )
         want = gradients(*each)
         for x, y in zip(got, want, strict=True):
             np.testing.assert_allclose(x[i], y, rtol=1e-4, atol=1e-4)
@@ -245,9 +247,10 @@ def test_vmap_over_captured_arrays_and_operands(name: str, axes: Any) -> None:
 def test_remat_and_scan_see_captured_arrays() -> None:
     q, k, v = _operands()
     c = jnp.asarray(_SLOPES)
-    layer = lambda q, c: sdpa(
-        q, k, v[..., : q.shape[-1]], score_mod=_FUNCTIONS["temperatures"](c)
-    )
+
+    def layer(q: Any, c: Any) -> jax.Array:
+        function = _FUNCTIONS["temperatures"](c)
+        return sdpa(q, k, v[..., : q.shape[-1]], score_mod=function)
 
     def loss(layer: Any, c: Any) -> jax.Array:
         return jax.lax.scan(lambda x, c: (layer(x, c), None), q, c)[0].sum()
