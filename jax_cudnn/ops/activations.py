@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import GraphWriter
 from jax_cudnn.ops.arguments import describe
-from jax_cudnn.ops.outside import Outside
+from jax_cudnn.ops.outside import Given
 from jax_cudnn.ops.tracing import Step, UntraceableError, steps_of
 
 ActivationName = Literal[
@@ -218,7 +218,7 @@ def _write_steps(writer: GraphWriter, steps: Sequence[Step], x: str) -> str:
         arguments: list[str] = []
         for each in step.arguments:
             # A function of one array reads nothing beside it.
-            assert not isinstance(each, Outside)
+            assert not isinstance(each, Given)
             arguments.append(
                 names[each] if isinstance(each, int) else writer.constant(each, rank)
             )

@@ -20,7 +20,7 @@ LETTERS = "bhst"
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Outside:
+class Given:
     """A value that does not depend on the score.
 
     ``array`` begins with the axes of the indices that the value depends on, which are
@@ -29,7 +29,7 @@ class Outside:
 
     array: jax.Array
     letters: str = ""
-    narrow: "Outside | None" = None
+    narrow: "Given | None" = None
 
     @property
     def dtype(self) -> np.dtype:
@@ -42,22 +42,22 @@ class Outside:
         return jnp.reshape(self.array, [sizes.get(letter, 1) for letter in LETTERS])
 
 
-def indices(sizes: Sequence[int]) -> list[Outside]:
+def indices(sizes: Sequence[int]) -> list[Given]:
     """Return the indices along b, h, s and t."""
     return [
-        Outside(array=jnp.arange(size, dtype=jnp.int32), letters=letter)
+        Given(array=jnp.arange(size, dtype=jnp.int32), letters=letter)
         for letter, size in zip(LETTERS, sizes, strict=True)
     ]
 
 
 def evaluate(
-    jaxpr: Any, equation: Any, args: Sequence[Outside | np.ndarray]
-) -> list[Outside]:
+    jaxpr: Any, equation: Any, args: Sequence[Given | np.ndarray]
+) -> list[Given]:
     """Return the results of an equation for all indices that its operands depend on."""
-    given: Mapping[Any, Outside] = {
+    given: Mapping[Any, Given] = {
         variable: value
-        if isinstance(value, Outside)
-        else Outside(array=jnp.asarray(value, value.dtype))
+        if isinstance(value, Given)
+        else Given(array=jnp.asarray(value, value.dtype))
         for variable, value in zip(equation.invars, args, strict=True)
         if not hasattr(variable, "val")
     }
@@ -69,7 +69,7 @@ def evaluate(
         function = jax.vmap(function, in_axes=axes)
     results = function(*(value.array for value in values))
     narrow = values[0] if _widens(equation) else None
-    return [Outside(array=x, letters=letters, narrow=narrow) for x in results]
+    return [Given(array=x, letters=letters, narrow=narrow) for x in results]
 
 
 def _widens(equation: Any) -> bool:

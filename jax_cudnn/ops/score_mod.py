@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph.score_mod import OPERANDS, Steps, number_text
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.ops.attend import Operands
-from jax_cudnn.ops.outside import Outside
+from jax_cudnn.ops.outside import Given
 from jax_cudnn.ops.tracing import (
     Step,
     UntraceableError,
@@ -101,8 +101,8 @@ class _Peeled(NamedTuple):
     """Steps, and what follows them: terms with their signs, conditions to be seen."""
 
     steps: list[Step]
-    terms: list[tuple[int, Outside | float]]
-    conditions: list[tuple[Outside, bool]]
+    terms: list[tuple[int, Given | float]]
+    conditions: list[tuple[Given, bool]]
 
 
 def _peel(steps: list[Step]) -> _Peeled:
@@ -110,13 +110,13 @@ def _peel(steps: list[Step]) -> _Peeled:
     while peeled.steps:
         mode, arguments = peeled.steps[-1]
         match mode, arguments:
-            case (("add" | "sub"), (int() as rest, (Outside() | float()) as term)):
+            case (("add" | "sub"), (int() as rest, (Given() | float()) as term)):
                 peeled.terms.append((1 if mode == "add" else -1, term))
-            case "select", (int() as rest, float() as low, Outside() as seen) if (
+            case "select", (int() as rest, float() as low, Given() as seen) if (
                 low == -jnp.inf
             ):
                 peeled.conditions.append((seen, True))
-            case "select", (float() as low, int() as rest, Outside() as hidden) if (
+            case "select", (float() as low, int() as rest, Given() as hidden) if (
                 low == -jnp.inf
             ):
                 peeled.conditions.append((hidden, False))
@@ -144,28 +144,26 @@ def _needed(steps: list[Step]) -> list[Step]:
 
 
 def _bias(
-    operands: Operands, terms: list[tuple[int, Outside | float]]
+    operands: Operands, terms: list[tuple[int, Given | float]]
 ) -> jax.Array | None:
     """Return the bias with the terms; what has few digits alone keeps its dtype."""
     if not terms:
         return operands.bias
     (sign, term), dtype = terms[0], operands.query.dtype
     is_alone = len(terms) == 1 and operands.bias is None and sign > 0
-    if is_alone and isinstance(term, Outside):
+    if is_alone and isinstance(term, Given):
         return _fitting(term, dtype).broadcast()
     wide = jnp.float64 if dtype == jnp.float64 else jnp.float32
     total = jnp.zeros((1, 1, 1, 1), wide)
     if operands.bias is not None:
         total = operands.bias.astype(wide)
     for sign, term in terms:
-        value = term.broadcast() if isinstance(term, Outside) else jnp.asarray(term)
+        value = term.broadcast() if isinstance(term, Given) else jnp.asarray(term)
         total = total + sign * value.astype(wide)
     return total
 
 
-def _mask(
-    operands: Operands, conditions: list[tuple[Outside, bool]]
-) -> jax.Array | None:
+def _mask(operands: Operands, conditions: list[tuple[Given, bool]]) -> jax.Array | None:
     mask = operands.mask
     for condition, is_seen in conditions:
         value = condition.broadcast()
@@ -174,7 +172,7 @@ def _mask(
     return mask
 
 
-def _fitting(value: Outside, dtype: Any) -> Outside:
+def _fitting(value: Given, dtype: Any) -> Given:
     """Return what a value was converted from, if kernels take that dtype here."""
     narrow = value.narrow
     return narrow if narrow is not None and narrow.dtype == dtype else value
@@ -190,7 +188,7 @@ class _Writer:
         self.operands: dict[str, jax.Array] = {}
         self._dtype = dtype
         self._roles: dict[int, str] = {}
-        self._kept: list[Outside] = []
+        self._kept: list[Given] = []
         self._texts: list[str] = []
 
     def write(self, steps: list[Step]) -> Steps:
@@ -211,10 +209,10 @@ class _Writer:
         self._texts.append(" ".join((mode, *words)))
         return f"%{len(self._texts) - 1}"
 
-    def _word(self, argument: int | float | Outside, words: list[str]) -> str:
+    def _word(self, argument: int | float | Given, words: list[str]) -> str:
         if isinstance(argument, int):
             return words[argument]
-        if isinstance(argument, Outside):
+        if isinstance(argument, Given):
             return self._operand(argument)
         if argument == -jnp.inf:
             raise UntraceableError(
@@ -223,7 +221,7 @@ class _Writer:
             )
         return number_text(argument)
 
-    def _operand(self, value: Outside) -> str:
+    def _operand(self, value: Given) -> str:
         if value.dtype != jnp.bool_:
             return self._role(_fitting(value, self._dtype))
         # A kernel's operations all follow from the scores. The key's position is one
@@ -232,7 +230,7 @@ class _Writer:
         zero = self._emit("mul", "key", "0")
         return self._emit("gt", self._emit("add", zero, role), "0.5")
 
-    def _role(self, value: Outside) -> str:
+    def _role(self, value: Given) -> str:
         if id(value) not in self._roles:
             if len(self._roles) == len(OPERANDS):
                 raise UntraceableError(

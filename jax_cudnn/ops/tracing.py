@@ -19,7 +19,7 @@ from jax_cudnn.lowering import (
     is_known_array,
     same_function,
 )
-from jax_cudnn.ops.outside import Outside, evaluate, indices
+from jax_cudnn.ops.outside import Given, evaluate, indices
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -37,7 +37,7 @@ class Step(NamedTuple):
     """
 
     mode: str
-    arguments: tuple[int | float | Outside, ...]
+    arguments: tuple[int | float | Given, ...]
 
 
 # cuDNN plans graphs of up to 250 operations, but the time for planning grows with the
@@ -99,7 +99,7 @@ class _Tensor(NamedTuple):
 # The values of a jaxpr's variables: tensors, or known numbers of rank 0, in their own
 # dtype, that are the same for all elements. In a function of scores, also what does not
 # depend on the score.
-_Value = _Tensor | np.ndarray | Outside
+_Value = _Tensor | np.ndarray | Given
 
 
 class _Tracer:
@@ -134,10 +134,10 @@ class _Tracer:
 
     def _captured(self, value: Any, aval: Any) -> _Value:
         if self.takes_outside and not (is_known_array(value, aval) and not aval.shape):
-            return Outside(array=jnp.asarray(value))
+            return Given(array=jnp.asarray(value))
         return _number(value, aval)
 
-    def emit(self, mode: str, *arguments: int | float | Outside) -> int:
+    def emit(self, mode: str, *arguments: int | float | Given) -> int:
         """Add a step, and return its position."""
         self.steps.append(Step(mode, arguments))
         return len(self.steps)
@@ -237,8 +237,8 @@ class _Equation:
     def _is_float(self, atom: Any) -> bool:
         return jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
-    def _argument(self, value: _Value | int | float) -> int | float | Outside:
-        if isinstance(value, int | Outside):
+    def _argument(self, value: _Value | int | float) -> int | float | Given:
+        if isinstance(value, int | Given):
             return value
         if isinstance(value, _Tensor):
             return value.position
@@ -269,7 +269,7 @@ class _Equation:
         like = jax.ShapeDtypeStruct(self._equation.outvars[0].aval.shape, self.dtype)
         call = CustomCall(self._jaxpr, self._equation)
         for function, mode in _OWN_DERIVATIVES.items():
-            if any(isinstance(x, Outside) for x in self._args):
+            if any(isinstance(x, Given) for x in self._args):
                 break
             if same_function(_custom_call(jax.make_jaxpr(function)(like)), call):
                 (x,) = (x for x in self._args if isinstance(x, _Tensor))
@@ -374,7 +374,7 @@ def _sign(apply: _Equation, x: _Tensor) -> int:
 def _select_n(apply: _Equation, which: _Value, *cases: _Value) -> _Value | int:
     if isinstance(which, np.ndarray):
         return cases[int(which)]
-    if isinstance(which, Outside) and which.dtype != np.bool_:
+    if isinstance(which, Given) and which.dtype != np.bool_:
         apply.refuse("selects by an index")
     if any(x.is_bool if isinstance(x, _Tensor) else x.dtype == bool for x in cases):
         apply.refuse("selects among truth values")
@@ -389,12 +389,12 @@ def _convert(apply: _Equation, x: _Tensor) -> _Value | int:
     return apply("ne", x, 0.0) if apply.params["new_dtype"] == np.bool_ else x
 
 
-def _logical(apply: _Equation, x: _Value) -> int | float | Outside:
+def _logical(apply: _Equation, x: _Value) -> int | float | Given:
     """Return a truth value as 1 or 0; operands here are never integers."""
     if isinstance(x, np.ndarray):
         return float(x)
-    if isinstance(x, Outside):
-        return Outside(array=x.array.astype(apply.dtype), letters=x.letters)
+    if isinstance(x, Given):
+        return Given(array=x.array.astype(apply.dtype), letters=x.letters)
     return apply("select", 1.0, 0.0, x)
 
 

@@ -256,11 +256,16 @@ def check_method(op: str, method: Method) -> None:
         )
 
 
+def _shared(operands: Operands) -> dict[str, jax.Array | None]:
+    """Return the operands that Shares has; there is no score_mod here."""
+    return {name: getattr(operands, name) for name in Shares._fields if name != "shift"}
+
+
 def _by_blocks(method: Method, problem: Problem, operands: Operands) -> Partial:
     operands, row_bias = without_row_bias(operands)
     shift = bias_shift(problem, operands)
     by = RING if method == "ring" else ALL_GATHER
-    result = attention(by, problem, Shares(*operands, shift=shift))
+    result = attention(by, problem, Shares(**_shared(operands), shift=shift))
     for number in (shift, row_bias):
         result = Partial(*with_row_bias(number, *result))
     return result
