@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.parallel.sdpa`: attention of one device's tokens, inside shard_map."""
 
-from typing import Literal, get_args, overload
+from typing import Any, Literal, get_args, overload
 
 import jax
 from jax.typing import ArrayLike
@@ -256,7 +256,7 @@ def check_method(op: str, method: Method) -> None:
         )
 
 
-def _shared(operands: Operands) -> dict[str, jax.Array | None]:
+def _shared(operands: Operands) -> dict[str, Any]:
     """Return the operands that Shares has; there is no score_mod here."""
     return {name: getattr(operands, name) for name in Shares._fields if name != "shift"}
 
