@@ -14,7 +14,7 @@ try:
     from jax.export import DisabledSafetyCheck
 
     from jax_cudnn import cache as _cache
-    from jax_cudnn import kv_cache, masks, parallel, plans
+    from jax_cudnn import kv_cache, masks, parallel, plans, score_mods
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.cached_sdpa import cached_sdpa
     from jax_cudnn.ops.conv import conv
@@ -61,5 +61,6 @@ __all__ = [
     "paged_sdpa",
     "parallel",
     "plans",
+    "score_mods",
     "sdpa",
 ]

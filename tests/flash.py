@@ -59,8 +59,14 @@ def _per_query_head(given: dict[str, Any], role: str) -> np.ndarray:
 def _scores(attributes: Any, given: dict[str, Any]) -> tuple[np.ndarray, np.ndarray]:
     """Return the scores times log2(e), -inf where hidden, and which rows are inside."""
     query, key = _wide(given["query"]), _per_query_head(given, "key")
-    factor = np.float32(attributes.scale) * _LOG2E
-    scores = (query @ np.swapaxes(key, 2, 3)) * factor
+    scores = (query @ np.swapaxes(key, 2, 3)) * np.float32(attributes.scale)
+    if attributes.score_mod:
+        _check_score_mod(attributes, given)
+        steps = [*attributes.score_mod, *attributes.score_mod_grad]
+        values = _values(given, scores)
+        given["steps"] = steps, values
+        scores = _apply(steps[: len(attributes.score_mod)], values)
+    scores = scores * _LOG2E
     if "bias" in given:
         scores = scores + _wide(given["bias"]) * _LOG2E
     rows = np.arange(scores.shape[2]).reshape(1, 1, -1, 1)
@@ -124,7 +130,11 @@ def _backward(
     slopes = weights * (keep * (grad_output @ np.swapaxes(value, 2, 3)) - delta)
     slopes = np.where(is_seen, slopes, np.float32(0))
     grad_output = np.where(is_inside, grad_output, np.float32(0))
-    rounded, scale = _rounded(slopes, given), np.float32(attributes.scale)
+    scale, full = np.float32(attributes.scale), slopes
+    if attributes.score_mod:
+        steps, values = given["steps"]
+        slopes = _apply(steps[len(attributes.score_mod) :], {**values, "grad": slopes})
+    rounded = _rounded(slopes, given)
     found = {
         "grad_query": np.where(is_inside, scale * (rounded @ key), np.nan),
         "grad_key": scale * _sum_heads(given, np.swapaxes(rounded, 2, 3) @ query),
@@ -134,8 +144,79 @@ def _backward(
     }
     if "bias" in given:
         axes = tuple(i for i, dim in enumerate(given["bias"].shape) if dim == 1)
-        found["grad_bias"] = slopes.sum(axes, keepdims=True)
+        found["grad_bias"] = full.sum(axes, keepdims=True)
     return found
+
+
+# --- a function of the scores ---------------------------------------------------------
+
+
+def _check_score_mod(attributes: Any, given: dict[str, Any]) -> None:
+    """Assert what cuDNN 9.19 is known to want of a score_mod on an H200."""
+    assert not attributes.is_causal
+    assert not attributes.window
+    assert not {"key_lengths", "query_lengths"} & set(given)
+    if "grad_output" in given:
+        assert attributes.score_mod_grad
+        # It fills tiles with -inf before it applies the steps.
+        assert given["key"].shape[2] % 128 == 0
+    rows = 0
+    for role in filter(lambda each: each.startswith("mod_"), given):
+        b, _, s, t = given[role].shape
+        assert b == 1 or (s, t) != (1, 1), role
+        assert t == 1 or s == given["query"].shape[2], role
+        rows += t == 1 and s != 1
+    assert rows <= 1
+    words = [step.split(" ") for step in attributes.score_mod]
+    assert not any(each[1] == "-inf" for each in words)
+
+
+def _values(given: dict[str, Any], scores: np.ndarray) -> dict[str, np.ndarray]:
+    s, t = scores.shape[2:]
+    return {
+        "score": scores,
+        "query": np.arange(s, dtype=np.float32).reshape(1, 1, s, 1),
+        "key": np.arange(t, dtype=np.float32).reshape(1, 1, 1, t),
+        **{role: _wide(x) for role, x in given.items() if role.startswith("mod_")},
+    }
+
+
+def _apply(steps: Sequence[str], values: dict[str, np.ndarray]) -> np.ndarray:
+    """Return the last step's result; each is a value like others from then on."""
+    for step in steps:
+        mode, *words = step.split(" ")
+        operands = [values[x] if x in values else np.float32(x) for x in words]
+        count = sum(name[0] == "%" for name in values)
+        values[f"%{count}"] = result = np.asarray(_MODES[mode](*operands))
+    return np.broadcast_to(result, values["score"].shape)
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    return np.float32(1) / (np.float32(1) + np.exp(-x))
+
+
+_MODES: dict[str, Any] = {
+    "abs": np.abs,
+    "add": np.add,
+    "div": np.divide,
+    "eq": np.equal,
+    "exp": np.exp,
+    "ge": np.greater_equal,
+    "gt": np.greater,
+    "identity": np.positive,
+    "le": np.less_equal,
+    "lt": np.less,
+    "max": np.maximum,
+    "min": np.minimum,
+    "mul": np.multiply,
+    "neg": np.negative,
+    "select": lambda a, b, c: np.where(c, a, b),
+    "sigmoid": _sigmoid,
+    "sigmoid_grad": lambda ct, x: ct * _sigmoid(x) * (1 - _sigmoid(x)),
+    "sub": np.subtract,
+    "tanh": np.tanh,
+    "tanh_grad": lambda ct, x: ct * (1 - np.tanh(x) ** 2),
+}
 
 
 def _rounded(x: np.ndarray, given: dict[str, Any]) -> np.ndarray:

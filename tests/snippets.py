@@ -17,6 +17,7 @@ GUIDES = (
     "masks.md",
     "decode.md",
     "packed.md",
+    "score_mods.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"

@@ -38,6 +38,7 @@ _ALLOWED = {
     "ops": _MACHINE,
     "kv_cache": {"ops"},
     "masks": {"ops"},
+    "score_mods": {"ops"},
     "measuring": _MACHINE,
     "plans": {*_MACHINE, "columns", "doctor", "ops", "measuring"},
     # Of what computes, the public operations only.
@@ -45,7 +46,16 @@ _ALLOWED = {
     # Attention over several devices, of the operation's own parts.
     "parallel": {"errors", "config", "graph", "reference", "lowering", "ops"},
     "cli": {*_MACHINE, "ops", "measuring", "plans"},
-    "__init__": {*_MACHINE, "startup", "ops", "kv_cache", "masks", "plans", "parallel"},
+    "__init__": {
+        *_MACHINE,
+        "startup",
+        "ops",
+        "kv_cache",
+        "masks",
+        "score_mods",
+        "plans",
+        "parallel",
+    },
     "__main__": {"startup", "cli"},
 }
 # Names outside JAX's compatibility promise, and the one module that may import them.

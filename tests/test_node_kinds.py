@@ -18,6 +18,7 @@ _TYPES = {
     "integer": int,
     "number": float,
     "string": str,
+    "strings": tuple[str, ...],
     "integers": tuple[int, ...],
 }
 

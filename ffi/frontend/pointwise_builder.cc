@@ -66,10 +66,16 @@ constexpr std::pair<std::string_view, Mode> kPointwiseModes[] = {
     {"tanh_grad", Mode::TANH_BWD},
 };
 
-// The mode with its constants; the frontend hands on only those that the mode has.
-fe::graph::Pointwise_attributes PointwiseAttributes(const NodeSpec& node) {
-  const auto& name = node.Attribute<std::string>("mode");
-  const auto alpha = static_cast<float>(node.Attribute<double>("alpha"));
+// cuDNN wants a tensor that is broadcast to come second; where it may, it does.
+bool IsBetterSwapped(const NodeWriter& writer, Mode mode) {
+  const auto& dims = writer.Spec("output").dims;
+  return Commutes(mode) && writer.Spec("a").dims != dims &&
+         writer.Spec("b").dims == dims;
+}
+
+}  // namespace
+
+fe::graph::Pointwise_attributes PointwiseMode(const std::string& name, float alpha) {
   const auto* row = std::find_if(std::begin(kPointwiseModes), std::end(kPointwiseModes),
                                  [&](const auto& each) { return each.first == name; });
   fe::graph::Pointwise_attributes attributes;
@@ -85,19 +91,16 @@ fe::graph::Pointwise_attributes PointwiseAttributes(const NodeSpec& node) {
   return attributes;
 }
 
-// cuDNN wants a tensor that is broadcast to come second; where it may, it does.
-bool IsBetterSwapped(const NodeWriter& writer, Mode mode) {
-  const bool commutes =
-      mode == Mode::ADD || mode == Mode::MUL || mode == Mode::MAX || mode == Mode::MIN;
-  const auto& dims = writer.Spec("output").dims;
-  return commutes && writer.Spec("a").dims != dims && writer.Spec("b").dims == dims;
+bool Commutes(Mode mode) {
+  return mode == Mode::ADD || mode == Mode::MUL || mode == Mode::MAX ||
+         mode == Mode::MIN;
 }
-
-}  // namespace
 
 // A backward mode takes the cotangent first, a selection the predicate last: as we do.
 Status AddPointwise(NodeWriter& writer) {
-  auto attributes = PointwiseAttributes(writer.node());
+  const NodeSpec& node = writer.node();
+  auto attributes = PointwiseMode(node.Attribute<std::string>("mode"),
+                                  static_cast<float>(node.Attribute<double>("alpha")));
   attributes.set_compute_data_type(ComputeDType(writer, {"a", "b", "c", "output"}));
   auto& graph = writer.graph();
   TensorPtr output;

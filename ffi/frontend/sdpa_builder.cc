@@ -12,7 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "frontend/score_mod_builder.h"
 #include "frontend/sdpa_sequences.h"
+#include "graph/score_mod.h"
 
 namespace jax_cudnn {
 namespace {
@@ -108,6 +110,13 @@ Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
   }
   RETURN_IF_ERROR(CheckSequences(writer));
   const NodeSpec& node = writer.node();
+  if (!node.Attribute<Steps>("score_mod").empty() &&
+      (node.Attribute<bool>("is_causal") || writer.Has("query_lengths") ||
+       !node.Attribute<std::vector<int64_t>>("window").empty())) {
+    return Unimplemented(node.kind +
+                         ": cuDNN's frontend takes no causality, window or lengths "
+                         "beside a score_mod; give them as steps or as a bias");
+  }
   attributes.set_name(node.kind);
   attributes.set_attn_scale(static_cast<float>(node.Attribute<double>("scale")));
   RETURN_IF_ERROR(SetBand(writer, attributes));
@@ -168,6 +177,7 @@ Status SetBandAtEnd(const NodeWriter& writer, int64_t t,
 Status AddSdpa(NodeWriter& writer) {
   fe::graph::SDPA_attributes attributes;
   RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
+  if (const auto steps = ScoreMod::Of(writer)) attributes.set_score_mod(Forward(steps));
   return AddForward(writer, std::move(attributes));
 }
 
@@ -203,6 +213,12 @@ Status AddSdpaCached(NodeWriter& writer) {
 Status AddSdpaBackward(NodeWriter& writer) {
   fe::graph::SDPA_backward_attributes attributes;
   RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
+  if (const auto steps = ScoreMod::Of(writer)) {
+    if (writer.node().Attribute<Steps>("score_mod_grad").empty()) {
+      return Unimplemented("sdpa_backward: a score_mod without score_mod_grad");
+    }
+    attributes.set_score_mod(Forward(steps)).set_score_mod_bprop(Backward(steps));
+  }
   attributes.set_deterministic_algorithm(writer.is_deterministic());
   if (IsPacked(writer)) {
     attributes.set_max_total_seq_len_q(PackedTokens(writer, "query"))

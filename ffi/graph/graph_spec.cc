@@ -12,6 +12,7 @@
 
 #include "base/json_text.h"
 #include "graph/node_kinds.h"
+#include "graph/score_mod.h"
 #include "graph/shape_rules.h"
 
 namespace jax_cudnn {
@@ -92,6 +93,10 @@ StatusOr<AttributeValue> ReadAttribute(const Json& json, AttributeType type,
     }
     case AttributeType::kString: {
       ASSIGN_OR_RETURN(std::string value, ReadString(json, path));
+      return AttributeValue(std::move(value));
+    }
+    case AttributeType::kStrings: {
+      ASSIGN_OR_RETURN(std::vector<std::string> value, ReadStrings(json, path));
       return AttributeValue(std::move(value));
     }
     case AttributeType::kIntegers: {
@@ -222,7 +227,9 @@ Status CheckNode(const GraphSpec& graph, const NodeSpec& node) {
   Roles roles;
   for (const auto& [role, name] : node.inputs) roles[role] = &graph.Tensor(name);
   for (const auto& [role, name] : node.outputs) roles[role] = &graph.Tensor(name);
-  return CheckTensors(kind, node, roles);
+  RETURN_IF_ERROR(CheckTensors(kind, node, roles));
+  const bool has_score_mod = kind.attributes.find("score_mod") != kind.attributes.end();
+  return has_score_mod ? CheckScoreMod(node) : Status();
 }
 
 Status CheckNames(const GraphSpec& graph, const char* label,
@@ -321,7 +328,10 @@ struct AttributeWriter {
   void operator()(int64_t value) const { out += std::to_string(value); }
   void operator()(double value) const { WriteJsonNumber(value, out); }
   void operator()(const std::string& value) const { WriteJsonString(value, out); }
-  void operator()(const std::vector<int64_t>& value) const { WriteList(value, out); }
+  template <typename Item>
+  void operator()(const std::vector<Item>& value) const {
+    WriteList(value, out);
+  }
 };
 
 void WriteRoles(const std::map<std::string, std::string, std::less<>>& roles,

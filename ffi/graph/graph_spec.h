@@ -36,8 +36,8 @@ struct TensorSpec {
   bool IsEmpty() const;
 };
 
-using AttributeValue =
-    std::variant<bool, int64_t, double, std::string, std::vector<int64_t>>;
+using AttributeValue = std::variant<bool, int64_t, double, std::string,
+                                    std::vector<std::string>, std::vector<int64_t>>;
 
 struct NodeSpec {
   std::string kind;

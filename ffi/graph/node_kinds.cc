@@ -92,9 +92,9 @@ Role ReadRole(const NodeKind& kind, std::string name, const std::string& text,
 
 AttributeType TypeNamed(const std::string& name) {
   static const std::map<std::string, AttributeType> types = {
-      {"bool", AttributeType::kBool},         {"integer", AttributeType::kInteger},
-      {"number", AttributeType::kNumber},     {"string", AttributeType::kString},
-      {"integers", AttributeType::kIntegers},
+      {"bool", AttributeType::kBool},       {"integer", AttributeType::kInteger},
+      {"number", AttributeType::kNumber},   {"string", AttributeType::kString},
+      {"strings", AttributeType::kStrings}, {"integers", AttributeType::kIntegers},
   };
   return types.at(name);
 }
@@ -109,6 +109,8 @@ AttributeValue ReadDefault(const Json& json, AttributeType type) {
       return Value(ReadNumber(json, "default"));
     case AttributeType::kString:
       return Value(ReadString(json, "default"));
+    case AttributeType::kStrings:
+      return Strings(json);
     case AttributeType::kIntegers:
       return Value(ReadIntegers(json, "default"));
   }

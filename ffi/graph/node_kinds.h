@@ -21,7 +21,7 @@
 
 namespace jax_cudnn {
 
-enum class AttributeType { kBool, kInteger, kNumber, kString, kIntegers };
+enum class AttributeType { kBool, kInteger, kNumber, kString, kStrings, kIntegers };
 
 struct AttributeField {
   AttributeType type;

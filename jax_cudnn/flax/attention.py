@@ -25,7 +25,8 @@ from jax_cudnn.flax.delegate import (
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Where
-from jax_cudnn.ops.sdpa import axes_hint, sdpa
+from jax_cudnn.ops.sdpa import sdpa
+from jax_cudnn.ops.sdpa_operands import axes_hint
 
 Einsum = Callable[..., jax.Array]
 

@@ -252,4 +252,6 @@ def _read_attribute(data: _Json, declared: str, path: str) -> AttributeValue:
         return data if isinstance(data, float) else float(_integer(data, path))
     if declared == "string":
         return _string(data, path)
+    if declared == "strings":
+        return _names(data, path)
     return _integers(data, path)

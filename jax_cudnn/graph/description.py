@@ -20,9 +20,10 @@ a row that has several of them shares s out to them. "i32 below p" holds indices
 The other fields of a row, all optional:
 
 ==============  ========================================================================
-attributes      name: bool, integer, number, string or "integers" and the letter that
-                they have one entry for; ">= 1" for each. A value behind "default" is
-                left out of a graph's text; "entries" are how many a list may have
+attributes      name: bool, integer, number, string, strings or "integers" and the
+                letter that they have one entry for; ">= 1" for each. A value behind
+                "default" is left out of a graph's text; "entries" are how many a list
+                may have
 like            the kind whose other fields, attributes included, this one shares
 letters         what each letter is called
 ranks           the least and most axes that a starred letter stands for
@@ -116,7 +117,7 @@ class AttributeField:
     where a list may have any number of them.
     """
 
-    type: Literal["bool", "integer", "number", "string", "integers"]
+    type: Literal["bool", "integer", "number", "string", "strings", "integers"]
     letter: str = ""
     least: int | None = None
     entries: tuple[int, ...] = ()
@@ -275,7 +276,7 @@ def _field(value: Any) -> AttributeField:
         letter=letter or "",
         least=None if least is None else int(least),
         entries=tuple(data.get("entries", ())),
-        default=tuple(cast("list[int]", default))
+        default=tuple(cast("list[int | str]", default))
         if isinstance(default, list)
         else default,
     )

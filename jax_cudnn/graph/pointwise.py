@@ -89,10 +89,8 @@ def _check_pointwise(roles: Roles, attributes: Attributes) -> None:
 def _vjp_pointwise(
     writer: "GradientWriter", node: Node, cotangent: str, role: str
 ) -> str | None:
-    attributes = node.attributes
-    assert isinstance(attributes, PointwiseAttributes)
     inputs = dict(node.inputs)
-    grad = _grad_full(writer, attributes, node, cotangent, role)
+    grad = input_cotangent(writer, node, cotangent, role)
     if grad is None:
         return None
     return writer.reduce_to(grad, writer.forward(inputs[role]).dims)
@@ -103,18 +101,16 @@ def _is_first_order(attributes: Attributes) -> bool:
     return not attributes.mode.endswith("_grad")
 
 
-def _grad_full(
-    writer: "GradientWriter",
-    attributes: PointwiseAttributes,
-    node: Node,
-    ct: str,
-    role: str,
+def input_cotangent(
+    writer: "GradientWriter", node: Node, ct: str, role: str
 ) -> str | None:
     """Return the cotangent of an input before it is summed where it was broadcast.
 
     Each rule is that of JAX's primitive, at 0, ties, infinities and NaN as elsewhere: a
     function that is traced has the gradient that JAX gives it.
     """
+    attributes = node.attributes
+    assert isinstance(attributes, PointwiseAttributes)
     mode = attributes.mode
     names = dict(node.inputs)
     apply, constant = writer.pointwise, writer.constant

@@ -21,6 +21,8 @@ its offset, so devices can share them out. Examples of a vmap do not fold into t
 batch: a kernel counts the offsets of its batch on from one number, and examples that
 share a key have equal ones. The plain kinds have what a kernel takes: this one number,
 or the mask that follows, 1 where a probability is kept.
+
+``mod_a`` to ``mod_d`` are what ``score_mod`` reads beside the scores.
 """
 
 from collections.abc import Mapping
@@ -29,6 +31,7 @@ from dataclasses import dataclass, replace
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
 from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
+from jax_cudnn.graph.score_mod import Steps, check_score_mod
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
 
@@ -54,6 +57,10 @@ class SdpaAttributes(Attributes):
     ``dropout`` is the share of probabilities that is dropped, a multiple of 2^-16, and
     ``dropout_heads`` the number of query heads that offsets are counted over. A device
     may have some of these heads only.
+
+    ``score_mod`` are the steps of a function that the scaled scores go through before
+    the bias is added (see graph/score_mod.py); () is none. ``score_mod_grad`` are the
+    steps to its gradient, which follow from it: legalisation writes them for kernels.
     """
 
     scale: float
@@ -64,6 +71,8 @@ class SdpaAttributes(Attributes):
     longest: tuple[int, ...] = ()
     dropout: float = 0
     dropout_heads: int = 0
+    score_mod: Steps = ()
+    score_mod_grad: Steps = ()
 
 
 def sdpa_graph(
@@ -101,6 +110,11 @@ def sdpa_backward_graph(
     return single_node_graph(kind.name, inputs, outputs, attributes)
 
 
+def _check(roles: Roles, attributes: Attributes) -> None:
+    assert isinstance(attributes, SdpaAttributes)
+    check_score_mod(attributes.score_mod, attributes.score_mod_grad, roles)
+
+
 def _cancelled(roles: Roles) -> frozenset[str]:
     """Return the gradients that are sums of terms which cancel.
 
@@ -119,6 +133,7 @@ SDPA = register_kind(
     NodeKind(
         row=describe("sdpa"),
         attributes=SdpaAttributes,
+        check=_check,
         derivative=gradient_kernel("sdpa_backward"),
     )
 )
@@ -127,6 +142,7 @@ SDPA_BACKWARD = register_kind(
     NodeKind(
         row=describe("sdpa_backward"),
         attributes=SdpaAttributes,
+        check=_check,
         gradient_of="sdpa",
         cancelled=_cancelled,
     )

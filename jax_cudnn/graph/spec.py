@@ -83,7 +83,7 @@ class Tensor:
 
 
 # What an attribute of a node may hold.
-AttributeValue = bool | int | float | str | tuple[int, ...]
+AttributeValue = bool | int | float | str | tuple[int, ...] | tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

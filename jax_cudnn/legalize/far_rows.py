@@ -12,13 +12,14 @@ reference adds their gradients, a few heads and rows at a time, where a cotangen
 0. Whether there are such rows, the log-sum-exp tells before the kernel runs.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes, Tensor
+from jax_cudnn.graph.score_mod import OPERANDS, largest
 from jax_cudnn.legalize.editor import Env, GraphEditor, Rare
 from jax_cudnn.legalize.sdpa_masks import DEAD_STATS, attributes_of, unfolded
 from jax_cudnn.reference import sdpa
@@ -37,9 +38,11 @@ def take_far_rows(editor: GraphEditor) -> None:
     """Take rows with |stats| over 2^11 from the kernel and add their gradients.
 
     The first of the steps, so that it sees what the user gave and gets. Only a bias
-    makes such rows.
+    makes such rows, and a score_mod without a bound.
     """
-    if "bias" not in editor.tensors:
+    steps = attributes_of(editor).score_mod
+    may_be_far = bool(steps) and largest(steps) > _FAR / 2
+    if "bias" not in editor.tensors and not may_be_far:
         return
     rows = _FarRows(
         attributes=attributes_of(editor),
@@ -132,14 +135,12 @@ class _FarRows:
             for role, tensor in self.inputs.items()
             if role not in ("output", "stats")
         }
-        if self.inputs["bias"].dims[3] == 1:
+        if "bias" in self.inputs and self.inputs["bias"].dims[3] == 1:
             # The forward kernel never saw it either: the softmax does not depend on it.
             del given["bias"]
         stats = replace(self.inputs["stats"], order=(0, 1, 2, 3))
         given["is_read"] = group.take("stats", stats, is_read)
-        found = _gradients(
-            self.attributes, given, with_bias="grad_bias" in self.outputs
-        )
+        found = _gradients(self.attributes, given, self.outputs)
         added: Env = {}
         for role, tensor in self.outputs.items():
             old = group.take(role, tensor, sums[role])
@@ -181,7 +182,9 @@ class _Group:
 
 
 def _gradients(
-    attributes: SdpaAttributes, given: Mapping[str, jax.Array], *, with_bias: bool
+    attributes: SdpaAttributes,
+    given: Mapping[str, jax.Array],
+    wanted: Collection[str],
 ) -> Env:
     """Return the gradients of the rows that are read, in f32 (f64 for f64), by blocks.
 
@@ -191,7 +194,7 @@ def _gradients(
     t = given["key"].shape[2]
     blocks = -(-s // max(1, min(s, _MOST_SCORES // (b * h * t))))
     size = -(-s // blocks)
-    roles = ["query", "key", "value", *(["bias"] if with_bias else [])]
+    roles = ["query", "key", "value", *(["bias"] if "grad_bias" in wanted else [])]
 
     def block(number: jax.Array, totals: Env) -> Env:
         # The last block may begin before its rows, to be of the same size.
@@ -208,7 +211,7 @@ def _gradients(
             if role in part:
                 part[role] = jnp.where(is_read, part[role], 0)
         found = sdpa.gradients(
-            attributes, part, with_bias=with_bias, first_row=start, row_count=s
+            attributes, part, wanted=wanted, first_row=start, row_count=s
         )
         return {
             role: _add_rows(totals[role], found[role], start)
@@ -225,7 +228,7 @@ def _gradients(
 
 
 _ALONG_ROWS = (
-    *("query", "bias", "mask", "grad_output", "grad_stats", "is_read"),
+    *("query", "bias", "mask", *OPERANDS, "grad_output", "grad_stats", "is_read"),
     *("grad_query", "grad_bias"),
 )
 

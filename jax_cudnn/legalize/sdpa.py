@@ -17,7 +17,9 @@ What cuDNN's attention lacks is added around it:
 * rows that a bias moves far from 0 get their gradient beside the kernel (see
   ``far_rows``), unless the gradient is partial;
 * several sequences of a row are cuDNN's packed ones, or else a mask (see
-  ``sdpa_packed``).
+  ``sdpa_packed``);
+* beside a score_mod, causality, lengths and a window become more of its steps (see
+  ``sdpa_score_mod``).
 """
 
 from collections.abc import Callable, Sequence
@@ -35,6 +37,7 @@ from jax_cudnn.graph import (
     Tensor,
 )
 from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.score_mod import OPERANDS
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.far_rows import take_far_rows
 from jax_cudnn.legalize.legalization import (
@@ -63,6 +66,13 @@ from jax_cudnn.legalize.sdpa_padding import (
     pad_head,
     pad_key_count,
     pad_single_query,
+)
+from jax_cudnn.legalize.sdpa_score_mod import (
+    complete_operands,
+    finish_score_mod,
+    pad_to_tiles,
+    take_lengths,
+    why_not_score_mod,
 )
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -98,6 +108,7 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
         editor = plain_editor(graph)
         drop(editor)
         _edit_scores(editor, target)
+        finish_score_mod(editor)
         pad_head(editor, ("query", "key"))
         pad_head(editor, ("value", "output"))
         legal = editor.finish()
@@ -121,13 +132,18 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
         ]
     else:
         ways = [_with_reference_bias_gradient]
-        if tensors["bias"].dtype == tensors["query"].dtype:
+        # cuDNN has no gradient of a bias beside a score_mod (9.19 and 9.27).
+        has_score_mod = bool(attributes_of(first).score_mod)
+        if tensors["bias"].dtype == tensors["query"].dtype and not has_score_mod:
             ways.insert(0, plain_editor)
-    candidates = [
-        _edited_backward(way(graph), target, drop)
-        for drop in dropout_steps(first, target)
-        for way in ways
-    ]
+
+    def edited(way: Callable[[Graph], GraphEditor], drop: Step) -> Legal:
+        editor = way(graph)
+        _take_operand_gradients(editor, graph)
+        return _edited_backward(editor, target, drop)
+
+    steps = dropout_steps(first, target)
+    candidates = [edited(way, drop) for drop in steps for way in ways]
     return Legalization(candidates=tuple(candidates))
 
 
@@ -141,8 +157,11 @@ def _edited_backward(editor: GraphEditor, target: Target | None, drop: Step) -> 
         take_far_rows(editor)
     drop(editor)
     _edit_scores(editor, target)
-    pad_key_count(editor)
-    pad_single_query(editor)
+    if attributes.score_mod:
+        pad_to_tiles(editor)
+    else:
+        pad_key_count(editor)
+    finish_score_mod(editor)
     pad_head(editor, ("query", "key"))
     if "grad_stats" in editor.tensors:
         carry_grad_stats(editor)
@@ -183,6 +202,10 @@ def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
     complete_lengths(editor, target)
     absorb_row_bias(editor)
     complete_bias(editor)
+    if editor.main.kind == "sdpa_backward":
+        pad_single_query(editor)
+    take_lengths(editor)
+    complete_operands(editor)
     make_scale_positive(editor)
 
 
@@ -201,6 +224,26 @@ def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
         return evaluate(graph, [env[name] for name in editor.operands])[index]
 
     return _with_bias_gradient(editor, compute)
+
+
+def _take_operand_gradients(editor: GraphEditor, graph: Graph) -> None:
+    """Have the gradients of what a score_mod reads computed by the reference."""
+    names = [f"grad_{role}" for role in OPERANDS if f"grad_{role}" in editor.tensors]
+    if not names:
+        return
+    places = [editor.results.index(name) for name in names]
+    for name in names:
+        editor.drop(name)
+    editor.notes.append(
+        "the gradients of arrays that score_mod reads are computed by XLA: cuDNN has "
+        "none of them; their memory grows with s*t"
+    )
+
+    def after(env: Env, results: Env) -> None:
+        found = evaluate(graph, [env[name] for name in editor.operands])
+        results.update(zip(names, (found[i] for i in places), strict=True))
+
+    editor.after.append(after)
 
 
 def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
@@ -409,6 +452,7 @@ def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:
     # of technical specifications).
     if max(b, h) > 65535:
         reasons.append(f"batch {b} or heads {h} exceed 65535")
+    reasons += why_not_score_mod(editor, target)
     if target is not None:
         reasons += _refuse_for(editor, target, query.dims[3], value.dims[3])
     if not reasons:

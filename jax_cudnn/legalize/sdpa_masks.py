@@ -59,17 +59,18 @@ def hide_dead_rows(editor: GraphEditor) -> None:
     if not {"mask", "query_lengths", "key_lengths"}.intersection(editor.tensors):
         return
     tensors = dict(editor.tensors)
+    is_causal = attributes_of(editor).is_causal
 
     def before(env: Env) -> None:
         for role, fill in (("stats", DEAD_STATS), ("grad_stats", 0)):
             if role in env:
-                is_live = _live_rows(editor, tensors, env)
+                is_live = _live_rows(tensors, env, is_causal)
                 env[role] = where_logical(tensors[role], is_live, env[role], fill)
 
     def after(env: Env, results: Env) -> None:
         for role, fill in (("output", 0), ("stats", -jnp.inf)):
             if role in results:
-                is_live = _live_rows(editor, tensors, env)
+                is_live = _live_rows(tensors, env, is_causal)
                 results[role] = where_logical(
                     tensors[role], is_live, results[role], fill
                 )
@@ -95,13 +96,11 @@ def _positions(count: int) -> jax.Array:
     return jnp.arange(count, dtype=jnp.int32)[None, None, :, None]
 
 
-def _live_rows(
-    editor: GraphEditor, tensors: Mapping[str, Tensor], env: Env
-) -> jax.Array:
+def _live_rows(tensors: Mapping[str, Tensor], env: Env, is_causal: bool) -> jax.Array:
     """Return, as (b|1, h|1, s|1, 1), whether a row has a key to see and is in range."""
     is_live = jnp.ones((1, 1, 1, 1), bool)
     if "mask" in env:
-        is_visible = _visible(editor, tensors, env)
+        is_visible = _visible(tensors, env, is_causal)
         is_live = jnp.any(is_visible, axis=3, keepdims=True)
     elif "key_lengths" in env:
         is_live = to_logical(tensors["key_lengths"], env["key_lengths"]) > 0
@@ -111,12 +110,12 @@ def _live_rows(
     return is_live
 
 
-def _visible(editor: GraphEditor, tensors: Mapping[str, Tensor], env: Env) -> jax.Array:
+def _visible(tensors: Mapping[str, Tensor], env: Env, is_causal: bool) -> jax.Array:
     """Return the mask with what causality and the key lengths hide as well."""
     s, t = tensors["query"].dims[2], tensors["key"].dims[2]
     is_visible = to_logical(tensors["mask"], unfolded(env["mask"]))
     columns = jnp.arange(t, dtype=jnp.int32)[None, None, None, :]
-    if attributes_of(editor).is_causal:
+    if is_causal:
         is_visible = is_visible & (columns <= _positions(s))
     if "key_lengths" in env:
         lengths = to_logical(tensors["key_lengths"], env["key_lengths"])
@@ -178,6 +177,7 @@ def complete_bias(editor: GraphEditor) -> None:
     tenth of the forward kernel's time.
     """
     tensors = dict(editor.tensors)
+    is_causal = attributes_of(editor).is_causal
     given = [tensors[role] for role in ("bias", "mask") if role in tensors]
     if not given:
         return
@@ -199,7 +199,7 @@ def complete_bias(editor: GraphEditor) -> None:
         if bias is not None:
             total = _raised(unfolded(to_logical(bias, env["bias"])))
         if mask is not None:
-            is_visible = _visible(editor, tensors, env)
+            is_visible = _visible(tensors, env, is_causal)
             is_live = jnp.any(is_visible, axis=3, keepdims=True)
             hidden = jnp.where(is_live, -jnp.inf, 0).astype(total.dtype)
             is_allowed = to_logical(mask, unfolded(env.pop("mask")))
@@ -255,6 +255,8 @@ def _sum_bias_gradient(
 
 def complete_lengths(editor: GraphEditor, target: Target | None) -> None:
     """Give cuDNN both lengths or none, at least one key, and keys it can handle."""
+    if attributes_of(editor).score_mod:
+        return  # They become steps.
     query, key = editor.tensors["query"], editor.tensors["key"]
     b, s, t = query.dims[0], query.dims[2], key.dims[2]
     roles = ("query_lengths", "key_lengths")

@@ -88,6 +88,8 @@ def _why_not_ragged(
         return f"beside a {found[0]} cuDNN takes no packed ones"
     if "dropout_seed" in roles:
         return "dropout is drawn by the positions of whole rows"
+    if attributes.score_mod:
+        return "beside a score_mod cuDNN takes no packed ones"
     if query.dtype not in _DTYPES:
         return f"query is {query.dtype}, and cuDNN packs bf16 and f16"
     if any(bound < 0 for bound in attributes.window):

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Tensor
+from jax_cudnn.graph.score_mod import OPERANDS
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.layout import rounded_up
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -39,19 +40,33 @@ def pad_head(
     return size
 
 
-def _pad(editor: GraphEditor, roles: Iterable[str], axis: int, size: int) -> None:
+def _pad(
+    editor: GraphEditor,
+    roles: Iterable[str],
+    axis: int,
+    size: int,
+    old: int | None = None,
+) -> None:
+    """Pad an axis of the roles that are there, or of those that have the `old` size."""
     for role in roles:
-        if role in editor.tensors:
+        if role not in editor.tensors:
+            continue
+        if old in (None, editor.tensors[role].dims[axis]):
             editor.pad(role, {axis: size})
 
 
 def pad_key_count(editor: GraphEditor) -> None:
     """Add 64 keys, hidden by the lengths, where cuDNN's gradient would give NaN."""
-    if not has_key_count_bug(editor):
-        return
+    if has_key_count_bug(editor):
+        pad_keys(editor, editor.tensors["key"].dims[2] + 64)
+
+
+def pad_keys(editor: GraphEditor, count: int) -> None:
+    """Add keys up to a count; they are hidden elsewhere."""
     t = editor.tensors["key"].dims[2]
-    _pad(editor, ("key", "value", "grad_key", "grad_value"), 2, t + 64)
-    _pad(editor, ("bias", "dropout_mask", "grad_bias"), 3, t + 64)
+    _pad(editor, ("key", "value", "grad_key", "grad_value"), 2, count)
+    columns = ("bias", "dropout_mask", "grad_bias", *OPERANDS)
+    _pad(editor, columns, 3, count, old=t)
 
 
 def has_key_count_bug(editor: GraphEditor) -> bool:

@@ -3,6 +3,7 @@
 
 from jax_cudnn.lowering._jax import (
     align_varying,
+    equation_function,
     equation_place,
     is_known_array,
     sharded_as,
@@ -31,6 +32,7 @@ __all__ = [
     "call_options",
     "check_bare",
     "decide",
+    "equation_function",
     "equation_place",
     "is_known_array",
     "run_by_hand",

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import GraphWriter
 from jax_cudnn.ops.arguments import describe
+from jax_cudnn.ops.outside import Given
 from jax_cudnn.ops.tracing import Step, UntraceableError, steps_of
 
 ActivationName = Literal[
@@ -214,9 +215,12 @@ def _write_steps(writer: GraphWriter, steps: Sequence[Step], x: str) -> str:
     rank = len(writer[x].dims)
     names = [x]
     for step in steps:
-        arguments = (
-            names[each] if isinstance(each, int) else writer.constant(each, rank)
-            for each in step.arguments
-        )
+        arguments: list[str] = []
+        for each in step.arguments:
+            # A function of one array reads nothing beside it.
+            assert not isinstance(each, Given)
+            arguments.append(
+                names[each] if isinstance(each, int) else writer.constant(each, rank)
+            )
         names.append(writer.pointwise(step.mode, *arguments))
     return names[-1]

@@ -30,6 +30,11 @@ class Operands(NamedTuple):
     key_starts: jax.Array | None = None
     dropout_seed: jax.Array | None = None
     dropout_offset: jax.Array | None = None
+    # What a score_mod reads: graph/score_mod.py.
+    mod_a: jax.Array | None = None
+    mod_b: jax.Array | None = None
+    mod_c: jax.Array | None = None
+    mod_d: jax.Array | None = None
 
     @property
     def given(self) -> dict[str, jax.Array]:

@@ -2,30 +2,19 @@
 """`jax_cudnn.sdpa`: checks the arguments of attention and builds its graph."""
 
 import functools
-import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.graph.rules import broadcasts_to
-from jax_cudnn.ops.arguments import (
-    as_operand,
-    check_dtype,
-    check_flag,
-    check_integers,
-    clipped,
-    describe,
-    in_front,
-    options,
-    why_symbolic,
-)
+from jax_cudnn.graph.score_mod import Steps
+from jax_cudnn.ops.arguments import as_operand, check_flag, options, why_symbolic
 from jax_cudnn.ops.attend import Operands, attend, stored_order
 from jax_cudnn.ops.dropout import with_dropout
 from jax_cudnn.ops.masks import (
@@ -34,13 +23,14 @@ from jax_cudnn.ops.masks import (
     Lengths,
     Mask,
     Window,
-    refuse_mask_data,
     sorted_arguments,
 )
-from jax_cudnn.ops.packing import Packed, longest, packing
+from jax_cudnn.ops.packing import Packed, longest
 from jax_cudnn.ops.plain import check_implementation
+from jax_cudnn.ops.score_mod import ScoreMod, check_score_mod, on_scores, with_score_mod
+from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
 from jax_cudnn.ops.sinks import attend_with_sinks, check_sinks, with_sinks
-from jax_cudnn.reference.dtypes import dtype_name
+from jax_cudnn.ops.tracing import UntraceableError
 from jax_cudnn.reference.sdpa import forward as attention
 
 
@@ -60,6 +50,7 @@ def sdpa(
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -82,6 +73,7 @@ def sdpa(
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -103,6 +95,7 @@ def sdpa(
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -161,6 +154,11 @@ def sdpa(
       dropout_key: a key of :func:`jax.random.key`, from which alone follows which
         weights are dropped. Use another one for each call. Default None, which is for
         a rate of 0.
+      score_mod: a function of scalars, `score_mod(score, batch, head, query_index,
+        key_index)`, that returns the new score. The score is the scaled one in f32
+        (f64 for f64 operands), before the bias; the indices are int32. It may capture
+        arrays and index them; they get gradients. Default None: scores stay as they
+        are. See the notes and :mod:`jax_cudnn.score_mods`.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
         cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
@@ -185,11 +183,11 @@ def sdpa(
         2^25 heads or more in all batch entries with dropout.
       TypeError: dtypes that are not supported or differ, a `mask` that is not bool, a
         `scale` or a `dropout_rate` that is not a Python number, a `dropout_key` that
-        is not one.
+        is not one, a `score_mod` that is no function or returns anything but one float.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
-        when the function is compiled for a GPU), or symbolic dimensions, which cuDNN
-        has no plan for (raised at once); operands whose types have shardings that
-        contradict each other.
+        when the function is compiled for a GPU), or symbolic dimensions or a
+        `score_mod` that no graph can hold (raised at once); operands whose types have
+        shardings that contradict each other.
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
@@ -265,6 +263,19 @@ def sdpa(
       into the batch then: they run one by one with "cudnn", and else in XLA's code,
       which keeps arrays of s * t.
 
+      With `score_mod`, S is score_mod(scale QK^T) + bias, and what the other arguments
+      hide is hidden afterwards. The function is traced once, at each call that is
+      traced. What it adds last and does not depend on the score is a bias, with all
+      that is said of biases here; where it selects -inf last, by the indices, it is a
+      mask. Any other operation on the score runs inside the kernel if it is one of
+      cuDNN's pointwise operations; the gradient of arrays that such operations read is
+      computed by XLA, in memory that grows with s*t, and so is that of a bias beside
+      them. Beside such operations, causality, lengths and a window take no
+      memory, but the kernel skips nothing for them. A function with other operations on
+      the score, or more than four arrays, runs with XLA, as the log says. This needs
+      cuDNN 9.19, and the gradient sm_90 or sm_100 (planned with 9.19 and 9.27, run with
+      9.19 on an H200). docs/score_mods.md has examples.
+
       cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So it takes a
       bias below -2.3e38 for -inf if each head has its own bias, with full rows and
       columns. For other biases below -2.3e38 the log-sum-exp has three digits.
@@ -313,7 +324,15 @@ def sdpa(
     )
     sinks = check_sinks("sdpa", sinks, operands.query.shape[2])
     with_residual = check_flag("sdpa", "return_residual", return_residual)
-    results = _attend(operands, attributes, call, sinks, with_lse=with_residual)
+    modified = _modified(score_mod, operands, call)
+    results = _attend(
+        modified.operands,
+        replace(attributes, score_mod=modified.steps),
+        call,
+        sinks,
+        with_lse=with_residual,
+        plain=modified.plain,
+    )
     output, *residual = results if has_batch else [x[0] for x in results]
     return (output, residual[0]) if with_residual else output
 
@@ -351,6 +370,32 @@ def _longest(packed: Packed | None, operands: Operands) -> tuple[int, ...]:
     return longest(packed, operands.query.shape[1], operands.key.shape[1])
 
 
+class _Modified(NamedTuple):
+    """The operands and steps of a score_mod, or the function itself for XLA."""
+
+    operands: Operands
+    steps: Steps = ()
+    plain: ScoreMod | None = None
+
+
+def _modified(
+    function: ScoreMod | None, operands: Operands, call: Options
+) -> _Modified:
+    if function is None:
+        return _Modified(operands)
+    wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    closed = check_score_mod(function, wide)
+    if why_symbolic(**operands.given):
+        return _Modified(operands, plain=function)
+    try:
+        return _Modified(*with_score_mod(closed, operands))
+    except UntraceableError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        reason = f"score_mod {name} cannot be part of a kernel: {error}."
+        check_implementation("sdpa", reason, call)
+        return _Modified(operands, plain=function)
+
+
 def _attend(
     operands: Operands,
     attributes: SdpaAttributes,
@@ -358,16 +403,23 @@ def _attend(
     sinks: jax.Array | None,
     *,
     with_lse: bool,
+    plain: ScoreMod | None,
 ) -> tuple[jax.Array, ...]:
-    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h)."""
-    if reason := why_symbolic(**operands.given):
-        check_implementation("sdpa", reason, call)
-        output, *stats = _plain(attributes, operands.given)
-    elif sinks is not None and operands.bias is None:
+    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
+
+    ``plain`` is a score_mod that only XLA can run.
+    """
+    reason = why_symbolic(**operands.given)
+    if reason or plain is not None:
+        if reason:
+            check_implementation("sdpa", reason, call)
+        output, *stats = _plain(attributes, operands.given, plain)
+    elif sinks is not None and operands.bias is None and not attributes.score_mod:
         return attend_with_sinks(attributes, call, operands, sinks)
     else:
-        # With a bias, rows may lie where the kernel that is given a log-sum-exp loses
-        # the number of keys (legalize/far_rows.py). The gradient below mends these.
+        # With a bias or a score_mod, rows may lie where the kernel that is given a
+        # log-sum-exp loses the number of keys (legalize/far_rows.py). The gradient
+        # below mends these.
         with_stats = with_lse or sinks is not None
         output, *stats = attend(operands, attributes, call, with_stats=with_stats)
     if not stats:
@@ -377,256 +429,15 @@ def _attend(
 
 
 def _plain(
-    attributes: SdpaAttributes, operands: dict[str, jax.Array]
+    attributes: SdpaAttributes,
+    operands: Mapping[str, jax.Array],
+    score_mod: ScoreMod | None,
 ) -> list[jax.Array]:
-    """Return output and log-sum-exp by the reference, for shapes that graphs lack."""
+    """Return output and log-sum-exp by the reference, for what no graph can hold."""
     inputs = {
         role: jnp.transpose(x, stored_order(role)) for role, x in operands.items()
     }
-    results = attention(attributes, inputs, {})
+    function = None if score_mod is None else on_scores(score_mod)
+    results = attention(attributes, inputs, {}, function)
     output = jnp.transpose(results["output"], stored_order("output"))
     return [output.astype(operands["query"].dtype), results["stats"]]
-
-
-# --- checks ---------------------------------------------------------------------------
-
-
-def check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
-    """Return the scale as cuDNN gets it: a double that is exact in f32, unless f64."""
-    if scale is None:
-        value = 1.0 / math.sqrt(d) if d else 1.0
-    else:
-        is_odd = isinstance(scale, bool | np.bool_ | str | bytes)
-        is_odd = is_odd or np.iscomplexobj(scale)
-        if is_odd or np.ndim(scale) != 0:
-            raise _not_a_number(scale)
-        try:
-            value = float(scale)
-        except (TypeError, ValueError):  # A traced value is one of its causes.
-            raise _not_a_number(scale) from None
-        except OverflowError:
-            value = math.inf
-    if dtype != np.float64:
-        with np.errstate(over="ignore"):
-            value = float(np.float32(value))
-    if not math.isfinite(value):
-        raise ValueError(f"sdpa: scale={scale} is not finite. Pass a finite number.")
-    return value
-
-
-def check_window(window: int | tuple[int, int] | None) -> tuple[int, ...]:
-    """Return the window as (left, right), or () for none."""
-    if window is None:
-        return ()
-    try:
-        sizes = [
-            operator.index(size)
-            for size in (window if isinstance(window, Sequence) else [window])
-            if not isinstance(size, bool | np.bool_)
-        ]
-    except TypeError:  # A traced value is one of its causes.
-        sizes = []
-    if isinstance(window, Sequence) and len(sizes) == len(window) == 2:
-        left, right = sizes
-    elif not isinstance(window, Sequence) and sizes:
-        left = right = sizes[0]
-    else:
-        raise TypeError(
-            f"sdpa: local_window_size={window!r} is neither an int nor two. Pass "
-            "(left, right), ints known when the program is traced: how many keys "
-            "before and after its own position a query sees."
-        )
-    if not all(-(2**62) <= size < 2**62 for size in (left, right)):
-        raise ValueError(
-            f"sdpa: local_window_size={window!r} does not fit in 63 bits. Pass at most "
-            "the length of the sequences."
-        )
-    return (left, right)
-
-
-def _not_a_number(scale: object) -> TypeError:
-    return TypeError(
-        f"sdpa: scale is {type(scale).__name__}. It must be a number known when the "
-        "program is traced, since it is part of it. Multiply query by a traced scale."
-    )
-
-
-def canonicalize(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None,
-    mask: ArrayLike | None,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
-    *,
-    shares: int = 1,
-    packed: Packed | None = None,
-) -> tuple[Operands, bool]:
-    """Check the operands together and give each its batch axis and dtype.
-
-    Queries and keys may be one of several equal shares of their sequences. The keys of
-    bias and mask, and the lengths, are those of the whole sequences.
-    """
-    q, k, v = (
-        as_operand("sdpa", name, x)
-        for name, x in (("query", query), ("key", key), ("value", value))
-    )
-    _check_dtypes(q, k, v)
-    has_batch = _check_ranks(q, k, v)
-    if not has_batch:
-        q, k, v = q[None], k[None], v[None]
-    _check_shapes(q, k, v)
-    b, s, h, _ = q.shape
-    t = k.shape[1] * shares
-    scores = (b, h, s, t)
-    operands = Operands(
-        query=q,
-        key=k,
-        value=v,
-        bias=_check_bias(bias, scores, q.dtype),
-        mask=_check_mask(mask, scores),
-        query_lengths=_check_lengths(
-            "query_seq_lengths", query_seq_lengths, b, s * shares
-        ),
-        key_lengths=_check_lengths(
-            "key_value_seq_lengths", key_value_seq_lengths, b, t
-        ),
-    )
-    if packed is not None:
-        of_rows = (operands.query_lengths, operands.key_lengths)
-        operands = operands._replace(**packing(packed, (b, s, t), of_rows))
-    return operands, has_batch
-
-
-def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    check_dtype(
-        "sdpa", "query", q, advice="Convert query, key and value to one of them."
-    )
-    for name, x in (("key", k), ("value", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"sdpa: {name} is {describe(x)} but query is {describe(q)}. All "
-                f"three must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
-            )
-
-
-def _check_ranks(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
-    if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
-        advice = "Use jax.vmap or reshape for more batch axes."
-        if q.ndim == 2:
-            advice = "For a single head insert its axis: query[:, None, :]."
-        raise ValueError(
-            f"sdpa: {_shapes(q, k, v)}. All three must be (batch, length, heads, head "
-            f"size) or all (length, heads, head size). {advice}"
-        )
-    return q.ndim == 4
-
-
-def _shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> str:
-    return f"query is {describe(q)}, key {describe(k)}, value {describe(v)}"
-
-
-def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    shapes = _shapes(q, k, v)
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
-        raise ValueError(
-            f"sdpa: batch sizes differ: {shapes}. They must be equal. Broadcast, or "
-            "use jax.vmap with in_axes=None for the shared operand."
-        )
-    if k.shape[1] != v.shape[1]:
-        raise ValueError(
-            f"sdpa: key has length {k.shape[1]} but value {v.shape[1]}: {shapes}. They "
-            "must be equal."
-        )
-    if q.shape[3] != k.shape[3]:
-        raise ValueError(
-            f"sdpa: query has head size {q.shape[3]} but key {k.shape[3]}: {shapes}. "
-            "They must be equal; value's may differ."
-        )
-    if k.shape[2] != v.shape[2]:
-        raise ValueError(
-            f"sdpa: key has {k.shape[2]} heads but value {v.shape[2]}: {shapes}. They "
-            "must be equal."
-        )
-    h, heads = q.shape[2], k.shape[2]
-    if (heads == 0) != (h == 0) or (heads and h % heads):
-        raise ValueError(
-            f"sdpa: {h} query heads are not a multiple of {heads} key heads: {shapes}. "
-            "Repeat key and value heads, or change the number of query heads."
-        )
-
-
-def _check_bias(
-    bias: ArrayLike | None, scores: tuple[int, ...], dtype: np.dtype
-) -> jax.Array | None:
-    if bias is None:
-        return None
-    array = as_operand("sdpa", "bias", bias)
-    if jnp.issubdtype(array.dtype, jnp.integer):
-        # Added to the scores, whose dtype it takes on.
-        array = array.astype(jnp.float64 if dtype == jnp.float64 else jnp.float32)
-    advice = "Convert it to the dtype of query."
-    if array.dtype == jnp.bool_:
-        advice = "Pass a boolean array as mask instead."
-    check_dtype("sdpa", "bias", array, also=" and integers", advice=advice)
-    return _check_scores_like("bias", array, scores)
-
-
-def _check_mask(mask: ArrayLike | None, scores: tuple[int, ...]) -> jax.Array | None:
-    if mask is None:
-        return None
-    refuse_mask_data("sdpa", mask)
-    array = as_operand("sdpa", "mask", mask)
-    if array.dtype != jnp.bool_:
-        raise TypeError(
-            f"sdpa: mask is {describe(array)}. It must be bool, True where a query "
-            "may see a key. Pass an additive mask as bias, or convert with mask != 0."
-        )
-    return _check_scores_like("mask", array, scores)
-
-
-def _check_scores_like(
-    name: str, array: jax.Array, scores: tuple[int, ...]
-) -> jax.Array:
-    padded = in_front(array.shape, 4)
-    if not broadcasts_to(padded, scores):
-        raise ValueError(
-            f"sdpa: {name} is {describe(array)}, which does not broadcast to (batch, "
-            f"heads, query length, key length) = {list(scores)}. Each of its axes must "
-            f"be 1 or the full size.{axes_hint(name, array.shape, scores)}"
-        )
-    return jnp.reshape(array, padded)
-
-
-def axes_hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str:
-    """Return how a mask or bias of fewer axes is meant, probably; "" if no one knows.
-
-    Of the scores (*batch axes, h, s, t); axes are added in front, as in NumPy.
-    """
-    *batch, h, s, t = scores
-    index = {
-        (*batch, t): ", None, None, :",
-        (*batch, s, t): ", None, :, :",
-        (*batch, h, t): ", :, None, :",
-        (h, t): "None, :, None, :",
-    }.get(shape)
-    if index is None:
-        return ""
-    if index.startswith(","):
-        index = ", ".join([":"] * len(batch)) + index
-    return f" Its axes are taken to be the last ones. Pass {name}[{index}]."
-
-
-def _check_lengths(
-    name: str, lengths: ArrayLike | None, b: int, size: int
-) -> jax.Array | None:
-    if lengths is None:
-        return None
-    array = check_integers("sdpa", name, lengths)
-    if array.shape != (b,):
-        raise ValueError(
-            f"sdpa: {name} is {describe(array)}. It must have one length per batch "
-            f"entry, shape [{b}]."
-        )
-    return jnp.reshape(clipped(array, size), (b, 1, 1, 1))

@@ -19,6 +19,7 @@ from jax_cudnn.lowering import (
     is_known_array,
     same_function,
 )
+from jax_cudnn.ops.outside import Given, evaluate, indices
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -31,11 +32,12 @@ class Step(NamedTuple):
     """A pointwise node over earlier values and numbers.
 
     An int is the position of a value: 0 is the function's argument, and i the result of
-    the i-th step. A float is a number that is the same for all elements.
+    the i-th step. A float is a number that is the same for all elements. Of a function
+    of scores, an argument may be a value that does not depend on the score.
     """
 
     mode: str
-    arguments: tuple[int | float, ...]
+    arguments: tuple[int | float | Given, ...]
 
 
 # cuDNN plans graphs of up to 250 operations, but the time for planning grows with the
@@ -59,11 +61,32 @@ def steps_of(closed: Any) -> tuple[Step, ...]:
         raise UntraceableError("it does not depend on its argument")
     # Steps after the result, if there are any, are unused.
     steps = tracer.steps[: result.position]
+    check_count(steps)
+    return tuple(steps)
+
+
+def steps_of_scores(closed: Any, sizes: Sequence[int]) -> list[Step]:
+    """Return the steps of a traced function of a score and its four indices.
+
+    The last step gives the function's result. ``sizes`` are those of (b, h, s, t).
+
+    Raises:
+      UntraceableError: not every equation that depends on the score can be written.
+    """
+    tracer = _Tracer(closed.in_avals[0].dtype, takes_outside=True)
+    args = [_Tensor(0), *indices(sizes)]
+    (result,) = tracer.run(closed.jaxpr, closed.consts, args)
+    if not isinstance(result, _Tensor):
+        raise UntraceableError("it does not depend on the score")
+    return tracer.steps[: result.position]
+
+
+def check_count(steps: Sequence[Any]) -> None:
+    """Raise UntraceableError if there are more steps than a kernel is given."""
     if len(steps) > MOST_STEPS:
         raise UntraceableError(
             f"it has {len(steps)} operations, and a kernel is given {MOST_STEPS}"
         )
-    return tuple(steps)
 
 
 class _Tensor(NamedTuple):
@@ -74,16 +97,18 @@ class _Tensor(NamedTuple):
 
 
 # The values of a jaxpr's variables: tensors, or known numbers of rank 0, in their own
-# dtype, that are the same for all elements.
-_Value = _Tensor | np.ndarray
+# dtype, that are the same for all elements. In a function of scores, also what does not
+# depend on the score.
+_Value = _Tensor | np.ndarray | Given
 
 
 class _Tracer:
     """Writes a jaxpr as steps."""
 
-    def __init__(self, dtype: np.dtype) -> None:
+    def __init__(self, dtype: np.dtype, *, takes_outside: bool = False) -> None:
         self.steps: list[Step] = []
         self.dtype = dtype
+        self.takes_outside = takes_outside
 
     def run(
         self,
@@ -95,7 +120,7 @@ class _Tracer:
         """Return the results of a jaxpr that is nested in the equations `around`."""
         values: dict[Any, _Value] = dict(zip(jaxpr.invars, args, strict=True))
         for variable, const in zip(jaxpr.constvars, consts, strict=True):
-            values[variable] = _number(const, variable.aval)
+            values[variable] = self._captured(const, variable.aval)
 
         def read(atom: Any) -> _Value:
             is_literal = hasattr(atom, "val")
@@ -107,7 +132,12 @@ class _Tracer:
             values |= dict(zip(equation.outvars, written.results(), strict=True))
         return [read(x) for x in jaxpr.outvars]
 
-    def emit(self, mode: str, *arguments: int | float) -> int:
+    def _captured(self, value: Any, aval: Any) -> _Value:
+        if self.takes_outside and not (is_known_array(value, aval) and not aval.shape):
+            return Given(array=jnp.asarray(value))
+        return _number(value, aval)
+
+    def emit(self, mode: str, *arguments: int | float | Given) -> int:
         """Add a step, and return its position."""
         self.steps.append(Step(mode, arguments))
         return len(self.steps)
@@ -154,6 +184,9 @@ class _Equation:
     def results(self) -> Sequence[_Value]:
         """Write the equation, and return its results."""
         is_known = not any(isinstance(x, _Tensor) for x in self._args)
+        if self._tracer.takes_outside and is_known and not self._is_of_numbers():
+            args: list[Any] = self._args
+            return evaluate(self._jaxpr, self._equation, args)
         if self._name in _CALLS or (is_known and self._name == "custom_jvp_call"):
             inner = next(filter(None, map(self.params.get, ("jaxpr", "call_jaxpr"))))
             is_closed = hasattr(inner, "jaxpr")
@@ -187,6 +220,11 @@ class _Equation:
             written = _Tensor(written, is_bool=output.dtype == np.bool_)
         return [written]
 
+    def _is_of_numbers(self) -> bool:
+        """Whether it can be computed once, as a number."""
+        is_known = all(isinstance(x, np.ndarray) for x in self._args)
+        return is_known and bool(self._args) and self._name in _WRITE
+
     def __call__(self, mode: str, *args: _Value | int | float) -> int:
         """Add a step over values and numbers."""
         return self._tracer.emit(mode, *map(self._argument, args))
@@ -199,12 +237,14 @@ class _Equation:
     def _is_float(self, atom: Any) -> bool:
         return jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
-    def _argument(self, value: _Value | int | float) -> int | float:
-        if isinstance(value, int):
+    def _argument(self, value: _Value | int | float) -> int | float | Given:
+        if isinstance(value, int | Given):
             return value
         if isinstance(value, _Tensor):
             return value.position
         number = float(value)
+        if number == -math.inf and self._tracer.takes_outside:
+            return number  # Hides a key.
         if not math.isfinite(number):
             self.refuse(f"uses the number {number}, and cuDNN takes finite ones")
         # Graphs do not distinguish -0.0 from 0.0, as Python's == does not.
@@ -229,6 +269,8 @@ class _Equation:
         like = jax.ShapeDtypeStruct(self._equation.outvars[0].aval.shape, self.dtype)
         call = CustomCall(self._jaxpr, self._equation)
         for function, mode in _OWN_DERIVATIVES.items():
+            if any(isinstance(x, Given) for x in self._args):
+                break
             if same_function(_custom_call(jax.make_jaxpr(function)(like)), call):
                 (x,) = (x for x in self._args if isinstance(x, _Tensor))
                 return _Tensor(self(mode, x))
@@ -277,22 +319,22 @@ def _mode(mode: str) -> _Write:
 # cuDNN wants the tensor that is not broadcast as the first operand.
 def _either_way(mode: str, swapped: str) -> _Write:
     def write(apply: _Equation, x: _Value, y: _Value) -> int:
-        is_number = isinstance(x, np.ndarray)
-        return apply(swapped, y, x) if is_number else apply(mode, x, y)
+        is_small = not isinstance(x, _Tensor)
+        return apply(swapped, y, x) if is_small else apply(mode, x, y)
 
     return write
 
 
 def _sub(apply: _Equation, x: _Value, y: _Value) -> int:
-    if isinstance(x, np.ndarray):
+    if not isinstance(x, _Tensor):
         return apply("add", apply("neg", y), x)
     return apply("sub", x, y)
 
 
 def _div(apply: _Equation, x: _Value, y: _Value) -> int:
-    if not isinstance(x, np.ndarray):
+    if isinstance(x, _Tensor):
         return apply("div", x, y)
-    if x == 1:
+    if isinstance(x, np.ndarray) and x == 1:
         return apply("reciprocal", y)
     # Write the number in full shape, by a select with equal branches. (x times 1/y is
     # no substitute: 1/y may be 0 or infinite where x/y is not.)
@@ -332,6 +374,8 @@ def _sign(apply: _Equation, x: _Tensor) -> int:
 def _select_n(apply: _Equation, which: _Value, *cases: _Value) -> _Value | int:
     if isinstance(which, np.ndarray):
         return cases[int(which)]
+    if isinstance(which, Given) and which.dtype != np.bool_:
+        apply.refuse("selects by an index")
     if any(x.is_bool if isinstance(x, _Tensor) else x.dtype == bool for x in cases):
         apply.refuse("selects among truth values")
     return apply("select", cases[1], cases[0], which)
@@ -345,10 +389,12 @@ def _convert(apply: _Equation, x: _Tensor) -> _Value | int:
     return apply("ne", x, 0.0) if apply.params["new_dtype"] == np.bool_ else x
 
 
-def _logical(apply: _Equation, x: _Value) -> int | float:
+def _logical(apply: _Equation, x: _Value) -> int | float | Given:
     """Return a truth value as 1 or 0; operands here are never integers."""
     if isinstance(x, np.ndarray):
         return float(x)
+    if isinstance(x, Given):
+        return Given(array=x.array.astype(apply.dtype), letters=x.letters)
     return apply("select", 1.0, 0.0, x)
 
 
@@ -357,7 +403,7 @@ def _both(mode: str) -> _Write:
 
     def write(apply: _Equation, x: _Value, y: _Value) -> int:
         first, second = _logical(apply, x), _logical(apply, y)
-        if isinstance(first, float):
+        if not isinstance(first, int):
             first, second = second, first
         return apply("gt", apply(mode, first, second), 0.5)
 

@@ -14,7 +14,7 @@ from jax_cudnn.lowering import align_varying
 from jax_cudnn.ops.arguments import check_flag, options, why_symbolic
 from jax_cudnn.ops.attend import Operands
 from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.sdpa import canonicalize, check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
 from jax_cudnn.parallel.axes import AxisName, axis_size
 from jax_cudnn.parallel.order import all_positions, check_order, positions_of
 from jax_cudnn.parallel.schedule import Band, Order

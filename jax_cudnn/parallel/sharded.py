@@ -28,7 +28,7 @@ from jax_cudnn.ops.arguments import (
 )
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import refuse_mask_data
-from jax_cudnn.ops.sdpa import check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import check_scale, check_window
 from jax_cudnn.parallel import attention
 from jax_cudnn.parallel.attention import Method, check_method
 from jax_cudnn.parallel.axes import AxisName

@@ -32,16 +32,18 @@ def pointwise(
     if attributes.mode == "identity" and outputs["output"].dtype in FLOATS:
         return {"output": inputs["a"]}
     operands = [_widened(inputs[role], inputs) for role in sorted(inputs)]
-    mode = attributes.mode
+    return {"output": apply_mode(attributes.mode, *operands, alpha=attributes.alpha)}
+
+
+def apply_mode(mode: str, *operands: jax.Array, alpha: float = 0.0) -> jax.Array:
+    """Return a mode of operands that are in the dtype in which it is computed."""
     if mode in ("elu", "relu"):
-        result = _ACTIVATIONS[mode](*operands, attributes.alpha)
-    elif mode in ACTIVATIONS:
-        result = _ACTIVATIONS[mode](*operands)
-    elif mode.endswith("_grad"):
-        result = _gradient(mode.removesuffix("_grad"), attributes.alpha, *operands)
-    else:
-        result = _OTHERS[mode](*operands)
-    return {"output": result}
+        return _ACTIVATIONS[mode](*operands, alpha)
+    if mode in ACTIVATIONS:
+        return _ACTIVATIONS[mode](*operands)
+    if mode.endswith("_grad"):
+        return _gradient(mode.removesuffix("_grad"), alpha, *operands)
+    return _OTHERS[mode](*operands)
 
 
 def constant(

@@ -7,18 +7,22 @@ With dropout, they are those that are kept, divided by the share that is kept.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jax_cudnn.graph.score_mod import operands_of, read_step, result_index
 from jax_cudnn.graph.sdpa import SdpaAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.reference import sequences
 from jax_cudnn.reference.dropout import kept, numbered
+from jax_cudnn.reference.pointwise import apply_mode
 
 Operands = Mapping[str, jax.Array]
+# A function of the scaled scores (b, h, s, t).
+ScoreMod = Callable[[jax.Array], jax.Array]
 
 
 class _Softmax(NamedTuple):
@@ -30,13 +34,21 @@ class _Softmax(NamedTuple):
 
 
 def forward(
-    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    score_mod: ScoreMod | None = None,
 ) -> dict[str, jax.Array]:
-    """Return output and log-sum-exp; a row that sees no key gives 0 and -inf."""
+    """Return output and log-sum-exp; a row that sees no key gives 0 and -inf.
+
+    ``score_mod`` is for functions that no graph holds; it takes the place of steps.
+    """
     assert isinstance(attributes, SdpaAttributes)
     del outputs  # XLA removes what is not used.
     inputs = _read(attributes, inputs)
-    softmax = _softmax(_logits(attributes, inputs))
+    scores = _scores(attributes, inputs)
+    modified = _modified(attributes, inputs, 0) if score_mod is None else score_mod
+    softmax = _softmax(_logits(attributes, inputs, modified(scores)))
     dropped = _dropped(softmax.probabilities, attributes, _kept(attributes, inputs))
     return {
         "output": _mix(dropped, inputs["value"]),
@@ -52,6 +64,7 @@ def backward(
     dV = P^T dO and dS = P (dP - rowsum(P dP) + dstats) with dP = dO V^T, then
     dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast. With
     dropout, P in dV and dP are what is kept of them, divided by the share that is kept.
+    With steps, dS is pulled back through them between dbias and dQ.
 
     Kernels read the saved output and log-sum-exp; this function does not. A log-sum-exp
     far from 0 has no digits left for the number of keys, so exp(S - stats) would be too
@@ -59,25 +72,35 @@ def backward(
     Only a partial gradient has to read them: they say what other keys there are.
     """
     assert isinstance(attributes, SdpaAttributes)
-    return gradients(attributes, inputs, with_bias="grad_bias" in outputs)
+    wanted = [role for role in outputs if role.startswith(("grad_bias", "grad_mod"))]
+    return gradients(attributes, inputs, wanted=wanted)
 
 
 def gradients(
     attributes: SdpaAttributes,
     inputs: Operands,
     *,
-    with_bias: bool,
+    wanted: Collection[str],
     first_row: int | jax.Array = 0,
     row_count: int | None = None,
 ) -> dict[str, jax.Array]:
     """Return `backward`'s gradients for rows of the queries from `first_row` on.
 
-    There are `row_count` of them in all; None for those that are given.
+    There are `row_count` of them in all; None for those that are given. The gradients
+    of the bias and of what the steps read are `wanted`, or left out.
     """
     inputs = _read(attributes, inputs)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     grad_output = inputs["grad_output"]
-    logits = _logits(attributes, inputs, first_row)
+    read = {role: inputs[role] for role in operands_of(attributes.score_mod)}
+    modified, pull = jax.vjp(
+        lambda scores, read: _modified(attributes, {**inputs, **read}, first_row)(
+            scores
+        ),
+        _scores(attributes, inputs),
+        read,
+    )
+    logits = _logits(attributes, inputs, modified, first_row)
     is_kept = _kept(attributes, inputs, first_row, row_count)
     grad_probabilities = _grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
     grad_probabilities = _dropped(grad_probabilities, attributes, is_kept)
@@ -94,15 +117,17 @@ def gradients(
         delta = delta - jnp.where(is_dead, 0, inputs["grad_stats"])
     grad_logits = probabilities * (grad_probabilities - delta)
 
-    rounded = grad_logits.astype(query.dtype)
+    grad_scores, grad_read = pull(grad_logits)
+    rounded = grad_scores.astype(query.dtype)
     weights = _dropped(probabilities, attributes, is_kept).astype(query.dtype)
     scale = jnp.asarray(attributes.scale, grad_logits.dtype)
-    results = {
+    results: dict[str, jax.Array] = {
         "grad_query": scale * _grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
         "grad_key": scale * _sum_over_group("bkgst,bkgsd->bktd", rounded, query, key),
         "grad_value": _sum_over_group("bkgst,bkgse->bkte", weights, grad_output, value),
     }
-    if with_bias:
+    results |= {f"grad_{role}": x for role, x in grad_read.items()}
+    if "grad_bias" in wanted:
         axes = [i for i, dim in enumerate(inputs["bias"].shape) if dim == 1]
         results["grad_bias"] = jnp.sum(grad_logits, axis=axes, keepdims=True)
     return results
@@ -199,13 +224,54 @@ def _dropped(
     return jnp.where(is_kept, x * scale, 0)
 
 
-def _logits(
-    attributes: SdpaAttributes, inputs: Operands, first_row: int | jax.Array = 0
+def _scores(attributes: SdpaAttributes, inputs: Operands) -> jax.Array:
+    """Return scale Q K^T as (b, h, s, t)."""
+    products = _grouped_einsum("bkgsd,bktd->bkgst", inputs["query"], inputs["key"])
+    return products * jnp.asarray(attributes.scale, products.dtype)
+
+
+def _modified(
+    attributes: SdpaAttributes, inputs: Operands, first_row: int | jax.Array
+) -> ScoreMod:
+    """Return the function that the attributes' steps are."""
+
+    def function(scores: jax.Array) -> jax.Array:
+        _, _, s, t = scores.shape
+        rows = first_row + jnp.arange(s, dtype=jnp.int32)
+        values = {
+            "score": scores,
+            "query": rows.reshape(1, 1, s, 1),
+            "key": jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t),
+            **{role: inputs[role] for role in operands_of(attributes.score_mod)},
+        }
+        values = {name: x.astype(scores.dtype) for name, x in values.items()}
+        results: list[jax.Array] = []
+        for mode, words in map(read_step, attributes.score_mod):
+            operands = (_value(word, values, results) for word in words)
+            results.append(apply_mode(mode, *operands))
+        return jnp.broadcast_to(results[-1], scores.shape) if results else scores
+
+    return function
+
+
+def _value(
+    word: str, values: Mapping[str, jax.Array], results: Sequence[jax.Array]
 ) -> jax.Array:
-    """Return scale Q K^T + bias as (b, h, s, t), -inf where a key is hidden."""
-    query, key = inputs["query"], inputs["key"]
-    logits = _grouped_einsum("bkgsd,bktd->bkgst", query, key)
-    logits = logits * jnp.asarray(attributes.scale, logits.dtype)
+    if word in values:
+        return values[word]
+    index = result_index(word)
+    if index is not None:
+        return results[index]
+    return jnp.asarray(float(word), values["score"].dtype)
+
+
+def _logits(
+    attributes: SdpaAttributes,
+    inputs: Operands,
+    logits: jax.Array,
+    first_row: int | jax.Array = 0,
+) -> jax.Array:
+    """Return scores + bias as (b, h, s, t), -inf where a key is hidden."""
     if "bias" in inputs:
         logits = logits + inputs["bias"].astype(logits.dtype)
     is_visible = _visible(attributes, inputs, logits.shape, first_row)

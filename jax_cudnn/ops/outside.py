@@ -1,0 +1,80 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does a function of scalars compute beside its first one, for all the others?
+
+A score_mod gets a score, and the indices of batch entry, head, query and key. What does
+not depend on the score is computed here as arrays, with those axes of (b, h, s, t) only
+that it depends on.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn.lowering import equation_function
+
+LETTERS = "bhst"
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Given:
+    """A value that does not depend on the score.
+
+    ``array`` begins with the axes of the indices that the value depends on, which are
+    ``letters``. ``narrow`` is what it was converted from, if that lost nothing.
+    """
+
+    array: jax.Array
+    letters: str = ""
+    narrow: "Given | None" = None
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The dtype of the array."""
+        return self.array.dtype
+
+    def broadcast(self) -> jax.Array:
+        """Return a number for each score as (b, h, s, t), with 1 where it is shared."""
+        sizes = dict(zip(self.letters, self.array.shape, strict=True))
+        return jnp.reshape(self.array, [sizes.get(letter, 1) for letter in LETTERS])
+
+
+def indices(sizes: Sequence[int]) -> list[Given]:
+    """Return the indices along b, h, s and t."""
+    return [
+        Given(array=jnp.arange(size, dtype=jnp.int32), letters=letter)
+        for letter, size in zip(LETTERS, sizes, strict=True)
+    ]
+
+
+def evaluate(
+    jaxpr: Any, equation: Any, args: Sequence[Given | np.ndarray]
+) -> list[Given]:
+    """Return the results of an equation for all indices that its operands depend on."""
+    given: Mapping[Any, Given] = {
+        variable: value
+        if isinstance(value, Given)
+        else Given(array=jnp.asarray(value, value.dtype))
+        for variable, value in zip(equation.invars, args, strict=True)
+        if not hasattr(variable, "val")
+    }
+    values = list(given.values())
+    letters = "".join(x for x in LETTERS if any(x in each.letters for each in values))
+    function = equation_function(jaxpr, equation)
+    for letter in reversed(letters):
+        axes = [0 if letter in value.letters else None for value in values]
+        function = jax.vmap(function, in_axes=axes)
+    results = function(*(value.array for value in values))
+    narrow = values[0] if _widens(equation) else None
+    return [Given(array=x, letters=letters, narrow=narrow) for x in results]
+
+
+def _widens(equation: Any) -> bool:
+    """Whether an equation converts 16-bit floats to wider ones."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    old, new = equation.invars[0].aval.dtype, equation.outvars[0].aval.dtype
+    return old in (jnp.bfloat16, jnp.float16) and new in (jnp.float32, jnp.float64)

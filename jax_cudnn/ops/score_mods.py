@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of attention's scores that are in common use, and their composition."""
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.ops.arguments import as_operand, describe
+from jax_cudnn.ops.score_mod import ScoreMod
+
+# Of the relative position key - query, an int32 scalar; returns a row of a table.
+Bucket = Callable[[jax.Array], jax.Array]
+
+
+def compose(*score_mods: ScoreMod) -> ScoreMod:
+    """Return the score_mod that applies several, the first one first.
+
+    Args:
+      *score_mods: functions of (score, batch, head, query_index, key_index). Without
+        any, the score stays as it is.
+
+    Example:
+      >>> from jax_cudnn import score_mods
+      >>> capped = score_mods.compose(
+      ...     score_mods.alibi(score_mods.alibi_slopes(4)), score_mods.softcap(30.0)
+      ... )
+    """
+
+    def composed(
+        score: jax.Array,
+        batch: jax.Array,
+        head: jax.Array,
+        query_index: jax.Array,
+        key_index: jax.Array,
+    ) -> jax.Array:
+        for each in score_mods:
+            score = each(score, batch, head, query_index, key_index)
+        return score
+
+    return composed
+
+
+def softcap(cap: float | jax.Array) -> ScoreMod:
+    r"""Return a score_mod that keeps scores between -cap and cap.
+
+    .. math::
+
+        S' = \mathrm{cap} \tanh(S / \mathrm{cap})
+
+    as in Gemma 2 (arXiv:2408.00118, section 2).
+
+    Args:
+      cap: a number above 0, or an array of one number.
+
+    Raises:
+      ValueError: a number that is not above 0 or not finite, an array of several.
+    """
+    if isinstance(cap, int | float) and not 0 < cap < math.inf:
+        raise ValueError(
+            f"softcap: cap={cap} is not above 0 and finite. Pass 30.0, say."
+        )
+    if np.ndim(cap):
+        raise ValueError(
+            f"softcap: cap is {describe(jnp.asarray(cap))}. It must be one number. For "
+            "one a head, write a score_mod that reads caps[head]."
+        )
+
+    def capped(score: jax.Array, *_: jax.Array) -> jax.Array:
+        number = jnp.asarray(cap, score.dtype)
+        return number * jnp.tanh(score / number)
+
+    return capped
+
+
+def alibi(slopes: ArrayLike) -> ScoreMod:
+    r"""Return a score_mod that lowers scores by the distance of query and key.
+
+    .. math::
+
+        S'_{st} = S_{st} - \mathrm{slopes}_h |s - t|
+
+    as in ALiBi (arXiv:2108.12409), which attends causally; pass `is_causal=True` for
+    that.
+
+    Args:
+      slopes: (h,), one for each query head; see :func:`alibi_slopes`.
+
+    Raises:
+      ValueError: slopes with other axes.
+    """
+    array = as_operand("alibi", "slopes", slopes)
+    if array.ndim != 1:
+        raise ValueError(
+            f"alibi: slopes is {describe(array)}. It must have one number per query "
+            "head, shape [heads]."
+        )
+
+    def lowered(
+        score: jax.Array,
+        batch: jax.Array,
+        head: jax.Array,
+        query_index: jax.Array,
+        key_index: jax.Array,
+    ) -> jax.Array:
+        del batch
+        distance = jnp.abs(query_index - key_index).astype(score.dtype)
+        return score - array.astype(score.dtype)[head] * distance
+
+    return lowered
+
+
+def alibi_slopes(heads: int) -> jax.Array:
+    """Return the slopes (heads,) of the ALiBi paper, f32.
+
+    For a power of two, 2^(-8 i / heads) for i from 1. For other counts, those of the
+    next smaller power of two, and then every other one of twice that power.
+
+    Args:
+      heads: how many query heads there are, at least 1.
+
+    Raises:
+      ValueError: `heads` below 1.
+    """
+    if heads < 1:
+        raise ValueError(f"alibi_slopes: heads={heads} is below 1. Pass 1 or more.")
+    power = 2 ** int(math.log2(heads))
+    first = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    more = [2 ** (-4 * (i + 1) / power) for i in range(0, 2 * power, 2)]
+    return jnp.asarray([*first, *more][:heads], jnp.float32)
+
+
+def relative_bias(table: ArrayLike, bucket: Bucket | None = None) -> ScoreMod:
+    r"""Return a score_mod that adds a learned number for each relative position.
+
+    .. math::
+
+        S'_{st} = S_{st} + \mathrm{table}_{\mathrm{bucket}(t - s),\, h}
+
+    Args:
+      table: (n, h), floats; differentiable. With the dtype of the query, the kernel
+        computes the gradient's sum; else XLA does.
+      bucket: the row for a relative position key - query, an int32 scalar. Default
+        None: the table is centred, its row n // 2 is for distance 0, and positions
+        beyond its ends take the end's. :func:`t5_buckets` gives that of T5.
+
+    Raises:
+      ValueError: a table with other axes.
+    """
+    array = as_operand("relative_bias", "table", table)
+    if array.ndim != 2:
+        raise ValueError(
+            f"relative_bias: table is {describe(array)}. It must be (positions, heads)."
+        )
+    row = functools.partial(_centred, array.shape[0]) if bucket is None else bucket
+
+    def biased(
+        score: jax.Array,
+        batch: jax.Array,
+        head: jax.Array,
+        query_index: jax.Array,
+        key_index: jax.Array,
+    ) -> jax.Array:
+        del batch
+        return score + array[row(key_index - query_index), head].astype(score.dtype)
+
+    return biased
+
+
+def _centred(count: int, position: jax.Array) -> jax.Array:
+    return jnp.clip(position + count // 2, 0, count - 1)
+
+
+def t5_buckets(
+    count: int = 32, farthest: int = 128, *, bidirectional: bool = True
+) -> Bucket:
+    """Return T5's bucket of a relative position, for `relative_bias`.
+
+    Half of the buckets are for single positions, and the others for ranges that grow
+    with the distance up to `farthest` (arXiv:1910.10683, section 2.1).
+
+    Args:
+      count: how many buckets there are; the table has as many rows.
+      farthest: the distance from which on all share a bucket.
+      bidirectional: whether keys after the query have buckets of their own, as in
+        encoders. Without, they share that of distance 0, as in decoders.
+    """
+
+    def bucket(position: jax.Array) -> jax.Array:
+        half = count // 2 if bidirectional else count
+        offset = jnp.where(position > 0, half, 0) if bidirectional else 0
+        distance = jnp.abs(position) if bidirectional else jnp.maximum(-position, 0)
+        exact = half // 2
+        ratio = jnp.maximum(distance, 1).astype(jnp.float32) / exact
+        growth = jnp.log(ratio) / math.log(farthest / exact) * (half - exact)
+        far = jnp.minimum(exact + growth.astype(jnp.int32), half - 1)
+        return offset + jnp.where(distance < exact, distance, far)
+
+    return bucket

@@ -1,0 +1,22 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Functions of attention's scores, for `score_mod` of `jax_cudnn.sdpa`."""
+
+from jax_cudnn.ops.score_mod import ScoreMod
+from jax_cudnn.ops.score_mods import (
+    alibi,
+    alibi_slopes,
+    compose,
+    relative_bias,
+    softcap,
+    t5_buckets,
+)
+
+__all__ = [
+    "ScoreMod",
+    "alibi",
+    "alibi_slopes",
+    "compose",
+    "relative_bias",
+    "softcap",
+    "t5_buckets",
+]
