@@ -280,7 +280,8 @@ _QKV = (("key", "key"), ("query", "query"), ("value", "value"))
         (
             _with_node(kind="conv"),
             "node kind 'conv' is not one of constant, conv_dgrad, conv_fprop, "
-            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward",
+            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, "
+            "sdpa_dropout, sdpa_dropout_backward",
         ),
         (
             _with_node(attributes=Attributes()),
