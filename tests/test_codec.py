@@ -151,7 +151,7 @@ _TENSOR: tuple[str, int] = ("tensors", 2)
             _set(*_NODE, "kind", to="conv"),
             "node kind 'conv' is not one of constant, conv_dgrad, conv_fprop, "
             "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, "
-            "sdpa_cached, sdpa_paged",
+            "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_paged",
         ),
         (
             _set(*_NODE, "inputs", to=[]),
@@ -174,8 +174,8 @@ _TENSOR: tuple[str, int] = ("tensors", 2)
             "graph.nodes[0].attributes: expected an object, got an integer",
         ),
         (
-            _set(*_NODE, "attributes", "dropout", to=3),
-            "graph.nodes[0].attributes.dropout: unknown field",
+            _set(*_NODE, "attributes", "temperature", to=3),
+            "graph.nodes[0].attributes.temperature: unknown field",
         ),
         (
             _delete(*_NODE, "attributes", "scale"),

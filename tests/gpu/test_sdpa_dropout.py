@@ -193,9 +193,8 @@ def test_a_kernel_that_draws_needs_no_array_of_scores():
     def call(q, k, v):
         return sdpa(q, k, v, dropout_rate=0.1, dropout_key=_KEY, implementation="cudnn")
 
-    device = jax.devices()[0]
+    if "written by XLA" in str(plans.inspect(call, shape, shape, shape)):
+        pytest.skip("the kernel is given a mask here")
     compiled = jax.jit(call).lower(shape, shape, shape).compile()
-    (seen,) = plans.inspect(call, shape, shape, shape)
-    if "written by XLA" in str(seen):
-        pytest.skip(f"{device.device_kind}: the kernel is given a mask here")
+    # The scores of a head are 2^26 numbers.
     assert compiled.memory_analysis().temp_size_in_bytes < 2**24
