@@ -14,7 +14,7 @@ try:
     from jax.export import DisabledSafetyCheck
 
     from jax_cudnn import cache as _cache
-    from jax_cudnn import masks, parallel, plans
+    from jax_cudnn import f8, masks, parallel, plans
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.conv import conv
     from jax_cudnn.ops.dot_general import dot_general
@@ -49,6 +49,7 @@ __all__ = [
     "__version__",
     "conv",
     "dot_general",
+    "f8",
     "gated_matmul",
     "masks",
     "matmul",

@@ -32,6 +32,7 @@ constexpr KindBuilder kBuilders[] = {
     {"reduction", 1, AddReduction},
     {"sdpa", 2, AddSdpa},
     {"sdpa_backward", 1, AddSdpaBackward},
+    {"sdpa_f8", 1, AddSdpaF8},
 };
 
 const KindBuilder* FindBuilder(std::string_view kind) {

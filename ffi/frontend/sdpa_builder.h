@@ -12,6 +12,7 @@ namespace jax_cudnn {
 // Has two variants, see sdpa_builder.cc.
 Status AddSdpa(NodeWriter& writer);
 Status AddSdpaBackward(NodeWriter& writer);
+Status AddSdpaF8(NodeWriter& writer);
 
 }  // namespace jax_cudnn
 

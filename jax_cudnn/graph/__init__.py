@@ -18,6 +18,7 @@ from jax_cudnn.graph.kinds import (
 from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
+from jax_cudnn.graph.sdpa_f8 import sdpa_f8_graph, sdpa_f8_output
 from jax_cudnn.graph.spec import (
     MAX_RANK,
     SCHEMA,
@@ -59,6 +60,8 @@ __all__ = [
     "operand_text",
     "register_kind",
     "sdpa_backward_graph",
+    "sdpa_f8_graph",
+    "sdpa_f8_output",
     "sdpa_graph",
     "summary",
     "to_json",

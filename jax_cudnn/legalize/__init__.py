@@ -8,7 +8,7 @@ limits and asks no library.
 """
 
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize import fusion, sdpa
+from jax_cudnn.legalize import fusion, sdpa, sdpa_f8
 from jax_cudnn.legalize.legalization import Legal, Legalization, Rule
 from jax_cudnn.legalize.partition import partition, subgraph
 
@@ -18,6 +18,7 @@ __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 RULES: dict[str, Rule] = {
     "sdpa": sdpa.legalize_forward,
     "sdpa_backward": sdpa.legalize_backward,
+    "sdpa_f8": sdpa_f8.legalize,
 }
 
 

@@ -21,14 +21,20 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 _HEAD_MULTIPLE = 8
 
 
-def pad_head(editor: GraphEditor, roles: tuple[str, ...], extra: int = 0) -> int:
+def pad_head(
+    editor: GraphEditor,
+    roles: tuple[str, ...],
+    extra: int = 0,
+    *,
+    multiple: int = _HEAD_MULTIPLE,
+) -> int:
     """Pad the last axis of the roles, gradients included, by at least `extra`.
 
     Returns the old size. Zero columns add nothing to products and get no gradient
     that anyone reads.
     """
     size = editor.tensors[roles[0]].dims[3]
-    padded = rounded_up(size + extra, _HEAD_MULTIPLE)
+    padded = rounded_up(size + extra, multiple)
     if padded != size:
         _pad(editor, (*roles, *(f"grad_{role}" for role in roles)), 3, padded)
     return size

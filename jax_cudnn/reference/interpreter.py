@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
-from jax_cudnn.reference import contraction, pointwise, sdpa
+from jax_cudnn.reference import contraction, pointwise, sdpa, sdpa_f8
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and the
@@ -31,6 +31,7 @@ RULES: dict[str, Rule] = {
     "reduction": pointwise.reduction,
     "sdpa": sdpa.forward,
     "sdpa_backward": sdpa.backward,
+    "sdpa_f8": sdpa_f8.forward,
 }
 
 

@@ -18,6 +18,18 @@ from jax_cudnn.graph.spec import Attributes, Tensor
 Operands = Mapping[str, jax.Array]
 
 
+class Weights(NamedTuple):
+    """exp(logits - their maximum) of each row, their sum and their log-sum-exp.
+
+    The sum of a row that sees no key is given as 1, its log-sum-exp is -inf.
+    """
+
+    unnormalised: jax.Array
+    total: jax.Array
+    stats: jax.Array
+    is_dead: jax.Array
+
+
 class _Softmax(NamedTuple):
     """The softmax of the logits over keys; ``stats`` is their log-sum-exp."""
 
@@ -32,7 +44,7 @@ def forward(
     """Return output and log-sum-exp; a row that sees no key gives 0 and -inf."""
     assert isinstance(attributes, SdpaAttributes)
     del outputs  # XLA removes what is not used.
-    softmax = _softmax(_logits(attributes, inputs))
+    softmax = _softmax(logits(attributes, inputs))
     return {
         "output": _mix(softmax.probabilities, inputs["value"]),
         "stats": softmax.stats,
@@ -66,15 +78,15 @@ def gradients(
     """Return `backward`'s gradients for rows of the queries from `first_row` on."""
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     grad_output = inputs["grad_output"]
-    logits = _logits(attributes, inputs, first_row)
-    grad_probabilities = _grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
+    scores = logits(attributes, inputs, first_row)
+    grad_probabilities = grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
     if attributes.is_partial:
-        probabilities, _, is_dead = _part_of_softmax(logits, inputs["stats"])
-        products = inputs["output"].astype(logits.dtype) * grad_output.astype(
-            logits.dtype
+        probabilities, _, is_dead = _part_of_softmax(scores, inputs["stats"])
+        products = inputs["output"].astype(scores.dtype) * grad_output.astype(
+            scores.dtype
         )
     else:
-        probabilities, _, is_dead = _softmax(logits)
+        probabilities, _, is_dead = _softmax(scores)
         products = probabilities * grad_probabilities
     delta = jnp.sum(products, axis=-1, keepdims=True)
     if "grad_stats" in inputs:
@@ -85,7 +97,7 @@ def gradients(
     weights = probabilities.astype(query.dtype)
     scale = jnp.asarray(attributes.scale, grad_logits.dtype)
     results = {
-        "grad_query": scale * _grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
+        "grad_query": scale * grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
         "grad_key": scale * _sum_over_group("bkgst,bkgsd->bktd", rounded, query, key),
         "grad_value": _sum_over_group("bkgst,bkgse->bkte", weights, grad_output, value),
     }
@@ -95,7 +107,8 @@ def gradients(
     return results
 
 
-def _softmax(logits: jax.Array) -> _Softmax:
+def weights_of(logits: jax.Array) -> Weights:
+    """Return the weights of the logits over keys, before they are divided."""
     # An all-masked row has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
@@ -103,11 +116,17 @@ def _softmax(logits: jax.Array) -> _Softmax:
     total = jnp.sum(weights, axis=-1, keepdims=True)
     is_dead = total == 0
     total = jnp.where(is_dead, 1, total)
-    return _Softmax(
-        probabilities=weights / total,
+    return Weights(
+        unnormalised=weights,
+        total=total,
         stats=jnp.where(is_dead, -jnp.inf, top + jnp.log(total)),
         is_dead=is_dead,
     )
+
+
+def _softmax(logits: jax.Array) -> _Softmax:
+    weights, total, stats, is_dead = weights_of(logits)
+    return _Softmax(probabilities=weights / total, stats=stats, is_dead=is_dead)
 
 
 def _part_of_softmax(logits: jax.Array, stats: jax.Array) -> _Softmax:
@@ -119,17 +138,25 @@ def _part_of_softmax(logits: jax.Array, stats: jax.Array) -> _Softmax:
     )
 
 
-def _logits(
-    attributes: SdpaAttributes, inputs: Operands, first_row: int | jax.Array = 0
+def logits(
+    attributes: SdpaAttributes,
+    inputs: Operands,
+    first_row: int | jax.Array = 0,
+    *,
+    factor: jax.Array | None = None,
 ) -> jax.Array:
-    """Return scale Q K^T + bias as (b, h, s, t), -inf where a key is hidden."""
+    """Return scale Q K^T + bias as (b, h, s, t), -inf where a key is hidden.
+
+    A `factor` belongs to the scale.
+    """
     query, key = inputs["query"], inputs["key"]
-    logits = _grouped_einsum("bkgsd,bktd->bkgst", query, key)
-    logits = logits * jnp.asarray(attributes.scale, logits.dtype)
+    scores = grouped_einsum("bkgsd,bktd->bkgst", query, key)
+    scale = jnp.asarray(attributes.scale, scores.dtype)
+    scores = scores * (scale if factor is None else scale * factor)
     if "bias" in inputs:
-        logits = logits + inputs["bias"].astype(logits.dtype)
-    is_visible = _visible(attributes, inputs, logits.shape, first_row)
-    return logits if is_visible is None else jnp.where(is_visible, logits, -jnp.inf)
+        scores = scores + inputs["bias"].astype(scores.dtype)
+    is_visible = _visible(attributes, inputs, scores.shape, first_row)
+    return scores if is_visible is None else jnp.where(is_visible, scores, -jnp.inf)
 
 
 def _visible(
@@ -161,7 +188,7 @@ def _visible(
 
 
 def _mix(weights: jax.Array, value: jax.Array) -> jax.Array:
-    return _grouped_einsum("bkgst,bkte->bkgse", weights.astype(value.dtype), value)
+    return grouped_einsum("bkgst,bkte->bkgse", weights.astype(value.dtype), value)
 
 
 def _accumulator(x: jax.Array) -> jnp.dtype:
@@ -173,7 +200,7 @@ def _split_heads(x: jax.Array, key_heads: int) -> jax.Array:
     return jnp.reshape(x, (b, key_heads, h // max(key_heads, 1), s, n))
 
 
-def _grouped_einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def grouped_einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Contract x (b, h, s, .) with y (b, k, t, .), each key head serving h/k heads."""
     b, h, s, _ = x.shape
     product = jnp.einsum(
