@@ -5,6 +5,12 @@ Lengths, rows that see no key and the sign of the scale are handled as in sdpa.p
 sizes are padded to multiples of 16.
 """
 
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import rounded_up
@@ -39,9 +45,39 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     # the amax.
     complete_lengths(editor, target, least_keys=0)
     make_scale_positive(editor)
+    if _needs_two_queries(target):
+        _repeat_single_query(editor)
     pad_head(editor, ("query", "key"), multiple=_HEAD_MULTIPLE)
     pad_head(editor, ("value", "output"), multiple=_HEAD_MULTIPLE)
     return Legalization(candidates=(editor.finish(),))
+
+
+def _needs_two_queries(target: Target | None) -> bool:
+    """Whether cuDNN has no plan for a single query: 9.19 and 9.27, on sm_90."""
+    return target is None or target.sm_version < 100
+
+
+def _repeat_single_query(editor: GraphEditor) -> None:
+    """Give cuDNN two equal queries in place of a single one, for which it has no plan.
+
+    Of zeros in its place, the output would count for the amax.
+    """
+    if editor.tensors["query"].dims[2] != 1:
+        return
+    for role in ("query", "output", "stats"):
+        if role not in editor.tensors:
+            continue
+        tensor = editor.tensors[role]
+        b, h, _, d = tensor.dims
+        axis = tensor.order.index(2)
+        editor.rearrange(
+            role,
+            replace(tensor, dims=(b, h, 2, d)),
+            functools.partial(jnp.repeat, repeats=2, axis=axis),
+            functools.partial(
+                jax.lax.slice_in_dim, start_index=0, limit_index=1, axis=axis
+            ),
+        )
 
 
 _ADVICE = (
@@ -62,7 +98,14 @@ def _reasons(graph: Graph, target: Target | None) -> list[str]:
             "key, or stands beside lengths; cuDNN's f8 attention takes no mask to hold "
             "it"
         )
-    b, h, _, _ = query.dims
+    b, h, s, _ = query.dims
+    attributes = attributes_of(editor)
+    has_band = attributes.is_causal or bool(attributes.window)
+    if s == 1 and has_band and _needs_two_queries(target):
+        reasons.append(
+            "a single query with is_causal or a window; cuDNN's f8 attention takes two "
+            "or more on sm_90. Leave these out, and the keys that they hide"
+        )
     # They are dimensions y and z of a launch grid (CUDA C++ Programming Guide, table
     # of technical specifications).
     if max(b, h) > 65535:

@@ -29,9 +29,10 @@ Run = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
 class Collectives:
     """How devices that have shares along some factors send them to each other.
 
-    ``total``: returns the sum of the shares, ``most``: their maximum. ``scatter``: the device's part of it along
-    an axis. ``exchange``: an array of the same shape whose parts along an axis are the
-    device's own part of each share. The last two are for divisions that scatter.
+    ``total``: returns the sum of the shares. ``most``: their maximum. ``scatter``: the
+    device's part of the sum along an axis. ``exchange``: an array of the same shape
+    whose parts along an axis are the device's own part of each share. The last two are
+    for divisions that scatter.
     """
 
     total: Callable[[jax.Array, frozenset[int]], jax.Array]

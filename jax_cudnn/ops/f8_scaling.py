@@ -64,7 +64,8 @@ def scale_from_amax(
       margin: how many powers of two to leave free above the largest number. Default 0.
       power_of_2: whether to round the scale up to a power of two, with which numbers
         of 16 bits are quantised without an error in the scale. Default False.
-      previous: the scale for an amax that says nothing: 0 (a tensor of zeros), inf or
+      previous: the scale for an amax that says nothing: 0 (a tensor of zeros, or of
+        subnormal numbers, which a platform may take for zeros), inf or
         NaN. Broadcasts. Default 1.
 
     Returns:
@@ -88,7 +89,8 @@ def scale_from_amax(
     if check_flag(op, "power_of_2", power_of_2):
         scale = jnp.clip(scale, _F32.tiny, 2.0**126)
         part, exponent = jnp.frexp(scale)
-        scale = jnp.ldexp(jnp.ones_like(scale), exponent - (part == 0.5))
+        exponent = jnp.where(part == 0.5, exponent - 1, exponent)
+        scale = jnp.ldexp(jnp.ones_like(scale), exponent)
     return jnp.where(is_telling, jnp.clip(scale, _F32.tiny, 2.0**127), known)
 
 
@@ -240,8 +242,9 @@ def check_f8(op: str, dtype: DTypeLike) -> np.dtype:
     except TypeError:
         found = None
     if found is None or dtype_name(found) not in ("f8_e4m3fn", "f8_e5m2"):
+        shown = repr(dtype) if found is None else str(found)
         raise TypeError(
-            f"{op}: dtype={found or dtype!r} is not one of f8_e4m3fn, f8_e5m2. Pass "
+            f"{op}: dtype={shown} is not one of f8_e4m3fn, f8_e5m2. Pass "
             "jnp.float8_e4m3fn or jnp.float8_e5m2."
         )
     return found

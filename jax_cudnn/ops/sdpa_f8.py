@@ -335,8 +335,9 @@ def _result_dtype(preferred: DTypeLike | None, query: jax.Array) -> np.dtype:
     except TypeError:
         dtype = None
     if dtype is None or dtype_name(dtype) not in _RESULTS:
+        shown = repr(preferred) if dtype is None else str(dtype)
         raise TypeError(
-            f"{_OP}: preferred_element_type={dtype or preferred!r} is not one of "
+            f"{_OP}: preferred_element_type={shown} is not one of "
             f"{', '.join(_RESULTS)}. Convert the result instead."
         )
     return dtype

@@ -3,8 +3,8 @@
 
 The forward pass runs in f8 on rounded operands. The derivative is that of `sdpa` at the
 rounded operands, with rounding taken for the identity ("straight through"). Scales are
-powers of two, so that the rounded operands are exact in 16 bits, and the gradient kernel
-computes the probabilities of the forward pass again.
+powers of two, so that the rounded operands are exact in 16 bits, and the gradient
+kernel computes the probabilities of the forward pass again.
 """
 
 import functools
