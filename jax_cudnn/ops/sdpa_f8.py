@@ -273,6 +273,10 @@ def _run_without_gradient(
     return run_graph(graph, operands, call)
 
 
+_ARGUMENTS = {f"descale_{role}": f"{role}_scale" for role in ("query", "key", "value")}
+_ARGUMENTS |= {"scale_output": "output_scale"}
+
+
 @functools.partial(_run_without_gradient.defjvp, symbolic_zeros=True)
 def _refuse_tangents(
     graph: Graph, call: Options, primals: Any, tangents: Any
@@ -281,7 +285,8 @@ def _refuse_tangents(
     for name, tangent in zip(graph.inputs, moved, strict=True):
         if not isinstance(tangent, SymbolicZero):
             raise TypeError(
-                f"{_OP}: it is differentiated with respect to {name}. It has no "
+                f"{_OP}: it is differentiated with respect to "
+                f"{_ARGUMENTS.get(name, name)}. It has no "
                 "derivative: a cotangent in f8 would need a scale of its own. Call "
                 "f8.quantized_sdpa, whose operands are bf16 or f16, or apply "
                 "jax.lax.stop_gradient to the operands and scales."
