@@ -280,7 +280,7 @@ _QKV = (("key", "key"), ("query", "query"), ("value", "value"))
         (
             _with_node(kind="conv"),
             "node kind 'conv' is not one of constant, conv_dgrad, conv_fprop, "
-            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward",
+            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, sdpa_f8",
         ),
         (
             _with_node(attributes=Attributes()),

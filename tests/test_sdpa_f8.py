@@ -250,7 +250,7 @@ def test_random_operands_may_be_examples_of_a_vmap() -> None:
 
 
 def _assert_same(x: Any, y: Any) -> None:
-    """Compare results whose sums may be in another order: f8 may round the other way."""
+    """Compare results whose sums may differ in order: f8 may round the other way."""
     x, y = (jnp.asarray(each) for each in (x, y))
     if x.dtype.itemsize > 1:
         np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-6)

@@ -208,7 +208,7 @@ def test_a_refusal_names_the_field(text: str, message: str) -> None:
             '"kind":"sdpa"',
             '"kind":"sdp"',
             "node kind 'sdp' is not one of constant, conv_dgrad, conv_fprop, "
-            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward",
+            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, sdpa_f8",
         ),
         ('"key":"key"', '"keys":"key"', "sdpa: unknown input role 'keys'"),
         ('"key":"key",', "", "sdpa: input 'key' is missing"),
