@@ -14,7 +14,7 @@ try:
     from jax.export import DisabledSafetyCheck
 
     from jax_cudnn import cache as _cache
-    from jax_cudnn import kv_cache, masks, parallel, plans, score_mods
+    from jax_cudnn import f8, kv_cache, masks, parallel, plans, score_mods
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.cached_sdpa import cached_sdpa
     from jax_cudnn.ops.conv import conv
@@ -54,6 +54,7 @@ __all__ = [
     "cached_sdpa",
     "conv",
     "dot_general",
+    "f8",
     "gated_matmul",
     "kv_cache",
     "masks",

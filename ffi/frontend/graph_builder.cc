@@ -33,6 +33,7 @@ constexpr KindBuilder kBuilders[] = {
     {"sdpa", 2, AddSdpa},
     {"sdpa_backward", 1, AddSdpaBackward},
     {"sdpa_cached", 2, AddSdpaCached},
+    {"sdpa_f8", 1, AddSdpaF8},
     {"sdpa_paged", 2, AddSdpaCached},
 };
 

@@ -236,4 +236,26 @@ Status AddSdpaBackward(NodeWriter& writer) {
   return {};
 }
 
+// cuDNN's operation makes two maxima. One that is no result stays within the kernel.
+Status AddSdpaF8(NodeWriter& writer) {
+  fe::graph::SDPA_fp8_attributes attributes;
+  RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
+  attributes.set_generate_stats(writer.Has("stats"));
+  const auto [output, stats, amax_probabilities, amax_output] = writer.graph().sdpa_fp8(
+      writer.Input("query"), writer.Input("key"), writer.Input("value"),
+      writer.Input("descale_query"), writer.Input("descale_key"),
+      writer.Input("descale_value"), writer.Input("descale_probabilities"),
+      writer.Input("scale_probabilities"), writer.Input("scale_output"),
+      std::move(attributes));
+  for (const TensorPtr& amax : {amax_probabilities, amax_output}) {
+    amax->set_dim({1, 1, 1, 1})
+        .set_stride({1, 1, 1, 1})
+        .set_data_type(fe::DataType_t::FLOAT);
+  }
+  writer.Output("output", output);
+  if (writer.Has("stats")) writer.Output("stats", stats);
+  if (writer.Has("amax_output")) writer.Output("amax_output", amax_output);
+  return {};
+}
+
 }  // namespace jax_cudnn

@@ -14,6 +14,7 @@ Status AddSdpa(NodeWriter& writer);
 Status AddSdpaBackward(NodeWriter& writer);
 // Of sdpa_cached and sdpa_paged. Two variants as well.
 Status AddSdpaCached(NodeWriter& writer);
+Status AddSdpaF8(NodeWriter& writer);
 
 }  // namespace jax_cudnn
 

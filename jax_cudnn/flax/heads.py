@@ -22,7 +22,7 @@ from jax_cudnn.ops.arguments import check_flag
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Mask, Window
 from jax_cudnn.ops.rotary import Rotary
-from jax_cudnn.ops.sdpa import check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import check_scale, check_window
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

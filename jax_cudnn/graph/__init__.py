@@ -19,6 +19,7 @@ from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
 from jax_cudnn.graph.sdpa_cached import CachedAttributes, sdpa_cached_graph
+from jax_cudnn.graph.sdpa_f8 import sdpa_f8_graph, sdpa_f8_output
 from jax_cudnn.graph.spec import (
     MAX_RANK,
     SCHEMA,
@@ -62,6 +63,8 @@ __all__ = [
     "register_kind",
     "sdpa_backward_graph",
     "sdpa_cached_graph",
+    "sdpa_f8_graph",
+    "sdpa_f8_output",
     "sdpa_graph",
     "summary",
     "to_json",

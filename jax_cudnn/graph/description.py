@@ -31,6 +31,7 @@ windows         letters of a result that follow from a size, a window and attrib
 folds           the letters that examples of a vmap can enter, the best first
 whole           letters that a device must have whole; all others can be shared out
 contracted      letters over which results that lack them are sums
+maxima          letters over which results that lack them are maxima
 wide_sums       true for kinds whose kernels are as fast with sums as results in the
                 dtype in which these are kept
 pads            letters that may be padded, to which multiples, and advice on doing so
@@ -146,6 +147,7 @@ class Description:
     folds: tuple[str, ...]
     whole: frozenset[str]
     contracted: frozenset[str]
+    maxima: frozenset[str]
     has_wide_sums: bool
     pads: Padding | None
     precision: Precision | None
@@ -208,6 +210,7 @@ def describe(name: str) -> Description:
         folds=tuple(shared.get("folds", "").split()),
         whole=frozenset(shared.get("whole", "").split()),
         contracted=frozenset(shared.get("contracted", "").split()),
+        maxima=frozenset(shared.get("maxima", "").split()),
         has_wide_sums=shared.get("wide_sums", False),
         pads=pads
         and Padding(

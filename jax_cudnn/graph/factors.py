@@ -30,13 +30,15 @@ class Factors:
     ``sizes``: of each factor. ``axes``: for each tensor, for each axis of its array,
     the factors whose sizes it multiplies. ``whole``: those that are not to be divided.
     ``partial``: for each tensor, the factors over which it is a sum; where they are
-    divided, each device has its own share of the sum.
+    divided, each device has its own share of the sum. Likewise for the tensors in
+    ``maxima``, which are maxima instead.
     """
 
     sizes: tuple[int, ...]
     axes: Mapping[str, tuple[Product, ...]]
     whole: frozenset[int]
     partial: Mapping[str, frozenset[int]]
+    maxima: frozenset[str] = frozenset()
 
     def of(self, *tensors: str) -> frozenset[int]:
         """Return all factors of some tensors."""
@@ -102,6 +104,7 @@ class _Reader:
             axes=axes,
             whole=frozenset(whole),
             partial=partial,
+            maxima=self._maxima(partial),
         )
 
     def _name_letters(self) -> None:
@@ -184,11 +187,11 @@ class _Reader:
         axes: Mapping[str, tuple[Product, ...]],
         numbers: Mapping[tuple[str, int], int],
     ) -> dict[str, frozenset[int]]:
-        """Return over which factors each tensor is a sum."""
+        """Return over which factors each tensor is a sum or a maximum."""
         contracted = {
             number
             for (letter, _), number in numbers.items()
-            if letter in self._row.contracted
+            if letter in self._row.contracted | self._row.maxima
         }
         has = {name: {f for each in own for f in each} for name, own in axes.items()}
         found: dict[str, frozenset[int]] = {}
@@ -202,6 +205,12 @@ class _Reader:
                     gone = set[int]()
                 found[name] = frozenset(gone)
         return found
+
+    def _maxima(self, partial: Mapping[str, frozenset[int]]) -> frozenset[str]:
+        """Return the results of the kernel that are maxima; a kind has no sums then."""
+        if not self._row.maxima:
+            return frozenset()
+        return frozenset(name for _, name in self._kernel.outputs if partial[name])
 
 
 def _is_chain(bounds: set[int]) -> bool:

@@ -325,7 +325,7 @@ def make_scale_positive(editor: GraphEditor) -> None:
 
 def _by_window(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
     """Legalise a graph whose window is cuDNN's band, or else part of its mask."""
-    graph = _without_idle_window(graph)
+    graph = without_idle_window(graph)
     window = _attributes(graph).window
     if not window:
         return rule(graph, target)
@@ -336,7 +336,7 @@ def _by_window(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
         replace(given_more(legal, with_mask), notes=(*legal.notes, note))
         for legal in folded.candidates
     ]
-    if _is_band(graph):
+    if is_band(graph):
         candidates = [*rule(graph, target).candidates, *candidates]
     return replace(folded, candidates=tuple(candidates))
 
@@ -355,7 +355,7 @@ def _with(graph: Graph, attributes: SdpaAttributes) -> Graph:
     return replace(graph, nodes=(replace(graph.nodes[0], attributes=attributes),))
 
 
-def _without_idle_window(graph: Graph) -> Graph:
+def without_idle_window(graph: Graph) -> Graph:
     """Take away a window that hides no key beside what causality hides."""
     attributes, roles = _attributes(graph), _roles(graph)
     s, t = roles["query"].dims[2], roles["key"].dims[2]
@@ -367,7 +367,7 @@ def _without_idle_window(graph: Graph) -> Graph:
     return graph
 
 
-def _is_band(graph: Graph) -> bool:
+def is_band(graph: Graph) -> bool:
     """Whether cuDNN's band means the same, and every query sees a key in it.
 
     Beside a mask or lengths, a query may see none.

@@ -253,7 +253,9 @@ def _sum_bias_gradient(
     editor.rearrange("grad_bias", larger, back=back)
 
 
-def complete_lengths(editor: GraphEditor, target: Target | None) -> None:
+def complete_lengths(
+    editor: GraphEditor, target: Target | None, *, least_keys: int = 1
+) -> None:
     """Give cuDNN both lengths or none, at least one key, and keys it can handle."""
     if attributes_of(editor).score_mod:
         return  # They become steps.
@@ -270,7 +272,10 @@ def complete_lengths(editor: GraphEditor, target: Target | None) -> None:
 
     def before(env: Env) -> None:
         # Zero keys gave NaN before cuDNN 9.25 (cudnn-frontend issue #943).
-        for role, least, full in (("query_lengths", 0, s), ("key_lengths", 1, t)):
+        for role, least, full in (
+            ("query_lengths", 0, s),
+            ("key_lengths", least_keys, t),
+        ):
             lengths = jnp.full((b, 1, 1, 1), full, jnp.int32)
             if role in env:
                 lengths = jnp.reshape(jnp.clip(env[role], least, full), (b, 1, 1, 1))

@@ -26,6 +26,7 @@ def pad_head(
     editor: GraphEditor,
     roles: tuple[str, ...],
     extra: int = 0,
+    *,
     multiple: int = _HEAD_MULTIPLE,
 ) -> int:
     """Pad the last axis of the roles, gradients included, by at least `extra`.
@@ -120,7 +121,7 @@ def carry_grad_stats(editor: GraphEditor, multiple: int = _HEAD_MULTIPLE) -> Non
     of two moves from O to dO, so that f16 holds parts of any size.
     """
     stats = editor.drop("grad_stats")
-    size = pad_head(editor, ("value", "output"), STATS_COLUMNS, multiple)
+    size = pad_head(editor, ("value", "output"), STATS_COLUMNS, multiple=multiple)
     output, grad_output = (editor.tensors[r] for r in ("output", "grad_output"))
 
     def before(env: Env) -> None:

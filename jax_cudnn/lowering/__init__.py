@@ -11,7 +11,7 @@ from jax_cudnn.lowering._jax import (
 )
 from jax_cudnn.lowering.cuda import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
-from jax_cudnn.lowering.linear import run_by_hand
+from jax_cudnn.lowering.linear import linear_call, run_by_hand
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
 from jax_cudnn.lowering.sameness import CustomCall, same_function
@@ -35,6 +35,7 @@ __all__ = [
     "equation_function",
     "equation_place",
     "is_known_array",
+    "linear_call",
     "run_by_hand",
     "run_cudnn",
     "run_graph",

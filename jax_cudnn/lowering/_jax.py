@@ -52,6 +52,7 @@ __all__ = [
     "is_zero",
     "jvp_where_nonzero",
     "lower_function",
+    "max_over_groups",
     "output_aval",
     "packed",
     "partitioned_region",
@@ -369,7 +370,14 @@ def sum_over_groups(ctx: Any, x: Any, *, groups: Groups) -> Sequence[Any]:
     """Lower a sum over the devices of each group; devices as XLA counts partitions."""
     operation: Any = stablehlo
     reduce = operation.AllReduceOp([x.type], [x], **_among(groups))
-    return _adding(reduce, ctx)
+    return _combining(reduce, ctx, operation.AddOp)
+
+
+def max_over_groups(ctx: Any, x: Any, *, groups: Groups) -> Sequence[Any]:
+    """Lower a maximum over the devices of each group, which is NaN where one is."""
+    operation: Any = stablehlo
+    reduce = operation.AllReduceOp([x.type], [x], **_among(groups))
+    return _combining(reduce, ctx, operation.MaxOp)
 
 
 def scatter_sum_over_groups(
@@ -380,7 +388,7 @@ def scatter_sum_over_groups(
     (aval,) = ctx.avals_out
     part = ir.RankedTensorType.get(aval.shape, mlir.dtype_to_ir_type(aval.dtype))
     reduce = operation.ReduceScatterOp(part, x, axis, **_among(groups))
-    return _adding(reduce, ctx)
+    return _combining(reduce, ctx, operation.AddOp)
 
 
 def exchange_in_groups(ctx: Any, x: Any, *, groups: Groups, axis: int) -> Sequence[Any]:
@@ -402,14 +410,14 @@ def _among(groups: Groups) -> dict[str, Any]:
     }
 
 
-def _adding(reduce: Any, ctx: Any) -> Sequence[Any]:
-    """Return the results of a reduction over devices, which becomes a sum."""
+def _combining(reduce: Any, ctx: Any, combine: Any) -> Sequence[Any]:
+    """Return the results of a reduction over devices, by an operation of two."""
     operation: Any = stablehlo
     (aval,) = ctx.avals_out
     scalar = ir.RankedTensorType.get([], mlir.dtype_to_ir_type(aval.dtype))
     block = reduce.regions[0].blocks.append(scalar, scalar)
     with ir.InsertionPoint(block):
-        operation.ReturnOp([operation.AddOp(*block.arguments)])
+        operation.ReturnOp([combine(*block.arguments)])
     return reduce.results
 
 

@@ -54,12 +54,16 @@ def _run_divided(
     specs = map(_jax.explicit_spec, operands)
     names = {axis for spec in specs for entry in spec for axis in _axes(entry)}
 
-    def total(x: jax.Array, over: frozenset[int]) -> jax.Array:
-        axes = [name for f in sorted(over) for name, _ in division.cuts[f].axes]
-        return jax.lax.psum(x, tuple(axes))
+    def axes_of(over: frozenset[int]) -> tuple[str, ...]:
+        return tuple(name for f in sorted(over) for name, _ in division.cuts[f].axes)
+
+    collectives = Collectives(
+        total=lambda x, over: jax.lax.psum(x, axes_of(over)),
+        most=lambda x, over: jax.lax.pmax(x, axes_of(over)),
+    )
 
     def share(*parts: jax.Array) -> list[jax.Array]:
-        return run_share(graph, members, division, parts, run, Collectives(total=total))
+        return run_share(graph, members, division, parts, run, collectives)
 
     mapped = jax.shard_map(
         share,

@@ -51,6 +51,7 @@ _SCHEMA = 1
 _kernel_p = _jax.Primitive("cudnn_partitioned")
 _kernel_p.multiple_results = True
 _sum_p = _jax.Primitive("cudnn_sum_over_devices")
+_max_p = _jax.Primitive("cudnn_max_over_devices")
 _scatter_p = _jax.Primitive("cudnn_scatter_sum_over_devices")
 _exchange_p = _jax.Primitive("cudnn_exchange_between_devices")
 
@@ -279,6 +280,7 @@ class _Call:
 
         collectives = Collectives(
             total=lambda x, over: _sum_p.bind(x, groups=groups(over)),
+            most=lambda x, over: _max_p.bind(x, groups=groups(over)),
             scatter=lambda x, over, axis: _scatter_p.bind(
                 x, groups=groups(over), axis=axis
             ),
@@ -379,6 +381,9 @@ _IS_REGISTERED = _jax.register_partitioner(TARGET, partition=_partition, infer=_
 
 _sum_p.def_abstract_eval(lambda x, *, groups: x)
 _jax.set_lowering(_sum_p, _jax.sum_over_groups)
+
+_max_p.def_abstract_eval(lambda x, *, groups: x)
+_jax.set_lowering(_max_p, _jax.max_over_groups)
 
 _scatter_p.def_abstract_eval(_part_aval)
 _jax.set_lowering(_scatter_p, _jax.scatter_sum_over_groups)

@@ -29,12 +29,14 @@ Run = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
 class Collectives:
     """How devices that have shares along some factors send them to each other.
 
-    ``total``: returns the sum of the shares. ``scatter``: the device's part of it along
-    an axis. ``exchange``: an array of the same shape whose parts along an axis are the
-    device's own part of each share. The last two are for divisions that scatter.
+    ``total``: returns the sum of the shares. ``most``: their maximum. ``scatter``: the
+    device's part of the sum along an axis. ``exchange``: an array of the same shape
+    whose parts along an axis are the device's own part of each share. The last two are
+    for divisions that scatter.
     """
 
     total: Callable[[jax.Array, frozenset[int]], jax.Array]
+    most: Callable[[jax.Array, frozenset[int]], jax.Array]
     scatter: Callable[[jax.Array, frozenset[int], int], jax.Array] | None = None
     exchange: Callable[[jax.Array, frozenset[int], int], jax.Array] | None = None
 
@@ -69,11 +71,13 @@ def _sum(
     division: Division[Any],
     collectives: Collectives,
 ) -> jax.Array:
-    """Return a device's part of a tensor, given its share where that is a sum."""
+    """Return a device's part of a tensor, given its share of a sum or maximum."""
     dtype = jax_dtype(tensor.dtype)
     over = summed(division, tensor.name)
     if not over:
         return share.astype(dtype)
+    if tensor.name in division.factors.maxima:
+        return collectives.most(share, over).astype(dtype)
     wide = jax_dtype(sum_dtype(tensor.dtype))
     scattered = division.scattered.get(tensor.name)
     if scattered is None:

@@ -25,7 +25,7 @@ from jax_cudnn.ops.arguments import (
 )
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.plain import check_implementation
-from jax_cudnn.ops.sdpa import check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import check_scale, check_window
 from jax_cudnn.ops.sinks import check_sinks, with_sinks
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sdpa_cached import forward as attention

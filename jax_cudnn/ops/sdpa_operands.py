@@ -3,7 +3,7 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -85,6 +85,18 @@ def _not_a_number(scale: object) -> TypeError:
     )
 
 
+def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    check_dtype(
+        "sdpa", "query", q, advice="Convert query, key and value to one of them."
+    )
+    for name, x in (("key", k), ("value", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"sdpa: {name} is {describe(x)} but query is {describe(q)}. All "
+                f"three must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
+            )
+
+
 def canonicalize(
     query: ArrayLike,
     key: ArrayLike,
@@ -96,6 +108,7 @@ def canonicalize(
     *,
     shares: int = 1,
     packed: Packed | None = None,
+    check_dtypes: Callable[[jax.Array, jax.Array, jax.Array], None] = _check_dtypes,
 ) -> tuple[Operands, bool]:
     """Check the operands together and give each its batch axis and dtype.
 
@@ -106,7 +119,7 @@ def canonicalize(
         as_operand("sdpa", name, x)
         for name, x in (("query", query), ("key", key), ("value", value))
     )
-    _check_dtypes(q, k, v)
+    check_dtypes(q, k, v)
     has_batch = _check_ranks(q, k, v)
     if not has_batch:
         q, k, v = q[None], k[None], v[None]
@@ -131,18 +144,6 @@ def canonicalize(
         of_rows = (operands.query_lengths, operands.key_lengths)
         operands = operands._replace(**packing(packed, (b, s, t), of_rows))
     return operands, has_batch
-
-
-def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
-    check_dtype(
-        "sdpa", "query", q, advice="Convert query, key and value to one of them."
-    )
-    for name, x in (("key", k), ("value", v)):
-        if x.dtype != q.dtype:
-            raise TypeError(
-                f"sdpa: {name} is {describe(x)} but query is {describe(q)}. All "
-                f"three must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
-            )
 
 
 def _check_ranks(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The dtypes of graphs as JAX knows them."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,3 +29,15 @@ def jax_dtype(name: str) -> np.dtype:
 def dtype_name(dtype: object) -> str | None:
     """Return the graph's name of a dtype, or None where graphs have none for it."""
     return _NAMES.get(np.dtype(dtype))  # type: ignore[call-overload]
+
+
+def saturated(x: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return x in a dtype; in f8, what is too large becomes the largest number.
+
+    So do infinities, of which e4m3 has none. NaN stays NaN. JAX's own conversion makes
+    NaN of what e4m3 does not hold, and infinities in e5m2.
+    """
+    if dtype.itemsize == 1:
+        most = float(jnp.finfo(dtype).max)
+        x = jnp.clip(x, -most, most)
+    return x.astype(dtype)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
-from jax_cudnn.reference import contraction, pointwise, sdpa, sdpa_cached
+from jax_cudnn.reference import contraction, pointwise, sdpa, sdpa_cached, sdpa_f8
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and the
@@ -32,9 +32,10 @@ RULES: dict[str, Rule] = {
     "sdpa": sdpa.forward,
     "sdpa_backward": sdpa.backward,
     "sdpa_cached": sdpa_cached.forward,
-    "sdpa_paged": sdpa_cached.forward,
     "sdpa_dropout": sdpa.forward,
     "sdpa_dropout_backward": sdpa.backward,
+    "sdpa_f8": sdpa_f8.forward,
+    "sdpa_paged": sdpa_cached.forward,
 }
 
 

@@ -25,6 +25,18 @@ Operands = Mapping[str, jax.Array]
 ScoreMod = Callable[[jax.Array], jax.Array]
 
 
+class Weights(NamedTuple):
+    """exp(logits - their maximum) of each row, their sum and their log-sum-exp.
+
+    The sum of a row that sees no key is given as 1, its log-sum-exp is -inf.
+    """
+
+    unnormalised: jax.Array
+    total: jax.Array
+    stats: jax.Array
+    is_dead: jax.Array
+
+
 class _Softmax(NamedTuple):
     """The softmax of the logits over keys; ``stats`` is their log-sum-exp."""
 
@@ -48,7 +60,7 @@ def forward(
     inputs = _read(attributes, inputs)
     scores = _scores(attributes, inputs)
     modified = _modified(attributes, inputs, 0) if score_mod is None else score_mod
-    softmax = _softmax(_logits(attributes, inputs, modified(scores)))
+    softmax = _softmax(_hidden(attributes, inputs, modified(scores)))
     dropped = _dropped(softmax.probabilities, attributes, _kept(attributes, inputs))
     return {
         "output": _mix(dropped, inputs["value"]),
@@ -100,17 +112,17 @@ def gradients(
         _scores(attributes, inputs),
         read,
     )
-    logits = _logits(attributes, inputs, modified, first_row)
+    scores = _hidden(attributes, inputs, modified, first_row)
     is_kept = _kept(attributes, inputs, first_row, row_count)
-    grad_probabilities = _grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
+    grad_probabilities = grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
     grad_probabilities = _dropped(grad_probabilities, attributes, is_kept)
     if attributes.is_partial:
-        probabilities, _, is_dead = _part_of_softmax(logits, inputs["stats"])
-        products = inputs["output"].astype(logits.dtype) * grad_output.astype(
-            logits.dtype
+        probabilities, _, is_dead = _part_of_softmax(scores, inputs["stats"])
+        products = inputs["output"].astype(scores.dtype) * grad_output.astype(
+            scores.dtype
         )
     else:
-        probabilities, _, is_dead = _softmax(logits)
+        probabilities, _, is_dead = _softmax(scores)
         products = probabilities * grad_probabilities
     delta = jnp.sum(products, axis=-1, keepdims=True)
     if "grad_stats" in inputs:
@@ -122,7 +134,7 @@ def gradients(
     weights = _dropped(probabilities, attributes, is_kept).astype(query.dtype)
     scale = jnp.asarray(attributes.scale, grad_logits.dtype)
     results: dict[str, jax.Array] = {
-        "grad_query": scale * _grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
+        "grad_query": scale * grouped_einsum("bkgst,bktd->bkgsd", rounded, key),
         "grad_key": scale * _sum_over_group("bkgst,bkgsd->bktd", rounded, query, key),
         "grad_value": _sum_over_group("bkgst,bkgse->bkte", weights, grad_output, value),
     }
@@ -167,7 +179,8 @@ def _read(attributes: SdpaAttributes, inputs: Operands) -> Operands:
     return sequences.without_padding(attributes, inputs)
 
 
-def _softmax(logits: jax.Array) -> _Softmax:
+def weights_of(logits: jax.Array) -> Weights:
+    """Return the weights of the logits over keys, before they are divided."""
     # An all-masked row has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
@@ -175,11 +188,17 @@ def _softmax(logits: jax.Array) -> _Softmax:
     total = jnp.sum(weights, axis=-1, keepdims=True)
     is_dead = total == 0
     total = jnp.where(is_dead, 1, total)
-    return _Softmax(
-        probabilities=weights / total,
+    return Weights(
+        unnormalised=weights,
+        total=total,
         stats=jnp.where(is_dead, -jnp.inf, top + jnp.log(total)),
         is_dead=is_dead,
     )
+
+
+def _softmax(logits: jax.Array) -> _Softmax:
+    weights, total, stats, is_dead = weights_of(logits)
+    return _Softmax(probabilities=weights / total, stats=stats, is_dead=is_dead)
 
 
 def _part_of_softmax(logits: jax.Array, stats: jax.Array) -> _Softmax:
@@ -224,10 +243,13 @@ def _dropped(
     return jnp.where(is_kept, x * scale, 0)
 
 
-def _scores(attributes: SdpaAttributes, inputs: Operands) -> jax.Array:
-    """Return scale Q K^T as (b, h, s, t)."""
-    products = _grouped_einsum("bkgsd,bktd->bkgst", inputs["query"], inputs["key"])
-    return products * jnp.asarray(attributes.scale, products.dtype)
+def _scores(
+    attributes: SdpaAttributes, inputs: Operands, factor: jax.Array | None = None
+) -> jax.Array:
+    """Return scale Q K^T as (b, h, s, t); a `factor` belongs to the scale."""
+    products = grouped_einsum("bkgsd,bktd->bkgst", inputs["query"], inputs["key"])
+    scale = jnp.asarray(attributes.scale, products.dtype)
+    return products * (scale if factor is None else scale * factor)
 
 
 def _modified(
@@ -265,17 +287,27 @@ def _value(
     return jnp.asarray(float(word), values["score"].dtype)
 
 
-def _logits(
+def logits(
+    attributes: SdpaAttributes, inputs: Operands, *, factor: jax.Array | None = None
+) -> jax.Array:
+    """Return scale Q K^T + bias as (b, h, s, t), -inf where a key is hidden.
+
+    A `factor` belongs to the scale. There is no score_mod.
+    """
+    return _hidden(attributes, inputs, _scores(attributes, inputs, factor))
+
+
+def _hidden(
     attributes: SdpaAttributes,
     inputs: Operands,
-    logits: jax.Array,
+    scores: jax.Array,
     first_row: int | jax.Array = 0,
 ) -> jax.Array:
     """Return scores + bias as (b, h, s, t), -inf where a key is hidden."""
     if "bias" in inputs:
-        logits = logits + inputs["bias"].astype(logits.dtype)
-    is_visible = _visible(attributes, inputs, logits.shape, first_row)
-    return logits if is_visible is None else jnp.where(is_visible, logits, -jnp.inf)
+        scores = scores + inputs["bias"].astype(scores.dtype)
+    is_visible = _visible(attributes, inputs, scores.shape, first_row)
+    return scores if is_visible is None else jnp.where(is_visible, scores, -jnp.inf)
 
 
 def _visible(
@@ -309,7 +341,7 @@ def _visible(
 
 
 def _mix(weights: jax.Array, value: jax.Array) -> jax.Array:
-    return _grouped_einsum("bkgst,bkte->bkgse", weights.astype(value.dtype), value)
+    return grouped_einsum("bkgst,bkte->bkgse", weights.astype(value.dtype), value)
 
 
 def _accumulator(x: jax.Array) -> jnp.dtype:
@@ -321,7 +353,7 @@ def _split_heads(x: jax.Array, key_heads: int) -> jax.Array:
     return jnp.reshape(x, (b, key_heads, h // max(key_heads, 1), s, n))
 
 
-def _grouped_einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
+def grouped_einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Contract x (b, h, s, .) with y (b, k, t, .), each key head serving h/k heads."""
     b, h, s, _ = x.shape
     product = jnp.einsum(
