@@ -260,7 +260,7 @@ def _by_blocks(method: Method, problem: Problem, operands: Operands) -> Partial:
     operands, row_bias = without_row_bias(operands)
     shift = bias_shift(problem, operands)
     by = RING if method == "ring" else ALL_GATHER
-    result = attention(by, problem, Shares(*operands, shift=shift))
+    result = attention(by, problem, Shares(**operands.given, shift=shift))
     for number in (shift, row_bias):
         result = Partial(*with_row_bias(number, *result))
     return result
