@@ -134,13 +134,21 @@ def _run_all(arguments: argparse.Namespace, given: Sequence[str]) -> list[Record
 
 # --- the page -------------------------------------------------------------------------
 
+
+def _head_size(text: str) -> int:
+    found = re.search(r" d=(\d+)", text)
+    assert found is not None
+    return int(found.group(1))
+
+
 _ABOUT = """\
 Each problem is drawn from its number (`tests/random_attentions.py`): batch 1 to 16,
-lengths 1 to 2048, head sizes to 256, MHA, GQA and MQA as 1 to 4 to 1, bf16 or f16, and
-a mixture of masks. `implementation="cudnn"` computes it. Memory is filled with NaN
-before, and padding with 1e4. Results are compared with float64. Each entry has a bound
-of its own, made of what a kernel rounds to 16 bits. A problem is right if all entries
-of all results are within it.""".splitlines()
+lengths 1 to 2048, head sizes to 256 and some to 576, MHA, GQA and MQA as 1 to 4 to 1,
+bf16 or f16, and a mixture of masks and other arguments. `implementation="cudnn"`
+computes it. Memory is filled with NaN before. Padding is NaN between packed sequences,
+and 1e4 past other lengths. Results are compared with float64. Each entry has a bound of
+its own, made of what a kernel rounds to 16 bits. A problem is right if all entries of
+all results are within it.""".splitlines()
 _FEATURES: dict[str, Callable[[str], bool]] = {
     "all": lambda _: True,
     "causal": lambda x: "band=causal" in x,
@@ -150,7 +158,11 @@ _FEATURES: dict[str, Callable[[str], bool]] = {
     "mask": lambda x: " mask=" in x,
     "prefix, segments or blocks": lambda x: " form=" in x,
     "lengths, some of them 0": lambda x: "with_lengths" in x,
+    "packed sequences": lambda x: " packed=" in x,
+    "softcap": lambda x: " softcap=" in x,
+    "dropout": lambda x: " dropout=" in x,
     "sinks": lambda x: "with_sinks" in x,
+    "head sizes above 256": lambda x: _head_size(x) > 256,
     "cotangent of the log-sum-exp": lambda x: "with_lse" in x,
     "one query": lambda x: " s=1," in x,
 }

@@ -13,7 +13,7 @@ dtype. Everything else is done in float32. Each entry of each result has its own
 import dataclasses
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -22,9 +22,11 @@ import ml_dtypes
 import numpy as np
 
 import jax_cudnn
-from jax_cudnn import masks
+from jax_cudnn import masks, score_mods
+from jax_cudnn.reference.dropout import kept, numbered
 
 Arrays = dict[str, Any]
+_SIDES = ("query", "key")
 
 # What padding holds. It is finite: a kernel multiplies it by probabilities of 0.
 _POISON = 1e4
@@ -41,6 +43,9 @@ class Problem:
       mask: likewise.
       form: another mask, "prefix", "segments" or "blocks"; "" for none.
       with_lengths: whether queries and keys have lengths; some of these are 0.
+      packed: how many sequences a row holds, with gaps between them; 0 for rows of one.
+      softcap: scores become softcap * tanh(score / softcap) before the bias.
+      dropout: the share of the probabilities that is dropped, a multiple of 2^-16.
       with_lse: whether the log-sum-exp is a result, with a cotangent.
     """
 
@@ -63,10 +68,14 @@ class Problem:
     with_lengths: bool
     with_sinks: bool
     with_lse: bool
+    packed: int = 0
+    softcap: float | None = None
+    dropout: float = 0.0
 
     def __str__(self) -> str:
         """Return what differs from a plain call."""
         plain = {"band": "", "bias": None, "mask": None, "form": "", "scale": None}
+        plain |= {"packed": 0, "softcap": None, "dropout": 0.0}
         shown = {
             name: value
             for name, value in dataclasses.asdict(self).items()
@@ -108,7 +117,7 @@ def draw_problem(
     if rng.random() < 0.06:  # multi-head latent attention, and large heads
         d, e = _LARGE[int(rng.integers(len(_LARGE)))]
     patterns = ["", "b", "h", "t", "s", "st", "hst", "bst", "bhst", "bt", "ht", "bhs"]
-    return Problem(
+    problem = Problem(
         seed=seed,
         dtype=str(rng.choice(["bfloat16", "float16"])),
         b=b,
@@ -133,6 +142,16 @@ def draw_problem(
         with_sinks=bool(rng.random() < 0.15),
         with_lse=bool(rng.random() < 0.3),
     )
+    if rng.random() < 0.12:
+        count = int(rng.integers(1, 9))
+        problem = replace(problem, packed=count, with_lengths=False, form="")
+    if rng.random() < 0.1:
+        problem = replace(problem, softcap=float(rng.choice([0.5, 2.0, 30.0])))
+    if rng.random() < 0.1:
+        problem = replace(
+            problem, dropout=float(rng.choice([0.125, 0.5, 6554 / 2**16]))
+        )
+    return problem
 
 
 def make_arrays(problem: Problem) -> Arrays:
@@ -174,6 +193,13 @@ def make_arrays(problem: Problem) -> Arrays:
             is_padding = np.arange(size)[None] >= lengths[:, None]
             for padded in of_padding:
                 arrays[padded][is_padding] = _POISON
+    for name, size in (("query", p.s), ("key", p.t)) if p.packed else ():
+        starts, lengths = _sequences(rng, p, size)
+        arrays |= {f"{name}_starts": starts, f"{name}_packed_lengths": lengths}
+        is_padding = _sequence_of(starts, lengths, size)[0] < 0
+        padded = ("query", "grad_output") if name == "query" else ("key", "value")
+        for each in padded:
+            arrays[each][is_padding] = np.nan
     if p.form == "prefix":
         arrays["prefix"] = rng.integers(0, p.t + 1, p.b).astype(np.int32)
     elif p.form == "segments":
@@ -183,6 +209,29 @@ def make_arrays(problem: Problem) -> Arrays:
         rows, columns = (-(-size // 64) for size in (p.s, p.t))
         arrays["blocks"] = rng.random((p.b, 1, rows, columns)) < 0.7
     return arrays
+
+
+def _sequences(
+    rng: np.random.Generator, p: Problem, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return starts and lengths of the sequences of each row; some are empty."""
+    ends = np.sort(rng.integers(0, size + 1, (p.b, p.packed + 1)), axis=1)
+    starts, room = ends[:, :-1], np.diff(ends, axis=1)
+    lengths = np.where(rng.random(room.shape) < 0.5, room, rng.integers(0, room + 1))
+    lengths[rng.random(room.shape) < 0.1] = 0
+    return starts.astype(np.int32), lengths.astype(np.int32)
+
+
+def _sequence_of(
+    starts: np.ndarray, lengths: np.ndarray, size: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return each token's sequence, -1 for none, and its position there: (b, size)."""
+    token = np.arange(size)[None, None]
+    first = starts[:, :, None]
+    is_inside = (token >= first) & (token < first + lengths[:, :, None])
+    number = np.where(is_inside.any(1), is_inside.argmax(1), -1)
+    begin = np.take_along_axis(starts, np.maximum(number, 0), axis=1)
+    return number, np.arange(size)[None] - begin
 
 
 def call(
@@ -206,6 +255,15 @@ def call(
         mask = mask & masks.Segments(*ids)
     elif p.form == "blocks":
         mask = mask & masks.Blocks(operands["blocks"], (64, 64))
+    if p.packed:
+        sequences = ("query_starts", "key_starts")
+        lengths = ("query_packed_lengths", "key_packed_lengths")
+        given = [operands[name] for name in (*sequences, *lengths)]
+        mask = mask & masks.Packed(*given)
+    if p.softcap is not None:
+        options["score_mod"] = score_mods.softcap(p.softcap)
+    if p.dropout:
+        options |= {"dropout_rate": p.dropout, "dropout_key": _key(p)}
     results = jax_cudnn.sdpa(
         operands["query"],
         operands["key"],
@@ -221,6 +279,25 @@ def call(
         return {"output": results}
     output, lse = results
     return {"output": output, "lse": lse}
+
+
+def _key(problem: Problem) -> jax.Array:
+    return jax.random.key(problem.seed)
+
+
+def is_kept(problem: Problem) -> np.ndarray:
+    """Return which probabilities dropout keeps, (b, h, s, t).
+
+    tests/test_sdpa_dropout.py compares the numbers with those of a GPU. Which ones a
+    call takes from its key is said in ops/dropout.py.
+    """
+    p = problem
+    bits = jax.random.bits(_key(p), (2,), jnp.uint32)
+    seed, first = (jnp.int32(x) for x in np.asarray(bits).view(np.int32))
+    offsets = numbered(first & np.int32(2**30 - 4), p.b, p.h)
+    return np.asarray(
+        kept(p.dropout, jnp.reshape(seed, (1, 1, 1, 1)), offsets, (p.s, p.t))
+    )
 
 
 def results(
@@ -284,13 +361,25 @@ def is_seen(problem: Problem, arrays: Mapping[str, Any]) -> np.ndarray:
     p = problem
     row, column = np.arange(p.s)[:, None], np.arange(p.t)[None, :]
     seen = np.ones((1, 1, p.s, p.t), bool)
+    # Positions in a sequence, and where its last query is.
+    i, j, gap = row, column, np.array(p.t - p.s)
+    if p.packed:
+        spans = [(arrays[f"{x}_starts"], arrays[f"{x}_packed_lengths"]) for x in _SIDES]
+        of_query, i = _sequence_of(*spans[0], p.s)
+        of_key, j = _sequence_of(*spans[1], p.t)
+        gap = np.take_along_axis(
+            spans[1][1] - spans[0][1], np.maximum(of_query, 0), axis=1
+        )[:, None, :, None]
+        i, j = i[:, None, :, None], j[:, None, None, :]
+        same = of_query[:, None, :, None] == of_key[:, None, None, :]
+        seen = seen & same & (of_query >= 0)[:, None, :, None]
     if p.band == "causal":
-        seen = seen & (column <= row)
+        seen = seen & (j <= i)
     elif p.band == "bottom-right":
-        seen = seen & (column - row <= p.t - p.s)
+        seen = seen & (j - i <= gap)
     elif p.band == "window":
         left, right = p.window
-        seen = seen & (column >= row - left) & (column <= row + right)
+        seen = seen & (j >= i - left) & (j <= i + right)
     if p.with_lengths:
         of_queries = row < arrays["query_lengths"][:, None, None, None]
         of_keys = column < arrays["key_lengths"][:, None, None, None]
@@ -325,7 +414,8 @@ def judge(
     scale = p.d**-0.5 if p.scale is None else p.scale
 
     def heads(name: str) -> Any:  # (b, k, g, s, n)
-        x = maths.double(arrays[name])
+        # Padding is not read, and may be NaN.
+        x = maths.double(np.nan_to_num(np.asarray(arrays[name], np.float64)))
         x = x.reshape(p.b, x.shape[1], p.k, -1, x.shape[-1])
         return m.einsum("bskgn->bkgsn", x)
 
@@ -338,6 +428,13 @@ def judge(
     logits = scale * m.einsum("bkgsd,bktd->bkgst", q, k)
     # What float32 loses of a score, times log2(e) in kernels.
     slack = 2.0**-20 * abs(scale) * m.einsum("bkgsd,bktd->bkgst", abs(q), abs(k))
+    slope_of_cap = None
+    if p.softcap is not None:
+        capped = m.tanh(logits / p.softcap)
+        slope_of_cap = 1 - capped * capped
+        logits = p.softcap * capped
+        # A kernel's tanh has eleven digits.
+        slack = slack * slope_of_cap + 2.0**-10 * abs(logits)
     if p.bias is not None:
         bias = maths.double(of_scores(np.asarray(arrays["bias"], np.float64)))
         logits, slack = logits + bias, slack + 2.0**-20 * abs(bias)
@@ -363,10 +460,15 @@ def judge(
     lse = m.where(empty, none - np.inf, finite)
     loosest = m.amax(slack, -1)[..., None]
     off = u + slack + loosest  # relative, of a probability
-    output = m.einsum("bkgst,bkte->bkgse", probabilities, v)
+    # What the values are multiplied by, divided by the probability.
+    passed = zero + 1
+    if p.dropout:
+        kept_ones = maths.double(of_scores(is_kept(p)))
+        passed = kept_ones / (1 - p.dropout)
+    output = m.einsum("bkgst,bkte->bkgse", probabilities * passed, v)
     # What is absolute in it: numbers that the dtype has not, near 0.
     least_step = m.where(seen, zero + tiny, zero)
-    loose = probabilities * off + least_step
+    loose = (probabilities * off + least_step) * passed
     spread = m.einsum("bkgst,bkte->bkgse", loose, abs(v))
     output_bound = 2 * spread + 2 * u * abs(output)
     found = {
@@ -386,6 +488,8 @@ def judge(
             off=off,
             least_step=least_step,
             output=output,
+            passed=passed,
+            slope_of_cap=slope_of_cap,
         )
         found |= _gradients(p, maths, arrays, forward)
         if p.with_sinks:
@@ -424,15 +528,19 @@ class _Forward(NamedTuple):
     off: Any
     least_step: Any
     output: Any
+    passed: Any
+    slope_of_cap: Any
 
 
 def _gradients(
     p: Problem, maths: _Maths, arrays: Arrays, forward: _Forward
 ) -> dict[str, tuple[Any, Any]]:
     m = maths.of
-    scale, u, q, k, v, grad, probabilities, off, least_step, output = forward
-    products = m.einsum("bkgse,bkte->bkgst", grad, v)
-    size = m.einsum("bkgse,bkte->bkgst", abs(grad), abs(v))
+    scale, u, q, k, v, grad, probabilities, off, least_step, output, passed, cap = (
+        forward
+    )
+    products = passed * m.einsum("bkgse,bkte->bkgst", grad, v)
+    size = passed * m.einsum("bkgse,bkte->bkgst", abs(grad), abs(v))
     delta = m.sum(output * grad, -1)[..., None]
     blur = m.sum(abs(output * grad), -1)[..., None]
     if p.with_lse:
@@ -444,30 +552,35 @@ def _gradients(
     # Rounded output, rounded slope, probabilities off by what scores lose.
     loose = probabilities * (2 * u * blur + 2.0**-20 * size) + abs(slope) * off
     loose = loose + least_step
+    of_scores, of_loose = slope, loose
+    if cap is not None:
+        of_scores = slope * cap
+        of_loose = loose * cap + 2.0**-9 * abs(slope) + least_step
+    given = probabilities * passed
+    loose_given = (probabilities * off + least_step) * passed
     factor = abs(scale)
 
     def summed(formula: str, x: Any, y: Any, by: float = 1.0) -> Any:
         return by * m.einsum(formula, x, y)
 
-    dq = summed("bkgst,bktd->bkgsd", slope, k, scale)
-    dk = summed("bkgst,bkgsd->bktd", slope, q, scale)
-    dv = summed("bkgst,bkgse->bkte", probabilities, grad)
+    dq = summed("bkgst,bktd->bkgsd", of_scores, k, scale)
+    dk = summed("bkgst,bkgsd->bktd", of_scores, q, scale)
+    dv = summed("bkgst,bkgse->bkte", given, grad)
     # Each query head's share may be rounded before the group's sum.
-    share_k = abs(summed("bkgst,bkgsd->bkgtd", slope, q, factor)).sum(2)
-    share_v = abs(summed("bkgst,bkgse->bkgte", probabilities, grad)).sum(2)
+    share_k = abs(summed("bkgst,bkgsd->bkgtd", of_scores, q, factor)).sum(2)
+    share_v = abs(summed("bkgst,bkgse->bkgte", given, grad)).sum(2)
     found = {
         "query": (
             dq,
-            2 * summed("bkgst,bktd->bkgsd", loose, abs(k), factor) + 2 * u * abs(dq),
+            2 * summed("bkgst,bktd->bkgsd", of_loose, abs(k), factor) + 2 * u * abs(dq),
         ),
         "key": (
             dk,
-            2 * summed("bkgst,bkgsd->bktd", loose, abs(q), factor) + 2 * u * share_k,
+            2 * summed("bkgst,bkgsd->bktd", of_loose, abs(q), factor) + 2 * u * share_k,
         ),
         "value": (
             dv,
-            2 * summed("bkgst,bkgse->bkte", probabilities * off + least_step, abs(grad))
-            + 2 * u * share_v,
+            2 * summed("bkgst,bkgse->bkte", loose_given, abs(grad)) + 2 * u * share_v,
         ),
     }
     if p.bias is not None:

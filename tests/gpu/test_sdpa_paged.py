@@ -16,7 +16,7 @@ from tests.cached import Drawn, Problem, draw
 pytestmark = pytest.mark.gpu
 
 _LENGTHS = (0, 1, 130, 257, 300, 64, 17)
-_ONE = Problem(lengths=_LENGTHS, t=300, k=2, g=4, d=128, e=128)
+_ONE = Problem(lengths=_LENGTHS, t=300, k=2, g=4, d=128, e=128, dtype="bfloat16")
 _PROBLEMS = {
     "one": _ONE,
     "mha": replace(_ONE, g=1),
