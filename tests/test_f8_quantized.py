@@ -20,6 +20,7 @@ import jax_cudnn
 from jax_cudnn import f8
 from tests.attention import SIZES, shape_of
 from tests.devices import collectives, gradient, mesh_of, placed
+from tests.f8 import gradients
 
 _SIZES = {**SIZES, "d": 16, "e": 24}
 
@@ -69,34 +70,6 @@ def test_given_scales_are_rounded_up_to_powers_of_two() -> None:
     assert jnp.isnan(f8.quantized_sdpa(q, k, v, query_scale=0.0)).all()
 
 
-def _numpy_gradients(
-    operands: Any, output: Any, grad_output: Any, grad_lse: Any, seen: np.ndarray
-) -> list[np.ndarray]:
-    q, k, v = (
-        np.asarray(f8.dequantize(*_stored(x, jnp.float8_e4m3fn)), np.float64)
-        for x in operands
-    )
-    groups = q.shape[2] // k.shape[2]
-    k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
-    scale = q.shape[3] ** -0.5
-    scores = np.where(seen, np.einsum("bshd,bthd->bhst", q, k) * scale, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    p = weights / weights.sum(axis=-1, keepdims=True)
-    o, do = (np.asarray(x, np.float64) for x in (output, grad_output))
-    delta = np.einsum("bshe,bshe->bhs", o, do)
-    delta = delta - np.swapaxes(np.asarray(grad_lse, np.float64), 1, 2)
-    ds = p * (np.einsum("bshe,bthe->bhst", do, v) - delta[..., None])
-
-    def of_heads(x: np.ndarray) -> np.ndarray:
-        return x.reshape(*x.shape[:2], -1, groups, x.shape[3]).sum(axis=3)
-
-    return [
-        scale * np.einsum("bhst,bthd->bshd", ds, k),
-        of_heads(scale * np.einsum("bhst,bshd->bthd", ds, q)),
-        of_heads(np.einsum("bhst,bshe->bthe", p, do)),
-    ]
-
-
 @pytest.mark.parametrize("wide", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_the_gradient_is_that_of_the_formula(is_causal: bool, wide: Any) -> None:
@@ -110,7 +83,10 @@ def test_the_gradient_is_that_of_the_formula(is_causal: bool, wide: Any) -> None
     grad_lse = jnp.asarray(rng.standard_normal(lse.shape), jnp.float32)
     s, t = _SIZES["s"], _SIZES["t"]
     seen = np.arange(t) <= np.arange(s)[:, None] if is_causal else np.ones((s, t), bool)
-    truths = _numpy_gradients(operands, output, grad_output, grad_lse, seen)
+    rounded = [
+        f8.dequantize(*_stored(x, jnp.float8_e4m3fn), jnp.float32) for x in operands
+    ]
+    truths = gradients(rounded, output, grad_output, grad_lse, seen)
     for x, y in zip(back((grad_output, grad_lse)), truths, strict=True):
         assert x.dtype == wide
         error = np.abs(np.asarray(x, np.float64) - y).max() / np.abs(y).max()

@@ -36,6 +36,7 @@ _ALLOWED = {
     "offline": {"errors", "graph", "native"},
     "lowering": {*_MEANING, "native", "offline", "config", "choices"},
     "ops": _MACHINE,
+    "f8": {"ops"},
     "masks": {"ops"},
     "measuring": _MACHINE,
     "plans": {*_MACHINE, "columns", "doctor", "ops", "measuring"},
@@ -44,7 +45,7 @@ _ALLOWED = {
     # Attention over several devices, of the operation's own parts.
     "parallel": {"errors", "config", "graph", "lowering", "ops"},
     "cli": {*_MACHINE, "ops", "measuring", "plans"},
-    "__init__": {*_MACHINE, "startup", "ops", "masks", "plans", "parallel"},
+    "__init__": {*_MACHINE, "startup", "ops", "f8", "masks", "plans", "parallel"},
     "__main__": {"startup", "cli"},
 }
 # Names outside JAX's compatibility promise, and the one module that may import them.
