@@ -16,6 +16,11 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 _WEIGHT_SCALES = {np.dtype(E4M3): 2.0**8, np.dtype(E5M2): 2.0**15}
 
 
+def wide(x: Any) -> np.ndarray:
+    """Return any array in f32; NumPy has no f8 of its own."""
+    return np.asarray(x).astype(np.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dtype:
     """Relative error of rounding, its absolute error near 0, and the largest number."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 DOCS = Path(__file__).parents[1] / "docs"
-GUIDES = ("plans.md", "performance.md", "sequence_parallel.md", "masks.md")
+GUIDES = ("plans.md", "performance.md", "sequence_parallel.md", "masks.md", "f8.md")
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"
 

@@ -21,6 +21,7 @@ from jax_cudnn import f8
 from tests.attention import SIZES, shape_of
 from tests.devices import collectives, gradient, mesh_of, placed
 from tests.f8 import gradients
+from tests.f8 import wide as f32
 
 _SIZES = {**SIZES, "d": 16, "e": 24}
 
@@ -62,9 +63,9 @@ def test_the_result_is_that_of_f8_attention(wide: Any, dtype: Any) -> None:
 
 def test_given_scales_are_rounded_up_to_powers_of_two() -> None:
     q, k, v = _operands(jnp.bfloat16)
-    given = {"query_scale": 0.3, "key_scale": 0.25, "value_scale": 0.0626}
+    given: Any = {"query_scale": 0.3, "key_scale": 0.25, "value_scale": 0.0626}
     found = f8.quantized_sdpa(q, k, v, **given, output_scale=0.1)
-    exact = {"query_scale": 0.5, "key_scale": 0.25, "value_scale": 0.125}
+    exact: Any = {"query_scale": 0.5, "key_scale": 0.25, "value_scale": 0.125}
     same = f8.quantized_sdpa(q, k, v, **exact, output_scale=0.125)
     np.testing.assert_array_equal(found, same)
     assert jnp.isnan(f8.quantized_sdpa(q, k, v, query_scale=0.0)).all()
@@ -107,9 +108,9 @@ def test_forward_mode_is_that_of_sdpa_at_the_rounded_operands() -> None:
         np.testing.assert_array_equal(x, y)
     second = jax.jvp(jax.grad(lambda *x: jnp.sum(run(*x)[1])), operands, tangents)[1]
     other = jax.jvp(jax.grad(lambda *x: jnp.sum(plain(*x)[1])), rounded, tangents)[1]
-    error = np.abs(np.float32(second) - np.float32(other)).max()
-    assert np.abs(np.float32(other)).max() > 0
-    assert error <= 0.05 * np.abs(np.float32(other)).max()
+    error = np.abs(f32(second) - f32(other)).max()
+    assert np.abs(f32(other)).max() > 0
+    assert error <= 0.05 * np.abs(f32(other)).max()
 
 
 def test_gradients_pass_through_rounding_and_saturation() -> None:
@@ -119,7 +120,7 @@ def test_gradients_pass_through_rounding_and_saturation() -> None:
         lambda v: jnp.sum(f8.quantized_sdpa(q, k, v, value_scale=2.0**-12), dtype=float)
     )(v)
     want = jax.grad(lambda v: jnp.sum(jax_cudnn.sdpa(q, k, v), dtype=float))(v)
-    np.testing.assert_allclose(np.float32(found), np.float32(want), rtol=0.1, atol=0.02)
+    np.testing.assert_allclose(f32(found), f32(want), rtol=0.1, atol=0.02)
     scale = jax.grad(
         lambda x: jnp.sum(f8.quantized_sdpa(q, k, v, key_scale=x), dtype=float)
     )(0.01)
@@ -154,7 +155,7 @@ def test_random_operands_and_cotangents_may_be_examples_of_a_vmap() -> None:
             for x, y in zip(
                 jax.tree.leaves(got), jax.tree.leaves(run(*one)), strict=True
             ):
-                x, y = np.float32(x[i]), np.float32(y)
+                x, y = f32(x[i]), f32(y)
                 assert np.abs(x - y).max() <= 0.08 * np.abs(y).max()
 
 
@@ -175,10 +176,11 @@ def test_batch_and_heads_stay_sharded(kind: AxisType) -> None:
     scales = {"query_scale": 2.0**-6, "key_scale": 2.0**-6, "value_scale": 2.0**-6}
     run = functools.partial(f8.quantized_sdpa, **scales)
     sharded = placed(mesh_of(kind, x=4, y=2), operands, [("x", None, "y")] * 3)
-    for function in (run, gradient(run)):
+    functions: tuple[Any, ...] = (run, gradient(run))
+    for function in functions:
         got, want = jax.jit(function)(*sharded), function(*operands)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            x, y = np.float32(x), np.float32(y)
+            x, y = f32(x), f32(y)
             assert np.abs(x - y).max() <= 0.08 * np.abs(y).max()
         assert collectives(function, *sharded) == {}
 

@@ -36,7 +36,7 @@ _CASES: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "head_256": ((2, 128, 192, 4, 2, 256, 256), {}),
     "heads_192_128": ((2, 128, 192, 4, 2, 192, 128), {}),
 }
-_SCALES = {"query_scale": 0.75, "key_scale": 1.25, "value_scale": 0.5}
+_SCALES: dict[str, Any] = {"query_scale": 0.75, "key_scale": 1.25, "value_scale": 0.5}
 
 
 def _operands(sizes: tuple[int, ...], dtype: Any, seed: int = 5) -> list[jax.Array]:
