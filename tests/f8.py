@@ -15,6 +15,11 @@ E4M3, E5M2 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 _WEIGHT_SCALES = {np.dtype(E4M3): 2.0**8, np.dtype(E5M2): 2.0**15}
 
 
+def wide(x: Any) -> np.ndarray:
+    """Return any array in f32; NumPy has no f8 of its own."""
+    return np.asarray(x).astype(np.float32)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Dtype:
     """Relative error of rounding, its absolute error near 0, and the largest number."""
@@ -62,13 +67,13 @@ def dense(
     scales: tuple[float, float, float],
     scale: float | None = None,
     seen: Any = True,
-    product_unit: float = 2.0**-24,
+    sum_unit: float | None = None,
 ) -> Truth:
     """Return the truth for f8 operands (b, s, h, d), (b, t, k, d) and (b, t, k, e).
 
-    ``seen`` broadcasts to (b, h, s, t). Sums of products are kept with an error of
-    ``product_unit`` for each term; scores that are off by x make weights that are off
-    by exp(x) - 1.
+    ``seen`` broadcasts to (b, h, s, t). A sum of products has an error of ``sum_unit``
+    times the sum of their sizes, by default that of f32 for each term. Scores that are
+    off by x make weights that are off by exp(x) - 1.
     """
     dtype = np.asarray(query).dtype
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
@@ -78,7 +83,7 @@ def dense(
     factor = (q.shape[3] ** -0.5 if scale is None else scale) * q_scale * k_scale
     scores = np.einsum("bshd,bthd->bhst", q, k) * factor
     sizes = np.einsum("bshd,bthd->bhst", np.abs(q), np.abs(k)) * abs(factor)
-    noise = sizes * (q.shape[3] + 4) * product_unit
+    noise = sizes * (sum_unit or (q.shape[3] + 4) * 2.0**-24)
     seen = np.broadcast_to(seen, scores.shape)
     scores = np.where(seen, scores, -np.inf)
     top = np.max(scores, axis=-1, keepdims=True, initial=-np.inf)
@@ -95,7 +100,7 @@ def dense(
     f8 = Dtype.of(dtype)
     spread = np.einsum("bhst,bthe->bshe", weights / total, np.abs(v)) * v_scale
     flat = np.einsum("bhst,bthe->bshe", seen / total, np.abs(v)) * v_scale
-    terms = (v.shape[1] + 8) * product_unit
+    terms = sum_unit or (v.shape[1] + 8) * 2.0**-24
     relative = f8.unit + terms + 3 * np.swapaxes(noise, 1, 2)[..., None]
     return Truth(
         output=mixed,
@@ -140,3 +145,32 @@ def check(
     if amax is not None:
         gap = abs(float(amax) - np.max(np.abs(truth.output), initial=0))
         assert gap <= np.max(truth.error, initial=0) * (1 + 2.0**-20)
+
+
+def gradients(
+    operands: Any, output: Any, grad_output: Any, grad_lse: Any, seen: np.ndarray
+) -> list[np.ndarray]:
+    """Return those of query, key and value, given the output that the kernel reads.
+
+    dS = P (dO V^T - rowsum(O dO) + dL), as a gradient kernel has it.
+    """
+    q, k, v = (np.asarray(x, np.float64) for x in operands)
+    groups = q.shape[2] // k.shape[2]
+    k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
+    scale = q.shape[3] ** -0.5
+    scores = np.where(seen, np.einsum("bshd,bthd->bhst", q, k) * scale, -np.inf)
+    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
+    p = weights / weights.sum(axis=-1, keepdims=True)
+    o, do = (np.asarray(x, np.float64) for x in (output, grad_output))
+    delta = np.einsum("bshe,bshe->bhs", o, do)
+    delta = delta - np.swapaxes(np.asarray(grad_lse, np.float64), 1, 2)
+    ds = p * (np.einsum("bshe,bthe->bhst", do, v) - delta[..., None])
+
+    def of_heads(x: np.ndarray) -> np.ndarray:
+        return x.reshape(*x.shape[:2], -1, groups, x.shape[3]).sum(axis=3)
+
+    return [
+        scale * np.einsum("bhst,bthd->bshd", ds, k),
+        of_heads(scale * np.einsum("bhst,bshd->bthd", ds, q)),
+        of_heads(np.einsum("bhst,bshe->bthe", p, do)),
+    ]

@@ -18,6 +18,7 @@ GUIDES = (
     "decode.md",
     "packed.md",
     "score_mods.md",
+    "f8.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"

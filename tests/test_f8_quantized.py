@@ -20,6 +20,8 @@ import jax_cudnn
 from jax_cudnn import f8
 from tests.attention import SIZES, shape_of
 from tests.devices import collectives, gradient, mesh_of, placed
+from tests.f8 import gradients
+from tests.f8 import wide as f32
 
 _SIZES = {**SIZES, "d": 16, "e": 24}
 
@@ -61,40 +63,12 @@ def test_the_result_is_that_of_f8_attention(wide: Any, dtype: Any) -> None:
 
 def test_given_scales_are_rounded_up_to_powers_of_two() -> None:
     q, k, v = _operands(jnp.bfloat16)
-    given = {"query_scale": 0.3, "key_scale": 0.25, "value_scale": 0.0626}
+    given: Any = {"query_scale": 0.3, "key_scale": 0.25, "value_scale": 0.0626}
     found = f8.quantized_sdpa(q, k, v, **given, output_scale=0.1)
-    exact = {"query_scale": 0.5, "key_scale": 0.25, "value_scale": 0.125}
+    exact: Any = {"query_scale": 0.5, "key_scale": 0.25, "value_scale": 0.125}
     same = f8.quantized_sdpa(q, k, v, **exact, output_scale=0.125)
     np.testing.assert_array_equal(found, same)
     assert jnp.isnan(f8.quantized_sdpa(q, k, v, query_scale=0.0)).all()
-
-
-def _numpy_gradients(
-    operands: Any, output: Any, grad_output: Any, grad_lse: Any, seen: np.ndarray
-) -> list[np.ndarray]:
-    q, k, v = (
-        np.asarray(f8.dequantize(*_stored(x, jnp.float8_e4m3fn)), np.float64)
-        for x in operands
-    )
-    groups = q.shape[2] // k.shape[2]
-    k, v = (np.repeat(x, groups, axis=2) for x in (k, v))
-    scale = q.shape[3] ** -0.5
-    scores = np.where(seen, np.einsum("bshd,bthd->bhst", q, k) * scale, -np.inf)
-    weights = np.exp(scores - scores.max(axis=-1, keepdims=True))
-    p = weights / weights.sum(axis=-1, keepdims=True)
-    o, do = (np.asarray(x, np.float64) for x in (output, grad_output))
-    delta = np.einsum("bshe,bshe->bhs", o, do)
-    delta = delta - np.swapaxes(np.asarray(grad_lse, np.float64), 1, 2)
-    ds = p * (np.einsum("bshe,bthe->bhst", do, v) - delta[..., None])
-
-    def of_heads(x: np.ndarray) -> np.ndarray:
-        return x.reshape(*x.shape[:2], -1, groups, x.shape[3]).sum(axis=3)
-
-    return [
-        scale * np.einsum("bhst,bthd->bshd", ds, k),
-        of_heads(scale * np.einsum("bhst,bshd->bthd", ds, q)),
-        of_heads(np.einsum("bhst,bshe->bthe", p, do)),
-    ]
 
 
 @pytest.mark.parametrize("wide", [jnp.bfloat16, jnp.float16])
@@ -110,7 +84,10 @@ def test_the_gradient_is_that_of_the_formula(is_causal: bool, wide: Any) -> None
     grad_lse = jnp.asarray(rng.standard_normal(lse.shape), jnp.float32)
     s, t = _SIZES["s"], _SIZES["t"]
     seen = np.arange(t) <= np.arange(s)[:, None] if is_causal else np.ones((s, t), bool)
-    truths = _numpy_gradients(operands, output, grad_output, grad_lse, seen)
+    rounded = [
+        f8.dequantize(*_stored(x, jnp.float8_e4m3fn), jnp.float32) for x in operands
+    ]
+    truths = gradients(rounded, output, grad_output, grad_lse, seen)
     for x, y in zip(back((grad_output, grad_lse)), truths, strict=True):
         assert x.dtype == wide
         error = np.abs(np.asarray(x, np.float64) - y).max() / np.abs(y).max()
@@ -131,9 +108,9 @@ def test_forward_mode_is_that_of_sdpa_at_the_rounded_operands() -> None:
         np.testing.assert_array_equal(x, y)
     second = jax.jvp(jax.grad(lambda *x: jnp.sum(run(*x)[1])), operands, tangents)[1]
     other = jax.jvp(jax.grad(lambda *x: jnp.sum(plain(*x)[1])), rounded, tangents)[1]
-    error = np.abs(np.float32(second) - np.float32(other)).max()
-    assert np.abs(np.float32(other)).max() > 0
-    assert error <= 0.05 * np.abs(np.float32(other)).max()
+    error = np.abs(f32(second) - f32(other)).max()
+    assert np.abs(f32(other)).max() > 0
+    assert error <= 0.05 * np.abs(f32(other)).max()
 
 
 def test_gradients_pass_through_rounding_and_saturation() -> None:
@@ -143,7 +120,7 @@ def test_gradients_pass_through_rounding_and_saturation() -> None:
         lambda v: jnp.sum(f8.quantized_sdpa(q, k, v, value_scale=2.0**-12), dtype=float)
     )(v)
     want = jax.grad(lambda v: jnp.sum(jax_cudnn.sdpa(q, k, v), dtype=float))(v)
-    np.testing.assert_allclose(np.float32(found), np.float32(want), rtol=0.1, atol=0.02)
+    np.testing.assert_allclose(f32(found), f32(want), rtol=0.1, atol=0.02)
     scale = jax.grad(
         lambda x: jnp.sum(f8.quantized_sdpa(q, k, v, key_scale=x), dtype=float)
     )(0.01)
@@ -178,7 +155,7 @@ def test_random_operands_and_cotangents_may_be_examples_of_a_vmap() -> None:
             for x, y in zip(
                 jax.tree.leaves(got), jax.tree.leaves(run(*one)), strict=True
             ):
-                x, y = np.float32(x[i]), np.float32(y)
+                x, y = f32(x[i]), f32(y)
                 assert np.abs(x - y).max() <= 0.08 * np.abs(y).max()
 
 
@@ -199,10 +176,11 @@ def test_batch_and_heads_stay_sharded(kind: AxisType) -> None:
     scales = {"query_scale": 2.0**-6, "key_scale": 2.0**-6, "value_scale": 2.0**-6}
     run = functools.partial(f8.quantized_sdpa, **scales)
     sharded = placed(mesh_of(kind, x=4, y=2), operands, [("x", None, "y")] * 3)
-    for function in (run, gradient(run)):
+    functions: tuple[Any, ...] = (run, gradient(run))
+    for function in functions:
         got, want = jax.jit(function)(*sharded), function(*operands)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-            x, y = np.float32(x), np.float32(y)
+            x, y = f32(x), f32(y)
             assert np.abs(x - y).max() <= 0.08 * np.abs(y).max()
         assert collectives(function, *sharded) == {}
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_cudnn import f8
-from tests.f8 import Dtype, rounded
+from tests.f8 import Dtype, rounded, wide
 
 pytestmark = pytest.mark.once
 
@@ -49,17 +49,17 @@ def test_an_amax_that_says_nothing_keeps_the_scale(
 ) -> None:
     assert float(f8.scale_from_amax(amax, power_of_2=power_of_2)) == 1
     known = f8.scale_from_amax(
-        [amax, 448.0], power_of_2=power_of_2, previous=jnp.array([0.3, 5.0])
+        jnp.array([amax, 448.0]), power_of_2=power_of_2, previous=jnp.array([0.3, 5.0])
     )
-    np.testing.assert_array_equal(known, np.float32([0.3, 1.0]))
+    np.testing.assert_array_equal(known, wide([0.3, 1.0]))
 
 
 def test_the_amax_is_the_largest_absolute_value() -> None:
     assert float(f8.amax(jnp.array([[1.0, -7.5], [2.0, 3.0]], jnp.bfloat16))) == 7.5
     assert float(f8.amax(jnp.zeros((0, 3)))) == 0
-    assert np.isnan(f8.amax([1.0, np.nan, np.inf]))
-    assert float(f8.amax([1.0, -np.inf])) == np.inf
-    assert f8.amax([3]).shape == ()
+    assert np.isnan(f8.amax(jnp.array([1.0, np.nan, np.inf])))
+    assert float(f8.amax(jnp.array([1.0, -np.inf]))) == np.inf
+    assert f8.amax(jnp.array([3])).shape == ()
     assert f8.amax(jnp.arange(3)).dtype == jnp.float32
 
 
@@ -71,22 +71,22 @@ def test_the_amax_is_the_largest_absolute_value() -> None:
 def test_numbers_are_rounded_and_saturate(
     numbers: list[float], scale: float, dtype: Any
 ) -> None:
-    x = np.float32(numbers)
+    x = wide(numbers)
     stored = f8.quantize(x, scale, dtype)
     assert stored.dtype == dtype
     want = rounded(x / np.float32(scale), dtype)
     np.testing.assert_array_equal(np.float64(stored.astype(jnp.float32)), want)
     back = f8.dequantize(stored, scale)
-    np.testing.assert_array_equal(back, np.float32(want) * np.float32(scale))
+    np.testing.assert_array_equal(back, wide(want) * np.float32(scale))
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-@pytest.mark.parametrize("wide", [jnp.float32, jnp.bfloat16, jnp.float16])
-def test_special_numbers(dtype: Any, wide: Any) -> None:
-    x = jnp.array([np.nan, np.inf, -np.inf, -0.0, 0.0], wide)
+@pytest.mark.parametrize("given_as", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_special_numbers(dtype: Any, given_as: Any) -> None:
+    x = jnp.array([np.nan, np.inf, -np.inf, -0.0, 0.0], given_as)
     stored = np.asarray(f8.quantize(x, 1.0, dtype).astype(jnp.float32))
     most = Dtype.of(dtype).most
-    np.testing.assert_array_equal(stored, np.float32([np.nan, most, -most, 0, 0]))
+    np.testing.assert_array_equal(stored, wide([np.nan, most, -most, 0, 0]))
     assert list(np.signbit(stored[3:])) == [True, False]
 
 
@@ -94,12 +94,12 @@ def test_special_numbers(dtype: Any, wide: Any) -> None:
 def test_current_scaling_uses_the_whole_range(numbers: list[float]) -> None:
     for dtype in _DTYPES:
         for power_of_2 in (False, True):
-            x = f8.quantize_current(numbers, dtype, power_of_2=power_of_2)
-            largest = float(f8.amax(numbers))
+            x = f8.quantize_current(wide(numbers), dtype, power_of_2=power_of_2)
+            largest = float(f8.amax(wide(numbers)))
             if largest >= 2.0**-100:
                 stored = float(f8.amax(x.values)) / Dtype.of(dtype).most
                 assert stored > 0.45 if power_of_2 else stored == 1
-            gap = np.abs(np.asarray(f8.dequantize(*x)) - np.float32(numbers))
+            gap = np.abs(np.asarray(f8.dequantize(*x)) - wide(numbers))
             f = Dtype.of(dtype)
             bound = f.unit * 1.001 * np.abs(numbers) + f.tiny * 1.001 * float(x.scale)
             assert np.all(gap <= bound)
@@ -154,18 +154,18 @@ def test_scales_apply_by_example() -> None:
     ("call", "error", "message"),
     [
         (
-            lambda: f8.quantize([1.0], 1.0, jnp.bfloat16),
+            lambda: f8.quantize(jnp.ones(1), 1.0, jnp.bfloat16),
             TypeError,
             "f8.quantize: dtype=bfloat16 is not one of f8_e4m3fn, f8_e5m2. Pass "
             "jnp.float8_e4m3fn or jnp.float8_e5m2.",
         ),
         (
-            lambda: f8.quantize_current([1.0], "eight"),
+            lambda: f8.quantize_current(jnp.ones(1), "eight"),
             TypeError,
             "f8.scale_from_amax: dtype='eight' is not one of f8_e4m3fn, f8_e5m2.",
         ),
         (
-            lambda: f8.quantize([True], 1.0),
+            lambda: f8.quantize(jnp.array([True]), 1.0),
             TypeError,
             "f8.quantize: x is bool[1]. It must be an array of real numbers.",
         ),

@@ -120,7 +120,8 @@ def test_limits_are_told(change: dict[str, Any], target: Target, reason: str) ->
 
 
 def test_what_one_gpu_takes_is_not_refused_for_an_unknown_one() -> None:
-    for change in ({"result": "bf16"}, {"d": 300}):
+    changes: list[dict[str, Any]] = [{"result": "bf16"}, {"d": 300}]
+    for change in changes:
         assert legalize(f8_graph(**change), None).candidates
 
 

@@ -21,11 +21,11 @@ import jax_cudnn
 from jax_cudnn import f8
 from tests.attention import SIZES, shape_of
 from tests.devices import collectives, mesh_of, placed
-from tests.f8 import Truth, check, dense
+from tests.f8 import Truth, check, dense, wide
 
 _DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 _NAMES = ("query_scale", "key_scale", "value_scale")
-_SCALES = {"query_scale": 0.75, "key_scale": 1.25, "value_scale": 0.5}
+_SCALES: dict[str, Any] = {"query_scale": 0.75, "key_scale": 1.25, "value_scale": 0.5}
 
 
 def _operands(
@@ -109,10 +109,10 @@ def test_weights_are_rounded_before_they_are_divided(dtype: Any) -> None:
     operands = _operands(np.random.default_rng(2), dtype)
     truth = _truth(operands)
     output = f8.sdpa(*operands, **_SCALES, output_scale=1e-3)
-    want = np.asarray(f8.quantize(np.float32(truth.kernel), 1e-3, dtype))
+    want = np.asarray(f8.quantize(wide(truth.kernel), 1e-3, dtype))
     same = np.asarray(output).view(np.uint8) == want.view(np.uint8)
     assert same.mean() > 0.99
-    unrounded = np.asarray(f8.quantize(np.float32(truth.output), 1e-3, dtype))
+    unrounded = np.asarray(f8.quantize(wide(truth.output), 1e-3, dtype))
     assert (unrounded.view(np.uint8) == want.view(np.uint8)).mean() < 0.9
 
 
@@ -120,7 +120,7 @@ def test_without_an_output_scale_nothing_saturates() -> None:
     q, k, v = _operands(np.random.default_rng(3), jnp.float8_e4m3fn)
     v = jnp.full_like(v, 448)
     output = f8.sdpa(q, k, v, **_SCALES)
-    assert set(np.unique(np.float32(output.astype(jnp.float32)))) <= {416.0, 448.0}
+    assert set(np.unique(wide(output))) <= {416.0, 448.0}
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
@@ -130,7 +130,7 @@ def test_a_small_output_scale_saturates_and_the_amax_does_not(dtype: Any) -> Non
     most = float(jnp.finfo(dtype).max)
     truth = _truth(operands)
     sure = np.abs(truth.output) > truth.error
-    found = np.float32(output.astype(jnp.float32))
+    found = wide(output)
     np.testing.assert_array_equal(found[sure], (np.sign(truth.output) * most)[sure])
     check(truth, output, 1e-9, amax=amax)
 
@@ -143,14 +143,14 @@ def test_nan_reaches_what_reads_it_and_not_the_amax(dtype: Any) -> None:
     output, lse, amax = f8.sdpa(
         spoiled, k, v, **_SCALES, return_residual=True, return_amax=True
     )
-    is_nan = np.isnan(np.float32(output.astype(jnp.float32)))
+    is_nan = np.isnan(wide(output))
     assert is_nan[1, 2, 3].all()
     assert is_nan.sum() == SIZES["e"]
     assert np.argwhere(np.isnan(lse)).tolist() == [[1, 2, 3]]
     assert 0 < float(amax) <= float(clean)
     spoiled = v.at[0, 2, 1, 4].set(jnp.asarray(np.nan, dtype))
     output = f8.sdpa(q, k, spoiled, **_SCALES)
-    is_nan = np.isnan(np.float32(output.astype(jnp.float32)))
+    is_nan = np.isnan(wide(output))
     assert is_nan[0, :, 2:4, 4].all()  # the query heads of key head 1
     assert is_nan.sum() == 2 * SIZES["s"]
 
@@ -161,7 +161,7 @@ def test_a_scale_that_is_not_above_0_gives_nan(name: str, number: float) -> None
     operands = _operands(np.random.default_rng(6), jnp.float8_e4m3fn)
     scales = {**_SCALES, "output_scale": 1.0, name: number}
     output = f8.sdpa(*operands, **scales)
-    assert np.isnan(np.float32(output.astype(jnp.float32))).all()
+    assert np.isnan(wide(output)).all()
 
 
 @pytest.mark.parametrize("letter", ["b", "s", "t", "d", "e"])
@@ -173,7 +173,7 @@ def test_empty_operands(letter: str) -> None:
     )
     assert output.shape == shape_of("bshe", sizes)
     if letter == "t":
-        assert not np.float32(output.astype(jnp.float32)).any()
+        assert not wide(output).any()
         assert np.all(lse == -np.inf)
     if letter != "d":
         assert float(amax) == 0
@@ -191,7 +191,7 @@ def test_queries_past_their_length_are_zero_and_not_in_the_amax() -> None:
         return_residual=True,
         return_amax=True,
     )
-    found = np.float32(output.astype(jnp.float32))
+    found = wide(output)
     assert not found[0, 2:].any()
     assert not found[1].any()
     assert np.all(np.asarray(lse)[1] == -np.inf)
@@ -222,7 +222,10 @@ def _only_output(*operands: Any) -> Any:
 
 def test_random_operands_may_be_examples_of_a_vmap() -> None:
     rng = np.random.default_rng(9)
-    operands = [*_operands(rng, jnp.float8_e4m3fn), *np.float32([0.7, 1.2, 0.5, 0.02])]
+    operands = [
+        *_operands(rng, jnp.float8_e4m3fn),
+        *np.array([0.7, 1.2, 0.5, 0.02], np.float32),
+    ]
     choices = [*itertools.product([False, True], repeat=7)][1:]
     for index in rng.choice(len(choices), size=14, replace=False):
         chosen = choices[index]
@@ -255,9 +258,9 @@ def _assert_same(x: Any, y: Any) -> None:
     if x.dtype.itemsize > 1:
         np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-6)
         return
-    wide = [np.float32(each.astype(jnp.float32)) for each in (x, y)]
-    np.testing.assert_allclose(*wide, rtol=2.0**-2, atol=2.0**-8)
-    assert (wide[0] == wide[1]).mean() > 0.98
+    both = [wide(each) for each in (x, y)]
+    np.testing.assert_allclose(*both, rtol=2.0**-2, atol=2.0**-8)
+    assert (both[0] == both[1]).mean() > 0.98
 
 
 def test_examples_fold_where_they_share_the_scales_and_no_amax_is_asked() -> None:

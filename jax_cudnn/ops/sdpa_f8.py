@@ -3,7 +3,7 @@
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,75 @@ _F8 = ("f8_e4m3fn", "f8_e5m2")
 _RESULTS = (*_F8, "bf16", "f16")
 # The largest powers of two in each dtype: weights exp(S - max) are at most 1.
 _WEIGHT_SCALES = {"f8_e4m3fn": 2.0**8, "f8_e5m2": 2.0**15}
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    output_scale: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+    return_amax: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    output_scale: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+    return_amax: bool = ...,
+) -> tuple[jax.Array, ...]: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    output_scale: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: bool = ...,
+    return_amax: Literal[True],
+) -> tuple[jax.Array, ...]: ...
 
 
 def sdpa(
@@ -127,8 +196,8 @@ def sdpa(
 
       On sm_90 a result in 16 bits is XLA's under "auto", and refused under "cudnn":
       converted from f8 it would have 3 bits behind the point.
-      Hopper's f8 tensor cores keep sums of products in fewer bits than f32: on an H200,
-      scores of size 50 were off by 0.015.
+      Hopper's f8 tensor cores keep sums of products in fewer bits than f32: on an H200
+      (9.19), with scores of standard deviation 8.4, log-sum-exps were off by 0.015.
 
       The examples of a vmap fold into the batch while they share the scales, and no
       amax is asked for. Otherwise each example is a call.

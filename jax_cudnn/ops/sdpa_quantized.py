@@ -10,7 +10,7 @@ kernel computes the probabilities of the forward pass again.
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,50 @@ from jax_cudnn.ops.sdpa_parts import part_gradients
 from jax_cudnn.reference.dtypes import dtype_name
 
 Arrays = Sequence[jax.Array]
+
+
+@overload
+def quantized_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike | None = ...,
+    key_scale: ArrayLike | None = ...,
+    value_scale: ArrayLike | None = ...,
+    output_scale: ArrayLike | None = ...,
+    dtype: DTypeLike = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def quantized_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike | None = ...,
+    key_scale: ArrayLike | None = ...,
+    value_scale: ArrayLike | None = ...,
+    output_scale: ArrayLike | None = ...,
+    dtype: DTypeLike = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def quantized_sdpa(
