@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times attention's features beside jax.nn and PyTorch, side by side on one GPU.
+
+    python -m benchmarks.attention_features --out docs/benchmarks
+
+writes attention_features.json and .md there. Needs an NVIDIA GPU; PyTorch is used where
+it is installed, with its flash and cuDNN attention and compiled `flex_attention`.
+Operands are random bf16; see timing.py for how times are taken. `--only REGEX` chooses
+workloads by their names, and `--no-flex` leaves out what takes long to compile.
+"""
+
+import argparse
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_cudnn
+from benchmarks import torch_side
+from benchmarks.records import write_records
+from benchmarks.report import environment, versions_text
+from benchmarks.timing import Contender, Timing, compare
+from benchmarks.torch_side import torch
+from jax_cudnn import masks, native, plans, score_mods
+
+_DATA, _PAGE = "attention_features.json", "attention_features.md"
+_OURS = "jax_cudnn"
+# Documents in the rows of the packed workload, as shares of a row.
+_DOCUMENTS = (1, 3, 2, 8, 5, 1, 4, 8)
+
+Attention = Callable[..., Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Operands of a size, and the contenders; letters as in jax_cudnn.sdpa.
+
+    Attributes:
+      ours: options of `jax_cudnn.sdpa` for a length, made when the workload is run.
+      theirs: options of `jax.nn.dot_product_attention`, or None where it has no such
+        feature.
+      torch: options of PyTorch's attention, likewise.
+      flex: what `flex_attention` takes, given its module and a length.
+      has_gradient: whether the gradient is timed too.
+    """
+
+    name: str
+    b: int
+    s: int
+    h: int
+    k: int
+    d: int
+    ours: Callable[[int], dict[str, Any]]
+    e: int | None = None
+    theirs: dict[str, Any] | None = None
+    torch: dict[str, Any] | None = None
+    flex: Callable[[Any, int], dict[str, Any]] | None = None
+    has_gradient: bool = True
+
+
+def _bounds(s: int) -> np.ndarray:
+    """Return where the documents of a row begin, and its end."""
+    shares = np.cumsum((0, *_DOCUMENTS)) / sum(_DOCUMENTS)
+    return np.round(shares * s).astype(np.int32)
+
+
+def _packed(s: int) -> dict[str, Any]:
+    return {"mask": masks.Packed(jnp.asarray(_bounds(s))), "is_causal": True}
+
+
+def _segment_ids(s: int) -> np.ndarray:
+    return np.searchsorted(_bounds(s), np.arange(s), side="right").astype(np.int32)
+
+
+def _flex_window(flex: Any, s: int, left: int) -> dict[str, Any]:
+    def seen(b: Any, h: Any, row: Any, column: Any) -> Any:
+        del b, h
+        return (row >= column) & (row - column <= left)
+
+    return {"block_mask": flex.create_block_mask(seen, None, None, s, s)}
+
+
+def _flex_documents(flex: Any, s: int) -> dict[str, Any]:
+    ids = torch.as_tensor(_segment_ids(s)).cuda()
+
+    def seen(b: Any, h: Any, row: Any, column: Any) -> Any:
+        del b, h
+        return (row >= column) & (ids[row] == ids[column])
+
+    return {"block_mask": flex.create_block_mask(seen, None, None, s, s)}
+
+
+def _flex_softcap(flex: Any, cap: float) -> dict[str, Any]:
+    del flex
+    return {"score_mod": lambda score, *_: cap * torch.tanh(score / cap)}
+
+
+_CAUSAL: dict[str, Any] = {"is_causal": True}
+_LEFT = 511
+
+
+def _dropout(_: int) -> dict[str, Any]:
+    return {"is_causal": True, "dropout_rate": 0.125, "dropout_key": jax.random.key(0)}
+
+
+WORKLOADS = (
+    *(
+        Workload(
+            name=f"causal, d={d}", b=4, s=4096, h=16, k=16, d=d,
+            ours=lambda _: _CAUSAL, theirs=_CAUSAL, torch=_CAUSAL,
+        )
+        for d in (64, 128, 256)
+    ),
+    Workload(
+        name="grouped key heads, 32 and 8", b=4, s=4096, h=32, k=8, d=128,
+        ours=lambda _: _CAUSAL, theirs=_CAUSAL, torch=_CAUSAL,
+    ),
+    Workload(
+        name=f"causal window of {_LEFT + 1}", b=2, s=8192, h=16, k=16, d=128,
+        ours=lambda _: {**_CAUSAL, "local_window_size": (_LEFT, 0)},
+        theirs={**_CAUSAL, "local_window_size": (_LEFT, 0)},
+        flex=lambda flex, s: _flex_window(flex, s, _LEFT),
+    ),
+    Workload(
+        name="softcap", b=4, s=2048, h=16, k=16, d=128,
+        ours=lambda _: {"score_mod": score_mods.softcap(30.0)},
+        flex=lambda flex, _: _flex_softcap(flex, 30.0),
+    ),
+    Workload(
+        name="packed documents", b=1, s=16384, h=16, k=16, d=128,
+        ours=_packed,
+        flex=_flex_documents,
+    ),
+    Workload(
+        name="sinks", b=4, s=4096, h=16, k=16, d=128,
+        ours=lambda _: {**_CAUSAL, "sinks": jnp.zeros(16)},
+    ),
+    Workload(
+        name="dropout", b=4, s=4096, h=16, k=16, d=128,
+        ours=_dropout, torch={**_CAUSAL, "dropout_p": 0.125},
+    ),
+    Workload(
+        name="deterministic gradient", b=4, s=4096, h=16, k=16, d=128,
+        ours=lambda _: {**_CAUSAL, "plan": plans.PlanOptions(deterministic=True)},
+    ),
+    Workload(
+        name="latent attention, d=192, e=128", b=4, s=4096, h=16, k=16, d=192, e=128,
+        ours=lambda _: _CAUSAL, torch=_CAUSAL,
+    ),
+    Workload(
+        name="a million tokens, 4 heads and 1", b=1, s=1 << 20, h=4, k=1, d=128,
+        ours=lambda _: _CAUSAL, has_gradient=False,
+    ),
+)  # fmt: skip
+
+
+def _with_gradients(attention: Attention, cotangent: jax.Array) -> Attention:
+    def run(*arrays: jax.Array) -> Any:
+        output, pullback = jax.vjp(attention, *arrays)
+        return output, pullback(cotangent)
+
+    return run
+
+
+def _operands(work: Workload) -> tuple[list[jax.Array], jax.Array]:
+    sizes = (
+        (work.s, work.h, work.d),
+        (work.s, work.k, work.d),
+        (work.s, work.k, work.e or work.d),
+        (work.s, work.h, work.e or work.d),
+    )
+    keys = jax.random.split(jax.random.key(0), len(sizes))
+    arrays = [
+        jax.random.normal(key, (work.b, *size), jnp.bfloat16)
+        for key, size in zip(keys, sizes, strict=True)
+    ]
+    return arrays[:3], arrays[3]
+
+
+def _jax_contenders(
+    work: Workload, arrays: list[jax.Array], cotangent: jax.Array, *, gradients: bool
+) -> dict[str, Contender]:
+    options = work.ours(work.s)
+    ways: dict[str, Attention] = {
+        _OURS: functools.partial(
+            _call, jax_cudnn.sdpa, {**options, "implementation": "cudnn"}
+        )
+    }
+    if work.theirs is not None and jax.default_backend() == "gpu":
+        theirs = {**work.theirs, "implementation": "cudnn"}
+        ways["jax.nn cudnn"] = functools.partial(
+            _call, jax.nn.dot_product_attention, theirs
+        )
+    found: dict[str, Contender] = {}
+    for name, attention in ways.items():
+        function = _with_gradients(attention, cotangent) if gradients else attention
+        compiled = jax.jit(function).lower(*arrays).compile()
+        found[name] = Contender(
+            call=functools.partial(compiled, *arrays), wait=jax.block_until_ready
+        )
+    return found
+
+
+def _call(function: Attention, options: dict[str, Any], *arrays: jax.Array) -> Any:
+    return function(*arrays, **options)
+
+
+def _torch_contenders(
+    work: Workload,
+    arrays: list[jax.Array],
+    cotangent: jax.Array,
+    *,
+    gradients: bool,
+    with_flex: bool,
+) -> dict[str, Contender]:
+    if torch is None:
+        return {}
+    from torch.nn import attention as torch_attention
+
+    q, k, v = (
+        torch_side.from_jax(x).transpose(1, 2).requires_grad_(gradients) for x in arrays
+    )
+    grad = torch_side.from_jax(cotangent).transpose(1, 2)
+    grouped = {"enable_gqa": True} if work.h != work.k else {}
+
+    def run(attend: Callable[[], Any]) -> Any:
+        output = attend()
+        return torch.autograd.grad(output, (q, k, v), grad) if gradients else output
+
+    def with_backend(backend: Any) -> Any:
+        with torch_attention.sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, **(work.torch or {}), **grouped
+            )
+
+    found: dict[str, Contender] = {}
+    if work.torch is not None:
+        backends = torch_attention.SDPBackend
+        for name, backend in (
+            ("torch cudnn", backends.CUDNN_ATTENTION),
+            ("torch flash", backends.FLASH_ATTENTION),
+        ):
+            attend = functools.partial(with_backend, backend)
+            found[name] = torch_side.contender(functools.partial(run, attend))
+    if work.flex is not None and with_flex:
+        from torch.nn.attention import flex_attention as flex
+
+        compiled = torch.compile(flex.flex_attention)
+        options = {**work.flex(flex, work.s), **grouped}
+        attend = functools.partial(compiled, q, k, v, **options)
+        found["torch flex"] = torch_side.contender(functools.partial(run, attend))
+    return torch_side.usable(found)
+
+
+def run_workload(work: Workload, *, with_flex: bool) -> list[dict[str, Any]]:
+    """Time a workload, forward and forward with gradients."""
+    rows: list[dict[str, Any]] = []
+    arrays, cotangent = _operands(work)
+    for gradients in (False, True)[: 1 + work.has_gradient]:
+        contenders = {
+            **_jax_contenders(work, arrays, cotangent, gradients=gradients),
+            **_torch_contenders(
+                work, arrays, cotangent, gradients=gradients, with_flex=with_flex
+            ),
+        }
+        builds = native.cache_stats().builds
+        timings = compare(contenders, baseline=_OURS, rounds=7, round_ms=25)
+        assert native.cache_stats().builds == builds, "a plan was built while timing"
+        what = "with gradients" if gradients else "forward"
+        rows += [_row(work, what, name, timing) for name, timing in timings.items()]
+        if torch is not None:
+            torch_side.release_memory()
+    return rows
+
+
+def _row(work: Workload, what: str, name: str, timing: Timing) -> dict[str, Any]:
+    size = f"({work.b},{work.s},{work.h}h:{work.k},{work.d})"
+    print(
+        f"{work.name:34s} {what:15s} {name:13s} {timing.median_us:10.1f} us  "
+        f"{timing.ratio:5.3f} ({timing.ratio_low:.3f}-{timing.ratio_high:.3f})",
+        flush=True,
+    )
+    facts = {"workload": work.name, "size": size, "what": what, "contender": name}
+    return {**facts, **dataclasses.asdict(timing)}
+
+
+def markdown(rows: list[dict[str, Any]], versions: dict[str, str], command: str) -> str:
+    """Return the report as a table, a line a contender."""
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- What attention's features take on a GPU, beside other libraries. -->",
+        "",
+        "# Attention's features",
+        "",
+        f"Printed by `{command}`; do not edit. {versions_text(versions)}.",
+        "",
+        "Times are medians a call. The ratio is to `jax_cudnn`, round by round in the",
+        "same run (median, lowest and highest): above 1, the other is slower. Sizes",
+        "are (batch, length, query heads : key heads, head size). `torch flex` is",
+        "PyTorch's `flex_attention`, compiled.",
+        "",
+        "| workload | size | | contender | µs | ratio | range |",
+        "| --- | --- | --- | --- | ---: | ---: | --- |",
+    ]
+    lines += [
+        f"| {row['workload']} | {row['size']} | {row['what']} | {row['contender']} "
+        f"| {row['median_us']:.1f} | {row['ratio']:.3f} "
+        f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} |"
+        for row in rows
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the workloads and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--only", default="", help="a regular expression of names")
+    parser.add_argument("--no-flex", action="store_true")
+    parser.add_argument("--small", action="store_true", help="try the script on a CPU")
+    options = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    for work in WORKLOADS:
+        if re.search(options.only, work.name):
+            if options.small:
+                work = dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8)
+            rows += run_workload(work, with_flex=not options.no_flex)
+    command = "python -m benchmarks.attention_features"
+    if options.only:
+        command += f" --only '{options.only}'"
+    if options.no_flex:
+        command += " --no-flex"
+    options.out.mkdir(parents=True, exist_ok=True)
+    versions = environment()
+    data = {"environment": versions, "command": command, "rows": rows}
+    write_records(options.out / _DATA, data)
+    (options.out / _PAGE).write_text(markdown(rows, versions, command))
+
+
+if __name__ == "__main__":
+    main()
