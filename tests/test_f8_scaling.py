@@ -220,3 +220,19 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         call()
+
+
+def test_xla_may_not_leave_the_rounding_out() -> None:
+    def there_and_back(x: jax.Array) -> jax.Array:
+        return f8.dequantize(f8.quantize(x, 1.0), 1.0)
+
+    text = jax.jit(there_and_back).lower(jnp.ones(3)).as_text()
+    to_f8, barrier, back = (
+        text.index(word)
+        for word in ("-> tensor<3xf8", "optimization_barrier", "tensor<3xf8E4M3FN>) ->")
+    )
+    assert to_f8 < barrier < back
+    x = jnp.array([1.1, -0.3])
+    assert (jax.jit(there_and_back)(x) != x).all()
+    gradient = jax.vmap(jax.grad(lambda x: there_and_back(x)))(x)
+    assert gradient.shape == x.shape

@@ -37,7 +37,9 @@ def saturated(x: jax.Array, dtype: np.dtype) -> jax.Array:
     So do infinities, of which e4m3 has none. NaN stays NaN. JAX's own conversion makes
     NaN of what e4m3 does not hold, and infinities in e5m2.
     """
-    if dtype.itemsize == 1:
-        most = float(jnp.finfo(dtype).max)
-        x = jnp.clip(x, -most, most)
-    return x.astype(dtype)
+    if dtype.itemsize != 1:
+        return x.astype(dtype)
+    most = float(jnp.finfo(dtype).max)
+    # XLA leaves out a conversion to f8 that is followed by one back (on a GPU, by
+    # xla_allow_excess_precision), and with it the rounding. The barrier keeps it.
+    return jax.lax.optimization_barrier(jnp.clip(x, -most, most).astype(dtype))
