@@ -547,6 +547,9 @@ def _gradients(
         rows = _of_rows(maths, p, arrays["grad_lse"])
         delta = delta - rows
         blur = blur + abs(rows)
+    if p.with_sinks and p.bias is not None:
+        # The cotangent is scaled by the keys' share, and rounded, before the kernel.
+        blur = blur + size
     gap = products - delta
     slope = probabilities * gap
     # Rounded output, rounded slope, probabilities off by what scores lose.

@@ -176,6 +176,18 @@ def test_padded_rows_and_keys_do_not_move_what_is_dropped(
 
 
 @pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("way", _KEPT_WHERE)
+@pytest.mark.parametrize("roles", [(), ("bias", "mask", "key_lengths")], ids="-".join)
+def test_a_single_query_gets_a_second_row(roles: tuple[str, ...], way: str) -> None:
+    graph = _graph(*roles, s=1)
+    operands = _operands(graph)
+    outputs = evaluate(graph, operands)
+    for legal in legalize(graph, _KEPT_WHERE[way]).candidates:
+        assert legal.graph.tensor("query").dims[2] == 2
+        _assert_close(graph, legal, _run(legal, operands), outputs)
+
+
+@pytest.mark.usefixtures("_allow_f32")
 def test_rows_far_from_zero_have_the_gradient_of_their_mask() -> None:
     graph = _graph("bias")
     operands = dict(zip(graph.inputs, _operands(graph), strict=True))

@@ -21,6 +21,7 @@ from jax.test_util import check_grads
 
 from jax_cudnn import UnsupportedError, masks, score_mods, sdpa
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.ops import plain
 from tests.attention import SIZES, shape_of
 
 
@@ -378,6 +379,7 @@ def test_what_kernels_lack_is_said_and_runs_by_xla(
         with pytest.raises(UnsupportedError, match=re.escape(reason)):
             sdpa(*operands, score_mod=function, implementation="cudnn")
         caplog.clear()
+        plain._say_once.cache_clear()
         with caplog.at_level(logging.INFO, logger="jax_cudnn"):
             got = sdpa(*operands, score_mod=function)
         assert reason in caplog.text

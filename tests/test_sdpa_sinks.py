@@ -315,3 +315,30 @@ def test_wrong_sinks_are_refused(
     operands["sinks"] = sinks
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         sdpa(**operands)
+
+
+def test_the_cotangent_of_padding_is_not_read() -> None:
+    rng = np.random.default_rng(3)
+    query, grad = rng.standard_normal((2, 2, 5, 4, 8)).astype(np.float32)
+    sinks, lengths = jnp.ones(4), jnp.array([3, 0])
+
+    def total(sinks: jax.Array, grad: jax.Array) -> jax.Array:
+        output = jax_cudnn.sdpa(
+            query, query, query, sinks=sinks, query_seq_lengths=lengths
+        )
+        return jnp.sum(jnp.where(grad == 0, 0, output * grad))
+
+    kept = np.where(
+        np.arange(5)[:, None, None] < np.array(lengths)[:, None, None, None], grad, 0
+    )
+    want = jax.grad(total)(sinks, kept)
+    output, pull = jax.vjp(
+        lambda sinks: jax_cudnn.sdpa(
+            query, query, query, sinks=sinks, query_seq_lengths=lengths
+        ),
+        sinks,
+    )
+    spoiled = np.where(kept == 0, np.nan, kept)
+    assert output.shape == grad.shape
+    (got,) = pull(jnp.asarray(spoiled))
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -48,8 +48,8 @@ TensorPtr NodeWriter::Input(std::string_view role) {
   return tensor;
 }
 
-TensorPtr NodeWriter::InputAs(std::string_view role, std::vector<int64_t> dims,
-                              std::vector<int64_t> strides) {
+TensorPtr NodeWriter::InputAs(std::string_view role, const std::vector<int64_t>& dims,
+                              const std::vector<int64_t>& strides) {
   const TensorPtr tensor = Input(role);
   tensor->set_dim(dims).set_stride(strides);
   return tensor;

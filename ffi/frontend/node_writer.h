@@ -46,8 +46,8 @@ class NodeWriter {
   TensorPtr Input(std::string_view role);
 
   // Likewise, where cuDNN is to see other dims and strides in the same memory.
-  TensorPtr InputAs(std::string_view role, std::vector<int64_t> dims,
-                    std::vector<int64_t> strides);
+  TensorPtr InputAs(std::string_view role, const std::vector<int64_t>& dims,
+                    const std::vector<int64_t>& strides);
 
   // A new tensor for an output role that the frontend wants to be given.
   TensorPtr NewOutput(std::string_view role);

@@ -3,6 +3,7 @@
 
 #include "frontend/score_mod_builder.h"
 
+#include <cmath>
 #include <utility>
 
 #include "frontend/pointwise_builder.h"
@@ -78,8 +79,9 @@ TensorPtr ScoreMod::Value(fe::graph::Graph& graph, const std::string& word) {
   }
   if (word == "query") return values_[word] = Position(graph, kQueryAxis);
   if (word == "key") return values_[word] = Position(graph, kKeyAxis);
-  return std::make_shared<fe::graph::Tensor_attributes>(
-      static_cast<float>(*StepNumber(word)));
+  // A checked node's other words are numbers: NaN is never written.
+  const double number = StepNumber(word).value_or(std::nan(""));
+  return std::make_shared<fe::graph::Tensor_attributes>(static_cast<float>(number));
 }
 
 TensorPtr ScoreMod::Position(fe::graph::Graph& graph, int64_t axis) const {

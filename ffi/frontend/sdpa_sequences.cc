@@ -99,8 +99,8 @@ Status CheckSequences(const NodeWriter& writer) {
 
 TensorPtr TokensInput(NodeWriter& writer, std::string_view role) {
   if (!IsPacked(writer)) return writer.Input(role);
-  auto [dims, strides] = PackedLayout(writer, role);
-  const TensorPtr tensor = writer.InputAs(role, std::move(dims), std::move(strides));
+  const auto [dims, strides] = PackedLayout(writer, role);
+  const TensorPtr tensor = writer.InputAs(role, dims, strides);
   tensor->set_ragged_offset(writer.Input(OffsetsRole(role)));
   return tensor;
 }

@@ -202,7 +202,12 @@ def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
     complete_lengths(editor, target)
     absorb_row_bias(editor)
     complete_bias(editor)
-    if editor.main.kind == "sdpa_backward":
+    attributes = attributes_of(editor)
+    if (
+        editor.main.kind == "sdpa_backward"
+        or attributes.score_mod
+        or attributes.dropout
+    ):
         pad_single_query(editor)
     take_lengths(editor)
     complete_operands(editor)

@@ -82,10 +82,13 @@ def has_key_count_bug(editor: GraphEditor) -> bool:
 
 
 def pad_single_query(editor: GraphEditor) -> None:
-    """Give a one-row gradient a second row of zeros, which adds nothing to any sum.
+    """Give a single query a second row of zeros, which adds nothing to any sum.
 
     cuDNN's gradient refuses s = t = 1, and crashes or gives NaN for s = 1 in some
-    versions (cudnn-frontend issues #1071 and #1072).
+    versions (cudnn-frontend issues #1071 and #1072). Its kernels for one query were
+    wrong with a score_mod beside lengths, and with dropout beside a bias (9.19 on an
+    H200, random problems 630 and 623). Dropout's numbers stay: they are drawn for
+    tiles of 16 queries.
     """
     if editor.tensors["query"].dims[2] == 1:
         _pad(editor, _ALONG_ROWS, 2, 2)

@@ -110,7 +110,10 @@ class _Attention:
             grad_stats=None if grad_lse is None else of_rows(grad_lse),
             with_bias=False,
         )
-        slope = -jnp.sum(output.astype(lse.dtype) * grad_output.astype(lse.dtype), -1)
+        products = output.astype(lse.dtype) * grad_output.astype(lse.dtype)
+        # A query that sees no key has the sink alone. Its cotangent is not read.
+        is_alone = (lse == sinks.astype(lse.dtype)) & jnp.all(output == 0, axis=-1)
+        slope = jnp.where(is_alone, 0, -jnp.sum(products, -1))
         if grad_lse is not None:
             slope = slope + grad_lse
         return {**found, "sinks": _sink_gradient(sinks, lse, slope)}
