@@ -112,7 +112,8 @@ class _Attention:
         )
         products = output.astype(lse.dtype) * grad_output.astype(lse.dtype)
         # A query that sees no key has the sink alone. Its cotangent is not read.
-        is_alone = (lse == sinks.astype(lse.dtype)) & jnp.all(output == 0, axis=-1)
+        alone = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+        is_alone = (lse == alone) & jnp.all(output == 0, axis=-1)
         slope = jnp.where(is_alone, 0, -jnp.sum(products, -1))
         if grad_lse is not None:
             slope = slope + grad_lse
