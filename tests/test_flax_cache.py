@@ -149,11 +149,14 @@ def test_a_prompt_and_then_tokens_give_the_whole(api, options):
 
 @pytest.mark.parametrize("count", [1, 3])
 def test_bands_over_a_cache_are_cached_sdpa(count):
-    layer = Nnx(**OPTIONS["window"])
+    api = Linen(**OPTIONS["window"])
     bias = normal(5, B, 1, count, S) > 0
 
     def kinds(**call):
-        graphs = traced_graphs(lambda x: layer.add(x, **call), normal(4, B, count, F))
+        graphs = traced_graphs(
+            lambda x: api.layer.apply(api.variables, x, mutable="cache", **call),
+            normal(4, B, count, F),
+        )
         return {node.kind for traced in graphs for node in traced.graph.nodes}
 
     assert "sdpa_cached" in kinds()
