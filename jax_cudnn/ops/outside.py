@@ -42,11 +42,15 @@ class Given:
         return jnp.reshape(self.array, [sizes.get(letter, 1) for letter in LETTERS])
 
 
-def indices(sizes: Sequence[int]) -> list[Given]:
-    """Return the indices along b, h, s and t."""
+def indices(numbers: Sequence[int | jax.Array]) -> list[Given]:
+    """Return the indices along b, h, s and t: given, or as many as a size says."""
+    arrays = (
+        x if isinstance(x, jax.Array) else jnp.arange(x, dtype=jnp.int32)
+        for x in numbers
+    )
     return [
-        Given(array=jnp.arange(size, dtype=jnp.int32), letters=letter)
-        for letter, size in zip(LETTERS, sizes, strict=True)
+        Given(array=array, letters=letter)
+        for letter, array in zip(LETTERS, arrays, strict=True)
     ]
 
 

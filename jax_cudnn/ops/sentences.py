@@ -8,7 +8,7 @@ the part of a mask that belongs to its own tokens.
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,7 @@ class Sentence(Protocol):
 _Class = TypeVar("_Class", bound=type[Any])
 
 
+@dataclass_transform(frozen_default=True)
 def _sentence(cls: _Class) -> _Class:
     made = dataclass(frozen=True, eq=False)(cls)
     names = [field.name for field in dataclasses.fields(made)]
@@ -80,7 +81,7 @@ def _columns(numbers: jax.Array) -> jax.Array:
 class SameSegment:
     """A query sees the keys of its own segment: numbers (b, s) and (b, t)."""
 
-    static = ()
+    static: ClassVar = ()
     query: jax.Array
     key: jax.Array
 
@@ -99,7 +100,7 @@ class SameSegment:
 class InPrefix:
     """Every query sees the keys below a length, (b,), and those up to itself."""
 
-    static = ()
+    static: ClassVar = ()
     length: jax.Array
 
     def seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
@@ -122,7 +123,7 @@ class InBand:
     bound.
     """
 
-    static = ("left", "right")
+    static: ClassVar = ("left", "right")
     offset: jax.Array
     left: int | None
     right: int | None
@@ -151,7 +152,7 @@ class InBand:
 class InBlocks:
     """A table ([b], [h], blocks, blocks) says which keys a block of queries sees."""
 
-    static = ("size",)
+    static: ClassVar = ("size",)
     table: jax.Array
     size: tuple[int, ...]
 
@@ -181,7 +182,7 @@ class InSequence:
     that the last query has the place of the last key.
     """
 
-    static = ("left", "right", "is_from_end")
+    static: ClassVar = ("left", "right", "is_from_end")
     query_starts: jax.Array
     query_lengths: jax.Array
     key_starts: jax.Array

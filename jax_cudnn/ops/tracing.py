@@ -65,16 +65,17 @@ def steps_of(closed: Any) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def steps_of_scores(closed: Any, sizes: Sequence[int]) -> list[Step]:
+def steps_of_scores(closed: Any, numbers: Sequence[int | jax.Array]) -> list[Step]:
     """Return the steps of a traced function of a score and its four indices.
 
-    The last step gives the function's result. ``sizes`` are those of (b, h, s, t).
+    The last step gives the function's result. ``numbers`` are the sizes of (b, h, s,
+    t), or the indices along these.
 
     Raises:
       UntraceableError: not every equation that depends on the score can be written.
     """
     tracer = _Tracer(closed.in_avals[0].dtype, takes_outside=True)
-    args = [_Tensor(0), *indices(sizes)]
+    args = [_Tensor(0), *indices(numbers)]
     (result,) = tracer.run(closed.jaxpr, closed.consts, args)
     if not isinstance(result, _Tensor):
         raise UntraceableError("it does not depend on the score")
