@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp

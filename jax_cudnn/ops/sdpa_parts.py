@@ -8,8 +8,8 @@ dL their cotangents, and P = exp(S - L),
     dQ = scale dS K,  dK = scale dS^T Q,  dV = P^T dO,  dbias = dS.
 
 A dropped probability is 0 in dV and in P dO V^T, and what a score_mod reads gets its
-gradient from dS. Summed over parts, dQ is that of the whole; each key is in one part. This is what a
-kernel of attention's gradient computes, whichever keys it gets.
+gradient from dS. Summed over parts, dQ is that of the whole; each key is in one part.
+This is what a kernel of attention's gradient computes, whichever keys it gets.
 """
 
 from collections.abc import Collection

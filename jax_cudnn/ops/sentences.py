@@ -86,10 +86,12 @@ class SameSegment:
     key: jax.Array
 
     def seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether queries see keys."""
         query, key = queries.of(self.query, 1), keys.of(self.key, 1)
         return (query[:, :, None] == key[:, None, :])[:, None]
 
     def may_be_seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether some query may see some key."""
         query, key = queries.of(self.query, 1), keys.of(self.key, 1)
         is_below = jnp.min(query, axis=1) <= jnp.max(key, axis=1)
         is_above = jnp.max(query, axis=1) >= jnp.min(key, axis=1)
@@ -104,12 +106,14 @@ class InPrefix:
     length: jax.Array
 
     def seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether queries see keys."""
         columns = _columns(keys.numbers)
         length = jnp.reshape(self.length, (-1, 1, 1, 1))
         is_first = columns.astype(length.dtype) < length
         return is_first | (columns <= _rows(queries.numbers))
 
     def may_be_seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether some query may see some key."""
         first, last = keys.ends[0], queries.ends[1]
         is_first = jnp.any(first.astype(self.length.dtype) < self.length)
         return is_first | (first <= last)
@@ -138,11 +142,13 @@ class InBand:
         return is_seen
 
     def seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether queries see keys."""
         place = jnp.reshape(self.offset, (-1, 1, 1, 1)) + _rows(queries.numbers)
         difference = _columns(keys.numbers) - place
         return self._holds(difference, difference)
 
     def may_be_seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether some query may see some key."""
         (first, last), (start, end) = queries.ends, keys.ends
         lowest, highest = start - last - self.offset, end - first - self.offset
         return jnp.any(self._holds(lowest, highest))
@@ -157,6 +163,7 @@ class InBlocks:
     size: tuple[int, ...]
 
     def seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether queries see keys."""
         table = self.table
         for axis, tokens in ((2, queries), (3, keys)):
             if table.shape[axis] == 1:
@@ -171,6 +178,7 @@ class InBlocks:
         return table
 
     def may_be_seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether some query may see some key."""
         return jnp.any(self.seen(queries, keys))
 
 
@@ -192,6 +200,7 @@ class InSequence:
     is_from_end: bool = False
 
     def seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether queries see keys."""
         rows = places(queries.numbers, Spans(self.query_starts, self.query_lengths))
         columns = places(keys.numbers, Spans(self.key_starts, self.key_lengths))
         number = rows.number
@@ -209,6 +218,8 @@ class InSequence:
         return is_seen[:, None]
 
     def may_be_seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
+        """Return whether some query may see some key."""
+
         def is_here(tokens: Tokens, starts: jax.Array, lengths: jax.Array) -> jax.Array:
             first, last = tokens.ends
             return (lengths > 0) & (starts <= last) & (starts + lengths > first)

@@ -258,13 +258,11 @@ def _unpacked(
     left, right = check_window(settings.local_window_size) or (None, None)  # type: ignore[arg-type]
     if settings.is_causal:
         right = 0 if right is None else min(right, 0)
-    bounds = (None if x is None else max(-s - t, min(x, s + t)) for x in (left, right))
-    arrays = (
-        found[f"{kind}_{what}"][:, :, 0, 0]
-        for kind in ("query", "key")
-        for what in ("starts", "lengths")
+    bounds = [None if x is None else max(-s - t, min(x, s + t)) for x in (left, right)]
+    arrays = {role: x[:, :, 0, 0] for role, x in found.items()}
+    sentence = InSequence(
+        **arrays, left=bounds[0], right=bounds[1], is_from_end=hiding.is_bottom_right
     )
-    sentence = InSequence(*arrays, *bounds, hiding.is_bottom_right)
     operands = operands._replace(query_lengths=None, key_lengths=None)
     hiding = hiding._replace(sentences=(*hiding.sentences, sentence))
     settings = dataclasses.replace(settings, is_causal=False, local_window_size=None)

@@ -165,7 +165,11 @@ def sdpa(
       bias: broadcasts to (b, h, s, n * t): the rows of this device's queries, with the
         keys of all devices, one device after another. So sharded along the queries and
         not along the keys. Otherwise as in :func:`jax_cudnn.sdpa`.
-      mask: bool, broadcasts to (b, h, s, n * t), like `bias`.
+      mask: bool, broadcasts to (b, h, s, n * t), like `bias`. Or one of
+        :mod:`jax_cudnn.masks`. The numbers of :class:`~jax_cudnn.masks.Segments` are
+        those of this device's tokens. :class:`~jax_cudnn.masks.Where` and
+        :class:`~jax_cudnn.masks.Additive` are like `mask` and `bias`. All others speak
+        of whole sequences in their order, with arrays that are the same on all devices.
       axis_name: the mesh axis, or several, that the sequence is sharded over.
       method: "ring" (default), "all_gather" or "all_to_all".
       order: how the sequence's tokens are shared out: "contiguous" (default), each
@@ -179,7 +183,14 @@ def sdpa(
       key_value_seq_lengths: likewise, of keys.
       local_window_size: (left, right) or an int, in positions of the whole sequence.
       sinks: (h,), the scores of one more key, the same on all devices, as in
-        :func:`jax_cudnn.sdpa`. Their gradient is that of the log-sum-exp.
+        :func:`jax_cudnn.sdpa`.
+      dropout_rate: as in :func:`jax_cudnn.sdpa`. See the notes.
+      dropout_key: as in :func:`jax_cudnn.sdpa`, the same on all devices of the axis.
+        The same weights are dropped as there. Along further axes of the mesh, fold
+        :func:`jax.lax.axis_index` into it.
+      score_mod: as in :func:`jax_cudnn.sdpa`. Positions are those in the whole
+        sequence; batch entries and heads are numbered as the operands have them. See
+        the notes.
       implementation: as in :func:`jax_cudnn.sdpa`, for each block.
       plan: as in :func:`jax_cudnn.sdpa`, for each block.
       return_residual: whether to return the log-sum-exp over the keys of all devices
@@ -195,7 +206,8 @@ def sdpa(
         order an odd number of tokens on a device; heads that "all_to_all" cannot share
         out; symbolic dimensions; and as :func:`jax_cudnn.sdpa`.
       TypeError: an `axis_name` that is no name; and as :func:`jax_cudnn.sdpa`.
-      UnsupportedError: as :func:`jax_cudnn.sdpa`, for a block.
+      UnsupportedError: as :func:`jax_cudnn.sdpa`, for a block; a `score_mod` that no
+        graph can hold.
       LibraryError: as :func:`jax_cudnn.sdpa`.
 
     Notes:
@@ -204,6 +216,24 @@ def sdpa(
       which they lose in :func:`jax_cudnn.sdpa`. Where batch entries or heads share the
       bias, and `mask` or lengths hide a row's other keys in some of them only, the row
       is not shifted there. Its output is then inexact, and its gradient 0.
+
+      Segments, blocks, a prefix and positions at the end of a cache become an array of
+      each block of queries and keys while it is computed. Packed sequences are cut to
+      the tokens at hand, and run in cuDNN one by one; beside a window that reaches into
+      the tokens of another device, and where causality or a window counts positions in
+      queries and keys with other sequences, they are such an array too. With "ring",
+      blocks of keys of other devices are left out where segments, sequences, a prefix
+      or a cache's end leave nothing to see, as is found when the program runs.
+
+      With `dropout_rate`, "ring" and "all_gather" have XLA write which weights each
+      block keeps, an array like the block's scores: a kernel that draws for itself
+      counts from the first query and key that it is given, by tiles of all its queries,
+      and no seed or offset moves that to a block (seen with cuDNN 9.19). With
+      "all_to_all" the notes of :func:`jax_cudnn.sdpa` apply.
+
+      What a `score_mod` adds or reads by positions is an array like `bias`, for all
+      keys. With "ring" and "all_gather", gradients of rows are 0 where a `score_mod`
+      without a bound moves the log-sum-exp further than 2048 from 0.
 
       All devices run one program. What differs between them is chosen when it runs, by
       conditionals; communication is outside of these. "all_gather" in a causal call has

@@ -34,8 +34,8 @@ _First = int | jax.Array
 class Places(NamedTuple):
     """Where the tokens at hand are, as far as that matters.
 
-    ``positions`` are those in the sequence. ``ends`` (b, sequences, 1, 1) is how many of
-    the tokens at hand lie before the end of each sequence, and ``begins`` how many
+    ``positions`` are those in the sequence. ``ends`` (b, sequences, 1, 1) is how many
+    of the tokens at hand lie before the end of each sequence, and ``begins`` how many
     before its first token; where it is None, sequences begin with the first token.
     """
 

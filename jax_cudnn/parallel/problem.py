@@ -152,14 +152,15 @@ def membership(shares: Shares) -> InSequence | None:
         return None
     assert shares.query_lengths is not None
     assert shares.key_lengths is not None
+
+    def numbers(x: jax.Array) -> jax.Array:
+        return x[:, :, 0, 0]
+
     return InSequence(
-        *(
-            x[:, :, 0, 0]
-            for x in (
-                *(shares.query_starts, shares.query_lengths),
-                *(shares.key_starts, shares.key_lengths),
-            )
-        )
+        numbers(shares.query_starts),
+        numbers(shares.query_lengths),
+        numbers(shares.key_starts),
+        numbers(shares.key_lengths),
     )
 
 

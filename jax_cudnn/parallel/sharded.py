@@ -130,7 +130,10 @@ def sharded_sdpa(
       key: (b, t, k, d) or (t, k, d), of query's dtype; t a multiple as well.
       value: (b, t, k, e) or (t, k, e), of query's dtype.
       bias: broadcasts to (b, h, s, t); sharded along s, with all of t on each device.
-      mask: bool, broadcasts to (b, h, s, t); sharded like `bias`.
+      mask: bool, broadcasts to (b, h, s, t); sharded like `bias`. Or one of
+        :mod:`jax_cudnn.masks`, with arrays of whole sequences. Segments, and the
+        arrays of :class:`~jax_cudnn.masks.Where` and
+        :class:`~jax_cudnn.masks.Additive`, are in the order of the tokens.
       axis: the mesh axis, or several, that the sequence is sharded over.
       mesh: the mesh. Default None: that of :func:`jax.set_mesh`.
       batch_axis: the mesh axis, or several, that b is sharded over. Default None: b is
@@ -145,6 +148,10 @@ def sharded_sdpa(
       key_value_seq_lengths: integers (b,).
       local_window_size: (left, right) or an int.
       sinks: (h,), sharded like h.
+      dropout_rate: as in :func:`jax_cudnn.sdpa`, with the same weights dropped.
+      dropout_key: as in :func:`jax_cudnn.sdpa`.
+      score_mod: as in :func:`jax_cudnn.sdpa`; batch, head and positions are those of
+        the whole arrays. What it adds for each query and key is an array like `bias`.
       implementation: for each block of queries and keys.
       plan: for each block of queries and keys.
       return_residual: whether to return the log-sum-exp as well.
@@ -310,8 +317,8 @@ class _Axes:
             x = as_operand(_OP, name, getattr(given, name))
             if x.ndim not in (3, 4):
                 raise ValueError(
-                    f"{_OP}: {name} is {describe(x)}. It must be (batch, length, heads, "
-                    "head size) or (length, heads, head size)."
+                    f"{_OP}: {name} is {describe(x)}. It must be (batch, length, "
+                    "heads, head size) or (length, heads, head size)."
                 )
             axes = (self.batch, self.sequence, self.heads, None)[-x.ndim :]
             self._check_sizes(name, x, axes)

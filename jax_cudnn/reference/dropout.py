@@ -87,7 +87,10 @@ def kept_at(
     """Return, as bool (b, h, r, c), what is kept of r queries and c keys.
 
     Args:
-      rate: as in `kept`, and so are `seed`, `offset` and `shape`.
+      rate: as in `kept`.
+      seed: as in `kept`.
+      offset: as in `kept`.
+      shape: as in `kept`.
       positions: those of the queries and of the keys, i32.
       runs: how many queries, and keys, follow one another from a multiple of this
         number on, in all of the positions. A multiple of 16 takes the least work.
@@ -128,8 +131,8 @@ def _answers(
     """Return which of its eight numbers each counter keeps, a bit each.
 
     As uint32 (b, h, row tile, column tile, steps), for steps ([column tile], steps)
-    from 0 to 7. It is computed once: a consumer would compute all rounds for each of the 32
-    positions that a counter serves.
+    from 0 to 7. It is computed once: a consumer would compute all rounds for each of
+    the 32 positions that a counter serves.
     """
     b, h = offset.shape[:2]
     tile = tile[None, None, :, :, None]
