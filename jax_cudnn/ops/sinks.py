@@ -53,7 +53,9 @@ def with_sinks(
     finite = jnp.where(is_dead, 0, lse)
     share = jnp.where(is_dead, 0, jax.nn.sigmoid(finite - sinks))
     scaled = output.astype(lse.dtype) * share[..., None]
-    both = jnp.where(is_dead, sinks, jnp.logaddexp(finite, sinks))
+    # Where there is no sink either, it gets no gradient.
+    alone = jnp.where(sinks == -jnp.inf, -jnp.inf, sinks)
+    both = jnp.where(is_dead, alone, jnp.logaddexp(finite, sinks))
     return scaled.astype(output.dtype), both
 
 
@@ -75,7 +77,8 @@ def attend_beside(
     The sinks, if there are any, are one number for each head.
     """
     if sinks is not None and operands.bias is None and not attributes.score_mod:
-        return attend_with_sinks(attributes, call, operands, sinks)
+        results = attend_with_sinks(attributes, call, operands, sinks)
+        return results if with_lse else results[:1]
     # With a bias or a score_mod, rows may lie where the kernel that is given a
     # log-sum-exp loses the number of keys (legalize/far_rows.py). The gradient
     # below mends these.
@@ -84,7 +87,8 @@ def attend_beside(
     if not stats:
         return (output,)
     lse = jnp.swapaxes(stats[0][..., 0], 1, 2)
-    return (output, lse) if sinks is None else with_sinks(output, lse, sinks)
+    results = (output, lse) if sinks is None else with_sinks(output, lse, sinks)
+    return results if with_lse else results[:1]
 
 
 def attend_with_sinks(

@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.lowering import align_varying
+from jax_cudnn.ops.attend import of_rows
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.score_mod import Positions, ScoreMod
@@ -25,6 +26,7 @@ from jax_cudnn.parallel.problem import (
     Method,
     Problem,
     Shares,
+    base_of,
     bias_shift,
     of_stats,
     with_row_bias,
@@ -345,15 +347,28 @@ def _by_blocks(method: Method, problem: Problem, shares: Shares) -> Partial:
     sinks = shares.sinks
     # Beside a bias that is one number for a row, sinks are added last.
     is_last = sinks is None or row_bias is not None
-    moved = None
+    moved, total = None, shift
     if sinks is not None and not is_last:
-        moved = jnp.reshape(sinks, (1, 1, -1))
-        if shift is not None:
-            wide = accumulator(shares.query)
-            moved = moved.astype(wide) - of_stats(shift).astype(wide)
+        moved, total = _moved(sinks, shift, shares)
     result = attention(by, problem, shares._replace(shift=shift, sinks=moved))
-    for number in (shift, row_bias):
+    for number in (total, row_bias):
         result = Partial(*with_row_bias(number, *result))
     if sinks is not None and is_last:
         result = Partial(*with_sinks(*result, sinks))
     return result
+
+
+def _moved(
+    sinks: jax.Array, shift: jax.Array | None, shares: Shares
+) -> tuple[jax.Array, jax.Array]:
+    """Return sinks ([b], [s], h) less the shift, and what log-sum-exps lack then.
+
+    That is the sum of the shift and the sinks' base, to the last digit.
+    """
+    wide = jnp.reshape(sinks, (1, 1, -1)).astype(accumulator(shares.query))
+    if shift is None:
+        return wide, of_rows(base_of(wide))
+    rows = of_stats(shift).astype(wide.dtype)
+    moved = wide - rows
+    is_above = jax.lax.stop_gradient(base_of(moved) > 0)
+    return moved, of_rows(jax.lax.stop_gradient(jnp.where(is_above, wide, rows)))

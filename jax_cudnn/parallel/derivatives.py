@@ -16,7 +16,7 @@ from jax_cudnn.lowering import run_by_hand
 from jax_cudnn.ops.attend import of_rows
 from jax_cudnn.ops.sinks import sink_slopes, with_sinks
 from jax_cudnn.parallel.blocks import Cotangents, Partial
-from jax_cudnn.parallel.problem import SCORES, Problem, Shares
+from jax_cudnn.parallel.problem import SCORES, Problem, Shares, base_of
 
 # Return output, in query's dtype, and log-sum-exp (b, s, h).
 Forward = Callable[[Problem, Shares], Partial]
@@ -63,7 +63,8 @@ class _Attention:
         result = self.method.forward(self.problem, shares)
         if shares.sinks is None:
             return result
-        return Partial(*with_sinks(*result, shares.sinks))
+        sinks, base = _from_base(shares.sinks)
+        return Partial(*with_sinks(result.output, result.stats - base, sinks))
 
     def gradients(
         self,
@@ -83,16 +84,19 @@ class _Attention:
             ((shares.key, shares.value), grad_output)
         )
         shares = shares._replace(key=key, value=value)
+        sinks, base = None, 0
+        if shares.sinks is not None:
+            sinks, base = _from_base(shares.sinks)
         cotangent = Cotangents(
             output=output,
-            stats=of_rows(stats),
+            stats=of_rows(stats + base),
             grad_output=grad_output,
             grad_stats=None if grad_stats is None else of_rows(grad_stats),
         )
         found = self.method.backward(self.problem, shares, cotangent, wanted)
-        if shares.sinks is not None and "sinks" in wanted:
+        if shares.sinks is not None and sinks is not None and "sinks" in wanted:
             slopes = sink_slopes(
-                shares.sinks,
+                sinks,
                 output=output,
                 lse=stats,
                 grad_output=grad_output,
@@ -102,3 +106,9 @@ class _Attention:
             slopes = jnp.sum(slopes, axis=axes, keepdims=True)
             found["sinks"] = slopes.astype(shares.sinks.dtype)
         return found
+
+
+def _from_base(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return sinks with their base subtracted, and the base: see `Shares`."""
+    base = base_of(sinks)
+    return sinks - base, base

@@ -87,7 +87,8 @@ class Shares(NamedTuple):
     * the seed of dropout (1, 1, 1, 1) and its offsets (b, h, 1, 1);
     * shift ([b], [h], [s], 1), to be subtracted from the bias (see `bias_shift`). The
       log-sum-exp is that of the scores with it subtracted;
-    * sinks ([b], [s], h), with the shift subtracted;
+    * sinks ([b], [s], h), with the shift subtracted. The log-sum-exp with them is that
+      with their base subtracted as well (see `base_of`);
     * the arrays of the mask's sentences, of whole sequences.
     """
 
@@ -223,6 +224,16 @@ def bias_shift(problem: Problem, shares: Shares) -> jax.Array | None:
     largest = jax.lax.stop_gradient(largest)
     is_far = jnp.isfinite(largest) & (jnp.abs(largest) > _FAR)
     return jnp.where(is_far, largest, jnp.zeros((), largest.dtype))
+
+
+def base_of(sinks: jax.Array) -> jax.Array:
+    """Return what to subtract from a row's log-sum-exps beside its sink.
+
+    That is the sink where it is above 0. Where it is huge, since the row was shifted by
+    a bias of -1e9, the log-sum-exp is the sink, whose digits the shift would take.
+    """
+    sinks = jax.lax.stop_gradient(sinks)
+    return jnp.where(jnp.isfinite(sinks), jnp.maximum(sinks, 0), 0)
 
 
 def _seen(problem: Problem, shares: Shares) -> jax.Array | None:

@@ -136,7 +136,8 @@ def _answers(
     """
     b, h = offset.shape[:2]
     tile = tile[None, None, :, :, None]
-    counter = _bits(offset >> 2)[..., None] + step
+    steps = jnp.reshape(step, (1, 1, 1, -1, step.shape[-1]))
+    counter = _bits(offset >> 2)[..., None] + steps
     sign = _bits(seed >> 31)[..., None]
     zero = jnp.zeros((), jnp.uint32)
     words = philox((counter, zero, tile, zero), (_bits(seed)[..., None], sign))
