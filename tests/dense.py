@@ -70,12 +70,17 @@ def dense_attention(
     return jnp.swapaxes(output, 1, 2), jnp.swapaxes(lse, 1, 2)
 
 
-def with_gradients(function: Any, operands: dict[str, Any], cotangents: Any) -> Any:
+def with_gradients(
+    function: Any,
+    operands: dict[str, Any],
+    cotangents: Any,
+    *,
+    is_jitted: bool = True,
+) -> Any:
     """Return a function's results and the gradients of its operands by name."""
 
-    @jax.jit
     def run(operands: dict[str, Any], cotangents: Any) -> Any:
         results, transpose = jax.vjp(function, operands)
         return results, transpose(cotangents)[0]
 
-    return run(operands, cotangents)
+    return (jax.jit(run) if is_jitted else run)(operands, cotangents)
