@@ -54,7 +54,7 @@ _TABLE = _RNG.integers(0, 3, (H, 3, 3)) > 0
 _LENGTHS = np.array([4, 3]), np.array([6, 0])
 _PREFIX = np.array([2, 4])
 _STARTS = np.array([[0, 2, 5], [1, 1, 4]]), np.array([[0, 3, 7], [0, 2, 6]])
-_KEY, _RATE, _CAP = jax.random.key(11), 0.25, 0.7
+_KEY, _RATE, _CAP, _SCALE = jax.random.key(11), 0.25, 0.7, -0.6
 
 
 def _packed(b: int, h: int, i: int, j: int) -> bool:
@@ -158,7 +158,6 @@ OPTIONS: dict[str, Option] = {
         call=lambda x: {"score_mod": _capped(x)},
         truth=lambda x: {"score_mod": _dense_capped(x)},
     ),
-    "scale": Option(call=lambda x: {"scale": -0.7}, truth=lambda x: {"scale": -0.7}),
     "deterministic": Option(
         call=lambda x: {"plan": plans.PlanOptions(deterministic=True)}
     ),
@@ -205,11 +204,13 @@ def test_two_options_mean_what_both_mean(first: str, second: str) -> None:
 
     def call(x: dict[str, Any]) -> Any:
         keywords = _joined([option.call(x) for option in options])
-        return sdpa(*tokens(x), mask=mask, return_residual=True, **keywords)
+        return sdpa(
+            *tokens(x), mask=mask, scale=_SCALE, return_residual=True, **keywords
+        )
 
     def dense(x: dict[str, Any]) -> Any:
         keywords = _joined([option.truth(x) for option in options])
-        return dense_attention(*tokens(x), seen=seen, **keywords)
+        return dense_attention(*tokens(x), seen=seen, scale=_SCALE, **keywords)
 
     got = with_gradients(call, arrays, pulls)
     # One operation after another: most are compiled already.

@@ -16,6 +16,7 @@ import numpy as np
 from jax_cudnn.lowering import (
     CustomCall,
     equation_place,
+    gathered,
     is_known_array,
     same_function,
 )
@@ -135,7 +136,8 @@ class _Tracer:
 
     def _captured(self, value: Any, aval: Any) -> _Value:
         if self.takes_outside and not (is_known_array(value, aval) and not aval.shape):
-            return Given(array=jnp.asarray(value))
+            # It is read at indices, where JAX asks how the result is sharded.
+            return Given(array=gathered(jnp.asarray(value)))
         return _number(value, aval)
 
     def emit(self, mode: str, *arguments: int | float | Given) -> int:
