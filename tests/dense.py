@@ -34,8 +34,8 @@ def dense_attention(
     bias: Any = None,
     sinks: Any = None,
     score_mod: Any = None,
-    factors: np.ndarray | None = None,
-    scale: float | None = None,
+    factors: Any = None,
+    scale: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Return output (b, s, h, e) and log-sum-exp (b, s, h).
 

@@ -279,6 +279,38 @@ def test_shares_of_segments_are_those_of_a_devices_tokens() -> None:
     np.testing.assert_allclose(parallel.from_zigzag(got, N), want, atol=1e-9)
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_shares_of_a_score_mod_count_positions_in_the_whole(method: Any) -> None:
+    operands = _operands(T, T)
+    slopes = jnp.array([0.1, 0.5, 1.0, 0.0])
+
+    @jax.jit
+    @functools.partial(
+        jax.shard_map,
+        mesh=mesh_of(seq=2),
+        in_specs=(P(None, "seq"), P()),
+        out_specs=P(None, "seq"),
+    )
+    def attend(operands: dict[str, Any], slopes: jax.Array) -> jax.Array:
+        return parallel.sdpa(
+            **operands,
+            axis_name="seq",
+            method=method,
+            order="zigzag",
+            score_mod=score_mods.alibi(slopes),
+            dropout_rate=_RATE,
+            dropout_key=_KEY,
+        )
+
+    ordered = {name: parallel.to_zigzag(x, 2) for name, x in operands.items()}
+    got = parallel.from_zigzag(attend(ordered, slopes), 2)
+    distance = np.arange(T)[None, :] - np.arange(T)[:, None]
+    bias = -np.abs(distance) * np.asarray(slopes)[None, :, None, None]
+    seen = np.ones((B, H, T, T), bool)
+    want, _ = dense_attention(**operands, seen=seen, bias=bias, factors=_factors(T, T))
+    np.testing.assert_allclose(got, want, atol=1e-9)
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_ring_leaves_out_blocks_that_see_nothing(packed: bool) -> None:
     operands = _operands(T, T)
@@ -470,7 +502,7 @@ def test_rows_that_a_bias_moves_far_are_exact_beside_sinks() -> None:
 _DISTANCE = np.abs(np.arange(T)[:, None] - np.arange(T)).astype(float)[None, None]
 
 
-def _everything(x: dict[str, Any], method: str = "ring", **options: Any) -> Any:
+def _everything(x: dict[str, Any], method: Any = "ring", **options: Any) -> Any:
     given = {name: y for name, y in x.items() if name != "slopes"}
     score_mod = score_mods.compose(
         score_mods.alibi(x["slopes"]), score_mods.softcap(_CAP)

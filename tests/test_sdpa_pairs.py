@@ -188,9 +188,13 @@ def _joined(found: list[dict[str, Any]]) -> dict[str, Any]:
 @pytest.mark.parametrize(("first", "second"), _PAIRS)
 def test_two_options_mean_what_both_mean(first: str, second: str) -> None:
     options = [OPTIONS[first], OPTIONS[second]]
-    shapes = {"query": (B, S, H, D), "key": (B, T, K, D), "value": (B, T, K, E)}
+    shapes: dict[str, Any] = {
+        "query": (B, S, H, D),
+        "key": (B, T, K, D),
+        "value": (B, T, K, E),
+    }
     for option in options:
-        shapes |= option.arrays
+        shapes.update(option.arrays)
     rng = np.random.default_rng([*first.encode(), *second.encode()])
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
     pulls = (rng.standard_normal((B, S, H, E)), rng.standard_normal((B, S, H)))

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.lowering import equation_function
+from jax_cudnn.lowering import align_varying, equation_function
 
 LETTERS = "bhst"
 
@@ -71,7 +71,8 @@ def evaluate(
     for letter in reversed(letters):
         axes = [0 if letter in value.letters else None for value in values]
         function = jax.vmap(function, in_axes=axes)
-    results = function(*(value.array for value in values))
+    # Inside shard_map some may differ between devices, and others not.
+    results = function(*align_varying([value.array for value in values]))
     narrow = values[0] if _widens(equation) else None
     return [Given(array=x, letters=letters, narrow=narrow) for x in results]
 
