@@ -61,6 +61,8 @@ def _count_pairs(
     """Return how often each of a device's queries meets each key of the sequence."""
     count, queries, keys = (problem[x] for x in ("count", "queries", "keys"))
     met = np.zeros((queries, count * keys), int)
+    rows_of = np.reshape(all_positions(count, queries, problem["order"]), (count, -1))
+    rows_of = rows_of[device]
     for step in steps:
         calls = step.programs[step.program_of[device]]
         positions = keys_of(step)
@@ -70,6 +72,9 @@ def _count_pairs(
             assert seen.any(1).all()
             assert seen.any(0).all()
             assert min(call.window, default=0) >= 0
+            if not call.is_shifted and not call.is_full:
+                # What counts from the beginning of a packed sequence, on both sides.
+                assert rows_of[call.rows[0]] == positions[first + call.columns[0]]
             rows, columns = np.nonzero(seen)
             np.add.at(met, (call.rows[0] + rows, positions[first + columns]), 1)
     return met
@@ -143,7 +148,7 @@ def test_a_window_ends_the_ring_early() -> None:
     steps = _ring("contiguous", Band.of(is_causal=True, window=(70, 0)))
     assert [step.shift for step in steps] == [0, 1, 2]
     # Only the first 6 queries reach back that far, to the last 6 keys.
-    corner = Call(rows=(0, 6), columns=(0, 6), window=(0, 5))
+    corner = Call(rows=(0, 6), columns=(0, 6), window=(0, 5), is_shifted=True)
     assert steps[2].programs == ((), (corner,))
     assert {columns for columns in steps[2].columns_of if columns} == {(58,)}
 

@@ -97,15 +97,16 @@ def sdpa_backward_graph(
     inputs: Mapping[str, Tensor],
     *,
     attributes: SdpaAttributes,
-    with_bias_gradient: bool,
+    gradients_of: tuple[str, ...] = (),
 ) -> Graph:
     """Build the one-node gradient graph; tensors are named by their roles.
 
     ``inputs`` maps roles to tensors of the same name, in operand order. A gradient is
-    stored as its operand is.
+    stored as its operand is. Beside those of query, key and value, there are those of
+    the roles asked for, in the order of the table.
     """
     kind = SDPA_DROPOUT_BACKWARD if "dropout_seed" in inputs else SDPA_BACKWARD
-    roles = ["query", "key", "value", *(["bias"] if with_bias_gradient else [])]
+    roles = ["query", "key", "value", *gradients_of]
     outputs = {f"grad_{x}": replace(inputs[x], name=f"grad_{x}") for x in roles}
     return single_node_graph(kind.name, inputs, outputs, attributes)
 

@@ -86,7 +86,7 @@ def _why_not_ragged(
     query = roles["query"]
     if found := [role for role in ("bias", "mask") if role in roles]:
         return f"beside a {found[0]} cuDNN takes no packed ones"
-    if "dropout_seed" in roles:
+    if not roles.keys().isdisjoint(("dropout_seed", "dropout_mask")):
         return "dropout is drawn by the positions of whole rows"
     if attributes.score_mod:
         return "beside a score_mod cuDNN takes no packed ones"

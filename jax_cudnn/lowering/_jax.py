@@ -43,6 +43,7 @@ __all__ = [
     "exchange_in_groups",
     "explicit_mesh",
     "explicit_spec",
+    "gathered",
     "hlo_sharding",
     "inner_jaxprs",
     "instantiate_zero",
@@ -235,6 +236,11 @@ def typed_as(
         explicit_mesh(like), jax.sharding.PartitionSpec(*full)
     )
     return jax.sharding.reshard(x, sharding)
+
+
+def gathered(x: jax.Array) -> jax.Array:
+    """Return an array whose type does not say that it is sharded."""
+    return typed_as(x, (), [x]) if is_explicitly_sharded(x) else x
 
 
 def typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:

@@ -30,6 +30,8 @@ class Operands(NamedTuple):
     key_starts: jax.Array | None = None
     dropout_seed: jax.Array | None = None
     dropout_offset: jax.Array | None = None
+    # 1 where a probability is kept, in place of seed and offset.
+    dropout_mask: jax.Array | None = None
     # What a score_mod reads: graph/score_mod.py.
     mod_a: jax.Array | None = None
     mod_b: jax.Array | None = None

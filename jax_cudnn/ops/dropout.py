@@ -2,6 +2,7 @@
 """Which operands and attributes of attention does dropout with a random key become?"""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,25 @@ from jax_cudnn.reference.dropout import OFFSETS_PER_HEAD, STEPS, numbered
 _MOST_HEADS = 2**30 // OFFSETS_PER_HEAD
 
 
+class Dropout(NamedTuple):
+    """The rate as it is applied, the seed (1, 1, 1, 1) and offsets (b, h, 1, 1)."""
+
+    rate: float
+    seed: jax.Array
+    offset: jax.Array
+
+
+def drawn(
+    op: str, rate: float, key: ArrayLike | None, b: int, h: int
+) -> Dropout | None:
+    """Return what a rate and a random key mean; None where nothing is dropped."""
+    applied = _check_rate(op, rate)
+    array = _check_key(op, key, rate)
+    if array is None or not applied:
+        return None
+    return Dropout(applied, *_seed_and_offsets(op, array, b, h))
+
+
 def with_dropout(
     op: str,
     operands: Operands,
@@ -25,15 +45,12 @@ def with_dropout(
     key: ArrayLike | None,
 ) -> tuple[Operands, SdpaAttributes]:
     """Return operands and attributes with those that dropout adds, if there is any."""
-    applied = _check_rate(op, rate)
-    array = _check_key(op, key, rate)
-    if array is None or not applied:
-        return operands, attributes
     b, _, h, _ = operands.query.shape
-    seed, offset = _seed_and_offsets(op, array, b, h)
+    if (found := drawn(op, rate, key, b, h)) is None:
+        return operands, attributes
     return (
-        operands._replace(dropout_seed=seed, dropout_offset=offset),
-        replace(attributes, dropout=applied, dropout_heads=h),
+        operands._replace(dropout_seed=found.seed, dropout_offset=found.offset),
+        replace(attributes, dropout=found.rate, dropout_heads=h),
     )
 
 

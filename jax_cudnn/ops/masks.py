@@ -24,6 +24,14 @@ from jax_cudnn.ops.arguments import (
     describe,
     in_front,
 )
+from jax_cudnn.ops.sentences import (
+    InBand,
+    InBlocks,
+    InPrefix,
+    SameSegment,
+    Sentence,
+    Tokens,
+)
 
 Alignment = Literal["top-left", "bottom-right", "cache"]
 
@@ -283,6 +291,22 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     That is `packed`, where the mask has packed sequences, and `is_bottom_right`, where
     positions count from the ends of these.
     """
+    given, sentences = sorted_sentences(mask, s, t)
+    conditions = [x.seen(Tokens(s), Tokens(t)) for x in sentences]
+    if "mask" in given:
+        conditions.append(given["mask"])
+    if conditions:
+        given["mask"] = functools.reduce(jnp.logical_and, conditions)
+    return given
+
+
+def sorted_sentences(
+    mask: Mask, s: int, t: int
+) -> tuple[dict[str, Any], list[Sentence]]:
+    """Return the same, with the sentences that no argument stands for beside it.
+
+    The `mask` among the arguments is that of the sentences that are arrays.
+    """
     parts = [*mask._parts()]
     given: dict[str, Any] = {}
     packings = [part for part in parts if part.is_packing]
@@ -312,11 +336,9 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
                 most[1] if right is None else right,
             )
     given |= lengths
-    conditions = [x for part in parts if (x := _condition(part, s, t)) is not None]
-    if (at_end := _at_ends(at_ends, lengths, s, t)) is not None:
-        conditions.append(at_end)
-    if conditions:
-        given["mask"] = functools.reduce(jnp.logical_and, conditions)
+    arrays = [_bools("Where.mask", x.mask) for x in parts if isinstance(x, Where)]
+    if arrays:
+        given["mask"] = functools.reduce(jnp.logical_and, arrays)
     biases = [_scores_like("bias", x.bias) for x in parts if isinstance(x, Additive)]
     if len(biases) == 1:
         given["bias"] = biases[0]
@@ -325,7 +347,14 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
         is_double = any(x.dtype == jnp.float64 for x in biases)
         wide = jnp.float64 if is_double else jnp.float32
         given["bias"] = functools.reduce(jnp.add, (x.astype(wide) for x in biases))
-    return given
+    sentences = [
+        make(part, s, t)
+        for part in parts
+        if (make := _SENTENCES.get(type(part))) is not None
+    ]
+    if (at_end := _at_ends(at_ends, lengths, s, t)) is not None:
+        sentences.append(at_end)
+    return given, sentences
 
 
 def refuse_mask_data(op: str, mask: object) -> None:
@@ -386,8 +415,8 @@ def _with_full_caches(part: Mask) -> Mask:
 
 def _at_ends(
     band: tuple[int | None, int | None], lengths: dict[str, jax.Array], s: int, t: int
-) -> jax.Array | None:
-    """Return a band around the ends of caches as a mask; None if it hides nothing."""
+) -> Sentence | None:
+    """Return a band around the ends of caches; None if it hides nothing."""
     left, right = band
     # The last query has no key after it, and none has more than t keys before it.
     left = None if left is None or left >= t - 1 else left
@@ -395,21 +424,14 @@ def _at_ends(
     if left is None and right is None:
         return None
     keys, queries = (
-        jnp.reshape(
-            _clipped(name, lengths[name], size) if name in lengths else jnp.int32(size),
-            (-1, 1, 1, 1),
-        )
+        _clipped(name, lengths[name], size)
+        if name in lengths
+        else jnp.full((1,), size, jnp.int32)
         for name, size in (("key_value_seq_lengths", t), ("query_seq_lengths", s))
     )
-    positions = keys - queries + jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
-    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
-    seen: list[jax.Array] = []
     # Bounds are cut to what int32 holds beside any position.
-    if left is not None:
-        seen.append(columns >= positions - max(left, -s - t))
-    if right is not None:
-        seen.append(columns <= positions + max(right, -s - t))
-    return functools.reduce(jnp.logical_and, seen)
+    bounds = (None if x is None else max(x, -s - t) for x in (left, right))
+    return InBand(keys - queries, *bounds)
 
 
 def _lengths(parts: Sequence[Mask], s: int, t: int) -> dict[str, jax.Array]:
@@ -439,13 +461,7 @@ def _clipped(name: str, lengths: ArrayLike, size: int) -> jax.Array:
     return clipped(_integers(name, lengths), size)
 
 
-def _condition(part: Mask, s: int, t: int) -> jax.Array | None:
-    """Return a mask as a bool array of four axes; None if it has another form."""
-    maker = _CONDITIONS.get(type(part))
-    return None if maker is None else maker(part, s, t)
-
-
-def _segments(part: Segments, s: int, t: int) -> jax.Array:
+def _segments(part: Segments, s: int, t: int) -> Sentence:
     query = _integers("Segments.query", part.query)
     key = query if part.key is None else _integers("Segments.key", part.key)
     for name, ids, size in (("query", query, s), ("key", key, t)):
@@ -454,24 +470,21 @@ def _segments(part: Segments, s: int, t: int) -> jax.Array:
                 f"Segments: {name} is {describe(ids)}. It must have one number per "
                 f"{name}, shape [{size}] or [batch, {size}]."
             )
-    query, key = (jnp.reshape(x, in_front(x.shape, 2)) for x in (query, key))
-    return (query[:, :, None] == key[:, None, :])[:, None]
+    return SameSegment(*(jnp.reshape(x, in_front(x.shape, 2)) for x in (query, key)))
 
 
-def _prefix(part: Prefix, s: int, t: int) -> jax.Array:
+def _prefix(part: Prefix, s: int, t: int) -> Sentence:
+    del s, t  # A length of keys past the end is all of them.
     length = _integers("Prefix.length", part.length)
     if length.ndim > 1:
         raise ValueError(
             f"Prefix: length is {describe(length)}. It must be one number, or one per "
             "batch entry."
         )
-    length = jnp.reshape(length, (-1, 1, 1, 1))
-    rows = jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
-    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
-    return (columns.astype(length.dtype) < length) | (columns <= rows)
+    return InPrefix(jnp.reshape(length, (-1,)))
 
 
-def _blocks(part: Blocks, s: int, t: int) -> jax.Array:
+def _blocks(part: Blocks, s: int, t: int) -> Sentence:
     table = _bools("Blocks.table", part.table)
     lengths = {2: s, 3: t}
     sizes = dict(zip(lengths, part._sizes, strict=True))
@@ -482,23 +495,13 @@ def _blocks(part: Blocks, s: int, t: int) -> jax.Array:
                 f"Blocks: table is {describe(table)}. Axis {axis} must be 1 or "
                 f"{count}, the blocks of {sizes[axis]} in {length}."
             )
-    for axis, length in lengths.items():
-        if table.shape[axis] != 1:
-            table = jnp.repeat(table, sizes[axis], axis=axis)
-            table = jax.lax.slice_in_dim(table, 0, length, axis=axis)
-    return table
+    return InBlocks(table, part._sizes)
 
 
-def _where(part: Where, s: int, t: int) -> jax.Array:
-    del s, t  # sdpa checks the shape
-    return _bools("Where.mask", part.mask)
-
-
-_CONDITIONS: dict[type, Callable[..., jax.Array]] = {
+_SENTENCES: dict[type, Callable[..., Sentence]] = {
     Segments: _segments,
     Prefix: _prefix,
     Blocks: _blocks,
-    Where: _where,
 }
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.lowering import equation_function
+from jax_cudnn.lowering import align_varying, equation_function
 
 LETTERS = "bhst"
 
@@ -42,11 +42,15 @@ class Given:
         return jnp.reshape(self.array, [sizes.get(letter, 1) for letter in LETTERS])
 
 
-def indices(sizes: Sequence[int]) -> list[Given]:
-    """Return the indices along b, h, s and t."""
+def indices(numbers: Sequence[int | jax.Array]) -> list[Given]:
+    """Return the indices along b, h, s and t: given, or as many as a size says."""
+    arrays = (
+        x if isinstance(x, jax.Array) else jnp.arange(x, dtype=jnp.int32)
+        for x in numbers
+    )
     return [
-        Given(array=jnp.arange(size, dtype=jnp.int32), letters=letter)
-        for letter, size in zip(LETTERS, sizes, strict=True)
+        Given(array=array, letters=letter)
+        for letter, array in zip(LETTERS, arrays, strict=True)
     ]
 
 
@@ -67,7 +71,8 @@ def evaluate(
     for letter in reversed(letters):
         axes = [0 if letter in value.letters else None for value in values]
         function = jax.vmap(function, in_axes=axes)
-    results = function(*(value.array for value in values))
+    # Inside shard_map some may differ between devices, and others not.
+    results = function(*align_varying([value.array for value in values]))
     narrow = values[0] if _widens(equation) else None
     return [Given(array=x, letters=letters, narrow=narrow) for x in results]
 

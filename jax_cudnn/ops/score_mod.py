@@ -27,6 +27,9 @@ from jax_cudnn.ops.tracing import (
 # Of scalars: score, batch, head, query_index and key_index. Returns the new score.
 ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 
+# Those of queries and of keys.
+Positions = tuple[jax.Array | None, jax.Array | None]
+
 
 def check_score_mod(function: ScoreMod | None, dtype: Any) -> Any:
     """Return the jaxpr of a function of scores, or raise TypeError for what is none."""
@@ -75,14 +78,24 @@ class Modified(NamedTuple):
     steps: Steps
 
 
-def with_score_mod(closed: Any, operands: Operands) -> Modified:
+def with_score_mod(
+    closed: Any, operands: Operands, positions: Positions = (None, None)
+) -> Modified:
     """Return what a function of scores, given as a jaxpr, means for attention.
+
+    Queries and keys are numbered by their positions; None: from 0 on.
 
     Raises:
       UntraceableError: the function cannot be written with its exact meaning.
     """
     b, s, h, _ = operands.query.shape
-    steps = steps_of_scores(closed, (b, h, s, operands.key.shape[1]))
+    rows, columns = positions
+    numbers = (
+        *(b, h),
+        s if rows is None else rows,
+        operands.key.shape[1] if columns is None else columns,
+    )
+    steps = steps_of_scores(closed, numbers)
     peeled = _peel(steps)
     writer = _Writer(operands.query.dtype)
     texts = writer.write(peeled.steps)

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.sdpa`: checks the arguments of attention and builds its graph."""
 
-import functools
-import operator
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, overload
+from typing import Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -15,21 +13,15 @@ from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.graph.score_mod import Steps
 from jax_cudnn.ops.arguments import as_operand, check_flag, options, why_symbolic
-from jax_cudnn.ops.attend import Operands, attend, stored_order
+from jax_cudnn.ops.attend import Operands, stored_order
 from jax_cudnn.ops.dropout import with_dropout
-from jax_cudnn.ops.masks import (
-    Additive,
-    Causal,
-    Lengths,
-    Mask,
-    Window,
-    sorted_arguments,
-)
+from jax_cudnn.ops.hiding import Hiding, joined
+from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.packing import Packed, longest
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.score_mod import ScoreMod, check_score_mod, on_scores, with_score_mod
 from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
-from jax_cudnn.ops.sinks import attend_with_sinks, check_sinks, with_sinks
+from jax_cudnn.ops.sinks import attend_beside, check_sinks, with_sinks
 from jax_cudnn.ops.tracing import UntraceableError
 from jax_cudnn.reference.sdpa import forward as attention
 
@@ -292,7 +284,7 @@ def sdpa(
       (2, 5, 4, 8)
     """
     call = options("sdpa", implementation, plan)
-    hiding = _Hiding(
+    hiding = Hiding(
         bias=bias,
         mask=mask,
         is_causal=check_flag("sdpa", "is_causal", is_causal),
@@ -301,7 +293,7 @@ def sdpa(
         local_window_size=local_window_size,
     )
     if isinstance(mask, Mask):
-        hiding = _combined(mask, hiding, query, key)
+        hiding = _joined(mask, hiding, query, key)
     operands, has_batch = canonicalize(
         query,
         key,
@@ -337,31 +329,13 @@ def sdpa(
     return (output, residual[0]) if with_residual else output
 
 
-class _Hiding(NamedTuple):
-    """The arguments that hide keys or move scores, by their names."""
-
-    bias: ArrayLike | None = None
-    mask: Any = None
-    is_causal: bool = False
-    query_seq_lengths: ArrayLike | None = None
-    key_value_seq_lengths: ArrayLike | None = None
-    local_window_size: int | tuple[int, int] | None = None
-    packed: Packed | None = None
-    is_bottom_right: bool = False
-
-
-def _combined(mask: Mask, beside: _Hiding, query: ArrayLike, key: ArrayLike) -> _Hiding:
+def _joined(mask: Mask, beside: Hiding, query: ArrayLike, key: ArrayLike) -> Hiding:
     """Return the arguments that a mask and others beside it stand for."""
-    window = check_window(beside.local_window_size)
-    parts = [Causal()] if beside.is_causal else []
-    parts += [Window(window[0], window[1])] if window else []
-    parts += [Additive(beside.bias)] if beside.bias is not None else []
-    parts += [Lengths(beside.query_seq_lengths, beside.key_value_seq_lengths)]
     arrays = [as_operand("sdpa", n, x) for n, x in (("query", query), ("key", key))]
     if not all(x.ndim in (3, 4) for x in arrays):
-        return _Hiding()  # They are refused next.
-    combined = functools.reduce(operator.and_, parts, mask)
-    return _Hiding(**sorted_arguments(combined, *(x.shape[-3] for x in arrays)))
+        return Hiding()  # They are refused next.
+    lengths = (x.shape[-3] for x in arrays)
+    return joined(mask, beside._replace(mask=None), *lengths)
 
 
 def _longest(packed: Packed | None, operands: Operands) -> tuple[int, ...]:
@@ -414,14 +388,8 @@ def _attend(
         if reason:
             check_implementation("sdpa", reason, call)
         output, *stats = _plain(attributes, operands.given, plain)
-    elif sinks is not None and operands.bias is None and not attributes.score_mod:
-        return attend_with_sinks(attributes, call, operands, sinks)
     else:
-        # With a bias or a score_mod, rows may lie where the kernel that is given a
-        # log-sum-exp loses the number of keys (legalize/far_rows.py). The gradient
-        # below mends these.
-        with_stats = with_lse or sinks is not None
-        output, *stats = attend(operands, attributes, call, with_stats=with_stats)
+        return attend_beside(sinks, attributes, call, operands, with_lse=with_lse)
     if not stats:
         return (output,)
     lse = jnp.swapaxes(stats[0][..., 0], 1, 2)

@@ -133,12 +133,10 @@ def canonicalize(
         value=v,
         bias=_check_bias(bias, scores, q.dtype),
         mask=_check_mask(mask, scores),
-        query_lengths=_check_lengths(
+        query_lengths=check_lengths(
             "query_seq_lengths", query_seq_lengths, b, s * shares
         ),
-        key_lengths=_check_lengths(
-            "key_value_seq_lengths", key_value_seq_lengths, b, t
-        ),
+        key_lengths=check_lengths("key_value_seq_lengths", key_value_seq_lengths, b, t),
     )
     if packed is not None:
         of_rows = (operands.query_lengths, operands.key_lengths)
@@ -253,9 +251,10 @@ def axes_hint(name: str, shape: tuple[int, ...], scores: tuple[int, ...]) -> str
     return f" Its axes are taken to be the last ones. Pass {name}[{index}]."
 
 
-def _check_lengths(
+def check_lengths(
     name: str, lengths: ArrayLike | None, b: int, size: int
 ) -> jax.Array | None:
+    """Return the lengths of batch entries as i32 (b, 1, 1, 1), cut to a size."""
     if lengths is None:
         return None
     array = check_integers("sdpa", name, lengths)

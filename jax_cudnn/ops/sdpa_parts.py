@@ -7,10 +7,12 @@ dL their cotangents, and P = exp(S - L),
     dS = P (dO V^T - rowsum(O dO) + dL),
     dQ = scale dS K,  dK = scale dS^T Q,  dV = P^T dO,  dbias = dS.
 
-Summed over parts, dQ is that of the whole; each key is in one part. This is what a
-kernel of attention's gradient computes, whichever keys it gets.
+A dropped probability is 0 in dV and in P dO V^T, and what a score_mod reads gets its
+gradient from dS. Summed over parts, dQ is that of the whole; each key is in one part.
+This is what a kernel of attention's gradient computes, whichever keys it gets.
 """
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import jax
@@ -30,9 +32,9 @@ def part_gradients(
     stats: jax.Array,
     grad_output: jax.Array,
     grad_stats: jax.Array | None,
-    with_bias: bool,
+    scores: Collection[str] = (),
 ) -> dict[str, jax.Array]:
-    """Return the gradients by role: query, key and value, and bias if asked for.
+    """Return the gradients by role: query, key and value, and what is asked for.
 
     Args:
       operands: queries, and the part of the keys with what belongs to it.
@@ -42,7 +44,7 @@ def part_gradients(
       stats: (b, h, s, 1), the log-sum-exp of all keys; -inf where there are none.
       grad_output: (b, s, h, e), the cotangent of the output.
       grad_stats: (b, h, s, 1), that of the log-sum-exp; None for zero.
-      with_bias: whether to return the gradient of the bias.
+      scores: the roles of bias and of what a score_mod reads whose gradients to return.
     """
     given = {
         **operands.given,
@@ -55,7 +57,7 @@ def part_gradients(
     graph = sdpa_backward_graph(
         sdpa_tensors(given),
         attributes=replace(attributes, is_partial=True),
-        with_bias_gradient=with_bias,
+        gradients_of=tuple(scores),
     )
     results = run_graph(graph, list(given.values()), call, may_gather=True)
     names = (name.removeprefix("grad_") for name in graph.outputs)

@@ -312,7 +312,6 @@ class _Derivative:
             stats=of_rows(lse),
             grad_output=jnp.zeros_like(output) if grad_output is None else grad_output,
             grad_stats=None if grad_lse is None else of_rows(grad_lse),
-            with_bias=False,
         )
         return [found[role] for role in self.moving]
 

@@ -41,19 +41,54 @@ def check_sinks(op: str, sinks: ArrayLike | None, heads: int) -> jax.Array | Non
 def with_sinks(
     output: jax.Array, lse: jax.Array, sinks: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Return output (..., s, h, e) and log-sum-exp (..., s, h) with the sinks (h,).
+    """Return output (..., s, h, e) and log-sum-exp (..., s, h) with the sinks.
 
     A sink takes its share of the softmax and adds nothing to the output. So what the
-    keys have is scaled by their share, 1 / (1 + exp(sink - lse)).
+    keys have is scaled by their share, 1 / (1 + exp(sink - lse)). The sinks are (h,),
+    or one for each row, which broadcast to the log-sum-exp.
     """
-    sinks = jnp.expand_dims(sinks.astype(lse.dtype), tuple(range(lse.ndim - 1)))
+    sinks = _like_rows(sinks, lse)
     # A query that sees no key has the sink alone, whatever that is.
     is_dead = lse == -jnp.inf
     finite = jnp.where(is_dead, 0, lse)
     share = jnp.where(is_dead, 0, jax.nn.sigmoid(finite - sinks))
     scaled = output.astype(lse.dtype) * share[..., None]
-    both = jnp.where(is_dead, sinks, jnp.logaddexp(finite, sinks))
+    # Where there is no sink either, it gets no gradient.
+    alone = jnp.where(sinks == -jnp.inf, -jnp.inf, sinks)
+    both = jnp.where(is_dead, alone, jnp.logaddexp(finite, sinks))
     return scaled.astype(output.dtype), both
+
+
+def _like_rows(sinks: jax.Array, lse: jax.Array) -> jax.Array:
+    """Return sinks with the axes and the dtype of the log-sum-exp."""
+    return jnp.expand_dims(sinks.astype(lse.dtype), tuple(range(lse.ndim - sinks.ndim)))
+
+
+def attend_beside(
+    sinks: jax.Array | None,
+    attributes: SdpaAttributes,
+    call: Options,
+    operands: Operands,
+    *,
+    with_lse: bool,
+) -> tuple[jax.Array, ...]:
+    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
+
+    The sinks, if there are any, are one number for each head.
+    """
+    if sinks is not None and operands.bias is None and not attributes.score_mod:
+        results = attend_with_sinks(attributes, call, operands, sinks)
+        return results if with_lse else results[:1]
+    # With a bias or a score_mod, rows may lie where the kernel that is given a
+    # log-sum-exp loses the number of keys (legalize/far_rows.py). The gradient
+    # below mends these.
+    with_stats = with_lse or sinks is not None
+    output, *stats = attend(operands, attributes, call, with_stats=with_stats)
+    if not stats:
+        return (output,)
+    lse = jnp.swapaxes(stats[0][..., 0], 1, 2)
+    results = (output, lse) if sinks is None else with_sinks(output, lse, sinks)
+    return results if with_lse else results[:1]
 
 
 def attend_with_sinks(
@@ -108,21 +143,33 @@ class _Attention:
             stats=of_rows(lse),
             grad_output=grad_output,
             grad_stats=None if grad_lse is None else of_rows(grad_lse),
-            with_bias=False,
         )
-        products = output.astype(lse.dtype) * grad_output.astype(lse.dtype)
-        # A query that sees no key has the sink alone. Its cotangent is not read.
-        alone = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
-        is_alone = (lse == alone) & jnp.all(output == 0, axis=-1)
-        slope = jnp.where(is_alone, 0, -jnp.sum(products, -1))
-        if grad_lse is not None:
-            slope = slope + grad_lse
-        return {**found, "sinks": _sink_gradient(sinks, lse, slope)}
+        slopes = sink_slopes(
+            sinks, output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse
+        )
+        return {**found, "sinks": jnp.sum(slopes, axis=(0, 1)).astype(sinks.dtype)}
 
 
-def _sink_gradient(sinks: jax.Array, lse: jax.Array, slope: jax.Array) -> jax.Array:
-    wide = jnp.expand_dims(sinks.astype(lse.dtype), (0, 1))
+def sink_slopes(
+    sinks: jax.Array,
+    *,
+    output: jax.Array,
+    lse: jax.Array,
+    grad_output: jax.Array,
+    grad_lse: jax.Array | None,
+) -> jax.Array:
+    """Return the gradient of each row's sink, as the log-sum-exp (b, s, h).
+
+    The sinks are (h,), or broadcast to this. Output and log-sum-exp are with them.
+    """
+    wide = _like_rows(sinks, lse)
+    products = output.astype(lse.dtype) * grad_output.astype(lse.dtype)
+    # A query that sees no key has the sink alone. Its cotangent is not read.
+    is_alone = (lse == wide) & jnp.all(output == 0, axis=-1)
+    slope = jnp.where(is_alone, 0, -jnp.sum(products, -1))
+    if grad_lse is not None:
+        slope = slope + grad_lse
     # Both may be infinite, where the sink is all that there is.
     gap = jnp.where(wide == lse, 0, wide - lse)
     share = jnp.where(lse == -jnp.inf, 0, jnp.exp(gap))
-    return jnp.sum(share * slope, axis=(0, 1)).astype(sinks.dtype)
+    return share * slope

@@ -16,6 +16,7 @@ import numpy as np
 from jax_cudnn.lowering import (
     CustomCall,
     equation_place,
+    gathered,
     is_known_array,
     same_function,
 )
@@ -65,16 +66,17 @@ def steps_of(closed: Any) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def steps_of_scores(closed: Any, sizes: Sequence[int]) -> list[Step]:
+def steps_of_scores(closed: Any, numbers: Sequence[int | jax.Array]) -> list[Step]:
     """Return the steps of a traced function of a score and its four indices.
 
-    The last step gives the function's result. ``sizes`` are those of (b, h, s, t).
+    The last step gives the function's result. ``numbers`` are the sizes of (b, h, s,
+    t), or the indices along these.
 
     Raises:
       UntraceableError: not every equation that depends on the score can be written.
     """
     tracer = _Tracer(closed.in_avals[0].dtype, takes_outside=True)
-    args = [_Tensor(0), *indices(sizes)]
+    args = [_Tensor(0), *indices(numbers)]
     (result,) = tracer.run(closed.jaxpr, closed.consts, args)
     if not isinstance(result, _Tensor):
         raise UntraceableError("it does not depend on the score")
@@ -134,7 +136,8 @@ class _Tracer:
 
     def _captured(self, value: Any, aval: Any) -> _Value:
         if self.takes_outside and not (is_known_array(value, aval) and not aval.shape):
-            return Given(array=jnp.asarray(value))
+            # It is read at indices, where JAX asks how the result is sharded.
+            return Given(array=gathered(jnp.asarray(value)))
         return _number(value, aval)
 
     def emit(self, mode: str, *arguments: int | float | Given) -> int:

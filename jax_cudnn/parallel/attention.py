@@ -1,31 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.parallel.sdpa`: attention of one device's tokens, inside shard_map."""
 
+from collections.abc import Mapping
 from typing import Literal, get_args, overload
 
 import jax
+import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.attend import Operands
-from jax_cudnn.ops.sinks import check_sinks, with_sinks
-from jax_cudnn.parallel.axes import AxisName
-from jax_cudnn.parallel.blocks import Partial
+from jax_cudnn.lowering import align_varying
+from jax_cudnn.ops.attend import of_rows
+from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.masks import Mask
+from jax_cudnn.ops.score_mod import Positions, ScoreMod
+from jax_cudnn.ops.sinks import with_sinks
+from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
+from jax_cudnn.parallel.axes import AxisName, axis_size
+from jax_cudnn.parallel.blocks import Partial, accumulator
 from jax_cudnn.parallel.derivatives import attention
 from jax_cudnn.parallel.gathering import ALL_GATHER
 from jax_cudnn.parallel.heads import attend_by_heads
+from jax_cudnn.parallel.order import all_positions, from_zigzag, positions_of
 from jax_cudnn.parallel.problem import (
+    Method,
     Problem,
     Shares,
+    base_of,
     bias_shift,
-    check_arguments,
+    of_stats,
     with_row_bias,
     without_row_bias,
 )
 from jax_cudnn.parallel.ring import RING
 from jax_cudnn.parallel.schedule import Order
-
-Method = Literal["ring", "all_gather", "all_to_all"]
 
 
 @overload
@@ -34,7 +42,7 @@ def sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     axis_name: AxisName,
     method: Method = ...,
@@ -45,6 +53,9 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -57,7 +68,7 @@ def sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     axis_name: AxisName,
     method: Method = ...,
@@ -68,6 +79,9 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -79,7 +93,7 @@ def sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     axis_name: AxisName,
     method: Method = "ring",
@@ -90,6 +104,9 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -150,7 +167,11 @@ def sdpa(
       bias: broadcasts to (b, h, s, n * t): the rows of this device's queries, with the
         keys of all devices, one device after another. So sharded along the queries and
         not along the keys. Otherwise as in :func:`jax_cudnn.sdpa`.
-      mask: bool, broadcasts to (b, h, s, n * t), like `bias`.
+      mask: bool, broadcasts to (b, h, s, n * t), like `bias`. Or one of
+        :mod:`jax_cudnn.masks`. The numbers of :class:`~jax_cudnn.masks.Segments` are
+        those of this device's tokens. :class:`~jax_cudnn.masks.Where` and
+        :class:`~jax_cudnn.masks.Additive` are like `mask` and `bias`. All others speak
+        of whole sequences in their order, with arrays that are the same on all devices.
       axis_name: the mesh axis, or several, that the sequence is sharded over.
       method: "ring" (default), "all_gather" or "all_to_all".
       order: how the sequence's tokens are shared out: "contiguous" (default), each
@@ -164,7 +185,14 @@ def sdpa(
       key_value_seq_lengths: likewise, of keys.
       local_window_size: (left, right) or an int, in positions of the whole sequence.
       sinks: (h,), the scores of one more key, the same on all devices, as in
-        :func:`jax_cudnn.sdpa`. Their gradient is that of the log-sum-exp.
+        :func:`jax_cudnn.sdpa`.
+      dropout_rate: as in :func:`jax_cudnn.sdpa`. See the notes.
+      dropout_key: as in :func:`jax_cudnn.sdpa`, the same on all devices of the axis.
+        The same weights are dropped as there. Along further axes of the mesh, fold
+        :func:`jax.lax.axis_index` into it.
+      score_mod: as in :func:`jax_cudnn.sdpa`. Positions are those in the whole
+        sequence; batch entries and heads are numbered as the operands have them. See
+        the notes.
       implementation: as in :func:`jax_cudnn.sdpa`, for each block.
       plan: as in :func:`jax_cudnn.sdpa`, for each block.
       return_residual: whether to return the log-sum-exp over the keys of all devices
@@ -180,7 +208,8 @@ def sdpa(
         order an odd number of tokens on a device; heads that "all_to_all" cannot share
         out; symbolic dimensions; and as :func:`jax_cudnn.sdpa`.
       TypeError: an `axis_name` that is no name; and as :func:`jax_cudnn.sdpa`.
-      UnsupportedError: as :func:`jax_cudnn.sdpa`, for a block.
+      UnsupportedError: as :func:`jax_cudnn.sdpa`, for a block; a `score_mod` that no
+        graph can hold.
       LibraryError: as :func:`jax_cudnn.sdpa`.
 
     Notes:
@@ -189,6 +218,24 @@ def sdpa(
       which they lose in :func:`jax_cudnn.sdpa`. Where batch entries or heads share the
       bias, and `mask` or lengths hide a row's other keys in some of them only, the row
       is not shifted there. Its output is then inexact, and its gradient 0.
+
+      Segments, blocks, a prefix and positions at the end of a cache become an array of
+      each block of queries and keys while it is computed. Packed sequences are cut to
+      the tokens at hand, and run in cuDNN one by one; beside a window that reaches into
+      the tokens of another device, and where causality or a window counts positions in
+      queries and keys with other sequences, they are such an array too. With "ring",
+      blocks of keys of other devices are left out where segments, sequences, a prefix
+      or a cache's end leave nothing to see, as is found when the program runs.
+
+      With `dropout_rate`, "ring" and "all_gather" have XLA write which weights each
+      block keeps, an array like the block's scores: a kernel that draws for itself
+      counts from the first query and key that it is given, by tiles of all its queries,
+      and no seed or offset moves that to a block (seen with cuDNN 9.19). With
+      "all_to_all" the notes of :func:`jax_cudnn.sdpa` apply.
+
+      What a `score_mod` adds or reads by positions is an array like `bias`, for all
+      keys. With "ring" and "all_gather", gradients of rows are 0 where a `score_mod`
+      without a bound moves the log-sum-exp further than 2048 from 0.
 
       All devices run one program. What differs between them is chosen when it runs, by
       conditionals; communication is outside of these. "all_gather" in a causal call has
@@ -209,42 +256,79 @@ def sdpa(
     """
     op = "parallel.sdpa"
     check_method(op, method)
+    count = axis_size(op, axis_name)
     checked = check_arguments(
         op,
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        axis_name=axis_name,
-        order=order,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        plan=plan,
-        return_residual=return_residual,
+        Arguments(
+            query=query,
+            key=key,
+            value=value,
+            bias=bias,
+            mask=mask,
+            query_seq_lengths=query_seq_lengths,
+            key_value_seq_lengths=key_value_seq_lengths,
+            sinks=sinks,
+            dropout_key=dropout_key,
+            score_mod=score_mod,
+        ),
+        Settings(
+            axis_name=axis_name,
+            method=method,
+            order=order,
+            scale=scale,
+            is_causal=is_causal,
+            local_window_size=local_window_size,
+            implementation=implementation,
+            plan=plan,
+            return_residual=return_residual,
+            dropout_rate=dropout_rate,
+        ),
+        _layout(axis_name, count, order),
     )
-    problem, operands, with_stats = (
-        checked.problem,
-        checked.operands,
-        checked.with_stats,
-    )
-    sink = check_sinks(op, sinks, operands.query.shape[2])
-    needs_stats = with_stats or sink is not None
-    if method == "all_to_all":
-        result = attend_by_heads(op, problem, operands, with_stats=needs_stats)
-    else:
-        result = _by_blocks(method, problem, operands)
-    output = result.output if checked.has_batch else result.output[0]
-    if not needs_stats:
-        return output
-    stats = result.stats if checked.has_batch else result.stats[0]
-    if sink is not None:
-        output, stats = with_sinks(output, stats, sink)
-    return (output, stats) if with_stats else output
+    results = attend_shares(op, checked.arrays, checked.settings)
+    output, *residual = results if checked.has_batch else [x[0] for x in results]
+    return (output, residual[0]) if residual else output
+
+
+def _layout(axis_name: AxisName, count: int, order: Order) -> Layout:
+    """Return the layout of one device's share of all arrays."""
+
+    def whole(x: jax.Array) -> jax.Array:
+        x = jax.lax.all_gather(x, axis_name, axis=1, tiled=True)
+        return x if order == "contiguous" else from_zigzag(x, count, 1)
+
+    def positions(s: int, t: int) -> Positions:
+        device = jax.lax.axis_index(axis_name)
+        rows = positions_of(device, count, s, order)
+        return rows, jnp.asarray(all_positions(count, t, order))
+
+    return Layout(count=count, shares=count, whole=whole, positions=positions)
+
+
+def attend_shares(
+    op: str, arrays: Mapping[str, jax.Array], settings: Settings
+) -> tuple[jax.Array, ...]:
+    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
+
+    The arrays are those of `check_arguments`, as one device has them.
+    """
+    problem = settings.problem(op)
+    shares = Shares.of(_aligned(problem, arrays))
+    with_lse = settings.return_residual
+    if settings.method == "all_to_all":
+        with on_behalf_of(op, "sdpa"):
+            return attend_by_heads(op, problem, shares, with_lse=with_lse)
+    result = _by_blocks(settings.method, problem, shares)
+    return tuple(result) if with_lse else (result.output,)
+
+
+def _aligned(problem: Problem, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    """Return the arrays, marked as differing between all devices of the axis.
+
+    What devices share gets the sum of their gradients on the way back.
+    """
+    *aligned, _ = align_varying([*arrays.values(), problem.device])
+    return dict(zip(arrays, aligned, strict=True))
 
 
 def check_method(op: str, method: Method) -> None:
@@ -256,11 +340,35 @@ def check_method(op: str, method: Method) -> None:
         )
 
 
-def _by_blocks(method: Method, problem: Problem, operands: Operands) -> Partial:
-    operands, row_bias = without_row_bias(operands)
-    shift = bias_shift(problem, operands)
+def _by_blocks(method: Method, problem: Problem, shares: Shares) -> Partial:
     by = RING if method == "ring" else ALL_GATHER
-    result = attention(by, problem, Shares(**operands.given, shift=shift))
-    for number in (shift, row_bias):
+    shares, row_bias = without_row_bias(shares)
+    shift = bias_shift(problem, shares)
+    sinks = shares.sinks
+    # Beside a bias that is one number for a row, sinks are added last.
+    is_last = sinks is None or row_bias is not None
+    moved, total = None, shift
+    if sinks is not None and not is_last:
+        moved, total = _moved(sinks, shift, shares)
+    result = attention(by, problem, shares._replace(shift=shift, sinks=moved))
+    for number in (total, row_bias):
         result = Partial(*with_row_bias(number, *result))
+    if sinks is not None and is_last:
+        result = Partial(*with_sinks(*result, sinks))
     return result
+
+
+def _moved(
+    sinks: jax.Array, shift: jax.Array | None, shares: Shares
+) -> tuple[jax.Array, jax.Array]:
+    """Return sinks ([b], [s], h) less the shift, and what log-sum-exps lack then.
+
+    That is the sum of the shift and the sinks' base, to the last digit.
+    """
+    wide = jnp.reshape(sinks, (1, 1, -1)).astype(accumulator(shares.query))
+    if shift is None:
+        return wide, of_rows(base_of(wide))
+    rows = of_stats(shift).astype(wide.dtype)
+    moved = wide - rows
+    is_above = jax.lax.stop_gradient(base_of(moved) > 0)
+    return moved, of_rows(jax.lax.stop_gradient(jnp.where(is_above, wide, rows)))

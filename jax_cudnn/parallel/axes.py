@@ -26,5 +26,5 @@ def axis_size(op: str, axis_name: AxisName) -> int:
             f"{op}: axis_name={axis_name!r} is not an axis that is sharded here "
             f"({f'those are {known}' if known else 'there is none'}). Call it inside "
             "jax.shard_map over that axis, or use "
-            "jax_cudnn.parallel.sequence_parallel_attention on whole arrays."
+            "jax_cudnn.parallel.sharded_sdpa on whole arrays."
         ) from None

@@ -5,35 +5,57 @@ Forward, the results of calls are combined in f32. Backward, each call's gradien
 follow from the output and the log-sum-exp of all keys, and are summed in f32.
 """
 
+import functools
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from jax_cudnn.graph import SdpaAttributes
+from jax_cudnn.graph.score_mod import Steps, largest
 from jax_cudnn.lowering import align_varying
 from jax_cudnn.ops.attend import Operands, attend
 from jax_cudnn.ops.sdpa_parts import part_gradients
+from jax_cudnn.ops.sentences import Sentence, Tokens
 from jax_cudnn.parallel.combining import combine
-from jax_cudnn.parallel.problem import Problem, Shares
+from jax_cudnn.parallel.order import run_length
+from jax_cudnn.parallel.problem import Problem, Shares, membership, sentences_of
 from jax_cudnn.parallel.schedule import Call, Step
+from jax_cudnn.reference.dropout import kept_at
 
 _State = TypeVar("_State")
 # The first column of a call: known while tracing, or depending on the device.
 _First = int | jax.Array
 
 
+class Places(NamedTuple):
+    """Where the tokens at hand are, as far as that matters.
+
+    ``positions`` are those in the sequence. ``ends`` (b, sequences, 1, 1) is how many
+    of the tokens at hand lie before the end of each sequence, and ``begins`` how many
+    before its first token; where it is None, sequences begin with the first token.
+    """
+
+    positions: jax.Array | None = None
+    begins: jax.Array | None = None
+    ends: jax.Array | None = None
+
+
 class Keys(NamedTuple):
-    """The keys at hand: where they come from, and how far they are within lengths.
+    """The keys at hand, and where they come from.
 
     ``first`` is the column of bias and mask that belongs to the first of them, and
-    ``visible`` (b, 1, 1, 1) how many of the first ones lengths let queries see.
+    ``is_own`` whether they are those of the device's own tokens, or of all devices.
     """
 
     key: jax.Array
     value: jax.Array
     first: _First
-    visible: jax.Array | None
+    places: Places
+    is_own: bool = True
 
 
 class Partial(NamedTuple):
@@ -61,7 +83,7 @@ class Gradients(NamedTuple):
     query: jax.Array
     key: jax.Array
     value: jax.Array
-    bias: jax.Array | None
+    scores: dict[str, jax.Array]
 
 
 def zeros_like(x: jax.Array, shape: tuple[int, ...], dtype: jnp.dtype) -> jax.Array:
@@ -74,21 +96,20 @@ def accumulator(x: jax.Array) -> jnp.dtype:
     return jnp.dtype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
 
 
-def no_gradients(shares: Shares, keys: Keys, *, with_bias: bool) -> Gradients:
-    """Return gradients of zero, for the keys at hand and a bias of all keys."""
+def no_gradients(shares: Shares, keys: Keys, wanted: tuple[str, ...]) -> Gradients:
+    """Return sums of gradients, of the scores' operands those that are wanted."""
     like, dtype = shares.query, accumulator(shares.query)
-    bias = None
-    if with_bias:
-        assert shares.bias is not None
-        # Each number of it gets one gradient, unless rows share it.
-        is_sum = shares.bias.shape[2] != shares.query.shape[1]
-        bias_dtype = dtype if is_sum else shares.bias.dtype
-        bias = zeros_like(like, shares.bias.shape, bias_dtype)
+    scores: dict[str, jax.Array] = {}
+    for role, x in shares.scores.items():
+        if role in wanted:
+            # Each number of it gets one gradient, unless rows or keys share it.
+            is_sum = x.shape[2] != shares.query.shape[1] or x.shape[3] == 1
+            scores[role] = zeros_like(like, x.shape, dtype if is_sum else x.dtype)
     return Gradients(
         query=zeros_like(like, shares.query.shape, dtype),
         key=zeros_like(like, keys.key.shape, dtype),
         value=zeros_like(like, keys.value.shape, dtype),
-        bias=bias,
+        scores=scores,
     )
 
 
@@ -96,23 +117,27 @@ def attend_step(
     problem: Problem,
     step: Step,
     shares: Shares,
+    queries: Places,
     keys: Keys,
-    visible_queries: jax.Array | None,
     before: Partial | None,
 ) -> Partial:
     """Return attention over the keys of before, if any, and those of this step."""
+    block = _Block(problem, step, shares, queries, keys)
 
     def run(call: Call, first: _First, state: Partial | None) -> Partial:
-        part = _operands(call, first, shares, keys, visible_queries)
-        attributes = problem.attributes(is_causal=call.is_causal, window=call.window)
-        output, stats = attend(part, attributes, problem.call, with_stats=True)
+        output, stats = attend(
+            block.operands(call, first),
+            block.attributes(call),
+            problem.call,
+            with_stats=True,
+        )
         stats = jnp.transpose(stats[..., 0], (0, 2, 1))
         new = Partial(output=output, stats=stats)
         return _combined(state, new, call.rows)
 
     if before is None and not _begins_with_all_rows(step, shares):
         before = _nothing_seen(shares)
-    total = _run(problem, step, run, before)
+    total = _run(block, run, before)
     assert total is not None, "either before is not None, or each device has a call"
     return total
 
@@ -121,52 +146,177 @@ def gradient_step(
     problem: Problem,
     step: Step,
     shares: Shares,
+    queries: Places,
     keys: Keys,
-    visible_queries: jax.Array | None,
     cotangents: Cotangents,
     before: Gradients,
 ) -> Gradients:
     """Return gradients with those of this step added."""
+    block = _Block(problem, step, shares, queries, keys)
 
     def run(call: Call, first: _First, state: Gradients) -> Gradients:
-        part = _operands(call, first, shares, keys, visible_queries)
+        part = block.operands(call, first)
         stats = _rows(cotangents.stats, call, axis=2)
-        if part.bias is not None:
+        if part.bias is not None or may_be_far(problem.score_mod):
             stats = _without_far_rows(stats)
         grad_stats = cotangents.grad_stats
         found = part_gradients(
             part,
-            problem.attributes(is_causal=call.is_causal, window=call.window),
+            block.attributes(call),
             problem.call,
             output=_rows(cotangents.output, call, axis=1),
             stats=stats,
             grad_output=_rows(cotangents.grad_output, call, axis=1),
             grad_stats=None if grad_stats is None else _rows(grad_stats, call, axis=2),
-            with_bias=state.bias is not None,
+            scores=tuple(state.scores),
         )
-        rows, bias = call.rows[0], state.bias
-        if bias is not None:
-            bias = _with_bias_part(bias, found["bias"], rows, keys.first + first)
+        rows = call.rows[0]
         return Gradients(
             query=_added(state.query, found["query"], (0, rows)),
             key=_added(state.key, found["key"], (0, first)),
             value=_added(state.value, found["value"], (0, first)),
-            bias=bias,
+            scores={
+                role: _with_block(total, found[role], rows, keys.first + first)
+                for role, total in state.scores.items()
+            },
         )
 
-    return _run(problem, step, run, before)
+    return _run(block, run, before)
+
+
+# --- blocks ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Block:
+    """A device's queries and the keys at hand in a step."""
+
+    problem: Problem
+    step: Step
+    shares: Shares
+    queries: Places
+    keys: Keys
+
+    def attributes(self, call: Call) -> SdpaAttributes:
+        """Return the attributes of one call."""
+        longest: tuple[int, ...] = ()
+        if self.problem.longest and not call.is_shifted:
+            sizes = (call.rows[1], call.columns[1])
+            most = zip(self.problem.longest, sizes, strict=True)
+            longest = tuple(map(min, most))
+            longest = () if longest == sizes else longest
+        return self.problem.attributes(
+            is_causal=call.is_causal, window=call.window, longest=longest
+        )
+
+    def operands(self, call: Call, first: _First) -> Operands:
+        """Return the operands of one call, whose columns begin with the first."""
+        shares, keys, count = self.shares, self.keys, call.columns[1]
+
+        def scores_like(x: jax.Array) -> jax.Array:
+            x = _rows(x, call, axis=2)
+            if x.shape[3] == 1:
+                return x
+            return _slice(x, keys.first + first, count, axis=3)
+
+        given = {role: scores_like(x) for role, x in shares.scores.items()}
+        if "bias" in given and shares.shift is not None:
+            given["bias"] = given["bias"] - _rows(shares.shift, call, axis=2)
+        mask = None if shares.mask is None else scores_like(shares.mask)
+        for sentence in self._sentences(call):
+            is_seen = sentence.seen(*self._tokens(call, first))
+            mask = is_seen if mask is None else mask & is_seen
+        if mask is not None:
+            given["mask"] = mask
+        if shares.query_starts is None or not call.is_shifted:
+            given |= _within("query", self.queries, *call.rows)
+            given |= _within("key", keys.places, first, count)
+        if shares.dropout_seed is not None:
+            given["dropout_mask"] = self._kept(call, first)
+        missing = dict.fromkeys(Operands._fields)
+        return Operands(
+            **{
+                **missing,
+                **given,
+                "query": _rows(shares.query, call, axis=1),
+                "key": _slice(keys.key, first, count, axis=1),
+                "value": _slice(keys.value, first, count, axis=1),
+            }  # type: ignore[arg-type]
+        )
+
+    def _sentences(self, call: Call) -> tuple[Sentence, ...]:
+        """Return the sentences that are a mask in a call."""
+        found = sentences_of(self.problem, self.shares)
+        packing = membership(self.shares) if call.is_shifted else None
+        return found if packing is None else (*found, packing)
+
+    def _tokens(self, call: Call, first: _First) -> tuple[Tokens, Tokens]:
+        rows, columns = self.queries.positions, self.keys.places.positions
+        assert rows is not None
+        assert columns is not None
+        count = call.columns[1]
+        return (
+            Tokens(call.rows[1], _slice(rows, *call.rows, axis=0)),
+            Tokens(count, _slice(columns, first, count, axis=0)),
+        )
+
+    def _kept(self, call: Call, first: _First) -> jax.Array:
+        """Return which probabilities dropout keeps, 1 or 0 in query's dtype."""
+        problem, shares = self.problem, self.shares
+        assert shares.dropout_seed is not None
+        assert shares.dropout_offset is not None
+        queries, keys = self._tokens(call, first)
+        runs = (run_length(problem.order, shares.query.shape[1]), 0)
+        if self.keys.is_own:
+            runs = (runs[0], run_length(problem.order, shares.key.shape[1]))
+        columns = [x for each in self.step.columns_of for x in each]
+        is_kept = kept_at(
+            problem.dropout,
+            shares.dropout_seed,
+            shares.dropout_offset,
+            tuple(x.shape[1] * problem.count for x in (shares.query, shares.key)),
+            (queries.numbers, keys.numbers),
+            (
+                math.gcd(runs[0], *call.rows),
+                math.gcd(runs[1], call.columns[1], *columns),
+            ),
+        )
+        return is_kept.astype(shares.query.dtype)
+
+    def may_be_seen(self, call: Call, first: _First) -> jax.Array | None:
+        """Return whether a call may have something to do; None where it has.
+
+        The keys of the device's own tokens always do.
+        """
+        if not self.step.shift:
+            return None
+        bounds = [*sentences_of(self.problem, self.shares)]
+        if (packing := membership(self.shares)) is not None:
+            bounds.append(packing)
+        if not bounds:
+            return None
+        tokens = self._tokens(call, first)
+        found = (sentence.may_be_seen(*tokens) for sentence in bounds)
+        return functools.reduce(jnp.logical_and, found)
 
 
 # --- programs -------------------------------------------------------------------------
 
 
 def _run(
-    problem: Problem,
-    step: Step,
-    run: Callable[[Call, _First, _State], _State],
-    state: _State,
+    block: _Block, run: Callable[[Call, _First, _State], _State], state: _State
 ) -> _State:
     """Run this device's program of a step: its calls, one after another."""
+    problem, step = block.problem, block.step
+
+    def where_needed(call: Call, first: _First, state: _State) -> _State:
+        is_needed = block.may_be_seen(call, first)
+        if is_needed is None:
+            return run(call, first, state)
+        return jax.lax.cond(
+            is_needed, lambda x: run(call, first, x), lambda x: x, state
+        )
+
     width = max(len(calls) for calls in step.programs)
     table = [(*each, *([0] * (width - len(each)))) for each in step.columns_of]
 
@@ -182,7 +332,7 @@ def _run(
             for i, call in enumerate(calls):
                 starts = {columns[i] for columns in mine}
                 first = starts.pop() if len(starts) == 1 else firsts()[i]
-                state = run(call, first, state)
+                state = where_needed(call, first, state)
             return state
 
         return branch
@@ -197,38 +347,17 @@ def _run(
     return jax.lax.switch(number, branches, state)
 
 
-def _operands(
-    call: Call,
-    first: _First,
-    shares: Shares,
-    keys: Keys,
-    visible_queries: jax.Array | None,
-) -> Operands:
-    """Return the operands of one call."""
-    count = call.columns[1]
-
-    def scores_like(x: jax.Array | None) -> jax.Array | None:
-        if x is None:
-            return None
-        x = _rows(x, call, axis=2)
-        return x if x.shape[3] == 1 else _slice(x, keys.first + first, count, axis=3)
-
-    bias = scores_like(shares.bias)
-    if bias is not None and shares.shift is not None:
-        bias = bias - _rows(shares.shift, call, axis=2)
-    return Operands(
-        query=_rows(shares.query, call, axis=1),
-        key=_slice(keys.key, first, count, axis=1),
-        value=_slice(keys.value, first, count, axis=1),
-        bias=bias,
-        mask=scores_like(shares.mask),
-        query_lengths=_within(visible_queries, *call.rows),
-        key_lengths=_within(keys.visible, first, count),
-    )
-
-
-def _within(visible: jax.Array | None, first: _First, count: int) -> jax.Array | None:
-    return None if visible is None else jnp.clip(visible - first, 0, count)
+def _within(
+    kind: str, places: Places, first: _First, count: int
+) -> dict[str, jax.Array]:
+    """Return lengths and starts of the sequences, cut to a call's tokens, by role."""
+    if places.ends is None:
+        return {}
+    ends = jnp.clip(places.ends - first, 0, count)
+    if places.begins is None:
+        return {f"{kind}_lengths": ends}
+    begins = jnp.clip(places.begins - first, 0, count)
+    return {f"{kind}_lengths": ends - begins, f"{kind}_starts": begins}
 
 
 def _rows(x: jax.Array, call: Call, axis: int) -> jax.Array:
@@ -282,6 +411,11 @@ _FAR = 2.0**11
 _ABOVE_ALL = 1e30
 
 
+def may_be_far(steps: Steps) -> bool:
+    """Whether a score_mod may move rows far from 0."""
+    return bool(steps) and largest(steps) > _FAR / 2
+
+
 def _without_far_rows(stats: jax.Array) -> jax.Array:
     """Return log-sum-exps that give rows no probabilities where these would be wrong.
 
@@ -301,12 +435,13 @@ def _added(total: jax.Array, part: jax.Array, starts: tuple[_First, ...]) -> jax
     return _put(total, old + part.astype(total.dtype), starts)
 
 
-def _with_bias_part(
+def _with_block(
     total: jax.Array, part: jax.Array, row: int, column: _First
 ) -> jax.Array:
-    """Return the gradient of a bias with that of a block of it added."""
+    """Return the gradient of a bias or its like with that of a block of it added."""
     if total.shape[2] == 1:
         row = 0
-        # The block has rows of its own where it was shifted.
-        part = jnp.sum(part, axis=2, keepdims=True, dtype=total.dtype)
-    return _added(total, part, (0, 0, row, column))
+        if part.shape[2] != 1:
+            # The block has rows of its own where it was shifted.
+            part = jnp.sum(part, axis=2, keepdims=True, dtype=total.dtype)
+    return _added(total, part, (0, 0, row, 0 if total.shape[3] == 1 else column))

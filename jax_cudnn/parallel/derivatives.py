@@ -8,37 +8,32 @@ differentiates either.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_cudnn.lowering import run_by_hand
 from jax_cudnn.ops.attend import of_rows
+from jax_cudnn.ops.sinks import sink_slopes, with_sinks
 from jax_cudnn.parallel.blocks import Cotangents, Partial
-from jax_cudnn.parallel.problem import Problem, Shares
+from jax_cudnn.parallel.problem import SCORES, Problem, Shares, base_of
 
 # Return output, in query's dtype, and log-sum-exp (b, s, h).
 Forward = Callable[[Problem, Shares], Partial]
 
 
-class OperandGradients(NamedTuple):
-    """Gradients of a device's share of the operands, in their dtypes."""
-
-    query: jax.Array
-    key: jax.Array
-    value: jax.Array
-    bias: jax.Array | None
-
-
-Backward = Callable[[Problem, Shares, Cotangents, bool], OperandGradients]
+# Gradients of a device's share of the operands by role, in their dtypes: of query, key
+# and value, and of those of the scores' operands that are wanted.
+OperandGradients = dict[str, jax.Array]
+Backward = Callable[[Problem, Shares, Cotangents, tuple[str, ...]], OperandGradients]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Method:
     """A way to attention over several devices: forward, and its gradient.
 
-    The gradient takes whether that of the bias is wanted as well.
+    The gradient takes which operands' gradients are wanted, and is given output and
+    log-sum-exp with the sinks.
     """
 
     forward: Forward
@@ -47,8 +42,9 @@ class Method:
 
 def attention(method: Method, problem: Problem, shares: Shares) -> Partial:
     """Return output and log-sum-exp of this device's queries over all keys."""
-    given = {role: x for role, x in shares._asdict().items() if x is not None}
-    return Partial(*run_by_hand(_Attention(method=method, problem=problem), given))
+    return Partial(
+        *run_by_hand(_Attention(method=method, problem=problem), shares.given)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,10 +56,15 @@ class _Attention:
 
     # Those of sdpa, so that the same remat policies keep them.
     names = ("cudnn_sdpa_output", "cudnn_sdpa_stats")
-    differentiable = ("query", "key", "value", "bias")
+    differentiable = ("query", "key", "value", *SCORES, "sinks")
 
     def forward(self, given: Mapping[str, jax.Array]) -> Partial:
-        return self.method.forward(self.problem, Shares(**given))
+        shares = Shares.of(given)
+        result = self.method.forward(self.problem, shares)
+        if shares.sinks is None:
+            return result
+        sinks, base = _from_base(shares.sinks)
+        return Partial(*with_sinks(result.output, result.stats - base, sinks))
 
     def gradients(
         self,
@@ -72,8 +73,8 @@ class _Attention:
         cotangents: Sequence[jax.Array | None],
         wanted: tuple[str, ...],
     ) -> dict[str, jax.Array]:
-        """Return the gradients of query, key and value, and of the bias if wanted."""
-        shares, (output, stats) = Shares(**given), results
+        """Return the gradients of query, key and value, and what else is wanted."""
+        shares, (output, stats) = Shares.of(given), results
         grad_output, grad_stats = cotangents
         if grad_output is None:
             grad_output = jnp.zeros_like(output)
@@ -83,11 +84,31 @@ class _Attention:
             ((shares.key, shares.value), grad_output)
         )
         shares = shares._replace(key=key, value=value)
+        sinks, base = None, 0
+        if shares.sinks is not None:
+            sinks, base = _from_base(shares.sinks)
         cotangent = Cotangents(
             output=output,
-            stats=of_rows(stats),
+            stats=of_rows(stats + base),
             grad_output=grad_output,
             grad_stats=None if grad_stats is None else of_rows(grad_stats),
         )
-        found = self.method.backward(self.problem, shares, cotangent, "bias" in wanted)
-        return {role: x for role, x in found._asdict().items() if x is not None}
+        found = self.method.backward(self.problem, shares, cotangent, wanted)
+        if shares.sinks is not None and sinks is not None and "sinks" in wanted:
+            slopes = sink_slopes(
+                sinks,
+                output=output,
+                lse=stats,
+                grad_output=grad_output,
+                grad_lse=grad_stats,
+            )
+            axes = [i for i, size in enumerate(shares.sinks.shape) if size == 1]
+            slopes = jnp.sum(slopes, axis=axes, keepdims=True)
+            found["sinks"] = slopes.astype(shares.sinks.dtype)
+        return found
+
+
+def _from_base(sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return sinks with their base subtracted, and the base: see `Shares`."""
+    base = base_of(sinks)
+    return sinks - base, base

@@ -5,11 +5,13 @@ The gathered keys are not kept for the backward pass, but gathered again.
 """
 
 import jax
+import jax.numpy as jnp
 
 from jax_cudnn.parallel.blocks import (
     Cotangents,
     Keys,
     Partial,
+    Places,
     attend_step,
     gradient_step,
     no_gradients,
@@ -17,7 +19,7 @@ from jax_cudnn.parallel.blocks import (
 from jax_cudnn.parallel.derivatives import Method, OperandGradients
 from jax_cudnn.parallel.order import from_zigzag, to_zigzag
 from jax_cudnn.parallel.problem import Problem, Shares
-from jax_cudnn.parallel.ring import operand_gradients, visible_queries
+from jax_cudnn.parallel.ring import needs_positions, operand_gradients, query_places
 from jax_cudnn.parallel.schedule import Step, gathered_step
 
 
@@ -27,15 +29,18 @@ def _forward(problem: Problem, shares: Shares) -> Partial:
         problem,
         step,
         ordered,
+        query_places(problem, shares),
         _gathered(problem, shares),
-        visible_queries(problem, shares),
         None,
     )
     return Partial(total.output.astype(shares.query.dtype), total.stats)
 
 
 def _backward(
-    problem: Problem, shares: Shares, cotangents: Cotangents, with_bias: bool
+    problem: Problem,
+    shares: Shares,
+    cotangents: Cotangents,
+    wanted: tuple[str, ...],
 ) -> OperandGradients:
     step, ordered = _step(problem, shares), _in_order(problem, shares)
     keys = _gathered(problem, shares)
@@ -43,12 +48,12 @@ def _backward(
         problem,
         step,
         ordered,
+        query_places(problem, shares),
         keys,
-        visible_queries(problem, shares),
         cotangents,
-        no_gradients(ordered, keys, with_bias=with_bias),
+        no_gradients(ordered, keys, wanted),
     )
-    bias = sums.bias if sums.bias is None else _as_stored(problem, sums.bias, 3)
+    scores = {role: _as_stored(problem, x, 3) for role, x in sums.scores.items()}
     key, value = (
         jax.lax.psum_scatter(
             _as_stored(problem, x, 1),
@@ -58,7 +63,7 @@ def _backward(
         )
         for x in (sums.key, sums.value)
     )
-    return operand_gradients(shares, sums._replace(key=key, value=value, bias=bias))
+    return operand_gradients(shares, sums._replace(key=key, value=value, scores=scores))
 
 
 ALL_GATHER = Method(forward=_forward, backward=_backward)
@@ -82,15 +87,21 @@ def _gathered(problem: Problem, shares: Shares) -> Keys:
         )
         for x in (shares.key, shares.value)
     )
-    return Keys(key=key, value=value, first=0, visible=shares.key_lengths)
+    starts, ends, positions = shares.key_starts, shares.key_lengths, None
+    if starts is not None and ends is not None:
+        ends = starts + ends
+    if needs_positions(shares):
+        positions = jnp.arange(key.shape[1], dtype=jnp.int32)
+    places = Places(positions=positions, begins=starts, ends=ends)
+    return Keys(key=key, value=value, first=0, places=places, is_own=False)
 
 
 def _in_order(problem: Problem, shares: Shares) -> Shares:
-    """Return the shares with the columns of bias and mask in the sequence's order."""
-    bias, mask = (
-        x if x is None else _natural(problem, x, 3) for x in (shares.bias, shares.mask)
-    )
-    return shares._replace(bias=bias, mask=mask)
+    """Return the shares with the columns of scores and mask in the sequence's order."""
+    ordered = {role: _natural(problem, x, 3) for role, x in shares.scores.items()}
+    if shares.mask is not None:
+        ordered["mask"] = _natural(problem, shares.mask, 3)
+    return shares._replace(**ordered)
 
 
 def _natural(problem: Problem, x: jax.Array, axis: int) -> jax.Array:

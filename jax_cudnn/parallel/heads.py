@@ -5,24 +5,25 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.ops.attend import Operands, attend
-from jax_cudnn.parallel.blocks import Partial
+from jax_cudnn.ops.attend import Operands
+from jax_cudnn.ops.sentences import Tokens
+from jax_cudnn.ops.sinks import attend_beside
 from jax_cudnn.parallel.order import from_zigzag, to_zigzag
-from jax_cudnn.parallel.problem import Problem
+from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shares, sentences_of
 
 
 def attend_by_heads(
-    op: str, problem: Problem, operands: Operands, *, with_stats: bool
-) -> Partial:
-    """Return output and log-sum-exp, in which a device has whole sequences.
+    op: str, problem: Problem, shares: Shares, *, with_lse: bool
+) -> tuple[jax.Array, ...]:
+    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
 
-    The log-sum-exp is left empty where it is not asked for.
+    In between, a device has whole sequences.
     """
-    query, key, value = operands.query, operands.key, operands.value
+    query, key, value = shares.query, shares.key, shares.value
     repeats = _repeats(op, problem.count, query.shape[2], key.shape[2])
     if repeats != 1:
         key, value = (jnp.repeat(x, repeats, axis=2) for x in (key, value))
-    is_natural = _needs_order(problem, operands)
+    is_natural = _needs_order(problem, shares)
 
     def to_heads(x: jax.Array) -> jax.Array:
         return _swapped(problem, x, split=2, concat=1, from_order=is_natural)
@@ -31,24 +32,53 @@ def attend_by_heads(
         x = to_zigzag(x, problem.count) if is_natural else x
         return _swapped(problem, x, split=1, concat=2)
 
+    # What belongs to scores, for the rows of this device's queries and all heads.
+    of_scores = {**shares.scores}
+    if shares.mask is not None:
+        of_scores["mask"] = shares.mask
+    given = {
+        role: _of_own_heads(problem, x, is_natural=is_natural)
+        for role, x in of_scores.items()
+    }
+    tokens = (
+        Tokens(query.shape[1] * problem.count),
+        Tokens(key.shape[1] * problem.count),
+    )
+    for sentence in sentences_of(problem, shares):
+        is_seen = _own_heads(problem, sentence.seen(*tokens), axis=1)
+        given["mask"] = given["mask"] & is_seen if "mask" in given else is_seen
+    if shares.dropout_offset is not None:
+        given["dropout_offset"] = _own_heads(problem, shares.dropout_offset, axis=1)
+    of_rows = {
+        role: x
+        for role, x in shares.given.items()
+        if role in (*SEQUENCES, "dropout_seed")
+    }
+    absent = dict.fromkeys(Operands._fields)
     local = Operands(
-        query=to_heads(query),
-        key=to_heads(key),
-        value=to_heads(value),
-        bias=_of_own_heads(problem, operands.bias, is_natural=is_natural),
-        mask=_of_own_heads(problem, operands.mask, is_natural=is_natural),
-        query_lengths=operands.query_lengths,
-        key_lengths=operands.key_lengths,
+        **{
+            **absent,
+            **given,
+            **of_rows,
+            "query": to_heads(query),
+            "key": to_heads(key),
+            "value": to_heads(value),
+        }  # type: ignore[arg-type]
     )
     attributes = SdpaAttributes(
-        scale=problem.scale, is_causal=problem.is_causal, window=problem.window
+        scale=problem.scale,
+        is_causal=problem.is_causal,
+        window=problem.window,
+        longest=problem.longest,
+        dropout=problem.dropout,
+        dropout_heads=problem.dropout_heads,
+        score_mod=problem.score_mod,
     )
-    results = attend(local, attributes, problem.call, with_stats=with_stats)
-    output = to_tokens(results[0])
-    if not with_stats:
-        return Partial(output=output, stats=jnp.zeros((0,), jnp.float32))
-    stats = jnp.transpose(results[1][..., 0], (0, 2, 1))
-    return Partial(output=output, stats=to_tokens(stats))
+    sinks = shares.sinks
+    if sinks is not None:
+        sinks = _own_heads(problem, sinks, axis=0)
+    results = attend_beside(sinks, attributes, problem.call, local, with_lse=with_lse)
+    return tuple(to_tokens(x) for x in results)
 
 
 def _repeats(op: str, count: int, heads: int, key_heads: int) -> int:
@@ -65,10 +95,13 @@ def _repeats(op: str, count: int, heads: int, key_heads: int) -> int:
     )
 
 
-def _needs_order(problem: Problem, operands: Operands) -> bool:
+def _needs_order(problem: Problem, shares: Shares) -> bool:
     """Whether the sequences have to be in their order: attention itself has none."""
-    has_lengths = operands.query_lengths is not None or operands.key_lengths is not None
-    return problem.order == "zigzag" and (has_lengths or not problem.band.is_everything)
+    if problem.order == "contiguous":
+        return False
+    has_sequences = any(getattr(shares, role) is not None for role in SEQUENCES)
+    has_positions = has_sequences or not problem.band.is_everything
+    return has_positions or bool(shares.sentences or problem.dropout)
 
 
 def _swapped(
@@ -80,15 +113,11 @@ def _swapped(
     return from_zigzag(x, problem.count, concat) if from_order else x
 
 
-def _of_own_heads(
-    problem: Problem, x: jax.Array | None, *, is_natural: bool
-) -> jax.Array | None:
+def _of_own_heads(problem: Problem, x: jax.Array, *, is_natural: bool) -> jax.Array:
     """Return a bias or mask for all tokens and this device's heads.
 
     Given are all heads of the rows of this device's queries.
     """
-    if x is None:
-        return None
     has_heads, has_rows = x.shape[1] != 1, x.shape[2] != 1
     found: jax.Array = x
     if has_heads and has_rows:
@@ -96,9 +125,16 @@ def _of_own_heads(
     elif has_rows:
         found = jax.lax.all_gather(x, problem.axis_name, axis=2, tiled=True)
     elif has_heads:
-        size = x.shape[1] // problem.count
-        found = jax.lax.dynamic_slice_in_dim(x, problem.device * size, size, axis=1)
+        found = _own_heads(problem, x, axis=1)
     for axis in (2, 3):
         if is_natural and found.shape[axis] != 1:
             found = from_zigzag(found, problem.count, axis)
     return found
+
+
+def _own_heads(problem: Problem, x: jax.Array, axis: int) -> jax.Array:
+    """Return what belongs to the heads that this device has while it computes."""
+    if x.shape[axis] == 1 and x.ndim > 1:
+        return x
+    size = x.shape[axis] // problem.count
+    return jax.lax.dynamic_slice_in_dim(x, problem.device * size, size, axis=axis)

@@ -133,6 +133,11 @@ def positions_of(device: jax.Array, count: int, length: int, order: Order) -> ja
     return jnp.where(index < half, device * half + index, later * half + index - half)
 
 
+def run_length(order: Order, tokens: int) -> int:
+    """Return how many of a device's tokens follow one another, at multiples of it."""
+    return tokens if order == "contiguous" else tokens // 2
+
+
 def all_positions(count: int, length: int, order: Order) -> np.ndarray:
     """Return the positions of all devices' tokens, one device after another."""
     natural = np.arange(count * length, dtype=np.int32)

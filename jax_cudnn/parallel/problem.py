@@ -1,28 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a device computes its share of: checked arguments, and the arrays it holds."""
+"""What does a device compute its share of? What is static, and the arrays it holds."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.lowering import align_varying
-from jax_cudnn.ops.arguments import check_flag, options, why_symbolic
-from jax_cudnn.ops.attend import Operands
-from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
-from jax_cudnn.parallel.axes import AxisName, axis_size
-from jax_cudnn.parallel.order import all_positions, check_order, positions_of
+from jax_cudnn.graph.score_mod import OPERANDS, Steps
+from jax_cudnn.ops.sentences import InSequence, Sentence, Tokens
+from jax_cudnn.parallel.axes import AxisName
+from jax_cudnn.parallel.order import all_positions, positions_of
 from jax_cudnn.parallel.schedule import Band, Order
+
+Method = Literal["ring", "all_gather", "all_to_all"]
+
+# What is ([b], [h], [s], [t]) and gets gradients.
+SCORES = ("bias", *OPERANDS)
+# They say something of whole sequences, and nothing of heads.
+SEQUENCES = ("query_lengths", "key_lengths", "query_starts", "key_starts")
+# The names of the arrays of sentences begin with it.
+_SENTENCE = "sentence_"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is known of a call while it is traced; hashable."""
+    """What is known of a call while it is traced; hashable.
+
+    ``sentences`` is the structure of the mask's sentences, whose arrays are operands.
+    The other attributes are those of a call of attention on whole sequences.
+    """
 
     axis_name: AxisName
     count: int
@@ -31,6 +41,11 @@ class Problem:
     is_causal: bool
     window: tuple[int, ...]
     call: Options
+    longest: tuple[int, ...] = ()
+    dropout: float = 0
+    dropout_heads: int = 0
+    score_mod: Steps = ()
+    sentences: Any = None
 
     @property
     def band(self) -> Band:
@@ -43,10 +58,21 @@ class Problem:
         return jax.lax.axis_index(self.axis_name)
 
     def attributes(
-        self, *, is_causal: bool = False, window: tuple[int, ...] = ()
+        self,
+        *,
+        is_causal: bool = False,
+        window: tuple[int, ...] = (),
+        longest: tuple[int, ...] = (),
     ) -> SdpaAttributes:
         """Return the attributes of a call on a part of the queries and keys."""
-        return SdpaAttributes(scale=self.scale, is_causal=is_causal, window=window)
+        return SdpaAttributes(
+            scale=self.scale,
+            is_causal=is_causal,
+            window=window,
+            longest=longest,
+            dropout=self.dropout,
+            score_mod=self.score_mod,
+        )
 
 
 class Shares(NamedTuple):
@@ -55,11 +81,15 @@ class Shares(NamedTuple):
     Letters as in `sdpa`, with s and t for one device's tokens and n devices:
 
     * query (b, s, h, d), key (b, t, k, d), value (b, t, k, e);
-    * bias and mask ([b], [h], [s], [n t]), in brackets what may be 1, the keys of all
-      devices one after another;
-    * query_lengths and key_lengths (b, 1, 1, 1), of whole sequences;
+    * bias, mask and what a score_mod reads ([b], [h], [s], [n t]), in brackets what may
+      be 1, the keys of all devices one after another;
+    * lengths and starts of sequences (b, sequences, 1, 1), in the whole sequence;
+    * the seed of dropout (1, 1, 1, 1) and its offsets (b, h, 1, 1);
     * shift ([b], [h], [s], 1), to be subtracted from the bias (see `bias_shift`). The
-      log-sum-exp is that of the scores with it subtracted.
+      log-sum-exp is that of the scores with it subtracted;
+    * sinks ([b], [s], h), with the shift subtracted. The log-sum-exp with them is that
+      with their base subtracted as well (see `base_of`);
+    * the arrays of the mask's sentences, of whole sequences.
     """
 
     query: jax.Array
@@ -69,103 +99,84 @@ class Shares(NamedTuple):
     mask: jax.Array | None = None
     query_lengths: jax.Array | None = None
     key_lengths: jax.Array | None = None
+    query_starts: jax.Array | None = None
+    key_starts: jax.Array | None = None
+    dropout_seed: jax.Array | None = None
+    dropout_offset: jax.Array | None = None
+    mod_a: jax.Array | None = None
+    mod_b: jax.Array | None = None
+    mod_c: jax.Array | None = None
+    mod_d: jax.Array | None = None
     shift: jax.Array | None = None
+    sinks: jax.Array | None = None
+    sentences: tuple[jax.Array, ...] = ()
+
+    @classmethod
+    def of(cls, given: Mapping[str, jax.Array]) -> "Shares":
+        """Return shares from arrays by their names."""
+        own = {role: x for role, x in given.items() if not role.startswith(_SENTENCE)}
+        return cls(**own, sentences=sentence_arrays(given))
+
+    @property
+    def given(self) -> dict[str, jax.Array]:
+        """Those that are there, by their names."""
+        own = self._asdict()
+        arrays = own.pop("sentences")
+        return {role: x for role, x in own.items() if x is not None} | named(arrays)
+
+    @property
+    def scores(self) -> dict[str, jax.Array]:
+        """The bias and what a score_mod reads, as far as they are there."""
+        return {role: x for role in SCORES if (x := getattr(self, role)) is not None}
 
 
-class Checked(NamedTuple):
-    """A call's arguments, checked, and what its result is made of."""
-
-    problem: Problem
-    operands: Operands
-    has_batch: bool
-    with_stats: bool
+def named(arrays: Any) -> dict[str, jax.Array]:
+    """Return the arrays of sentences by names."""
+    return {f"{_SENTENCE}{i}": x for i, x in enumerate(arrays)}
 
 
-def check_arguments(
-    op: str,
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None,
-    mask: ArrayLike | None,
-    *,
-    axis_name: AxisName,
-    order: Order,
-    scale: float | None,
-    is_causal: bool,
-    query_seq_lengths: ArrayLike | None,
-    key_value_seq_lengths: ArrayLike | None,
-    local_window_size: int | tuple[int, int] | None,
-    implementation: Implementation | None,
-    plan: PlanOptions | None,
-    return_residual: bool,
-) -> Checked:
-    """Return the arguments of one of the functions with these arguments, checked."""
-    count = axis_size(op, axis_name)
-    order = check_order(op, order)
-    call = options(op, implementation, plan)
-    with on_behalf_of(op, "sdpa"):
-        operands, has_batch = canonicalize(
-            query,
-            key,
-            value,
-            bias,
-            mask,
-            query_seq_lengths,
-            key_value_seq_lengths,
-            shares=count,
-        )
-        d = operands.query.shape[3]
-        problem = Problem(
-            axis_name=axis_name,
-            count=count,
-            order=order,
-            scale=check_scale(scale, d, operands.query.dtype),
-            is_causal=check_flag("sdpa", "is_causal", is_causal),
-            window=check_window(local_window_size),
-            call=call,
-        )
-        with_stats = check_flag("sdpa", "return_residual", return_residual)
-    if reason := why_symbolic(**operands.given):
-        raise ValueError(f"{op}: {reason} Make the program for one shape.")
-    for name, x in (("query", operands.query), ("key", operands.key)):
-        if order == "zigzag" and x.shape[1] % 2:
-            raise ValueError(
-                f"{op}: each device holds {x.shape[1]} tokens of {name}. In zigzag "
-                "order it holds two chunks of equal length. Pad the sequence to a "
-                f"multiple of 2 * {count} tokens, and pass its length."
-            )
-    return Checked(
-        problem=problem,
-        operands=_aligned(problem, operands),
-        has_batch=has_batch,
-        with_stats=with_stats,
+def sentence_arrays(given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+    """Return the arrays of sentences among arrays by their names, in their order."""
+    return tuple(x for role, x in given.items() if role.startswith(_SENTENCE))
+
+
+def sentences_of(problem: Problem, shares: Shares) -> tuple[Sentence, ...]:
+    """Return the mask's sentences."""
+    if problem.sentences is None:
+        return ()
+    return jax.tree.unflatten(problem.sentences, shares.sentences)
+
+
+def membership(shares: Shares) -> InSequence | None:
+    """Return the sentence that is said by lengths with starts; None without these."""
+    if shares.query_starts is None or shares.key_starts is None:
+        return None
+    assert shares.query_lengths is not None
+    assert shares.key_lengths is not None
+
+    def numbers(x: jax.Array) -> jax.Array:
+        return x[:, :, 0, 0]
+
+    return InSequence(
+        numbers(shares.query_starts),
+        numbers(shares.query_lengths),
+        numbers(shares.key_starts),
+        numbers(shares.key_lengths),
     )
-
-
-def _aligned(problem: Problem, operands: Operands) -> Operands:
-    """Return the operands, marked as differing between all devices of the axis.
-
-    What devices share gets the sum of their gradients on the way back.
-    """
-    *aligned, _ = align_varying([*operands.given.values(), problem.device])
-    return operands._replace(**dict(zip(operands.given, aligned, strict=True)))
 
 
 # --- biases ---------------------------------------------------------------------------
 
 
-def without_row_bias(
-    operands: Operands,
-) -> tuple[Operands, jax.Array | None]:
-    """Return the operands without a bias that is one number for all keys of a row.
+def without_row_bias(shares: Shares) -> tuple[Shares, jax.Array | None]:
+    """Return the shares without a bias that is one number for all keys of a row.
 
     It moves the row's log-sum-exp, and hides the row if it is -inf (`with_row_bias`).
     """
-    bias = operands.bias
+    bias = shares.bias
     if bias is None or bias.shape[3] != 1:
-        return operands, None
-    return operands._replace(bias=None), bias
+        return shares, None
+    return shares._replace(bias=None), bias
 
 
 def with_row_bias(
@@ -174,12 +185,17 @@ def with_row_bias(
     """Return output (b, s, h, e) and log-sum-exp (b, s, h) with such a bias."""
     if bias is None:
         return output, stats
-    rows = jnp.swapaxes(bias[..., 0], 1, 2).astype(stats.dtype)
+    rows = of_stats(bias).astype(stats.dtype)
     is_hidden = rows == -jnp.inf
     output = jnp.where(is_hidden[..., None], jnp.zeros((), output.dtype), output)
     # Neither side of a row without keys gets a gradient.
     is_dead = is_hidden | (stats == -jnp.inf)
     return output, jnp.where(is_dead, -jnp.inf, stats + rows)
+
+
+def of_stats(rows: jax.Array) -> jax.Array:
+    """Return ([b], [h], [s], 1) as log-sum-exps are, ([b], [s], [h])."""
+    return jnp.swapaxes(rows[..., 0], 1, 2)
 
 
 # Log-sum-exps that are further than this from 0 lose digits that matter, see
@@ -188,7 +204,7 @@ def with_row_bias(
 _FAR = 2.0**10
 
 
-def bias_shift(problem: Problem, operands: Operands) -> jax.Array | None:
+def bias_shift(problem: Problem, shares: Shares) -> jax.Array | None:
     """Return what to subtract from each row of the bias, as ([b], [h], [s], 1).
 
     That is the row's largest number where this is far from 0, as in a row of -1e9. The
@@ -198,10 +214,10 @@ def bias_shift(problem: Problem, operands: Operands) -> jax.Array | None:
     Batch entries and heads that share a bias share the shift: a bias of their own would
     take many times the memory.
     """
-    bias = operands.bias
+    bias = shares.bias
     if bias is None:
         return None
-    is_seen = _seen(problem, operands)
+    is_seen = _seen(problem, shares)
     seen = bias if is_seen is None else jnp.where(is_seen, bias, -jnp.inf)
     shared = tuple(axis for axis in (0, 1) if bias.shape[axis] == 1)
     largest = jnp.max(seen, axis=(*shared, 3), keepdims=True)
@@ -210,22 +226,37 @@ def bias_shift(problem: Problem, operands: Operands) -> jax.Array | None:
     return jnp.where(is_far, largest, jnp.zeros((), largest.dtype))
 
 
-def _seen(problem: Problem, operands: Operands) -> jax.Array | None:
+def base_of(sinks: jax.Array) -> jax.Array:
+    """Return what to subtract from a row's log-sum-exps beside its sink.
+
+    That is the sink where it is above 0. Where it is huge, since the row was shifted by
+    a bias of -1e9, the log-sum-exp is the sink, whose digits the shift would take.
+    """
+    sinks = jax.lax.stop_gradient(sinks)
+    return jnp.where(jnp.isfinite(sinks), jnp.maximum(sinks, 0), 0)
+
+
+def _seen(problem: Problem, shares: Shares) -> jax.Array | None:
     """Return which keys of all devices each query sees, None for all of them."""
     count, order = problem.count, problem.order
-    s, t = operands.query.shape[1], operands.key.shape[1]
-    columns = jnp.asarray(all_positions(count, t, order))[None, None, None, :]
-    is_seen = operands.mask
-    if operands.key_lengths is not None:
-        is_inside = columns < operands.key_lengths
+    s, t = shares.query.shape[1], shares.key.shape[1]
+    columns = jnp.asarray(all_positions(count, t, order))
+    rows = positions_of(problem.device, count, s, order)
+    is_seen = shares.mask
+    packing = membership(shares)
+    if packing is None and shares.key_lengths is not None:
+        is_inside = columns[None, None, None, :] < shares.key_lengths
         is_seen = is_inside if is_seen is None else is_seen & is_inside
     if not problem.band.is_everything:
-        rows = positions_of(problem.device, count, s, order)[None, None, :, None]
-        difference = columns - rows
+        difference = (columns[None, :] - rows[:, None])[None, None]
         lowest, highest = (
             int(max(-(2**30), min(x, 2**30)))
             for x in (problem.band.lowest, problem.band.highest)
         )
         is_near = (lowest <= difference) & (difference <= highest)
         is_seen = is_near if is_seen is None else is_seen & is_near
+    sentences = sentences_of(problem, shares)
+    for sentence in (*sentences, *(() if packing is None else (packing,))):
+        is_said = sentence.seen(Tokens(s, rows), Tokens(count * t, columns))
+        is_seen = is_said if is_seen is None else is_seen & is_said
     return is_seen

@@ -16,12 +16,13 @@ from jax_cudnn.parallel.blocks import (
     Gradients,
     Keys,
     Partial,
+    Places,
     attend_step,
     gradient_step,
     no_gradients,
 )
 from jax_cudnn.parallel.derivatives import Method, OperandGradients
-from jax_cudnn.parallel.order import visible_tokens
+from jax_cudnn.parallel.order import positions_of, visible_tokens
 from jax_cudnn.parallel.problem import Problem, Shares
 from jax_cudnn.parallel.schedule import Step, ring_steps
 
@@ -29,14 +30,14 @@ from jax_cudnn.parallel.schedule import Step, ring_steps
 def _forward(problem: Problem, shares: Shares) -> Partial:
     steps = _steps(problem, shares)
     at_hand = (shares.key, shares.value)
-    visible = visible_queries(problem, shares)
+    queries = query_places(problem, shares)
     total: Partial | None = None
     for step, following in zip(steps, [*steps[1:], None], strict=True):
         coming = at_hand
         if following is not None:
             coming = _moved(problem, at_hand, following.shift - step.shift)
         keys = _keys(problem, shares, step, at_hand)
-        total = attend_step(problem, step, shares, keys, visible, total)
+        total = attend_step(problem, step, shares, queries, keys, total)
         if following is not None:
             at_hand, total = _together(coming, total)
     assert total is not None
@@ -44,14 +45,15 @@ def _forward(problem: Problem, shares: Shares) -> Partial:
 
 
 def _backward(
-    problem: Problem, shares: Shares, cotangents: Cotangents, with_bias: bool
+    problem: Problem,
+    shares: Shares,
+    cotangents: Cotangents,
+    wanted: tuple[str, ...],
 ) -> OperandGradients:
     steps = _steps(problem, shares)
     at_hand = (shares.key, shares.value)
-    visible = visible_queries(problem, shares)
-    sums = no_gradients(
-        shares, _keys(problem, shares, steps[0], at_hand), with_bias=with_bias
-    )
+    queries = query_places(problem, shares)
+    sums = no_gradients(shares, _keys(problem, shares, steps[0], at_hand), wanted)
     # Of the keys at hand, as far as the devices that had them before know it.
     behind: tuple[jax.Array, jax.Array] | None = None
     shift = 0
@@ -65,7 +67,7 @@ def _backward(
         alone = sums._replace(
             key=jnp.zeros_like(sums.key), value=jnp.zeros_like(sums.value)
         )
-        sums = gradient_step(problem, step, shares, keys, visible, cotangents, alone)
+        sums = gradient_step(problem, step, shares, queries, keys, cotangents, alone)
         behind = (
             (sums.key, sums.value)
             if behind is None
@@ -86,25 +88,38 @@ RING = Method(forward=_forward, backward=_backward)
 
 def operand_gradients(shares: Shares, sums: Gradients) -> OperandGradients:
     """Return sums of gradients rounded to the operands' dtypes."""
-    bias = None
-    if sums.bias is not None and shares.bias is not None:
-        bias = sums.bias.astype(shares.bias.dtype)
-    return OperandGradients(
-        query=sums.query.astype(shares.query.dtype),
-        key=sums.key.astype(shares.key.dtype),
-        value=sums.value.astype(shares.value.dtype),
-        bias=bias,
-    )
+    found = {"query": sums.query, "key": sums.key, "value": sums.value, **sums.scores}
+    return {role: x.astype(getattr(shares, role).dtype) for role, x in found.items()}
 
 
-def visible_queries(problem: Problem, shares: Shares) -> jax.Array | None:
-    """Return how many of this device's queries are within their lengths."""
-    if shares.query_lengths is None:
-        return None
-    s = shares.query.shape[1]
-    return visible_tokens(
-        shares.query_lengths, problem.device, problem.count, s, problem.order
-    )
+def query_places(problem: Problem, shares: Shares) -> Places:
+    """Return where this device's queries are, as far as that matters."""
+    return _places(problem, shares, "query", problem.device)
+
+
+def needs_positions(shares: Shares) -> bool:
+    """Whether what a call is given depends on the positions of its tokens."""
+    sentences = bool(shares.sentences) or shares.query_starts is not None
+    return sentences or shares.dropout_seed is not None
+
+
+def _places(problem: Problem, shares: Shares, kind: str, device: jax.Array) -> Places:
+    """Return where the queries or keys of a device are, as far as that matters."""
+    size = getattr(shares, kind).shape[1]
+    count, order = problem.count, problem.order
+    starts, lengths = (getattr(shares, f"{kind}_{x}") for x in ("starts", "lengths"))
+
+    def before(places: jax.Array) -> jax.Array:
+        return visible_tokens(places, device, count, size, order)
+
+    positions, begins, ends = None, None, None
+    if needs_positions(shares):
+        positions = positions_of(device, count, size, order)
+    if lengths is not None:
+        ends = before(lengths if starts is None else starts + lengths)
+    if starts is not None:
+        begins = before(starts)
+    return Places(positions=positions, begins=begins, ends=ends)
 
 
 def _steps(problem: Problem, shares: Shares) -> tuple[Step, ...]:
@@ -120,16 +135,14 @@ def _steps(problem: Problem, shares: Shares) -> tuple[Step, ...]:
 def _keys(
     problem: Problem, shares: Shares, step: Step, at_hand: tuple[jax.Array, jax.Array]
 ) -> Keys:
-    t, count = shares.key.shape[1], problem.count
-    first, visible = 0, None
-    if not (shares.bias is None and shares.mask is None and shares.key_lengths is None):
-        source = (problem.device - step.shift) % count
-        first = source * t
-        if shares.key_lengths is not None:
-            visible = visible_tokens(
-                shares.key_lengths, source, count, t, problem.order
-            )
-    return Keys(key=at_hand[0], value=at_hand[1], first=first, visible=visible)
+    source = (problem.device - step.shift) % problem.count
+    is_read = bool(shares.scores) or shares.mask is not None
+    return Keys(
+        key=at_hand[0],
+        value=at_hand[1],
+        first=source * shares.key.shape[1] if is_read else 0,
+        places=_places(problem, shares, "key", source),
+    )
 
 
 def _moved(

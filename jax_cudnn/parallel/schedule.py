@@ -40,13 +40,15 @@ class Call:
     """One call of attention on parts of the local queries and keys at hand.
 
     The parts are a first index and a count. ``is_causal`` and ``window`` are counted
-    from their first query and key.
+    from their first query and key. These have different positions where one of both is
+    given and the call ``is_shifted``.
     """
 
     rows: tuple[int, int]
     columns: tuple[int, int]
     is_causal: bool = False
     window: tuple[int, ...] = ()
+    is_shifted: bool = False
 
     @property
     def is_full(self) -> bool:
@@ -154,6 +156,7 @@ def _moved(call: Call, first: int) -> Call:
         columns=(first, call.columns[1]),
         is_causal=call.is_causal,
         window=call.window,
+        is_shifted=call.is_shifted,
     )
 
 
@@ -209,11 +212,13 @@ def _call(queries: _Run, keys: _Run, band: Band) -> Call | None:
     right = int(min(highest - moved, columns - 1))
     has_left, has_right = left < rows - 1, right < columns - 1
     is_causal = has_right and right == 0
+    has_band = has_left or has_right
     return Call(
         rows=(queries.first + first_row, rows),
         columns=(keys.first + first_column, columns),
         is_causal=is_causal,
         window=(left, right) if has_left or (has_right and not is_causal) else (),
+        is_shifted=has_band and offset + moved != 0,
     )
 
 

@@ -19,20 +19,14 @@ from jax.sharding import (
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.arguments import (
-    as_operand,
-    check_flag,
-    describe,
-    in_front,
-    options,
-)
-from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.masks import refuse_mask_data
-from jax_cudnn.ops.sdpa_operands import check_scale, check_window
-from jax_cudnn.parallel import attention
-from jax_cudnn.parallel.attention import Method, check_method
+from jax_cudnn.ops.arguments import as_operand, describe, in_front
+from jax_cudnn.ops.masks import Mask
+from jax_cudnn.ops.score_mod import Positions, ScoreMod
+from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
+from jax_cudnn.parallel.attention import attend_shares, check_method
 from jax_cudnn.parallel.axes import AxisName
-from jax_cudnn.parallel.order import check_order
+from jax_cudnn.parallel.order import all_positions, check_order, from_zigzag
+from jax_cudnn.parallel.problem import SCORES, SEQUENCES, Method
 from jax_cudnn.parallel.schedule import Order
 
 _OP = "parallel.sharded_sdpa"
@@ -44,7 +38,7 @@ def sharded_sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     axis: AxisName,
     mesh: Mesh | AbstractMesh | None = ...,
@@ -58,6 +52,9 @@ def sharded_sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -70,7 +67,7 @@ def sharded_sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = ...,
-    mask: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
     *,
     axis: AxisName,
     mesh: Mesh | AbstractMesh | None = ...,
@@ -84,6 +81,9 @@ def sharded_sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -95,7 +95,7 @@ def sharded_sdpa(
     key: ArrayLike,
     value: ArrayLike,
     bias: ArrayLike | None = None,
-    mask: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
     *,
     axis: AxisName,
     mesh: Mesh | AbstractMesh | None = None,
@@ -109,6 +109,9 @@ def sharded_sdpa(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -127,7 +130,10 @@ def sharded_sdpa(
       key: (b, t, k, d) or (t, k, d), of query's dtype; t a multiple as well.
       value: (b, t, k, e) or (t, k, e), of query's dtype.
       bias: broadcasts to (b, h, s, t); sharded along s, with all of t on each device.
-      mask: bool, broadcasts to (b, h, s, t); sharded like `bias`.
+      mask: bool, broadcasts to (b, h, s, t); sharded like `bias`. Or one of
+        :mod:`jax_cudnn.masks`, with arrays of whole sequences. Segments, and the
+        arrays of :class:`~jax_cudnn.masks.Where` and
+        :class:`~jax_cudnn.masks.Additive`, are in the order of the tokens.
       axis: the mesh axis, or several, that the sequence is sharded over.
       mesh: the mesh. Default None: that of :func:`jax.set_mesh`.
       batch_axis: the mesh axis, or several, that b is sharded over. Default None: b is
@@ -142,6 +148,10 @@ def sharded_sdpa(
       key_value_seq_lengths: integers (b,).
       local_window_size: (left, right) or an int.
       sinks: (h,), sharded like h.
+      dropout_rate: as in :func:`jax_cudnn.sdpa`, with the same weights dropped.
+      dropout_key: as in :func:`jax_cudnn.sdpa`.
+      score_mod: as in :func:`jax_cudnn.sdpa`; batch, head and positions are those of
+        the whole arrays. What it adds for each query and key is an array like `bias`.
       implementation: for each block of queries and keys.
       plan: for each block of queries and keys.
       return_residual: whether to return the log-sum-exp as well.
@@ -170,70 +180,58 @@ def sharded_sdpa(
     axes.check_names()
     check_method(_OP, method)
     check_order(_OP, order)
-    with_stats = check_flag(_OP, "return_residual", return_residual)
-    arrays: dict[str, jax.Array] = {}
-    specs: dict[str, PartitionSpec] = {}
-    for name, x in (("query", query), ("key", key), ("value", value)):
-        arrays[name] = as_operand(_OP, name, x)
-        specs[name] = axes.of_tokens(name, arrays[name])
-    has_batch = arrays["query"].ndim == 4
-    for name, x in (("bias", bias), ("mask", mask)):
-        if x is not None:
-            refuse_mask_data(_OP, x)
-            array = as_operand(_OP, name, x)
-            if array.ndim < 4:
-                array = jnp.reshape(array, in_front(array.shape, 4))
-            arrays[name] = array
-            specs[name] = axes.of_scores(name, array)
-    for name, x in (
-        ("query_seq_lengths", query_seq_lengths),
-        ("key_value_seq_lengths", key_value_seq_lengths),
-    ):
-        if x is not None:
-            arrays[name] = as_operand(_OP, name, x)
-            specs[name] = PartitionSpec(batch_axis if has_batch else None)
-    if sinks is not None:
-        arrays["sinks"] = as_operand(_OP, "sinks", sinks)
-        specs["sinks"] = PartitionSpec(head_axis)
-    with on_behalf_of(_OP, "sdpa"):
-        window = check_window(local_window_size)
-        # Parts of what the program is known by from here on.
-        is_causal = check_flag("sdpa", "is_causal", is_causal)
-        q = arrays["query"]
-        scale = check_scale(scale, q.shape[-1], q.dtype)
-        options("sdpa", implementation, plan)
+    given = Arguments(
+        query=query,
+        key=key,
+        value=value,
+        bias=bias,
+        mask=mask,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        sinks=sinks,
+        dropout_key=dropout_key,
+        score_mod=score_mod,
+    )
+    axes.check_sizes(given)
+    settings = Settings(
+        axis_name=axis,
+        method=method,
+        order=order,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        plan=plan,
+        return_residual=return_residual,
+        dropout_rate=dropout_rate,
+    )
+    checked = check_arguments(_OP, given, settings, _layout(axes.count, order))
     program = _program(
         axes.mesh,
-        tuple(specs.items()),
-        _Static(
-            axis_name=axis,
-            method=method,
-            order=order,
-            scale=scale,
-            is_causal=is_causal,
-            local_window_size=(window[0], window[1]) if window else None,
-            implementation=implementation,
-            plan=plan,
-            return_residual=with_stats,
+        tuple(
+            (role, axes.spec(role, x, has_batch=checked.has_batch))
+            for role, x in checked.arrays.items()
         ),
+        checked.settings,
     )
-    with on_behalf_of(_OP, "parallel.sdpa"):
-        return program(*arrays.values())
+    results = program(*checked.arrays.values())
+    output, *residual = results if checked.has_batch else [x[0] for x in results]
+    return (output, residual[0]) if residual else output
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Static:
-    """The arguments that are no arrays, named as those of `parallel.sdpa`."""
+def _layout(count: int, order: Order) -> Layout:
+    """Return the layout of whole arrays that devices share."""
 
-    axis_name: AxisName
-    method: Method
-    order: Order
-    scale: float | None
-    is_causal: bool
-    local_window_size: tuple[int, int] | None
-    implementation: Implementation | None
-    plan: PlanOptions | None
-    return_residual: bool
+    def whole(x: jax.Array) -> jax.Array:
+        return x if order == "contiguous" else from_zigzag(x, count, 1)
+
+    def positions(s: int, t: int) -> Positions:
+        if order == "contiguous":
+            return None, None
+        rows, columns = (jnp.asarray(all_positions(count, x, order)) for x in (s, t))
+        return rows, columns
+
+    return Layout(count=count, shares=1, whole=whole, positions=positions)
 
 
 # One for each way to call it, so that calls outside of jit compile once.
@@ -241,14 +239,13 @@ class _Static:
 def _program(
     mesh: Mesh | AbstractMesh,
     specs: tuple[tuple[str, PartitionSpec], ...],
-    static: _Static,
+    settings: Settings,
 ) -> Any:
     query = dict(specs)["query"]
-    fields = {name: getattr(static, name) for name in static.__dataclass_fields__}
 
-    def run(*arrays: jax.Array) -> Any:
+    def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         given = dict(zip((name for name, _ in specs), arrays, strict=True))
-        return attention.sdpa(**given, **fields)
+        return attend_shares(_OP, given, settings)
 
     in_specs = tuple(spec for _, spec in specs)
     # Without the head size, which the log-sum-exp lacks.
@@ -257,7 +254,7 @@ def _program(
         run,
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=(out, out) if static.return_residual else out,
+        out_specs=(out, out) if settings.return_residual else (out,),
     )
     if AxisType.Explicit not in mesh.axis_types:
         return jax.jit(sharded)
@@ -309,32 +306,57 @@ class _Axes:
                     )
                 names.append(name)
 
-    def of_tokens(self, name: str, x: jax.Array) -> PartitionSpec:
-        """Return how query, key or value is sharded."""
-        if x.ndim not in (3, 4):
-            raise ValueError(
-                f"{_OP}: {name} is {describe(x)}. It must be (batch, length, heads, "
-                "head size) or (length, heads, head size)."
-            )
-        axes = (self.batch, self.sequence, self.heads, None)[-x.ndim :]
-        self._check_sizes(name, x, axes)
-        return PartitionSpec(*axes)
+    @property
+    def count(self) -> int:
+        """How many devices share a sequence."""
+        return math.prod(self.mesh.shape[name] for name in _names(self.sequence))
 
-    def of_scores(self, name: str, x: jax.Array) -> PartitionSpec:
+    def check_sizes(self, given: Arguments) -> None:
+        """Raise unless the sizes of tokens and scores are multiples of the devices."""
+        for name in ("query", "key", "value"):
+            x = as_operand(_OP, name, getattr(given, name))
+            if x.ndim not in (3, 4):
+                raise ValueError(
+                    f"{_OP}: {name} is {describe(x)}. It must be (batch, length, "
+                    "heads, head size) or (length, heads, head size)."
+                )
+            axes = (self.batch, self.sequence, self.heads, None)[-x.ndim :]
+            self._check_sizes(name, x, axes)
+        for name in ("bias", "mask"):
+            scores = getattr(given, name)
+            if scores is None or isinstance(scores, Mask):
+                continue
+            x = as_operand(_OP, name, scores)
+            if x.ndim > 4:
+                raise ValueError(
+                    f"{_OP}: {name} is {describe(x)}. It must broadcast to (batch, "
+                    "heads, query length, key length)."
+                )
+            shape = in_front(x.shape, 4)
+            axes = self._of_scores(shape)
+            self._check_sizes(name, jnp.reshape(x, shape), axes)
+
+    def spec(self, role: str, x: jax.Array, *, has_batch: bool) -> PartitionSpec:
+        """Return how an array of `check_arguments` is sharded."""
+        batch = self.batch if has_batch and x.shape[0] != 1 else None
+        if role in ("query", "key", "value"):
+            return PartitionSpec(batch, self.sequence, self.heads, None)
+        if role == "sinks":
+            return PartitionSpec(self.heads)
+        if role in (*SCORES, "mask"):
+            return PartitionSpec(*self._of_scores(x.shape))
+        if x.ndim == 4:
+            # Dropout's offsets and tables of blocks have heads, lengths have none.
+            has_heads = role not in SEQUENCES and x.shape[1] != 1
+            return PartitionSpec(batch, self.heads if has_heads else None)
+        return PartitionSpec(batch)
+
+    def _of_scores(self, shape: tuple[int, ...]) -> tuple[AxisName | None, ...]:
         """Return how a bias or mask is sharded, of which axes of size 1 are not."""
-        if x.ndim != 4:
-            raise ValueError(
-                f"{_OP}: {name} is {describe(x)}. It must broadcast to (batch, heads, "
-                "query length, key length)."
-            )
-        axes = tuple(
-            None if size == 1 else axis
-            for size, axis in zip(
-                x.shape, (self.batch, self.heads, self.sequence, None), strict=True
-            )
+        axes = (self.batch, self.heads, self.sequence, None)
+        return tuple(
+            None if size == 1 else axis for size, axis in zip(shape, axes, strict=True)
         )
-        self._check_sizes(name, x, axes)
-        return PartitionSpec(*axes)
 
     def _check_sizes(
         self, name: str, x: jax.Array, axes: tuple[AxisName | None, ...]

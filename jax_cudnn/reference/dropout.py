@@ -18,6 +18,8 @@ those with odd ones, drop the same keys. Philox is by Salmon et al., "Parallel r
 numbers: as easy as 1, 2, 3", 2011.
 """
 
+import math
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -58,34 +60,84 @@ def kept(
     """
     s, t = shape
     row_tiles, column_tiles = -(-s // 16), -(-t // 16)
-    answers = _answers(rate, seed, offset, (row_tiles, column_tiles))
+    tile = _tiles(
+        jnp.arange(row_tiles, dtype=jnp.uint32),
+        jnp.arange(column_tiles, dtype=jnp.uint32),
+        s,
+    )
+    answers = _answers(rate, seed, offset, tile, jnp.arange(8, dtype=jnp.uint32))
     if rows is None:
         rows = jnp.arange(s, dtype=jnp.int32)
     answers = jnp.take(answers, rows // 16, axis=2, mode="clip")
-    b, h, count = answers.shape[:3]
     # (b, h, s, column tile, half of the tile, column of the half)
+    half = jnp.arange(2, dtype=jnp.int32).reshape(1, 1, 1, 1, 2, 1)
+    is_kept = _is_kept(answers[:, :, :, :, None, :], rows, half)
+    b, h, count = answers.shape[:3]
+    return jnp.reshape(is_kept, (b, h, count, 16 * column_tiles))[..., :t]
+
+
+def kept_at(
+    rate: float,
+    seed: jax.Array,
+    offset: jax.Array,
+    shape: tuple[int, ...],
+    positions: tuple[jax.Array, jax.Array],
+    runs: tuple[int, int],
+) -> jax.Array:
+    """Return, as bool (b, h, r, c), what is kept of r queries and c keys.
+
+    Args:
+      rate: as in `kept`.
+      seed: as in `kept`.
+      offset: as in `kept`.
+      shape: as in `kept`.
+      positions: those of the queries and of the keys, i32.
+      runs: how many queries, and keys, follow one another from a multiple of this
+        number on, in all of the positions. A multiple of 16 takes the least work.
+    """
+    rows, columns = positions
+    r, c = rows.size, columns.size
+    grain, width = math.gcd(16, runs[0]), math.gcd(16, runs[1])
+    # All keys of a tile share eight counters; elsewhere each key asks for its own.
+    width = width if width == 16 else 1
+    lanes = columns.reshape(-1, width)[:, : min(width, 8)]
+    tile = _tiles(
+        _unsigned(rows[::grain] // 16), _unsigned(columns[::width] // 16), shape[0]
+    )
+    answers = _answers(rate, seed, offset, tile, _unsigned(lanes % 8))
+    answers = jnp.repeat(answers, grain, axis=2, total_repeat_length=r)
+    half = columns.reshape(1, 1, 1, c // width, -(-width // 8), min(width, 8)) // 8 % 2
+    is_kept = _is_kept(answers[:, :, :, :, None, :], rows, half)
+    b, h = answers.shape[:2]
+    return jnp.reshape(is_kept, (b, h, r, c))
+
+
+def _is_kept(answers: jax.Array, rows: jax.Array, half: jax.Array) -> jax.Array:
+    """Return whether queries keep keys; axes as in the answers, (b, h, s, ...)."""
     first = (4 * (rows // 8 % 2) + rows % 2)[None, None, :, None, None, None]
-    bits = first + 2 * jnp.arange(2, dtype=jnp.int32).reshape(1, 1, 1, 1, 2, 1)
-    is_kept = (answers[:, :, :, :, None, :] >> bits.astype(jnp.uint32)) & np.uint32(1)
-    return jnp.reshape(is_kept, (b, h, count, 16 * column_tiles))[..., :t] != 0
+    bits = first + 2 * half
+    return ((answers >> bits.astype(jnp.uint32)) & np.uint32(1)) != 0
+
+
+def _tiles(rows: jax.Array, columns: jax.Array, s: int) -> jax.Array:
+    """Return the numbers of tiles, (row tile, column tile), of s queries in all."""
+    count = jnp.asarray(-(-s // 16), jnp.uint32)  # which may be symbolic
+    return columns[None, :] * count + rows[:, None]
 
 
 def _answers(
-    rate: float, seed: jax.Array, offset: jax.Array, tiles: tuple[int, int]
+    rate: float, seed: jax.Array, offset: jax.Array, tile: jax.Array, step: jax.Array
 ) -> jax.Array:
     """Return which of its eight numbers each counter keeps, a bit each.
 
-    As uint32 (b, h, row tile, column tile, 8). It is computed once: a consumer would
-    compute all rounds for each of the 32 positions that a counter serves.
+    As uint32 (b, h, row tile, column tile, steps), for steps ([column tile], steps)
+    from 0 to 7. It is computed once: a consumer would compute all rounds for each of
+    the 32 positions that a counter serves.
     """
     b, h = offset.shape[:2]
-    row_tiles, column_tiles = tiles
-    count = jnp.asarray(row_tiles, jnp.uint32)  # which may be symbolic
-    columns = jnp.arange(column_tiles, dtype=jnp.uint32)[None, None, None, :, None]
-    rows = jnp.arange(row_tiles, dtype=jnp.uint32)[None, None, :, None, None]
-    tile = columns * count + rows
-    step = jnp.arange(8, dtype=jnp.uint32).reshape(1, 1, 1, 1, 8)
-    counter = _bits(offset >> 2)[..., None] + step
+    tile = tile[None, None, :, :, None]
+    steps = jnp.reshape(step, (1, 1, 1, -1, step.shape[-1]))
+    counter = _bits(offset >> 2)[..., None] + steps
     sign = _bits(seed >> 31)[..., None]
     zero = jnp.zeros((), jnp.uint32)
     words = philox((counter, zero, tile, zero), (_bits(seed)[..., None], sign))
@@ -96,8 +148,12 @@ def _answers(
         for j, number in enumerate(halves):
             is_kept = (number < least).astype(jnp.uint32)
             packed = packed | (is_kept << np.uint32(2 * i + j))
-    packed = jnp.broadcast_to(packed, (b, h, row_tiles, column_tiles, 8))
-    return jax.lax.optimization_barrier(packed)
+    shape = (b, h, *tile.shape[2:4], step.shape[-1])
+    return jax.lax.optimization_barrier(jnp.broadcast_to(packed, shape))
+
+
+def _unsigned(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.uint32)
 
 
 def _bits(x: jax.Array) -> jax.Array:

@@ -91,7 +91,7 @@ def places(tokens: jax.Array, spans: Spans) -> Places:
     found = jnp.min(jnp.where(is_inside, sequences, n), axis=1)
     # One term of the sum at most.
     is_own = sequences == found[:, None]
-    number = jnp.sum(jnp.where(is_own, numbers, 0), axis=1)
+    number = jnp.sum(jnp.where(is_own, numbers, 0), axis=1, dtype=numbers.dtype)
     return Places(sequence=jnp.where(found < n, found, -1), number=number)
 
 

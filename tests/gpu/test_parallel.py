@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import jax_cudnn
-from jax_cudnn import parallel, plans
+from jax_cudnn import masks, parallel, plans, score_mods
 from tests.gpu.numerics import judge, to_f32
 
 pytestmark = pytest.mark.gpu
@@ -208,3 +208,85 @@ def test_memory_does_not_grow_with_the_scores(method):
     compiled = gradient.lower(shape, shape, shape).compile()
     # The scores of one block are 16 GiB, a device's tokens 32 MiB.
     assert compiled.memory_analysis().temp_size_in_bytes < 2 * 2**30
+
+
+# --- masks, scores, dropout, sinks ----------------------------------------------------
+
+_OFFSETS = (0, 100, 256, 300, 470, 512)
+_MASKS = {
+    "segments": masks.Segments(np.arange(512) // 100) & masks.Causal(),
+    "prefix": masks.Prefix(np.array([37, 300])),
+    "packed": masks.Packed(np.array(_OFFSETS)),
+    "packed_causal": masks.Packed(np.array(_OFFSETS)) & masks.Causal(),
+    "packed_window": masks.Packed(np.array(_OFFSETS)) & masks.Window(60, 20),
+}
+
+
+@pytest.mark.parametrize("method", _METHODS)
+@pytest.mark.parametrize("name", _MASKS)
+def test_masks_hide_what_they_hide_on_one_gpu(name, method):
+    operands, cotangents = _operands()
+    options = {"mask": _MASKS[name]}
+    got = _with_gradients(
+        functools.partial(_on_two, method=method, **options), operands, cotangents
+    )
+    _judge(got, operands, cotangents, options)
+
+
+@pytest.mark.parametrize("method", _METHODS)
+@pytest.mark.parametrize("name", ["packed_causal", "prefix"])
+def test_masks_in_zigzag_order(name, method):
+    operands, cotangents = _operands()
+    options = {"mask": _MASKS[name], "order": "zigzag", "method": method}
+    got = _with_gradients(functools.partial(_on_two, **options), operands, cotangents)
+    _judge(got, operands, cotangents, {"mask": _MASKS[name]})
+
+
+@pytest.mark.parametrize("method", _METHODS)
+def test_the_same_weights_are_dropped_as_on_one_gpu(method):
+    operands, cotangents = _operands()
+    options = {
+        "dropout_rate": 0.25,
+        "dropout_key": jax.random.key(4),
+        "is_causal": True,
+    }
+    got = _with_gradients(
+        functools.partial(_on_two, method=method, order="zigzag", **options),
+        operands,
+        cotangents,
+    )
+    _judge(got, operands, cotangents, options)
+
+
+@pytest.mark.parametrize("method", _METHODS)
+def test_a_softcap_runs_in_the_kernels(method):
+    operands, cotangents = _operands()
+    options = {"score_mod": score_mods.softcap(3.0), "is_causal": True}
+    got = _with_gradients(
+        functools.partial(_on_two, method=method, **options), operands, cotangents
+    )
+    _judge(got, operands, cotangents, options)
+
+
+@pytest.mark.parametrize("bias", [None, "1hst"])
+def test_sinks_take_their_share(bias):
+    operands, cotangents = _operands(s=256, t=256, bias=bias)
+    sinks = jnp.linspace(-2, 3, 8, dtype=jnp.float32)
+    names = ("query", "key", "value", *(["bias"] if bias else []), "sinks")
+
+    def on(function, *operands, **options):
+        *tokens, sinks = operands
+        return function(*tokens, sinks=sinks, **options)
+
+    got = _with_gradients(
+        functools.partial(on, _on_two, is_causal=True), [*operands, sinks], cotangents
+    )
+    reference = functools.partial(on, _on_one, implementation="xla", is_causal=True)
+    given = [*operands, sinks]
+    with jax.default_matmul_precision("highest"):
+        truths = _with_gradients(
+            reference, list(map(to_f32, given)), tuple(map(to_f32, cotangents))
+        )
+    references = _with_gradients(reference, given, cotangents)
+    names = ["output", "residual", *(f"grad_{name}" for name in names)]
+    judge(names, got, references, truths)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from jax_cudnn import parallel, plans
+from jax_cudnn import masks, parallel, plans, score_mods
 
 _TOKENS = PartitionSpec(None, "seq")
 _QUERY = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
@@ -55,3 +55,57 @@ def test_cudnn_plans_each_block_and_its_gradient(
         # Raises where cuDNN has no plan.
         lowered = gradient.trace(*operands).lower(lowering_platforms=("cuda",))
     assert lowered.as_text().count("custom_call @jax_cudnn") == 2 * calls
+
+
+_OFFSETS = jnp.array([0, 700, 2048, 2100, 4096])
+_FEATURES = {
+    "packed": {"mask": masks.Packed(_OFFSETS)},
+    "packed_zigzag": {
+        "mask": masks.Packed(_OFFSETS) & masks.Causal(),
+        "order": "zigzag",
+    },
+    "packed_window": {"mask": masks.Packed(_OFFSETS) & masks.Window(300, 0)},
+    "packed_ends": {
+        "mask": masks.Packed(_OFFSETS, _OFFSETS) & masks.Causal("bottom-right"),
+        "method": "all_gather",
+    },
+    "prefix": {"mask": masks.Prefix(jnp.array([100, 2000]))},
+    "softcap": {"score_mod": score_mods.softcap(30.0), "is_causal": True},
+    "alibi": {"score_mod": score_mods.alibi(score_mods.alibi_slopes(8))},
+    "dropout": {
+        "dropout_rate": 0.1,
+        "dropout_key": jax.random.key(0),
+        "is_causal": True,
+        "order": "zigzag",
+    },
+    "sinks": {"sinks": jnp.zeros(8), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("device", ["A100", "H200", "B200"])
+@pytest.mark.parametrize("name", _FEATURES)
+def test_cudnn_plans_blocks_with_masks_scores_and_dropout(
+    name: str, device: str
+) -> None:
+    if name == "softcap" and device == "A100":
+        pytest.skip("sm_80 has no gradient of a score_mod in cuDNN 9.19 and 9.27")
+    attend = jax.shard_map(
+        functools.partial(
+            parallel.sdpa, axis_name="seq", implementation="cudnn", **_FEATURES[name]
+        ),
+        mesh=AbstractMesh((4,), ("seq",), axis_types=(AxisType.Auto,)),
+        in_specs=_TOKENS,
+        out_specs=_TOKENS,
+    )
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        return jnp.sum(attend(*operands).astype(jnp.float32) ** 2)
+
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2)))
+    with plans.using(device=device):
+        # Raises where cuDNN has no plan.
+        lowered = gradient.trace(_QUERY, _KEY, _KEY).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    if name.startswith("packed_zigzag") and device != "A100":
+        # Also beside causality, sequences of the device's own tokens are packed.
+        assert "query_offsets" in text

@@ -1,0 +1,310 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which operands and settings do the arguments of a call over several devices mean?
+
+Both functions of this package take the same arguments: of one device's tokens, or of
+whole arrays. What differs is a `Layout`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph.score_mod import Steps
+from jax_cudnn.ops.arguments import (
+    as_operand,
+    check_flag,
+    describe,
+    options,
+    why_symbolic,
+)
+from jax_cudnn.ops.attend import Operands
+from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.dropout import drawn
+from jax_cudnn.ops.hiding import Hiding, joined_sentences
+from jax_cudnn.ops.masks import Intersection, Mask, Segments
+from jax_cudnn.ops.packing import Packed, longest, packing
+from jax_cudnn.ops.score_mod import Positions, ScoreMod, check_score_mod, with_score_mod
+from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
+from jax_cudnn.ops.sentences import InSequence
+from jax_cudnn.ops.sinks import check_sinks
+from jax_cudnn.ops.tracing import UntraceableError
+from jax_cudnn.parallel.axes import AxisName, axis_size
+from jax_cudnn.parallel.order import check_order
+from jax_cudnn.parallel.problem import Method, Problem, named
+from jax_cudnn.parallel.schedule import Order
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """How the arrays of a call are laid out.
+
+    ``count`` devices share a sequence, of which an array has one ``shares``th part.
+    ``whole`` makes an array of the whole sequence, in its order, of numbers of the
+    tokens (b, tokens). ``positions`` are those of queries and keys in bias and mask,
+    given how many a device has.
+    """
+
+    count: int
+    shares: int
+    whole: Callable[[jax.Array], jax.Array]
+    positions: Callable[[int, int], Positions]
+
+
+class Arguments(NamedTuple):
+    """The arguments of a call that are arrays, or functions of arrays."""
+
+    query: ArrayLike
+    key: ArrayLike
+    value: ArrayLike
+    bias: ArrayLike | None
+    mask: Any
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    sinks: ArrayLike | None
+    dropout_key: ArrayLike | None
+    score_mod: ScoreMod | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The arguments that are no arrays; hashable once they are checked."""
+
+    axis_name: AxisName
+    method: Method
+    order: Order
+    scale: float | None
+    is_causal: bool
+    local_window_size: int | tuple[int, ...] | None
+    implementation: Implementation | None
+    plan: PlanOptions | None
+    return_residual: bool
+    dropout_rate: float = 0.0
+    # What masks, dropout and a score_mod add.
+    longest: tuple[int, ...] = ()
+    dropout_heads: int = 0
+    score_mod: Steps = ()
+    sentences: Any = None
+
+    def problem(self, op: str) -> Problem:
+        """Return what is static of a device's work; inside shard_map."""
+        assert self.scale is not None
+        with on_behalf_of(op, "sdpa"):
+            call = options("sdpa", self.implementation, self.plan)
+        return Problem(
+            axis_name=self.axis_name,
+            count=axis_size(op, self.axis_name),
+            order=self.order,
+            scale=self.scale,
+            is_causal=self.is_causal,
+            window=check_window(self.local_window_size),  # type: ignore[arg-type]
+            call=call,
+            longest=self.longest,
+            dropout=self.dropout_rate,
+            dropout_heads=self.dropout_heads,
+            score_mod=self.score_mod,
+            sentences=self.sentences,
+        )
+
+
+class Checked(NamedTuple):
+    """A call's arguments, checked: arrays by name, the rest, and whether of a batch."""
+
+    arrays: dict[str, jax.Array]
+    settings: Settings
+    has_batch: bool
+
+
+def check_arguments(
+    op: str, given: Arguments, settings: Settings, layout: Layout
+) -> Checked:
+    """Return the arguments of one of the functions with these arguments, checked.
+
+    All arrays have a batch axis then.
+    """
+    check_order(op, settings.order)
+    options(op, settings.implementation, settings.plan)
+    with on_behalf_of(op, "sdpa"):
+        hiding = _hiding(given, settings, layout)
+        operands, has_batch = canonicalize(
+            *(given.query, given.key, given.value),
+            *(hiding.bias, hiding.mask),
+            *(hiding.query_seq_lengths, hiding.key_value_seq_lengths),
+            shares=layout.shares,
+        )
+        _, _, h, d = operands.query.shape
+        settings = dataclasses.replace(
+            settings,
+            scale=check_scale(settings.scale, d, operands.query.dtype),
+            is_causal=hiding.is_causal,
+            local_window_size=check_window(hiding.local_window_size) or None,
+            return_residual=check_flag(
+                "sdpa", "return_residual", settings.return_residual
+            ),
+        )
+        if reason := why_symbolic(**operands.given):
+            raise ValueError(f"sdpa: {reason} Make the program for one shape.")
+        _check_halves(operands, settings, layout)
+        if hiding.packed is not None:
+            operands, hiding, settings = _unpacked(
+                hiding.packed, operands, hiding, settings, layout
+            )
+        operands, settings = _with_dropout(given, operands, settings)
+        operands, settings = _with_score_mod(given, operands, settings, layout)
+        sinks = check_sinks("sdpa", given.sinks, h)
+    arrays = operands.given
+    if sinks is not None:
+        arrays["sinks"] = sinks
+    if hiding.sentences:
+        leaves, structure = jax.tree.flatten(hiding.sentences)
+        arrays |= named(leaves)
+        settings = dataclasses.replace(settings, sentences=structure)
+    return Checked(arrays=arrays, settings=settings, has_batch=has_batch)
+
+
+def _hiding(given: Arguments, settings: Settings, layout: Layout) -> Hiding:
+    """Return the arguments that hide keys, those that a mask stands for among them."""
+    hiding = Hiding(
+        bias=given.bias,
+        mask=given.mask,
+        is_causal=check_flag("sdpa", "is_causal", settings.is_causal),
+        query_seq_lengths=given.query_seq_lengths,
+        key_value_seq_lengths=given.key_value_seq_lengths,
+        local_window_size=settings.local_window_size,  # type: ignore[arg-type]
+    )
+    if not isinstance(given.mask, Mask):
+        return hiding
+    arrays = [
+        as_operand("sdpa", name, getattr(given, name)) for name in ("query", "key")
+    ]
+    if not all(x.ndim in (3, 4) for x in arrays):
+        return hiding._replace(mask=None)  # They are refused next.
+    own = [x.shape[-3] for x in arrays]
+    mask = _with_whole_segments(given.mask, own, layout)
+    sizes = (size * layout.shares for size in own)
+    return joined_sentences(mask, hiding._replace(mask=None), *sizes)
+
+
+def _with_whole_segments(mask: Mask, own: list[int], layout: Layout) -> Mask:
+    """Return a mask whose segments are those of the whole sequence, in its order."""
+    if isinstance(mask, Intersection):
+        parts = (_with_whole_segments(part, own, layout) for part in mask.parts)
+        return Intersection(tuple(parts))
+    if not isinstance(mask, Segments):
+        return mask
+    found: dict[str, jax.Array | None] = {"query": None, "key": None}
+    for name, size in zip(found, own, strict=True):
+        numbers = getattr(mask, name)
+        if numbers is None:
+            continue
+        array = as_operand("sdpa", f"Segments.{name}", numbers)
+        if array.ndim not in (1, 2) or array.shape[-1] != size:
+            whose = "of this device " if layout.shares > 1 else ""
+            raise ValueError(
+                f"sdpa: Segments.{name} is {describe(array)}. It must have one number "
+                f"per {name} {whose}in the order of the tokens, shape [{size}] or "
+                f"[batch, {size}]."
+            )
+        found[name] = layout.whole(array if array.ndim == 2 else array[None])
+    assert found["query"] is not None
+    return Segments(found["query"], found["key"])
+
+
+def _check_halves(operands: Operands, settings: Settings, layout: Layout) -> None:
+    if settings.order != "zigzag":
+        return
+    for name, x in (("query", operands.query), ("key", operands.key)):
+        own = x.shape[1] * layout.shares // layout.count
+        if own % 2:
+            raise ValueError(
+                f"sdpa: each device holds {own} tokens of {name}. In zigzag order it "
+                "holds two chunks of equal length. Pad the sequence to a multiple of "
+                f"2 * {layout.count} tokens, and pass its length."
+            )
+
+
+def _unpacked(
+    packed: Packed,
+    operands: Operands,
+    hiding: Hiding,
+    settings: Settings,
+    layout: Layout,
+) -> tuple[Operands, Hiding, Settings]:
+    """Return these with the sequences of rows, as lengths with starts or a sentence.
+
+    Where queries and keys have the same sequences, or no position matters, devices can
+    cut them to their own tokens. Elsewhere, places count from another token for each
+    sequence, on each device.
+    """
+    b = operands.query.shape[0]
+    s, t = (x.shape[1] * layout.shares for x in (operands.query, operands.key))
+    rows = (operands.query_lengths, operands.key_lengths)
+    found = packing(packed, (b, s, t), rows)
+    most = longest(packed, s, t)
+    for kind, size in zip(("query", "key"), most, strict=False):
+        name = f"{kind}_lengths"
+        found[name] = jnp.minimum(found[name], jnp.asarray(size, jnp.int32))
+    has_band = settings.is_causal or settings.local_window_size is not None
+    is_movable = packed.has_same_sequences and not hiding.is_bottom_right
+    if is_movable or not has_band:
+        settings = dataclasses.replace(settings, longest=most)
+        return operands._replace(**found), hiding, settings
+    left, right = check_window(settings.local_window_size) or (None, None)  # type: ignore[arg-type]
+    if settings.is_causal:
+        right = 0 if right is None else min(right, 0)
+    bounds = [None if x is None else max(-s - t, min(x, s + t)) for x in (left, right)]
+    arrays = {role: x[:, :, 0, 0] for role, x in found.items()}
+    sentence = InSequence(
+        **arrays, left=bounds[0], right=bounds[1], is_from_end=hiding.is_bottom_right
+    )
+    operands = operands._replace(query_lengths=None, key_lengths=None)
+    hiding = hiding._replace(sentences=(*hiding.sentences, sentence))
+    settings = dataclasses.replace(settings, is_causal=False, local_window_size=None)
+    return operands, hiding, settings
+
+
+def _with_dropout(
+    given: Arguments, operands: Operands, settings: Settings
+) -> tuple[Operands, Settings]:
+    b, _, h, _ = operands.query.shape
+    found = drawn("sdpa", settings.dropout_rate, given.dropout_key, b, h)
+    if found is None:
+        return operands, dataclasses.replace(settings, dropout_rate=0.0)
+    return (
+        operands._replace(dropout_seed=found.seed, dropout_offset=found.offset),
+        dataclasses.replace(settings, dropout_rate=found.rate, dropout_heads=h),
+    )
+
+
+def _with_score_mod(
+    given: Arguments, operands: Operands, settings: Settings, layout: Layout
+) -> tuple[Operands, Settings]:
+    """Return operands and settings with what a function of the scores is made of.
+
+    Its arrays are for all keys, with the rows of the queries at hand.
+    """
+    function = given.score_mod
+    if function is None:
+        return operands, settings
+    wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    closed = check_score_mod(function, wide)
+    own = (
+        x.shape[1] * layout.shares // layout.count
+        for x in (operands.query, operands.key)
+    )
+    try:
+        modified = with_score_mod(closed, operands, layout.positions(*own))
+    except UntraceableError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        raise UnsupportedError(
+            f"sdpa: score_mod {name} cannot be part of a kernel: {error}. Over several "
+            "devices it has to be. Write it with other operations, or use "
+            "jax_cudnn.sdpa on one device."
+        ) from error
+    return modified.operands, dataclasses.replace(settings, score_mod=modified.steps)

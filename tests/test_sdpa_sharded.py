@@ -1,0 +1,214 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does each feature of attention give the same on several devices, whatever is done?
+
+Results and gradients of sharded operands are compared with those of one device: as XLA
+divides them, with shardings in types, in a loop with remat, exported, and under vmap.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import jax_cudnn
+from jax_cudnn import f8, masks, score_mods
+from tests.devices import mesh_of
+
+pytestmark = [pytest.mark.slow, pytest.mark.once]
+
+B, H, K, S, T, D = 4, 4, 2, 6, 10, 8
+_LENGTHS = jnp.array([10, 0, 7, 3], jnp.int32)
+_PAGES = jnp.arange(B * 3, dtype=jnp.int32).reshape(B, 3)
+_KEY = jax.random.key(2)
+_BATCH, _HEADS = "x", "y"
+_TOKENS = (_BATCH, None, _HEADS, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A function of operands by name, with their shapes and shardings.
+
+    The first ones are query, key and value. Others get gradients as well.
+    """
+
+    function: Callable[..., jax.Array]
+    more: tuple[tuple[tuple[int, ...], tuple[Any, ...]], ...] = ()
+    has_pages: bool = False
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """The shapes of the operands."""
+        keys = (B * 3, 4, K, D) if self.has_pages else (B, T, K, D)
+        return [(B, S, H, D), keys, keys, *(shape for shape, _ in self.more)]
+
+    @property
+    def specs(self) -> list[tuple[Any, ...]]:
+        """How the operands are sharded. All devices have all pages."""
+        keys = (None, None, _HEADS, None) if self.has_pages else _TOKENS
+        return [_TOKENS, keys, keys, *(spec for _, spec in self.more)]
+
+
+def _score_mod(q: Any, k: Any, v: Any, slopes: Any, table: Any) -> jax.Array:
+    mod = score_mods.compose(
+        score_mods.alibi(slopes),
+        score_mods.softcap(2.0),
+        lambda score, b, h, i, j: score * table[b, j],
+    )
+    return jax_cudnn.sdpa(q, k, v, score_mod=mod, is_causal=True)
+
+
+def _dropout(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+    return jax_cudnn.sdpa(
+        q, k, v, sinks=sinks, dropout_rate=0.25, dropout_key=_KEY, is_causal=True
+    )
+
+
+def _packed(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+    mask = masks.Packed(jnp.array([0, 2, 2, 6]), jnp.array([0, 5, 7, 10]))
+    return jax_cudnn.sdpa(
+        q, k, v, mask=mask & masks.Causal("bottom-right"), sinks=sinks
+    )
+
+
+def _segments(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> jax.Array:
+    rows = jnp.arange(B * S).reshape(B, S) // 5
+    columns = jnp.arange(B * T).reshape(B, T) // 9
+    mask = masks.Segments(rows, columns) & masks.Prefix(jnp.array([4, 1, 0, 2]))
+    return jax_cudnn.sdpa(q, k, v, bias, mask, sinks=sinks)
+
+
+def _cached(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+    return jax_cudnn.cached_sdpa(q, k, v, _LENGTHS, sinks=sinks)
+
+
+def _paged(q: Any, k: Any, v: Any, sinks: Any) -> jax.Array:
+    return jax_cudnn.paged_sdpa(q, k, v, _PAGES, _LENGTHS, sinks=sinks)
+
+
+def _quantized(q: Any, k: Any, v: Any) -> jax.Array:
+    given = (x.astype(jnp.bfloat16) for x in (q, k, v))
+    return f8.quantized_sdpa(*given, is_causal=True, local_window_size=(4, 0))
+
+
+def _all_in_one(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> jax.Array:
+    return jax_cudnn.sdpa(
+        *(q, k, v, bias),
+        mask=masks.Packed(jnp.array([0, 2, 6]), jnp.array([1, 5, 9])),
+        sinks=sinks,
+        dropout_rate=0.25,
+        dropout_key=_KEY,
+        score_mod=score_mods.softcap(1.5),
+    )
+
+
+_SINKS = ((H,), (_HEADS,))
+_BIAS = ((1, H, S, T), (None, _HEADS, None, None))
+FEATURES = {
+    "score_mod": Feature(function=_score_mod, more=(_SINKS, ((B, T), (_BATCH, None)))),
+    "dropout": Feature(function=_dropout, more=(_SINKS,)),
+    "packed": Feature(function=_packed, more=(_SINKS,)),
+    "segments": Feature(function=_segments, more=(_BIAS, _SINKS)),
+    "cached": Feature(function=_cached, more=(_SINKS,)),
+    "paged": Feature(function=_paged, more=(_SINKS,), has_pages=True),
+    "quantized": Feature(function=_quantized),
+    "all_in_one": Feature(function=_all_in_one, more=(_BIAS, _SINKS)),
+}
+
+
+def _operands(feature: Feature) -> list[jax.Array]:
+    rng = np.random.default_rng(len(feature.shapes))
+    return [jnp.asarray(rng.standard_normal(x), jnp.float32) for x in feature.shapes]
+
+
+def _placed(feature: Feature, mesh: jax.sharding.Mesh, shift: int = 0) -> Any:
+    """Return the operands with shardings; `shift` is how many axes are in front."""
+    return [
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec(*[None] * shift, *spec)))
+        for x, spec in zip(_operands(feature), feature.specs, strict=True)
+    ]
+
+
+def _run(function: Any, *operands: jax.Array) -> Any:
+    """Return results and gradients."""
+
+    def loss(*operands: jax.Array) -> Any:
+        output = function(*operands).astype(jnp.float32)
+        return jnp.sum(jnp.sin(output)), output
+
+    numbers = tuple(range(len(operands)))
+    return jax.value_and_grad(loss, numbers, has_aux=True)(*operands)
+
+
+def _looped(function: Any, *operands: jax.Array) -> Any:
+    """Return results and gradients of a loop whose body is computed again."""
+
+    @jax.checkpoint
+    def body(query: jax.Array, _: None) -> Any:
+        output = function(query, *operands[1:])
+        return 0.5 * query, jnp.sum(jnp.sin(output.astype(jnp.float32)))
+
+    def loss(query: jax.Array) -> jax.Array:
+        return jnp.sum(jax.lax.scan(body, query, None, length=2)[1])
+
+    return jax.value_and_grad(loss)(operands[0])
+
+
+def _of_examples(function: Any, *operands: jax.Array) -> Any:
+    """Return gradients of two examples with a query and a value each."""
+    query, key, value, *more = operands
+
+    def one(query: jax.Array, value: jax.Array) -> Any:
+        return _run(function, query, key, value, *more)
+
+    return jax.vmap(one)(jnp.stack([query, -query]), jnp.stack([value, 2 * value]))
+
+
+def _assert_same(got: Any, want: Any) -> None:
+    # Sums over devices are added up in another order.
+    close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
+    jax.tree.map(lambda x, y: close(np.asarray(x), np.asarray(y)), got, want)
+
+
+_WAYS = {"plain": _run, "loop": _looped, "examples": _of_examples}
+
+
+@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("name", FEATURES)
+def test_divided_by_xla(name: str, way: str) -> None:
+    feature = FEATURES[name]
+    program = jax.jit(functools.partial(_WAYS[way], feature.function))
+    want = program(*_operands(feature))
+    _assert_same(program(*_placed(feature, mesh_of(x=4, y=2))), want)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_with_shardings_in_types(name: str) -> None:
+    feature = FEATURES[name]
+    program = functools.partial(_run, feature.function)
+    want = jax.jit(program)(*_operands(feature))
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    with jax.set_mesh(mesh):
+        got = jax.jit(program)(*_placed(feature, mesh))
+    _assert_same(got, want)
+    for x, spec in zip(got[1], feature.specs, strict=True):
+        is_same = x.sharding.is_equivalent_to(
+            NamedSharding(mesh, PartitionSpec(*spec)), x.ndim
+        )
+        assert is_same, (x.sharding, spec)
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_exported(name: str) -> None:
+    feature = FEATURES[name]
+    program = jax.jit(functools.partial(_run, feature.function))
+    placed = _placed(feature, mesh_of(x=4, y=2))
+    checks = jax_cudnn.EXPORT_SAFETY_CHECKS
+    exported = jax.export.export(program, disabled_checks=checks)(*placed)
+    got = jax.export.deserialize(exported.serialize()).call(*placed)
+    _assert_same(got, program(*_operands(feature)))
