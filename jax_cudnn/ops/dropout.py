@@ -29,7 +29,7 @@ def with_dropout(
     array = _check_key(op, key, rate)
     if array is None or not applied:
         return operands, attributes
-    b, _, h, _ = operands.query.shape
+    b, _, h, _ = operands.query_sizes
     seed, offset = _seed_and_offsets(op, array, b, h)
     return (
         operands._replace(dropout_seed=seed, dropout_offset=offset),

@@ -81,8 +81,8 @@ def with_score_mod(closed: Any, operands: Operands) -> Modified:
     Raises:
       UntraceableError: the function cannot be written with its exact meaning.
     """
-    b, s, h, _ = operands.query.shape
-    steps = steps_of_scores(closed, (b, h, s, operands.key.shape[1]))
+    b, s, h, _ = operands.query_sizes
+    steps = steps_of_scores(closed, (b, h, s, operands.key_count))
     peeled = _peel(steps)
     writer = _Writer(operands.query.dtype)
     texts = writer.write(peeled.steps)

@@ -10,7 +10,6 @@ exp(sink - L) (dL - rowsum(O dO)).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.lowering import run_by_hand
 from jax_cudnn.ops.arguments import as_operand, check_dtype, describe
 from jax_cudnn.ops.attend import Operands, attend, of_rows
+from jax_cudnn.ops.layouts import Layout, rows_from, rows_to
 from jax_cudnn.ops.sdpa_parts import part_gradients
 
 
@@ -39,9 +39,9 @@ def check_sinks(op: str, sinks: ArrayLike | None, heads: int) -> jax.Array | Non
 
 
 def with_sinks(
-    output: jax.Array, lse: jax.Array, sinks: jax.Array
+    output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: Layout = "bshd"
 ) -> tuple[jax.Array, jax.Array]:
-    """Return output (..., s, h, e) and log-sum-exp (..., s, h) with the sinks (h,).
+    """Return output and log-sum-exp (b, s, h) with the sinks (h,).
 
     A sink takes its share of the softmax and adds nothing to the output. So what the
     keys have is scaled by their share, 1 / (1 + exp(sink - lse)).
@@ -51,7 +51,7 @@ def with_sinks(
     is_dead = lse == -jnp.inf
     finite = jnp.where(is_dead, 0, lse)
     share = jnp.where(is_dead, 0, jax.nn.sigmoid(finite - sinks))
-    scaled = output.astype(lse.dtype) * share[..., None]
+    scaled = output.astype(lse.dtype) * rows_to(layout, share)[..., None]
     both = jnp.where(is_dead, sinks, jnp.logaddexp(finite, sinks))
     return scaled.astype(output.dtype), both
 
@@ -59,11 +59,11 @@ def with_sinks(
 def attend_with_sinks(
     attributes: SdpaAttributes, call: Options, operands: Operands, sinks: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return output (b, s, h, e) and log-sum-exp (b, s, h), sinks included.
+    """Return the output in the layout and log-sum-exp (b, s, h), sinks included.
 
     There is no bias among the operands.
     """
-    function = _Attention(attributes=attributes, call=call)
+    function = _Attention(attributes=attributes, call=call, layout=operands.layout)
     return run_by_hand(function, {**operands.given, "sinks": sinks})
 
 
@@ -73,19 +73,20 @@ class _Attention:
 
     attributes: SdpaAttributes
     call: Options
+    layout: Layout
 
     # Those of sdpa, so that the same remat policies keep them.
     names = ("cudnn_sdpa_output", "cudnn_sdpa_stats")
     differentiable = ("query", "key", "value", "sinks")
 
     def _split(self, given: Mapping[str, jax.Array]) -> tuple[Operands, jax.Array]:
-        roles: dict[str, Any] = {role: given.get(role) for role in Operands._fields}
-        return Operands(**roles), given["sinks"]
+        return Operands.of(given, self.layout), given["sinks"]
 
     def forward(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         operands, sinks = self._split(given)
         output, stats = attend(operands, self.attributes, self.call, with_stats=True)
-        return with_sinks(output, jnp.swapaxes(stats[..., 0], 1, 2), sinks)
+        lse = jnp.swapaxes(stats[..., 0], 1, 2)
+        return with_sinks(output, lse, sinks, self.layout)
 
     def gradients(
         self,
@@ -112,8 +113,10 @@ class _Attention:
         )
         products = output.astype(lse.dtype) * grad_output.astype(lse.dtype)
         # A query that sees no key has the sink alone. Its cotangent is not read.
-        is_alone = (lse == sinks.astype(lse.dtype)) & jnp.all(output == 0, axis=-1)
-        slope = jnp.where(is_alone, 0, -jnp.sum(products, -1))
+        is_zero = rows_from(self.layout, jnp.all(output == 0, axis=-1))
+        is_alone = (lse == sinks.astype(lse.dtype)) & is_zero
+        slope = rows_from(self.layout, -jnp.sum(products, -1))
+        slope = jnp.where(is_alone, 0, slope)
         if grad_lse is not None:
             slope = slope + grad_lse
         return {**found, "sinks": _sink_gradient(sinks, lse, slope)}
