@@ -167,23 +167,27 @@ class _Divided:
         ]
         look = _Look(lambda each: after(each[:count], each[count:]), structs)
         unread = look.unread((*self.graph.inputs, *divided.outputs))
+        # Whether the gradient of qkv is a result as the kernel writes it.
+        is_whole = "grad_qkv" in graph.outputs and all(
+            look.passes(
+                count + divided.outputs.index(name), self.graph.outputs.index(name)
+            )
+            for name in _GRADIENTS
+        )
+        if not is_whole:
+            unread = unread.difference(_GRADIENTS)
 
         def own(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
             values: dict[str, Any] = dict(zip(graph.outputs, made, strict=True))
-            whole = values.pop("grad_qkv", None)
-            if whole is not None:
+            if (whole := values.get("grad_qkv")) is not None:
                 parts = self._divide("grad_qkv", whole, unread)
                 values |= dict(zip(_GRADIENTS, parts, strict=True))
             results = after(
                 self._operands(operands, unread),
                 [values[name] for name in divided.outputs],
             )
-            found = dict(zip(self.graph.outputs, results, strict=True))
-            if whole is not None and all(
-                found[name] is values[name] for name in _GRADIENTS
-            ):
-                found["grad_qkv"] = whole
-            return self._results(found)
+            found: dict[str, Any] = dict(zip(self.graph.outputs, results, strict=True))
+            return self._results(found | {"grad_qkv": whole} if is_whole else found)
 
         return own
 

@@ -97,7 +97,7 @@ def attend(
         )
     else:
         graph = sdpa_qkv_graph(
-            {**tensors, "qkv": qkv.tensor()},
+            {"qkv": qkv.tensor(), **tensors},
             attributes=attributes,
             query_heads=operands.query_sizes[2],
             with_stats=with_stats,

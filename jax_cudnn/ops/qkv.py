@@ -95,13 +95,12 @@ def check_qkv(
             f"layout {found!r} it has {len(found)}, or {len(found) - 1} without b. "
             "Reshape it, or pass the layout that it has."
         )
-    if not has_batch:
-        array = jnp.expand_dims(array, found.index("b"))
-    heads = array.shape[found.index("h")]
+    own = found if has_batch else found.replace("b", "")
+    heads = array.shape[own.index("h")]
     if "3" in found:
-        if array.shape[found.index("3")] != 3:
+        if array.shape[own.index("3")] != 3:
             raise ValueError(
-                f"{op}: qkv is {describe(array)}, whose axis {found.index('3')} is not "
+                f"{op}: qkv is {describe(array)}, whose axis {own.index('3')} is not "
                 f"3, as the layout {found!r} says. Pass the layout that it has."
             )
         if key_value_heads not in (None, heads):
@@ -111,9 +110,13 @@ def check_qkv(
                 "of query, key and value side by side, in the layout "
                 f"{found.replace('3', '')!r}."
             )
-        return Qkv(array, found, heads, heads, has_batch)
-    count = _check_heads(op, array, found, key_value_heads, heads)
-    return Qkv(array, found, heads - 2 * count, count, has_batch)
+        counts = (heads, heads)
+    else:
+        count = _check_heads(op, array, found, key_value_heads, heads)
+        counts = (heads - 2 * count, count)
+    if not has_batch:
+        array = jnp.expand_dims(array, found.index("b"))
+    return Qkv(array, found, *counts, has_batch)
 
 
 def _check_heads(

@@ -114,7 +114,8 @@ class _Attention:
         products = output.astype(lse.dtype) * grad_output.astype(lse.dtype)
         # A query that sees no key has the sink alone. Its cotangent is not read.
         is_zero = rows_from(self.layout, jnp.all(output == 0, axis=-1))
-        is_alone = (lse == sinks.astype(lse.dtype)) & is_zero
+        alone = jnp.broadcast_to(sinks.astype(lse.dtype), lse.shape)
+        is_alone = (lse == alone) & is_zero
         slope = rows_from(self.layout, -jnp.sum(products, -1))
         slope = jnp.where(is_alone, 0, slope)
         if grad_lse is not None:
