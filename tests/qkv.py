@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Arrays of queries, keys and values, put together and taken apart in NumPy."""
+"""Arrays of queries, keys and values, put together and taken apart, and their graphs.
+
+The graphs are written here from their axes, without the code that calls use.
+"""
 
 from typing import Any
 
 import numpy as np
+
+from jax_cudnn.graph import Graph, SdpaAttributes, Tensor, sdpa_qkv_graph
 
 # Each layout of qkv_sdpa, with an example of a shape: distinct sizes, none is 1.
 SIZES = {"b": 2, "s": 5, "h": 4, "d": 6, "3": 3}
@@ -48,3 +53,40 @@ def in_layout(layout: str, x: Any) -> Any:
     """Return an array (b, s, h, d) with its axes as a layout has them."""
     plain = layout.replace("3", "")
     return x.transpose(["bshd".index(letter) for letter in plain])
+
+
+def graph_of(
+    layout: str, extra: str = "", *, dtype: Any = "f32", **sizes: int
+) -> Graph:
+    """Return the graph of attention over an array in a layout, with its log-sum-exp.
+
+    ``extra`` is one more operand: "mask", "key_lengths" or "bias".
+    """
+    h = SIZES["h"] if "3" in layout else sum(HEADS) + HEADS[1]
+    own = {**SIZES, "h": h, **sizes}
+    b, s, d = (own[letter] for letter in "bsd")
+    if "3" in layout:
+        dims, letters, query_heads = (b, 3, h, s, d), layout, h
+    else:
+        # Parts of one head each.
+        dims, letters, query_heads = (
+            (b, h, 1, s, d),
+            layout.replace("h", "3h"),
+            HEADS[0],
+        )
+    order = tuple(map("b3hsd".index, letters))
+    inputs = {"qkv": Tensor(name="qkv", dtype=dtype, dims=dims, order=order)}
+    others: dict[str, tuple[Any, tuple[int, ...]]] = {
+        "mask": ("bool", (b, 1, s, s)),
+        "key_lengths": ("i32", (b, 1, 1, 1)),
+        "bias": (dtype, (1, query_heads, s, s)),
+    }
+    if extra:
+        kind, shape = others[extra]
+        inputs[extra] = Tensor(name=extra, dtype=kind, dims=shape, order=(0, 1, 2, 3))
+    return sdpa_qkv_graph(
+        inputs,
+        attributes=SdpaAttributes(scale=0.375, is_causal=extra != "mask"),
+        query_heads=query_heads,
+        with_stats=True,
+    )

@@ -21,7 +21,7 @@ from jax.test_util import check_grads
 
 from jax_cudnn import masks, qkv_sdpa, sdpa
 from jax_cudnn.errors import GraphError
-from jax_cudnn.graph import Graph, SdpaAttributes, Target, Tensor, sdpa_qkv_graph
+from jax_cudnn.graph import Graph, Target, Tensor
 from jax_cudnn.graph.sdpa_qkv import SDPA_QKV, as_sdpa
 from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize import sdpa as legalize_sdpa
@@ -357,7 +357,7 @@ def _flash(graph: Graph, operands: Any) -> Any:
 def test_legal_graphs_keep_the_meaning(
     layout: str, extra: str, d: int, with_grad_stats: bool
 ) -> None:
-    graph = _graph(layout, extra, d=d)
+    graph = qkv.graph_of(layout, extra, d=d)
     operands = draw_arrays(graph)
     outputs = evaluate(graph, operands)
     assert SDPA_QKV.derivative is not None
@@ -390,35 +390,6 @@ def test_legal_graphs_keep_the_meaning(
                 )
 
 
-def _graph(layout: str, extra: str, **sizes: int) -> Graph:
-    from jax_cudnn.ops.qkv import check_qkv
-
-    x = jnp.zeros(qkv.shape_of(layout, **sizes), jnp.float32)
-    heads = qkv.arguments_of(layout).get("key_value_heads")
-    given = check_qkv("test", x, layout, heads)
-    h = given.query_heads
-    others = {
-        "mask": ("bool", (2, 1, 5, 5)),
-        "key_lengths": ("i32", (2, 1, 1, 1)),
-        "bias": ("f32", (1, h, 5, 5)),
-    }
-    inputs = {"qkv": given.tensor()}
-    if extra:
-        dtype, dims = others[extra]
-        inputs[extra] = Tensor(
-            name=extra,
-            dtype=dtype,  # type: ignore[arg-type]
-            dims=dims,
-            order=(0, 1, 2, 3),
-        )
-    return sdpa_qkv_graph(
-        inputs,
-        attributes=SdpaAttributes(scale=0.4, is_causal=extra != "mask"),
-        query_heads=h,
-        with_stats=True,
-    )
-
-
 # --- graphs and messages --------------------------------------------------------------
 
 
@@ -434,7 +405,7 @@ def test_parts_that_are_no_queries_keys_and_values_are_refused(
     dims: tuple[int, ...], heads: int, text: str
 ) -> None:
     tensor = Tensor(name="qkv", dtype="f32", dims=dims, order=(0, 3, 1, 2, 4))
-    whole = _graph("bs3hd", "")
+    whole = qkv.graph_of("bs3hd")
     output = Tensor(
         name="output", dtype="f32", dims=(2, heads, 5, 8), order=(0, 2, 1, 3)
     )
@@ -446,6 +417,16 @@ def test_parts_that_are_no_queries_keys_and_values_are_refused(
             inputs=("qkv",),
             outputs=("output",),
         )
+
+
+def test_a_bias_for_other_keys_is_refused() -> None:
+    whole = qkv.graph_of("bs3hd", "bias")
+    tensors = [
+        dataclasses.replace(each, dims=(1, 4, 5, 6)) if each.name == "bias" else each
+        for each in whole.tensors
+    ]
+    with pytest.raises(GraphError, match="bias is for 6 keys, but there are 5"):
+        dataclasses.replace(whole, tensors=tuple(tensors))
 
 
 @pytest.mark.parametrize(

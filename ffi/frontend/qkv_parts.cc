@@ -104,6 +104,13 @@ StatusOr<GraphSpec> WithQkvParts(GraphSpec graph) {
     const std::string& name = output == node.outputs.end()
                                   ? node.inputs.find("output")->second
                                   : output->second;
+    const int64_t tokens = graph.Tensor(qkv->second).dims[kTokens];
+    if (const auto bias = node.inputs.find("bias"); bias != node.inputs.end()) {
+      if (const int64_t keys = graph.Tensor(bias->second).dims[3]; keys != tokens) {
+        return Unimplemented(node.kind + ": bias is for " + std::to_string(keys) +
+                             " keys, but there are " + std::to_string(tokens));
+      }
+    }
     ASSIGN_OR_RETURN(const PartCounts counts,
                      CountParts(node, graph.Tensor(qkv->second), graph.Tensor(name)));
     Divide(graph, node.inputs, "", counts);

@@ -18,7 +18,7 @@ from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
 from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind, roles_in
-from jax_cudnn.graph.score_mod import check_score_mod
+from jax_cudnn.graph.score_mod import OPERANDS, check_score_mod
 from jax_cudnn.graph.sdpa import SDPA_BACKWARD, SdpaAttributes
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
@@ -113,7 +113,7 @@ def as_sdpa(graph: Graph) -> Graph:
 def _check(roles: Roles, attributes: Attributes) -> None:
     assert isinstance(attributes, SdpaAttributes)
     check_score_mod(attributes.score_mod, attributes.score_mod_grad, roles)
-    _, parts, heads, _, _ = roles["qkv"].dims
+    _, parts, heads, length, _ = roles["qkv"].dims
     queries = roles["output"].dims[1] // max(heads, 1)
     keys = (parts - queries) // 2
     if keys < 1 or queries < 1 or queries + 2 * keys != parts or queries % keys:
@@ -126,6 +126,13 @@ def _check(roles: Roles, attributes: Attributes) -> None:
             f"sdpa_qkv: {parts} parts of {heads} heads; there are 3 parts, or parts of "
             "one head"
         )
+    # A letter of their own, as no tensor is divided twice by one.
+    for role in ("bias", "mask", *OPERANDS):
+        if role in roles and roles[role].dims[3] not in (1, length):
+            raise GraphError(
+                f"sdpa_qkv: {role} is for {roles[role].dims[3]} keys, but there are "
+                f"{length}"
+            )
 
 
 def _cancelled(roles: Roles) -> frozenset[str]:
