@@ -16,8 +16,9 @@ pytest.importorskip("flax", reason="Flax is not installed")
 
 from flax import linen, nnx
 
-from jax_cudnn import masks
+from jax_cudnn import masks, score_mods
 from jax_cudnn.flax import Rotary
+from jax_cudnn.lowering import traced_graphs
 from tests.flax_layers import (
     B,
     D,
@@ -46,6 +47,12 @@ OPTIONS = {
     "full": FULL,
     "window": {**FULL, "local_window_size": (2, 0)},
     "window ahead": {**FULL, "local_window_size": (4, -1), "use_sinks": True},
+    "score_mod": {
+        **FULL,
+        "score_mod": score_mods.compose(
+            score_mods.alibi(score_mods.alibi_slopes(H)), score_mods.softcap(2.0)
+        ),
+    },
     "normalised": {**FULL, "normalize_qk": True, "scale": 0.4},
 }
 
@@ -140,8 +147,26 @@ def test_a_prompt_and_then_tokens_give_the_whole(api, options):
     assert int(layer.cache["cache_index"]) == S
 
 
+@pytest.mark.parametrize("count", [1, 3])
+def test_bands_over_a_cache_are_cached_sdpa(count):
+    api = Linen(**OPTIONS["window"])
+    bias = normal(5, B, 1, count, S) > 0
+
+    def kinds(**call):
+        graphs = traced_graphs(
+            lambda x: api.layer.apply(api.variables, x, mutable="cache", **call),
+            normal(4, B, count, F),
+        )
+        return {node.kind for traced in graphs for node in traced.graph.nodes}
+
+    assert "sdpa_cached" in kinds()
+    assert "sdpa_cached" in kinds(mask=masks.Causal() & masks.Window(3, 0))
+    assert "sdpa" in kinds(mask=masks.Where(bias))
+    assert "sdpa" in kinds(mask=bias)
+
+
 @both
-@pytest.mark.parametrize("name", ["full", "window"])
+@pytest.mark.parametrize("name", ["full", "window", "score_mod"])
 def test_each_entry_has_its_own_length(api, name):
     x, lengths = normal(4, B, S, F), np.array([4, 1, 3])
     layer = api(ragged=True, **OPTIONS[name])

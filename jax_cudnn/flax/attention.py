@@ -23,6 +23,7 @@ from jax_cudnn.flax.delegate import (
     reasons_for_flax,
 )
 from jax_cudnn.ops.arguments import as_operand
+from jax_cudnn.ops.cached_sdpa import cached_sdpa
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Where
 from jax_cudnn.ops.sdpa import sdpa
@@ -240,6 +241,16 @@ def _attend(
     """Call `sdpa` with all batch axes folded into one."""
     batch = q.shape[:-3]
     s, h, _ = q.shape[-3:]
+    if request.sequences is not None and not request.dropout_rate:
+        with on_behalf_of("attention_fn", "cached_sdpa"):
+            output = cached_sdpa(
+                *(_fold_batch(x, len(batch)) for x in (q, k, v)),
+                **request.sequences._asdict(),
+                scale=request.scale,
+                sinks=request.sinks,
+                implementation=implementation,
+            )
+        return jnp.reshape(output, (*batch, s, h, v.shape[-1]))
     scores = (*batch, h, s, k.shape[-3])
     mask = None if request.mask is None else as_bools(request.mask)
     mask = _fold_scores_like(mask, scores)
@@ -255,6 +266,7 @@ def _attend(
             scale=request.scale,
             is_causal=request.is_causal,
             sinks=request.sinks,
+            score_mod=request.score_mod,
             dropout_rate=request.dropout_rate,
             dropout_key=request.dropout_rng if request.dropout_rate else None,
             implementation=implementation,

@@ -8,12 +8,13 @@ number of tokens.
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_cudnn.ops import kv_cache
 from jax_cudnn.ops.arguments import as_operand, describe, in_front
 from jax_cudnn.ops.masks import (
     Blocks,
@@ -25,6 +26,7 @@ from jax_cudnn.ops.masks import (
     Where,
     Window,
 )
+from jax_cudnn.ops.score_mod import ScoreMod
 
 
 class Cache(NamedTuple):
@@ -113,8 +115,7 @@ def new_tokens(
 def append(cache: Cache, key: jax.Array, value: jax.Array, new: NewTokens) -> Cache:
     """Return the cache with new keys and values (..., s, k, d) behind the others.
 
-    Padding is written too, where there is room for it, and overwritten by the tokens
-    that come next.
+    Where all entries have equally many tokens, padding is written too.
     """
     return Cache(
         key=_written(cache.key, key, new),
@@ -129,14 +130,11 @@ def _written(rows: jax.Array, tokens: jax.Array, new: NewTokens) -> jax.Array:
         axis = rows.ndim - 3
         return jax.lax.dynamic_update_slice_in_dim(rows, tokens, new.start, axis)
     entries = math.prod(rows.shape[:-3])
-
-    def write(rows: jax.Array, tokens: jax.Array, slots: jax.Array) -> jax.Array:
-        return rows.at[slots].set(tokens, mode="drop", unique_indices=True)
-
-    written = jax.vmap(write)(
+    written = kv_cache.update(
         jnp.reshape(rows, (entries, *rows.shape[-3:])),
         jnp.reshape(tokens, (entries, *tokens.shape[-3:])),
-        jnp.reshape(new.positions, (entries, new.count)),
+        _one_each(new.start, entries),
+        None if new.lengths is None else _one_each(new.lengths, entries),
     )
     return jnp.reshape(written, rows.shape)
 
@@ -148,6 +146,43 @@ def nan_without_room(output: jax.Array, cache: Cache, new: NewTokens) -> jax.Arr
     return jnp.where(has_room, output, jnp.asarray(jnp.nan, output.dtype))
 
 
+class Sequences(NamedTuple):
+    """Arguments of `cached_sdpa` for the new tokens, all batch axes merged into one."""
+
+    key_value_seq_lengths: jax.Array
+    query_seq_lengths: jax.Array | None
+    local_window_size: tuple[int, int] | None
+
+
+def sequences(mask: Mask | None, cache: Cache, new: NewTokens) -> Sequences | None:
+    """Return the tokens as the last ones of sequences, where that hides what is hidden.
+
+    It does for a mask that is made of bands. Bands that hide a token from itself are no
+    windows.
+    """
+    left, right = _band(mask)
+    if right < 0 or any(not isinstance(x, Window | Causal) for x in _parts(mask)):
+        return None
+    entries = math.prod(cache.key.shape[:-3])
+    return Sequences(
+        key_value_seq_lengths=_one_each(new.start + new.kept, entries),
+        query_seq_lengths=(
+            None if new.lengths is None else _one_each(new.lengths, entries)
+        ),
+        local_window_size=None if left is None else (left, right),
+    )
+
+
+def score_mod_of(score_mod: ScoreMod, cache: Cache, new: NewTokens) -> ScoreMod:
+    """Return a score_mod of places in the sequence as one of the call's queries."""
+    starts = _one_each(new.start, math.prod(cache.key.shape[:-3]))
+
+    def of_call(score: Any, batch: Any, head: Any, query: Any, key: Any) -> Any:
+        return score_mod(score, batch, head, query + starts[batch], key)
+
+    return of_call
+
+
 def visible(layer: str, mask: Mask | None, cache: Cache, new: NewTokens) -> Mask:
     """Return which slots of the cache the new tokens see, for one batch axis.
 
@@ -156,9 +191,8 @@ def visible(layer: str, mask: Mask | None, cache: Cache, new: NewTokens) -> Mask
     """
     most = cache.key.shape[-3]
     entries = math.prod(cache.key.shape[:-3])
+    left, right = _band(mask)
     parts: list[Mask] = []
-    lefts: list[int] = []
-    right = 0
     for part in _parts(mask):
         if isinstance(part, Prefix | Blocks):
             raise ValueError(
@@ -166,24 +200,32 @@ def visible(layer: str, mask: Mask | None, cache: Cache, new: NewTokens) -> Mask
                 "cache (decode=True). There it may have Causal, Window, Lengths, "
                 "Segments, Where and Additive. Pass an array instead."
             )
-        if isinstance(part, Window):
-            lefts += [] if part.left is None else [part.left]
-            right = right if part.right is None else min(right, part.right)
-        elif not isinstance(part, Causal):
+        if not isinstance(part, Window | Causal):
             parts.append(part)
     if new.lengths is not None:
-        parts.append(Lengths(query=jnp.reshape(new.lengths, (entries,))))
-    if new.count == 1 and right == 0 and not lefts:
+        parts.append(Lengths(query=_one_each(new.lengths, entries)))
+    if new.count == 1 and right == 0 and left is None:
         # Lengths take no memory, and let a kernel skip the empty slots.
         parts.append(Lengths(key=_one_each(new.start + 1, entries)))
     else:
         rows = jnp.reshape(new.positions, (-1, 1, new.count, 1))
         columns = jnp.arange(most, dtype=jnp.int32).reshape(1, 1, 1, most)
         seen = columns <= rows + right
-        if lefts:
-            seen = seen & (columns >= rows - min(lefts))
+        if left is not None:
+            seen = seen & (columns >= rows - left)
         parts.append(Where(seen))
     return Intersection(tuple(parts))
+
+
+def _band(mask: Mask | None) -> tuple[int | None, int]:
+    """Return how far a token sees to the left and to the right, by causality and mask.
+
+    None is as far as there are tokens.
+    """
+    windows = [part for part in _parts(mask) if isinstance(part, Window)]
+    lefts = [window.left for window in windows if window.left is not None]
+    rights = [window.right for window in windows if window.right is not None]
+    return min(lefts, default=None), min((0, *rights))
 
 
 def _one_each(numbers: jax.Array, entries: int) -> jax.Array:

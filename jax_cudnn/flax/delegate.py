@@ -14,7 +14,9 @@ from flax import linen, nnx
 
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.flax.decoding import Sequences
 from jax_cudnn.ops.masks import Mask
+from jax_cudnn.ops.score_mod import ScoreMod
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -34,8 +36,10 @@ class Request:
     """The arguments of a Flax layer's attention besides query, key and value.
 
     ``dropout_rate`` is 0 where dropout is not in effect. ``hiding`` is a mask for all
-    batch axes merged into one, which adds to the other ones; ``scale`` and ``sinks``
-    are as in `sdpa`. The rest is as in `AttentionFn.__call__`.
+    batch axes merged into one, which adds to the other ones. ``sequences`` says the
+    same as `mask`, `hiding` and causality together, where `cached_sdpa` can do it;
+    ``scale``, ``sinks`` and ``score_mod`` are as in `sdpa`. The rest is as in
+    `AttentionFn.__call__`.
     """
 
     bias: jax.Array | None
@@ -51,8 +55,10 @@ class Request:
     qk_attn_weights_einsum: Callable[..., jax.Array] | None
     attn_weights_value_einsum: Callable[..., jax.Array] | None
     hiding: Mask | None = None
+    sequences: Sequences | None = None
     scale: float | None = None
     sinks: jax.Array | None = None
+    score_mod: ScoreMod | None = None
 
 
 def reasons_for_flax(request: Request, dtype: jnp.dtype) -> tuple[str, ...]:
@@ -101,11 +107,12 @@ def attend_with_flax(
         raise UnsupportedError(
             "attention_fn: cuDNN cannot run this attention:", reasons, _ADVICE
         )
-    if request.sinks is not None:
-        raise ValueError(
-            f"attention_fn: {'; '.join(reasons)}. Flax's own attention computes this, "
-            "and has no sinks. Leave one of the two out."
-        )
+    for name in ("sinks", "score_mod"):
+        if getattr(request, name) is not None:
+            raise ValueError(
+                f"attention_fn: {'; '.join(reasons)}. Flax's own attention computes "
+                f"this, and has no {name}. Leave one of the two out."
+            )
     if implementation == "auto":
         _say_once(reasons)
     q, request = _in_words_of_flax(q, k, request)

@@ -22,6 +22,7 @@ from jax_cudnn.ops.arguments import check_flag
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Mask, Window
 from jax_cudnn.ops.rotary import Rotary
+from jax_cudnn.ops.score_mod import ScoreMod
 from jax_cudnn.ops.sdpa_operands import check_scale, check_window
 
 
@@ -38,6 +39,7 @@ class Settings:
     local_window_size: int | tuple[int, int] | None = None
     scale: float | None = None
     rotary: Rotary | None = None
+    score_mod: ScoreMod | None = None
 
     def __post_init__(self) -> None:
         Options(implementation=self.implementation)  # refuses unknown names
@@ -47,6 +49,12 @@ class Settings:
             if self.scale is not None:
                 check_scale(self.scale, 1, jnp.dtype(jnp.float32))
         object.__setattr__(self, "local_window_size", window or None)
+        if not (self.score_mod is None or callable(self.score_mod)):
+            raise TypeError(
+                f"{self.layer}: score_mod is {self.score_mod!r}. It must be a function "
+                "of (score, batch, head, query_index, key_index), such as those of "
+                "jax_cudnn.score_mods."
+            )
         if not (self.rotary is None or isinstance(self.rotary, Rotary)):
             raise TypeError(
                 f"{self.layer}: rotary is {self.rotary!r}. Pass a "
@@ -102,11 +110,16 @@ class Heads:
             left, right = check_window(settings.local_window_size)
             window = Window(left, right)
             hiding = window if hiding is None else hiding & window
-        cache, new = self.cache, None
+        cache, new, sequences = self.cache, None, None
+        score_mod = settings.score_mod
         if cache is None:
             q, k = self._rotated(q, k, None)
         else:
             new = decoding.new_tokens(layer, cache, k, self.lengths)
+            if score_mod is not None:
+                score_mod = decoding.score_mod_of(score_mod, cache, new)
+            elif mask is None:
+                sequences = decoding.sequences(hiding, cache, new)
             hiding = decoding.visible(layer, hiding, cache, new)
             is_causal = False  # part of what is visible
             q, k = self._rotated(q, k, new.positions)
@@ -128,8 +141,10 @@ class Heads:
                 qk_attn_weights_einsum=qk_attn_weights_einsum,
                 attn_weights_value_einsum=attn_weights_value_einsum,
                 hiding=hiding,
+                sequences=sequences,
                 scale=settings.scale,
                 sinks=self.sinks,
+                score_mod=score_mod,
             )
             output = attend(q, k, v, request, settings.implementation)
         if cache is None or new is None:

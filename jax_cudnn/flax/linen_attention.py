@@ -19,6 +19,7 @@ from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.rotary import Rotary
+from jax_cudnn.ops.score_mod import ScoreMod
 
 
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
@@ -45,6 +46,10 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
       use_sinks: whether the layer has one more parameter, `sinks` (num_heads,): for
         each head the score of a key without a value. Default False.
       sinks_init: its initialiser. Default zeros.
+      score_mod: a function of each score and its indices, as in `jax_cudnn.sdpa`, for
+        one batch axis merged from all; `jax_cudnn.score_mods` has softcap, ALiBi and
+        others. Its arrays are no parameters. With a cache, the indices are places in
+        the sequence. Default None.
       ragged_cache: whether `cache_index` is made with one number for each batch entry.
         Default False: one for all.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.sdpa`.
@@ -69,6 +74,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     rotary: Rotary | None = None
     use_sinks: bool = False
     sinks_init: jax.nn.initializers.Initializer = jax.nn.initializers.zeros
+    score_mod: ScoreMod | None = None
     ragged_cache: bool = False
     implementation: Implementation = "auto"
 
@@ -123,7 +129,8 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             several keys; `input_lengths` without `decode`; `input_positions` without a
             rotary embedding; Prefix or Blocks in `mask` with `decode`; sinks together
             with what only Flax's attention computes.
-          TypeError: a `rotary`, `scale`, `local_window_size` or flag of another type;
+          TypeError: a `rotary`, `scale`, `score_mod`, `local_window_size` or flag of
+            another type;
             lengths that are not integers; dtypes that `jax_cudnn.sdpa` does not take.
           UnsupportedError, LibraryError: as `jax_cudnn.flax.attention_fn`.
 
@@ -197,6 +204,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             local_window_size=self.local_window_size,
             scale=self.scale,
             rotary=self.rotary,
+            score_mod=self.score_mod,
         )
 
     @linen.nowrap

@@ -15,6 +15,7 @@ from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_
 from jax_cudnn.ops.arguments import check_flag
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.rotary import Rotary
+from jax_cudnn.ops.score_mod import ScoreMod
 
 _NAME = "MultiHeadAttention"
 
@@ -47,6 +48,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
       use_sinks: whether the layer has one more parameter, `sinks` (num_heads,): for
         each head the score of a key without a value. Default False.
       sinks_init: its initialiser. Default zeros.
+      score_mod: a function of each score and its indices, as in `jax_cudnn.sdpa`, for
+        one batch axis merged from all; `jax_cudnn.score_mods` has softcap, ALiBi and
+        others. Its arrays are no parameters. With a cache, the indices are places in
+        the sequence. Default None.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.sdpa`.
       rngs: as in `flax.nnx.MultiHeadAttention`.
       **options: all other keyword arguments of the installed
@@ -56,7 +61,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
     Raises:
       ValueError: `attention_fn` is given; heads that do not fit; an unknown
         `implementation`; a `scale` that is not finite.
-      TypeError: a `rotary`, `scale`, `local_window_size` or flag of another type.
+      TypeError: a `rotary`, `scale`, `score_mod`, `local_window_size` or flag of
+        another type.
 
     Notes:
       Differences from nnx's layer are those of `attention_fn`: a query that sees no key
@@ -90,6 +96,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         rotary: Rotary | None = None,
         use_sinks: bool = False,
         sinks_init: jax.nn.initializers.Initializer = jax.nn.initializers.zeros,
+        score_mod: ScoreMod | None = None,
         implementation: Implementation = "auto",
         rngs: nnx.Rngs,
         **options: Any,
@@ -105,6 +112,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             local_window_size=local_window_size,
             scale=scale,
             rotary=rotary,
+            score_mod=score_mod,
         )
         super().__init__(
             num_heads,
@@ -177,7 +185,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
           ValueError: shapes that do not fit; `decode` without a cache; `is_causal` with
             one query and several keys; `input_lengths` without `decode`;
             `input_positions` without a rotary embedding; Prefix or Blocks in `mask`
-            with `decode`; sinks together with what only Flax's attention computes.
+            with `decode`; sinks or `score_mod`
+            together with what only Flax's attention computes.
           TypeError: lengths that are not integers; dtypes that `jax_cudnn.sdpa` does
             not take.
           UnsupportedError, LibraryError: as `jax_cudnn.flax.attention_fn`.

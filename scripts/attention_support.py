@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes docs/attention_support.md: what cuDNN plans of attention, by GPU and version.
+
+    python -m scripts.attention_support
+
+from the repository's root, on a machine without a GPU, with the "gpuless" extra. Each
+version of cuDNN in `VERSIONS` is fetched with pip into build/cudnn, and asked in a
+process of its own for a plan of each feature in tests/attention_features.py.
+"""
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jax_cudnn
+from jax_cudnn import native
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph import is_anchor
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering.decision import Attempt, Step, decide_part
+from jax_cudnn.offline import find
+from jax_cudnn.offline.planner import NamedGpu, greeting
+from tests.attention_features import FEATURES, Feature
+
+_ROOT = Path(__file__).parent.parent
+PAGE = _ROOT / "docs" / "attention_support.md"
+DATA = _ROOT / "docs" / "attention_support.json"
+_WHEELS = _ROOT / "build" / "cudnn"
+# The small wheel of cuDNN, which has the engines that are compiled when planned: those
+# of attention. Of versions before 9.13 it does not open without a GPU.
+_PACKAGE = "nvidia-cudnn-jit-cu13"
+VERSIONS = (
+    "9.13.1.26",
+    "9.15.1.9",
+    "9.17.1.4",
+    "9.19.1.2",
+    "9.21.1.3",
+    "9.24.1.1",
+    "9.27.0.42",
+)
+GPUS = ("a100", "h200", "b200")
+_DIRECTIONS = ("forward", "gradient")
+
+# cuDNN gives a reason for each engine. These only say that an engine is another one.
+_UNTELLING = r"supported for this engine|KERNEL_CFG"
+
+Answer = dict[str, Any]
+
+
+class _Asked(NamedGpu):
+    """A GPU of a name, whose plans are listed and not built."""
+
+    def plan(self, graph_json: str, request: str = "") -> Any:
+        """Return nothing; raise as if it were built where cuDNN lists no plan."""
+        listed = self.candidates(graph_json, request)
+        if all(each.refusal for each in listed):
+            reasons = [each.refusal for each in listed]
+            raise UnsupportedError("cuDNN has no plan for this graph.", reasons)
+
+
+def answers(gpu: str) -> dict[str, dict[str, Answer]]:
+    """Return what the installed cuDNN answers to every feature, for a GPU's name."""
+    description = find(gpu)
+    version = greeting()["cudnn_version"]
+    asked = _Asked(description=description, target=description.target(version))
+    return {feature.key: _answers_to(feature, asked) for feature in FEATURES}
+
+
+def _answers_to(feature: Feature, gpu: NamedGpu) -> dict[str, Answer]:
+    found = {"forward": _answer(feature.call, feature.operands, gpu, "")}
+    if feature.trained:
+        operands = (feature.cotangent(), *feature.operands)
+        found["gradient"] = _answer(feature.gradient(), operands, gpu, "_backward")
+    return found
+
+
+def _answer(function: Any, operands: Any, gpu: NamedGpu, ending: str) -> Answer:
+    """Return whether each kernel of a call has a plan, with what is done around it.
+
+    Of a gradient, only the kernels whose kind has the ending are looked at.
+    """
+    steps: list[Step] = []
+    for traced in traced_graphs(function, *operands):
+        for part in traced.parts:
+            kinds = [node.kind for node in part.nodes if is_anchor(node)]
+            if any(kind.endswith(ending) for kind in kinds):
+                steps.append(decide_part(part, gpu, traced.options))
+    if not steps:
+        raise RuntimeError("no kernel was asked for")
+    refused = [step for step in steps if step.legal is None]
+    if refused:
+        remarks = (reason for step in refused for reason in _reasons(step.attempts))
+    else:
+        remarks = (note for step in steps if step.legal for note in step.legal.notes)
+    return {"planned": not refused, "remarks": _distinct(remarks)}
+
+
+def _reasons(attempts: tuple[Attempt, ...]) -> list[str]:
+    """Return why the last way failed: it is the one that asks for the least."""
+    told = [r for r in attempts[-1].reasons if not re.search(_UNTELLING, r)]
+    return told or ["cuDNN: no engine takes it"]
+
+
+def _distinct(texts: Any) -> list[str]:
+    return list(dict.fromkeys(" ".join(str(text).split()) for text in texts))
+
+
+def _folder(version: str) -> Path:
+    """Return where a version of cuDNN lies, fetched if it is not there."""
+    folder = _WHEELS / version
+    if not (folder / "nvidia").is_dir():
+        command = ("pip", "install", "--quiet", "--no-deps", "--target", str(folder))
+        subprocess.run(
+            (sys.executable, "-m", *command, f"{_PACKAGE}=={version}"), check=True
+        )
+    return folder
+
+
+def _asked(version: str) -> dict[str, Any]:
+    """Return the answers of a version, from a process that finds it first."""
+    path = os.pathsep.join((str(_folder(version)), str(_ROOT)))
+    environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    command = (sys.executable, "-m", "scripts.attention_support", "--ask")
+    done = subprocess.run(
+        command, env=environment, cwd=_ROOT, check=True, stdout=subprocess.PIPE
+    )
+    found = json.loads(done.stdout)
+    if not version.startswith(found["cudnn"] + "."):
+        raise RuntimeError(f"asked for cuDNN {version}, got {found['cudnn']}")
+    return found
+
+
+def _lines_of(data: list[dict[str, Any]]) -> str:
+    """Return the data as JSON, with a line for each version, GPU and feature."""
+    text = json.dumps(data, sort_keys=True)
+    return re.sub(r'("[^"]*": \{)(?="forward")', r"\n\1", text) + "\n"
+
+
+class _Remarks:
+    """The distinct remarks of a page, numbered as they come."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def number(self, text: str) -> int:
+        if text not in self.texts:
+            self.texts.append(text)
+        return self.texts.index(text) + 1
+
+
+def _cell(by_version: list[tuple[str, Answer]], remarks: _Remarks) -> str:
+    """Return from which version on there is a plan, with the newest one's remarks."""
+    _, newest = by_version[-1]
+    if not newest["planned"]:
+        planned = [version for version, answer in by_version if answer["planned"]]
+        told = f"up to {planned[-1]}" if planned else "no"
+        return told + _numbers(newest["remarks"], remarks)
+    refusing = [i for i, (_, answer) in enumerate(by_version) if not answer["planned"]]
+    told = "yes" if not refusing else f"from {by_version[refusing[-1] + 1][0]}"
+    return told + _numbers(newest["remarks"], remarks)
+
+
+def _numbers(texts: list[str], remarks: _Remarks) -> str:
+    numbers = sorted({remarks.number(text) for text in texts})
+    return f" ({', '.join(map(str, numbers))})" if numbers else ""
+
+
+def page(data: list[dict[str, Any]]) -> str:
+    """Return the page for the answers of several versions, the oldest first."""
+    remarks = _Remarks()
+    names = [f"sm_{find(gpu).target(90000).sm_version}" for gpu in GPUS]
+    columns = [f"{name} {what}" for name in names for what in _DIRECTIONS]
+    lines = []
+    for group in dict.fromkeys(feature.group for feature in FEATURES):
+        lines += ["", f"## {group.capitalize()}", ""]
+        lines += [f"| feature | {' | '.join(columns)} |"]
+        lines += ["| --- |" + " --- |" * len(columns)]
+        for feature in FEATURES:
+            if feature.group != group:
+                continue
+            cells = [feature.name]
+            for gpu in GPUS:
+                for what in _DIRECTIONS:
+                    told = [
+                        (_short(each["cudnn"]), each["gpus"][gpu][feature.key])
+                        for each in data
+                    ]
+                    if what not in told[0][1]:
+                        cells.append(f"XLA's ({remarks.number(feature.why)})")
+                        continue
+                    cells.append(
+                        _cell([(v, answer[what]) for v, answer in told], remarks)
+                    )
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "## Remarks", ""]
+    lines += [f"{i}. {text}" for i, text in enumerate(remarks.texts, 1)]
+    versions = ", ".join(_short(each["cudnn"]) for each in data)
+    return "\n".join([_head(versions), *lines]) + "\n"
+
+
+def _short(version: str) -> str:
+    """Return the version without what follows its second number."""
+    return ".".join(version.split(".")[:2])
+
+
+def _head(versions: str) -> str:
+    return f"""\
+# What cuDNN plans of attention
+
+Written by `python -m scripts.attention_support`, on a machine without a GPU; do not
+edit. jax_cudnn {jax_cudnn.__version__}, cuDNN {versions}.
+
+Each version of cuDNN was asked for a plan of each call in
+`tests/attention_features.py`, for the descriptions of an A100 (sm_80), an H200 (sm_90)
+and a B200 (sm_100) in `jax_cudnn/data/gpus`. What is asked for is what "auto" would ask
+for. Plans were listed, not built, and nothing ran: what ran is in the
+[GPU report](gpu-report.md). The numbers are those of remarks at the end.
+
+- **yes**: every version asked has a plan. **from 9.19**: this version and newer ones.
+- **no**: "auto" runs XLA, and "cudnn" raises `UnsupportedError`.
+- **gradient**: the kernel of the gradients. The remarks of a "yes" say what is done
+  around a kernel, by the newest version.
+- GPUs below sm_80 have no plan, and f64 is always XLA's."""
+
+
+def main() -> None:
+    """Write the page and its data, or print the answers of the cuDNN that is found."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--ask", action="store_true", help="print what the installed cuDNN answers"
+    )
+    parser.add_argument(
+        "--again",
+        action="store_true",
+        help="write the page from the data that is there",
+    )
+    arguments = parser.parse_args()
+    if arguments.ask:
+        version = native.version_text(greeting()["cudnn_version"])
+        found = {gpu: answers(gpu) for gpu in GPUS}
+        print(json.dumps({"cudnn": version, "gpus": found}))
+        return
+    if arguments.again:
+        data = json.loads(DATA.read_text())
+    else:
+        data = [_asked(version) for version in VERSIONS]
+        DATA.write_text(_lines_of(data))
+    PAGE.write_text(page(data))
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")
+    main()

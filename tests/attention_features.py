@@ -1,0 +1,276 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which features attention has, each as a call whose plans can be asked for."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn import cached_sdpa, f8, masks, paged_sdpa, plans, score_mods, sdpa
+
+
+@dataclass(frozen=True, kw_only=True)
+class Feature:
+    """A call of attention with the shapes of its operands.
+
+    ``trained`` are the places of the operands whose gradients are asked for. Without
+    any, the feature has no gradient by cuDNN, and ``why`` says what there is instead.
+    """
+
+    group: str
+    name: str
+    call: Callable[..., Any]
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    trained: tuple[int, ...] = (0, 1, 2)
+    why: str = ""
+
+    @property
+    def key(self) -> str:
+        """What names the feature in data."""
+        return f"{self.group}: {self.name}"
+
+    def gradient(self) -> Callable[..., Any]:
+        """Return the gradients with random cotangents as one more operand."""
+
+        def pulled(cotangent: jax.Array, *operands: jax.Array) -> Any:
+            def of_trained(*trained: jax.Array) -> Any:
+                every = list(operands)
+                for i, operand in zip(self.trained, trained, strict=True):
+                    every[i] = operand
+                return self.call(*every)
+
+            trained = (operands[i] for i in self.trained)
+            return jax.vjp(of_trained, *trained)[1](cotangent)
+
+        return pulled
+
+    def cotangent(self) -> jax.ShapeDtypeStruct:
+        """Return the shape and dtype of the call's result."""
+        return jax.eval_shape(self.call, *self.operands)
+
+
+B, S, T, H, K, D = 2, 256, 384, 8, 2, 128
+
+
+def _arrays(
+    dtype: str = "bfloat16",
+    *,
+    s: int = S,
+    t: int = T,
+    h: int = H,
+    k: int = H,
+    d: int = D,
+    e: int | None = None,
+) -> tuple[jax.ShapeDtypeStruct, ...]:
+    return (
+        _array(dtype, B, s, h, d),
+        _array(dtype, B, t, k, d),
+        _array(dtype, B, t, k, d if e is None else e),
+    )
+
+
+def _array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+def _with(**options: Any) -> Callable[..., Any]:
+    return lambda q, k, v: sdpa(q, k, v, **options)
+
+
+def _on_numbers(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    one = jnp.float32(1)
+    return f8.sdpa(
+        q, k, v, query_scale=one, key_scale=one, value_scale=one, output_scale=one
+    )
+
+
+_LENGTHS = _array("int32", B)
+_SQUARE = _arrays(t=S)
+_TOKENS = "queries and keys"
+_SCORES = "what is added to scores, or hides them"
+_WEIGHTS = "the softmax and its weights"
+_CACHE = "caches of keys and values"
+_NO_KERNEL = "the derivative is the reference's, by XLA"
+
+
+def _plain() -> list[Feature]:
+    def feature(name: str, operands: Any, **options: Any) -> Feature:
+        return Feature(
+            group=_TOKENS, name=name, call=_with(**options), operands=operands
+        )
+
+    sizes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("64", {"d": 64}),
+        ("40, no multiple of 16", {"d": 40}),
+        ("256", {"d": 256}),
+        ("192 and 128 (latent attention)", {"d": 192, "e": 128}),
+        ("512", {"d": 512}),
+        ("576 and 512 (latent attention)", {"d": 576, "e": 512}),
+    )
+    return [
+        feature("bf16, heads of 128", _arrays()),
+        feature("f16", _arrays("float16")),
+        feature("f32", _arrays("float32")),
+        *(feature(f"heads of {text}", _arrays(**size)) for text, size in sizes),
+        feature("grouped key heads", _arrays(k=K)),
+        feature("one query", _arrays(s=1)),
+        feature("odd lengths, 77 and 131", _arrays(s=77, t=131)),
+        feature(
+            "deterministic gradients",
+            _arrays(),
+            plan=plans.PlanOptions(deterministic=True),
+        ),
+        Feature(
+            group=_TOKENS,
+            name="log-sum-exp as a result, with its cotangent",
+            call=lambda q, k, v: sdpa(q, k, v, return_residual=True),
+            operands=_arrays(),
+        ),
+    ]
+
+
+def _hidden() -> list[Feature]:
+    def feature(name: str, call: Any, *more: Any, trained: Any = (0, 1, 2)) -> Feature:
+        return Feature(
+            group=_SCORES,
+            name=name,
+            call=call,
+            operands=(*_SQUARE, *more),
+            trained=trained,
+        )
+
+    bias = _array("bfloat16", B, H, S, S)
+    return [
+        feature("causal", _with(is_causal=True)),
+        feature("causal from the last key", _with(mask=masks.Causal("bottom-right"))),
+        feature("causal window", _with(is_causal=True, local_window_size=(64, 0))),
+        feature("window on both sides", _with(local_window_size=(64, 32))),
+        feature(
+            "lengths",
+            lambda q, k, v, s, t: sdpa(
+                q, k, v, query_seq_lengths=s, key_value_seq_lengths=t
+            ),
+            _LENGTHS,
+            _LENGTHS,
+        ),
+        feature(
+            "packed sequences, causal",
+            lambda q, k, v, ends: sdpa(
+                q, k, v, mask=masks.Packed(ends), is_causal=True
+            ),
+            _array("int32", B, 5),
+        ),
+        feature(
+            "boolean mask",
+            lambda q, k, v, mask: sdpa(q, k, v, mask=mask),
+            _array("bool", B, 1, S, S),
+        ),
+        feature("bias", lambda q, k, v, bias: sdpa(q, k, v, bias=bias), bias),
+        feature(
+            "bias, with its gradient",
+            lambda q, k, v, bias: sdpa(q, k, v, bias=bias),
+            bias,
+            trained=(0, 1, 2, 3),
+        ),
+        feature(
+            "bias of all batch entries, with its gradient",
+            lambda q, k, v, bias: sdpa(q, k, v, bias=bias),
+            _array("bfloat16", 1, H, S, S),
+            trained=(0, 1, 2, 3),
+        ),
+        feature(
+            "bias, causal",
+            lambda q, k, v, bias: sdpa(q, k, v, bias=bias, is_causal=True),
+            bias,
+        ),
+        feature("softcap", _with(score_mod=score_mods.softcap(30.0))),
+        feature(
+            "softcap, causal",
+            _with(score_mod=score_mods.softcap(30.0), is_causal=True),
+        ),
+        feature(
+            "ALiBi, causal",
+            _with(
+                score_mod=score_mods.alibi(score_mods.alibi_slopes(H)), is_causal=True
+            ),
+        ),
+    ]
+
+
+def _weighted() -> list[Feature]:
+    key = jax.random.key(0)
+    drop = {"dropout_rate": 0.125, "dropout_key": key}
+    return [
+        Feature(
+            group=_WEIGHTS,
+            name="dropout",
+            call=_with(**drop),
+            operands=_SQUARE,
+        ),
+        Feature(
+            group=_WEIGHTS,
+            name="sinks, with their gradient",
+            call=lambda q, k, v, sinks: sdpa(q, k, v, sinks=sinks, is_causal=True),
+            operands=(*_SQUARE, _array("float32", H)),
+            trained=(0, 1, 2, 3),
+        ),
+        Feature(
+            group=_WEIGHTS,
+            name="f8 (e4m3) operands and result",
+            call=_on_numbers,
+            operands=_arrays("float8_e4m3fn"),
+            trained=(),
+            why="see f8.quantized_sdpa",
+        ),
+        Feature(
+            group=_WEIGHTS,
+            name="f8.quantized_sdpa, 16-bit operands",
+            call=lambda q, k, v: f8.quantized_sdpa(q, k, v),
+            operands=_SQUARE,
+        ),
+    ]
+
+
+def _cached() -> list[Feature]:
+    def over_cache(q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        return cached_sdpa(q, k, v, lengths)
+
+    def over_pages(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
+        return paged_sdpa(q, k, v, table, lengths)
+
+    pages = (_array("bfloat16", 64, 64, K, D),) * 2
+    counts = (("one query", 1), ("4 queries", 4), ("a prompt", 64))
+    return [
+        *(
+            Feature(
+                group=_CACHE,
+                name=name,
+                call=over_cache,
+                operands=(*_arrays(s=s, k=K), _LENGTHS),
+                trained=(),
+                why=_NO_KERNEL,
+            )
+            for name, s in counts
+        ),
+        *(
+            Feature(
+                group=_CACHE,
+                name=f"{name}, pages of 64 tokens",
+                call=over_pages,
+                operands=(
+                    _array("bfloat16", B, s, H, D),
+                    *pages,
+                    _array("int32", B, 6),
+                    _LENGTHS,
+                ),
+                trained=(),
+                why=_NO_KERNEL,
+            )
+            for name, s in counts
+        ),
+    ]
+
+
+FEATURES: tuple[Feature, ...] = (*_plain(), *_hidden(), *_weighted(), *_cached())
