@@ -84,7 +84,7 @@ void Divide(GraphSpec& graph, NodeRoles& roles, const std::string& prefix,
                {"value", counts.queries + counts.keys, counts.keys}};
   for (const auto& [role, first, count] : parts) {
     std::string name = whole.name + "_" + role;
-    while (graph.IndexOf(name) >= 0) name += "_";
+    while (graph.IndexOf(name) >= 0) name += '_';
     roles[prefix + role] = name;
     graph.tensors.push_back(PartOf(whole, std::move(name), first, count));
     std::sort(graph.tensors.begin(), graph.tensors.end(),

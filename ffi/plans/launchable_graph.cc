@@ -29,8 +29,9 @@ StatusOr<std::unique_ptr<LaunchableGraph>> MakeLaunchable(
     const auto memory = by_name.find(within.has_value() ? within->of : tensor.name);
     if (memory == by_name.end()) continue;
     PointerSource source = memory->second;
-    if (within.has_value())
+    if (within.has_value()) {
       source.offset_bytes = within->offset * DTypeBytes(tensor.dtype);
+    }
     by_uid[TensorUid(divided, tensor.name)] = source;
   }
   std::vector<PointerSource> sources;

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn import qkv_sdpa, sdpa
+from jax_cudnn import plans, qkv_sdpa, sdpa
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import subprograms
@@ -103,6 +103,20 @@ def test_plans_of_one_array_are_built_and_travel_in_files() -> None:
     ]
     for text, answer in zip(texts, harness.ship_all(texts, "h200"), strict=True):
         assert answer["graph"] == text, answer
+
+
+def test_inspect_says_what_is_copied() -> None:
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(qkv_sdpa(x).astype(jnp.float32)))(x)
+
+    def notes(d: int) -> list[str]:
+        with plans.using(device="H200"):
+            report = plans.inspect(gradient, _zeros("bs3hd", d=d))
+        assert [call.implementation for call in report.calls] == ["cudnn", "cudnn"]
+        return [" ".join(call.notes) for call in report.calls]
+
+    assert not any("qkv" in each for each in notes(64))
+    assert all("are copied out of qkv" in each for each in notes(20))
 
 
 @pytest.mark.parametrize(
