@@ -198,12 +198,12 @@ def test_the_gradient_needs_no_more_memory_than_its_workspace():
 
 
 def test_inspect_says_what_is_copied():
-    def notes(x, **options):
+    def reasons(x, **options):
         call = functools.partial(qkv_sdpa, implementation="cudnn", **options)
-        return [note for each in plans.inspect(call, x).calls for note in each.notes]
+        return [why for each in plans.inspect(call, x).calls for why in each.reasons]
 
-    assert not notes(_qkv("bs3hd"))
-    assert "copied out of qkv" in " ".join(notes(_qkv("bs3hd", d=20)))
+    assert not reasons(_qkv("bs3hd"))
+    assert "copied out of qkv" in " ".join(reasons(_qkv("bs3hd", d=20)))
 
 
 def test_results_repeat_bit_by_bit_and_do_not_depend_on_the_other_parts():

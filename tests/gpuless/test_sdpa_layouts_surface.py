@@ -109,14 +109,14 @@ def test_inspect_says_what_is_copied() -> None:
     def gradient(x: jax.Array) -> jax.Array:
         return jax.grad(lambda x: jnp.sum(qkv_sdpa(x).astype(jnp.float32)))(x)
 
-    def notes(d: int) -> list[str]:
+    def reasons(d: int) -> list[str]:
         with plans.using(device="H200"):
             report = plans.inspect(gradient, _zeros("bs3hd", d=d))
         assert [call.implementation for call in report.calls] == ["cudnn", "cudnn"]
-        return [" ".join(call.notes) for call in report.calls]
+        return [" ".join(call.reasons) for call in report.calls]
 
-    assert not any("qkv" in each for each in notes(64))
-    assert all("are copied out of qkv" in each for each in notes(20))
+    assert not any("qkv" in each for each in reasons(64))
+    assert all("are copied out of qkv" in each for each in reasons(20))
 
 
 @pytest.mark.parametrize(
