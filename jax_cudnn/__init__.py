@@ -22,6 +22,7 @@ try:
     from jax_cudnn.ops.gated import gated_matmul
     from jax_cudnn.ops.matmul import matmul
     from jax_cudnn.ops.paged_sdpa import paged_sdpa
+    from jax_cudnn.ops.qkv_sdpa import qkv_sdpa
     from jax_cudnn.ops.rotary import apply_rotary
     from jax_cudnn.ops.sdpa import sdpa
 
@@ -62,6 +63,7 @@ __all__ = [
     "paged_sdpa",
     "parallel",
     "plans",
+    "qkv_sdpa",
     "score_mods",
     "sdpa",
 ]

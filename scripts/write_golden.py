@@ -19,6 +19,7 @@ from jax_cudnn.graph import (
 )
 from tests.attention import attention_graph, backward_graph
 from tests.cached import cached_graph
+from tests.qkv import graph_of
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "golden"
 _LENGTHS = ("query_lengths", "key_lengths")
@@ -50,6 +51,8 @@ def golden_graphs() -> dict[str, Graph]:
         "sdpa_paged_full": cached_graph(
             is_paged=True, dtype="f16", query_lengths=True, window=(7, 0)
         ),
+        "sdpa_qkv_forward": graph_of("bsh3d", "mask", dtype="bf16"),
+        "sdpa_qkv_backward": _backward(graph_of("sbhd", "bias", dtype="f16")),
         "conv_forward": _with_residuals(_conv()),
         "conv_backward": _backward(_conv()),
         "matmul_forward": _with_residuals(_dequantized_matmul()),
@@ -138,7 +141,7 @@ def _with_residuals(graph: Graph) -> Graph:
 def _backward(graph: Graph) -> Graph:
     derivative = derivative_of(graph)
     assert derivative is not None
-    backward = derivative.backward(graph, _floats(graph), (True,))
+    backward = derivative.backward(graph, _floats(graph), (True,) * len(graph.outputs))
     assert backward is not None
     return backward.graph
 

@@ -151,7 +151,8 @@ _TENSOR: tuple[str, int] = ("tensors", 2)
             _set(*_NODE, "kind", to="conv"),
             "node kind 'conv' is not one of constant, conv_dgrad, conv_fprop, "
             "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, "
-            "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_f8, sdpa_paged",
+            "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_f8, sdpa_paged, "
+            "sdpa_qkv, sdpa_qkv_backward",
         ),
         (
             _set(*_NODE, "inputs", to=[]),

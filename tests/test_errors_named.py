@@ -67,6 +67,12 @@ _FUNCTIONS = {
         (*_Q, "bias", "mask", "query_seq_lengths", "key_value_seq_lengths"),
         floats=("query",),
     ),
+    "qkv_sdpa": _Function(
+        jax_cudnn.qkv_sdpa,
+        {"qkv": _ones(2, 5, 3, 4, 8)},
+        ("qkv", "bias", "mask", "query_seq_lengths", "key_value_seq_lengths"),
+        floats=("qkv",),
+    ),
     "cached_sdpa": _Function(
         jax_cudnn.cached_sdpa,
         _CACHED,
@@ -192,7 +198,7 @@ def test_numbers_that_are_not_finite(name: str, argument: str) -> None:
 def test_options(name: str) -> None:
     assert "'cuda'" in _refused(name, "implementation", "cuda")
     assert "'eng0'" in _refused(name, "plan", "eng0")
-    if name in ("sdpa", "cached_sdpa", "paged_sdpa"):
+    if name in ("sdpa", "qkv_sdpa", "cached_sdpa", "paged_sdpa"):
         for value in (math.nan, "x", [1.0], True):
             _refused(name, "scale", value)
         for flag in ("is_causal", "return_residual"):

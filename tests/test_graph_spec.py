@@ -281,7 +281,8 @@ _QKV = (("key", "key"), ("query", "query"), ("value", "value"))
             _with_node(kind="conv"),
             "node kind 'conv' is not one of constant, conv_dgrad, conv_fprop, "
             "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, "
-            "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_f8, sdpa_paged",
+            "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_f8, sdpa_paged, "
+            "sdpa_qkv, sdpa_qkv_backward",
         ),
         (
             _with_node(attributes=Attributes()),

@@ -56,6 +56,26 @@ def _sdpa(q: Any, k: Any, v: Any) -> jax.Array:
     return jax_cudnn.sdpa(q, k, v, is_causal=True)
 
 
+def _heads_first(q: Any, k: Any, v: Any) -> jax.Array:
+    return jax_cudnn.sdpa(q, k, v, layout="bhsd", is_causal=True)
+
+
+def _tokens_first(q: Any, k: Any, v: Any) -> jax.Array:
+    return jax_cudnn.sdpa(q, k, v, layout="sbhd", local_window_size=(4, 5))
+
+
+def _qkv(qkv: Any) -> jax.Array:
+    return jax_cudnn.qkv_sdpa(qkv, is_causal=True)
+
+
+def _qkv_by_heads(qkv: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.qkv_sdpa(qkv, bias, layout="sbh3d")
+
+
+def _qkv_grouped(qkv: Any) -> jax.Array:
+    return jax_cudnn.qkv_sdpa(qkv, layout="bshd", key_value_heads=2)
+
+
 def _packed(q: Any, k: Any, v: Any) -> jax.Array:
     lengths = 1 + jnp.arange(8, dtype=jnp.int32)[:, None] % jnp.array([[3, 2, 4]])
     mask = jax_cudnn.masks.Packed.from_lengths(lengths, lengths + 1)
@@ -98,6 +118,11 @@ _SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
     _transposed: ((8, 6, 16), (24, 16)),
     _experts: ((4, 10, 16), (4, 16, 12), (4, 1, 12)),
     _sdpa: ((8, 10, 16, 4), (8, 12, 8, 4), (8, 12, 8, 6)),
+    _heads_first: ((8, 16, 10, 4), (8, 8, 12, 4), (8, 8, 12, 6)),
+    _tokens_first: ((10, 8, 16, 4), (12, 8, 8, 4), (12, 8, 8, 6)),
+    _qkv: ((8, 10, 3, 16, 4),),
+    _qkv_by_heads: ((10, 8, 16, 3, 4), (1, 16, 10, 10)),
+    _qkv_grouped: ((8, 10, 12, 4),),
     _packed: ((8, 10, 16, 4), (8, 13, 8, 4), (8, 13, 8, 6)),
     _dropped: ((8, 10, 16, 4), (8, 12, 8, 4), (8, 12, 8, 6)),
     _biased: ((8, 10, 8, 4), (8, 12, 4, 4), (8, 12, 4, 6), (1, 8, 10, 12)),
@@ -143,6 +168,16 @@ _CASES = [
     _Case(_sdpa, ((None, None, ("x", "y")),) * 3),
     # what a kernel needs whole is gathered: keys, values and queries, once
     _Case(_sdpa, ((None, "y"),) * 3, "all-gather", "all-gather"),
+    # the same in other layouts, and of one array
+    _Case(_heads_first, (("x", "y"),) * 3),
+    _Case(_heads_first, ((None, ("x", "y")),) * 3),
+    _Case(_tokens_first, ((None, "x", "y"),) * 3),
+    _Case(_qkv, (("x", None, None, "y"),)),
+    _Case(_qkv, ((None, None, None, ("x", "y")),)),
+    _Case(_qkv_by_heads, ((None, "x", "y"), (None, "y")), "", "all-reduce"),
+    _Case(_qkv_grouped, ((("x", "y"),),)),
+    # heads side by side are queries, keys and values
+    _Case(_qkv_grouped, (("x", None, "y"),), "all-gather", "all-gather"),
     # Rows of packed sequences, without collectives.
     _Case(_packed, (("x",),) * 3),
     _Case(_packed, (("x", None, "y"),) * 3),

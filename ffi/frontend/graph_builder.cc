@@ -9,6 +9,7 @@
 #include "frontend/contraction_builder.h"
 #include "frontend/node_writer.h"
 #include "frontend/pointwise_builder.h"
+#include "frontend/qkv_parts.h"
 #include "frontend/sdpa_builder.h"
 
 namespace jax_cudnn {
@@ -35,6 +36,8 @@ constexpr KindBuilder kBuilders[] = {
     {"sdpa_cached", 2, AddSdpaCached},
     {"sdpa_f8", 1, AddSdpaF8},
     {"sdpa_paged", 2, AddSdpaCached},
+    {"sdpa_qkv", 2, AddSdpa},
+    {"sdpa_qkv_backward", 1, AddSdpaBackward},
 };
 
 const KindBuilder* FindBuilder(std::string_view kind) {
@@ -73,8 +76,9 @@ StatusOr<std::unique_ptr<FrontendGraph>> BuildFrontendGraph(const GraphSpec& gra
   if (style.sm_count > 0) result->set_sm_count(style.sm_count);
   result->set_intermediate_data_type(fe::DataType_t::FLOAT)
       .set_compute_data_type(fe::DataType_t::FLOAT);
-  NodeWriter writer(graph, *result, style);
-  for (const NodeSpec& node : graph.nodes) {
+  ASSIGN_OR_RETURN(const GraphSpec divided, WithQkvParts(graph));
+  NodeWriter writer(divided, *result, style);
+  for (const NodeSpec& node : divided.nodes) {
     const KindBuilder* builder = FindBuilder(node.kind);
     if (builder == nullptr) {
       return Unimplemented("node kind '" + node.kind + "' has no cuDNN operation");

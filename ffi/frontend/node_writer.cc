@@ -99,7 +99,9 @@ void NodeWriter::Finish(const std::string& name, const TensorPtr& tensor) {
 
 bool NodeWriter::IsResultName(const std::string& name) const {
   const auto& outputs = spec_.outputs;
-  return std::find(outputs.begin(), outputs.end(), name) != outputs.end();
+  const auto& within = spec_.Tensor(name).within;
+  return std::find(outputs.begin(), outputs.end(),
+                   within.has_value() ? within->of : name) != outputs.end();
 }
 
 fe::DataType_t ComputeDType(const NodeWriter& writer,

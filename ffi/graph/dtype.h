@@ -4,6 +4,7 @@
 #ifndef JAX_CUDNN_DTYPE_H_
 #define JAX_CUDNN_DTYPE_H_
 
+#include <cstdint>
 #include <optional>
 #include <string_view>
 
@@ -62,6 +63,27 @@ constexpr std::optional<DType> DTypeNamed(std::string_view name) {
     if (DTypeName(dtype) == name) return dtype;
   }
   return std::nullopt;
+}
+
+constexpr int64_t DTypeBytes(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kU8:
+    case DType::kI8:
+    case DType::kF8E4m3fn:
+    case DType::kF8E5m2:
+      return 1;
+    case DType::kBf16:
+    case DType::kF16:
+      return 2;
+    case DType::kI32:
+    case DType::kF32:
+      return 4;
+    case DType::kI64:
+    case DType::kF64:
+      return 8;
+  }
+  return 0;
 }
 
 constexpr bool IsFloat(DType dtype) {

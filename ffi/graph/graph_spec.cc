@@ -397,6 +397,7 @@ std::vector<int64_t> TensorSpec::StoredShape() const {
 }
 
 std::vector<int64_t> TensorSpec::Strides() const {
+  if (within.has_value()) return within->strides;
   std::vector<int64_t> strides(dims.size());
   int64_t stride = 1;
   for (size_t i = order.size(); i-- > 0;) {

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <variant>
@@ -23,11 +24,21 @@ namespace jax_cudnn {
 // The version of the JSON form; equals SCHEMA in jax_cudnn/graph/spec.py.
 inline constexpr int64_t kGraphSchema = 1;
 
+// Where a tensor lies that shares the memory of another one; in elements.
+struct TensorPlace {
+  std::string of;
+  int64_t offset;
+  std::vector<int64_t> strides;
+};
+
 struct TensorSpec {
   std::string name;
   DType dtype;
   std::vector<int64_t> dims;   // logical
   std::vector<int64_t> order;  // logical axes from slowest to fastest varying
+
+  // In no text: for what is derived from a graph that was read.
+  std::optional<TensorPlace> within;
 
   // The shape of the row-major array that holds the tensor.
   std::vector<int64_t> StoredShape() const;

@@ -4,39 +4,51 @@
 #include "plans/launchable_graph.h"
 
 #include <cstdint>
+#include <map>
+#include <set>
 #include <string>
 #include <unordered_map>
 #include <utility>
 
 #include "frontend/graph_builder.h"
+#include "frontend/qkv_parts.h"
 #include "plans/plan.h"
 
 namespace jax_cudnn {
 
 StatusOr<std::unique_ptr<LaunchableGraph>> MakeLaunchable(
     const GraphSpec& spec, std::shared_ptr<FrontendGraph> graph) {
+  // Tensors are counted as in the graph that was written.
+  ASSIGN_OR_RETURN(const GraphSpec divided, WithQkvParts(spec));
+  std::map<std::string, PointerSource, std::less<>> by_name;
+  for (size_t i = 0; i < spec.inputs.size(); ++i) by_name[spec.inputs[i]] = {false, i};
+  for (size_t i = 0; i < spec.outputs.size(); ++i) by_name[spec.outputs[i]] = {true, i};
   std::unordered_map<int64_t, PointerSource> by_uid;
-  for (size_t i = 0; i < spec.inputs.size(); ++i) {
-    by_uid[TensorUid(spec, spec.inputs[i])] = {false, i};
-  }
-  for (size_t i = 0; i < spec.outputs.size(); ++i) {
-    by_uid[TensorUid(spec, spec.outputs[i])] = {true, i};
+  for (const TensorSpec& tensor : divided.tensors) {
+    const auto& within = tensor.within;
+    const auto memory = by_name.find(within.has_value() ? within->of : tensor.name);
+    if (memory == by_name.end()) continue;
+    PointerSource source = memory->second;
+    if (within.has_value()) {
+      source.offset_bytes = within->offset * DTypeBytes(tensor.dtype);
+    }
+    by_uid[TensorUid(divided, tensor.name)] = source;
   }
   std::vector<PointerSource> sources;
-  size_t results = 0;
+  std::set<size_t> results;
   for (const int64_t uid : graph->get_variant_pack_uids_sorted()) {
     const auto found = by_uid.find(uid);
     if (found == by_uid.end()) {
       return Internal("cuDNN wants a pointer for tensor id " + std::to_string(uid) +
                       ", which is neither an operand nor a result");
     }
-    results += found->second.is_result ? 1 : 0;
+    if (found->second.is_result) results.insert(found->second.index);
     sources.push_back(found->second);
   }
-  if (results != spec.outputs.size() || sources.size() > kMaxOperands) {
+  if (results.size() != spec.outputs.size() || sources.size() > kMaxOperands) {
     return Internal("cuDNN's plan takes " + std::to_string(sources.size()) +
-                    " tensors and writes " + std::to_string(results) + " of the " +
-                    std::to_string(spec.outputs.size()) + " results");
+                    " tensors and writes " + std::to_string(results.size()) +
+                    " of the " + std::to_string(spec.outputs.size()) + " results");
   }
   return std::make_unique<LaunchableGraph>(
       LaunchableGraph{std::move(graph), std::move(sources)});

@@ -5,6 +5,7 @@
 #define JAX_CUDNN_LAUNCHABLE_GRAPH_H_
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <vector>
 
@@ -18,6 +19,7 @@ namespace jax_cudnn {
 struct PointerSource {
   bool is_result;
   size_t index;
+  int64_t offset_bytes = 0;
 };
 
 struct LaunchableGraph {

@@ -24,7 +24,9 @@ Status Plan::Execute(CudnnHandle handle, void* const* operands, void* const* res
   std::array<void*, kMaxOperands> pointers;
   const auto& sources = launchable_->sources;
   for (size_t i = 0; i < sources.size(); ++i) {
-    pointers[i] = (sources[i].is_result ? results : operands)[sources[i].index];
+    const PointerSource& source = sources[i];
+    void* const memory = (source.is_result ? results : operands)[source.index];
+    pointers[i] = static_cast<char*>(memory) + source.offset_bytes;
   }
   const auto error = launchable_->graph->execute(
       handle, pointers.data(), static_cast<int>(sources.size()), workspace);

@@ -20,6 +20,7 @@ from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
 from jax_cudnn.graph.sdpa_cached import CachedAttributes, sdpa_cached_graph
 from jax_cudnn.graph.sdpa_f8 import sdpa_f8_graph, sdpa_f8_output
+from jax_cudnn.graph.sdpa_qkv import sdpa_qkv_graph
 from jax_cudnn.graph.spec import (
     MAX_RANK,
     SCHEMA,
@@ -66,6 +67,7 @@ __all__ = [
     "sdpa_f8_graph",
     "sdpa_f8_output",
     "sdpa_graph",
+    "sdpa_qkv_graph",
     "summary",
     "to_json",
 ]

@@ -8,7 +8,7 @@ limits and asks no library.
 """
 
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize import fusion, sdpa, sdpa_cached, sdpa_f8
+from jax_cudnn.legalize import fusion, sdpa, sdpa_cached, sdpa_f8, sdpa_qkv
 from jax_cudnn.legalize.legalization import Legal, Legalization, Rule
 from jax_cudnn.legalize.partition import partition, subgraph
 
@@ -23,6 +23,8 @@ RULES: dict[str, Rule] = {
     "sdpa_dropout_backward": sdpa.legalize_backward,
     "sdpa_f8": sdpa_f8.legalize,
     "sdpa_paged": sdpa_cached.legalize,
+    "sdpa_qkv": sdpa_qkv.legalize_forward,
+    "sdpa_qkv_backward": sdpa_qkv.legalize_backward,
 }
 
 

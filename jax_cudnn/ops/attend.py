@@ -1,23 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs attention's graph on operands that are checked, as `jax_cudnn.sdpa` has them."""
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_cudnn.config import Options
-from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph
+from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph, sdpa_qkv_graph
 from jax_cudnn.lowering import run_graph
 from jax_cudnn.ops.arguments import tensor
+from jax_cudnn.ops.layouts import Layout, order_of, sizes_in
+from jax_cudnn.ops.qkv import Qkv
 
-# Stored (b, s, h, d) for logical (b, h, s, d).
-_BSHD = (0, 2, 1, 3)
 _PLAIN = (0, 1, 2, 3)
 
 
 class Operands(NamedTuple):
-    """The operands with a batch axis; absent ones are None."""
+    """The operands with a batch axis; absent ones are None.
+
+    Query, key and value have the ``layout``; the others do not depend on it. Where all
+    three are in ``qkv``, these are their types only.
+    """
 
     query: jax.Array
     key: jax.Array
@@ -37,37 +42,88 @@ class Operands(NamedTuple):
     mod_b: jax.Array | None = None
     mod_c: jax.Array | None = None
     mod_d: jax.Array | None = None
+    layout: Layout = "bshd"
+    qkv: Qkv | None = None
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], layout: Layout = "bshd") -> "Operands":
+        """Return those of a mapping by role; what else is in it is left out.
+
+        Query, key and value are arrays.
+        """
+        roles = {role: given.get(role) for role in cls._fields}
+        return cls(**{**roles, "layout": layout, "qkv": None})
 
     @property
     def given(self) -> dict[str, jax.Array]:
-        """Those that are there, by role."""
-        return {role: x for role, x in self._asdict().items() if x is not None}
+        """The arrays that are there, by role."""
+        roles = self._asdict()
+        del roles["layout"]
+        if (qkv := roles.pop("qkv")) is not None:
+            for role in ("query", "key", "value"):
+                del roles[role]
+            roles = {"qkv": qkv.array, **roles}
+        return {role: x for role, x in roles.items() if x is not None}
+
+    @property
+    def apart(self) -> "Operands":
+        """The same with query, key and value as arrays of their own."""
+        if self.qkv is None:
+            return self
+        query, key, value = self.qkv.apart()
+        return self._replace(query=query, key=key, value=value, qkv=None)
+
+    @property
+    def query_sizes(self) -> tuple[int, int, int, int]:
+        """Batch size, count of queries, query heads and head size."""
+        return sizes_in(self.layout, self.query)
+
+    @property
+    def key_count(self) -> int:
+        """How many keys a batch entry has."""
+        return sizes_in(self.layout, self.key)[1]
 
 
 def attend(
     operands: Operands, attributes: SdpaAttributes, call: Options, *, with_stats: bool
 ) -> list[jax.Array]:
-    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, h, s, 1)."""
-    graph = sdpa_graph(
-        sdpa_tensors(operands.given),
-        attributes=attributes,
-        output_order=_BSHD,
-        with_stats=with_stats,
-    )
-    return run_graph(graph, list(operands.given.values()), call)
+    """Return the output in the layout and, if asked for, log-sum-exp (b, h, s, 1)."""
+    given, qkv = operands.given, operands.qkv
+    tensors = sdpa_tensors(given, operands.layout)
+    if qkv is None:
+        graph = sdpa_graph(
+            tensors,
+            attributes=attributes,
+            output_order=order_of(operands.layout),
+            with_stats=with_stats,
+        )
+    else:
+        graph = sdpa_qkv_graph(
+            {"qkv": qkv.tensor(), **tensors},
+            attributes=attributes,
+            query_heads=operands.query_sizes[2],
+            with_stats=with_stats,
+        )
+    return run_graph(graph, list(given.values()), call)
 
 
-def sdpa_tensors(operands: dict[str, jax.Array]) -> dict[str, Tensor]:
+def sdpa_tensors(
+    operands: Mapping[str, jax.Array], layout: Layout = "bshd"
+) -> dict[str, Tensor]:
     """Return the tensors of operands by role, in the operands' order."""
-    return {role: tensor(role, x, stored_order(role)) for role, x in operands.items()}
+    return {
+        role: tensor(role, x, stored_order(role, layout))
+        for role, x in operands.items()
+        if role != "qkv"
+    }
 
 
-def stored_order(role: str) -> tuple[int, ...]:
+def stored_order(role: str, layout: Layout = "bshd") -> tuple[int, ...]:
     """Return the order in which an operand or result stores (b, h, s, d)."""
-    return _BSHD if role in _WITH_TOKENS_FIRST else _PLAIN
+    return order_of(layout) if role in _WITH_LAYOUT else _PLAIN
 
 
-_WITH_TOKENS_FIRST = ("query", "key", "value", "output", "grad_output")
+_WITH_LAYOUT = ("query", "key", "value", "output", "grad_output")
 
 
 def of_rows(x: jax.Array) -> jax.Array:

@@ -45,7 +45,7 @@ def with_dropout(
     key: ArrayLike | None,
 ) -> tuple[Operands, SdpaAttributes]:
     """Return operands and attributes with those that dropout adds, if there is any."""
-    b, _, h, _ = operands.query.shape
+    b, _, h, _ = operands.query_sizes
     if (found := drawn(op, rate, key, b, h)) is None:
         return operands, attributes
     return (

@@ -88,12 +88,12 @@ def with_score_mod(
     Raises:
       UntraceableError: the function cannot be written with its exact meaning.
     """
-    b, s, h, _ = operands.query.shape
+    b, s, h, _ = operands.query_sizes
     rows, columns = positions
     numbers = (
         *(b, h),
         s if rows is None else rows,
-        operands.key.shape[1] if columns is None else columns,
+        operands.key_count if columns is None else columns,
     )
     steps = steps_of_scores(closed, numbers)
     peeled = _peel(steps)

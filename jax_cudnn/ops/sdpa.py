@@ -1,29 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax_cudnn.sdpa`: checks the arguments of attention and builds its graph."""
+"""`jax_cudnn.sdpa`: attention over queries, keys and values."""
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Literal, NamedTuple, overload
+from typing import Literal, overload
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, Options, PlanOptions
-from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.graph.score_mod import Steps
-from jax_cudnn.ops.arguments import as_operand, check_flag, options, why_symbolic
-from jax_cudnn.ops.attend import Operands, stored_order
-from jax_cudnn.ops.dropout import with_dropout
-from jax_cudnn.ops.hiding import Hiding, joined
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.ops.arguments import options
+from jax_cudnn.ops.layouts import Layout, check_layout
 from jax_cudnn.ops.masks import Mask
-from jax_cudnn.ops.packing import Packed, longest
-from jax_cudnn.ops.plain import check_implementation
-from jax_cudnn.ops.score_mod import ScoreMod, check_score_mod, on_scores, with_score_mod
-from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
-from jax_cudnn.ops.sinks import attend_beside, check_sinks, with_sinks
-from jax_cudnn.ops.tracing import UntraceableError
-from jax_cudnn.reference.sdpa import forward as attention
+from jax_cudnn.ops.score_mod import ScoreMod
+from jax_cudnn.ops.sdpa_call import Arguments, run_sdpa
 
 
 @overload
@@ -43,6 +31,7 @@ def sdpa(
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
     score_mod: ScoreMod | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -66,6 +55,7 @@ def sdpa(
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
     score_mod: ScoreMod | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -88,6 +78,7 @@ def sdpa(
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
     score_mod: ScoreMod | None = None,
+    layout: Layout = "bshd",
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -115,7 +106,7 @@ def sdpa(
     d head size, e value head size.
 
     Args:
-      query: (b, s, h, d) or (s, h, d); bf16, f16, f32 or f64.
+      query: (b, s, h, d) or (s, h, d), or as `layout` says; bf16, f16, f32 or f64.
       key: (b, t, k, d) or (t, k, d), of query's dtype. h must be a multiple of k:
         each key head serves h/k consecutive query heads (GQA; MQA for k = 1).
       value: (b, t, k, e) or (t, k, e), of query's dtype; e may differ from d.
@@ -151,6 +142,11 @@ def sdpa(
         (f64 for f64 operands), before the bias; the indices are int32. It may capture
         arrays and index them; they get gradients. Default None: scores stay as they
         are. See the notes and :mod:`jax_cudnn.score_mods`.
+      layout: the order of the axes of query, key, value and the output: "bshd"
+        (default), "bhsd" or "sbhd", with s standing for the tokens, queries or keys,
+        and h for the heads. Kernels read and write each of them as it lies. Without
+        a batch axis, b is left out. All else keeps its axes: bias, mask, lengths and
+        the log-sum-exp do not depend on it.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
         cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
@@ -163,16 +159,16 @@ def sdpa(
         Default False.
 
     Returns:
-      (b, s, h, e) or (s, h, e), of query's dtype. With `return_residual`, a pair of
-      this array and the log-sum-exp (natural logarithm). The log-sum-exp is (b, s, h)
-      or (s, h), f32 (f64 for f64), -inf for queries that see no key, and
-      differentiable. The sinks are part of it.
+      (b, s, h, e) or (s, h, e), or as `layout` says, of query's dtype. With
+      `return_residual`, a pair of this array and the log-sum-exp (natural logarithm).
+      The log-sum-exp is (b, s, h) or (s, h) in each layout, f32 (f64 for f64), -inf
+      for queries that see no key, and differentiable. The sinks are part of it.
 
     Raises:
       ValueError: shapes that do not fit, query heads that are not a multiple of the
-        key heads, an unknown `implementation`, a `scale` that is not finite, a
-        `dropout_rate` outside of [0, 1) or above 0 without a key, more than one key,
-        2^25 heads or more in all batch entries with dropout.
+        key heads, an unknown `implementation` or `layout`, a `scale` that is not
+        finite, a `dropout_rate` outside of [0, 1) or above 0 without a key, more than
+        one key, 2^25 heads or more in all batch entries with dropout.
       TypeError: dtypes that are not supported or differ, a `mask` that is not bool, a
         `scale` or a `dropout_rate` that is not a Python number, a `dropout_key` that
         is not one, a `score_mod` that is no function or returns anything but one float.
@@ -283,129 +279,20 @@ def sdpa(
       >>> jax_cudnn.sdpa(q, k, v, is_causal=True).shape
       (2, 5, 4, 8)
     """
-    call = options("sdpa", implementation, plan)
-    hiding = Hiding(
+    arguments = Arguments(
         bias=bias,
         mask=mask,
-        is_causal=check_flag("sdpa", "is_causal", is_causal),
+        scale=scale,
+        is_causal=is_causal,
         query_seq_lengths=query_seq_lengths,
         key_value_seq_lengths=key_value_seq_lengths,
         local_window_size=local_window_size,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        score_mod=score_mod,
+        return_residual=return_residual,
     )
-    if isinstance(mask, Mask):
-        hiding = _joined(mask, hiding, query, key)
-    operands, has_batch = canonicalize(
-        query,
-        key,
-        value,
-        hiding.bias,
-        hiding.mask,
-        hiding.query_seq_lengths,
-        hiding.key_value_seq_lengths,
-        packed=hiding.packed,
-    )
-    attributes = SdpaAttributes(
-        scale=check_scale(scale, operands.query.shape[3], operands.query.dtype),
-        is_causal=hiding.is_causal,
-        window=check_window(hiding.local_window_size),
-        is_bottom_right=hiding.is_bottom_right,
-        longest=_longest(hiding.packed, operands),
-    )
-    operands, attributes = with_dropout(
-        "sdpa", operands, attributes, dropout_rate, dropout_key
-    )
-    sinks = check_sinks("sdpa", sinks, operands.query.shape[2])
-    with_residual = check_flag("sdpa", "return_residual", return_residual)
-    modified = _modified(score_mod, operands, call)
-    results = _attend(
-        modified.operands,
-        replace(attributes, score_mod=modified.steps),
-        call,
-        sinks,
-        with_lse=with_residual,
-        plain=modified.plain,
-    )
-    output, *residual = results if has_batch else [x[0] for x in results]
-    return (output, residual[0]) if with_residual else output
-
-
-def _joined(mask: Mask, beside: Hiding, query: ArrayLike, key: ArrayLike) -> Hiding:
-    """Return the arguments that a mask and others beside it stand for."""
-    arrays = [as_operand("sdpa", n, x) for n, x in (("query", query), ("key", key))]
-    if not all(x.ndim in (3, 4) for x in arrays):
-        return Hiding()  # They are refused next.
-    lengths = (x.shape[-3] for x in arrays)
-    return joined(mask, beside._replace(mask=None), *lengths)
-
-
-def _longest(packed: Packed | None, operands: Operands) -> tuple[int, ...]:
-    if packed is None:
-        return ()
-    return longest(packed, operands.query.shape[1], operands.key.shape[1])
-
-
-class _Modified(NamedTuple):
-    """The operands and steps of a score_mod, or the function itself for XLA."""
-
-    operands: Operands
-    steps: Steps = ()
-    plain: ScoreMod | None = None
-
-
-def _modified(
-    function: ScoreMod | None, operands: Operands, call: Options
-) -> _Modified:
-    if function is None:
-        return _Modified(operands)
-    wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
-    closed = check_score_mod(function, wide)
-    if why_symbolic(**operands.given):
-        return _Modified(operands, plain=function)
-    try:
-        return _Modified(*with_score_mod(closed, operands))
-    except UntraceableError as error:
-        name = getattr(function, "__name__", type(function).__name__)
-        reason = f"score_mod {name} cannot be part of a kernel: {error}."
-        check_implementation("sdpa", reason, call)
-        return _Modified(operands, plain=function)
-
-
-def _attend(
-    operands: Operands,
-    attributes: SdpaAttributes,
-    call: Options,
-    sinks: jax.Array | None,
-    *,
-    with_lse: bool,
-    plain: ScoreMod | None,
-) -> tuple[jax.Array, ...]:
-    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
-
-    ``plain`` is a score_mod that only XLA can run.
-    """
-    reason = why_symbolic(**operands.given)
-    if reason or plain is not None:
-        if reason:
-            check_implementation("sdpa", reason, call)
-        output, *stats = _plain(attributes, operands.given, plain)
-    else:
-        return attend_beside(sinks, attributes, call, operands, with_lse=with_lse)
-    if not stats:
-        return (output,)
-    lse = jnp.swapaxes(stats[0][..., 0], 1, 2)
-    return (output, lse) if sinks is None else with_sinks(output, lse, sinks)
-
-
-def _plain(
-    attributes: SdpaAttributes,
-    operands: Mapping[str, jax.Array],
-    score_mod: ScoreMod | None,
-) -> list[jax.Array]:
-    """Return output and log-sum-exp by the reference, for what no graph can hold."""
-    inputs = {
-        role: jnp.transpose(x, stored_order(role)) for role, x in operands.items()
-    }
-    function = None if score_mod is None else on_scores(score_mod)
-    results = attention(attributes, inputs, {}, function)
-    output = jnp.transpose(results["output"], stored_order("output"))
-    return [output.astype(operands["query"].dtype), results["stats"]]
+    call = options("sdpa", implementation, plan)
+    layout = check_layout("sdpa", layout)
+    return run_sdpa(query, key, value, arguments, call, layout)

@@ -20,6 +20,7 @@ from jax_cudnn.ops.arguments import (
     in_front,
 )
 from jax_cudnn.ops.attend import Operands
+from jax_cudnn.ops.layouts import Layout, axes_in_words, sizes_in
 from jax_cudnn.ops.masks import refuse_mask_data
 from jax_cudnn.ops.packing import Packed, packing
 from jax_cudnn.reference.dtypes import dtype_name
@@ -97,6 +98,13 @@ def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
             )
 
 
+def as_typed(name: str, x: ArrayLike) -> jax.Array:
+    """Return an operand as an array, or what stands for the type of one as it is."""
+    if isinstance(x, jax.ShapeDtypeStruct):
+        return x  # type: ignore[return-value]
+    return as_operand("sdpa", name, x)
+
+
 def canonicalize(
     query: ArrayLike,
     key: ArrayLike,
@@ -108,6 +116,7 @@ def canonicalize(
     *,
     shares: int = 1,
     packed: Packed | None = None,
+    layout: Layout = "bshd",
     check_dtypes: Callable[[jax.Array, jax.Array, jax.Array], None] = _check_dtypes,
 ) -> tuple[Operands, bool]:
     """Check the operands together and give each its batch axis and dtype.
@@ -116,16 +125,16 @@ def canonicalize(
     bias and mask, and the lengths, are those of the whole sequences.
     """
     q, k, v = (
-        as_operand("sdpa", name, x)
+        as_typed(name, x)
         for name, x in (("query", query), ("key", key), ("value", value))
     )
     check_dtypes(q, k, v)
-    has_batch = _check_ranks(q, k, v)
+    has_batch = _check_ranks(q, k, v, layout)
     if not has_batch:
-        q, k, v = q[None], k[None], v[None]
-    _check_shapes(q, k, v)
-    b, s, h, _ = q.shape
-    t = k.shape[1] * shares
+        q, k, v = (jnp.expand_dims(x, layout.index("b")) for x in (q, k, v))
+    _check_shapes(q, k, v, layout)
+    b, s, h, _ = sizes_in(layout, q)
+    t = sizes_in(layout, k)[1] * shares
     scores = (b, h, s, t)
     operands = Operands(
         query=q,
@@ -137,6 +146,7 @@ def canonicalize(
             "query_seq_lengths", query_seq_lengths, b, s * shares
         ),
         key_lengths=check_lengths("key_value_seq_lengths", key_value_seq_lengths, b, t),
+        layout=layout,
     )
     if packed is not None:
         of_rows = (operands.query_lengths, operands.key_lengths)
@@ -144,14 +154,15 @@ def canonicalize(
     return operands, has_batch
 
 
-def _check_ranks(q: jax.Array, k: jax.Array, v: jax.Array) -> bool:
+def _check_ranks(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout) -> bool:
     if not q.ndim == k.ndim == v.ndim or q.ndim not in (3, 4):
         advice = "Use jax.vmap or reshape for more batch axes."
         if q.ndim == 2:
-            advice = "For a single head insert its axis: query[:, None, :]."
+            place = ":, None, :" if layout.index("s") < layout.index("h") else "None"
+            advice = f"For a single head insert its axis: query[{place}]."
         raise ValueError(
-            f"sdpa: {_shapes(q, k, v)}. All three must be (batch, length, heads, head "
-            f"size) or all (length, heads, head size). {advice}"
+            f"sdpa: {_shapes(q, k, v)}. All three must be ({axes_in_words(layout)}) or "
+            f"all ({axes_in_words(layout, with_batch=False)}). {advice}"
         )
     return q.ndim == 4
 
@@ -160,29 +171,32 @@ def _shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> str:
     return f"query is {describe(q)}, key {describe(k)}, value {describe(v)}"
 
 
-def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+def _check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, layout: Layout) -> None:
     shapes = _shapes(q, k, v)
-    if not q.shape[0] == k.shape[0] == v.shape[0]:
+    if layout != "bshd":
+        shapes += f", each ({axes_in_words(layout)})"
+    of_query, of_key, of_value = (sizes_in(layout, x) for x in (q, k, v))
+    if not of_query[0] == of_key[0] == of_value[0]:
         raise ValueError(
             f"sdpa: batch sizes differ: {shapes}. They must be equal. Broadcast, or "
             "use jax.vmap with in_axes=None for the shared operand."
         )
-    if k.shape[1] != v.shape[1]:
+    if of_key[1] != of_value[1]:
         raise ValueError(
-            f"sdpa: key has length {k.shape[1]} but value {v.shape[1]}: {shapes}. They "
+            f"sdpa: key has length {of_key[1]} but value {of_value[1]}: {shapes}. They "
             "must be equal."
         )
-    if q.shape[3] != k.shape[3]:
+    if of_query[3] != of_key[3]:
         raise ValueError(
-            f"sdpa: query has head size {q.shape[3]} but key {k.shape[3]}: {shapes}. "
+            f"sdpa: query has head size {of_query[3]} but key {of_key[3]}: {shapes}. "
             "They must be equal; value's may differ."
         )
-    if k.shape[2] != v.shape[2]:
+    if of_key[2] != of_value[2]:
         raise ValueError(
-            f"sdpa: key has {k.shape[2]} heads but value {v.shape[2]}: {shapes}. They "
+            f"sdpa: key has {of_key[2]} heads but value {of_value[2]}: {shapes}. They "
             "must be equal."
         )
-    h, heads = q.shape[2], k.shape[2]
+    h, heads = of_query[2], of_key[2]
     if (heads == 0) != (h == 0) or (heads and h % heads):
         raise ValueError(
             f"sdpa: {h} query heads are not a multiple of {heads} key heads: {shapes}. "

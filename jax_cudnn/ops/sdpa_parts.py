@@ -40,9 +40,9 @@ def part_gradients(
       operands: queries, and the part of the keys with what belongs to it.
       attributes: those of the forward pass over this part.
       call: how to run it.
-      output: (b, s, h, e), of all keys.
+      output: in the operands' layout, of all keys.
       stats: (b, h, s, 1), the log-sum-exp of all keys; -inf where there are none.
-      grad_output: (b, s, h, e), the cotangent of the output.
+      grad_output: the cotangent of the output, in the same layout.
       grad_stats: (b, h, s, 1), that of the log-sum-exp; None for zero.
       scores: the roles of bias and of what a score_mod reads whose gradients to return.
     """
@@ -55,7 +55,7 @@ def part_gradients(
     if grad_stats is not None:
         given["grad_stats"] = grad_stats
     graph = sdpa_backward_graph(
-        sdpa_tensors(given),
+        sdpa_tensors(given, operands.layout),
         attributes=replace(attributes, is_partial=True),
         gradients_of=tuple(scores),
     )

@@ -284,8 +284,7 @@ class _Derivative:
 
     def _operands(self, primals: Arrays) -> Operands:
         given = dict(zip(self.roles, primals, strict=True))
-        roles: dict[str, Any] = {role: given.get(role) for role in Operands._fields}
-        return Operands(**roles)
+        return Operands.of(given)
 
     def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
         operands, attention = self._operands(primals), self.attention

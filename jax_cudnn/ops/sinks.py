@@ -10,7 +10,6 @@ exp(sink - L) (dL - rowsum(O dO)).
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +20,7 @@ from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.lowering import run_by_hand
 from jax_cudnn.ops.arguments import as_operand, check_dtype, describe
 from jax_cudnn.ops.attend import Operands, attend, of_rows
+from jax_cudnn.ops.layouts import Layout, rows_from, rows_to
 from jax_cudnn.ops.sdpa_parts import part_gradients
 
 
@@ -39,9 +39,9 @@ def check_sinks(op: str, sinks: ArrayLike | None, heads: int) -> jax.Array | Non
 
 
 def with_sinks(
-    output: jax.Array, lse: jax.Array, sinks: jax.Array
+    output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: Layout = "bshd"
 ) -> tuple[jax.Array, jax.Array]:
-    """Return output (..., s, h, e) and log-sum-exp (..., s, h) with the sinks.
+    """Return output and log-sum-exp (..., s, h) with the sinks.
 
     A sink takes its share of the softmax and adds nothing to the output. So what the
     keys have is scaled by their share, 1 / (1 + exp(sink - lse)). The sinks are (h,),
@@ -52,7 +52,7 @@ def with_sinks(
     is_dead = lse == -jnp.inf
     finite = jnp.where(is_dead, 0, lse)
     share = jnp.where(is_dead, 0, jax.nn.sigmoid(finite - sinks))
-    scaled = output.astype(lse.dtype) * share[..., None]
+    scaled = output.astype(lse.dtype) * rows_to(layout, share)[..., None]
     # Where there is no sink either, it gets no gradient.
     alone = jnp.where(sinks == -jnp.inf, -jnp.inf, sinks)
     both = jnp.where(is_dead, alone, jnp.logaddexp(finite, sinks))
@@ -72,33 +72,42 @@ def attend_beside(
     *,
     with_lse: bool,
 ) -> tuple[jax.Array, ...]:
-    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
+    """Return the output in the layout and, if asked for, log-sum-exp (b, s, h).
 
     The sinks, if there are any, are one number for each head.
     """
     if sinks is not None and operands.bias is None and not attributes.score_mod:
-        results = attend_with_sinks(attributes, call, operands, sinks)
+        results = attend_with_sinks(attributes, call, operands.apart, sinks)
         return results if with_lse else results[:1]
     # With a bias or a score_mod, rows may lie where the kernel that is given a
     # log-sum-exp loses the number of keys (legalize/far_rows.py). The gradient
     # below mends these.
     with_stats = with_lse or sinks is not None
+    if not _is_in_place(operands):
+        operands = operands.apart
     output, *stats = attend(operands, attributes, call, with_stats=with_stats)
     if not stats:
         return (output,)
     lse = jnp.swapaxes(stats[0][..., 0], 1, 2)
-    results = (output, lse) if sinks is None else with_sinks(output, lse, sinks)
-    return results if with_lse else results[:1]
+    if sinks is not None:
+        output, lse = with_sinks(output, lse, sinks, operands.layout)
+    return (output, lse) if with_lse else (output,)
+
+
+def _is_in_place(operands: Operands) -> bool:
+    """Whether a graph has this array of queries, keys and values as it is."""
+    qkv = operands.qkv
+    return qkv is not None and operands.dropout_seed is None and qkv.array.size > 0
 
 
 def attend_with_sinks(
     attributes: SdpaAttributes, call: Options, operands: Operands, sinks: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return output (b, s, h, e) and log-sum-exp (b, s, h), sinks included.
+    """Return the output in the layout and log-sum-exp (b, s, h), sinks included.
 
     There is no bias among the operands.
     """
-    function = _Attention(attributes=attributes, call=call)
+    function = _Attention(attributes=attributes, call=call, layout=operands.layout)
     return run_by_hand(function, {**operands.given, "sinks": sinks})
 
 
@@ -108,19 +117,20 @@ class _Attention:
 
     attributes: SdpaAttributes
     call: Options
+    layout: Layout
 
     # Those of sdpa, so that the same remat policies keep them.
     names = ("cudnn_sdpa_output", "cudnn_sdpa_stats")
     differentiable = ("query", "key", "value", "sinks")
 
     def _split(self, given: Mapping[str, jax.Array]) -> tuple[Operands, jax.Array]:
-        roles: dict[str, Any] = {role: given.get(role) for role in Operands._fields}
-        return Operands(**roles), given["sinks"]
+        return Operands.of(given, self.layout), given["sinks"]
 
     def forward(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
         operands, sinks = self._split(given)
         output, stats = attend(operands, self.attributes, self.call, with_stats=True)
-        return with_sinks(output, jnp.swapaxes(stats[..., 0], 1, 2), sinks)
+        lse = jnp.swapaxes(stats[..., 0], 1, 2)
+        return with_sinks(output, lse, sinks, self.layout)
 
     def gradients(
         self,
@@ -145,7 +155,12 @@ class _Attention:
             grad_stats=None if grad_lse is None else of_rows(grad_lse),
         )
         slopes = sink_slopes(
-            sinks, output=output, lse=lse, grad_output=grad_output, grad_lse=grad_lse
+            sinks,
+            output=output,
+            lse=lse,
+            grad_output=grad_output,
+            grad_lse=grad_lse,
+            layout=self.layout,
         )
         return {**found, "sinks": jnp.sum(slopes, axis=(0, 1)).astype(sinks.dtype)}
 
@@ -157,6 +172,7 @@ def sink_slopes(
     lse: jax.Array,
     grad_output: jax.Array,
     grad_lse: jax.Array | None,
+    layout: Layout = "bshd",
 ) -> jax.Array:
     """Return the gradient of each row's sink, as the log-sum-exp (b, s, h).
 
@@ -165,8 +181,9 @@ def sink_slopes(
     wide = _like_rows(sinks, lse)
     products = output.astype(lse.dtype) * grad_output.astype(lse.dtype)
     # A query that sees no key has the sink alone. Its cotangent is not read.
-    is_alone = (lse == wide) & jnp.all(output == 0, axis=-1)
-    slope = jnp.where(is_alone, 0, -jnp.sum(products, -1))
+    is_zero = rows_from(layout, jnp.all(output == 0, axis=-1))
+    slope = rows_from(layout, -jnp.sum(products, -1))
+    slope = jnp.where((lse == wide) & is_zero, 0, slope)
     if grad_lse is not None:
         slope = slope + grad_lse
     # Both may be infinite, where the sink is all that there is.

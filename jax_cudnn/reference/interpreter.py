@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
-from jax_cudnn.reference import contraction, pointwise, sdpa, sdpa_cached, sdpa_f8
+from jax_cudnn.reference import (
+    contraction,
+    pointwise,
+    sdpa,
+    sdpa_cached,
+    sdpa_f8,
+    sdpa_qkv,
+)
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and the
@@ -36,6 +43,8 @@ RULES: dict[str, Rule] = {
     "sdpa_dropout_backward": sdpa.backward,
     "sdpa_f8": sdpa_f8.forward,
     "sdpa_paged": sdpa_cached.forward,
+    "sdpa_qkv": sdpa_qkv.forward,
+    "sdpa_qkv_backward": sdpa_qkv.backward,
 }
 
 

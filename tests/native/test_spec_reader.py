@@ -209,7 +209,8 @@ def test_a_refusal_names_the_field(text: str, message: str) -> None:
             '"kind":"sdp"',
             "node kind 'sdp' is not one of constant, conv_dgrad, conv_fprop, "
             "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, "
-            "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_f8, sdpa_paged",
+            "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_f8, sdpa_paged, "
+            "sdpa_qkv, sdpa_qkv_backward",
         ),
         ('"key":"key"', '"keys":"key"', "sdpa: unknown input role 'keys'"),
         ('"key":"key",', "", "sdpa: input 'key' is missing"),

@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the arguments of attention to its results: what the public functions share."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Options
+from jax_cudnn.graph import SdpaAttributes
+from jax_cudnn.graph.score_mod import Steps
+from jax_cudnn.ops.arguments import check_flag, why_symbolic
+from jax_cudnn.ops.attend import Operands, stored_order
+from jax_cudnn.ops.dropout import with_dropout
+from jax_cudnn.ops.hiding import Hiding, joined
+from jax_cudnn.ops.layouts import Layout, order_of
+from jax_cudnn.ops.masks import Mask
+from jax_cudnn.ops.packing import Packed, longest
+from jax_cudnn.ops.plain import check_implementation
+from jax_cudnn.ops.qkv import Qkv
+from jax_cudnn.ops.score_mod import ScoreMod, check_score_mod, on_scores, with_score_mod
+from jax_cudnn.ops.sdpa_operands import (
+    as_typed,
+    canonicalize,
+    check_scale,
+    check_window,
+)
+from jax_cudnn.ops.sinks import attend_beside, check_sinks, with_sinks
+from jax_cudnn.ops.tracing import UntraceableError
+from jax_cudnn.reference.sdpa import forward as attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of `jax_cudnn.sdpa` beside the operands and the implementation."""
+
+    bias: ArrayLike | None
+    mask: ArrayLike | Mask | None
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: int | tuple[int, int] | None
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_key: ArrayLike | None
+    score_mod: ScoreMod | None
+    return_residual: bool
+
+
+def run_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    arguments: Arguments,
+    call: Options,
+    layout: Layout,
+    qkv: Qkv | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Return the output in the layout, and with it the log-sum-exp if asked for.
+
+    With ``qkv``, which holds query, key and value, these are types with a batch axis.
+    """
+    given = arguments
+    hiding = Hiding(
+        bias=given.bias,
+        mask=given.mask,
+        is_causal=check_flag("sdpa", "is_causal", given.is_causal),
+        query_seq_lengths=given.query_seq_lengths,
+        key_value_seq_lengths=given.key_value_seq_lengths,
+        local_window_size=given.local_window_size,
+    )
+    if isinstance(given.mask, Mask):
+        hiding = _joined(given.mask, hiding, query, key, layout)
+    operands, has_batch = canonicalize(
+        query,
+        key,
+        value,
+        hiding.bias,
+        hiding.mask,
+        hiding.query_seq_lengths,
+        hiding.key_value_seq_lengths,
+        packed=hiding.packed,
+        layout=layout,
+    )
+    operands = operands._replace(qkv=qkv)
+    attributes = SdpaAttributes(
+        scale=check_scale(given.scale, operands.query_sizes[3], operands.query.dtype),
+        is_causal=hiding.is_causal,
+        window=check_window(hiding.local_window_size),
+        is_bottom_right=hiding.is_bottom_right,
+        longest=_longest(hiding.packed, operands),
+    )
+    operands, attributes = with_dropout(
+        "sdpa", operands, attributes, given.dropout_rate, given.dropout_key
+    )
+    sinks = check_sinks("sdpa", given.sinks, operands.query_sizes[2])
+    with_residual = check_flag("sdpa", "return_residual", given.return_residual)
+    modified = _modified(given.score_mod, operands, call)
+    results = _attend(
+        modified.operands,
+        replace(attributes, score_mod=modified.steps),
+        call,
+        sinks,
+        with_lse=with_residual,
+        plain=modified.plain,
+    )
+    output, *residual = results
+    if not (has_batch if qkv is None else qkv.had_batch):
+        output = jnp.squeeze(output, layout.index("b"))
+        residual = [x[0] for x in residual]
+    return (output, residual[0]) if with_residual else output
+
+
+def _joined(
+    mask: Mask, beside: Hiding, query: ArrayLike, key: ArrayLike, layout: Layout
+) -> Hiding:
+    """Return the arguments that a mask and others beside it stand for."""
+    arrays = [as_typed(name, x) for name, x in (("query", query), ("key", key))]
+    if not all(x.ndim in (3, 4) for x in arrays):
+        return Hiding()  # They are refused next.
+    tokens = layout.replace("b", "").index("s")
+    lengths = (x.shape[tokens if x.ndim == 3 else layout.index("s")] for x in arrays)
+    return joined(mask, beside._replace(mask=None), *lengths)
+
+
+def _longest(packed: Packed | None, operands: Operands) -> tuple[int, ...]:
+    if packed is None:
+        return ()
+    return longest(packed, operands.query_sizes[1], operands.key_count)
+
+
+class _Modified(NamedTuple):
+    """The operands and steps of a score_mod, or the function itself for XLA."""
+
+    operands: Operands
+    steps: Steps = ()
+    plain: ScoreMod | None = None
+
+
+def _modified(
+    function: ScoreMod | None, operands: Operands, call: Options
+) -> _Modified:
+    if function is None:
+        return _Modified(operands)
+    wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    closed = check_score_mod(function, wide)
+    if why_symbolic(**operands.given):
+        return _Modified(operands, plain=function)
+    try:
+        return _Modified(*with_score_mod(closed, operands))
+    except UntraceableError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        reason = f"score_mod {name} cannot be part of a kernel: {error}."
+        check_implementation("sdpa", reason, call)
+        return _Modified(operands, plain=function)
+
+
+def _attend(
+    operands: Operands,
+    attributes: SdpaAttributes,
+    call: Options,
+    sinks: jax.Array | None,
+    *,
+    with_lse: bool,
+    plain: ScoreMod | None,
+) -> tuple[jax.Array, ...]:
+    """Return the output in the layout and, if asked for, log-sum-exp (b, s, h).
+
+    ``plain`` is a score_mod that only XLA can run.
+    """
+    reason = why_symbolic(**operands.given)
+    if not reason and plain is None:
+        return attend_beside(sinks, attributes, call, operands, with_lse=with_lse)
+    if reason:
+        check_implementation("sdpa", reason, call)
+    output, stats = _plain(attributes, operands.apart, plain)
+    lse = jnp.swapaxes(stats[..., 0], 1, 2)
+    if sinks is not None:
+        output, lse = with_sinks(output, lse, sinks, operands.layout)
+    return output, lse
+
+
+def _plain(
+    attributes: SdpaAttributes,
+    operands: Operands,
+    score_mod: ScoreMod | None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return output and log-sum-exp by the reference, for what no graph can hold."""
+    tensors = {
+        role: (x, stored_order(role, operands.layout))
+        for role, x in operands.given.items()
+    }
+    inputs = {
+        role: jnp.transpose(x, [order.index(axis) for axis in range(4)])
+        for role, (x, order) in tensors.items()
+    }
+    function = None if score_mod is None else on_scores(score_mod)
+    results = attention(attributes, inputs, {}, function)
+    output = jnp.transpose(results["output"], order_of(operands.layout))
+    return output.astype(operands.query.dtype), results["stats"]
