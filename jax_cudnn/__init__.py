@@ -21,6 +21,7 @@ try:
     from jax_cudnn.ops.dot_general import dot_general
     from jax_cudnn.ops.gated import gated_matmul
     from jax_cudnn.ops.matmul import matmul
+    from jax_cudnn.ops.norms import layer_norm, rms_norm
     from jax_cudnn.ops.paged_sdpa import paged_sdpa
     from jax_cudnn.ops.rotary import apply_rotary
     from jax_cudnn.ops.sdpa import sdpa
@@ -57,11 +58,13 @@ __all__ = [
     "f8",
     "gated_matmul",
     "kv_cache",
+    "layer_norm",
     "masks",
     "matmul",
     "paged_sdpa",
     "parallel",
     "plans",
+    "rms_norm",
     "score_mods",
     "sdpa",
 ]
