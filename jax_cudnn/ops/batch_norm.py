@@ -15,7 +15,7 @@ from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import check_flag, describe
 from jax_cudnn.ops.fusion import Operand
-from jax_cudnn.ops.norm_call import Norm, check_axes, check_factor, given
+from jax_cudnn.ops.norm_call import Norm, accumulator, check_axes, check_factor, given
 from jax_cudnn.ops.plain import check_implementation
 
 _OP = "batch_norm"
@@ -259,7 +259,7 @@ def _by_running(
     check_implementation(
         _OP, "use_running_average=True is elementwise work, which XLA fuses.", norm.call
     )
-    wide = _sums_dtype(x)
+    wide = accumulator(x.dtype)
     mean = running.mean.astype(wide)
     rstd = jax.lax.rsqrt(running.var.astype(wide) + _epsilon(norm, wide))
     return _normalised(x, mean, rstd, *factors, norm.dtype), mean, rstd
@@ -279,10 +279,6 @@ def _synchronised(
     return _normalised(x, mean, rstd, *factors, norm.dtype), mean, rstd
 
 
-def _sums_dtype(x: jax.Array) -> np.dtype:
-    return np.dtype(np.float64 if x.dtype == jnp.float64 else np.float32)
-
-
 def _epsilon(norm: Norm, dtype: Any) -> jax.Array:
     return jnp.asarray(norm.attributes.epsilon, dtype)
 
@@ -292,7 +288,7 @@ def _epsilon(norm: Norm, dtype: Any) -> jax.Array:
 @jax.checkpoint
 def _statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     axes = tuple(range(x.ndim - 1))
-    wide = x.astype(_sums_dtype(x))
+    wide = x.astype(accumulator(x.dtype))
     mean = jnp.mean(wide, axes, keepdims=True)
     var = jnp.mean(jnp.square(wide - mean), axes)
     return jnp.reshape(mean, var.shape), var

@@ -122,12 +122,17 @@ class Norm(NamedTuple):
     ) -> jax.Array | tuple[jax.Array, ...]:
         """Return what the call returns, given output and statistics in their shapes."""
         if self.activation is not None:
-            wide = jnp.promote_types(self.dtype, jnp.float32)
-            output = on_array(self.op, self.activation, output.astype(wide))
+            wide = output.astype(accumulator(self.dtype))
+            output = on_array(self.op, self.activation, wide)
             output = output.astype(self.dtype)
         more = [self.total] if self.has_residual else []
         everything = (output, *more, *statistics)
         return everything if len(everything) > 1 else output
+
+
+def accumulator(dtype: np.dtype) -> np.dtype:
+    """Return the dtype in which a norm of elements of a dtype is computed."""
+    return np.dtype(np.float64 if dtype == np.float64 else np.float32)
 
 
 def check_epsilon(op: str, value: float) -> float:
@@ -203,7 +208,9 @@ def _added(op: str, x: jax.Array, residual: ArrayLike) -> jax.Array:
             f"{op}: residual is {describe(other)} and x {describe(x)}. They must have "
             "one shape. Broadcast the residual."
         )
-    dtype = jnp.promote_types(x.dtype, other.dtype)
+    # Under strict promotion, too: the two are of floats, and the sum is a new result.
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.promote_types(x.dtype, other.dtype)
     return x.astype(dtype) + other.astype(dtype)
 
 

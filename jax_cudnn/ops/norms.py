@@ -84,8 +84,9 @@ def layer_norm(
       LibraryError: likewise, if cuDNN itself is missing or too old.
 
     Notes:
-      A row that holds NaN or inf gives NaN. A constant row gives the bias, or NaN with
-      an epsilon of 0. A row of one element is constant. Squares overflow f32 where
+      A row that holds NaN or inf gives NaN. A constant row gives the bias, up to the
+      rounding of its mean; with an epsilon of 0 that rounding, or NaN, is all it gives.
+      A row of one element is constant. Squares overflow f32 where
       elements lie more than 1.8e19 from their mean: rstd is then 0. A row without
       elements has statistics that are NaN.
 
