@@ -19,6 +19,7 @@ from jax_cudnn.graph import (
 )
 from tests.attention import attention_graph, backward_graph
 from tests.cached import cached_graph
+from tests.norms import KINDS, Problem, backward_of
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "golden"
 _LENGTHS = ("query_lengths", "key_lengths")
@@ -55,7 +56,18 @@ def golden_graphs() -> dict[str, Graph]:
         "matmul_forward": _with_residuals(_dequantized_matmul()),
         "matmul_backward": _backward(_dequantized_matmul()),
         "pointwise": _pointwise(),
+        **_norms(),
     }
+
+
+def _norms() -> dict[str, Graph]:
+    """Each norm with all operands and results, and its gradient."""
+    found: dict[str, Graph] = {}
+    for kind in KINDS:
+        problem = Problem(kind=kind, dtype="bf16", with_statistics=True, epsilon=1e-6)
+        found[f"{kind}_forward"] = problem.graph
+        found[f"{kind}_backward"] = backward_of(problem.graph)
+    return found
 
 
 # --- contractions and what goes around them -------------------------------------------

@@ -56,16 +56,18 @@ class _Norm(nnx.Module):
             implementation=self.implementation,
         )
 
-    def _operands(self: Any, x: jax.Array) -> dict[str, Any]:
+    def _operands(self: Any, x: jax.Array, *state: jax.Array) -> dict[str, Any]:
         """Return x and the parameters as nnx promotes them, and the result's dtype.
 
-        An x that nnx would only widen is left as it is: kernels widen it.
+        An x that nnx would only widen is left as it is: kernels widen it. What there is
+        of a state is promoted with them.
         """
         scale, bias = (
             None if each is None else each[...]
             for each in (self.scale, getattr(self, "bias", None))
         )
-        wide, scale, bias = self.promote_dtype((x, scale, bias), dtype=self.dtype)
+        arrays = (x, *state, scale, bias)
+        wide, *_, scale, bias = self.promote_dtype(arrays, dtype=self.dtype)
         dtype = result_dtype(self.dtype, wide, scale, bias)
         narrow = x if x.dtype.itemsize < wide.dtype.itemsize else wide
         return {
@@ -294,7 +296,7 @@ class BatchNorm(_Norm, nnx.BatchNorm):
             more = {"use_running_average": is_running, "mask": mask}
             return by_flax(nnx.BatchNorm, self, x, reasons, fused, **more)
         results = batch_norm(
-            **self._operands(x),
+            **self._operands(x, self.mean[...], self.var[...]),
             running_mean=self.mean[...],
             running_var=self.var[...],
             use_running_average=is_running,
