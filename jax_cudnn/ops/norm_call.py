@@ -155,7 +155,7 @@ def check_axes(
     op: str, name: str, axes: int | Sequence[int], rank: int
 ) -> tuple[int, ...]:
     """Return axes as numbers from 0, in order, or raise what is wrong with them."""
-    given = (axes,) if isinstance(axes, int | np.integer) else tuple(axes)
+    given = tuple(axes) if isinstance(axes, Sequence) else (axes,)
     if not given or not all(isinstance(axis, int | np.integer) for axis in given):
         raise TypeError(
             f"{op}: {name}={axes!r}. It must be an int or some ints, of which each "
