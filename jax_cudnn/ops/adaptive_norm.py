@@ -2,6 +2,7 @@
 """`jax_cudnn.adaptive_layer_norm`: a layer norm whose scale each batch entry has."""
 
 import math
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,37 @@ from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.norm_call import Norm, check_factor, given
+
+
+@overload
+def adaptive_layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    epsilon: float = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def adaptive_layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    epsilon: float = ...,
+    residual: ArrayLike | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: bool = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, ...]: ...
 
 
 def adaptive_layer_norm(

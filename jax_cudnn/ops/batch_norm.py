@@ -4,7 +4,7 @@
 import functools
 import math
 from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,71 @@ from jax_cudnn.ops.norm_call import Norm, accumulator, check_axes, check_factor,
 from jax_cudnn.ops.plain import check_implementation
 
 _OP = "batch_norm"
+
+
+@overload
+def batch_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    use_running_average: bool = ...,
+    channel_axis: int = ...,
+    momentum: float = ...,
+    epsilon: float = ...,
+    axis_name: Hashable | None = ...,
+    axis_index_groups: Sequence[Sequence[int]] | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def batch_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    running_mean: ArrayLike,
+    running_var: ArrayLike,
+    *,
+    use_running_average: Literal[True],
+    channel_axis: int = ...,
+    momentum: float = ...,
+    epsilon: float = ...,
+    axis_name: Hashable | None = ...,
+    axis_index_groups: Sequence[Sequence[int]] | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def batch_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    running_mean: ArrayLike | None = ...,
+    running_var: ArrayLike | None = ...,
+    *,
+    use_running_average: bool = ...,
+    channel_axis: int = ...,
+    momentum: float = ...,
+    epsilon: float = ...,
+    axis_name: Hashable | None = ...,
+    axis_index_groups: Sequence[Sequence[int]] | None = ...,
+    residual: ArrayLike | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: bool = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, ...]: ...
 
 
 def batch_norm(

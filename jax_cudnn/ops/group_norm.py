@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,43 @@ from jax_cudnn.ops.norm_call import Norm, check_axes, check_factor, given
 # Stored (n, y, g, c) or (n, g, c, y) for logical (n, g, c, y).
 _LAST = (0, 3, 1, 2)
 _FIRST = (0, 1, 2, 3)
+
+
+@overload
+def group_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    groups: int,
+    channel_axis: int = ...,
+    batch_axes: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def group_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    groups: int,
+    channel_axis: int = ...,
+    batch_axes: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    residual: ArrayLike | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: bool = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, ...]: ...
 
 
 def group_norm(
@@ -104,6 +142,41 @@ def group_norm(
         plan=plan,
     )
     return _of_groups(norm, scale, bias, groups, channel_axis, batch_axes)
+
+
+@overload
+def instance_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    channel_axis: int = ...,
+    batch_axes: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def instance_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    channel_axis: int = ...,
+    batch_axes: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    residual: ArrayLike | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: bool = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, ...]: ...
 
 
 def instance_norm(

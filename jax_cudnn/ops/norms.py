@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,39 @@ from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.norm_call import Norm, check_axes, check_factor, given
+
+
+@overload
+def layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    axis: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def layer_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    axis: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    residual: ArrayLike | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: bool = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, ...]: ...
 
 
 def layer_norm(
@@ -113,6 +147,39 @@ def layer_norm(
         plan=plan,
     )
     return _of_rows(norm, "layer_norm", scale, bias, axis)
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    axis: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def rms_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    axis: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    residual: ArrayLike | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: bool = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, ...]: ...
 
 
 def rms_norm(
