@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn.graph import (
@@ -122,8 +120,23 @@ def backward_of(
     return backward.graph
 
 
-def draw(seed: int, *shapes: tuple[int, ...], dtype: Any = jnp.float32) -> list[Any]:
-    """Return random arrays."""
-    keys = jax.random.split(jax.random.key(seed), len(shapes))
-    pairs = zip(keys, shapes, strict=True)
-    return [jax.random.normal(key, shape, dtype) for key, shape in pairs]
+def f8_graph(
+    kind: str,
+    dims: tuple[int, ...],
+    *,
+    dtype: Any = "bf16",
+    scale: Any = None,
+    output: Any = "f8_e4m3fn",
+) -> Graph:
+    """Return a norm that writes f8."""
+    x = Tensor(name="x", dtype=dtype, dims=dims, order=(0, 1))
+    inputs = {"x": x}
+    if scale is not None:
+        inputs["scale"] = replace(x, name="scale", dtype=scale, dims=(1, dims[1]))
+    inputs["scale_output"] = replace(x, name="scale_output", dtype="f32", dims=(1, 1))
+    return norm_graph(
+        kind,
+        inputs,
+        attributes=NormAttributes(epsilon=1e-3),
+        output=replace(x, name="output", dtype=output),
+    )

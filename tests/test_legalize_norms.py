@@ -13,7 +13,7 @@ from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
-from tests.norms import DIMS, KINDS, Problem, backward_of
+from tests.norms import DIMS, KINDS, Problem, backward_of, f8_graph
 
 _H200 = Target(name="h200", sm_version=90, sm_count=132, cudnn_version=91900)
 _T4 = Target(name="t4", sm_version=75, sm_count=40, cudnn_version=91900)
@@ -152,3 +152,23 @@ def test_a_complete_graph_is_emitted_as_it_is() -> None:
     graph = Problem(kind="layer_norm", with_statistics=True).graph
     (legal,) = legalize(graph, _H200).candidates
     assert to_json(legal.graph) == to_json(graph)
+
+
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+@pytest.mark.parametrize("scale", ["f32", "bf16", None])
+def test_results_in_f8(kind: str, scale: str | None) -> None:
+    graph = f8_graph(kind, (5, 7), scale=scale)
+    operands = draw_arrays(graph)
+    (legal,) = legalize(graph, _H200).candidates
+    (found,) = legal.run(lambda xs: evaluate(legal.graph, xs), operands)
+    (want,) = evaluate(graph, operands)
+    assert found.dtype == want.dtype
+    pair = [np.asarray(x, np.float32) for x in (found, want)]
+    np.testing.assert_array_equal(*pair)
+    old = replace(_H200, sm_version=80)
+    assert "sm_80 writes no f8" in legalize(graph, old).reasons[0]
+
+
+def test_f8_needs_a_scale() -> None:
+    graph = Problem(kind="layer_norm", output="f8_e4m3fn").graph
+    assert "output is f8_e4m3fn" in legalize(graph, _H200).reasons[0]

@@ -72,6 +72,21 @@ TensorPtr Epsilon(const NodeWriter& writer) {
       static_cast<float>(writer.node().Attribute<double>("epsilon")));
 }
 
+// The output as the norm gives it, or multiplied on its way to f8, which cuDNN does not
+// write otherwise.
+void NormOutput(NodeWriter& writer, const TensorPtr& output) {
+  if (!writer.Has("scale_output")) {
+    writer.Output("output", output);
+    return;
+  }
+  fe::graph::Pointwise_attributes attributes;
+  attributes.set_name(writer.node().kind + "_scale_output")
+      .set_mode(fe::PointwiseMode_t::MUL)
+      .set_compute_data_type(fe::DataType_t::FLOAT);
+  writer.Output("output", writer.graph().pointwise(output, writer.Input("scale_output"),
+                                                   std::move(attributes)));
+}
+
 // The statistics are results of the training phase, all of them or none.
 template <typename NormAttributes>
 Status SetForward(const NodeWriter& writer, NormAttributes& attributes,
@@ -94,7 +109,7 @@ Status AddForward(NodeWriter& writer, Add add) {
   const std::array<TensorPtr, 3> results =
       (writer.graph().*add)(writer.Input("x"), writer.Input("scale"),
                             writer.Input("bias"), std::move(attributes));
-  writer.Output("output", results[0]);
+  NormOutput(writer, results[0]);
   if (writer.Has("rstd")) {
     writer.Output("mean", results[1]);
     writer.Output("rstd", results[2]);
@@ -203,7 +218,7 @@ Status AddRmsNorm(NodeWriter& writer) {
   }
   const auto [output, rstd] = writer.graph().rmsnorm(
       writer.Input("x"), writer.Input("scale"), std::move(attributes));
-  writer.Output("output", output);
+  NormOutput(writer, output);
   if (writer.Has("rstd")) writer.Output("rstd", rstd);
   return {};
 }

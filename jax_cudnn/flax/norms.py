@@ -19,10 +19,12 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.ops.activations import Activation, on_array
-from jax_cudnn.ops.arguments import FLOATS, as_operand, describe
-from jax_cudnn.reference.dtypes import dtype_name
+from jax_cudnn.ops.arguments import as_operand, describe
 
 _log = logging.getLogger("jax_cudnn")
+
+# Those that the operations take.
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 
 Result = jax.Array | tuple[jax.Array, ...]
 
@@ -57,7 +59,7 @@ def reasons_for_flax(
         reasons.append(f"the statistics are those over axis_name={layer.axis_name!r}")
     if not getattr(layer, "force_float32_reductions", True):
         reasons.append("force_float32_reductions=False")
-    if dtype_name(x.dtype) not in FLOATS:
+    if str(x.dtype) not in _DTYPES:
         reasons.append(f"x is {describe(x)}")
     return reasons
 

@@ -10,7 +10,9 @@ is normalised, and var = E (x - E x)^2,
 In `rms_norm` the mean is left out: rstd = 1 / sqrt(E x^2 + epsilon). What is normalised
 are the features of a row (`layer_norm`, `rms_norm`, `adaptive_layer_norm`), the rows of
 a channel (`batch_norm`), or the channels of a group at all positions (`group_norm`).
-Without ``scale`` there is none, and likewise ``bias``.
+Without ``scale`` there is none, and likewise ``bias``. With ``scale_output`` the output
+is multiplied by it, and what its dtype does not hold becomes the largest number that it
+does: an output in f8. Such a norm has no gradient.
 
 The gradients read the statistics that the forward kernel saved.
 """

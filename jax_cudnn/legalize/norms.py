@@ -32,6 +32,8 @@ _SLOWER = (
 # Below Ampere, cuDNN has a plan for few sizes and not for bf16 (9.19 and 9.27, sm_75).
 _OLDEST_SM = 80
 _OLDEST_CUDNN = 90800
+# "!hardware_fp8_supported" in the reasons of 9.19 and 9.27 for sm_80.
+_OLDEST_F8_SM = 89
 
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
@@ -66,8 +68,17 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
 
 def _reasons(graph: Graph, target: Target | None) -> list[str]:
     reasons: list[str] = []
+    (node,) = graph.nodes
+    scaled = (
+        dict(node.outputs).get("output") if "scale_output" in dict(node.inputs) else ""
+    )
     for tensor in graph.tensors:
-        if tensor.dtype not in ("bf16", "f16", "f32"):
+        is_f8 = tensor.dtype.startswith("f8") and tensor.name == scaled
+        if is_f8 and target is not None and target.sm_version < _OLDEST_F8_SM:
+            reasons.append(
+                f"sm_{target.sm_version} writes no f8; sm_{_OLDEST_F8_SM} does"
+            )
+        if tensor.dtype not in ("bf16", "f16", "f32") and not is_f8:
             reasons.append(
                 f"{tensor.name} is {tensor.dtype}: cuDNN's norms take bf16, f16 and f32"
             )

@@ -33,7 +33,7 @@ from jax_cudnn.ops.arguments import (
 from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.reference import norms as reference
-from jax_cudnn.reference.dtypes import dtype_name
+from jax_cudnn.reference.dtypes import dtype_name, saturated
 
 
 class Norm(NamedTuple):
@@ -113,9 +113,11 @@ class Norm(NamedTuple):
             inputs[role] = jnp.transpose(
                 stored, [order.index(i) for i in range(len(order))]
             )
+        factor = inputs.pop("scale_output", None)
         results = reference.forward(kind)(self.attributes, inputs, {})
-        output = jnp.transpose(results["output"], operands["x"].order)
-        return {**results, "output": output.astype(self.dtype)}
+        output = results["output"] if factor is None else results["output"] * factor
+        output = jnp.transpose(output, operands["x"].order)
+        return {**results, "output": saturated(output, self.dtype)}
 
     def finish(
         self, output: jax.Array, statistics: Sequence[jax.Array]

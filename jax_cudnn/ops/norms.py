@@ -146,7 +146,7 @@ def layer_norm(
         implementation=implementation,
         plan=plan,
     )
-    return _of_rows(norm, "layer_norm", scale, bias, axis)
+    return run_rows(norm, "layer_norm", scale, bias, axis)
 
 
 @overload
@@ -256,17 +256,21 @@ def rms_norm(
         implementation=implementation,
         plan=plan,
     )
-    return _of_rows(norm, "rms_norm", scale, bias, axis)
+    return run_rows(norm, "rms_norm", scale, bias, axis)
 
 
-def _of_rows(
+def run_rows(
     norm: Norm,
     kind: str,
     scale: ArrayLike | None,
     bias: ArrayLike | None,
     axis: int | Sequence[int],
+    scale_output: jax.Array | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
-    """Run a norm over axes, which a tensor of rows and features has as the latter."""
+    """Run a norm over axes, which a tensor of rows and features has as the latter.
+
+    ``scale_output`` is one number, by which an output in f8 is multiplied.
+    """
     x = norm.total
     if x.ndim == 0:
         raise ValueError(
@@ -288,10 +292,12 @@ def _of_rows(
     permutation = (*others, *axes)
     is_last = permutation == tuple(range(x.ndim))
     moved = x if is_last else jnp.transpose(x, permutation)
+    number = scale_output
     operands = given(
         x=Operand(moved, (0, 1), (math.prod(rows), features)),
         scale=factor("scale", scale),
         bias=factor("bias", bias),
+        scale_output=number if number is None else Operand(number, (0, 1), (1, 1)),
     )
     results = norm.run(kind, operands)
     output = jnp.reshape(results["output"], (*rows, *shape))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph.norms import NORMALISED, NormAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.reference.dtypes import jax_dtype, saturated
 
 Operands = Mapping[str, jax.Array]
 _Rule = Callable[[Attributes, Operands, Mapping[str, Tensor]], dict[str, jax.Array]]
@@ -36,7 +37,6 @@ def _forward(
     inputs: Operands,
     outputs: Mapping[str, Tensor],
 ) -> dict[str, jax.Array]:
-    del outputs
     assert isinstance(attributes, NormAttributes)
     wide = _widened(inputs)
     centred = x = wide["x"]
@@ -51,6 +51,10 @@ def _forward(
         output = output * wide["scale"]
     if "bias" in wide:
         output = output + wide["bias"]
+    if "scale_output" in wide:
+        output = saturated(
+            output * wide["scale_output"], jax_dtype(outputs["output"].dtype)
+        )
     return {**results, "rstd": rstd, "output": output}
 
 

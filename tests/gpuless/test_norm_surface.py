@@ -8,7 +8,7 @@ import pytest
 from jax_cudnn.graph import to_json
 from jax_cudnn.legalize import legalize
 from tests.gpuless import harness
-from tests.norms import KINDS, Problem, backward_of
+from tests.norms import KINDS, Problem, backward_of, f8_graph
 
 _GPUS = pytest.mark.parametrize("gpu", ["a100", "h200", "b200"])
 # Of each kind: usual sizes, odd ones, one element, and many features or rows.
@@ -98,6 +98,31 @@ def test_images_are_planned_as_they_are_stored(gpu: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_are_built(kind: str) -> None:
     _check([Problem(kind=kind, dims=_DIMS[kind][0], dtype="bf16")], "h200", build=True)
+
+
+@pytest.mark.parametrize("gpu", ["h200", "b200"])
+@pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
+def test_results_in_f8_are_planned_and_built(kind: str, gpu: str) -> None:
+    target = harness.target(gpu)
+    graphs = [
+        f8_graph(kind, dims, dtype=dtype, scale=scale, output=output)
+        for dims in ((512, 1024), (77, 1001), (1, 1))
+        for dtype, scale in (("bf16", "bf16"), ("bf16", "f32"), ("f32", "f32"))
+        for output in ("f8_e4m3fn", "f8_e5m2")
+    ]
+    legal = [legalize(graph, target).candidates[0].graph for graph in graphs]
+    answers = harness.plan_all([to_json(graph) for graph in legal], gpu)
+    for graph, answer in zip(graphs, answers, strict=True):
+        assert "candidates" in answer, (graph, answer)
+        assert any(each["is_built"] for each in answer["candidates"])
+
+
+def test_ampere_writes_no_f8() -> None:
+    graph = f8_graph("layer_norm", (512, 1024))
+    assert "writes no f8" in legalize(graph, harness.target("a100")).reasons[0]
+    whole = legalize(graph, None).candidates[0].graph
+    (answer,) = harness.plan_all([to_json(whole)], "a100", build=False)
+    assert answer["error"] == "UnsupportedError"
 
 
 def _refused(problem: Problem, *, is_backward: bool = False) -> bool:
