@@ -16,11 +16,15 @@ try:
     from jax_cudnn import cache as _cache
     from jax_cudnn import f8, kv_cache, masks, parallel, plans, score_mods
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
+    from jax_cudnn.ops.adaptive_norm import adaptive_layer_norm
+    from jax_cudnn.ops.batch_norm import batch_norm
     from jax_cudnn.ops.cached_sdpa import cached_sdpa
     from jax_cudnn.ops.conv import conv
     from jax_cudnn.ops.dot_general import dot_general
     from jax_cudnn.ops.gated import gated_matmul
+    from jax_cudnn.ops.group_norm import group_norm, instance_norm
     from jax_cudnn.ops.matmul import matmul
+    from jax_cudnn.ops.norms import layer_norm, rms_norm
     from jax_cudnn.ops.paged_sdpa import paged_sdpa
     from jax_cudnn.ops.qkv_sdpa import qkv_sdpa
     from jax_cudnn.ops.rotary import apply_rotary
@@ -51,19 +55,25 @@ __all__ = [
     "LibraryError",
     "UnsupportedError",
     "__version__",
+    "adaptive_layer_norm",
     "apply_rotary",
+    "batch_norm",
     "cached_sdpa",
     "conv",
     "dot_general",
     "f8",
     "gated_matmul",
+    "group_norm",
+    "instance_norm",
     "kv_cache",
+    "layer_norm",
     "masks",
     "matmul",
     "paged_sdpa",
     "parallel",
     "plans",
     "qkv_sdpa",
+    "rms_norm",
     "score_mods",
     "sdpa",
 ]

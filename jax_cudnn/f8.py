@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention in f8, and the scales that it takes. See docs/f8.md."""
+"""Attention and norms in f8, and the scales that they take. See docs/f8.md."""
 
 from jax_cudnn.ops.f8_scaling import (
     Quantized,
@@ -11,6 +11,7 @@ from jax_cudnn.ops.f8_scaling import (
     scale_from_history,
     update_history,
 )
+from jax_cudnn.ops.norms_f8 import layer_norm, rms_norm
 from jax_cudnn.ops.sdpa_f8 import sdpa
 from jax_cudnn.ops.sdpa_quantized import quantized_sdpa
 
@@ -18,9 +19,11 @@ __all__ = [
     "Quantized",
     "amax",
     "dequantize",
+    "layer_norm",
     "quantize",
     "quantize_current",
     "quantized_sdpa",
+    "rms_norm",
     "scale_from_amax",
     "scale_from_history",
     "sdpa",

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the golden graph files, which hold Python and C++ to the same JSON bytes.
 
-Run from the repository's root, and only when the schema changes or a node is added:
-`python -m scripts.write_golden`. A golden file is never changed otherwise.
+Run from the repository's root when a node is added: `python -m scripts.write_golden`. A
+file that is there stays: it holds what released programs may have. Delete the files and
+run this when the schema changes.
 """
 
 from pathlib import Path
@@ -19,6 +20,7 @@ from jax_cudnn.graph import (
 )
 from tests.attention import attention_graph, backward_graph
 from tests.cached import cached_graph
+from tests.norms import KINDS, Problem, backward_of
 from tests.qkv import graph_of
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "golden"
@@ -58,7 +60,18 @@ def golden_graphs() -> dict[str, Graph]:
         "matmul_forward": _with_residuals(_dequantized_matmul()),
         "matmul_backward": _backward(_dequantized_matmul()),
         "pointwise": _pointwise(),
+        **_norms(),
     }
+
+
+def _norms() -> dict[str, Graph]:
+    """Each norm with all operands and results, and its gradient."""
+    found: dict[str, Graph] = {}
+    for kind in KINDS:
+        problem = Problem(kind=kind, dtype="bf16", with_statistics=True, epsilon=1e-6)
+        found[f"{kind}_forward"] = problem.graph
+        found[f"{kind}_backward"] = backward_of(problem.graph)
+    return found
 
 
 # --- contractions and what goes around them -------------------------------------------
@@ -151,9 +164,11 @@ def _floats(graph: Graph) -> tuple[bool, ...]:
 
 
 def main() -> None:
-    """Write every golden file, one line each."""
+    """Write the golden files that are not there yet, one line each."""
     for name, graph in golden_graphs().items():
-        (_FOLDER / f"{name}.json").write_text(to_json(graph) + "\n", encoding="ascii")
+        file = _FOLDER / f"{name}.json"
+        if not file.exists():
+            file.write_text(to_json(graph) + "\n", encoding="ascii")
 
 
 if __name__ == "__main__":

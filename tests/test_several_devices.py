@@ -794,3 +794,77 @@ def test_a_refusal_while_xla_divides_a_call_keeps_its_reasons(
         jax.jit(lambda x: jax_cudnn.matmul(x, x.T))(x)
     for text in ("UnsupportedError: no plan here:", "too long", "too wide"):
         assert text in str(caught.value)
+
+
+# --- norms ----------------------------------------------------------------------------
+
+
+def _normed_rows(x: Any, scale: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.layer_norm(x, scale, bias, activation="silu")
+
+
+def _normed_groups(x: Any, scale: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.group_norm(x, scale, bias, groups=8)
+
+
+def _normed_instances(x: Any, scale: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.instance_norm(x, scale, bias)
+
+
+def _modulated(x: Any, scale: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.adaptive_layer_norm(x, scale, bias)
+
+
+def _normed_channels(x: Any, scale: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.batch_norm(x, scale, bias)
+
+
+_NORMS = {
+    _normed_rows: ((8, 6, 16), (16,), (16,)),
+    _normed_groups: ((8, 6, 4, 16), (16,), (16,)),
+    _normed_instances: ((8, 6, 4, 16), (16,), (16,)),
+    _modulated: ((8, 6, 16), (8, 16), (8, 16)),
+    _normed_channels: ((8, 6, 4, 16), (16,), (16,)),
+}
+_OPERANDS |= {f: [_draw(*shape) for shape in shapes] for f, shapes in _NORMS.items()}
+_NORM_CASES = [
+    # Rows are shared out; what they share has sums as gradients.
+    _Case(_normed_rows, (("x",), _NONE, _NONE), "", "all-reduce"),
+    _Case(_normed_rows, (("x", "y"), _NONE, _NONE), "", "all-reduce"),
+    # Features are whole.
+    _Case(
+        _normed_rows,
+        ((None, None, "x"), ("x",), ("x",)),
+        "all-gather",
+        "all-gather",
+    ),
+    _Case(_normed_groups, (("x",), _NONE, _NONE), "", "all-reduce"),
+    _Case(_normed_groups, (("x", None, None, "y"), ("y",), ("y",)), "", "all-reduce"),
+    _Case(_normed_instances, (("x",), _NONE, _NONE), "", "all-reduce"),
+    _Case(_modulated, (("x",), ("x",), ("x",))),
+    _Case(_modulated, (("x", "y"), ("x",), ("x",)), "", "all-reduce"),
+    # Channels are shared out, and statistics are summed over a sharded batch.
+    _Case(_normed_channels, (("x",), _NONE, _NONE), "all-reduce", "all-reduce"),
+    _Case(
+        _normed_channels,
+        (("x", None, None, "y"), ("y",), ("y",)),
+        "all-reduce",
+        "all-reduce",
+    ),
+    _Case(_normed_channels, ((None, None, None, "y"), ("y",), ("y",))),
+]
+
+
+@pytest.mark.parametrize("case", _NORM_CASES, ids=_label)
+def test_norms_send_what_the_rule_implies(case: _Case) -> None:
+    test_sharded_operands_give_the_same_and_send_what_the_rule_implies(case)
+
+
+@pytest.mark.parametrize("case", _NORM_CASES, ids=_label)
+def test_norms_of_operands_whose_types_are_sharded(case: _Case) -> None:
+    operands = _OPERANDS[case.function]
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    sharded = placed(mesh, operands, case.specs)
+    for function in (case.function, gradient(case.function)):
+        with jax.set_mesh(mesh):
+            _assert_equal(jax.jit(function)(*sharded), function(*operands))

@@ -8,6 +8,7 @@
 
 #include "frontend/contraction_builder.h"
 #include "frontend/node_writer.h"
+#include "frontend/norm_builder.h"
 #include "frontend/pointwise_builder.h"
 #include "frontend/qkv_parts.h"
 #include "frontend/sdpa_builder.h"
@@ -24,13 +25,23 @@ struct KindBuilder {
 };
 
 constexpr KindBuilder kBuilders[] = {
+    {"adaptive_layer_norm", 1, AddAdaptiveLayerNorm},
+    {"adaptive_layer_norm_backward", 1, AddAdaptiveLayerNormBackward},
+    {"batch_norm", 1, AddBatchNorm},
+    {"batch_norm_backward", 1, AddBatchNormBackward},
     {"constant", 1, AddConstant},
     {"conv_dgrad", 1, AddConvDgrad},
     {"conv_fprop", 1, AddConvFprop},
     {"conv_wgrad", 1, AddConvWgrad},
+    {"group_norm", 1, AddGroupNorm},
+    {"group_norm_backward", 1, AddGroupNormBackward},
+    {"layer_norm", 1, AddLayerNorm},
+    {"layer_norm_backward", 1, AddLayerNormBackward},
     {"matmul", 1, AddMatmul},
     {"pointwise", 1, AddPointwise},
     {"reduction", 1, AddReduction},
+    {"rms_norm", 1, AddRmsNorm},
+    {"rms_norm_backward", 1, AddRmsNormBackward},
     {"sdpa", 2, AddSdpa},
     {"sdpa_backward", 1, AddSdpaBackward},
     {"sdpa_cached", 2, AddSdpaCached},

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """linen's layers on cuDNN: `Conv` and `Dense` with bias, residual and activation.
 
-`MultiHeadDotProductAttention` is in linen_attention.py.
+`MultiHeadDotProductAttention` is in linen_attention.py, the norms in linen_norms.py.
 """
 
 from typing import Any
@@ -21,12 +21,29 @@ from jax_cudnn.flax.linen_attention import (
     MultiHeadAttention,
     MultiHeadDotProductAttention,
 )
+from jax_cudnn.flax.linen_norms import (
+    BatchNorm,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    RMSNorm,
+)
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.dot_general import dot_general
 
-__all__ = ["Conv", "Dense", "MultiHeadAttention", "MultiHeadDotProductAttention"]
+__all__ = [
+    "BatchNorm",
+    "Conv",
+    "Dense",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "MultiHeadDotProductAttention",
+    "RMSNorm",
+]
 
 
 class Conv(linen.Conv):

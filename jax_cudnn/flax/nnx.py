@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """nnx's layers on cuDNN: `Conv` and `Linear` with bias, residual and activation.
 
-`MultiHeadAttention` is in nnx_attention.py.
+`MultiHeadAttention` is in nnx_attention.py, the norms in nnx_norms.py.
 """
 
 from collections.abc import Sequence
@@ -19,12 +19,28 @@ from jax_cudnn.flax.fusion import (
     refuse_replacements,
 )
 from jax_cudnn.flax.nnx_attention import MultiHeadAttention
+from jax_cudnn.flax.nnx_norms import (
+    BatchNorm,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    RMSNorm,
+)
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.conv import conv
 from jax_cudnn.ops.dot_general import dot_general
 
-__all__ = ["Conv", "Linear", "MultiHeadAttention"]
+__all__ = [
+    "BatchNorm",
+    "Conv",
+    "GroupNorm",
+    "InstanceNorm",
+    "LayerNorm",
+    "Linear",
+    "MultiHeadAttention",
+    "RMSNorm",
+]
 
 
 class Conv(nnx.Conv):

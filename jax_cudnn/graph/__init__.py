@@ -16,6 +16,7 @@ from jax_cudnn.graph.kinds import (
     register_kind,
 )
 from jax_cudnn.graph.matmul import MatmulAttributes
+from jax_cudnn.graph.norms import NORMALISED, NormAttributes, norm_graph
 from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
 from jax_cudnn.graph.sdpa_cached import CachedAttributes, sdpa_cached_graph
@@ -35,6 +36,7 @@ from jax_cudnn.graph.writer import GraphWriter
 
 __all__ = [
     "MAX_RANK",
+    "NORMALISED",
     "SCHEMA",
     "Attributes",
     "CachedAttributes",
@@ -47,6 +49,7 @@ __all__ = [
     "MatmulAttributes",
     "Node",
     "NodeKind",
+    "NormAttributes",
     "SdpaAttributes",
     "Target",
     "Tensor",
@@ -60,6 +63,7 @@ __all__ = [
     "is_anchor",
     "kind_named",
     "label",
+    "norm_graph",
     "operand_text",
     "register_kind",
     "sdpa_backward_graph",

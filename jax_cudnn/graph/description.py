@@ -32,6 +32,8 @@ folds           the letters that examples of a vmap can enter, the best first
 whole           letters that a device must have whole; all others can be shared out
 contracted      letters over which results that lack them are sums
 maxima          letters over which results that lack them are maxima
+divides         "xla" for kinds that XLA computes in programs for several devices: it
+                adds up what each has, where a kernel would need an axis gathered
 wide_sums       true for kinds whose kernels are as fast with sums as results in the
                 dtype in which these are kept
 pads            letters that may be padded, to which multiples, and advice on doing so
@@ -148,6 +150,7 @@ class Description:
     whole: frozenset[str]
     contracted: frozenset[str]
     maxima: frozenset[str]
+    is_divided_by_xla: bool
     has_wide_sums: bool
     pads: Padding | None
     precision: Precision | None
@@ -211,6 +214,7 @@ def describe(name: str) -> Description:
         whole=frozenset(shared.get("whole", "").split()),
         contracted=frozenset(shared.get("contracted", "").split()),
         maxima=frozenset(shared.get("maxima", "").split()),
+        is_divided_by_xla=shared.get("divides") == "xla",
         has_wide_sums=shared.get("wide_sums", False),
         pads=pads
         and Padding(

@@ -7,8 +7,8 @@ difference is made up here, in jax.numpy, and nowhere else. Knows cuDNN's docume
 limits and asks no library.
 """
 
-from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize import fusion, sdpa, sdpa_cached, sdpa_f8, sdpa_qkv
+from jax_cudnn.graph import NORMALISED, Graph, Target
+from jax_cudnn.legalize import fusion, norms, sdpa, sdpa_cached, sdpa_f8, sdpa_qkv
 from jax_cudnn.legalize.legalization import Legal, Legalization, Rule
 from jax_cudnn.legalize.partition import partition, subgraph
 
@@ -16,6 +16,11 @@ __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 
 # Kinds with a rule of their own, which are alone in their graph.
 RULES: dict[str, Rule] = {
+    **{
+        name: norms.legalize
+        for kind in NORMALISED
+        for name in (kind, f"{kind}_backward")
+    },
     "sdpa": sdpa.legalize_forward,
     "sdpa_backward": sdpa.legalize_backward,
     "sdpa_cached": sdpa_cached.legalize,

@@ -126,6 +126,14 @@ class GraphEditor:
             inputs = tuple(sorted((*self.main.inputs, (name, name))))
             self.replace_main(replace(self.main, inputs=inputs))
 
+    def put_result(self, tensor: Tensor) -> None:
+        """Have the main node give a result, in the role that its name is."""
+        name = tensor.name
+        self.tensors[name] = tensor
+        self.outputs.append(name)
+        outputs = tuple(sorted((*self.main.outputs, (name, name))))
+        self.replace_main(replace(self.main, outputs=outputs))
+
     def drop(self, name: str) -> Tensor:
         """Take an operand or result of the main node out of the graph; return it."""
         for names in (self.inputs, self.outputs):

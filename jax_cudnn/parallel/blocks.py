@@ -233,15 +233,13 @@ class _Block:
             given |= _within("key", keys.places, first, count)
         if shares.dropout_seed is not None:
             given["dropout_mask"] = self._kept(call, first)
-        missing = dict.fromkeys(Operands._fields)
-        return Operands(
-            **{
-                **missing,
+        return Operands.of(
+            {
                 **given,
                 "query": _rows(shares.query, call, axis=1),
                 "key": _slice(keys.key, first, count, axis=1),
                 "value": _slice(keys.value, first, count, axis=1),
-            }  # type: ignore[arg-type]
+            }
         )
 
     def _sentences(self, call: Call) -> tuple[Sentence, ...]:

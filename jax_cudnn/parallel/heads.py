@@ -54,16 +54,14 @@ def attend_by_heads(
         for role, x in shares.given.items()
         if role in (*SEQUENCES, "dropout_seed")
     }
-    absent = dict.fromkeys(Operands._fields)
-    local = Operands(
-        **{
-            **absent,
+    local = Operands.of(
+        {
             **given,
             **of_rows,
             "query": to_heads(query),
             "key": to_heads(key),
             "value": to_heads(value),
-        }  # type: ignore[arg-type]
+        }
     )
     attributes = SdpaAttributes(
         scale=problem.scale,

@@ -14,6 +14,7 @@ from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
 from jax_cudnn.reference import (
     contraction,
+    norms,
     pointwise,
     sdpa,
     sdpa_cached,
@@ -29,13 +30,23 @@ from jax_cudnn.reference.dtypes import jax_dtype
 Rule = Callable[..., Mapping[str, Any]]
 
 RULES: dict[str, Rule] = {
+    "adaptive_layer_norm": norms.forward("adaptive_layer_norm"),
+    "adaptive_layer_norm_backward": norms.backward("adaptive_layer_norm"),
+    "batch_norm": norms.forward("batch_norm"),
+    "batch_norm_backward": norms.backward("batch_norm"),
     "constant": pointwise.constant,
     "conv_dgrad": contraction.conv_dgrad,
     "conv_fprop": contraction.conv_fprop,
     "conv_wgrad": contraction.conv_wgrad,
+    "group_norm": norms.forward("group_norm"),
+    "group_norm_backward": norms.backward("group_norm"),
+    "layer_norm": norms.forward("layer_norm"),
+    "layer_norm_backward": norms.backward("layer_norm"),
     "matmul": contraction.matmul,
     "pointwise": pointwise.pointwise,
     "reduction": pointwise.reduction,
+    "rms_norm": norms.forward("rms_norm"),
+    "rms_norm_backward": norms.backward("rms_norm"),
     "sdpa": sdpa.forward,
     "sdpa_backward": sdpa.backward,
     "sdpa_cached": sdpa_cached.forward,

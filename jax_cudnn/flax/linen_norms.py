@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""linen's norms on cuDNN, with residual and activation.
+
+Each is a subclass of linen's layer with the same parameters and state. Without a
+residual it returns what linen's layer returns. With one it returns the output and the
+sum of inputs and residual.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, Options
+from jax_cudnn.flax.norms import (
+    Fused,
+    Result,
+    as_tuple,
+    by_flax,
+    normalised_axes,
+    reasons_for_flax,
+    result_dtype,
+)
+from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.arguments import as_operand
+from jax_cudnn.ops.batch_norm import batch_norm
+from jax_cudnn.ops.group_norm import group_norm, instance_norm
+from jax_cudnn.ops.norms import layer_norm, rms_norm
+
+__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+
+
+def _fused(layer: Any, residual: ArrayLike | None) -> Fused:
+    Options(implementation=layer.implementation)  # refuses unknown names
+    return Fused(
+        layer=type(layer).__name__,
+        activation=layer.activation,
+        residual=residual,
+        implementation=layer.implementation,
+    )
+
+
+def _operands(layer: Any, x: jax.Array, axes: tuple[int, ...]) -> dict[str, Any]:
+    """Return x, the parameters, made in linen's order, and the result's dtype."""
+    shape = [x.shape[axis] for axis in axes]
+    names = {"scale": layer.use_scale, "bias": getattr(layer, "use_bias", False)}
+    inits = {name: getattr(layer, f"{name}_init", None) for name in names}
+    factors = {
+        name: layer.param(name, inits[name], shape, layer.param_dtype)
+        for name, is_used in names.items()
+        if is_used
+    }
+    dtype = result_dtype(layer.dtype, x, *factors.values())
+    return {
+        "x": x,
+        **factors,
+        "preferred_element_type": dtype,
+        "epsilon": layer.epsilon,
+    }
+
+
+class LayerNorm(linen.LayerNorm):
+    r"""`flax.linen.LayerNorm` by :func:`jax_cudnn.layer_norm`.
+
+    .. math::
+
+        \mathrm{output} = \mathrm{activation}(\mathrm{norm}(x + \mathrm{residual}))
+
+    The variance is always that of centred values: `use_fast_variance` changes nothing.
+
+    Attributes:
+      activation: as in `jax_cudnn.layer_norm`. Default None: none.
+      implementation: "auto" (default), "cudnn" or "xla", as there. All other attributes
+        are those of `flax.linen.LayerNorm`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import LayerNorm
+      >>> x = jnp.ones((5, 3, 8))
+      >>> (output, total), _ = LayerNorm().init_with_output(
+      ...     jax.random.key(0), x, residual=x
+      ... )
+      >>> output.shape
+      (5, 3, 8)
+    """
+
+    activation: Activation | None = None
+    implementation: Implementation = "auto"
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: ArrayLike | None = None,
+    ) -> Result:
+        """Return the norm; with a residual, a tuple of it and the sum.
+
+        Args:
+          x: as in linen's layer.
+          mask: as there; Flax's own code computes it.
+          residual: added to x before; x's shape. Default None.
+
+        Raises:
+          ValueError, TypeError, LibraryError: as `jax_cudnn.layer_norm`.
+          UnsupportedError: `implementation="cudnn"` with what only Flax computes: a
+            mask, an `axis_name`, reduction axes that are not the feature axes, sums in
+            16 bits.
+        """
+        x = as_operand("LayerNorm", "x", x)
+        fused = _fused(self, residual)
+        reasons = reasons_for_flax(x, self, mask)
+        axes = normalised_axes(self, x.ndim, reasons)
+        if reasons:
+            return by_flax(linen.LayerNorm, self, x, reasons, fused, mask=mask)
+        return layer_norm(**_operands(self, x, axes), axis=axes, **fused.options)
+
+
+class RMSNorm(linen.RMSNorm):
+    """`flax.linen.RMSNorm` by :func:`jax_cudnn.rms_norm`.
+
+    Attributes are those of linen's layer, and those that `LayerNorm` adds.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import RMSNorm
+      >>> y, _ = RMSNorm().init_with_output(jax.random.key(0), jnp.ones((5, 3, 8)))
+      >>> y.shape
+      (5, 3, 8)
+    """
+
+    activation: Activation | None = None
+    implementation: Implementation = "auto"
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: ArrayLike | None = None,
+    ) -> Result:
+        """Return the norm; with a residual, a tuple of it and the sum.
+
+        Arguments and errors are those of `LayerNorm`.
+        """
+        x = as_operand("RMSNorm", "x", x)
+        fused = _fused(self, residual)
+        reasons = reasons_for_flax(x, self, mask)
+        axes = normalised_axes(self, x.ndim, reasons)
+        if reasons:
+            return by_flax(linen.RMSNorm, self, x, reasons, fused, mask=mask)
+        return rms_norm(**_operands(self, x, axes), axis=axes, **fused.options)
+
+
+class GroupNorm(linen.GroupNorm):
+    """`flax.linen.GroupNorm` by :func:`jax_cudnn.group_norm`.
+
+    Attributes are those of linen's layer, and those that `LayerNorm` adds.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import GroupNorm
+      >>> layer = GroupNorm(4, activation="silu")
+      >>> y, _ = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 5, 8)))
+      >>> y.shape
+      (2, 5, 5, 8)
+    """
+
+    activation: Activation | None = None
+    implementation: Implementation = "auto"
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: ArrayLike | None = None,
+    ) -> Result:
+        """Return the norm; with a residual, a tuple of it and the sum.
+
+        Arguments and errors are those of `LayerNorm`; other `reduction_axes` than all
+        but the first are Flax's only, and it tells of groups that do not fit.
+        """
+        x = as_operand("GroupNorm", "x", x)
+        fused = _fused(self, residual)
+        reasons = reasons_for_flax(x, self, mask)
+        if self.reduction_axes is not None:
+            reasons.append(f"reduction_axes={self.reduction_axes}")
+        channels, count, size = x.shape[-1], self.num_groups, self.group_size
+        if size:
+            count = None if count else channels // size
+        if not count or channels % count or (size and channels % size):
+            reasons.append(f"num_groups={self.num_groups}, group_size={size}")
+        if reasons:
+            return by_flax(linen.GroupNorm, self, x, reasons, fused, mask=mask)
+        assert count is not None
+        return group_norm(**_operands(self, x, (-1,)), groups=count, **fused.options)
+
+
+class InstanceNorm(linen.InstanceNorm):
+    """`flax.linen.InstanceNorm` by :func:`jax_cudnn.instance_norm`.
+
+    Attributes are those of linen's layer, and those that `LayerNorm` adds.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import InstanceNorm
+      >>> x = jnp.ones((2, 5, 5, 8))
+      >>> y, _ = InstanceNorm().init_with_output(jax.random.key(0), x)
+      >>> y.shape
+      (2, 5, 5, 8)
+    """
+
+    activation: Activation | None = None
+    implementation: Implementation = "auto"
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        residual: ArrayLike | None = None,
+    ) -> Result:
+        """Return the norm; with a residual, a tuple of it and the sum.
+
+        Arguments and errors are those of `LayerNorm`; several `feature_axes`, and the
+        first axis among them, are Flax's only.
+        """
+        x = as_operand("InstanceNorm", "x", x)
+        fused = _fused(self, residual)
+        reasons = reasons_for_flax(x, self, mask)
+        channels = as_tuple(self.feature_axes)
+        if len(channels) != 1 or channels[0] % x.ndim == 0:
+            reasons.append(f"feature_axes={self.feature_axes}")
+        if reasons:
+            return by_flax(linen.InstanceNorm, self, x, reasons, fused, mask=mask)
+        return instance_norm(
+            **_operands(self, x, channels), channel_axis=channels[0], **fused.options
+        )
+
+
+class BatchNorm(linen.BatchNorm):
+    """`flax.linen.BatchNorm` by :func:`jax_cudnn.batch_norm`.
+
+    Attributes are those of linen's layer, and those that `LayerNorm` adds. The running
+    values are the same variables of the collection "batch_stats".
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import BatchNorm
+      >>> layer = BatchNorm(use_running_average=False, activation="relu")
+      >>> y, _ = layer.init_with_output(jax.random.key(0), jnp.ones((2, 5, 5, 8)))
+      >>> y.shape
+      (2, 5, 5, 8)
+    """
+
+    activation: Activation | None = None
+    implementation: Implementation = "auto"
+
+    @linen.compact
+    def __call__(
+        self,
+        x: jax.Array,
+        use_running_average: bool | None = None,
+        *,
+        mask: jax.Array | None = None,
+        residual: ArrayLike | None = None,
+    ) -> Result:
+        """Return the norm; with a residual, a tuple of it and the sum.
+
+        Args:
+          x: as in linen's layer.
+          use_running_average: as there.
+          mask: as there; Flax's own code computes it.
+          residual: added to x before; x's shape. Default None.
+
+        Raises:
+          ValueError, TypeError, LibraryError: as `jax_cudnn.batch_norm`.
+          UnsupportedError: `implementation="cudnn"` with a mask, and as
+            `jax_cudnn.batch_norm`.
+        """
+        x = as_operand("BatchNorm", "x", x)
+        fused = _fused(self, residual)
+        reasons = reasons_for_flax(x, self, mask, is_batch=True)
+        channels = as_tuple(self.axis)
+        if len(channels) != 1:
+            reasons.append(f"axis={self.axis}")
+        if reasons:
+            more = {"use_running_average": use_running_average, "mask": mask}
+            return by_flax(linen.BatchNorm, self, x, reasons, fused, **more)
+        is_running = linen.merge_param(
+            "use_running_average", self.use_running_average, use_running_average
+        )
+        shape = [x.shape[channels[0]]]
+        mean = self.variable("batch_stats", "mean", jnp.zeros, shape, jnp.float32)
+        var = self.variable("batch_stats", "var", jnp.ones, shape, jnp.float32)
+        is_first = self.is_initializing()
+        results = batch_norm(
+            **_operands(self, x, channels),
+            running_mean=mean.value,
+            running_var=var.value,
+            use_running_average=is_running,
+            channel_axis=channels[0],
+            momentum=self.momentum,
+            axis_name=None if is_first else self.axis_name,
+            axis_index_groups=None if is_first else self.axis_index_groups,
+            **fused.options,
+        )
+        if is_running:
+            return results
+        *results, new_mean, new_var = results
+        if not is_first:
+            mean.value, var.value = new_mean, new_var
+        return tuple(results) if len(results) > 1 else results[0]

@@ -1,0 +1,129 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the norms of Flax's layers by jax_cudnn's operations, or by Flax's own code.
+
+The layers keep Flax's parameters, dtypes and state. What only Flax has (masks, means
+over other axes than those of the scale, sums in 16 bits) is left to Flax's code.
+"""
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.ops.activations import Activation, on_array
+from jax_cudnn.ops.arguments import as_operand, describe
+
+_log = logging.getLogger("jax_cudnn")
+
+# Those that the operations take.
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+Result = jax.Array | tuple[jax.Array, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """What a layer does beside its norm, and how it is run."""
+
+    layer: str
+    activation: Activation | None
+    residual: ArrayLike | None
+    implementation: Implementation
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The arguments that all of jax_cudnn's norms take for it."""
+        return {
+            "activation": self.activation,
+            "residual": self.residual,
+            "implementation": self.implementation,
+        }
+
+
+def reasons_for_flax(
+    x: jax.Array, layer: Any, mask: object, *, is_batch: bool = False
+) -> list[str]:
+    """Return why Flax must compute a norm: what jax_cudnn's has no argument for."""
+    reasons: list[str] = []
+    if mask is not None:
+        reasons.append("a mask is given")
+    if layer.axis_name is not None and not is_batch:
+        reasons.append(f"the statistics are those over axis_name={layer.axis_name!r}")
+    if not getattr(layer, "force_float32_reductions", True):
+        reasons.append("force_float32_reductions=False")
+    if str(x.dtype) not in _DTYPES:
+        reasons.append(f"x is {describe(x)}")
+    return reasons
+
+
+def normalised_axes(layer: Any, rank: int, reasons: list[str]) -> tuple[int, ...]:
+    """Return the axes that a layer norm normalises; adds why they are Flax's only."""
+    reduced, featured = (
+        [axis % rank for axis in as_tuple(axes)]
+        for axes in (layer.reduction_axes, layer.feature_axes)
+    )
+    if sorted(reduced) != featured:
+        reasons.append(
+            f"reduction_axes={layer.reduction_axes} and "
+            f"feature_axes={layer.feature_axes} are not the same axes in order"
+        )
+    return tuple(featured)
+
+
+def as_tuple(axes: Any) -> tuple[int, ...]:
+    """Return one axis or several as a tuple."""
+    return tuple(axes) if isinstance(axes, Iterable) else (axes,)
+
+
+def result_dtype(dtype: Any, *arrays: jax.Array | None) -> Any:
+    """Return the dtype in which Flax returns a norm of these arrays."""
+    if dtype is not None:
+        return dtype
+    return jnp.result_type(*(x for x in arrays if x is not None))
+
+
+def by_flax(
+    flax_class: type,
+    layer: Any,
+    x: jax.Array,
+    reasons: Sequence[str],
+    fused: Fused,
+    **arguments: Any,
+) -> Result:
+    """Run Flax's own code for a norm, with residual and activation around it."""
+    if fused.implementation == "cudnn":
+        raise UnsupportedError(
+            f"{fused.layer}: cuDNN cannot run this norm:",
+            reasons,
+            'Pass implementation="auto" or "xla" to let Flax\'s own code compute it.',
+        )
+    if fused.implementation == "auto":
+        _say_once(fused.layer, tuple(reasons))
+    total = x
+    if fused.residual is not None:
+        total = x + as_operand(fused.layer, "residual", fused.residual)
+    output = _method(flax_class)(layer, total, **arguments)
+    if fused.activation is not None:
+        output = on_array(fused.layer, fused.activation, output)
+    return output if fused.residual is None else (output, total)
+
+
+def _method(flax_class: type) -> Callable[..., jax.Array]:
+    """Return the `__call__` of Flax's class as Flax wrote it.
+
+    Linen's wrapper of it has been passed through already.
+    """
+    return inspect.unwrap(flax_class.__call__)
+
+
+@functools.lru_cache(maxsize=256)
+def _say_once(layer: str, reasons: tuple[str, ...]) -> None:
+    _log.info("%s: Flax's own code runs: %s", layer, "; ".join(reasons))

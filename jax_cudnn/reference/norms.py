@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms and their gradients in jax.numpy; their formulas are in graph/norms.py.
+
+All is computed in f32 (f64 beside f64). The variance is that of centred values: the
+difference of two means would cancel.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph.norms import NORMALISED, NormAttributes
+from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.reference.dtypes import jax_dtype, saturated
+
+Operands = Mapping[str, jax.Array]
+_Rule = Callable[[Attributes, Operands, Mapping[str, Tensor]], dict[str, jax.Array]]
+
+
+def forward(kind: str) -> _Rule:
+    """Return the rule of a norm."""
+    return functools.partial(_forward, NORMALISED[kind], kind != "rms_norm")
+
+
+def backward(kind: str) -> _Rule:
+    """Return the rule of a norm's gradient, given the norm."""
+    return functools.partial(_backward, NORMALISED[kind])
+
+
+def _forward(
+    axes: tuple[int, ...],
+    is_centred: bool,
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+) -> dict[str, jax.Array]:
+    assert isinstance(attributes, NormAttributes)
+    wide = _widened(inputs)
+    centred = x = wide["x"]
+    results: dict[str, jax.Array] = {}
+    if is_centred:
+        results["mean"] = jnp.mean(x, axes, keepdims=True)
+        centred = x - results["mean"]
+    variance = jnp.mean(jnp.square(centred), axes, keepdims=True)
+    rstd = jax.lax.rsqrt(variance + jnp.asarray(attributes.epsilon, x.dtype))
+    output = centred * rstd
+    if "scale" in wide:
+        output = output * wide["scale"]
+    if "bias" in wide:
+        output = output + wide["bias"]
+    if "scale_output" in wide:
+        output = saturated(
+            output * wide["scale_output"], jax_dtype(outputs["output"].dtype)
+        )
+    return {**results, "rstd": rstd, "output": output}
+
+
+def _backward(
+    axes: tuple[int, ...],
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+) -> dict[str, jax.Array]:
+    del attributes
+    wide = _widened(inputs)
+    grad, rstd = wide["grad_output"], wide["rstd"]
+    centred = wide["x"] - wide["mean"] if "mean" in wide else wide["x"]
+    normal = centred * rstd
+    results: dict[str, jax.Array] = {}
+    for role, terms in (("grad_scale", grad * normal), ("grad_bias", grad)):
+        if role in outputs:
+            dims = outputs[role].dims
+            summed = tuple(axis for axis, size in enumerate(dims) if size == 1)
+            results[role] = jnp.sum(terms, summed, keepdims=True)
+    if "grad_x" not in outputs:
+        return results
+
+    def mean(terms: jax.Array) -> jax.Array:
+        return jnp.mean(terms, axes, keepdims=True)
+
+    scaled = grad * wide["scale"] if "scale" in wide else grad
+    moved = scaled - normal * mean(scaled * normal)
+    if "mean" in wide:
+        moved = moved - mean(scaled)
+    return {**results, "grad_x": _with_statistics(rstd * moved, wide, normal, axes)}
+
+
+def with_statistics(kind: str, grad_x: jax.Array, inputs: Operands) -> jax.Array:
+    """Return a norm's gradient of x with that of its statistics, given the norm."""
+    wide = _widened({"grad_x": grad_x, **inputs})
+    centred = wide["x"] - wide["mean"] if "mean" in wide else wide["x"]
+    normal = centred * wide["rstd"]
+    total = _with_statistics(wide["grad_x"], wide, normal, NORMALISED[kind])
+    return total.astype(grad_x.dtype)
+
+
+def _with_statistics(
+    grad_x: jax.Array, inputs: Operands, normal: jax.Array, axes: tuple[int, ...]
+) -> jax.Array:
+    count = math.prod(normal.shape[axis] for axis in axes)
+    if "grad_mean" in inputs:
+        grad_x = grad_x + inputs["grad_mean"] / count
+    if "grad_rstd" in inputs:
+        factor = jnp.square(inputs["rstd"]) * inputs["grad_rstd"] / count
+        grad_x = grad_x - factor * normal
+    return grad_x
+
+
+def _widened(inputs: Operands) -> dict[str, jax.Array]:
+    is_double = any(x.dtype == jnp.float64 for x in inputs.values())
+    dtype = jnp.float64 if is_double else jnp.float32
+    return {role: x.astype(dtype) for role, x in inputs.items()}
