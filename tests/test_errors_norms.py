@@ -10,6 +10,8 @@ import pytest
 
 import jax_cudnn
 
+pytestmark = pytest.mark.once
+
 _X = jnp.ones((2, 5, 6))
 _C = jnp.ones(6)
 _Z = jnp.zeros(6)

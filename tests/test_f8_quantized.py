@@ -23,6 +23,8 @@ from tests.devices import collectives, gradient, mesh_of, placed
 from tests.f8 import gradients
 from tests.f8 import wide as f32
 
+pytestmark = pytest.mark.once
+
 _SIZES = {**SIZES, "d": 16, "e": 24}
 
 

@@ -32,6 +32,8 @@ from tests.flax_layers import (
     value_and_grads,
 )
 
+pytestmark = pytest.mark.once
+
 # --- transformations ------------------------------------------------------------------
 
 FULL = {

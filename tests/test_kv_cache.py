@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 import jax_cudnn
 from jax_cudnn import kv_cache
 
+pytestmark = pytest.mark.once
 
-@pytest.mark.once
+
 @given(data=st.data())
 def test_tokens_reach_their_places_and_no_others(data: st.DataObject) -> None:
     b, s, t = (data.draw(st.integers(0, 4)) for _ in "bst")
@@ -34,7 +35,6 @@ def test_tokens_reach_their_places_and_no_others(data: st.DataObject) -> None:
     np.testing.assert_array_equal(got, want)
 
 
-@pytest.mark.once
 @given(data=st.data())
 def test_tokens_reach_their_pages_and_no_others(data: st.DataObject) -> None:
     b, s, m = (data.draw(st.integers(0, 4)) for _ in "bsm")

@@ -666,7 +666,6 @@ def test_what_is_at_a_limit_is_taken(size: int) -> None:
 # --- the program ----------------------------------------------------------------------
 
 
-@pytest.mark.once
 def test_every_process_writes_the_same_program() -> None:
     # XLA's cache on disk knows a program by its text. Padding made it differ once.
     program = """

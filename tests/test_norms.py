@@ -16,6 +16,8 @@ import jax_cudnn
 from tests.norm_calls import CALLS, Call, operands
 from tests.norms import truth
 
+pytestmark = pytest.mark.once
+
 _EACH = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 # A rounding of a value of the output's size, and of the f32 arithmetic before.
 _TOLERANCE = {"float32": 3e-6, "bfloat16": 5e-3, "float16": 7e-4, "float64": 1e-12}

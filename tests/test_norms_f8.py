@@ -13,6 +13,8 @@ import jax_cudnn
 from jax_cudnn import f8
 from tests.norms import truth
 
+pytestmark = pytest.mark.once
+
 _KINDS = pytest.mark.parametrize("kind", ["layer_norm", "rms_norm"])
 
 

@@ -25,7 +25,7 @@ from tests.devices import mesh_of
 from tests.dropout import numpy_kept
 from tests.small_attention import count_kinds
 
-pytestmark = pytest.mark.usefixtures("x64")
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
 
 B, H, K, S, T, D, E = 2, 4, 2, 24, 40, 3, 5
 N = 4
@@ -237,7 +237,6 @@ _PAIRS = [
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize(("name", "method", "order"), _PAIRS)
 def test_masks_hide_what_they_say(name: str, method: str, order: str) -> None:
     mask, condition, (s, t) = MASKS[name]
@@ -365,7 +364,6 @@ def _dense_modified(slopes: Any, table: Any) -> Any:
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_a_score_mod_sees_positions_of_the_whole_sequence(
@@ -402,7 +400,6 @@ def _factors(s: int, t: int) -> np.ndarray:
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("method", "order", "s"),
     [
@@ -444,7 +441,6 @@ def test_what_is_kept_at_positions_is_what_is_kept_there() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("method", "order", "bias"),
     [
@@ -545,7 +541,6 @@ def _loss(function: Any, x: dict[str, Any], **options: Any) -> jax.Array:
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("method", METHODS)
 def test_all_at_once_over_a_mesh_of_three_axes(method: str, kind: AxisType) -> None:
@@ -561,7 +556,6 @@ def test_all_at_once_over_a_mesh_of_three_axes(method: str, kind: AxisType) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.once
 @pytest.mark.parametrize("way", ["jvp", "second", "vmap", "scan", "export"])
 def test_transformations_of_all_at_once(way: str) -> None:
     operands = _all_operands()

@@ -10,6 +10,8 @@ from jax.test_util import check_grads
 import jax_cudnn
 from jax_cudnn.ops.rotary import Rotary
 
+pytestmark = pytest.mark.once
+
 # b batch, s length, h heads, d head size.
 B, S, H, D = 3, 7, 5, 12
 

@@ -20,6 +20,8 @@ from jax_cudnn.errors import UnsupportedError
 from tests.cached import Drawn, Problem, draw, in_pages
 from tests.devices import mesh_of, placed
 
+pytestmark = pytest.mark.once
+
 _CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
 _RAGGED = Problem(lengths=(0, 1, 23, 9, 17), s=3, query_lengths=(3, 1, 2, 0, 9))
 
@@ -46,7 +48,6 @@ def problems(draw: st.DrawFn) -> Problem:
     )
 
 
-@pytest.mark.once
 @given(problem=problems(), seed=st.integers(0, 2**31))
 def test_it_is_numpys_answer(problem: Problem, seed: int) -> None:
     drawn = draw(problem, seed)
@@ -187,7 +188,6 @@ def test_sinks_have_a_gradient() -> None:
 _NAMES = ("query", "key", "value", "lengths", "page_table")
 
 
-@pytest.mark.once
 @given(
     is_batched=st.lists(st.booleans(), min_size=5, max_size=5).filter(any),
     page=st.sampled_from([0, 4]),

@@ -23,6 +23,8 @@ from tests.attention import SIZES, shape_of
 from tests.devices import collectives, mesh_of, placed
 from tests.f8 import Truth, check, dense, wide
 
+pytestmark = pytest.mark.once
+
 _DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 _NAMES = ("query_scale", "key_scale", "value_scale")
 _SCALES: dict[str, Any] = {"query_scale": 0.75, "key_scale": 1.25, "value_scale": 0.5}
@@ -44,7 +46,6 @@ def _truth(operands: Any, **more: Any) -> Truth:
     return dense(*operands, **{"scales": scales, **more})
 
 
-@pytest.mark.once
 @settings(max_examples=30)
 @given(
     number=st.integers(0, 2**32),

@@ -24,6 +24,8 @@ from tests.conftest import Draw
 from tests.fused import assert_close, stacked, subsets
 from tests.small_attention import SMALL
 
+pytestmark = pytest.mark.once
+
 _LAYOUTS = ("bhsd", "sbhd")
 _KEY = jax.random.key(3)
 

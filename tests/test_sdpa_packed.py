@@ -33,6 +33,8 @@ from tests.devices import mesh_of
 from tests.flash import flash
 from tests.packed import Rows, answer, graph_of, ragged
 
+pytestmark = pytest.mark.once
+
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _AMPERE = dataclasses.replace(_HOPPER, name="NVIDIA A100", sm_version=80)
 
@@ -148,7 +150,6 @@ def _drawn(draw: st.DrawFn) -> Rows:
     )
 
 
-@pytest.mark.once
 @settings(max_examples=25, deadline=None)
 @given(_drawn(), st.integers(0, 99))
 def test_any_sequences_give_what_each_gives_alone(rows: Rows, seed: int) -> None:
@@ -453,7 +454,6 @@ def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sdpa_packed, "_DTYPES", ("f32",))
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("_allow_f32")
 @pytest.mark.parametrize("as_mask", [False, True], ids=["ragged", "mask"])
 @pytest.mark.parametrize("name", [name for name in _ROWS if name != "window-apart"])
@@ -461,13 +461,11 @@ def test_kernels_get_graphs_that_mean_the_same(name: str, as_mask: bool) -> None
     _check_kernel(_ROWS[name], as_mask=as_mask)
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("_allow_f32")
 def test_tokens_are_stored_one_behind_another_for_the_kernel() -> None:
     _check_kernel(_ROWS["causal"], as_mask=False, order=(1, 0, 2, 3))
 
 
-@pytest.mark.once
 @pytest.mark.usefixtures("_allow_f32")
 @settings(max_examples=15, deadline=None)
 @given(_drawn())
