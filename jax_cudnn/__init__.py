@@ -15,6 +15,7 @@ try:
 
     from jax_cudnn import cache as _cache
     from jax_cudnn import f8, kv_cache, masks, parallel, plans, score_mods
+    from jax_cudnn.fusing.function import fuse
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.cached_sdpa import cached_sdpa
     from jax_cudnn.ops.conv import conv
@@ -55,6 +56,7 @@ __all__ = [
     "conv",
     "dot_general",
     "f8",
+    "fuse",
     "gated_matmul",
     "kv_cache",
     "masks",
