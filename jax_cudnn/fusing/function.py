@@ -14,7 +14,7 @@ from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.fusing.explanation import FuseExplanation, describe_work
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.program import Arrays, as_array, program_of
-from jax_cudnn.fusing.split import Split, split
+from jax_cudnn.fusing.split import Split, is_free, split
 from jax_cudnn.lowering import weakly_typed
 from jax_cudnn.ops.arguments import options
 
@@ -67,7 +67,7 @@ class Fused(Generic[P, R]):
         """
         seen: list[Split] = []
         jitted = self._compiled(seen.append, strict=False)
-        jitted.trace(*args, **kwargs)
+        cast(Any, jitted).trace(*args, **kwargs)
         call = options("fuse", self._implementation, self._plan)
         return FuseExplanation.of(_name(self._function), seen[-1], call)
 
@@ -82,6 +82,7 @@ class Fused(Generic[P, R]):
         return jax.jit(run, **self._static)
 
     def _run(self, args: Any, kwargs: Any, seen: _Seen, is_strict: bool) -> Any:
+        function = cast(Callable[..., Any], self._function)
         leaves, tree = jax.tree.flatten((args, kwargs))
         # All else was named static, and is part of the program.
         places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, _ARRAYS)]
@@ -89,7 +90,7 @@ class Fused(Generic[P, R]):
         def call(*arrays: jax.Array) -> Any:
             filled = dict(enumerate(leaves)) | dict(zip(places, arrays, strict=True))
             args, kwargs = jax.tree.unflatten(tree, filled.values())
-            return self._function(*args, **kwargs)
+            return function(*args, **kwargs)
 
         given = [leaves[i] for i in places]
         closed, like = jax.make_jaxpr(call, return_shape=True)(*given)
@@ -137,10 +138,11 @@ def check_one_kernel(name: str, found: Split) -> None:
         "strict=True asks for one kernel and nothing beside it. Move the operation out "
         "of the function, or leave strict out: XLA then runs it."
     )
+    kept = [each for each in found.left if not is_free(each.work)]
     if not found.kernels:
         problem = "it has no contraction that a graph can have"
-    elif found.left:
-        left = found.left[0]
+    elif kept:
+        left = kept[0]
         problem = f"{describe_work(left.work)} is not part of it: {left.reason}"
     elif len(found.kernels) > 1:
         second = found.kernels[1].contraction.operation

@@ -265,10 +265,18 @@ _CLOSED = {
 }
 
 
+def is_free(work: Work) -> bool:
+    """Whether an operation only gives an array another shape, in the same memory."""
+    is_plain = isinstance(work, Operation) and work.params.get("dimensions") is None
+    return work.name == "squeeze" or (work.name == "reshape" and is_plain)
+
+
 def _reason(work: Work) -> str:
     """Return why XLA keeps an operation that no kernel was asked to take."""
     if isinstance(work, Operation) and work.name in _CLOSED:
         return _CLOSED[work.name]
     if work.name in _ALONG_AXES:
         return _ALONG_AXES[work.name]
+    if is_free(work):
+        return "it moves nothing"
     return "it follows no contraction element by element"
