@@ -42,7 +42,7 @@ def _own_jvp(primals, tangents):
         ),
         (lambda x, w, b: (x @ w > 0.0, x @ w)[0], "gt", "give no truth values"),
         (
-            lambda x, w, b: (x @ w)[:, None] * b[None],
+            lambda x, w, b: (x @ w)[:, None] * jnp.ones((1, 3, 1)),
             "mul",
             "other sizes than the contraction's",
         ),
@@ -54,13 +54,13 @@ def _own_jvp(primals, tangents):
         ),
         (
             lambda x, w, b: jax.checkpoint(jnp.sin)(x @ w),
-            "checkpoint",
+            "remat2",
             "jax.checkpoint",
         ),
         (
             lambda x, w, b: (lambda h: h[:5, :5] + h[:5, :5].T)(x @ w),
             "slice",
-            "no node for",
+            "other sizes",
         ),
         (
             lambda x, w, b: (lambda h: h + h.T)((x @ w)[:, :5] @ x[:, :5]),
@@ -127,7 +127,7 @@ def test_strict_takes_one_kernel() -> None:
     [
         (
             lambda x, w, b: jnp.expm1(x @ w + b),
-            r"layer|<lambda>. is not one kernel. expm1\(f32\[5,12\]\) at "
+            r"fuse: <lambda> is not one kernel. expm1\(f32\[5,12\]\) at "
             r"test_fuse_split.py:\d+ .* is not part of it: it uses 'expm1', which",
         ),
         (
@@ -155,7 +155,7 @@ def test_strict_names_what_breaks_the_kernel(function: Any, told: str) -> None:
 
 def test_bad_arguments_are_refused_at_once() -> None:
     bad: Any = fuse
-    with pytest.raises(TypeError, match="fuse: int is not a function. Pass one"):
+    with pytest.raises(TypeError, match="fuse: int is not a function"):
         bad(3)
     with pytest.raises(TypeError, match="fuse: strict=1 is neither True nor False"):
         bad(jnp.sin, strict=1)
@@ -213,7 +213,7 @@ def test_what_a_gpu_would_run() -> None:
     (kernel,) = explained.kernels
     assert kernel.calls[0].implementation == "cudnn"
     assert "runs in cuDNN: eng" in str(explained)
-    with pytest.raises(ValueError, match="is not known|known"):
+    with pytest.raises(ValueError, match="is not a GPU that jax_cudnn knows"):
         fuse(case.function).explain(*case.operands).on("no such GPU")
 
 

@@ -16,7 +16,7 @@ from jax_cudnn.fusing.program import Operation, Value
 from jax_cudnn.fusing.split import Left, Split
 from jax_cudnn.graph import Graph, label, operand_text
 from jax_cudnn.graph.printing import in_mermaid
-from jax_cudnn.lowering import run_graph
+from jax_cudnn.lowering import equation_name, run_graph
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -156,7 +156,7 @@ def describe_work(work: Work) -> str:
 def _called(work: Work) -> str:
     """Return the name of a primitive, or of the function that has its own rule."""
     if isinstance(work, Operation) and work.name.startswith("custom_"):
-        return str(work.params.get("name", work.name))
+        return equation_name(work.equation)
     return work.name
 
 

@@ -114,8 +114,8 @@ class _Assignment:
             reason = self._refused[work]
         elif any(levels.get(x, 0) == level for x in outside):
             reason = "it reads what XLA makes of the kernel's result"
-        elif isinstance(work, Operation) and work.name in _ALONG_AXES:
-            reason = _ALONG_AXES[work.name]
+        elif work.name in _KEPT:
+            reason = _KEPT[work.name]
         else:
             reason = kernel.add(work, self._makers)
         if reason:
@@ -245,23 +245,25 @@ _FUSED_BY_XLA = frozenset(
         *("tan", "tanh"),
     )
 )
-_ALONG_AXES = dict.fromkeys(
-    (
-        *("argmax", "argmin", "cumsum", "reduce_max", "reduce_min", "reduce_prod"),
-        "reduce_sum",
+_OWN_RULE = "it has a derivative rule of its own, which a graph cannot keep"
+# What no kernel takes.
+_KEPT = {
+    **dict.fromkeys(
+        (
+            *("argmax", "argmin", "cumsum", "reduce_max", "reduce_min"),
+            *("reduce_prod", "reduce_sum"),
+        ),
+        "XLA fuses sums and extremes along axes with what is around them",
     ),
-    "XLA fuses sums and extremes along axes with what is around them",
-)
-_CLOSED = {
-    "checkpoint": "what jax.checkpoint computes again is its own; fuse within it",
+    **dict.fromkeys(("scan", "while"), "a loop is a loop; fuse within it"),
+    **dict.fromkeys(
+        ("checkpoint", "remat2"),
+        "what jax.checkpoint computes again is its own; fuse within it",
+    ),
+    **dict.fromkeys(("jit", "pjit"), "it says how it is sharded or compiled"),
     "cond": "branches are branches; fuse within them",
-    "custom_jvp_call": "it has a derivative rule of its own, which a graph cannot keep",
-    "custom_vjp_call": "it has a derivative rule of its own, which a graph cannot keep",
-    "jit": "it says how it is sharded or compiled",
-    "remat2": "what jax.checkpoint computes again is its own; fuse within it",
-    "scan": "a loop is a loop; fuse within it",
+    "custom_vjp_call": _OWN_RULE,
     "shard_map": "it is what each device computes; fuse within it",
-    "while": "a loop is a loop; fuse within it",
 }
 
 
@@ -273,10 +275,10 @@ def is_free(work: Work) -> bool:
 
 def _reason(work: Work) -> str:
     """Return why XLA keeps an operation that no kernel was asked to take."""
-    if isinstance(work, Operation) and work.name in _CLOSED:
-        return _CLOSED[work.name]
-    if work.name in _ALONG_AXES:
-        return _ALONG_AXES[work.name]
+    if work.name in _KEPT:
+        return _KEPT[work.name]
+    if work.name == "custom_jvp_call":
+        return _OWN_RULE
     if is_free(work):
         return "it moves nothing"
     return "it follows no contraction element by element"

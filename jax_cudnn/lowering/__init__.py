@@ -4,6 +4,7 @@
 from jax_cudnn.lowering._jax import (
     align_varying,
     equation_function,
+    equation_name,
     equation_place,
     is_known_array,
     sharded_as,
@@ -33,6 +34,7 @@ __all__ = [
     "check_bare",
     "decide",
     "equation_function",
+    "equation_name",
     "equation_place",
     "is_known_array",
     "linear_call",
