@@ -15,7 +15,8 @@ try:
 
     from jax_cudnn import cache as _cache
     from jax_cudnn import f8, kv_cache, masks, parallel, plans, score_mods
-    from jax_cudnn.fusing.function import fuse
+    from jax_cudnn.fusing.explanation import FuseExplanation
+    from jax_cudnn.fusing.function import Fused, fuse
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.cached_sdpa import cached_sdpa
     from jax_cudnn.ops.conv import conv
@@ -47,6 +48,8 @@ except Exception as _error:
 
 __all__ = [
     "EXPORT_SAFETY_CHECKS",
+    "FuseExplanation",
+    "Fused",
     "GraphError",
     "LibraryError",
     "UnsupportedError",

@@ -134,7 +134,7 @@ class FuseExplanation:
             yield ""
             yield f"kernel {i}: {kernel.op}({operand_text(kernel.graph)})"
             for call in kernel.calls:
-                yield f"  {_who(call)}"
+                yield from (f"  {line}" for line in _who(call))
             yield from _table(kernel.operations)
         if self.left:
             yield ""
@@ -191,12 +191,14 @@ def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _who(call: "ExplainedCall") -> str:
+def _who(call: "ExplainedCall") -> Iterator[str]:
     if call.implementation == "cudnn":
-        return f"runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
-    reasons = [reason for each in call.attempts for reason in each.reasons]
-    why = "; ".join(dict.fromkeys((*reasons, *call.notes)))
-    return f"{call.op} runs in XLA: {why}"
+        yield f"runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
+    else:
+        yield f"{call.op} runs in XLA"
+        reasons = [reason for each in call.attempts for reason in each.reasons]
+        yield from (f"- {reason}" for reason in dict.fromkeys(reasons))
+    yield from (f"- {note}" for note in call.notes)
 
 
 # --- the picture ----------------------------------------------------------------------

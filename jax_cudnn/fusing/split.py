@@ -82,6 +82,7 @@ class _Assignment:
                 # What follows an effect stays behind it.
                 kernels.clear()
             levels |= dict.fromkeys(work.outputs, level)
+        self._levels = levels
         self._readers: dict[Value, list[Work]] = {}
         for work in self._works:
             for x in work.reads:
@@ -214,7 +215,19 @@ class _Assignment:
     def _as_step(self, step: Work | Kernel) -> Kernel | Left:
         if isinstance(step, Kernel):
             return step
-        return Left(step, self._reasons.get(step) or _reason(step))
+        return Left(step, self._reasons.get(step) or self._reason(step))
+
+    def _reason(self, work: Work) -> str:
+        """Return why XLA keeps an operation that no kernel was asked to take."""
+        if work.name in _KEPT:
+            return _KEPT[work.name]
+        if work.name == "custom_jvp_call":
+            return _OWN_RULE
+        if is_free(work):
+            return "it moves nothing"
+        if any(self._levels.get(x, 0) for x in work.reads):
+            return "it follows operations of XLA's"
+        return "it depends on no contraction"
 
     def _before(self, step: Work | Kernel) -> list[Work]:
         """Return what makes the operands of a kernel or an operation of XLA's."""
@@ -271,14 +284,3 @@ def is_free(work: Work) -> bool:
     """Whether an operation only gives an array another shape, in the same memory."""
     is_plain = isinstance(work, Operation) and work.params.get("dimensions") is None
     return work.name == "squeeze" or (work.name == "reshape" and is_plain)
-
-
-def _reason(work: Work) -> str:
-    """Return why XLA keeps an operation that no kernel was asked to take."""
-    if work.name in _KEPT:
-        return _KEPT[work.name]
-    if work.name == "custom_jvp_call":
-        return _OWN_RULE
-    if is_free(work):
-        return "it moves nothing"
-    return "it follows no contraction element by element"
