@@ -13,7 +13,9 @@ from jax.test_util import check_grads
 
 import jax_cudnn
 from jax_cudnn import fuse, plans
-from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.config import Options
+from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import run_xla, traced_graphs
 from tests.fused_functions import CASES, Case, block, conv_bn_relu, normal
 
 _NAMES = [pytest.param(case, id=name) for name, case in CASES.items()]
@@ -385,3 +387,35 @@ def test_effects_stay_in_their_order(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_public_name() -> None:
     assert jax_cudnn.fuse is fuse
+
+
+def _wide_epilogue(x, w, b):
+    """Sums in f32 that almost cancel, and are rounded at the end."""
+    wide = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+    return (wide - b).astype(_B16)
+
+
+def test_wide_sums_are_not_rounded_where_xla_runs_them_on_a_gpu() -> None:
+    x, w = normal(0, 5, 8, dtype=_B16), normal(1, 8, 12, dtype=_B16)
+    b = jnp.matmul(x, w, preferred_element_type=jnp.float32) * 1.001
+    wanted = _wide_epilogue(x, w, b).astype(np.float32)
+    (graph,) = traced_graphs(fuse(_wide_epilogue), x, w, b)
+    assert graph.options.exact_dtypes
+    (found,) = run_xla(graph.graph, (x[None], w[None], b[None]), graph.options)
+    np.testing.assert_allclose(found[0].astype(np.float32), wanted, atol=1e-5)
+    (rounded,) = run_xla(graph.graph, (x[None], w[None], b[None]), Options())
+    assert np.max(np.abs(rounded[0].astype(np.float32) - wanted)) > 1e-4
+
+
+def test_ways_that_round_wide_sums_are_not_taken() -> None:
+    x, w = normal(0, 16, 8, dtype=_B16), normal(1, 8, 24, dtype=_B16)
+    (traced,) = traced_graphs(fuse(_wide_epilogue), x, w, normal(2, 16, 24))
+    ways = legalize(traced.graph, None).candidates
+    assert [way.rounds_sums for way in ways] == [False, True]
+
+    def plain(x, w, b):
+        return x @ w - b
+
+    (traced,) = traced_graphs(fuse(plain), x, w, normal(2, 16, 24, dtype=_B16))
+    ways = legalize(traced.graph, None).candidates
+    assert [way.rounds_sums for way in ways] == [False, False]

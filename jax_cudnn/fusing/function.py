@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
 
 import jax
@@ -68,7 +69,9 @@ class Fused(Generic[P, R]):
         seen: list[Split] = []
         jitted = self._compiled(seen.append, strict=False)
         cast(Any, jitted).trace(*args, **kwargs)
-        call = options("fuse", self._implementation, self._plan)
+        call = replace(
+            options("fuse", self._implementation, self._plan), exact_dtypes=True
+        )
         return FuseExplanation.of(_name(self._function), seen[-1], call)
 
     def _compiled(self, seen: _Seen, *, strict: bool | None = None) -> Any:
@@ -121,7 +124,8 @@ def _run_steps(
     for step in found.steps:
         if isinstance(step, Kernel):
             precision = step.contraction.operation.params["precision"]
-            step.run(arrays, options("fuse", implementation, plan, precision))
+            call = options("fuse", implementation, plan, precision)
+            step.run(arrays, replace(call, exact_dtypes=True))
         else:
             step.work.run(arrays)
 
