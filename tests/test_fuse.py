@@ -272,8 +272,45 @@ def test_methods() -> None:
         def __call__(self, x):
             return jnp.tanh(x @ self.w)
 
+        @fuse(static_argnums=0)
+        def other(self, x):
+            return jnp.sin(x @ self.w)
+
     layer, x = Layer(), normal(0, 5, 8)
     close(layer(x), jnp.tanh(x @ layer.w))
+    close(layer.other(x), jnp.sin(x @ layer.w))
+    (kernel,) = layer.other.explain(layer, x).kernels
+    assert kernel.op == "matmul+sin"
+    assert len(plans.inspect(layer.other, x).calls) == 1
+
+
+def test_random_keys_and_captured_constants() -> None:
+    table = np.arange(12.0, dtype=np.float32)[None]
+    key = jax.random.key(3)
+
+    def layer(key, x, w):
+        kept = jax.random.bernoulli(key, 0.8, (5, 12))
+        return jnp.where(kept, jnp.tanh(x @ w * table), 0.0)
+
+    x, w = normal(0, 5, 8), normal(1, 8, 12)
+    close(fuse(layer)(key, x, w), layer(key, x, w))
+    (kernel,) = fuse(layer).explain(key, x, w).kernels
+    assert kernel.op == "matmul+mul+tanh"
+    with jax.disable_jit():
+        close(fuse(layer)(key, np.asarray(x), np.asarray(w)), layer(key, x, w))
+
+
+def test_a_transposed_value_is_the_next_operand() -> None:
+    def function(x, w, v):
+        h = jnp.tanh(x @ w)
+        return h.T @ v
+
+    x, w, v = normal(0, 5, 8), normal(1, 8, 12), normal(2, 5, 7)
+    close(fuse(function)(x, w, v), function(x, w, v))
+    first, second = fuse(function).explain(x, w, v).kernels
+    assert (first.op, second.op) == ("matmul+tanh", "matmul")
+    assert len(first.graph.outputs) == 1
+    assert second.graph.input_tensors[0].order == (0, 2, 1)
 
 
 def test_composes_with_jit_scan_and_remat() -> None:

@@ -2,6 +2,7 @@
 """`jax_cudnn.fuse`: a function whose contractions and what follows are cuDNN's."""
 
 import functools
+import types
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Generic, ParamSpec, TypeVar, cast, overload
@@ -53,7 +54,7 @@ class Fused(Generic[P, R]):
         """Return a method, where it is an attribute of a class."""
         if instance is None:
             return self
-        return functools.partial(cast(Callable[..., Any], self), instance)
+        return types.MethodType(self, instance)
 
     def explain(self, *args: P.args, **kwargs: P.kwargs) -> FuseExplanation:
         """Return what became of each operation, for arguments or their shapes.
@@ -102,8 +103,10 @@ class Fused(Generic[P, R]):
         if is_strict:
             check_one_kernel(_name(self._function), found)
         seen(found)
-        arrays: Arrays = dict(zip(program.inputs, map(jnp.asarray, given), strict=True))
-        arrays |= {x: jnp.asarray(value) for x, value in program.constants.items()}
+        # Under `jax.disable_jit` NumPy's arrays come as they are.
+        known = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in given)
+        arrays: Arrays = dict(zip(program.inputs, known, strict=True))
+        arrays |= program.constants
         _run_steps(found, arrays, self._implementation, self._plan)
         results = [
             _typed(as_array(x, arrays), variable.aval)

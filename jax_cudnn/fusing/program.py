@@ -167,7 +167,8 @@ class _Opened:
         if is_small and is_known_array(value, aval):
             return Number(np.asarray(value).astype(aval.dtype), aval)
         made = Value(aval)
-        self.constants[made] = value
+        is_numpy = isinstance(value, np.ndarray | np.generic)
+        self.constants[made] = jnp.asarray(value) if is_numpy else value
         return made
 
     def _equation(
