@@ -15,6 +15,8 @@ try:
 
     from jax_cudnn import cache as _cache
     from jax_cudnn import f8, kv_cache, masks, parallel, plans, score_mods
+    from jax_cudnn.fusing.explanation import FuseExplanation
+    from jax_cudnn.fusing.function import Fused, fuse
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
     from jax_cudnn.ops.adaptive_norm import adaptive_layer_norm
     from jax_cudnn.ops.batch_norm import batch_norm
@@ -51,6 +53,8 @@ except Exception as _error:
 
 __all__ = [
     "EXPORT_SAFETY_CHECKS",
+    "FuseExplanation",
+    "Fused",
     "GraphError",
     "LibraryError",
     "UnsupportedError",
@@ -62,6 +66,7 @@ __all__ = [
     "conv",
     "dot_general",
     "f8",
+    "fuse",
     "gated_matmul",
     "group_norm",
     "instance_norm",

@@ -215,6 +215,9 @@ class Options:
     is no longer in force.
     ``remark`` says which part of the call is not in the graph, for ``plans.inspect``.
     The remark is part of what identifies the call, but no decision depends on it.
+    ``exact_dtypes`` says that each value is to have the digits of its tensor's dtype,
+    also where XLA runs the graph on a GPU, or cuDNN a part of a kernel. By default sums
+    over 16-bit operands are rounded there, as in programs that use that dtype.
     """
 
     implementation: Implementation = "auto"
@@ -222,6 +225,7 @@ class Options:
     plan: PlanOptions = PlanOptions()
     device: str | None = None
     remark: str = ""
+    exact_dtypes: bool = False
 
     def __post_init__(self) -> None:
         if self.implementation not in get_args(Implementation):

@@ -20,6 +20,7 @@ GUIDES = (
     "score_mods.md",
     "f8.md",
     "norms.md",
+    "fuse.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"

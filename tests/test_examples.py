@@ -50,6 +50,7 @@ def test_every_example_is_run_here():
     assert {path.name for path in EXAMPLES.glob("*.py")} == {
         "choose_plans.py",
         "export_for_another_gpu.py",
+        "fuse_batch_matmul.py",
         "generate.py",
         "gradient_check.py",
         "packed_documents.py",
@@ -270,6 +271,23 @@ def test_choosing_plans_runs_with_xla_where_there_is_no_gpu():
     assert "no plans to list: this machine has no CUDA device" in text
     for kind in ("JIT only", "precompiled only", "jnp.matmul"):
         assert number_after(rf"{kind} .*largest error", text) < 0.05
+
+
+def test_fuse_batch_matmul_asks_both_kinds_of_engines():
+    output = run_example("fuse_batch_matmul.py")
+    kinds = output.split("--- ")[1:]
+    assert [kind.splitlines()[0] for kind in kinds] == [
+        "compiled when planned",
+        "precompiled",
+    ]
+    for kind in kinds:
+        assert "fuse(product): 1 kernel, 0 operations left to XLA" in kind
+        assert number_after("largest error", kind) < 0.05
+        if offline.obstacle() is None:
+            assert "cuDNN 9" in kind
+            assert " NVIDIA H200" in kind
+        else:
+            assert "cuDNN cannot be asked here" in kind
 
 
 def test_export_for_another_gpu_writes_here_what_runs_there(tmp_path):

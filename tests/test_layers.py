@@ -46,6 +46,8 @@ _ALLOWED = {
     "flax": {"errors", "config", "ops"},
     # Attention over several devices, of the operation's own parts.
     "parallel": {"errors", "config", "graph", "reference", "lowering", "ops"},
+    # A function's kernels, of the operations' own parts.
+    "fusing": {*_MACHINE, "columns", "ops", "plans"},
     "cli": {*_MACHINE, "ops", "measuring", "plans"},
     "__init__": {
         *_MACHINE,
@@ -57,6 +59,7 @@ _ALLOWED = {
         "score_mods",
         "plans",
         "parallel",
+        "fusing",
     },
     "__main__": {"startup", "cli"},
 }

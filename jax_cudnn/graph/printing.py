@@ -71,11 +71,11 @@ def mermaid_lines(graph: Graph, prefix: str = "") -> Iterator[str]:
     """Yield the lines of a flowchart; the prefix keeps several graphs apart."""
     boxes, arrows = _picture(graph)
     for box in boxes:
-        label = "<br/>".join(map(_in_mermaid, box.lines))
+        label = "<br/>".join(map(in_mermaid, box.lines))
         left, right = ("[", "]") if box.shape == "node" else ("([", "])")
         yield f'  {prefix}{box.id}{left}"{label}"{right}'
     for arrow in arrows:
-        label = f'|"{_in_mermaid(arrow.label)}"|' if arrow.label else ""
+        label = f'|"{in_mermaid(arrow.label)}"|' if arrow.label else ""
         yield f"  {prefix}{arrow.source} -->{label} {prefix}{arrow.target}"
 
 
@@ -185,7 +185,8 @@ def _picture(graph: Graph) -> tuple[list[_Box], list[_Arrow]]:
     return boxes, arrows
 
 
-def _in_mermaid(text: str) -> str:
+def in_mermaid(text: str) -> str:
+    """Return a text as Mermaid reads it within quotes."""
     # Inside quotes only these mean something to Mermaid.
     return text.replace("#", "#35;").replace('"', "#quot;").replace("<", "#lt;")
 

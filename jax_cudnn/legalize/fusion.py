@@ -197,16 +197,20 @@ def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
         return ()  # That is the whole graph, or what _converted_first leaves of it.
     operands = [graph.tensor(name) for _, name in node.inputs]
     (sums,) = (graph.tensor(name) for _, name in node.outputs)
+    rounds_sums = False
     if sums.dtype == "f32" and sums.name not in graph.outputs:
         dtype = operands[0].dtype
         finest = any(t.dtype in ("f32", "f64") for t in graph.output_tensors)
         if dtype in ("f8_e4m3fn", "f8_e5m2") or (dtype != "f32" and finest):
             return ()  # Rounding the sums would cost what the result is to show.
-        sums = replace(sums, dtype=dtype)
+        sums, rounds_sums = replace(sums, dtype=dtype), dtype != "f32"
     middle = _part((*operands, sums), [node], (sums.name,))
     last = _with_constants(graph, last)
     note = "what surrounds the contraction is computed by XLA, from rounded sums"
-    return tuple(_wrap(graph, way, first, middle, last, note) for way in ways(middle))
+    return tuple(
+        replace(_wrap(graph, way, first, middle, last, note), rounds_sums=rounds_sums)
+        for way in ways(middle)
+    )
 
 
 def _with_constants(graph: Graph, nodes: list[Node]) -> list[Node]:

@@ -4,6 +4,7 @@
 from jax_cudnn.lowering._jax import (
     align_varying,
     equation_function,
+    equation_name,
     equation_place,
     gathered,
     is_known_array,
@@ -15,7 +16,7 @@ from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.linear import linear_call, run_by_hand
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
-from jax_cudnn.lowering.sameness import CustomCall, same_function
+from jax_cudnn.lowering.sameness import CustomCall, same_function, same_parameters
 from jax_cudnn.lowering.scope import call_options, scoped
 from jax_cudnn.lowering.tracing import (
     TracedGraph,
@@ -34,6 +35,7 @@ __all__ = [
     "check_bare",
     "decide",
     "equation_function",
+    "equation_name",
     "equation_place",
     "gathered",
     "is_known_array",
@@ -43,6 +45,7 @@ __all__ = [
     "run_graph",
     "run_xla",
     "same_function",
+    "same_parameters",
     "scoped",
     "sharded_as",
     "stage_of",

@@ -39,6 +39,7 @@ __all__ = [
     "custom_call",
     "elements",
     "equation_function",
+    "equation_name",
     "equation_place",
     "exchange_in_groups",
     "explicit_mesh",
@@ -127,6 +128,14 @@ def equation_place(equation: Any) -> str:
 
 
 _PACKAGE = f"{Path(__file__).parent.parent}{os.sep}"
+
+
+def equation_name(equation: Any) -> str:
+    """Return what an equation is called: a user's function, or else its primitive."""
+    called = equation.params.get("call_jaxpr")
+    program = getattr(called, "jaxpr", called)
+    name = getattr(getattr(program, "debug_info", None), "func_name", None)
+    return name if isinstance(name, str) else equation.primitive.name
 
 
 def equation_function(jaxpr: Any, equation: Any) -> Callable[..., list[jax.Array]]:

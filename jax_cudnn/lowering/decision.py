@@ -183,6 +183,9 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
         if is_auto and legal.slower:
             attempts.append(Attempt(way=way, reasons=(legal.slower,)))
             continue
+        if options.exact_dtypes and legal.rounds_sums:
+            attempts.append(Attempt(way=way, reasons=(_ROUNDED,)))
+            continue
         plan = None
         if gpu is not None:
             try:
@@ -201,6 +204,9 @@ def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
             attempts=tuple(attempts),
         )
     return Step(part=part, attempts=tuple(attempts), advice=legalization.advice)
+
+
+_ROUNDED = "the sums would be rounded, which the function does not do"
 
 
 def _pin(plan: PlanInfo | None, gpu: Gpu | None) -> str:
@@ -222,6 +228,8 @@ def _pinned(
     legal = rewritten_as(legalization, measured.rewritten)
     if legal is None:
         _say_stale_once(summary(part), "this release rewrites the graph otherwise")
+        return None
+    if options.exact_dtypes and legal.rounds_sums:
         return None
     try:
         json = to_json(legal.graph)

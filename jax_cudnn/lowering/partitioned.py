@@ -358,7 +358,10 @@ def _options_data(options: Options) -> dict[str, Any]:
             key: value if isinstance(value, int) else np.dtype(value).name
             for key, value in precision._asdict().items()
         }
-    return {**asdict(options), "matmul_precision": precision}
+    data = {**asdict(options), "matmul_precision": precision}
+    if not options.exact_dtypes:
+        del data["exact_dtypes"]  # So that the text of most programs is as it was.
+    return data
 
 
 def _options(data: Mapping[str, Any]) -> Options:

@@ -97,6 +97,7 @@ def run_reference(
             narrow_sums=narrow_sums,
             kept=kept,
             precision=precision,
+            exact_dtypes=options.exact_dtypes,
         )
         return tuple(as_results(graph, operands, results))
 

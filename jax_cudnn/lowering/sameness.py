@@ -52,6 +52,11 @@ def same_function(
     )
 
 
+def same_parameters(known: Any, other: Any) -> bool:
+    """Whether two equations of one primitive have the same parameters."""
+    return _same_parameters(known, other, _DERIVATIVES)
+
+
 def _same_program(known: Any, other: Any, derivatives: int) -> bool:
     """Whether two jaxprs have the same equations, one by one."""
     if any(getattr(x, "consts", ()) for x in (known, other)):

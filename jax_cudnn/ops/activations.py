@@ -14,7 +14,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import GraphWriter
 from jax_cudnn.ops.arguments import describe
-from jax_cudnn.ops.outside import Given
+from jax_cudnn.ops.outside import Beside
 from jax_cudnn.ops.tracing import Step, UntraceableError, steps_of
 
 ActivationName = Literal[
@@ -34,7 +34,7 @@ ActivationName = Literal[
 Activation = ActivationName | Callable[[jax.Array], jax.Array]
 
 
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """The node that computes an activation, and a number that multiplies its result."""
 
     mode: str
@@ -43,17 +43,17 @@ class _Form(NamedTuple):
 
 
 _NAMED = {
-    "elu": _Form("elu", 1.0),
-    "gelu": _Form("gelu_tanh"),
-    "gelu_exact": _Form("gelu_erf"),
-    "leaky_relu": _Form("relu", 0.01),
-    "relu": _Form("relu"),
-    "relu6": _Form("relu6"),
-    "sigmoid": _Form("sigmoid"),
-    "silu": _Form("silu"),
-    "softplus": _Form("softplus"),
-    "swish": _Form("silu"),
-    "tanh": _Form("tanh"),
+    "elu": Form("elu", 1.0),
+    "gelu": Form("gelu_tanh"),
+    "gelu_exact": Form("gelu_erf"),
+    "leaky_relu": Form("relu", 0.01),
+    "relu": Form("relu"),
+    "relu6": Form("relu6"),
+    "sigmoid": Form("sigmoid"),
+    "silu": Form("silu"),
+    "softplus": Form("softplus"),
+    "swish": Form("silu"),
+    "tanh": Form("tanh"),
 }
 # What the names stand for.
 _FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -71,13 +71,20 @@ _FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
 }
 assert set(_FUNCTIONS) == set(_NAMED)
 # JAX's functions, and the node of each when it is called with one argument.
-_KNOWN: tuple[tuple[Callable[..., Any], _Form], ...] = (
+_KNOWN: tuple[tuple[Callable[..., Any], Form], ...] = (
     *((function, _NAMED[name]) for name, function in _FUNCTIONS.items()),
-    (jax.nn.selu, _Form("elu", 1.6732632423543772, 1.0507009873554805)),
+    (jax.nn.selu, Form("elu", 1.6732632423543772, 1.0507009873554805)),
     (jax.nn.tanh, _NAMED["tanh"]),
     (jax.lax.tanh, _NAMED["tanh"]),
     (jax.lax.logistic, _NAMED["sigmoid"]),
 )
+
+
+def known_forms() -> tuple[tuple[Callable[..., Any], Form], ...]:
+    """Return JAX's activations, as functions of one array, and the node of each."""
+    return _KNOWN
+
+
 _INSTEAD = "Apply the function to the result instead."
 
 
@@ -142,7 +149,7 @@ def _check(op: str, activation: object) -> None:
         )
 
 
-def _known_form(function: Callable[..., Any]) -> _Form | None:
+def _known_form(function: Callable[..., Any]) -> Form | None:
     """Return the form of one of JAX's functions, recognised by object identity."""
     if type(function) is functools.partial and function.func is jax.nn.gelu:
         options = (function.args, function.keywords)
@@ -151,7 +158,7 @@ def _known_form(function: Callable[..., Any]) -> _Form | None:
     return next((form for known, form in _KNOWN if function is known), None)
 
 
-def _write_form(writer: GraphWriter, form: _Form, x: str) -> str:
+def _write_form(writer: GraphWriter, form: Form, x: str) -> str:
     value = writer.pointwise(form.mode, x, alpha=form.alpha)
     if form.factor is None:
         return value
@@ -218,7 +225,7 @@ def _write_steps(writer: GraphWriter, steps: Sequence[Step], x: str) -> str:
         arguments: list[str] = []
         for each in step.arguments:
             # A function of one array reads nothing beside it.
-            assert not isinstance(each, Given)
+            assert not isinstance(each, Beside)
             arguments.append(
                 names[each] if isinstance(each, int) else writer.constant(each, rank)
             )

@@ -37,11 +37,11 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
     why_without_graph,
 )
-from jax_cudnn.ops.fusion import Fusion, Operand
+from jax_cudnn.ops.fusion import Begun, Fusion, Operand
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
 
 
-class _Layout(NamedTuple):
+class Layout(NamedTuple):
     """Which axes of each array are images, channels and space, in lax's form."""
 
     lhs_spec: tuple[int, ...]
@@ -189,7 +189,7 @@ def conv(
         rhs_dilation=rhs_dilation,
     )
     dtype = result_dtype("conv", preferred_element_type, x.dtype)
-    if reason := _why_plain(x, w, dtype):
+    if reason := why_plain(x, w, dtype):
         check_implementation("conv", reason, call)
         output = _plain(problem, epilogue, preferred_element_type, call)
     else:
@@ -198,16 +198,16 @@ def conv(
     return sharded_as(output, out_sharding)
 
 
-class _Problem(NamedTuple):
+class Problem(NamedTuple):
     """A convolution in lax's terms: its operands, and its options by name."""
 
     x: jax.Array
     w: jax.Array
-    layout: _Layout
+    layout: Layout
     options: Mapping[str, Any]
 
 
-def _why_plain(x: jax.Array, w: jax.Array, dtype: np.dtype) -> str:
+def why_plain(x: jax.Array, w: jax.Array, dtype: np.dtype) -> str:
     """Return why no graph can hold the convolution, in sentences; "" if one can."""
     if reason := why_symbolic(lhs=x, rhs=w):
         return reason
@@ -220,7 +220,7 @@ def _why_plain(x: jax.Array, w: jax.Array, dtype: np.dtype) -> str:
 
 
 def _plain(
-    problem: _Problem, epilogue: Epilogue, preferred: object, call: Options
+    problem: Problem, epilogue: Epilogue, preferred: object, call: Options
 ) -> jax.Array:
     def contraction(dtype: Any) -> jax.Array:
         return jax.lax.conv_general_dilated(
@@ -240,38 +240,18 @@ def _plain(
 
 
 def _fused(
-    problem: _Problem, epilogue: Epilogue, dtype: np.dtype, call: Options
+    problem: Problem, epilogue: Epilogue, dtype: np.dtype, call: Options
 ) -> jax.Array:
-    x, w, layout, _ = problem
-    attributes = _attributes(problem)
-    if (groups := problem.options["batch_group_count"]) > 1:
-        x = _groups_to_channels(x, layout, groups)
-    orders = [_order(spec) for spec in layout]
-    first, second = tensor("x", x, orders[0]), tensor("w", w, orders[1])
-    given = {"x": first, "w": second}
-    dims = result_dims(CONV_FPROP.row, "output", given, attributes)
-    rounded = graph_dtype(dtype, first.dtype)
-    assert rounded is not None, "_why_plain has looked"
-    sums = sums_dtype(rounded, first.dtype)
-    fusion = Fusion("conv", sums)
-    product = fusion.writer.node(
-        "conv_fprop",
-        {
-            "x": fusion.operand("x", Operand(x, orders[0])),
-            "w": fusion.operand("w", Operand(w, orders[1])),
-        },
-        attributes,
-        dims=dims,
-        order=orders[2],
-        dtype=sums,
-    )
-    shape = tuple(dims[axis] for axis in orders[2])
+    (fusion, product, rounded), order = begin_conv(problem, dtype)
+    layout, sums = problem.layout, fusion.writer.accumulator
+    dims = fusion.writer[product].dims
+    shape = tuple(dims[axis] for axis in order)
 
     def operand(name: str, value: jax.Array | float) -> str:
         array = as_array(value, sums)
         check_dtype("conv", name, array)
         array = _broadcastable(name, array, shape, layout.out_spec[1])
-        return fusion.operand(name, Operand(array, orders[2]))
+        return fusion.operand(name, Operand(array, order))
 
     factors: list[str | float] = []
     if isinstance(epilogue.scale, jax.Array):
@@ -284,9 +264,43 @@ def _fused(
         epilogue.activation,
         shape=shape,
         dtype=rounded,
-        order=orders[2],
+        order=order,
         options=call,
     ).astype(dtype)
+
+
+def begin_conv(
+    problem: Problem, dtype: np.dtype, *, is_rounded: bool = False
+) -> tuple[Begun, tuple[int, ...]]:
+    """Begin the graph of a convolution with a result of that dtype.
+
+    The sums are rounded to this dtype at once, or only where the graph's result is. The
+    order is that of the result's axes in the layout of the problem.
+    """
+    x, w, layout, _ = problem
+    attributes = _attributes(problem)
+    if (groups := problem.options["batch_group_count"]) > 1:
+        x = _groups_to_channels(x, layout, groups)
+    orders = [_order(spec) for spec in layout]
+    first, second = tensor("x", x, orders[0]), tensor("w", w, orders[1])
+    given = {"x": first, "w": second}
+    dims = result_dims(CONV_FPROP.row, "output", given, attributes)
+    rounded = graph_dtype(dtype, first.dtype)
+    assert rounded is not None, "why_plain has looked"
+    sums = sums_dtype(rounded, first.dtype)
+    fusion = Fusion("conv", sums)
+    product = fusion.writer.node(
+        "conv_fprop",
+        {
+            "x": fusion.operand("x", Operand(x, orders[0])),
+            "w": fusion.operand("w", Operand(w, orders[1])),
+        },
+        attributes,
+        dims=dims,
+        order=orders[2],
+        dtype=rounded if is_rounded else sums,
+    )
+    return Begun(fusion, product, rounded), orders[2]
 
 
 def _order(spec: Sequence[int]) -> tuple[int, ...]:
@@ -302,7 +316,7 @@ def _problem(
     rhs_dilation: Sequence[int] | None,
     dimension_numbers: object,
     **options: Any,
-) -> _Problem:
+) -> Problem:
     """Check the operands and their geometry, as lax does."""
     for name, operand in (("lhs", x), ("rhs", w)):
         if operand.ndim < 2:
@@ -343,11 +357,11 @@ def _problem(
     with refused_by_jax("conv", {"lhs": x, "rhs": w}, hint=hint):
         lax_conv()
     specs = jax.lax.conv_dimension_numbers(x.shape, w.shape, numbers)
-    layout = _Layout(*(tuple(map(int, spec)) for spec in specs))
-    return _Problem(x=x, w=w, layout=layout, options=options)
+    layout = Layout(*(tuple(map(int, spec)) for spec in specs))
+    return Problem(x=x, w=w, layout=layout, options=options)
 
 
-def _attributes(problem: _Problem) -> ConvAttributes:
+def _attributes(problem: Problem) -> ConvAttributes:
     """Return strides, padding and dilations as numbers."""
     x, w, layout, options = problem
     strides, holes = options["window_strides"], options["rhs_dilation"]
@@ -409,7 +423,7 @@ def _steps(name: str, value: Sequence[int] | None, count: int) -> tuple[int, ...
     return steps
 
 
-def _groups_to_channels(x: jax.Array, layout: _Layout, groups: int) -> jax.Array:
+def _groups_to_channels(x: jax.Array, layout: Layout, groups: int) -> jax.Array:
     """Turn groups of images into groups of channels, for the same convolution."""
     image, channel = layout.lhs_spec[:2]
     n = x.shape[image] // groups

@@ -34,6 +34,10 @@ from jax_cudnn.ops.products import (
     undropped,
 )
 
+_Axes = tuple[int, ...]
+# ((lhs contracting, rhs contracting), (lhs batch, rhs batch))
+Numbers = tuple[tuple[_Axes, _Axes], tuple[_Axes, _Axes]]
+
 
 def dot_general(
     lhs: ArrayLike,
@@ -97,7 +101,7 @@ def dot_general(
     )
     if weak := is_weak(x, y, bias, residual):
         x, y = strongly_typed(x), strongly_typed(y)
-    sums, batch = numbers = _axes(dimension_numbers)
+    numbers = _axes(dimension_numbers)
     # jax.lax checks the axes against each other, in its own words.
     how = f", with dimension_numbers={numbers}"
     with refused_by_jax("dot_general", {"lhs": x, "rhs": y}, how=how):
@@ -112,20 +116,28 @@ def dot_general(
             x, y, numbers, epilogue, preferred_element_type, call
         )
     else:
-        sizes = (
-            tuple(x.shape[axis] for axis in batch[0]),
-            tuple(x.shape[axis] for axis in _others(x.ndim, sums[0], batch[0])),
-            tuple(y.shape[axis] for axis in _others(y.ndim, sums[1], batch[1])),
-        )
-        product = Product(
-            op="dot_general",
-            a=_merge(x, (batch[0], _others(x.ndim, sums[0], batch[0]), sums[0])),
-            b=_merge(y, (batch[1], sums[1], _others(y.ndim, sums[1], batch[1]))),
-            sizes=sizes,
-        )
+        product = as_product("dot_general", x, y, numbers)
         output = run_product(product, dtypes, epilogue, dtype, call)
     output = weakly_typed(output) if weak else output
     return sharded_as(output, out_sharding)
+
+
+def as_product(op: str, x: jax.Array, y: jax.Array, numbers: Numbers) -> Product:
+    """Return a contraction of any axes as a product of two matrices."""
+    sums, batch = numbers
+    rows = _others(x.ndim, sums[0], batch[0])
+    columns = _others(y.ndim, sums[1], batch[1])
+    sizes = (
+        tuple(x.shape[axis] for axis in batch[0]),
+        tuple(x.shape[axis] for axis in rows),
+        tuple(y.shape[axis] for axis in columns),
+    )
+    return Product(
+        op=op,
+        a=_merge(x, (batch[0], rows, sums[0])),
+        b=_merge(y, (batch[1], sums[1], columns)),
+        sizes=sizes,
+    )
 
 
 def _plain_dot_general(
@@ -147,10 +159,7 @@ def _plain_dot_general(
     return run_plain(plain, preferred, epilogue)
 
 
-_Axes = tuple[int, ...]
-
-
-def _axes(numbers: object) -> tuple[tuple[_Axes, _Axes], tuple[_Axes, _Axes]]:
+def _axes(numbers: object) -> Numbers:
     """Return dimension_numbers as ints, or raise TypeError for what is none."""
     try:
         (x_sums, y_sums), (x_batch, y_batch) = (

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes the graph of a contraction and its epilogue, and runs it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -9,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.config import Options
-from jax_cudnn.graph import DTypeName, GraphWriter, Tensor
+from jax_cudnn.graph import DTypeName, Graph, GraphWriter, Tensor
 from jax_cudnn.lowering import run_graph
 from jax_cudnn.ops.activations import Activation, Outside, check_result, write
 from jax_cudnn.ops.arguments import tensor
@@ -30,6 +31,38 @@ class Operand(NamedTuple):
     def size(self, axis: int) -> int:
         """Return the size of an axis of the tensor."""
         return (self.sizes or self.array.shape)[self.order.index(axis)]
+
+
+def in_groups(
+    array: jax.Array,
+    sizes: Sequence[tuple[int, ...]],
+    order: tuple[int, ...],
+    keep: tuple[int, ...] = (),
+) -> Operand:
+    """Return an array as an operand whose axes are groups of the array's.
+
+    ``sizes`` are those of a result that it broadcasts to, group by group, and ``order``
+    says which axis of the tensor each group is. An axis of the operand is 1 where the
+    array broadcasts along all of its group. The groups in `keep` take the array's own
+    sizes, and are broadcast if need be.
+    """
+    shape: list[int] = []
+    merged: list[int] = []
+    own_sizes = iter(array.shape)
+    for i, group in enumerate(sizes):
+        own = tuple(next(own_sizes) for _ in group)
+        own = group if i in keep or any(size != 1 for size in own) else own
+        shape += own
+        merged.append(math.prod(own))
+    return Operand(jnp.broadcast_to(array, shape), order, tuple(merged))
+
+
+class Result(NamedTuple):
+    """A tensor that a graph gives its caller, with the dtype and order it has there."""
+
+    value: str
+    dtype: DTypeName
+    order: tuple[int, ...]
 
 
 class Fusion:
@@ -102,14 +135,33 @@ class Fusion:
     def _launch(
         self, value: str, dtype: DTypeName, order: tuple[int, ...], options: Options
     ) -> jax.Array:
+        graph = self.graph(Result(value, dtype, order))
+        return self.compute(graph, options)[0]
+
+    def graph(self, main: Result, others: Sequence[str] = ()) -> Graph:
+        """Return the graph of the main result, and of other values as they are."""
+        value, dtype, order = main
         if self.writer[value].dtype == "i32" and dtype != "i32":
             value = self.writer.cast(value, "f32")
         final = Tensor(
             name="output", dtype=dtype, dims=self.writer[value].dims, order=order
         )
-        graph = self.writer.finish([self.writer.result(value, final)])
-        arrays = [self._arrays[name] for name in graph.inputs]
-        return run_graph(graph, arrays, options)[0]
+        return self.writer.finish([self.writer.result(value, final), *others])
+
+    def compute(self, graph: Graph, options: Options) -> list[jax.Array]:
+        """Return the results of a graph of the operands."""
+        return run_graph(graph, [self._arrays[x] for x in graph.inputs], options)
+
+
+class Begun(NamedTuple):
+    """A graph with its contraction, whose value is what an epilogue begins with.
+
+    ``dtype`` is that of the graph's result.
+    """
+
+    fusion: Fusion
+    value: str
+    dtype: DTypeName
 
 
 def _rounded(

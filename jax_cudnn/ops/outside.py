@@ -19,8 +19,17 @@ from jax_cudnn.lowering import align_varying, equation_function
 LETTERS = "bhst"
 
 
+class Beside:
+    """A value that a traced function's steps read, and that no step makes."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Its dtype."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Given:
+class Given(Beside):
     """A value that does not depend on the score.
 
     ``array`` begins with the axes of the indices that the value depends on, which are

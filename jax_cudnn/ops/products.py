@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Products of two matrices: their dtypes, and their graph with what follows it."""
 
-import math
 from typing import NamedTuple
 
 import jax
@@ -23,7 +22,7 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
     why_without_graph,
 )
-from jax_cudnn.ops.fusion import Fusion, Operand
+from jax_cudnn.ops.fusion import Begun, Fusion, Operand, in_groups
 from jax_cudnn.ops.plain import Epilogue
 from jax_cudnn.reference.dtypes import dtype_name
 
@@ -141,6 +140,36 @@ def run_product(
     call: Options,
 ) -> jax.Array:
     """Return the product with what follows it, in a dtype that a graph can give."""
+    fusion, value, rounded = begin_product(product, dtypes, dtype)
+    sums = fusion.writer.accumulator
+    terms = [
+        fusion.operand(name, _term(product, name, as_array(array, sums)))
+        for name, array in epilogue.terms
+    ]
+    factor = epilogue.scale_out
+    if isinstance(factor, int | float):
+        factor = float(factor)
+    elif factor is not None:
+        factor = _term(product, "scale_out", factor)
+    output = fusion.run(
+        fusion.added(value, terms),
+        epilogue.activation,
+        shape=product.shape,
+        factor=factor,
+        dtype=rounded,
+        order=PLAIN,
+        options=call,
+    ).astype(dtype)
+    return jnp.reshape(output, product.shape)
+
+
+def begin_product(
+    product: Product, dtypes: Dtypes, dtype: np.dtype, *, is_rounded: bool = False
+) -> Begun:
+    """Begin the graph of a product with a result of that dtype.
+
+    The sums are rounded to this dtype at once, or only where the graph's result is.
+    """
     op, wide = product.op, dtypes.operands
     a, b = (_converted(each, wide) for each in (product.a, product.b))
     scales = ((product.scale_a, 2), (product.scale_b, 1))
@@ -178,27 +207,9 @@ def run_product(
         MatmulAttributes(),
         dims=(*broadcast(first[:1], second[:1]), first[1], second[2]),
         order=PLAIN,
-        dtype=sums,
+        dtype=rounded if is_rounded else sums,
     )
-    terms = [
-        fusion.operand(name, _term(product, name, as_array(array, sums)))
-        for name, array in epilogue.terms
-    ]
-    factor = epilogue.scale_out
-    if isinstance(factor, int | float):
-        factor = float(factor)
-    elif factor is not None:
-        factor = _term(product, "scale_out", factor)
-    output = fusion.run(
-        fusion.added(fusion.scaled(value, factors), terms),
-        epilogue.activation,
-        shape=product.shape,
-        factor=factor,
-        dtype=rounded,
-        order=PLAIN,
-        options=call,
-    ).astype(dtype)
-    return jnp.reshape(output, product.shape)
+    return Begun(fusion, fusion.scaled(value, factors), rounded)
 
 
 def _converted(matrix: Operand, dtype: np.dtype | None) -> Operand:
@@ -252,14 +263,7 @@ def in_three(
     """
     full = tuple(size for group in sizes for size in group)
     padded = padded_shape(op, name, array, full)
-    shape: list[int] = []
-    merged: list[int] = []
-    for i, group in enumerate(sizes):
-        own = padded[len(shape) : len(shape) + len(group)]
-        shape += group if i in keep or any(size != 1 for size in own) else own
-        merged.append(math.prod(shape[len(shape) - len(group) :]))
-    array = jnp.broadcast_to(jnp.reshape(array, padded), shape)
-    return Operand(array, PLAIN, tuple(merged))
+    return in_groups(jnp.reshape(array, padded), sizes, PLAIN, keep)
 
 
 def padded_shape(

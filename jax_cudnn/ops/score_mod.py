@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph.score_mod import OPERANDS, Steps, number_text
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.ops.attend import Operands
-from jax_cudnn.ops.outside import Given
+from jax_cudnn.ops.outside import Beside, Given
 from jax_cudnn.ops.tracing import (
     Step,
     UntraceableError,
@@ -222,10 +222,11 @@ class _Writer:
         self._texts.append(" ".join((mode, *words)))
         return f"%{len(self._texts) - 1}"
 
-    def _word(self, argument: int | float | Given, words: list[str]) -> str:
+    def _word(self, argument: int | float | Beside, words: list[str]) -> str:
         if isinstance(argument, int):
             return words[argument]
-        if isinstance(argument, Given):
+        if isinstance(argument, Beside):
+            assert isinstance(argument, Given)
             return self._operand(argument)
         if argument == -jnp.inf:
             raise UntraceableError(

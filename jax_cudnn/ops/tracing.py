@@ -20,7 +20,7 @@ from jax_cudnn.lowering import (
     is_known_array,
     same_function,
 )
-from jax_cudnn.ops.outside import Given, evaluate, indices
+from jax_cudnn.ops.outside import Beside, Given, evaluate, indices
 
 Function = Callable[[jax.Array], jax.Array]
 
@@ -38,7 +38,7 @@ class Step(NamedTuple):
     """
 
     mode: str
-    arguments: tuple[int | float | Given, ...]
+    arguments: tuple[int | float | Beside, ...]
 
 
 # cuDNN plans graphs of up to 250 operations, but the time for planning grows with the
@@ -57,8 +57,8 @@ def steps_of(closed: Any) -> tuple[Step, ...]:
     """
     (dtype,) = (aval.dtype for aval in closed.in_avals)
     tracer = _Tracer(dtype)
-    (result,) = tracer.run(closed.jaxpr, closed.consts, [_Tensor(0)])
-    if not isinstance(result, _Tensor):
+    (result,) = tracer.run(closed.jaxpr, closed.consts, [Made(0)])
+    if not isinstance(result, Made):
         raise UntraceableError("it does not depend on its argument")
     # Steps after the result, if there are any, are unused.
     steps = tracer.steps[: result.position]
@@ -76,11 +76,32 @@ def steps_of_scores(closed: Any, numbers: Sequence[int | jax.Array]) -> list[Ste
       UntraceableError: not every equation that depends on the score can be written.
     """
     tracer = _Tracer(closed.in_avals[0].dtype, takes_outside=True)
-    args = [_Tensor(0), *indices(numbers)]
+    args = [Made(0), *indices(numbers)]
     (result,) = tracer.run(closed.jaxpr, closed.consts, args)
-    if not isinstance(result, _Tensor):
+    if not isinstance(result, Made):
         raise UntraceableError("it does not depend on the score")
     return tracer.steps[: result.position]
+
+
+def write_equation(
+    jaxpr: Any,
+    equation: Any,
+    args: Sequence["_Value"],
+    steps: list[Step],
+    dtype: np.dtype,
+) -> "_Value":
+    """Write an equation of one result as steps, behind those that there are.
+
+    Its operands are what earlier steps made, numbers, and values beside them, none of
+    which are truth values. Its floats are all of that dtype.
+
+    Raises:
+      UntraceableError: it cannot be written with its exact meaning. Steps that were
+        added are of no use then.
+    """
+    tracer = _Tracer(dtype, steps=steps)
+    (result,) = _Equation(tracer, jaxpr, (equation,), list(args)).results()
+    return result
 
 
 def check_count(steps: Sequence[Any]) -> None:
@@ -91,8 +112,11 @@ def check_count(steps: Sequence[Any]) -> None:
         )
 
 
-class _Tensor(NamedTuple):
-    """A value of the argument's shape: floats of its dtype, or truth values."""
+class Made(NamedTuple):
+    """A value of the argument's shape: floats, or truth values.
+
+    Its position is 0 for the argument, and i for what the i-th step made.
+    """
 
     position: int
     is_bool: bool = False
@@ -101,14 +125,20 @@ class _Tensor(NamedTuple):
 # The values of a jaxpr's variables: tensors, or known numbers of rank 0, in their own
 # dtype, that are the same for all elements. In a function of scores, also what does not
 # depend on the score.
-_Value = _Tensor | np.ndarray | Given
+_Value = Made | np.ndarray | Beside
 
 
 class _Tracer:
     """Writes a jaxpr as steps."""
 
-    def __init__(self, dtype: np.dtype, *, takes_outside: bool = False) -> None:
-        self.steps: list[Step] = []
+    def __init__(
+        self,
+        dtype: np.dtype,
+        *,
+        takes_outside: bool = False,
+        steps: list[Step] | None = None,
+    ) -> None:
+        self.steps: list[Step] = [] if steps is None else steps
         self.dtype = dtype
         self.takes_outside = takes_outside
 
@@ -140,7 +170,7 @@ class _Tracer:
             return Given(array=gathered(jnp.asarray(value)))
         return _number(value, aval)
 
-    def emit(self, mode: str, *arguments: int | float | Given) -> int:
+    def emit(self, mode: str, *arguments: int | float | Beside) -> int:
         """Add a step, and return its position."""
         self.steps.append(Step(mode, arguments))
         return len(self.steps)
@@ -186,7 +216,7 @@ class _Equation:
 
     def results(self) -> Sequence[_Value]:
         """Write the equation, and return its results."""
-        is_known = not any(isinstance(x, _Tensor) for x in self._args)
+        is_known = not any(isinstance(x, Made) for x in self._args)
         if self._tracer.takes_outside and is_known and not self._is_of_numbers():
             args: list[Any] = self._args
             return evaluate(self._jaxpr, self._equation, args)
@@ -220,7 +250,7 @@ class _Equation:
             self.refuse(f"uses {self._name!r} of values that are not floats")
         written = _WRITE[self._name](self, *self._args)
         if isinstance(written, int):
-            written = _Tensor(written, is_bool=output.dtype == np.bool_)
+            written = Made(written, is_bool=output.dtype == np.bool_)
         return [written]
 
     def _is_of_numbers(self) -> bool:
@@ -240,10 +270,10 @@ class _Equation:
     def _is_float(self, atom: Any) -> bool:
         return jnp.issubdtype(atom.aval.dtype, jnp.floating)
 
-    def _argument(self, value: _Value | int | float) -> int | float | Given:
-        if isinstance(value, int | Given):
+    def _argument(self, value: _Value | int | float) -> int | float | Beside:
+        if isinstance(value, int | Beside):
             return value
-        if isinstance(value, _Tensor):
+        if isinstance(value, Made):
             return value.position
         number = float(value)
         if number == -math.inf and self._tracer.takes_outside:
@@ -272,11 +302,11 @@ class _Equation:
         like = jax.ShapeDtypeStruct(self._equation.outvars[0].aval.shape, self.dtype)
         call = CustomCall(self._jaxpr, self._equation)
         for function, mode in _OWN_DERIVATIVES.items():
-            if any(isinstance(x, Given) for x in self._args):
+            if any(isinstance(x, Beside) for x in self._args):
                 break
             if same_function(_custom_call(jax.make_jaxpr(function)(like)), call):
-                (x,) = (x for x in self._args if isinstance(x, _Tensor))
-                return _Tensor(self(mode, x))
+                (x,) = (x for x in self._args if isinstance(x, Made))
+                return Made(self(mode, x))
         self.refuse(
             "uses a function with a derivative rule of its own (jax.custom_jvp), which "
             "a graph cannot keep"
@@ -322,20 +352,20 @@ def _mode(mode: str) -> _Write:
 # cuDNN wants the tensor that is not broadcast as the first operand.
 def _either_way(mode: str, swapped: str) -> _Write:
     def write(apply: _Equation, x: _Value, y: _Value) -> int:
-        is_small = not isinstance(x, _Tensor)
+        is_small = not isinstance(x, Made)
         return apply(swapped, y, x) if is_small else apply(mode, x, y)
 
     return write
 
 
 def _sub(apply: _Equation, x: _Value, y: _Value) -> int:
-    if not isinstance(x, _Tensor):
+    if not isinstance(x, Made):
         return apply("add", apply("neg", y), x)
     return apply("sub", x, y)
 
 
 def _div(apply: _Equation, x: _Value, y: _Value) -> int:
-    if isinstance(x, _Tensor):
+    if isinstance(x, Made):
         return apply("div", x, y)
     if isinstance(x, np.ndarray) and x == 1:
         return apply("reciprocal", y)
@@ -344,13 +374,13 @@ def _div(apply: _Equation, x: _Value, y: _Value) -> int:
     return apply("div", apply("select", x, x, apply("eq", y, y)), y)
 
 
-def _integer_pow(apply: _Equation, x: _Tensor) -> _Value | int:
+def _integer_pow(apply: _Equation, x: Made) -> _Value | int:
     exponent = apply.params["y"]
     if exponent == 0:
         return np.ones((), apply.dtype)  # also of NaN
     # Take the reciprocal first: its powers and their derivatives overflow and underflow
     # where the whole and its derivatives do.
-    power: _Tensor | int = apply("reciprocal", x) if exponent < 0 else x.position
+    power: Made | int = apply("reciprocal", x) if exponent < 0 else x.position
     result: int | None = None
     rest = abs(exponent)
     while rest:
@@ -363,12 +393,12 @@ def _integer_pow(apply: _Equation, x: _Tensor) -> _Value | int:
     return result
 
 
-def _exp2(apply: _Equation, x: _Tensor) -> int:
+def _exp2(apply: _Equation, x: Made) -> int:
     # This is how JAX lowers exp2.
     return apply("exp", apply("mul", x, float(apply.dtype.type(np.log(2)))))
 
 
-def _sign(apply: _Equation, x: _Tensor) -> int:
+def _sign(apply: _Equation, x: Made) -> int:
     # floor keeps 0 and NaN as they are, and its derivative is 0.
     rest = apply("select", -1.0, apply("floor", x), apply("lt", x, 0.0))
     return apply("select", 1.0, rest, apply("gt", x, 0.0))
@@ -377,14 +407,14 @@ def _sign(apply: _Equation, x: _Tensor) -> int:
 def _select_n(apply: _Equation, which: _Value, *cases: _Value) -> _Value | int:
     if isinstance(which, np.ndarray):
         return cases[int(which)]
-    if isinstance(which, Given) and which.dtype != np.bool_:
+    if isinstance(which, Beside) and which.dtype != np.bool_:
         apply.refuse("selects by an index")
-    if any(x.is_bool if isinstance(x, _Tensor) else x.dtype == bool for x in cases):
+    if any(x.is_bool if isinstance(x, Made) else x.dtype == bool for x in cases):
         apply.refuse("selects among truth values")
     return apply("select", cases[1], cases[0], which)
 
 
-def _convert(apply: _Equation, x: _Tensor) -> _Value | int:
+def _convert(apply: _Equation, x: Made) -> _Value | int:
     """Convert between truth values and floats of the one dtype."""
     if x.is_bool:
         is_same = apply.params["new_dtype"] == np.bool_

@@ -66,6 +66,7 @@ def evaluate(
     narrow_sums: bool = False,
     kept: frozenset[str] = frozenset(),
     precision: Any = None,
+    exact_dtypes: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results, given its operands as stored arrays.
 
@@ -74,7 +75,8 @@ def evaluate(
     use that dtype throughout. XLA computes this faster, since it keeps no f32 array of
     the sums and recognises what to fuse. The tensors ``kept`` are computed once and
     read from memory after that. ``precision`` is the precision of matmuls and
-    convolutions, as JAX takes it.
+    convolutions, as JAX takes it. With ``exact_dtypes``, ``narrow_sums`` is for values
+    whose tensors have 16 bits.
     """
     values = {
         tensor.name: to_logical(tensor, operand)
@@ -82,7 +84,12 @@ def evaluate(
     }
     for node in graph.nodes:
         results = _evaluate_node(
-            graph, node, values, narrow_sums=narrow_sums, precision=precision
+            graph,
+            node,
+            values,
+            narrow_sums=narrow_sums,
+            precision=precision,
+            exact_dtypes=exact_dtypes,
         )
         for name in kept.intersection(results):
             results[name] = jax.lax.optimization_barrier(results[name])
@@ -97,15 +104,18 @@ def _evaluate_node(
     *,
     narrow_sums: bool,
     precision: Any,
+    exact_dtypes: bool,
 ) -> dict[str, jax.Array]:
     rule = RULES[kind_named(node.kind).name]
     inputs = {role: values[name] for role, name in node.inputs}
     outputs = {role: graph.tensor(name) for role, name in node.outputs}
     results = None
+    has_wide = any(each.dtype == "f32" for each in outputs.values())
+    may_narrow = narrow_sums and not (exact_dtypes and has_wide)
     if rule in _CONTRACTIONS:
         rule = functools.partial(rule, precision=precision)
         dtypes: list[DTypeName] = [graph.tensor(name).dtype for _, name in node.inputs]
-        narrow = _narrow_dtype(dtypes) if narrow_sums else None
+        narrow = _narrow_dtype(dtypes) if may_narrow else None
         asked = {
             role: replace(tensor, dtype=_sums_dtype(graph, tensor, dtypes, narrow))
             for role, tensor in outputs.items()
@@ -118,7 +128,7 @@ def _evaluate_node(
             inputs = {role: _without_f8(x) for role, x in inputs.items()}
     else:
         asked = outputs
-        results = _narrow_step(node, inputs) if narrow_sums else None
+        results = _narrow_step(node, inputs) if may_narrow else None
     if results is None:
         results = rule(node.attributes, inputs, asked)
     is_held = narrow_sums and _is_widened_for_conv(graph, node)
@@ -126,7 +136,7 @@ def _evaluate_node(
     def rounded(tensor: Tensor, x: jax.Array) -> jax.Array:
         # Only the conversion to f32 is left out: values that were rounded stay rounded.
         is_widened = x.dtype.itemsize == 2 and tensor.dtype == "f32"
-        stays = narrow_sums and is_widened and tensor.name not in graph.outputs
+        stays = may_narrow and is_widened and tensor.name not in graph.outputs
         x = x if stays else x.astype(jax_dtype(tensor.dtype))
         return jax.lax.optimization_barrier(x) if is_held else x
 
