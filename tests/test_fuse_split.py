@@ -2,6 +2,7 @@
 """Does `fuse` say what became of each operation, and what breaks a kernel?"""
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from tests.fused_functions import CASES, normal
 _X, _W, _B = normal(0, 5, 8), normal(1, 8, 12), normal(2, 1, 12)
 
 
-def _left(function: Any, *operands: Any) -> dict[str, str]:
+def _left(function: Callable[..., Any], *operands: Any) -> dict[str, str]:
     return {each.name: each.reason for each in fuse(function).explain(*operands).left}
 
 
@@ -81,7 +82,9 @@ def _own_jvp(primals, tangents):
         (lambda x, w, b: (x @ w).reshape(6, 10), "reshape", "rows, columns and batch"),
     ],
 )
-def test_what_ends_a_kernel_is_told(function: Any, name: str, reason: str) -> None:
+def test_what_ends_a_kernel_is_told(
+    function: Callable[..., Any], name: str, reason: str
+) -> None:
     left = _left(function, _X, _W, _B)
     assert reason in left[name], left
     found, wanted = fuse(function)(_X, _W, _B), function(_X, _W, _B)
@@ -142,7 +145,9 @@ def test_strict_takes_one_kernel() -> None:
         ),
     ],
 )
-def test_strict_names_what_breaks_the_kernel(function: Any, told: str) -> None:
+def test_strict_names_what_breaks_the_kernel(
+    function: Callable[..., Any], told: str
+) -> None:
     fused = fuse(function, strict=True)
     with pytest.raises(UnsupportedError, match=told) as caught:
         fused(_X, _W, _B)
