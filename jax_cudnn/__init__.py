@@ -22,6 +22,7 @@ try:
     from jax_cudnn.ops.gated import gated_matmul
     from jax_cudnn.ops.matmul import matmul
     from jax_cudnn.ops.paged_sdpa import paged_sdpa
+    from jax_cudnn.ops.pooling import avg_pool, max_pool
     from jax_cudnn.ops.rotary import apply_rotary
     from jax_cudnn.ops.sdpa import sdpa
 
@@ -51,6 +52,7 @@ __all__ = [
     "UnsupportedError",
     "__version__",
     "apply_rotary",
+    "avg_pool",
     "cached_sdpa",
     "conv",
     "dot_general",
@@ -59,6 +61,7 @@ __all__ = [
     "kv_cache",
     "masks",
     "matmul",
+    "max_pool",
     "paged_sdpa",
     "parallel",
     "plans",

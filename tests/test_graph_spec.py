@@ -279,8 +279,9 @@ _QKV = (("key", "key"), ("query", "query"), ("value", "value"))
     [
         (
             _with_node(kind="conv"),
-            "node kind 'conv' is not one of constant, conv_dgrad, conv_fprop, "
-            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, "
+            "node kind 'conv' is not one of avg_pool, avg_pool_backward, "
+            "constant, conv_dgrad, conv_fprop, "
+            "conv_wgrad, matmul, max_pool, pointwise, reduction, sdpa, sdpa_backward, "
             "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_f8, sdpa_paged",
         ),
         (

@@ -9,6 +9,7 @@
 #include "frontend/contraction_builder.h"
 #include "frontend/node_writer.h"
 #include "frontend/pointwise_builder.h"
+#include "frontend/resample_builder.h"
 #include "frontend/sdpa_builder.h"
 
 namespace jax_cudnn {
@@ -23,11 +24,14 @@ struct KindBuilder {
 };
 
 constexpr KindBuilder kBuilders[] = {
+    {"avg_pool", 1, AddAvgPool},
+    {"avg_pool_backward", 1, AddAvgPoolBackward},
     {"constant", 1, AddConstant},
     {"conv_dgrad", 1, AddConvDgrad},
     {"conv_fprop", 1, AddConvFprop},
     {"conv_wgrad", 1, AddConvWgrad},
     {"matmul", 1, AddMatmul},
+    {"max_pool", 1, AddMaxPool},
     {"pointwise", 1, AddPointwise},
     {"reduction", 1, AddReduction},
     {"sdpa", 2, AddSdpa},

@@ -16,6 +16,7 @@ from jax_cudnn.graph.kinds import (
     register_kind,
 )
 from jax_cudnn.graph.matmul import MatmulAttributes
+from jax_cudnn.graph.pool import AvgPoolAttributes, MaxPoolAttributes, pool_graph
 from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
 from jax_cudnn.graph.sdpa_cached import CachedAttributes, sdpa_cached_graph
@@ -36,6 +37,7 @@ __all__ = [
     "MAX_RANK",
     "SCHEMA",
     "Attributes",
+    "AvgPoolAttributes",
     "CachedAttributes",
     "ConvAttributes",
     "DTypeName",
@@ -44,6 +46,7 @@ __all__ = [
     "Graph",
     "GraphWriter",
     "MatmulAttributes",
+    "MaxPoolAttributes",
     "Node",
     "NodeKind",
     "SdpaAttributes",
@@ -60,6 +63,7 @@ __all__ = [
     "kind_named",
     "label",
     "operand_text",
+    "pool_graph",
     "register_kind",
     "sdpa_backward_graph",
     "sdpa_cached_graph",

@@ -8,7 +8,7 @@ limits and asks no library.
 """
 
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize import fusion, sdpa, sdpa_cached, sdpa_f8
+from jax_cudnn.legalize import fusion, pool, sdpa, sdpa_cached, sdpa_f8
 from jax_cudnn.legalize.legalization import Legal, Legalization, Rule
 from jax_cudnn.legalize.partition import partition, subgraph
 
@@ -16,6 +16,9 @@ __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 
 # Kinds with a rule of their own, which are alone in their graph.
 RULES: dict[str, Rule] = {
+    "avg_pool": pool.legalize,
+    "avg_pool_backward": pool.legalize,
+    "max_pool": pool.legalize,
     "sdpa": sdpa.legalize_forward,
     "sdpa_backward": sdpa.legalize_backward,
     "sdpa_cached": sdpa_cached.legalize,

@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
-from jax_cudnn.reference import contraction, pointwise, sdpa, sdpa_cached, sdpa_f8
+from jax_cudnn.reference import (
+    contraction,
+    pointwise,
+    pool,
+    sdpa,
+    sdpa_cached,
+    sdpa_f8,
+)
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and the
@@ -22,11 +29,14 @@ from jax_cudnn.reference.dtypes import jax_dtype
 Rule = Callable[..., Mapping[str, Any]]
 
 RULES: dict[str, Rule] = {
+    "avg_pool": pool.avg_pool,
+    "avg_pool_backward": pool.avg_pool_backward,
     "constant": pointwise.constant,
     "conv_dgrad": contraction.conv_dgrad,
     "conv_fprop": contraction.conv_fprop,
     "conv_wgrad": contraction.conv_wgrad,
     "matmul": contraction.matmul,
+    "max_pool": pool.max_pool,
     "pointwise": pointwise.pointwise,
     "reduction": pointwise.reduction,
     "sdpa": sdpa.forward,

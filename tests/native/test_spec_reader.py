@@ -207,8 +207,9 @@ def test_a_refusal_names_the_field(text: str, message: str) -> None:
         (
             '"kind":"sdpa"',
             '"kind":"sdp"',
-            "node kind 'sdp' is not one of constant, conv_dgrad, conv_fprop, "
-            "conv_wgrad, matmul, pointwise, reduction, sdpa, sdpa_backward, "
+            "node kind 'sdp' is not one of avg_pool, avg_pool_backward, "
+            "constant, conv_dgrad, conv_fprop, "
+            "conv_wgrad, matmul, max_pool, pointwise, reduction, sdpa, sdpa_backward, "
             "sdpa_cached, sdpa_dropout, sdpa_dropout_backward, sdpa_f8, sdpa_paged",
         ),
         ('"key":"key"', '"keys":"key"', "sdpa: unknown input role 'keys'"),
