@@ -51,10 +51,11 @@ def max_pool(
             \mathrm{inputs}_{n, c, z \cdot \mathrm{strides} + f - \mathrm{low}}
 
     where what lies outside of the inputs is padding, -inf (the least number, for
-    integers). A NaN in a window is its result.
+    dtypes without it). A NaN in a window is its result.
 
     All of JAX's transformations apply. The gradient is XLA's: a window's cotangent goes
-    to the first of its largest elements, in row-major order.
+    to the first of its largest elements, in row-major order. Cotangents that meet in an
+    element are summed in the dtype of the inputs.
 
     Axis letters: N any number of batch axes, C channels, y one to three spatial axes.
 
@@ -261,24 +262,24 @@ def _largest(windows: Windows, x: jax.Array) -> jax.Array:
 
 
 def _least(dtype: np.dtype) -> np.ndarray:
-    is_integer = jnp.issubdtype(dtype, jnp.integer)
-    return np.asarray(jnp.iinfo(dtype).min if is_integer else -np.inf, dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.asarray(jnp.iinfo(dtype).min, dtype)
+    # Some 8-bit floats have no infinity.
+    lowest = np.asarray(-np.inf, dtype)
+    return lowest if lowest == lowest else np.asarray(jnp.finfo(dtype).min, dtype)
 
 
 def _average(windows: Windows, x: jax.Array, *, counts_padding: bool) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(jnp.float32)
-    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32)) if _is_short(x) else x
+    # Only floats are left that are as short.
+    wide = x.astype(jnp.float32) if x.dtype.itemsize < 4 else x
     sums = windows.reduce(wide, np.zeros((), wide.dtype), jax.lax.add)
     if counts_padding:
         return (sums / math.prod(windows.shape)).astype(x.dtype)
     ones = jnp.ones_like(wide)
     counts = windows.reduce(ones, np.zeros((), wide.dtype), jax.lax.add)
     return (sums / counts).astype(x.dtype)
-
-
-def _is_short(x: jax.Array) -> bool:
-    return x.dtype.itemsize < 4
 
 
 class _Entry(NamedTuple):
