@@ -19,6 +19,7 @@ GUIDES = (
     "packed.md",
     "score_mods.md",
     "f8.md",
+    "pooling.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"

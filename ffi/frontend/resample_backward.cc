@@ -31,9 +31,8 @@ class Writer {
       : descriptor_(fe::make_shared_backend_pointer(type)),
         status_(descriptor_->get_status()) {}
 
-  template <typename Value>
   void Set(cudnnBackendAttributeName_t name, cudnnBackendAttributeType_t type,
-           int64_t count, const Value* values) {
+           int64_t count, const void* values) {
     if (status_ != CUDNN_STATUS_SUCCESS) return;
     status_ = fe::detail::set_attribute(descriptor_->get_backend_descriptor(), name,
                                         type, count, values);
@@ -41,7 +40,7 @@ class Writer {
 
   void Set(cudnnBackendAttributeName_t name, const Descriptor& other) {
     cudnnBackendDescriptor_t raw = other->get_backend_descriptor();
-    Set(name, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, &raw);
+    Set(name, CUDNN_TYPE_BACKEND_DESCRIPTOR, 1, static_cast<const void*>(&raw));
   }
 
   // The finished descriptor; null with cuDNN's status in `error` if it is refused.
@@ -125,6 +124,7 @@ class ResampleBackward : public fe::graph::INode {
     return fe::detail::create_cudnn_tensor(grad_x_, tensors);
   }
 
+ protected:
   fe::error_t create_cudnn_operations(
       std::unordered_set<int64_t>& uids,
       std::vector<std::shared_ptr<fe::Operation>>& /*operations*/,
@@ -151,6 +151,7 @@ class ResampleBackward : public fe::graph::INode {
     return {};
   }
 
+ private:
   const ResampleGeometry geometry_;
   const TensorPtr grad_output_;
   const TensorPtr grad_x_;

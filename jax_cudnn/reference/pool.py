@@ -15,6 +15,7 @@ import numpy as np
 
 from jax_cudnn.graph.pool import AvgPoolAttributes, MaxPoolAttributes, PoolAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.graph.windows import dilated
 from jax_cudnn.reference.dtypes import DTYPES
 
 Operands = Mapping[str, jax.Array]
@@ -49,9 +50,32 @@ def avg_pool_backward(
     tensor = outputs["grad_x"]
     if tensor.is_empty or grad.size == 0:
         return _zeros("grad_x", outputs)
-    x = jax.ShapeDtypeStruct(tensor.dims, grad.dtype)
-    transposed = jax.linear_transpose(functools.partial(_average, attributes), x)
-    return {"grad_x": transposed(grad)[0]}
+    return {"grad_x": _shared_out(attributes, grad, tensor.dims[2:])}
+
+
+def _shared_out(
+    attributes: AvgPoolAttributes, grad: jax.Array, space: tuple[int, ...]
+) -> jax.Array:
+    """Return for each element the sum over its windows of cotangent over count.
+
+    These are windows, too, over cotangents that lie as far apart as windows do.
+    """
+    grad = grad / _divisors(attributes, space, grad.dtype)
+    padding: list[tuple[int, int, int]] = [(0, 0, 0), (0, 0, 0)]
+    for i, size in enumerate(space):
+        window, stride = attributes.window_shape[i], attributes.window_strides[i]
+        low = window - 1 - attributes.padding_low[i]
+        high = size + window - 1 - dilated(grad.shape[i + 2], stride) - low
+        padding.append((low, high, stride - 1))
+    spread = jax.lax.pad(grad, np.zeros((), grad.dtype), padding)
+    return jax.lax.reduce_window(
+        spread,
+        np.zeros((), grad.dtype),
+        jax.lax.add,
+        (1, 1, *attributes.window_shape),
+        (1,) * grad.ndim,
+        "VALID",
+    )
 
 
 def elements_in_windows(
@@ -66,9 +90,16 @@ def elements_in_windows(
 
 def _average(attributes: AvgPoolAttributes, x: jax.Array) -> jax.Array:
     sums = _reduced(attributes, x, 0, jax.lax.add)
+    return sums / _divisors(attributes, x.shape[2:], x.dtype)
+
+
+def _divisors(
+    attributes: AvgPoolAttributes, space: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Return by what the sum of each window is divided, as (1, 1, *z) or a number."""
     if attributes.count_include_pad:
-        return sums / math.prod(attributes.window_shape)
-    return sums / _counts(attributes, x.shape[2:]).astype(x.dtype)
+        return np.asarray(math.prod(attributes.window_shape), dtype)
+    return _counts(attributes, space).astype(dtype)
 
 
 def _counts(attributes: AvgPoolAttributes, space: tuple[int, ...]) -> np.ndarray:
