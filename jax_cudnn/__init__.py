@@ -28,6 +28,7 @@ try:
     from jax_cudnn.ops.matmul import matmul
     from jax_cudnn.ops.norms import layer_norm, rms_norm
     from jax_cudnn.ops.paged_sdpa import paged_sdpa
+    from jax_cudnn.ops.pooling import avg_pool, max_pool
     from jax_cudnn.ops.qkv_sdpa import qkv_sdpa
     from jax_cudnn.ops.rotary import apply_rotary
     from jax_cudnn.ops.sdpa import sdpa
@@ -61,6 +62,7 @@ __all__ = [
     "__version__",
     "adaptive_layer_norm",
     "apply_rotary",
+    "avg_pool",
     "batch_norm",
     "cached_sdpa",
     "conv",
@@ -74,6 +76,7 @@ __all__ = [
     "layer_norm",
     "masks",
     "matmul",
+    "max_pool",
     "paged_sdpa",
     "parallel",
     "plans",

@@ -21,6 +21,7 @@ GUIDES = (
     "f8.md",
     "norms.md",
     "fuse.md",
+    "pooling.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"

@@ -112,6 +112,14 @@ def _grouped(x: Any, w: Any) -> jax.Array:
     )
 
 
+def _max_pool(x: Any) -> jax.Array:
+    return jax_cudnn.max_pool(x, (3, 2), (2, 1), "SAME")
+
+
+def _avg_pool(x: Any) -> jax.Array:
+    return jax_cudnn.avg_pool(x, (3, 2), (2, 1), "SAME", count_include_pad=False)
+
+
 _SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
     _matmul: ((8, 6, 16), (16, 24), (24,)),
     _contraction: ((8, 6, 16), (16, 24)),
@@ -128,6 +136,8 @@ _SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
     _biased: ((8, 10, 8, 4), (8, 12, 4, 4), (8, 12, 4, 6), (1, 8, 10, 12)),
     _conv: ((8, 6, 4, 16), (3, 3, 16, 24), (24,)),
     _grouped: ((8, 6, 4, 16), (3, 3, 4, 32)),
+    _max_pool: ((8, 2, 6, 5, 16),),
+    _avg_pool: ((8, 2, 6, 5, 16),),
 }
 _OPERANDS = {
     function: [_draw(*shape) for shape in shapes]
@@ -199,6 +209,13 @@ _CASES = [
     _Case(
         _grouped, (("x", None, None, "y"), (None, None, None, "y")), "", "all-reduce"
     ),
+    # neither the batch axes nor the channels meet in a window; the gradient of a
+    # maximum is the reference's, on merged axes
+    _Case(_max_pool, (("x",),)),
+    _Case(_max_pool, (("x", "y"),), "", "all-gather"),
+    _Case(_max_pool, (("y", None, None, None, "x"),)),
+    _Case(_avg_pool, (("x", "y"),)),
+    _Case(_avg_pool, (("y", None, None, None, "x"),)),
 ]
 
 

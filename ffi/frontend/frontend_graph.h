@@ -8,7 +8,9 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "frontend/frontend.h"
@@ -20,6 +22,11 @@ class FrontendGraph : public cudnn_frontend::graph::Graph {
   // The workspace of a candidate that is not built yet, where it is above the limit;
   // such a candidate cannot be built any more. Else nothing.
   std::optional<int64_t> WorkspaceAbove(int64_t limit_bytes, int64_t index);
+
+  // Adds a node that the frontend has no function for.
+  void Append(std::shared_ptr<cudnn_frontend::graph::INode> node) {
+    sub_nodes.push_back(std::move(node));
+  }
 
   const std::vector<cudnn_frontend::NumericalNote_t>& numeric_notes(
       int64_t index) const {

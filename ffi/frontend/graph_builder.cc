@@ -11,6 +11,7 @@
 #include "frontend/norm_builder.h"
 #include "frontend/pointwise_builder.h"
 #include "frontend/qkv_parts.h"
+#include "frontend/resample_builder.h"
 #include "frontend/sdpa_builder.h"
 
 namespace jax_cudnn {
@@ -27,6 +28,8 @@ struct KindBuilder {
 constexpr KindBuilder kBuilders[] = {
     {"adaptive_layer_norm", 1, AddAdaptiveLayerNorm},
     {"adaptive_layer_norm_backward", 1, AddAdaptiveLayerNormBackward},
+    {"avg_pool", 1, AddAvgPool},
+    {"avg_pool_backward", 1, AddAvgPoolBackward},
     {"batch_norm", 1, AddBatchNorm},
     {"batch_norm_backward", 1, AddBatchNormBackward},
     {"constant", 1, AddConstant},
@@ -38,6 +41,7 @@ constexpr KindBuilder kBuilders[] = {
     {"layer_norm", 1, AddLayerNorm},
     {"layer_norm_backward", 1, AddLayerNormBackward},
     {"matmul", 1, AddMatmul},
+    {"max_pool", 1, AddMaxPool},
     {"pointwise", 1, AddPointwise},
     {"reduction", 1, AddReduction},
     {"rms_norm", 1, AddRmsNorm},

@@ -47,7 +47,8 @@ struct Role {
   std::string same_as;  // the role whose axes and dtype it has, or empty
 };
 
-// A starred letter of a result: how many windows fit along another.
+// A starred letter of a result: how many windows fit along another. The window's size
+// is that of a letter, or an entry of the attribute that it names.
 struct WindowRule {
   std::string result;
   std::string size;

@@ -261,8 +261,18 @@ class Checker {
     return true;
   }
 
-  int64_t Entry(const char* name, int64_t i) const {
+  int64_t Entry(const std::string& name, int64_t i) const {
     return node_.Attribute<Dims>(name)[static_cast<size_t>(i)];
+  }
+
+  // Kinds without dilations have 1.
+  int64_t Dilation(const std::string& name, int64_t i) const {
+    return kind_.attributes.count(name) == 0 ? 1 : Entry(name, i);
+  }
+
+  int64_t WindowSize(const std::string& window, int64_t i) {
+    if (kind_.attributes.count(window) != 0) return Entry(window, i);
+    return sizes_[window + std::to_string(i)];
   }
 
   Status CountWindows() {
@@ -273,9 +283,9 @@ class Checker {
       for (int64_t i = 0; i < stars_; ++i) {
         const std::string number = std::to_string(i);
         const Wide room =
-            dilated(sizes_[rule.size + number], Entry("lhs_dilation", i)) +
+            dilated(sizes_[rule.size + number], Dilation("lhs_dilation", i)) +
             Entry("padding_low", i) + Entry("padding_high", i) -
-            dilated(sizes_[rule.window + number], Entry("rhs_dilation", i));
+            dilated(WindowSize(rule.window, i), Dilation("rhs_dilation", i));
         const Wide count = room < 0 ? 0 : room / Entry("window_strides", i) + 1;
         if (count > std::numeric_limits<int64_t>::max()) {
           return Fail(kind_,

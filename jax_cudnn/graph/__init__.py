@@ -17,6 +17,7 @@ from jax_cudnn.graph.kinds import (
 )
 from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.norms import NORMALISED, NormAttributes, norm_graph
+from jax_cudnn.graph.pool import AvgPoolAttributes, MaxPoolAttributes, pool_graph
 from jax_cudnn.graph.printing import label, operand_text, summary
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
 from jax_cudnn.graph.sdpa_cached import CachedAttributes, sdpa_cached_graph
@@ -39,6 +40,7 @@ __all__ = [
     "NORMALISED",
     "SCHEMA",
     "Attributes",
+    "AvgPoolAttributes",
     "CachedAttributes",
     "ConvAttributes",
     "DTypeName",
@@ -47,6 +49,7 @@ __all__ = [
     "Graph",
     "GraphWriter",
     "MatmulAttributes",
+    "MaxPoolAttributes",
     "Node",
     "NodeKind",
     "NormAttributes",
@@ -65,6 +68,7 @@ __all__ = [
     "label",
     "norm_graph",
     "operand_text",
+    "pool_graph",
     "register_kind",
     "sdpa_backward_graph",
     "sdpa_cached_graph",

@@ -27,7 +27,8 @@ attributes      name: bool, integer, number, string, strings or "integers" and t
 like            the kind whose other fields, attributes included, this one shares
 letters         what each letter is called
 ranks           the least and most axes that a starred letter stands for
-windows         letters of a result that follow from a size, a window and attributes
+windows         letters of a result that follow from a size, a window (a letter, or an
+                attribute with an entry for each axis) and attributes
 folds           the letters that examples of a vmap can enter, the best first
 whole           letters that a device must have whole; all others can be shared out
 contracted      letters over which results that lack them are sums

@@ -78,7 +78,8 @@ def _sizes(
     sizes = _solve(kind, present, axes, roles)
     for letter, (size, window) in kind.windows.items():
         for i in range(stars):
-            count = _windows(attributes, i, sizes[f"{size}{i}"], sizes[f"{window}{i}"])
+            reach = _window_size(attributes, kind, window, i, sizes)
+            count = _windows(attributes, i, sizes[f"{size}{i}"], reach)
             if count >= 2**63:
                 raise GraphError(
                     f"{kind.name}: the size of spatial axis {i} overflows 64 bits"
@@ -265,14 +266,27 @@ def _factor(
             return
 
 
+def _window_size(
+    attributes: Attributes, kind: Description, window: str, axis: int, sizes: Sizes
+) -> int:
+    """Return the size of a letter, or the entry of the attribute of that name."""
+    if window in kind.attributes:
+        return getattr(attributes, window)[axis]
+    return sizes[f"{window}{axis}"]
+
+
 def _windows(attributes: Any, axis: int, size: int, window: int) -> int:
+    def dilation(name: str) -> int:
+        # Kinds without dilations have 1.
+        return getattr(attributes, name)[axis] if hasattr(attributes, name) else 1
+
     return window_count(
         size,
         window,
         stride=attributes.window_strides[axis],
         padding=(attributes.padding_low[axis], attributes.padding_high[axis]),
-        size_dilation=attributes.lhs_dilation[axis],
-        window_dilation=attributes.rhs_dilation[axis],
+        size_dilation=dilation("lhs_dilation"),
+        window_dilation=dilation("rhs_dilation"),
     )
 
 

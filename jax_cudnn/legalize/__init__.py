@@ -8,7 +8,15 @@ limits and asks no library.
 """
 
 from jax_cudnn.graph import NORMALISED, Graph, Target
-from jax_cudnn.legalize import fusion, norms, sdpa, sdpa_cached, sdpa_f8, sdpa_qkv
+from jax_cudnn.legalize import (
+    fusion,
+    norms,
+    pool,
+    sdpa,
+    sdpa_cached,
+    sdpa_f8,
+    sdpa_qkv,
+)
 from jax_cudnn.legalize.legalization import Legal, Legalization, Rule
 from jax_cudnn.legalize.partition import partition, subgraph
 
@@ -16,6 +24,9 @@ __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 
 # Kinds with a rule of their own, which are alone in their graph.
 RULES: dict[str, Rule] = {
+    "avg_pool": pool.legalize,
+    "avg_pool_backward": pool.legalize,
+    "max_pool": pool.legalize,
     **{
         name: norms.legalize
         for kind in NORMALISED

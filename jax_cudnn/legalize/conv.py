@@ -22,7 +22,12 @@ from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.editor import GraphEditor
-from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, channels_last, rounded_up
+from jax_cudnn.legalize.images import (
+    add_ends,
+    add_spatial_axis,
+    store_channels_last,
+)
+from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.legalization import Legal
 
 
@@ -42,13 +47,13 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
 def _candidate(graph: Graph, change: Callable[[GraphEditor], bool]) -> Legal | None:
     """Return a way; None where the change has nothing to change."""
     editor = GraphEditor.of(graph)
-    _add_spatial_axis(editor)
+    add_spatial_axis(editor)
     _complete_operands(editor)
     _write_out_lhs_dilation(editor)
     _even_padding(editor)
     if not change(editor):
         return None
-    _channels_last(editor)
+    store_channels_last(editor)
     return editor.finish()
 
 
@@ -99,52 +104,6 @@ def _attributes(editor: GraphEditor) -> ConvAttributes:
 
 def _set_attributes(editor: GraphEditor, **changes: tuple[int, ...]) -> None:
     editor.set_attributes(replace(_attributes(editor), **changes))
-
-
-# --- rank -----------------------------------------------------------------------------
-
-
-def _add_spatial_axis(editor: GraphEditor) -> None:
-    """Make a convolution over one spatial axis one over two, the first of size 1."""
-    if len(_attributes(editor).window_strides) != 1:
-        return
-    for name, tensor in list(editor.tensors.items()):
-        # The new axis 2 is stored just before the old one.
-        order = [axis + (axis >= 2) for axis in tensor.order]
-        order.insert(order.index(3), 2)
-        dims = (*tensor.dims[:2], 1, *tensor.dims[2:])
-        wider = replace(tensor, dims=dims, order=tuple(order))
-        editor.rearrange(
-            name, wider, _reshaper(wider.stored_shape), _reshaper(tensor.stored_shape)
-        )
-    _set_attributes(
-        editor,
-        **{
-            name: (0 if "padding" in name else 1, *getattr(_attributes(editor), name))
-            for name in ConvAttributes.__dataclass_fields__
-        },
-    )
-
-
-def _reshaper(shape: tuple[int, ...]):
-    return lambda x: jnp.reshape(x, shape)
-
-
-# --- layout ---------------------------------------------------------------------------
-
-
-def _channels_last(editor: GraphEditor) -> None:
-    for name, tensor in list(editor.tensors.items()):
-        order = channels_last(len(tensor.dims))
-        if tensor.order == order:
-            continue
-        moved = [axis for axis in tensor.order if tensor.dims[axis] != 1]
-        stays = moved == [axis for axis in order if tensor.dims[axis] != 1]
-        if not stays and name in (*editor.inputs, *editor.outputs):
-            editor.notes.append(
-                f"{name} is transposed to channels-last, in which cuDNN computes"
-            )
-        editor.reorder(name, order)
 
 
 # --- dilation of x --------------------------------------------------------------------
@@ -291,24 +250,9 @@ def _even_padding(editor: GraphEditor) -> None:
         name, done = _roles(editor)["x"], "padded"
         names = [name]
     for each in names:
-        _add_ends(editor, each, ends)
+        add_ends(editor, each, ends)
     editor.notes.append(f"{name} is {done} outside the kernel: its two ends differ")
     _set_attributes(editor, padding_low=common, padding_high=common)
-
-
-def _add_ends(editor: GraphEditor, name: str, ends: list[tuple[int, int]]) -> None:
-    """Add zeros at both ends of each spatial axis of a tensor, or cut there."""
-    tensor = editor.tensors[name]
-    both = [(0, 0), (0, 0), *ends]
-    dims = tuple(size + sum(pair) for size, pair in zip(tensor.dims, both, strict=True))
-    widths = [(*both[axis], 0) for axis in tensor.order]
-    inverse = [(-low, -high, 0) for low, high, _ in widths]
-    editor.rearrange(
-        name,
-        replace(tensor, dims=dims),
-        lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), widths),
-        lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), inverse),
-    )
 
 
 def _follows_result(

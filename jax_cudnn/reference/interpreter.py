@@ -16,6 +16,7 @@ from jax_cudnn.reference import (
     contraction,
     norms,
     pointwise,
+    pool,
     sdpa,
     sdpa_cached,
     sdpa_f8,
@@ -30,6 +31,8 @@ from jax_cudnn.reference.dtypes import jax_dtype
 Rule = Callable[..., Mapping[str, Any]]
 
 RULES: dict[str, Rule] = {
+    "avg_pool": pool.avg_pool,
+    "avg_pool_backward": pool.avg_pool_backward,
     "adaptive_layer_norm": norms.forward("adaptive_layer_norm"),
     "adaptive_layer_norm_backward": norms.backward("adaptive_layer_norm"),
     "batch_norm": norms.forward("batch_norm"),
@@ -43,6 +46,7 @@ RULES: dict[str, Rule] = {
     "layer_norm": norms.forward("layer_norm"),
     "layer_norm_backward": norms.backward("layer_norm"),
     "matmul": contraction.matmul,
+    "max_pool": pool.max_pool,
     "pointwise": pointwise.pointwise,
     "reduction": pointwise.reduction,
     "rms_norm": norms.forward("rms_norm"),

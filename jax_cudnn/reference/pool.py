@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Pooling and the gradient of an average in jax.lax.
+
+Roles, axis letters and attributes are those of graph/pool.py.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn.graph.pool import AvgPoolAttributes, MaxPoolAttributes, PoolAttributes
+from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.graph.windows import dilated
+from jax_cudnn.reference.dtypes import DTYPES
+
+Operands = Mapping[str, jax.Array]
+
+
+def max_pool(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return the maximum of each window."""
+    assert isinstance(attributes, MaxPoolAttributes)
+    if outputs["output"].is_empty:
+        return _zeros("output", outputs)
+    return {"output": _reduced(attributes, inputs["x"], -np.inf, jax.lax.max)}
+
+
+def avg_pool(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return the average of each window, from sums in f32 (f64 for f64)."""
+    assert isinstance(attributes, AvgPoolAttributes)
+    if outputs["output"].is_empty:
+        return _zeros("output", outputs)
+    return {"output": _average(attributes, _widened(inputs["x"]))}
+
+
+def avg_pool_backward(
+    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+) -> dict[str, jax.Array]:
+    """Return the gradient of x: each window's cotangent, shared out to its elements."""
+    assert isinstance(attributes, AvgPoolAttributes)
+    grad = _widened(inputs["grad_output"])
+    tensor = outputs["grad_x"]
+    if tensor.is_empty or grad.size == 0:
+        return _zeros("grad_x", outputs)
+    return {"grad_x": _shared_out(attributes, grad, tensor.dims[2:])}
+
+
+def _shared_out(
+    attributes: AvgPoolAttributes, grad: jax.Array, space: tuple[int, ...]
+) -> jax.Array:
+    """Return for each element the sum over its windows of cotangent over count.
+
+    These are windows, too, over cotangents that lie as far apart as windows do.
+    """
+    grad = grad / _divisors(attributes, space, grad.dtype)
+    padding: list[tuple[int, int, int]] = [(0, 0, 0), (0, 0, 0)]
+    for i, size in enumerate(space):
+        window, stride = attributes.window_shape[i], attributes.window_strides[i]
+        low = window - 1 - attributes.padding_low[i]
+        high = size + window - 1 - dilated(grad.shape[i + 2], stride) - low
+        padding.append((low, high, stride - 1))
+    spread = jax.lax.pad(grad, np.zeros((), grad.dtype), padding)
+    return jax.lax.reduce_window(
+        spread,
+        np.zeros((), grad.dtype),
+        jax.lax.add,
+        (1, 1, *attributes.window_shape),
+        (1,) * grad.ndim,
+        "VALID",
+    )
+
+
+def elements_in_windows(
+    size: int, window: int, *, stride: int, padding: tuple[int, int]
+) -> np.ndarray:
+    """Return how many elements of an axis are in each of its windows."""
+    low, high = padding
+    starts = np.arange(0, max(size + low + high - window + 1, 0), stride) - low
+    first, end = np.maximum(starts, 0), np.minimum(starts + window, size)
+    return np.maximum(end - first, 0)
+
+
+def _average(attributes: AvgPoolAttributes, x: jax.Array) -> jax.Array:
+    sums = _reduced(attributes, x, 0, jax.lax.add)
+    return sums / _divisors(attributes, x.shape[2:], x.dtype)
+
+
+def _divisors(
+    attributes: AvgPoolAttributes, space: tuple[int, ...], dtype: np.dtype
+) -> np.ndarray:
+    """Return by what the sum of each window is divided, as (1, 1, *z) or a number."""
+    if attributes.count_include_pad:
+        return np.asarray(math.prod(attributes.window_shape), dtype)
+    return _counts(attributes, space).astype(dtype)
+
+
+def _counts(attributes: AvgPoolAttributes, space: tuple[int, ...]) -> np.ndarray:
+    """Return how many elements are in each window, as (1, 1, *z)."""
+    pads = zip(attributes.padding_low, attributes.padding_high, strict=True)
+    axes = [
+        elements_in_windows(size, window, stride=stride, padding=pad)
+        for size, window, stride, pad in zip(
+            space,
+            attributes.window_shape,
+            attributes.window_strides,
+            pads,
+            strict=True,
+        )
+    ]
+    return functools.reduce(np.multiply.outer, axes)[None, None]
+
+
+def cut(
+    x: jax.Array, padding: Sequence[tuple[int, int]]
+) -> tuple[jax.Array, list[tuple[int, int]]]:
+    """Return an array without what negative padding cuts, and the padding left.
+
+    JAX cannot differentiate windows with negative padding.
+    """
+    if all(low >= 0 and high >= 0 for low, high in padding):
+        return x, list(padding)
+    widths = [(min(low, 0), min(high, 0), 0) for low, high in padding]
+    x = jax.lax.pad(x, np.zeros((), x.dtype), widths)
+    return x, [(max(low, 0), max(high, 0)) for low, high in padding]
+
+
+def _reduced(
+    attributes: PoolAttributes,
+    x: jax.Array,
+    initial: float,
+    combine: Callable[[Any, Any], Any],
+) -> jax.Array:
+    pads = zip(attributes.padding_low, attributes.padding_high, strict=True)
+    x, padding = cut(x, [(0, 0), (0, 0), *pads])
+    return jax.lax.reduce_window(
+        x,
+        np.asarray(initial, x.dtype),
+        combine,
+        (1, 1, *attributes.window_shape),
+        (1, 1, *attributes.window_strides),
+        padding,
+    )
+
+
+def _widened(x: jax.Array) -> jax.Array:
+    return x.astype(jnp.float64 if x.dtype == jnp.float64 else jnp.float32)
+
+
+def _zeros(role: str, outputs: Mapping[str, Tensor]) -> dict[str, jax.Array]:
+    tensor = outputs[role]
+    return {role: jnp.zeros(tensor.dims, DTYPES[tensor.dtype])}
