@@ -209,10 +209,8 @@ _CASES = [
     _Case(
         _grouped, (("x", None, None, "y"), (None, None, None, "y")), "", "all-reduce"
     ),
-    # neither the batch axes nor the channels meet in a window; the gradient of a
-    # maximum is the reference's, on merged axes
+    # neither the batch axes nor the channels meet in a window
     _Case(_max_pool, (("x",),)),
-    _Case(_max_pool, (("x", "y"),), "", "all-gather"),
     _Case(_max_pool, (("y", None, None, None, "x"),)),
     _Case(_avg_pool, (("x", "y"),)),
     _Case(_avg_pool, (("y", None, None, None, "x"),)),

@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -27,6 +27,34 @@ from jax_cudnn.ops.arguments import (
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.windows import Windows, windows_of
 from jax_cudnn.reference.dtypes import dtype_name
+
+
+@overload
+def max_pool(
+    inputs: ArrayLike,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = ...,
+    padding: str | Sequence[tuple[int, int]] = ...,
+    *,
+    dimension_numbers: str | None = ...,
+    return_indices: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def max_pool(
+    inputs: ArrayLike,
+    window_shape: Sequence[int],
+    strides: Sequence[int] | None = ...,
+    padding: str | Sequence[tuple[int, int]] = ...,
+    *,
+    dimension_numbers: str | None = ...,
+    return_indices: Literal[True],
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, jax.Array]: ...
 
 
 def max_pool(
