@@ -8,7 +8,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn import cached_sdpa, f8, masks, paged_sdpa, plans, score_mods, sdpa
+from jax_cudnn import (
+    cached_sdpa,
+    f8,
+    masks,
+    paged_sdpa,
+    plans,
+    qkv_sdpa,
+    score_mods,
+    sdpa,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +110,7 @@ def _plain() -> list[Feature]:
             group=_TOKENS, name=name, call=_with(**options), operands=operands
         )
 
+    lengths = {"b": B, "h": H, "s": S, "d": D}
     sizes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("64", {"d": 64}),
         ("40, no multiple of 16", {"d": 40}),
@@ -121,6 +131,31 @@ def _plain() -> list[Feature]:
             "deterministic gradients",
             _arrays(),
             plan=plans.PlanOptions(deterministic=True),
+        ),
+        *(
+            Feature(
+                group=_TOKENS,
+                name=f"stored as {' '.join(layout)}",
+                call=_with(layout=layout),
+                operands=(_array("bfloat16", *(lengths[x] for x in layout)),) * 3,
+            )
+            for layout in ("bhsd", "sbhd")
+        ),
+        *(
+            Feature(
+                group=_TOKENS,
+                name=f"one array of q, k and v, {text}",
+                call=lambda qkv, layout=layout, k=k: qkv_sdpa(
+                    qkv, layout=layout, key_value_heads=k, is_causal=True
+                ),
+                operands=(_array("bfloat16", *shape),),
+                trained=(0,),
+            )
+            for text, layout, k, shape in (
+                ("b s 3 h d", "bs3hd", None, (B, S, 3, H, D)),
+                ("b s h 3 d", "bsh3d", None, (B, S, H, 3, D)),
+                ("grouped key heads", "bshd", K, (B, S, H + 2 * K, D)),
+            )
         ),
         Feature(
             group=_TOKENS,
