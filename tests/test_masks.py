@@ -18,7 +18,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
-import jax_cudnn
 from jax_cudnn import masks, sdpa
 from tests.attention import numpy_sdpa
 from tests.devices import gradient, mesh_of, placed
@@ -323,16 +322,6 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
             lambda: sdpa(*_operands(), mask=masks.Where(np.ones((7, 8), bool))),
             ValueError,
             "sdpa: mask is bool[1,1,7,8], which does not broadcast to",
-        ),
-        (
-            lambda: jax_cudnn.parallel.sharded_sdpa(
-                *_operands(8, 8),
-                mask=masks.Causal(),
-                mesh=mesh_of(x=2),
-                axis="x",
-            ),
-            TypeError,
-            "parallel.sharded_sdpa: mask is Causal(...). Masks of jax_cudnn.masks are",
         ),
     ],
 )

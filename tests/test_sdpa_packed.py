@@ -29,7 +29,6 @@ from jax_cudnn.graph.sdpa import SDPA
 from jax_cudnn.legalize import legalize, sdpa_packed
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.reference import evaluate
-from tests.devices import mesh_of
 from tests.flash import flash
 from tests.packed import Rows, answer, graph_of, ragged
 
@@ -508,25 +507,6 @@ def test_one_sequence_of_a_row_is_as_it_was() -> None:
     graph = graph_of(_MIXED, "bf16")
     assert "longest" not in to_json(graph)
     assert "is_bottom_right" not in to_json(graph)
-
-
-def test_parallel_attention_refuses_packed_sequences() -> None:
-    q = jnp.zeros((2, 8, 4, 4))
-    packed: Any = masks.Packed([0, 3, 8])
-    mesh = mesh_of(x=1)
-    text = r"mask is Packed\(...\). Masks of jax_cudnn.masks are for jax_cudnn.sdpa"
-    with pytest.raises(TypeError, match="sharded_sdpa: " + text):
-        jax_cudnn.parallel.sharded_sdpa(q, q, q, mask=packed, mesh=mesh, axis="x")
-    spec = jax.sharding.PartitionSpec(None, "x")
-
-    @functools.partial(
-        jax.shard_map, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False
-    )
-    def call(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        return jax_cudnn.parallel.sdpa(q, k, v, mask=packed, axis_name="x")
-
-    with pytest.raises(TypeError, match=text):
-        call(q, q, q)
 
 
 # --- messages -------------------------------------------------------------------------
