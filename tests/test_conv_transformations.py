@@ -32,6 +32,8 @@ from tests.fused import (
 )
 from tests.plain_conv import plain
 
+pytestmark = pytest.mark.once
+
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
 

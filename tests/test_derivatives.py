@@ -41,6 +41,8 @@ from tests.flash import flash
 from tests.fused import assert_close
 from tests.fusion_problems import ACTIVATIONS
 
+pytestmark = pytest.mark.once
+
 Function = Callable[..., Any]
 
 

@@ -19,6 +19,8 @@ from jax_cudnn import UnsupportedError, conv, dot_general, matmul, plans, sdpa
 from jax_cudnn.ops import plain
 from tests.fused import graphs
 
+pytestmark = pytest.mark.once
+
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 _DTYPES = {
     name: jnp.dtype(name)
@@ -88,7 +90,6 @@ def _outcome(call: Callable[[], jax.Array]) -> Any:
 # --- signatures -----------------------------------------------------------------------
 
 
-@pytest.mark.once
 @pytest.mark.parametrize(
     ("ours", "theirs"),
     [

@@ -46,6 +46,8 @@ from tests.flax_layers import (
 )
 from tests.test_rotary import turned
 
+pytestmark = pytest.mark.once
+
 # --- Flax's own -----------------------------------------------------------------------
 
 BOTH = {

@@ -35,6 +35,8 @@ from tests.flax_layers import (
     normal,
 )
 
+pytestmark = pytest.mark.once
+
 FULL = {
     "num_kv_heads": K,
     "is_causal": True,

@@ -27,6 +27,8 @@ from jax_cudnn.flax import (
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
 
+pytestmark = pytest.mark.once
+
 # n images, y and x space, c channels in, o out.
 N, Y, X, C, O = 3, 7, 10, 6, 9  # noqa: E741
 TIGHT = {"rtol": 2e-5, "atol": 1e-5}

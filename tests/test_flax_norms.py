@@ -15,6 +15,8 @@ import jax_cudnn
 import jax_cudnn.flax.linen as own_linen
 import jax_cudnn.flax.nnx as own_nnx
 
+pytestmark = pytest.mark.once
+
 _SHAPE = (3, 5, 4, 6)
 # A layer's name, its arguments to nnx, and its attributes for linen.
 _LAYERS: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = [

@@ -22,6 +22,8 @@ from tests.conftest import Draw
 from tests.fused import graphs, loss, nodes, stacked
 from tests.windows import Pooled, pooled
 
+pytestmark = pytest.mark.once
+
 KINDS = ("max", "avg", "avg_exclude")
 # Space, window, strides and padding; no two sizes of one are equal.
 CASES: dict[str, tuple[Any, ...]] = {

@@ -31,6 +31,8 @@ from tests.small_attention import (
     value_and_gradients,
 )
 
+pytestmark = pytest.mark.once
+
 _NAMES = ("query", "key", "value", "bias")
 
 

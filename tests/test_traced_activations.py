@@ -14,6 +14,8 @@ from jax import lax
 from jax_cudnn import matmul
 from tests.given_activations import Function, by_bias, by_scale, remarks_on
 
+pytestmark = pytest.mark.once
+
 # --- every primitive that is traced, at special values --------------------------------
 
 _SPECIAL = np.array(
