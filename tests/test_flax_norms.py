@@ -95,7 +95,7 @@ def _assert_close(got: Any, want: Any) -> None:
     assert got.shape == want.shape
     tolerance = {"float32": 2e-5, "bfloat16": 6e-2, "float16": 5e-3}[str(want.dtype)]
     np.testing.assert_allclose(
-        np.asarray(got, np.float32), np.asarray(want, np.float32), atol=tolerance
+        np.asarray(got, np.float32), np.asarray(want, np.float32), atol=tolerance, rtol=tolerance / 2
     )
 
 
