@@ -13,33 +13,21 @@ import jax.numpy as jnp
 from flax import linen
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, Options
+from jax_cudnn.config import Implementation
 from jax_cudnn.flax.norms import (
-    Fused,
     Result,
     as_tuple,
+    begin,
     by_flax,
     normalised_axes,
-    reasons_for_flax,
     result_dtype,
 )
 from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.batch_norm import batch_norm
 from jax_cudnn.ops.group_norm import group_norm, instance_norm
 from jax_cudnn.ops.norms import layer_norm, rms_norm
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
-
-
-def _fused(layer: Any, residual: ArrayLike | None) -> Fused:
-    Options(implementation=layer.implementation)  # refuses unknown names
-    return Fused(
-        layer=type(layer).__name__,
-        activation=layer.activation,
-        residual=residual,
-        implementation=layer.implementation,
-    )
 
 
 def _operands(layer: Any, x: jax.Array, axes: tuple[int, ...]) -> dict[str, Any]:
@@ -110,9 +98,7 @@ class LayerNorm(linen.LayerNorm):
             mask, an `axis_name`, reduction axes that are not the feature axes, sums in
             16 bits.
         """
-        x = as_operand("LayerNorm", "x", x)
-        fused = _fused(self, residual)
-        reasons = reasons_for_flax(x, self, mask)
+        x, fused, reasons = begin(self, x, residual, mask)
         axes = normalised_axes(self, x.ndim, reasons)
         if reasons:
             return by_flax(linen.LayerNorm, self, x, reasons, fused, mask=mask)
@@ -147,9 +133,7 @@ class RMSNorm(linen.RMSNorm):
 
         Arguments and errors are those of `LayerNorm`.
         """
-        x = as_operand("RMSNorm", "x", x)
-        fused = _fused(self, residual)
-        reasons = reasons_for_flax(x, self, mask)
+        x, fused, reasons = begin(self, x, residual, mask)
         axes = normalised_axes(self, x.ndim, reasons)
         if reasons:
             return by_flax(linen.RMSNorm, self, x, reasons, fused, mask=mask)
@@ -186,9 +170,7 @@ class GroupNorm(linen.GroupNorm):
         Arguments and errors are those of `LayerNorm`; other `reduction_axes` than all
         but the first are Flax's only, and it tells of groups that do not fit.
         """
-        x = as_operand("GroupNorm", "x", x)
-        fused = _fused(self, residual)
-        reasons = reasons_for_flax(x, self, mask)
+        x, fused, reasons = begin(self, x, residual, mask)
         if self.reduction_axes is not None:
             reasons.append(f"reduction_axes={self.reduction_axes}")
         channels, count, size = x.shape[-1], self.num_groups, self.group_size
@@ -232,9 +214,7 @@ class InstanceNorm(linen.InstanceNorm):
         Arguments and errors are those of `LayerNorm`; several `feature_axes`, and the
         first axis among them, are Flax's only.
         """
-        x = as_operand("InstanceNorm", "x", x)
-        fused = _fused(self, residual)
-        reasons = reasons_for_flax(x, self, mask)
+        x, fused, reasons = begin(self, x, residual, mask)
         channels = as_tuple(self.feature_axes)
         if len(channels) != 1 or channels[0] % x.ndim == 0:
             reasons.append(f"feature_axes={self.feature_axes}")
@@ -285,9 +265,7 @@ class BatchNorm(linen.BatchNorm):
           UnsupportedError: `implementation="cudnn"` with a mask, and as
             `jax_cudnn.batch_norm`.
         """
-        x = as_operand("BatchNorm", "x", x)
-        fused = _fused(self, residual)
-        reasons = reasons_for_flax(x, self, mask, is_batch=True)
+        x, fused, reasons = begin(self, x, residual, mask, is_batch=True)
         channels = as_tuple(self.axis)
         if len(channels) != 1:
             reasons.append(f"axis={self.axis}")

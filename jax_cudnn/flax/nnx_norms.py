@@ -15,16 +15,14 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.flax.norms import (
-    Fused,
     Result,
     as_tuple,
+    begin,
     by_flax,
     normalised_axes,
-    reasons_for_flax,
     result_dtype,
 )
 from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.batch_norm import batch_norm
 from jax_cudnn.ops.group_norm import group_norm, instance_norm
 from jax_cudnn.ops.norms import layer_norm, rms_norm
@@ -47,14 +45,6 @@ class _Norm(nnx.Module):
         super().__init__(*arguments, **options)
         self.activation: Activation | None = activation
         self.implementation: Implementation = implementation
-
-    def _fused(self, residual: ArrayLike | None) -> Fused:
-        return Fused(
-            layer=type(self).__name__,
-            activation=self.activation,
-            residual=residual,
-            implementation=self.implementation,
-        )
 
     def _operands(self: Any, x: jax.Array, *state: jax.Array) -> dict[str, Any]:
         """Return x and the parameters as nnx promotes them, and the result's dtype.
@@ -128,9 +118,7 @@ class LayerNorm(_Norm, nnx.LayerNorm):
           UnsupportedError: `implementation="cudnn"` with what only Flax computes: a
             mask, an `axis_name`, reduction axes that are not the feature axes.
         """
-        x = as_operand("LayerNorm", "x", x)
-        fused = self._fused(residual)
-        reasons = reasons_for_flax(x, self, mask)
+        x, fused, reasons = begin(self, x, residual, mask)
         axes = normalised_axes(self, x.ndim, reasons)
         if reasons:
             return by_flax(nnx.LayerNorm, self, x, reasons, fused, mask=mask)
@@ -161,9 +149,7 @@ class RMSNorm(_Norm, nnx.RMSNorm):
 
         Arguments and errors are those of `LayerNorm`.
         """
-        x = as_operand("RMSNorm", "x", x)
-        fused = self._fused(residual)
-        reasons = reasons_for_flax(x, self, mask)
+        x, fused, reasons = begin(self, x, residual, mask)
         axes = normalised_axes(self, x.ndim, reasons)
         if reasons:
             return by_flax(nnx.RMSNorm, self, x, reasons, fused, mask=mask)
@@ -196,9 +182,7 @@ class GroupNorm(_Norm, nnx.GroupNorm):
         Arguments and errors are those of `LayerNorm`; other `reduction_axes` than all
         but the first are Flax's only.
         """
-        x = as_operand("GroupNorm", "x", x)
-        fused = self._fused(residual)
-        reasons = reasons_for_flax(x, self, mask)
+        x, fused, reasons = begin(self, x, residual, mask)
         if self.reduction_axes is not None:
             reasons.append(f"reduction_axes={self.reduction_axes}")
         if reasons:
@@ -231,9 +215,7 @@ class InstanceNorm(_Norm, nnx.InstanceNorm):
         Arguments and errors are those of `LayerNorm`; several `feature_axes`, and the
         first axis among them, are Flax's only.
         """
-        x = as_operand("InstanceNorm", "x", x)
-        fused = self._fused(residual)
-        reasons = reasons_for_flax(x, self, mask)
+        x, fused, reasons = begin(self, x, residual, mask)
         channels = as_tuple(self.feature_axes)
         if len(channels) != 1 or channels[0] % x.ndim == 0:
             reasons.append(f"feature_axes={self.feature_axes}")
@@ -282,9 +264,7 @@ class BatchNorm(_Norm, nnx.BatchNorm):
             `jax_cudnn.batch_norm`.
           TypeError, LibraryError: as `jax_cudnn.batch_norm`.
         """
-        x = as_operand("BatchNorm", "x", x)
-        fused = self._fused(residual)
-        reasons = reasons_for_flax(x, self, mask, is_batch=True)
+        x, fused, reasons = begin(self, x, residual, mask, is_batch=True)
         channels = as_tuple(self.axis)
         if len(channels) != 1:
             reasons.append(f"axis={self.axis}")

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation
+from jax_cudnn.config import Implementation, Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.ops.activations import Activation, on_array
 from jax_cudnn.ops.arguments import as_operand, describe
@@ -48,10 +48,27 @@ class Fused:
         }
 
 
-def reasons_for_flax(
-    x: jax.Array, layer: Any, mask: object, *, is_batch: bool = False
-) -> list[str]:
-    """Return why Flax must compute a norm: what jax_cudnn's has no argument for."""
+def begin(
+    layer: Any,
+    x: ArrayLike,
+    residual: ArrayLike | None,
+    mask: object,
+    *,
+    is_batch: bool = False,
+) -> tuple[jax.Array, Fused, list[str]]:
+    """Return x, what a layer does beside its norm, and why Flax must compute it.
+
+    The reasons are what jax_cudnn's operations have no argument for.
+    """
+    name = type(layer).__name__
+    Options(implementation=layer.implementation)  # refuses unknown names
+    array = as_operand(name, "x", x)
+    fused = Fused(
+        layer=name,
+        activation=layer.activation,
+        residual=residual,
+        implementation=layer.implementation,
+    )
     reasons: list[str] = []
     if mask is not None:
         reasons.append("a mask is given")
@@ -59,9 +76,9 @@ def reasons_for_flax(
         reasons.append(f"the statistics are those over axis_name={layer.axis_name!r}")
     if not getattr(layer, "force_float32_reductions", True):
         reasons.append("force_float32_reductions=False")
-    if str(x.dtype) not in _DTYPES:
-        reasons.append(f"x is {describe(x)}")
-    return reasons
+    if str(array.dtype) not in _DTYPES:
+        reasons.append(f"x is {describe(array)}")
+    return array, fused, reasons
 
 
 def normalised_axes(layer: Any, rank: int, reasons: list[str]) -> tuple[int, ...]:

@@ -142,9 +142,7 @@ def adaptive_layer_norm(
         bias=factor("bias", bias),
     )
     results = norm.run("adaptive_layer_norm", operands)
-    statistics = [
-        jnp.reshape(results[role], (batch, *rows))
-        for role in ("mean", "rstd")
-        if norm.with_statistics
-    ]
-    return norm.finish(jnp.reshape(results["output"], total.shape), statistics)
+    return norm.finish(
+        jnp.reshape(results["output"], total.shape),
+        norm.statistics(results, (batch, *rows)),
+    )

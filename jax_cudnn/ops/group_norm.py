@@ -293,12 +293,7 @@ def _of_groups(
     output = jnp.reshape(results["output"], moved.shape)
     if is_moved:
         output = jnp.transpose(output, [axes.index(i) for i in range(x.ndim)])
-    statistics = [
-        jnp.reshape(results[role], (*outer, groups))
-        for role in ("mean", "rstd")
-        if norm.with_statistics
-    ]
-    return norm.finish(output, statistics)
+    return norm.finish(output, norm.statistics(results, (*outer, groups)))
 
 
 def _check_groups(op: str, groups: int, channels: int) -> int:

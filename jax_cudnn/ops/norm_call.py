@@ -119,6 +119,16 @@ class Norm(NamedTuple):
         output = jnp.transpose(output, operands["x"].order)
         return {**results, "output": saturated(output, self.dtype)}
 
+    def statistics(
+        self, results: Mapping[str, jax.Array], shape: Sequence[int]
+    ) -> list[jax.Array]:
+        """Return those of mean and rstd that the call returns, in their shape."""
+        return [
+            jnp.reshape(results[role], shape)
+            for role in ("mean", "rstd")
+            if self.with_statistics and role in results
+        ]
+
     def finish(
         self, output: jax.Array, statistics: Sequence[jax.Array]
     ) -> jax.Array | tuple[jax.Array, ...]:

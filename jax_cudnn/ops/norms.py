@@ -303,9 +303,4 @@ def run_rows(
     output = jnp.reshape(results["output"], (*rows, *shape))
     if not is_last:
         output = jnp.transpose(output, [permutation.index(i) for i in range(x.ndim)])
-    statistics = [
-        jnp.reshape(results[role], rows)
-        for role in ("mean", "rstd")
-        if norm.with_statistics and role in results
-    ]
-    return norm.finish(output, statistics)
+    return norm.finish(output, norm.statistics(results, rows))
