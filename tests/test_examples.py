@@ -43,7 +43,7 @@ def run_example(name, *arguments):
 
 
 def number_after(label, text):
-    return float(re.search(rf"{label}\s+(-?[0-9.e+-]+)", text)[1])
+    return float(re.search(rf"{label}\s+(-?[0-9.e+-]+)", text, re.MULTILINE)[1])
 
 
 def test_every_example_is_run_here():
@@ -58,6 +58,8 @@ def test_every_example_is_run_here():
         "train_char_transformer.py",
         "train_gpt.py",
         "train_residual_cnn.py",
+        "train_unet.py",
+        "train_vision_transformer.py",
     }
 
 
@@ -207,32 +209,54 @@ def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
     assert "longer than the context of 16" in done.stderr
 
 
-def test_train_residual_cnn_tells_held_out_digits():
-    for package in ("flax", "optax", "sklearn"):
+def learn_from_images(name, pillow=False):
+    """Return what an example prints that learns from images, and its kernels."""
+    for package in ("flax", "optax", "sklearn", *(("PIL",) if pillow else ())):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    output = run_example("train_residual_cnn.py", "--quick", "--seed", "3")
+    output = run_example(name, "--quick", "--seed", "3")
+    lines = [line.split()[:2] for line in output.splitlines() if " xla " in line]
+    return output, {op: int(count) for op, count in lines}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "epochs"),
+    [
+        (
+            "train_residual_cnn.py",
+            {"conv_fprop+add+relu": 3, "conv_fprop+add+add+relu": 2, "matmul+add": 1},
+            6,
+        ),
+        (
+            "train_vision_transformer.py",
+            {"conv_fprop+add": 1, "sdpa": 2, "layer_norm": 5, "layer_norm_backward": 5},
+            8,
+        ),
+    ],
+)
+def test_networks_tell_held_out_digits(name, kernels, epochs):
+    output, found = learn_from_images(name)
     assert "1,438 to train on, 359 held out" in output
-    kernels = [line.split()[:2] for line in output.splitlines() if " xla " in line]
-    for op, count in (
-        ("conv_fprop+add+relu", 3),
-        ("conv_fprop+add+add+relu", 2),
-        ("matmul+add", 1),
-    ):
-        assert kernels.count([op, "1"]) == count
-    assert " epoch   6/6  loss " in output
+    assert {op: found.get(op) for op in kernels} == kernels
+    assert f" epoch   {epochs}/{epochs}  loss " in output
     before = number_after("before training ", output)
     assert number_after("after training ", output) > max(before, 60)
 
 
-def test_train_residual_cnn_refuses_zero_epochs():
+def test_train_unet_removes_more_noise_than_a_mean_does():
+    output, found = learn_from_images("train_unet.py", pillow=True)
+    assert "416 squares to train on, 104 held out" in output
+    assert found["group_norm"] == 6
+    noisy, mean, network = (
+        number_after(f"^  {label}", output)
+        for label in ("noisy", "mean of 3 by 3", "U-Net")
+    )
+    assert network > max(noisy, mean) + 1
+
+
+def test_networks_refuse_zero_epochs():
     for package in ("flax", "optax", "sklearn"):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / "train_residual_cnn.py"), "--epochs", "0"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = start_example("train_residual_cnn.py", "--epochs", "0")
     assert done.returncode == 2
     assert "--epochs 0: at least 1 epoch is needed" in done.stderr
 
