@@ -6,18 +6,19 @@ import json
 import pytest
 
 from jax_cudnn import native
-from scripts.attention_support import DATA, GPUS, PAGE, answers, page
 from tests.gpuless.harness import CUDNN
+from tests.script import load_script
 
-_DATA = json.loads(DATA.read_text())
+_SCRIPT = load_script("attention_support")
+_DATA = json.loads(_SCRIPT.DATA.read_text())
 
 
 def test_the_page_is_written_from_its_data() -> None:
-    assert PAGE.read_text() == page(_DATA)
+    assert _SCRIPT.PAGE.read_text() == _SCRIPT.page(_DATA)
 
 
-@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("gpu", _SCRIPT.GPUS)
 def test_the_newest_column_is_what_cudnn_answers(gpu: str) -> None:
     newest = _DATA[-1]
     assert newest["cudnn"] == native.version_text(CUDNN)
-    assert answers(gpu) == newest["gpus"][gpu]
+    assert _SCRIPT.answers(gpu) == newest["gpus"][gpu]
