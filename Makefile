@@ -27,7 +27,8 @@ JAX_NEWEST := 0.12.0.1
 
 # Tools that judge the code: pinned, because their verdicts change with their versions.
 # pyright brings its own Node.js (the `nodejs` extra), so it needs nothing else.
-TOOLS := ruff==0.17.5 clang-format==23.1.5 clang-tidy==23.1.4 'pyright[nodejs]==1.1.414'
+TOOLS := ruff==0.17.5 clang-format==23.1.5 clang-tidy==23.1.4 'pyright[nodejs]==1.1.414' \
+  zizmor==1.32.0 check-jsonschema==0.39.0
 
 comma := ,
 CXX_FILES = $(wildcard ffi/*/*.cc ffi/*/*.h)
@@ -91,10 +92,17 @@ build: .venv/.installed  ## install the working tree, editable, in .venv
 test: lint types tidy test-newest test-oldest  ## everything that CI checks
 
 .PHONY: lint
-lint: .venv-tools/.installed  ## formatting and lint, Python and C++
+lint: .venv-tools/.installed  ## formatting and lint: Python, C++, workflows
 	.venv-tools/bin/ruff format --check .
 	.venv-tools/bin/ruff check .
 	.venv-tools/bin/clang-format --dry-run -Werror $(CXX_FILES)
+	.venv-tools/bin/zizmor --offline --quiet .github
+	.venv-tools/bin/check-jsonschema --builtin-schema vendor.github-workflows \
+	  .github/workflows/*.yml
+	.venv-tools/bin/check-jsonschema --builtin-schema vendor.github-issue-forms \
+	  .github/ISSUE_TEMPLATE/bug.yml .github/ISSUE_TEMPLATE/feature.yml
+	.venv-tools/bin/check-jsonschema --builtin-schema vendor.citation-file-format \
+	  CITATION.cff
 
 # In the folder where the tests' wheel was compiled, with the very commands that did it:
 # what CMake compiles together is checked together, and in this order, the longest first.

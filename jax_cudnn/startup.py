@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did importing the package fail? `python -m jax_cudnn doctor` answers all the same.
+"""Did importing the package fail? `jax-cudnn doctor` answers all the same.
 
 Python imports a package before it runs it, so an error there would leave no one to say
 what is wrong. Imports nothing but the standard library.
@@ -11,11 +11,23 @@ import sys
 failure: "Exception | None" = None  # in quotes for Pythons that are too old
 
 
+# The command that an installation puts on the path: pyproject.toml.
+COMMAND = "jax-cudnn"
+
+
 def is_program() -> bool:
-    """Whether the package is imported because of `python -m jax_cudnn`."""
+    """Whether the package is imported because its command line is to be run."""
     # sys.argv[0] is "-m" while Python looks for the module that it is to run: see
     # https://docs.python.org/3/library/sys.html#sys.argv. It may be another's.
-    is_looking = getattr(sys, "argv", [])[:1] == ["-m"]
-    return is_looking and any(
-        argument.removeprefix("-m") == "jax_cudnn" for argument in sys.orig_argv
-    )
+    first = (getattr(sys, "argv", None) or [""])[0]
+    if first == "-m":
+        return any(
+            argument.removeprefix("-m") == "jax_cudnn" for argument in sys.orig_argv
+        )
+    return first.replace("\\", "/").rpartition("/")[2] == COMMAND
+
+
+def program_name() -> str:
+    """Return how the command line was called, for its messages."""
+    first = (getattr(sys, "argv", None) or [""])[0]
+    return COMMAND if first.endswith(COMMAND) else "python -m jax_cudnn"

@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import pytest
 
+import jax_cudnn
 from jax_cudnn.choices import Choice
 from jax_cudnn.cli import bench, main
 from jax_cudnn.cli.problems import Problem, add_problems
@@ -59,10 +61,21 @@ def _kinds(text: str) -> list[str]:
             "conv 2x9x7x4 3x5x6 --stride 2 --padding VALID --groups 2 --bias",
             [(2, 9, 7, 4), (3, 5, 2, 6), (6,), (2, 4, 2, 6)],
         ),
+        ("conv 2x7x4 5x6", [(2, 7, 4), (5, 4, 6), (2, 7, 6)]),
+        ("conv 2x3x9x7x4 3x3x5x6", [(2, 3, 9, 7, 4), (3, 3, 5, 4, 6), (2, 3, 9, 7, 6)]),
+        (
+            "sdpa 2x7x6x8 --key-length 5 --bias",
+            [(2, 7, 6, 8), *[(2, 5, 6, 8)] * 2, (1, 6, 7, 5), (2, 7, 6, 8)],
+        ),
     ],
 )
 def test_sizes_become_operands(text: str, shapes: list[tuple[int, ...]]) -> None:
-    for dtype, name in (("bf16", "bfloat16"), ("f16", "float16"), ("f32", "float32")):
+    names = {
+        **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
+        **dict.fromkeys(("f16", "fp16", "half", "float16"), "float16"),
+        **dict.fromkeys(("f32", "fp32", "float32"), "float32"),
+    }
+    for dtype, name in names.items():
         problem = _problem(f"{text} --dtype {dtype}")
         result = jax.eval_shape(problem.function, *problem.operands)
         found = (*problem.operands, result)
@@ -99,14 +112,53 @@ def test_what_follows_and_gradients_are_in_the_graphs() -> None:
     assert getattr(graph.nodes[0].attributes, "is_causal") is True  # noqa: B009
 
 
+def test_what_hides_keys_is_no_operand_to_train() -> None:
+    text = "sdpa 2x7x6x8 --bias --mask --lengths --window 3 --gradient"
+    problem = _problem(text)
+    types = [(each.shape, str(each.dtype)) for each in problem.operands[3:]]
+    assert types == [
+        ((1, 6, 7, 7), "bfloat16"),
+        ((1, 1, 7, 7), "bool"),
+        *[((2,), "int32")] * 2,
+    ]
+    gradients = jax.eval_shape(problem.function, *problem.operands)
+    assert [each.shape for each in gradients] == [*[(2, 7, 6, 8)] * 3, (1, 6, 7, 7)]
+    graphs = traced_graphs(problem.function, *problem.operands)
+    assert all(g.nodes[0].attributes.window == (3, 3) for g, _, _ in graphs)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "layer_norm 7x6",
+        "rms_norm 7x6",
+        "group_norm 2x5x3x6 --groups 3",
+        "instance_norm 2x5x6",
+        "batch_norm 2x3x5x3x6 --activation relu",
+    ],
+)
+def test_norms_have_factors_in_f32(text: str) -> None:
+    problem = _problem(f"{text} --gradient")
+    assert [str(each.dtype) for each in problem.operands] == [
+        "bfloat16",
+        *["float32"] * 2,
+    ]
+    gradients = jax.eval_shape(problem.function, *problem.operands)
+    assert [each.shape for each in gradients] == [
+        each.shape for each in problem.operands
+    ]
+    name = text.split()[0].replace("instance", "group")
+    assert _kinds(f"{text} --gradient") == [name, f"{name}_backward"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
         ("matmul 8x9", "'8x9' is not MxNxR or BxMxNxR, sizes above 0"),
         ("matmul 8x9x0", "'8x9x0' is not MxNxR or BxMxNxR, sizes above 0"),
         ("sdpa 8x9x-3x4", "'8x9x-3x4' is not BxSxHxD"),
-        ("conv 2x9x7x8 3x3", "'3x3' is not YxXxO"),
-        ("matmul 8x9x5 --dtype f64", "invalid choice: 'f64'"),
+        ("conv 2x9x7x8 3", "'3' is not XxO or YxXxO or ZxYxXxO"),
+        ("matmul 8x9x5 --dtype f64", "'f64' is not a dtype of bench: bf16, bfloat16,"),
         ("matmul 8x9x5 --weights i4", "invalid choice: 'i4'"),
         ("sdpa 8x9x3x4 --key-length -5", "'-5' is not a number above 0"),
         ("conv 2x9x7x8 3x3x4 --stride 0", "'0' is not a number above 0"),
@@ -126,6 +178,7 @@ def test_arguments_that_are_wrong_are_named(
     [
         ("matmul 8x9x5 --activation nope", "activation='nope' is not one of"),
         ("sdpa 2x7x6x8 --key-heads 4", "6 query heads are not a multiple of 4"),
+        ("conv 2x9x7x8 3x6", "The images have 2 sizes and the filters 1."),
         ("conv 2x9x7x8 3x3x6 --groups 3", "8 channels do not divide into 3 groups."),
     ],
 )
@@ -258,12 +311,25 @@ def test_bench_says_where_cudnn_has_no_plan(
     ]
 
 
-def test_the_package_runs_as_a_program() -> None:
-    result = subprocess.run(
-        [sys.executable, "-m", "jax_cudnn", "--help"],
-        capture_output=True,
-        text=True,
-        check=True,
+def test_the_package_runs_as_a_program(tmp_path: Path) -> None:
+    # What an installation writes for the entry of pyproject.toml.
+    script = tmp_path / "jax-cudnn"
+    script.write_text(
+        "import sys\nfrom jax_cudnn.__main__ import main\nsys.exit(main())\n"
     )
-    assert "usage: python -m jax_cudnn" in result.stdout
-    assert "doctor" in result.stdout
+    for command, name in (
+        (("-m", "jax_cudnn"), "python -m jax_cudnn"),
+        ((str(script),), "jax-cudnn"),
+    ):
+        told = [
+            subprocess.run(
+                [sys.executable, *command, argument],
+                capture_output=True,
+                text=True,
+                check=True,
+            ).stdout
+            for argument in ("--help", "--version")
+        ]
+        assert f"usage: {name} " in told[0]
+        assert "doctor" in told[0]
+        assert told[1] == f"jax-cudnn {jax_cudnn.__version__}\n"

@@ -2,9 +2,12 @@
 """Is importing the package quick, and without effect on JAX and the environment?"""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+
+import jax_cudnn
 
 # Seconds of work that `import jax_cudnn` may take once JAX is imported, and both are
 # compiled, as they are after the first time.
@@ -89,6 +92,12 @@ assert importlib.metadata.version("jax-cudnn") == jax_cudnn.__version__
 print("same")
 """
     assert _run(program) == "same"
+
+
+def test_the_citation_names_the_version() -> None:
+    citation = Path(__file__).parents[1] / "CITATION.cff"
+    (version,) = re.findall(r"^version: (.*)$", citation.read_text(), re.MULTILINE)
+    assert version == jax_cudnn.__version__
 
 
 def test_public_names_are_what_all_lists() -> None:

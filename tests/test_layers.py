@@ -48,7 +48,7 @@ _ALLOWED = {
     "parallel": {"errors", "config", "graph", "reference", "lowering", "ops"},
     # A function's kernels, of the operations' own parts.
     "fusing": {*_MACHINE, "columns", "ops", "plans"},
-    "cli": {*_MACHINE, "ops", "measuring", "plans"},
+    "cli": {*_MACHINE, "startup", "ops", "measuring", "plans"},
     "__init__": {
         *_MACHINE,
         "startup",

@@ -10,6 +10,8 @@ import importlib
 import sys
 from collections.abc import Sequence
 
+import jax_cudnn
+from jax_cudnn import startup
 from jax_cudnn.errors import LibraryError
 
 # The modules of the commands. Each adds its own and sets `run`, a function of the
@@ -20,9 +22,17 @@ _COMMANDS = ("doctor", "explain", "bench")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, by default that of the process, and return its exit status."""
     parser = argparse.ArgumentParser(
-        prog="python -m jax_cudnn", description="cuDNN's graph API under JAX."
+        prog=startup.program_name(),
+        description="See what cuDNN does for JAX on this machine, and on other GPUs.",
+        epilog="`%(prog)s COMMAND --help` tells what a command takes, with an example.",
     )
-    commands = parser.add_subparsers(required=True, metavar="command")
+    parser.add_argument(
+        "--version",
+        action="version",
+        version=f"jax-cudnn {jax_cudnn.__version__}",
+        help="print the version of jax_cudnn, and stop",
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
     given = sys.argv[1:] if arguments is None else arguments
     # The doctor alone can be imported where JAX cannot.
     wanted = ("doctor",) if given[:1] == ["doctor"] else _COMMANDS

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m jax_cudnn bench`: times cuDNN's plans and XLA's code for one problem."""
+"""`jax-cudnn bench`: times cuDNN's plans and XLA's code for one problem."""
 
 import argparse
 import dataclasses
@@ -126,8 +126,8 @@ def _run(arguments: argparse.Namespace) -> int:
     local = local_target()
     if local is None:
         raise LibraryError(
-            "bench needs an NVIDIA GPU; JAX sees none here. `python -m jax_cudnn "
-            "doctor` says why."
+            "bench needs an NVIDIA GPU; JAX sees none here. `jax-cudnn doctor` says "
+            "why."
         )
     target = local[1]
     benches: list[Bench] = []

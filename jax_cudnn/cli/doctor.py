@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m jax_cudnn doctor`: prints `plans.doctor`."""
+"""`jax-cudnn doctor`: prints `plans.doctor`."""
 
 import argparse
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`python -m jax_cudnn explain`: does cuDNN run a function's calls, or why not?
+"""`jax-cudnn explain`: does cuDNN run a function's calls, or why not?
 
 Exit status 0 where it runs all that is meant for it, and 1 where it does not.
 """

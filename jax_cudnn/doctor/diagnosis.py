@@ -76,7 +76,7 @@ def doctor() -> Diagnosis:
 
     Looks at GPUs, driver, JAX and its CUDA plugin, cuDNN and what it needs, and the
     environment variables that matter. Starts JAX's backends and opens cuDNN; runs
-    nothing on a GPU. ``python -m jax_cudnn doctor`` prints it, also where jax_cudnn or
+    nothing on a GPU. ``jax-cudnn doctor`` prints it, also where jax_cudnn or
     JAX cannot be imported.
 
     Example:
