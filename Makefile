@@ -89,7 +89,7 @@ build: .venv/.installed  ## install the working tree, editable, in .venv
 ##@ Check
 
 .PHONY: test
-test: lint types tidy test-newest test-oldest  ## everything that CI checks
+test: lint types tidy docs test-newest test-oldest  ## everything that CI checks
 
 .PHONY: lint
 lint: .venv-tools/.installed  ## formatting and lint: Python, C++, workflows
@@ -111,6 +111,15 @@ tidy: .venv-tools/.installed .venv-oldest/.installed  ## clang-tidy, some minute
 	sed -nE 's#^ *"file": "(.*/Unity/.*|$(CURDIR)/ffi/.*)",?$$#\1#p' \
 	  build/venv-oldest/compile_commands.json | sort | xargs -P 2 -n 1 \
 	  .venv-tools/bin/clang-tidy --quiet -p build/venv-oldest
+
+# Warnings are errors: of links, of the reference, and of the notebooks, which are executed
+# on the CPU. They compile more than they compute, hence without XLA's optimisations.
+.PHONY: docs
+docs: .venv-docs/.installed  ## the documentation site, in build/docs/html
+	JAX_PLATFORMS=cpu JAX_DISABLE_MOST_OPTIMIZATIONS=1 PYTHONSAFEPATH=1 \
+	  .venv-docs/bin/python -m sphinx -W --keep-going --quiet --jobs 2 \
+	  -d build/docs/doctrees -b html docs build/docs/html
+	@echo "== built build/docs/html/index.html"
 
 .PHONY: format
 format: .venv-tools/.installed  ## rewrite the sources in the project's format
@@ -163,6 +172,16 @@ clean:  ## remove all that make made, environments too
 
 .venv-newest/.installed: $(BUILD_FILES) $(PACKAGE_FILES)
 	WERROR=1 scripts/install.sh $(@D) '$(PYTHON_NEWEST)' 'test,$(or $(GPU_EXTRA),gpuless)' jax==$(JAX_NEWEST)
+	@touch $@
+
+# The tests' wheel, with the real cuDNN, which the notebook of plans asks.
+docs_from = $(if $(PYTHON_NEWEST),newest,oldest)
+docs_python = $(or $(PYTHON_NEWEST),$(PYTHON_OLDEST))
+docs_wheel = build/wheels/venv-$(docs_from)/*.whl
+.venv-docs/.installed: .venv-$(docs_from)/.installed
+	scripts/venv.sh $(@D) '$(docs_python)' --no-deps --force-reinstall $(docs_wheel)
+	scripts/venv.sh $(@D) '$(docs_python)' "$$(echo $(docs_wheel))[docs,gpuless]" \
+	  jax==$(if $(PYTHON_NEWEST),$(JAX_NEWEST),$(JAX_OLDEST))
 	@touch $@
 
 .venv-tools/.installed: Makefile scripts/venv.sh

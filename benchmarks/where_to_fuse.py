@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs into cuDNN's kernels? Prints the times behind docs/design.md's answers.
+"""What belongs into cuDNN's kernels? Prints the times behind the answers of
+docs/internals/design.md.
 
     python -m benchmarks.where_to_fuse [--out docs/benchmarks]
 

@@ -22,6 +22,11 @@ GUIDES = (
     "norms.md",
     "fuse.md",
     "pooling.md",
+    "quick_start.md",
+    "attention.md",
+    "products.md",
+    "export.md",
+    "troubleshooting.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"

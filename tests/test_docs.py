@@ -5,6 +5,8 @@ tests/gpu/test_docs.py runs the same snippets on a GPU, but for those that need 
 devices. test_examples.py runs those of README.md, test_flax.py those of docs/flax.md.
 """
 
+import importlib
+import inspect
 import re
 import shlex
 from pathlib import Path
@@ -19,7 +21,10 @@ PAGES = (*GUIDES, SEVERAL_DEVICES)
 
 
 # Of the pages whose programs other tests hold against the newest JAX.
-_ONCE = ("sequence_parallel.md", SEVERAL_DEVICES)
+_ONCE = (
+    *("sequence_parallel.md", SEVERAL_DEVICES, "quick_start.md", "attention.md"),
+    *("products.md", "export.md", "troubleshooting.md"),
+)
 
 
 @pytest.mark.slow
@@ -34,7 +39,7 @@ def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
     page = DOCS / name
     found, outcomes = snippets(page), run(page, tmp_path, "cpu")
     obstacle = offline.obstacle()
-    assert len(found) == page.read_text().count("```python\n") == len(outcomes) > 5
+    assert len(found) == page.read_text().count("```python\n") == len(outcomes) > 4
     for snippet, outcome in zip(found, outcomes, strict=True):
         where = f"{name}, line {snippet.line}"
         if snippet.needs_gpu:
@@ -69,7 +74,7 @@ def test_commands_are_taken(
 ) -> None:
     monkeypatch.setattr("jax_cudnn.cli.bench.local_target", lambda: None)
     commands = [command for name in PAGES for command in _commands(name)]
-    assert len(commands) == 7
+    assert len(commands) == 8
     for command in commands:
         python, flag, package, *arguments = shlex.split(command)
         assert (python, flag, package) == ("python", "-m", "jax_cudnn")
@@ -86,17 +91,26 @@ def test_commands_are_taken(
             assert "jax_cudnn[gpuless]" in told.err
 
 
-@pytest.mark.parametrize("name", PAGES)
-def test_links_lead_somewhere(name: str) -> None:
-    links = re.findall(r"\]\(((?!https:)[^)]+)\)", (DOCS / name).read_text())
-    assert links
-    for link in links:
-        target, _, anchor = link.partition("#")
-        path = DOCS / (target or name)
-        assert path.is_file(), link
-        if anchor:
-            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.M)
-            assert anchor in map(_anchor, headings), link
+def test_links_lead_somewhere() -> None:
+    root = DOCS.parent
+    pages = [*DOCS.rglob("*.md"), *root.glob("*.md")]
+    assert len(pages) > 60
+    for page in pages:
+        for link in re.findall(r"\]\(((?!https:)[^)\s]+)\)", page.read_text()):
+            target, _, anchor = link.partition("#")
+            path = page.parent / target if target else page
+            assert path.exists(), (page, link)
+            if anchor:
+                # Sphinx includes these where they are to be read.
+                source = _INCLUDED.get(path.name, path)
+                headings = re.findall(r"^#+ (.*)$", source.read_text(), re.M)
+                assert anchor in map(_anchor, headings), (page, link)
+
+
+_INCLUDED = {
+    "contributing.md": DOCS.parent / "CONTRIBUTING.md",
+    "changelog.md": DOCS.parent / "CHANGELOG.md",
+}
 
 
 def _anchor(heading: str) -> str:
@@ -113,3 +127,29 @@ def test_the_tables_of_plans_are_what_the_data_say() -> None:
     assert (DOCS / "benchmarks" / "plans.md").read_text() == tables.written(), advice
     text = (DOCS / "plans.md").read_text()
     assert tables.guide(text) == text, advice
+
+
+# --- site -----------------------------------------------------------------------------
+
+
+@pytest.mark.once
+def test_every_public_name_is_in_the_reference() -> None:
+    pytest.importorskip("flax", reason="Flax is not installed")
+    shown = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    packages = ("f8", "flax", "flax.linen", "flax.nnx", "kv_cache", "masks", "parallel")
+    for name in ("", *packages, "plans", "score_mods"):
+        module = importlib.import_module(f"jax_cudnn.{name}".removesuffix("."))
+        for public in module.__all__:
+            full = f"{module.__name__}.{public}"
+            is_entry = re.search(rf":: {re.escape(full)}$", shown, re.M)
+            assert is_entry or inspect.ismodule(getattr(module, public)), full
+
+
+@pytest.mark.once
+def test_pictures_show_what_the_data_say() -> None:
+    pictures, advice = load_script("pictures"), "run python -m scripts.pictures"
+    for name, shown in pictures.contents().items():
+        text = (pictures.FOLDER / f"{name}.svg").read_text()
+        assert pictures.digest(shown) in text, (name, advice)
+    for page in pictures.PAGES:
+        assert pictures.with_gain(page.read_text()) == page.read_text(), advice

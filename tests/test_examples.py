@@ -73,9 +73,10 @@ def test_quickstart_prints_loss_gradients_and_where_they_ran():
 
 
 def test_the_readme_s_snippets_run(tmp_path):
-    page = (EXAMPLES.parent / "README.md").read_text()
-    snippets = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    assert len(snippets) == 2
+    pages = [EXAMPLES.parent / name for name in ("README.md", "docs/index.md")]
+    text = "".join(page.read_text() for page in pages)
+    snippets = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(snippets) == 3
     path = tmp_path / "snippets.py"
     path.write_text("".join(snippets))
     output = run_example(path)

@@ -52,7 +52,7 @@ def _needs_the_example_s_packages():
 def text(tmp_path_factory):
     """A small text, so that reading it takes no time."""
     path = tmp_path_factory.mktemp("text") / "design.md"
-    shutil.copy(EXAMPLES.parent / "docs" / "design.md", path)
+    shutil.copy(EXAMPLES.parent / "docs" / "internals" / "design.md", path)
     return path
 
 

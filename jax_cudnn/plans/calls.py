@@ -51,8 +51,10 @@ class CallSummary:
 class Call(CallSummary):
     """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
 
-    Attributes, beside those of ``CallSummary``; what says more of a plan is empty or
-    None where there is none:
+    It has the attributes of ``CallSummary`` and those below. What says more of a plan
+    is empty or None where there is none.
+
+    Attributes:
       reasons: a sentence each, why cuDNN does not run it, or does not run all of it.
       direction: "forward" or "backward"; None for forward mode's derivatives, and where
         a lowered program does not tell.

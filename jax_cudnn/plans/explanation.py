@@ -33,7 +33,9 @@ _AROUND = "elementwise work and sums around the contractions, which XLA fuses"
 class ExplainedCall(CallSummary):
     """One part of a distinct graph of a function: a kernel of cuDNN, or XLA's share.
 
-    Attributes, beside those of ``CallSummary``:
+    It has the attributes of ``CallSummary`` and these.
+
+    Attributes:
       implementation: "cudnn" or "xla", or "none" where cuDNN was asked for by name and
         cannot: the call raises UnsupportedError.
       notes: a sentence each, what is done around the kernel; where XLA runs the part

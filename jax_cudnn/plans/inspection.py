@@ -51,7 +51,7 @@ def inspect(
       **kwargs: as ``*args``.
 
     Returns:
-      A ``Report`` with the ``Call``s of each distinct graph, in order of appearance.
+      A ``Report`` with each distinct graph's ``Call``, in order of appearance.
       Forward-mode and second-order parts, which always run as XLA's own code, are
       listed as op "...:derivative". The report of a lowered program has cuDNN's calls
       only, and says so in its ``notes``.
