@@ -22,6 +22,7 @@ GUIDES = (
     "norms.md",
     "fuse.md",
     "pooling.md",
+    "ragged_dot.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"
