@@ -30,6 +30,7 @@ try:
     from jax_cudnn.ops.paged_sdpa import paged_sdpa
     from jax_cudnn.ops.pooling import avg_pool, max_pool
     from jax_cudnn.ops.qkv_sdpa import qkv_sdpa
+    from jax_cudnn.ops.ragged_dot import ragged_dot
     from jax_cudnn.ops.rotary import apply_rotary
     from jax_cudnn.ops.sdpa import sdpa
 
@@ -81,6 +82,7 @@ __all__ = [
     "parallel",
     "plans",
     "qkv_sdpa",
+    "ragged_dot",
     "rms_norm",
     "score_mods",
     "sdpa",

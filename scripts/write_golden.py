@@ -16,8 +16,10 @@ from jax_cudnn.graph import (
     MatmulAttributes,
     Tensor,
     derivative_of,
+    grouped_matmul_graph,
     to_json,
 )
+from jax_cudnn.legalize import legalize
 from tests.attention import attention_graph, backward_graph
 from tests.cached import cached_graph
 from tests.norms import KINDS, Problem, backward_of
@@ -57,6 +59,9 @@ def golden_graphs() -> dict[str, Graph]:
         "sdpa_qkv_backward": _backward(graph_of("sbhd", "bias", dtype="f16")),
         "conv_forward": _with_residuals(_conv()),
         "conv_backward": _backward(_conv()),
+        "grouped_matmul": _grouped_matmul(),
+        "grouped_matmul_backward": _backward(_grouped_matmul()),
+        "grouped_matmul_kernel": legalize(_grouped_matmul(), None).candidates[0].graph,
         "matmul_forward": _with_residuals(_dequantized_matmul()),
         "matmul_backward": _backward(_dequantized_matmul()),
         "pointwise": _pointwise(),
@@ -128,6 +133,15 @@ def _dequantized_matmul() -> Graph:
     return writer.finish([writer.result(output, _tensor("output", "f16", dims))])
 
 
+def _grouped_matmul() -> Graph:
+    inputs = {
+        "a": _tensor("a", "bf16", (1, 17, 24)),
+        "b": _tensor("b", "bf16", (5, 24, 11)),
+        "group_sizes": _tensor("group_sizes", "i32", (1, 5)),
+    }
+    return grouped_matmul_graph(inputs, "f32")
+
+
 def _pointwise() -> Graph:
     """A constant, a comparison, a selection, an alpha, and a sum."""
     writer = GraphWriter("f64")
@@ -160,7 +174,7 @@ def _backward(graph: Graph) -> Graph:
 
 
 def _floats(graph: Graph) -> tuple[bool, ...]:
-    return tuple(tensor.dtype != "i8" for tensor in graph.input_tensors)
+    return tuple(tensor.dtype not in ("i8", "i32") for tensor in graph.input_tensors)
 
 
 def main() -> None:

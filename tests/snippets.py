@@ -27,6 +27,7 @@ GUIDES = (
     "products.md",
     "export.md",
     "troubleshooting.md",
+    "ragged_dot.md",
 )
 # Its snippets make eight devices of the CPU, so that ring 5 does not run them.
 SEVERAL_DEVICES = "several_gpus.md"

@@ -20,21 +20,10 @@ from tests.snippets import DOCS, GUIDES, SEVERAL_DEVICES, run, snippets
 PAGES = (*GUIDES, SEVERAL_DEVICES)
 
 
-# Of the pages whose programs other tests hold against the newest JAX.
-_ONCE = (
-    *("sequence_parallel.md", SEVERAL_DEVICES, "quick_start.md", "attention.md"),
-    *("products.md", "export.md", "troubleshooting.md"),
-)
-
-
+# Once: `make docs` runs the notebooks with the newest JAX.
+@pytest.mark.once
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.once] if name in _ONCE else [])
-        for name in PAGES
-    ],
-)
+@pytest.mark.parametrize("name", PAGES)
 def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
     page = DOCS / name
     found, outcomes = snippets(page), run(page, tmp_path, "cpu")

@@ -53,6 +53,7 @@ def test_every_example_is_run_here():
         "fuse_batch_matmul.py",
         "generate.py",
         "gradient_check.py",
+        "mixture_of_experts.py",
         "packed_documents.py",
         "quickstart.py",
         "train_char_transformer.py",
@@ -88,6 +89,12 @@ def test_packed_documents_give_the_loss_of_one_in_each_row():
     packed, other = re.search(r"loss (\S+) packed, (\S+) with", output).groups()
     assert packed == other
     assert number_after("loss", output.splitlines()[-1]) < float(packed)
+
+
+def test_a_mixture_of_experts_learns():
+    output = run_example("mixture_of_experts.py", "--experts", "8", "--steps", "60")
+    assert number_after("8 experts loss", output) > 2
+    assert number_after("before,", output) < 0.2
 
 
 def test_gradient_check_finds_no_error():

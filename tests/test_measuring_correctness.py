@@ -2,6 +2,7 @@
 """Is a plan's result told from a wrong one, whatever the dtype and the size?"""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_cudnn import conv, matmul, sdpa
-from jax_cudnn.graph import Graph, derivative_of
+from jax_cudnn.graph import Graph, derivative_of, from_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.measuring.correctness import (
@@ -26,6 +27,7 @@ from tests.sdpa_cases import Case, attention, make_operands
 
 pytestmark = pytest.mark.once
 
+_GOLDEN = Path(__file__).parent / "golden"
 _BF16, _F16, _F32 = jnp.bfloat16, jnp.float16, jnp.float32
 
 
@@ -151,3 +153,10 @@ def test_large_and_empty_and_missing_numbers_are_compared() -> None:
     assert largest_error([one], [nan]) == 0
     assert largest_error([], []) == 0
     assert largest_error([one, one], [one, 2 * one]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("name", ["avg_pool_backward", "grouped_matmul_backward"])
+def test_gradients_that_read_no_results_keep_their_operands(name: str) -> None:
+    part = from_json((_GOLDEN / f"{name}.json").read_text().rstrip("\n"))
+    operands = draw_sets(part, jax.devices("cpu")[0])[0]
+    assert with_own_results(part, operands) == operands

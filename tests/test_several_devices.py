@@ -120,6 +120,11 @@ def _avg_pool(x: Any) -> jax.Array:
     return jax_cudnn.avg_pool(x, (3, 2), (2, 1), "SAME", count_include_pad=False)
 
 
+def _ragged_dot(x: Any, w: Any, bias: Any) -> jax.Array:
+    sizes = jnp.array([3, 0, 7, 4], jnp.int32)
+    return jax_cudnn.ragged_dot(x, w, sizes, bias=bias, activation="silu")
+
+
 _SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
     _matmul: ((8, 6, 16), (16, 24), (24,)),
     _contraction: ((8, 6, 16), (16, 24)),
@@ -138,6 +143,7 @@ _SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
     _grouped: ((8, 6, 4, 16), (3, 3, 4, 32)),
     _max_pool: ((8, 2, 6, 5, 16),),
     _avg_pool: ((8, 2, 6, 5, 16),),
+    _ragged_dot: ((16, 8), (4, 8, 24), (4, 24)),
 }
 _OPERANDS = {
     function: [_draw(*shape) for shape in shapes]
@@ -214,6 +220,9 @@ _CASES = [
     _Case(_max_pool, (("y", None, None, None, "x"),)),
     _Case(_avg_pool, (("x", "y"),)),
     _Case(_avg_pool, (("y", None, None, None, "x"),)),
+    # columns of all groups' matrices, and their contraction
+    _Case(_ragged_dot, (_NONE, (None, None, "x"), (None, "x")), "", "all-reduce"),
+    _Case(_ragged_dot, ((None, "x"), (None, "x"), _NONE), "all-reduce", "all-reduce"),
 ]
 
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The frontend's matmul and convolutions, from our roles and attributes.
+// The frontend's matmuls and convolutions, from our roles and attributes.
 
 #include "frontend/contraction_builder.h"
 
@@ -94,6 +94,25 @@ Status AddConvDgrad(NodeWriter& writer) {
 Status AddConvWgrad(NodeWriter& writer) {
   return AddConv<fe::graph::Conv_wgrad_attributes>(writer, "grad_output", "x", "grad_w",
                                                    &FrontendGraph::conv_wgrad);
+}
+
+Status AddGroupedMatmul(NodeWriter& writer) {
+  const NodeSpec& node = writer.node();
+  if (!writer.Has("starts")) {
+    return Unimplemented(node.kind +
+                         ": cuDNN takes the starts of groups in place of group_sizes");
+  }
+  // The groups are its first axis.
+  const int64_t groups = writer.Spec("starts").dims[1];
+  const TensorPtr starts = writer.InputAs("starts", {groups, 1, 1}, {1, 1, 1});
+  fe::graph::Moe_grouped_matmul_attributes attributes;
+  attributes.set_name(node.kind)
+      .set_compute_data_type(ComputeDType(writer, {"a", "b", "output"}))
+      .set_mode(fe::MoeGroupedMatmulMode_t::NONE);
+  writer.Output("output", writer.graph().moe_grouped_matmul(
+                              writer.Input("a"), writer.Input("b"), starts, nullptr,
+                              nullptr, std::move(attributes)));
+  return {};
 }
 
 }  // namespace jax_cudnn

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// How matmul and convolution nodes are written in the frontend's words.
+// How matmul, grouped matmul and convolution nodes are written in the frontend's words.
 
 #ifndef JAX_CUDNN_CONTRACTION_BUILDER_H_
 #define JAX_CUDNN_CONTRACTION_BUILDER_H_
@@ -13,6 +13,7 @@ Status AddMatmul(NodeWriter& writer);
 Status AddConvFprop(NodeWriter& writer);
 Status AddConvDgrad(NodeWriter& writer);
 Status AddConvWgrad(NodeWriter& writer);
+Status AddGroupedMatmul(NodeWriter& writer);
 
 }  // namespace jax_cudnn
 

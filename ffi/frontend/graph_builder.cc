@@ -38,6 +38,7 @@ constexpr KindBuilder kBuilders[] = {
     {"conv_wgrad", 1, AddConvWgrad},
     {"group_norm", 1, AddGroupNorm},
     {"group_norm_backward", 1, AddGroupNormBackward},
+    {"grouped_matmul", 1, AddGroupedMatmul},
     {"layer_norm", 1, AddLayerNorm},
     {"layer_norm_backward", 1, AddLayerNormBackward},
     {"matmul", 1, AddMatmul},

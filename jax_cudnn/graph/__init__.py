@@ -8,6 +8,7 @@ from jax_cudnn.graph.derivative import derivative_of
 from jax_cudnn.graph.factors import Factors, factors_of
 from jax_cudnn.graph.folding import FoldRule, fold_rule
 from jax_cudnn.graph.gradient_kernel import forward_graph
+from jax_cudnn.graph.grouped_matmul import grouped_matmul_graph
 from jax_cudnn.graph.kinds import (
     NodeKind,
     all_kinds,
@@ -63,6 +64,7 @@ __all__ = [
     "fold_rule",
     "forward_graph",
     "from_json",
+    "grouped_matmul_graph",
     "is_anchor",
     "kind_named",
     "label",

@@ -59,6 +59,7 @@ def forward_graph(graph: Graph) -> Graph | None:
     """Return the graph whose gradient a graph of one gradient kernel is, if it is one.
 
     Its operands are those of the gradient, its results what the gradient reads of them.
+    None where it reads no results.
     """
     node = graph.sole_node()
     forward = None if node is None else kind_named(node.kind).gradient_of
@@ -74,9 +75,10 @@ def forward_graph(graph: Graph) -> Graph | None:
             if role.name in names
         }
 
-    return single_node_graph(
-        forward, named(row.inputs), named(row.outputs), node.attributes
-    )
+    outputs = named(row.outputs)
+    if not outputs:
+        return None
+    return single_node_graph(forward, named(row.inputs), outputs, node.attributes)
 
 
 # Tracing asks for the same gradient several times.

@@ -10,6 +10,7 @@ limits and asks no library.
 from jax_cudnn.graph import NORMALISED, Graph, Target
 from jax_cudnn.legalize import (
     fusion,
+    grouped_matmul,
     norms,
     pool,
     sdpa,
@@ -26,6 +27,8 @@ __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 RULES: dict[str, Rule] = {
     "avg_pool": pool.legalize,
     "avg_pool_backward": pool.legalize,
+    "grouped_matmul": grouped_matmul.legalize,
+    "grouped_matmul_backward": grouped_matmul.legalize,
     "max_pool": pool.legalize,
     **{
         name: norms.legalize

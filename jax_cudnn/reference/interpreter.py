@@ -14,6 +14,7 @@ from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
 from jax_cudnn.reference import (
     contraction,
+    grouped_matmul,
     norms,
     pointwise,
     pool,
@@ -43,6 +44,8 @@ RULES: dict[str, Rule] = {
     "conv_wgrad": contraction.conv_wgrad,
     "group_norm": norms.forward("group_norm"),
     "group_norm_backward": norms.backward("group_norm"),
+    "grouped_matmul": grouped_matmul.forward,
+    "grouped_matmul_backward": grouped_matmul.backward,
     "layer_norm": norms.forward("layer_norm"),
     "layer_norm_backward": norms.backward("layer_norm"),
     "matmul": contraction.matmul,
@@ -116,7 +119,10 @@ def _evaluate_node(
     results = None
     has_wide = any(each.dtype == "f32" for each in outputs.values())
     may_narrow = narrow_sums and not (exact_dtypes and has_wide)
-    if rule in _CONTRACTIONS:
+    if rule in _GROUPED:
+        asked = outputs
+        rule = functools.partial(rule, precision=precision, by_lax=narrow_sums)
+    elif rule in _CONTRACTIONS:
         rule = functools.partial(rule, precision=precision)
         dtypes: list[DTypeName] = [graph.tensor(name).dtype for _, name in node.inputs]
         narrow = _narrow_dtype(dtypes) if may_narrow else None
@@ -223,6 +229,10 @@ _CONTRACTIONS = (
     contraction.conv_wgrad,
     contraction.matmul,
 )
+
+
+# These read integers too, and give sums in the dtype that they are asked for in.
+_GROUPED = (grouped_matmul.backward, grouped_matmul.forward)
 
 
 def _narrow_dtype(dtypes: Sequence[DTypeName]) -> DTypeName | None:

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The grouped matmul and its gradient in jax.numpy.
+
+Roles and axis letters are those of graph/grouped_matmul.py. Every group's matrix meets
+every row, and each row keeps the product with its own. So nothing of another group
+reaches a row, NaN and infinities included, and all of JAX's transformations apply.
+
+``jax.lax.ragged_dot`` is what XLA may have a kernel for, so programs for a GPU are
+written with it. It has no vmap over some of its operands and no second gradient, and
+where XLA has no kernel for it, a NaN in the matrix of one group reaches all rows.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.reference.dtypes import dtype_name, jax_dtype
+
+Operands = Mapping[str, jax.Array]
+
+_ROWS_ARE_SUMMED = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([0], [0]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+class Groups(NamedTuple):
+    """The first row of each group, and the one behind its last."""
+
+    starts: jax.Array
+    ends: jax.Array
+
+    @classmethod
+    def of_sizes(cls, sizes: jax.Array) -> "Groups":
+        """Return groups that follow each other."""
+        ends = jnp.cumsum(sizes, dtype=sizes.dtype)
+        return cls(ends - sizes, ends)
+
+    def have(self, rows: int) -> jax.Array:
+        """Return whether each group has each row, as (g, m, 1)."""
+        row = jnp.arange(rows, dtype=self.ends.dtype)[None]
+        own = (self.starts[:, None] <= row) & (row < self.ends[:, None])
+        return own[:, :, None]
+
+
+def forward(
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
+    *,
+    by_lax: bool = False,
+) -> dict[str, jax.Array]:
+    """Return the product of each row with the matrix of its group."""
+    del attributes
+    a, b, sizes = inputs["a"], inputs["b"], inputs.get("group_sizes")
+    dtype = jax_dtype(outputs["output"].dtype)
+    if by_lax and sizes is not None and _has_lax(a, b, precision):
+        sums = _sums(a.dtype, dtype) if dtype != a.dtype else dtype
+        return {"output": _ragged_dot(a, b, sizes, sums, precision)}
+    rows = a.shape[1]
+    if sizes is None:
+        starts = inputs["starts"][0]
+        groups = Groups(starts, jnp.append(starts[1:], jnp.asarray(rows, "int32")))
+    else:
+        groups = Groups.of_sizes(sizes[0])
+    sums = _sums(a.dtype, dtype)
+    return {"output": grouped_product(a[0], b, groups, sums, precision)[None]}
+
+
+def backward(
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
+    *,
+    by_lax: bool = False,
+) -> dict[str, jax.Array]:
+    """Return the gradient of a, and that of b if it is asked for.
+
+    The cotangent is rounded to the dtype of the operands first.
+    """
+    a, b, sizes = inputs["a"], inputs["b"], inputs["group_sizes"]
+    grad = inputs["grad_output"].astype(a.dtype)
+    given = {"a": grad, "b": jnp.swapaxes(b, 1, 2), "group_sizes": sizes}
+    product = forward(
+        attributes,
+        given,
+        {"output": outputs["grad_a"]},
+        precision,
+        by_lax=by_lax,
+    )
+    results = {"grad_a": product["output"]}
+    if "grad_b" in outputs:
+        results["grad_b"] = gradient_of_b(a, grad, sizes, precision, by_lax=by_lax)
+    return results
+
+
+def gradient_of_b(
+    a: jax.Array,
+    grad: jax.Array,
+    sizes: jax.Array,
+    precision: Any = None,
+    *,
+    by_lax: bool,
+) -> jax.Array:
+    """Return for each group the product of its rows (1, m, k) and (1, m, n)."""
+    grad = grad.astype(a.dtype)
+    if by_lax and _has_lax(a, grad, precision):
+        return jax.lax.ragged_dot_general(
+            a[0],
+            grad[0],
+            sizes[0],
+            _ROWS_ARE_SUMMED,
+            precision=precision,
+            preferred_element_type=a.dtype,
+        )
+    own = Groups.of_sizes(sizes[0]).have(a.shape[1])
+    # Both: the one may have a NaN in a row of another group where the other has 0.
+    ours = jnp.where(own, a, jnp.zeros((), a.dtype))
+    theirs = jnp.where(own, grad, jnp.zeros((), a.dtype))
+    return jnp.matmul(
+        jnp.swapaxes(ours, 1, 2),
+        theirs,
+        precision=precision,
+        preferred_element_type=_sums(a.dtype),
+    )
+
+
+def grouped_product(
+    a: jax.Array, b: jax.Array, groups: Groups, dtype: Any, precision: Any
+) -> jax.Array:
+    """Return each row (m, k) times the matrix (g, k, n) of its group, or 0 for none."""
+    products = jnp.matmul(a[None], b, precision=precision, preferred_element_type=dtype)
+    own = groups.have(a.shape[0])
+    kept = jnp.where(own, products, jnp.zeros((), products.dtype))
+    return jnp.sum(kept, axis=0, dtype=products.dtype)
+
+
+def _ragged_dot(
+    a: jax.Array, b: jax.Array, sizes: jax.Array, dtype: Any, precision: Any
+) -> jax.Array:
+    product = jax.lax.ragged_dot(
+        a[0], b, sizes[0], precision=precision, preferred_element_type=dtype
+    )
+    return product[None]
+
+
+def _sums(*dtypes: np.dtype) -> np.dtype:
+    names: list[Any] = [dtype_name(dtype) for dtype in dtypes]
+    return jax_dtype(accumulator(*names))
+
+
+def _has_lax(a: jax.Array, b: jax.Array, precision: Any) -> bool:
+    """Whether ragged_dot takes this: no algorithm of dot products, nothing empty."""
+    members = jax.lax.DotAlgorithmPreset.__members__
+    is_algorithm = isinstance(precision, jax.lax.DotAlgorithm) or precision in (
+        *members,
+    )
+    return not is_algorithm and a.size > 0 and b.size > 0

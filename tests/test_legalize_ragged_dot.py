@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does a grouped matmul, rewritten for cuDNN, give what it gave before? On the CPU."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import export
+
+import jax_cudnn
+from jax_cudnn import ragged_dot
+from jax_cudnn.graph import (
+    DTypeName,
+    Graph,
+    Target,
+    Tensor,
+    derivative_of,
+    grouped_matmul_graph,
+)
+from jax_cudnn.legalize import legalize
+from jax_cudnn.measuring.stopwatch import draw_sets
+from jax_cudnn.reference import evaluate
+from tests.drawn_operands import draw_arrays
+
+pytestmark = pytest.mark.once
+
+_M, _K, _N, _G = 13, 7, 5, 4
+
+
+def _graph(
+    dtype: DTypeName, groups: int = _G, result: DTypeName | None = None
+) -> Graph:
+    def of(name: str, dtype: DTypeName, *dims: int) -> Tensor:
+        order = tuple(range(len(dims)))
+        return Tensor(name=name, dtype=dtype, dims=dims, order=order)
+
+    inputs = {
+        "a": of("a", dtype, 1, _M, _K),
+        "b": of("b", dtype, groups, _K, _N),
+        "group_sizes": of("group_sizes", "i32", 1, groups),
+    }
+    return grouped_matmul_graph(inputs, result or dtype)
+
+
+def _graphs(dtype: DTypeName, groups: int, result: DTypeName) -> list[Graph]:
+    graph = _graph(dtype, groups, result)
+    derivative = derivative_of(graph)
+    assert derivative is not None
+    found = [graph]
+    for wanted in ((True, True, False), (True, False, False), (False, True, False)):
+        backward = derivative.backward(graph, wanted, (True,))
+        assert backward is not None
+        found.append(backward.graph)
+    return found
+
+
+_TARGETS = [None, Target(name="H200", sm_version=90, sm_count=132, cudnn_version=91900)]
+
+
+@pytest.mark.parametrize("target", _TARGETS)
+@pytest.mark.parametrize("groups", [1, _G])
+@pytest.mark.parametrize("result", ["f32", "bf16"])
+def test_the_rewritten_graph_gives_the_same(
+    target: Target | None, groups: int, result: DTypeName
+) -> None:
+    for graph in _graphs("bf16", groups, result):
+        legalization = legalize(graph, target)
+        assert legalization.candidates
+        for legal in legalization.candidates:
+            assert "XLA's until" in legal.slower
+            tensors = legal.graph.tensors
+            assert not any("group_sizes" in t.name for t in tensors)
+            assert all(
+                t.dims[t.order[-1]] % 8 == 0 for t in tensors if t.dtype == "bf16"
+            )
+            for seed in range(3):
+                operands = draw_arrays(graph, seed)
+                kernel = functools.partial(evaluate, legal.graph)
+                got = legal.run(kernel, operands)
+                for x, y in zip(got, evaluate(graph, operands), strict=True):
+                    assert x.dtype == y.dtype
+                    np.testing.assert_allclose(
+                        np.asarray(x, "f4"), np.asarray(y, "f4"), rtol=2**-7, atol=2e-2
+                    )
+
+
+def test_what_the_kernel_reads_in_no_group_does_not_leak() -> None:
+    (graph, backward, *_) = _graphs("f32", _G, "f32")
+    sizes = jnp.array([[2, 0, 5, 1]], jnp.int32)
+    for each in (graph, backward):
+        for legal in legalize(each, None).candidates:
+            operands = dict(zip(each.inputs, draw_arrays(each), strict=True))
+            operands["group_sizes"] = sizes
+            want = evaluate(each, list(operands.values()))
+            for name in ("a", "grad_output"):
+                if name in operands:
+                    operands[name] = operands[name].at[:, 8:].set(jnp.nan)
+            kernel = functools.partial(evaluate, legal.graph)
+            got = legal.run(kernel, list(operands.values()))
+            for x, y in zip(got, want, strict=True):
+                np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_notes_and_refusals() -> None:
+    graph, backward, *_ = _graphs("bf16", _G, "bf16")
+    h200 = _TARGETS[1]
+    plain, transposed = legalize(graph, h200).candidates
+    assert plain.notes == (
+        "rows beyond the last group are set to 0 after the kernel",
+        "matrices are padded to multiples of 8 elements",
+    )
+    assert "b is transposed" in transposed.notes[1]
+    # Where the GPU is not known, the way that all take comes first.
+    assert [x.graph for x in legalize(graph, None).candidates] == [
+        transposed.graph,
+        plain.graph,
+    ]
+    (way,) = legalize(backward, h200).candidates
+    assert "the gradient of b is computed by XLA" in way.notes[-1]
+    single = legalize(_graph("bf16", 1), h200).candidates[0]
+    assert "a single group is a matmul" in single.notes
+    assert single.graph.nodes[0].kind == "matmul"
+    assert legalize(_graph("f64"), None).reasons == (
+        "f64: cuDNN's grouped matmul takes bf16, f16 and f32",
+    )
+    old = Target(name="V100", sm_version=70, sm_count=80, cudnn_version=90800)
+    assert [r.split(":")[0] for r in legalize(graph, old).reasons] == [
+        "sm_70 (V100)",
+        "cuDNN 90800 is older than 9.15",
+    ]
+
+
+def test_tuning_draws_groups_that_fill_the_rows() -> None:
+    (first, *_) = draw_sets(_graph("bf16"), jax.devices("cpu")[0])
+    assert first[2].tolist() == [[_M // _G] * _G]
+
+
+def test_the_lowered_text_asks_cudnn_when_told_to() -> None:
+    def run(implementation: Any, *xs: jax.Array) -> Any:
+        def loss(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            y = ragged_dot(lhs, rhs, xs[2], implementation=implementation)
+            return y.astype(jnp.float32).sum()
+
+        return jax.value_and_grad(loss, (0, 1))(*xs[:2])
+
+    shapes = (((16, 8), "bfloat16"), ((3, 8, 24), "bfloat16"), ((3,), "int32"))
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in shapes]
+    for implementation, count in (("cudnn", 2), ("auto", 0), ("xla", 0)):
+        traced = jax.jit(run, static_argnums=0).trace(implementation, *operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @jax_cudnn") == count
+        # What XLA has an operation for is that operation, once for each product.
+        assert len(re.findall(r'= "?chlo.ragged_dot', text)) == (1 if count else 3)
+
+
+def test_sizes_that_go_too_far_or_are_negative_are_cut() -> None:
+    graph = _graph("f32")
+    for legal in legalize(graph, None).candidates:
+        place = legal.graph.inputs.index("starts")
+        operands = draw_arrays(graph)
+        operands[2] = jnp.array([[2, 2**30, 2**30, 5]], jnp.int32)
+        starts = legal.before(operands)[place]
+        assert starts.min() >= 0
+        assert starts.max() <= _M
+
+
+def test_a_program_for_a_gpu_is_exported_and_read() -> None:
+    lhs, rhs = jnp.ones((_M, _K)), jnp.ones((_G, _K, _N))
+    sizes = jnp.array([3, 1, 7, 2])
+
+    def loss(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        return jnp.sum(ragged_dot(lhs, rhs, sizes, implementation="cudnn") ** 2)
+
+    program = export.export(
+        jax.jit(jax.grad(loss, (0, 1))),
+        platforms=["cuda"],
+        disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS,
+    )(lhs, rhs)
+    text = export.deserialize(program.serialize()).mlir_module()
+    assert text.count("custom_call @jax_cudnn") == 2
