@@ -17,8 +17,8 @@ from jax_cudnn.fusing.explanation import FuseExplanation, describe_work
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.program import Arrays, as_array, program_of
 from jax_cudnn.fusing.split import Split, is_free, split
+from jax_cudnn.fusing.whole import Asked
 from jax_cudnn.lowering import weakly_typed
-from jax_cudnn.ops.arguments import options
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,8 +42,7 @@ class Fused(Generic[P, R]):
         self._function = function
         self._strict = strict
         self._static = static
-        self._implementation: Implementation | None = implementation
-        self._plan = plan
+        self._asked = Asked(implementation, plan)
         self._jitted = self._compiled(lambda found: None)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -70,10 +69,7 @@ class Fused(Generic[P, R]):
         seen: list[Split] = []
         jitted = self._compiled(seen.append, strict=False)
         cast(Any, jitted).trace(*args, **kwargs)
-        call = replace(
-            options("fuse", self._implementation, self._plan), exact_dtypes=True
-        )
-        return FuseExplanation.of(_name(self._function), seen[-1], call)
+        return FuseExplanation.of(_name(self._function), seen[-1])
 
     def _compiled(self, seen: _Seen, *, strict: bool | None = None) -> Any:
         is_strict = self._strict if strict is None else strict
@@ -99,7 +95,7 @@ class Fused(Generic[P, R]):
         given = [leaves[i] for i in places]
         closed, like = jax.make_jaxpr(call, return_shape=True)(*given)
         program = program_of(closed)
-        found = split(program)
+        found = split(program, self._asked, is_strict=self._strict)
         if is_strict:
             check_one_kernel(_name(self._function), found)
         seen(found)
@@ -107,7 +103,7 @@ class Fused(Generic[P, R]):
         known = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in given)
         arrays: Arrays = dict(zip(program.inputs, known, strict=True))
         arrays |= program.constants
-        _run_steps(found, arrays, self._implementation, self._plan)
+        _run_steps(found, arrays, self._asked)
         results = [
             _typed(as_array(x, arrays), variable.aval)
             for x, variable in zip(program.results, closed.jaxpr.outvars, strict=True)
@@ -118,19 +114,13 @@ class Fused(Generic[P, R]):
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def _run_steps(
-    found: Split,
-    arrays: Arrays,
-    implementation: Implementation | None,
-    plan: PlanOptions | None,
-) -> None:
+def _run_steps(found: Split, arrays: Arrays, asked: Asked) -> None:
     for step in found.steps:
         if isinstance(step, Kernel):
-            precision = step.contraction.operation.params["precision"]
-            call = options("fuse", implementation, plan, precision)
+            call = asked.options(step.work.params["precision"])
             step.run(arrays, replace(call, exact_dtypes=True))
         else:
-            step.work.run(arrays)
+            step.run(arrays)
 
 
 def _typed(x: jax.Array, aval: Any) -> jax.Array:
@@ -146,15 +136,19 @@ def check_one_kernel(name: str, found: Split) -> None:
         "of the function, or leave strict out: XLA then runs it."
     )
     kept = [each for each in found.left if not is_free(each.work)]
-    if not found.kernels:
-        problem = "it has no contraction that a graph can have"
+    norms = [found.norms[each.work] for each in kept if each.work in found.norms]
+    if not found.kernels and norms:
+        problem = f"It has {norms[0]}"
+    elif not found.kernels:
+        problem = "It has no contraction that a graph can have, and no norm"
     elif kept:
         left = kept[0]
         problem = f"{describe_work(left.work)} is not part of it: {left.reason}"
     elif len(found.kernels) > 1:
-        second = found.kernels[1].contraction.operation
+        second = found.kernels[1].work
         problem = (
-            f"{describe_work(second)} begins another one: a kernel has one contraction"
+            f"{describe_work(second)} begins another one: a kernel has one contraction "
+            "or one norm"
         )
     else:
         return

@@ -104,10 +104,20 @@ def autotune(
     """
     tuner = _Tuner(budget_s=budget_s, progress=progress)
     try:
-        tuner.take(_parts(traced_graphs(function, *args, **kwargs)))
+        with scoped(tuner=_all_at_once):
+            found = traced_graphs(function, *args, **kwargs)
+        tuner.take(_parts(found))
     finally:
         tuner.finish()
     return tuner.tuning
+
+
+def _all_at_once(graph: Graph, options: Options) -> None:
+    """Measure nothing yet: `autotune` does when it has all graphs of a program.
+
+    Where this is the tuner, functions are traced with all that could be cuDNN's.
+    """
+    del graph, options
 
 
 @contextmanager
