@@ -195,8 +195,10 @@ def fuse(
     The function is traced. Each :func:`jax.lax.dot_general` and
     :func:`jax.lax.conv_general_dilated` in it, however it is spelled (``@``,
     ``jnp.einsum``, a Flax layer), becomes a kernel, together with the operations that
-    follow it element by element. XLA runs all other operations. What is computed, and
-    in which dtypes, is what the function says:
+    follow it element by element. A layer norm or RMS norm over the last axes, written
+    out or as a layer of Flax, becomes one on request, and where it was measured to be
+    faster so. XLA runs all other operations. What is computed, and in which dtypes, is
+    what the function says:
 
     - An operation is part of a kernel only if it can be written there with exactly its
       meaning: value, derivatives, NaN.
@@ -218,12 +220,15 @@ def fuse(
         arrays, and static arguments. What it captures may be traced. Left out, as in
         ``@fuse(strict=True)``, a decorator is returned.
       strict: whether the function has to be exactly one kernel, with nothing left for
-        XLA. Default False. That cuDNN has a plan for it is another question: add
+        XLA: a contraction with what follows it, or a norm. Default False. That cuDNN
+        has a plan for it is another question: add
         ``implementation="cudnn"`` to have it answered.
       static_argnums: as for `jax.jit`. Default None: found by `static_argnames`.
       static_argnames: as for `jax.jit`. Default None: found by `static_argnums`.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`, for each
-        kernel.
+        kernel. With "auto", norms are kernels while :func:`jax_cudnn.plans.autotune`
+        measures, and where it found cuDNN to be faster for as many features; with
+        "cudnn" always. Calls of this package's in the function have their own.
       plan: which of cuDNN's plans may run the kernels, as for :func:`jax_cudnn.conv`.
 
     Returns:
@@ -241,7 +246,9 @@ def fuse(
       Which operations follow in a kernel: arithmetic, comparisons, selections by them,
       exponentials, powers, trigonometric functions, casts between floats; reshapes and
       transposes that keep rows, columns and batch apart. At most 64 steps are one
-      kernel: the time for planning grows with the square of their number.
+      kernel: the time for planning grows with the square of their number. Scale, bias
+      and a cast are part of a norm, whose variance is that of centred values, however
+      it is written.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
