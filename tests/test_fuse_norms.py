@@ -351,7 +351,6 @@ def test_a_norm_between_two_products() -> None:
 def table(monkeypatch: pytest.MonkeyPatch) -> choices.ChoiceTable:
     made = choices.ChoiceTable()
     monkeypatch.setattr(choices, "table", lambda: made)
-    made.version = 10**9  # What was read of other tables is of other versions.
     return made
 
 
@@ -382,6 +381,24 @@ def test_norms_are_offered_while_plans_are_measured() -> None:
     assert not _graphs(fused, _X, _S, _T)
     with plans.using(implementation="cudnn"):
         assert _graphs(fused, _X, _S, _T) == ["layer_norm"]
+
+
+def test_autotune_measures_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+
+    class Tuner:
+        def __init__(self, **_: Any) -> None:
+            self.tuning = plans.Tuning(device="none")
+
+        def take(self, parts: Any) -> None:
+            taken.extend(part.nodes[0].kind for part, _ in parts)
+
+        def finish(self) -> None:
+            pass
+
+    monkeypatch.setattr("jax_cudnn.plans.tuning._Tuner", Tuner)
+    plans.autotune(jax.grad(lambda x: fuse(_layer)(x, _S, _T).sum()), _X)
+    assert taken == ["layer_norm", "layer_norm_backward"]
 
 
 def test_strict_takes_one_norm() -> None:

@@ -15,7 +15,7 @@ from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.known import Activation, with_activations
 from jax_cudnn.fusing.norms import Norm, norms_of
 from jax_cudnn.fusing.program import Arrays, Operation, Program, Value, needed
-from jax_cudnn.fusing.whole import LEFT, Asked, Whole, is_wanted, whole
+from jax_cudnn.fusing.whole import Asked, Whole, whole, why_left
 
 Work = Operation | Activation | Norm
 
@@ -59,12 +59,13 @@ def split(program: Program, asked: Asked, *, is_strict: bool = False) -> Split:
     In a strict split all norms are kernels.
     """
     norms = norms_of(program)
-    taken = [norm for norm in norms.found if is_strict or is_wanted(norm, asked)]
+    left = {} if is_strict else {norm: why_left(norm, asked) for norm in norms.found}
+    taken = [norm for norm in norms.found if not left.get(norm)]
     works = needed(_with_norms(with_activations(program), taken), program.results)
     reasons: dict[Work, str] = {**norms.reasons}
-    for norm in norms.found:
-        if norm not in taken:
-            reasons |= dict.fromkeys(norm.parts, LEFT)
+    for norm, reason in left.items():
+        if reason:
+            reasons |= dict.fromkeys(norm.parts, reason)
     refused: dict[Work, str] = {}
     while True:
         found = _Assignment(program, works, refused, reasons, asked)

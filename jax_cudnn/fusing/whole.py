@@ -6,6 +6,7 @@ operations, which are graphs already.
 """
 
 import functools
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,8 +23,6 @@ from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import TracedGraph, graph_of, is_tuning, subprograms
 from jax_cudnn.ops.arguments import Precision, options, strongly_typed
 from jax_cudnn.ops.norms import layer_norm, rms_norm
-
-LEFT = "a norm, which is XLA's until cuDNN was measured to be faster"
 
 
 class Asked(NamedTuple):
@@ -118,34 +117,42 @@ def whole(work: object, asked: Asked) -> Whole | None:
     return None
 
 
-def is_wanted(norm: Norm, asked: Asked) -> bool:
-    """Whether a norm is to be a graph, where the program may be for any GPU.
+def why_left(norm: Norm, asked: Asked) -> str:
+    """Return why the operations of a norm are XLA's, where the program is for any GPU.
 
-    It is where cuDNN was asked for, while plans are measured, and where a norm of as
-    many features was measured to be faster: the numbers of rows of a device, and of
-    the examples of a vmap, are not known here. Whether cuDNN runs it is decided where
-    it is compiled.
+    They are a graph, and the reason "", where cuDNN was asked for, while plans are
+    measured, and where a norm of as many features was measured to be faster: the rows
+    of a device, and the examples of a vmap, are not known here. Whether cuDNN runs the
+    graph is decided where it is compiled.
     """
     implementation = asked.options().implementation
-    if implementation != "auto":
-        return implementation == "cudnn"
-    features = 1
-    for axis in norm.axes:
-        features *= norm.x.shape[axis]
-    faster = _measured_faster(choices.table().version)
-    return is_tuning() or (norm.kind, features) in faster
+    if implementation == "xla":
+        return _XLA
+    features = math.prod(norm.x.shape[axis] for axis in norm.axes)
+    table = choices.table()
+    is_graph = (
+        implementation == "cudnn"
+        or is_tuning()
+        or (norm.kind, features) in _measured_faster(table, table.version)
+    )
+    return "" if is_graph else _UNMEASURED
+
+
+_UNMEASURED = "a norm, which is XLA's until cuDNN was measured to be faster"
+_XLA = 'a norm, and implementation="xla" was asked for'
 
 
 @functools.lru_cache(maxsize=4)
-def _measured_faster(version: int) -> frozenset[tuple[str, int]]:
+def _measured_faster(
+    table: choices.ChoiceTable, version: int
+) -> frozenset[tuple[str, int]]:
     """Return the norms that cuDNN was measured to run faster, by kind and features."""
     del version  # What was added since may say otherwise.
     found: set[tuple[str, int]] = set()
-    for choice in choices.table().all().values():
-        kind = choice.op.removesuffix("_backward")
+    for choice in table.all().values():
         rows = _ROWS.match(choice.operands)
         if rows is not None and choice.implementation == "cudnn":
-            found.add((kind, int(rows[1])))
+            found.add((choice.op.removesuffix("_backward"), int(rows[1])))
     return frozenset(found)
 
 

@@ -87,7 +87,8 @@ def autotune(
 
     Args:
       function: the function to trace, without running it; may be jitted, or
-        ``jitted.trace(...)`` and no arguments.
+        ``jitted.trace(...)`` and no arguments. What was traced before offers no norms
+        that ``jax_cudnn.fuse`` has found in it.
       *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
         function takes.
       budget_s: seconds to spend. A call that is not measured by then keeps the plan
