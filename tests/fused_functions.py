@@ -48,6 +48,14 @@ def block(x, w, b, residual, scale, shift):
     return normed * scale[None, None, :] + shift[None, None, :]
 
 
+def normed(x, w, scale):
+    """A product and the RMS norm of a Llama, in f32 and rounded at the end."""
+    h = x @ w
+    wide = h.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6)
+    return (wide * inverse * scale.astype(jnp.float32)[None, None, :]).astype(h.dtype)
+
+
 def gated_mlp(x, gate, up, down):
     """The MLP of a Llama."""
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_cudnn.fusing.broadcasts import Makers
 from jax_cudnn.fusing.program import Arrays, Atom, Operation, Value
 from jax_cudnn.fusing.views import View
 from jax_cudnn.ops.arguments import strongly_typed
@@ -22,8 +23,6 @@ from jax_cudnn.ops.fusion import Begun
 from jax_cudnn.ops.products import PLAIN, Dtypes, begin_product, common_dtypes
 from jax_cudnn.reference.dtypes import dtype_name
 
-# What makes each value.
-Makers = Mapping[Value, Any]
 _NARROW = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")
 
 

@@ -10,10 +10,11 @@ import jax
 
 from jax_cudnn.columns import aligned
 from jax_cudnn.config import Options
-from jax_cudnn.fusing.kernels import Kernel, Work
+from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.known import Activation
 from jax_cudnn.fusing.program import Operation, Value
-from jax_cudnn.fusing.split import Left, Split
+from jax_cudnn.fusing.split import Left, Split, Work
+from jax_cudnn.fusing.whole import Whole
 from jax_cudnn.graph import Graph, label, operand_text
 from jax_cudnn.graph.printing import in_mermaid
 from jax_cudnn.lowering import equation_name, run_graph
@@ -55,6 +56,7 @@ class FusedKernel:
     operations: tuple[ExplainedOperation, ...]
     graph: Graph
     calls: tuple["ExplainedCall", ...] = ()
+    _options: Options = field(repr=False)
 
     @property
     def op(self) -> str:
@@ -78,17 +80,15 @@ class FuseExplanation:
     left: tuple[ExplainedOperation, ...]
     device: str = ""
     _split: Split = field(repr=False)
-    _options: Options = field(repr=False)
 
     @classmethod
-    def of(cls, name: str, split: Split, options: Options) -> "FuseExplanation":
+    def of(cls, name: str, split: Split) -> "FuseExplanation":
         """Return the explanation of a split whose kernels were run."""
         return cls(
             name=name,
             kernels=tuple(map(_kernel, split.kernels)),
             left=tuple(_operation(each.work, each.reason) for each in split.left),
             _split=split,
-            _options=options,
         )
 
     def on(self, device: str | None = None) -> "FuseExplanation":
@@ -106,14 +106,16 @@ class FuseExplanation:
         kernels: list[FusedKernel] = []
         told = ""
         for kernel in self.kernels:
-            graph = kernel.graph
+            graph, options = kernel.graph, kernel._options
             operands = [
                 jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
                 for t in graph.input_tensors
             ]
 
-            def run(*arrays: jax.Array, graph: Graph = graph) -> Sequence[jax.Array]:
-                return run_graph(graph, arrays, self._options)
+            def run(
+                *arrays: jax.Array, graph: Graph = graph, options: Options = options
+            ) -> Sequence[jax.Array]:
+                return run_graph(graph, arrays, options)
 
             found = explain(run, *operands, device=device)
             told = f"cuDNN {found.cudnn_version} on {found.device}"
@@ -160,10 +162,12 @@ def _called(work: Work) -> str:
     return work.name
 
 
-def _kernel(kernel: Kernel) -> FusedKernel:
-    assert kernel.graph is not None, "it was run"
+def _kernel(kernel: Kernel | Whole) -> FusedKernel:
+    graph, options = kernel.graph, kernel.options
+    assert graph is not None, "it was run"
+    assert options is not None, "it was run"
     operations = tuple(_operation(work) for work in kernel.works)
-    return FusedKernel(operations=operations, graph=kernel.graph)
+    return FusedKernel(operations=operations, graph=graph, _options=options)
 
 
 def _operation(work: Work, reason: str = "") -> ExplainedOperation:
@@ -213,20 +217,21 @@ def _picture(split: Split) -> Iterator[str]:
         yield f'  i{i}(["{_in_box(value)}"])'
     count = 0
     for step in split.steps:
-        works = step.works if isinstance(step, Kernel) else [step.work]
+        is_kernel = not isinstance(step, Left)
+        works = step.works if is_kernel else [step.work]
         indent = "  "
-        if isinstance(step, Kernel):
+        if is_kernel:
             indent = "    "
             yield f'  subgraph k{count}["{in_mermaid(_title(step))}"]'
         for work in works:
-            left, right = ("[", "]") if isinstance(step, Kernel) else ("(", ")")
+            left, right = ("[", "]") if is_kernel else ("(", ")")
             yield f'{indent}n{count}{left}"{in_mermaid(_called(work))}"{right}'
             for x in dict.fromkeys(_read(step, work)):
                 if x in sources:
                     arrows.append(f'  {sources[x]} -->|"{_in_box(x)}"| n{count}')
             sources |= dict.fromkeys(work.outputs, f"n{count}")
             count += 1
-        if isinstance(step, Kernel):
+        if is_kernel:
             yield "  end"
     for i, value in enumerate(split.program.results):
         if isinstance(value, Value) and value in sources:
@@ -235,13 +240,13 @@ def _picture(split: Split) -> Iterator[str]:
     yield from arrows
 
 
-def _title(kernel: Kernel) -> str:
+def _title(kernel: Kernel | Whole) -> str:
     return "kernel" if kernel.graph is None else label(kernel.graph)
 
 
-def _read(step: Kernel | Left, work: Operation | Activation) -> Iterator[Value]:
+def _read(step: Kernel | Whole | Left, work: Operation | Activation) -> Iterator[Value]:
     """Yield what an operation reads, where it is read from."""
-    if not isinstance(step, Kernel):
+    if isinstance(step, Left):
         yield from work.reads
         return
     yield from (x for x in work.reads if x in step.made)

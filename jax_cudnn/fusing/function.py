@@ -17,8 +17,8 @@ from jax_cudnn.fusing.explanation import FuseExplanation, describe_work
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.program import Arrays, as_array, program_of
 from jax_cudnn.fusing.split import Split, is_free, split
+from jax_cudnn.fusing.whole import Asked
 from jax_cudnn.lowering import weakly_typed
-from jax_cudnn.ops.arguments import options
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,8 +42,7 @@ class Fused(Generic[P, R]):
         self._function = function
         self._strict = strict
         self._static = static
-        self._implementation: Implementation | None = implementation
-        self._plan = plan
+        self._asked = Asked(implementation, plan)
         self._jitted = self._compiled(lambda found: None)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -70,10 +69,7 @@ class Fused(Generic[P, R]):
         seen: list[Split] = []
         jitted = self._compiled(seen.append, strict=False)
         cast(Any, jitted).trace(*args, **kwargs)
-        call = replace(
-            options("fuse", self._implementation, self._plan), exact_dtypes=True
-        )
-        return FuseExplanation.of(_name(self._function), seen[-1], call)
+        return FuseExplanation.of(_name(self._function), seen[-1])
 
     def _compiled(self, seen: _Seen, *, strict: bool | None = None) -> Any:
         is_strict = self._strict if strict is None else strict
@@ -99,7 +95,7 @@ class Fused(Generic[P, R]):
         given = [leaves[i] for i in places]
         closed, like = jax.make_jaxpr(call, return_shape=True)(*given)
         program = program_of(closed)
-        found = split(program)
+        found = split(program, self._asked, is_strict=self._strict)
         if is_strict:
             check_one_kernel(_name(self._function), found)
         seen(found)
@@ -107,7 +103,7 @@ class Fused(Generic[P, R]):
         known = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in given)
         arrays: Arrays = dict(zip(program.inputs, known, strict=True))
         arrays |= program.constants
-        _run_steps(found, arrays, self._implementation, self._plan)
+        _run_steps(found, arrays, self._asked)
         results = [
             _typed(as_array(x, arrays), variable.aval)
             for x, variable in zip(program.results, closed.jaxpr.outvars, strict=True)
@@ -118,19 +114,13 @@ class Fused(Generic[P, R]):
 _ARRAYS = (jax.Array, np.ndarray)
 
 
-def _run_steps(
-    found: Split,
-    arrays: Arrays,
-    implementation: Implementation | None,
-    plan: PlanOptions | None,
-) -> None:
+def _run_steps(found: Split, arrays: Arrays, asked: Asked) -> None:
     for step in found.steps:
         if isinstance(step, Kernel):
-            precision = step.contraction.operation.params["precision"]
-            call = options("fuse", implementation, plan, precision)
+            call = asked.options(step.work.params["precision"])
             step.run(arrays, replace(call, exact_dtypes=True))
         else:
-            step.work.run(arrays)
+            step.run(arrays)
 
 
 def _typed(x: jax.Array, aval: Any) -> jax.Array:
@@ -146,15 +136,19 @@ def check_one_kernel(name: str, found: Split) -> None:
         "of the function, or leave strict out: XLA then runs it."
     )
     kept = [each for each in found.left if not is_free(each.work)]
-    if not found.kernels:
-        problem = "it has no contraction that a graph can have"
+    norms = [found.norms[each.work] for each in kept if each.work in found.norms]
+    if not found.kernels and norms:
+        problem = f"It has {norms[0]}"
+    elif not found.kernels:
+        problem = "It has no contraction that a graph can have, and no norm"
     elif kept:
         left = kept[0]
         problem = f"{describe_work(left.work)} is not part of it: {left.reason}"
     elif len(found.kernels) > 1:
-        second = found.kernels[1].contraction.operation
+        second = found.kernels[1].work
         problem = (
-            f"{describe_work(second)} begins another one: a kernel has one contraction"
+            f"{describe_work(second)} begins another one: a kernel has one contraction "
+            "or one norm"
         )
     else:
         return
@@ -201,8 +195,10 @@ def fuse(
     The function is traced. Each :func:`jax.lax.dot_general` and
     :func:`jax.lax.conv_general_dilated` in it, however it is spelled (``@``,
     ``jnp.einsum``, a Flax layer), becomes a kernel, together with the operations that
-    follow it element by element. XLA runs all other operations. What is computed, and
-    in which dtypes, is what the function says:
+    follow it element by element. A layer norm or RMS norm over the last axes, written
+    out or as a layer of Flax, becomes one on request, and where it was measured to be
+    faster so. XLA runs all other operations. What is computed, and in which dtypes, is
+    what the function says:
 
     - An operation is part of a kernel only if it can be written there with exactly its
       meaning: value, derivatives, NaN.
@@ -224,12 +220,15 @@ def fuse(
         arrays, and static arguments. What it captures may be traced. Left out, as in
         ``@fuse(strict=True)``, a decorator is returned.
       strict: whether the function has to be exactly one kernel, with nothing left for
-        XLA. Default False. That cuDNN has a plan for it is another question: add
+        XLA: a contraction with what follows it, or a norm. Default False. That cuDNN
+        has a plan for it is another question: add
         ``implementation="cudnn"`` to have it answered.
       static_argnums: as for `jax.jit`. Default None: found by `static_argnames`.
       static_argnames: as for `jax.jit`. Default None: found by `static_argnums`.
       implementation: "auto", "cudnn" or "xla", as for :func:`jax_cudnn.conv`, for each
-        kernel.
+        kernel. With "auto", norms are kernels while :func:`jax_cudnn.plans.autotune`
+        measures, and where it found cuDNN to be faster for as many features; with
+        "cudnn" always. Calls of this package's in the function have their own.
       plan: which of cuDNN's plans may run the kernels, as for :func:`jax_cudnn.conv`.
 
     Returns:
@@ -247,7 +246,9 @@ def fuse(
       Which operations follow in a kernel: arithmetic, comparisons, selections by them,
       exponentials, powers, trigonometric functions, casts between floats; reshapes and
       transposes that keep rows, columns and batch apart. At most 64 steps are one
-      kernel: the time for planning grows with the square of their number.
+      kernel: the time for planning grows with the square of their number. Scale, bias
+      and a cast are part of a norm, whose variance is that of centred values, however
+      it is written.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

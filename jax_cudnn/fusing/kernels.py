@@ -16,7 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_cudnn.config import Options
-from jax_cudnn.fusing.contractions import Contraction, Makers, operand_array
+from jax_cudnn.fusing.broadcasts import Makers, narrowed
+from jax_cudnn.fusing.contractions import Contraction, operand_array
 from jax_cudnn.fusing.known import Activation
 from jax_cudnn.fusing.program import Arrays, Atom, Number, Operation, Value
 from jax_cudnn.fusing.views import View
@@ -64,8 +65,8 @@ class Rounding(NamedTuple):
 class Kernel:
     """A contraction with what follows it, being put together and then run.
 
-    ``made`` says which step makes a value, and ``views`` how its axes lie. ``graph`` is
-    what it was run as.
+    ``made`` says which step makes a value, and ``views`` how its axes lie. ``graph``
+    and ``options`` are what it was run as.
     """
 
     contraction: Contraction
@@ -76,6 +77,7 @@ class Kernel:
     views: dict[Value, View] = field(default_factory=dict)
     outputs: tuple[Value, ...] = ()
     graph: Graph | None = None
+    options: Options | None = None
 
     def __post_init__(self) -> None:
         """Begin with the contraction."""
@@ -83,6 +85,11 @@ class Kernel:
         (result,) = self.contraction.operation.outputs
         self.made[result] = Made(0)
         self.views[result] = self.contraction.view
+
+    @property
+    def work(self) -> Operation:
+        """What it is named by, where it is not to be."""
+        return self.contraction.operation
 
     @property
     def reads(self) -> tuple[Value, ...]:
@@ -198,13 +205,13 @@ class Kernel:
         if isinstance(atom, Value) and atom in self.made:
             self._check_dtype(atom)
             return self.made[atom]
-        source, shape = _narrowed(atom, len(view.shape), makers)
-        if isinstance(source, Number):
-            return source.value
+        source, shape = narrowed(atom, len(view.shape), makers)
         if source.dtype == np.bool_:
             raise UntraceableError(
                 "it reads truth values that are no comparison's here"
             )
+        if isinstance(source, Number):
+            return source.value
         self._check_dtype(source)
         return Read(value=source, shape=shape, view=view)
 
@@ -212,6 +219,7 @@ class Kernel:
 
     def run(self, arrays: Arrays, options: Options) -> None:
         """Run it as one graph, and add its results to the arrays."""
+        self.options = options
         fusion, value, rounded = self.contraction.begin(
             arrays, is_rounded=bool(self.steps)
         )
@@ -303,52 +311,6 @@ def _viewed(work: Operation, view: View) -> View:
 
 def _size(shape: Sequence[int]) -> int:
     return int(np.prod(shape, dtype=np.int64))
-
-
-def _narrowed(atom: Atom, rank: int, makers: Makers) -> tuple[Atom, tuple[int, ...]]:
-    """Return what an operand was broadcast from, in a shape of that rank."""
-    # The sizes other than 1, and the axes of the full rank that they are.
-    sizes = {axis: size for axis, size in enumerate(atom.shape) if size != 1}
-    places = {axis: axis for axis in sizes}
-    while isinstance(atom, Value) and (maker := makers.get(atom)) is not None:
-        inner = _inner_axes(maker)
-        if inner is None:
-            break
-        source = maker.inputs[0]
-        places = {
-            own: places[outer] for own, outer in inner.items() if source.shape[own] != 1
-        }
-        atom = source
-    shape = [1] * rank
-    for own, place in places.items():
-        shape[place] = atom.shape[own]
-    return atom, tuple(shape)
-
-
-def _inner_axes(maker: Any) -> dict[int, int] | None:
-    """Return where the axes of an operand are in the result that repeats it, or None.
-
-    Axes of size 1 need not be among them.
-    """
-    if not isinstance(maker, Operation) or maker.params.get("sharding") is not None:
-        return None
-    if maker.name == "broadcast_in_dim":
-        if len(maker.inputs) != 1:
-            return None
-        return dict(enumerate(maker.params["broadcast_dimensions"]))
-    is_plain = maker.params.get("dimensions") is None or maker.name == "squeeze"
-    if maker.name in ("reshape", "squeeze") and is_plain:
-        before, after = (
-            [axis for axis, size in enumerate(x.shape) if size != 1]
-            for x in (maker.inputs[0], maker.outputs[0])
-        )
-        sizes = (
-            [maker.inputs[0].shape[axis] for axis in before],
-            [maker.outputs[0].shape[axis] for axis in after],
-        )
-        if sizes[0] == sizes[1]:
-            return dict(zip(before, after, strict=True))
-    return None
 
 
 def _is_float(x: Atom) -> bool:

@@ -8,7 +8,7 @@ rules, `jax.checkpoint`, jitted functions that say how they are sharded or compi
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -110,6 +110,20 @@ def as_array(atom: Atom, arrays: Arrays) -> jax.Array:
     return jnp.asarray(atom.value, atom.dtype)
 
 
+class _Work(Protocol):
+    """An operation, or several that are known to be one."""
+
+    @property
+    def has_effects(self) -> bool: ...
+    @property
+    def reads(self) -> tuple[Value, ...]: ...
+    @property
+    def outputs(self) -> tuple[Value, ...]: ...
+
+
+_AnyWork = TypeVar("_AnyWork", bound=_Work)
+
+
 class Program(NamedTuple):
     """A function as a list of operations, each behind those whose results it reads."""
 
@@ -119,14 +133,25 @@ class Program(NamedTuple):
     results: tuple[Atom, ...]
 
 
+def needed(works: Sequence[_AnyWork], results: Iterable[Atom]) -> list[_AnyWork]:
+    """Return what leads to a result or has an effect, in order."""
+    wanted: set[Any] = set(results)
+    kept: list[_AnyWork] = []
+    for work in reversed(works):
+        if work.has_effects or not wanted.isdisjoint(work.outputs):
+            kept.append(work)
+            wanted.update(work.reads)
+    return kept[::-1]
+
+
 def program_of(closed: Any) -> Program:
-    """Return the program of a traced function."""
+    """Return the program of a traced function, without what leads to nothing."""
     opened = _Opened()
     values = {variable: Value(variable.aval) for variable in closed.jaxpr.invars}
     atoms: dict[Any, Atom] = dict(values)
     results = opened.open(closed.jaxpr, closed.consts, atoms, "")
     return Program(
-        operations=tuple(opened.operations),
+        operations=tuple(needed(opened.operations, results)),
         inputs=tuple(values.values()),
         constants=opened.constants,
         results=results,
@@ -181,6 +206,8 @@ class _Opened:
             )
             atoms = dict(zip(called.invars, inputs, strict=True))
             return self.open(called, consts, atoms, place)
+        if (chosen := _known_choice(equation, inputs)) is not None:
+            return (chosen,)
         if inputs and all(isinstance(x, Number) for x in inputs):
             number = _folded(equation, inputs)
             if number is not None:
@@ -216,7 +243,19 @@ def _opens(equation: Any) -> Any:
 _FOLDED = (
     *("add", "convert_element_type", "div", "max", "min", "mul", "neg", "sub"),
     *("integer_pow", "rsqrt", "sqrt", "square"),
+    *("eq", "ge", "gt", "le", "lt", "ne"),
 )
+
+
+def _known_choice(equation: Any, inputs: Sequence[Atom]) -> Atom | None:
+    """Return what a selection by a number of the program is, if it is one.
+
+    jnp.var selects by whether there are any elements.
+    """
+    if equation.primitive.name != "select_n" or not isinstance(inputs[0], Number):
+        return None
+    chosen = inputs[1 + int(inputs[0].value)]
+    return chosen if chosen.shape == equation.outvars[0].aval.shape else None
 
 
 def _folded(equation: Any, inputs: Sequence[Atom]) -> Number | None:

@@ -6,34 +6,46 @@ operations of its contraction's level that read its values, and beside them only
 of lower levels. So no two kernels wait for each other.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax_cudnn.fusing.contractions import contraction_of
-from jax_cudnn.fusing.kernels import Kernel, Work
+from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.known import Activation, with_activations
-from jax_cudnn.fusing.program import Operation, Program, Value
+from jax_cudnn.fusing.norms import Norm, norms_of
+from jax_cudnn.fusing.program import Arrays, Operation, Program, Value, needed
+from jax_cudnn.fusing.whole import Asked, Whole, whole, why_left
+
+Work = Operation | Activation | Norm
 
 
 class Left(NamedTuple):
     """An operation that XLA keeps, and why."""
 
-    work: Work
+    work: Operation | Activation
     reason: str
+
+    def run(self, arrays: Arrays) -> None:
+        """Compute it as JAX does, and add its results to the arrays."""
+        self.work.run(arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Kernels and XLA's operations, in the order in which they run."""
+    """Kernels and XLA's operations, in the order in which they run.
+
+    ``norms`` says of operations of norms why these are no kernels.
+    """
 
     program: Program
-    steps: tuple[Kernel | Left, ...]
+    steps: tuple[Kernel | Whole | Left, ...]
+    norms: Mapping[Work, str]
 
     @property
-    def kernels(self) -> tuple[Kernel, ...]:
+    def kernels(self) -> tuple[Kernel | Whole, ...]:
         """The kernels, in the order in which they run."""
-        return tuple(step for step in self.steps if isinstance(step, Kernel))
+        return tuple(step for step in self.steps if not isinstance(step, Left))
 
     @property
     def left(self) -> tuple[Left, ...]:
@@ -41,30 +53,64 @@ class Split:
         return tuple(step for step in self.steps if isinstance(step, Left))
 
 
-def split(program: Program) -> Split:
-    """Return the kernels that a program is made of, and what is left for XLA."""
-    works = with_activations(program)
+def split(program: Program, asked: Asked, *, is_strict: bool = False) -> Split:
+    """Return the kernels that a program is made of, and what is left for XLA.
+
+    In a strict split all norms are kernels.
+    """
+    norms = norms_of(program)
+    left = {} if is_strict else {norm: why_left(norm, asked) for norm in norms.found}
+    taken = [norm for norm in norms.found if not left.get(norm)]
+    works = needed(_with_norms(with_activations(program), taken), program.results)
+    reasons: dict[Work, str] = {**norms.reasons}
+    for norm, reason in left.items():
+        if reason:
+            reasons |= dict.fromkeys(norm.parts, reason)
     refused: dict[Work, str] = {}
     while True:
-        found = _Assignment(program, works, refused)
+        found = _Assignment(program, works, refused, reasons, asked)
         more = found.unwanted()
         if not more:
-            return Split(program=program, steps=found.ordered())
+            return Split(program=program, steps=found.ordered(), norms=reasons)
         refused |= more
 
 
+def _with_norms(
+    works: Sequence[Operation | Activation], norms: Iterable[Norm]
+) -> list[Work]:
+    """Return the operations with each norm in place of its last one.
+
+    Others of a norm stay where something else reads them.
+    """
+    given = set(works)
+    last: dict[Work, Norm] = {
+        norm.parts[-1]: norm for norm in norms if given.issuperset(norm.parts)
+    }
+    return [last.get(work, work) for work in works]
+
+
 class _Assignment:
-    """Which kernel each operation belongs to, but for those that are refused."""
+    """Which kernel each operation belongs to, but for those that are refused.
+
+    ``norms`` says of operations why they are no norm of cuDNN's.
+    """
 
     def __init__(
-        self, program: Program, works: Iterable[Work], refused: Mapping[Work, str]
+        self,
+        program: Program,
+        works: Iterable[Work],
+        refused: Mapping[Work, str],
+        norms: Mapping[Work, str],
+        asked: Asked,
     ) -> None:
         self._program = program
         self._works = tuple(works)
         self._refused = refused
         self._makers = {x: work for work in self._works for x in work.outputs}
         self._kernel_of: dict[Work, Kernel] = {}
+        self._norms = norms
         self._reasons: dict[Work, str] = {}
+        self._wholes: dict[Work, Whole] = {}
         levels: dict[Value, int] = {}
         # The kernel of each level, but those that began before an effect.
         kernels: dict[int, Kernel] = {}
@@ -72,7 +118,9 @@ class _Assignment:
         for work in self._works:
             level = max((levels.get(x, 0) for x in work.reads), default=0)
             kernel = self._begun(work)
-            if kernel is not None:
+            if (alone := whole(work, asked)) is not None:
+                self._wholes[work] = alone
+            elif kernel is not None:
                 count += 1
                 level = count
                 kernels[level] = kernel
@@ -93,7 +141,7 @@ class _Assignment:
 
     def _begun(self, work: Work) -> Kernel | None:
         """Return a new kernel, if the operation is a contraction that a graph has."""
-        if isinstance(work, Activation):
+        if not isinstance(work, Operation):
             return None
         contraction = contraction_of(work, self._makers)
         if contraction is None:
@@ -113,11 +161,14 @@ class _Assignment:
             return
         if work in self._refused:
             reason = self._refused[work]
+        elif any(self._makers.get(x) in self._wholes for x in outside):
+            reason = _FOLLOWS_WHOLE
         elif any(levels.get(x, 0) == level for x in outside):
             reason = "it reads what XLA makes of the kernel's result"
         elif work.name in _KEPT:
             reason = _KEPT[work.name]
         else:
+            assert not isinstance(work, Norm), "norms are kernels of their own"
             reason = kernel.add(work, self._makers)
         if reason:
             self._reasons[work] = reason
@@ -188,11 +239,11 @@ class _Assignment:
 
     # --- the order --------------------------------------------------------------------
 
-    def ordered(self) -> tuple[Kernel | Left, ...]:
+    def ordered(self) -> tuple[Kernel | Whole | Left, ...]:
         """Return what is needed, in an order in which it can run."""
         needed = self._needed()
         done: set[Work | Kernel] = set()
-        steps: list[Kernel | Left] = []
+        steps: list[Kernel | Whole | Left] = []
         for work in self._works:
             pending: list[Work] = [work] if work in needed else []
             while pending:
@@ -212,10 +263,14 @@ class _Assignment:
                     pending += reversed(before)
         return tuple(steps)
 
-    def _as_step(self, step: Work | Kernel) -> Kernel | Left:
+    def _as_step(self, step: Work | Kernel) -> Kernel | Whole | Left:
         if isinstance(step, Kernel):
             return step
-        return Left(step, self._reasons.get(step) or self._reason(step))
+        if step in self._wholes:
+            return self._wholes[step]
+        assert not isinstance(step, Norm), "norms are kernels of their own"
+        reasons = (self._norms.get(step), self._reasons.get(step))
+        return Left(step, next(filter(None, reasons), "") or self._reason(step))
 
     def _reason(self, work: Work) -> str:
         """Return why XLA keeps an operation that no kernel was asked to take."""
@@ -225,6 +280,8 @@ class _Assignment:
             return _OWN_RULE
         if is_free(work):
             return "it moves nothing"
+        if any(self._makers.get(x) in self._wholes for x in work.reads):
+            return _FOLLOWS_WHOLE
         if any(self._levels.get(x, 0) for x in work.reads):
             return "it follows operations of XLA's"
         return "it depends on no contraction"
@@ -258,6 +315,7 @@ _FUSED_BY_XLA = frozenset(
         *("tan", "tanh"),
     )
 )
+_FOLLOWS_WHOLE = "norms and calls of jax_cudnn's take nothing of what follows"
 _OWN_RULE = "it has a derivative rule of its own, which a graph cannot keep"
 # What no kernel takes.
 _KEPT = {

@@ -18,10 +18,11 @@ from jax_cudnn.lowering.linear import linear_call, run_by_hand
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
 from jax_cudnn.lowering.sameness import CustomCall, same_function, same_parameters
-from jax_cudnn.lowering.scope import call_options, scoped
+from jax_cudnn.lowering.scope import call_options, is_tuning, scoped
 from jax_cudnn.lowering.tracing import (
     TracedGraph,
     check_bare,
+    graph_of,
     stage_of,
     subprograms,
     traced_graphs,
@@ -39,8 +40,10 @@ __all__ = [
     "equation_name",
     "equation_place",
     "gathered",
+    "graph_of",
     "is_explicitly_sharded",
     "is_known_array",
+    "is_tuning",
     "linear_call",
     "run_by_hand",
     "run_cudnn",

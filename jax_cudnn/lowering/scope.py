@@ -44,6 +44,11 @@ def scope() -> Scope:
     return _scope.value
 
 
+def is_tuning() -> bool:
+    """Whether programs are traced to measure what runs them fastest."""
+    return scope().tuner is not None
+
+
 def scoped(**changes: Any) -> AbstractContextManager[None]:
     """Return a context with some fields of the present scope replaced."""
     return _scope(replace(scope(), **changes))

@@ -138,6 +138,14 @@ def check_bare(
         )
 
 
+def graph_of(equation: Any) -> TracedGraph | None:
+    """Return the graph that an equation runs, if it is a call of one."""
+    if equation.primitive is not graph_p:
+        return None
+    params = equation.params
+    return TracedGraph(params["graph"], params["options"], is_linear=False)
+
+
 def subprograms(jaxpr: Any) -> Iterator[TracedGraph]:
     """Yield the graphs of a jaxpr and its inner ones."""
     for equation in jaxpr.eqns:

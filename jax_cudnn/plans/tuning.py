@@ -87,7 +87,8 @@ def autotune(
 
     Args:
       function: the function to trace, without running it; may be jitted, or
-        ``jitted.trace(...)`` and no arguments.
+        ``jitted.trace(...)`` and no arguments. What was traced before offers no norms
+        that ``jax_cudnn.fuse`` has found in it.
       *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
         function takes.
       budget_s: seconds to spend. A call that is not measured by then keeps the plan
@@ -104,10 +105,20 @@ def autotune(
     """
     tuner = _Tuner(budget_s=budget_s, progress=progress)
     try:
-        tuner.take(_parts(traced_graphs(function, *args, **kwargs)))
+        with scoped(tuner=_all_at_once):
+            found = traced_graphs(function, *args, **kwargs)
+        tuner.take(_parts(found))
     finally:
         tuner.finish()
     return tuner.tuning
+
+
+def _all_at_once(graph: Graph, options: Options) -> None:
+    """Measure nothing yet: `autotune` does when it has all graphs of a program.
+
+    Where this is the tuner, functions are traced with all that could be cuDNN's.
+    """
+    del graph, options
 
 
 @contextmanager

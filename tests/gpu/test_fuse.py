@@ -11,7 +11,7 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn import plans
-from tests.fused_functions import block, conv_bn_relu, gated_mlp, normal
+from tests.fused_functions import block, conv_bn_relu, gated_mlp, normal, normed
 from tests.gpu.numerics import judge, to_f32
 
 pytestmark = pytest.mark.gpu
@@ -26,6 +26,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
         ((3, 40, 64), (64, 96), (96,), (3, 40, 96), (96,), (96,)),
     ),
     "gated MLP": (gated_mlp, ((3, 40, 64), (64, 96), (64, 96), (96, 64))),
+    "RMS norm": (normed, ((3, 40, 64), (64, 96), (96,))),
 }
 
 
@@ -66,6 +67,19 @@ def test_all_kernels_run_in_cudnn(name: str) -> None:
     fused = jax_cudnn.fuse(function)
     report = plans.inspect(fused, *_operands(shapes, jnp.bfloat16))
     assert {call.implementation for call in report.calls} == {"cudnn"}
+
+
+def test_a_norm_runs_in_cudnn_where_it_is_asked_for() -> None:
+    function, shapes = _FUNCTIONS["RMS norm"]
+    operands = _operands(shapes, jnp.bfloat16)
+    fused = jax_cudnn.fuse(function, implementation="cudnn")
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        return fused(*operands).astype(jnp.float32).sum()
+
+    calls = plans.inspect(jax.grad(loss, (0, 1, 2)), *operands).calls
+    found = {call.op for call in calls if call.implementation == "cudnn"}
+    assert {"rms_norm", "rms_norm_backward"} <= found
 
 
 def test_a_cast_to_16_bits_is_rounding_within_the_kernel() -> None:

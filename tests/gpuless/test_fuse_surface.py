@@ -10,7 +10,7 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn import plans
-from tests.fused_functions import block, conv_bn_relu, gated_mlp
+from tests.fused_functions import block, conv_bn_relu, gated_mlp, normed
 from tests.gpuless import harness
 
 pytestmark = pytest.mark.skipif(
@@ -88,6 +88,20 @@ def test_gradients_have_plans(name: str, device: str) -> None:
     gradient = jax.grad(loss, tuple(range(len(shapes))))
     for call in _calls(gradient, _structs(jnp.bfloat16, *shapes), device):
         assert call.implementation == "cudnn", call
+
+
+@pytest.mark.parametrize("device", _DEVICES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_norms_that_are_asked_for_have_plans(dtype: Any, device: str) -> None:
+    fused = jax_cudnn.fuse(normed, implementation="cudnn")
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        return fused(*operands).astype(jnp.float32).sum()
+
+    operands = _structs(dtype, (4, 512, 768), (768, 768), (768,))
+    calls = _calls(jax.grad(loss, (0, 1, 2)), operands, device)
+    assert {call.implementation for call in calls} == {"cudnn"}
+    assert {"matmul", "rms_norm", "rms_norm_backward"} <= {call.op for call in calls}
 
 
 def test_engines_of_both_kinds_are_asked_for() -> None:
