@@ -8,6 +8,7 @@
 #   GPU_EXTRA      cuda13, cuda12 or nothing (default: what the driver says)
 #   DEMO_FLAGS, GPT_FLAGS, GENERATE_FLAGS   flags of `make demo`, `make gpt` and
 #                  `make generate`, such as --help
+#   ALL=1          all cases of the tests that `make test` samples
 #   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default: -n 2)
 #   OFFLINE=1 WHEELS=folder   for a GPU machine that reaches no package registry: .venv
 #                  gets the packages that PYTHON sees and the wheels in the folder, that
@@ -46,6 +47,10 @@ define rings
 $(if $(GPU_EXTRA),$(call pytest,$(1),tests/gpu))
 $(call pytest,$(1),$(PYTEST_FLAGS) $(2) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
 endef
+
+# Tests marked `sampled` have many cases. Each JAX gets another third of them, and all of
+# them with ALL=1.
+sample = $(if $(ALL),,--sample $(1))
 
 define no_newest
 echo '**********************************************************************' >&2
@@ -89,7 +94,11 @@ build: .venv/.installed  ## install the working tree, editable, in .venv
 ##@ Check
 
 .PHONY: test
-test: lint types tidy docs test-newest test-oldest  ## everything that CI checks
+test: lint types docs test-newest test-oldest  ## what CI checks, in less than half an hour
+
+.PHONY: test-all
+test-all: tidy  ## `make test` with clang-tidy, and with all cases of every test
+	$(MAKE) test ALL=1
 
 .PHONY: lint
 lint: .venv-tools/.installed  ## formatting and lint: Python, C++, workflows
@@ -133,12 +142,12 @@ types: .venv-tools/.installed .venv-oldest/.installed  ## pyright
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/.installed gpuless  ## all rings with the oldest JAX supported
-	$(call rings,.venv-oldest,)
+	$(call rings,.venv-oldest,$(call sample,1/3))
 
 .PHONY: test-newest
 ifneq ($(PYTHON_NEWEST),)
 test-newest: .venv-newest/.installed  ## what depends on JAX, with the newest one supported
-	$(call rings,.venv-newest,-m 'not once')
+	$(call rings,.venv-newest,-m 'not once' $(call sample,2/3))
 else
 test-newest:
 	@$(no_newest)

@@ -4,6 +4,7 @@
 import functools
 import os
 import zlib
+from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -29,6 +30,44 @@ hypothesis.settings.register_profile(
     "jax_cudnn", derandomize=True, deadline=None, database=None, max_examples=40
 )
 hypothesis.settings.load_profile("jax_cudnn")
+
+
+# Of a test with more cases than this, a sample is a share of the cases.
+_FEW = 3
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add --sample, with which `make test` ends in time."""
+    parser.addoption(
+        "--sample",
+        metavar="K/N",
+        help="of each test marked `sampled` that has many cases, run the K-th of N "
+        "random parts of the cases, the same part in every run",
+    )
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leave out the cases that are not in the sample."""
+    if (sample := config.getoption("--sample")) is None:
+        return
+    part, parts = (int(number) for number in sample.split("/"))
+    if not 1 <= part <= parts:
+        raise pytest.UsageError(f"--sample {sample}: it must be K/N with K from 1 to N")
+    cases = Counter(_test_of(item) for item in items)
+    kept: list[pytest.Item] = []
+    left_out: list[pytest.Item] = []
+    for item in items:
+        is_dealt = item.get_closest_marker("sampled") and cases[_test_of(item)] > _FEW
+        number = zlib.crc32(item.nodeid.encode()) % parts + 1
+        (left_out if is_dealt and number != part else kept).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+
+
+def _test_of(item: pytest.Item) -> str:
+    return item.nodeid.partition("[")[0]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -20,6 +20,8 @@ from jax_cudnn.legalize import legalize
 from tests.fused import assert_close, graphs, nodes
 from tests.given_activations import Function, by_bias, remarks_on
 
+pytestmark = pytest.mark.sampled
+
 # --- whose function it is -------------------------------------------------------------
 
 

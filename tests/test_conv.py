@@ -28,6 +28,8 @@ from tests.fused import (
 )
 from tests.plain_conv import ACTIVATIONS, plain
 
+pytestmark = pytest.mark.sampled
+
 _NHWC = ("NHWC", "HWIO", "NHWC")
 
 

@@ -32,7 +32,7 @@ from tests.fused import (
 )
 from tests.plain_conv import plain
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
 

@@ -41,7 +41,7 @@ from tests.flash import flash
 from tests.fused import assert_close
 from tests.fusion_problems import ACTIVATIONS
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 Function = Callable[..., Any]
 

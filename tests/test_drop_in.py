@@ -19,7 +19,7 @@ from jax_cudnn import UnsupportedError, conv, dot_general, matmul, plans, sdpa
 from jax_cudnn.ops import plain
 from tests.fused import graphs
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _ROWS_BY_COLUMNS = (((1,), (0,)), ((), ()))
 _DTYPES = {

@@ -73,9 +73,9 @@ def _batch(**options: Any) -> Any:
             "preferred_element_type=.* is not one of bf16, f16, f32, f64",
         ),
         (
-            _layer(preferred_element_type="a"),
+            _layer(preferred_element_type="nope"),
             TypeError,
-            "preferred_element_type='a' is",
+            "preferred_element_type='nope' is",
         ),
         (_layer(activation="gelo"), ValueError, "activation='gelo' is not one of"),
         (

@@ -23,6 +23,8 @@ from flax import linen, nnx
 import jax_cudnn
 from jax_cudnn.flax import AttentionFn, attention_fn, delegate, make_attention_fn
 
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
+
 # b batch, s length, t key length, f features, h heads, d head size.
 B, S, T, F, H, D = 3, 7, 11, 30, 6, 5
 # The gradient of the key bias is 0: what is left is the rounding of its terms, each of

@@ -46,7 +46,7 @@ from tests.flax_layers import (
 )
 from tests.test_rotary import turned
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 # --- Flax's own -----------------------------------------------------------------------
 

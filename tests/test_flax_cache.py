@@ -35,7 +35,7 @@ from tests.flax_layers import (
     normal,
 )
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 FULL = {
     "num_kv_heads": K,

@@ -27,7 +27,7 @@ from jax_cudnn.flax import (
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 # n images, y and x space, c channels in, o out.
 N, Y, X, C, O = 3, 7, 10, 6, 9  # noqa: E741

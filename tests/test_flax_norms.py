@@ -15,7 +15,7 @@ import jax_cudnn
 import jax_cudnn.flax.linen as own_linen
 import jax_cudnn.flax.nnx as own_nnx
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _SHAPE = (3, 5, 4, 6)
 # A layer's name, its arguments to nnx, and its attributes for linen.

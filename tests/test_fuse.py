@@ -18,6 +18,8 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import run_xla, traced_graphs
 from tests.fused_functions import CASES, Case, block, conv_bn_relu, normal
 
+pytestmark = pytest.mark.sampled
+
 _NAMES = [pytest.param(case, id=name) for name, case in CASES.items()]
 _B16 = jnp.bfloat16
 

@@ -17,7 +17,7 @@ from jax_cudnn.choices import Choice, Key
 from jax_cudnn.lowering import scoped, traced_graphs
 from tests.fused_functions import block, normal
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _B16, _F16 = jnp.bfloat16, jnp.float16
 _X, _S, _T = normal(0, 3, 5, 12) + 0.5, normal(1, 12), normal(2, 12)

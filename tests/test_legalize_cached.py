@@ -22,7 +22,7 @@ from jax_cudnn.reference import evaluate
 from tests.cached import cached_graph
 from tests.drawn_operands import draw_arrays
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 

@@ -32,7 +32,7 @@ from tests.attention import SIZES, shape_of
 from tests.drawn_operands import draw_arrays
 from tests.flash import flash
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _COMPARED = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _OTHER = dataclasses.replace(_COMPARED, cudnn_version=92700)

@@ -36,7 +36,7 @@ from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _NHWC = ("NHWC", "HWIO", "NHWC")
 

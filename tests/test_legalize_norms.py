@@ -15,7 +15,7 @@ from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
 from tests.norms import DIMS, KINDS, Problem, backward_of, f8_graph
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _H200 = Target(name="h200", sm_version=90, sm_count=132, cudnn_version=91900)
 _T4 = Target(name="t4", sm_version=75, sm_count=40, cudnn_version=91900)

@@ -22,6 +22,8 @@ from jax_cudnn.graph import (
 from jax_cudnn.legalize import legalize
 from jax_cudnn.reference import evaluate
 
+pytestmark = pytest.mark.sampled
+
 _SIZES = (2, 3, 7, 6, 5)
 _LAST, _FIRST, _MIXED = (0, 2, 3, 4, 1), (0, 1, 2, 3, 4), (2, 1, 0, 4, 3)
 _PADS = {"none": (0, 0), "uneven": (1, 2), "cut": (-1, 2), "cut_both": (-1, -1)}

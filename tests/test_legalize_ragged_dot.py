@@ -26,7 +26,7 @@ from jax_cudnn.measuring.stopwatch import draw_sets
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _M, _K, _N, _G = 13, 7, 5, 4
 

@@ -24,7 +24,7 @@ from tests.attention import attention_graph, shape_of
 from tests.drawn_operands import draw_arrays
 from tests.flash import flash
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _SIZES = {"b": 2, "s": 5, "t": 7, "h": 6, "k": 3, "d": 5, "e": 3}

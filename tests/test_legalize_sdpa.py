@@ -29,7 +29,7 @@ from tests.attention import attention_graph, backward_graph
 from tests.drawn_operands import draw_arrays
 from tests.flash import flash
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 # The last version for which lengths are always given; see the rule.

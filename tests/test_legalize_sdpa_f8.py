@@ -14,7 +14,7 @@ from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
 from tests.f8_graphs import f8_graph
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _BLACKWELL = dataclasses.replace(_HOPPER, name="NVIDIA B200", sm_version=100)

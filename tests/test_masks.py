@@ -22,6 +22,8 @@ from jax_cudnn import masks, sdpa
 from tests.attention import numpy_sdpa
 from tests.devices import gradient, mesh_of, placed
 
+pytestmark = pytest.mark.sampled
+
 B, H = 3, 2
 
 

@@ -34,6 +34,8 @@ from tests.fused import (
     subsets,
 )
 
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
+
 _ACTIVATIONS = {None: lambda x: x, "relu": jax.nn.relu, "gelu": jax.nn.gelu}
 
 

@@ -16,7 +16,7 @@ import jax_cudnn
 from tests.norm_calls import CALLS, Call, operands
 from tests.norms import truth
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _EACH = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 # A rounding of a value of the output's size, and of the f32 arithmetic before.

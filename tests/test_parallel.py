@@ -22,6 +22,8 @@ from jax_cudnn.lowering import devices
 from tests.conftest import Draw
 from tests.parallel_checks import CHECKS
 
+pytestmark = pytest.mark.sampled
+
 _TOKENS = PartitionSpec(None, "seq")
 _SHAPE = (2, 8, 4, 16)
 

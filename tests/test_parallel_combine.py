@@ -16,7 +16,7 @@ from jax_cudnn.parallel.order import all_positions
 from tests.conftest import Draw
 from tests.small_attention import assert_close, small_operands
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 
 def _numpy_combine(o1: Any, l1: Any, o2: Any, l2: Any) -> tuple[Any, Any]:

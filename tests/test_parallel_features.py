@@ -25,7 +25,7 @@ from tests.devices import mesh_of
 from tests.dropout import numpy_kept
 from tests.small_attention import count_kinds
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64"), pytest.mark.sampled]
 
 B, H, K, S, T, D, E = 2, 4, 2, 24, 40, 3, 5
 N = 4

@@ -22,7 +22,7 @@ from tests.conftest import Draw
 from tests.fused import graphs, loss, nodes, stacked
 from tests.windows import Pooled, pooled
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 KINDS = ("max", "avg", "avg_exclude")
 # Space, window, strides and padding; no two sizes of one are equal.

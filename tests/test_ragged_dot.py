@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 import jax_cudnn
 from jax_cudnn import ragged_dot
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 # Axes of different sizes.
 _M, _K, _N, _G = 13, 7, 5, 4

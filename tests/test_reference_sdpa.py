@@ -35,7 +35,7 @@ from tests.attention import (
 from tests.conftest import Draw
 from tests.drawn_operands import draw_operands
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _CLOSE = {"rtol": 1e-10, "atol": 1e-11}
 

@@ -20,7 +20,7 @@ from jax_cudnn.errors import UnsupportedError
 from tests.cached import Drawn, Problem, draw, in_pages
 from tests.devices import mesh_of, placed
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
 _RAGGED = Problem(lengths=(0, 1, 23, 9, 17), s=3, query_lengths=(3, 1, 2, 0, 9))

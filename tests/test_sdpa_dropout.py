@@ -24,7 +24,7 @@ from jax_cudnn.reference.dropout import kept, numbered, philox
 from tests.conftest import Draw
 from tests.dropout import dropped_attention, numpy_kept, numpy_numbers
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64"), pytest.mark.sampled]
 
 _SIZES = {"b": 2, "s": 37, "t": 53, "h": 6, "k": 3, "d": 5, "e": 4}
 _KEY = jax.random.key(11)

@@ -23,7 +23,7 @@ from tests.attention import SIZES, shape_of
 from tests.devices import collectives, mesh_of, placed
 from tests.f8 import Truth, check, dense, wide
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _DTYPES = [jnp.float8_e4m3fn, jnp.float8_e5m2]
 _NAMES = ("query_scale", "key_scale", "value_scale")

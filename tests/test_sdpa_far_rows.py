@@ -34,7 +34,7 @@ from tests.attention import (
 )
 from tests.flash import flash
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _SIZES = {"b": 2, "s": 6, "t": 7, "h": 4, "k": 2, "d": 8, "e": 5}
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)

@@ -24,7 +24,7 @@ from tests.conftest import Draw
 from tests.fused import assert_close, stacked, subsets
 from tests.small_attention import SMALL
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _LAYOUTS = ("bhsd", "sbhd")
 _KEY = jax.random.key(3)

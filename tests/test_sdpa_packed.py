@@ -32,7 +32,7 @@ from jax_cudnn.reference import evaluate
 from tests.flash import flash
 from tests.packed import Rows, answer, graph_of, ragged
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _AMPERE = dataclasses.replace(_HOPPER, name="NVIDIA A100", sm_version=80)

@@ -24,6 +24,8 @@ from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.ops import plain
 from tests.attention import SIZES, shape_of
 
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
+
 
 @pytest.fixture(autouse=True)
 def _promotion_as_users_have_it() -> Iterator[None]:

@@ -24,6 +24,8 @@ from tests.attention import BROADCASTS, SIZES, shape_of
 from tests.devices import collectives, gradient, mesh_of, placed
 from tests.sinks import dense_with_sinks
 
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
+
 _NAMES = ("query", "key", "value", "sinks", "bias")
 
 

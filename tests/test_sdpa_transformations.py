@@ -31,7 +31,7 @@ from tests.small_attention import (
     value_and_gradients,
 )
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _NAMES = ("query", "key", "value", "bias")
 

@@ -29,6 +29,8 @@ from jax_cudnn import plans
 from jax_cudnn.lowering import partitioned, sums
 from tests.devices import Function, Spec, collectives, gradient, mesh_of, placed
 
+pytestmark = pytest.mark.sampled
+
 _NUMBERS = np.random.default_rng(0)
 
 
