@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jax_cudnn import cli, offline
+from jax_cudnn import cli, offline, startup
 from tests.script import load_script
 from tests.snippets import DOCS, GUIDES, SEVERAL_DEVICES, run, snippets
 
@@ -65,8 +65,8 @@ def test_commands_are_taken(
     commands = [command for name in PAGES for command in _commands(name)]
     assert len(commands) == 8
     for command in commands:
-        python, flag, package, *arguments = shlex.split(command)
-        assert (python, flag, package) == ("python", "-m", "jax_cudnn")
+        program, *arguments = shlex.split(command)
+        assert program == startup.COMMAND
         if arguments == ["doctor"]:
             continue  # test_cli.py runs it
         # 2 would be for arguments that are wrong on every machine.

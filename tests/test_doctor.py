@@ -539,6 +539,18 @@ def test_doctor_tells_of_this_machine(capsys: pytest.CaptureFixture[str]) -> Non
     )
 
 
+def test_a_report_does_not_name_the_home_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = replace(_GOOD, location="/home/somebody/jax_cudnn")
+    monkeypatch.setattr(plans, "doctor", lambda: _diagnosis(facts))
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert main(["doctor", "--report"]) == 0
+    told = capsys.readouterr().out
+    assert "somebody" not in told
+    assert told == str(_diagnosis(facts)).replace("/home/somebody", "~") + "\n"
+
+
 def test_the_exit_status_is_the_diagnosis(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+from pathlib import Path
 from typing import Any
 
 from jax_cudnn import plans
@@ -16,7 +17,13 @@ def add_command(commands: Any) -> None:
         description="Exit status 1 if something keeps cuDNN from a GPU that is there, "
         "or jax_cudnn from being imported.",
     )
-    parser.add_argument("--json", action="store_true", help="print data, as JSON")
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--json", action="store_true", help="print data, as JSON")
+    form.add_argument(
+        "--report",
+        action="store_true",
+        help="print the text for a bug report: your home folder is not named",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -24,6 +31,8 @@ def _run(arguments: argparse.Namespace) -> int:
     diagnosis = plans.doctor()
     if arguments.json:
         print(json.dumps(diagnosis.to_json(), indent=2))
+    elif arguments.report:
+        print(str(diagnosis).replace(str(Path.home()), "~"))
     else:
         print(diagnosis)
     return diagnosis.exit_status
