@@ -4,7 +4,7 @@
 cuDNN gets where each group starts. Its last group reaches to the end, so rows that are
 in no group are set to 0 after the kernel. A single group is a matmul. The gradient of
 the rows is one more grouped matmul. For that of the matrices, cuDNN has no operation
-before 9.22 and lists no plan without a device (9.27, sm_80 to sm_100): it is XLA's.
+before 9.22 and listed no plan without a device (9.28, sm_80 to sm_100): it is XLA's.
 """
 
 from collections.abc import Sequence
