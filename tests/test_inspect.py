@@ -2,6 +2,7 @@
 """Does `plans.inspect` see every call, and answer where things are missing?"""
 
 import functools
+import html
 import json
 import re
 from collections.abc import Iterator
@@ -365,6 +366,17 @@ def test_a_report_is_plain_data() -> None:
             graph, text = getattr(call, name), _canonical(fields[name])
             assert (graph is None) == (text is None)
             assert text is None or from_json(text) == graph
+
+
+@pytest.mark.usefixtures("planner")
+def test_a_report_is_short_in_a_shell_and_a_page_in_a_notebook() -> None:
+    report = plans.inspect(_layer, _A, _W)
+    assert repr(report) == (
+        "<Report: cuDNN calls on NVIDIA H200 ...; print it to read it all>"
+    )
+    page = report._repr_html_()
+    assert page == f"<pre>{html.escape(str(report))}</pre>"
+    assert page.count("\n") == str(report).count("\n") > 0
 
 
 def _canonical(data: Any) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax_cudnn.columns import aligned
+from jax_cudnn.columns import Page, aligned
 from jax_cudnn.doctor.findings import Finding, examine
 from jax_cudnn.doctor.machine import Facts, gather
 from jax_cudnn.native import version_text
@@ -15,8 +15,8 @@ from jax_cudnn.native import version_text
 SCHEMA = 1
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Diagnosis:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Diagnosis(Page):
     """What ``doctor`` found: the facts, and what they mean; ``str`` of it is a page."""
 
     facts: Facts

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jax_cudnn.columns import aligned
+from jax_cudnn.columns import Page, aligned
 from jax_cudnn.config import Options
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.known import Activation
@@ -64,8 +64,8 @@ class FusedKernel:
         return label(self.graph)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FuseExplanation:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class FuseExplanation(Page):
     """What ``fuse(fn).explain`` found; ``str(explanation)`` is a text to read.
 
     Attributes:

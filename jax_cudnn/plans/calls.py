@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_cudnn.columns import aligned
+from jax_cudnn.columns import Page, aligned
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
@@ -172,8 +172,8 @@ _PLAIN = (
 _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Report:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Report(Page):
     """What ``inspect`` found; ``str(report)`` is a table.
 
     ``notes`` has a sentence for each thing that could not be seen.

@@ -13,6 +13,7 @@ from typing import Any
 from jax.stages import Traced
 
 from jax_cudnn import native, offline
+from jax_cudnn.columns import Page
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph, is_anchor, operand_text
@@ -58,8 +59,8 @@ class ExplainedCall(CallSummary):
         return self.implementation != "cudnn" and bool(self.attempts)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Explanation:
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Explanation(Page):
     """What ``explain`` found; ``str(explanation)`` is a text to read.
 
     ``cudnn_version`` is the version of the cuDNN that was asked, such as "9.19.0".

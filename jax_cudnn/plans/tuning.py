@@ -17,7 +17,7 @@ from jax.stages import Traced
 
 from jax_cudnn import choices
 from jax_cudnn.choices import Choice, Key
-from jax_cudnn.columns import aligned
+from jax_cudnn.columns import Page, aligned
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph, is_anchor, kind_named
@@ -29,8 +29,8 @@ from jax_cudnn.measuring import OutOfTimeError, measure
 _BAR = 20
 
 
-@dataclass(kw_only=True)
-class Tuning:
+@dataclass(kw_only=True, repr=False)
+class Tuning(Page):
     """What was measured; ``str(tuning)`` is a table.
 
     ``left_count`` is the number of calls that were not measured, for lack of time.
