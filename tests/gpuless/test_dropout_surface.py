@@ -17,6 +17,8 @@ from jax_cudnn.graph import (
 from jax_cudnn.legalize import legalize
 from tests.gpuless import harness
 
+pytestmark = pytest.mark.sampled
+
 _GPUS = ("NVIDIA A100-SXM4-80GB", "NVIDIA H200", "NVIDIA B200")
 _CASES: dict[str, dict[str, Any]] = {
     "plain": {},

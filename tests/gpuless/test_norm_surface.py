@@ -10,6 +10,8 @@ from jax_cudnn.legalize import legalize
 from tests.gpuless import harness
 from tests.norms import KINDS, Problem, backward_of, f8_graph
 
+pytestmark = pytest.mark.sampled
+
 _GPUS = pytest.mark.parametrize("gpu", ["a100", "h200", "b200"])
 # Of each kind: usual sizes, odd ones, one element, and many features or rows.
 _DIMS: dict[str, list[tuple[int, ...]]] = {

@@ -11,6 +11,8 @@ from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from jax_cudnn import masks, parallel, plans, score_mods
 
+pytestmark = pytest.mark.sampled
+
 _TOKENS = PartitionSpec(None, "seq")
 _QUERY = jax.ShapeDtypeStruct((2, 1024, 8, 64), jnp.bfloat16)
 _KEY = jax.ShapeDtypeStruct((2, 1024, 2, 64), jnp.bfloat16)
