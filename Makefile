@@ -48,8 +48,8 @@ $(if $(GPU_EXTRA),$(call pytest,$(1),tests/gpu))
 $(call pytest,$(1),$(PYTEST_FLAGS) $(2) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
 endef
 
-# Tests marked `sampled` have many cases. Each JAX gets another third of them, and all of
-# them with ALL=1.
+# Tests marked `sampled` have many cases. Each JAX gets another eighth of them, but at
+# least one of each test, and all of them with ALL=1.
 sample = $(if $(ALL),,--sample $(1))
 
 define no_newest
@@ -142,12 +142,12 @@ types: .venv-tools/.installed .venv-oldest/.installed  ## pyright
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/.installed gpuless  ## all rings with the oldest JAX supported
-	$(call rings,.venv-oldest,$(call sample,1/3))
+	$(call rings,.venv-oldest,$(call sample,1/8))
 
 .PHONY: test-newest
 ifneq ($(PYTHON_NEWEST),)
 test-newest: .venv-newest/.installed  ## what depends on JAX, with the newest one supported
-	$(call rings,.venv-newest,-m 'not once' $(call sample,2/3))
+	$(call rings,.venv-newest,-m 'not once' $(call sample,2/8))
 else
 test-newest:
 	@$(no_newest)

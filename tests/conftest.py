@@ -4,7 +4,6 @@
 import functools
 import os
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from typing import Protocol
 
@@ -32,17 +31,13 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("jax_cudnn")
 
 
-# Of a test with more cases than this, a sample is a share of the cases.
-_FEW = 3
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --sample, with which `make test` ends in time."""
     parser.addoption(
         "--sample",
         metavar="K/N",
-        help="of each test marked `sampled` that has many cases, run the K-th of N "
-        "random parts of the cases, the same part in every run",
+        help="of the cases of each test marked `sampled`, run the K-th of N random "
+        "parts, the same part in every run, and at least one case",
     )
 
 
@@ -55,19 +50,28 @@ def pytest_collection_modifyitems(
     part, parts = (int(number) for number in sample.split("/"))
     if not 1 <= part <= parts:
         raise pytest.UsageError(f"--sample {sample}: it must be K/N with K from 1 to N")
-    cases = Counter(_test_of(item) for item in items)
-    kept: list[pytest.Item] = []
-    left_out: list[pytest.Item] = []
+    tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        is_dealt = item.get_closest_marker("sampled") and cases[_test_of(item)] > _FEW
-        number = zlib.crc32(item.nodeid.encode()) % parts + 1
-        (left_out if is_dealt and number != part else kept).append(item)
-    items[:] = kept
-    config.hook.pytest_deselected(items=left_out)
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept = {
+        item
+        for cases in tests.values()
+        for item in (_sampled(cases, part, parts) if _is_sampled(cases) else cases)
+    }
+    config.hook.pytest_deselected(items=[each for each in items if each not in kept])
+    items[:] = [each for each in items if each in kept]
 
 
-def _test_of(item: pytest.Item) -> str:
-    return item.nodeid.partition("[")[0]
+def _is_sampled(cases: list[pytest.Item]) -> bool:
+    return cases[0].get_closest_marker("sampled") is not None
+
+
+def _sampled(cases: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
+    """Return the cases that are dealt to a part, or else one of them."""
+    dealt = [
+        case for case in cases if zlib.crc32(case.nodeid.encode()) % parts + 1 == part
+    ]
+    return dealt or [cases[part % len(cases)]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -222,8 +223,12 @@ def learn_from_images(name, pillow=False):
     for package in ("flax", "optax", "sklearn", *(("PIL",) if pillow else ())):
         pytest.importorskip(package, reason=f"{package} is not installed")
     output = run_example(name, "--quick", "--seed", "3")
-    lines = [line.split()[:2] for line in output.splitlines() if " xla " in line]
-    return output, {op: int(count) for op, count in lines}
+    found = Counter()
+    for op, count, *_ in (
+        line.split() for line in output.splitlines() if " xla " in line
+    ):
+        found[op] += int(count)
+    return output, found
 
 
 @pytest.mark.parametrize(
