@@ -28,6 +28,9 @@ jax.config.update("jax_num_cpu_devices", 8)
 hypothesis.settings.register_profile(
     "jax_cudnn", derandomize=True, deadline=None, database=None, max_examples=40
 )
+hypothesis.settings.register_profile(
+    "sample", hypothesis.settings.get_profile("jax_cudnn"), max_examples=15
+)
 hypothesis.settings.load_profile("jax_cudnn")
 
 
@@ -39,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="of the cases of each test marked `sampled`, run the K-th of N random "
         "parts, the same part in every run, and at least one case",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw fewer examples for a sample."""
+    if config.getoption("--sample") is not None:
+        hypothesis.settings.load_profile("sample")
 
 
 def pytest_collection_modifyitems(

@@ -23,7 +23,7 @@ from tests.devices import collectives, gradient, mesh_of, placed
 from tests.f8 import gradients
 from tests.f8 import wide as f32
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _SIZES = {**SIZES, "d": 16, "e": 24}
 

@@ -32,7 +32,7 @@ from tests.flax_layers import (
     value_and_grads,
 )
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 # --- transformations ------------------------------------------------------------------
 

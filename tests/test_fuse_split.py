@@ -13,6 +13,8 @@ from jax_cudnn import UnsupportedError, fuse, offline, plans
 from jax_cudnn.fusing.views import View
 from tests.fused_functions import CASES, normal
 
+pytestmark = pytest.mark.sampled
+
 _X, _W, _B = normal(0, 5, 8), normal(1, 8, 12), normal(2, 1, 12)
 
 

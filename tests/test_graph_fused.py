@@ -37,6 +37,8 @@ from jax_cudnn.lowering.fold import fold_graph
 from jax_cudnn.lowering.members import merged
 from jax_cudnn.reference import evaluate
 
+pytestmark = pytest.mark.sampled
+
 
 def _tensor(name: str, *dims: int, dtype: Any = "f32") -> Tensor:
     return Tensor(name=name, dtype=dtype, dims=dims, order=tuple(range(len(dims))))

@@ -25,7 +25,7 @@ from tests.flash import flash
 from tests.planner import H200
 from tests.sdpa_cases import Case, attention, make_operands
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _GOLDEN = Path(__file__).parent / "golden"
 _BF16, _F16, _F32 = jnp.bfloat16, jnp.float16, jnp.float32

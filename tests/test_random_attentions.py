@@ -11,6 +11,8 @@ import pytest
 from tests import random_attentions
 from tests.random_attentions import Judged, Problem, judge, worst_ratio
 
+pytestmark = pytest.mark.sampled
+
 
 def _problem(seed: int) -> Problem:
     return random_attentions.draw_problem(seed, longest=24, most_scores=2**13)

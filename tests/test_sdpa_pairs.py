@@ -23,7 +23,7 @@ from jax_cudnn.ops.dropout import drawn
 from tests.dense import Condition, dense_attention, seen_by, with_gradients
 from tests.dropout import numpy_kept
 
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64"), pytest.mark.sampled]
 
 B, H, K, S, T, D, E = 2, 4, 2, 5, 7, 3, 2
 _RNG = np.random.default_rng(7)
