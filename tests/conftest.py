@@ -29,7 +29,7 @@ hypothesis.settings.register_profile(
     "jax_cudnn", derandomize=True, deadline=None, database=None, max_examples=40
 )
 hypothesis.settings.register_profile(
-    "sample", hypothesis.settings.get_profile("jax_cudnn"), max_examples=15
+    "sample", hypothesis.settings.get_profile("jax_cudnn"), max_examples=5
 )
 hypothesis.settings.load_profile("jax_cudnn")
 

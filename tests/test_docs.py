@@ -20,8 +20,7 @@ from tests.snippets import DOCS, GUIDES, SEVERAL_DEVICES, run, snippets
 PAGES = (*GUIDES, SEVERAL_DEVICES)
 
 
-# Once: `make docs` runs the notebooks with the newest JAX.
-@pytest.mark.once
+@pytest.mark.sampled
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def _drawn(draw: st.DrawFn) -> Rows:
     )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(deadline=None)
 @given(_drawn(), st.integers(0, 99))
 def test_any_sequences_give_what_each_gives_alone(rows: Rows, seed: int) -> None:
     with jax.disable_jit():
@@ -466,7 +466,7 @@ def test_tokens_are_stored_one_behind_another_for_the_kernel() -> None:
 
 
 @pytest.mark.usefixtures("_allow_f32")
-@settings(max_examples=15, deadline=None)
+@settings(deadline=None)
 @given(_drawn())
 def test_kernels_get_any_sequences_right(rows: Rows) -> None:
     with jax.disable_jit():

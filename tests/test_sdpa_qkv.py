@@ -32,7 +32,7 @@ from tests.drawn_operands import draw_arrays
 from tests.flash import flash
 from tests.fused import assert_close, graphs, stacked, subsets
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _KEY = jax.random.key(3)
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
