@@ -3,7 +3,7 @@
 
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,15 @@ def plan_all(
     return [
         planner.ask(graph, description, request, build=build)
         for graph, request in _pairs(graphs, requests)
+    ]
+
+
+def unplanned(graphs: Mapping[str, str], gpu: str) -> list[str]:
+    """Return the labels of the graphs of which cuDNN lists no plan for a GPU."""
+    unique = list(dict.fromkeys(graphs.values()))
+    answers = dict(zip(unique, plan_all(unique, gpu, build=False), strict=True))
+    return [
+        label for label, text in graphs.items() if not answers[text].get("candidates")
     ]
 
 

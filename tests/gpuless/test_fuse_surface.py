@@ -11,12 +11,8 @@ import pytest
 import jax_cudnn
 from jax_cudnn import plans
 from tests.fused_functions import block, conv_bn_relu, gated_mlp, normed
-from tests.gpuless import harness
 
-pytestmark = [
-    pytest.mark.skipif(harness.missing() is not None, reason=str(harness.missing())),
-    pytest.mark.sampled,
-]
+pytestmark = pytest.mark.sampled
 
 _DEVICES = ("A100 40GB", "H200", "B200")
 

@@ -11,10 +11,6 @@ from jax_cudnn.graph import Graph, GraphWriter, Tensor, to_json
 from jax_cudnn.graph.matmul import MatmulAttributes
 from tests.gpuless import harness
 
-pytestmark = pytest.mark.skipif(
-    harness.missing() is not None, reason=str(harness.missing())
-)
-
 _GPUS = pytest.mark.parametrize("gpu", ["a100", "h200", "b200"])
 _LAST = (0, 2, 3, 1)
 _LAYOUTS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
