@@ -12,7 +12,7 @@ from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.walks import leading_to, made_by, read_by
 from jax_cudnn.legalize import conv, matmul, reduction
 from jax_cudnn.legalize.editor import GraphEditor
-from jax_cudnn.legalize.legalization import Legal, Legalization
+from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
 from jax_cudnn.legalize.pointwise import rewrite_pointwise
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -282,13 +282,7 @@ def _refusals(graph: Graph, target: Target | None) -> list[str]:
         reasons.append("f64: cuDNN's fusions take bf16, f16, f32 and 8-bit operands")
     if target is None:
         return reasons
-    if target.sm_version < _OLDEST_SM:
-        reasons.append(
-            f"sm_{target.sm_version} ({target.name}): fusions need sm_{_OLDEST_SM} "
-            "(Ampere) or newer"
-        )
-    if target.cudnn_version < _OLDEST_CUDNN:
-        reasons.append(f"cuDNN {target.cudnn_version} is older than 9.8")
+    reasons += too_old(target, "fusions", _OLDEST_SM, _OLDEST_CUDNN)
     eight_bit_float = [t for t in graph.tensors if t.dtype.startswith("f8")]
     if eight_bit_float and target.sm_version < 89:
         reasons.append(f"sm_{target.sm_version} has no f8 tensor cores; sm_89 has")

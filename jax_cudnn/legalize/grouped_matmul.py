@@ -19,7 +19,7 @@ from jax_cudnn.graph.kinds import Roles, roles_in
 from jax_cudnn.legalize import fusion
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.legalization import Arrays, Legal, Legalization
+from jax_cudnn.legalize.legalization import Arrays, Legal, Legalization, too_old
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.grouped_matmul import gradient_of_b
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -51,13 +51,7 @@ def _reasons(graph: Graph, target: Target | None) -> list[str]:
         reasons.append("f64: cuDNN's grouped matmul takes bf16, f16 and f32")
     if target is None:
         return reasons
-    if target.sm_version < _OLDEST_SM:
-        reasons.append(
-            f"sm_{target.sm_version} ({target.name}): grouped matmuls need "
-            f"sm_{_OLDEST_SM} (Ampere) or newer"
-        )
-    if target.cudnn_version < _OLDEST_CUDNN:
-        reasons.append(f"cuDNN {target.cudnn_version} is older than 9.15")
+    reasons += too_old(target, "grouped matmuls", _OLDEST_SM, _OLDEST_CUDNN)
     return reasons
 
 

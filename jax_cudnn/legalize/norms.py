@@ -18,7 +18,7 @@ from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.legalize import group_norm
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.legalization import Legal, Legalization
+from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.norms import with_statistics
@@ -85,13 +85,7 @@ def _reasons(graph: Graph, target: Target | None) -> list[str]:
             break
     if target is None:
         return reasons
-    if target.sm_version < _OLDEST_SM:
-        reasons.append(
-            f"sm_{target.sm_version} ({target.name}): norms need sm_{_OLDEST_SM} "
-            "(Ampere) or newer"
-        )
-    if target.cudnn_version < _OLDEST_CUDNN:
-        reasons.append(f"cuDNN {target.cudnn_version} is older than 9.8")
+    reasons += too_old(target, "norms", _OLDEST_SM, _OLDEST_CUDNN)
     return reasons
 
 
