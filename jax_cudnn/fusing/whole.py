@@ -111,10 +111,9 @@ class Whole:
 
 def whole(work: object, asked: Asked) -> Whole | None:
     """Return the kernel that an operation is without others, if it is one."""
-    is_call = isinstance(work, Operation) and graph_of(work.equation) is not None
-    if isinstance(work, Norm) or (isinstance(work, Operation) and is_call):
-        return Whole(work, asked)
-    return None
+    if isinstance(work, Operation) and graph_of(work.equation) is None:
+        return None
+    return Whole(work, asked) if isinstance(work, Operation | Norm) else None
 
 
 def why_left(norm: Norm, asked: Asked) -> str:
