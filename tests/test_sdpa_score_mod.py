@@ -338,7 +338,8 @@ def test_steps_are_part_of_the_graph_and_functions_never_share_one() -> None:
 def test_huge_scores_stay_finite() -> None:
     q, k, v = _operands()
     capped = score_mods.softcap(5.0)
-    output, lse = sdpa(1e20 * q, 1e18 * k, v, score_mod=capped, return_residual=True)
+    # Up to 1e37: no partial sum overflows, in whichever order a CPU adds.
+    output, lse = sdpa(1e18 * q, 1e18 * k, v, score_mod=capped, return_residual=True)
     assert np.isfinite(output).all()
     assert np.abs(lse).max() < 5 + np.log(_T) + 1e-3
 
