@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from jax_cudnn import conv, matmul, sdpa
@@ -21,6 +22,7 @@ from jax_cudnn.measuring.correctness import (
     with_own_results,
 )
 from jax_cudnn.measuring.stopwatch import draw_sets
+from tests import norms
 from tests.flash import flash
 from tests.planner import H200
 from tests.sdpa_cases import Case, attention, make_operands
@@ -160,3 +162,23 @@ def test_gradients_that_read_no_results_keep_their_operands(name: str) -> None:
     part = from_json((_GOLDEN / f"{name}.json").read_text().rstrip("\n"))
     operands = draw_sets(part, jax.devices("cpu")[0])[0]
     assert with_own_results(part, operands) == operands
+
+
+@pytest.mark.parametrize("kind", norms.KINDS)
+def test_gradients_of_norms_get_the_statistics_of_their_x(kind: str) -> None:
+    forward = norms.Problem(kind=kind, bias=None, with_statistics=True).graph
+    nonzero = [name == "output" for name in forward.outputs]
+    part = norms.backward_of(forward, nonzero=nonzero)
+    drawn = draw_sets(part, jax.devices("cpu")[0])[0]
+    operands = dict(zip(part.inputs, with_own_results(part, list(drawn)), strict=True))
+    results = dict(
+        zip(
+            forward.outputs,
+            reference_results(forward, [operands[name] for name in forward.inputs]),
+            strict=True,
+        )
+    )
+    read = [name for name in part.inputs if name in results]
+    assert "rstd" in read
+    for name in read:
+        np.testing.assert_array_equal(operands[name], results[name])

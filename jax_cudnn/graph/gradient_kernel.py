@@ -56,10 +56,10 @@ def single_node_graph(
 
 
 def forward_graph(graph: Graph) -> Graph | None:
-    """Return the graph whose gradient a graph of one gradient kernel is, if it is one.
+    """Return the forward kernel of a graph that is one gradient kernel.
 
-    Its operands are those of the gradient, its results what the gradient reads of them.
-    None where it reads no results.
+    Its operands are those of the gradient. Its results are what the gradient reads of
+    them, and what the forward kernel always has. None where the gradient reads none.
     """
     node = graph.sole_node()
     forward = None if node is None else kind_named(node.kind).gradient_of
@@ -75,10 +75,14 @@ def forward_graph(graph: Graph) -> Graph | None:
             if role.name in names
         }
 
-    outputs = named(row.outputs)
+    inputs, outputs = named(row.inputs), named(row.outputs)
     if not outputs:
         return None
-    return single_node_graph(forward, named(row.inputs), outputs, node.attributes)
+    for role in row.outputs:
+        if role.is_required and role.name not in outputs:
+            cotangent = graph.tensor(names[f"grad_{role.name}"])
+            outputs[role.name] = replace(cotangent, name=role.name)
+    return single_node_graph(forward, inputs, outputs, node.attributes)
 
 
 # Tracing asks for the same gradient several times.
