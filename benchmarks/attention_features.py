@@ -326,12 +326,6 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     options = parser.parse_args()
-    rows: list[dict[str, Any]] = []
-    for work in WORKLOADS:
-        if re.search(options.only, work.name):
-            if options.small:
-                work = dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8)
-            rows += run_workload(work, with_flex=not options.no_flex)
     command = "python -m benchmarks.attention_features"
     if options.only:
         command += f" --only '{options.only}'"
@@ -339,9 +333,17 @@ def main() -> None:
         command += " --no-flex"
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
-    data = {"environment": versions, "command": command, "rows": rows}
-    write_records(options.out / _DATA, data)
-    (options.out / _PAGE).write_text(markdown(rows, versions, command))
+    rows: list[dict[str, Any]] = []
+    for work in WORKLOADS:
+        if not re.search(options.only, work.name):
+            continue
+        if options.small:
+            work = dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8)
+        rows += run_workload(work, with_flex=not options.no_flex)
+        # Each time, so that a run that is cut off leaves what it measured.
+        data = {"environment": versions, "command": command, "rows": rows}
+        write_records(options.out / _DATA, data)
+        (options.out / _PAGE).write_text(markdown(rows, versions, command))
 
 
 if __name__ == "__main__":
