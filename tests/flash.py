@@ -126,6 +126,8 @@ def _backward(
     weights = np.exp2(scores - _wide(given["stats"]) * _LOG2E)
     weights = np.where(is_seen, weights, np.float32(0))
     delta = (_wide(given["output"]) * grad_output).sum(-1, keepdims=True)
+    if "dropout_mask" in given:  # What cuDNN 9.19 does on an H200.
+        delta = delta * np.float32(1 / (1 - attributes.dropout))
     keep = _keep(attributes, given)
     slopes = weights * (keep * (grad_output @ np.swapaxes(value, 2, 3)) - delta)
     slopes = np.where(is_seen, slopes, np.float32(0))

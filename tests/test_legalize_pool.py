@@ -21,6 +21,7 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.legalize import legalize
 from jax_cudnn.reference import evaluate
+from jax_cudnn.reference.dtypes import jax_dtype
 
 pytestmark = pytest.mark.sampled
 
@@ -80,8 +81,41 @@ def test_what_runs_outside_of_the_kernel_is_told() -> None:
         "x is cut outside the kernel: padding is negative",
         "x is transposed to channels-last, in which cuDNN computes",
         "output is transposed to channels-last, in which cuDNN computes",
+        "x is converted outside the kernel: cuDNN pools bf16 wrongly",
+        "output is converted outside the kernel: cuDNN pools bf16 wrongly",
     )
     assert legal.slower.startswith("cuDNN was not measured to pool faster than XLA")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_kernels_get_bf16_as_f32_but_for_the_gradient(dtype: Any) -> None:
+    for graph in _graphs(2, _LAST, (0, 0), dtype):
+        (legal,) = legalize(graph, None).candidates
+        is_gradient = graph.nodes[0].kind.endswith("backward")
+        wanted = "f32" if dtype == "bf16" and not is_gradient else dtype
+        assert {tensor.dtype for tensor in legal.graph.tensors} == {wanted}
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("number", [-np.inf, np.inf, np.nan, -3.4028235e38, -0.0])
+def test_maxima_of_a_kernel_that_begins_at_the_lowest_number(
+    dtype: Any, number: float
+) -> None:
+    """A window may have nothing but this number."""
+    graph = _graphs(2, _LAST, (0, 0), dtype)[0]
+    (legal,) = legalize(graph, None).candidates
+    (tensor,) = graph.input_tensors
+    x = np.random.default_rng(0).standard_normal(tensor.stored_shape)
+    x[:, :4, :5] = number
+    operands = [jnp.asarray(x, jnp.float32).astype(jax_dtype(tensor.dtype))]
+
+    def kernel(operands: Any) -> list[jax.Array]:
+        (y,) = evaluate(legal.graph, operands)
+        lowest = jnp.finfo(jnp.float32).min
+        return [jnp.maximum(y.astype(jnp.float32), lowest).astype(y.dtype)]
+
+    (got,), (want,) = legal.run(kernel, operands), evaluate(graph, operands)
+    np.testing.assert_array_equal(np.asarray(got, "f4"), np.asarray(want, "f4"))
 
 
 def test_f64_is_left_to_xla() -> None:

@@ -39,9 +39,10 @@ StatusOr<DeviceGuard> DeviceGuard::Enter(const CudnnRuntime& runtime, int device
   int former = 0;
   RETURN_IF_ERROR(
       CheckCuda(runtime, runtime.cuda.get_device(&former), "cudaGetDevice"));
-  if (former == device) return DeviceGuard(nullptr, former);
+  // Also where it is the device already: a thread that has called nothing of CUDA has
+  // that device's number and no context, and engines that load code then fail.
   RETURN_IF_ERROR(CheckCuda(runtime, runtime.cuda.set_device(device), "cudaSetDevice"));
-  return DeviceGuard(&runtime, former);
+  return DeviceGuard(former == device ? nullptr : &runtime, former);
 }
 
 DeviceGuard::DeviceGuard(DeviceGuard&& other) noexcept

@@ -24,7 +24,8 @@ struct DeviceInfo {
 // OK for 0, the success of CUDA's functions; else what CUDA says of the error.
 Status CheckCuda(const CudnnRuntime& runtime, int error, const char* call);
 
-// Makes a device current for the calling thread, and the former one on destruction.
+// Makes a device and its primary context current for the calling thread, and the former
+// device on destruction.
 class DeviceGuard {
  public:
   static StatusOr<DeviceGuard> Enter(const CudnnRuntime& runtime, int device);

@@ -69,7 +69,9 @@ TensorPtr Scalar(double value) {
 
 // Which probabilities are dropped: those of a mask, or those that the kernel draws. It
 // draws 16 bits and keeps what is not above (1 - rate) 2^16, so one number more than
-// the rate says: it gets the rate with one number more to drop.
+// the rate says: it gets the rate with one number more to drop. The gradient with a
+// mask leaves out the last factor, which belongs to rowsum(O dO) (9.19); the output
+// that it is given has it (legalize/sdpa_dropout.py).
 template <typename SdpaAttributes>
 Status SetDropout(NodeWriter& writer, SdpaAttributes& attributes) {
   constexpr double kStep = 1.0 / 65536;
@@ -89,7 +91,7 @@ Status SetDropout(NodeWriter& writer, SdpaAttributes& attributes) {
     if constexpr (std::is_same_v<SdpaAttributes, fe::graph::SDPA_attributes>) {
       attributes.set_dropout(mask, Scalar(1 / (1 - rate)));
     } else {
-      attributes.set_dropout(mask, Scalar(1 / (1 - rate)), Scalar(1 - rate));
+      attributes.set_dropout(mask, Scalar(1 / (1 - rate)), Scalar(1));
     }
   } else if (rate != 0) {
     return Unimplemented(writer.node().kind + ": dropout " + std::to_string(rate) +

@@ -2,11 +2,16 @@
 """Pooling as cuDNN takes it; axis letters and roles as in graph/pool.py.
 
 One spatial axis becomes two, the first of size 1. Arrays are transposed to
-channels-last. Padding that cuts is done on the array.
+channels-last. Padding that cuts is done on the array. Where cuDNN would be wrong, bf16
+is pooled as f32, and f32 with -inf in it by XLA.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
+
+import jax
+import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.graph.pool import PoolAttributes
@@ -16,7 +21,8 @@ from jax_cudnn.legalize.images import (
     add_spatial_axis,
     store_channels_last,
 )
-from jax_cudnn.legalize.legalization import Legalization
+from jax_cudnn.legalize.legalization import Arrays, Legal, Legalization, Usual
+from jax_cudnn.reference.interpreter import evaluate
 from jax_cudnn.reference.pool import elements_in_windows
 
 _SLOWER = (
@@ -36,7 +42,12 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     add_spatial_axis(editor)
     _cut(editor)
     store_channels_last(editor)
-    return Legalization(candidates=(replace(editor.finish(), slower=_SLOWER),))
+    if editor.main.kind != "avg_pool_backward":
+        _widen(editor)
+    legal = editor.finish()
+    if editor.main.kind == "max_pool" and graph.output_tensors[0].dtype == "f32":
+        legal = _unless_infinite(legal, graph)
+    return Legalization(candidates=(replace(legal, slower=_SLOWER),))
 
 
 def _refusals(editor: GraphEditor) -> tuple[str, ...]:
@@ -90,4 +101,45 @@ def _cut(editor: GraphEditor) -> None:
             padding_low=tuple(max(low, 0) for low in attributes.padding_low),
             padding_high=tuple(max(high, 0) for high in attributes.padding_high),
         )
+    )
+
+
+def _widen(editor: GraphEditor) -> None:
+    """Pool bf16 as f32, which is as exact.
+
+    An engine that takes bf16, the first one on an H200 with 9.19, gives numbers that
+    are no average or maximum of any window (eng3; eng2 is right, and so are f16, f32
+    and the gradient).
+    """
+    for name, tensor in list(editor.tensors.items()):
+        if tensor.dtype == "bf16":
+            editor.rearrange(
+                name,
+                replace(tensor, dtype="f32"),
+                lambda x: x.astype(jnp.float32),
+                lambda x: x.astype(jnp.bfloat16),
+            )
+            editor.notes.append(
+                f"{name} is converted outside the kernel: cuDNN pools bf16 wrongly"
+            )
+
+
+def _unless_infinite(legal: Legal, graph: Graph) -> Legal:
+    """Have XLA pool an array that holds -inf.
+
+    cuDNN's maximum begins at -3.4e38, which a window of nothing but -inf then gives
+    (9.19). In f16 and bf16, that number is rounded to -inf.
+    """
+
+    def holds(operands: Sequence[jax.Array]) -> jax.Array:
+        return ~jnp.any(jnp.isneginf(operands[0]))
+
+    def after(operands: Sequence[jax.Array], _: Sequence[jax.Array]) -> Arrays:
+        return tuple(evaluate(graph, operands))
+
+    return replace(
+        legal,
+        after=after,
+        usual=Usual(holds=holds, after=legal.after),
+        notes=(*legal.notes, "an array that holds -inf is pooled by XLA"),
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Target, Tensor
 from jax_cudnn.legalize.editor import Env, GraphEditor
@@ -78,6 +79,10 @@ def _draw(editor: GraphEditor) -> None:
 def _give_mask(editor: GraphEditor) -> None:
     """Give the kernel an array that is 1 where a probability is kept, and 0 elsewhere.
 
+    Of the gradient, dS = P (M dP - rowsum(O dO)) with M that array divided by 1 - rate,
+    cuDNN computes P (M dP - rowsum(O dO) / (1 - rate)) (9.19 on an H200). So it is
+    given the output, and the cotangent of the log-sum-exp, times 1 - rate.
+
     It has the operands' dtype: cuDNN 9.19 has no forward plan for bytes, and crashes
     when it plans with bool.
     """
@@ -103,6 +108,16 @@ def _give_mask(editor: GraphEditor) -> None:
         env["dropout_mask"] = is_kept.astype(jax_dtype(mask.dtype))
 
     editor.before.append(before)
+    for role in ("output", "grad_stats"):
+        if role in editor.inputs:
+            _multiply(editor, role, 1 - rate)
+
+
+def _multiply(editor: GraphEditor, role: str, factor: float) -> None:
+    def into(x: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+    editor.rearrange(role, editor.tensors[role], into)
 
 
 def _forget_heads(editor: GraphEditor) -> None:

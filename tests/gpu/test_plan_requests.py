@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 
 import jax_cudnn
-from jax_cudnn import UnsupportedError, native
+from jax_cudnn import GraphError, UnsupportedError, native
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import Legal, legalize
@@ -18,6 +19,7 @@ from jax_cudnn.lowering import run_cudnn
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
+from tests import norms
 from tests.drawn_operands import draw_arrays
 from tests.fused import graphs
 from tests.gpu.numerics import judge, to_f32
@@ -193,3 +195,27 @@ def _backward_operands(forward: Graph, backward: Graph, case: Case) -> list[jax.
     values |= dict(zip(forward.outputs, results, strict=True))
     drawn = zip(backward.inputs, draw_arrays(backward, 7), strict=True)
     return [values.get(name, x) for name, x in drawn]
+
+
+def test_threads_without_a_context_build_what_the_first_thread_builds() -> None:
+    """Some engines load code when they are built, and handles are shared."""
+
+    def fails(text: str, request: str) -> bool:
+        try:
+            native.plan(text, request=request)
+        except (GraphError, UnsupportedError):
+            return True
+        return False
+
+    # Each size is built once; the second one finds the handles of the first.
+    for rows in (1024, 2048):
+        problem = norms.Problem(
+            kind="layer_norm", dtype="bf16", scale="bf16", bias="bf16", dims=(rows, 512)
+        )
+        text = to_json(_legal(problem.graph).graph)
+        requests = [each.request for each in native.candidates(text)]
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(functools.partial(fails, text), requests))
+        assert not all(found)
+        for request, has_failed in zip(requests, found, strict=True):
+            assert fails(text, request) == has_failed, request
