@@ -8,7 +8,7 @@
 #   GPU_EXTRA      cuda13, cuda12 or nothing (default: what the driver says)
 #   DEMO_FLAGS, GPT_FLAGS, GENERATE_FLAGS   flags of `make demo`, `make gpt` and
 #                  `make generate`, such as --help
-#   ALL=1          all cases of the tests that `make test` samples
+#   ALL=1          all cases of all tests, where `make test` runs a sample
 #   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default: -n 2)
 #   OFFLINE=1 WHEELS=folder   for a GPU machine that reaches no package registry: .venv
 #                  gets the packages that PYTHON sees and the wheels in the folder, that
@@ -48,8 +48,8 @@ $(if $(GPU_EXTRA),$(call pytest,$(1),tests/gpu))
 $(call pytest,$(1),$(PYTEST_FLAGS) $(2) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
 endef
 
-# Tests marked `sampled` have many cases. Each JAX gets another eighth of them, but at
-# least one of each test, and all of them with ALL=1.
+# Tests marked `sampled` have many cases. Each JAX gets another part of them, but at least
+# one of each test. With ALL=1, all of them run, and the tests marked `thorough`.
 sample = $(if $(ALL),,--sample $(1))
 
 define no_newest
@@ -142,12 +142,12 @@ types: .venv-tools/.installed .venv-oldest/.installed  ## pyright
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/.installed gpuless  ## all rings with the oldest JAX supported
-	$(call rings,.venv-oldest,$(call sample,1/8))
+	$(call rings,.venv-oldest,$(call sample,1/12))
 
 .PHONY: test-newest
 ifneq ($(PYTHON_NEWEST),)
 test-newest: .venv-newest/.installed  ## what depends on JAX, with the newest one supported
-	$(call rings,.venv-newest,-m 'not once' $(call sample,2/8))
+	$(call rings,.venv-newest,-m 'not once' $(call sample,2/12))
 else
 test-newest:
 	@$(no_newest)
@@ -155,7 +155,7 @@ endif
 
 .PHONY: gpuless
 gpuless: .venv-oldest/.installed  ## the real cuDNN plans every graph, without a GPU
-	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/3) tests/gpuless)
+	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/6) tests/gpuless)
 
 .PHONY: gpu
 gpu: .venv/.installed  ## the GPU ring, with its report

@@ -40,7 +40,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--sample",
         metavar="K/N",
         help="of the cases of each test marked `sampled`, run the K-th of N random "
-        "parts, the same part in every run, and at least one case",
+        "parts, the same part in every run, and at least one case; leave out tests "
+        "marked `thorough`",
     )
 
 
@@ -62,21 +63,17 @@ def pytest_collection_modifyitems(
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    kept = {
-        item
-        for cases in tests.values()
-        for item in (_sampled(cases, part, parts) if _is_sampled(cases) else cases)
-    }
+    kept = {item for cases in tests.values() for item in _kept(cases, part, parts)}
     config.hook.pytest_deselected(items=[each for each in items if each not in kept])
     items[:] = [each for each in items if each in kept]
 
 
-def _is_sampled(cases: list[pytest.Item]) -> bool:
-    return cases[0].get_closest_marker("sampled") is not None
-
-
-def _sampled(cases: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
-    """Return the cases that are dealt to a part, or else one of them."""
+def _kept(cases: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
+    """Return the cases of a test that run: if it is sampled, those dealt to a part."""
+    if cases[0].get_closest_marker("thorough") is not None:
+        return []
+    if cases[0].get_closest_marker("sampled") is None:
+        return cases
     dealt = [
         case for case in cases if zlib.crc32(case.nodeid.encode()) % parts + 1 == part
     ]
@@ -98,7 +95,9 @@ def _has_gpu() -> bool:
 
 
 @pytest.fixture(autouse=True)
-def _run_on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
+def _run_on_cpu(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[None]:
     """Keep all tests but the GPU ring's on the CPU, also where there is a GPU.
 
     What they ask does not depend on how well XLA optimises for the CPU; with little
@@ -106,6 +105,8 @@ def _run_on_cpu(request: pytest.FixtureRequest) -> Iterator[None]:
     """
     is_gpu = request.node.get_closest_marker("gpu") is not None
     jax.config.update("jax_disable_most_optimizations", not is_gpu)
+    if not is_gpu:
+        monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # in its processes
     if is_gpu or not _has_gpu():
         yield
         return

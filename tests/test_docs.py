@@ -21,7 +21,6 @@ PAGES = (*GUIDES, SEVERAL_DEVICES)
 
 
 @pytest.mark.sampled
-@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
     page = DOCS / name

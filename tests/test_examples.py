@@ -16,7 +16,7 @@ from jax_cudnn import offline
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = pytest.mark.once
 
 
 def start_example(name, *arguments):
@@ -198,6 +198,7 @@ for line in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.thorough
 def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
     for package in ("flax", "optax"):
         pytest.importorskip(package, reason=f"{package} is not installed")
@@ -288,6 +289,7 @@ def test_generate_gives_the_text_of_the_model_without_a_cache():
     assert "  | import numpy as n[...]" in output
 
 
+@pytest.mark.thorough
 def test_generate_refuses_what_it_cannot_do():
     for package in ("flax", "optax"):
         pytest.importorskip(package, reason=f"{package} is not installed")

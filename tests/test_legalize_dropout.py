@@ -187,6 +187,7 @@ def test_a_single_query_gets_a_second_row(roles: tuple[str, ...], way: str) -> N
         _assert_close(graph, legal, _run(legal, operands), outputs)
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_allow_f32")
 def test_rows_far_from_zero_have_the_gradient_of_their_mask() -> None:
     graph = _graph("bias")

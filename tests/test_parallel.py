@@ -43,7 +43,6 @@ runpy.run_module("tests.parallel_checks", run_name="__main__")
 _ROOT = str(Path(__file__).parents[1])
 
 
-@pytest.mark.slow
 @pytest.mark.once
 @pytest.mark.parametrize("name", CHECKS)
 def test_on_8_devices(name: str) -> None:

@@ -236,7 +236,6 @@ _PAIRS = [
 ]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "method", "order"), _PAIRS)
 def test_masks_hide_what_they_say(name: str, method: str, order: str) -> None:
     mask, condition, (s, t) = MASKS[name]
@@ -363,7 +362,6 @@ def _dense_modified(slopes: Any, table: Any) -> Any:
     return modify
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 def test_a_score_mod_sees_positions_of_the_whole_sequence(
@@ -399,7 +397,6 @@ def _factors(s: int, t: int) -> np.ndarray:
     return numpy_kept(found.rate, seed, offsets, s, t) / (1 - found.rate)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "order", "s"),
     [
@@ -425,6 +422,7 @@ def test_the_same_weights_are_dropped_as_on_one_device(
     )
 
 
+@pytest.mark.thorough
 def test_what_is_kept_at_positions_is_what_is_kept_there() -> None:
     seed, offset = jnp.full((1, 1, 1, 1), -5, jnp.int32), jnp.array([[[[64]], [[96]]]])
     offset = offset.astype(jnp.int32)
@@ -440,7 +438,6 @@ def test_what_is_kept_at_positions_is_what_is_kept_there() -> None:
         np.testing.assert_array_equal(got, want[:, :, rows[:, None], columns])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("method", "order", "bias"),
     [
@@ -540,7 +537,7 @@ def _loss(function: Any, x: dict[str, Any], **options: Any) -> jax.Array:
     return jnp.sum(jnp.sin(function(x, **options)))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 @pytest.mark.parametrize("method", METHODS)
 def test_all_at_once_over_a_mesh_of_three_axes(method: str, kind: AxisType) -> None:
@@ -555,7 +552,6 @@ def test_all_at_once_over_a_mesh_of_three_axes(method: str, kind: AxisType) -> N
     jax.tree.map(close, got, want)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("way", ["jvp", "second", "vmap", "scan", "export"])
 def test_transformations_of_all_at_once(way: str) -> None:
     operands = _all_operands()

@@ -299,6 +299,7 @@ def test_derivatives_of_both_modes_and_orders_match_differences(
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 def test_derivatives_by_one_operand_match_differences(draw: Draw) -> None:
     operands = [*_qkv(draw, d=3, e=4, h=4, k=2), draw("bh1t", jnp.float64, h=4)]

@@ -149,6 +149,7 @@ def _function(drawn: Drawn) -> Any:
     return call
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("page", [0, 4])
 @pytest.mark.parametrize("window", [None, (3, 1)])
 def test_derivatives_of_every_mode(page: int, window: tuple[int, int] | None) -> None:

@@ -220,6 +220,7 @@ def test_values_and_gradients_are_those_of_the_dense_formula(
         np.testing.assert_allclose(got, want[name], rtol=1e-8, atol=1e-10, err_msg=name)
 
 
+@pytest.mark.thorough
 def test_forward_and_second_order_agree_with_differences(draw: Draw) -> None:
     operands = [x[:, :7] for x in _operands(draw)]
     call = functools.partial(sdpa, dropout_rate=0.4, dropout_key=_KEY, is_causal=True)

@@ -232,6 +232,7 @@ def test_vmap_over_any_operands_and_cotangents(
     assert_close(got, stacked(run, given, axes))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("layout", _LAYOUTS)
 def test_both_modes_agree_with_finite_differences(layout: Any, draw: Draw) -> None:

@@ -316,6 +316,7 @@ def test_bias_mask_and_sinks_beside_packed_sequences() -> None:
 # --- transformations ------------------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_derivatives_of_both_modes_and_second_order() -> None:
     rows = dataclasses.replace(
         _MIXED, causal=True, from_end=True, queries=_MIXED.queries[:1],
@@ -465,6 +466,7 @@ def test_tokens_are_stored_one_behind_another_for_the_kernel() -> None:
     _check_kernel(_ROWS["causal"], as_mask=False, order=(1, 0, 2, 3))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("_allow_f32")
 @settings(deadline=None)
 @given(_drawn())

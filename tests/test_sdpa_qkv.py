@@ -190,6 +190,7 @@ def test_vmap_over_any_operands_and_cotangents(
     assert_close(jax.vmap(run, in_axes=tuple(axes))(*given), stacked(run, given, axes))
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("layout", ["bs3hd", "bshd"])
 def test_both_modes_agree_with_finite_differences(layout: str) -> None:

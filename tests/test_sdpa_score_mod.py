@@ -136,6 +136,7 @@ def test_results_and_gradients_are_those_of_the_dense_softmax(name: str) -> None
         np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.thorough
 @pytest.mark.once
 @settings(max_examples=15)
 @given(

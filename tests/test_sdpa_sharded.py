@@ -20,7 +20,7 @@ import jax_cudnn
 from jax_cudnn import f8, masks, score_mods
 from tests.devices import mesh_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.once, pytest.mark.sampled]
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 B, H, K, S, T, D = 4, 4, 2, 6, 10, 8
 _LENGTHS = jnp.array([10, 0, 7, 3], jnp.int32)

@@ -127,6 +127,7 @@ def _some(has_bias: bool) -> dict[str, Any]:
     return operands if has_bias else dict([*operands.items()][:4])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("names", [_NAMES, _NAMES[:4]])
 def test_derivatives_agree_with_each_other_and_with_differences(
     names: tuple[str, ...],

@@ -25,7 +25,7 @@ from tests.attention import (
 from tests.drawn_operands import draw_operands
 from tests.flash import flash
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _LENGTHS = [(7, 7), (5, 9), (9, 5)]

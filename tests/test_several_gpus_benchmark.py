@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.thorough]
 
 # As `python -m` does it, with the installed package ahead of the working tree.
 _RUN = """
@@ -57,7 +57,6 @@ def benchmark_module(monkeypatch):
     return importlib.import_module("benchmarks.several_gpus")
 
 
-@pytest.mark.slow
 def test_every_cell_is_timed_beside_plain_jax(tmp_path):
     done = _run("several_gpus", "--tiny", "--out", str(tmp_path), devices=2)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -126,7 +125,6 @@ def test_wrong_results_fail(benchmark_module):
             benchmark_module.check(errors)
 
 
-@pytest.mark.slow
 def test_a_training_step_is_timed_beside_plain_jax(tmp_path):
     arguments = ("--size", "tiny", "--ways", "none", "--rounds", "2")
     done = _run("train_gpt", *arguments, "--out", str(tmp_path), devices=2)

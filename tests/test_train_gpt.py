@@ -16,7 +16,7 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-pytestmark = [pytest.mark.slow, pytest.mark.once]
+pytestmark = pytest.mark.once
 
 # Sizes differ, so that exchanged axes are found; eight devices divide what is split.
 ARGUMENTS = (
@@ -164,6 +164,7 @@ def runs(text, tmp_path_factory):
     return folder, run_python(_LAYOUTS + _MODEL, folder, text)
 
 
+@pytest.mark.thorough
 def test_loss_does_not_depend_on_how_the_work_is_split(runs):
     folder, output = runs
     single = np.load(folder / "single.npz")
@@ -184,6 +185,7 @@ def test_loss_does_not_depend_on_how_the_work_is_split(runs):
     ]
 
 
+@pytest.mark.thorough
 def test_each_layout_needs_the_collectives_that_it_is_known_for(runs):
     lines = [x for x in runs[1].splitlines() if x.startswith("Program")]
     single, data, tensor, fsdp = lines

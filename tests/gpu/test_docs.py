@@ -10,7 +10,6 @@ from tests.snippets import DOCS, GUIDES, run, snippets
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", GUIDES)
 def test_snippets_run(name: str, tmp_path: Path) -> None:
     page = DOCS / name

@@ -318,7 +318,6 @@ def _check_memory(*arguments: str) -> subprocess.CompletedProcess[str]:
     pytest.fail("compute-sanitizer printed no summary:\n" + "\n".join(told))
 
 
-@pytest.mark.slow
 def test_compute_sanitizer_finds_no_bad_access():
     result = _check_memory()
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-1000:]
@@ -326,7 +325,6 @@ def test_compute_sanitizer_finds_no_bad_access():
     assert "ERROR SUMMARY: 0 errors" in result.stdout
 
 
-@pytest.mark.slow
 def test_compute_sanitizer_would_find_a_bad_access():
     result = _check_memory("--break")
     assert result.returncode == 9, result.stdout[-3000:] + result.stderr[-1000:]

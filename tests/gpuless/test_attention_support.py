@@ -9,6 +9,8 @@ from jax_cudnn import native
 from tests.gpuless.harness import CUDNN
 from tests.script import load_script
 
+pytestmark = pytest.mark.sampled
+
 _SCRIPT = load_script("attention_support")
 _DATA = json.loads(_SCRIPT.DATA.read_text())
 

@@ -19,6 +19,8 @@ from tests.gpuless.harness import target
 from tests.gpuless.verdicts import Verdict, verdicts
 from tests.script import load_script
 
+pytestmark = pytest.mark.sampled
+
 _GPUS = ("a100", "h200", "b200")
 
 # Parts that differ in what the kernel has to do; these are built, not only planned.

@@ -16,6 +16,8 @@ from jax_cudnn.graph import to_json
 from jax_cudnn.plans import PlanOptions
 from tests.attention import SIZES, attention_graph, backward_graph
 
+pytestmark = pytest.mark.sampled
+
 _X = jax.ShapeDtypeStruct((2, 129, 4, 64), jnp.bfloat16)
 
 

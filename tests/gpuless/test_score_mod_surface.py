@@ -13,6 +13,8 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from tests.gpuless import harness
 
+pytestmark = pytest.mark.sampled
+
 _SLOPES = jnp.arange(4, dtype=jnp.float32)
 _FUNCTIONS: dict[str, Any] = {
     "softcap": score_mods.softcap(30.0),

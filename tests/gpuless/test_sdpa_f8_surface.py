@@ -10,6 +10,8 @@ from jax_cudnn.legalize import legalize
 from tests.f8_graphs import f8_graph
 from tests.gpuless import harness
 
+pytestmark = pytest.mark.sampled
+
 _BOTH = ("query_lengths", "key_lengths")
 _BASE: dict[str, Any] = {"s": 128, "t": 192, "d": 64, "e": 64}
 _CASES: dict[str, dict[str, Any]] = {

@@ -13,6 +13,8 @@ from tests.gpuless import harness
 from tests.gpuless.emitted import emitted_graphs, semantic_graphs
 from tests.sdpa_cases import ALL, Case
 
+pytestmark = pytest.mark.sampled
+
 _GPUS = ("a100", "h200", "b200")
 # Their operands are large, and their graphs are those of other cases.
 _CASES = [c for c in ALL if not c.name.startswith(("large_", "many_"))]

@@ -26,7 +26,6 @@ _SOURCES = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(bool(obstacle()), reason=obstacle())
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler (g++)")
 def test_threads_share_plans_and_never_a_handle(tmp_path: Path) -> None:
