@@ -4,8 +4,9 @@
     python -m scripts.random_attention --out docs
 
 Needs an NVIDIA GPU. With torch installed, the answers in float64 are computed there.
-Several processes share the GPU. `--only SEED` runs one problem and prints its errors;
-`--platform cpu --longest 40` tries the script without a GPU.
+Several processes share the GPU. `--more` keeps what an earlier run left in the folder,
+and runs the problems that are missing there, or failed. `--only SEED` runs one problem
+and prints its errors; `--platform cpu --longest 40` tries the script without a GPU.
 """
 
 import argparse
@@ -25,8 +26,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks import torch_side
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
+from benchmarks.torch_side import torch
 from jax_cudnn.errors import UnsupportedError
 from tests import random_attentions
 from tests.random_attentions import Problem
@@ -47,6 +50,8 @@ def run_problem(problem: Problem, *, with_gradients: bool) -> Record:
     except UnsupportedError as error:
         return {"outcome": "refused", "reason": _reason(str(error))}
     judged = random_attentions.judge(problem, arrays, with_gradients=with_gradients)
+    if torch is not None:
+        torch_side.release_memory()  # Other processes share it.
     ratios = {
         name: random_attentions.worst_ratio(x, judged[name])
         for name, x in found.items()
@@ -77,9 +82,12 @@ def _reason(text: str) -> str:
 def _work(arguments: argparse.Namespace) -> None:
     """Run every problem whose number leaves this process's rank."""
     until = time.monotonic() + arguments.seconds
+    done = {(x["backward"], x["seed"]) for x in _earlier(arguments)}
     with Path(arguments.worker).open("w", encoding="utf-8") as file:
         for is_backward, seed in _seeds(arguments):
             if seed % arguments.processes != arguments.rank:
+                continue
+            if (is_backward, seed) in done:
                 continue
             if time.monotonic() > until:
                 break
@@ -110,6 +118,21 @@ def _problem(seed: int, arguments: argparse.Namespace) -> Problem:
     )
 
 
+def _earlier(arguments: argparse.Namespace) -> list[Record]:
+    """Return what an earlier run found out, if it is to be kept."""
+    file = arguments.out / _DATA
+    if not arguments.more or not file.exists():
+        return []
+    records = json.loads(file.read_text(encoding="utf-8"))["problems"]
+    return [record for record in records if record["outcome"] != "failed"]
+
+
+def _commit() -> str:
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    return os.environ.get("JAX_CUDNN_COMMIT") or found.stdout.strip() or "unknown"
+
+
 def _run_all(arguments: argparse.Namespace, given: Sequence[str]) -> list[Record]:
     env = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     records: list[Record] = []
@@ -129,7 +152,7 @@ def _run_all(arguments: argparse.Namespace, given: Sequence[str]) -> list[Record
                 records += map(
                     json.loads, file.read_text(encoding="utf-8").splitlines()
                 )
-    return sorted(records, key=lambda x: x.get("seed", -1))
+    return records
 
 
 # --- the page -------------------------------------------------------------------------
@@ -176,7 +199,8 @@ def page(records: Sequence[Record], versions: dict[str, str], command: str) -> s
         "",
         "# Random problems of attention",
         "",
-        f"Written by `{command}` on {versions_text(versions)}; do not edit.",
+        f"Written by `{command}` on {versions_text(versions)}; do not edit. "
+        f"Commits: {', '.join(dict.fromkeys(x['commit'] for x in records))}.",
         "",
         *_ABOUT,
         "",
@@ -217,10 +241,14 @@ def _refusals(records: Sequence[Record]) -> list[str]:
     lines += ["", "## Wrong or failed", ""]
     lines += [
         f"- {x['outcome']}: {x.get('problem', 'a process')}"
-        f" ({x.get('reason') or _shown(x['ratios'])})"
+        f" ({_first_sentence(x) or _shown(x['ratios'])})"
         for x in others
     ]
     return lines + ([] if others else ["None."])
+
+
+def _first_sentence(record: Record) -> str:
+    return record.get("reason", "").partition(". ")[0]
 
 
 def _shown(ratios: dict[str, float]) -> str:
@@ -238,6 +266,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="then stop")
     parser.add_argument("--platform", default="cuda")
     parser.add_argument("--out", type=Path, default=Path("build/random_attention"))
+    parser.add_argument("--more", action="store_true", help="keep what is in --out")
     parser.add_argument("--only", type=int, help="run the problem with this number")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     parser.add_argument("--rank", type=int, default=0, help=argparse.SUPPRESS)
@@ -252,7 +281,11 @@ def main() -> None:
         print(problem, run_problem(problem, with_gradients=is_backward))
         return
     given = sys.argv[1:]
-    records = _run_all(arguments, given)
+    commit = _commit()
+    found = [{**record, "commit": commit} for record in _run_all(arguments, given)]
+    records = sorted(
+        [*_earlier(arguments), *found], key=lambda record: record.get("seed", -1)
+    )
     arguments.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     command = " ".join([_COMMAND, *given])
