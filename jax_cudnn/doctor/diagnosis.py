@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax_cudnn.columns import Page, aligned
+from jax_cudnn.columns import Page, aligned, page
 from jax_cudnn.doctor.findings import Finding, examine
 from jax_cudnn.doctor.machine import Facts, gather
 from jax_cudnn.native import version_text
@@ -68,7 +68,7 @@ class Diagnosis(Page):
                 f"{finding.severity}: {finding.what}",
                 f"  fix: {finding.fix}",
             ]
-        return "\n".join(lines)
+        return page(lines)
 
 
 def doctor() -> Diagnosis:

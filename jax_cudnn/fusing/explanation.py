@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jax_cudnn.columns import Page, aligned
+from jax_cudnn.columns import Page, aligned, page
 from jax_cudnn.config import Options
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.known import Activation
@@ -123,7 +123,7 @@ class FuseExplanation(Page):
         return replace(self, kernels=tuple(kernels), device=told)
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return page(self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield (
@@ -188,7 +188,7 @@ def _place(work: Work) -> str:
 
 def _table(operations: Sequence[ExplainedOperation]) -> Iterator[str]:
     rows = [(each.name, each.result, each.place, each.reason) for each in operations]
-    yield from (f"  {line}" for line in aligned(rows))
+    return aligned(rows, indent="  ")
 
 
 def _counted(count: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_cudnn.columns import Page, aligned
+from jax_cudnn.columns import Page, page, table
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
@@ -194,7 +194,7 @@ class Report(Page):
                 said.setdefault(reason, []).append(call.op)
         for reason, ops in said.items():
             lines.append(f"{', '.join(dict.fromkeys(ops))}: {reason}")
-        return "\n".join((*lines, *self.notes))
+        return page((*lines, *self.notes))
 
     def mermaid(self) -> str:
         """Return a Mermaid flowchart with a frame for each call."""
@@ -240,7 +240,7 @@ def _table(calls: Sequence[Call]) -> Iterator[str]:
         for name, cells in columns.items()
         if name in always or any(cells)
     }
-    return aligned(zip(*((name, *cells) for name, cells in shown.items()), strict=True))
+    return table(list(shown), zip(*shown.values(), strict=True))
 
 
 def _bytes_text(count: int | None) -> str | None:

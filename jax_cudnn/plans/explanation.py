@@ -13,7 +13,7 @@ from typing import Any
 from jax.stages import Traced
 
 from jax_cudnn import native, offline
-from jax_cudnn.columns import Page
+from jax_cudnn.columns import Page, page
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph, is_anchor, operand_text
@@ -83,7 +83,7 @@ class Explanation(Page):
             lines.append("no cuDNN calls")
         for call in self.calls:
             lines += _lines(call)
-        return "\n".join((*lines, *self.notes))
+        return page((*lines, *self.notes))
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for ``json.dumps``; "schema" is the version of its form."""

@@ -17,7 +17,7 @@ from jax.stages import Traced
 
 from jax_cudnn import choices
 from jax_cudnn.choices import Choice, Key
-from jax_cudnn.columns import Page, aligned
+from jax_cudnn.columns import Page, page, table
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph, is_anchor, kind_named
@@ -41,8 +41,8 @@ class Tuning(Page):
     left_count: int = 0
 
     def __str__(self) -> str:
-        rows = [("op", "operands", "first / best", "cuDNN", "XLA", "chosen")]
-        rows += [
+        names = ("op", "operands", "first / best", "cuDNN", "XLA", "chosen")
+        rows = [
             (
                 choice.op,
                 choice.operands,
@@ -53,10 +53,10 @@ class Tuning(Page):
             )
             for choice in self.choices.values()
         ]
-        lines = [f"microseconds a call on {self.device}", *aligned(rows)]
+        lines = [f"microseconds a call on {self.device}", *table(names, rows)]
         if self.left_count:
             lines.append(f"not measured, for lack of time: {self.left_count}")
-        return "\n".join(lines)
+        return page(lines)
 
     def save(self, path: str | Path, made: str = "plans.autotune") -> None:
         """Write a choices file, for ``plans.load_choices``."""
