@@ -29,8 +29,9 @@ GUIDES = (
     "troubleshooting.md",
     "ragged_dot.md",
 )
-# Its snippets make eight devices of the CPU, so that ring 5 does not run them.
-SEVERAL_DEVICES = "several_gpus.md"
+# Ring 5 does not run these: one makes eight devices of the CPU, and the other one needs
+# a library that jax_cudnn does not.
+OFF_GPU = ("several_gpus.md", "recipes.md")
 
 _GPU_MARK = "# needs a GPU\n"
 _CUDNN_MARK = "# needs cuDNN\n"

@@ -15,9 +15,9 @@ import pytest
 
 from jax_cudnn import cli, offline, startup
 from tests.script import load_script
-from tests.snippets import DOCS, GUIDES, SEVERAL_DEVICES, run, snippets
+from tests.snippets import DOCS, GUIDES, OFF_GPU, run, snippets
 
-PAGES = (*GUIDES, SEVERAL_DEVICES)
+PAGES = (*GUIDES, *OFF_GPU)
 
 
 @pytest.mark.sampled
