@@ -5,7 +5,6 @@ The answers are the planner's own: each change that is named has been planned.
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.offline import GpuDescription
 from jax_cudnn.plans.calls import CallSummary
 from jax_cudnn.plans.changes import Change, by_name, changes_of
+from jax_cudnn.plans.inspection import followed_graphs
 
 # The version of what `Explanation.to_json` returns. A change of meaning raises it.
 SCHEMA = 1
@@ -147,7 +147,7 @@ def explain(
     gpus = {name: _gpu(name) for name in named or (device,)}
     calls = [
         call
-        for traced, count in Counter(found).items()
+        for traced, count in followed_graphs(found)
         for call in _calls(traced, count, gpus[traced.options.device])
     ]
     version = next(iter(gpus.values())).target.cudnn_version

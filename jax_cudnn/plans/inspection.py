@@ -2,7 +2,7 @@
 """`plans.inspect`: the cuDNN calls in a function, who runs each, with which plan."""
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans.calls import Call, Direction, Report, Why
 from jax_cudnn.plans.lowered import Launch, launches
+from jax_cudnn.progress import followed
 
 _NO_GPU = "this machine has no CUDA device"
 _LOWERED_NOTE = (
@@ -84,9 +85,20 @@ def inspect(
         device=", ".join(machine.name for machine in machines.values()),
         calls=tuple(
             call
-            for traced, count in Counter(found).items()
+            for traced, count in followed_graphs(found)
             for call in _calls(traced, count, machines[traced.options.device])
         ),
+    )
+
+
+def followed_graphs(found: Iterable[TracedGraph]) -> Iterable[tuple[TracedGraph, int]]:
+    """Yield each graph once, with how often it is there, and show the one at hand."""
+    counted = Counter(found)
+    return followed(
+        counted.items(),
+        "Planning",
+        count=len(counted),
+        name=lambda item: f"{item[0].op}({operand_text(item[0].graph)})",
     )
 
 

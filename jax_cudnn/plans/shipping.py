@@ -23,6 +23,7 @@ from jax_cudnn.graph import Target, label, to_json
 from jax_cudnn.lowering import TracedGraph, traced_graphs
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_ordinals, local_target
+from jax_cudnn.progress import followed
 
 # The version of the archive's form.
 SCHEMA = 1
@@ -171,7 +172,12 @@ def _planned(
     """Return the steps that cuDNN runs, by canonical graph and request."""
     # What is for another GPU by its name is not this one's to build.
     ours = dict.fromkeys(each for each in found if each.options.device is None)
-    decisions = pool.map(TracedGraph.decide, ours)
+    decisions = followed(
+        pool.map(TracedGraph.decide, ours),
+        "Planning",
+        count=len(ours),
+        name=lambda _: "",
+    )
     return {
         (to_json(step.legal.graph), step.request): step
         for decision in decisions

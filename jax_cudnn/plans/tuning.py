@@ -4,6 +4,7 @@
 `plans.autotuning` does so for whatever is compiled inside a `with` block.
 """
 
+import logging
 import math
 import sys
 import time
@@ -20,13 +21,17 @@ from jax_cudnn.choices import Choice, Key
 from jax_cudnn.columns import Page, page, table
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph, is_anchor, kind_named
+from jax_cudnn.graph import Graph, is_anchor, kind_named, label, operand_text
 from jax_cudnn.lowering import TracedGraph, scoped, traced_graphs
 from jax_cudnn.lowering.decision import precision_refusal
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import OutOfTimeError, measure
+from jax_cudnn.progress import followed, is_shown
 
-_BAR = 20
+_log = logging.getLogger("jax_cudnn")
+
+# A part, and the request that says which plans are allowed.
+_New = tuple[Graph, str]
 
 
 @dataclass(kw_only=True, repr=False)
@@ -94,7 +99,8 @@ def autotune(
       budget_s: seconds to spend. A call that is not measured by then keeps the plan
         that it had, and the ``Tuning`` says how many such calls there are. Default: no
         limit.
-      progress: whether to show progress on stderr. Default True.
+      progress: whether to show progress on stderr, where that is a terminal. Default
+        True. ``JAX_CUDNN_PROGRESS=off`` turns it off everywhere.
       **kwargs: as ``*args``.
 
     Returns:
@@ -134,7 +140,8 @@ def autotuning(
 
     Args:
       budget_s: seconds to spend in the block. Default: no limit.
-      progress: whether to show progress on stderr. Default True.
+      progress: whether to show progress on stderr, where that is a terminal. Default
+        True. ``JAX_CUDNN_PROGRESS=off`` turns it off everywhere.
 
     Yields:
       A ``Tuning`` that fills as functions are compiled.
@@ -188,7 +195,7 @@ class _Tuner:
         self._start = time.monotonic()
         self._deadline = self._start + budget_s
         self._progress = progress
-        self._seen: set[tuple[Graph, str]] = set()
+        self._seen: set[_New] = set()
         self.tuning = Tuning(device=self._target.name)
 
     def take(
@@ -198,14 +205,14 @@ class _Tuner:
 
         Without ``repeat``, those that have a choice from before are not new.
         """
-        new: dict[tuple[Graph, str], Options] = {}
+        new: dict[_New, Options] = {}
         for part, options in parts:
             key = (part, options.plan.to_request())
             is_known = not repeat and choices.table().get(part, self._target, key[1])
             if key not in self._seen and not is_known:
                 new.setdefault(key, options)
         self._seen.update(new)
-        for i, ((part, allowed), options) in enumerate(new.items()):
+        for i, ((part, allowed), options) in enumerate(self._followed(new)):
             try:
                 choice = measure(part, options, self._target, self._deadline)
             except OutOfTimeError:
@@ -217,7 +224,7 @@ class _Tuner:
             self.tuning.choices.update(found)
             choices.table().add(found)
             self._show(
-                f"{_bar(i + 1, len(new))} {choice.op} {choice.operands}: "
+                f"{choice.op} {choice.operands}: "
                 f"cuDNN {_text(choice.cudnn_us)} µs, XLA {_text(choice.xla_us)} µs"
             )
 
@@ -225,15 +232,21 @@ class _Tuner:
         """Keep what was found for other processes."""
         choices.remember(self.tuning.choices)
 
+    def _followed(self, new: dict[_New, Options]) -> Iterable[tuple[_New, Options]]:
+        if not self._progress:
+            return new.items()
+        return followed(
+            new.items(),
+            "Tuning",
+            count=len(new),
+            name=lambda each: f"{label(each[0][0])}({operand_text(each[0][0])})",
+        )
+
     def _show(self, line: str) -> None:
-        if self._progress:
-            seconds = time.monotonic() - self._start
+        seconds = time.monotonic() - self._start
+        _log.info("tuned after %.1f s: %s", seconds, line)
+        if self._progress and is_shown():
             print(f"{seconds:6.1f} s {line}", file=sys.stderr, flush=True)
-
-
-def _bar(done: int, count: int) -> str:
-    filled = _BAR * done // count
-    return f"[{'#' * filled}{'.' * (_BAR - filled)}] {done}/{count}"
 
 
 def _parts(found: list[TracedGraph]) -> Iterator[tuple[Graph, Options]]:
