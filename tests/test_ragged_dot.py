@@ -15,6 +15,8 @@ from jax.test_util import check_grads
 
 import jax_cudnn
 from jax_cudnn import ragged_dot
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering.decision import precision_refusal
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -412,3 +414,16 @@ def test_dtypes_that_jax_does_not_promote_are_named() -> None:
         pytest.raises(TypeError, match=r"^ragged_dot: lhs is bf16\[6,3\] and rhs f32"),
     ):
         _call(lhs=jnp.ones((6, 3), jnp.bfloat16))()
+
+
+@pytest.mark.parametrize(
+    ("precision", "is_cudnns"),
+    [("BF16_BF16_F32", True), ("BF16_BF16_F32_X3", False), ("highest", True), (None, True)],
+)
+def test_the_sizes_have_no_part_in_the_precision(
+    precision: Any, is_cudnns: bool
+) -> None:
+    lhs, rhs, bias = (x.astype(jnp.bfloat16) for x in _problem())
+    call = functools.partial(ragged_dot, bias=bias, precision=precision)
+    ((graph, options, _),) = traced_graphs(call, lhs, rhs, jnp.asarray(_SIZES["full"]))
+    assert (precision_refusal(graph, options) is None) == is_cudnns

@@ -168,9 +168,9 @@ def _composed(outer: Legal, inner: Legal) -> Legal:
     def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
         return outer.after(operands, inner.after(outer.before(operands), results))
 
-    return replace(
-        inner, before=before, after=after, notes=(*outer.notes, *inner.notes)
-    )
+    notes = (*outer.notes, *inner.notes)
+    # `after` is right for all operands; a shorter way would be that of inner ones.
+    return replace(inner, before=before, after=after, usual=None, notes=notes)
 
 
 # --- gradient -------------------------------------------------------------------------

@@ -297,6 +297,7 @@ def precision_refusal(part: Graph, options: Options) -> str | None:
     if precision is None or not products:
         return None
     dtypes = {part.tensor(name).dtype for node in products for _, name in node.inputs}
+    dtypes -= {"i32"}  # sizes and offsets
     if not _is_level(precision):
         # An algorithm is for dot products; a convolution has none to lax either.
         if "dot" not in products.values() or _ALGORITHMS.get(precision) == dtypes:
