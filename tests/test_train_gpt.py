@@ -258,6 +258,7 @@ def _gpt(tokens, weights, layers):
     return _normalised(x, weights, "norm") @ weights["tokens.embedding"].T
 
 
+@pytest.mark.thorough
 def test_the_model_is_gpt_2(runs):
     told, weights = (np.load(runs[0] / f"{name}.npz") for name in ("model", "weights"))
     weights = {name: weights[name].astype(np.float64) for name in weights.files}
