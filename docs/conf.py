@@ -6,6 +6,8 @@ notebooks/ are notebooks, which the build executes on the CPU. The reference is 
 from the docstrings of the installed package. The build needs no network.
 """
 
+from importlib.metadata import distribution
+
 import jax_cudnn
 
 project = "jax_cudnn"
@@ -20,6 +22,12 @@ extensions = [
     "sphinx.ext.mathjax",
     "sphinx.ext.napoleon",
 ]
+
+# MathJax comes with the site, so that formulas need no other host. The distribution is
+# also an extension, which would make Sphinx read one page at a time.
+_MATHJAX = distribution("sphinx-mathjax-offline")
+html_static_path = [str(_MATHJAX.locate_file("sphinx-mathjax-offline/static"))]
+mathjax_path = "mathjax/tex-chtml.js"
 
 # --- pages ----------------------------------------------------------------------------
 
@@ -69,5 +77,4 @@ html_theme = "furo"
 html_title = f"jax_cudnn {release}"
 html_copy_source = False
 html_show_sphinx = False
-html_static_path: list[str] = []
 html_theme_options = {"navigation_with_keys": True}
