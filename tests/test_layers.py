@@ -25,6 +25,7 @@ _ALLOWED = {
     "errors": set[str](),
     "startup": set[str](),
     "columns": set[str](),
+    "progress": set[str](),
     "config": set[str](),
     "cache": {"native"},
     "choices": {"errors", "graph", "cache"},
@@ -41,7 +42,7 @@ _ALLOWED = {
     "masks": {"ops"},
     "score_mods": {"ops"},
     "measuring": _MACHINE,
-    "plans": {*_MACHINE, "columns", "doctor", "ops", "measuring"},
+    "plans": {*_MACHINE, "columns", "progress", "doctor", "ops", "measuring"},
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops"},
     # Attention over several devices, of the operation's own parts.
