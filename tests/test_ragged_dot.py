@@ -418,7 +418,12 @@ def test_dtypes_that_jax_does_not_promote_are_named() -> None:
 
 @pytest.mark.parametrize(
     ("precision", "is_cudnns"),
-    [("BF16_BF16_F32", True), ("BF16_BF16_F32_X3", False), ("highest", True), (None, True)],
+    [
+        ("BF16_BF16_F32", True),
+        ("BF16_BF16_F32_X3", False),
+        ("highest", True),
+        (None, True),
+    ],
 )
 def test_the_sizes_have_no_part_in_the_precision(
     precision: Any, is_cudnns: bool
