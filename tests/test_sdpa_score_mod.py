@@ -208,6 +208,7 @@ def test_all_other_arguments_combine_with_it(
         np.testing.assert_allclose(x, np.nan_to_num(y), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", ["temperatures", "weakened", "softplus_of_sorted"])
 def test_derivatives_of_every_order_and_mode(name: str) -> None:
     def function(q: Any, c: Any) -> jax.Array:

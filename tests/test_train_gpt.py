@@ -196,6 +196,7 @@ def test_each_layout_needs_the_collectives_that_it_is_known_for(runs):
     assert "all-gather" in fsdp
 
 
+@pytest.mark.thorough
 def test_a_resumed_run_is_the_straight_one_bit_for_bit(runs, text, tmp_path):
     folder, _ = runs
     # As if the run had been killed after its checkpoint of step 3: the steps that
