@@ -47,18 +47,25 @@ print(json.dumps({
 """
 
 
+def commit() -> str:
+    """Return the commit that runs; JAX_CUDNN_COMMIT says it where there is no git."""
+    found = _output("git", "rev-parse", "--short", "HEAD")
+    is_dirty = bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
+    return (
+        os.environ.get("JAX_CUDNN_COMMIT")
+        or (f"{found} with changes" if is_dirty else found)
+        or "unknown"
+    )
+
+
 def environment() -> dict[str, str]:
     """Return what the tests ran with."""
-    commit = _output("git", "rev-parse", "--short", "HEAD")
-    is_dirty = bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
     versions = json.loads(_output(sys.executable, "-c", _VERSIONS).splitlines()[-1])
     driver = _output(
         "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
     )
     return {
-        "commit": os.environ.get("JAX_CUDNN_COMMIT")
-        or (f"{commit} with changes" if is_dirty else commit)
-        or "unknown",
+        "commit": commit(),
         "driver": ", ".join(sorted(set(driver.split()))),  # a line per GPU
         "Python": sys.version.split()[0],
         **{name: str(value) for name, value in versions.items()},

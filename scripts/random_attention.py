@@ -31,6 +31,7 @@ from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.torch_side import torch
 from jax_cudnn.errors import UnsupportedError
+from scripts.gpu_report import commit
 from tests import random_attentions
 from tests.random_attentions import Problem
 
@@ -125,12 +126,6 @@ def _earlier(arguments: argparse.Namespace) -> list[Record]:
         return []
     records = json.loads(file.read_text(encoding="utf-8"))["problems"]
     return [record for record in records if record["outcome"] != "failed"]
-
-
-def _commit() -> str:
-    command = ["git", "rev-parse", "--short", "HEAD"]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    return os.environ.get("JAX_CUDNN_COMMIT") or found.stdout.strip() or "unknown"
 
 
 def _run_all(arguments: argparse.Namespace, given: Sequence[str]) -> list[Record]:
@@ -281,8 +276,8 @@ def main() -> None:
         print(problem, run_problem(problem, with_gradients=is_backward))
         return
     given = sys.argv[1:]
-    commit = _commit()
-    found = [{**record, "commit": commit} for record in _run_all(arguments, given)]
+    measured_at = commit()
+    found = [{**record, "commit": measured_at} for record in _run_all(arguments, given)]
     records = sorted(
         [*_earlier(arguments), *found], key=lambda record: record.get("seed", -1)
     )

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Attributes, Graph, Node, Tensor, is_anchor
+from jax_cudnn.graph import Attributes, DTypeName, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.walks import made_by
 from jax_cudnn.legalize.legalization import After, Arrays, Legal, Usual
+from jax_cudnn.reference.dtypes import jax_dtype
 
 # Arrays by the names of their tensors.
 Env = dict[str, jax.Array]
@@ -186,6 +187,17 @@ class GraphEditor:
             replace(tensor, dims=dims),
             lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), extra),
             lambda x: jax.lax.slice(x, (0,) * x.ndim, shape),
+        )
+
+    def convert(self, name: str, dtype: DTypeName) -> None:
+        """Give the kernel a tensor in another dtype."""
+        tensor = self.tensors[name]
+        old, new = jax_dtype(tensor.dtype), jax_dtype(dtype)
+        self.rearrange(
+            name,
+            replace(tensor, dtype=dtype),
+            lambda x: x.astype(new),
+            lambda x: x.astype(old),
         )
 
     def expand(self, name: str, dims: tuple[int, ...]) -> None:

@@ -127,7 +127,7 @@ def _use_one_dtype(editor: GraphEditor) -> None:
     dtype = _widest([tensor.dtype for tensor in found])
     for tensor in found:
         if tensor.dtype != dtype:
-            _convert(editor, tensor, dtype)
+            editor.convert(tensor.name, dtype)
 
 
 def _fill_loads(editor: GraphEditor) -> None:
@@ -155,7 +155,7 @@ def _complete_factors(editor: GraphEditor) -> None:
     for role in roles:
         tensor = _role(editor, role)
         if tensor is not None and tensor.dtype != dtype:
-            _convert(editor, tensor, dtype)
+            editor.convert(tensor.name, dtype)
 
 
 def _give(editor: GraphEditor, role: str, dtype: DTypeName, number: int) -> None:
@@ -183,16 +183,6 @@ def _factor_dims(editor: GraphEditor) -> tuple[int, ...]:
     letters = [axis.letters for axis in row.roles["x"].axes]
     sizes = dict(zip(letters, x.dims, strict=True))
     return tuple(sizes.get(axis.letters, 1) for axis in row.roles["scale"].axes)
-
-
-def _convert(editor: GraphEditor, tensor: Tensor, dtype: DTypeName) -> None:
-    old, new = jax_dtype(tensor.dtype), jax_dtype(dtype)
-    editor.rearrange(
-        tensor.name,
-        replace(tensor, dtype=dtype),
-        lambda x: x.astype(new),
-        lambda x: x.astype(old),
-    )
 
 
 def _widest(dtypes: Sequence[DTypeName]) -> DTypeName:

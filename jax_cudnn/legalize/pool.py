@@ -6,22 +6,20 @@ channels-last. Padding that cuts is done on the array. Where cuDNN would be wron
 is pooled as f32, and f32 with -inf in it by XLA.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
-import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.graph.pool import PoolAttributes
-from jax_cudnn.legalize.editor import GraphEditor
+from jax_cudnn.legalize.editor import Env, GraphEditor, Rare
 from jax_cudnn.legalize.images import (
     add_ends,
     add_spatial_axis,
     store_channels_last,
 )
-from jax_cudnn.legalize.legalization import Arrays, Legal, Legalization, Usual
+from jax_cudnn.legalize.legalization import Legalization
 from jax_cudnn.reference.interpreter import evaluate
 from jax_cudnn.reference.pool import elements_in_windows
 
@@ -44,10 +42,9 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     store_channels_last(editor)
     if editor.main.kind != "avg_pool_backward":
         _widen(editor)
-    legal = editor.finish()
     if editor.main.kind == "max_pool" and graph.output_tensors[0].dtype == "f32":
-        legal = _unless_infinite(legal, graph)
-    return Legalization(candidates=(replace(legal, slower=_SLOWER),))
+        _take_infinities(editor, graph)
+    return Legalization(candidates=(replace(editor.finish(), slower=_SLOWER),))
 
 
 def _refusals(editor: GraphEditor) -> tuple[str, ...]:
@@ -113,33 +110,21 @@ def _widen(editor: GraphEditor) -> None:
     """
     for name, tensor in list(editor.tensors.items()):
         if tensor.dtype == "bf16":
-            editor.rearrange(
-                name,
-                replace(tensor, dtype="f32"),
-                lambda x: x.astype(jnp.float32),
-                lambda x: x.astype(jnp.bfloat16),
-            )
+            editor.convert(name, "f32")
             editor.notes.append(
                 f"{name} is converted outside the kernel: cuDNN pools bf16 wrongly"
             )
 
 
-def _unless_infinite(legal: Legal, graph: Graph) -> Legal:
+def _take_infinities(editor: GraphEditor, graph: Graph) -> None:
     """Have XLA pool an array that holds -inf.
 
     cuDNN's maximum begins at -3.4e38, which a window of nothing but -inf then gives
     (9.19). In f16 and bf16, that number is rounded to -inf.
     """
 
-    def holds(operands: Sequence[jax.Array]) -> jax.Array:
-        return ~jnp.any(jnp.isneginf(operands[0]))
+    def after(env: Env, results: Env) -> None:
+        (results["output"],) = evaluate(graph, [env["x"]])
 
-    def after(operands: Sequence[jax.Array], _: Sequence[jax.Array]) -> Arrays:
-        return tuple(evaluate(graph, operands))
-
-    return replace(
-        legal,
-        after=after,
-        usual=Usual(holds=holds, after=legal.after),
-        notes=(*legal.notes, "an array that holds -inf is pooled by XLA"),
-    )
+    editor.rare = Rare(happens=lambda env: jnp.any(jnp.isneginf(env["x"])), after=after)
+    editor.notes.append("an array that holds -inf is pooled by XLA")

@@ -14,7 +14,6 @@ from jax_cudnn.graph import Graph, Tensor
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import channels_last
 from jax_cudnn.legalize.legalization import Legal, Legalization
-from jax_cudnn.reference.dtypes import DTYPES
 
 _SLOWER = "XLA fuses elementwise work with what is around it"
 
@@ -86,10 +85,5 @@ def _as_image(editor: GraphEditor, name: str, tensor: Tensor) -> None:
 
 
 def _sum_in_f32(editor: GraphEditor, name: str) -> None:
-    tensor = editor.tensors[name]
-    if tensor.dtype != "f32":
-        editor.rearrange(
-            name,
-            replace(tensor, dtype="f32"),
-            back=lambda x: x.astype(DTYPES[tensor.dtype]),
-        )
+    if editor.tensors[name].dtype != "f32":
+        editor.convert(name, "f32")

@@ -79,12 +79,12 @@ def _draw(editor: GraphEditor) -> None:
 def _give_mask(editor: GraphEditor) -> None:
     """Give the kernel an array that is 1 where a probability is kept, and 0 elsewhere.
 
+    It has the operands' dtype: cuDNN 9.19 has no forward plan for bytes, and crashes
+    when it plans with bool.
+
     Of the gradient, dS = P (M dP - rowsum(O dO)) with M that array divided by 1 - rate,
     cuDNN computes P (M dP - rowsum(O dO) / (1 - rate)) (9.19 on an H200). So it is
     given the output, and the cotangent of the log-sum-exp, times 1 - rate.
-
-    It has the operands' dtype: cuDNN 9.19 has no forward plan for bytes, and crashes
-    when it plans with bool.
     """
     rate = attributes_of(editor).dropout
     _forget_heads(editor)
