@@ -45,7 +45,7 @@ def table(names: Sequence[str], rows: Iterable[Sequence[str]]) -> Iterator[str]:
     columns = zip(names, *rows, strict=True)
     needed = sum(max(map(len, column)) + len(_GAP) for column in columns) - len(_GAP)
     width = terminal_width()
-    if width is None or needed <= width:
+    if width is None or needed <= width or not rows:
         yield from aligned([names, *rows])
         return
     for title, *cells in rows:

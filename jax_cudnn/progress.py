@@ -45,7 +45,14 @@ def followed(
         TimeElapsedColumn(),
         TextColumn("{task.fields[name]}", markup=False),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as shown:
+    # rich would print to stderr what is printed meanwhile, which may belong in a file.
+    is_seen = sys.stdout is not None and sys.stdout.isatty()
+    with Progress(
+        *columns,
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=is_seen,
+    ) as shown:
         task = shown.add_task(title, total=count, name="")
         for item in items:
             shown.update(task, name=name(item), refresh=True)

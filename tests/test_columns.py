@@ -78,6 +78,11 @@ def test_a_table_that_does_not_fit_is_blocks(narrow: Callable[[int], None]) -> N
     ]
 
 
+def test_a_table_without_rows_keeps_its_names(narrow: Callable[[int], None]) -> None:
+    narrow(3)
+    assert "operands" in "".join(columns.table(_NAMES, []))
+
+
 def test_sentences_are_folded_and_names_are_not(narrow: Callable[[int], None]) -> None:
     lines = ["  - the kernel writes f32, and XLA converts", "", "a/path/" + "x" * 40]
     assert columns.page(lines) == "\n".join(lines)

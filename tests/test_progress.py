@@ -45,6 +45,19 @@ def test_a_file_gets_nothing(look: Callable[[io.StringIO], str]) -> None:
     assert not look(io.StringIO())
 
 
+def test_what_is_printed_meanwhile_goes_where_it_was_to_go(
+    look: Callable[[io.StringIO], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look(_Terminal())
+    file, terminal = io.StringIO(), _Terminal()
+    monkeypatch.setattr(sys, "stdout", file)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    for item in progress.followed("ab", "Planning", count=2):
+        print(f"result {item}")
+    assert file.getvalue() == "result a\nresult b\n"
+    assert "result" not in terminal.getvalue()
+
+
 @pytest.mark.parametrize("value", ["off", "OFF ", "0", "false"])
 def test_one_switch_turns_it_off(
     value: str,
