@@ -86,14 +86,18 @@ _ALONE = (
 )
 
 
-def run_tests(arguments: list[str]) -> list[dict[str, Any]]:
-    """Run pytest on tests/gpu and return one record per test."""
-    processes = str(min(20, os.cpu_count() or 1))
-    ignored = [f"--ignore={path}" for path in _ALONE]
-    together = ["tests/gpu", *ignored, "-n", processes]
+def run_tests(tests: list[str], arguments: list[str]) -> list[dict[str, Any]]:
+    """Run pytest on the tests and return one record per test."""
+    alone = [test for test in tests if test.startswith(_ALONE)]
+    together = [test for test in tests if test not in alone]
+    if "tests/gpu" in together:
+        together += [f"--ignore={path}" for path in _ALONE]
+        alone = [*_ALONE]
+    processes = ["-n", str(min(20, os.cpu_count() or 1))]
+    shared = {**os.environ, **_SHARED_GPU}
     return [
-        *_run_pytest([*together, *arguments], {**os.environ, **_SHARED_GPU}),
-        *_run_pytest([*_ALONE, *arguments], dict(os.environ)),
+        *(_run_pytest([*together, *processes, *arguments], shared) if together else ()),
+        *(_run_pytest([*alone, *arguments], dict(os.environ)) if alone else ()),
     ]
 
 
@@ -220,9 +224,7 @@ def main() -> int:
         data = json.loads((options.out / "gpu-report.json").read_text())
         before = data["environment"]["commit"]
         kept = [{"commit": before, **record} for record in data["tests"]]
-        records = _run_pytest([*options.again, *rest], {**os.environ, **_SHARED_GPU})
-    else:
-        records = run_tests(rest)
+    records = run_tests(options.again or ["tests/gpu"], rest)
     for record in records:
         record["commit"] = versions["commit"]
     new = {_name_of(record) for record in records}
