@@ -57,19 +57,22 @@ def _graph(*roles: str, rate: float = 0.25, heads: int = 0, **sizes: int) -> Gra
         "key_lengths": "b111",
         "dropout_seed": "1111",
         "dropout_offset": "bh11",
+        "dropout_mask": "bhst",
     }
-    dtypes = {"mask": "bool", "bias": "f32", "query": "f32", "key": "f32"}
-    given = ("query", "key", "value", *roles, "dropout_seed", "dropout_offset")
+    dtypes = dict.fromkeys(("query", "key", "value", "bias", "dropout_mask"), "f32")
+    dtypes["mask"] = "bool"
+    drawn = () if "dropout_mask" in roles else ("dropout_seed", "dropout_offset")
+    given = ("query", "key", "value", *roles, *drawn)
     attributes = SdpaAttributes(
         scale=0.3,
         is_causal=False,
         dropout=rate,
-        dropout_heads=heads or sizes["h"],
+        dropout_heads=(heads or sizes["h"]) if drawn else 0,
     )
     tensors = {
         role: Tensor(
             name=role,
-            dtype=dtypes.get(role, "f32" if role == "value" else "i32"),  # type: ignore[arg-type]
+            dtype=dtypes.get(role, "i32"),  # type: ignore[arg-type]
             dims=shape_of(axes[role], sizes),
             order=(0, 2, 1, 3) if role in ("query", "key", "value") else (0, 1, 2, 3),
         )
@@ -159,6 +162,23 @@ def test_legal_graphs_with_dropout_keep_the_meaning(
         _assert_close(graph, legal, _run(legal, operands), outputs)
     for legal in gradient:
         _assert_close(backward, legal, _run(legal, more), want)
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("roles", [(), ("bias", "mask"), ("key_lengths",)], ids="-".join)
+def test_a_mask_of_the_callers_keeps_the_meaning(roles: tuple[str, ...]) -> None:
+    graph = _graph(*roles, "dropout_mask")
+    operands = dict(zip(graph.inputs, draw_arrays(graph), strict=True))
+    dims = graph.tensor("dropout_mask").dims
+    drawn = jax.random.bernoulli(jax.random.key(0), 0.75, dims)
+    operands["dropout_mask"] = drawn.astype(jnp.float32)
+    given = list(operands.values())
+    outputs = evaluate(graph, given)
+    backward, more = _backward(graph, given, outputs)
+    for legal in legalize(graph, _COMPARED).candidates:
+        _assert_close(graph, legal, _run(legal, given), outputs)
+    for legal in legalize(backward, _COMPARED).candidates:
+        _assert_close(backward, legal, _run(legal, more), evaluate(backward, more))
 
 
 @pytest.mark.usefixtures("_allow_f32")

@@ -41,6 +41,8 @@ def plain_editor(graph: Graph) -> GraphEditor:
 
 def dropout_steps(editor: GraphEditor, target: Target | None) -> list[Step]:
     """Return the ways to dropout that a kernel has, the best first."""
+    if "dropout_mask" in editor.tensors:
+        return [_lessen_delta]
     if "dropout_seed" not in editor.tensors:
         return [_keep_all]
     return [_draw, _give_mask] if _draws_alike(editor, target) else [_give_mask]
@@ -48,6 +50,23 @@ def dropout_steps(editor: GraphEditor, target: Target | None) -> list[Step]:
 
 def _keep_all(_: GraphEditor) -> None:
     """Leave a graph without dropout as it is."""
+
+
+def _lessen_delta(editor: GraphEditor) -> None:
+    """Make up for a factor in the gradient of a kernel that is given a mask.
+
+    Of the gradient, dS = P (M dP - rowsum(O dO)) with M the mask divided by 1 - rate,
+    cuDNN computes P (M dP - rowsum(O dO) / (1 - rate)) (9.19 on an H200). So it is
+    given the output, and the cotangent of the log-sum-exp, times 1 - rate.
+    """
+    factor = 1 - attributes_of(editor).dropout
+
+    def lessen(x: jax.Array) -> jax.Array:
+        return (x.astype(jnp.float32) * factor).astype(x.dtype)
+
+    for role in ("output", "grad_stats"):
+        if role in editor.inputs:
+            editor.rearrange(role, editor.tensors[role], lessen)
 
 
 def _draws_alike(editor: GraphEditor, target: Target | None) -> bool:
@@ -81,10 +100,6 @@ def _give_mask(editor: GraphEditor) -> None:
 
     It has the operands' dtype: cuDNN 9.19 has no forward plan for bytes, and crashes
     when it plans with bool.
-
-    Of the gradient, dS = P (M dP - rowsum(O dO)) with M that array divided by 1 - rate,
-    cuDNN computes P (M dP - rowsum(O dO) / (1 - rate)) (9.19 on an H200). So it is
-    given the output, and the cotangent of the log-sum-exp, times 1 - rate.
     """
     rate = attributes_of(editor).dropout
     _forget_heads(editor)
@@ -108,16 +123,7 @@ def _give_mask(editor: GraphEditor) -> None:
         env["dropout_mask"] = is_kept.astype(jax_dtype(mask.dtype))
 
     editor.before.append(before)
-    for role in ("output", "grad_stats"):
-        if role in editor.inputs:
-            _multiply(editor, role, 1 - rate)
-
-
-def _multiply(editor: GraphEditor, role: str, factor: float) -> None:
-    def into(x: jax.Array) -> jax.Array:
-        return (x.astype(jnp.float32) * factor).astype(x.dtype)
-
-    editor.rearrange(role, editor.tensors[role], into)
+    _lessen_delta(editor)
 
 
 def _forget_heads(editor: GraphEditor) -> None:
