@@ -165,7 +165,9 @@ def test_legal_graphs_with_dropout_keep_the_meaning(
 
 
 @pytest.mark.usefixtures("_allow_f32")
-@pytest.mark.parametrize("roles", [(), ("bias", "mask"), ("key_lengths",)], ids="-".join)
+@pytest.mark.parametrize(
+    "roles", [(), ("bias", "mask"), ("key_lengths",)], ids="-".join
+)
 def test_a_mask_of_the_callers_keeps_the_meaning(roles: tuple[str, ...]) -> None:
     graph = _graph(*roles, "dropout_mask")
     operands = dict(zip(graph.inputs, draw_arrays(graph), strict=True))
