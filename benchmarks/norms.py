@@ -2,12 +2,16 @@
 """Times norms beside XLA's code and PyTorch's, forward and with gradients, on one GPU.
 
 Run from the repository's root: `python -m benchmarks.norms`. Writes norms.json and
-norms.md into the folder --out. `--small` tries the script on a CPU.
+norms.md into the folder --out. `--random 60` draws workloads, `--no-tuning` and
+`--no-torch` leave contenders out, and `--small` tries the script on a CPU.
 """
 
 import argparse
 import dataclasses
+import math
+import random
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,11 +40,13 @@ class Workload:
     shape: tuple[int, ...]
     has_residual: bool = False
     groups: int = 32
+    dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
         """What the norm is."""
-        return f"{self.kind}{' + residual' if self.has_residual else ''}"
+        dtype = "" if self.dtype == "bfloat16" else f" {self.dtype}"
+        return f"{self.kind}{dtype}{' + residual' if self.has_residual else ''}"
 
     @property
     def size(self) -> str:
@@ -63,6 +69,36 @@ WORKLOADS = (
 )
 
 _Arrays = Sequence[jax.Array]
+
+
+def _drawn(count: int) -> list[Workload]:
+    """Return random workloads of a million to 128 million elements."""
+    rng = random.Random(0)
+    kinds = (*("layer_norm", "rms_norm") * 2, "batch_norm", "adaptive_layer_norm")
+    kinds += ("group_norm", "instance_norm")
+    works: list[Workload] = []
+    for i in range(count):
+        kind = kinds[i % len(kinds)]
+        elements = round(2 ** rng.uniform(20, 27))
+        is_image = kind in ("group_norm", "instance_norm", "batch_norm")
+        groups = rng.choice((8, 32))
+        unit = groups if kind == "group_norm" else rng.choice((1, 8, 64, 64))
+        most = 11 if is_image else 14
+        features = unit * max(1, round(2 ** rng.uniform(6, most) / unit))
+        if is_image:
+            side = round(2 ** rng.uniform(2.5, 7))
+            batch = max(1, round(elements / features / side**2))
+            shape: tuple[int, ...] = (batch, side, side, features)
+        elif kind == "adaptive_layer_norm":
+            batch = round(2 ** rng.uniform(0, 6))
+            tokens = max(1, round(elements / features / batch))
+            shape = (batch, tokens, features)
+        else:
+            shape = (max(1, round(elements / features)), features)
+        dtype = rng.choice(("bfloat16", "bfloat16", "float32"))
+        works.append(Workload(kind=kind, shape=shape, groups=groups, dtype=dtype))
+    assert all(math.prod(work.shape) > 0 for work in works)
+    return works
 
 
 def _norm(work: Workload, implementation: Any) -> Callable[..., jax.Array]:
@@ -95,7 +131,7 @@ def _operands(work: Workload) -> tuple[list[jax.Array], jax.Array]:
     shapes += [work.shape] if work.has_residual else []
     keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
     arrays = [
-        jax.random.normal(key, shape, jnp.bfloat16)
+        jax.random.normal(key, shape, work.dtype)
         for key, shape in zip(keys, (*shapes, work.shape), strict=True)
     ]
     return arrays[:-1], arrays[-1]
@@ -108,7 +144,7 @@ def _jax_contender(function: Callable[..., Any], arrays: _Arrays) -> Contender:
 
 def _tuned(function: Callable[..., Any], arrays: _Arrays) -> Callable[..., Any]:
     """Return the function, with the best of all its plans and XLA's code chosen."""
-    plans.autotune(function, *arrays)
+    print(plans.autotune(function, *arrays))
     return function
 
 
@@ -166,11 +202,12 @@ def _check(found: Any, want: Any) -> None:
             raise RuntimeError(f"results differ by {error:.3e}")
 
 
-def run_workload(work: Workload, *, with_torch: bool) -> list[dict[str, Any]]:
+def run_workload(
+    work: Workload, *, with_tuning: bool, with_torch: bool
+) -> list[dict[str, Any]]:
     """Time a norm, forward and with gradients, beside the others."""
     arrays, cotangent = _operands(work)
     rows: list[dict[str, Any]] = []
-    on_gpu = jax.default_backend() == "gpu"
     for what in ("forward", "with gradients"):
         is_training = what != "forward"
         functions: dict[str, Any] = {}
@@ -181,7 +218,7 @@ def run_workload(work: Workload, *, with_torch: bool) -> list[dict[str, Any]]:
             functions[name] = function
         want = jax.jit(functions["xla"])(*arrays)
         _check(jax.jit(functions["cudnn"])(*arrays), want)
-        if on_gpu:
+        if with_tuning:
             best = _norm(work, "auto")
             best = _with_gradients(best, cotangent) if is_training else best
             functions["tuned"] = _tuned(best, arrays)
@@ -242,22 +279,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--only", default="", help="a regular expression of names")
+    parser.add_argument("--random", type=int, metavar="N", help="draw N workloads")
+    parser.add_argument("--no-tuning", action="store_true")
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     options = parser.parse_args()
-    command = "python -m benchmarks.norms"
-    if options.only:
-        command += f" --only '{options.only}'"
-    if options.no_torch:
-        command += " --no-torch"
+    command = " ".join(["python -m benchmarks.norms", *sys.argv[1:]])
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     rows: list[dict[str, Any]] = []
-    for work in WORKLOADS:
+    for work in _drawn(options.random) if options.random else WORKLOADS:
         if not re.search(options.only, f"{work.name} {work.size}"):
             continue
         work = _small(work) if options.small else work
-        rows += run_workload(work, with_torch=not options.no_torch)
+        rows += run_workload(
+            work,
+            with_tuning=not options.no_tuning and jax.default_backend() == "gpu",
+            with_torch=not options.no_torch,
+        )
         # Each time, so that a run that is cut off leaves what it measured.
         data = {"environment": versions, "command": command, "rows": rows}
         write_records(options.out / _DATA, data)

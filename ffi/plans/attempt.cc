@@ -16,6 +16,7 @@
 #include "frontend/frontend_status.h"
 #include "frontend/graph_builder.h"
 #include "frontend/refusal.h"
+#include "plans/faulty_engines.h"
 
 namespace jax_cudnn {
 namespace {
@@ -77,7 +78,7 @@ StatusOr<Attempt> Attempt::Make(const GraphSpec& spec, const PlanRequest& reques
     ASSIGN_OR_RETURN(style.device_properties,
                      ReadDeviceProperties(target.device_properties));
   }
-  Attempt attempt;
+  Attempt attempt(spec);
   attempt.request_ = request;
   attempt.variant_ = variant;
   ASSIGN_OR_RETURN(attempt.graph_, BuildFrontendGraph(spec, style));
@@ -107,7 +108,10 @@ StatusOr<Candidate> Attempt::Describe(int64_t index) const {
   std::vector<std::string> notes = candidate.behavior_notes;
   notes.insert(notes.end(), candidate.numeric_notes.begin(),
                candidate.numeric_notes.end());
-  candidate.refusal = RefusalOf(request_, candidate.engine, notes);
+  candidate.refusal = FaultOf(*spec_, candidate.engine);
+  if (candidate.refusal.empty()) {
+    candidate.refusal = RefusalOf(request_, candidate.engine, notes);
+  }
   if (const auto limit = request_.workspace_limit_bytes;
       limit.has_value() && candidate.refusal.empty()) {
     const auto bytes = graph_->WorkspaceAbove(*limit, index);

@@ -18,14 +18,14 @@ namespace jax_cudnn {
 
 class Attempt {
  public:
-  // Writes the graph and asks cuDNN for its candidates.
+  // Writes the graph, which must outlive this, and asks cuDNN for its candidates.
   static StatusOr<Attempt> Make(const GraphSpec& spec, const PlanRequest& request,
                                 const PlanTarget& target, int variant);
 
   int64_t count() const { return graph_->get_execution_plan_count(); }
 
-  // A candidate, and why the request does not allow it, as far as that can be known
-  // before it is built.
+  // A candidate, and why it is not allowed, by the request or for a fault, as far as
+  // that can be known before it is built.
   StatusOr<Candidate> Describe(int64_t index) const;
 
   // Builds one candidate; a failure or a refusal is noted in it. Status is not OK where
@@ -36,8 +36,11 @@ class Attempt {
   std::shared_ptr<FrontendGraph> graph() const { return graph_; }
 
  private:
+  explicit Attempt(const GraphSpec& spec) : spec_(&spec) {}
+
   Status QueryCandidates(const PlanTarget& target);
 
+  const GraphSpec* spec_;
   std::shared_ptr<FrontendGraph> graph_;
   PlanRequest request_;
   int variant_ = 0;

@@ -27,8 +27,8 @@ struct Candidate {
   double build_ms = 0;
   std::string failure;  // why it did not build; empty where it did or was not tried
 
-  // Why the request of the call does not allow it; empty where it does. Such a one is
-  // not built.
+  // Why it is not allowed, by the request of the call or for a fault; empty where it
+  // is. One that is not allowed is not built.
   std::string refusal;
 };
 

@@ -21,7 +21,8 @@ constexpr int kRelaxed = 2;
 // cudaGraphNodeTypeKernel.
 constexpr int kKernelNode = 0;
 
-// Stands for every operand and result and for the workspace: no kernel reads it, and
+// Stands for every operand and result and for the workspace: no kernel that is captured
+// reads it, one that cuDNN launches elsewhere is kept away (faulty_engines.h), and
 // cuDNN looks at no more than that it is aligned and not null.
 constexpr uintptr_t kNowhere = uintptr_t{1} << 40;
 

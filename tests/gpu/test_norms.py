@@ -4,6 +4,7 @@
 Judged against float64 on the CPU: by the error that XLA makes in the same dtypes.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -77,20 +78,14 @@ def test_output_statistics_and_gradients(call: Call, dtype: str) -> None:
 
 
 def _graphs(kind: str, dtype: Any) -> Iterator[Graph]:
-    for dims in _DIMS[kind]:
+    layouts: Any = [None, (0, 3, 1, 2)] if kind == "group_norm" else [None]
+    for dims, order in itertools.product(_DIMS[kind], layouts):
         for scale in {dtype, "f32"}:
             problem = Problem(
-                kind=kind, dtype=dtype, scale=scale, bias=scale, dims=dims
+                kind=kind, dtype=dtype, scale=scale, bias=scale, dims=dims, order=order
             )
             yield problem.graph
-            training = Problem(
-                kind=kind,
-                dtype=dtype,
-                scale=scale,
-                bias=scale,
-                dims=dims,
-                with_statistics=True,
-            ).graph
+            training = replace(problem, with_statistics=True).graph
             yield training
             count = len(training.outputs)
             yield backward_of(training, nonzero=[i == 0 for i in range(count)])
@@ -116,6 +111,19 @@ def _in_f64(graph: Graph, arrays: list[jax.Array]) -> list[np.ndarray]:
         return [np.asarray(x) for x in evaluate(doubled, wide)]
 
 
+def _noise(graph: Graph, name: str, truth: np.ndarray) -> Any:
+    """Return what a sum of n numbers in f32, one after another, may be off by.
+
+    Some plans add up the gradients of scale and bias so; XLA adds them pairwise.
+    """
+    if name not in ("grad_scale", "grad_bias"):
+        return 0.0
+    x = graph.tensor("x")
+    count = int(np.prod(x.dims)) // truth.size
+    size = float(np.sqrt(np.mean(truth**2) / count))
+    return np.full(truth.shape, count * float(jnp.finfo(jnp.float32).eps) * size)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
 def test_every_plan_is_launched_and_right(kind: str, dtype: str) -> None:
@@ -129,6 +137,9 @@ def test_every_plan_is_launched_and_right(kind: str, dtype: str) -> None:
         (legal,) = legalize(graph, target).candidates
         text = to_json(legal.graph)
         names = [f"{graph.nodes[0].kind} {name}" for name in graph.outputs]
+        noises = [
+            _noise(graph, name, x) for name, x in zip(graph.outputs, truth, strict=True)
+        ]
         for candidate in native.candidates(text):
             if candidate.refusal:
                 continue
@@ -142,7 +153,7 @@ def test_every_plan_is_launched_and_right(kind: str, dtype: str) -> None:
                     request=candidate.request,
                 )
                 found = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))(*arrays)
-                judge(names, found, reference, truth)
+                judge(names, found, reference, truth, noises)
             except Exception as error:  # All plans are to be heard of.
                 dims = graph.tensor("x").dims
                 where = f"{candidate.name} {dims}"
