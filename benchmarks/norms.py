@@ -11,6 +11,7 @@ import dataclasses
 import math
 import random
 import re
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -253,9 +254,10 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str], command: str)
         "",
         f"Printed by `{command}`; do not edit. {versions_text(versions)}.",
         "",
-        "bf16, scale and bias too. Times are medians a call. The ratio is to `xla`,",
-        "round by round in the same run (median, lowest and highest): below 1 is",
-        "faster. `cudnn` is cuDNN's first plan, `tuned` what `plans.autotune` found.",
+        "bf16 where no dtype is named, scale and bias too. Times are medians a call. The",
+        "ratio is to `xla`, round by round in the same run (median, lowest and highest):",
+        "below 1 is faster. `cudnn` is cuDNN's first plan, `tuned` what `plans.autotune`",
+        "found.",
         "",
         "| norm | size | | contender | µs | ratio | range |",
         "| --- | --- | --- | --- | ---: | ---: | --- |",
@@ -284,7 +286,7 @@ def main() -> None:
     parser.add_argument("--no-torch", action="store_true")
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     options = parser.parse_args()
-    command = " ".join(["python -m benchmarks.norms", *sys.argv[1:]])
+    command = shlex.join(["python", "-m", "benchmarks.norms", *sys.argv[1:]])
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     rows: list[dict[str, Any]] = []

@@ -125,7 +125,8 @@ def _earlier(arguments: argparse.Namespace) -> list[Record]:
     if not arguments.more or not file.exists():
         return []
     records = json.loads(file.read_text(encoding="utf-8"))["problems"]
-    return [record for record in records if record["outcome"] != "failed"]
+    # What failed or was wrong is run again.
+    return [each for each in records if each["outcome"] in ("right", "refused")]
 
 
 def _run_all(arguments: argparse.Namespace, given: Sequence[str]) -> list[Record]:

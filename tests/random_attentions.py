@@ -547,14 +547,20 @@ def _gradients(
         rows = _of_rows(maths, p, arrays["grad_lse"])
         delta = delta - rows
         blur = blur + abs(rows)
-    if p.with_sinks and p.bias is not None:
-        # The cotangent is scaled by the keys' share, and rounded, before the kernel.
-        blur = blur + size
     gap = products - delta
     slope = probabilities * gap
+    loose_cotangent = 0.0 * probabilities
+    if p.with_sinks and p.bias is not None:
+        # The cotangent is scaled by the keys' share, and rounded, before the kernel. A
+        # small share takes it below the dtype's normal numbers.
+        blur = blur + size
+        share = m.sum(probabilities, -1)[..., None]
+        kernels = probabilities / m.where(share == 0, share + 1, share)
+        loose_cotangent = _ROUNDING[p.dtype][1] * kernels
     # Rounded output, rounded slope, probabilities off by what scores lose.
     loose = probabilities * (2 * u * blur + 2.0**-20 * size) + abs(slope) * off
-    loose = loose + least_step
+    width = m.sum(abs(v), -1)[:, :, None, None]
+    loose = loose + least_step + 2 * loose_cotangent * width
     of_scores, of_loose = slope, loose
     if cap is not None:
         of_scores = slope * cap
@@ -583,7 +589,9 @@ def _gradients(
         ),
         "value": (
             dv,
-            2 * summed("bkgst,bkgse->bkte", loose_given, abs(grad)) + 2 * u * share_v,
+            2 * summed("bkgst,bkgse->bkte", loose_given, abs(grad))
+            + 2 * u * share_v
+            + 2 * m.sum(loose_cotangent, (2, 3))[..., None],
         ),
     }
     if p.bias is not None:

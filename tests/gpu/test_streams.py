@@ -95,7 +95,12 @@ _CALLS: dict[str, tuple[Any, list[jax.ShapeDtypeStruct]]] = {
     ),
     "conv": (
         lambda x, w, b: jax_cudnn.conv(
-            x, w, bias=b, activation="silu", implementation="cudnn"
+            x,
+            w,
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            bias=b,
+            activation="silu",
+            implementation="cudnn",
         ),
         _shapes(_IMAGE, (3, 3, 64, 128), (128,)),
     ),
@@ -130,7 +135,11 @@ def _check(graph: Graph) -> int:
                 operands=tuple(x.unsafe_buffer_pointer() for x in operands),
                 results=tuple(x.unsafe_buffer_pointer() for x in results),
             )
-            for candidate in native.candidates(text):
+            try:
+                listed = native.candidates(text)
+            except jax_cudnn.UnsupportedError:
+                continue  # another way of writing the part has plans
+            for candidate in listed:
                 if candidate.refusal:
                     continue
                 try:
