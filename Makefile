@@ -9,7 +9,8 @@
 #   DEMO_FLAGS, GPT_FLAGS, GENERATE_FLAGS   flags of `make demo`, `make gpt` and
 #                  `make generate`, such as --help
 #   ALL=1          all cases of all tests, where `make test` runs a sample
-#   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default: -n 2)
+#   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default:
+#                  -n 2 --dist loadgroup)
 #   OFFLINE=1 WHEELS=folder   for a GPU machine that reaches no package registry: .venv
 #                  gets the packages that PYTHON sees and the wheels in the folder, that
 #                  of jax_cudnn from `make wheel` among them (for demo, gpt, generate,
@@ -19,7 +20,7 @@ PYTHON ?= python3
 PYTHON_OLDEST ?= $(shell scripts/find_python.sh 3.11 3.12 3.13)
 PYTHON_NEWEST ?= $(shell scripts/find_python.sh 3.13 3.12 3.14)
 GPU_EXTRA ?= $(shell scripts/gpu_extra.sh)
-PYTEST_FLAGS ?= -n 2
+PYTEST_FLAGS ?= -n 2 --dist loadgroup
 export OFFLINE WHEELS
 
 # The supported range of JAX, as in pyproject.toml. JAX 0.11 and later need Python 3.12.
@@ -142,12 +143,12 @@ types: .venv-tools/.installed .venv-oldest/.installed  ## pyright
 
 .PHONY: test-oldest
 test-oldest: .venv-oldest/.installed gpuless  ## all rings with the oldest JAX supported
-	$(call rings,.venv-oldest,$(call sample,1/12))
+	$(call rings,.venv-oldest,$(call sample,1/16))
 
 .PHONY: test-newest
 ifneq ($(PYTHON_NEWEST),)
 test-newest: .venv-newest/.installed  ## what depends on JAX, with the newest one supported
-	$(call rings,.venv-newest,-m 'not once' $(call sample,2/12))
+	$(call rings,.venv-newest,-m 'not once' $(call sample,2/16))
 else
 test-newest:
 	@$(no_newest)

@@ -16,7 +16,8 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
-pytestmark = pytest.mark.once
+# One process runs all of them: they share what takes longest.
+pytestmark = [pytest.mark.once, pytest.mark.xdist_group("train_gpt")]
 
 # Sizes differ, so that exchanged axes are found; eight devices divide what is split.
 ARGUMENTS = (
