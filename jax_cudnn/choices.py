@@ -96,6 +96,14 @@ class ChoiceTable:
             self._choices = {**self._choices, **choices}
             self.version += 1
 
+    def forget(self, keys: Iterable[Key]) -> None:
+        """Remove the choices of these keys, as far as there are any."""
+        with self._lock:
+            gone = set(keys)
+            kept = {k: v for k, v in self._choices.items() if k not in gone}
+            self._choices = kept
+            self.version += 1
+
     def clear(self) -> None:
         """Forget all choices."""
         with self._lock:
@@ -116,6 +124,28 @@ class ChoiceTable:
     def all(self) -> dict[Key, Choice]:
         """Return a copy of the table."""
         return dict(self._choices)
+
+
+@dataclass(frozen=True, eq=False)
+class Trial:
+    """Choices for one program that is compiled to be timed, before all others.
+
+    None stands for a part that was not measured. Two trials are never equal, so that
+    what was decided in one is not remembered for another.
+    """
+
+    choices: Mapping[Key, Choice | None]
+
+
+def chosen(
+    graph: Graph, target: Target, allowed: str = "", trial: Trial | None = None
+) -> Choice | None:
+    """Return the choice that is in force for a part of a graph, if there is one."""
+    if trial is not None:
+        key = key_of(graph, target, allowed)
+        if key in trial.choices:
+            return trial.choices[key]
+    return table().get(graph, target, allowed)
 
 
 @functools.cache

@@ -393,6 +393,9 @@ def test_autotune_measures_norms(monkeypatch: pytest.MonkeyPatch) -> None:
         def take(self, parts: Any) -> None:
             taken.extend(part.nodes[0].kind for part, _ in parts)
 
+        def settle(self, traced: Any) -> None:
+            del traced
+
         def finish(self) -> None:
             pass
 

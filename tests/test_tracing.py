@@ -293,6 +293,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         ("cudnn_version", lambda: LibraryInfo(version=91900, cuda_major=13, path="")),
     ):
         monkeypatch.setattr(native, name, answer)
+    monkeypatch.setattr(tuning, "local_device", lambda: jax.devices("cpu")[0])
     monkeypatch.setattr(shipping, "local_ordinals", lambda: [0])
     monkeypatch.setattr(tuning, "measure", measure)
     monkeypatch.setattr(choices, "table", lambda: table)
@@ -320,6 +321,7 @@ def test_all_of_plans_takes_a_jitted_step_of_nnx(
         count = plans.warmup(program, *args, **options).plans
         assert count >= 2
         assert plans.save(tmp_path / "p", program, *args, **options).plans == count
-        plans.autotune(program, *args, progress=False, **options)
+        tuned = plans.autotune(program, *args, progress=False, **options)
         assert "matmul+add+relu" in gpu
+        assert "the whole program, in microseconds: " in str(tuned)
         gpu.clear()

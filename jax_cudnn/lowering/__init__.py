@@ -3,10 +3,12 @@
 
 from jax_cudnn.lowering._jax import (
     align_varying,
+    constants_as_operands,
     equation_function,
     equation_name,
     equation_place,
     gathered,
+    is_array_aval,
     is_explicitly_sharded,
     is_known_array,
     sharded_as,
@@ -21,26 +23,31 @@ from jax_cudnn.lowering.sameness import CustomCall, same_function, same_paramete
 from jax_cudnn.lowering.scope import call_options, is_tuning, scoped
 from jax_cudnn.lowering.tracing import (
     TracedGraph,
+    TracedProgram,
     check_bare,
     graph_of,
     stage_of,
     subprograms,
     traced_graphs,
+    traced_program,
 )
 
 __all__ = [
     "PARTITIONED_TARGET",
     "CustomCall",
     "TracedGraph",
+    "TracedProgram",
     "align_varying",
     "call_options",
     "check_bare",
+    "constants_as_operands",
     "decide",
     "equation_function",
     "equation_name",
     "equation_place",
     "gathered",
     "graph_of",
+    "is_array_aval",
     "is_explicitly_sharded",
     "is_known_array",
     "is_tuning",
@@ -56,5 +63,6 @@ __all__ = [
     "stage_of",
     "subprograms",
     "traced_graphs",
+    "traced_program",
     "weakly_typed",
 ]

@@ -36,6 +36,7 @@ __all__ = [
     "Primitive",
     "align_varying",
     "bytecode",
+    "constants_as_operands",
     "custom_call",
     "elements",
     "equation_function",
@@ -48,6 +49,7 @@ __all__ = [
     "hlo_sharding",
     "inner_jaxprs",
     "instantiate_zero",
+    "is_array_aval",
     "is_explicitly_sharded",
     "is_known_array",
     "is_linear_input",
@@ -151,6 +153,22 @@ def equation_function(jaxpr: Any, equation: Any) -> Callable[..., list[jax.Array
         eqns=[equation],
     )
     return jaxpr_as_fun(ClosedJaxpr(alone, []))
+
+
+def constants_as_operands(closed: Any) -> tuple[Callable[..., list[jax.Array]], Any]:
+    """Return what a closed jaxpr computes from its constants and operands, and avals.
+
+    The avals are those of both, in this order.
+    """
+    jaxpr = closed.jaxpr
+    invars = [*jaxpr.constvars, *jaxpr.invars]
+    function = jaxpr_as_fun(ClosedJaxpr(jaxpr.replace(constvars=[], invars=invars), []))
+    return function, [x.aval for x in invars]
+
+
+def is_array_aval(aval: object) -> bool:
+    """Whether it describes an array, and not a reference or a token."""
+    return isinstance(aval, ShapedArray)
 
 
 def is_zero(tangent: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 
 from jax_cudnn import choices
-from jax_cudnn.choices import Choice
+from jax_cudnn.choices import Choice, Trial
 from jax_cudnn.config import MatmulPrecision, Options
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import (
@@ -124,7 +124,8 @@ def decide(graph: Graph, options: Options) -> Decision:
     try:
         if (tuner := scope().tuner) is not None:
             tuner(graph, options)
-        return _decide(graph, gpu_for(options), options, choices.table().version)
+        gpu, trial = gpu_for(options), scope().trial
+        return _decide(graph, gpu, options, choices.table().version, trial)
     except LibraryError as error:
         # Who names a GPU wants a program for it.
         if options.implementation == "cudnn" or options.device is not None:
@@ -139,10 +140,14 @@ def forget_decisions() -> None:
 
 @functools.lru_cache(maxsize=4096)
 def _decide(
-    graph: Graph, gpu: Gpu | None, options: Options, choices_version: int
+    graph: Graph,
+    gpu: Gpu | None,
+    options: Options,
+    choices_version: int,
+    trial: Trial | None,
 ) -> Decision:
     del choices_version  # Choices that were added since may decide otherwise.
-    steps = tuple(decide_part(part, gpu, options) for part in partition(graph))
+    steps = tuple(decide_part(part, gpu, options, trial) for part in partition(graph))
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
     why = None
     if all(step.legal is None for step in steps) and options.implementation == "auto":
@@ -152,11 +157,15 @@ def _decide(
     return Decision(steps=steps, reasons=tuple(reasons), why=why)
 
 
-def decide_part(part: Graph, gpu: Gpu | None, options: Options) -> Step:
+def decide_part(
+    part: Graph, gpu: Gpu | None, options: Options, trial: Trial | None = None
+) -> Step:
     """Return who runs a part of a graph on a GPU; None is one that is not known."""
     target = None if gpu is None else gpu.target
     request = options.plan.to_request()
-    measured = None if target is None else choices.table().get(part, target, request)
+    measured = None
+    if target is not None:
+        measured = choices.chosen(part, target, request, trial)
     if measured is not None and not measured.plan and measured.cudnn_us is None:
         measured = None  # cuDNN had no plan: that is to be said with its reasons
     has_contraction = any(map(is_anchor, part.nodes))

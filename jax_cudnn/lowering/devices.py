@@ -2,7 +2,7 @@
 """For which GPU are plans made: one of this machine, or one by its name?"""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import jax
 
@@ -34,10 +34,19 @@ class LocalGpu:
 Gpu = LocalGpu | NamedGpu
 
 
+def local_device() -> Any:
+    """Return the first local CUDA device.
+
+    Raises:
+      RuntimeError: JAX has none.
+    """
+    return jax.local_devices(backend="cuda")[0]
+
+
 def local_target() -> tuple[int, Target] | None:
     """Return the first local CUDA device's ordinal and description, if JAX has one."""
     try:
-        device = jax.local_devices(backend="cuda")[0]
+        device = local_device()
     except RuntimeError:
         return None
     ordinal = device.local_hardware_id

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jax_cudnn.choices import Trial
 from jax_cudnn.config import (
     Implementation,
     MatmulPrecision,
@@ -25,14 +26,16 @@ from jax_cudnn.graph import Graph
 class Scope:
     """What is set for the calls that are traced and compiled inside a `with` block.
 
-    ``tuner`` is told of each graph before it is decided who runs it. ``record`` names
-    the record (partitioned.py) that programs lowered here write instead of planning.
+    ``tuner`` is told of each graph before it is decided who runs it. ``trial`` has
+    choices that go before all others. ``record`` names the record (partitioned.py) that
+    programs lowered here write instead of planning.
     """
 
     implementation: Implementation = "auto"
     plan: PlanOptions = field(default_factory=PlanOptions)
     device: str | None = None
     tuner: Callable[[Graph, Options], None] | None = None
+    trial: Trial | None = None
     record: str = ""
 
 

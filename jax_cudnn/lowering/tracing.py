@@ -67,10 +67,28 @@ class TracedGraph(NamedTuple):
         return self.decided_without_cudnn() or decide(self.graph, self.options)
 
 
+class TracedProgram(NamedTuple):
+    """A traced call with the graphs that it runs.
+
+    If it ``is_divided`` among several devices, the graphs are those of one of them.
+    """
+
+    program: Traced
+    graphs: list[TracedGraph]
+    is_divided: bool
+
+
 def traced_graphs(
     function: Callable[..., Any] | Traced | Lowered, *args: Any, **kwargs: Any
 ) -> list[TracedGraph]:
-    """Return the graphs that a call of the function runs.
+    """Return the graphs that a call of the function runs; see ``traced_program``."""
+    return traced_program(function, *args, **kwargs).graphs
+
+
+def traced_program(
+    function: Callable[..., Any] | Traced | Lowered, *args: Any, **kwargs: Any
+) -> TracedProgram:
+    """Trace a call of the function.
 
     Raises:
       TypeError: no function; arguments beside one that is traced already; a program
@@ -79,7 +97,7 @@ def traced_graphs(
     program = stage_of(function)
     if isinstance(program, Traced):
         check_bare(program, args, kwargs)
-        return _graphs_of(program)
+        return _with_graphs(program)
     if program is not None:
         raise TypeError(
             f"{type(program).__name__}: such a program no longer names its graphs. "
@@ -90,28 +108,29 @@ def traced_graphs(
             f"{type(function).__name__} is not a function. Pass one, jitted or not, "
             "with its arguments, or jitted.trace(...)."
         )
-    return _graphs_of(_trace(*_unbound(function, args, kwargs)))
+    return _with_graphs(_trace(*_unbound(function, args, kwargs)))
 
 
-def _graphs_of(program: Traced) -> list[TracedGraph]:
-    """Return the graphs of a program; for several devices, those of one of them.
+def _with_graphs(program: Traced) -> TracedProgram:
+    """Find the graphs of a program.
 
     XLA says how it divides a program only while it compiles it.
     """
     graphs = list(subprograms(program.jaxpr))
     if not graphs or len(jax.devices()) == 1:
-        return graphs
+        return TracedProgram(program, graphs, is_divided=False)
     with recording() as record, warnings.catch_warnings():
         # Nothing is run here, so nothing is donated.
         warnings.filterwarnings("ignore", message="Some donated buffers")
         lowered = program.lower()
         if not record.is_divided:
-            return graphs
+            return TracedProgram(program, graphs, is_divided=False)
         lowered.compile()
     divided = [
         TracedGraph(graph, options, is_linear=False) for graph, options in record.graphs
     ]
-    return [*divided, *(each for each in graphs if each.is_linear)]
+    graphs = [*divided, *(each for each in graphs if each.is_linear)]
+    return TracedProgram(program, graphs, is_divided=True)
 
 
 def stage_of(program: object) -> Traced | Lowered | Compiled | None:

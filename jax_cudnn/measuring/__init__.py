@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plan, or XLA, is fastest on the GPU, and does it compute the right numbers?"""
+"""Which plan, or XLA, is fastest on the GPU, and does it compute the right numbers?
+
+And how long does a whole program take with that?
+"""
 
 from jax_cudnn.measuring.fastest import OutOfTimeError, measure
+from jax_cudnn.measuring.programs import NotRunError, Programs
 
-__all__ = ["OutOfTimeError", "measure"]
+__all__ = ["NotRunError", "OutOfTimeError", "Programs", "measure"]

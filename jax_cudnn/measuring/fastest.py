@@ -18,6 +18,7 @@ from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering import run_cudnn, run_xla
 from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.devices import local_device
 from jax_cudnn.measuring.correctness import (
     bound,
     comparable,
@@ -59,7 +60,7 @@ def measure(
     Raises:
       OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
     """
-    device = jax.local_devices(backend="cuda")[0]
+    device = local_device()
     sets = draw_sets(part, device)
 
     def time_it(function: Callable[..., Any]) -> float:

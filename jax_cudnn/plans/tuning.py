@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.stages import Traced
 
 from jax_cudnn import choices
@@ -22,10 +23,11 @@ from jax_cudnn.columns import Page, page, table
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Graph, is_anchor, kind_named, label, operand_text
-from jax_cudnn.lowering import TracedGraph, scoped, traced_graphs
+from jax_cudnn.lowering import TracedGraph, TracedProgram, scoped, traced_program
 from jax_cudnn.lowering.decision import precision_refusal
-from jax_cudnn.lowering.devices import local_target
-from jax_cudnn.measuring import OutOfTimeError, measure
+from jax_cudnn.lowering.devices import local_device, local_target
+from jax_cudnn.measuring import NotRunError, OutOfTimeError, Programs, measure
+from jax_cudnn.plans.in_context import ProgramTimes, settle
 from jax_cudnn.progress import followed, is_shown
 
 _log = logging.getLogger("jax_cudnn")
@@ -39,11 +41,13 @@ class Tuning(Page):
     """What was measured; ``str(tuning)`` is a table.
 
     ``left_count`` is the number of calls that were not measured, for lack of time.
+    ``program`` has the times of the whole program, or says why there are none.
     """
 
     device: str
     choices: dict[Key, Choice] = field(default_factory=lambda: {})
     left_count: int = 0
+    program: ProgramTimes | str = "the whole program was not measured"
 
     def __str__(self) -> str:
         names = ("op", "operands", "first / best", "cuDNN", "XLA", "chosen")
@@ -61,11 +65,13 @@ class Tuning(Page):
         lines = [f"microseconds a call on {self.device}", *table(names, rows)]
         if self.left_count:
             lines.append(f"not measured, for lack of time: {self.left_count}")
+        lines.append(str(self.program))
         return page(lines)
 
     def save(self, path: str | Path, made: str = "plans.autotune") -> None:
         """Write a choices file, for ``plans.load_choices``."""
-        choices.write(Path(path), self.choices, made)
+        said = f"{made}, JAX {jax.__version__}; {self.program}"
+        choices.write(Path(path), self.choices, said)
 
 
 def _text(microseconds: float | None) -> str:
@@ -77,6 +83,7 @@ def autotune(
     *args: Any,
     budget_s: float = math.inf,
     progress: bool = True,
+    whole_program: bool = True,
     **kwargs: Any,
 ) -> Tuning:
     """Measure which plan is fastest for each cuDNN call of a function, and use it.
@@ -90,6 +97,15 @@ def autotune(
     use the choice; with ``implementation="auto"``, it may be XLA. Functions that were
     compiled before keep their plans.
 
+    At the end, the whole program is compiled and timed with these choices, without
+    them, and with XLA and cuDNN alone, since XLA also fuses what is around a call. From
+    the fastest of these, the calls of one operation after another change over where
+    that is faster. So the program is not slower than untuned or with XLA alone. It runs
+    on drawn operands (floats from 0 to 1, else 0), none of them donated: this takes
+    memory for a second set of its operands. Where that is not there, and where a
+    program is divided among several devices, the kernels' choices stay, and the
+    ``Tuning`` says so.
+
     Args:
       function: the function to trace, without running it; may be jitted, or
         ``jitted.trace(...)`` and no arguments. What was traced before offers no norms
@@ -101,6 +117,8 @@ def autotune(
         limit.
       progress: whether to show progress on stderr, where that is a terminal. Default
         True. ``JAX_CUDNN_PROGRESS=off`` turns it off everywhere.
+      whole_program: whether to time the whole program at the end. Default True. It is
+        compiled four times, and once more for each operation that may change over.
       **kwargs: as ``*args``.
 
     Returns:
@@ -112,8 +130,10 @@ def autotune(
     tuner = _Tuner(budget_s=budget_s, progress=progress)
     try:
         with scoped(tuner=_all_at_once):
-            found = traced_graphs(function, *args, **kwargs)
-        tuner.take(_parts(found))
+            traced = traced_program(function, *args, **kwargs)
+        tuner.take(_parts(traced.graphs))
+        if whole_program:
+            tuner.settle(traced)
     finally:
         tuner.finish()
     return tuner.tuning
@@ -196,6 +216,7 @@ class _Tuner:
         self._deadline = self._start + budget_s
         self._progress = progress
         self._seen: set[_New] = set()
+        self._before: dict[Key, Choice | None] = {}
         self.tuning = Tuning(device=self._target.name)
 
     def take(
@@ -220,13 +241,47 @@ class _Tuner:
                 self.tuning.left_count += left
                 self._show(f"out of time: {left} calls are left as they were")
                 break
-            found = {choices.key_of(part, self._target, allowed): choice}
+            key = choices.key_of(part, self._target, allowed)
+            before = choices.table().get(part, self._target, allowed)
+            self._before.setdefault(key, before)
+            found = {key: choice}
             self.tuning.choices.update(found)
             choices.table().add(found)
             self._show(
                 f"{choice.op} {choice.operands}: "
                 f"cuDNN {_text(choice.cudnn_us)} µs, XLA {_text(choice.xla_us)} µs"
             )
+
+    def settle(self, traced: TracedProgram) -> None:
+        """Time the whole program, and use what makes that fastest."""
+        tuning = self.tuning
+        if not tuning.choices:
+            tuning.program = "the whole program was not measured: it has no such calls"
+            return
+        if tuning.left_count or time.monotonic() > self._deadline:
+            tuning.program = "the whole program was not measured, for lack of time"
+            return
+        if traced.is_divided:
+            tuning.program = (
+                "the whole program was not measured: it is divided among devices"
+            )
+            return
+        try:
+            chosen, times = settle(
+                Programs(traced.program, local_device()),
+                tuning.choices,
+                self._before,
+                deadline=self._deadline,
+                say=self._show,
+            )
+        except NotRunError as error:
+            tuning.program = f"the whole program was not measured: {error}"
+        else:
+            tuning.program = times
+            choices.table().forget(key for key, each in chosen.items() if each is None)
+            tuning.choices = {k: each for k, each in chosen.items() if each is not None}
+            choices.table().add(tuning.choices)
+        self._show(str(tuning.program))
 
     def finish(self) -> None:
         """Keep what was found for other processes."""

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long does a whole program take, with one set of choices or another?
+
+The program is a traced one. Each contender is compiled anew and runs on the same
+operands, which are drawn; nothing of the caller's is read, run or donated.
+"""
+
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.stages import Traced
+
+from jax_cudnn.choices import Trial
+from jax_cudnn.lowering import constants_as_operands, is_array_aval, scoped
+
+_log = logging.getLogger("jax_cudnn")
+
+_ROUNDS = 7
+_ROUND_US = 30_000.0
+
+
+class NotRunError(Exception):
+    """A program that cannot be run on drawn operands; the text says why."""
+
+
+class Programs:
+    """A traced program, to be compiled and timed with several sets of choices."""
+
+    def __init__(self, program: Traced, device: Any) -> None:
+        """Draw the operands.
+
+        Raises:
+          NotRunError: the program takes what cannot be drawn, or too much of it.
+        """
+        self._function, avals = constants_as_operands(program.jaxpr)
+        self._device = device
+        self._calls: list[Callable[[], Any]] = []
+        with jax.default_device(device), _out_of_memory_is("its operands"):
+            self._operands = [_drawn(aval, i) for i, aval in enumerate(avals)]
+            jax.block_until_ready(self._operands)
+
+    def compile(self, trial: Trial) -> int:
+        """Compile the program with choices; return its number.
+
+        Raises:
+          NotRunError: it does not compile, or does not run.
+        """
+        function, operands = self._function, self._operands
+
+        def program(*operands: jax.Array) -> list[jax.Array]:
+            return function(*operands)
+
+        with (
+            scoped(tuner=None, trial=trial),
+            jax.default_device(self._device),
+            _out_of_memory_is("a run"),
+        ):
+            compiled = jax.jit(program).lower(*operands).compile()
+            jax.block_until_ready(compiled(*operands))
+        self._calls.append(lambda: compiled(*operands))
+        return len(self._calls) - 1
+
+    def times(self, numbers: Sequence[int]) -> list[float]:
+        """Return the median microseconds of each of these programs, run in turns."""
+        calls = [self._calls[number] for number in numbers]
+        counts = [
+            max(1, math.ceil(_ROUND_US / max(_run(call, 1), 1.0))) for call in calls
+        ]
+        samples: list[list[float]] = [[] for _ in calls]
+        for turn in range(_ROUNDS):
+            # Each is first now and then, so that none has the colder GPU.
+            for i in (*range(turn % len(calls), len(calls)), *range(turn % len(calls))):
+                samples[i].append(_run(calls[i], counts[i]))
+        return [statistics.median(each) for each in samples]
+
+
+def _run(call: Callable[[], Any], count: int) -> float:
+    result = None
+    start = time.perf_counter()
+    for _ in range(count):
+        result = call()
+    jax.block_until_ready(result)
+    return (time.perf_counter() - start) / count * 1e6
+
+
+@contextmanager
+def _out_of_memory_is(what: str) -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        first = str(error).partition("\n")[0]
+        raise NotRunError(f"{what} failed: {first}") from error
+
+
+def _drawn(aval: Any, seed: int) -> jax.Array:
+    """Return an array for an operand: keys and integers are 0, floats from 0 to 1.
+
+    Indices of 0 are inside of any array, and second moments are not negative.
+    """
+    if not is_array_aval(aval):
+        raise NotRunError(f"it takes {aval}, which is no array")
+    if not jnp.issubdtype(aval.dtype, jnp.floating):
+        return jnp.zeros(aval.shape, aval.dtype)
+    key = jax.random.key(seed)
+    return jax.random.uniform(key, aval.shape, jnp.float32).astype(aval.dtype)

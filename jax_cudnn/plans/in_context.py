@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which choices make a whole program fastest, with what XLA fuses around its calls?
+
+The winners of single kernels need not win together. XLA computes the operands of a call
+within its own code for it, and not within cuDNN's; what a norm gains may be lost on the
+arrays that have to be written for it. So the program itself is timed: untuned, by XLA
+alone, by cuDNN alone, and with the kernels' winners. From the fastest of these, the
+calls of one operation after another change over, and stay where that is faster.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from jax_cudnn.choices import Choice, Key, Trial
+from jax_cudnn.measuring import NotRunError
+
+# None where a part is as if it had not been measured.
+Chosen = Mapping[Key, Choice | None]
+
+# A program has to be faster by this share to be taken in place of another.
+_TIE = 0.005
+# Calls change over where cuDNN and XLA, each alone, are no further apart than this.
+_NEAR = 3.0
+_MOST_OPERATIONS = 6
+
+
+class _Programs(Protocol):
+    def compile(self, trial: Trial) -> int: ...
+    def times(self, numbers: list[int]) -> list[float]: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProgramTimes:
+    """Microseconds of a whole program: medians of rounds, with contenders in turns.
+
+    ``chosen_us`` is with the choices that were made. Those beside it are None where the
+    choices are the same as others', or the program could not run.
+    """
+
+    chosen_us: float
+    untuned_us: float | None = None
+    xla_us: float | None = None
+    cudnn_us: float | None = None
+    kernels_us: float | None = None
+
+    def __str__(self) -> str:
+        others = {
+            "untuned": self.untuned_us,
+            "XLA alone": self.xla_us,
+            "cuDNN alone": self.cudnn_us,
+            "each kernel's winner": self.kernels_us,
+        }
+        told = [f"{name} {us:.1f}" for name, us in others.items() if us is not None]
+        beside = f" ({', '.join(told)})" if told else ""
+        return f"the whole program, in microseconds: {self.chosen_us:.1f}{beside}"
+
+
+def settle(
+    programs: _Programs,
+    found: Mapping[Key, Choice],
+    before: Chosen,
+    *,
+    deadline: float,
+    say: Callable[[str], None],
+) -> tuple[Chosen, ProgramTimes]:
+    """Return the choices that make the program fastest, and its times.
+
+    ``found`` are the winners of single kernels, ``before`` what was chosen until then.
+
+    Raises:
+      NotRunError: the program does not run with the kernels' winners.
+    """
+    contest = _Contest(programs, found, say)
+    named = {
+        "kernels": dict(found),
+        "untuned": {key: before.get(key) for key in found},
+        "xla": {key: _by_xla(choice) for key, choice in found.items()},
+        "cudnn": {key: _by_cudnn(choice) for key, choice in found.items()},
+    }
+    numbers: dict[str, int] = {}
+    entered: list[Chosen] = []
+    for name, chosen in named.items():
+        if chosen in entered or (entered and time.monotonic() > deadline):
+            continue
+        entered.append(chosen)
+        try:
+            numbers[name] = contest.enter(chosen)
+        except NotRunError:
+            if name == "kernels":
+                raise
+    times = dict(zip(numbers, contest.times(list(numbers.values())), strict=True))
+    best = min(times, key=lambda name: times[name])
+    if times["kernels"] <= times[best] * (1 + _TIE):
+        best = "kernels"
+    chosen, us = contest.improved(numbers[best], times[best], deadline)
+    told = {f"{name}_us": round(each, 1) for name, each in times.items()}
+    return chosen, ProgramTimes(chosen_us=round(us, 1), **told)
+
+
+def _by_xla(choice: Choice) -> Choice:
+    return choice if choice.xla_us is None else replace(choice, implementation="xla")
+
+
+def _by_cudnn(choice: Choice) -> Choice:
+    return replace(choice, implementation="cudnn") if choice.plan else choice
+
+
+class _Contest:
+    """Programs with their choices; each is compiled once."""
+
+    def __init__(
+        self,
+        programs: _Programs,
+        found: Mapping[Key, Choice],
+        say: Callable[[str], None],
+    ) -> None:
+        self._programs = programs
+        self._found = found
+        self._say = say
+        self._chosen: dict[int, Chosen] = {}
+
+    def enter(self, chosen: Chosen) -> int:
+        """Compile the program with these choices; return its number."""
+        number = self._programs.compile(Trial(dict(chosen)))
+        self._chosen[number] = chosen
+        return number
+
+    def times(self, numbers: list[int]) -> list[float]:
+        """Time programs, in turns."""
+        return self._programs.times(numbers)
+
+    def improved(self, best: int, us: float, deadline: float) -> tuple[Chosen, float]:
+        """Change operations over, one after another, where that is faster."""
+        for op, keys in self._operations():
+            if time.monotonic() > deadline:
+                break
+            old = self._chosen[best]
+            new = {**old, **{key: self._other(key, old[key]) for key in keys}}
+            try:
+                rival = self.enter(new)
+            except NotRunError:
+                continue
+            before_us, after_us = self.times([best, rival])
+            is_faster = after_us < before_us * (1 - _TIE)
+            self._say(
+                f"the whole program with {op} changed over: {after_us:.1f} µs, else "
+                f"{before_us:.1f}"
+            )
+            if is_faster:
+                best, us = rival, us * after_us / before_us
+        return self._chosen[best], us
+
+    def _operations(self) -> Iterator[tuple[str, list[Key]]]:
+        """Yield operations that may change over, those that take longest first."""
+        groups: dict[str, list[Key]] = {}
+        weight: dict[str, float] = {}
+        for key, choice in self._found.items():
+            cudnn_us, xla_us = choice.cudnn_us, choice.xla_us
+            if not choice.plan or cudnn_us is None or xla_us is None:
+                continue
+            if max(cudnn_us, xla_us) <= _NEAR * min(cudnn_us, xla_us):
+                groups.setdefault(choice.op, []).append(key)
+                weight[choice.op] = weight.get(choice.op, 0.0) + min(cudnn_us, xla_us)
+        ordered = sorted(groups, key=lambda op: -weight[op])
+        for op in ordered[:_MOST_OPERATIONS]:
+            yield op, groups[op]
+
+    def _other(self, key: Key, choice: Choice | None) -> Choice:
+        """Return the choice of the other implementation; the winner for none."""
+        if choice is None or not choice.plan:
+            return self._found[key]
+        other = "xla" if choice.implementation == "cudnn" else "cudnn"
+        return replace(choice, implementation=other)

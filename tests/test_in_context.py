@@ -1,0 +1,319 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does tuning end with the choices that make the whole program fastest?"""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_cudnn import choices, matmul
+from jax_cudnn.choices import Choice, ChoiceTable, Key, Trial
+from jax_cudnn.config import Options
+from jax_cudnn.lowering import primitives, scoped, traced_graphs, traced_program
+from jax_cudnn.lowering.decision import decide_part
+from jax_cudnn.lowering.scope import scope
+from jax_cudnn.measuring import NotRunError, Programs
+from jax_cudnn.plans import tuning
+from jax_cudnn.plans.in_context import Chosen, ProgramTimes, settle
+from tests.planner import H200, made_plan
+
+pytestmark = pytest.mark.once
+
+
+def _key(name: str) -> Key:
+    return Key(device="NVIDIA H200", cudnn=91900, graph=name)
+
+
+def _choice(op: str, cudnn_us: float = 10.0, xla_us: float = 11.0) -> Choice:
+    winner: Any = "cudnn" if cudnn_us <= xla_us else "xla"
+    return Choice(
+        op=op,
+        operands="",
+        implementation=winner,
+        plan='{"engine":1}',
+        cudnn_us=cudnn_us,
+        xla_us=xla_us,
+    )
+
+
+class _Made:
+    """Programs whose times a function of the choices tells."""
+
+    def __init__(self, cost: Callable[[Chosen], float], fails: str = "") -> None:
+        self.cost, self.fails = cost, fails
+        self.compiled: list[Chosen] = []
+
+    def compile(self, trial: Trial) -> int:
+        who = {each and each.implementation for each in trial.choices.values()}
+        if self.fails and who == {self.fails}:
+            raise NotRunError(f"{self.fails} does not run")
+        self.compiled.append(trial.choices)
+        return len(self.compiled) - 1
+
+    def times(self, numbers: Sequence[int]) -> list[float]:
+        return [self.cost(self.compiled[number]) for number in numbers]
+
+
+def _settle(
+    programs: _Made,
+    found: dict[Key, Choice],
+    before: Chosen | None = None,
+    deadline: float = math.inf,
+) -> tuple[Chosen, ProgramTimes]:
+    return settle(programs, found, before or {}, deadline=deadline, say=lambda _: None)
+
+
+def _who(chosen: Chosen) -> list[str | None]:
+    return [choice and choice.implementation for choice in chosen.values()]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_it_is_as_fast_as_the_fastest_contender(seed: int) -> None:
+    rng = random.Random(seed)
+    found = {
+        _key(str(i)): _choice(rng.choice("abc"), *rng.choices((5, 9, 10, 11), k=2))
+        for i in range(rng.randint(1, 6))
+    }
+    before = {key: _choice("old") for key in found if rng.random() < 0.5}
+    alone = {
+        (key, who): rng.uniform(1, 20)
+        for key, who in itertools.product(found, ("cudnn", "xla", None))
+    }
+
+    def cost(chosen: Chosen) -> float:
+        return sum(alone[k, c and c.implementation] for k, c in chosen.items())
+
+    programs = _Made(cost)
+    chosen, times = _settle(programs, found, before)
+    least = cost(chosen)
+    assert least == pytest.approx(times.chosen_us, abs=0.1)
+    for each in programs.compiled[:4]:
+        assert least <= cost(each) * 1.005 + 1e-9
+    assert len(programs.compiled) <= 4 + len({c.op for c in found.values()})
+
+
+def test_an_operation_changes_over_where_that_helps_its_neighbours() -> None:
+    # Alone, cuDNN's norm is faster; XLA's is computed within its neighbour's code.
+    found = {_key("n"): _choice("norm", 10, 12), _key("m"): _choice("matmul", 10, 20)}
+
+    def cost(chosen: Chosen) -> float:
+        norm, product = _who(chosen)
+        return (10 if norm == "cudnn" else 2) + (10 if product == "cudnn" else 20)
+
+    chosen, times = _settle(_Made(cost), found)
+    assert _who(chosen) == ["xla", "cudnn"]
+    assert times == ProgramTimes(
+        chosen_us=12, untuned_us=22, xla_us=22, cudnn_us=None, kernels_us=20
+    )
+    assert str(times) == (
+        "the whole program, in microseconds: 12.0 (untuned 22.0, XLA alone 22.0, each "
+        "kernel's winner 20.0)"
+    )
+
+
+def test_what_is_far_apart_alone_does_not_change_over() -> None:
+    found = {_key("a"): _choice("a", 10, 100), _key("b"): _choice("b", 10, 11)}
+    programs = _Made(lambda _: 1.0)
+    _settle(programs, found)
+    assert ["xla", "cudnn"] not in list(map(_who, programs.compiled))
+    assert ["cudnn", "xla"] in list(map(_who, programs.compiled))
+
+
+def test_the_untuned_program_may_win() -> None:
+    found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
+    old = replace(found[_key("a")], implementation="xla")
+    programs = _Made(lambda chosen: 1.0 if _who(chosen) == ["xla", None] else 2.0)
+    chosen, times = _settle(programs, found, {_key("a"): old})
+    assert chosen == {_key("a"): old, _key("b"): None}
+    assert times.chosen_us == times.untuned_us == 1.0
+
+
+def test_a_tie_is_the_kernels() -> None:
+    found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
+    programs = _Made(lambda chosen: 100.0 if chosen == found else 99.8)
+    assert _settle(programs, found)[0] == found
+
+
+def test_contenders_that_do_not_run_are_left_out() -> None:
+    found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
+    times = _settle(_Made(lambda _: 1.0, fails="xla"), found)[1]
+    assert times.xla_us is None
+    assert times.cudnn_us == 1.0
+    with pytest.raises(NotRunError, match="cudnn does not run"):
+        _settle(_Made(lambda _: 1.0, fails="cudnn"), {_key("a"): _choice("a")})
+
+
+def test_without_time_the_kernels_choices_stay() -> None:
+    found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
+    programs = _Made(lambda _: 1.0)
+    chosen, times = _settle(programs, found, deadline=0.0)
+    assert programs.compiled == [found]
+    assert chosen == found
+    assert times == ProgramTimes(chosen_us=1.0, kernels_us=1.0)
+
+
+# --- programs -------------------------------------------------------------------------
+
+
+def test_a_program_runs_on_drawn_operands() -> None:
+    table = np.arange(12.0, dtype=np.float32).reshape(3, 4)
+
+    def step(x: Any, key: Any, index: Any, flag: Any, scale: float) -> Any:
+        noise = jax.random.normal(key, x.shape, x.dtype)
+        total = jnp.where(flag[:, None], (x + noise) * scale, 0)
+        return total + jnp.asarray(table, x.dtype)[index], key
+
+    x = jnp.ones((3, 4), jnp.bfloat16)
+    operands = (x, jax.random.key(0, impl="rbg"), jnp.ones(3, int), jnp.ones(3, bool))
+    jitted = jax.jit(step, donate_argnums=0, static_argnums=4)
+    programs = Programs(jitted.trace(*operands, 0.5), jax.devices()[0])
+    numbers = [programs.compile(Trial({})) for _ in range(2)]
+    assert numbers == [0, 1]
+    times = programs.times([1, 0, 1])
+    assert len(times) == 3
+    assert min(times) > 0
+    assert not x.is_deleted()
+
+
+def test_a_trial_is_in_force_while_its_program_is_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    run = primitives.run_reference
+
+    def spy(*args: Any, **options: Any) -> Any:
+        seen.append((scope().trial, scope().tuner))
+        return run(*args, **options)
+
+    monkeypatch.setattr(primitives, "run_reference", spy)
+    x = jnp.ones((4, 8))
+    with scoped(tuner=lambda *_: None):
+        traced = traced_program(lambda x: matmul(x, x.T, activation="relu"), x)
+    programs = Programs(traced.program, jax.devices()[0])
+    seen.clear()
+    trials = Trial({}), Trial({})
+    for trial in trials:
+        programs.compile(trial)
+    assert seen == [(trial, None) for trial in trials]
+
+
+def test_what_cannot_be_drawn_is_said() -> None:
+    ref = jax.new_ref(jnp.ones(3))
+    traced = jax.jit(lambda ref, x: ref[...] + x).trace(ref, 1.0)
+    with pytest.raises(NotRunError, match=r"it takes Ref\{.*, which is no array"):
+        Programs(traced, jax.devices()[0])
+
+
+# --- choices --------------------------------------------------------------------------
+
+
+class _Gpu:
+    target, is_here = H200, True
+
+    def plan(self, graph_json: str, request: str = "") -> Any:
+        del graph_json
+        return made_plan(request)
+
+
+def test_choices_of_a_trial_go_before_all_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = jnp.ones((64, 64), jnp.bfloat16)
+    ((graph, _, _),) = traced_graphs(lambda x: matmul(x, x, activation="relu"), x)
+    key = choices.key_of(graph, H200)
+    table = ChoiceTable()
+    monkeypatch.setattr(choices, "table", lambda: table)
+    by_xla = replace(_choice("matmul"), implementation="xla")
+    table.add({key: by_xla})
+    gpu: Any = _Gpu()
+
+    def who(trial: Trial | None) -> bool:
+        return decide_part(graph, gpu, Options(), trial).legal is not None
+
+    assert not who(None)
+    assert who(Trial({key: None}))
+    assert not who(Trial({}))
+    table.forget([key, _key("another")])
+    assert who(None)
+    assert not who(Trial({key: by_xla}))
+    assert Trial({}) != Trial({})
+
+
+# --- autotune -------------------------------------------------------------------------
+
+
+def _tuned(
+    monkeypatch: pytest.MonkeyPatch, function: Any, *args: Any, **options: Any
+) -> tuple[tuning.Tuning, ChoiceTable, list[Any]]:
+    """Tune with a stand-in for an H200; programs run on the CPU."""
+    table, kept = ChoiceTable(), []
+    monkeypatch.setattr(choices, "table", lambda: table)
+    monkeypatch.setattr(choices, "remember", kept.append)
+    monkeypatch.setattr(tuning, "local_target", lambda: (0, H200))
+    monkeypatch.setattr(tuning, "local_device", lambda: jax.devices("cpu")[0])
+    monkeypatch.setattr(tuning, "measure", lambda *_: _choice("matmul"))
+    found = tuning.autotune(function, *args, progress=False, **options)
+    return found, table, kept
+
+
+def _step(x: jax.Array) -> jax.Array:
+    return matmul(x, x, activation="relu")
+
+
+def test_autotune_ends_with_the_program(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    x = jnp.ones((8, 8))
+    found, table, kept = _tuned(monkeypatch, _step, x)
+    assert isinstance(found.program, ProgramTimes)
+    assert str(found).endswith(str(found.program))
+    assert table.all() == found.choices == kept[-1]
+    found.save(tmp_path / "choices.json")
+    assert str(found.program) in (tmp_path / "choices.json").read_text()
+    assert choices.read(tmp_path / "choices.json") == found.choices
+
+
+def test_what_is_best_untuned_has_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = ProgramTimes(chosen_us=1.0)
+    monkeypatch.setattr(
+        tuning, "settle", lambda _, found, *__, **___: (dict.fromkeys(found), times)
+    )
+    found, table, kept = _tuned(monkeypatch, _step, jnp.ones((8, 8)))
+    assert table.all() == found.choices == kept[-1] == {}
+    assert found.program == times
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "said"),
+    [
+        (_step, {"whole_program": False}, "was not measured"),
+        (_step, {"budget_s": -1.0}, "was not measured, for lack of time"),
+        (jnp.sin, {}, "was not measured: it has no such calls"),
+    ],
+)
+def test_where_the_program_is_not_measured_it_says_so(
+    function: Any, options: Any, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, *_ = _tuned(monkeypatch, function, jnp.ones((8, 8)), **options)
+    assert str(found).endswith(f"the whole program {said}")
+
+
+def test_a_program_that_does_not_run_keeps_the_kernels_choices(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*_: Any, **__: Any) -> Any:
+        raise NotRunError("its operands failed: out of memory")
+
+    monkeypatch.setattr(tuning, "Programs", fail)
+    found, table, _ = _tuned(monkeypatch, _step, jnp.ones((8, 8)))
+    assert "was not measured: its operands failed: out of memory" in str(found)
+    assert table.all() == found.choices
+    assert list(found.choices.values()) == [_choice("matmul")]
