@@ -31,8 +31,8 @@ from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import native, plans
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import to_json
-from jax_cudnn.legalize import is_anchor, legalize
+from jax_cudnn.graph import is_anchor, to_json
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
 

@@ -22,8 +22,8 @@ from benchmarks.fusion_cells import CELLS
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices, plans
-from jax_cudnn.graph import label
-from jax_cudnn.legalize import is_anchor, legalize
+from jax_cudnn.graph import is_anchor, label
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
 from jax_cudnn.lowering.devices import local_target

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole models, beside plain JAX and PyTorch: run `python -m benchmarks.models`."""

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times whole models on one GPU: plain JAX, jax_cudnn untuned and tuned, and PyTorch.
+
+    python -m benchmarks.models --out docs/benchmarks
+
+writes models.json and models.md there. Contenders start from the same weights, and
+their losses over the first steps have to agree. Then all of them take turns in one run;
+see timing.py. `--small` tries the script on a CPU, where times say nothing.
+"""
+
+import argparse
+import re
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks import torch_side
+from benchmarks.models.jax_steps import JaxSteps, drawn
+from benchmarks.models.kits import CudnnKit, PlainKit
+from benchmarks.models.torch_kit import TorchSteps, is_there
+from benchmarks.models.zoo import Model, models
+from benchmarks.records import write_records
+from benchmarks.report import environment, versions_text
+from benchmarks.timing import Contender, alternate, summary
+
+_DATA, _PAGE = "models.json", "models.md"
+_PLAIN, _TORCH = "plain JAX", ("torch eager", "torch compiled")
+# Of losses, step by step, and of outputs, by their norm: both are rounded to bf16.
+_BOUND = 0.03
+_RATE = 1e-4
+# Dense bf16 products a second, from NVIDIA's data sheets.
+_PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+
+_Steps = JaxSteps | TorchSteps
+
+
+def _contenders(
+    model: Model, *, is_training: bool, with_torch: bool
+) -> dict[str, Callable[[], _Steps]]:
+    weights, kinds, batch = drawn(model)
+    options: dict[str, Any] = {"rate": _RATE, "is_training": is_training}
+
+    def of_jax(kit: PlainKit, *, is_tuned: bool = False) -> Callable[[], _Steps]:
+        return lambda: JaxSteps(
+            model, kit, weights, kinds, batch, is_tuned=is_tuned, **options
+        )
+
+    def of_torch(*, is_compiled: bool) -> Callable[[], _Steps]:
+        return lambda: TorchSteps(
+            model, weights, kinds, batch, is_compiled=is_compiled, **options
+        )
+
+    # What is tuned comes last: the choices hold for all that is compiled later.
+    made: dict[str, Callable[[], _Steps]] = {
+        _PLAIN: of_jax(PlainKit()),
+        "untuned": of_jax(CudnnKit()),
+    }
+    if with_torch:
+        made |= {name: of_torch(is_compiled=name != _TORCH[0]) for name in _TORCH}
+    if jax.default_backend() == "gpu":
+        made["tuned"] = of_jax(CudnnKit(), is_tuned=True)
+    return made
+
+
+def _check(name: str, found: np.ndarray, want: np.ndarray) -> None:
+    """Raise unless a contender computes what plain JAX does, up to rounding."""
+    error = float(np.max(np.abs(found - want) / np.abs(want)))
+    if want.ndim > 1:
+        error = float(np.linalg.norm(found - want) / np.linalg.norm(want))
+    if not error <= _BOUND:  # so that a NaN fails
+        raise RuntimeError(f"{name} differs from {_PLAIN} by {error:.3f}")
+
+
+def measure(
+    model: Model, *, is_training: bool, with_torch: bool, steps: int
+) -> list[dict[str, Any]]:
+    """Time all contenders of a model; return a row for each."""
+    runs: dict[str, _Steps] = {}
+    results: dict[str, np.ndarray] = {}
+    makers = _contenders(model, is_training=is_training, with_torch=with_torch)
+    for name, make in makers.items():
+        run = make()
+        runs[name] = run
+        if is_training:
+            rest = [run.number(run.step()) for _ in range(steps - 1)]
+            results[name] = np.array([run.number(run.first), *rest])
+        else:
+            results[name] = run.array(run.first)
+        print(f"  {name}: compiled in {run.compile_s:.1f} s", flush=True)
+        if isinstance(run, JaxSteps) and run.tuning is not None:
+            print(f"  tuned in {run.tuning_s:.1f} s; {run.tuning.program}")
+        _check(f"{model.name}, {name}", results[name], results[_PLAIN])
+    times = alternate(
+        {n: Contender(call=run.step, wait=run.wait) for n, run in runs.items()},
+        rounds=7,
+        round_ms=300.0,
+        least_calls=3,
+    )
+    peak = _PEAKS.get(jax.local_devices()[0].device_kind)
+    flops = runs[_PLAIN].flops
+    rows: list[dict[str, Any]] = []
+    for name, run in runs.items():
+        timing = summary(times[name], times[_PLAIN])
+        row = {
+            "model": model.name,
+            "size": model.size,
+            "what": "train" if is_training else "infer",
+            "contender": name,
+            "ms": round(timing.median_us / 1e3, 3),
+            "ratio": round(timing.ratio, 4),
+            "ratio_low": round(timing.ratio_low, 4),
+            "ratio_high": round(timing.ratio_high, 4),
+            "compile_s": round(run.compile_s, 1),
+            "tuning_s": round(run.tuning_s, 1),
+            "mib": round(run.bytes / 2**20),
+            "share_of_peak": peak and round(flops / timing.median_us * 1e6 / peak, 4),
+        }
+        if is_training:
+            row["losses"] = [round(float(x), 4) for x in results[name][::7]]
+        rows.append(row)
+        print(f"  {name}: {row['ms']} ms, {row['ratio']} of {_PLAIN}", flush=True)
+    if with_torch:
+        torch_side.release_memory()
+    return rows
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Return the report as a page."""
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- What whole models take on a GPU, by several packages. -->",
+        "",
+        "# Whole models",
+        "",
+        f"Printed by `{data['command']}`; do not edit. "
+        f"{versions_text(data['environment'])}.",
+        "",
+        "Weights are f32, products bf16. A training step is forward, backward and",
+        "AdamW. Times are medians of rounds in which all contenders take turns. The",
+        "ratio is to plain JAX with its best attention, with the lowest and highest",
+        "round: below 1 is faster. Memory is what the compiled program needs, and for",
+        "PyTorch the most that it had in use. The share of the GPU's peak counts the",
+        "operations that XLA counts in plain JAX's program. Losses agree within",
+        f"{_BOUND:.0%} over the first {data['steps']} steps.",
+        "",
+        "| model | batch | | contender | ms | ratio | range | compile s | tuning s "
+        "| MiB | peak |",
+        "| --- | --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in data["rows"]:
+        share = row["share_of_peak"]
+        lines.append(
+            f"| {row['model']} | {row['size']} | {row['what']} | {row['contender']} "
+            f"| {row['ms']:.2f} | {row['ratio']:.3f} "
+            f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} | {row['compile_s']} "
+            f"| {row['tuning_s'] or ''} | {row['mib']} "
+            f"| {'' if share is None else f'{share:.1%}'} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run the models and write the report."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--only", default="", help="a regular expression of names")
+    parser.add_argument("--steps", type=int, default=50, help="whose losses agree")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--small", action="store_true", help="try the script on a CPU")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = {
+        "environment": environment(),
+        "command": shlex.join(["python", "-m", "benchmarks.models", *sys.argv[1:]]),
+        "steps": options.steps,
+        "rows": [],
+    }
+    with_torch = is_there() and not options.no_torch
+    if with_torch:
+        torch_side.prefer_fast_convolutions()
+    for model in models(small=options.small):
+        for is_training in (True, False) if model.trains else (False,):
+            name = f"{model.name} {'train' if is_training else 'infer'}"
+            if not re.search(options.only, name):
+                continue
+            print(name, flush=True)
+            data["rows"] += measure(
+                model,
+                is_training=is_training,
+                with_torch=with_torch,
+                steps=options.steps,
+            )
+            # Each time, so that a run that is cut off leaves what it measured.
+            write_records(options.out / _DATA, data)
+            (options.out / _PAGE).write_text(markdown(data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A model's steps in JAX, of training or of inference, over a kit of layers."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from benchmarks.models.kits import PlainKit
+from benchmarks.models.zoo import Kind, Model, Weights
+from jax_cudnn import plans
+
+
+def drawn(model: Model) -> tuple[list[np.ndarray], list[Kind], dict[str, np.ndarray]]:
+    """Return a model's weights, how they are stored, and its batch."""
+    kit = PlainKit()
+    batch = model.batch(np.random.default_rng(1))
+    weights = Weights(kit)
+    given = {name: kit.operand(x) for name, x in batch.items()}
+    jax.eval_shape(lambda given: model.output(kit, weights, given), given)
+    return weights.drawn, weights.kinds, batch
+
+
+class JaxSteps:
+    """A model's steps as one compiled program, its state donated."""
+
+    def __init__(
+        self,
+        model: Model,
+        kit: PlainKit,
+        weights: Sequence[np.ndarray],
+        kinds: Sequence[Kind],
+        batch: dict[str, np.ndarray],
+        *,
+        rate: float,
+        is_training: bool,
+        is_tuned: bool,
+    ) -> None:
+        """Tune if asked to, compile, and run the first step."""
+        arrays = [kit.stored(x, kind) for x, kind in zip(weights, kinds, strict=True)]
+        self._batch = {name: kit.operand(x) for name, x in batch.items()}
+        optimizer = optax.adamw(rate, weight_decay=1e-4)
+
+        def train(state: Any, batch: Any) -> Any:
+            arrays, memory = state
+
+            def loss(arrays: Any) -> jax.Array:
+                assert model.loss is not None
+                output = model.output(kit, Weights(kit, arrays), batch)
+                return model.loss(kit, output, batch)
+
+            value, gradients = jax.value_and_grad(loss)(arrays)
+            updates, memory = optimizer.update(gradients, memory, arrays)
+            return (optax.apply_updates(arrays, updates), memory), value
+
+        def infer(state: Any, batch: Any) -> Any:
+            arrays, carried = state
+            result = model.output(kit, Weights(kit, arrays), {**batch, **carried})
+            result, carried = result if model.carried else (result, carried)
+            return (arrays, carried), result
+
+        if is_training:
+            step: Any = train
+            self._state: Any = arrays, optimizer.init(arrays)
+        else:
+            step = infer
+            carried = {name: self._batch.pop(name) for name in model.carried}
+            self._state = [x.astype(jnp.bfloat16) for x in arrays], carried
+        self.tuning: plans.Tuning | None = None
+        start = time.perf_counter()
+        if is_tuned:
+            self.tuning = plans.autotune(step, self._state, self._batch)
+        self.tuning_s = time.perf_counter() - start
+        start = time.perf_counter()
+        jitted = jax.jit(step, donate_argnums=0)
+        self._step = jitted.lower(self._state, self._batch).compile()
+        self.compile_s = time.perf_counter() - start
+        costs: Any = self._step.cost_analysis() or {}
+        self.flops = float(costs.get("flops", 0.0))
+        memory: Any = self._step.memory_analysis()
+        self.bytes = int(
+            memory.argument_size_in_bytes
+            + memory.output_size_in_bytes
+            - memory.alias_size_in_bytes
+            + memory.temp_size_in_bytes
+        )
+        self.first = jax.block_until_ready(self.step())
+
+    def step(self) -> Any:
+        """Run a step; return the loss, or the output."""
+        self._state, result = self._step(self._state, self._batch)
+        return result
+
+    @staticmethod
+    def number(loss: Any) -> float:
+        """Return a loss as a number."""
+        return float(loss)
+
+    @staticmethod
+    def array(output: Any) -> np.ndarray:
+        """Return an output as NumPy's."""
+        return np.asarray(output, np.float32)
+
+    @staticmethod
+    def wait(result: Any) -> None:
+        """Wait for the device."""
+        jax.block_until_ready(result)

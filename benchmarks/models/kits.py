@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of plain JAX, and of jax_cudnn, that the models are written over.
+
+Weights are f32 and computed with in bf16, as in PyTorch's autocast.
+"""
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_cudnn
+from benchmarks.models.zoo import Kind
+
+_ACTIVATIONS: dict[Any, Any] = {
+    None: lambda x: x,
+    "relu": jax.nn.relu,
+    "gelu": jax.nn.gelu,
+    "silu": jax.nn.silu,
+}
+
+
+def _window(filters: jax.Array) -> list[tuple[int, int]]:
+    # Odd filters keep the size; even ones are as wide as their step.
+    return [
+        ((k - 1) // 2, (k - 1) // 2) if k % 2 else (0, 0) for k in filters.shape[:-2]
+    ]
+
+
+def _layout(x: jax.Array) -> tuple[str, str, str]:
+    space = "DHW"[5 - x.ndim :]
+    return f"N{space}C", f"{space}IO", f"N{space}C"
+
+
+class PlainKit:
+    """Layers as a user of plain JAX writes them, with its best attention."""
+
+    name = "plain JAX"
+
+    def array(self, x: np.ndarray) -> jax.Array:
+        """Return an array of the kit."""
+        return jnp.asarray(x)
+
+    def stored(self, x: np.ndarray, kind: Kind) -> jax.Array:
+        """Return a weight as the kit stores it."""
+        del kind
+        return jnp.asarray(x)
+
+    def weight(self, x: jax.Array) -> jax.Array:
+        """Return a weight as products take it."""
+        return x.astype(jnp.bfloat16)
+
+    def operand(self, x: np.ndarray) -> jax.Array:
+        """Return an array of the batch as the model takes it."""
+        is_float = np.issubdtype(x.dtype, np.floating)
+        return jnp.asarray(x, jnp.bfloat16 if is_float else None)
+
+    constant = operand
+
+    def embed(self, table: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Return the rows of a table."""
+        return table[tokens]
+
+    def logits(self, x: jax.Array, table: jax.Array) -> jax.Array:
+        """Return products with all rows of a table."""
+        return x @ table.T
+
+    def split(self, x: jax.Array, count: int) -> Sequence[jax.Array]:
+        """Return equal parts of the last axis."""
+        return jnp.split(x, count, -1)
+
+    def concatenate(self, parts: Sequence[jax.Array]) -> jax.Array:
+        """Join arrays along the last axis."""
+        return jnp.concatenate(parts, -1)
+
+    def mean(self, x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+        """Return means."""
+        return jnp.mean(x, axes)
+
+    def relu(self, x: jax.Array) -> jax.Array:
+        """Return max(x, 0)."""
+        return jax.nn.relu(x)
+
+    def doubled(self, x: jax.Array) -> jax.Array:
+        """Repeat each element of space."""
+        return functools.reduce(
+            lambda x, axis: jnp.repeat(x, 2, axis), range(1, x.ndim - 1), x
+        )
+
+    def dense(
+        self,
+        x: Any,
+        w: Any,
+        b: Any = None,
+        activation: Any = None,
+        residual: Any = None,
+    ) -> jax.Array:
+        """Return activation(x w + b), or x w + b + residual."""
+        y = x @ w
+        y = y if b is None else y + b
+        y = _ACTIVATIONS[activation](y)
+        return y if residual is None else y + residual
+
+    def gated(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Return silu(x gate) * (x up)."""
+        return jax.nn.silu(x @ gate) * (x @ up)
+
+    def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
+        """Return attention."""
+        on_gpu = jax.default_backend() == "gpu"
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=is_causal, implementation="cudnn" if on_gpu else "xla"
+        )
+
+    def written(self, cache: jax.Array, x: jax.Array) -> jax.Array:
+        """Return a cache with its last token replaced."""
+        return jax.lax.dynamic_update_slice_in_dim(cache, x, cache.shape[1] - 1, 1)
+
+    def attend_lengths(self, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
+        """Return attention of a token over caches of some lengths."""
+        on_gpu = jax.default_backend() == "gpu"
+        return jax.nn.dot_product_attention(
+            q, k, v,
+            key_value_seq_lengths=lengths,
+            query_seq_lengths=jnp.ones_like(lengths),
+            implementation="cudnn" if on_gpu else "xla",
+        )  # fmt: skip
+
+    def layer_norm(self, x: jax.Array, scale: jax.Array, bias: jax.Array) -> jax.Array:
+        """Return the layer norm over the last axis."""
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(wide, -1, keepdims=True)
+        variance = jnp.mean(jnp.square(wide - mean), -1, keepdims=True)
+        y = (wide - mean) * jax.lax.rsqrt(variance + 1e-6)
+        return (y * scale + bias).astype(x.dtype)
+
+    def rms_norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
+        """Return the RMS norm over the last axis."""
+        wide = x.astype(jnp.float32)
+        square = jnp.mean(jnp.square(wide), -1, keepdims=True)
+        return (wide * jax.lax.rsqrt(square + 1e-6) * scale).astype(x.dtype)
+
+    def batch_norm(self, x: Any, scale: Any, bias: Any, activation: Any) -> jax.Array:
+        """Return the batch norm with the statistics of the batch."""
+        wide, axes = x.astype(jnp.float32), tuple(range(x.ndim - 1))
+        mean = jnp.mean(wide, axes)
+        variance = jnp.mean(jnp.square(wide), axes) - jnp.square(mean)
+        y = (wide - mean) * (jax.lax.rsqrt(variance + 1e-5) * scale) + bias
+        return _ACTIVATIONS[activation](y.astype(x.dtype))
+
+    def conv(
+        self,
+        x: Any,
+        w: Any,
+        b: Any = None,
+        step: int = 1,
+        *,
+        groups: int = 1,
+        activation: Any = None,
+    ) -> jax.Array:
+        """Return activation(conv(x, w) + b)."""
+        y = jax.lax.conv_general_dilated(
+            x,
+            w,
+            [step] * (x.ndim - 2),
+            _window(w),
+            dimension_numbers=_layout(x),
+            feature_group_count=groups,
+        )
+        return _ACTIVATIONS[activation](y if b is None else y + b)
+
+    def max_pool(self, x: jax.Array) -> jax.Array:
+        """Return maxima of 3 x 3, in steps of 2."""
+        return jax.lax.reduce_window(
+            x,
+            np.array(-np.inf, x.dtype),
+            jax.lax.max,
+            (1, 3, 3, 1),
+            (1, 2, 2, 1),
+            ((0, 0), (1, 1), (1, 1), (0, 0)),
+        )
+
+    def cross_entropy(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
+        """Return the mean cross entropy, in nats."""
+        wide = jax.nn.log_softmax(logits.astype(jnp.float32))
+        return -jnp.mean(jnp.take_along_axis(wide, labels[..., None], -1))
+
+    def mean_square(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """Return the mean of squares of differences."""
+        return jnp.mean(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)))
+
+
+class CudnnKit(PlainKit):
+    """The same layers by jax_cudnn, where it has them."""
+
+    name = "jax_cudnn"
+
+    def dense(
+        self,
+        x: Any,
+        w: Any,
+        b: Any = None,
+        activation: Any = None,
+        residual: Any = None,
+    ) -> jax.Array:
+        """Return activation(x w + b), or x w + b + residual."""
+        return jax_cudnn.matmul(x, w, bias=b, activation=activation, residual=residual)
+
+    def gated(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        """Return silu(x gate) * (x up)."""
+        return jax_cudnn.gated_matmul(x, gate, up, activation="silu")
+
+    def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
+        """Return attention."""
+        return jax_cudnn.sdpa(q, k, v, is_causal=is_causal)
+
+    def attend_lengths(self, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
+        """Return attention of a token over caches of some lengths."""
+        return jax_cudnn.sdpa(q, k, v, key_value_seq_lengths=lengths)
+
+    def layer_norm(self, x: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
+        """Return the layer norm over the last axis."""
+        return jax_cudnn.layer_norm(x, scale, bias)
+
+    def rms_norm(self, x: jax.Array, scale: jax.Array) -> Any:
+        """Return the RMS norm over the last axis."""
+        return jax_cudnn.rms_norm(x, scale)
+
+    def batch_norm(self, x: Any, scale: Any, bias: Any, activation: Any) -> Any:
+        """Return the batch norm with the statistics of the batch."""
+        return jax_cudnn.batch_norm(x, scale, bias, activation=activation)
+
+    def conv(
+        self,
+        x: Any,
+        w: Any,
+        b: Any = None,
+        step: int = 1,
+        *,
+        groups: int = 1,
+        activation: Any = None,
+    ) -> jax.Array:
+        """Return activation(conv(x, w) + b)."""
+        return jax_cudnn.conv(
+            x,
+            w,
+            list(itertools.repeat(step, x.ndim - 2)),
+            _window(w),
+            dimension_numbers=_layout(x),
+            feature_group_count=groups,
+            bias=b,
+            activation=activation,
+        )
+
+    def max_pool(self, x: jax.Array) -> Any:
+        """Return maxima of 3 x 3, in steps of 2."""
+        return jax_cudnn.max_pool(x, (3, 3), (2, 2), [(1, 1), (1, 1)])

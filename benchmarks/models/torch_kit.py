@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The layers of PyTorch that the models are written over, and a model's steps.
+
+At its best: channels last in memory, bf16 copies of f32 weights, a fused AdamW.
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from benchmarks.models.zoo import Kind, Model, Weights
+from benchmarks.torch_side import synchronize, torch
+
+F: Any = None if torch is None else torch.nn.functional
+
+
+def _activated(x: Any, activation: Any) -> Any:
+    if activation is None:
+        return x
+    if activation == "gelu":
+        return F.gelu(x, approximate="tanh")
+    return {"relu": F.relu, "silu": F.silu}[activation](x)
+
+
+def _first(x: Any) -> Any:
+    """Return a view with channels first, which PyTorch stores last."""
+    return x.permute(0, x.ndim - 1, *range(1, x.ndim - 1))
+
+
+def _last(x: Any) -> Any:
+    return x.permute(0, *range(2, x.ndim), 1)
+
+
+class TorchKit:
+    """Layers as a user of PyTorch writes them."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        """Find the device."""
+        self._device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def stored(self, x: np.ndarray, kind: Kind) -> Any:
+        """Return a weight as the kit stores it."""
+        tensor = torch.tensor(x, device=self._device)
+        if kind == "product":
+            return tensor.T.contiguous()
+        if kind == "filter":
+            tensor = tensor.permute(-1, -2, *range(tensor.ndim - 2)).contiguous()
+            formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+            return tensor.contiguous(memory_format=formats[tensor.ndim])
+        return tensor
+
+    def weight(self, x: Any) -> Any:
+        """Return a weight as products take it."""
+        return x.to(torch.bfloat16)
+
+    def operand(self, x: np.ndarray) -> Any:
+        """Return an array of the batch as the model takes it."""
+        tensor = torch.tensor(x, device=self._device)
+        return (
+            tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor.long()
+        )
+
+    def constant(self, x: np.ndarray) -> Any:
+        """Return an array that the model has."""
+        return torch.as_tensor(x, device=self._device).to(torch.bfloat16)
+
+    def embed(self, table: Any, tokens: Any) -> Any:
+        """Return the rows of a table."""
+        return F.embedding(tokens, table)
+
+    def logits(self, x: Any, table: Any) -> Any:
+        """Return products with all rows of a table."""
+        return F.linear(x, table)
+
+    def split(self, x: Any, count: int) -> Sequence[Any]:
+        """Return equal parts of the last axis."""
+        return x.chunk(count, -1)
+
+    def concatenate(self, parts: Sequence[Any]) -> Any:
+        """Join arrays along the last axis."""
+        return torch.cat(list(parts), -1)
+
+    def mean(self, x: Any, axes: tuple[int, ...]) -> Any:
+        """Return means."""
+        return x.mean(axes)
+
+    def relu(self, x: Any) -> Any:
+        """Return max(x, 0)."""
+        return F.relu(x)
+
+    def doubled(self, x: Any) -> Any:
+        """Repeat each element of space."""
+        return _last(F.interpolate(_first(x), scale_factor=2, mode="nearest"))
+
+    def dense(
+        self,
+        x: Any,
+        w: Any,
+        b: Any = None,
+        activation: Any = None,
+        residual: Any = None,
+    ) -> Any:
+        """Return activation(x w + b), or x w + b + residual."""
+        y = _activated(F.linear(x, w, b), activation)
+        return y if residual is None else y + residual
+
+    def gated(self, x: Any, gate: Any, up: Any) -> Any:
+        """Return silu(x gate) * (x up)."""
+        return F.silu(F.linear(x, gate)) * F.linear(x, up)
+
+    def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> Any:
+        """Return attention."""
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        grouped = q.shape[1] != k.shape[1]
+        y = F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, enable_gqa=grouped
+        )
+        return y.transpose(1, 2)
+
+    def written(self, cache: Any, x: Any) -> Any:
+        """Return a cache with its last token replaced, in place."""
+        cache[:, -1:] = x
+        return cache
+
+    def attend_lengths(self, q: Any, k: Any, v: Any, lengths: Any) -> Any:
+        """Return attention of a token over caches, which are full."""
+        del lengths
+        return self.attention(q, k, v, is_causal=False)
+
+    def layer_norm(self, x: Any, scale: Any, bias: Any) -> Any:
+        """Return the layer norm over the last axis."""
+        return F.layer_norm(x, x.shape[-1:], scale, bias, 1e-6)
+
+    def rms_norm(self, x: Any, scale: Any) -> Any:
+        """Return the RMS norm over the last axis."""
+        return F.rms_norm(x, x.shape[-1:], scale, 1e-6)
+
+    def batch_norm(self, x: Any, scale: Any, bias: Any, activation: Any) -> Any:
+        """Return the batch norm with the statistics of the batch."""
+        y = F.batch_norm(_first(x), None, None, scale, bias, training=True)
+        return _activated(_last(y), activation)
+
+    def conv(
+        self,
+        x: Any,
+        w: Any,
+        b: Any = None,
+        step: int = 1,
+        *,
+        groups: int = 1,
+        activation: Any = None,
+    ) -> Any:
+        """Return activation(conv(x, w) + b)."""
+        convolve = F.conv2d if x.ndim == 4 else F.conv3d
+        pad = [(k - 1) // 2 if k % 2 else 0 for k in w.shape[2:]]
+        y = convolve(_first(x), w, b, step, pad, 1, groups)
+        return _activated(_last(y), activation)
+
+    def max_pool(self, x: Any) -> Any:
+        """Return maxima of 3 x 3, in steps of 2."""
+        return _last(F.max_pool2d(_first(x), 3, 2, 1))
+
+    def cross_entropy(self, logits: Any, labels: Any) -> Any:
+        """Return the mean cross entropy, in nats."""
+        return F.cross_entropy(logits.float().flatten(0, -2), labels.flatten())
+
+    def mean_square(self, x: Any, y: Any) -> Any:
+        """Return the mean of squares of differences."""
+        return F.mse_loss(x.float(), y.float())
+
+
+class TorchSteps:
+    """A model's steps in PyTorch, of training or of inference."""
+
+    def __init__(
+        self,
+        model: Model,
+        weights: Sequence[np.ndarray],
+        kinds: Sequence[Kind],
+        batch: dict[str, np.ndarray],
+        *,
+        rate: float,
+        is_training: bool,
+        is_compiled: bool,
+    ) -> None:
+        """Move everything to the device, and run the first step."""
+        kit = TorchKit()
+        arrays = [kit.stored(x, kind) for x, kind in zip(weights, kinds, strict=True)]
+        given = {name: kit.operand(x) for name, x in batch.items()}
+        if not is_training:
+            arrays = [x.to(torch.bfloat16) for x in arrays]
+
+        def output() -> Any:
+            result = model.output(kit, Weights(kit, arrays), given)
+            return result[0] if model.carried else result
+
+        def loss() -> Any:
+            assert model.loss is not None
+            return model.loss(kit, output(), given)
+
+        function = loss if is_training else output
+        self._run = torch.compile(function) if is_compiled else function
+        self._optimizer = None
+        if is_training:
+            for x in arrays:
+                x.requires_grad_(True)
+            self._optimizer = torch.optim.AdamW(
+                arrays, rate, weight_decay=1e-4, fused=torch.cuda.is_available()
+            )
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        start = time.perf_counter()
+        self.first = self.step()
+        synchronize()
+        self.compile_s = time.perf_counter() - start
+        self.tuning_s = 0.0
+        self.flops = 0.0
+
+    @property
+    def bytes(self) -> int:
+        """The most memory that PyTorch had in use."""
+        return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+
+    def step(self) -> Any:
+        """Run a step; return the loss, or the output."""
+        if self._optimizer is None:
+            with torch.no_grad():
+                return self._run()
+        self._optimizer.zero_grad(set_to_none=True)
+        loss = self._run()
+        loss.backward()
+        self._optimizer.step()
+        return loss.detach()
+
+    @staticmethod
+    def number(loss: Any) -> float:
+        """Return a loss as a number."""
+        return float(loss)
+
+    @staticmethod
+    def array(output: Any) -> np.ndarray:
+        """Return an output as NumPy's."""
+        return output.float().cpu().numpy()
+
+    @staticmethod
+    def wait(result: Any) -> None:
+        """Wait for the device."""
+        del result
+        synchronize()
+
+
+def is_there() -> bool:
+    """Whether PyTorch is installed and runs where JAX does."""
+    if torch is None:
+        return False
+    return torch.cuda.is_available() == (jax.default_backend() == "gpu")

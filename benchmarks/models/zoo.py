@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models as people write them, each once, over a kit of layers.
+
+A kit has the layers of one package: plain JAX, jax_cudnn or PyTorch. So all contenders
+compute the same from the same weights. Images and volumes have their channels last.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+Shape = tuple[int, ...]
+# How a package stores a weight: kits have their own layouts of products and filters.
+Kind = Literal["product", "filter", "plain"]
+
+
+class Weights:
+    """The weights of a model, in the order in which it asks for them.
+
+    Without arrays, each weight is drawn by NumPy, and kept with its kind.
+    """
+
+    def __init__(self, kit: Any, arrays: Sequence[Any] | None = None) -> None:
+        """Take a kit and its arrays, or draw new ones."""
+        self._kit = kit
+        self._given = None if arrays is None else iter(arrays)
+        self._rng = np.random.default_rng(0)
+        self.drawn: list[np.ndarray] = []
+        self.kinds: list[Kind] = []
+
+    def product(self, *shape: int) -> Any:
+        """Return the matrix of a product."""
+        return self._next(shape, "product", shape[-2] ** -0.5)
+
+    def filters(self, *shape: int) -> Any:
+        """Return the filters of a convolution: space, channels in, channels out."""
+        return self._next(shape, "filter", math.prod(shape[:-1]) ** -0.5)
+
+    def table(self, *shape: int) -> Any:
+        """Return a table of embeddings, or positions."""
+        return self._next(shape, "plain", 0.02)
+
+    def ones(self, *shape: int, times: float = 1.0) -> Any:
+        """Return a factor."""
+        return self._next(shape, "plain", 0.0, times)
+
+    def zeros(self, *shape: int) -> Any:
+        """Return a bias."""
+        return self._next(shape, "plain", 0.0)
+
+    def _next(self, shape: Shape, kind: Kind, spread: float, mean: float = 0.0) -> Any:
+        if self._given is not None:
+            return self._kit.weight(next(self._given))
+        drawn = mean + spread * self._rng.standard_normal(shape, np.float32)
+        self.drawn.append(drawn)
+        self.kinds.append(kind)
+        return self._kit.weight(self._kit.array(drawn))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A model with its batch. The loss is what is trained, the output what is inferred.
+
+    What is ``carried`` is of the batch, and goes from step to step: the output has it
+    as a second result.
+    """
+
+    name: str
+    size: str
+    batch: Callable[[np.random.Generator], dict[str, np.ndarray]]
+    output: Callable[[Any, Weights, dict[str, Any]], Any]
+    loss: Callable[[Any, Any, dict[str, Any]], Any] | None = None
+    carried: tuple[str, ...] = ()
+
+    @property
+    def trains(self) -> bool:
+        """Whether it can be trained."""
+        return self.loss is not None
+
+
+# --- language -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Language:
+    layers: int
+    width: int
+    heads: int
+    key_heads: int = 0
+    inner: int = 0
+    vocabulary: int
+    context: int
+    batch: int
+
+
+def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
+    d, h = size.width, size.heads
+    words = w.table(size.vocabulary, d)
+    x = kit.embed(words, batch["tokens"]) + w.table(size.context, d)
+    b, s = x.shape[:2]
+    for _ in range(size.layers):
+        y = kit.layer_norm(x, w.ones(d), w.zeros(d))
+        qkv = kit.dense(y, w.product(d, 3 * d), w.zeros(3 * d))
+        q, k, v = (x.reshape(b, s, h, d // h) for x in kit.split(qkv, 3))
+        y = kit.attention(q, k, v, is_causal=True).reshape(b, s, d)
+        x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
+        y = kit.layer_norm(x, w.ones(d), w.zeros(d))
+        y = kit.dense(y, w.product(d, 4 * d), w.zeros(4 * d), activation="gelu")
+        x = kit.dense(y, w.product(4 * d, d), w.zeros(d), residual=x)
+    x = kit.layer_norm(x, w.ones(d), w.zeros(d))
+    return kit.logits(x, words)
+
+
+def _angles(positions: np.ndarray, d: int) -> np.ndarray:
+    return positions[..., None] / 10000.0 ** (np.arange(0, d, 2) / d)
+
+
+def _rotated(kit: Any, x: Any, cosine: Any, sine: Any) -> Any:
+    one, two = kit.split(x, 2)
+    return kit.concatenate([one * cosine - two * sine, two * cosine + one * sine])
+
+
+def _llama(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
+    d, h, k_heads = size.width, size.heads, size.key_heads
+    n = d // h
+    words = w.table(size.vocabulary, d)
+    x = kit.embed(words, batch["tokens"])
+    b, s = x.shape[:2]
+    is_step = "lengths" in batch
+    carried: dict[str, Any] = {}
+    positions = np.arange(size.context)[None, :]
+    if is_step:
+        positions = np.full((1, 1), size.context - 1)
+    angles = _angles(positions, n)[:, :, None]
+    cosine, sine = (kit.constant(f(angles)) for f in (np.cos, np.sin))
+    for i in range(size.layers):
+        y = kit.rms_norm(x, w.ones(d))
+        q = kit.dense(y, w.product(d, d)).reshape(b, s, h, n)
+        k = kit.dense(y, w.product(d, k_heads * n)).reshape(b, s, k_heads, n)
+        v = kit.dense(y, w.product(d, k_heads * n)).reshape(b, s, k_heads, n)
+        q, k = (_rotated(kit, each, cosine, sine) for each in (q, k))
+        if is_step:
+            new = {f"keys{i}": k, f"values{i}": v}
+            cache = {name: kit.written(batch[name], x) for name, x in new.items()}
+            y = kit.attend_lengths(q, *cache.values(), batch["lengths"])
+            carried |= cache
+        else:
+            y = kit.attention(q, k, v, is_causal=True)
+        x = kit.dense(y.reshape(b, s, d), w.product(d, d), residual=x)
+        y = kit.rms_norm(x, w.ones(d))
+        y = kit.gated(y, w.product(d, size.inner), w.product(d, size.inner))
+        x = kit.dense(y, w.product(size.inner, d), residual=x)
+    logits = kit.logits(kit.rms_norm(x, w.ones(d)), words)
+    return (logits, carried) if is_step else logits
+
+
+def _text(size: _Language) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
+    def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        # Squares of uniform numbers: some words are frequent, so there is to learn.
+        drawn = rng.random((size.batch, size.context + 1)) ** 2
+        words = (drawn * size.vocabulary).astype(np.int32)
+        return {"tokens": words[:, :-1], "labels": words[:, 1:]}
+
+    return batch
+
+
+def _cache(size: _Language) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
+    def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        n = size.width // size.heads
+        shape = (size.batch, size.context, size.key_heads, n)
+        caches = {name: rng.standard_normal(shape, np.float32) for name in _names(size)}
+        return {
+            "tokens": rng.integers(0, size.vocabulary, (size.batch, 1), np.int32),
+            "lengths": np.full(size.batch, size.context, np.int32),
+            **caches,
+        }
+
+    return batch
+
+
+def _names(size: _Language) -> tuple[str, ...]:
+    """Return the names of the caches."""
+    layers = range(size.layers)
+    return tuple(f"{what}{i}" for i in layers for what in ("keys", "values"))
+
+
+def _entropy(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
+    return kit.cross_entropy(output, batch["labels"])
+
+
+# --- images ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Images:
+    side: int
+    batch: int
+    widths: tuple[int, ...]
+    depths: tuple[int, ...]
+    heads: int = 12
+    classes: int = 1000
+
+
+def _vit(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
+    (d,), (layers,), h, patch = size.widths, size.depths, size.heads, 16
+    x = kit.conv(batch["images"], w.filters(patch, patch, 3, d), w.zeros(d), patch)
+    b, count = x.shape[0], (size.side // patch) ** 2
+    x = x.reshape(b, count, d) + w.table(count, d)
+    for _ in range(layers):
+        y = kit.layer_norm(x, w.ones(d), w.zeros(d))
+        qkv = kit.dense(y, w.product(d, 3 * d), w.zeros(3 * d))
+        q, k, v = (x.reshape(b, count, h, d // h) for x in kit.split(qkv, 3))
+        y = kit.attention(q, k, v, is_causal=False).reshape(b, count, d)
+        x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
+        y = kit.layer_norm(x, w.ones(d), w.zeros(d))
+        y = kit.dense(y, w.product(d, 4 * d), w.zeros(4 * d), activation="gelu")
+        x = kit.dense(y, w.product(4 * d, d), w.zeros(d), residual=x)
+    x = kit.layer_norm(kit.mean(x, (1,)), w.ones(d), w.zeros(d))
+    return kit.dense(x, w.product(d, size.classes), w.zeros(size.classes))
+
+
+def _convnext(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
+    x = batch["images"]
+    before = 3
+    for stage, (c, depth) in enumerate(zip(size.widths, size.depths, strict=True)):
+        step = 2 if stage else 4
+        if stage:
+            x = kit.layer_norm(x, w.ones(before), w.zeros(before))
+        x = kit.conv(x, w.filters(step, step, before, c), w.zeros(c), step)
+        if not stage:
+            x = kit.layer_norm(x, w.ones(c), w.zeros(c))
+        for _ in range(depth):
+            y = kit.conv(x, w.filters(7, 7, 1, c), w.zeros(c), groups=c)
+            y = kit.layer_norm(y, w.ones(c), w.zeros(c))
+            y = kit.dense(y, w.product(c, 4 * c), w.zeros(4 * c), activation="gelu")
+            y = kit.dense(y, w.product(4 * c, c), w.zeros(c))
+            x = x + y * w.ones(c, times=0.1)
+        before = c
+    x = kit.layer_norm(kit.mean(x, (1, 2)), w.ones(before), w.zeros(before))
+    return kit.dense(x, w.product(before, size.classes), w.zeros(size.classes))
+
+
+def _resnet(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
+    def unit(
+        x: Any, side: int, to: int, step: int = 1, activation: Any = "relu"
+    ) -> Any:
+        y = kit.conv(x, w.filters(side, side, x.shape[-1], to), None, step)
+        return kit.batch_norm(y, w.ones(to), w.zeros(to), activation)
+
+    x = unit(batch["images"], 7, 64, 2)
+    x = kit.max_pool(x)
+    for stage, (c, depth) in enumerate(zip(size.widths, size.depths, strict=True)):
+        for i in range(depth):
+            step = 2 if stage and i == 0 else 1
+            y = unit(unit(x, 1, c), 3, c, step)
+            y = unit(y, 1, 4 * c, activation=None)
+            if i == 0:
+                x = unit(x, 1, 4 * c, step, activation=None)
+            x = kit.relu(x + y)
+    x, c = kit.mean(x, (1, 2)), 4 * size.widths[-1]
+    return kit.dense(x, w.product(c, size.classes), w.zeros(size.classes))
+
+
+def _pictures(size: _Images) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
+    def batch(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        shape = (size.batch, size.side, size.side, 3)
+        return {
+            "images": rng.standard_normal(shape, np.float32),
+            "labels": rng.integers(0, size.classes, size.batch, np.int32),
+        }
+
+    return batch
+
+
+# --- volumes --------------------------------------------------------------------------
+
+
+def _unet(kit: Any, w: Weights, batch: dict[str, Any], widths: Sequence[int]) -> Any:
+    def unit(x: Any, to: int, step: int = 1) -> Any:
+        filters, bias = w.filters(3, 3, 3, x.shape[-1], to), w.zeros(to)
+        return kit.conv(x, filters, bias, step, activation="silu")
+
+    x = batch["volumes"]
+    kept: list[Any] = []
+    for i, c in enumerate(widths):
+        x = unit(unit(x, c, 2 if i else 1), c)
+        kept.append(x)
+    for skipped in reversed(kept[:-1]):
+        c = skipped.shape[-1]
+        x = kit.concatenate([kit.doubled(x), skipped])
+        x = unit(unit(x, c), c)
+    return kit.dense(x, w.product(widths[0], 1), w.zeros(1))
+
+
+def _volumes(
+    batch: int, side: int
+) -> Callable[[np.random.Generator], dict[str, np.ndarray]]:
+    def draw(rng: np.random.Generator) -> dict[str, np.ndarray]:
+        x = rng.standard_normal((batch, side, side, side, 1), np.float32)
+        return {"volumes": x, "targets": np.tanh(x)}
+
+    return draw
+
+
+def _square(kit: Any, output: Any, batch: dict[str, Any]) -> Any:
+    return kit.mean_square(output, batch["targets"])
+
+
+# --- all ------------------------------------------------------------------------------
+
+
+def models(*, small: bool = False) -> list[Model]:
+    """Return the models; small ones try the script on a CPU."""
+    if small:
+        gpt = _Language(layers=1, width=32, heads=2, vocabulary=64, context=16, batch=2)
+        llama = _Language(
+            layers=1, width=32, heads=4, key_heads=2, inner=48, vocabulary=64,
+            context=16, batch=2,
+        )  # fmt: skip
+        step = llama
+        vit = _Images(side=32, batch=2, widths=(24,), depths=(1,), heads=2, classes=8)
+        convnext = _Images(side=32, batch=2, widths=(8, 16), depths=(1, 1), classes=8)
+        resnet = _Images(side=32, batch=4, widths=(8, 16), depths=(1, 2), classes=8)
+        volumes, widths = (2, 8), (8, 16)
+    else:
+        gpt = _Language(
+            layers=12, width=768, heads=12, vocabulary=50304, context=1024, batch=32
+        )
+        llama = _Language(
+            layers=8, width=2048, heads=16, key_heads=4, inner=5632,
+            vocabulary=32000, context=2048, batch=4,
+        )  # fmt: skip
+        step = _Language(
+            layers=8, width=2048, heads=16, key_heads=4, inner=5632,
+            vocabulary=32000, context=4096, batch=32,
+        )  # fmt: skip
+        vit = _Images(side=224, batch=128, widths=(768,), depths=(12,))
+        convnext = _Images(
+            side=224, batch=64, widths=(96, 192, 384, 768), depths=(3, 3, 9, 3)
+        )
+        resnet = _Images(
+            side=224, batch=128, widths=(64, 128, 256, 512), depths=(3, 4, 6, 3)
+        )
+        volumes, widths = (2, 96), (32, 64, 128, 256)
+
+    def told(size: _Language | _Images) -> str:
+        if isinstance(size, _Language):
+            return f"{size.batch} x {size.context}"
+        return f"{size.batch} x {size.side} x {size.side}"
+
+    return [
+        Model(
+            name="GPT-2 small",
+            size=told(gpt),
+            batch=_text(gpt),
+            output=lambda kit, w, batch: _gpt(kit, w, batch, gpt),
+            loss=_entropy,
+        ),
+        Model(
+            name="Llama-like",
+            size=told(llama),
+            batch=_text(llama),
+            output=lambda kit, w, batch: _llama(kit, w, batch, llama),
+            loss=_entropy,
+        ),
+        Model(
+            name="decode",
+            size=told(step),
+            batch=_cache(step),
+            output=lambda kit, w, batch: _llama(kit, w, batch, step),
+            carried=_names(step),
+        ),
+        Model(
+            name="ViT-B",
+            size=told(vit),
+            batch=_pictures(vit),
+            output=lambda kit, w, batch: _vit(kit, w, batch, vit),
+            loss=_entropy,
+        ),
+        Model(
+            name="ConvNeXt-T",
+            size=told(convnext),
+            batch=_pictures(convnext),
+            output=lambda kit, w, batch: _convnext(kit, w, batch, convnext),
+            loss=_entropy,
+        ),
+        Model(
+            name="ResNet-50",
+            size=told(resnet),
+            batch=_pictures(resnet),
+            output=lambda kit, w, batch: _resnet(kit, w, batch, resnet),
+            loss=_entropy,
+        ),
+        Model(
+            name="3-D U-Net",
+            size=f"{volumes[0]} x {volumes[1]}^3",
+            batch=_volumes(*volumes),
+            output=lambda kit, w, batch: _unet(kit, w, batch, widths),
+            loss=_square,
+        ),
+    ]
