@@ -220,6 +220,21 @@ def test_other_axes_and_dtypes_are_flaxs() -> None:
     _assert_close(ours(integers), theirs(integers))
 
 
+def test_axes_that_are_not_there_are_refused_as_by_flax() -> None:
+    for module in (nnx, own_nnx):
+        axes = {"reduction_axes": (5,), "feature_axes": (5,)}
+        layer = module.LayerNorm(6, **axes, rngs=nnx.Rngs(0))
+        with pytest.raises((IndexError, ValueError)):
+            layer(_x())
+
+
+def test_groups_of_one_example_without_a_batch_axis() -> None:
+    x = jnp.arange(6.0)
+    theirs, ours = flax.linen.GroupNorm(3), own_linen.GroupNorm(3)
+    variables = theirs.init(jax.random.key(0), x)
+    _assert_close(ours.apply(variables, x), theirs.apply(variables, x))
+
+
 def test_unknown_implementations_are_refused() -> None:
     with pytest.raises(ValueError, match="implementation"):
         own_nnx.RMSNorm(6, implementation="tpu", rngs=nnx.Rngs(0))

@@ -147,6 +147,16 @@ def test_a_single_query_gets_a_second_row(monkeypatch: pytest.MonkeyPatch) -> No
     test_legal_graphs_keep_the_meaning("two_rows", "causal_bias")
 
 
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("name", ["temperatures", "slopes", "two_arrays", "chosen"])
+def test_a_single_key_has_no_columns_to_pad(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(_SIZES, "t", 1)
+    test_legal_graphs_keep_the_meaning(name, "alone")
+    test_legal_graphs_keep_the_meaning(name, "key_lengths_causal")
+
+
 def test_old_versions_and_five_arrays_are_refused() -> None:
     steps = ("add score mod_a", "mul %0 mod_b", "add %1 mod_c", "mul %2 mod_d")
     graph = attention_graph(sizes=_SIZES, dtype="bf16", lengths=("key_lengths",))

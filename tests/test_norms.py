@@ -276,6 +276,26 @@ def test_the_variance_is_kept_over_all_sizes(size: float) -> None:
     np.testing.assert_allclose(var, x.var((0, 1)), rtol=1e-5)
 
 
+@pytest.mark.parametrize("epsilon", [1e-5, 1.0])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5, 1e-7, 0.0])
+def test_a_variance_far_below_epsilon_is_kept(size: float, epsilon: float) -> None:
+    x = operands(CALLS["batch"])[0] * np.float32(size)
+
+    def variance(x: jax.Array) -> jax.Array:
+        running = jnp.zeros(7), jnp.zeros(7)
+        return jax_cudnn.batch_norm(
+            x, None, None, *running, momentum=0.0, epsilon=epsilon
+        )[2]
+
+    wide = np.asarray(x, np.float64)
+    want = wide.var((0, 1))
+    np.testing.assert_allclose(variance(x), want, rtol=1e-5)
+    (grad,) = jax.vjp(variance, x)[1](jnp.ones(7))
+    slope = 2 * (wide - wide.mean((0, 1))) / (wide.size / 7)
+    scale = np.abs(slope).max()
+    np.testing.assert_allclose(grad, slope, rtol=1e-3, atol=1e-3 * scale)
+
+
 def test_a_named_axis_shares_statistics() -> None:
     x, scale, bias = operands(CALLS["batch"])
     x = x * jnp.arange(1, 4, dtype=jnp.float32)[:, None, None] + 7

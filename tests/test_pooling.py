@@ -167,6 +167,35 @@ def test_nan_and_infinities_stay_in_their_windows(kind: str) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-6)
 
 
+@pytest.mark.parametrize("padding", [[(0, 0)], [(1, 0)], [(2, 1)]], ids=str)
+@pytest.mark.parametrize("low", [np.nan, -np.inf], ids=str)
+@pytest.mark.parametrize("size", [2, 40])
+def test_derivatives_are_those_of_the_index(
+    size: int, low: float, padding: Any, x64: None
+) -> None:
+    rng = np.random.default_rng(size)
+    x = np.where(rng.random((2, 64, 3)) < 0.5, low, rng.integers(0, 3, (2, 64, 3)))
+    x[0, :, 0] = -np.inf
+    args = ((size,), (1,), padding)
+
+    def function(x: Any, **options: Any) -> jax.Array:
+        found = jax_cudnn.max_pool(x, *args, **options)
+        return found[0] if options else found
+
+    want, where = jax_cudnn.max_pool(x, *args, return_indices=True)
+    output, back = jax.vjp(function, x)
+    np.testing.assert_array_equal(output, want)
+    weights = rng.standard_normal(output.shape)
+    grad = np.zeros_like(x)
+    for n, z, c in np.argwhere(np.asarray(where) >= 0):
+        grad[n, where[n, z, c], c] += weights[n, z, c]
+    np.testing.assert_allclose(back(weights)[0], grad, atol=1e-12)
+    moved = rng.standard_normal(x.shape)
+    picked = np.take_along_axis(moved, np.maximum(where, 0), 1)
+    picked = np.where(np.asarray(where) >= 0, picked, 0)
+    np.testing.assert_allclose(jax.jvp(function, (x,), (moved,))[1], picked, atol=1e-12)
+
+
 def test_windows_of_padding_alone() -> None:
     x = jnp.ones((1, 3, 2))
     pads = [(4, 0)]

@@ -305,6 +305,30 @@ def test_selections_of_indices_are_a_mask() -> None:
     assert both["mod_a"] == ((2, _H, 1, _T), "f32")
 
 
+def test_what_is_hidden_needs_no_finite_slope() -> None:
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 3, 1, 4))
+    w = jnp.array([1.0, 2.0, 0.0])
+
+    def loss(q: jax.Array, k: jax.Array, lengths: Any, mod: Any) -> jax.Array:
+        return jnp.sum(sdpa(q, k, k, score_mod=mod, **lengths))
+
+    padding = {"query_seq_lengths": jnp.array([2])}
+    poisoned = q.at[:, 2].set(jnp.nan)
+    got = jax.grad(loss)(poisoned, k, padding, score_mods.softcap(2.0))
+    assert jnp.isfinite(got).all()
+    np.testing.assert_array_equal(got[:, 2], 0)
+
+    def divided(x: Any, b: Any, h: Any, i: Any, j: Any) -> jax.Array:
+        return jnp.tanh(x / w[j])
+
+    hidden = {"key_value_seq_lengths": jnp.array([2])}
+    got = jax.grad(loss, (0, 1))(q, k, hidden, divided)
+    want = jax.grad(loss, (0, 1))(q, k[:, :2], {}, divided)
+    np.testing.assert_allclose(got[0], want[0], rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(got[1][:, :2], want[1], rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(got[1][:, 2], 0)
+
+
 def test_a_row_that_a_score_mod_hides_gives_nothing() -> None:
     q, k, v = _operands()
     hide = lambda x, b, h, q, k: jnp.where(q == 2, -jnp.inf, jnp.tanh(x))  # noqa: E731

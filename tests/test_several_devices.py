@@ -253,6 +253,23 @@ def test_sharded_operands_give_the_same_and_send_what_the_rule_implies(
         assert " ".join(collectives(function, *sharded)) == sent
 
 
+@pytest.mark.parametrize("spec", [(None, "x"), (None, None, "x"), (None, "x", "y")])
+@pytest.mark.parametrize("strides", [(1, 1), (2, 1)])
+@pytest.mark.parametrize("pool", [jax_cudnn.max_pool, jax_cudnn.avg_pool])
+def test_windows_that_overlap_may_lie_on_several_devices(
+    pool: Any, strides: tuple[int, int], spec: Spec
+) -> None:
+    x = jax.random.normal(jax.random.key(0), (3, 8, 4, 2))
+    out = jax.eval_shape(lambda x: pool(x, (2, 2), strides), x)
+    weights = jax.random.normal(jax.random.key(1), out.shape)
+
+    def loss(x: Any) -> jax.Array:
+        return jnp.sum(pool(x, (2, 2), strides) * weights)
+
+    (sharded,) = placed(mesh_of(x=4, y=2), [x], [spec])
+    _assert_equal(jax.jit(jax.grad(loss))(sharded), jax.grad(loss)(x))
+
+
 @pytest.mark.parametrize("case", _CASES, ids=_label)
 def test_shardings_in_types_give_the_same(case: _Case) -> None:
     operands = _OPERANDS[case.function]

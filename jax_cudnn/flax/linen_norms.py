@@ -178,6 +178,8 @@ class GroupNorm(linen.GroupNorm):
             count = None if count else channels // size
         if not count or channels % count or (size and channels % size):
             reasons.append(f"num_groups={self.num_groups}, group_size={size}")
+        if x.ndim == 1:
+            reasons.append("x has no batch axis")
         if reasons:
             return by_flax(linen.GroupNorm, self, x, reasons, fused, mask=mask)
         assert count is not None

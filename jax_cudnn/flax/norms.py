@@ -83,10 +83,14 @@ def begin(
 
 def normalised_axes(layer: Any, rank: int, reasons: list[str]) -> tuple[int, ...]:
     """Return the axes that a layer norm normalises; adds why they are Flax's only."""
-    reduced, featured = (
-        [axis % rank for axis in as_tuple(axes)]
-        for axes in (layer.reduction_axes, layer.feature_axes)
-    )
+    given = as_tuple(layer.reduction_axes), as_tuple(layer.feature_axes)
+    reduced, featured = ([axis % max(rank, 1) for axis in axes] for axes in given)
+    is_inside = all(-rank <= axis < rank for axes in given for axis in axes)
+    if not is_inside or len(set(featured)) != len(featured):
+        reasons.append(
+            f"feature_axes={layer.feature_axes} and reduction_axes="
+            f"{layer.reduction_axes} are not different axes of {rank}"
+        )
     if sorted(reduced) != featured:
         reasons.append(
             f"reduction_axes={layer.reduction_axes} and "

@@ -66,7 +66,10 @@ def pad_keys(editor: GraphEditor, count: int) -> None:
     """Add keys up to a count; they are hidden elsewhere."""
     t = editor.tensors["key"].dims[2]
     _pad(editor, ("key", "value", "grad_key", "grad_value"), 2, count)
-    columns = ("bias", "dropout_mask", "grad_bias", *OPERANDS)
+    _pad(editor, ("bias", "dropout_mask", "grad_bias"), 3, count, old=t)
+    # Of one key, a column may be for all keys. It is, unless rows are written out.
+    read = [editor.tensors[role] for role in OPERANDS if role in editor.tensors]
+    columns = [x.name for x in read if t > 1 or x.dims[2] > 1]
     _pad(editor, columns, 3, count, old=t)
 
 

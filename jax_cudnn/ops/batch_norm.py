@@ -223,15 +223,17 @@ def batch_norm(
         running = None
     elif axis_name is not None:
         axis = _NamedAxis(axis_name, axis_index_groups)
-        output, mean, rstd = _synchronised(norm, moved, factors, axis)
+        output, mean, rstd, var = _synchronised(norm, moved, factors, axis)
     else:
         needs = norm.with_statistics or running is not None
         call = norm._replace(with_statistics=needs)
         output, mean, rstd = _by_graph(call, moved, factors)
+        if running is not None:
+            var = _variance(norm, moved, mean, rstd)
     back = sorted(range(total.ndim), key=(*rows, channel).__getitem__)
     more: list[jax.Array] = []
     if running is not None:
-        more += _updated(running, share, mean, rstd, norm.attributes.epsilon)
+        more += _updated(running, share, mean, var)
     if norm.with_statistics:
         more += [mean, rstd]
     return norm.finish(jnp.transpose(output, back), more)
@@ -278,16 +280,38 @@ def _check_momentum(value: float) -> float:
 
 
 def _updated(
-    running: _Running, momentum: float, mean: jax.Array, rstd: jax.Array, epsilon: float
+    running: _Running, momentum: float, mean: jax.Array, var: jax.Array
 ) -> list[jax.Array]:
     """Return the new running values, in the dtypes of the old ones."""
-    # 1 / rstd first: the square of a small rstd is less than f32 holds.
-    var = jnp.maximum(jnp.square(1 / rstd) - jnp.asarray(epsilon, rstd.dtype), 0)
     pairs = ((running.mean, mean), (running.var, var))
     return [
         (momentum * old.astype(new.dtype) + (1 - momentum) * new).astype(old.dtype)
         for old, new in pairs
     ]
+
+
+# Of epsilon: a variance below this share of it is not computed from rstd.
+_SMALL = 2.0**-6
+
+
+def _variance(norm: Norm, x: jax.Array, mean: jax.Array, rstd: jax.Array) -> jax.Array:
+    """Return the variances of the channels, of which a kernel gave mean and rstd.
+
+    1 / rstd^2 - epsilon has no digits where a variance is far below epsilon. Where one
+    is, they are computed from x once more.
+    """
+    epsilon = _epsilon(norm, rstd.dtype)
+    # 1 / rstd first: the square of a small rstd is less than f32 holds.
+    var = jnp.square(1 / rstd) - epsilon
+
+    def again() -> jax.Array:
+        gap = x.astype(mean.dtype) - jnp.expand_dims(mean, range(x.ndim - 1))
+        return jnp.mean(jnp.square(gap), axis=tuple(range(x.ndim - 1)))
+
+    if norm.attributes.epsilon == 0:
+        return var
+    is_small = jnp.any(var < _SMALL * epsilon)
+    return jax.lax.cond(is_small, again, lambda: var)
 
 
 _Normalised = tuple[jax.Array, jax.Array, jax.Array]
@@ -332,8 +356,8 @@ def _by_running(
 
 def _synchronised(
     norm: Norm, x: jax.Array, factors: _Factors, axis: _NamedAxis
-) -> _Normalised:
-    """Return the output with statistics over a named axis, and these."""
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Return the output with statistics over a named axis, these, and the variance."""
     check_implementation(
         _OP, "statistics over a named axis are summed between two kernels.", norm.call
     )
@@ -341,7 +365,7 @@ def _synchronised(
     mean = axis.mean(own_mean)
     var = axis.mean(own_var + jnp.square(own_mean - mean))
     rstd = jax.lax.rsqrt(var + _epsilon(norm, var.dtype))
-    return _normalised(x, mean, rstd, *factors, norm.dtype), mean, rstd
+    return _normalised(x, mean, rstd, *factors, norm.dtype), mean, rstd, var
 
 
 def _epsilon(norm: Norm, dtype: Any) -> jax.Array:

@@ -27,6 +27,7 @@ from jax_cudnn.ops.arguments import (
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.windows import Windows, windows_of
 from jax_cudnn.reference.dtypes import dtype_name
+from jax_cudnn.reference.pool import least, maxima
 
 
 @overload
@@ -286,15 +287,9 @@ def _pooled(
 
 
 def _largest(windows: Windows, x: jax.Array) -> jax.Array:
-    return windows.reduce(x, _least(x.dtype), jax.lax.max)
-
-
-def _least(dtype: np.dtype) -> np.ndarray:
-    if jnp.issubdtype(dtype, jnp.integer):
-        return np.asarray(jnp.iinfo(dtype).min, dtype)
-    # Some 8-bit floats have no infinity.
-    lowest = np.asarray(-np.inf, dtype)
-    return lowest if lowest == lowest else np.asarray(jnp.finfo(dtype).min, dtype)
+    if jnp.issubdtype(x.dtype, jnp.integer) or why_symbolic(inputs=x):
+        return windows.reduce(x, least(x.dtype), jax.lax.max)
+    return windows.apply(x, maxima)
 
 
 def _average(windows: Windows, x: jax.Array, *, counts_padding: bool) -> jax.Array:
@@ -327,7 +322,7 @@ def _largest_with_indices(
     # Spatial axes are in the order of the array, whatever is between them.
     along = [size if i in axes else 1 for i, size in enumerate(x.shape)]
     places = jnp.broadcast_to(jnp.reshape(positions, along), x.shape)
-    none = (_least(x.dtype), np.asarray(-1, np.int32))
+    none = (least(x.dtype), np.asarray(-1, np.int32))
     operands = (jax.lax.stop_gradient(x), places)
     _, indices = windows.reduce(operands, none, _larger)
     last = windows.spatial_last(x)
@@ -335,10 +330,10 @@ def _largest_with_indices(
     at = windows.spatial_last(indices)
     chosen = jnp.reshape(at, (*at.shape[: -len(sizes)], -1))
     if flat.shape[-1] == 0:
-        picked = jnp.full(chosen.shape, _least(x.dtype))
+        picked = jnp.full(chosen.shape, least(x.dtype))
     else:
         picked = jnp.take_along_axis(flat, jnp.maximum(chosen, 0), axis=-1)
-        picked = jnp.where(chosen >= 0, picked, _least(x.dtype))
+        picked = jnp.where(chosen >= 0, picked, least(x.dtype))
     values = windows.spatial_back(jnp.reshape(picked, at.shape))
     return values, indices
 

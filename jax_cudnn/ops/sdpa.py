@@ -252,17 +252,18 @@ def sdpa(
       which keeps arrays of s * t.
 
       With `score_mod`, S is score_mod(scale QK^T) + bias, and what the other arguments
-      hide is hidden afterwards. The function is traced once, at each call that is
-      traced. What it adds last and does not depend on the score is a bias, with all
-      that is said of biases here; where it selects -inf last, by the indices, it is a
-      mask. Any other operation on the score runs inside the kernel if it is one of
-      cuDNN's pointwise operations; the gradient of arrays that such operations read is
-      computed by XLA, in memory that grows with s*t, and so is that of a bias beside
-      them. Beside such operations, causality, lengths and a window take no
-      memory, but the kernel skips nothing for them. A function with other operations on
-      the score, or more than four arrays, runs with XLA, as the log says. This needs
-      cuDNN 9.19, and the gradient sm_90 or sm_100 (planned with 9.19 and 9.27, run with
-      9.19 on an H200). docs/score_mods.md has examples.
+      hide is hidden afterwards. The gradient of an array that it reads is not a number
+      where the function has no finite slope at a hidden key. The function is traced
+      once, at each call that is traced. What it adds last and does not depend on the
+      score is a bias, with all that is said of biases here; where it selects -inf last,
+      by the indices, it is a mask. Any other operation on the score runs inside the
+      kernel if it is one of cuDNN's pointwise operations; the gradient of arrays that
+      such operations read is computed by XLA, in memory that grows with s*t, and so is
+      that of a bias beside them. Beside such operations, causality, lengths and a
+      window take no memory, but the kernel skips nothing for them. A function with
+      other operations on the score, or more than four arrays, runs with XLA, as the log
+      says. This needs cuDNN 9.19, and the gradient sm_90 or sm_100 (planned with 9.19
+      and 9.27, run with 9.19 on an H200). docs/score_mods.md has examples.
 
       cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So it takes a
       bias below -2.3e38 for -inf if each head has its own bias, with full rows and

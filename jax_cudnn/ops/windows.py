@@ -66,6 +66,18 @@ class Windows:
 
     def reduce(self, operands: Any, initial: Any, combine: Callable[..., Any]) -> Any:
         """Return `jax.lax.reduce_window` of one array or of several."""
+        return self.apply(
+            operands,
+            lambda operands, *window: jax.lax.reduce_window(
+                operands, initial, combine, *window
+            ),
+        )
+
+    def apply(self, operands: Any, function: Callable[..., Any]) -> Any:
+        """Return a function of one array or of several and of windows of all axes.
+
+        These are given by shape, strides and padding, which is not negative.
+        """
         rank = jax.tree.leaves(operands)[0].ndim
         shape, strides, padding = [1] * rank, [1] * rank, [(0, 0)] * rank
         for i, axis in enumerate(self.axes):
@@ -73,10 +85,8 @@ class Windows:
             strides[axis] = self.strides[i]
             padding[axis] = self.padding[i]
         operands = jax.tree.map(lambda x: cut(x, padding)[0], operands)
-        padding = [(max(low, 0), max(high, 0)) for low, high in padding]
-        return jax.lax.reduce_window(
-            operands, initial, combine, shape, strides, padding
-        )
+        left = tuple((max(low, 0), max(high, 0)) for low, high in padding)
+        return function(operands, tuple(shape), tuple(strides), left)
 
     def spatial_last(self, x: jax.Array) -> jax.Array:
         """Return an array with its spatial axes moved to the end."""

@@ -5,6 +5,7 @@ Roles, axis letters and attributes are those of graph/pool.py.
 """
 
 import functools
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -28,7 +29,126 @@ def max_pool(
     assert isinstance(attributes, MaxPoolAttributes)
     if outputs["output"].is_empty:
         return _zeros("output", outputs)
-    return {"output": _reduced(attributes, inputs["x"], -np.inf, jax.lax.max)}
+    pads = zip(attributes.padding_low, attributes.padding_high, strict=True)
+    x, padding = cut(inputs["x"], [(0, 0), (0, 0), *pads])
+    window = (1, 1, *attributes.window_shape)
+    strides = (1, 1, *attributes.window_strides)
+    return {"output": maxima(x, window, strides, tuple(padding))}
+
+
+def least(dtype: np.dtype) -> np.ndarray:
+    """Return the number that no other is less than."""
+    if jnp.issubdtype(dtype, jnp.integer):
+        return np.asarray(jnp.iinfo(dtype).min, dtype)
+    # Some 8-bit floats have no infinity.
+    lowest = np.asarray(-np.inf, dtype)
+    return lowest if lowest == lowest else np.asarray(jnp.finfo(dtype).min, dtype)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(1, 2, 3))
+def maxima(
+    x: jax.Array,
+    window: tuple[int, ...],
+    strides: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+) -> jax.Array:
+    """Return the maximum of each window; window, strides and padding are of all axes.
+
+    The derivative is that of the first largest element, a NaN before all others. JAX's
+    own rule is not used: its gradient is wrong where windows overlap and XLA divides a
+    spatial axis among devices (JAX 0.10 and 0.12, on CPU devices), and padding may take
+    the gradient of -inf.
+    """
+    return jax.lax.reduce_window(
+        x, least(x.dtype), jax.lax.max, window, strides, padding
+    )
+
+
+@maxima.defjvp
+def _derivative_of_maxima(
+    window: tuple[int, ...],
+    strides: tuple[int, ...],
+    padding: tuple[tuple[int, int], ...],
+    primals: tuple[jax.Array],
+    tangents: tuple[jax.Array],
+) -> tuple[jax.Array, jax.Array]:
+    (x,), (moved,) = primals, tangents
+    output = maxima(x, window, strides, padding)
+    if output.size == 0:
+        return output, jnp.zeros(output.shape, moved.dtype)
+    offsets = list(itertools.product(*map(range, window)))
+    sizes = [
+        size if n > 1 or any(pad) else 1
+        for size, n, pad in zip(x.shape, window, padding, strict=True)
+    ]
+    inside = jnp.asarray(np.pad(np.ones(sizes, np.bool_), padding))
+    numbers = _padded(x, padding, least(x.dtype))
+    slopes = _padded(moved, padding, np.zeros((), moved.dtype))
+
+    def at(array: jax.Array, offset: Any) -> jax.Array:
+        """Return the element of each window at an offset from its start."""
+        spans = [
+            (count - 1) * stride + 1 if size > 1 else 1
+            for count, stride, size in zip(
+                output.shape, strides, array.shape, strict=True
+            )
+        ]
+        steps = [
+            stride if size > 1 else 1
+            for stride, size in zip(strides, array.shape, strict=True)
+        ]
+        starts = [
+            start if size > 1 else 0
+            for start, size in zip(offset, array.shape, strict=True)
+        ]
+        if isinstance(offset, tuple):
+            ends = [start + span for start, span in zip(starts, spans, strict=True)]
+            return jax.lax.slice(array, starts, ends, steps)
+        begin = [jnp.asarray(start, jnp.int32) for start in starts]
+        array = jax.lax.dynamic_slice(array, begin, spans)
+        return jax.lax.slice(array, [0] * array.ndim, array.shape, steps)
+
+    def look(
+        best: tuple[jax.Array, jax.Array], number: Any, offset: Any
+    ) -> tuple[jax.Array, jax.Array]:
+        value, place = best
+        new = at(numbers, offset)
+        is_nan = (new != new) & (value == value)
+        is_better = (place < 0) | (new > value) | is_nan
+        takes = at(inside, offset) & is_better
+        return jnp.where(takes, new, value), jnp.where(takes, number, place)
+
+    def pick(total: jax.Array, number: Any, offset: Any) -> jax.Array:
+        return jnp.where(place == number, at(slopes, offset), total)
+
+    none = jnp.full_like(output, least(x.dtype)), jnp.full(output.shape, -1, jnp.int32)
+    _, place = _each(offsets, none, look)
+    return output, _each(offsets, jnp.zeros_like(output, slopes.dtype), pick)
+
+
+# Windows of more elements are looked through by a loop.
+_MOST_UNROLLED = 32
+
+
+def _each(
+    offsets: list[tuple[int, ...]], carry: Any, step: Callable[[Any, Any, Any], Any]
+) -> Any:
+    """Return what is left after a step for each offset, with its number."""
+    if len(offsets) <= _MOST_UNROLLED:
+        for number, offset in enumerate(offsets):
+            carry = step(carry, np.int32(number), offset)
+        return carry
+    numbers = np.arange(len(offsets), dtype=np.int32)
+    table = np.array(offsets, np.int32)
+    return jax.lax.scan(
+        lambda carry, each: (step(carry, *each), None), carry, (numbers, table)
+    )[0]
+
+
+def _padded(
+    x: jax.Array, padding: Sequence[tuple[int, int]], number: np.ndarray
+) -> jax.Array:
+    return jax.lax.pad(x, number, [(low, high, 0) for low, high in padding])
 
 
 def avg_pool(

@@ -130,6 +130,8 @@ def gradients(
     grad_logits = probabilities * (grad_probabilities - delta)
 
     grad_scores, grad_read = pull(grad_logits)
+    # The steps may have no finite slope where nothing is seen, in padding say.
+    grad_scores = jnp.where(scores == -jnp.inf, 0, grad_scores)
     rounded = grad_scores.astype(query.dtype)
     weights = _dropped(probabilities, attributes, is_kept).astype(query.dtype)
     scale = jnp.asarray(attributes.scale, grad_logits.dtype)
