@@ -56,6 +56,7 @@ def _batch(**options: Any) -> Any:
             r"layer_norm: scale is bool\[6\]. Supported dtypes",
         ),
         (_layer(axis=3), ValueError, "axis=3, but x has 3 axes. Pass numbers from -3"),
+        (_layer(axis=True), TypeError, "axis=True. It must be an int or some ints"),
         (_layer(axis=(1, -2)), ValueError, r"axis=\(1, -2\) names an axis twice"),
         (_layer(axis=()), TypeError, r"axis=\(\). It must be an int or some ints"),
         (_layer(axis=1.5), TypeError, "axis=1.5. It must be an int or some ints"),
@@ -88,7 +89,9 @@ def _batch(**options: Any) -> Any:
         (_group(groups=4), ValueError, "groups=4 for 6 channels. It must divide them"),
         (_group(groups=0), ValueError, "groups=0 for 6 channels"),
         (_group(groups=2.0), TypeError, "groups is float. It must be an int"),
-        (_group(channel_axis=5), ValueError, r"channel_axis=\(5,\), but x has 3 axes"),
+        (_group(channel_axis=5), ValueError, "channel_axis=5, but x has 3 axes"),
+        (_group(channel_axis=True), TypeError, "channel_axis=True. It must be an int,"),
+        (_group(channel_axis=(1,)), TypeError, r"channel_axis=\(1,\). It must be an"),
         (
             _group(channel_axis=0),
             ValueError,

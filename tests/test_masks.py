@@ -325,6 +325,21 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
             ValueError,
             "sdpa: mask is bool[1,1,7,8], which does not broadcast to",
         ),
+        (
+            lambda: sdpa(*_operands(), mask=masks.Causal),  # type: ignore[arg-type]
+            TypeError,
+            "sdpa: mask is the class masks.Causal. Pass a mask, such as",
+        ),
+        (
+            lambda: masks.Causal() & np.ones((5, 5), bool),  # type: ignore[operator]
+            TypeError,
+            "Causal & ndarray: a mask is combined with masks. Write masks.Where(",
+        ),
+        (
+            lambda: jnp.ones((5, 5), bool) & masks.Causal(),
+            TypeError,
+            "Causal & ",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(

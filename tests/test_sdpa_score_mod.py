@@ -378,7 +378,9 @@ def test_huge_scores_stay_finite() -> None:
     [
         (3.0, "score_mod is float. It must be a function of (score, batch"),
         (lambda x, *_: x[None], "returns f32[1] for one score. It must return one"),
-        (lambda x, *_: (x, x), "returns f32[], f32[] for one score"),
+        (lambda x, *_: (x, x), "returns f32[], f32[] in a tuple for one score"),
+        (lambda x, *_: (x,), "returns f32[] in a tuple for one score"),
+        (lambda x, b, h, i: x, "takes other arguments (too many positional arguments"),
         (lambda x, *_: None, "returns nothing for one score"),
         (lambda x, *_: x > 0, "returns bool[] for one score"),
     ],

@@ -15,7 +15,7 @@ from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import check_flag, describe
 from jax_cudnn.ops.fusion import Operand
-from jax_cudnn.ops.norm_call import Norm, accumulator, check_axes, check_factor, given
+from jax_cudnn.ops.norm_call import Norm, accumulator, check_axis, check_factor, given
 from jax_cudnn.ops.plain import check_implementation
 
 _OP = "batch_norm"
@@ -200,7 +200,7 @@ def batch_norm(
         plan=plan,
     )
     total = norm.total
-    (channel,) = check_axes(_OP, "channel_axis", (channel_axis,), total.ndim)
+    channel = check_axis(_OP, "channel_axis", channel_axis, total.ndim)
     if axis_index_groups is not None and axis_name is None:
         raise ValueError(
             f"{_OP}: axis_index_groups without axis_name. Name the axis that the "

@@ -14,7 +14,13 @@ from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.ops.fusion import Operand
-from jax_cudnn.ops.norm_call import Norm, check_axes, check_factor, given
+from jax_cudnn.ops.norm_call import (
+    Norm,
+    check_axes,
+    check_axis,
+    check_factor,
+    given,
+)
 
 # Stored (n, y, g, c) or (n, g, c, y) for logical (n, g, c, y).
 _LAST = (0, 3, 1, 2)
@@ -253,7 +259,7 @@ def _of_groups(
     batch_axes: int | Sequence[int],
 ) -> jax.Array | tuple[jax.Array, ...]:
     x, op = norm.total, norm.op
-    (channel,) = check_axes(op, "channel_axis", (channel_axis,), x.ndim)
+    channel = check_axis(op, "channel_axis", channel_axis, x.ndim)
     images = check_axes(op, "batch_axes", batch_axes, x.ndim)
     if channel in images:
         raise ValueError(

@@ -51,8 +51,14 @@ class Mask:
 
     def __and__(self, other: "Mask") -> "Mask":
         if not isinstance(other, Mask):
-            return NotImplemented
+            raise TypeError(
+                f"{type(self).__name__} & {type(other).__name__}: a mask is combined "
+                "with masks. Write masks.Where(array) for an array of bools, and "
+                "masks.Additive(array) for one that is added."
+            )
         return Intersection((*self._parts(), *other._parts()))
+
+    __rand__ = __and__
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]

@@ -168,20 +168,35 @@ def check_axes(
 ) -> tuple[int, ...]:
     """Return axes as numbers from 0, in order, or raise what is wrong with them."""
     given = tuple(axes) if isinstance(axes, Sequence) else (axes,)
-    if not given or not all(isinstance(axis, int | np.integer) for axis in given):
+    if not given or not all(map(_is_int, given)):
         raise TypeError(
             f"{op}: {name}={axes!r}. It must be an int or some ints, of which each "
             "names an axis of x. Pass -1 for the last one."
         )
     if not all(-rank <= axis < rank for axis in given):
+        advice = f"Pass numbers from {-rank} to {rank - 1}."
         raise ValueError(
-            f"{op}: {name}={axes!r}, but x has {rank} axes. Pass numbers from {-rank} "
-            f"to {rank - 1}."
+            f"{op}: {name}={axes!r}, but x has {rank} axes. "
+            f"{advice if rank else 'Pass an array that has some.'}"
         )
     found = sorted({int(axis) % rank for axis in given})
     if len(found) != len(given):
         raise ValueError(f"{op}: {name}={axes!r} names an axis twice. Name it once.")
     return tuple(found)
+
+
+def check_axis(op: str, name: str, axis: int, rank: int) -> int:
+    """Return one axis as a number from 0, or raise what is wrong with it."""
+    if not _is_int(axis):
+        raise TypeError(
+            f"{op}: {name}={axis!r}. It must be an int, which names an axis of x. Pass "
+            "-1 for the last one."
+        )
+    return check_axes(op, name, axis, rank)[0]
+
+
+def _is_int(axis: object) -> bool:
+    return isinstance(axis, int | np.integer) and not isinstance(axis, bool)
 
 
 def check_factor(

@@ -7,6 +7,7 @@ graph, and the arrays that they read are operands. So JAX's transformations see 
 the function captured.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -40,6 +41,15 @@ def check_score_mod(function: ScoreMod | None, dtype: Any) -> Any:
             f"sdpa: score_mod is {type(function).__name__}. It must be a function of "
             "(score, batch, head, query_index, key_index) that returns the new score."
         )
+    try:
+        inspect.signature(function).bind(*range(5))
+    except TypeError as error:
+        raise TypeError(
+            f"sdpa: score_mod takes other arguments ({error}). It is called with five: "
+            "score, batch, head, query_index, key_index."
+        ) from error
+    except ValueError:
+        pass  # it has no signature to ask
     index = jax.ShapeDtypeStruct((), jnp.int32)
     score = jax.ShapeDtypeStruct((), dtype)
     # JAX caches traces by the identity of the function, and a callable object may have
@@ -49,10 +59,12 @@ def check_score_mod(function: ScoreMod | None, dtype: Any) -> Any:
     )
     is_number = isinstance(result, jax.ShapeDtypeStruct) and result.shape == ()
     if not is_number or not jnp.issubdtype(result.dtype, jnp.floating):
-        leaves = ", ".join(describe(x) for x in jax.tree.leaves(result)) or "nothing"
+        leaves = ", ".join(describe(x) for x in jax.tree.leaves(result))
+        if leaves and not isinstance(result, jax.ShapeDtypeStruct):
+            leaves += f" in a {type(result).__name__}"
         raise TypeError(
-            f"sdpa: score_mod returns {leaves} for one score. It must return one float "
-            f"without axes, the new score. (It is called with scalars.)"
+            f"sdpa: score_mod returns {leaves or 'nothing'} for one score. It must "
+            "return one float without axes, the new score. (It is called with scalars.)"
         )
     return closed
 

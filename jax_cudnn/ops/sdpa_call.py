@@ -72,6 +72,12 @@ def run_sdpa(
         key_value_seq_lengths=given.key_value_seq_lengths,
         local_window_size=given.local_window_size,
     )
+    if isinstance(given.mask, type) and issubclass(given.mask, Mask):
+        name = given.mask.__name__
+        raise TypeError(
+            f"sdpa: mask is the class masks.{name}. Pass a mask, such as "
+            f"masks.{name}()."
+        )
     if isinstance(given.mask, Mask):
         hiding = _joined(given.mask, hiding, query, key, layout)
     operands, has_batch = canonicalize(

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
     from jax_cudnn.plans.calls import Call, Report
     from jax_cudnn.plans.explanation import Attempt, ExplainedCall, Explanation, explain
+    from jax_cudnn.plans.in_context import ProgramTimes
     from jax_cudnn.plans.inspection import inspect
     from jax_cudnn.plans.logs import log
     from jax_cudnn.plans.scoping import using
@@ -31,6 +32,7 @@ _HOMES = {
     f"{__name__}.caching": ("CacheInfo", "cache_info", "clear_cache", "set_cache"),
     f"{__name__}.calls": ("Call", "Report"),
     f"{__name__}.explanation": ("Attempt", "ExplainedCall", "Explanation", "explain"),
+    f"{__name__}.in_context": ("ProgramTimes",),
     f"{__name__}.inspection": ("inspect",),
     f"{__name__}.logs": ("log",),
     f"{__name__}.scoping": ("using",),
@@ -67,6 +69,7 @@ __all__ = [
     "Finding",
     "Key",
     "PlanOptions",
+    "ProgramTimes",
     "Report",
     "Shipment",
     "Tuning",
