@@ -141,7 +141,9 @@ class Tuner:
             members = self._families[family]
             arrays = [abstract_operands(member) for member in members]
             tuning = plans.autotune(
-                lambda arrays: list(map(run_all_directions, members, arrays)), arrays
+                lambda arrays: list(map(run_all_directions, members, arrays)),
+                arrays,
+                whole_program=False,  # it is no program, but all cells of a family
             )
             print(tuning, flush=True)
             self._tunings[family] = tuning

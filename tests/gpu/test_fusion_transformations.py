@@ -559,10 +559,15 @@ def _tuned(
     return lambda how: _value_and_grad(function(how)), operands_of()
 
 
+def _autotune(function: Function, operands: tuple[jax.Array, ...]) -> plans.Tuning:
+    """Tune kernel by kernel; for whole programs, see test_in_context.py."""
+    return plans.autotune(function, *operands, progress=False, whole_program=False)
+
+
 @each_op
 def test_autotuned_choices_are_used_by_the_next_jit(op, table):
     function, operands = _tuned(op)
-    tuning = plans.autotune(function("auto"), *operands, progress=False)
+    tuning = _autotune(function("auto"), operands)
     assert tuning.choices
     assert table.all() == tuning.choices
     assert op in str(tuning)
@@ -595,7 +600,7 @@ def _is_measured(step: Step) -> bool:
 def test_either_choice_is_followed_and_accurate(op, implementation, table):
     """Whatever was faster here: each of the best plans, and XLA, by choice."""
     function, operands = _tuned(op)
-    tuning = plans.autotune(function("auto"), *operands, progress=False)
+    tuning = _autotune(function("auto"), operands)
     forced = {
         key: dataclasses.replace(choice, implementation=implementation)
         for key, choice in tuning.choices.items()
@@ -621,7 +626,7 @@ def test_either_choice_is_followed_and_accurate(op, implementation, table):
 
 def test_a_choices_file_round_trips(table, tmp_path):
     function, operands = _tuned("matmul")
-    tuning = plans.autotune(function("auto"), *operands, progress=False)
+    tuning = _autotune(function("auto"), operands)
     path = tmp_path / "choices.json"
     tuning.save(path, made="by a test")
     assert "by a test" in path.read_text()
