@@ -5,6 +5,7 @@ A kit has the layers of one package: plain JAX, jax_cudnn or PyTorch. So all con
 compute the same from the same weights. Images and volumes have their channels last.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -356,49 +357,49 @@ def models(*, small: bool = False) -> list[Model]:
             name="GPT-2 small",
             size=told(gpt),
             batch=_text(gpt),
-            output=lambda kit, w, batch: _gpt(kit, w, batch, gpt),
+            output=functools.partial(_gpt, size=gpt),
             loss=_entropy,
         ),
         Model(
             name="Llama-like",
             size=told(llama),
             batch=_text(llama),
-            output=lambda kit, w, batch: _llama(kit, w, batch, llama),
+            output=functools.partial(_llama, size=llama),
             loss=_entropy,
         ),
         Model(
             name="decode",
             size=told(step),
             batch=_cache(step),
-            output=lambda kit, w, batch: _llama(kit, w, batch, step),
+            output=functools.partial(_llama, size=step),
             carried=_names(step),
         ),
         Model(
             name="ViT-B",
             size=told(vit),
             batch=_pictures(vit),
-            output=lambda kit, w, batch: _vit(kit, w, batch, vit),
+            output=functools.partial(_vit, size=vit),
             loss=_entropy,
         ),
         Model(
             name="ConvNeXt-T",
             size=told(convnext),
             batch=_pictures(convnext),
-            output=lambda kit, w, batch: _convnext(kit, w, batch, convnext),
+            output=functools.partial(_convnext, size=convnext),
             loss=_entropy,
         ),
         Model(
             name="ResNet-50",
             size=told(resnet),
             batch=_pictures(resnet),
-            output=lambda kit, w, batch: _resnet(kit, w, batch, resnet),
+            output=functools.partial(_resnet, size=resnet),
             loss=_entropy,
         ),
         Model(
             name="3-D U-Net",
             size=f"{volumes[0]} x {volumes[1]}^3",
             batch=_volumes(*volumes),
-            output=lambda kit, w, batch: _unet(kit, w, batch, widths),
+            output=functools.partial(_unet, widths=widths),
             loss=_square,
         ),
     ]

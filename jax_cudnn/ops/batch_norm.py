@@ -229,7 +229,7 @@ def batch_norm(
         call = norm._replace(with_statistics=needs)
         output, mean, rstd = _by_graph(call, moved, factors)
         if running is not None:
-            var = _variance(norm, moved, mean, rstd)
+            var = _variance(norm, moved, rstd)
     back = sorted(range(total.ndim), key=(*rows, channel).__getitem__)
     more: list[jax.Array] = []
     if running is not None:
@@ -294,8 +294,8 @@ def _updated(
 _SMALL = 2.0**-6
 
 
-def _variance(norm: Norm, x: jax.Array, mean: jax.Array, rstd: jax.Array) -> jax.Array:
-    """Return the variances of the channels, of which a kernel gave mean and rstd.
+def _variance(norm: Norm, x: jax.Array, rstd: jax.Array) -> jax.Array:
+    """Return the variances of the channels, of which a kernel gave rstd.
 
     1 / rstd^2 - epsilon has no digits where a variance is far below epsilon. Where one
     is, they are computed from x once more.
@@ -304,14 +304,10 @@ def _variance(norm: Norm, x: jax.Array, mean: jax.Array, rstd: jax.Array) -> jax
     # 1 / rstd first: the square of a small rstd is less than f32 holds.
     var = jnp.square(1 / rstd) - epsilon
 
-    def again() -> jax.Array:
-        gap = x.astype(mean.dtype) - jnp.expand_dims(mean, range(x.ndim - 1))
-        return jnp.mean(jnp.square(gap), axis=tuple(range(x.ndim - 1)))
-
     if norm.attributes.epsilon == 0:
         return var
     is_small = jnp.any(var < _SMALL * epsilon)
-    return jax.lax.cond(is_small, again, lambda: var)
+    return jax.lax.cond(is_small, lambda: _statistics(x)[1], lambda: var)
 
 
 _Normalised = tuple[jax.Array, jax.Array, jax.Array]

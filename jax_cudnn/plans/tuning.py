@@ -34,6 +34,7 @@ _log = logging.getLogger("jax_cudnn")
 
 # A part, and the request that says which plans are allowed.
 _New = tuple[Graph, str]
+_NO_PROGRAM = "the whole program was not measured"
 
 
 @dataclass(kw_only=True, repr=False)
@@ -47,7 +48,7 @@ class Tuning(Page):
     device: str
     choices: dict[Key, Choice] = field(default_factory=lambda: {})
     left_count: int = 0
-    program: ProgramTimes | str = "the whole program was not measured"
+    program: ProgramTimes | str = _NO_PROGRAM
 
     def __str__(self) -> str:
         names = ("op", "operands", "first / best", "cuDNN", "XLA", "chosen")
@@ -256,15 +257,13 @@ class _Tuner:
         """Time the whole program, and use what makes that fastest."""
         tuning = self.tuning
         if not tuning.choices:
-            tuning.program = "the whole program was not measured: it has no such calls"
+            tuning.program = f"{_NO_PROGRAM}: it has no such calls"
             return
         if tuning.left_count or time.monotonic() > self._deadline:
-            tuning.program = "the whole program was not measured, for lack of time"
+            tuning.program = f"{_NO_PROGRAM}, for lack of time"
             return
         if traced.is_divided:
-            tuning.program = (
-                "the whole program was not measured: it is divided among devices"
-            )
+            tuning.program = f"{_NO_PROGRAM}: it is divided among devices"
             return
         try:
             chosen, times = settle(
@@ -275,7 +274,7 @@ class _Tuner:
                 say=self._show,
             )
         except NotRunError as error:
-            tuning.program = f"the whole program was not measured: {error}"
+            tuning.program = f"{_NO_PROGRAM}: {error}"
         else:
             tuning.program = times
             choices.table().forget(key for key, each in chosen.items() if each is None)

@@ -29,11 +29,7 @@ def max_pool(
     assert isinstance(attributes, MaxPoolAttributes)
     if outputs["output"].is_empty:
         return _zeros("output", outputs)
-    pads = zip(attributes.padding_low, attributes.padding_high, strict=True)
-    x, padding = cut(inputs["x"], [(0, 0), (0, 0), *pads])
-    window = (1, 1, *attributes.window_shape)
-    strides = (1, 1, *attributes.window_strides)
-    return {"output": maxima(x, window, strides, tuple(padding))}
+    return {"output": _over_windows(attributes, inputs["x"], maxima)}
 
 
 def least(dtype: np.dtype) -> np.ndarray:
@@ -87,20 +83,14 @@ def _derivative_of_maxima(
 
     def at(array: jax.Array, offset: Any) -> jax.Array:
         """Return the element of each window at an offset from its start."""
-        spans = [
-            (count - 1) * stride + 1 if size > 1 else 1
-            for count, stride, size in zip(
-                output.shape, strides, array.shape, strict=True
-            )
-        ]
-        steps = [
-            stride if size > 1 else 1
-            for stride, size in zip(strides, array.shape, strict=True)
-        ]
-        starts = [
-            start if size > 1 else 0
-            for start, size in zip(offset, array.shape, strict=True)
-        ]
+        axes = zip(array.shape, output.shape, strides, offset, strict=True)
+        starts, spans, steps = zip(
+            *(
+                (start, (count - 1) * stride + 1, stride) if size > 1 else (0, 1, 1)
+                for size, count, stride, start in axes
+            ),
+            strict=True,
+        )
         if isinstance(offset, tuple):
             ends = [start + span for start, span in zip(starts, spans, strict=True)]
             return jax.lax.slice(array, starts, ends, steps)
@@ -209,7 +199,11 @@ def elements_in_windows(
 
 
 def _average(attributes: AvgPoolAttributes, x: jax.Array) -> jax.Array:
-    sums = _reduced(attributes, x, 0, jax.lax.add)
+    def sums_of(x: jax.Array, *windows: Any) -> jax.Array:
+        zero = np.zeros((), x.dtype)
+        return jax.lax.reduce_window(x, zero, jax.lax.add, *windows)
+
+    sums = _over_windows(attributes, x, sums_of)
     return sums / _divisors(attributes, x.shape[2:], x.dtype)
 
 
@@ -252,22 +246,14 @@ def cut(
     return x, [(max(low, 0), max(high, 0)) for low, high in padding]
 
 
-def _reduced(
-    attributes: PoolAttributes,
-    x: jax.Array,
-    initial: float,
-    combine: Callable[[Any, Any], Any],
+def _over_windows(
+    attributes: PoolAttributes, x: jax.Array, function: Callable[..., jax.Array]
 ) -> jax.Array:
+    """Return a function of an array, and of window, strides and padding of all axes."""
     pads = zip(attributes.padding_low, attributes.padding_high, strict=True)
     x, padding = cut(x, [(0, 0), (0, 0), *pads])
-    return jax.lax.reduce_window(
-        x,
-        np.asarray(initial, x.dtype),
-        combine,
-        (1, 1, *attributes.window_shape),
-        (1, 1, *attributes.window_strides),
-        padding,
-    )
+    window = (1, 1, *attributes.window_shape)
+    return function(x, window, (1, 1, *attributes.window_strides), tuple(padding))
 
 
 def _widened(x: jax.Array) -> jax.Array:
