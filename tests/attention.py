@@ -309,14 +309,17 @@ def attention_graph(
     is_causal: bool = False,
     window: tuple[int, ...] = (),
     with_stats: bool = False,
+    with_max: bool = False,
+    sinks: str | None = None,
     order: tuple[int, ...] = _BSHD,
 ) -> Graph:
-    """Build a forward graph; ``bias`` and ``mask`` are axes such as "1hst"."""
+    """Build a forward graph; ``bias``, ``mask``, ``sinks`` are axes such as "1hst"."""
     axes = {role: _BASE_NAMES[role] for role in ("query", "key", "value")}
     dtypes = dict.fromkeys(axes, dtype)
     for role, letters, its_dtype in (
         ("bias", bias, bias_dtype or dtype),
         ("mask", mask, "bool"),
+        ("sinks", sinks, "f32"),
         *((role, _BASE_NAMES[role], "i32") for role in lengths),
     ):
         if letters is not None:
@@ -334,6 +337,7 @@ def attention_graph(
         attributes=SdpaAttributes(scale=scale, is_causal=is_causal, window=window),
         output_order=order,
         with_stats=with_stats,
+        with_max=with_max,
     )
 
 

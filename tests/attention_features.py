@@ -163,6 +163,12 @@ def _plain() -> list[Feature]:
             call=lambda q, k, v: sdpa(q, k, v, return_residual=True),
             operands=_arrays(),
         ),
+        Feature(
+            group=_TOKENS,
+            name="maximum of the logits as a result, with its cotangent",
+            call=lambda q, k, v: sdpa(q, k, v, return_max_logit=True),
+            operands=_arrays(),
+        ),
     ]
 
 
@@ -250,6 +256,17 @@ def _weighted() -> list[Feature]:
             call=lambda q, k, v, sinks: sdpa(q, k, v, sinks=sinks, is_causal=True),
             operands=(*_SQUARE, _array("float32", H)),
             trained=(0, 1, 2, 3),
+        ),
+        Feature(
+            group=_WEIGHTS,
+            name="sinks beside a bias, with both gradients",
+            call=lambda q, k, v, sinks, bias: sdpa(q, k, v, bias, sinks=sinks),
+            operands=(
+                *_SQUARE,
+                _array("float32", H),
+                _array("bfloat16", 1, H, S, S),
+            ),
+            trained=(0, 1, 2, 3, 4),
         ),
         Feature(
             group=_WEIGHTS,

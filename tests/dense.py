@@ -36,8 +36,9 @@ def dense_attention(
     score_mod: Any = None,
     factors: Any = None,
     scale: Any = None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return output (b, s, h, e) and log-sum-exp (b, s, h).
+    with_max: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Return output (b, s, h, e) and log-sum-exp (b, s, h), and the maximum likewise.
 
     ``seen`` is (b, h, s, t). ``score_mod`` is a function of all scores, with the axes
     (b, h, s, t), and ``factors`` are those that weights have after the softmax.
@@ -53,7 +54,7 @@ def dense_attention(
         scores = scores + jnp.asarray(bias, scores.dtype)
     # Hidden scores count nothing; with this their slopes are 0 as well.
     scores = jnp.where(seen & (scores > -jnp.inf), scores, -jnp.inf)
-    columns = scores
+    columns, largest = scores, jnp.max(scores, axis=3, initial=-jnp.inf)
     if sinks is not None:
         column = jnp.broadcast_to(sinks[None, :, None, None], (*scores.shape[:3], 1))
         columns = jnp.concatenate([scores, column.astype(scores.dtype)], axis=3)
@@ -67,7 +68,8 @@ def dense_attention(
         weights = weights * factors
     output = jnp.einsum("bhst,bhte->bhse", weights, v)
     lse = jnp.where(is_dead, -jnp.inf, top + jnp.log(total))[..., 0]
-    return jnp.swapaxes(output, 1, 2), jnp.swapaxes(lse, 1, 2)
+    results = (output, lse, largest) if with_max else (output, lse)
+    return tuple(jnp.swapaxes(x, 1, 2) for x in results)
 
 
 def with_gradients(

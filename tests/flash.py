@@ -25,7 +25,8 @@ def flash(graph: Graph, operands: Sequence[Any]) -> tuple[jax.Array, ...]:
     """Return the results of a one-node graph of attention as the kernel gives them."""
     (node,) = graph.nodes
     given = by_role(graph, operands)
-    assert not {"mask", "grad_stats"} & set(given), "no kernel takes them"
+    refused = {"mask", "grad_stats", "grad_max_logit", "sinks"}
+    assert not refused & set(given), "no kernel takes them"
     # Infinities and NaN are results like others here.
     with np.errstate(all="ignore"):
         scores, is_inside = _scores(node.attributes, given)
@@ -111,10 +112,15 @@ def _forward(
     mixed = _rounded(kept, given) @ _per_query_head(given, "value")
     output = np.where(total == 0, np.float32(0), mixed / total)
     stats = (top + np.log2(total)) * _LN2
-    return {
-        "output": np.where(is_inside, output, np.nan),
-        "stats": np.where(is_inside, stats, np.nan),
+    # Instructions for maxima leave NaN out.
+    largest = np.fmax.reduce(scores, axis=-1, keepdims=True) * _LN2
+    results = {
+        "output": output,
+        "stats": stats,
+        "max_logit": largest,
+        "sum_exp": total,
     }
+    return {role: np.where(is_inside, x, np.nan) for role, x in results.items()}
 
 
 def _backward(

@@ -47,6 +47,8 @@ class Problem:
       softcap: scores become softcap * tanh(score / softcap) before the bias.
       dropout: the share of the probabilities that is dropped, a multiple of 2^-16.
       with_lse: whether the log-sum-exp is a result, with a cotangent.
+      with_max: whether the maximum of the logits is a result. It has no cotangent here:
+        which of nearly equal logits is the largest depends on rounding.
     """
 
     seed: int
@@ -68,6 +70,7 @@ class Problem:
     with_lengths: bool
     with_sinks: bool
     with_lse: bool
+    with_max: bool = False
     packed: int = 0
     softcap: float | None = None
     dropout: float = 0.0
@@ -151,7 +154,7 @@ def draw_problem(
         problem = replace(
             problem, dropout=float(rng.choice([0.125, 0.5, 6554 / 2**16]))
         )
-    return problem
+    return replace(problem, with_max=bool(rng.random() < 0.2))
 
 
 def make_arrays(problem: Problem) -> Arrays:
@@ -273,12 +276,14 @@ def call(
         scale=p.scale,
         sinks=operands.get("sinks"),
         return_residual=p.with_lse,
+        return_max_logit=p.with_max,
         **options,
     )
-    if not p.with_lse:
+    asked = {"lse": p.with_lse, "max": p.with_max}
+    names = [name for name, is_asked in asked.items() if is_asked]
+    if not names:
         return {"output": results}
-    output, lse = results
-    return {"output": output, "lse": lse}
+    return dict(zip(["output", *names], results, strict=True))
 
 
 def _key(problem: Problem) -> jax.Array:
@@ -309,13 +314,15 @@ def results(
     names += ["bias"] if p.bias is not None else []
     names += ["sinks"] if p.with_sinks else []
 
-    def of_moved(moved: Mapping[str, Any]) -> dict[str, Any]:
-        return call(p, {**operands, **moved}, **options)
+    def of_moved(moved: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = call(p, {**operands, **moved}, **options)
+        return found, {name: found.pop(name) for name in ("max",) if name in found}
 
-    found, pull = jax.vjp(of_moved, {name: operands[name] for name in names})
+    moved = {name: operands[name] for name in names}
+    found, pull, still = jax.vjp(of_moved, moved, has_aux=True)
     cotangents = {name: operands[f"grad_{name}"] for name in found}
     (gradients,) = pull(cotangents)
-    return {**found, **gradients}
+    return {**found, **still, **gradients}
 
 
 # --- the answer -----------------------------------------------------------------------
@@ -444,7 +451,7 @@ def judge(
     slack = m.where(seen, slack, zero)
     logits = m.where(seen, logits, hidden)
     none = zero[..., :1]
-    top = m.amax(logits, -1)[..., None]
+    top = largest = m.amax(logits, -1)[..., None]
     sinks = none - np.inf
     if p.with_sinks:
         sinks = none + maths.double(arrays["sinks"]).reshape(1, p.k, g, 1, 1)
@@ -475,6 +482,9 @@ def judge(
         "output": (output, output_bound),
         "lse": (lse, 2 * loosest + 2.0**-20 * (1 + abs(finite))),
     }
+    if p.with_max:
+        size = abs(m.where(largest == -np.inf, none, largest))
+        found["max"] = (largest, 2 * loosest + 2.0**-20 * (1 + size))
     if with_gradients:
         grad = heads("grad_output")
         forward = _Forward(
@@ -549,18 +559,9 @@ def _gradients(
         blur = blur + abs(rows)
     gap = products - delta
     slope = probabilities * gap
-    loose_cotangent = 0.0 * probabilities
-    if p.with_sinks and p.bias is not None:
-        # The cotangent is scaled by the keys' share, and rounded, before the kernel. A
-        # small share takes it below the dtype's normal numbers.
-        blur = blur + size
-        share = m.sum(probabilities, -1)[..., None]
-        kernels = probabilities / m.where(share == 0, share + 1, share)
-        loose_cotangent = _ROUNDING[p.dtype][1] * kernels
     # Rounded output, rounded slope, probabilities off by what scores lose.
     loose = probabilities * (2 * u * blur + 2.0**-20 * size) + abs(slope) * off
-    width = m.sum(abs(v), -1)[:, :, None, None]
-    loose = loose + least_step + 2 * loose_cotangent * width
+    loose = loose + least_step
     of_scores, of_loose = slope, loose
     if cap is not None:
         of_scores = slope * cap
@@ -589,9 +590,7 @@ def _gradients(
         ),
         "value": (
             dv,
-            2 * summed("bkgst,bkgse->bkte", loose_given, abs(grad))
-            + 2 * u * share_v
-            + 2 * m.sum(loose_cotangent, (2, 3))[..., None],
+            2 * summed("bkgst,bkgse->bkte", loose_given, abs(grad)) + 2 * u * share_v,
         ),
     }
     if p.bias is not None:
@@ -611,7 +610,7 @@ def _stored(maths: _Maths, p: Problem, name: str, x: Any) -> np.ndarray:
     if name in ("output", "query"):
         x = maths.of.einsum("bkgsn->bskgn", x)
         return maths.numpy(x.reshape(p.b, p.s, p.h, -1))
-    if name == "lse":
+    if name in ("lse", "max"):
         x = maths.of.einsum("bkgsx->bskgx", x)
         return maths.numpy(x.reshape(p.b, p.s, p.h))
     if name in ("key", "value"):

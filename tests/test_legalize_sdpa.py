@@ -48,7 +48,11 @@ def _check_form(graph: Graph) -> None:
     """Assert what cuDNN is known to want of every attention graph."""
     assert from_json(to_json(graph)) == graph
     by_name = {tensor.name: tensor for tensor in graph.tensors}
-    assert not {"mask", "grad_stats"} & set(by_name)
+    assert not {"mask", "grad_stats", "grad_max_logit", "sinks"} & set(by_name)
+    # Up to 9.20, cuDNN has the maximum beside the sum, and no log-sum-exp then.
+    assert ("max_logit" in by_name) == ("sum_exp" in by_name)
+    if "max_logit" in by_name:
+        assert "stats" not in graph.outputs
     assert ("query_lengths" in by_name) == ("key_lengths" in by_name)
     for tensor in graph.tensors:
         assert tensor.order[-1] == 3, tensor
@@ -89,7 +93,10 @@ def _check_meaning(
 
     assert SDPA.derivative is not None
     wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
-    backward = SDPA.derivative.backward(graph, wanted, (True, with_grad_stats))
+    nonzero = {"output": True, "stats": with_grad_stats, "max_logit": True}
+    backward = SDPA.derivative.backward(
+        graph, wanted, tuple(nonzero[name] for name in graph.outputs)
+    )
     rng = np.random.default_rng(1)
     source = {
         "input": operands,
@@ -130,6 +137,8 @@ def test_legal_graphs_keep_the_meaning(
             is_causal=turn % 2 == 1,
             scale=(0.3, -0.7, 0.0)[turn % 3],
             with_stats=True,
+            with_max=turn % 3 < 2 and turn % 11 < 6,
+            sinks=(None, "1h11", "bh11", None)[turn // 2 % 4],
             order=_BSHD if turn % 5 else (0, 1, 3, 2),
         ),
         _OLD if turn % 7 < 3 else _HOPPER,

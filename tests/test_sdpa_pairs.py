@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do any two options of `sdpa` mean together what each means alone?
 
-Every pair of options gives output, log-sum-exp and all gradients of dense attention in
-float64 (tests/dense.py), or is refused by a message that names both.
+Every pair of options gives output, log-sum-exp, maximum and all gradients of dense
+attention in float64 (tests/dense.py), or is refused by a message that names both.
 """
 
 import functools
@@ -196,7 +196,7 @@ def test_two_options_mean_what_both_mean(first: str, second: str) -> None:
         shapes.update(option.arrays)
     rng = np.random.default_rng([*first.encode(), *second.encode()])
     arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
-    pulls = (rng.standard_normal((B, S, H, E)), rng.standard_normal((B, S, H)))
+    pulls = tuple(rng.standard_normal((B, S, H, *more)) for more in ((E,), (), ()))
     given = [option.mask for option in options if option.mask is not None]
     mask = functools.reduce(operator.and_, given) if given else None
     conditions = [option.seen for option in options]
@@ -208,12 +208,19 @@ def test_two_options_mean_what_both_mean(first: str, second: str) -> None:
     def call(x: dict[str, Any]) -> Any:
         keywords = _joined([option.call(x) for option in options])
         return sdpa(
-            *tokens(x), mask=mask, scale=_SCALE, return_residual=True, **keywords
+            *tokens(x),
+            mask=mask,
+            scale=_SCALE,
+            return_residual=True,
+            return_max_logit=True,
+            **keywords,
         )
 
     def dense(x: dict[str, Any]) -> Any:
         keywords = _joined([option.truth(x) for option in options])
-        return dense_attention(*tokens(x), seen=seen, scale=_SCALE, **keywords)
+        return dense_attention(
+            *tokens(x), seen=seen, scale=_SCALE, with_max=True, **keywords
+        )
 
     got = with_gradients(call, arrays, pulls)
     # One operation after another: most are compiled already.

@@ -105,6 +105,8 @@ template <typename SdpaAttributes>
 Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
   RETURN_IF_ERROR(RefuseRole(writer, "mask", "give it as a bias"));
   RETURN_IF_ERROR(RefuseRole(writer, "grad_stats", "fold it into the output"));
+  RETURN_IF_ERROR(RefuseRole(writer, "grad_max_logit", "add its part to the results"));
+  RETURN_IF_ERROR(RefuseRole(writer, "sinks", "scale the output by the share of keys"));
   if (writer.Has("query_lengths") != writer.Has("key_lengths")) {
     return Unimplemented(writer.node().kind +
                          ": cuDNN takes query_lengths and key_lengths together; "
@@ -130,6 +132,17 @@ Status SetSdpaAttributes(NodeWriter& writer, SdpaAttributes& attributes) {
         .set_seq_len_kv(LengthsInput(writer, "key_lengths"));
   }
   return {};
+}
+
+// Maximum and sum of a row's softmax, where they are results. A unified operation
+// (cuDNN 9.21) has them beside the log-sum-exp, a composite one in place of it.
+void SetRowResults(NodeWriter& writer, fe::graph::SDPA_attributes& attributes) {
+  if (writer.Has("max_logit")) {
+    attributes.set_logit_max(TokensNewOutput(writer, "max_logit"));
+  }
+  if (writer.Has("sum_exp")) {
+    attributes.set_score_sum_exp(TokensNewOutput(writer, "sum_exp"));
+  }
 }
 
 // Variant 0 lets the frontend choose between its unified and its composite operation.
@@ -180,6 +193,7 @@ Status AddSdpa(NodeWriter& writer) {
   fe::graph::SDPA_attributes attributes;
   RETURN_IF_ERROR(SetSdpaAttributes(writer, attributes));
   if (const auto steps = ScoreMod::Of(writer)) attributes.set_score_mod(Forward(steps));
+  SetRowResults(writer, attributes);
   return AddForward(writer, std::move(attributes));
 }
 

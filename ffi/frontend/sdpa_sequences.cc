@@ -12,9 +12,11 @@ namespace {
 
 using Dims = std::vector<int64_t>;
 
-// A gradient shares the offsets of what it is the gradient of.
+// A gradient shares the offsets of what it is the gradient of, and the results with a
+// number for each row share theirs.
 std::string OffsetsRole(std::string_view role) {
   constexpr std::string_view kGradient = "grad_";
+  if (role == "max_logit" || role == "sum_exp") role = "stats";
   if (role.rfind(kGradient, 0) == 0) role.remove_prefix(kGradient.size());
   return std::string(role) + "_offsets";
 }
@@ -43,6 +45,13 @@ Layout PackedLayout(const NodeWriter& writer, std::string_view role) {
   // Not read beside offsets.
   layout.strides[0] = layout.dims[2] * layout.strides[2];
   return layout;
+}
+
+void PackOutput(NodeWriter& writer, std::string_view role, const TensorPtr& tensor) {
+  if (!IsPacked(writer)) return;
+  const auto [dims, strides] = PackedLayout(writer, role);
+  tensor->set_dim(dims).set_stride(strides).set_ragged_offset(
+      writer.Input(OffsetsRole(role)));
 }
 
 }  // namespace
@@ -89,7 +98,8 @@ Status CheckSequences(const NodeWriter& writer) {
       }
     }
   }
-  for (const char* role : {"query", "key", "value", "output", "stats"}) {
+  for (const char* role :
+       {"query", "key", "value", "output", "stats", "max_logit", "sum_exp"}) {
     if (writer.Has(role) && !writer.Has(OffsetsRole(role))) {
       return refuse("packed " + std::string(role) + " has no offsets");
     }
@@ -107,10 +117,13 @@ TensorPtr TokensInput(NodeWriter& writer, std::string_view role) {
 
 void TokensOutput(NodeWriter& writer, std::string_view role, const TensorPtr& tensor) {
   writer.Output(role, tensor);
-  if (!IsPacked(writer)) return;
-  const auto [dims, strides] = PackedLayout(writer, role);
-  tensor->set_dim(dims).set_stride(strides).set_ragged_offset(
-      writer.Input(OffsetsRole(role)));
+  PackOutput(writer, role, tensor);
+}
+
+TensorPtr TokensNewOutput(NodeWriter& writer, std::string_view role) {
+  const TensorPtr tensor = writer.NewOutput(role);
+  PackOutput(writer, role, tensor);
+  return tensor;
 }
 
 TensorPtr LengthsInput(NodeWriter& writer, std::string_view role) {

@@ -26,6 +26,9 @@ bool IsPacked(const NodeWriter& writer);
 TensorPtr TokensInput(NodeWriter& writer, std::string_view role);
 void TokensOutput(NodeWriter& writer, std::string_view role, const TensorPtr& tensor);
 
+// A new tensor for a result that the frontend wants to be given.
+TensorPtr TokensNewOutput(NodeWriter& writer, std::string_view role);
+
 // How many tokens each sequence has.
 TensorPtr LengthsInput(NodeWriter& writer, std::string_view role);
 

@@ -23,6 +23,13 @@ share a key have equal ones. The plain kinds have what a kernel takes: this one 
 or the mask that follows, 1 where a probability is kept.
 
 ``mod_a`` to ``mod_d`` are what ``score_mod`` reads beside the scores.
+
+``sinks`` are scores of one more key for each head, whose value is 0. Every query sees
+it; it is part of ``stats``, and neither scaled nor modified nor dropped.
+
+``max_logit`` is the largest of a row's scores as the softmax of its keys reads them:
+scaled, modified and biased, without hidden keys and the sink. ``sum_exp`` is the sum
+of exp(score - max_logit) over these keys, which kernels give in place of ``stats``.
 """
 
 from collections.abc import Mapping
@@ -81,16 +88,23 @@ def sdpa_graph(
     attributes: SdpaAttributes,
     output_order: tuple[int, ...] = (0, 1, 2, 3),
     with_stats: bool = False,
+    with_max: bool = False,
 ) -> Graph:
     """Build the one-node forward graph; tensors are named by their roles.
 
     ``inputs`` maps roles to tensors of the same name, in operand order.
     """
     kind = SDPA_DROPOUT if "dropout_seed" in inputs else SDPA
-    roles = ("output", "stats") if with_stats else ("output",)
+    roles = ("output", *row_results(with_stats=with_stats, with_max=with_max))
     outputs = {role: result_like(kind.row, role, inputs, attributes) for role in roles}
     outputs["output"] = replace(outputs["output"], order=output_order)
     return single_node_graph(kind.name, inputs, outputs, attributes)
+
+
+def row_results(*, with_stats: bool, with_max: bool) -> tuple[str, ...]:
+    """Return the roles of the results with a number for each row that are asked for."""
+    asked = {"stats": with_stats, "max_logit": with_max}
+    return tuple(role for role, is_asked in asked.items() if is_asked)
 
 
 def sdpa_backward_graph(
@@ -120,9 +134,12 @@ def _cancelled(roles: Roles) -> frozenset[str]:
     """Return the gradients that are sums of terms which cancel.
 
     They do where output and log-sum-exp are those of the row: for a bias that all keys
-    of a row share, and with a single key for all that makes its score.
+    of a row share, and with a single key for all that makes its score. A sink is
+    another key, and the maximum follows a score that all keys share.
     """
     found: set[str] = set()
+    if "sinks" in roles or "grad_max_logit" in roles:
+        return frozenset()
     if "bias" in roles and roles["bias"].dims[3] == 1:
         found.add("grad_bias")
     if roles["key"].dims[2] == 1 and "grad_stats" not in roles:

@@ -19,7 +19,7 @@ from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
 from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind, roles_in
 from jax_cudnn.graph.score_mod import OPERANDS, check_score_mod
-from jax_cudnn.graph.sdpa import SDPA_BACKWARD, SdpaAttributes
+from jax_cudnn.graph.sdpa import SDPA_BACKWARD, SdpaAttributes, row_results
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
 
@@ -65,6 +65,7 @@ def sdpa_qkv_graph(
     attributes: SdpaAttributes,
     query_heads: int,
     with_stats: bool = False,
+    with_max: bool = False,
 ) -> Graph:
     """Build the one-node graph; tensors are named by their roles.
 
@@ -74,10 +75,9 @@ def sdpa_qkv_graph(
     qkv = inputs["qkv"]
     part = parts_of(qkv.dims, query_heads)["query"]
     outputs = {"output": part_tensor(qkv, "output", part)}
-    if with_stats:
-        outputs["stats"] = result_like(
-            SDPA_QKV.row, "stats", {**inputs, **outputs}, attributes
-        )
+    for role in row_results(with_stats=with_stats, with_max=with_max):
+        roles = {**inputs, **outputs}
+        outputs[role] = result_like(SDPA_QKV.row, role, roles, attributes)
     return single_node_graph("sdpa_qkv", inputs, outputs, attributes)
 
 

@@ -37,12 +37,9 @@ _MOST_SCORES = 2**24
 def take_far_rows(editor: GraphEditor) -> None:
     """Take rows with |stats| over 2^11 from the kernel and add their gradients.
 
-    The first of the steps, so that it sees what the user gave and gets. Only a bias
-    makes such rows, and a score_mod without a bound.
+    The first of the steps, so that it sees what the user gave and gets.
     """
-    steps = attributes_of(editor).score_mod
-    may_be_far = bool(steps) and largest(steps) > _FAR / 2
-    if "bias" not in editor.tensors and not may_be_far:
+    if not may_be_far(editor):
         return
     rows = _FarRows(
         attributes=attributes_of(editor),
@@ -54,16 +51,25 @@ def take_far_rows(editor: GraphEditor) -> None:
         stats = env["stats"]
         # Above every score of the row, also where those are huge.
         hidden = jnp.clip(8 * stats, DEAD_STATS, _LARGEST_STATS)
-        env["stats"] = jnp.where(_is_far(stats), hidden, stats)
+        env["stats"] = jnp.where(is_far(stats), hidden, stats)
 
     def after(env: Env, results: Env) -> None:
         results.update(rows.add_to(results, env))
 
     editor.before.append(before)
-    editor.rare = Rare(happens=lambda env: jnp.any(_is_far(env["stats"])), after=after)
+    editor.rare = Rare(happens=lambda env: jnp.any(is_far(env["stats"])), after=after)
 
 
-def _is_far(stats: jax.Array) -> jax.Array:
+def may_be_far(editor: GraphEditor) -> bool:
+    """Whether there may be such rows: a bias makes them, or unbounded steps."""
+    attributes = attributes_of(editor)
+    if attributes.is_partial:
+        return False  # Nobody would know their digits.
+    steps = attributes.score_mod
+    return "bias" in editor.tensors or (bool(steps) and largest(steps) > _FAR / 2)
+
+
+def is_far(stats: jax.Array) -> jax.Array:
     """Whether a row's log-sum-exp has lost digits; -inf, where it sees no key, not."""
     return (jnp.abs(stats) > _FAR) & (stats != -jnp.inf)
 
@@ -125,7 +131,7 @@ class _FarRows:
             if role in env
         ]
         stats = to_logical(self.inputs["stats"], env["stats"])
-        return _is_far(stats) & jnp.any(jnp.stack(cotangents), axis=0)
+        return is_far(stats) & jnp.any(jnp.stack(cotangents), axis=0)
 
     def _add_group(
         self, group: "_Group", sums: Env, env: Env, is_read: jax.Array
@@ -135,7 +141,8 @@ class _FarRows:
             for role, tensor in self.inputs.items()
             if role not in ("output", "stats")
         }
-        if "bias" in self.inputs and self.inputs["bias"].dims[3] == 1:
+        is_of_rows = "bias" in self.inputs and self.inputs["bias"].dims[3] == 1
+        if is_of_rows and "sinks" not in self.inputs:
             # The forward kernel never saw it either: the softmax does not depend on it.
             del given["bias"]
         stats = replace(self.inputs["stats"], order=(0, 1, 2, 3))
@@ -194,7 +201,8 @@ def _gradients(
     t = given["key"].shape[2]
     blocks = -(-s // max(1, min(s, _MOST_SCORES // (b * h * t))))
     size = -(-s // blocks)
-    roles = ["query", "key", "value", *(["bias"] if "grad_bias" in wanted else [])]
+    more = [role for role in ("bias", "sinks") if f"grad_{role}" in wanted]
+    roles = ["query", "key", "value", *more]
 
     def block(number: jax.Array, totals: Env) -> Env:
         # The last block may begin before its rows, to be of the same size.

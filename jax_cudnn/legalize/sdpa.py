@@ -14,6 +14,8 @@ What cuDNN's attention lacks is added around it:
   mask;
 * dropout's numbers, where a kernel would draw others, are given to it as a mask (see
   ``sdpa_dropout``);
+* a sink takes its share of the output beside the kernel, and a row's maximum comes
+  with the sum (see ``sdpa_rows``);
 * rows that a bias moves far from 0 get their gradient beside the kernel (see
   ``far_rows``), unless the gradient is partial;
 * several sequences of a row are cuDNN's packed ones, or else a mask (see
@@ -67,6 +69,12 @@ from jax_cudnn.legalize.sdpa_padding import (
     pad_key_count,
     pad_single_query,
 )
+from jax_cudnn.legalize.sdpa_rows import (
+    ask_for_sum,
+    by_maximum,
+    take_sinks,
+    terms_of_sinks,
+)
 from jax_cudnn.legalize.sdpa_score_mod import (
     complete_operands,
     finish_score_mod,
@@ -91,11 +99,15 @@ def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
 
 def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a gradient graph, with other ways to dbias."""
-    return by_packing(
+    return by_maximum(
         graph,
         target,
-        rule=lambda graph, target: _by_window(graph, target, _backward),
-        ragged=_ragged_backward,
+        lambda graph, target: by_packing(
+            graph,
+            target,
+            rule=lambda graph, target: _by_window(graph, target, _backward),
+            ragged=_ragged_backward,
+        ),
     )
 
 
@@ -106,11 +118,13 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
 
     def edited(drop: Step) -> Legal:
         editor = plain_editor(graph)
+        take_sinks(editor)
         drop(editor)
         _edit_scores(editor, target)
         finish_score_mod(editor)
         pad_head(editor, ("query", "key"))
         pad_head(editor, ("value", "output"))
+        ask_for_sum(editor)
         legal = editor.finish()
         is_slow = editor.tensors["query"].dtype == "f32"
         return replace(legal, slower=_F32_IS_SLOW) if is_slow else legal
@@ -155,6 +169,7 @@ def _edited_backward(editor: GraphEditor, target: Target | None, drop: Step) -> 
         editor.set_attributes(replace(attributes, is_partial=False))
     else:
         take_far_rows(editor)
+    take_sinks(editor)
     drop(editor)
     _edit_scores(editor, target)
     if attributes.score_mod:
@@ -172,10 +187,12 @@ def _edited_backward(editor: GraphEditor, target: Target | None, drop: Step) -> 
 
 def _ragged_forward(graph: Graph) -> Legal:
     editor = GraphEditor.by_role(graph)
+    take_sinks(editor)
     pack_tokens(editor)
     make_scale_positive(editor)
     pad_head(editor, ("query", "key"))
     pad_head(editor, ("value", "output"))
+    ask_for_sum(editor)
     put_offsets(editor)
     return editor.finish()
 
@@ -184,6 +201,7 @@ def _ragged_backward(graph: Graph) -> Legal:
     editor = GraphEditor.by_role(graph)
     # As in `_edited_backward`; there is no bias.
     editor.set_attributes(replace(attributes_of(editor), is_partial=False))
+    take_sinks(editor)
     pack_tokens(editor)
     make_scale_positive(editor)
     pad_head(editor, ("query", "key"), multiple=HEAD_MULTIPLE)
@@ -256,7 +274,8 @@ def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
 
     Such a bias moves the log-sum-exp and nothing else, so its gradient is the
     cotangent of that, where there is one. cuDNN's sum over keys would be the rounding
-    errors of terms that cancel.
+    errors of terms that cancel. Beside a sink it moves the share p of the sink too:
+    the gradient is p rowsum(O dO) + (1 - p) dL.
     """
     editor = plain_editor(graph)
     tensors = dict(editor.tensors)
@@ -268,6 +287,9 @@ def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
         if "grad_stats" in tensors:
             cotangent = to_logical(tensors["grad_stats"], env["grad_stats"])
             total = jnp.where(is_dead, total, cotangent)
+        if "sinks" in tensors:
+            share, delta, cotangent = terms_of_sinks(tensors, env)
+            total = jnp.where(is_dead, 0, share * delta + (1 - share) * cotangent)
         axes = tuple(i for i, dim in enumerate(bias.dims) if dim == 1)
         total = jnp.sum(total, axis=axes, keepdims=True)
         return to_stored(bias, total.astype(jax_dtype(bias.dtype)))

@@ -68,7 +68,8 @@ def hide_dead_rows(editor: GraphEditor) -> None:
                 env[role] = where_logical(tensors[role], is_live, env[role], fill)
 
     def after(env: Env, results: Env) -> None:
-        for role, fill in (("output", 0), ("stats", -jnp.inf)):
+        fills = (("output", 0), ("stats", -jnp.inf), ("max_logit", -jnp.inf))
+        for role, fill in fills:
             if role in results:
                 is_live = _live_rows(tensors, env, is_causal)
                 results[role] = where_logical(
@@ -154,12 +155,17 @@ def absorb_row_bias(editor: GraphEditor) -> None:
             results["output"] = where_logical(
                 tensors["output"], is_live, results["output"], 0
             )
-        if "stats" in results:
-            shift = row_bias(env, tensors["stats"])
-            results["stats"] = results["stats"] + to_stored(tensors["stats"], shift)
+        for role in _MOVED:
+            if role in results:
+                shift = row_bias(env, tensors[role])
+                results[role] = results[role] + to_stored(tensors[role], shift)
 
     editor.before.append(before)
     editor.after.append(after)
+
+
+# What a bias moves that all scores of a row have.
+_MOVED = ("stats", "max_logit")
 
 
 def complete_bias(editor: GraphEditor) -> None:
@@ -207,8 +213,9 @@ def complete_bias(editor: GraphEditor) -> None:
         env["bias"] = jnp.broadcast_to(total, dims)
 
     def after(_: Env, results: Env) -> None:
-        if bias is not None and "stats" in results:
-            results["stats"] = _lowered(results["stats"])
+        for role in _MOVED:
+            if bias is not None and role in results:
+                results[role] = _lowered(results[role])
 
     editor.before.append(before)
     editor.after.append(after)

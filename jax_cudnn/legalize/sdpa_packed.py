@@ -41,7 +41,7 @@ _WITH_OFFSETS = {
     "key": ("key", "grad_key"),
     "value": ("value", "grad_value"),
     "output": ("output", "grad_output"),
-    "stats": ("stats",),
+    "stats": ("stats", "max_logit"),
 }
 _GRADIENTS = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
 
@@ -151,7 +151,7 @@ def pack_tokens(editor: GraphEditor) -> None:
             is_live = sequences.is_inside(sizes[kind], spans)
             fills = dict.fromkeys(_GRADIENTS[kind], 0.0)
             if kind == "query":
-                fills |= {"output": 0.0, "stats": -math.inf}
+                fills |= {"output": 0.0, "stats": -math.inf, "max_logit": -math.inf}
             for role, fill in fills.items():
                 if role in results:
                     results[role] = where_logical(

@@ -103,6 +103,7 @@ _ALONG_ROWS = (
     "dropout_mask",
     "output",
     "stats",
+    "max_logit",
     "grad_output",
     "grad_stats",
     "grad_query",

@@ -42,6 +42,8 @@ class Operands(NamedTuple):
     mod_b: jax.Array | None = None
     mod_c: jax.Array | None = None
     mod_d: jax.Array | None = None
+    # (1, h, 1, 1), a score of one more key for each head.
+    sinks: jax.Array | None = None
     layout: Layout = "bshd"
     qkv: Qkv | None = None
 
@@ -84,10 +86,40 @@ class Operands(NamedTuple):
         return sizes_in(self.layout, self.key)[1]
 
 
+def attend_by_rows(
+    operands: Operands,
+    attributes: SdpaAttributes,
+    call: Options,
+    *,
+    with_lse: bool,
+    with_max: bool = False,
+) -> tuple[jax.Array, ...]:
+    """Return the output in the layout; log-sum-exp and maximum (b, s, h) if asked for.
+
+    Queries, keys and values in one array stay there where a graph can have them so.
+    """
+    qkv = operands.qkv
+    is_in_place = operands.dropout_seed is None and qkv is not None
+    if qkv is not None and not (is_in_place and qkv.array.size > 0):
+        operands = operands.apart
+    output, *rows = attend(
+        operands, attributes, call, with_stats=with_lse, with_max=with_max
+    )
+    return (output, *map(by_rows, rows))
+
+
 def attend(
-    operands: Operands, attributes: SdpaAttributes, call: Options, *, with_stats: bool
+    operands: Operands,
+    attributes: SdpaAttributes,
+    call: Options,
+    *,
+    with_stats: bool,
+    with_max: bool = False,
 ) -> list[jax.Array]:
-    """Return the output in the layout and, if asked for, log-sum-exp (b, h, s, 1)."""
+    """Return the output in the layout; log-sum-exp and maximum if asked for.
+
+    These two are (b, h, s, 1).
+    """
     given, qkv = operands.given, operands.qkv
     tensors = sdpa_tensors(given, operands.layout)
     if qkv is None:
@@ -96,6 +128,7 @@ def attend(
             attributes=attributes,
             output_order=order_of(operands.layout),
             with_stats=with_stats,
+            with_max=with_max,
         )
     else:
         graph = sdpa_qkv_graph(
@@ -103,6 +136,7 @@ def attend(
             attributes=attributes,
             query_heads=operands.query_sizes[2],
             with_stats=with_stats,
+            with_max=with_max,
         )
     return run_graph(graph, list(given.values()), call)
 
@@ -129,3 +163,8 @@ _WITH_LAYOUT = ("query", "key", "value", "output", "grad_output")
 def of_rows(x: jax.Array) -> jax.Array:
     """Return numbers of rows, (b, s, h), as graphs have them, (b, h, s, 1)."""
     return jnp.swapaxes(x, 1, 2)[..., None]
+
+
+def by_rows(x: jax.Array) -> jax.Array:
+    """Return numbers of rows, (b, h, s, 1), as (b, s, h)."""
+    return jnp.swapaxes(x[..., 0], 1, 2)

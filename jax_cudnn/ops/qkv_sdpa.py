@@ -35,6 +35,7 @@ def qkv_sdpa(
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
 ) -> jax.Array: ...
 
 
@@ -58,7 +59,32 @@ def qkv_sdpa(
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
+    return_max_logit: Literal[False] = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def qkv_sdpa(
+    qkv: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    layout: QkvLayout = ...,
+    key_value_heads: int | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: bool = ...,
+    return_max_logit: Literal[True],
+) -> tuple[jax.Array, ...]: ...
 
 
 def qkv_sdpa(
@@ -80,7 +106,8 @@ def qkv_sdpa(
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    return_max_logit: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return the attention of tokens to each other, given one array of q, k and v.
 
     A projection that makes queries, keys and values at once has them in one array.
@@ -114,11 +141,12 @@ def qkv_sdpa(
       implementation: "auto", "cudnn" or "xla".
       plan: which execution plans may run the call.
       return_residual: whether to return the log-sum-exp of the scores as well.
+      return_max_logit: whether to return the largest score of each query as well.
 
     Returns:
       The output, in `layout` without its 3 and with h heads: (b, s, h, d) for "bs3hd".
-      With `return_residual`, a pair of this array and the log-sum-exp, (b, s, h) in
-      each layout, as in :func:`jax_cudnn.sdpa`.
+      With `return_residual` or `return_max_logit`, a tuple of this array and what they
+      ask for, (b, s, h) in each layout, as in :func:`jax_cudnn.sdpa`.
 
     Raises:
       ValueError: a `layout` that is unknown or does not fit the array, heads that do
@@ -133,9 +161,9 @@ def qkv_sdpa(
       would be, where the kernel takes them in another form: head sizes that are not
       multiples of 8, a scale that is not positive, packed sequences, the gradient of
       the log-sum-exp, a key count of 128 n + 64 in the gradient, `score_mod` with steps
-      of its own in the gradient where keys are padded; and with dropout, or with sinks
-      without a bias. :func:`jax_cudnn.plans.inspect` says so of each call. The output
-      is an array of its own.
+      of its own in the gradient where keys are padded; and with dropout.
+      :func:`jax_cudnn.plans.inspect` says so of each call. The output is an array of
+      its own.
 
       Over several devices, a layout with a 3 is divided along the batch and the heads.
       Heads side by side are not divided, since a part of them would mix queries with
@@ -165,6 +193,7 @@ def qkv_sdpa(
         dropout_key=dropout_key,
         score_mod=score_mod,
         return_residual=return_residual,
+        return_max_logit=return_max_logit,
     )
     call = options("qkv_sdpa", implementation, plan)
     array = as_operand("qkv_sdpa", "qkv", qkv)

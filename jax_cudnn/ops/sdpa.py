@@ -35,6 +35,7 @@ def sdpa(
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
 ) -> jax.Array: ...
 
 
@@ -59,7 +60,33 @@ def sdpa(
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
+    return_max_logit: Literal[False] = ...,
 ) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: int | tuple[int, int] | None = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: bool = ...,
+    return_max_logit: Literal[True],
+) -> tuple[jax.Array, ...]: ...
 
 
 def sdpa(
@@ -82,7 +109,8 @@ def sdpa(
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+    return_max_logit: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return scaled dot-product attention, through cuDNN on NVIDIA GPUs.
 
     A drop-in for :func:`jax.nn.dot_product_attention`, except that the log-sum-exp is
@@ -157,12 +185,16 @@ def sdpa(
         :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
+      return_max_logit: whether to return the largest score of each query as well.
+        Default False. See the notes.
 
     Returns:
       (b, s, h, e) or (s, h, e), or as `layout` says, of query's dtype. With
-      `return_residual`, a pair of this array and the log-sum-exp (natural logarithm).
+      `return_residual`, a tuple of this array and the log-sum-exp (natural logarithm).
       The log-sum-exp is (b, s, h) or (s, h) in each layout, f32 (f64 for f64), -inf
-      for queries that see no key, and differentiable. The sinks are part of it.
+      for queries that see no key, and differentiable. The sinks are part of it. With
+      `return_max_logit`, the last of the tuple is the maximum of the scores, of the
+      same shape and dtype, -inf for queries that see no key.
 
     Raises:
       ValueError: shapes that do not fit, query heads that are not a multiple of the
@@ -221,8 +253,16 @@ def sdpa(
       and then multiplied by the share that the keys have, sigmoid(L - sinks), with the
       log-sum-exp L of the scores; so it is rounded twice. All that `sdpa` takes can be
       combined with them. Reverse mode runs the backward kernel once, on the output and
-      the log-sum-exp with the sinks. Beside a bias it is that of the log-sum-exp
-      without them, which takes longer, and has the limits above on sm_80 and sm_100.
+      the log-sum-exp with the sinks.
+
+      With `return_max_logit`, the maximum of a query is that of S over the keys that it
+      sees: scaled, through `score_mod`, with the bias, and without the sink. It does
+      not depend on dropout. The sum of exp(S - maximum), which other libraries return
+      beside it, is exp(log-sum-exp - maximum). cuDNN's kernel writes both as it goes
+      (planned with 9.13 to 9.27, not run yet). The derivative is that of the largest
+      score, of the first one where several are equal. cuDNN has no gradient of it: XLA
+      computes that part, in memory that grows with s * t, where a loss depends on the
+      maximum. docs/attention.md has an example, QK-clip.
 
       With a `dropout_rate` of p, weights are dropped after the softmax, and those that
       are kept are divided by 1 - p:
@@ -293,6 +333,7 @@ def sdpa(
         dropout_key=dropout_key,
         score_mod=score_mod,
         return_residual=return_residual,
+        return_max_logit=return_max_logit,
     )
     call = options("sdpa", implementation, plan)
     layout = check_layout("sdpa", layout)

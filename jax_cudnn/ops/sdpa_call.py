@@ -11,8 +11,9 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.graph.score_mod import Steps
+from jax_cudnn.graph.sdpa import row_results
 from jax_cudnn.ops.arguments import check_flag, why_symbolic
-from jax_cudnn.ops.attend import Operands, stored_order
+from jax_cudnn.ops.attend import Operands, attend_by_rows, by_rows, stored_order
 from jax_cudnn.ops.dropout import with_dropout
 from jax_cudnn.ops.hiding import Hiding, joined
 from jax_cudnn.ops.layouts import Layout, order_of
@@ -27,7 +28,7 @@ from jax_cudnn.ops.sdpa_operands import (
     check_scale,
     check_window,
 )
-from jax_cudnn.ops.sinks import attend_beside, check_sinks, with_sinks
+from jax_cudnn.ops.sinks import check_sinks
 from jax_cudnn.ops.tracing import UntraceableError
 from jax_cudnn.reference.sdpa import forward as attention
 
@@ -48,6 +49,7 @@ class Arguments:
     dropout_key: ArrayLike | None
     score_mod: ScoreMod | None
     return_residual: bool
+    return_max_logit: bool
 
 
 def run_sdpa(
@@ -58,8 +60,8 @@ def run_sdpa(
     call: Options,
     layout: Layout,
     qkv: Qkv | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """Return the output in the layout, and with it the log-sum-exp if asked for.
+) -> jax.Array | tuple[jax.Array, ...]:
+    """Return the output in the layout; log-sum-exp and maximum if asked for.
 
     With ``qkv``, which holds query, key and value, these are types with a batch axis.
     """
@@ -103,21 +105,23 @@ def run_sdpa(
         "sdpa", operands, attributes, given.dropout_rate, given.dropout_key
     )
     sinks = check_sinks("sdpa", given.sinks, operands.query_sizes[2])
-    with_residual = check_flag("sdpa", "return_residual", given.return_residual)
+    if sinks is not None:
+        operands = operands._replace(sinks=jnp.reshape(sinks, (1, -1, 1, 1)))
+    with_lse = check_flag("sdpa", "return_residual", given.return_residual)
+    with_max = check_flag("sdpa", "return_max_logit", given.return_max_logit)
     modified = _modified(given.score_mod, operands, call)
-    results = _attend(
+    output, *rows = _attend(
         modified.operands,
         replace(attributes, score_mod=modified.steps),
         call,
-        sinks,
-        with_lse=with_residual,
+        with_lse=with_lse,
+        with_max=with_max,
         plain=modified.plain,
     )
-    output, *residual = results
     if not (has_batch if qkv is None else qkv.had_batch):
         output = jnp.squeeze(output, layout.index("b"))
-        residual = [x[0] for x in residual]
-    return (output, residual[0]) if with_residual else output
+        rows = [x[0] for x in rows]
+    return (output, *rows) if rows else output
 
 
 def _joined(
@@ -168,33 +172,33 @@ def _attend(
     operands: Operands,
     attributes: SdpaAttributes,
     call: Options,
-    sinks: jax.Array | None,
     *,
     with_lse: bool,
+    with_max: bool,
     plain: ScoreMod | None,
 ) -> tuple[jax.Array, ...]:
-    """Return the output in the layout and, if asked for, log-sum-exp (b, s, h).
+    """Return the output in the layout; log-sum-exp and maximum (b, s, h) if asked for.
 
     ``plain`` is a score_mod that only XLA can run.
     """
     reason = why_symbolic(**operands.given)
     if not reason and plain is None:
-        return attend_beside(sinks, attributes, call, operands, with_lse=with_lse)
+        return attend_by_rows(
+            operands, attributes, call, with_lse=with_lse, with_max=with_max
+        )
     if reason:
         check_implementation("sdpa", reason, call)
-    output, stats = _plain(attributes, operands.apart, plain)
-    lse = jnp.swapaxes(stats[..., 0], 1, 2)
-    if sinks is not None:
-        output, lse = with_sinks(output, lse, sinks, operands.layout)
-    return output, lse
+    results = _plain(attributes, operands.apart, plain)
+    roles = row_results(with_stats=with_lse, with_max=with_max)
+    return (results["output"], *(by_rows(results[role]) for role in roles))
 
 
 def _plain(
     attributes: SdpaAttributes,
     operands: Operands,
     score_mod: ScoreMod | None,
-) -> tuple[jax.Array, jax.Array]:
-    """Return output and log-sum-exp by the reference, for what no graph can hold."""
+) -> dict[str, jax.Array]:
+    """Return the results by the reference, for what no graph can hold."""
     tensors = {
         role: (x, stored_order(role, operands.layout))
         for role, x in operands.given.items()
@@ -206,4 +210,4 @@ def _plain(
     function = None if score_mod is None else on_scores(score_mod)
     results = attention(attributes, inputs, {}, function)
     output = jnp.transpose(results["output"], order_of(operands.layout))
-    return output.astype(operands.query.dtype), results["stats"]
+    return {**results, "output": output.astype(operands.query.dtype)}

@@ -5,9 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.ops.attend import Operands
+from jax_cudnn.ops.attend import Operands, attend_by_rows
 from jax_cudnn.ops.sentences import Tokens
-from jax_cudnn.ops.sinks import attend_beside
 from jax_cudnn.parallel.order import from_zigzag, to_zigzag
 from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shares, sentences_of
 
@@ -72,10 +71,10 @@ def attend_by_heads(
         dropout_heads=problem.dropout_heads,
         score_mod=problem.score_mod,
     )
-    sinks = shares.sinks
-    if sinks is not None:
-        sinks = _own_heads(problem, sinks, axis=0)
-    results = attend_beside(sinks, attributes, problem.call, local, with_lse=with_lse)
+    if shares.sinks is not None:
+        sinks = _own_heads(problem, shares.sinks, axis=0)
+        local = local._replace(sinks=jnp.reshape(sinks, (1, -1, 1, 1)))
+    results = attend_by_rows(local, attributes, problem.call, with_lse=with_lse)
     return tuple(to_tokens(x) for x in results)
 
 

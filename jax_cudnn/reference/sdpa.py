@@ -28,7 +28,8 @@ ScoreMod = Callable[[jax.Array], jax.Array]
 class Weights(NamedTuple):
     """exp(logits - their maximum) of each row, their sum and their log-sum-exp.
 
-    The sum of a row that sees no key is given as 1, its log-sum-exp is -inf.
+    The sum of a row that sees no key is given as 1, its log-sum-exp is -inf. A sink is
+    part of sum and log-sum-exp; the weights may then be relative to it.
     """
 
     unnormalised: jax.Array
@@ -38,7 +39,10 @@ class Weights(NamedTuple):
 
 
 class _Softmax(NamedTuple):
-    """The softmax of the logits over keys; ``stats`` is their log-sum-exp."""
+    """The softmax of the logits over keys; ``stats`` is their log-sum-exp.
+
+    A sink takes its share of the softmax and is part of the log-sum-exp.
+    """
 
     probabilities: jax.Array
     stats: jax.Array
@@ -51,20 +55,27 @@ def forward(
     outputs: Mapping[str, Tensor],
     score_mod: ScoreMod | None = None,
 ) -> dict[str, jax.Array]:
-    """Return output and log-sum-exp; a row that sees no key gives 0 and -inf.
+    """Return output, log-sum-exp, maximum and the sum of exp(logit - maximum).
 
-    ``score_mod`` is for functions that no graph holds; it takes the place of steps.
+    A row that sees no key gives 0, -inf, -inf and 0. A sink is part of the log-sum-exp
+    and not of maximum and sum. ``score_mod`` is for functions that no graph holds; it
+    takes the place of steps.
     """
     assert isinstance(attributes, SdpaAttributes)
     del outputs  # XLA removes what is not used.
     inputs = _read(attributes, inputs)
     scores = _scores(attributes, inputs)
     modified = _modified(attributes, inputs, 0) if score_mod is None else score_mod
-    softmax = _softmax(_hidden(attributes, inputs, modified(scores)))
+    hidden = _hidden(attributes, inputs, modified(scores))
+    softmax = _softmax(hidden, inputs.get("sinks"))
     dropped = _dropped(softmax.probabilities, attributes, _kept(attributes, inputs))
+    largest = largest_logits(hidden)
+    shift = jnp.where(largest == -jnp.inf, 0, largest)
     return {
         "output": _mix(dropped, inputs["value"]),
         "stats": softmax.stats,
+        "max_logit": largest,
+        "sum_exp": jnp.sum(jnp.exp(hidden - shift), axis=-1, keepdims=True),
     }
 
 
@@ -74,7 +85,9 @@ def backward(
     """Return the gradients, with the probabilities P computed again from the logits S.
 
     dV = P^T dO and dS = P (dP - rowsum(P dP) + dstats) with dP = dO V^T, then
-    dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast. With
+    dQ = scale dS K, dK = scale dS^T Q, and dbias is dS summed where it broadcast. The
+    cotangent of a row's maximum is added to dS where the maximum is. A sink has the
+    probability p that P lacks, and the gradient p (dstats - rowsum(P dP)). With
     dropout, P in dV and dP are what is kept of them, divided by the share that is kept.
     With steps, dS is pulled back through them between dbias and dQ.
 
@@ -84,8 +97,7 @@ def backward(
     Only a partial gradient has to read them: they say what other keys there are.
     """
     assert isinstance(attributes, SdpaAttributes)
-    wanted = [role for role in outputs if role.startswith(("grad_bias", "grad_mod"))]
-    return gradients(attributes, inputs, wanted=wanted)
+    return gradients(attributes, inputs, wanted=outputs.keys())
 
 
 def gradients(
@@ -99,8 +111,10 @@ def gradients(
     """Return `backward`'s gradients for rows of the queries from `first_row` on.
 
     There are `row_count` of them in all; None for those that are given. The gradients
-    of the bias and of what the steps read are `wanted`, or left out.
+    of bias and sinks are computed where they are `wanted`.
     """
+    # Of a row in no sequence too, whose sink is all that it has.
+    every_grad_stats = inputs.get("grad_stats", 0)
     inputs = _read(attributes, inputs)
     query, key, value = inputs["query"], inputs["key"], inputs["value"]
     grad_output = inputs["grad_output"]
@@ -117,17 +131,19 @@ def gradients(
     grad_probabilities = grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
     grad_probabilities = _dropped(grad_probabilities, attributes, is_kept)
     if attributes.is_partial:
-        probabilities, _, is_dead = _part_of_softmax(scores, inputs["stats"])
+        probabilities, stats, is_dead = _part_of_softmax(scores, inputs["stats"])
         products = inputs["output"].astype(scores.dtype) * grad_output.astype(
             scores.dtype
         )
     else:
-        probabilities, _, is_dead = _softmax(scores)
+        probabilities, stats, is_dead = _softmax(scores, inputs.get("sinks"))
         products = probabilities * grad_probabilities
     delta = jnp.sum(products, axis=-1, keepdims=True)
     if "grad_stats" in inputs:
         delta = delta - jnp.where(is_dead, 0, inputs["grad_stats"])
     grad_logits = probabilities * (grad_probabilities - delta)
+    if "grad_max_logit" in inputs:
+        grad_logits += _slopes_of_largest(scores, inputs["grad_max_logit"])
 
     grad_scores, grad_read = pull(grad_logits)
     # The steps may have no finite slope where nothing is seen, in padding say.
@@ -142,9 +158,32 @@ def gradients(
     }
     results |= {f"grad_{role}": x for role, x in grad_read.items()}
     if "grad_bias" in wanted:
-        axes = [i for i, dim in enumerate(inputs["bias"].shape) if dim == 1]
-        results["grad_bias"] = jnp.sum(grad_logits, axis=axes, keepdims=True)
+        results["grad_bias"] = summed_like(inputs["bias"], grad_logits)
+    if "grad_sinks" in wanted:
+        # The cotangent of a row without keys is that of its log-sum-exp alone.
+        has_keys = jnp.any(scores != -jnp.inf, axis=-1, keepdims=True)
+        slope = jnp.where(has_keys, -delta, every_grad_stats)
+        share = share_of_sinks(inputs["sinks"], stats)
+        results["grad_sinks"] = summed_like(inputs["sinks"], share * slope)
     return results
+
+
+def max_gradients(
+    attributes: SdpaAttributes, inputs: Operands, wanted: Collection[str]
+) -> dict[str, jax.Array]:
+    """Return the `wanted` gradients that the cotangent of the rows' maxima makes."""
+    inputs = _read(attributes, inputs)
+    roles = [role.removeprefix("grad_") for role in wanted]
+    moving = {role: inputs[role] for role in roles if role not in ("value", "sinks")}
+
+    def largest(moving: Operands) -> jax.Array:
+        given = {**inputs, **moving}
+        scores = _modified(attributes, given, 0)(_scores(attributes, given))
+        return largest_logits(_hidden(attributes, given, scores))
+
+    top, pull = jax.vjp(largest, moving)
+    (found,) = pull(inputs["grad_max_logit"].astype(top.dtype))
+    return {f"grad_{role}": x for role, x in found.items()}
 
 
 def combined(
@@ -181,13 +220,77 @@ def _read(attributes: SdpaAttributes, inputs: Operands) -> Operands:
     return sequences.without_padding(attributes, inputs)
 
 
-def weights_of(logits: jax.Array) -> Weights:
-    """Return the weights of the logits over keys, before they are divided."""
+def largest_logits(logits: jax.Array) -> jax.Array:
+    """Return the largest logit of each row, -inf without slope where all are hidden.
+
+    Of equal ones the first has the slope. It is found by its index: XLA may compute
+    logits twice, with other rounding, and then none of them equals their maximum.
+    """
+    if logits.shape[-1] == 0:
+        return jnp.full((*logits.shape[:-1], 1), -jnp.inf, logits.dtype)
+    axis = logits.ndim - 1
+    index = jax.lax.argmax(jax.lax.stop_gradient(logits), axis, jnp.int32)
+    places = jax.lax.broadcasted_iota(jnp.int32, logits.shape, axis)
+    top = jnp.sum(
+        jnp.where(places == index[..., None], logits, 0), axis=-1, keepdims=True
+    )
+    return jnp.where(top == -jnp.inf, -jnp.inf, top)
+
+
+def _slopes_of_largest(logits: jax.Array, cotangent: jax.Array) -> jax.Array:
+    """Return the gradient of `largest_logits`."""
+    return jax.vjp(largest_logits, logits)[1](cotangent.astype(logits.dtype))[0]
+
+
+def summed_like(operand: jax.Array, x: jax.Array) -> jax.Array:
+    """Return the sum of x over the axes along which an operand was broadcast to it."""
+    axes = [i for i, dim in enumerate(operand.shape) if dim == 1]
+    return jnp.sum(x, axis=axes, keepdims=True)
+
+
+def share_and_sum(stats: jax.Array, sinks: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the share of the softmax that keys have, and the log-sum-exp, with sinks.
+
+    Given the log-sum-exp without them; both broadcast. The share is
+    1 / (1 + exp(sink - stats)).
+    """
+    sinks = sinks.astype(stats.dtype)
+    # A query that sees no key has the sink alone, whatever that is.
+    is_dead = stats == -jnp.inf
+    finite = jnp.where(is_dead, 0, stats)
+    share = jnp.where(is_dead, 0, jax.nn.sigmoid(finite - sinks))
+    # Where there is no sink either, it gets no gradient.
+    alone = jnp.where(sinks == -jnp.inf, -jnp.inf, sinks)
+    return share, jnp.where(is_dead, alone, jnp.logaddexp(finite, sinks))
+
+
+def share_of_sinks(sinks: jax.Array, stats: jax.Array) -> jax.Array:
+    """Return the share (b, h, s, 1) of the softmax that the sinks have.
+
+    The log-sum-exp is that with them.
+    """
+    wide = sinks.astype(stats.dtype)
+    # Both may be infinite, where the sink is all that there is.
+    gap = jnp.where(wide == stats, 0, wide - stats)
+    return jnp.where(stats == -jnp.inf, 0, jnp.exp(gap))
+
+
+def weights_of(logits: jax.Array, sinks: jax.Array | None = None) -> Weights:
+    """Return the weights of the logits over keys, before they are divided.
+
+    Sinks, (b|1, h|1, 1, 1), are part of what they are divided by.
+    """
     # An all-masked row has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    if sinks is not None:
+        sinks = sinks.astype(logits.dtype)
+        # A sink of infinity is all that there is, whatever the shift.
+        top = jnp.maximum(top, jnp.where(sinks == jnp.inf, -jnp.inf, sinks))
     top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
+    if sinks is not None:
+        total = total + jnp.exp(sinks - top)
     is_dead = total == 0
     total = jnp.where(is_dead, 1, total)
     return Weights(
@@ -198,8 +301,8 @@ def weights_of(logits: jax.Array) -> Weights:
     )
 
 
-def _softmax(logits: jax.Array) -> _Softmax:
-    weights, total, stats, is_dead = weights_of(logits)
+def _softmax(logits: jax.Array, sinks: jax.Array | None = None) -> _Softmax:
+    weights, total, stats, is_dead = weights_of(logits, sinks)
     return _Softmax(probabilities=weights / total, stats=stats, is_dead=is_dead)
 
 

@@ -17,7 +17,14 @@ Operands = Mapping[str, jax.Array]
 
 # What has an axis of queries, and of keys.
 ALONG = {
-    "query": ("query", "output", "stats", "grad_output", "grad_stats"),
+    "query": (
+        "query",
+        "output",
+        "stats",
+        "grad_output",
+        "grad_stats",
+        "grad_max_logit",
+    ),
     "key": ("key", "value"),
 }
 
