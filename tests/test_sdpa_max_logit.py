@@ -133,7 +133,8 @@ def test_batch_and_heads_stay_sharded(kind: AxisType) -> None:
     def run(q: Any, k: Any, v: Any) -> jax.Array:
         return sdpa(q, k, v, is_causal=True, return_max_logit=True)[1]
 
-    for function in (run, gradient(run)):
+    functions: tuple[Any, ...] = (run, gradient(run))
+    for function in functions:
         got, want = jax.jit(function)(*sharded), function(*operands)
         for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)

@@ -4,10 +4,14 @@
 import functools
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from jax_cudnn import masks, offline, score_mods, sdpa
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import subprograms
 from tests.attention import SIZES, attention_graph, backward_graph
 from tests.gpuless import harness
 from tests.gpuless.emitted import emitted_graphs, semantic_graphs
@@ -116,6 +120,35 @@ def test_a_turing_gpu_is_refused_before_cudnn_is_asked() -> None:
         legalization = legalize(graph, harness.target("t4"))
         assert not legalization.candidates
         assert "needs sm_80 (Ampere) or newer" in legalization.reasons[0]
+
+
+_MAXIMUM: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (64, 32)},
+    "lengths": {"key_value_seq_lengths": jnp.array([200, 31])},
+    "packed": {"mask": masks.Packed(jnp.array([[0, 99, 256]] * 2)), "is_causal": True},
+    "mask": {"mask": jnp.ones((2, 1, 256, 256), bool)},
+    "bias_and_sinks": {
+        "bias": jnp.ones((1, 8, 256, 256), jnp.bfloat16),
+        "sinks": jnp.ones(8),
+    },
+    "softcap": {"score_mod": score_mods.softcap(30.0), "is_causal": True},
+    "dropout": {"dropout_rate": 0.125, "dropout_key": jax.random.key(0)},
+}
+
+
+@pytest.mark.parametrize("gpu", _GPUS)
+def test_the_maximum_is_planned_beside_all_options(gpu: str) -> None:
+    query, key = (jnp.zeros((2, 256, heads, 128), jnp.bfloat16) for heads in (8, 2))
+    texts: dict[str, str] = {}
+    for name, options in _MAXIMUM.items():
+        call = functools.partial(sdpa, return_max_logit=True, **options)
+        jaxpr = jax.make_jaxpr(call)(query, key, key).jaxpr
+        ((graph, _, _),) = subprograms(jaxpr)
+        for target in (harness.target(gpu), offline.find(gpu).target(91900)):
+            legal, *_ = legalize(graph, target).candidates
+            texts[f"{name}, {target.cudnn_version}"] = to_json(legal.graph)
+    assert not harness.unplanned(texts, gpu)
 
 
 @pytest.mark.parametrize("gpu", _GPUS)
