@@ -13,13 +13,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_cudnn import sdpa
 from jax_cudnn.graph import (
     Graph,
     SdpaAttributes,
     Target,
     Tensor,
     derivative_of,
-    fold_rule,
     from_json,
     sdpa_graph,
     to_json,
@@ -31,6 +31,7 @@ from jax_cudnn.reference.dropout import numbered
 from tests.attention import SIZES, shape_of
 from tests.drawn_operands import draw_arrays
 from tests.flash import flash
+from tests.fused import graphs
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -45,7 +46,10 @@ def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
 
 
-def _graph(*roles: str, rate: float = 0.25, heads: int = 0, **sizes: int) -> Graph:
+def _graph(
+    *roles: str, rate: float = 0.25, heads: int = 0, entries: int = 0, **sizes: int
+) -> Graph:
+    """Build a graph with dropout, of so many heads and batch entries in all."""
     sizes = {**_SMALL, **sizes}
     axes = {
         "query": "bhsd",
@@ -55,7 +59,7 @@ def _graph(*roles: str, rate: float = 0.25, heads: int = 0, **sizes: int) -> Gra
         "mask": "b1st",
         "query_lengths": "b111",
         "key_lengths": "b111",
-        "dropout_seed": "1111",
+        "dropout_seed": "b111" if entries else "1111",
         "dropout_offset": "bh11",
         "dropout_mask": "bhst",
     }
@@ -68,6 +72,7 @@ def _graph(*roles: str, rate: float = 0.25, heads: int = 0, **sizes: int) -> Gra
         is_causal=False,
         dropout=rate,
         dropout_heads=(heads or sizes["h"]) if drawn else 0,
+        dropout_batch=entries if drawn else 0,
     )
     tensors = {
         role: Tensor(
@@ -87,6 +92,13 @@ def _operands(graph: Graph) -> list[jax.Array]:
     b, h, _, _ = graph.tensor("query").dims
     drawn["dropout_seed"] = jnp.full((1, 1, 1, 1), -77, jnp.int32)
     drawn["dropout_offset"] = numbered(jnp.int32(2**30 - 4), b, h)
+    attributes: Any = graph.nodes[0].attributes
+    if entries := attributes.dropout_batch:
+        # One example after the other, each with its seed.
+        seeds = np.repeat(-77 + 13 * np.arange(max(b // entries, 1)), min(b, entries))
+        drawn["dropout_seed"] = jnp.asarray(seeds, jnp.int32).reshape(b, 1, 1, 1)
+        own = numbered(jnp.int32(2**30 - 4), min(b, entries), h)
+        drawn["dropout_offset"] = jnp.tile(own, (max(b // entries, 1), 1, 1, 1))
     return list(drawn.values())
 
 
@@ -232,6 +244,11 @@ def test_rows_far_from_zero_have_the_gradient_of_their_mask() -> None:
         # A device has 6 of 12 heads: those of its next batch entry do not follow.
         ({"heads": 12}, _COMPARED, False),
         ({"heads": 12, "b": 1}, _COMPARED, True),
+        # Several examples of a vmap, and a part of one.
+        ({"b": 4, "entries": 2}, _COMPARED, False),
+        ({"b": 3, "entries": 6}, _COMPARED, True),
+        ({"b": 3, "entries": 4}, _COMPARED, False),
+        ({"b": 1, "entries": 4, "heads": 12}, _COMPARED, True),
         ({"rate": 0.96875}, _COMPARED, True),
         ({"rate": 0.97}, _COMPARED, False),
     ],
@@ -246,8 +263,38 @@ def test_a_kernel_draws_where_it_draws_the_same(
     assert ("which probabilities dropout keeps is written by XLA" in notes) != draws
 
 
-def test_the_examples_of_a_vmap_do_not_fold() -> None:
-    graph = _graph()
-    assert fold_rule(graph, frozenset(["query"])) is None
-    assert fold_rule(graph, frozenset(["dropout_seed"])) is None
-    assert fold_rule(graph, frozenset(graph.inputs)) is None
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize(("b", "entries"), [(6, 2), (2, 4)])
+def test_entries_of_several_examples_keep_the_meaning(b: int, entries: int) -> None:
+    graph = _graph("bias", b=b, entries=entries)
+    operands = _operands(graph)
+    outputs = evaluate(graph, operands)
+    backward, more = _backward(graph, operands, outputs)
+    for each, given, want in (
+        (graph, operands, outputs),
+        (backward, more, evaluate(backward, more)),
+    ):
+        candidates = legalize(each, _COMPARED).candidates
+        draws = "dropout_seed" in _dropout_roles(candidates[0])
+        assert draws == (b <= entries)
+        for legal in candidates:
+            _assert_close(each, legal, _run(legal, given), want)
+
+
+def test_examples_fold_unless_cudnn_is_asked_for() -> None:
+    x = jnp.ones((3, 2, 5, 4, 8), jnp.bfloat16)
+    keys = jax.random.split(jax.random.key(0), 3)
+    for implementation, entries in (("auto", 6), ("cudnn", 2), ("xla", 6)):
+
+        def call(x: Any, key: Any, implementation: Any = implementation) -> Any:
+            return sdpa(
+                x,
+                x,
+                x,
+                dropout_rate=0.5,
+                dropout_key=key,
+                implementation=implementation,
+            )
+
+        found = graphs(jax.vmap(call), x, keys)
+        assert [graph.tensor("query").dims[0] for graph, _ in found] == [entries]

@@ -6,7 +6,7 @@ from jax_cudnn.graph.codec import from_json, to_json
 from jax_cudnn.graph.conv import ConvAttributes
 from jax_cudnn.graph.derivative import derivative_of
 from jax_cudnn.graph.factors import Factors, factors_of
-from jax_cudnn.graph.folding import FoldRule, fold_rule
+from jax_cudnn.graph.folding import FoldRule, fold_rule, is_apart
 from jax_cudnn.graph.gradient_kernel import forward_graph
 from jax_cudnn.graph.grouped_matmul import grouped_matmul_graph
 from jax_cudnn.graph.kinds import (
@@ -66,6 +66,7 @@ __all__ = [
     "from_json",
     "grouped_matmul_graph",
     "is_anchor",
+    "is_apart",
     "kind_named",
     "label",
     "norm_graph",

@@ -30,6 +30,8 @@ ranks           the least and most axes that a starred letter stands for
 windows         letters of a result that follow from a size, a window (a letter, or an
                 attribute with an entry for each axis) and attributes
 folds           the letters that examples of a vmap can enter, the best first
+apart           "cudnn" for kinds whose kernels do more for one example than for several
+                at once: those that cuDNN is asked for run one by one
 whole           letters that a device must have whole; all others can be shared out
 contracted      letters over which results that lack them are sums
 maxima          letters over which results that lack them are maxima
@@ -148,6 +150,7 @@ class Description:
     ranks: tuple[int, int]
     windows: Mapping[str, tuple[str, str]]
     folds: tuple[str, ...]
+    is_apart_in_cudnn: bool
     whole: frozenset[str]
     contracted: frozenset[str]
     maxima: frozenset[str]
@@ -212,6 +215,7 @@ def describe(name: str) -> Description:
         ranks=tuple(shared.get("ranks", (0, 8))),
         windows={k: tuple(v.split()) for k, v in shared.get("windows", {}).items()},
         folds=tuple(shared.get("folds", "").split()),
+        is_apart_in_cudnn=shared.get("apart") == "cudnn",
         whole=frozenset(shared.get("whole", "").split()),
         contracted=frozenset(shared.get("contracted", "").split()),
         maxima=frozenset(shared.get("maxima", "").split()),

@@ -32,6 +32,11 @@ class FoldRule:
     sums: frozenset[str] = frozenset()
 
 
+def is_apart(graph: Graph) -> bool:
+    """Whether examples run one by one in cuDNN, where that is asked for."""
+    return any(kind_named(node.kind).row.is_apart_in_cudnn for node in graph.nodes)
+
+
 def fold_rule(graph: Graph, batched: frozenset[str]) -> FoldRule | None:
     """Return how examples of the `batched` inputs fold into the graph, if they do.
 

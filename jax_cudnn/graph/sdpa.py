@@ -17,10 +17,10 @@ elements, all rows one after another, and the number of elements at the end.
 With dropout, probabilities are dropped after the softmax, and ``stats`` is that without
 it. Which ones are dropped follows from a seed, and an offset for each batch entry and
 head: reference/dropout.py. In the kinds with dropout each batch entry and head is given
-its offset, so devices can share them out. Examples of a vmap do not fold into their
-batch: a kernel counts the offsets of its batch on from one number, and examples that
-share a key have equal ones. The plain kinds have what a kernel takes: this one number,
-or the mask that follows, 1 where a probability is kept.
+its offset, so devices can share them out, and each entry may have its seed, so examples
+of a vmap fold into the batch. The plain kinds have what a kernel takes: one seed and
+one offset, from which a kernel counts on, or the mask that follows, 1 where a
+probability is kept.
 
 ``mod_a`` to ``mod_d`` are what ``score_mod`` reads beside the scores.
 
@@ -62,8 +62,10 @@ class SdpaAttributes(Attributes):
     all parts add up to that of the whole. Without it, both follow from the operands.
 
     ``dropout`` is the share of probabilities that is dropped, a multiple of 2^-16, and
-    ``dropout_heads`` the number of query heads that offsets are counted over. A device
-    may have some of these heads only.
+    ``dropout_heads`` and ``dropout_batch`` are the numbers of query heads and batch
+    entries that offsets are counted over (0 for all entries that there are). A device
+    may have some of these only, and of the entries also several times as many, where
+    examples were folded.
 
     ``score_mod`` are the steps of a function that the scaled scores go through before
     the bias is added (see graph/score_mod.py); () is none. ``score_mod_grad`` are the
@@ -78,6 +80,7 @@ class SdpaAttributes(Attributes):
     longest: tuple[int, ...] = ()
     dropout: float = 0
     dropout_heads: int = 0
+    dropout_batch: int = 0
     score_mod: Steps = ()
     score_mod_grad: Steps = ()
 

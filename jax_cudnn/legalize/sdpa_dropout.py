@@ -72,7 +72,8 @@ def _lessen_delta(editor: GraphEditor) -> None:
 def _draws_alike(editor: GraphEditor, target: Target | None) -> bool:
     """Whether a kernel that draws for itself draws what the reference does.
 
-    A kernel counts its offsets over the heads that it has, batch entry by batch entry.
+    A kernel counts its offsets over the heads that it has, batch entry by batch entry,
+    and has one seed: these are entries of one call, and not of several examples.
     """
     attributes = attributes_of(editor)
     b, h, _, _ = editor.tensors["query"].dims
@@ -81,17 +82,20 @@ def _draws_alike(editor: GraphEditor, target: Target | None) -> bool:
         and (target.sm_version, target.cudnn_version) in _COMPARED
         and attributes.dropout <= _HIGHEST_RATE
         and (b == 1 or h == attributes.dropout_heads)
+        and (attributes.dropout_batch or b) % max(b, 1) == 0
     )
 
 
 def _draw(editor: GraphEditor) -> None:
     """Give the kernel the seed, and the offset of its first batch entry and head."""
-    _forget_heads(editor)
-    editor.drop("dropout_offset")
-    one = Tensor(name="dropout_offset", dtype="i32", dims=(1, 1, 1, 1), order=_PLAIN)
-    editor.put_operand(one)
+    _forget_counts(editor)
+    names = ("dropout_seed", "dropout_offset")
+    for name in names:
+        editor.drop(name)
+        one = Tensor(name=name, dtype="i32", dims=(1, 1, 1, 1), order=_PLAIN)
+        editor.put_operand(one)
     editor.before.append(
-        lambda env: env.update(dropout_offset=env["dropout_offset"][:1, :1])
+        lambda env: env.update({name: env[name][:1, :1] for name in names})
     )
 
 
@@ -102,7 +106,7 @@ def _give_mask(editor: GraphEditor) -> None:
     when it plans with bool.
     """
     rate = attributes_of(editor).dropout
-    _forget_heads(editor)
+    _forget_counts(editor)
     seed, offset = (editor.drop(f"dropout_{x}") for x in ("seed", "offset"))
     query, key = editor.tensors["query"], editor.tensors["key"]
     dims = (*query.dims[:3], key.dims[2])
@@ -126,5 +130,6 @@ def _give_mask(editor: GraphEditor) -> None:
     _lessen_delta(editor)
 
 
-def _forget_heads(editor: GraphEditor) -> None:
-    editor.set_attributes(replace(attributes_of(editor), dropout_heads=0))
+def _forget_counts(editor: GraphEditor) -> None:
+    attributes = replace(attributes_of(editor), dropout_heads=0, dropout_batch=0)
+    editor.set_attributes(attributes)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_cudnn.config import Options
-from jax_cudnn.graph import Graph, derivative_of
+from jax_cudnn.graph import Graph, derivative_of, is_apart
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.explicit import is_one_kernel, run_explicit
@@ -387,7 +387,9 @@ def _graph_batch(
     if _axis_size(args, axes) == 0:
         return _no_examples(graph, shapes)
     is_batched = tuple(axis is not None for axis in axes)
-    fold = fold_graph(graph, _axis_size(args, axes), is_batched, shapes)
+    fold = None
+    if options.implementation != "cudnn" or not is_apart(graph):
+        fold = fold_graph(graph, _axis_size(args, axes), is_batched, shapes)
     if fold is None:
         return _batch_without_fold(args, axes, graph, options)
     operands = [

@@ -50,7 +50,7 @@ def with_dropout(
         return operands, attributes
     return (
         operands._replace(dropout_seed=found.seed, dropout_offset=found.offset),
-        replace(attributes, dropout=found.rate, dropout_heads=h),
+        replace(attributes, dropout=found.rate, dropout_heads=h, dropout_batch=b),
     )
 
 

@@ -287,9 +287,9 @@ def sdpa(
       128) on an H200. With other versions and GPUs, for rates above 0.96, and where a
       device has a part of the heads of several batch entries, XLA writes D for the
       kernel, an array of the operands' dtype with b * h * s * t numbers, and the
-      backward kernel takes almost five times as long. Examples of a vmap do not fold
-      into the batch then: they run one by one with "cudnn", and else in XLA's code,
-      which keeps arrays of s * t.
+      backward kernel takes almost five times as long. So it is for the examples of a
+      vmap, which are one call of the kernel. With "cudnn", they run one by one, each as
+      above: prefer that for long sequences.
 
       With `score_mod`, S is score_mod(scale QK^T) + bias, and what the other arguments
       hide is hidden afterwards. The gradient of an array that it reads is not a number

@@ -69,6 +69,7 @@ def attend_by_heads(
         longest=problem.longest,
         dropout=problem.dropout,
         dropout_heads=problem.dropout_heads,
+        dropout_batch=query.shape[0] if problem.dropout else 0,
         score_mod=problem.score_mod,
     )
     if shares.sinks is not None:
