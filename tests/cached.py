@@ -20,7 +20,8 @@ from jax_cudnn.graph import CachedAttributes, Graph, Tensor, sdpa_cached_graph
 class Problem:
     """A call of `cached_sdpa`, or of `paged_sdpa` with the same keys in pages.
 
-    ``page`` is the number of tokens of a page; 0 for a cache without pages.
+    ``page`` is the number of tokens of a page; 0 for a cache without pages. Operands
+    are drawn as "bshd", and given and compared in the ``layout``.
     """
 
     lengths: tuple[int, ...]
@@ -37,6 +38,7 @@ class Problem:
     scale: float | None = None
     sinks: bool = False
     dtype: str = "float32"
+    layout: str = "bshd"
 
     @property
     def b(self) -> int:
@@ -120,9 +122,19 @@ class Drawn:
         arrays |= {name: given.pop(name) for name in [*arrays] if name in given}
         q, k, v, lengths = (arrays[n] for n in ("query", "key", "value", "lengths"))
         keyed |= given
+        if problem.layout != "bshd":
+            axes = ["bshd".index(letter) for letter in problem.layout]
+            q, k, v = (jnp.transpose(x, axes) for x in (q, k, v))
+            keyed["layout"] = problem.layout
         if "page_table" not in arrays:
-            return jax_cudnn.cached_sdpa(q, k, v, lengths, **keyed)
-        return jax_cudnn.paged_sdpa(q, k, v, arrays["page_table"], lengths, **keyed)
+            results = jax_cudnn.cached_sdpa(q, k, v, lengths, **keyed)
+        else:
+            table = arrays["page_table"]
+            results = jax_cudnn.paged_sdpa(q, k, v, table, lengths, **keyed)
+        if problem.layout == "bshd":
+            return results
+        back = [problem.layout.index(letter) for letter in "bshd"]
+        return (jnp.transpose(results[0], back), *results[1:])
 
     @property
     def truth(self) -> tuple[np.ndarray, np.ndarray]:

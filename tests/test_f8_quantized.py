@@ -96,6 +96,29 @@ def test_the_gradient_is_that_of_the_formula(is_causal: bool, wide: Any) -> None
         assert error <= 4 * float(jnp.finfo(wide).eps), error
 
 
+@pytest.mark.parametrize(
+    ("layout", "axes"), [("bhsd", (0, 2, 1, 3)), ("sbhd", (1, 0, 2, 3))]
+)
+def test_a_layout_moves_axes_and_nothing_else(layout: Any, axes: Any) -> None:
+    operands = _operands(jnp.bfloat16, seed=5)
+    moved = [jnp.transpose(x, axes) for x in operands]
+    back = np.argsort(axes)
+    run = functools.partial(f8.quantized_sdpa, is_causal=True, return_residual=True)
+    want, pull = jax.vjp(run, *operands)
+    got, pull_moved = jax.vjp(functools.partial(run, layout=layout), *moved)
+    cotangent = jnp.cos(want[0]), jnp.sin(want[1])
+    found = pull_moved((jnp.transpose(cotangent[0], axes), cotangent[1]))
+    for x, y in zip((got[0], *found), (want[0], *pull(cotangent)), strict=True):
+        x, y = (np.asarray(each, np.float32) for each in (jnp.transpose(x, back), y))
+        np.testing.assert_allclose(x, y, rtol=1e-2, atol=1e-2)
+    np.testing.assert_allclose(got[1], want[1], rtol=1e-6)
+    one = [jnp.take(x, 1, layout.index("b")) for x in moved]
+    alone, _ = run(*one, layout=layout)
+    assert alone.shape == tuple(
+        n for n, letter in zip(got[0].shape, layout, strict=True) if letter != "b"
+    )
+
+
 def test_forward_mode_is_that_of_sdpa_at_the_rounded_operands() -> None:
     operands = _operands(jnp.bfloat16, seed=3)
     rounded = [

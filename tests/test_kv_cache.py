@@ -31,8 +31,13 @@ def test_tokens_reach_their_places_and_no_others(data: st.DataObject) -> None:
             if place < t:
                 want[i, place] = new[i, j]
     n = None if counts is None else np.array(counts, np.int32)
-    got = kv_cache.update(cache, new, np.array(lengths, np.int32), n)
+    lengths = np.array(lengths, np.int32)
+    got = kv_cache.update(cache, new, lengths, n)
     np.testing.assert_array_equal(got, want)
+    for layout, axes in (("bhsd", (0, 2, 1)), ("sbhd", (1, 0, 2))):
+        moved = [np.transpose(x, axes) for x in (cache, new)]
+        got = kv_cache.update(*moved, lengths, n, layout=layout)
+        np.testing.assert_array_equal(got, np.transpose(want, axes))
 
 
 @given(data=st.data())
@@ -57,7 +62,11 @@ def test_tokens_reach_their_pages_and_no_others(data: st.DataObject) -> None:
             if place < room and 0 <= table[i, place // size] < pages:
                 want[table[i, place // size], place % size] = new[i, j]
     n = None if counts is None else np.array(counts, np.int32)
-    got = kv_cache.update_pages(old, new, table, np.array(lengths, np.int32), n)
+    lengths = np.array(lengths, np.int32)
+    got = kv_cache.update_pages(old, new, table, lengths, n)
+    np.testing.assert_array_equal(got, want)
+    old, new, want = (np.swapaxes(x, 1, 2) for x in (old, new, want))
+    got = kv_cache.update_pages(old, new, table, lengths, n, layout="bhsd")
     np.testing.assert_array_equal(got, want)
 
 
@@ -230,7 +239,7 @@ _L, _T = jnp.array([1, 2]), jnp.array([[0, 1], [2, 3]])
             ValueError,
             "kv_cache.update_pages: pages is f32[7,4,3] and new f32[2,1,2]. They must "
             "be (pages, tokens of a page, ...) and (sequences, tokens, ...), with the "
-            "same axes behind these.",
+            "same axes beside these.",
         ),
         (
             lambda: kv_cache.update_pages(_P, _N, _T[:1], _L),

@@ -30,10 +30,12 @@ _RAGGED = Problem(lengths=(0, 1, 23, 9, 17), s=3, query_lengths=(3, 1, 2, 0, 9))
 def problems(draw: st.DrawFn) -> Problem:
     """Draw a problem of any form."""
     b, s, t = (draw(st.integers(1, most)) for most in (4, 5, 19))
+    page = draw(st.sampled_from([0, 1, 2, 3, 4, 8, 32]))
+    layouts = ("bshd", "bhsd") if page else ("bshd", "bhsd", "sbhd")
     counts = st.tuples(*[st.integers(-1, s + 1)] * b)
     return Problem(
         lengths=draw(st.tuples(*[st.integers(-2, t)] * b)),
-        page=draw(st.sampled_from([0, 1, 2, 3, 4, 8, 32])),
+        page=page,
         s=s,
         t=t,
         k=draw(st.integers(1, 3)),
@@ -45,6 +47,7 @@ def problems(draw: st.DrawFn) -> Problem:
         window=draw(st.none() | st.tuples(st.integers(-2, 9), st.integers(-2, 4))),
         scale=draw(st.sampled_from([None, 0.7, -1.25, 0.0])),
         sinks=draw(st.booleans()),
+        layout=draw(st.sampled_from(layouts)),
     )
 
 
@@ -299,6 +302,24 @@ def _paged(
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (
+            _cached(_Q[:, 0], layout="bhsd"),
+            ValueError,
+            "cached_sdpa: query is f32[2,4,8], key_cache f32[2,7,2,8], value_cache "
+            'f32[2,7,2,8] (layout="bhsd"). query must be (sequences, heads, query '
+            "length, head size). For one query of each sequence insert its axis: "
+            "query[:, :, None].",
+        ),
+        (
+            _cached(layout="bhsd"),
+            ValueError,
+            "cached_sdpa: 3 query heads are not a multiple of 7 key heads: ",
+        ),
+        (
+            _paged(layout="sbhd"),
+            ValueError,
+            "paged_sdpa: layout='sbhd' is not one of 'bshd', 'bhsd'. Pass",
+        ),
         (
             _cached(_Q[:, 0]),
             ValueError,

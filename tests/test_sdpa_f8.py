@@ -58,6 +58,7 @@ def _truth(operands: Any, **more: Any) -> Truth:
     has_lengths=st.booleans(),
     sizes=st.tuples(*[st.integers(1, 11)] * 4),
     heads=st.sampled_from([(1, 1), (6, 3), (5, 1), (3, 3)]),
+    layout=st.sampled_from(["bshd", "bhsd", "sbhd"]),
 )
 def test_results_are_those_of_the_formula(
     number: int,
@@ -70,6 +71,7 @@ def test_results_are_those_of_the_formula(
     has_lengths: bool,
     sizes: tuple[int, int, int, int],
     heads: tuple[int, int],
+    layout: Any,
 ) -> None:
     rng = np.random.default_rng(number)
     s, t, d, e = sizes
@@ -84,8 +86,10 @@ def test_results_are_those_of_the_formula(
     if window:
         seen = seen & (columns >= rows - window[0]) & (columns <= rows + window[1])
     is_f8 = result is None or np.dtype(result).itemsize == 1
+    axes = ["bshd".index(letter) for letter in layout]
     output, lse, amax = f8.sdpa(
-        *operands,
+        *(jnp.transpose(x, axes) for x in operands),
+        layout=layout,
         query_scale=scales[0],
         key_scale=scales[1],
         value_scale=scales[2],
@@ -97,6 +101,7 @@ def test_results_are_those_of_the_formula(
         return_residual=True,
         return_amax=True,
     )
+    output = jnp.transpose(output, [layout.index(letter) for letter in "bshd"])
     assert output.dtype == (dtype if result is None else result)
     assert (lse.dtype, amax.dtype, amax.shape) == (jnp.float32, jnp.float32, ())
     truth = dense(*operands, scales=scales, seen=seen)

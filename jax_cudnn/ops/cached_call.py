@@ -23,7 +23,9 @@ from jax_cudnn.ops.arguments import (
     tensor,
     why_symbolic,
 )
+from jax_cudnn.ops.attend import by_rows, stored_order
 from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.layouts import PAGE_LAYOUTS, Layout, check_layout, order_of, sizes_in
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.sdpa_operands import check_scale, check_window
 from jax_cudnn.ops.sinks import check_sinks, with_sinks
@@ -40,6 +42,7 @@ class CachedCall:
     is_causal: bool
     local_window_size: int | tuple[int, int] | None
     sinks: ArrayLike | None
+    layout: str
     implementation: Implementation | None
     plan: PlanOptions | None
     return_residual: bool
@@ -57,8 +60,9 @@ class CachedCall:
         `caches` are keys and values by the names of these arguments.
         """
         call = options(op, self.implementation, self.plan)
+        layout = check_layout(op, self.layout, *(PAGE_LAYOUTS if op == _PAGED else ()))
         operands = _canonicalize(
-            op, query, caches, lengths, self.query_seq_lengths, page_table
+            op, query, caches, lengths, self.query_seq_lengths, page_table, layout
         )
         with on_behalf_of(op, "sdpa"):
             d, dtype = operands.query.shape[3], operands.query.dtype
@@ -67,20 +71,23 @@ class CachedCall:
                 is_causal=check_flag("sdpa", "is_causal", self.is_causal),
                 window=check_window(self.local_window_size),
             )
-        sinks = check_sinks(op, self.sinks, operands.query.shape[2])
+        sinks = check_sinks(op, self.sinks, sizes_in(layout, operands.query)[2])
         with_residual = check_flag(op, "return_residual", self.return_residual)
         with_stats = with_residual or sinks is not None
         output, *stats = _attend(op, operands, attributes, call, with_stats=with_stats)
         if not with_stats:
             return output
-        lse = jnp.swapaxes(stats[0][..., 0], 1, 2)
+        lse = by_rows(stats[0])
         if sinks is not None:
-            output, lse = with_sinks(output, lse, sinks)
+            output, lse = with_sinks(output, lse, sinks, layout)
         return (output, lse) if with_residual else output
 
 
 class _Operands(NamedTuple):
-    """The operands by their roles, as arrays; absent ones are None."""
+    """The operands by their roles, as arrays; absent ones are None.
+
+    Query, key and value have the ``layout``, with pages in place of sequences.
+    """
 
     query: jax.Array
     key: jax.Array
@@ -88,20 +95,21 @@ class _Operands(NamedTuple):
     page_table: jax.Array | None
     key_lengths: jax.Array
     query_lengths: jax.Array | None
+    layout: Layout
 
     @property
     def given(self) -> dict[str, jax.Array]:
-        return {role: x for role, x in self._asdict().items() if x is not None}
+        roles = self._asdict()
+        del roles["layout"]
+        return {role: x for role, x in roles.items() if x is not None}
+
+    @property
+    def orders(self) -> dict[str, tuple[int, ...]]:
+        """In which order the arrays store their logical axes, by role."""
+        return {role: stored_order(role, self.layout) for role in self.given}
 
 
-# Stored (b, s, h, d) for logical (b, h, s, d), and (p, i, k, d) for (p, k, i, d).
-_TOKENS_FIRST = (0, 2, 1, 3)
-_PLAIN = (0, 1, 2, 3)
-
-
-def _stored_order(role: str) -> tuple[int, ...]:
-    is_tokens = role in ("query", "key", "value", "output")
-    return _TOKENS_FIRST if is_tokens else _PLAIN
+_PAGED = "paged_sdpa"
 
 
 def _attend(
@@ -112,20 +120,22 @@ def _attend(
     *,
     with_stats: bool,
 ) -> list[jax.Array]:
-    """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, h, s, 1)."""
-    given = operands.given
+    """Return the output in the layout and, if asked for, log-sum-exp (b, h, s, 1)."""
+    given, orders = operands.given, operands.orders
+    output_order = order_of(operands.layout)
     if reason := why_symbolic(**given):
         check_implementation(op, reason, call)
         inputs = {
-            role: jnp.transpose(x, _stored_order(role)) for role, x in given.items()
+            role: jnp.transpose(x, [orders[role].index(axis) for axis in range(4)])
+            for role, x in given.items()
         }
         results = attention(attributes, inputs, {})
-        output = jnp.transpose(results["output"], _TOKENS_FIRST)
+        output = jnp.transpose(results["output"], output_order)
         return [output.astype(operands.query.dtype), results["stats"]]
     graph = sdpa_cached_graph(
-        {role: tensor(role, x, _stored_order(role)) for role, x in given.items()},
+        {role: tensor(role, x, orders[role]) for role, x in given.items()},
         attributes=attributes,
-        output_order=_TOKENS_FIRST,
+        output_order=output_order,
         with_stats=with_stats,
     )
     return run_graph(graph, list(given.values()), call)
@@ -141,23 +151,22 @@ def _canonicalize(
     lengths: ArrayLike,
     query_lengths: ArrayLike | None,
     page_table: ArrayLike | None,
+    layout: Layout,
 ) -> _Operands:
     """Check the operands together and give each its dtype and axes."""
     given = {"query": query, **caches}
     arrays = {name: as_operand(op, name, x) for name, x in given.items()}
     q, k, v = arrays.values()
     _check_dtypes(op, arrays)
-    is_paged = op == "paged_sdpa"
-    _check_shapes(op, arrays, _PAGES if is_paged else _CACHE)
-    b, s, _, _ = q.shape
+    is_paged = op == _PAGED
+    _check_shapes(op, arrays, _PAGES if is_paged else _CACHE, layout)
+    b, s, _, _ = sizes_in(layout, q)
     table = None
-    t = k.shape[1]
+    pages, t, _, _ = sizes_in(layout, k)
     if is_paged:
-        numbers = _page_table(op, page_table, q)
+        numbers = _page_table(op, page_table, q, b)
         t = t * numbers.shape[1]
-        table = jnp.reshape(
-            clipped(numbers, k.shape[0] - 1), (b, 1, numbers.shape[1], 1)
-        )
+        table = jnp.reshape(clipped(numbers, pages - 1), (b, 1, numbers.shape[1], 1))
     return _Operands(
         query=q,
         key=k,
@@ -167,6 +176,7 @@ def _canonicalize(
         query_lengths=None
         if query_lengths is None
         else _lengths(op, "query_seq_lengths", query_lengths, b, s),
+        layout=layout,
     )
 
 
@@ -183,49 +193,60 @@ def _check_dtypes(op: str, arrays: dict[str, jax.Array]) -> None:
             )
 
 
-# What the axes of keys and values are.
+# What the axes of queries, and of keys and values are, tokens before heads.
+_QUERY = ("sequences", "query length", "heads", "head size")
 _CACHE = ("sequences", "tokens", "heads", "head size")
 _PAGES = ("pages", "tokens of a page", "heads", "head size")
 
 
-def _check_shapes(op: str, arrays: dict[str, jax.Array], axes: Sequence[str]) -> None:
+def _check_shapes(
+    op: str, arrays: dict[str, jax.Array], axes: Sequence[str], layout: Layout
+) -> None:
     (_, q), (key, k), (value, v) = arrays.items()
     shapes = ", ".join(
         f"{name} {'is ' if name == 'query' else ''}{describe(x)}"
         for name, x in arrays.items()
     )
+    if layout != "bshd":
+        shapes += f' (layout="{layout}")'
+
+    def in_words(axes: Sequence[str]) -> str:
+        return ", ".join(axes["bshd".index(letter)] for letter in layout)
+
     if q.ndim != 4:
-        advice = " For one query of each sequence insert its axis: query[:, None]."
+        place = ", ".join([":"] * layout.index("s") + ["None"])
+        advice = f" For one query of each sequence insert its axis: query[{place}]."
         raise ValueError(
-            f"{op}: {shapes}. query must be (sequences, query length, heads, head "
-            f"size).{advice if q.ndim == 3 else ''}"
+            f"{op}: {shapes}. query must be ({in_words(_QUERY)})."
+            f"{advice if q.ndim == 3 else ''}"
         )
     for name, x in ((key, k), (value, v)):
         if x.ndim != 4:
-            raise ValueError(f"{op}: {shapes}. {name} must be ({', '.join(axes)}).")
+            raise ValueError(f"{op}: {shapes}. {name} must be ({in_words(axes)}).")
+    of_query, of_key, of_value = (sizes_in(layout, x) for x in (q, k, v))
     for axis, what in enumerate(axes[:3]):
-        if k.shape[axis] != v.shape[axis]:
+        if of_key[axis] != of_value[axis]:
             raise ValueError(
-                f"{op}: {key} has {k.shape[axis]} {what} but {value} "
-                f"{v.shape[axis]}: {shapes}. They must be equal."
+                f"{op}: {key} has {of_key[axis]} {what} but {value} "
+                f"{of_value[axis]}: {shapes}. They must be equal."
             )
-    if axes is _CACHE and q.shape[0] != k.shape[0]:
+    if axes is _CACHE and of_query[0] != of_key[0]:
         raise ValueError(
-            f"{op}: query has {q.shape[0]} sequences but {key} {k.shape[0]}: {shapes}. "
+            f"{op}: query has {of_query[0]} sequences but {key} {of_key[0]}: {shapes}. "
             "They must be equal."
         )
     for axis, what in enumerate(("no page", "pages without tokens")):
-        if axes is _PAGES and _is_zero(k.shape[axis]):
+        if axes is _PAGES and _is_zero(of_key[axis]):
             raise ValueError(
                 f"{op}: {key} has {what}: {shapes}. There must be at least one, also "
                 "where all lengths are 0."
             )
-    if q.shape[3] != k.shape[3]:
+    if of_query[3] != of_key[3]:
         raise ValueError(
-            f"{op}: query has head size {q.shape[3]} but {key} {k.shape[3]}: {shapes}. "
+            f"{op}: query has head size {of_query[3]} but {key} {of_key[3]}: {shapes}. "
             f"They must be equal; that of {value} may differ."
         )
-    h, heads = q.shape[2], k.shape[2]
+    h, heads = of_query[2], of_key[2]
     if (heads == 0) != (h == 0) or (heads and h % heads):
         raise ValueError(
             f"{op}: {h} query heads are not a multiple of {heads} key heads: {shapes}. "
@@ -238,12 +259,14 @@ def _is_zero(size: object) -> bool:
     return isinstance(size, int) and size == 0  # A symbolic size is none.
 
 
-def _page_table(op: str, page_table: ArrayLike | None, q: jax.Array) -> jax.Array:
+def _page_table(
+    op: str, page_table: ArrayLike | None, q: jax.Array, b: int
+) -> jax.Array:
     table = check_integers(op, "page_table", page_table)  # type: ignore[arg-type]
-    if table.ndim != 2 or table.shape[0] != q.shape[0]:
+    if table.ndim != 2 or table.shape[0] != b:
         raise ValueError(
             f"{op}: page_table is {describe(table)} but query {describe(q)}. It must "
-            f"have the pages of each sequence, shape [{q.shape[0]}, most pages of a "
+            f"have the pages of each sequence, shape [{b}, most pages of a "
             "sequence]."
         )
     return table

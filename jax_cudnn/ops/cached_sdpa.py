@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.cached_call import CachedCall
+from jax_cudnn.ops.layouts import Layout
 
 
 @overload
@@ -22,6 +23,7 @@ def cached_sdpa(
     is_causal: bool = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     sinks: ArrayLike | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -40,6 +42,7 @@ def cached_sdpa(
     is_causal: bool = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     sinks: ArrayLike | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -57,6 +60,7 @@ def cached_sdpa(
     is_causal: bool = True,
     local_window_size: int | tuple[int, int] | None = None,
     sinks: ArrayLike | None = None,
+    layout: Layout = "bshd",
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -106,6 +110,10 @@ def cached_sdpa(
       sinks: (h,), a score for each query head of one more token, which every query
         sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
         Default None: no such token.
+      layout: the order of the axes of query, caches and output: "bshd" (default),
+        "bhsd" or "sbhd", with s standing for tokens and h for heads: caches of "bhsd"
+        are (b, k, t, d). Kernels read each as it lies; write such caches by
+        ``update(..., layout="bhsd")``.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
         cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
@@ -118,13 +126,15 @@ def cached_sdpa(
         Default False.
 
     Returns:
-      (b, s, h, e), of query's dtype. With `return_residual`, a pair of this array and
-      the log-sum-exp (natural logarithm), (b, s, h), f32 (f64 for f64), -inf for
-      queries that see no token. The sinks are part of it.
+      (b, s, h, e), or as `layout` says, of query's dtype. With `return_residual`, a
+      pair of this array and the log-sum-exp (natural logarithm), (b, s, h) in each
+      layout, f32 (f64 for f64), -inf for queries that see no token. The sinks are part
+      of it.
 
     Raises:
       ValueError: shapes that do not fit, query heads that are not a multiple of the
-        key heads, an unknown `implementation`, a `scale` that is not finite.
+        key heads, an unknown `implementation` or `layout`, a `scale` that is not
+        finite.
       TypeError: dtypes that are not supported or differ, lengths that are not integers,
         a `scale` that is not a Python number.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
@@ -159,6 +169,7 @@ def cached_sdpa(
         is_causal=is_causal,
         local_window_size=local_window_size,
         sinks=sinks,
+        layout=layout,
         implementation=implementation,
         plan=plan,
         return_residual=return_residual,

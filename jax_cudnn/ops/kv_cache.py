@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """How do new tokens enter a cache of keys or values, without a copy of the cache?"""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.arguments import as_operand, check_integers, clipped, describe
+from jax_cudnn.ops.layouts import PAGE_LAYOUTS, Layout, PageLayout, check_layout
 
 
 def update(
@@ -13,6 +16,8 @@ def update(
     new: ArrayLike,
     lengths: ArrayLike,
     new_lengths: ArrayLike | None = None,
+    *,
+    layout: Layout = "bshd",
 ) -> jax.Array:
     """Return a cache with new tokens written behind those that it holds.
 
@@ -33,13 +38,16 @@ def update(
         holds. Lengths below 0 count as 0.
       new_lengths: integers (b,), or one for all: how many of the new tokens are
         written, for example of prompts that were padded to s. Default None: s.
+      layout: where the tokens are: "bshd" (default) as above, "bhsd" for a cache
+        (b, k, t, ...) and new tokens (b, k, s, ...), or "sbhd" for (t, b, ...) and
+        (s, b, ...). As in :func:`jax_cudnn.cached_sdpa`.
 
     Returns:
       An array of the shape and dtype of `cache`. It holds ``lengths + s`` tokens, or
       ``lengths + new_lengths``.
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: shapes that do not fit, an unknown `layout`.
       TypeError: lengths that are not integers; `new` in another dtype than `cache`.
 
     Example:
@@ -50,16 +58,20 @@ def update(
       [[0, 1, 0, 0], [0, 0, 0, 1]]
     """
     op = "kv_cache.update"
+    places = _Places.of(check_layout(op, layout))
     old, tokens = _arrays(op, "cache", cache, new)
-    if old.ndim < 2 or old.shape[0] != tokens.shape[0] or _rest(old) != _rest(tokens):
+    is_like = places.are_alike(old, tokens)
+    if not is_like or old.shape[places.first] != tokens.shape[places.first]:
         raise ValueError(
             f"{op}: cache is {describe(old)} and new {describe(tokens)}. They must be "
-            "(sequences, tokens, ...), and differ in the tokens only."
+            f"({places.in_words('sequences', 'tokens')}), and differ in the tokens "
+            "only."
         )
-    sequences, t = old.shape[:2]
+    sequences, t = old.shape[places.first], old.shape[places.tokens]
+    tokens = places.in_front(tokens)
     positions = _positions(op, tokens, lengths, new_lengths, t)
     rows = jnp.arange(sequences, dtype=jnp.int32)[:, None]
-    return old.at[rows, positions].set(tokens, mode="drop", unique_indices=True)
+    return places.put(old, (rows, positions), tokens)
 
 
 def update_pages(
@@ -68,6 +80,8 @@ def update_pages(
     page_table: ArrayLike,
     lengths: ArrayLike,
     new_lengths: ArrayLike | None = None,
+    *,
+    layout: PageLayout = "bshd",
 ) -> jax.Array:
     """Return pages with new tokens written behind those of their sequences.
 
@@ -90,12 +104,14 @@ def update_pages(
         Lengths below 0 count as 0.
       new_lengths: integers (b,), or one for all: how many of the new tokens are
         written, for example of prompts that were padded to s. Default None: s.
+      layout: "bshd" (default) as above, or "bhsd" for pages (p, k, i, ...) and new
+        tokens (b, k, s, ...). As in :func:`jax_cudnn.paged_sdpa`.
 
     Returns:
       An array of the shape and dtype of `pages`.
 
     Raises:
-      ValueError: shapes that do not fit.
+      ValueError: shapes that do not fit, an unknown `layout`.
       TypeError: page numbers or lengths that are not integers; `new` in another dtype
         than `pages`.
 
@@ -108,13 +124,16 @@ def update_pages(
       [[0, 1], [0, 0], [0, 0]]
     """
     op = "kv_cache.update_pages"
+    places = _Places.of(check_layout(op, layout, *PAGE_LAYOUTS))
     old, tokens = _arrays(op, "pages", pages, new)
-    if old.ndim < 2 or _rest(old) != _rest(tokens):
+    if not places.are_alike(old, tokens):
         raise ValueError(
             f"{op}: pages is {describe(old)} and new {describe(tokens)}. They must be "
-            "(pages, tokens of a page, ...) and (sequences, tokens, ...), with the "
-            "same axes behind these."
+            f"({places.in_words('pages', 'tokens of a page')}) and "
+            f"({places.in_words('sequences', 'tokens')}), with the same axes beside "
+            "these."
         )
+    tokens = places.in_front(tokens)
     table = check_integers(op, "page_table", page_table)
     if table.ndim != 2 or table.shape[0] != tokens.shape[0]:
         raise ValueError(
@@ -122,7 +141,7 @@ def update_pages(
             f"must have the pages of each sequence, shape [{tokens.shape[0]}, most "
             "pages of a sequence]."
         )
-    p, size = old.shape[:2]
+    p, size = old.shape[places.first], old.shape[places.tokens]
     most = table.shape[1]
     if 0 in (p, size, most):
         return old
@@ -132,9 +151,7 @@ def update_pages(
     # An index below 0 would count from the end. These lie past it, and differ.
     none = p + jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
     number = jnp.where(is_page, number.astype(jnp.int32), none)
-    return old.at[number, positions % size].set(
-        tokens, mode="drop", unique_indices=True
-    )
+    return places.put(old, (number, positions % size), tokens)
 
 
 def _arrays(
@@ -149,8 +166,41 @@ def _arrays(
     return old, tokens
 
 
-def _rest(x: jax.Array) -> tuple[int, ...]:
-    return (x.ndim, *x.shape[2:])
+class _Places(NamedTuple):
+    """The axes of sequences, or pages, and of tokens."""
+
+    first: int
+    tokens: int
+
+    @classmethod
+    def of(cls, layout: Layout) -> "_Places":
+        return cls(layout.index("b"), layout.index("s"))
+
+    def are_alike(self, x: jax.Array, y: jax.Array) -> bool:
+        """Whether both have these axes, and all others in common."""
+
+        def others(x: jax.Array) -> list[int]:
+            return [n for i, n in enumerate(x.shape) if i not in self]
+
+        return x.ndim == y.ndim > max(self) and others(x) == others(y)
+
+    def in_words(self, first: str, tokens: str) -> str:
+        """Return the axes, in words."""
+        names = {self.first: first, self.tokens: tokens}
+        found = (names.get(i, "heads") for i in range(max(self) + 1))
+        return ", ".join((*found, "..."))
+
+    def in_front(self, x: jax.Array) -> jax.Array:
+        """Return new tokens as (sequences, tokens, ...)."""
+        return jnp.moveaxis(x, self, (0, 1))
+
+    def put(
+        self, old: jax.Array, where: tuple[jax.Array, jax.Array], new: jax.Array
+    ) -> jax.Array:
+        """Return `old` with tokens (sequences, tokens, ...) put where they belong."""
+        indices: list[slice | jax.Array] = [slice(None)] * (max(self) + 1)
+        indices[self.first], indices[self.tokens] = where
+        return old.at[tuple(indices)].set(new, mode="drop", unique_indices=True)
 
 
 def _positions(

@@ -14,15 +14,22 @@ import jax.numpy as jnp
 # bhsd, Megatron sbhd.
 Layout = Literal["bshd", "bhsd", "sbhd"]
 LAYOUTS: tuple[Layout, ...] = get_args(Layout)
+# Of pages, whose tokens lie side by side or heads apart.
+PageLayout = Literal["bshd", "bhsd"]
+PAGE_LAYOUTS: tuple[PageLayout, ...] = get_args(PageLayout)
 _LOGICAL = "bhsd"
 
 
-def check_layout(op: str, layout: str) -> Layout:
-    """Return the layout, or raise ValueError for one that there is not."""
-    if layout not in LAYOUTS:
+def check_layout(op: str, layout: str, *among: Layout) -> Layout:
+    """Return the layout, or raise ValueError for one that there is not.
+
+    It may be any of them, or `among` these.
+    """
+    known = among or LAYOUTS
+    if layout not in known:
         raise ValueError(
             f"{op}: layout={layout!r} is not one of "
-            f"{', '.join(map(repr, LAYOUTS))}. Pass the order in which query, key and "
+            f"{', '.join(map(repr, known))}. Pass the order in which query, key and "
             "value store b batch, s tokens, h heads and d head size."
         )
     return cast("Layout", layout)
@@ -51,11 +58,4 @@ _WORDS = {"b": "batch", "s": "length", "h": "heads", "d": "head size"}
 def rows_to(layout: Layout, x: jax.Array) -> jax.Array:
     """Return numbers of rows, (b, s, h), with their axes as a layout has them."""
     axes = tuple("bsh".index(letter) for letter in layout if letter != "d")
-    return x if axes == (0, 1, 2) else jnp.transpose(x, axes)
-
-
-def rows_from(layout: Layout, x: jax.Array) -> jax.Array:
-    """Return numbers of rows as (b, s, h), given them as a layout has them."""
-    letters = layout.replace("d", "")
-    axes = tuple(map(letters.index, "bsh"))
     return x if axes == (0, 1, 2) else jnp.transpose(x, axes)

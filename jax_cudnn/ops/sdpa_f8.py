@@ -21,7 +21,8 @@ from jax_cudnn.ops.arguments import (
     options,
     why_symbolic,
 )
-from jax_cudnn.ops.attend import sdpa_tensors, stored_order
+from jax_cudnn.ops.attend import by_rows, sdpa_tensors, stored_order
+from jax_cudnn.ops.layouts import Layout, check_layout, order_of
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
 from jax_cudnn.reference.dtypes import dtype_name
@@ -49,6 +50,7 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     preferred_element_type: DTypeLike | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -72,6 +74,7 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     preferred_element_type: DTypeLike | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -95,6 +98,7 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
     preferred_element_type: DTypeLike | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: bool = ...,
@@ -117,6 +121,7 @@ def sdpa(
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
     preferred_element_type: DTypeLike | None = None,
+    layout: Layout = "bshd",
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -169,14 +174,17 @@ def sdpa(
         An int n means (n, n). Default None: no window.
       preferred_element_type: dtype of the result: f8_e4m3fn, f8_e5m2, bf16 or f16.
         Default None: query's. In bf16 and f16, the result is O itself.
+      layout: the order of the axes of query, key, value and the output, as in
+        :func:`jax_cudnn.sdpa`: "bshd" (default), "bhsd" or "sbhd".
       implementation: as in :func:`jax_cudnn.sdpa`. XLA computes in bf16.
       plan: as in :func:`jax_cudnn.sdpa`.
       return_residual: whether to return the log-sum-exp of the scores. Default False.
       return_amax: whether to return max|O|, for delayed scaling. Default False.
 
     Returns:
-      (b, s, h, e) or (s, h, e). With `return_residual` a tuple that has the log-sum-exp
-      next, f32, (b, s, h) or (s, h), -inf for rows that see no key. With `return_amax`
+      (b, s, h, e) or (s, h, e), or as `layout` says. With `return_residual` a tuple
+      that has the log-sum-exp next, f32, (b, s, h) or (s, h) in each layout, -inf for
+      rows that see no key. With `return_amax`
       a tuple that has max|O| last: an f32 scalar, before the result is divided by
       output_scale and saturates, over all devices, NaN left out.
 
@@ -212,6 +220,7 @@ def sdpa(
       ((2, 5, 4, 16), 'float8_e4m3fn')
     """
     call = options(_OP, implementation, plan)
+    layout = check_layout(_OP, layout)
     canonical, has_batch = canonicalize(
         query,
         key,
@@ -220,6 +229,7 @@ def sdpa(
         None,
         query_seq_lengths,
         key_value_seq_lengths,
+        layout=layout,
         check_dtypes=_check_dtypes,
     )
     operands = canonical.given
@@ -250,12 +260,13 @@ def sdpa(
         attributes,
         call,
         dtype,
+        layout=layout,
         with_lse=with_lse,
         with_amax=with_amax,
     )
-    results = [output if has_batch else output[0]]
+    results = [output if has_batch else jnp.squeeze(output, layout.index("b"))]
     if with_lse:
-        lse = jnp.swapaxes(others.pop(0)[..., 0], 1, 2)
+        lse = by_rows(others.pop(0))
         results.append(lse if has_batch else lse[0])
     if with_amax:
         results.append(jnp.reshape(others.pop(0), ()))
@@ -272,10 +283,11 @@ def attend_f8(
     call: Options,
     dtype: np.dtype,
     *,
+    layout: Layout = "bshd",
     with_lse: bool = False,
     with_amax: bool = False,
 ) -> Sequence[jax.Array]:
-    """Return output (b, s, h, e), log-sum-exp (b, h, s, 1) and amax, if asked for.
+    """Return the output in the layout; log-sum-exp (b, h, s, 1) and amax if asked for.
 
     Args:
       stored: the operands by role, with a batch axis.
@@ -283,6 +295,7 @@ def attend_f8(
       attributes: those of attention.
       call: how to run it.
       dtype: of the output.
+      layout: that of query, key, value and output.
       with_lse: whether to return the log-sum-exp.
       with_amax: whether to return the amax, (1, 1, 1, 1).
     """
@@ -302,13 +315,13 @@ def attend_f8(
     if reason := why_symbolic(**given):
         check_implementation(_OP, reason, call)
         roles = ["output"] + ["stats"] * with_lse + ["amax_output"] * with_amax
-        return _plain(attributes, given, dtype, roles)
-    tensors = sdpa_tensors(given)
+        return _plain(attributes, given, dtype, roles, layout)
+    tensors = sdpa_tensors(given, layout)
     output = sdpa_f8_output(
         tensors,
         attributes=attributes,
         dtype=dtype_name(dtype),  # type: ignore[arg-type]
-        order=stored_order("output"),
+        order=order_of(layout),
     )
     graph = sdpa_f8_graph(
         tensors,
@@ -325,13 +338,16 @@ def _plain(
     operands: Mapping[str, jax.Array],
     dtype: np.dtype,
     roles: Sequence[str],
+    layout: Layout,
 ) -> list[jax.Array]:
     """Return the results in these roles by the reference, for shapes graphs lack."""
+    orders = {role: stored_order(role, layout) for role in operands}
     inputs = {
-        role: jnp.transpose(x, stored_order(role)) for role, x in operands.items()
+        role: jnp.transpose(x, [orders[role].index(axis) for axis in range(4)])
+        for role, x in operands.items()
     }
     results = dict(attention(attributes, inputs, dtype))
-    results["output"] = jnp.transpose(results["output"], stored_order("output"))
+    results["output"] = jnp.transpose(results["output"], order_of(layout))
     return [results[role] for role in roles]
 
 

@@ -23,7 +23,7 @@ from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.lowering import linear_call
 from jax_cudnn.ops.arguments import check_flag, describe, options
-from jax_cudnn.ops.attend import Operands, attend, of_rows
+from jax_cudnn.ops.attend import Operands, attend, by_rows, of_rows
 from jax_cudnn.ops.f8_scaling import (
     amax,
     check_f8,
@@ -31,6 +31,7 @@ from jax_cudnn.ops.f8_scaling import (
     quantize,
     scale_from_amax,
 )
+from jax_cudnn.ops.layouts import Layout, check_layout
 from jax_cudnn.ops.sdpa_f8 import attend_f8, check_tensor_scale
 from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
 from jax_cudnn.ops.sdpa_parts import part_gradients
@@ -55,6 +56,7 @@ def quantized_sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
@@ -77,6 +79,7 @@ def quantized_sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
     local_window_size: int | tuple[int, int] | None = ...,
+    layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
     return_residual: Literal[True],
@@ -98,6 +101,7 @@ def quantized_sdpa(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: int | tuple[int, int] | None = None,
+    layout: Layout = "bshd",
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
     return_residual: bool = False,
@@ -129,13 +133,16 @@ def quantized_sdpa(
       query_seq_lengths: integers (b,). Default None: s.
       key_value_seq_lengths: integers (b,). Default None: t.
       local_window_size: (left, right), or an int for both. Default None: no window.
+      layout: the order of the axes of query, key, value and the output: "bshd"
+        (default), "bhsd" or "sbhd".
       implementation: "auto" (default), "cudnn" or "xla".
       plan: which of cuDNN's execution plans may run the call.
       return_residual: whether to return the log-sum-exp as well. Default False.
 
     Returns:
-      (b, s, h, e) or (s, h, e), of query's dtype. With `return_residual`, a pair with
-      the log-sum-exp, (b, s, h) or (s, h), f32, differentiable.
+      (b, s, h, e) or (s, h, e), or as `layout` says, of query's dtype. With
+      `return_residual`, a pair with the log-sum-exp, (b, s, h) or (s, h) in each
+      layout, f32, differentiable.
 
     Raises:
       TypeError: operands that are not bf16 or f16 or differ in dtype, a dtype other
@@ -156,6 +163,7 @@ def quantized_sdpa(
       'bfloat16'
     """
     call = options(_OP, implementation, plan)
+    layout = check_layout(_OP, layout)
     canonical, has_batch = canonicalize(
         query,
         key,
@@ -164,6 +172,7 @@ def quantized_sdpa(
         None,
         query_seq_lengths,
         key_value_seq_lengths,
+        layout=layout,
         check_dtypes=_check_dtypes,
     )
     f8 = check_f8(_OP, dtype)
@@ -183,16 +192,18 @@ def quantized_sdpa(
         given[role] = _rounded(f8, given[role], scales[f"{role}_scale"])
     attention = _Attention(
         attributes=SdpaAttributes(
-            scale=check_scale(scale, canonical.query.shape[3], np.dtype(np.float32)),
+            scale=check_scale(scale, canonical.query_sizes[3], np.dtype(np.float32)),
             is_causal=check_flag(_OP, "is_causal", is_causal),
             window=check_window(local_window_size),
         ),
         call=call,
         dtype=str(f8),
+        layout=layout,
     )
     with_lse = check_flag(_OP, "return_residual", return_residual)
-    results = _attend(attention, given, scales)
-    output, lse = results if has_batch else (x[0] for x in results)
+    output, lse = _attend(attention, given, scales)
+    if not has_batch:
+        output, lse = jnp.squeeze(output, layout.index("b")), lse[0]
     return (output, lse) if with_lse else output
 
 
@@ -231,11 +242,12 @@ class _Attention:
     attributes: SdpaAttributes
     call: Options
     dtype: str
+    layout: Layout
 
     def forward(
         self, given: dict[str, jax.Array], scales: dict[str, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        """Return output (b, s, h, e) and log-sum-exp (b, s, h)."""
+        """Return the output in the layout and log-sum-exp (b, s, h)."""
         dtype = np.dtype(self.dtype)
         wide = given["query"].dtype
         stored = {
@@ -243,10 +255,15 @@ class _Attention:
             for role, x in given.items()
         }
         output, stats = attend_f8(
-            stored, scales, self.attributes, self.call, dtype, with_lse=True
+            stored,
+            scales,
+            self.attributes,
+            self.call,
+            dtype,
+            layout=self.layout,
+            with_lse=True,
         )
-        lse = jnp.swapaxes(stats[..., 0], 1, 2)
-        return dequantize(output, scales["output_scale"], wide), lse
+        return dequantize(output, scales["output_scale"], wide), by_rows(stats)
 
 
 _MOVING = ("query", "key", "value")
@@ -284,7 +301,7 @@ class _Derivative:
 
     def _operands(self, primals: Arrays) -> Operands:
         given = dict(zip(self.roles, primals, strict=True))
-        return Operands.of(given)
+        return Operands.of(given, self.attention.layout)
 
     def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
         operands, attention = self._operands(primals), self.attention
@@ -294,7 +311,7 @@ class _Derivative:
             output, stats = attend(
                 moved, attention.attributes, attention.call, with_stats=True
             )
-            return output, jnp.swapaxes(stats[..., 0], 1, 2)
+            return output, by_rows(stats)
 
         values = tuple(operands.given[role] for role in self.moving)
         return jax.jvp(along, values, tuple(tangents))[1]

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.arguments import as_operand, check_dtype, describe
+from jax_cudnn.ops.layouts import Layout, rows_to
 from jax_cudnn.reference.sdpa import share_and_sum, share_of_sinks
 
 
@@ -32,14 +33,14 @@ def check_sinks(op: str, sinks: ArrayLike | None, heads: int) -> jax.Array | Non
 
 
 def with_sinks(
-    output: jax.Array, lse: jax.Array, sinks: jax.Array
+    output: jax.Array, lse: jax.Array, sinks: jax.Array, layout: Layout = "bshd"
 ) -> tuple[jax.Array, jax.Array]:
-    """Return output and log-sum-exp (..., s, h) with the sinks.
+    """Return the output in its layout and log-sum-exp (..., s, h) with the sinks.
 
     The sinks are (h,), or one for each row, which broadcast to the log-sum-exp.
     """
     share, both = share_and_sum(lse, _like_rows(sinks, lse))
-    scaled = output.astype(lse.dtype) * share[..., None]
+    scaled = output.astype(lse.dtype) * rows_to(layout, share)[..., None]
     return scaled.astype(output.dtype), both
 
 

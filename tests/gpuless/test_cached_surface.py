@@ -19,6 +19,8 @@ _CASES = {
     "head_256": {"d": 256, "e": 256},
     "head_192_128": {"d": 192, "e": 128},
     "no_groups": {"g": 1},
+    "heads_first": {"order": (0, 1, 2, 3)},
+    "many_heads_first": {"s": 40, "order": (0, 1, 2, 3)},
 }
 _PAGES = (0, 1, 16, 128)
 

@@ -30,6 +30,7 @@ _CASES: dict[str, dict[str, Any]] = {
     "one_key": {"t": 1},
     "multi_query": {"h": 8, "k": 1},
     "heads_first": {"order": (0, 1, 2, 3)},
+    "tokens_first": {"order": (2, 0, 1, 3)},
     "output_alone": {"with_stats": False, "with_amax": False},
     "head_16": {"d": 16, "e": 16},
     "head_128": {"d": 128, "e": 128},
