@@ -17,7 +17,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from jax_cudnn import cache
 from jax_cudnn.errors import GraphError
@@ -25,6 +25,8 @@ from jax_cudnn.graph import Graph, Target, to_json
 
 _log = logging.getLogger("jax_cudnn")
 
+# The implementations that are always there.
+OWN = ("cudnn", "xla")
 # The version of the file's form.
 SCHEMA = 2
 _SHIPPED = Path(__file__).parent / "data"
@@ -36,22 +38,49 @@ _MOST_KEPT = 20_000
 class Choice:
     """What runs a part of a graph fastest, as measured.
 
+    ``implementation`` is "cudnn", "xla", or the name and version of a contender that
+    was added (contenders/).
     ``plan`` pins the engine and its knobs of the best plan, also where XLA won;
     ``rewritten`` is the digest of the graph that it is for, which is the part in one of
     the ways in which it is rewritten for cuDNN ("": the first of them). Times are
-    medians in microseconds, None where there was no such contender.
+    medians in microseconds, None where there was no such contender;
+    ``contenders_us`` has those of the contenders that were added.
     ``first_ratio`` is the kernel time of the plan that cuDNN's heuristic gives first
     over that of the best plan.
     """
 
     op: str
     operands: str
-    implementation: Literal["cudnn", "xla"]
+    implementation: str
     plan: str = ""
     rewritten: str = ""
     cudnn_us: float | None = None
     first_ratio: float | None = None
     xla_us: float | None = None
+    contenders_us: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def times_us(self) -> dict[str, float]:
+        """The times of all that ran, by the name of the implementation."""
+        own = {"cudnn": self.cudnn_us, "xla": self.xla_us}
+        ran = {name: us for name, us in own.items() if us is not None}
+        return {**ran, **dict(self.contenders_us)}
+
+    @property
+    def fastest(self) -> str:
+        """Who is the fastest; cuDNN and then XLA where others are not faster."""
+        times = self.times_us
+        return min(times, key=lambda name: times[name], default="xla")
+
+    @property
+    def is_contenders(self) -> bool:
+        """Whether neither cuDNN nor XLA was the fastest."""
+        return self.implementation not in OWN
+
+    def without_contenders(self) -> "Choice":
+        """Return the choice between cuDNN and XLA, by the same measurement."""
+        own = dataclasses.replace(self, contenders_us=())
+        return dataclasses.replace(own, implementation=own.fastest)
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -229,13 +258,18 @@ def write(path: Path, choices: Mapping[Key, Choice], made: str) -> None:
 def to_text(choices: Mapping[Key, Choice], made: str) -> str:
     """Return the text of a choices file."""
     lines = [
-        json.dumps(
-            {**dataclasses.asdict(key), **dataclasses.asdict(choice)}, sort_keys=True
-        )
+        json.dumps({**dataclasses.asdict(key), **_entry_of(choice)}, sort_keys=True)
         for key, choice in sorted(choices.items())
     ]
     head = f'{{"schema": {SCHEMA}, "made": {json.dumps(made)}, "choices": [\n'
     return head + ",\n".join(lines) + "\n]}\n"
+
+
+def _entry_of(choice: Choice) -> dict[str, Any]:
+    """Return a choice as plain data; without contenders as before there were any."""
+    entry = dataclasses.asdict(choice)
+    times = dict(entry.pop("contenders_us"))
+    return {**entry, "contenders_us": times} if times else entry
 
 
 def read(path: Path) -> dict[Key, Choice]:
@@ -268,8 +302,9 @@ _NAMES = [field.name for field in dataclasses.fields(Key)]
 
 def _read_entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
     key = Key(**{name: entry.pop(name) for name in _NAMES})
-    choice = Choice(**entry)
-    if choice.implementation not in ("cudnn", "xla"):
+    times = entry.pop("contenders_us", {})
+    choice = Choice(**entry, contenders_us=tuple(sorted(times.items())))
+    if choice.implementation not in (*OWN, *times):
         raise ValueError(f"implementation {choice.implementation!r}")
     names = (key.device, key.graph, choice.op, choice.operands)
     texts = (*names, choice.plan, choice.rewritten)
@@ -277,7 +312,8 @@ def _read_entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
         raise TypeError(f"not all of {texts} are strings")
     if type(key.cudnn) is not int or key.cudnn < 0:
         raise ValueError(f"{key.cudnn!r} is not a version")
-    for time in (choice.cudnn_us, choice.first_ratio, choice.xla_us):
+    own = (choice.cudnn_us, choice.first_ratio, choice.xla_us)
+    for time in (*own, *times.values()):
         if time is not None and type(time) not in (int, float):
             raise TypeError(f"{time!r} is not a time")
     return key, choice

@@ -2,7 +2,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # build_wheel.sh NAME PYTHON: builds the wheel of jax_cudnn that PYTHON makes, into
 # build/wheels/NAME. With EDITABLE=1, the wheel holds the extension and points to the
-# Python sources here. With WERROR=1, a warning of the C++ compiler is an error.
+# Python sources here. With WERROR=1, a warning of the C++ compiler is an error. With
+# CROSS=aarch64, the wheel is for Linux on aarch64, whatever machine this is; it needs
+# g++-aarch64-linux-gnu and Python 3.12 or newer.
 #
 # pip would build in an isolated and ever new place. Here the place (.venv-build-NAME)
 # and the CMake folder (build/NAME) are kept, so unchanged C++ is not compiled again.
@@ -14,6 +16,14 @@ cd "$(dirname "$0")/.."
 name=$1 python=$2
 venv=.venv-build-$name
 wheels=build/wheels/$name
+target=() # for the build alone: what it needs is installed for this machine
+if [ -n "${CROSS:-}" ]; then
+  "$python" -c 'import sys
+if sys.version_info < (3, 12):
+    sys.exit("build_wheel.sh: CROSS needs Python 3.12 or newer, for its stable ABI")'
+  target=("CMAKE_TOOLCHAIN_FILE=$PWD/cmake/$CROSS.cmake"
+    "_PYTHON_HOST_PLATFORM=linux-$CROSS")
+fi
 
 install() { # installs, in $venv, the list of requirements that a Python expression gives
   local listed needs
@@ -36,7 +46,7 @@ rm -rf "$wheels"
 mkdir -p "$wheels"
 log=build/$name.log
 echo "== building for $("$python" --version); the compiler's output is in $log"
-if ! PATH=$PWD/$venv/bin:$PATH "$venv/bin/python" -c "from scikit_build_core import build
+if ! env "PATH=$PWD/$venv/bin:$PATH" "${target[@]}" "$venv/bin/python" -c "from scikit_build_core import build
 build.$hook('$wheels', {
     'build-dir': 'build/$name',
     'cmake.define.JAX_CUDNN_WERROR': '${WERROR:-0}',

@@ -30,6 +30,9 @@ _CHOICES = st.builds(
     cudnn_us=_TIMES,
     first_ratio=_TIMES,
     xla_us=_TIMES,
+    contenders_us=st.dictionaries(st.text(), st.floats(0.01, 1e6), max_size=2).map(
+        lambda times: tuple(sorted(times.items()))
+    ),
 )
 _KEYS = st.builds(Key, st.text(), st.integers(0, 10**6), st.text())
 

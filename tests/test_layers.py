@@ -19,7 +19,7 @@ _DATA = {"errors", "graph"}
 _MEANING = {*_DATA, "reference", "legalize"}
 _MACHINE = {
     *_MEANING,
-    *("native", "offline", "config", "cache", "choices", "lowering"),
+    *("native", "offline", "config", "cache", "choices", "contenders", "lowering"),
 }
 _ALLOWED = {
     "errors": set[str](),
@@ -29,13 +29,14 @@ _ALLOWED = {
     "config": set[str](),
     "cache": {"native"},
     "choices": {"errors", "graph", "cache"},
+    "contenders": {"errors", "graph", "choices"},
     "graph": {"errors"},
     "reference": {"errors", "graph"},
     "legalize": {"errors", "graph", "reference"},
     "native": {"errors", "graph"},
     "doctor": {"errors", "startup", "columns", "native"},
     "offline": {"errors", "graph", "native"},
-    "lowering": {*_MEANING, "native", "offline", "config", "choices"},
+    "lowering": {*_MEANING, "native", "offline", "config", "choices", "contenders"},
     "ops": _MACHINE,
     "kv_cache": {"ops"},
     "f8": {"ops"},

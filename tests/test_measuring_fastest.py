@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn import UnsupportedError, choices, matmul, native
+from jax_cudnn import UnsupportedError, choices, contenders, matmul, native
 from jax_cudnn.choices import Choice
 from jax_cudnn.graph import Graph, from_json, to_json
 from jax_cudnn.legalize import Legalization
@@ -40,6 +40,7 @@ class Gpu:
     wrong: set[int] = field(default_factory=set)
     broken: set[int] = field(default_factory=set)
     xla_us: float = 1000.0
+    ran: list[float] = field(default_factory=lambda: [])
 
     def candidates(
         self, text: str, *, request: str, device: int
@@ -81,7 +82,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     """Measure on a stand-in; a program takes as long as its plan, or XLA."""
     gpu = Gpu()
     device = SimpleNamespace(local_hardware_id=3)
-    ran: list[float] = []
+    ran = gpu.ran
 
     def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         assert step.plan is not None
@@ -244,3 +245,67 @@ def test_measuring_ends_with_its_time(gpu: Gpu) -> None:
     del gpu
     with pytest.raises(OutOfTimeError):
         _measure(deadline=time.monotonic() - 1)
+
+
+# --- contenders -----------------------------------------------------------------------
+
+
+def _compete(
+    monkeypatch: pytest.MonkeyPatch, program: Callable[..., Any], us: float, gpu: Gpu
+) -> None:
+    """Let a program compete, which takes so long."""
+    mine = contenders.Contender(name="mine", version="2", offer=lambda _: None)
+
+    def timed(*operands: jax.Array) -> Any:
+        gpu.ran.append(us)
+        return program(*operands)
+
+    monkeypatch.setattr(contenders, "all_of", lambda _: [(mine, timed)])
+
+
+def _multiplied(x: jax.Array, y: jax.Array) -> list[jax.Array]:
+    return [jnp.matmul(x, y)]
+
+
+@pytest.mark.parametrize(
+    ("us", "winner"), [(9, "mine 2"), (10, "cudnn"), (11, "cudnn")]
+)
+def test_a_contender_wins_where_it_is_faster(
+    us: float, winner: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _compete(monkeypatch, _multiplied, us, gpu)
+    choice = _measure()
+    assert (choice.implementation, choice.plan) == (winner, _pin(10))
+    assert choice.contenders_us == (("mine 2", us),)
+    assert choice.without_contenders().implementation == "cudnn"
+
+
+def test_a_contender_with_wrong_results_is_warned_of(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    _compete(monkeypatch, lambda x, y: [1.2 * jnp.matmul(x, y)], 1, gpu)
+    choice = _measure()
+    assert (choice.implementation, choice.contenders_us) == ("cudnn", ())
+    (record,) = caplog.records
+    assert record.message.startswith("mine 2 for matmul(bf16[1,8,16],")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_warned_of"),
+    [(NotImplementedError("no"), False), (KeyError("a"), True)],
+)
+def test_a_contender_that_fails_is_passed_over(
+    error: Exception,
+    is_warned_of: bool,
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def fail(*_: jax.Array) -> list[jax.Array]:
+        raise error
+
+    _compete(monkeypatch, fail, 1, gpu)
+    assert _measure().implementation == "cudnn"
+    told = [record.message for record in caplog.records]
+    assert bool(told) == is_warned_of
+    assert all("it fails: KeyError: 'a'" in each for each in told)

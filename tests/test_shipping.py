@@ -96,7 +96,9 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Cudnn]:
     choices.table().add(before)
 
 
-def _describe(monkeypatch: pytest.MonkeyPatch, *, cudnn: int = 91900) -> None:
+def _describe(
+    monkeypatch: pytest.MonkeyPatch, *, cudnn: int = 91900, cpu: str = "x86_64"
+) -> None:
     monkeypatch.setattr(
         native,
         "cudnn_version",
@@ -107,6 +109,7 @@ def _describe(monkeypatch: pytest.MonkeyPatch, *, cudnn: int = 91900) -> None:
         "build_info",
         lambda: BuildInfo(
             builder="abc",
+            cpu=cpu,
             frontend_version="1.28.0",
             cudnn_header_version=92700,
             ffi_api_version=(0, 3),
@@ -265,7 +268,7 @@ def test_another_gpu_and_other_versions_are_named(
     cudnn: _Cudnn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = _saved(tmp_path)
-    _describe(monkeypatch, cudnn=92001)
+    _describe(monkeypatch, cudnn=92001, cpu="aarch64")
     other = Target(name="NVIDIA H100", sm_version=90, sm_count=114, cudnn_version=92001)
     monkeypatch.setattr(shipping, "local_target", lambda: (0, other))
     with pytest.raises(LibraryError) as caught:
@@ -275,6 +278,7 @@ def test_another_gpu_and_other_versions_are_named(
         "  - GPU: made for NVIDIA H200, this is NVIDIA H100\n"
         "  - multiprocessors: made for 132, this is 114\n"
         "  - cuDNN: made for 9.19.0, this is 9.20.1\n"
+        "  - CPU: made for x86_64, this is aarch64\n"
         "Save the plans again here."
     )
     assert not cudnn.imported

@@ -35,7 +35,9 @@ nb::dict StateType() {
 
 nb::dict BuildInfo() {
   nb::dict result;
-  result["builder"] = LocalKey().builder;
+  const PlanKey local = LocalKey();
+  result["builder"] = local.builder;
+  result["cpu"] = local.cpu;
   result["frontend_version"] = FrontendVersion();
   result["cudnn_header_version"] = CudnnHeaderVersion();
   result["ffi_api_version"] = nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR);

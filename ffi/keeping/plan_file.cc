@@ -20,6 +20,15 @@
 namespace jax_cudnn {
 namespace {
 
+// The CPU that this extension is compiled for, as uname names it.
+#if defined(__x86_64__)
+constexpr std::string_view kCpu = "x86_64";
+#elif defined(__aarch64__)
+constexpr std::string_view kCpu = "aarch64";
+#else
+#error "plan files name the CPU that they were made on: add this one"
+#endif
+
 // "jaxcudnn" and the version of the form.
 constexpr std::string_view kMagic = "jaxcudnn-plan-1\n";
 
@@ -38,7 +47,7 @@ struct Field {
   int64_t PlanKey::* number = nullptr;
 };
 
-constexpr std::array<Field, 13> kFields = {{
+constexpr std::array<Field, 14> kFields = {{
     {"gpu", &PlanKey::gpu},
     {"sm_version", nullptr, &PlanKey::sm_version},
     {"sm_count", nullptr, &PlanKey::sm_count},
@@ -47,6 +56,7 @@ constexpr std::array<Field, 13> kFields = {{
     {"cublaslt_version", nullptr, &PlanKey::cublaslt_version},
     {"nvrtc_version", nullptr, &PlanKey::nvrtc_version},
     {"driver_version", nullptr, &PlanKey::driver_version},
+    {"cpu", &PlanKey::cpu},
     {"frontend_version", &PlanKey::frontend_version},
     {"builder", &PlanKey::builder},
     {"settings", &PlanKey::settings},
@@ -90,6 +100,7 @@ std::string OrNone(const std::string& text) { return text.empty() ? "none" : tex
 
 PlanKey LocalKey() {
   PlanKey key;
+  key.cpu = kCpu;
   key.builder = JAX_CUDNN_BUILDER;
   for (const char* name : kSettings) {
     // NOLINTNEXTLINE(concurrency-mt-unsafe): read as the frontend reads it
@@ -166,6 +177,7 @@ Status CheckSameMachine(const PlanKey& made, const PlanKey& here) {
           "the CUDA of the driver",
           CudaVersionText(static_cast<int>(made.driver_version)),
           CudaVersionText(static_cast<int>(here.driver_version)));
+  compare(made.cpu == here.cpu, "CPU", made.cpu, here.cpu);
   compare(made.frontend_version == here.frontend_version, "cudnn-frontend",
           made.frontend_version, here.frontend_version);
   compare(made.builder == here.builder, "build of jax_cudnn", made.builder,

@@ -26,6 +26,7 @@ struct PlanKey {
   int64_t cublaslt_version = 0;  // of the library that cuDNN's engines call
   int64_t nvrtc_version = 0;     // of the compiler of cuDNN's engines
   int64_t driver_version = 0;    // the CUDA that the driver serves; 0: not known
+  std::string cpu;               // cuDNN writes host structures as they lie in memory
   std::string frontend_version;
   std::string builder;   // a digest of this extension's sources: they write the graph
   std::string settings;  // environment variables that change what cuDNN plans

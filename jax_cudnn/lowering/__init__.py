@@ -14,7 +14,7 @@ from jax_cudnn.lowering._jax import (
     sharded_as,
     weakly_typed,
 )
-from jax_cudnn.lowering.cuda import run_cudnn, run_xla
+from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.linear import linear_call, run_by_hand
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
@@ -53,6 +53,7 @@ __all__ = [
     "is_tuning",
     "linear_call",
     "run_by_hand",
+    "run_contender",
     "run_cudnn",
     "run_graph",
     "run_xla",

@@ -23,6 +23,7 @@ from jax_cudnn.lowering.members import as_results, merged
 from jax_cudnn.lowering.partitioned import set_lowering
 from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -48,12 +49,47 @@ def _run(
     values = dict(zip(graph.inputs, merged(graph, operands), strict=True))
     for step in steps:
         arguments = [values[name] for name in step.part.inputs]
-        if step.legal is None:
-            results = run_xla(step.part, arguments, options)
-        else:
-            results = run_cudnn(step, arguments)
+        results = run_step(step, arguments, options)
         values |= dict(zip(step.part.outputs, results, strict=True))
     return as_results(graph, operands, [values[name] for name in graph.outputs])
+
+
+def run_step(
+    step: Step, operands: Sequence[jax.Array], options: Options
+) -> Sequence[jax.Array]:
+    """Return the part's results by whoever runs it."""
+    if step.contender:
+        return run_contender(step, operands)
+    if step.legal is None:
+        return run_xla(step.part, operands, options)
+    return run_cudnn(step, operands)
+
+
+def run_contender(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Return the part's results by a contender, which works on logical axes.
+
+    Raises:
+      ValueError: the contender's results have other shapes or dtypes than the part's.
+    """
+    assert step.program is not None, "a step of a contender's has its program"
+    part = step.part
+    logical = map(to_logical, part.input_tensors, operands)
+    with jax.named_scope(f"{step.contender.split()[0]}_{step.op}"):
+        results = list(step.program(*logical))
+    expected = [(t.dims, jax_dtype(t.dtype)) for t in part.output_tensors]
+    found = [(jnp.shape(x), jnp.result_type(x)) for x in results]
+    if found != expected:
+        raise ValueError(
+            f"{step.contender} returns {_types(found)} for {summary(part)}, whose "
+            f"results are {_types(expected)}: {', '.join(part.outputs)}"
+        )
+    stored = map(to_stored, part.output_tensors, results)
+    return _jax.align_varying([*operands, *stored])[len(operands) :]
+
+
+def _types(types: Sequence[tuple[tuple[int, ...], np.dtype]]) -> str:
+    names = (f"{dtype}{list(shape)}" for shape, dtype in types)
+    return ", ".join(names) or "nothing"
 
 
 def run_xla(

@@ -12,9 +12,10 @@ from typing import Any, Literal
 
 import jax
 
-from jax_cudnn import choices
+from jax_cudnn import choices, contenders
 from jax_cudnn.choices import Choice, Trial
 from jax_cudnn.config import MatmulPrecision, Options
+from jax_cudnn.contenders import Program
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import (
     Graph,
@@ -64,7 +65,8 @@ class Step:
     failed. ``plan`` and the ``target`` that it is for are None where no GPU was there
     to plan for: the plan is then made on the machine that runs. ``request`` is what the
     compiled program asks for: a pinned plan (a measured one, or any for a GPU
-    elsewhere), or which are allowed. ``why`` is None where nothing was chosen.
+    elsewhere), or which are allowed. ``why`` is None where nothing was chosen. Where a
+    contender that was added runs it, ``contender`` is its name, with its ``program``.
     """
 
     part: Graph
@@ -75,11 +77,18 @@ class Step:
     why: Why | None = None
     attempts: tuple[Attempt, ...] = ()
     advice: str = ""
+    contender: str = ""
+    program: Program | None = None
 
     @property
     def op(self) -> str:
         """What it computes, in a word: what reports, profilers and errors call it."""
         return operation(self.part)
+
+    @property
+    def runs_on(self) -> str:
+        """Who runs it: "cudnn", "xla", or a contender's name and version."""
+        return self.contender or ("xla" if self.legal is None else "cudnn")
 
     @property
     def reasons(self) -> tuple[str, ...]:
@@ -90,7 +99,7 @@ class Step:
     @property
     def is_missing(self) -> bool:
         """Whether cuDNN was to run it and cannot."""
-        return self.legal is None and any(map(is_anchor, self.part.nodes))
+        return self.runs_on == "xla" and any(map(is_anchor, self.part.nodes))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +159,8 @@ def _decide(
     steps = tuple(decide_part(part, gpu, options, trial) for part in partition(graph))
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
     why = None
-    if all(step.legal is None for step in steps) and options.implementation == "auto":
+    is_xlas = all(step.runs_on == "xla" for step in steps)
+    if is_xlas and options.implementation == "auto":
         missing = [step for step in steps if step.is_missing]
         was_measured = bool(missing) and all(step.why == "tuned" for step in missing)
         why, steps = "tuned" if was_measured else None, ()
@@ -166,6 +176,10 @@ def decide_part(
     measured = None
     if target is not None:
         measured = choices.chosen(part, target, request, trial)
+    if gpu is not None and measured is not None and measured.is_contenders:
+        if (step := _contended(part, measured, gpu, options)) is not None:
+            return step
+        measured = measured.without_contenders()
     if measured is not None and not measured.plan and measured.cudnn_us is None:
         measured = None  # cuDNN had no plan: that is to be said with its reasons
     has_contraction = any(map(is_anchor, part.nodes))
@@ -213,6 +227,21 @@ def decide_part(
             attempts=tuple(attempts),
         )
     return Step(part=part, attempts=tuple(attempts), advice=legalization.advice)
+
+
+def _contended(
+    part: Graph, measured: Choice, gpu: Gpu, options: Options
+) -> Step | None:
+    """Return the step of the contender that was the fastest, if it may run the part."""
+    is_free = options.implementation == "auto" and not options.plan.to_request()
+    if not (is_free and gpu.is_here) or precision_refusal(part, options) is not None:
+        return None
+    title = measured.implementation
+    program = contenders.program_of(title, part)
+    if program is None:
+        _say_stale_once(summary(part), f"{title} was not added (plans.add_contender)")
+        return None
+    return Step(part=part, contender=title, program=program, why="tuned")
 
 
 _ROUNDED = "the sums would be rounded, which the function does not do"

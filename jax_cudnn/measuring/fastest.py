@@ -6,17 +6,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
 
-from jax_cudnn import native
+from jax_cudnn import contenders, native
 from jax_cudnn.choices import Choice, digest_of
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering import run_cudnn, run_xla
+from jax_cudnn.lowering import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device
 from jax_cudnn.measuring.correctness import (
@@ -55,7 +57,8 @@ def measure(
 
     Plans of one graph race by the device's events. The fastest whose results agree with
     the reference, of each way of rewriting the part, then meets XLA's code, each with
-    all its array work, in compiled programs.
+    all its array work, in compiled programs. So do the contenders that were added, if
+    they agree, where the options leave it open who runs the part.
 
     Raises:
       OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
@@ -88,27 +91,70 @@ def measure(
             )
             if time.monotonic() > deadline:
                 raise OutOfTimeError
-            if example is not None and not _agrees(step, example):
+            if not _agrees(step, functools.partial(_run_cudnn, step), example):
                 continue
             if first_ratio is None:
                 first_ratio = race[0][1] / winner_us
             us = _unless_it_fails(
-                lambda step=step: time_it(lambda *xs: run_cudnn(step, xs))
+                lambda step=step: time_it(functools.partial(_run_cudnn, step))
             )
             if us is not None and (best is None or us < best[0]):
                 best = (us, legal, winner.request)
             break
-    is_cudnn = best is not None and (xla_us is None or best[0] <= xla_us)
-    return Choice(
+    choice = Choice(
         op=label(part),
         operands=operand_text(part),
-        implementation="cudnn" if is_cudnn else "xla",
+        implementation="",
         plan=best[2] if best else "",
         rewritten=digest_of(best[1].graph) if best else "",
         cudnn_us=round(best[0], 2) if best else None,
         first_ratio=None if first_ratio is None else round(first_ratio, 3),
         xla_us=None if xla_us is None else round(xla_us, 2),
+        contenders_us=tuple(_contenders_us(part, options, time_it, example)),
     )
+    return replace(choice, implementation=choice.fastest)
+
+
+def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+    return run_cudnn(step, operands)
+
+
+def _contenders_us(
+    part: Graph,
+    options: Options,
+    time_it: Callable[[Callable[..., Any]], float],
+    example: "_Example | None",
+) -> Iterator[tuple[str, float]]:
+    """Yield the contenders that agree with the reference, and their times."""
+    if options.plan.to_request():
+        return  # which is about cuDNN's plans
+    for contender, program in contenders.all_of(part):
+        step = Step(part=part, contender=contender.title, program=program)
+
+        def run(*operands: jax.Array, step: Step = step) -> Sequence[jax.Array]:
+            return run_contender(step, operands)
+
+        with _failures_told(step):
+            us = _unless_it_fails(functools.partial(time_it, run))
+            if us is not None and _agrees(step, run, example):
+                yield contender.title, round(us, 2)
+
+
+@contextmanager
+def _failures_told(step: Step) -> Iterator[None]:
+    """Say what a contender raises, and go on: it is not ours, and does not run."""
+    try:
+        yield
+    except OutOfTimeError:
+        raise
+    except NotImplementedError as error:
+        _log.debug("%s does not run %s: %s", step.contender, label(step.part), error)
+    except Exception as error:
+        _log.warning(
+            "%s is not chosen for %s(%s), where it fails: %s: %s",
+            step.contender, label(step.part), operand_text(step.part),
+            type(error).__name__, error,
+        )  # fmt: skip
 
 
 def _unless_it_fails(run: Callable[[], _T]) -> _T | None:
@@ -133,22 +179,23 @@ def _example(part: Graph, operands: Sequence[jax.Array]) -> _Example:
     return operands, reference_results(part, operands)
 
 
-def _agrees(step: Step, example: _Example) -> bool:
-    """Whether a plan computes what is expected; one that does not is warned of."""
+def _agrees(step: Step, run: Callable[..., Any], example: _Example | None) -> bool:
+    """Whether a step computes what is expected; one that does not is warned of."""
+    if example is None:
+        return True
     operands, expected = example
-    run = jax.jit(lambda *xs: run_cudnn(step, xs))
-    results = _unless_it_fails(lambda: run(*operands))
+    results = _unless_it_fails(lambda: jax.jit(run)(*operands))
     if results is None:
         return False
     part, most = step.part, bound(step.part)
     error = largest_error(comparable(part, results), comparable(part, expected))
     if error <= most:
         return True
-    assert step.plan is not None
+    name = f"cuDNN's plan {step.plan.name}" if step.plan else step.contender
     _log.warning(
-        "cuDNN's plan %s for %s(%s) is not chosen: its results differ from the "
+        "%s for %s(%s) is not chosen: its results differ from the "
         "reference's by %.2g of their norm, where rounding explains %.2g",
-        step.plan.name, label(part), operand_text(part), error, most,
+        name, label(part), operand_text(part), error, most,
     )  # fmt: skip
     return False
 

@@ -22,6 +22,7 @@ class BuildInfo:
     """What the extension was compiled with; ``builder`` is a digest of its sources."""
 
     builder: str
+    cpu: str
     frontend_version: str
     cudnn_header_version: int
     ffi_api_version: tuple[int, int]

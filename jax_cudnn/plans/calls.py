@@ -5,7 +5,7 @@ What `plans.explain` says of a call as well is `CallSummary`.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -33,7 +33,8 @@ class CallSummary:
       op: what it computes.
       shapes: its operands as stored.
       count: how often the program holds it; a loop's body counts once.
-      implementation: "cudnn" or "xla".
+      implementation: "cudnn", "xla", or a contender's name and version
+        (``plans.add_contender``).
       plan: cuDNN's name of the plan; None where cuDNN does not run it, or no GPU is
         here to plan for.
       workspace_bytes: the plan's scratch memory; likewise.
@@ -80,6 +81,8 @@ class Call(CallSummary):
       xla_us: microseconds of XLA's code, where tuned.
       first_ratio: the kernel time of cuDNN's first plan divided by the best plan's,
         where tuned.
+      contenders_us: names and microseconds of the contenders that were added, where
+        tuned.
     """
 
     reasons: tuple[str, ...]
@@ -98,6 +101,7 @@ class Call(CallSummary):
     cudnn_us: float | None = None
     xla_us: float | None = None
     first_ratio: float | None = None
+    contenders_us: tuple[tuple[str, float], ...] = ()
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -157,6 +161,7 @@ class Call(CallSummary):
             **plain,
             **lists,
             "knobs": dict(self.knobs),
+            "contenders_us": dict(self.contenders_us),
             **{
                 name: None if graph is None else json.loads(to_json(graph))
                 for name, graph in graphs.items()
@@ -233,6 +238,7 @@ def _table(calls: Sequence[Call]) -> Iterator[str]:
         "workspace": [_bytes_text(call.workspace_bytes) for call in calls],
         "cuDNN µs": [_us_text(call.cudnn_us) for call in calls],
         "XLA µs": [_us_text(call.xla_us) for call in calls],
+        "others µs": [contenders_text(call.contenders_us) for call in calls],
         "notes": [" ".join(call.notes) or None for call in calls],
     }
     shown = {
@@ -241,6 +247,11 @@ def _table(calls: Sequence[Call]) -> Iterator[str]:
         if name in always or any(cells)
     }
     return table(list(shown), zip(*shown.values(), strict=True))
+
+
+def contenders_text(times: Iterable[tuple[str, float]]) -> str | None:
+    """Return the times of contenders as the cell of a table; None for none."""
+    return ", ".join(f"{name} {us:.1f}" for name, us in times) or None
 
 
 def _bytes_text(count: int | None) -> str | None:

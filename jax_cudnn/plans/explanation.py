@@ -28,6 +28,7 @@ from jax_cudnn.plans.inspection import followed_graphs
 SCHEMA = 1
 
 _AROUND = "elementwise work and sums around the contractions, which XLA fuses"
+_FASTER = "measured to be faster than cuDNN and XLA"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,8 +38,8 @@ class ExplainedCall(CallSummary):
     It has the attributes of ``CallSummary`` and these.
 
     Attributes:
-      implementation: "cudnn" or "xla", or "none" where cuDNN was asked for by name and
-        cannot: the call raises UnsupportedError.
+      implementation: as in ``CallSummary``, or "none" where cuDNN was asked for by
+        name and cannot: the call raises UnsupportedError.
       notes: a sentence each, what is done around the kernel; where XLA runs the part
         by intent, why.
       attempts: the ways of rewriting that failed, in order, before the one that is
@@ -215,6 +216,10 @@ def _remarks(options: Options) -> tuple[str, ...]:
 def _explained(part: Graph, options: Options, count: int, gpu: Gpu) -> ExplainedCall:
     step = decide_part(part, gpu, options)
     remarks = _remarks(options)
+    if step.contender:
+        return _call(
+            part, count, implementation=step.contender, notes=(_FASTER, *remarks)
+        )
     if step.legal is not None and step.plan is not None:
         return _call(
             part,
@@ -315,7 +320,8 @@ def _lines(call: ExplainedCall) -> Iterator[str]:
     if call.implementation == "cudnn":
         yield f"  runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
     elif not call.attempts:
-        yield "  runs in XLA"
+        name = "XLA" if call.implementation == "xla" else call.implementation
+        yield f"  runs in {name}"
     elif call.implementation == "xla":
         yield "  runs in XLA, not in cuDNN"
     else:

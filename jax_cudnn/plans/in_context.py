@@ -21,7 +21,7 @@ Chosen = Mapping[Key, Choice | None]
 
 # A program has to be faster by this share to be taken in place of another.
 _TIE = 0.005
-# Calls change over where cuDNN and XLA, each alone, are no further apart than this.
+# Calls change over where the two fastest, each alone, are no further apart than this.
 _NEAR = 3.0
 _MOST_OPERATIONS = 6
 
@@ -104,7 +104,9 @@ def _by_xla(choice: Choice) -> Choice:
 
 
 def _by_cudnn(choice: Choice) -> Choice:
-    return replace(choice, implementation="cudnn") if choice.plan else choice
+    if choice.plan:
+        return replace(choice, implementation="cudnn")
+    return choice.without_contenders()
 
 
 class _Contest:
@@ -157,19 +159,19 @@ class _Contest:
         groups: dict[str, list[Key]] = {}
         weight: dict[str, float] = {}
         for key, choice in self._found.items():
-            cudnn_us, xla_us = choice.cudnn_us, choice.xla_us
-            if not choice.plan or cudnn_us is None or xla_us is None:
-                continue
-            if max(cudnn_us, xla_us) <= _NEAR * min(cudnn_us, xla_us):
+            times = sorted(choice.times_us.values())
+            if len(times) > 1 and times[1] <= _NEAR * times[0]:
                 groups.setdefault(choice.op, []).append(key)
-                weight[choice.op] = weight.get(choice.op, 0.0) + min(cudnn_us, xla_us)
+                weight[choice.op] = weight.get(choice.op, 0.0) + times[0]
         ordered = sorted(groups, key=lambda op: -weight[op])
         for op in ordered[:_MOST_OPERATIONS]:
             yield op, groups[op]
 
     def _other(self, key: Key, choice: Choice | None) -> Choice:
-        """Return the choice of the other implementation; the winner for none."""
-        if choice is None or not choice.plan:
-            return self._found[key]
-        other = "xla" if choice.implementation == "cudnn" else "cudnn"
-        return replace(choice, implementation=other)
+        """Return the choice of the next fastest implementation; the winner for none."""
+        found = self._found[key]
+        if choice is None:
+            return found
+        times = found.times_us
+        others = (name for name in times if name != choice.implementation)
+        return replace(found, implementation=min(others, key=lambda name: times[name]))

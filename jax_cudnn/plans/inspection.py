@@ -178,7 +178,7 @@ def _call(
         op=step.op,
         shapes=operand_text(step.part),
         count=count,
-        implementation="xla" if legal is None else "cudnn",
+        implementation=step.runs_on,
         reasons=reasons,
         direction=direction,
         why=step.why,
@@ -191,6 +191,7 @@ def _call(
         cudnn_us=only and only.cudnn_us,
         xla_us=only and only.xla_us,
         first_ratio=only and only.first_ratio,
+        contenders_us=only.contenders_us if only else (),
     )
 
 

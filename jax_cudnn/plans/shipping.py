@@ -222,6 +222,7 @@ def _made_for(target: Target) -> dict[str, Any]:
         "multiprocessors": target.sm_count,
         "cuDNN": native.cudnn_version().version_text,
         "cuDNN's CUDA": native.cudnn_version().cuda_major,
+        "CPU": build.cpu,
         "cudnn-frontend": build.frontend_version,
         "build of jax_cudnn": build.builder,
     }

@@ -27,6 +27,7 @@ from jax_cudnn.lowering import TracedGraph, TracedProgram, scoped, traced_progra
 from jax_cudnn.lowering.decision import precision_refusal
 from jax_cudnn.lowering.devices import local_device, local_target
 from jax_cudnn.measuring import NotRunError, OutOfTimeError, Programs, measure
+from jax_cudnn.plans.calls import contenders_text
 from jax_cudnn.plans.in_context import ProgramTimes, settle
 from jax_cudnn.progress import followed, is_shown
 
@@ -51,7 +52,7 @@ class Tuning(Page):
     program: ProgramTimes | str = _NO_PROGRAM
 
     def __str__(self) -> str:
-        names = ("op", "operands", "first / best", "cuDNN", "XLA", "chosen")
+        names = ("op", "operands", "first / best", "cuDNN", "XLA", "others", "chosen")
         rows = [
             (
                 choice.op,
@@ -59,10 +60,13 @@ class Tuning(Page):
                 "-" if choice.first_ratio is None else f"{choice.first_ratio:.2f}",
                 _text(choice.cudnn_us),
                 _text(choice.xla_us),
+                contenders_text(choice.contenders_us) or "-",
                 choice.implementation,
             )
             for choice in self.choices.values()
         ]
+        if not any(choice.contenders_us for choice in self.choices.values()):
+            names, rows = _without_others(names), map(_without_others, rows)
         lines = [f"microseconds a call on {self.device}", *table(names, rows)]
         if self.left_count:
             lines.append(f"not measured, for lack of time: {self.left_count}")
@@ -73,6 +77,10 @@ class Tuning(Page):
         """Write a choices file, for ``plans.load_choices``."""
         said = f"{made}, JAX {jax.__version__}; {self.program}"
         choices.write(Path(path), self.choices, said)
+
+
+def _without_others(cells: tuple[str, ...]) -> tuple[str, ...]:
+    return (*cells[:-2], cells[-1])
 
 
 def _text(microseconds: float | None) -> str:
@@ -251,6 +259,7 @@ class _Tuner:
             self._show(
                 f"{choice.op} {choice.operands}: "
                 f"cuDNN {_text(choice.cudnn_us)} µs, XLA {_text(choice.xla_us)} µs"
+                + "".join(f", {name} {us:.1f} µs" for name, us in choice.contenders_us)
             )
 
     def settle(self, traced: TracedProgram) -> None:

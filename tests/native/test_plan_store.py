@@ -2,6 +2,7 @@
 """Does the plan store return exactly what it was given, or nothing, in every case?"""
 
 import os
+import platform
 import random
 import resource
 import signal
@@ -478,8 +479,8 @@ for changes in cases:
     fields = dict(
         gpu=gpu.name, sm_version=90, sm_count=132, cudnn_version=91900, cuda_major=99,
         cublaslt_version=990102, nvrtc_version=99030, driver_version=0,
-        frontend_version=build.frontend_version, builder=build.builder, settings="",
-        request="", graph="none",
+        cpu=build.cpu, frontend_version=build.frontend_version, builder=build.builder,
+        settings="", request="", graph="none",
     ) | changes
     key = "".join(f"{{k}} {{len(str(v))}}:{{v}}\\n" for k, v in fields.items())
     native.clear_plan_store()
@@ -494,7 +495,7 @@ for changes in cases:
 """
 
 
-def _differences(tmp_path: Path, *cases: dict[str, int]) -> list[str]:
+def _differences(tmp_path: Path, *cases: dict[str, int | str]) -> list[str]:
     """Return what is said to the key of each case, which needs the stand-ins."""
     source = _READ.format(
         folder=str(tmp_path / "plans"), libraries=str(tmp_path), cases=cases
@@ -503,17 +504,23 @@ def _differences(tmp_path: Path, *cases: dict[str, int]) -> list[str]:
 
 
 @pytest.mark.skipif(bool(obstacle()), reason=obstacle())
-def test_a_plan_is_for_the_cublaslt_and_the_nvrtc_of_its_process(
+def test_a_plan_is_for_the_libraries_and_the_cpu_of_its_process(
     tmp_path: Path,
 ) -> None:
     compile_cudnn(tmp_path, 91900)
     compile_companions(tmp_path)
+    other_cpu, cpu = "riscv64", platform.machine()
     assert _differences(
-        tmp_path, {}, {"cublaslt_version": 990200}, {"nvrtc_version": 99040}
+        tmp_path,
+        {},
+        {"cublaslt_version": 990200},
+        {"nvrtc_version": 99040},
+        {"cpu": other_cpu},
     ) == [
         "equal",
         "cuBLASLt: made for 99.2.0, this is 99.1.2",
         "NVRTC: made for 99.4, this is 99.3",
+        f"CPU: made for {other_cpu}, this is {cpu}",
     ]
 
 
@@ -521,7 +528,7 @@ def test_a_plan_is_for_the_cublaslt_and_the_nvrtc_of_its_process(
 def test_a_library_that_does_not_tell_its_version_has_none(tmp_path: Path) -> None:
     compile_cudnn(tmp_path, 91900)
     compile_companions(tmp_path, tell_versions=False)
-    silent = {"cublaslt_version": 0, "nvrtc_version": 0}
+    silent: dict[str, int | str] = {"cublaslt_version": 0, "nvrtc_version": 0}
     assert _differences(tmp_path, silent, {**silent, "nvrtc_version": 99030}) == [
         "equal",
         "NVRTC: made for 99.3, this is an unknown one",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is registering the handlers cheap, and does it leave JAX's backends alone?"""
 
+import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -48,13 +49,15 @@ def test_the_extension_needs_no_library_but_the_system_s() -> None:
         ["ldd", _ffi.__file__], capture_output=True, text=True, check=True
     ).stdout
     names = {line.split()[0].split(".")[0] for line in listed.splitlines()}
-    system = {"linux-vdso", "libm", "libc", "/lib64/ld-linux-x86-64", "libpthread"}
-    assert names <= {*system, "libdl", "librt"}, names
+    loader = {"/lib64/ld-linux-x86-64", "/lib/ld-linux-aarch64"}
+    system = {"linux-vdso", "libm", "libc", "libpthread", "libdl", "librt"}
+    assert names <= {*system, *loader}, names
 
 
 def test_build_info_names_what_was_compiled_in() -> None:
     info = native.build_info()
     assert info.frontend_version == "1.28.0"
+    assert info.cpu == platform.machine()
     assert 90000 < info.cudnn_header_version < 100000
     # The oldest minor version of the FFI that we support; see pyproject.toml.
     assert info.ffi_api_version == (0, 3)

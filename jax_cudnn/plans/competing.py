@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plans.add_contender`: how do other implementations compete in tuning?"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+
+from jax_cudnn import contenders
+from jax_cudnn.graph import Graph
+from jax_cudnn.lowering.decision import forget_decisions
+
+
+def add_contender(
+    name: str,
+    offer: Callable[[Graph], Callable[..., Sequence[jax.Array]] | None],
+    *,
+    version: str = "",
+) -> None:
+    """Let another implementation compete with cuDNN's plans and XLA in tuning.
+
+    ``plans.autotune`` and ``plans.autotuning`` ask ``offer`` for each part of a graph
+    that they measure. If it returns a program, they compare what the program computes
+    with the reference, on drawn operands, and time it. Where it is the fastest, it is
+    the choice: the part then runs by it, forward or backward, and ``plans.inspect``
+    names it. Nothing but a measured choice picks it, and only under
+    ``implementation="auto"`` without ``PlanOptions``, in a process that has added it
+    with the same version. Any other process takes the faster of cuDNN and XLA, as
+    measured beside it.
+
+    Derivatives, batching and sharding are as ever: they happen to graphs, before it is
+    decided who runs a part.
+
+    What is drawn has neither NaN nor infinities, nor rows that see no key. There a
+    contender has to give what the operation's documentation says, or offer nothing.
+
+    Args:
+      name: one word, such as "tokamax". A contender of the same name is replaced.
+      offer: takes a part, as ``Call.part`` of ``plans.inspect`` shows it, and returns
+        its program, or None for a part that it does not run. The program takes the
+        arrays of ``part.inputs``, in that order and with the axes of their ``dims``. It
+        returns those of ``part.outputs`` likewise, in the shapes and dtypes of the
+        part's tensors. A program may raise NotImplementedError when it is traced.
+      version: one word, such as "0.0.17"; default "". What was measured of another
+        version is not used.
+
+    Raises:
+      ValueError: the name or version is not one word, or the name is "cudnn" or "xla".
+      TypeError: ``offer`` cannot be called.
+    """
+    contenders.add(name, offer, version)
+    forget_decisions()
+
+
+def remove_contender(name: str) -> None:
+    """Remove a contender, for functions that are compiled afterwards.
+
+    Args:
+      name: as it was added.
+
+    Raises:
+      LibraryError: there is none of that name.
+    """
+    contenders.remove(name)
+    forget_decisions()
