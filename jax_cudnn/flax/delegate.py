@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen, nnx
 
 from jax_cudnn.config import Implementation
@@ -143,7 +144,7 @@ def _in_words_of_flax(
         mask = own if mask is None else mask & own
     if request.bias is not None:
         own = _rank_of_scores(request.bias, q)
-        wide = jnp.promote_types(own.dtype, jnp.float32)
+        wide = np.promote_types(own.dtype, np.float32)
         bias = own if bias is None else own.astype(wide) + bias.astype(wide)
     is_causal = request.is_causal or given.get("is_causal", False)
     return q, replace(request, mask=mask, bias=bias, is_causal=is_causal, hiding=None)

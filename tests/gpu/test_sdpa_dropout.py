@@ -155,7 +155,14 @@ def test_results_and_gradients_match_float64(name, rate):
         errors = [np.abs(np.asarray(w, np.float64) - z).max() / scale for w in (x, y)]
         # Twice the error of the reference in the same dtype, and half an ulp of bf16:
         # a kernel rounds output, probabilities and dS at other places.
-        assert errors[0] <= 2 * errors[1] + 2.0**-8, (role, errors)
+        most = 2 * errors[1] + 2.0**-8
+        if role == "sinks":
+            # A sum of products with the output, which is made of rounded weights and
+            # rounded twice. These errors add up like random steps: five deviations.
+            share = np.exp(given["sinks"] - truth["residual"])[..., None]
+            terms = share * truth["output"] * np.asarray(pull, np.float64)
+            most = np.max(2.0**-6 * np.sqrt(np.sum(terms**2, (0, 1, 3)))) / scale
+        assert errors[0] <= most, (role, errors)
 
 
 def test_it_repeats_and_examples_have_the_mask_of_their_key():
