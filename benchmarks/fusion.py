@@ -43,7 +43,7 @@ from benchmarks.torch_side import torch
 from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.lowering.devices import local_target
-from jax_cudnn.measuring.stopwatch import compile_over_sets, time_calls
+from jax_cudnn.measuring.stopwatch import call_over_sets, time_calls
 
 # Sets of operands in turn, so that none is still in the cache: 60 MB on an H200.
 _ROTATED_BYTES = 2**27
@@ -257,7 +257,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
 
 
 def _contender(function: Function, sets: Sequence[Arrays]) -> Contender:
-    call = compile_over_sets(function, sets)
+    call = call_over_sets(function, sets)
     return Contender(call=call, wait=jax.block_until_ready)
 
 
@@ -398,10 +398,10 @@ def measured_rates(*, tiny: bool) -> tuple[float, float]:
     """Return this machine's bytes/s of a copy and flop/s of a bf16 matmul."""
     elements, size = (2**16, 64) if tiny else (2**29, 8192)
     x = jnp.ones(elements, jnp.bfloat16)
-    copy = compile_over_sets(lambda x: -x, [[x], [x]])
+    copy = call_over_sets(lambda x: -x, [[x], [x]])
     seconds = time_calls(copy, 2, samples=5).median_us / 1e6
     a, b = _draw(0, (Operand((size, size)),) * 2)
-    product = compile_over_sets(jnp.matmul, [[a, b], [b, a]])
+    product = call_over_sets(jnp.matmul, [[a, b], [b, a]])
     product_seconds = time_calls(product, 2, samples=5).median_us / 1e6
     return 4 * elements / seconds, 2 * size**3 / product_seconds
 

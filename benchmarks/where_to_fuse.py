@@ -32,7 +32,7 @@ from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.measuring import measure as measure_part
 from jax_cudnn.measuring.stopwatch import (
     PlanStopwatch,
-    compile_over_sets,
+    call_over_sets,
     draw_sets,
     time_calls,
 )
@@ -141,7 +141,7 @@ def _best_plan(graph: Graph) -> float:
 def _program(
     function: Callable[..., Sequence[jax.Array]], sets: list[list[jax.Array]]
 ) -> float:
-    return time_calls(compile_over_sets(function, sets), len(sets), samples=7).median_us
+    return time_calls(call_over_sets(function, sets), len(sets), samples=7).median_us
 
 
 def measure() -> list[tuple[str, float]]:

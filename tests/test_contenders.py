@@ -212,9 +212,10 @@ def test_the_whole_program_may_change_over_from_it() -> None:
         def __init__(self) -> None:
             self.compiled: list[Any] = []
 
-        def compile(self, trial: Trial) -> int:
-            self.compiled.append(trial.choices[key])
-            return len(self.compiled) - 1
+        def compile(self, trials: Sequence[Trial]) -> list[Any]:
+            numbers = range(len(self.compiled), len(self.compiled) + len(trials))
+            self.compiled += [trial.choices[key] for trial in trials]
+            return list(numbers)
 
         def times(self, numbers: list[int]) -> list[float]:
             costs = {"mine 1.2": 3.0, "cudnn": 1.0, "xla": 2.0}

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.lowering import primitives, scoped, traced_graphs, traced_program
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.lowering.scope import scope
-from jax_cudnn.measuring import NotRunError, Programs
+from jax_cudnn.measuring import NotRunError, Programs, programs
 from jax_cudnn.plans import tuning
 from jax_cudnn.plans.in_context import Chosen, ProgramTimes, settle
 from tests.planner import H200, made_plan
@@ -51,10 +52,13 @@ class _Made:
         self.cost, self.fails = cost, fails
         self.compiled: list[Chosen] = []
 
-    def compile(self, trial: Trial) -> int:
+    def compile(self, trials: Sequence[Trial]) -> list[int | NotRunError]:
+        return list(map(self._compile, trials))
+
+    def _compile(self, trial: Trial) -> int | NotRunError:
         who = {each and each.implementation for each in trial.choices.values()}
         if self.fails and who == {self.fails}:
-            raise NotRunError(f"{self.fails} does not run")
+            return NotRunError(f"{self.fails} does not run")
         self.compiled.append(trial.choices)
         return len(self.compiled) - 1
 
@@ -97,7 +101,7 @@ def test_it_is_as_fast_as_the_fastest_contender(seed: int) -> None:
     assert least == pytest.approx(times.chosen_us, abs=0.1)
     for each in programs.compiled[:4]:
         assert least <= cost(each) * 1.005 + 1e-9
-    assert len(programs.compiled) <= 4 + len({c.op for c in found.values()})
+    assert len(programs.compiled) <= 5 + len({c.op for c in found.values()})
 
 
 def test_an_operation_changes_over_where_that_helps_its_neighbours() -> None:
@@ -174,10 +178,10 @@ def test_a_program_runs_on_drawn_operands() -> None:
     x = jnp.ones((3, 4), jnp.bfloat16)
     operands = (x, jax.random.key(0, impl="rbg"), jnp.ones(3, int), jnp.ones(3, bool))
     jitted = jax.jit(step, donate_argnums=0, static_argnums=4)
-    programs = Programs(jitted.trace(*operands, 0.5), jax.devices()[0])
-    numbers = [programs.compile(Trial({})) for _ in range(2)]
+    contest = Programs(jitted.trace(*operands, 0.5), jax.devices()[0])
+    numbers: Any = contest.compile([Trial({}), Trial({})])
     assert numbers == [0, 1]
-    times = programs.times([1, 0, 1])
+    times = contest.times([1, 0, 1])
     assert len(times) == 3
     assert min(times) > 0
     assert not x.is_deleted()
@@ -197,12 +201,30 @@ def test_a_trial_is_in_force_while_its_program_is_compiled(
     x = jnp.ones((4, 8))
     with scoped(tuner=lambda *_: None):
         traced = traced_program(lambda x: matmul(x, x.T, activation="relu"), x)
-    programs = Programs(traced.program, jax.devices()[0])
+    contest = Programs(traced.program, jax.devices()[0])
     seen.clear()
     trials = Trial({}), Trial({})
-    for trial in trials:
-        programs.compile(trial)
-    assert seen == [(trial, None) for trial in trials]
+    assert contest.compile(trials) == [0, 1]
+    # Each in a thread of its own, in any order.
+    assert sorted(seen, key=lambda each: trials.index(each[0])) == [
+        (trial, None) for trial in trials
+    ]
+
+
+def test_a_program_without_memory_for_it_is_not_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = jnp.ones((1024, 256))
+    run = Programs(jax.jit(lambda x: x + 1).trace(x), jax.devices()[0])
+    stats = {"bytes_limit": 2**21, "bytes_in_use": 2**20 + 1}
+    gpu: Any = SimpleNamespace(memory_stats=lambda: stats)
+    free_bytes = programs._free_bytes
+    monkeypatch.setattr(programs, "_free_bytes", lambda _: free_bytes(gpu))
+    (found,) = run.compile([Trial({})])
+    assert isinstance(found, NotRunError)
+    assert str(found) == "a run needs 0.0 GiB of memory, and 0.0 GiB are free"
+    stats["bytes_in_use"] = 0
+    assert run.compile([Trial({})]) == [0]
 
 
 def test_what_cannot_be_drawn_is_said() -> None:
@@ -259,7 +281,9 @@ def _tuned(
     monkeypatch.setattr(choices, "remember", kept.append)
     monkeypatch.setattr(tuning, "local_target", lambda: (0, H200))
     monkeypatch.setattr(tuning, "local_device", lambda: jax.devices("cpu")[0])
-    monkeypatch.setattr(tuning, "measure", lambda *_: _choice("matmul"))
+    monkeypatch.setattr(
+        tuning, "measure_each", lambda parts, *_: (_choice("matmul") for _ in parts)
+    )
     found = tuning.autotune(function, *args, progress=False, **options)
     return found, table, kept
 

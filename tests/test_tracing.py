@@ -296,7 +296,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         monkeypatch.setattr(native, name, answer)
     monkeypatch.setattr(tuning, "local_device", lambda: jax.devices("cpu")[0])
     monkeypatch.setattr(shipping, "local_ordinals", lambda: [0])
-    monkeypatch.setattr(tuning, "measure", measure)
+    monkeypatch.setattr(
+        tuning,
+        "measure_each",
+        lambda parts, *_: (measure(part) for part, _ in parts),
+    )
     # Whole programs do run, on the CPU, whose times say nothing: none is faster.
     monkeypatch.setattr(Programs, "times", lambda _, numbers: [1.0] * len(numbers))
     monkeypatch.setattr(choices, "table", lambda: table)

@@ -2,12 +2,13 @@
 """Which of cuDNN's plans, or XLA's code, runs a part of a graph fastest?"""
 
 import functools
+import itertools
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import jax
@@ -29,21 +30,30 @@ from jax_cudnn.measuring.correctness import (
     with_own_results,
 )
 from jax_cudnn.measuring.stopwatch import (
+    OperandSets,
     PlanStopwatch,
     compile_over_sets,
-    draw_sets,
     time_calls,
 )
+from jax_cudnn.measuring.together import Work, in_stages
 
 _log = logging.getLogger("jax_cudnn")
 
 # A first look takes one sample of each plan; those this much slower than the best one
-# are not looked at again.
+# are not looked at again. A first launch that is this much slower is no look.
+_LOOK_US = 500
 _HOPELESS = 1.25
+_NO_LOOK = 3
 _SAMPLES = 7
-_BUILDERS = 8
+# So many parts have their programs and plans compiled at once.
+_TOGETHER = 16
+
+_UNTUNED = {"xla_gpu_autotune_level": 0}
 
 _T = TypeVar("_T")
+_Sets = Sequence[Sequence[jax.Array]]
+# Operands, and what the reference gives for them.
+_Example = tuple[list[jax.Array], list[jax.Array]]
 
 
 class OutOfTimeError(Exception):
@@ -51,7 +61,7 @@ class OutOfTimeError(Exception):
 
 
 def measure(
-    part: Graph, options: Options, target: Target, deadline: float = float("inf")
+    part: Graph, options: Options, target: Target, deadline: float = math.inf
 ) -> Choice:
     """Time everything that may run a part of a graph, and return the fastest.
 
@@ -63,81 +73,270 @@ def measure(
     Raises:
       OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
     """
-    device = local_device()
-    sets = draw_sets(part, device)
+    return next(measure_each([(part, options)], target, deadline))
 
-    def time_it(function: Callable[..., Any]) -> float:
-        if time.monotonic() > deadline:
-            raise OutOfTimeError
-        call = compile_over_sets(function, sets)
-        return time_calls(call, len(sets), samples=_SAMPLES).median_us
 
-    xla_us = _unless_it_fails(lambda: time_it(lambda *xs: run_xla(part, xs, options)))
-    example = _unless_it_fails(lambda: _example(part, sets[0]))
-    first_ratio: float | None = None
-    best: tuple[float, Legal, str] | None = None
-    ordinal = device.local_hardware_id
-    for legal, plans in _contenders(part, options, target, ordinal):
-        changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
-        stopwatch = PlanStopwatch(legal.graph, changed, device)
-        race = list(_race(stopwatch, plans, deadline))
-        for winner, winner_us in sorted(race, key=lambda entry: entry[1]):
-            step = Step(
-                part=part,
-                legal=legal,
-                plan=winner,
-                target=target,
-                request=winner.request,
-            )
-            if time.monotonic() > deadline:
-                raise OutOfTimeError
-            if not _agrees(step, functools.partial(_run_cudnn, step), example):
+def measure_each(
+    parts: Sequence[tuple[Graph, Options]], target: Target, deadline: float = math.inf
+) -> Iterator[Choice]:
+    """Yield what `measure` returns for each of the parts.
+
+    What has to be compiled for a few parts is compiled at once, while none is timed.
+
+    Raises:
+      OutOfTimeError: as `measure`. The choices that were yielded before hold.
+    """
+    for start in range(0, len(parts), _TOGETHER):
+        some = parts[start : start + _TOGETHER]
+        contests = [_Contest(part, options, target, deadline) for part, options in some]
+        yield from in_stages([contest.choice() for contest in contests])
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """A way of rewriting a part, and what builds cuDNN's plans for it."""
+
+    legal: Legal
+    builds: list[Callable[[], native.PlanInfo | None]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Race:
+    """The plans that ran, of one way of rewriting a part: the fastest come first.
+
+    ``first_us`` is the time of the plan that cuDNN names first.
+    """
+
+    entries: list[tuple[Step, float]]
+    first_us: float
+
+
+class _Contest:
+    """What may run a part, all of it timed on the same operands."""
+
+    def __init__(
+        self, part: Graph, options: Options, target: Target, deadline: float
+    ) -> None:
+        self._part, self._options, self._target = part, options, target
+        self._deadline = deadline
+        self._device = local_device()
+        self._operands = OperandSets(part, self._device)
+
+    def choice(self) -> Work[Choice]:
+        """Measure; what is yielded is compiled before the next line."""
+        self._check_time()
+        ways = list(self._ways())
+        builds = [build for way in ways for build in way.builds]
+        xla_over_sets, example_of, _, *plans = yield [
+            lambda: self._compiled_over_sets(self._run_xla),
+            lambda: self._compiled(functools.partial(_example, self._part)),
+            self._operands.compile,
+            *builds,
+        ]
+
+        self._check_time()
+        sets = self._operands.draw()
+        xla_us = self._time(xla_over_sets, sets)
+        races = list(self._races(ways, iter(plans), sets))
+        del sets  # Drawn again below: other parts need the memory meanwhile.
+        winners = [functools.partial(_run_cudnn, race.entries[0][0]) for race in races]
+        of_one = [functools.partial(self._compiled, run) for run in winners]
+        of_sets = [functools.partial(self._compiled_over_sets, run) for run in winners]
+        programs = yield [*of_one, *of_sets]
+
+        self._check_time()
+        sets = self._operands.draw()
+        example: _Example | None = None
+        if example_of is not None:
+            example = _unless_it_fails(lambda: example_of(*sets[0]))
+        compiled = zip(programs[: len(races)], programs[len(races) :], strict=True)
+        best: tuple[float, Step] | None = None
+        first_ratio: float | None = None
+        for race, (on_one, over_sets) in zip(races, compiled, strict=True):
+            step, us = self._agreed(race, on_one, example)
+            if step is None:
                 continue
             if first_ratio is None:
-                first_ratio = race[0][1] / winner_us
-            us = _unless_it_fails(
-                lambda step=step: time_it(functools.partial(_run_cudnn, step))
+                first_ratio = race.first_us / us
+            if step is not race.entries[0][0]:
+                over_sets = self._compiled_over_sets(
+                    functools.partial(_run_cudnn, step)
+                )
+            program_us = self._time(over_sets, sets)
+            if program_us is not None and (best is None or program_us < best[0]):
+                best = program_us, step
+        choice = Choice(
+            op=label(self._part),
+            operands=operand_text(self._part),
+            implementation="",
+            plan=best[1].request if best else "",
+            rewritten=_digest_of(best[1]) if best else "",
+            cudnn_us=round(best[0], 2) if best else None,
+            first_ratio=None if first_ratio is None else round(first_ratio, 3),
+            xla_us=None if xla_us is None else round(xla_us, 2),
+            contenders_us=tuple(self._contenders_us(sets, example)),
+        )
+        return replace(choice, implementation=choice.fastest)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise OutOfTimeError
+
+    def _run_xla(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        return run_xla(self._part, operands, self._options)
+
+    # --- what is compiled -----------------------------------------------------------
+
+    def _ways(self) -> Iterator[_Way]:
+        ordinal = self._device.local_hardware_id
+        request = self._options.plan.to_request()
+        for legal in legalize(self._part, self._target).candidates:
+            text = to_json(legal.graph)
+            try:
+                listed = native.candidates(text, request=request, device=ordinal)
+            except UnsupportedError:
+                continue
+            pins = [each.request for each in listed if not each.refusal]
+            build = functools.partial(_build, text, self._options, ordinal)
+            yield _Way(
+                legal=legal,
+                builds=[functools.partial(build, pin) for pin in pins if pin],
             )
-            if us is not None and (best is None or us < best[0]):
-                best = (us, legal, winner.request)
-            break
-    choice = Choice(
-        op=label(part),
-        operands=operand_text(part),
-        implementation="",
-        plan=best[2] if best else "",
-        rewritten=digest_of(best[1].graph) if best else "",
-        cudnn_us=round(best[0], 2) if best else None,
-        first_ratio=None if first_ratio is None else round(first_ratio, 3),
-        xla_us=None if xla_us is None else round(xla_us, 2),
-        contenders_us=tuple(_contenders_us(part, options, time_it, example)),
-    )
-    return replace(choice, implementation=choice.fastest)
+
+    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Compile what is not timed, and so needs no tuning of XLA's own."""
+        types = self._operands.types[0]
+        is_gpu = self._device.platform == "gpu"
+
+        def compile_it() -> Callable[..., Any]:
+            with jax.default_device(self._device):
+                lowered = jax.jit(function).lower(*types)
+                try:
+                    return lowered.compile(_UNTUNED if is_gpu else None)
+                except jax.errors.JaxRuntimeError:  # XLA's options come and go.
+                    return lowered.compile()
+
+        return _unless_it_fails(compile_it)
+
+    def _compiled_over_sets(
+        self, function: Callable[..., Any]
+    ) -> Callable[..., Any] | None:
+        def compile_it() -> Callable[..., Any]:
+            with jax.default_device(self._device):
+                return compile_over_sets(function, self._operands.types)
+
+        return _unless_it_fails(compile_it)
+
+    # --- what is timed --------------------------------------------------------------
+
+    def _time(self, program: Callable[..., Any] | None, sets: _Sets) -> float | None:
+        """Return a program's microseconds for a set, None if it does not run."""
+        self._check_time()
+        if program is None:
+            return None
+        call = functools.partial(program, sets)
+        return _unless_it_fails(
+            lambda: time_calls(call, len(sets), samples=_SAMPLES).median_us
+        )
+
+    def _races(
+        self,
+        ways: list[_Way],
+        plans: Iterator[native.PlanInfo | None],
+        sets: _Sets,
+    ) -> Iterator[_Race]:
+        for way in ways:
+            built = list(itertools.islice(plans, len(way.builds)))
+            changed = [list(jax.jit(way.legal.before)(operands)) for operands in sets]
+            stopwatch = PlanStopwatch(way.legal.graph, changed, self._device)
+            found = [
+                (self._step(way.legal, plan), us)
+                for plan, us in self._looks(stopwatch, list(filter(None, built)))
+            ]
+            if found:
+                yield _Race(
+                    entries=sorted(found, key=lambda entry: entry[1]),
+                    first_us=found[0][1],
+                )
+
+    def _step(self, legal: Legal, plan: native.PlanInfo) -> Step:
+        return Step(
+            part=self._part,
+            legal=legal,
+            plan=plan,
+            target=self._target,
+            request=plan.request,
+        )
+
+    def _looks(
+        self, stopwatch: PlanStopwatch, plans: list[native.PlanInfo]
+    ) -> Iterator[tuple[native.PlanInfo, float]]:
+        """Time the plans that run, with more samples for those that may be the best.
+
+        The others are told with the time of the first look.
+        """
+        looks: list[tuple[native.PlanInfo, float]] = []
+        best = math.inf
+        for plan in plans:
+            self._check_time()
+            try:
+                look = stopwatch.time(
+                    plan, samples=1, sample_us=_LOOK_US, enough_us=best * _NO_LOOK
+                ).median_us
+            except (RuntimeError, MemoryError) as error:
+                _log.debug("%s does not run: %s", plan.name, error)
+            else:
+                looks.append((plan, look))
+                best = min(best, look)
+        for plan, look in looks:
+            is_hopeless = look > best * _HOPELESS
+            us = (
+                look
+                if is_hopeless
+                else stopwatch.time(plan, samples=_SAMPLES).median_us
+            )
+            yield plan, us
+
+    def _agreed(
+        self, race: _Race, on_one: Callable[..., Any] | None, example: _Example | None
+    ) -> tuple[Step | None, float]:
+        """Return the fastest step that agrees with the reference, and its time.
+
+        ``on_one`` is the program of the fastest of all.
+        """
+        for step, us in race.entries:
+            self._check_time()
+            if step is not race.entries[0][0]:
+                on_one = self._compiled(functools.partial(_run_cudnn, step))
+            if _agrees(step, on_one, example):
+                return step, us
+        return None, math.inf
+
+    def _contenders_us(
+        self, sets: _Sets, example: _Example | None
+    ) -> Iterator[tuple[str, float]]:
+        """Yield the contenders that agree with the reference, and their times."""
+        if self._options.plan.to_request():
+            return  # which is about cuDNN's plans
+        for contender, program in contenders.all_of(self._part):
+            step = Step(part=self._part, contender=contender.title, program=program)
+            run = functools.partial(_run_contender, step)
+            with _failures_told(step):
+                us = self._time(self._compiled_over_sets(run), sets)
+                if us is not None and _agrees(step, self._compiled(run), example):
+                    yield contender.title, round(us, 2)
 
 
 def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
     return run_cudnn(step, operands)
 
 
-def _contenders_us(
-    part: Graph,
-    options: Options,
-    time_it: Callable[[Callable[..., Any]], float],
-    example: "_Example | None",
-) -> Iterator[tuple[str, float]]:
-    """Yield the contenders that agree with the reference, and their times."""
-    if options.plan.to_request():
-        return  # which is about cuDNN's plans
-    for contender, program in contenders.all_of(part):
-        step = Step(part=part, contender=contender.title, program=program)
+def _run_contender(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+    return run_contender(step, operands)
 
-        def run(*operands: jax.Array, step: Step = step) -> Sequence[jax.Array]:
-            return run_contender(step, operands)
 
-        with _failures_told(step):
-            us = _unless_it_fails(functools.partial(time_it, run))
-            if us is not None and _agrees(step, run, example):
-                yield contender.title, round(us, 2)
+def _digest_of(step: Step) -> str:
+    return "" if step.legal is None else digest_of(step.legal.graph)
 
 
 @contextmanager
@@ -170,21 +369,22 @@ def _unless_it_fails(run: Callable[[], _T]) -> _T | None:
         return None
 
 
-_Example = tuple[list[jax.Array], list[jax.Array]]
-
-
-def _example(part: Graph, operands: Sequence[jax.Array]) -> _Example:
+def _example(part: Graph, *operands: jax.Array) -> _Example:
     """Return operands that go together, and what the reference gives for them."""
-    operands = with_own_results(part, operands)
-    return operands, reference_results(part, operands)
+    fitting = with_own_results(part, operands)
+    return fitting, reference_results(part, fitting)
 
 
-def _agrees(step: Step, run: Callable[..., Any], example: _Example | None) -> bool:
+def _agrees(
+    step: Step, program: Callable[..., Any] | None, example: _Example | None
+) -> bool:
     """Whether a step computes what is expected; one that does not is warned of."""
+    if program is None:
+        return False
     if example is None:
         return True
     operands, expected = example
-    results = _unless_it_fails(lambda: jax.jit(run)(*operands))
+    results = _unless_it_fails(lambda: program(*operands))
     if results is None:
         return False
     part, most = step.part, bound(step.part)
@@ -200,25 +400,6 @@ def _agrees(step: Step, run: Callable[..., Any], example: _Example | None) -> bo
     return False
 
 
-def _contenders(
-    part: Graph, options: Options, target: Target, ordinal: int
-) -> Iterator[tuple[Legal, list[native.PlanInfo]]]:
-    """Yield each way of rewriting the part, with the plans that build for it."""
-    with ThreadPoolExecutor(_BUILDERS) as pool:
-        for legal in legalize(part, target).candidates:
-            json = to_json(legal.graph)
-            try:
-                listed = native.candidates(
-                    json, request=options.plan.to_request(), device=ordinal
-                )
-            except UnsupportedError:
-                continue
-            pins = [each.request for each in listed if not each.refusal]
-            build = functools.partial(_build, json, options, ordinal)
-            built = pool.map(build, filter(None, pins))
-            yield legal, [plan for plan in built if plan is not None]
-
-
 def _build(
     json: str, options: Options, ordinal: int, request: str
 ) -> native.PlanInfo | None:
@@ -228,27 +409,3 @@ def _build(
         return None
     limit = options.plan.workspace_limit_bytes
     return plan if limit is None or plan.workspace_bytes <= limit else None
-
-
-def _race(
-    stopwatch: PlanStopwatch, plans: list[native.PlanInfo], deadline: float
-) -> Iterator[tuple[native.PlanInfo, float]]:
-    """Time the plans that run, with more samples for those that may be the best.
-
-    The others are told with the time of the first look.
-    """
-    looks: list[tuple[native.PlanInfo, float]] = []
-    for plan in plans:
-        if time.monotonic() > deadline:
-            raise OutOfTimeError
-        try:
-            look = stopwatch.time(plan, samples=1, sample_us=500).median_us
-        except (RuntimeError, MemoryError) as error:
-            _log.debug("%s does not run: %s", plan.name, error)
-        else:
-            looks.append((plan, look))
-    longest = min((look for _, look in looks), default=0.0) * _HOPELESS
-    for plan, look in looks:
-        is_hopeless = look > longest
-        us = look if is_hopeless else stopwatch.time(plan, samples=_SAMPLES).median_us
-        yield plan, us

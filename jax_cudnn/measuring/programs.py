@@ -5,6 +5,7 @@ The program is a traced one. Each contender is compiled anew and runs on the sam
 operands, which are drawn; nothing of the caller's is read, run or donated.
 """
 
+import functools
 import logging
 import math
 import statistics
@@ -15,10 +16,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.stages import Traced
 
 from jax_cudnn.choices import Trial
 from jax_cudnn.lowering import constants_as_operands, is_array_aval, scoped
+from jax_cudnn.measuring.together import together
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -46,25 +49,49 @@ class Programs:
             self._operands = [_drawn(aval, i) for i, aval in enumerate(avals)]
             jax.block_until_ready(self._operands)
 
-    def compile(self, trial: Trial) -> int:
-        """Compile the program with choices; return its number.
+    def compile(self, trials: Sequence[Trial]) -> "list[int | NotRunError]":
+        """Compile the program with each set of choices, all of them at once.
 
-        Raises:
-          NotRunError: it does not compile, or does not run.
+        Returns the numbers of the programs, or why one does not compile or run.
         """
+        tasks = [functools.partial(self._compiled, trial) for trial in trials]
+        return [self._number(each) for each in together(tasks)]
+
+    def _compiled(self, trial: Trial) -> "jax.stages.Compiled | NotRunError":
         function, operands = self._function, self._operands
 
         def program(*operands: jax.Array) -> list[jax.Array]:
             return function(*operands)
 
-        with (
-            scoped(tuner=None, trial=trial),
-            jax.default_device(self._device),
-            _out_of_memory_is("a run"),
-        ):
-            compiled = jax.jit(program).lower(*operands).compile()
-            jax.block_until_ready(compiled(*operands))
-        self._calls.append(lambda: compiled(*operands))
+        try:
+            with (
+                scoped(tuner=None, trial=trial),
+                jax.default_device(self._device),
+                _out_of_memory_is("a compilation"),
+            ):
+                return jax.jit(program).lower(*operands).compile()
+        except NotRunError as error:
+            return error
+
+    def _number(
+        self, program: "jax.stages.Compiled | NotRunError"
+    ) -> "int | NotRunError":
+        if isinstance(program, NotRunError):
+            return program
+        operands = self._operands
+        try:
+            # XLA would wait for memory, ten seconds long.
+            needed, free = _needed_bytes(program), _free_bytes(self._device)
+            if needed > free:
+                raise NotRunError(
+                    f"a run needs {needed / 2**30:.1f} GiB of memory, and "
+                    f"{free / 2**30:.1f} GiB are free"
+                )
+            with _out_of_memory_is("a run"):
+                jax.block_until_ready(program(*operands))
+        except NotRunError as error:
+            return error
+        self._calls.append(lambda: program(*operands))
         return len(self._calls) - 1
 
     def times(self, numbers: Sequence[int]) -> list[float]:
@@ -79,6 +106,21 @@ class Programs:
             for i in (*range(turn % len(calls), len(calls)), *range(turn % len(calls))):
                 samples[i].append(_run(calls[i], counts[i]))
         return [statistics.median(each) for each in samples]
+
+
+def _needed_bytes(program: jax.stages.Compiled) -> int:
+    """Return the bytes that a program allocates: its results and what is between."""
+    memory: Any = program.memory_analysis()
+    if memory is None:  # The backend does not say.
+        return 0
+    return memory.output_size_in_bytes + memory.temp_size_in_bytes
+
+
+def _free_bytes(device: Any) -> float:
+    stats = device.memory_stats()  # None on a CPU.
+    if not stats or "bytes_limit" not in stats:
+        return math.inf
+    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def _run(call: Callable[[], Any], count: int) -> float:
@@ -108,5 +150,11 @@ def _drawn(aval: Any, seed: int) -> jax.Array:
         raise NotRunError(f"it takes {aval}, which is no array")
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return jnp.zeros(aval.shape, aval.dtype)
-    key = jax.random.key(seed)
-    return jax.random.uniform(key, aval.shape, jnp.float32).astype(aval.dtype)
+    return _uniform(np.uint32(seed), aval.shape, aval.dtype)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _uniform(seed: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
+    # One program for each shape, fast to compile.
+    key = jax.random.key(seed, impl="rbg")
+    return jax.random.uniform(key, shape, jnp.float32).astype(dtype)

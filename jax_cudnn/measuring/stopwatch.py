@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times cuDNN plans and XLA's code for a part of a graph, on random operands."""
 
+import functools
 import math
 import statistics
 import time
@@ -24,6 +25,8 @@ from jax_cudnn.reference.dtypes import jax_dtype
 _ROTATED_BYTES = 2**28
 _MOST_SETS = 8
 _SAMPLE_US = 3000.0
+# XLA compiles a program for each size that it makes: so there are few.
+_WORKSPACE_STEP = 2**26
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +47,7 @@ class Measurement:
         )
 
 
-def draw(
-    tensor: Tensor,
-    seed: int,
-    device: Any,
-    *,
-    role: Role | None = None,
-    along: int = 0,
-) -> jax.Array:
+def _drawn(tensor: Tensor, key: jax.Array, role: Role | None, along: int) -> jax.Array:
     """Return a random array for a tensor, of what its role may hold.
 
     Counts reach to the end of their axis. Where a row has several, each has an equal
@@ -59,48 +55,80 @@ def draw(
     for.
     """
     dtype = jax_dtype(tensor.dtype)
-    with jax.default_device(device):
-        key = jax.random.key(seed)
-        shape = tensor.stored_shape
-        parts = max(math.prod(shape[1:]), 1)
-        if role is not None and role.counts:
-            # One alone is cut to the axis.
-            return jnp.full(shape, along // parts if parts > 1 else 2**30, dtype)
-        if role is not None and role.starts_along:
-            starts = jnp.arange(parts, dtype=dtype) * (along // parts)
-            return jnp.broadcast_to(jnp.reshape(starts, (1, *shape[1:])), shape)
-        if role is not None and role.indexes:
-            return jax.random.randint(key, shape, 0, max(along, 1), dtype)
-        if jnp.issubdtype(dtype, jnp.integer):
-            return jax.random.randint(key, shape, -4, 5, jnp.int32).astype(dtype)
-        if dtype == np.bool_:
-            return jax.random.bernoulli(key, 0.9, shape)
-        if role is not None and role.is_positive:
-            return jax.random.uniform(key, shape, jnp.float32, 0.5, 2.0).astype(dtype)
-        return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+    shape = tensor.stored_shape
+    parts = max(math.prod(shape[1:]), 1)
+    if role is not None and role.counts:
+        # One alone is cut to the axis.
+        return jnp.full(shape, along // parts if parts > 1 else 2**30, dtype)
+    if role is not None and role.starts_along:
+        starts = jnp.arange(parts, dtype=dtype) * (along // parts)
+        return jnp.broadcast_to(jnp.reshape(starts, (1, *shape[1:])), shape)
+    if role is not None and role.indexes:
+        return jax.random.randint(key, shape, 0, max(along, 1), dtype)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return jax.random.randint(key, shape, -4, 5, jnp.int32).astype(dtype)
+    if dtype == np.bool_:
+        return jax.random.bernoulli(key, 0.9, shape)
+    if role is not None and role.is_positive:
+        return jax.random.uniform(key, shape, jnp.float32, 0.5, 2.0).astype(dtype)
+    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+
+
+class OperandSets:
+    """Sets of random operands of a graph, too large together for the cache.
+
+    ``types`` are the shapes and dtypes of each set. `compile` may run beforehand and in
+    another thread; each `draw` gives the same numbers.
+    """
+
+    def __init__(self, graph: Graph, device: Any) -> None:
+        """Look at the graph; nothing is drawn."""
+        self._graph = graph
+        self._device = device
+        tensors = (*graph.input_tensors, *graph.output_tensors)
+        size = sum(_bytes(tensor) for tensor in tensors)
+        count = min(_MOST_SETS, max(2, math.ceil(_ROTATED_BYTES / max(size, 1))))
+        types = [
+            jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
+            for t in graph.input_tensors
+        ]
+        self.types = [types] * count
+        self._compiled: Callable[[np.uint32], list[jax.Array]] | None = None
+
+    def compile(self) -> None:
+        """Compile what draws a set."""
+        with jax.default_device(self._device):
+            self._compiled = jax.jit(self._set).lower(np.uint32(0)).compile()
+
+    def draw(self) -> list[list[jax.Array]]:
+        """Return the sets."""
+        if self._compiled is None:
+            self.compile()
+        assert self._compiled is not None
+        return [self._compiled(np.uint32(i)) for i in range(len(self.types))]
+
+    def _set(self, number: jax.Array) -> list[jax.Array]:
+        # Fast to compile, and on a GPU fast to run.
+        key = jax.random.key(number, impl="rbg")
+        roles: dict[str, Role] = {}
+        along: dict[str, int] = {}
+        for node in self._graph.nodes:
+            row = kind_named(node.kind).row
+            roles_of_node = roles_in(self._graph, node)
+            sizes = check_tensors(row, roles_of_node, node.attributes)
+            for name_of_role, name in node.inputs:
+                role = roles[name] = row.roles[name_of_role]
+                letters = role.counts or role.starts_along or role.indexes or ""
+                along[name] = math.prod(sizes[letter] for letter in letters)
+        return [
+            _drawn(t, jax.random.fold_in(key, j), roles.get(t.name), along[t.name])
+            for j, t in enumerate(self._graph.input_tensors)
+        ]
 
 
 def draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
     """Return several sets of random operands, too large together for the cache."""
-    tensors = (*graph.input_tensors, *graph.output_tensors)
-    size = sum(_bytes(tensor) for tensor in tensors)
-    count = min(_MOST_SETS, max(2, math.ceil(_ROTATED_BYTES / max(size, 1))))
-    roles: dict[str, Role] = {}
-    along: dict[str, int] = {}
-    for node in graph.nodes:
-        row = kind_named(node.kind).row
-        sizes = check_tensors(row, roles_in(graph, node), node.attributes)
-        for name_of_role, name in node.inputs:
-            role = roles[name] = row.roles[name_of_role]
-            letters = role.counts or role.starts_along or role.indexes or ""
-            along[name] = math.prod(sizes[letter] for letter in letters)
-    return [
-        [
-            draw(t, 100 * i + j, device, role=roles.get(t.name), along=along[t.name])
-            for j, t in enumerate(graph.input_tensors)
-        ]
-        for i in range(count)
-    ]
+    return OperandSets(graph, device).draw()
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -127,23 +155,32 @@ class PlanStopwatch:
         # Kept alive as long as their addresses are in use.
         self._memory: list[Any] = [*sets, *results]
         jax.block_until_ready(self._memory)
+        self._workspace: jax.Array | None = None
         self._buffers = [
             native.LaunchBuffers(operands=_addresses(xs), results=_addresses(ys))
             for xs, ys in zip(sets, results, strict=True)
         ]
 
     def time(
-        self, plan: native.PlanInfo, *, samples: int, sample_us: float = _SAMPLE_US
+        self,
+        plan: native.PlanInfo,
+        *,
+        samples: int,
+        sample_us: float = _SAMPLE_US,
+        enough_us: float = math.inf,
     ) -> Measurement:
-        """Time one plan of the graph, by the device's events."""
-        with jax.default_device(self._device):
-            workspace = jnp.zeros(max(plan.workspace_bytes, 1), jnp.uint8)
-        workspace.block_until_ready()
+        """Time one plan of the graph, by the device's events.
 
-        def run(launches: int, samples: int) -> tuple[float, ...]:
+        One launch is all for a plan that takes longer than ``enough_us``.
+        """
+        workspace = self._workspace_of(plan.workspace_bytes)
+
+        def run(
+            launches: int, samples: int, buffers: list[native.LaunchBuffers]
+        ) -> tuple[float, ...]:
             return native.time_plan(
                 self._json,
-                self._buffers,
+                buffers,
                 workspace=workspace.unsafe_buffer_pointer(),
                 request=plan.request,
                 device=self._device.local_hardware_id,
@@ -151,9 +188,21 @@ class PlanStopwatch:
                 samples=samples,
             )
 
-        (once,) = run(len(self._buffers), 1)
+        (once,) = run(1, 1, self._buffers[:1])
+        if once > enough_us:
+            return Measurement.of([once])
         launches = max(len(self._buffers), math.ceil(sample_us / max(once, 0.1)))
-        return Measurement.of(run(launches, samples))
+        return Measurement.of(run(launches, samples, self._buffers))
+
+    def _workspace_of(self, size: int) -> jax.Array:
+        """Return memory of that size or more, which plans take in turns."""
+        if self._workspace is None or self._workspace.size < size:
+            self._workspace = None  # Not both at a time.
+            step = min(1 << max(size - 1, 0).bit_length(), _WORKSPACE_STEP)
+            with jax.default_device(self._device):
+                rounded = max(math.ceil(size / step) * step, 1)
+                self._workspace = jnp.zeros(rounded, jnp.uint8).block_until_ready()
+        return self._workspace
 
 
 def _addresses(arrays: Sequence[jax.Array]) -> tuple[int, ...]:
@@ -161,15 +210,24 @@ def _addresses(arrays: Sequence[jax.Array]) -> tuple[int, ...]:
 
 
 def compile_over_sets(
-    function: Callable[..., Any], sets: Sequence[Sequence[jax.Array]]
-) -> Callable[[], Any]:
-    """Return a call that runs the function on every set, as one compiled program."""
+    function: Callable[..., Any], types: Sequence[Sequence[Any]]
+) -> Callable[[Sequence[Sequence[jax.Array]]], Any]:
+    """Return one compiled program that runs the function on every set that it takes.
+
+    The ``types`` are arrays, or shapes and dtypes.
+    """
 
     def over_sets(sets: Sequence[Sequence[jax.Array]]) -> list[Any]:
         return [function(*operands) for operands in sets]
 
-    compiled = jax.jit(over_sets).lower(sets).compile()
-    return lambda: compiled(sets)
+    return jax.jit(over_sets).lower(types).compile()
+
+
+def call_over_sets(
+    function: Callable[..., Any], sets: Sequence[Sequence[jax.Array]]
+) -> Callable[[], Any]:
+    """Return a call that runs the function on every set, as one compiled program."""
+    return functools.partial(compile_over_sets(function, sets), sets)
 
 
 def time_calls(

@@ -5,11 +5,13 @@ The winners of single kernels need not win together. XLA computes the operands o
 within its own code for it, and not within cuDNN's; what a norm gains may be lost on the
 arrays that have to be written for it. So the program itself is timed: untuned, by XLA
 alone, by cuDNN alone, and with the kernels' winners. From the fastest of these, the
-calls of one operation after another change over, and stay where that is faster.
+calls of each operation change over. All that gain do so together, if that gains more.
+
+Compiling a program takes longer than running it, so programs are compiled together.
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -27,7 +29,7 @@ _MOST_OPERATIONS = 6
 
 
 class _Programs(Protocol):
-    def compile(self, trial: Trial) -> int: ...
+    def compile(self, trials: Sequence[Trial]) -> list[int | NotRunError]: ...
     def times(self, numbers: list[int]) -> list[float]: ...
 
 
@@ -79,17 +81,19 @@ def settle(
         "xla": {key: _by_xla(choice) for key, choice in found.items()},
         "cudnn": {key: _by_cudnn(choice) for key, choice in found.items()},
     }
-    numbers: dict[str, int] = {}
-    entered: list[Chosen] = []
+    entered: dict[str, Chosen] = {}
     for name, chosen in named.items():
-        if chosen in entered or (entered and time.monotonic() > deadline):
-            continue
-        entered.append(chosen)
-        try:
-            numbers[name] = contest.enter(chosen)
-        except NotRunError:
-            if name == "kernels":
-                raise
+        if chosen not in entered.values():
+            entered[name] = chosen
+    if time.monotonic() > deadline:
+        entered = {"kernels": entered["kernels"]}
+    numbers: dict[str, int] = {}
+    compiled = contest.enter([*entered.values()])
+    for name, number in zip(entered, compiled, strict=True):
+        if isinstance(number, int):
+            numbers[name] = number
+        elif name == "kernels":
+            raise number
     times = dict(zip(numbers, contest.times(list(numbers.values())), strict=True))
     best = min(times, key=lambda name: times[name])
     if times["kernels"] <= times[best] * (1 + _TIE):
@@ -123,36 +127,55 @@ class _Contest:
         self._say = say
         self._chosen: dict[int, Chosen] = {}
 
-    def enter(self, chosen: Chosen) -> int:
-        """Compile the program with these choices; return its number."""
-        number = self._programs.compile(Trial(dict(chosen)))
-        self._chosen[number] = chosen
-        return number
+    def enter(self, entries: Sequence[Chosen]) -> list[int | NotRunError]:
+        """Compile the program with each of these; return its numbers, or why not."""
+        numbers = self._programs.compile([Trial(dict(chosen)) for chosen in entries])
+        for number, chosen in zip(numbers, entries, strict=True):
+            if isinstance(number, int):
+                self._chosen[number] = chosen
+        return numbers
 
     def times(self, numbers: list[int]) -> list[float]:
         """Time programs, in turns."""
         return self._programs.times(numbers)
 
     def improved(self, best: int, us: float, deadline: float) -> tuple[Chosen, float]:
-        """Change operations over, one after another, where that is faster."""
-        for op, keys in self._operations():
-            if time.monotonic() > deadline:
-                break
-            old = self._chosen[best]
-            new = {**old, **{key: self._other(key, old[key]) for key in keys}}
-            try:
-                rival = self.enter(new)
-            except NotRunError:
-                continue
-            before_us, after_us = self.times([best, rival])
-            is_faster = after_us < before_us * (1 - _TIE)
-            self._say(
-                f"the whole program with {op} changed over: {after_us:.1f} µs, else "
-                f"{before_us:.1f}"
-            )
-            if is_faster:
-                best, us = rival, us * after_us / before_us
+        """Change operations over: the one that gains most, or all that gain."""
+        old = self._chosen[best]
+        if time.monotonic() > deadline:
+            return old, us
+        changes = {
+            op: {key: self._other(key, old[key]) for key in keys}
+            for op, keys in self._operations()
+        }
+        rivals = self.enter([{**old, **change} for change in changes.values()])
+        gains: dict[str, float] = {}
+        winners: dict[str, int] = {}
+        for op, rival in zip(changes, rivals, strict=True):
+            if isinstance(rival, int) and time.monotonic() <= deadline:
+                gain = self._gain(best, rival, f"{op} changed over")
+                if gain > _TIE:
+                    gains[op], winners[op] = gain, rival
+        if not gains:
+            return old, us
+        first = max(gains, key=lambda op: gains[op])
+        best, us = winners[first], us * (1 - gains[first])
+        if len(gains) > 1 and time.monotonic() <= deadline:
+            every = {key: each for op in gains for key, each in changes[op].items()}
+            (rival,) = self.enter([{**old, **every}])
+            if isinstance(rival, int):
+                gain = self._gain(best, rival, f"{', '.join(gains)} changed over")
+                if gain > 0:
+                    best, us = rival, us * (1 - gain)
         return self._chosen[best], us
+
+    def _gain(self, best: int, rival: int, what: str) -> float:
+        """Return the share of the best program's time that a rival saves."""
+        before_us, after_us = self.times([best, rival])
+        self._say(
+            f"the whole program with {what}: {after_us:.1f} µs, else {before_us:.1f}"
+        )
+        return 1 - after_us / before_us
 
     def _operations(self) -> Iterator[tuple[str, list[Key]]]:
         """Yield operations that may change over, those that take longest first."""

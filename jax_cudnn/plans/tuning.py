@@ -8,7 +8,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from jax_cudnn.graph import Graph, is_anchor, kind_named, label, operand_text
 from jax_cudnn.lowering import TracedGraph, TracedProgram, scoped, traced_program
 from jax_cudnn.lowering.decision import precision_refusal
 from jax_cudnn.lowering.devices import local_device, local_target
-from jax_cudnn.measuring import NotRunError, OutOfTimeError, Programs, measure
+from jax_cudnn.measuring import NotRunError, OutOfTimeError, Programs, measure_each
 from jax_cudnn.plans.calls import contenders_text
 from jax_cudnn.plans.in_context import ProgramTimes, settle
 from jax_cudnn.progress import followed, is_shown
@@ -108,8 +108,8 @@ def autotune(
 
     At the end, the whole program is compiled and timed with these choices, without
     them, and with XLA and cuDNN alone, since XLA also fuses what is around a call. From
-    the fastest of these, the calls of one operation after another change over where
-    that is faster. So the program is not slower than untuned or with XLA alone. It runs
+    the fastest of these, the calls of each operation change over where that is faster.
+    So the program is not slower than untuned or with XLA alone. It runs
     on drawn operands (floats from 0 to 1, else 0), none of them donated: this takes
     memory for a second set of its operands. Where that is not there, and where a
     program is divided among several devices, the kernels' choices stay, and the
@@ -127,7 +127,8 @@ def autotune(
       progress: whether to show progress on stderr, where that is a terminal. Default
         True. ``JAX_CUDNN_PROGRESS=off`` turns it off everywhere.
       whole_program: whether to time the whole program at the end. Default True. It is
-        compiled four times, and once more for each operation that may change over.
+        compiled four times at once, then once for each operation that may change over,
+        all at once, and a last time with those that gain.
       **kwargs: as ``*args``.
 
     Returns:
@@ -242,9 +243,11 @@ class _Tuner:
             if key not in self._seen and not is_known:
                 new.setdefault(key, options)
         self._seen.update(new)
-        for i, ((part, allowed), options) in enumerate(self._followed(new)):
+        asked = [(part, options) for (part, _), options in new.items()]
+        measured = measure_each(asked, self._target, self._deadline)
+        for i, (part, allowed) in enumerate(self._followed(new)):
             try:
-                choice = measure(part, options, self._target, self._deadline)
+                choice = next(measured)
             except OutOfTimeError:
                 left = len(new) - i
                 self.tuning.left_count += left
@@ -295,14 +298,14 @@ class _Tuner:
         """Keep what was found for other processes."""
         choices.remember(self.tuning.choices)
 
-    def _followed(self, new: dict[_New, Options]) -> Iterable[tuple[_New, Options]]:
+    def _followed(self, new: Collection[_New]) -> Iterable[_New]:
         if not self._progress:
-            return new.items()
+            return new
         return followed(
-            new.items(),
+            new,
             "Tuning",
             count=len(new),
-            name=lambda each: f"{label(each[0][0])}({operand_text(each[0][0])})",
+            name=lambda each: f"{label(each[0])}({operand_text(each[0])})",
         )
 
     def _show(self, line: str) -> None:

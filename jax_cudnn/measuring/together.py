@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compiled on all cores at once, while nothing is timed?
+
+XLA and cuDNN compile outside of Python's lock, and the GPU is timed by one thread.
+"""
+
+import os
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import jax
+
+_T = TypeVar("_T")
+Task = Callable[[], Any]
+# Yields what is to be compiled before it goes on, and is sent what that gave.
+Work = Generator[list[Task], list[Any], _T]
+
+# More than that many programs at a time would need much of the host's memory.
+_MOST_THREADS = 16
+
+
+def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
+    """Return what the tasks return, which run at the same time."""
+    is_double = jax.config.read("jax_enable_x64")
+
+    def run(task: Callable[[], _T]) -> _T:
+        with jax.enable_x64(is_double):  # which holds for a thread
+            return task()
+
+    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+        try:
+            return list(pool.map(run, tasks))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+def in_stages(works: Sequence[Work[_T]]) -> Iterator[_T]:
+    """Yield what the works return, in their order.
+
+    Their tasks run together; between these, one work after another goes on.
+    """
+    asked = {i: next(work) for i, work in enumerate(works)}
+    returned: dict[int, _T] = {}
+    yielded = 0
+    while asked:
+        found = iter(together([task for tasks in asked.values() for task in tasks]))
+        answers = {i: [next(found) for _ in tasks] for i, tasks in asked.items()}
+        asked = {}
+        for i, answer in answers.items():
+            try:
+                asked[i] = works[i].send(answer)
+            except StopIteration as end:
+                returned[i] = end.value
+            while yielded in returned:
+                yield returned.pop(yielded)
+                yielded += 1

@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does what is compiled run at once, and what is timed one after another?"""
+
+import functools
+import threading
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_cudnn.measuring.together import in_stages, together
+
+pytestmark = pytest.mark.once
+
+
+@pytest.fixture(autouse=True)
+def _cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 3)
+
+
+def test_tasks_meet_one_another() -> None:
+    meeting = threading.Barrier(3, timeout=30)
+
+    def meet(number: int) -> int:
+        meeting.wait()
+        return number
+
+    assert together([lambda i=i: meet(i) for i in range(3)]) == [0, 1, 2]
+    assert together([]) == []
+
+
+def test_double_precision_holds_in_the_threads() -> None:
+    def dtype() -> Any:
+        return jnp.ones(3).dtype
+
+    with jax.enable_x64(True):
+        assert together([dtype]) == [jnp.float64]
+    assert together([dtype]) == [jnp.float32]
+
+
+def test_what_a_task_raises_is_raised() -> None:
+    def fail() -> None:
+        raise KeyError("a")
+
+    with pytest.raises(KeyError, match="a"):
+        together([fail, lambda: None])
+
+
+def _work(
+    name: str, stages: int, told: list[str], fails: bool = False
+) -> Generator[list[Any], list[Any], str]:
+    for stage in range(stages):
+        found = yield [functools.partial(tuple, (name, stage)), threading.get_ident]
+        assert found[0] == (name, stage)
+        told.append(f"{name}{stage}")
+    if fails:
+        raise TimeoutError
+    return name
+
+
+def test_works_go_on_one_after_another_and_return_in_order() -> None:
+    told: list[str] = []
+    works = [_work(name, stages, told) for name, stages in (("a", 3), ("b", 1))]
+    assert list(in_stages([*works, _work("c", 2, told)])) == ["a", "b", "c"]
+    assert told == ["a0", "b0", "c0", "a1", "c1", "a2"]
+
+
+def test_what_was_returned_before_a_failure_is_there() -> None:
+    told: list[str] = []
+    found = in_stages([_work("a", 1, told), _work("b", 1, told, fails=True)])
+    assert next(found) == "a"
+    with pytest.raises(TimeoutError):
+        next(found)
