@@ -218,6 +218,19 @@ def _name_of(record: dict[str, Any]) -> tuple[str, str]:
     return record["module"], record["test"]
 
 
+def merged(
+    kept: list[dict[str, Any]], new: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the records with new ones in place of old ones of the same test.
+
+    A test that is skipped, for lack of a second GPU say, keeps the result it had.
+    """
+    had = {_name_of(record) for record in kept}
+    new = [r for r in new if r["outcome"] != "skipped" or _name_of(r) not in had]
+    replaced = {_name_of(record) for record in new}
+    return [*(r for r in kept if _name_of(r) not in replaced), *new]
+
+
 def main() -> int:
     """Run, write, and return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -233,8 +246,7 @@ def main() -> int:
     records = run_tests(options.again or ["tests/gpu"], rest)
     for record in records:
         record["commit"] = versions["commit"]
-    new = {_name_of(record) for record in records}
-    records = [*(each for each in kept if _name_of(each) not in new), *records]
+    records = merged(kept, records)
     commits = collections.Counter(record["commit"] for record in records)
     if len(commits) > 1:
         shares = (f"{commit} ({count} tests)" for commit, count in commits.items())
