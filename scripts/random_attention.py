@@ -38,6 +38,8 @@ from tests.random_attentions import Problem
 Record = dict[str, Any]
 _DATA, _PAGE = "random_attention.json", "random_attention.md"
 _COMMAND = "python -m scripts.random_attention"
+# What is no gradient, as the page calls it.
+_RESULTS = {"output": "output", "lse": "log-sum-exp", "max": "largest score"}
 
 
 def run_problem(problem: Problem, *, with_gradients: bool) -> Record:
@@ -219,7 +221,7 @@ def page(records: Sequence[Record], versions: dict[str, str], command: str) -> s
     worst: dict[str, float] = {}
     for record in records:
         for name, ratio in record.get("ratios", {}).items():
-            title = name if name in ("output", "lse") else f"gradient of {name}"
+            title = _RESULTS.get(name, f"gradient of {name}")
             worst[title] = max(worst.get(title, 0.0), ratio)
     lines += [f"| {name} | {worst[name]:.2f} |" for name in sorted(worst)]
     lines += _refusals(records)
