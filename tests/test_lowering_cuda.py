@@ -15,9 +15,10 @@ import jax.numpy as jnp
 import pytest
 
 from jax_cudnn import LibraryError, UnsupportedError, native, sdpa
+from jax_cudnn.choices import Trial
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json, to_json
-from jax_cudnn.lowering import cuda, decide, decision, devices
+from jax_cudnn.lowering import cuda, decide, decision, devices, scoped
 from tests.attention import SIZES, attention_graph, backward_graph
 from tests.conftest import Draw
 
@@ -334,6 +335,15 @@ def test_auto_runs_f32_with_xla_and_says_so_once(
     for _ in range(2):
         assert not _calls(_text(sdpa, *_operands(draw, jnp.float32)))
     assert _messages(caplog) == [f"{_SUMMARY} runs with XLA: {_SLOW}"]
+
+
+def test_a_program_that_is_only_timed_says_nothing(
+    draw: Draw, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "jax_cudnn")
+    with scoped(trial=Trial({})):
+        assert not _calls(_text(sdpa, *_operands(draw, jnp.float32)))
+    assert _messages(caplog) == []
 
 
 def test_auto_says_so_again_for_another_shape(

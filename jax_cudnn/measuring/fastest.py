@@ -48,7 +48,7 @@ _SAMPLES = 7
 # So many parts have their programs and plans compiled at once.
 _TOGETHER = 16
 
-_UNTUNED = {"xla_gpu_autotune_level": 0}
+_UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
 _T = TypeVar("_T")
 _Sets = Sequence[Sequence[jax.Array]]
