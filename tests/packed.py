@@ -130,9 +130,16 @@ def answer(rows: Rows, given: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def graph_of(
-    rows: Rows, dtype: str = "f32", *, order: tuple[int, ...] = (0, 2, 1, 3)
+    rows: Rows,
+    dtype: str = "f32",
+    *,
+    order: tuple[int, ...] = (0, 2, 1, 3),
+    with_sinks: bool = False,
 ) -> Graph:
-    """Return the forward graph of rows, with the log-sum-exp."""
+    """Return the forward graph of rows, with the log-sum-exp.
+
+    With sinks, it has them and the maximum as well.
+    """
     n = len(rows.queries[0])
     shapes = {
         "query": (rows.b, rows.h, rows.s, rows.d),
@@ -147,6 +154,10 @@ def graph_of(
         inputs[role] = Tensor(
             name=role, dtype="i32", dims=(rows.b, n, 1, 1), order=(0, 1, 2, 3)
         )
+    if with_sinks:
+        inputs["sinks"] = Tensor(
+            name="sinks", dtype="f32", dims=(1, rows.h, 1, 1), order=(0, 1, 2, 3)
+        )
     attributes = SdpaAttributes(
         scale=rows.scale,
         is_causal=rows.causal,
@@ -155,7 +166,11 @@ def graph_of(
         longest=rows.max_length or (),
     )
     return sdpa_graph(
-        inputs, attributes=attributes, output_order=order, with_stats=True
+        inputs,
+        attributes=attributes,
+        output_order=order,
+        with_stats=True,
+        with_max=with_sinks,
     )
 
 
@@ -184,6 +199,7 @@ def ragged(graph: Graph, operands: Sequence[Any]) -> tuple[jax.Array, ...]:
     def places(role: str, j: int) -> np.ndarray:
         """Return where in memory the numbers of a sequence are, (h, tokens, size)."""
         base = role.removeprefix("grad_")
+        base = "stats" if base in ("max_logit", "sum_exp") else base
         kind = "key" if base in ("key", "value") else "query"
         offsets = given[f"{base}_offsets"].ravel()
         assert offsets.shape == (count + 1,)
@@ -209,7 +225,12 @@ def ragged(graph: Graph, operands: Sequence[Any]) -> tuple[jax.Array, ...]:
             top = scores.max(-1, keepdims=True)
             weights = np.exp(scores - top)
             total = weights.sum(-1, keepdims=True)
-            found = {"output": weights @ value / total, "stats": top + np.log(total)}
+            found = {
+                "output": weights @ value / total,
+                "stats": top + np.log(total),
+                "max_logit": top,
+                "sum_exp": total,
+            }
         else:
             pull, output = read("grad_output", j), read("output", j)
             weights = np.exp(scores - read("stats", j))

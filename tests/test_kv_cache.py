@@ -248,6 +248,18 @@ _L, _T = jnp.array([1, 2]), jnp.array([[0, 1], [2, 3]])
             "have the pages of each sequence, shape [2, most pages of a sequence].",
         ),
         (
+            lambda: kv_cache.update_pages(_P[..., None], _P[:5], _T, _L, layout="bhsd"),
+            ValueError,
+            "kv_cache.update_pages: pages is f32[7,4,3,1] and new f32[5,4,3]. They "
+            "must be (pages, heads, tokens of a page, ...) and (sequences, heads, ",
+        ),
+        (
+            lambda: kv_cache.update_pages(_P, _P[:5], _T, _L, layout="bhsd"),
+            ValueError,
+            "kv_cache.update_pages: page_table is i32[2,2] but new f32[5,4,3]. It must "
+            "have the pages of each sequence, shape [5, most pages of a sequence].",
+        ),
+        (
             lambda: kv_cache.update_pages(_P, _N, _T.astype(jnp.float32), _L),
             TypeError,
             "kv_cache.update_pages: page_table is f32[2,2]. It must hold integers.",

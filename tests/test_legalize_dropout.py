@@ -28,6 +28,7 @@ from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize import sdpa as legalize_sdpa
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dropout import numbered
+from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention import SIZES, shape_of
 from tests.drawn_operands import draw_arrays
 from tests.flash import flash
@@ -279,6 +280,42 @@ def test_entries_of_several_examples_keep_the_meaning(b: int, entries: int) -> N
         assert draws == (b <= entries)
         for legal in candidates:
             _assert_close(each, legal, _run(legal, given), want)
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("has_own_keys", [True, False])
+def test_a_device_with_half_of_each_example_keeps_the_meaning(
+    has_own_keys: bool,
+) -> None:
+    """It has as many entries as an example, but they are of two."""
+    x = np.random.default_rng(0).standard_normal((2, 4, 5, 3, 8)).astype(np.float32)
+    keys = jax.random.split(jax.random.key(0), 2)
+
+    def call(x: Any, key: Any) -> Any:
+        return sdpa(x, x, x, dropout_rate=0.5, dropout_key=key)
+
+    axes, given = ((0, 0), keys) if has_own_keys else ((0, None), keys[0])
+    ((graph, _),) = graphs(jax.vmap(call, axes), x, given)
+    dims = {t.name: (t.dims[0] // 2 or 1, *t.dims[1:]) for t in graph.tensors}
+    part = dataclasses.replace(
+        graph,
+        tensors=tuple(dataclasses.replace(t, dims=dims[t.name]) for t in graph.tensors),
+    )
+    own = x[:, :2].reshape(4, 5, 3, 8)
+    seeds = [[-77], [13]] if has_own_keys else [[-77], [-77]]
+    operands: dict[str, Any] = {
+        "query": own,
+        "key": own,
+        "value": own,
+        "dropout_seed": np.repeat(seeds, 2)[: dims["dropout_seed"][0]],
+        "dropout_offset": np.tile(numbered(jnp.int32(64), 4, 3)[:2], (2, 1, 1, 1)),
+    }
+    arrays = [
+        jnp.asarray(operands[t.name], jax_dtype(t.dtype)).reshape(t.stored_shape)
+        for t in part.input_tensors
+    ]
+    for legal in legalize(part, _COMPARED).candidates:
+        _assert_close(part, legal, _run(legal, arrays), evaluate(part, arrays))
 
 
 def test_examples_fold_unless_cudnn_is_asked_for() -> None:

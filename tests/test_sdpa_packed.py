@@ -400,7 +400,10 @@ def _operands(rows: Rows, graph: Graph, values: dict[str, Any]) -> list[jax.Arra
     found = []
     for tensor in graph.input_tensors:
         kind, _, what = tensor.name.partition("_")
-        if what:
+        if tensor.name == "sinks":
+            sinks = np.linspace(-1, 1, rows.h, dtype=np.float32)
+            found.append(sinks.reshape(tensor.dims))
+        elif what:
             pairs = np.asarray(rows.queries if kind == "query" else rows.keys, np.int32)
             found.append(pairs[:, :, ["starts", "lengths"].index(what), None, None])
         else:
@@ -410,15 +413,20 @@ def _operands(rows: Rows, graph: Graph, values: dict[str, Any]) -> list[jax.Arra
 
 
 def _check_kernel(
-    rows: Rows, *, as_mask: bool, order: tuple[int, ...] = (0, 2, 1, 3)
+    rows: Rows,
+    *,
+    as_mask: bool,
+    order: tuple[int, ...] = (0, 2, 1, 3),
+    with_sinks: bool = False,
 ) -> None:
-    graph = graph_of(rows, order=order)
+    graph = graph_of(rows, order=order, with_sinks=with_sinks)
     operands = _operands(rows, graph, rows.draw(padding=np.nan))
     expected = evaluate(graph, operands)
     assert SDPA.derivative is not None
     wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
     for grad_stats in (False, True):
-        backward = SDPA.derivative.backward(graph, wanted, (True, grad_stats))
+        nonzero = (True, *(grad_stats for _ in expected[1:]))
+        backward = SDPA.derivative.backward(graph, wanted, nonzero)
         assert backward is not None
         rng = np.random.default_rng(1)
         pulls = [rng.standard_normal(x.shape).astype(np.float32) for x in expected]
@@ -438,9 +446,10 @@ def _check_kernel(
                 each.outputs, legal.after(xs, made), want, strict=True
             ):
                 np.testing.assert_allclose(x, y, rtol=4e-5, atol=4e-5, err_msg=name)
-            if not as_mask and "grad_stats" not in each.inputs:
+            reads_stats = with_sinks and "stats" in each.inputs
+            if not (as_mask or reads_stats or "grad_stats" in each.inputs):
                 # The reference knows what the offsets mean. It does not read what the
-                # spare columns hold for a kernel.
+                # spare columns hold for a kernel, nor the log-sum-exp with sinks.
                 again = evaluate(legal.graph, changed)
                 for name, x, y in zip(
                     each.outputs, legal.after(xs, again), want, strict=True
@@ -459,6 +468,13 @@ def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", [name for name in _ROWS if name != "window-apart"])
 def test_kernels_get_graphs_that_mean_the_same(name: str, as_mask: bool) -> None:
     _check_kernel(_ROWS[name], as_mask=as_mask)
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("as_mask", [False, True], ids=["ragged", "mask"])
+def test_sinks_and_maximum_are_beside_packed_sequences(as_mask: bool) -> None:
+    """Padding has the log-sum-exp of the sink alone, which has a cotangent."""
+    _check_kernel(_ROWS["causal-more-queries"], as_mask=as_mask, with_sinks=True)
 
 
 @pytest.mark.usefixtures("_allow_f32")

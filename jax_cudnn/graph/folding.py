@@ -18,7 +18,7 @@ from jax_cudnn.graph.walks import made_by, readers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldRule:
-    """How `n` examples enter the tensors of a graph, by tensor name.
+    """How `n` examples enter a letter of a graph's tensors, by tensor name.
 
     ``axes``: the logical axis that the examples merge into, as its slower part; a
     tensor that is not named here is shared by all examples and broadcasts as it is.
@@ -27,6 +27,7 @@ class FoldRule:
     examples' own share of the axis is summed away after the call instead.
     """
 
+    letter: str
     axes: Mapping[str, int]
     sizes: Mapping[str, int]
     sums: frozenset[str] = frozenset()
@@ -131,7 +132,7 @@ class _Fold:
         if not all(self._ends_at(name) and self._splits(name) for name in sums):
             return None
         axes = {name: self._axes[name] for name in sizes}
-        return FoldRule(axes=axes, sizes=sizes, sums=sums)
+        return FoldRule(letter=self._letter, axes=axes, sizes=sizes, sums=sums)
 
     def _roles(self, node: Node) -> Iterator[tuple[Role, str]]:
         row = kind_named(node.kind).row

@@ -64,8 +64,8 @@ class SdpaAttributes(Attributes):
     ``dropout`` is the share of probabilities that is dropped, a multiple of 2^-16, and
     ``dropout_heads`` and ``dropout_batch`` are the numbers of query heads and batch
     entries that offsets are counted over (0 for all entries that there are). A device
-    may have some of these only, and of the entries also several times as many, where
-    examples were folded.
+    may have some of these only. Where examples were folded it is 1 entry: a device may
+    have some entries of each example, so that two which meet are not counted on.
 
     ``score_mod`` are the steps of a function that the scaled scores go through before
     the bias is added (see graph/score_mod.py); () is none. ``score_mod_grad`` are the
@@ -83,6 +83,11 @@ class SdpaAttributes(Attributes):
     dropout_batch: int = 0
     score_mod: Steps = ()
     score_mod_grad: Steps = ()
+
+    def folded(self, letter: str) -> "SdpaAttributes":
+        """Return the attributes where examples are the slower part of a letter."""
+        is_counted = letter == "b" and bool(self.dropout_batch)
+        return replace(self, dropout_batch=1) if is_counted else self
 
 
 def sdpa_graph(

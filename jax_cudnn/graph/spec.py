@@ -7,7 +7,7 @@ Knows nothing of JAX's tracing, of the C++ extension or of how any node computes
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from jax_cudnn.errors import GraphError
 
@@ -98,6 +98,11 @@ class Attributes:
             value = getattr(self, field.name)
             if isinstance(value, float) and value == 0.0:
                 object.__setattr__(self, field.name, 0.0)
+
+    def folded(self, letter: str) -> Self:
+        """Return the attributes where examples are the slower part of a letter."""
+        del letter
+        return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -291,7 +291,11 @@ class _Masked:
         is_seen = sequences.visible(attributes, logical, (b, 1, s, t))
         if "mask" in logical:
             is_seen = is_seen & logical["mask"]
-        cleaned = sequences.without_padding(attributes, logical)
+        cleaned = dict(sequences.without_padding(attributes, logical))
+        if "sinks" in logical:
+            # Padding has these too: the log-sum-exp of the sink alone.
+            of_sinks = ("stats", "grad_stats")
+            cleaned |= {role: logical[role] for role in of_sinks if role in logical}
         for role, name in node.inputs:
             if cleaned[role] is not logical[role]:
                 given[name] = to_stored(graph.tensor(name), cleaned[role])

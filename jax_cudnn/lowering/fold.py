@@ -31,11 +31,18 @@ class Fold:
 
     def part(self, graph: Graph) -> Graph:
         """Return a graph that is part of the original one, folded alike."""
+        nodes = graph.nodes
+        if self.count > 1:
+            nodes = tuple(
+                replace(node, attributes=node.attributes.folded(self.rule.letter))
+                for node in nodes
+            )
         return replace(
             graph,
             tensors=tuple(
                 _folded_tensor(t, self.rule, self.count) for t in graph.tensors
             ),
+            nodes=nodes,
         )
 
     def input(self, index: int, x: jax.Array, axis: int | None) -> jax.Array:

@@ -133,14 +133,15 @@ def update_pages(
             f"({places.in_words('sequences', 'tokens')}), with the same axes beside "
             "these."
         )
-    tokens = places.in_front(tokens)
     table = check_integers(op, "page_table", page_table)
-    if table.ndim != 2 or table.shape[0] != tokens.shape[0]:
+    sequences = tokens.shape[places.first]
+    if table.ndim != 2 or table.shape[0] != sequences:
         raise ValueError(
             f"{op}: page_table is {describe(table)} but new {describe(tokens)}. It "
-            f"must have the pages of each sequence, shape [{tokens.shape[0]}, most "
-            "pages of a sequence]."
+            f"must have the pages of each sequence, shape [{sequences}, most pages of "
+            "a sequence]."
         )
+    tokens = places.in_front(tokens)
     p, size = old.shape[places.first], old.shape[places.tokens]
     most = table.shape[1]
     if 0 in (p, size, most):
