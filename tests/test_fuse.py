@@ -379,7 +379,8 @@ def test_explicit_shardings_and_shard_map() -> None:
 def test_inspect_sees_the_kernels() -> None:
     case = CASES["gated MLP"]
     report = plans.inspect(fuse(case.function), *case.operands)
-    assert [call.op for call in report.calls] == list(case.kernels)
+    # They are one graph: see tests/test_fuse_chains.py.
+    assert [call.op for call in report.calls] == ["+".join(case.kernels)]
     gradient = jax.grad(lambda *a: fuse(case.function)(*a).sum(), (0, 1, 2, 3))
     ops = [call.op for call in plans.inspect(gradient, *case.operands).calls]
     assert sum(op.count("matmul") for op in ops) == 9, ops

@@ -13,6 +13,7 @@ import numpy as np
 
 from jax_cudnn.config import Implementation, Options, PlanOptions, check_plan
 from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.fusing.chains import run_chained
 from jax_cudnn.fusing.explanation import FuseExplanation, describe_work
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.program import Arrays, as_array, program_of
@@ -103,15 +104,29 @@ class Fused(Generic[P, R]):
         known = (jnp.asarray(x) if isinstance(x, np.ndarray) else x for x in given)
         arrays: Arrays = dict(zip(program.inputs, known, strict=True))
         arrays |= program.constants
-        _run_steps(found, arrays, self._asked)
-        results = [
-            _typed(as_array(x, arrays), variable.aval)
-            for x, variable in zip(program.results, closed.jaxpr.outvars, strict=True)
-        ]
+
+        def compute(*given: jax.Array) -> list[jax.Array]:
+            made: Arrays = dict(zip(arrays, given, strict=True))
+            _run_steps(found, made, self._asked)
+            return [
+                _typed(as_array(x, made), variable.aval)
+                for x, variable in zip(
+                    program.results, closed.jaxpr.outvars, strict=True
+                )
+            ]
+
+        run = run_chained if len(found.kernels) > 1 else _run_alone
+        results = run(compute, [*arrays.values()])
         return jax.tree.unflatten(jax.tree.structure(like), results)
 
 
 _ARRAYS = (jax.Array, np.ndarray)
+
+
+def _run_alone(
+    function: Callable[..., list[jax.Array]], operands: Sequence[jax.Array]
+) -> list[jax.Array]:
+    return function(*operands)
 
 
 def _run_steps(found: Split, arrays: Arrays, asked: Asked) -> None:

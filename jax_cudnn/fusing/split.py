@@ -306,7 +306,8 @@ class _Assignment:
 # What XLA puts into one kernel with what it reads.
 _FUSED_BY_XLA = frozenset(
     (
-        *("abs", "add", "and", "broadcast_in_dim", "ceil", "convert_element_type"),
+        *("abs", "add", "add_any", "and", "broadcast_in_dim", "ceil"),
+        *("convert_element_type",),
         *("cos", "div", "eq", "erf", "erfc", "exp", "exp2", "expm1", "floor", "ge"),
         *("gt", "integer_pow", "is_finite", "le", "log", "log1p", "logistic", "lt"),
         *("max", "min", "mul", "ne", "neg", "not", "or", "pow", "reduce_and"),

@@ -9,6 +9,7 @@ from jax_cudnn.graph.factors import Factors, factors_of
 from jax_cudnn.graph.folding import FoldRule, fold_rule, is_apart
 from jax_cudnn.graph.gradient_kernel import forward_graph
 from jax_cudnn.graph.grouped_matmul import grouped_matmul_graph
+from jax_cudnn.graph.joining import joined
 from jax_cudnn.graph.kinds import (
     NodeKind,
     all_kinds,
@@ -67,6 +68,7 @@ __all__ = [
     "grouped_matmul_graph",
     "is_anchor",
     "is_apart",
+    "joined",
     "kind_named",
     "label",
     "norm_graph",

@@ -175,7 +175,8 @@ class GradientWriter(GraphWriter):
     forward graph is an operand here. A value that follows from operands without a
     contraction, or from a single other one, as all within an activation do from its
     argument, is computed again from that. Any other is a residual, which the forward
-    graph is to save.
+    graph is to save. So is what one contraction hands to the next one: it is written
+    anyway.
     """
 
     def __init__(self, graph: Graph, accumulator: DTypeName) -> None:
@@ -193,6 +194,7 @@ class GradientWriter(GraphWriter):
         # The one tensor that each follows from; None for a constant.
         self._roots: dict[str, str | None] = {name: name for name in graph.inputs}
         self._after_contraction: set[str] = set()
+        self._handed_on = read_by(filter(_is_contraction, graph.nodes))
         for node in graph.nodes:
             self._place(node)
         # That of a 16-bit result; a wider one deserves wider cotangents.
@@ -275,12 +277,13 @@ class GradientWriter(GraphWriter):
     def _place(self, node: Node) -> None:
         """Note what the results of a node follow from, once that of its inputs is."""
         inputs = [name for _, name in node.inputs]
-        is_contraction = node.kind not in ("pointwise", "constant")
+        is_contraction = _is_contraction(node)
         roots = {self._roots[name] for name in inputs} - {None}
         for _, name in node.outputs:
             if is_contraction or self._after_contraction.intersection(inputs):
                 self._after_contraction.add(name)
-            is_own = is_contraction or len(roots) > 1
+            is_handed_on = name in self._handed_on & self._after_contraction
+            is_own = is_contraction or len(roots) > 1 or is_handed_on
             self._roots[name] = name if is_own else next(iter(roots), None)
 
     def _is_operand(self, name: str) -> bool:
@@ -329,6 +332,10 @@ class GradientWriter(GraphWriter):
             order=tuple(axes.index(axis) for axis in tensor.order),
             dtype=tensor.dtype,
         )
+
+
+def _is_contraction(node: Node) -> bool:
+    return node.kind not in ("pointwise", "constant")
 
 
 def residual_tensor(graph: Graph, name: str) -> Tensor:

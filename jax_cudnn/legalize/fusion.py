@@ -9,7 +9,7 @@ import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
-from jax_cudnn.graph.walks import leading_to, made_by, read_by
+from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize import conv, matmul, reduction
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
@@ -52,6 +52,8 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         # A kind with no rule here goes to cuDNN as it is.
         return Legalization(candidates=(GraphEditor.of(graph).finish(),))
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
+    if any(each.kind == "reduction" for each in graph.nodes):
+        return _with_sums(graph, target)
     if narrow := _f8_results_of_f32(graph, node):
         return _converted_by_xla(graph, _in_f32(graph, narrow), target)
     if (exact := _i32_result(graph, node)) is not None:
@@ -64,6 +66,27 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     order = [*alone, *fused] if _is_depthwise(graph, node) else [*fused, *alone]
     slower = matmul.slower(graph, node) if node.kind == "matmul" else ""
     return Legalization(candidates=tuple(replace(way, slower=slower) for way in order))
+
+
+def _with_sums(graph: Graph, target: Target | None) -> Legalization:
+    """Return the ways to compute sums of a contraction's result beside it.
+
+    First come those in which XLA reads the result once more. cuDNN has one sum at the
+    end of a product's kernel, in f32 (planned with 9.19 and 9.27, not timed yet).
+    """
+    sums = [each for each in graph.nodes if each.kind == "reduction"]
+    after_sums = following(graph.nodes, made_by(sums))
+    last = [each for each in graph.nodes if not after_sums.isdisjoint(made_by([each]))]
+    rest = [each for each in graph.nodes if each not in last]
+    made, read = made_by(rest), read_by(last)
+    needed = [name for name in graph.outputs if name in made]
+    needed += sorted((read & made).difference(needed))
+    middle = _part(graph.tensors, _with_constants(graph, rest), needed)
+    without = _legalize(middle, target)
+    last = _with_constants(graph, last)
+    note = "sums of the kernel's result are computed by XLA"
+    by_xla = (_wrap(graph, way, [], middle, last, note) for way in without.candidates)
+    return replace(without, candidates=(*by_xla, *matmul.with_sum(graph)))
 
 
 def _f8_results_of_f32(graph: Graph, node: Node) -> frozenset[str]:
@@ -262,7 +285,9 @@ def _wrap(
         operands: Sequence[jax.Array], results: Sequence[jax.Array]
     ) -> tuple[jax.Array, ...]:
         values = dict(zip(graph.inputs, operands, strict=True))
-        values |= dict(zip(middle.outputs, way.after((), results), strict=True))
+        # Behind `first`, a way is an editor's, whose steps read no operands.
+        given = () if first else [values[name] for name in middle.inputs]
+        values |= dict(zip(middle.outputs, way.after(given, results), strict=True))
         _run(tail, values)
         return tuple(values[name] for name in graph.outputs)
 

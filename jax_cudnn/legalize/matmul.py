@@ -33,6 +33,28 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     return tuple(_padded(editor) or editor.finish() for editor in edited)
 
 
+def with_sum(graph: Graph) -> tuple[Legal, ...]:
+    """Return the way in which one sum over rows is the last operation of a product.
+
+    None where rows or columns are padded: the sum would be of what is in the padding.
+    """
+    (node,) = filter(is_anchor, graph.nodes)
+    sums = [each for each in graph.nodes if each.kind == "reduction"]
+    if node.kind != "matmul" or len(sums) != 1:
+        return ()
+    (name,) = made_by(sums)
+    full = graph.tensor(dict(node.outputs)["output"]).dims
+    is_last = name in graph.outputs and not readers(graph.nodes, name)
+    if not is_last or graph.tensor(name).dims != (1, 1, full[2]) or full[0] != 1:
+        return ()
+    editor = _edited(graph)
+    if editor is None or _padded(editor) is not None:
+        return ()
+    if editor.tensors[name].dtype != "f32":
+        editor.convert(name, "f32")
+    return (editor.finish(),)
+
+
 def slower(graph: Graph, node: Node) -> str:
     """Say why "auto" leaves a product to XLA, if it does; the node is the product."""
     dtypes = {tensor.dtype for tensor in graph.input_tensors}

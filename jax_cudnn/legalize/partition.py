@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Splits a graph into parts, each for one kernel: contractions and what surrounds them.
 
-A contraction takes along what follows from it alone and is no larger than its result
-(its epilogue), and a matmul the conversion of an 8-bit operand (its prologue). What is
+A contraction takes along what follows from it, and from none that is later, and is no
+larger than its result (its epilogue), and a matmul the conversion of an 8-bit operand
+(its prologue). What is
 left, elementwise work and sums over the operands, is for XLA, which fuses it with what
 the program does around the call. So the gradient of a fused convolution is: the
 cotangent through the activation and the sums for the bias in XLA, then dgrad and
@@ -11,7 +12,14 @@ wgrad, one cuDNN kernel each.
 
 from jax_cudnn.graph import Graph, Node, is_anchor
 from jax_cudnn.graph.rules import EIGHT_BIT, broadcasts_to
-from jax_cudnn.graph.walks import following, leading_to, made_by, origins, read_by
+from jax_cudnn.graph.walks import (
+    following,
+    leading_to,
+    made_by,
+    origins,
+    read_by,
+    readers,
+)
 
 
 def partition(graph: Graph) -> tuple[Graph, ...]:
@@ -24,29 +32,49 @@ def partition(graph: Graph) -> tuple[Graph, ...]:
     contractions = [node for node in nodes if is_anchor(node)]
     follows = origins(nodes, contractions)
     converted = _conversions(graph)
-    parts = [[node for node in nodes if not follows[node]]]
-    for contraction in contractions:
-        own = [node for node in nodes if follows[node] == {contraction}]
-        if follows[contraction] == {contraction}:
-            larger = _larger(graph, contraction, own)
-            own = [node for node in own if node not in larger]
-            taken = converted
-            if contraction.kind != "matmul":
-                taken = [node for node in converted if not node.inputs]
-            parts.append([*own, *leading_to(taken, read_by(own))])
-            parts.append([*larger, *leading_to(converted, read_by(larger))])
-        else:
-            # Reads what another contraction made: its own kernel, nothing fused.
-            parts.append([contraction])
-    parts.append(
-        [node for node in nodes if len(follows[node]) > 1 and not is_anchor(node)]
-    )
+    # A node belongs to the last contraction that it follows from. So what a part reads
+    # is there before it.
+    place = {contraction: i for i, contraction in enumerate(contractions)}
+    last = {n: max(map(place.__getitem__, x), default=-1) for n, x in follows.items()}
+    _give_to_epilogues(graph, contractions, last)
+    parts = [[node for node in nodes if last[node] < 0]]
+    for i, contraction in enumerate(contractions):
+        own = [node for node in nodes if last[node] == i]
+        larger = _larger(graph, contraction, own)
+        own = [node for node in own if node not in larger]
+        taken = converted
+        if contraction.kind != "matmul":
+            taken = [node for node in converted if not node.inputs]
+        parts.append([*own, *leading_to(taken, read_by(own))])
+        parts.append([*larger, *leading_to(converted, read_by(larger))])
     chosen = [frozenset(part) for part in parts if part]
     graphs = [
         subgraph(graph, part, [other for other in chosen if other is not part])
         for part in chosen
     ]
     return tuple(part for part in graphs if part is not None)
+
+
+def _give_to_epilogues(
+    graph: Graph, contractions: list[Node], last: dict[Node, int]
+) -> None:
+    """Let an epilogue compute what only it reads, from operands of the result's size.
+
+    The activation of a saved value in a gradient, for one: its memory is spared.
+    """
+    for node in reversed(graph.nodes):
+        (name, *others) = made_by([node])
+        if last[node] >= 0 or node.kind != "pointwise" or others:
+            continue
+        reading = readers(graph.nodes, name)
+        owners = {last[each] for each in reading}
+        if name in graph.outputs or len(owners) != 1 or any(map(is_anchor, reading)):
+            continue
+        (owner,) = owners
+        if owner >= 0:
+            _, result = contractions[owner].outputs[0]
+            if graph.tensor(name).dims == graph.tensor(result).dims:
+                last[node] = owner
 
 
 def _larger(graph: Graph, contraction: Node, nodes: list[Node]) -> list[Node]:

@@ -450,6 +450,7 @@ def _both(mode: str) -> _Write:
 _WRITE: dict[str, _Write] = {
     "abs": _mode("abs"),
     "add": _either_way("add", "add"),
+    "add_any": _either_way("add", "add"),  # of cotangents, in traced gradients
     "and": _both("mul"),
     "ceil": _mode("ceil"),
     "convert_element_type": _convert,

@@ -9,7 +9,10 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn
-from jax_cudnn import plans
+from jax_cudnn import offline, plans
+from jax_cudnn.graph import label, to_json
+from jax_cudnn.legalize import legalize, partition
+from jax_cudnn.lowering import traced_graphs
 from tests.fused_functions import block, conv_bn_relu, gated_mlp, normed
 
 pytestmark = pytest.mark.sampled
@@ -85,6 +88,34 @@ def test_gradients_have_plans(name: str, device: str) -> None:
     gradient = jax.grad(loss, tuple(range(len(shapes))))
     for call in _calls(gradient, _structs(jnp.bfloat16, *shapes), device):
         assert call.implementation == "cudnn", call
+
+
+@pytest.mark.parametrize("device", _DEVICES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_an_mlps_gradient_has_its_activation_and_sum_in_a_product(
+    dtype: Any, device: str
+) -> None:
+    @jax_cudnn.fuse
+    def mlp(x, w, b, v):
+        return jax.nn.gelu(x @ w + b[None, None]) @ v
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        return mlp(*operands).astype(jnp.float32).sum()
+
+    operands = _structs(dtype, (4, 256, 512), (512, 1024), (1024,), (1024, 512))
+    gradient = jax.grad(loss, (0, 1, 2, 3))
+    (call,) = (x for x in _calls(gradient, operands, device) if "_grad" in x.op)
+    assert (call.op, call.implementation) == ("matmul+gelu_tanh_grad+add", "cudnn")
+    gpu = offline.named_gpu(device)
+    (part,) = (
+        part
+        for graph, _, _ in traced_graphs(gradient, *operands)
+        for part in partition(graph)
+        if label(part) == call.op
+    )
+    with_sum = legalize(part, gpu.target).candidates[-1]
+    assert [n.kind for n in with_sum.graph.nodes].count("reduction") == 1
+    gpu.plan(to_json(with_sum.graph))  # which raises where there is none
 
 
 @pytest.mark.parametrize("device", _DEVICES)

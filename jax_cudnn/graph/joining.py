@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How do two graphs become one, where the second reads what the first makes?"""
+
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+
+from jax_cudnn.graph.spec import Graph, Node
+
+# Names of the first graph's tensors begin so.
+_PREFIX = "earlier_"
+
+
+def joined(
+    first: Graph, second: Graph, links: Mapping[str, str], kept: Collection[str]
+) -> Graph:
+    """Return one graph for both.
+
+    ``links`` says of operands of the second which result of the first each one is:
+    tensors of the same dtype, dims and order. Operands are those of the first, then the
+    others of the second. Results are the ``kept`` ones of the first, by their names
+    there, then those of the second.
+    """
+    names = {t.name: f"{_PREFIX}{t.name}" for t in first.tensors}
+    renamed = {operand: names[result] for operand, result in links.items()}
+    return Graph(
+        tensors=(
+            *(replace(t, name=names[t.name]) for t in first.tensors),
+            *(t for t in second.tensors if t.name not in links),
+        ),
+        nodes=(
+            *(_renamed(node, names) for node in first.nodes),
+            *(_renamed(node, renamed) for node in second.nodes),
+        ),
+        inputs=(
+            *(names[name] for name in first.inputs),
+            *(name for name in second.inputs if name not in links),
+        ),
+        outputs=(
+            *(names[name] for name in first.outputs if name in kept),
+            *second.outputs,
+        ),
+    )
+
+
+def _renamed(node: Node, names: Mapping[str, str]) -> Node:
+    def pairs(given: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+        return tuple((role, names.get(name, name)) for role, name in given)
+
+    return replace(node, inputs=pairs(node.inputs), outputs=pairs(node.outputs))
