@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
-from benchmarks.models.zoo import Kind
+from benchmarks.models.zoo import Composed, Kind
 
 _ACTIVATIONS: dict[Any, Any] = {
     None: lambda x: x,
@@ -36,7 +36,7 @@ def _layout(x: jax.Array) -> tuple[str, str, str]:
     return f"N{space}C", f"{space}IO", f"N{space}C"
 
 
-class PlainKit:
+class PlainKit(Composed):
     """Layers as a user of plain JAX writes them, with its best attention."""
 
     name = "plain JAX"
@@ -194,6 +194,18 @@ class PlainKit:
         return jnp.mean(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)))
 
 
+# Fused, the products of an MLP share kernels in the gradient.
+@jax_cudnn.fuse
+def _mlp(x: Any, w: Any, b: Any, v: Any, c: Any, residual: Any) -> jax.Array:
+    hidden = jax_cudnn.matmul(x, w, bias=b, activation="gelu")
+    return jax_cudnn.matmul(hidden, v, bias=c, residual=residual)
+
+
+@jax_cudnn.fuse
+def _gated_mlp(x: Any, gate: Any, up: Any, down: Any, residual: Any) -> jax.Array:
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down + residual
+
+
 class CudnnKit(PlainKit):
     """The same layers by jax_cudnn, where it has them."""
 
@@ -213,6 +225,16 @@ class CudnnKit(PlainKit):
     def gated(self, x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
         """Return silu(x gate) * (x up)."""
         return jax_cudnn.gated_matmul(x, gate, up, activation="silu")
+
+    def mlp(self, x: Any, w: Any, b: Any, v: Any, c: Any, residual: Any) -> jax.Array:
+        """Return gelu(x w + b) v + c, and the residual added where there is one."""
+        return _mlp(x, w, b, v, c, residual)
+
+    def gated_mlp(
+        self, x: Any, gate: Any, up: Any, down: Any, residual: Any
+    ) -> jax.Array:
+        """Return (silu(x gate) * (x up)) down + residual."""
+        return _gated_mlp(x, gate, up, down, residual)
 
     def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
         """Return attention."""

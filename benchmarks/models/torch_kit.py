@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.models.zoo import Kind, Model, Weights
+from benchmarks.models.zoo import Composed, Kind, Model, Weights
 from benchmarks.torch_side import synchronize, torch
 
 F: Any = None if torch is None else torch.nn.functional
@@ -34,7 +34,7 @@ def _last(x: Any) -> Any:
     return x.permute(0, *range(2, x.ndim), 1)
 
 
-class TorchKit:
+class TorchKit(Composed):
     """Layers as a user of PyTorch writes them."""
 
     name = "torch"

@@ -61,6 +61,20 @@ class Weights:
         return self._kit.weight(self._kit.array(drawn))
 
 
+class Composed:
+    """Layers of a kit that are made of its others."""
+
+    def mlp(self: Any, x: Any, w: Any, b: Any, v: Any, c: Any, residual: Any) -> Any:
+        """Return gelu(x w + b) v + c, and the residual added where there is one."""
+        return self.dense(self.dense(x, w, b, "gelu"), v, c, residual=residual)
+
+    def gated_mlp(
+        self: Any, x: Any, gate: Any, up: Any, down: Any, residual: Any
+    ) -> Any:
+        """Return (silu(x gate) * (x up)) down + residual."""
+        return self.dense(self.gated(x, gate, up), down, residual=residual)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """A model with its batch. The loss is what is trained, the output what is inferred.
@@ -97,6 +111,10 @@ class _Language:
     batch: int
 
 
+def _mlp_weights(w: Weights, d: int) -> tuple[Any, ...]:
+    return w.product(d, 4 * d), w.zeros(4 * d), w.product(4 * d, d), w.zeros(d)
+
+
 def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
     d, h = size.width, size.heads
     words = w.table(size.vocabulary, d)
@@ -109,8 +127,7 @@ def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
         y = kit.attention(q, k, v, is_causal=True).reshape(b, s, d)
         x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
         y = kit.layer_norm(x, w.ones(d), w.zeros(d))
-        y = kit.dense(y, w.product(d, 4 * d), w.zeros(4 * d), activation="gelu")
-        x = kit.dense(y, w.product(4 * d, d), w.zeros(d), residual=x)
+        x = kit.mlp(y, *_mlp_weights(w, d), residual=x)
     x = kit.layer_norm(x, w.ones(d), w.zeros(d))
     return kit.logits(x, words)
 
@@ -152,8 +169,8 @@ def _llama(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
             y = kit.attention(q, k, v, is_causal=True)
         x = kit.dense(y.reshape(b, s, d), w.product(d, d), residual=x)
         y = kit.rms_norm(x, w.ones(d))
-        y = kit.gated(y, w.product(d, size.inner), w.product(d, size.inner))
-        x = kit.dense(y, w.product(size.inner, d), residual=x)
+        shapes = ((d, size.inner), (d, size.inner), (size.inner, d))
+        x = kit.gated_mlp(y, *(w.product(*shape) for shape in shapes), residual=x)
     logits = kit.logits(kit.rms_norm(x, w.ones(d)), words)
     return (logits, carried) if is_step else logits
 
@@ -217,8 +234,7 @@ def _vit(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
         y = kit.attention(q, k, v, is_causal=False).reshape(b, count, d)
         x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
         y = kit.layer_norm(x, w.ones(d), w.zeros(d))
-        y = kit.dense(y, w.product(d, 4 * d), w.zeros(4 * d), activation="gelu")
-        x = kit.dense(y, w.product(4 * d, d), w.zeros(d), residual=x)
+        x = kit.mlp(y, *_mlp_weights(w, d), residual=x)
     x = kit.layer_norm(kit.mean(x, (1,)), w.ones(d), w.zeros(d))
     return kit.dense(x, w.product(d, size.classes), w.zeros(size.classes))
 
@@ -236,8 +252,7 @@ def _convnext(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any
         for _ in range(depth):
             y = kit.conv(x, w.filters(7, 7, 1, c), w.zeros(c), groups=c)
             y = kit.layer_norm(y, w.ones(c), w.zeros(c))
-            y = kit.dense(y, w.product(c, 4 * c), w.zeros(4 * c), activation="gelu")
-            y = kit.dense(y, w.product(4 * c, c), w.zeros(c))
+            y = kit.mlp(y, *_mlp_weights(w, c), residual=None)
             x = x + y * w.ones(c, times=0.1)
         before = c
     x = kit.layer_norm(kit.mean(x, (1, 2)), w.ones(before), w.zeros(before))
