@@ -55,15 +55,18 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True)
 class _Call:
-    """A call of a graph, or of several that were joined."""
+    """A call of a graph, as an equation of JAX's, or of several that were joined."""
 
     graph: Graph
     options: Options
     operands: tuple[Any, ...]
     results: tuple[Any, ...]
+    alone: _Step | None = None
 
     def run(self, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         """Return the results."""
+        if self.alone is not None:  # JAX knows where it was called.
+            return self.alone.run(operands)
         return run_graph(self.graph, operands, self.options)
 
 
@@ -151,11 +154,16 @@ class _Chains:
 
 def _step_of(jaxpr: Any, equation: Any) -> _Step | _Call:
     operands, results = tuple(equation.invars), tuple(equation.outvars)
+    step = _Step(jaxpr=jaxpr, equation=equation, operands=operands, results=results)
     found = graph_of(equation)
     if found is None:
-        return _Step(jaxpr=jaxpr, equation=equation, operands=operands, results=results)
+        return step
     return _Call(
-        graph=found.graph, options=found.options, operands=operands, results=results
+        graph=found.graph,
+        options=found.options,
+        operands=operands,
+        results=results,
+        alone=step,
     )
 
 
