@@ -2,6 +2,7 @@
 """Do fused functions give the function's results on a GPU, roundings included?"""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,11 +11,22 @@ import numpy as np
 import pytest
 
 import jax_cudnn
-from jax_cudnn import plans
+from jax_cudnn import native, plans
+from jax_cudnn.graph import label, to_json
+from jax_cudnn.legalize import legalize, partition
+from jax_cudnn.lowering import run_cudnn, traced_graphs
+from jax_cudnn.lowering.decision import Step
+from jax_cudnn.reference import evaluate
+from tests.drawn_operands import draw_arrays
 from tests.fused_functions import block, conv_bn_relu, gated_mlp, normal, normed
 from tests.gpu.numerics import judge, to_f32
 
 pytestmark = pytest.mark.gpu
+
+
+def _mlp(x: jax.Array, w: jax.Array, b: jax.Array, v: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x @ w + b[None, None]) @ v
+
 
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
     "conv, batch norm, relu": (
@@ -27,6 +39,7 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
     ),
     "gated MLP": (gated_mlp, ((3, 40, 64), (64, 96), (64, 96), (96, 64))),
     "RMS norm": (normed, ((3, 40, 64), (64, 96), (96,))),
+    "MLP": (_mlp, ((3, 40, 64), (64, 96), (96,), (96, 64))),
 }
 
 
@@ -59,6 +72,51 @@ def test_values_and_gradients(name: str, dtype: Any) -> None:
         truth = both(function, exact, to_f32(cotangent))
     names = ["result", *(f"gradient {i}" for i in numbers)]
     judge(names, found, plain, truth)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("name", ["gated MLP", "MLP"])
+def test_every_plan_of_a_gradient_within_a_product_is_right(
+    name: str, dtype: Any
+) -> None:
+    function, _ = _FUNCTIONS[name]
+    beside = {"gated MLP": (256, 512), "MLP": (512,)}[name]
+    operands = _operands(((2, 384, 256), (256, 512), beside, (512, 256)), dtype)
+    fused = jax_cudnn.fuse(function)
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        return fused(*operands).astype(jnp.float32).sum()
+
+    (part,) = (
+        part
+        for graph, _, _ in traced_graphs(jax.grad(loss, (0, 1, 2, 3)), *operands)
+        for part in partition(graph)
+        if "_grad" in label(part) and "matmul" in label(part)
+    )
+    target = native.device_target(0)
+    arrays = draw_arrays(part)
+    reference = evaluate(part, arrays)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        tensors = tuple(replace(t, dtype="f64") for t in part.tensors)
+        truth = [np.asarray(x) for x in evaluate(replace(part, tensors=tensors), wide)]
+    launched = 0
+    for legal in legalize(part, target).candidates:
+        text = to_json(legal.graph)
+        for candidate in native.candidates(text):
+            if candidate.refusal:
+                continue
+            step = Step(
+                part=part,
+                legal=legal,
+                plan=native.plan(text, request=candidate.request),
+                target=target,
+                request=candidate.request,
+            )
+            found = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))(*arrays)
+            judge(part.outputs, found, reference, truth)
+            launched += 1
+    assert launched > 1
 
 
 @pytest.mark.parametrize("name", list(_FUNCTIONS))
