@@ -52,7 +52,7 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         # A kind with no rule here goes to cuDNN as it is.
         return Legalization(candidates=(GraphEditor.of(graph).finish(),))
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
-    if any(each.kind == "reduction" for each in graph.nodes):
+    if _sums_rows(graph, node):
         return _with_sums(graph, target)
     if narrow := _f8_results_of_f32(graph, node):
         return _converted_by_xla(graph, _in_f32(graph, narrow), target)
@@ -66,6 +66,16 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     order = [*alone, *fused] if _is_depthwise(graph, node) else [*fused, *alone]
     slower = matmul.slower(graph, node) if node.kind == "matmul" else ""
     return Legalization(candidates=tuple(replace(way, slower=slower) for way in order))
+
+
+def _sums_rows(graph: Graph, node: Node) -> bool:
+    """Whether something is summed, along more than the batch of a product.
+
+    The sum of an operand's gradient along the batch is all that becomes of the product.
+    """
+    sums = made_by(each for each in graph.nodes if each.kind == "reduction")
+    (result,) = (graph.tensor(name) for _, name in node.outputs)
+    return any(graph.tensor(name).dims[1:] != result.dims[1:] for name in sums)
 
 
 def _with_sums(graph: Graph, target: Target | None) -> Legalization:
