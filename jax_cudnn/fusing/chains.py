@@ -9,161 +9,155 @@ made one graph. Forward, it has the same kernels as two graphs.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_cudnn.config import Options
+from jax_cudnn.fusing.program import (
+    Arrays,
+    Atom,
+    Operation,
+    Program,
+    Value,
+    as_array,
+    program_of,
+)
 from jax_cudnn.graph import Graph, is_anchor, joined
-from jax_cudnn.lowering import equation_function, graph_of, run_graph
+from jax_cudnn.lowering import graph_of, run_graph
 
 
 def run_chained(
     function: Callable[..., Sequence[jax.Array]], operands: Sequence[jax.Array]
 ) -> list[jax.Array]:
     """Return what a function of arrays returns, with products chained in one graph."""
-    closed = jax.make_jaxpr(function)(*operands)
-    jaxpr = closed.jaxpr
-    chains = _Chains(jaxpr)
-    known = dict(zip(jaxpr.constvars, closed.consts, strict=True))
-    known |= dict(zip(jaxpr.invars, operands, strict=True))
+    program = program_of(jax.make_jaxpr(function)(*operands))
+    chains = _Chains(program)
+    arrays: Arrays = dict(zip(program.inputs, operands, strict=True))
+    arrays |= program.constants
     for step in chains.steps:
-        results = step.run([chains.read(x, known) for x in step.operands])
-        known.update(zip(step.results, results, strict=True))
-    return [chains.read(x, known) for x in jaxpr.outvars]
+        chains.reshape(step.reads, arrays)
+        step.run(arrays)
+    chains.reshape(program.results, arrays)
+    return [as_array(x, arrays) for x in program.results]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Step:
-    """An equation of JAX's."""
-
-    jaxpr: Any
-    equation: Any
-    operands: tuple[Any, ...]
-    results: tuple[Any, ...]
-
-    def run(self, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Return the results."""
-        function = equation_function(self.jaxpr, self.equation)
-        once: dict[Any, jax.Array] = {}
-        for x, operand in zip(self.operands, operands, strict=True):
-            if not _is_literal(x):
-                once.setdefault(x, operand)
-        return function(*once.values())
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Call:
-    """A call of a graph, as an equation of JAX's, or of several that were joined."""
+class _Joined:
+    """One call of a graph in place of several."""
 
     graph: Graph
     options: Options
-    operands: tuple[Any, ...]
-    results: tuple[Any, ...]
-    alone: _Step | None = None
+    reads: tuple[Value, ...]
+    outputs: tuple[Value, ...]
 
-    def run(self, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        """Return the results."""
-        if self.alone is not None:  # JAX knows where it was called.
-            return self.alone.run(operands)
-        return run_graph(self.graph, operands, self.options)
+    def run(self, arrays: Arrays) -> None:
+        """Add the results to the arrays."""
+        operands = [arrays[x] for x in self.reads]
+        results = run_graph(self.graph, operands, self.options)
+        arrays.update(zip(self.outputs, results, strict=True))
 
 
 class _Chains:
-    """The equations of a function, with calls joined where their gradients gain.
+    """The operations of a program, with calls joined where their gradients gain.
 
     Reshapes are no steps: they are made where something reads them.
     """
 
-    def __init__(self, jaxpr: Any) -> None:
+    def __init__(self, program: Program) -> None:
         """Join calls, from the first one on."""
-        self._sources: dict[Any, Any] = {}
-        found: list[_Step | _Call] = []
-        for equation in jaxpr.eqns:
-            if _is_reshape(equation):
-                self._sources[equation.outvars[0]] = equation.invars[0]
+        self._sources: dict[Value, Value] = {}
+        found: list[Operation] = []
+        for each in program.operations:
+            if _is_reshape(each):
+                self._sources[each.outputs[0]] = each.reads[0]
             else:
-                found.append(_step_of(jaxpr, equation))
-        self._wanted = {self._root(x) for x in jaxpr.outvars}
-        self.steps: list[_Step | _Call] = []
+                found.append(each)
+        self._wanted = set(self._roots(program.results))
+        self.steps: list[Operation | _Joined] = []
         for i, step in enumerate(found):
-            if isinstance(step, _Call):
-                step = self._chained(step, found[i + 1 :])
-            self.steps.append(step)
+            self.steps.append(self._chained(step, found[i + 1 :]))
 
-    def read(self, atom: Any, known: dict[Any, Any]) -> Any:
-        """Return the array of a variable or literal."""
-        if _is_literal(atom):
-            return atom.val
-        if atom not in known:
-            source = self.read(self._sources[atom], known)
-            known[atom] = jnp.reshape(source, atom.aval.shape)
-        return known[atom]
+    def reshape(self, atoms: Sequence[Atom], arrays: Arrays) -> None:
+        """Add those of the atoms to the arrays that are reshapes of what is there."""
+        for x in atoms:
+            if isinstance(x, Value) and x not in arrays:
+                arrays[x] = jnp.reshape(arrays[self._root(x)], x.shape)
 
-    def _root(self, atom: Any) -> Any:
-        """Return what a variable is a reshape of."""
-        while not _is_literal(atom) and atom in self._sources:
-            atom = self._sources[atom]
-        return None if _is_literal(atom) else atom
+    def _root(self, value: Value) -> Value:
+        """Return what a value is a reshape of."""
+        while value in self._sources:
+            value = self._sources[value]
+        return value
 
-    def _chained(self, call: _Call, later: list[_Step | _Call]) -> _Call:
-        """Return a call joined with earlier ones, which are no steps any more."""
-        roots = dict.fromkeys(map(self._root, call.operands))
-        for first in [each for each in self.steps if isinstance(each, _Call)]:
-            if not roots.keys() & set(first.results):
+    def _roots(self, atoms: Sequence[Atom]) -> list[Value]:
+        return [self._root(x) for x in atoms if isinstance(x, Value)]
+
+    def _chained(
+        self, step: Operation, later: Sequence[Operation]
+    ) -> Operation | _Joined:
+        """Return a step joined with earlier calls, which are no steps any more."""
+        chained: Operation | _Joined = step
+        calls = [x for x in self.steps if _call_of(x)] if _call_of(step) else []
+        for first in calls:
+            if not self._reads(step, first):
                 continue
             after = self.steps[self.steps.index(first) + 1 :]
-            if any(self._reads(step, first) for step in after):
+            if any(self._reads(each, first) for each in after):
                 continue  # It would run too late for them.
-            if (one := self._joined(first, call, later)) is not None:
+            if (one := self._joined(first, chained, later)) is not None:
                 self.steps.remove(first)
-                call = one
-        return call
+                chained = one
+        return chained
 
-    def _reads(self, step: _Step | _Call, first: _Call) -> bool:
-        return not {*map(self._root, step.operands)}.isdisjoint(first.results)
+    def _reads(self, step: Operation | _Joined, first: Operation | _Joined) -> bool:
+        return not {*self._roots(step.reads)}.isdisjoint(first.outputs)
 
     def _joined(
-        self, first: _Call, second: _Call, later: list[_Step | _Call]
-    ) -> _Call | None:
+        self,
+        first: Operation | _Joined,
+        second: Operation | _Joined,
+        later: Sequence[Operation],
+    ) -> _Joined | None:
         """Return one call for both; None where they stay two."""
-        if first.options != second.options or not _gains(first.graph, second.graph):
+        one, two = _call_of(first), _call_of(second)
+        if one is None or two is None or one.options != two.options:
             return None
-        made = dict(zip(first.results, first.graph.outputs, strict=True))
+        if not _gains(one.graph, two.graph):
+            return None
+        made = dict(zip(one.outputs, one.graph.outputs, strict=True))
         links: dict[str, str] = {}
-        for name, x in zip(second.graph.inputs, second.operands, strict=True):
+        others: list[Value] = []
+        for name, x in zip(two.graph.inputs, two.reads, strict=True):
             if (root := self._root(x)) not in made:
+                others.append(x)
                 continue
-            result = first.graph.tensor(made[root])
-            is_same = replace(result, name=name) == second.graph.tensor(name)
-            if not is_same or root.aval.shape != x.aval.shape:
+            result = one.graph.tensor(made[root])
+            is_same = replace(result, name=name) == two.graph.tensor(name)
+            if not is_same or root.shape != x.shape:
                 return None
             links[name] = result.name
-        read = {self._root(x) for step in later for x in step.operands}
-        kept = [x for x in first.results if x in read | self._wanted]
-        given = zip(second.graph.inputs, second.operands, strict=True)
-        others = [x for name, x in given if name not in links]
-        return _Call(
-            graph=joined(first.graph, second.graph, links, [made[x] for x in kept]),
-            options=first.options,
-            operands=(*first.operands, *others),
-            results=(*kept, *second.results),
+        read = {x for each in later for x in self._roots(each.reads)} | self._wanted
+        kept = [x for x in one.outputs if x in read]
+        return _Joined(
+            graph=joined(one.graph, two.graph, links, [made[x] for x in kept]),
+            options=one.options,
+            reads=(*one.reads, *others),
+            outputs=(*kept, *two.outputs),
         )
 
 
-def _step_of(jaxpr: Any, equation: Any) -> _Step | _Call:
-    operands, results = tuple(equation.invars), tuple(equation.outvars)
-    step = _Step(jaxpr=jaxpr, equation=equation, operands=operands, results=results)
-    found = graph_of(equation)
-    if found is None:
+def _call_of(step: Operation | _Joined) -> _Joined | None:
+    """Return a call of a graph as what it may be joined to."""
+    if isinstance(step, _Joined):
         return step
-    return _Call(
+    if (found := graph_of(step.equation)) is None:
+        return None
+    return _Joined(
         graph=found.graph,
         options=found.options,
-        operands=operands,
-        results=results,
-        alone=step,
+        reads=step.reads,
+        outputs=step.outputs,
     )
 
 
@@ -174,11 +168,6 @@ def _gains(first: Graph, second: Graph) -> bool:
     return kinds == {"matmul"} and bool(modes - {"", "identity", "add"})
 
 
-def _is_reshape(equation: Any) -> bool:
-    params = equation.params
-    is_plain = not params.get("dimensions") and params.get("sharding") is None
-    return equation.primitive.name == "reshape" and is_plain
-
-
-def _is_literal(atom: Any) -> bool:
-    return hasattr(atom, "val")
+def _is_reshape(work: Operation) -> bool:
+    is_plain = not work.params.get("dimensions") and not work.params.get("sharding")
+    return work.name == "reshape" and is_plain and bool(work.reads)

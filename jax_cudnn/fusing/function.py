@@ -108,25 +108,19 @@ class Fused(Generic[P, R]):
         def compute(*given: jax.Array) -> list[jax.Array]:
             made: Arrays = dict(zip(arrays, given, strict=True))
             _run_steps(found, made, self._asked)
-            return [
-                _typed(as_array(x, made), variable.aval)
-                for x, variable in zip(
-                    program.results, closed.jaxpr.outvars, strict=True
-                )
-            ]
+            return [as_array(x, made) for x in program.results]
 
-        run = run_chained if len(found.kernels) > 1 else _run_alone
-        results = run(compute, [*arrays.values()])
+        operands = [*arrays.values()]
+        is_chain = len(found.kernels) > 1
+        made = run_chained(compute, operands) if is_chain else compute(*operands)
+        results = [
+            _typed(x, variable.aval)
+            for x, variable in zip(made, closed.jaxpr.outvars, strict=True)
+        ]
         return jax.tree.unflatten(jax.tree.structure(like), results)
 
 
 _ARRAYS = (jax.Array, np.ndarray)
-
-
-def _run_alone(
-    function: Callable[..., list[jax.Array]], operands: Sequence[jax.Array]
-) -> list[jax.Array]:
-    return function(*operands)
 
 
 def _run_steps(found: Split, arrays: Arrays, asked: Asked) -> None:
