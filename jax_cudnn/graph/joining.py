@@ -4,7 +4,7 @@
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
-from jax_cudnn.graph.spec import Graph, Node
+from jax_cudnn.graph.spec import Graph
 
 # Names of the first graph's tensors begin so.
 _PREFIX = "earlier_"
@@ -21,15 +21,15 @@ def joined(
     there, then those of the second.
     """
     names = {t.name: f"{_PREFIX}{t.name}" for t in first.tensors}
-    renamed = {operand: names[result] for operand, result in links.items()}
+    linked = {operand: names[result] for operand, result in links.items()}
     return Graph(
         tensors=(
             *(replace(t, name=names[t.name]) for t in first.tensors),
             *(t for t in second.tensors if t.name not in links),
         ),
         nodes=(
-            *(_renamed(node, names) for node in first.nodes),
-            *(_renamed(node, renamed) for node in second.nodes),
+            *(node.renamed(names) for node in first.nodes),
+            *(node.renamed(linked) for node in second.nodes),
         ),
         inputs=(
             *(names[name] for name in first.inputs),
@@ -40,10 +40,3 @@ def joined(
             *second.outputs,
         ),
     )
-
-
-def _renamed(node: Node, names: Mapping[str, str]) -> Node:
-    def pairs(given: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
-        return tuple((role, names.get(name, name)) for role, name in given)
-
-    return replace(node, inputs=pairs(node.inputs), outputs=pairs(node.outputs))

@@ -6,7 +6,7 @@ Knows nothing of JAX's tracing, of the C++ extension or of how any node computes
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Self, get_args
 
 from jax_cudnn.errors import GraphError
@@ -133,6 +133,14 @@ class Node:
             outputs=_present_roles(outputs),
             attributes=attributes,
         )
+
+    def renamed(self, names: Mapping[str, str]) -> "Node":
+        """Return the node with tensors of other names, for those that are listed."""
+
+        def pairs(given: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+            return tuple((role, names.get(name, name)) for role, name in given)
+
+        return replace(self, inputs=pairs(self.inputs), outputs=pairs(self.outputs))
 
 
 def _present_roles(roles: Mapping[str, str | None]) -> tuple[tuple[str, str], ...]:

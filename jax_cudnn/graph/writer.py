@@ -140,16 +140,8 @@ class GraphWriter:
             name = self.pointwise("identity", name, dtype=final.dtype)
         self._tensors.pop(name)
         self._tensors[final.name] = final
-        self._nodes = [
-            replace(
-                node,
-                outputs=tuple(
-                    (role, final.name if each == name else each)
-                    for role, each in node.outputs
-                ),
-            )
-            for node in self._nodes
-        ]
+        # Nothing reads it.
+        self._nodes = [node.renamed({name: final.name}) for node in self._nodes]
         return final.name
 
     def finish(self, outputs: Sequence[str]) -> Graph:

@@ -146,14 +146,6 @@ def _cast_in_kernel(graph: Graph, node: Node, sums: Tensor) -> Graph:
     """Return the graph with the i32 sums kept inside, and an f32 copy as the result."""
     inner = replace(sums, name=f"{sums.name}_i32")
 
-    def renamed(each: Node) -> Node:
-        pairs = (
-            tuple((role, inner.name if name == sums.name else name) for role, name in x)
-            for x in (each.inputs, each.outputs)
-        )
-        inputs, outputs = pairs
-        return replace(each, inputs=inputs, outputs=outputs)
-
     copy = Node.make(
         "pointwise",
         {"a": inner.name},
@@ -164,7 +156,7 @@ def _cast_in_kernel(graph: Graph, node: Node, sums: Tensor) -> Graph:
     return replace(
         graph,
         tensors=(*others, inner, replace(sums, dtype="f32")),
-        nodes=(*map(renamed, graph.nodes), copy),
+        nodes=(*(each.renamed({sums.name: inner.name}) for each in graph.nodes), copy),
     )
 
 
