@@ -107,12 +107,9 @@ def terms_of_sinks(
         return to_logical(tensors[role], env[role])
 
     stats, sinks = logical("stats"), logical("sinks").astype(env["stats"].dtype)
-    output = logical("output").astype(stats.dtype)
-    products = jnp.sum(
-        output * logical("grad_output").astype(stats.dtype), axis=-1, keepdims=True
+    delta = sdpa.output_products(
+        logical("output"), logical("grad_output"), stats, sinks
     )
-    is_zero = jnp.all(output == 0, axis=-1, keepdims=True)
-    delta = jnp.where((stats == sinks) & is_zero, 0, products)
     grad_stats = jnp.zeros_like(stats)
     if "grad_stats" in tensors:
         grad_stats = logical("grad_stats")

@@ -15,7 +15,11 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops.arguments import as_operand, check_dtype, describe
 from jax_cudnn.ops.layouts import Layout, rows_to
-from jax_cudnn.reference.sdpa import share_and_sum, share_of_sinks
+from jax_cudnn.reference.sdpa import (
+    output_products,
+    share_and_sum,
+    share_of_sinks,
+)
 
 
 def check_sinks(op: str, sinks: ArrayLike | None, heads: int) -> jax.Array | None:
@@ -62,10 +66,8 @@ def sink_slopes(
     The sinks are (h,), or broadcast to this. Output and log-sum-exp are with them.
     """
     wide = _like_rows(sinks, lse)
-    products = output.astype(lse.dtype) * grad_output.astype(lse.dtype)
-    # A query that sees no key has the sink alone. Its cotangent is not read.
-    is_zero = jnp.all(output == 0, axis=-1)
-    slope = jnp.where((lse == wide) & is_zero, 0, -jnp.sum(products, -1))
+    rows = (lse[..., None], jnp.broadcast_to(wide, lse.shape)[..., None])
+    slope = -output_products(output, grad_output, *rows)[..., 0]
     if grad_lse is not None:
         slope = slope + grad_lse
     return share_of_sinks(wide, lse) * slope

@@ -275,6 +275,19 @@ def share_of_sinks(sinks: jax.Array, stats: jax.Array) -> jax.Array:
     return jnp.where(stats == -jnp.inf, 0, jnp.exp(gap))
 
 
+def output_products(
+    output: jax.Array, grad_output: jax.Array, stats: jax.Array, sinks: jax.Array
+) -> jax.Array:
+    """Return rowsum(O dO) beside the log-sum-exp with the sinks, both (..., 1).
+
+    A row that sees no key has the sink alone: the cotangent of its output is not read.
+    """
+    products = output.astype(stats.dtype) * grad_output.astype(stats.dtype)
+    is_zero = jnp.all(output == 0, axis=-1, keepdims=True)
+    total = jnp.sum(products, axis=-1, keepdims=True)
+    return jnp.where((stats == sinks) & is_zero, 0, total)
+
+
 def weights_of(logits: jax.Array, sinks: jax.Array | None = None) -> Weights:
     """Return the weights of the logits over keys, before they are divided.
 
