@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times attention's features beside jax.nn and PyTorch, side by side on one GPU.
+"""Times attention's features beside jax.nn, PyTorch and tokamax, on one GPU.
 
     python -m benchmarks.attention_features --out docs/benchmarks
 
-writes attention_features.json and .md there. Needs an NVIDIA GPU; PyTorch is used where
-it is installed, with its flash and cuDNN attention and compiled `flex_attention`.
+writes attention_features.json and .md there. Needs an NVIDIA GPU. PyTorch is used where
+it is installed, with its flash and cuDNN attention and compiled `flex_attention`, and
+so is tokamax, with its Mosaic kernels.
 Operands are random bf16; see timing.py for how times are taken. `--only REGEX` chooses
 workloads by their names, and `--no-flex` leaves out what takes long to compile.
 """
@@ -23,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
-from benchmarks import torch_side
+from benchmarks import tokamax_side, torch_side
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, Timing, compare
@@ -47,6 +48,8 @@ class Workload:
       theirs: options of `jax.nn.dot_product_attention`, or None where it has no such
         feature.
       torch: options of PyTorch's attention, likewise.
+      tokamax: options of tokamax's, likewise.
+      has_bias: whether a learned bias, shared by the batch, is a fourth operand.
       flex: what `flex_attention` takes, given its module and a length.
       has_gradient: whether the gradient is timed too.
     """
@@ -61,6 +64,8 @@ class Workload:
     e: int | None = None
     theirs: dict[str, Any] | None = None
     torch: dict[str, Any] | None = None
+    tokamax: dict[str, Any] | None = None
+    has_bias: bool = False
     flex: Callable[[Any, int], dict[str, Any]] | None = None
     has_gradient: bool = True
 
@@ -114,23 +119,33 @@ WORKLOADS = (
     *(
         Workload(
             name=f"causal, d={d}", b=4, s=4096, h=16, k=16, d=d,
-            ours=lambda _: _CAUSAL, theirs=_CAUSAL, torch=_CAUSAL,
+            ours=lambda _: _CAUSAL, theirs=_CAUSAL, torch=_CAUSAL, tokamax=_CAUSAL,
         )
         for d in (64, 128, 256)
     ),
     Workload(
         name="grouped key heads, 32 and 8", b=4, s=4096, h=32, k=8, d=128,
-        ours=lambda _: _CAUSAL, theirs=_CAUSAL, torch=_CAUSAL,
+        ours=lambda _: _CAUSAL, theirs=_CAUSAL, torch=_CAUSAL, tokamax=_CAUSAL,
+    ),
+    *(
+        Workload(
+            name=f"a learned bias, d={d}", b=8, s=2048, h=16, k=16, d=d, has_bias=True,
+            ours=lambda _: {}, theirs={}, torch={}, tokamax={},
+            flex=lambda flex, _: {},
+        )
+        for d in (64, 128)
     ),
     Workload(
         name=f"causal window of {_LEFT + 1}", b=2, s=8192, h=16, k=16, d=128,
         ours=lambda _: {**_CAUSAL, "local_window_size": (_LEFT, 0)},
         theirs={**_CAUSAL, "local_window_size": (_LEFT, 0)},
+        tokamax={**_CAUSAL, "local_window_size": (_LEFT, 0)},
         flex=lambda flex, s: _flex_window(flex, s, _LEFT),
     ),
     Workload(
         name="softcap", b=4, s=2048, h=16, k=16, d=128,
         ours=lambda _: {"score_mod": score_mods.softcap(30.0)},
+        tokamax={"logits_soft_cap": 30.0},
         flex=lambda flex, _: _flex_softcap(flex, 30.0),
     ),
     Workload(
@@ -152,7 +167,7 @@ WORKLOADS = (
     ),
     Workload(
         name="latent attention, d=192, e=128", b=4, s=4096, h=16, k=16, d=192, e=128,
-        ours=lambda _: _CAUSAL, torch=_CAUSAL,
+        ours=lambda _: _CAUSAL, torch=_CAUSAL, tokamax=_CAUSAL,
     ),
     Workload(
         name="a million tokens, 4 heads and 1", b=1, s=1 << 20, h=4, k=1, d=128,
@@ -181,7 +196,11 @@ def _operands(work: Workload) -> tuple[list[jax.Array], jax.Array]:
         jax.random.normal(key, (work.b, *size), jnp.bfloat16)
         for key, size in zip(keys, sizes, strict=True)
     ]
-    return arrays[:3], arrays[3]
+    operands, cotangent = arrays[:3], arrays[3]
+    if work.has_bias:
+        shape = (1, work.h, work.s, work.s)
+        operands.append(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
+    return operands, cotangent
 
 
 def _jax_contenders(
@@ -198,10 +217,17 @@ def _jax_contenders(
         ways["jax.nn cudnn"] = functools.partial(
             _call, jax.nn.dot_product_attention, theirs
         )
+        if tokamax_side.tokamax is not None and work.tokamax is not None:
+            ways["tokamax"] = tokamax_side.attention(**work.tokamax)
     found: dict[str, Contender] = {}
     for name, attention in ways.items():
         function = _with_gradients(attention, cotangent) if gradients else attention
-        compiled = jax.jit(function).lower(*arrays).compile()
+        if name == "tokamax":
+            compiled = tokamax_side.compiled(name, function, arrays)
+            if compiled is None:
+                continue
+        else:
+            compiled = jax.jit(function).lower(*arrays).compile()
         found[name] = Contender(
             call=functools.partial(compiled, *arrays), wait=jax.block_until_ready
         )
@@ -224,20 +250,22 @@ def _torch_contenders(
         return {}
     from torch.nn import attention as torch_attention
 
-    q, k, v = (
-        torch_side.from_jax(x).transpose(1, 2).requires_grad_(gradients) for x in arrays
-    )
+    tensors = [torch_side.from_jax(x).transpose(1, 2) for x in arrays[:3]]
+    tensors += [torch_side.from_jax(x) for x in arrays[3:]]
+    for tensor in tensors:
+        tensor.requires_grad_(gradients)
+    q, k, v, *bias = tensors
     grad = torch_side.from_jax(cotangent).transpose(1, 2)
     grouped = {"enable_gqa": True} if work.h != work.k else {}
 
     def run(attend: Callable[[], Any]) -> Any:
         output = attend()
-        return torch.autograd.grad(output, (q, k, v), grad) if gradients else output
+        return torch.autograd.grad(output, tensors, grad) if gradients else output
 
     def with_backend(backend: Any) -> Any:
         with torch_attention.sdpa_kernel(backend):
             return torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, **(work.torch or {}), **grouped
+                q, k, v, *bias, **(work.torch or {}), **grouped
             )
 
     found: dict[str, Contender] = {}
@@ -246,6 +274,7 @@ def _torch_contenders(
         for name, backend in (
             ("torch cudnn", backends.CUDNN_ATTENTION),
             ("torch flash", backends.FLASH_ATTENTION),
+            *((("torch efficient", backends.EFFICIENT_ATTENTION),) if bias else ()),
         ):
             attend = functools.partial(with_backend, backend)
             found[name] = torch_side.contender(functools.partial(run, attend))
@@ -254,6 +283,10 @@ def _torch_contenders(
 
         compiled = torch.compile(flex.flex_attention)
         options = {**work.flex(flex, work.s), **grouped}
+        if bias:
+            options["score_mod"] = lambda score, b, h, row, column: (
+                score + bias[0][0, h, row, column]
+            )
         attend = functools.partial(compiled, q, k, v, **options)
         found["torch flex"] = torch_side.contender(functools.partial(run, attend))
     return torch_side.usable(found)

@@ -244,14 +244,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    versions = environment()
     rows: list[dict[str, Any]] = []
     for cell in SMALL if options.small else CELLS:
         print(cell.name, flush=True)
         rows += run_cell(cell)
-    options.out.mkdir(parents=True, exist_ok=True)
-    versions = environment()
-    write_records(options.out / "decode.json", {"environment": versions, "rows": rows})
-    (options.out / "decode.md").write_text(markdown(rows, versions))
+        # Each time, so that a run that is cut off leaves what it measured.
+        data = {"environment": versions, "rows": rows}
+        write_records(options.out / "decode.json", data)
+        (options.out / "decode.md").write_text(markdown(rows, versions))
 
 
 if __name__ == "__main__":

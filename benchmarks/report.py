@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared by the reports of all benchmarks: versions, and tables within a page."""
 
+import importlib.metadata
 import subprocess
 from pathlib import Path
 
 import jax
 
 import jax_cudnn
+from benchmarks.tokamax_side import tokamax
 from benchmarks.torch_side import torch
 from jax_cudnn import native
 from jax_cudnn.errors import LibraryError
@@ -23,6 +25,8 @@ def environment() -> dict[str, str]:
     }
     if torch is not None:
         versions["PyTorch"] = torch.__version__
+    if tokamax is not None:
+        versions["tokamax"] = importlib.metadata.version("tokamax")
     return {name: str(value) for name, value in versions.items()}
 
 
