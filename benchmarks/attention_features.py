@@ -32,7 +32,7 @@ from benchmarks.torch_side import torch
 from jax_cudnn import masks, native, plans, score_mods
 
 _DATA, _PAGE = "attention_features.json", "attention_features.md"
-_OURS = "jax_cudnn"
+_OURS, _TUNED = "jax_cudnn", "jax_cudnn tuned"
 # Documents in the rows of the packed workload, as shares of a row.
 _DOCUMENTS = (1, 3, 2, 8, 5, 1, 4, 8)
 
@@ -219,6 +219,9 @@ def _jax_contenders(
         )
         if tokamax_side.tokamax is not None and work.tokamax is not None:
             ways["tokamax"] = tokamax_side.attention(**work.tokamax)
+    if work.has_bias and jax.default_backend() == "gpu":
+        # Chosen beside tokamax's kernels, where these are installed.
+        ways[_TUNED] = functools.partial(_call, jax_cudnn.sdpa, options)
     found: dict[str, Contender] = {}
     for name, attention in ways.items():
         function = _with_gradients(attention, cotangent) if gradients else attention
@@ -227,6 +230,8 @@ def _jax_contenders(
             if compiled is None:
                 continue
         else:
+            if name == _TUNED:
+                plans.autotune(function, *arrays, whole_program=False)
             compiled = jax.jit(function).lower(*arrays).compile()
         found[name] = Contender(
             call=functools.partial(compiled, *arrays), wait=jax.block_until_ready
@@ -281,7 +286,8 @@ def _torch_contenders(
     if work.flex is not None and with_flex:
         from torch.nn.attention import flex_attention as flex
 
-        compiled = torch.compile(flex.flex_attention)
+        torch_side.forget_compiled()
+        compiled = torch.compile(flex.flex_attention, dynamic=False)
         options = {**work.flex(flex, work.s), **grouped}
         if bias:
             options["score_mod"] = lambda score, b, h, row, column: (
@@ -316,7 +322,7 @@ def run_workload(work: Workload, *, with_flex: bool) -> list[dict[str, Any]]:
 def _row(work: Workload, what: str, name: str, timing: Timing) -> dict[str, Any]:
     size = f"({work.b},{work.s},{work.h}h:{work.k},{work.d})"
     print(
-        f"{work.name:34s} {what:15s} {name:13s} {timing.median_us:10.1f} us  "
+        f"{work.name:34s} {what:15s} {name:15s} {timing.median_us:10.1f} us  "
         f"{timing.ratio:5.3f} ({timing.ratio_low:.3f}-{timing.ratio_high:.3f})",
         flush=True,
     )
@@ -337,7 +343,8 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str], command: str)
         "Times are medians a call. The ratio is to `jax_cudnn`, round by round in the",
         "same run (median, lowest and highest): above 1, the other is slower. Sizes",
         "are (batch, length, query heads : key heads, head size). `torch flex` is",
-        "PyTorch's `flex_attention`, compiled.",
+        "PyTorch's `flex_attention`, compiled for these shapes. `jax_cudnn tuned` is",
+        "what `plans.autotune` chose, tokamax's kernels among the candidates.",
         "",
         "| workload | size | | contender | µs | ratio | range |",
         "| --- | --- | --- | --- | ---: | ---: | --- |",
@@ -366,6 +373,8 @@ def main() -> None:
         command += " --no-flex"
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
+    if tokamax_side.tokamax is not None:
+        plans.add_tokamax()
     rows: list[dict[str, Any]] = []
     for work in WORKLOADS:
         if not re.search(options.only, work.name):

@@ -42,6 +42,11 @@ def prefer_fast_convolutions() -> None:
     torch.backends.cudnn.benchmark = True
 
 
+def forget_compiled() -> None:
+    """Forget what was compiled: after a few shapes, PyTorch would compile no more."""
+    importlib.import_module("torch._dynamo").reset()
+
+
 def release_memory() -> None:
     """Give memory that no tensor uses back to the device."""
     if torch.cuda.is_available():

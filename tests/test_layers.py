@@ -29,7 +29,7 @@ _ALLOWED = {
     "config": set[str](),
     "cache": {"native"},
     "choices": {"errors", "graph", "cache"},
-    "contenders": {"errors", "graph", "choices"},
+    "contenders": {"errors", "graph", "reference", "choices"},
     "graph": {"errors"},
     "reference": {"errors", "graph"},
     "legalize": {"errors", "graph", "reference"},

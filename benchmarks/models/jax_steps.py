@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from benchmarks.models.kits import PlainKit
+from benchmarks.models.kits import CountedKit, PlainKit
 from benchmarks.models.zoo import Kind, Model, Weights
 from jax_cudnn import plans
 
@@ -23,6 +23,58 @@ def drawn(model: Model) -> tuple[list[np.ndarray], list[Kind], dict[str, np.ndar
     given = {name: kit.operand(x) for name, x in batch.items()}
     jax.eval_shape(lambda given: model.output(kit, weights, given), given)
     return weights.drawn, weights.kinds, batch
+
+
+def _program(
+    model: Model,
+    kit: PlainKit,
+    weights: Sequence[np.ndarray],
+    kinds: Sequence[Kind],
+    batch: dict[str, np.ndarray],
+    *,
+    rate: float,
+    is_training: bool,
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Return a step, from a state and a batch to the next state, and both of these."""
+    arrays = [kit.stored(x, kind) for x, kind in zip(weights, kinds, strict=True)]
+    given = {name: kit.operand(x) for name, x in batch.items()}
+    optimizer = optax.adamw(rate, weight_decay=1e-4)
+
+    def train(state: Any, batch: Any) -> Any:
+        arrays, memory = state
+
+        def loss(arrays: Any) -> jax.Array:
+            assert model.loss is not None
+            output = model.output(kit, Weights(kit, arrays), batch)
+            return model.loss(kit, output, batch)
+
+        value, gradients = jax.value_and_grad(loss)(arrays)
+        updates, memory = optimizer.update(gradients, memory, arrays)
+        return (optax.apply_updates(arrays, updates), memory), value
+
+    def infer(state: Any, batch: Any) -> Any:
+        arrays, carried = state
+        result = model.output(kit, Weights(kit, arrays), {**batch, **carried})
+        result, carried = result if model.carried else (result, carried)
+        return (arrays, carried), result
+
+    if is_training:
+        return train, (arrays, optimizer.init(arrays)), given
+    carried = {name: given.pop(name) for name in model.carried}
+    return infer, ([x.astype(jnp.bfloat16) for x in arrays], carried), given
+
+
+def operations(model: Model, *, is_training: bool) -> float:
+    """Return the floating-point operations of a step, as XLA counts those of plain JAX.
+
+    Attention counts as products of all queries and keys, also where it is causal.
+    """
+    kit = CountedKit()
+    step, *operands = _program(
+        model, kit, *drawn(model), rate=0.0, is_training=is_training
+    )
+    costs: Any = jax.jit(step).lower(*operands).cost_analysis() or {}
+    return float(costs.get("flops", 0.0))
 
 
 class JaxSteps:
@@ -41,35 +93,9 @@ class JaxSteps:
         is_tuned: bool,
     ) -> None:
         """Tune if asked to, compile, and run the first step."""
-        arrays = [kit.stored(x, kind) for x, kind in zip(weights, kinds, strict=True)]
-        self._batch = {name: kit.operand(x) for name, x in batch.items()}
-        optimizer = optax.adamw(rate, weight_decay=1e-4)
-
-        def train(state: Any, batch: Any) -> Any:
-            arrays, memory = state
-
-            def loss(arrays: Any) -> jax.Array:
-                assert model.loss is not None
-                output = model.output(kit, Weights(kit, arrays), batch)
-                return model.loss(kit, output, batch)
-
-            value, gradients = jax.value_and_grad(loss)(arrays)
-            updates, memory = optimizer.update(gradients, memory, arrays)
-            return (optax.apply_updates(arrays, updates), memory), value
-
-        def infer(state: Any, batch: Any) -> Any:
-            arrays, carried = state
-            result = model.output(kit, Weights(kit, arrays), {**batch, **carried})
-            result, carried = result if model.carried else (result, carried)
-            return (arrays, carried), result
-
-        if is_training:
-            step: Any = train
-            self._state: Any = arrays, optimizer.init(arrays)
-        else:
-            step = infer
-            carried = {name: self._batch.pop(name) for name in model.carried}
-            self._state = [x.astype(jnp.bfloat16) for x in arrays], carried
+        step, self._state, self._batch = _program(
+            model, kit, weights, kinds, batch, rate=rate, is_training=is_training
+        )
         self.tuning: plans.Tuning | None = None
         start = time.perf_counter()
         if is_tuned:
@@ -79,8 +105,6 @@ class JaxSteps:
         jitted = jax.jit(step, donate_argnums=0)
         self._step = jitted.lower(self._state, self._batch).compile()
         self.compile_s = time.perf_counter() - start
-        costs: Any = self._step.cost_analysis() or {}
-        self.flops = float(costs.get("flops", 0.0))
         memory: Any = self._step.memory_analysis()
         self.bytes = int(
             memory.argument_size_in_bytes

@@ -186,12 +186,32 @@ class PlainKit(Composed):
 
     def cross_entropy(self, logits: jax.Array, labels: jax.Array) -> jax.Array:
         """Return the mean cross entropy, in nats."""
-        wide = jax.nn.log_softmax(logits.astype(jnp.float32))
-        return -jnp.mean(jnp.take_along_axis(wide, labels[..., None], -1))
+        # A comparison reads the logits where they are. The gradient of an index would
+        # write zeros of their size, and add to a few of them.
+        wide = logits.astype(jnp.float32)
+        is_label = labels[..., None] == jnp.arange(logits.shape[-1])
+        own = jnp.sum(jnp.where(is_label, wide, 0), -1)
+        return jnp.mean(jax.nn.logsumexp(wide, -1) - own)
 
     def mean_square(self, x: jax.Array, y: jax.Array) -> jax.Array:
         """Return the mean of squares of differences."""
         return jnp.mean(jnp.square(x.astype(jnp.float32) - y.astype(jnp.float32)))
+
+
+class CountedKit(PlainKit):
+    """Plain JAX with attention as products, so that XLA counts its operations."""
+
+    def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
+        """Return attention."""
+        return jax.nn.dot_product_attention(
+            q, k, v, is_causal=is_causal, implementation="xla"
+        )
+
+    def attend_lengths(self, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
+        """Return attention of a token over caches of some lengths."""
+        return jax.nn.dot_product_attention(
+            q, k, v, key_value_seq_lengths=lengths, implementation="xla"
+        )
 
 
 # Fused, the products of an MLP share kernels in the gradient.
@@ -239,6 +259,13 @@ class CudnnKit(PlainKit):
     def attention(self, q: Any, k: Any, v: Any, *, is_causal: bool) -> jax.Array:
         """Return attention."""
         return jax_cudnn.sdpa(q, k, v, is_causal=is_causal)
+
+    def self_attention(self, qkv: Any, heads: int, *, is_causal: bool) -> Any:
+        """Return attention, its heads joined, from one array of q, k and v."""
+        b, s, d = qkv.shape
+        parts = qkv.reshape(b, s, 3, heads, d // 3 // heads)
+        output = jax_cudnn.qkv_sdpa(parts, is_causal=is_causal)
+        return output.reshape(b, s, d // 3)
 
     def attend_lengths(self, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
         """Return attention of a token over caches of some lengths."""

@@ -219,7 +219,6 @@ class TorchSteps:
         synchronize()
         self.compile_s = time.perf_counter() - start
         self.tuning_s = 0.0
-        self.flops = 0.0
 
     @property
     def bytes(self) -> int:

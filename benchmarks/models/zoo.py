@@ -64,6 +64,13 @@ class Weights:
 class Composed:
     """Layers of a kit that are made of its others."""
 
+    def self_attention(self: Any, qkv: Any, heads: int, *, is_causal: bool) -> Any:
+        """Return attention, its heads joined, from one array of q, k and v."""
+        b, s, d = qkv.shape
+        shape = b, s, heads, d // 3 // heads
+        q, k, v = (x.reshape(shape) for x in self.split(qkv, 3))
+        return self.attention(q, k, v, is_causal=is_causal).reshape(b, s, d // 3)
+
     def mlp(self: Any, x: Any, w: Any, b: Any, v: Any, c: Any, residual: Any) -> Any:
         """Return gelu(x w + b) v + c, and the residual added where there is one."""
         return self.dense(self.dense(x, w, b, "gelu"), v, c, residual=residual)
@@ -119,12 +126,10 @@ def _gpt(kit: Any, w: Weights, batch: dict[str, Any], size: _Language) -> Any:
     d, h = size.width, size.heads
     words = w.table(size.vocabulary, d)
     x = kit.embed(words, batch["tokens"]) + w.table(size.context, d)
-    b, s = x.shape[:2]
     for _ in range(size.layers):
         y = kit.layer_norm(x, w.ones(d), w.zeros(d))
         qkv = kit.dense(y, w.product(d, 3 * d), w.zeros(3 * d))
-        q, k, v = (x.reshape(b, s, h, d // h) for x in kit.split(qkv, 3))
-        y = kit.attention(q, k, v, is_causal=True).reshape(b, s, d)
+        y = kit.self_attention(qkv, h, is_causal=True)
         x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
         y = kit.layer_norm(x, w.ones(d), w.zeros(d))
         x = kit.mlp(y, *_mlp_weights(w, d), residual=x)
@@ -230,8 +235,7 @@ def _vit(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
     for _ in range(layers):
         y = kit.layer_norm(x, w.ones(d), w.zeros(d))
         qkv = kit.dense(y, w.product(d, 3 * d), w.zeros(3 * d))
-        q, k, v = (x.reshape(b, count, h, d // h) for x in kit.split(qkv, 3))
-        y = kit.attention(q, k, v, is_causal=False).reshape(b, count, d)
+        y = kit.self_attention(qkv, h, is_causal=False)
         x = kit.dense(y, w.product(d, d), w.zeros(d), residual=x)
         y = kit.layer_norm(x, w.ones(d), w.zeros(d))
         x = kit.mlp(y, *_mlp_weights(w, d), residual=x)

@@ -17,7 +17,11 @@ if TYPE_CHECKING:
     from jax_cudnn.doctor.findings import Finding
     from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
     from jax_cudnn.plans.calls import Call, Report
-    from jax_cudnn.plans.competing import add_contender, remove_contender
+    from jax_cudnn.plans.competing import (
+        add_contender,
+        add_tokamax,
+        remove_contender,
+    )
     from jax_cudnn.plans.explanation import Attempt, ExplainedCall, Explanation, explain
     from jax_cudnn.plans.in_context import ProgramTimes
     from jax_cudnn.plans.inspection import inspect
@@ -32,7 +36,7 @@ _HOMES = {
     "jax_cudnn.doctor.findings": ("Finding",),
     f"{__name__}.caching": ("CacheInfo", "cache_info", "clear_cache", "set_cache"),
     f"{__name__}.calls": ("Call", "Report"),
-    f"{__name__}.competing": ("add_contender", "remove_contender"),
+    f"{__name__}.competing": ("add_contender", "add_tokamax", "remove_contender"),
     f"{__name__}.explanation": ("Attempt", "ExplainedCall", "Explanation", "explain"),
     f"{__name__}.in_context": ("ProgramTimes",),
     f"{__name__}.inspection": ("inspect",),
@@ -77,6 +81,7 @@ __all__ = [
     "Tuning",
     "Warmup",
     "add_contender",
+    "add_tokamax",
     "autotune",
     "autotuning",
     "cache_info",

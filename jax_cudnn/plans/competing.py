@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """`plans.add_contender`: how do other implementations compete in tuning?"""
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
 
 from jax_cudnn import contenders
+from jax_cudnn.config import Options
+from jax_cudnn.contenders import tokamax
 from jax_cudnn.graph import Graph
+from jax_cudnn.lowering.cuda import cuda_program
 from jax_cudnn.lowering.decision import forget_decisions
 
 
@@ -49,6 +53,31 @@ def add_contender(
     """
     contenders.add(name, offer, version)
     forget_decisions()
+
+
+def add_tokamax() -> None:
+    """Let tokamax's kernels compete with cuDNN's plans and XLA in tuning.
+
+    They are offered for attention with a bias in bf16 or f16, forward and backward,
+    without a mask, a window, lengths, dropout, sinks or a function of scores, and for
+    `ragged_dot` and its gradients in bf16 or f16. As with every contender
+    (``plans.add_contender``), only a measured choice picks them. Nothing changes in
+    what is computed: a bias that they do not treat as cuDNN does (numbers above 2048
+    in size, infinities, NaN) is found when the program runs, and cuDNN runs it.
+
+    Needs tokamax 0.0.17 or newer with its ``cuda`` extra, which needs JAX 0.11.1 and
+    Python 3.12 (https://github.com/openxla/tokamax), and a GPU that it has kernels for
+    (sm_80, sm_90, sm_100; gradients: sm_90, sm_100).
+
+    Raises:
+      LibraryError: tokamax cannot be imported.
+    """
+    offer = functools.partial(tokamax.offer, exact=_by_cudnn)
+    add_contender("tokamax", offer, version=tokamax.version())
+
+
+def _by_cudnn(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
+    return cuda_program(part, Options(implementation="cudnn"))(*operands)
 
 
 def remove_contender(name: str) -> None:

@@ -113,9 +113,12 @@ def gradient_of_b(
     """Return for each group the product of its rows (1, m, k) and (1, m, n)."""
     grad = grad.astype(a.dtype)
     if by_lax and _has_lax(a, grad, precision):
+        # XLA multiplies all rows, and by 0 those of other groups and of none. The
+        # latter may be padding, with anything in it.
+        is_read = jnp.arange(a.shape[1])[:, None] < jnp.sum(sizes)
         return jax.lax.ragged_dot_general(
-            a[0],
-            grad[0],
+            jnp.where(is_read, a[0], jnp.zeros((), a.dtype)),
+            jnp.where(is_read, grad[0], jnp.zeros((), a.dtype)),
             sizes[0],
             _ROWS_ARE_SUMMED,
             precision=precision,

@@ -111,6 +111,17 @@ def test_nothing_leaks_from_other_groups(poison: float) -> None:
         assert np.all(x[98:] == 0)
 
 
+@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_rows_in_no_group_are_not_read(poison: float, implementation: str) -> None:
+    lhs, rhs, sizes, cotangent = _operands("rows in none", jnp.bfloat16)
+    want = _truth(lhs, rhs, sizes, cotangent)
+    spoilt = lhs.at[98:].set(poison), rhs, sizes, cotangent.at[98:].set(poison)
+    run = functools.partial(_results, implementation=implementation)
+    for x, y in zip(jax.jit(run)(*spoilt), want, strict=True):
+        np.testing.assert_allclose(np.asarray(x, np.float64), y, rtol=2e-2, atol=0.2)
+
+
 def test_bias_and_activation_follow() -> None:
     lhs, rhs, sizes, _ = _operands("rows in none", jnp.bfloat16)
     bias = jnp.arange(rhs.shape[0] * rhs.shape[2], dtype=jnp.float32)
