@@ -125,7 +125,7 @@ class _Contest:
     def choice(self) -> Work[Choice]:
         """Measure; what is yielded is compiled before the next line."""
         self._check_time()
-        ways = list(self._ways())
+        (ways,) = yield [lambda: list(self._ways())]
         builds = [build for way in ways for build in way.builds]
         xla_over_sets, example_of, _, *plans = yield [
             lambda: self._compiled_over_sets(self._run_xla),
