@@ -7,12 +7,14 @@ writes attention_features.json and .md there. Needs an NVIDIA GPU. PyTorch is us
 it is installed, with its flash and cuDNN attention and compiled `flex_attention`, and
 so is tokamax, with its Mosaic kernels.
 Operands are random bf16; see timing.py for how times are taken. `--only REGEX` chooses
-workloads by their names, and `--no-flex` leaves out what takes long to compile.
+workloads by their names; those that the file in the folder has beside them are kept.
+`--no-flex` leaves out what takes long to compile.
 """
 
 import argparse
 import dataclasses
 import functools
+import json
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -330,7 +332,13 @@ def _row(work: Workload, what: str, name: str, timing: Timing) -> dict[str, Any]
     return {**facts, **dataclasses.asdict(timing)}
 
 
-def markdown(rows: list[dict[str, Any]], versions: dict[str, str], command: str) -> str:
+def in_order(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows in the order of the workloads."""
+    names = [work.name for work in WORKLOADS]
+    return sorted(rows, key=lambda row: names.index(row["workload"]))
+
+
+def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
     """Return the report as a table, a line a contender."""
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
@@ -338,10 +346,12 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str], command: str)
         "",
         "# Attention's features",
         "",
-        f"Printed by `{command}`; do not edit. {versions_text(versions)}.",
+        "Printed by `python -m benchmarks.attention_features`; do not edit. "
+        f"{versions_text(versions)}.",
         "",
         "Times are medians a call. The ratio is to `jax_cudnn`, round by round in the",
-        "same run (median, lowest and highest): above 1, the other is slower. Sizes",
+        "same run (median, lowest and highest): above 1, the other is slower. All",
+        "contenders of a workload and direction take turns in one run. Sizes",
         "are (batch, length, query heads : key heads, head size). `torch flex` is",
         "PyTorch's `flex_attention`, compiled for these shapes. `jax_cudnn tuned` is",
         "what `plans.autotune` chose, tokamax's kernels among the candidates.",
@@ -366,26 +376,25 @@ def main() -> None:
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     options = parser.parse_args()
-    command = "python -m benchmarks.attention_features"
-    if options.only:
-        command += f" --only '{options.only}'"
-    if options.no_flex:
-        command += " --no-flex"
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     if tokamax_side.tokamax is not None:
         plans.add_tokamax()
     rows: list[dict[str, Any]] = []
+    if options.only and (options.out / _DATA).exists():
+        rows = json.loads((options.out / _DATA).read_text())["rows"]
     for work in WORKLOADS:
         if not re.search(options.only, work.name):
             continue
         if options.small:
             work = dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8)
-        rows += run_workload(work, with_flex=not options.no_flex)
+        measured = run_workload(work, with_flex=not options.no_flex)
+        rows = in_order(
+            [row for row in rows if row["workload"] != work.name] + measured
+        )
         # Each time, so that a run that is cut off leaves what it measured.
-        data = {"environment": versions, "command": command, "rows": rows}
-        write_records(options.out / _DATA, data)
-        (options.out / _PAGE).write_text(markdown(rows, versions, command))
+        write_records(options.out / _DATA, {"environment": versions, "rows": rows})
+        (options.out / _PAGE).write_text(markdown(rows, versions))
 
 
 if __name__ == "__main__":

@@ -25,12 +25,12 @@ class Attention:
     """Sizes of an attention; ``bias`` is what its bias has in place of b, h and s."""
 
     b: int = 2
-    s: int = 96
-    t: int = 192
+    s: int = 128
+    t: int = 256
     h: int = 4
     k: int = 2
     d: int = 64
-    bias: tuple[int, int, int] = (1, 4, 96)
+    bias: tuple[int, int, int] = (1, 4, 128)
     is_causal: bool = False
     dtype: Any = jnp.bfloat16
     bias_dtype: Any = jnp.bfloat16
@@ -78,11 +78,10 @@ class Attention:
 
 ATTENTIONS = {
     "a bias for each head": Attention(),
-    "for each entry": Attention(bias=(2, 1, 96), t=64, is_causal=True),
-    "one for all heads": Attention(b=3, bias=(1, 1, 96), d=128, k=4, dtype=jnp.float16),
-    "of keys alone": Attention(bias=(1, 1, 1), h=3, k=1, t=128, is_causal=True),
-    "in f32": Attention(bias=(2, 4, 96), bias_dtype=jnp.float32),
-    "longer": Attention(s=700, t=704, bias=(1, 4, 700), is_causal=True),
+    "for each entry": Attention(bias=(2, 1, 128), t=128, is_causal=True),
+    "one for all heads": Attention(b=3, bias=(1, 1, 128), d=128, k=4),
+    "in f32": Attention(bias=(2, 4, 128), bias_dtype=jnp.float32),
+    "longer": Attention(s=640, t=768, bias=(1, 4, 640), is_causal=True),
 }
 
 

@@ -121,8 +121,9 @@ def _dtypes(part: Graph, names: Mapping[str, str], roles: Sequence[str]) -> set[
 
 # --- attention with a bias ------------------------------------------------------------
 
-# The kernels of 0.0.17 read a bias in tiles of so many keys, and fail at others.
-_TILE = 64
+# The kernels of 0.0.17 work on tiles of up to so many queries and keys. A tile that the
+# operands do not fill made one fail to compile, and another return NaN.
+_TILE = 128
 _OPERANDS = ("query", "key", "value", "bias")
 _ROWS = (*_OPERANDS, "output", "stats", "grad_output")
 
@@ -137,10 +138,14 @@ def _has_plain_bias(part: Graph) -> bool:
         and set(names) <= set(_ROWS)
         and "max_logit" not in dict(node.outputs)
         and attributes == plain
-        and len(_dtypes(part, names, _OPERANDS[:3])) == 1
-        and _dtypes(part, names, _OPERANDS[:3]) <= {"bf16", "f16"}
-        and _dims(part, names["bias"])[3] % _TILE == 0
+        and _dtypes(part, names, _OPERANDS[:3]) == {"bf16"}
+        and _dims(part, names["bias"])[2:] == _rows_and_columns(part, names)
+        and not any(size % _TILE for size in _rows_and_columns(part, names))
     )
+
+
+def _rows_and_columns(part: Graph, names: Mapping[str, str]) -> tuple[int, ...]:
+    return tuple(_dims(part, names[role])[2] for role in ("query", "key"))
 
 
 def _tokens_first(x: jax.Array) -> jax.Array:

@@ -58,8 +58,9 @@ def add_contender(
 def add_tokamax() -> None:
     """Let tokamax's kernels compete with cuDNN's plans and XLA in tuning.
 
-    They are offered for attention with a bias in bf16 or f16, forward and backward,
-    without a mask, a window, lengths, dropout, sinks or a function of scores, and for
+    They are offered for attention in bf16 with a bias for each query and key, forward
+    and backward, where the numbers of queries and keys are multiples of 128, without a
+    mask, a window, lengths, dropout, sinks or a function of scores; and for
     `ragged_dot` and its gradients in bf16 or f16. As with every contender
     (``plans.add_contender``), only a measured choice picks them. Nothing changes in
     what is computed: a bias that they do not treat as cuDNN does (numbers above 2048
