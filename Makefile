@@ -156,7 +156,7 @@ endif
 
 .PHONY: gpuless
 gpuless: .venv-oldest/.installed  ## the real cuDNN plans every graph, without a GPU
-	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/6) tests/gpuless)
+	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/10) tests/gpuless)
 
 .PHONY: gpu
 gpu: .venv/.installed  ## the GPU ring, with its report
