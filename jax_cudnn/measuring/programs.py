@@ -21,6 +21,7 @@ from jax.stages import Traced
 
 from jax_cudnn.choices import Trial
 from jax_cudnn.lowering import constants_as_operands, is_array_aval, scoped
+from jax_cudnn.measuring.drawing import tables, taken
 from jax_cudnn.measuring.together import together
 
 _log = logging.getLogger("jax_cudnn")
@@ -46,7 +47,7 @@ class Programs:
         self._device = device
         self._calls: list[Callable[[], Any]] = []
         with jax.default_device(device), _out_of_memory_is("its operands"):
-            self._operands = [_drawn(aval, i) for i, aval in enumerate(avals)]
+            self._operands = [_drawn(aval, i, device) for i, aval in enumerate(avals)]
             jax.block_until_ready(self._operands)
 
     def compile(self, trials: Sequence[Trial]) -> "list[int | NotRunError]":
@@ -141,7 +142,7 @@ def _out_of_memory_is(what: str) -> Iterator[None]:
         raise NotRunError(f"{what} failed: {first}") from error
 
 
-def _drawn(aval: Any, seed: int) -> jax.Array:
+def _drawn(aval: Any, number: int, device: Any) -> jax.Array:
     """Return an array for an operand: keys and integers are 0, floats from 0 to 1.
 
     Indices of 0 are inside of any array, and second moments are not negative.
@@ -150,11 +151,12 @@ def _drawn(aval: Any, seed: int) -> jax.Array:
         raise NotRunError(f"it takes {aval}, which is no array")
     if not jnp.issubdtype(aval.dtype, jnp.floating):
         return jnp.zeros(aval.shape, aval.dtype)
-    return _uniform(np.uint32(seed), aval.shape, aval.dtype)
+    return _uniform(tables(device).uniform, np.uint32(number), aval.shape, aval.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=(1, 2))
-def _uniform(seed: jax.Array, shape: tuple[int, ...], dtype: np.dtype) -> jax.Array:
-    # One program for each shape, fast to compile.
-    key = jax.random.key(seed, impl="rbg")
-    return jax.random.uniform(key, shape, jnp.float32).astype(dtype)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _uniform(
+    table: jax.Array, number: jax.Array, shape: tuple[int, ...], dtype: np.dtype
+) -> jax.Array:
+    # One program for each shape.
+    return taken(table, number, shape).astype(dtype)

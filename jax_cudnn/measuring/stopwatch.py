@@ -18,6 +18,7 @@ from jax_cudnn.graph import Graph, Tensor, kind_named, to_json
 from jax_cudnn.graph.description import Role
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
+from jax_cudnn.measuring.drawing import Tables, tables, taken
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # Enough operands in turn that none is still in the cache: the largest L2 cache of the
@@ -47,7 +48,9 @@ class Measurement:
         )
 
 
-def _drawn(tensor: Tensor, key: jax.Array, role: Role | None, along: int) -> jax.Array:
+def _drawn(
+    tensor: Tensor, numbers: Tables, number: jax.Array, role: Role | None, along: int
+) -> jax.Array:
     """Return a random array for a tensor, of what its role may hold.
 
     Counts reach to the end of their axis. Where a row has several, each has an equal
@@ -64,14 +67,16 @@ def _drawn(tensor: Tensor, key: jax.Array, role: Role | None, along: int) -> jax
         starts = jnp.arange(parts, dtype=dtype) * (along // parts)
         return jnp.broadcast_to(jnp.reshape(starts, (1, *shape[1:])), shape)
     if role is not None and role.indexes:
-        return jax.random.randint(key, shape, 0, max(along, 1), dtype)
+        places = taken(numbers.uniform, number, shape) * max(along, 1)
+        return jnp.minimum(places.astype(dtype), max(along, 1) - 1)
     if jnp.issubdtype(dtype, jnp.integer):
-        return jax.random.randint(key, shape, -4, 5, jnp.int32).astype(dtype)
+        drawn = jnp.floor(taken(numbers.uniform, number, shape) * 9) - 4
+        return drawn.astype(jnp.int32).astype(dtype)
     if dtype == np.bool_:
-        return jax.random.bernoulli(key, 0.9, shape)
+        return taken(numbers.uniform, number, shape) < 0.9
     if role is not None and role.is_positive:
-        return jax.random.uniform(key, shape, jnp.float32, 0.5, 2.0).astype(dtype)
-    return jax.random.normal(key, shape, jnp.float32).astype(dtype)
+        return (0.5 + 1.5 * taken(numbers.uniform, number, shape)).astype(dtype)
+    return taken(numbers.normal, number, shape).astype(dtype)
 
 
 class OperandSets:
@@ -93,23 +98,24 @@ class OperandSets:
             for t in graph.input_tensors
         ]
         self.types = [types] * count
-        self._compiled: Callable[[np.uint32], list[jax.Array]] | None = None
+        self._compiled: Callable[[np.uint32, Tables], list[jax.Array]] | None = None
 
     def compile(self) -> None:
         """Compile what draws a set."""
         with jax.default_device(self._device):
-            self._compiled = jax.jit(self._set).lower(np.uint32(0)).compile()
+            lowered = jax.jit(self._set).lower(np.uint32(0), tables(self._device))
+            self._compiled = lowered.compile()
 
     def draw(self) -> list[list[jax.Array]]:
         """Return the sets."""
         if self._compiled is None:
             self.compile()
         assert self._compiled is not None
-        return [self._compiled(np.uint32(i)) for i in range(len(self.types))]
+        given = tables(self._device)
+        return [self._compiled(np.uint32(i), given) for i in range(len(self.types))]
 
-    def _set(self, number: jax.Array) -> list[jax.Array]:
-        # Fast to compile, and on a GPU fast to run.
-        key = jax.random.key(number, impl="rbg")
+    def _set(self, number: jax.Array, numbers: Tables) -> list[jax.Array]:
+        first = number * np.uint32(len(self._graph.inputs))
         roles: dict[str, Role] = {}
         along: dict[str, int] = {}
         for node in self._graph.nodes:
@@ -121,7 +127,7 @@ class OperandSets:
                 letters = role.counts or role.starts_along or role.indexes or ""
                 along[name] = math.prod(sizes[letter] for letter in letters)
         return [
-            _drawn(t, jax.random.fold_in(key, j), roles.get(t.name), along[t.name])
+            _drawn(t, numbers, first + np.uint32(j), roles.get(t.name), along[t.name])
             for j, t in enumerate(self._graph.input_tensors)
         ]
 
