@@ -21,7 +21,7 @@ import jax
 
 import jax_cudnn
 from benchmarks.records import write_records
-from benchmarks.report import environment
+from benchmarks.report import environment, versions_text
 from jax_cudnn import plans
 
 _DATA, _PAGE = "norm_plans.json", "norm_plans.md"
@@ -109,6 +109,30 @@ def _row(choice: plans.Choice) -> dict[str, Any]:
     }
 
 
+def markdown(rows: Sequence[dict[str, Any]], versions: dict[str, str]) -> str:
+    """Return the report as a table, a line a kernel."""
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- For which rows cuDNN's norms are faster than XLA's code. -->",
+        "",
+        "# Norms of rows, by width",
+        "",
+        "Printed by `python -m benchmarks.norm_plans`; do not edit. "
+        f"{versions_text(versions)}.",
+        "",
+        "Microseconds as `plans.autotune` measured them. `first / best` is the time of",
+        "cuDNN's first plan over that of its best one, whose engine is named.",
+        "",
+        "| op | operands | XLA | cuDNN | cuDNN / XLA | first / best | engine |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    names = ("op", "operands", "xla_us", "cudnn_us", "ratio", "first_ratio", "engine")
+    for row in rows:
+        cells = ("-" if row[name] is None else str(row[name]) for name in names)
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Measure all cells and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -126,6 +150,7 @@ def main() -> None:
         print(group[0].width, len(rows), flush=True)
         # Each time, so that a run that is cut off leaves what it measured.
         write_records(options.out / _DATA, {"environment": versions, "rows": rows})
+        (options.out / _PAGE).write_text(markdown(rows, versions))
 
 
 if __name__ == "__main__":

@@ -125,11 +125,11 @@ class _Contest:
     def choice(self) -> Work[Choice]:
         """Measure; what is yielded is compiled before the next line."""
         self._check_time()
-        (ways,) = yield [lambda: list(self._ways())]
+        (ways,) = yield [self._ways]
         builds = [build for way in ways for build in way.builds]
         xla_over_sets, example_of, _, *plans = yield [
-            lambda: self._compiled_over_sets(self._run_xla),
-            lambda: self._compiled(functools.partial(_example, self._part)),
+            functools.partial(self._compiled_over_sets, self._run_xla),
+            functools.partial(self._compiled, functools.partial(_example, self._part)),
             self._operands.compile,
             *builds,
         ]
@@ -187,9 +187,10 @@ class _Contest:
 
     # --- what is compiled -----------------------------------------------------------
 
-    def _ways(self) -> Iterator[_Way]:
+    def _ways(self) -> list[_Way]:
         ordinal = self._device.local_hardware_id
         request = self._options.plan.to_request()
+        ways: list[_Way] = []
         for legal in legalize(self._part, self._target).candidates:
             text = to_json(legal.graph)
             try:
@@ -198,10 +199,9 @@ class _Contest:
                 continue
             pins = [each.request for each in listed if not each.refusal]
             build = functools.partial(_build, text, self._options, ordinal)
-            yield _Way(
-                legal=legal,
-                builds=[functools.partial(build, pin) for pin in pins if pin],
-            )
+            builds = [functools.partial(build, pin) for pin in pins if pin]
+            ways.append(_Way(legal=legal, builds=builds))
+        return ways
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Compile what is not timed, and so needs no tuning of XLA's own."""
