@@ -104,7 +104,7 @@ def offer(part: Graph, exact: Exact) -> Program | None:
     ]
     try:
         jax.eval_shape(program, *shapes)
-    except (NotImplementedError, UnsupportedError):
+    except (NotImplementedError, ValueError, UnsupportedError):
         return None  # not on this GPU, or not of this size
     return program
 
