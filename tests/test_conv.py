@@ -13,12 +13,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from jax import lax
 
 from jax_cudnn import conv
 from tests.conftest import Draw
+from tests.examples import examples
 from tests.fused import (
     assert_close,
     gradients,
@@ -112,7 +113,7 @@ def problems(draw: st.DrawFn) -> Problem:
 
 
 @pytest.mark.usefixtures("x64")
-@settings(max_examples=24)
+@examples(24)
 @given(problems())
 def test_value_and_gradients_are_lax_s(problem: Problem) -> None:
     rng = np.random.default_rng(5)

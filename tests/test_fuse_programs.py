@@ -12,6 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from jax_cudnn import fuse
+from tests.examples import examples
 from tests.fused_functions import normal
 
 # An operation of one array keeps values near 1, or what is compared would be rounding.
@@ -88,7 +89,7 @@ def _program(steps: Any, results: list[int]) -> Callable[..., Any]:
     return run
 
 
-@hypothesis.settings(max_examples=25)
+@examples(25)
 @hypothesis.given(_STEPS, st.lists(st.integers(0, 9), max_size=2), st.data())
 def test_random_programs(steps: Any, results: list[int], data: st.DataObject) -> None:
     function = _program(steps, results)

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
 from jax.test_util import check_grads
@@ -23,6 +23,7 @@ from jax.test_util import check_grads
 from jax_cudnn import EXPORT_SAFETY_CHECKS, dot_general, matmul
 from jax_cudnn.legalize import partition
 from tests.conftest import Draw
+from tests.examples import examples
 from tests.fused import (
     assert_close,
     contractions,
@@ -95,7 +96,7 @@ def products(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], Any]:
 
 
 @pytest.mark.usefixtures("x64")
-@settings(max_examples=24)
+@examples(24)
 @given(products())
 def test_value_and_gradients_are_jnp_s(case: Any) -> None:
     shapes, activation = case
@@ -140,7 +141,7 @@ def contraction(draw: st.DrawFn) -> tuple[Any, Any, Any, Any]:
 
 
 @pytest.mark.usefixtures("x64")
-@settings(max_examples=20)
+@examples(20)
 @given(contraction())
 def test_dot_general_is_lax_s(case: Any) -> None:
     x_shape, y_shape, numbers, has_bias = case

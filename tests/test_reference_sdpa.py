@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
@@ -34,6 +34,7 @@ from tests.attention import (
 )
 from tests.conftest import Draw
 from tests.drawn_operands import draw_operands
+from tests.examples import examples
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -71,7 +72,7 @@ def test_forward_graphs_give_numpys_answer(graph: Graph, seed: int) -> None:
         )
 
 
-@settings(max_examples=20)
+@examples(20)
 @given(forward_graphs(dtypes=("f64",)), st.booleans(), st.integers(0, 2**32 - 1))
 def test_gradient_graphs_give_numpys_answer(
     graph: Graph, has_grad_stats: bool, seed: int

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 
@@ -21,6 +21,7 @@ import jax_cudnn
 from jax_cudnn import f8
 from tests.attention import SIZES, shape_of
 from tests.devices import collectives, mesh_of, placed
+from tests.examples import examples
 from tests.f8 import Truth, check, dense, wide
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -46,7 +47,7 @@ def _truth(operands: Any, **more: Any) -> Truth:
     return dense(*operands, **{"scales": scales, **more})
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(
     number=st.integers(0, 2**32),
     dtype=st.sampled_from(_DTYPES),

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.test_util import check_grads
 
@@ -23,6 +23,7 @@ from jax_cudnn import UnsupportedError, masks, score_mods, sdpa
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.ops import plain
 from tests.attention import SIZES, shape_of
+from tests.examples import examples
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -138,7 +139,7 @@ def test_results_and_gradients_are_those_of_the_dense_softmax(name: str) -> None
 
 @pytest.mark.thorough
 @pytest.mark.once
-@settings(max_examples=15)
+@examples(15)
 @given(
     number=st.integers(0, 2**32),
     name=st.sampled_from(sorted(_FUNCTIONS.keys() - {"bf16"})),

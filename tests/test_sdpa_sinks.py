@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import AxisType
 from jax.test_util import check_grads
@@ -22,6 +22,7 @@ import jax_cudnn
 from jax_cudnn import parallel, sdpa
 from tests.attention import BROADCASTS, SIZES, shape_of
 from tests.devices import collectives, gradient, mesh_of, placed
+from tests.examples import examples
 from tests.sinks import dense_with_sinks
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -39,7 +40,7 @@ def _operands(
 
 
 @pytest.mark.once
-@settings(max_examples=12)
+@examples(12)
 @given(
     number=st.integers(0, 2**32),
     bias=st.none() | st.sampled_from(BROADCASTS),
