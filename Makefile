@@ -41,17 +41,12 @@ PACKAGE_FILES = $(shell find jax_cudnn -type f -not -path '*/__pycache__/*' -not
 # which has no extension. (pytest's importlib mode, in pyproject.toml, is for that too.)
 pytest = PYTHONSAFEPATH=1 $(1)/bin/python -m pytest $(2)
 
-# Off the GPU, tests compile most of the time. Processes share what XLA has compiled.
-on_cpu = JAX_COMPILATION_CACHE_DIR=$(CURDIR)/build/xla \
-  JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0 \
-  JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES=-1
-
 # The rings of tests in the environment $(1), with the flags $(2), but for gpuless: what
 # cuDNN plans does not depend on JAX, so it is asked once. The largest comes last, so that
 # the output ends with its summary.
 define rings
 $(if $(GPU_EXTRA),$(call pytest,$(1),tests/gpu))
-$(on_cpu) $(call pytest,$(1),$(PYTEST_FLAGS) $(2) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
+$(call pytest,$(1),$(PYTEST_FLAGS) $(2) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
 endef
 
 # Tests marked `sampled` have many cases. Each JAX gets another part of them, but at least
