@@ -1,21 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """tokamax as a contender, where it is installed: its Mosaic kernels for Hopper GPUs."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
+from benchmarks.torch_side import installed
 
-def _tokamax() -> Any:
-    try:
-        return importlib.import_module("tokamax")
-    except ImportError:
-        return None
-
-
-tokamax: Any = _tokamax()
+tokamax: Any = installed("tokamax")
 
 
 def attention(**options: Any) -> Callable[..., Any]:

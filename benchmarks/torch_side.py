@@ -12,14 +12,15 @@ import jax.numpy as jnp
 from benchmarks.timing import Contender
 
 
-def _torch() -> Any:
+def installed(name: str) -> Any:
+    """Return a module, or None where it is not installed."""
     try:
-        return importlib.import_module("torch")
+        return importlib.import_module(name)
     except ImportError:
         return None
 
 
-torch: Any = _torch()
+torch: Any = installed("torch")
 
 # PyTorch shares the GPU with JAX in this process. JAX reads this when it starts a
 # backend, which no import does.
