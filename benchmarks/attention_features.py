@@ -219,8 +219,8 @@ def _jax_contenders(
         ways["jax.nn cudnn"] = functools.partial(
             _call, jax.nn.dot_product_attention, theirs
         )
-        if tokamax_side.tokamax is not None and work.tokamax is not None:
-            ways["tokamax"] = tokamax_side.attention(**work.tokamax)
+    if tokamax_side.tokamax is not None and work.tokamax is not None:
+        ways["tokamax"] = tokamax_side.attention(**work.tokamax)
     if work.has_bias and jax.default_backend() == "gpu":
         # Chosen beside tokamax's kernels, where these are installed.
         ways[_TUNED] = functools.partial(_call, jax_cudnn.sdpa, options)
