@@ -131,6 +131,15 @@ def test_what_is_far_apart_alone_does_not_change_over() -> None:
     assert ["cudnn", "xla"] in list(map(_who, programs.compiled))
 
 
+def test_xla_runs_no_call_for_which_it_takes_far_longer() -> None:
+    found = {_key("a"): _choice("a", 10, 31), _key("b"): _choice("b", 10, 29)}
+    programs = _Made(lambda _: 1.0)
+    times = _settle(programs, found)[1]
+    assert ["cudnn", "xla"] in list(map(_who, programs.compiled))
+    assert all(_who(each)[0] in ("cudnn", None) for each in programs.compiled)
+    assert "XLA but for calls that take it over 3 times as long 1.0" in str(times)
+
+
 def test_the_untuned_program_may_win() -> None:
     found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
     old = replace(found[_key("a")], implementation="xla")
@@ -225,6 +234,26 @@ def test_a_program_without_memory_for_it_is_not_run(
     assert str(found) == "a run needs 0.0 GiB of memory, and 0.0 GiB are free"
     stats["bytes_in_use"] = 0
     assert run.compile([Trial({})]) == [0]
+
+
+def test_programs_that_are_far_behind_run_no_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    x = jnp.ones(3)
+    contest = Programs(jax.jit(lambda x: x + 1).trace(x), jax.devices()[0])
+    numbers: Any = contest.compile([Trial({})] * 4)
+    times = dict(zip(contest._calls, (1e5, 1.02e5, 1.04e5, 2e5), strict=True))
+    ran: list[float] = []
+
+    def run(call: Any, count: int) -> float:
+        assert count == 1
+        ran.append(times[call])
+        return times[call]
+
+    monkeypatch.setattr(programs, "_run", run)
+    assert contest.times(numbers) == list(times.values())
+    # Once to know how long each takes, and then in rounds.
+    assert [ran.count(us) - 1 for us in times.values()] == [7, 7, 3, 3]
 
 
 def test_what_cannot_be_drawn_is_said() -> None:

@@ -4,6 +4,7 @@
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -148,6 +149,48 @@ def test_auto_leaves_norms_to_xla(kind: str) -> None:
     for each in (graph, backward_of(graph)):
         for legal in legalize(each, _H200).candidates:
             assert "until cuDNN was measured" in legal.slower
+
+
+_LARGE: dict[str, Any] = {
+    "kind": "layer_norm",
+    "dims": (8192, 2048),
+    "dtype": "bf16",
+    "scale": "bf16",
+    "bias": "bf16",
+    "with_statistics": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "target", "forward", "backward"),
+    [
+        ({}, {}, True, True),
+        ({"kind": "rms_norm", "bias": None}, {}, True, True),
+        ({"scale": None, "bias": None}, {}, True, True),
+        ({"with_statistics": False}, {}, False, True),
+        ({"dims": (8191, 2048)}, {}, False, False),
+        ({"dims": (2**20, 96)}, {}, False, False),
+        ({"dtype": "f16", "scale": "f16", "bias": "f16"}, {}, False, False),
+        ({"dtype": "f32", "scale": "f32", "bias": "f32"}, {}, False, False),
+        ({"scale": "f32"}, {}, False, False),
+        ({"output": "f32"}, {}, False, False),
+        ({"kind": "batch_norm"}, {}, False, False),
+        ({}, {"cudnn_version": 91901}, True, True),
+        ({}, {"cudnn_version": 92000}, False, False),
+        ({}, {"name": "NVIDIA H100 80GB HBM3"}, False, False),
+    ],
+)
+def test_auto_takes_cudnns_norms_where_they_were_measured_to_be_faster(
+    changes: dict[str, Any], target: dict[str, Any], forward: bool, backward: bool
+) -> None:
+    problem = Problem(**{**_LARGE, **changes})
+    # Statistics that are results have no cotangents where they are only saved.
+    without = replace(problem, with_statistics=False)
+    gpu = replace(_H200, **{"name": "NVIDIA H200", **target})
+    graphs = {problem.graph: forward, backward_of(without.graph): backward}
+    for each, is_cudnns in graphs.items():
+        (legal,) = legalize(each, gpu).candidates
+        assert (not legal.slower) == is_cudnns, each.nodes[0].kind
 
 
 def test_a_complete_graph_is_emitted_as_it_is() -> None:

@@ -5,7 +5,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -131,17 +131,47 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def _measure(deadline: float = float("inf")) -> Choice:
+def _measure(deadline: float = float("inf"), max_plans: int | None = None) -> Choice:
     x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
     ((part, options, _),) = traced_graphs(matmul, x, w)
-    return measure(part, options, H200, deadline)
+    return measure(part, options, H200, deadline, max_plans)
 
 
 def test_the_fastest_plan_wins(gpu: Gpu) -> None:
     choice = _measure()
     assert (choice.implementation, choice.plan) == ("cudnn", _pin(10))
     assert (choice.cudnn_us, choice.xla_us, choice.first_ratio) == (10, gpu.xla_us, 3)
+
+
+@pytest.mark.parametrize(
+    ("max_plans", "built"),
+    [
+        (1, ["4 1", "7 1"]),
+        (2, ["4 1", "4 2", "7 1"]),
+        (4, ["4 1", "4 2", "4 3", "7 1"]),
+        (None, ["4 1", "4 2", "4 3", "7 1", "7 2"]),
+    ],
+)
+def test_the_first_plans_are_built_and_one_of_each_engine(
+    max_plans: int | None, built: list[str]
+) -> None:
+    names = ("4 1", "4 2", "4 1", "4 3", "4 refused", "7 1", "7 2", "9 unnamed")
+    listed = [
+        replace(
+            made_plan(_pin(int(name[0]))),
+            engine=int(name[0]),
+            request="" if "unnamed" in name else name,
+            refusal="no" if "refused" in name else "",
+        )
+        for name in names
+    ]
+    assert fastest._promising(listed, max_plans) == built
+
+
+def test_only_plans_that_may_be_built_are_timed(gpu: Gpu) -> None:
+    gpu.engines = (30, 20, 10)
+    assert _measure(max_plans=1).plan == _pin(10), "each engine has one"
 
 
 def test_xla_wins_where_it_is_faster_and_the_best_plan_is_kept(gpu: Gpu) -> None:

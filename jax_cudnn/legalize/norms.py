@@ -23,9 +23,7 @@ from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.norms import with_statistics
 
-# Only a measurement says otherwise: see choices.py. On an H200 with 9.19, the first
-# plan of a layer norm took 0.94 to 1.2 times as long as XLA's code, and 0.38 with the
-# gradient; few shapes were measured (docs/norms.md).
+# Only a measurement says otherwise: see choices.py, and `_is_measured` (docs/norms.md).
 _SLOWER = (
     "norms are XLA's until cuDNN was measured to be faster: plans.autotune finds the "
     "best of both"
@@ -35,6 +33,11 @@ _OLDEST_SM = 80
 _OLDEST_CUDNN = 90800
 # "!hardware_fp8_supported" in the reasons of 9.19 and 9.27 for sm_80.
 _OLDEST_F8_SM = 89
+# It took 0.44 to 0.93 of the time of XLA's code with 768 features and more, up to 0.99
+# with fewer (benchmarks/norm_plans.py). Scales in f32 get the plan for any size.
+_MEASURED = ("NVIDIA H200", 919)
+_FEATURES = 128
+_ENOUGH = 2**24
 
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
@@ -43,8 +46,35 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one norm or its gradient."""
     if reasons := _reasons(graph, target):
         return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+    slower = "" if target is not None and _is_measured(graph, target) else _SLOWER
     return Legalization(
-        candidates=tuple(replace(way, slower=_SLOWER) for way in candidates(graph))
+        candidates=tuple(replace(way, slower=slower) for way in candidates(graph))
+    )
+
+
+def _is_measured(graph: Graph, target: Target) -> bool:
+    """Whether cuDNN's first plan was measured to be faster than XLA's code.
+
+    So it was in training: for gradients, and where the statistics are results, which
+    XLA computes in a kernel of their own. It takes rows of a number of features for
+    which cuDNN has more than its one plan for any size, and enough of them.
+    """
+    (node,) = graph.nodes
+    roles = {**dict(node.inputs), **dict(node.outputs)}
+    rows, features = graph.tensor(roles["x"]).dims[:2]
+    is_training = node.kind.endswith("_backward") or "rstd" in roles
+    dtypes = {
+        graph.tensor(name).dtype
+        for role, name in roles.items()
+        if role not in ("mean", "rstd")
+    }
+    return (
+        (target.name, target.cudnn_version // 100) == _MEASURED
+        and node.kind.removesuffix("_backward") in ("layer_norm", "rms_norm")
+        and is_training
+        and dtypes == {"bf16"}
+        and features % _FEATURES == 0
+        and rows * features >= _ENOUGH
     )
 
 

@@ -61,7 +61,11 @@ class OutOfTimeError(Exception):
 
 
 def measure(
-    part: Graph, options: Options, target: Target, deadline: float = math.inf
+    part: Graph,
+    options: Options,
+    target: Target,
+    deadline: float = math.inf,
+    max_plans: int | None = None,
 ) -> Choice:
     """Time everything that may run a part of a graph, and return the fastest.
 
@@ -73,11 +77,14 @@ def measure(
     Raises:
       OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
     """
-    return next(measure_each([(part, options)], target, deadline))
+    return next(measure_each([(part, options)], target, deadline, max_plans))
 
 
 def measure_each(
-    parts: Sequence[tuple[Graph, Options]], target: Target, deadline: float = math.inf
+    parts: Sequence[tuple[Graph, Options]],
+    target: Target,
+    deadline: float = math.inf,
+    max_plans: int | None = None,
 ) -> Iterator[Choice]:
     """Yield what `measure` returns for each of the parts.
 
@@ -88,7 +95,10 @@ def measure_each(
     """
     for start in range(0, len(parts), _TOGETHER):
         some = parts[start : start + _TOGETHER]
-        contests = [_Contest(part, options, target, deadline) for part, options in some]
+        contests = [
+            _Contest(part, options, target, deadline, max_plans)
+            for part, options in some
+        ]
         yield from in_stages([contest.choice() for contest in contests])
 
 
@@ -115,10 +125,15 @@ class _Contest:
     """What may run a part, all of it timed on the same operands."""
 
     def __init__(
-        self, part: Graph, options: Options, target: Target, deadline: float
+        self,
+        part: Graph,
+        options: Options,
+        target: Target,
+        deadline: float,
+        max_plans: int | None,
     ) -> None:
         self._part, self._options, self._target = part, options, target
-        self._deadline = deadline
+        self._deadline, self._max_plans = deadline, max_plans
         self._device = local_device()
         self._operands = OperandSets(part, self._device)
 
@@ -197,9 +212,9 @@ class _Contest:
                 listed = native.candidates(text, request=request, device=ordinal)
             except UnsupportedError:
                 continue
-            pins = [each.request for each in listed if not each.refusal]
             build = functools.partial(_build, text, self._options, ordinal)
-            builds = [functools.partial(build, pin) for pin in pins if pin]
+            pins = _promising(listed, self._max_plans)
+            builds = [functools.partial(build, pin) for pin in pins]
             ways.append(_Way(legal=legal, builds=builds))
         return ways
 
@@ -398,6 +413,17 @@ def _agrees(
         name, label(part), operand_text(part), error, most,
     )  # fmt: skip
     return False
+
+
+def _promising(listed: Sequence[native.Candidate], max_plans: int | None) -> list[str]:
+    """Return requests for the first plans of a list, and the first of each engine."""
+    allowed = [each for each in listed if each.request and not each.refusal]
+    firsts: dict[int, str] = {}
+    for each in allowed:
+        firsts.setdefault(each.engine, each.request)
+    kept = {*firsts.values(), *(each.request for each in allowed[:max_plans])}
+    # Each once, in cuDNN's order.
+    return [r for r in dict.fromkeys(each.request for each in allowed) if r in kept]
 
 
 def _build(

@@ -28,6 +28,9 @@ _log = logging.getLogger("jax_cudnn")
 
 _ROUNDS = 7
 _ROUND_US = 30_000.0
+# After a few rounds, those that are this much slower than the fastest run no more.
+_LOOK_ROUNDS = 3
+_HOPELESS = 1.03
 
 
 class NotRunError(Exception):
@@ -96,15 +99,27 @@ class Programs:
         return len(self._calls) - 1
 
     def times(self, numbers: Sequence[int]) -> list[float]:
-        """Return the median microseconds of each of these programs, run in turns."""
+        """Return the median microseconds of each of these programs, run in turns.
+
+        Those that are far behind after the first rounds take no part in the others.
+        """
         calls = [self._calls[number] for number in numbers]
         counts = [
             max(1, math.ceil(_ROUND_US / max(_run(call, 1), 1.0))) for call in calls
         ]
         samples: list[list[float]] = [[] for _ in calls]
+        running = list(range(len(calls)))
         for turn in range(_ROUNDS):
+            if turn == _LOOK_ROUNDS:
+                best = min(map(statistics.median, samples))
+                running = [
+                    i
+                    for i in running
+                    if statistics.median(samples[i]) < best * _HOPELESS
+                ]
             # Each is first now and then, so that none has the colder GPU.
-            for i in (*range(turn % len(calls), len(calls)), *range(turn % len(calls))):
+            first = turn % len(running)
+            for i in (*running[first:], *running[:first]):
                 samples[i].append(_run(calls[i], counts[i]))
         return [statistics.median(each) for each in samples]
 

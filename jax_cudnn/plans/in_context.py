@@ -26,6 +26,8 @@ _TIE = 0.005
 # Calls change over where the two fastest, each alone, are no further apart than this.
 _NEAR = 3.0
 _MOST_OPERATIONS = 6
+_XLA_ALONE = "XLA alone"
+_XLA_WHERE_NEAR = f"XLA but for calls that take it over {_NEAR:.0f} times as long"
 
 
 class _Programs(Protocol):
@@ -38,7 +40,8 @@ class ProgramTimes:
     """Microseconds of a whole program: medians of rounds, with contenders in turns.
 
     ``chosen_us`` is with the choices that were made. Those beside it are None where the
-    choices are the same as others', or the program could not run.
+    choices are the same as others', or the program could not run. ``is_xla_alone`` says
+    whether XLA ran all calls for ``xla_us``, those too that take it far longer.
     """
 
     chosen_us: float
@@ -46,11 +49,12 @@ class ProgramTimes:
     xla_us: float | None = None
     cudnn_us: float | None = None
     kernels_us: float | None = None
+    is_xla_alone: bool = True
 
     def __str__(self) -> str:
         others = {
             "untuned": self.untuned_us,
-            "XLA alone": self.xla_us,
+            _XLA_ALONE if self.is_xla_alone else _XLA_WHERE_NEAR: self.xla_us,
             "cuDNN alone": self.cudnn_us,
             "each kernel's winner": self.kernels_us,
         }
@@ -94,17 +98,27 @@ def settle(
             numbers[name] = number
         elif name == "kernels":
             raise number
-    times = dict(zip(numbers, contest.times(list(numbers.values())), strict=True))
-    best = min(times, key=lambda name: times[name])
-    if times["kernels"] <= times[best] * (1 + _TIE):
+    took = dict(zip(numbers, contest.times(list(numbers.values())), strict=True))
+    best = min(took, key=lambda name: took[name])
+    if took["kernels"] <= took[best] * (1 + _TIE):
         best = "kernels"
-    chosen, us = contest.improved(numbers[best], times[best], deadline)
-    told = {f"{name}_us": round(each, 1) for name, each in times.items()}
-    return chosen, ProgramTimes(chosen_us=round(us, 1), **told)
+    chosen, us = contest.improved(numbers[best], took[best], deadline)
+    told = {f"{name}_us": round(each, 1) for name, each in took.items()}
+    is_xla_alone = all(map(_is_near, found.values()))
+    times = ProgramTimes(chosen_us=round(us, 1), is_xla_alone=is_xla_alone, **told)
+    return chosen, times
 
 
 def _by_xla(choice: Choice) -> Choice:
-    return choice if choice.xla_us is None else replace(choice, implementation="xla")
+    if choice.xla_us is None or not _is_near(choice):
+        return choice
+    return replace(choice, implementation="xla")
+
+
+def _is_near(choice: Choice) -> bool:
+    """Whether XLA may win in a program: the more it fuses, the less it takes."""
+    times = choice.times_us
+    return choice.xla_us is None or choice.xla_us <= _NEAR * min(times.values())
 
 
 def _by_cudnn(choice: Choice) -> Choice:
