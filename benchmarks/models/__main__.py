@@ -5,13 +5,14 @@
 
 writes models.json and models.md there. Contenders start from the same weights, and
 their losses over the first steps have to agree. Then all of them take turns in one run;
-see timing.py. `--small` tries the script on a CPU, where times say nothing.
+see timing.py. `--only REGEX` chooses models by their names and what they do, such as
+"ViT-B train"; those that the file in the folder has beside them are kept. `--small`
+tries the script on a CPU, where times say nothing.
 """
 
 import argparse
+import json
 import re
-import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -137,13 +138,13 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Whole models",
         "",
-        f"Printed by `{data['command']}`; do not edit. "
+        "Printed by `python -m benchmarks.models --out docs/benchmarks`; do not edit. "
         f"{versions_text(data['environment'])}.",
         "",
         "Weights are f32, products bf16. A training step is forward, backward and",
         "AdamW. Times are medians of rounds in which all contenders take turns. The",
         "ratio is to plain JAX with its best attention, with the lowest and highest",
-        "round: below 1 is faster. Memory is what the compiled program needs, and for",
+        "round: below 1 is faster. All contenders of a model are timed in one run. Memory is what the compiled program needs, and for",
         "PyTorch the most that it had in use. The share of the GPU's peak counts the",
         "operations of plain JAX's program as XLA counts them, attention as products",
         "of all queries and keys. Losses agree within",
@@ -175,27 +176,31 @@ def main() -> None:
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
-    data: dict[str, Any] = {
-        "environment": environment(),
-        "command": shlex.join(["python", "-m", "benchmarks.models", *sys.argv[1:]]),
-        "steps": options.steps,
-        "rows": [],
-    }
+    rows: list[dict[str, Any]] = []
+    if options.only and (options.out / _DATA).exists():
+        rows = json.loads((options.out / _DATA).read_text())["rows"]
+    versions = environment()
     with_torch = is_there() and not options.no_torch
     if with_torch:
         torch_side.prefer_fast_convolutions()
-    for model in models(small=options.small):
+    zoo = list(models(small=options.small))
+    names = [model.name for model in zoo]
+    for model in zoo:
         for is_training in (True, False) if model.trains else (False,):
             name = f"{model.name} {'train' if is_training else 'infer'}"
             if not re.search(options.only, name):
                 continue
             print(name, flush=True)
-            data["rows"] += measure(
+            measured = measure(
                 model,
                 is_training=is_training,
                 with_torch=with_torch,
                 steps=options.steps,
             )
+            what = (measured[0]["model"], measured[0]["what"])
+            rows = [row for row in rows if (row["model"], row["what"]) != what]
+            rows = sorted(rows + measured, key=lambda row: names.index(row["model"]))
+            data = {"environment": versions, "steps": options.steps, "rows": rows}
             # Each time, so that a run that is cut off leaves what it measured.
             write_records(options.out / _DATA, data)
             (options.out / _PAGE).write_text(markdown(data))

@@ -67,14 +67,15 @@ def _program(
 def operations(model: Model, *, is_training: bool) -> float:
     """Return the floating-point operations of a step, as XLA counts those of plain JAX.
 
-    Attention counts as products of all queries and keys, also where it is causal.
+    Attention counts as products of all queries and keys, also where it is causal. It is
+    the program for a CPU: XLA counts no operations of one for a GPU.
     """
-    kit = CountedKit()
-    step, *operands = _program(
-        model, kit, *drawn(model), rate=0.0, is_training=is_training
-    )
-    costs: Any = jax.jit(step).lower(*operands).cost_analysis() or {}
-    return float(costs.get("flops", 0.0))
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        step, *operands = _program(
+            model, CountedKit(), *drawn(model), rate=0.0, is_training=is_training
+        )
+        costs: Any = jax.jit(step).lower(*operands).cost_analysis()
+    return float(costs["flops"])
 
 
 class JaxSteps:
