@@ -371,9 +371,14 @@ def main() -> int:
     }
     told = "" if jax.default_backend() == "gpu" else " (without a GPU, both are XLA's)"
     print(f"Tokens per second, on one {jax.devices()[0].device_kind}{told}:")
-    for name, make in runs.items():
-        found, seconds = make().generate(prompts, lengths)
+    # Twice each, in turns: whoever is first meets a machine that is still cold.
+    made = {name: make() for name, make in runs.items()}
+    times: dict[str, float] = {}
+    for name, generator in [*made.items()] * 2:
+        found, seconds = generator.generate(prompts, lengths)
+        times[name] = min(seconds, times.get(name, seconds))
         texts = found if texts is None else texts
+    for name, seconds in times.items():
         print(
             f"  {name}  {len(prompts) / seconds:9,.0f}  "
             f"({1e3 * seconds:.2f} ms for a step of {len(prompts)} tokens)"

@@ -190,6 +190,35 @@ def test_what_was_measured_to_be_slower_is_told(fake: FakeProcess) -> None:
     assert len(fake.asked) == 1
 
 
+def test_a_first_plan_of_a_slow_engine_leaves_a_norm_to_xla(fake: FakeProcess) -> None:
+    x, factor = _S((8192, 2048), jnp.bfloat16), _S((2048,), jnp.bfloat16)
+    engines = {"layer_norm": 5, "layer_norm_backward": 1}
+
+    def answer(question: dict[str, Any]) -> dict[str, Any]:
+        (node,) = _graph(question).nodes
+        return {"candidates": [{**CANDIDATE, "engine": engines[node.kind]}]}
+
+    fake.answer = answer
+
+    def runs(implementation: str, **options: Any) -> list[Any]:
+        def loss(*xs: Any) -> Any:
+            y = jax_cudnn.layer_norm(*xs, implementation=implementation, **options)
+            return y.astype(jnp.float32).sum()
+
+        gradient = jax.grad(loss, (0, 1, 2))
+        told = plans.explain(gradient, x, factor, factor, device="H200")
+        assert len(told.calls) == 2
+        return list(told.calls)
+
+    forward, backward = runs("auto")
+    assert (forward.implementation, backward.implementation) == ("cudnn", "xla")
+    (attempt,) = backward.attempts
+    assert "of engine 1, which XLA's code is faster than" in attempt.reasons[0]
+    assert [call.implementation for call in runs("cudnn")] == ["cudnn"] * 2
+    chosen = PlanOptions(engines=(1, 5))
+    assert [call.implementation for call in runs("auto", plan=chosen)] == ["cudnn"] * 2
+
+
 # --- what would work ------------------------------------------------------------------
 
 

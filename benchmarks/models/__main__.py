@@ -74,7 +74,10 @@ def _check(name: str, found: np.ndarray, want: np.ndarray) -> None:
     if want.ndim > 1:
         error = float(np.linalg.norm(found - want) / np.linalg.norm(want))
     if not error <= _BOUND:  # so that a NaN fails
-        raise RuntimeError(f"{name} differs from {_PLAIN} by {error:.3f}")
+        told = f"{name} differs from {_PLAIN} by {error:.3f}"
+        if want.ndim == 1:
+            told += f": losses {found.tolist()}, and of {_PLAIN} {want.tolist()}"
+        raise RuntimeError(told)
 
 
 def measure(
@@ -144,7 +147,8 @@ def markdown(data: dict[str, Any]) -> str:
         "Weights are f32, products bf16. A training step is forward, backward and",
         "AdamW. Times are medians of rounds in which all contenders take turns. The",
         "ratio is to plain JAX with its best attention, with the lowest and highest",
-        "round: below 1 is faster. All contenders of a model are timed in one run. Memory is what the compiled program needs, and for",
+        "round: below 1 is faster. All contenders of a model are timed in one run.",
+        "Memory is what the compiled program needs, and for",
         "PyTorch the most that it had in use. The share of the GPU's peak counts the",
         "operations of plain JAX's program as XLA counts them, attention as products",
         "of all queries and keys. Losses agree within",

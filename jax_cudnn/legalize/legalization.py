@@ -33,8 +33,9 @@ class Legal:
     maps (original operands, results of ``graph``) to the original graph's results.
     ``usual`` is a shorter way for most operands, where there is one. ``notes`` says, a
     sentence each, which parts run outside cuDNN and why. ``slower``, where not empty,
-    says why "auto" leaves the graph to XLA all the same. ``rounds_sums`` says that
-    sums in f32 have fewer digits on their way than the original graph gives them.
+    says why "auto" leaves the graph to XLA all the same; with ``slow_engines``, it does
+    so where one of these runs the first plan. ``rounds_sums`` says that sums in f32
+    have fewer digits on their way than the original graph gives them.
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class Legal:
     usual: Usual | None = None
     notes: tuple[str, ...] = ()
     slower: str = ""
+    slow_engines: tuple[int, ...] = ()
     rounds_sums: bool = False
 
     def run(

@@ -38,6 +38,9 @@ _OLDEST_F8_SM = 89
 _MEASURED = ("NVIDIA H200", 919)
 _FEATURES = 128
 _ENOUGH = 2**24
+# The engine for any size took up to 70 times as long as others. cuDNN lists it first
+# for some of these sizes, too.
+_FOR_ANY_SIZE = (1,)
 
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
@@ -48,7 +51,10 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
         return Legalization(reasons=tuple(reasons), advice=_ADVICE)
     slower = "" if target is not None and _is_measured(graph, target) else _SLOWER
     return Legalization(
-        candidates=tuple(replace(way, slower=slower) for way in candidates(graph))
+        candidates=tuple(
+            replace(way, slower=slower, slow_engines=_FOR_ANY_SIZE)
+            for way in candidates(graph)
+        )
     )
 
 

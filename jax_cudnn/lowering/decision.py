@@ -217,6 +217,10 @@ def decide_part(
                 reasons = error.reasons or (error.summary,)
                 attempts.append(Attempt(way=way, reasons=reasons))
                 continue
+            if is_auto and not request and plan.engine in legal.slow_engines:
+                told = _SLOW_ENGINE.format(plan.engine)
+                attempts.append(Attempt(way=way, reasons=(told,)))
+                continue
         return Step(
             part=part,
             legal=legal,
@@ -244,6 +248,10 @@ def _contended(
     return Step(part=part, contender=title, program=program, why="tuned")
 
 
+_SLOW_ENGINE = (
+    "cuDNN's first plan is of engine {}, which XLA's code is faster than: "
+    "plans.autotune finds the best of all"
+)
 _ROUNDED = "the sums would be rounded, which the function does not do"
 
 
