@@ -9,6 +9,7 @@ process of its own for a plan of each feature in tests/attention_features.py.
 """
 
 import argparse
+import dataclasses
 import json
 import os
 import re
@@ -57,12 +58,14 @@ Answer = dict[str, Any]
 class _Asked(NamedGpu):
     """A GPU of a name, whose plans are listed and not built."""
 
-    def plan(self, graph_json: str, request: str = "") -> Any:
-        """Return nothing; raise as if it were built where cuDNN lists no plan."""
+    def plan(self, graph_json: str, request: str = "") -> native.PlanInfo:
+        """Return the first plan that is listed; raise as if it were built."""
         listed = self.candidates(graph_json, request)
-        if all(each.refusal for each in listed):
+        first = next((each for each in listed if not each.refusal), None)
+        if first is None:
             reasons = [each.refusal for each in listed]
             raise UnsupportedError("cuDNN has no plan for this graph.", reasons)
+        return native.PlanInfo(failures=(), **dataclasses.asdict(first))
 
 
 def answers(gpu: str) -> dict[str, dict[str, Answer]]:
