@@ -233,6 +233,36 @@ def test_small_groups_are_merged(c: int, rng: np.random.Generator) -> None:
     assert first.graph.tensor("w").dims == (32, 32, 3, 3)
 
 
+def test_auto_leaves_depthwise_convolutions_to_xla_but_for_their_filters() -> None:
+    x, w = jnp.ones((2, 5, 7, 16)), jnp.ones((3, 3, 1, 32))
+
+    def kinds(dtype: Any, w: Any, groups: int) -> dict[str, bool]:
+        def loss(x: Any, w: Any) -> jax.Array:
+            y = jax_cudnn.conv(
+                x,
+                w,
+                padding="SAME",
+                feature_group_count=groups,
+                dimension_numbers=_NHWC,
+            )
+            return y.astype(jnp.float32).sum()
+
+        operands = (each.astype(dtype) for each in (x, w))
+        traced = traced_graphs(jax.value_and_grad(loss, (0, 1)), *operands)
+        parts = [part for graph, _, _ in traced for part in partition(graph)]
+        return {
+            part.nodes[0].kind: all(way.slower for way in ways)
+            for part in parts
+            if (ways := legalize(part, None).candidates)
+        }
+
+    forward = {"conv_fprop": True, "conv_dgrad": True, "conv_wgrad": False}
+    assert kinds(jnp.bfloat16, w, 16) == kinds(jnp.float16, w, 16) == forward
+    assert kinds(jnp.float32, w, 16) == dict.fromkeys(forward, False)
+    wider = jnp.ones((3, 3, 4, 32))
+    assert kinds(jnp.bfloat16, wider, 4) == dict.fromkeys(forward, False)
+
+
 def test_operands_that_broadcast_in_space_are_completed(
     rng: np.random.Generator,
 ) -> None:

@@ -30,6 +30,28 @@ from jax_cudnn.legalize.images import (
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.legalization import Legal
 
+_SLOW_DEPTHWISE = (
+    "cuDNN's first plans of depthwise convolutions took 1.6 to 4.5 times as long as "
+    "XLA's code (an H200, cuDNN 9.19): plans.autotune finds the best of both"
+)
+
+
+def slower(graph: Graph, node: Node) -> str:
+    """Say why "auto" leaves a convolution to XLA, if it does; the node computes it.
+
+    XLA's gradient of a depthwise filter took hundreds of times as long as cuDNN's.
+    """
+    dtypes = {graph.tensor(name).dtype for _, name in node.inputs}
+    is_measured = node.kind != "conv_wgrad" and dtypes <= {"bf16", "f16"}
+    return _SLOW_DEPTHWISE if is_measured and is_depthwise(graph, node) else ""
+
+
+def is_depthwise(graph: Graph, node: Node) -> bool:
+    """Whether each channel of the input has filters of its own."""
+    roles = {**dict(node.inputs), **dict(node.outputs)}
+    x, w, _ = (graph.tensor(roles[role]) for role in TRIPLES[node.kind])
+    return w.dims[1] == 1 < x.dims[1]
+
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""

@@ -63,8 +63,9 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
     # Merged groups are fast, but for a depthwise convolution.
-    order = [*alone, *fused] if _is_depthwise(graph, node) else [*fused, *alone]
-    slower = matmul.slower(graph, node) if node.kind == "matmul" else ""
+    is_alone_first = node.kind == "conv_fprop" and conv.is_depthwise(graph, node)
+    order = [*alone, *fused] if is_alone_first else [*fused, *alone]
+    slower = (matmul if node.kind == "matmul" else conv).slower(graph, node)
     return Legalization(candidates=tuple(replace(way, slower=slower) for way in order))
 
 
@@ -185,13 +186,6 @@ def _converted_by_xla(graph: Graph, wide: Graph, target: Target | None) -> Legal
 
     ways = tuple(map(with_conversion, legalization.candidates))
     return replace(legalization, candidates=ways)
-
-
-def _is_depthwise(graph: Graph, node: Node) -> bool:
-    if node.kind != "conv_fprop":
-        return False
-    x, w = (graph.tensor(dict(node.inputs)[role]) for role in ("x", "w"))
-    return w.dims[1] == 1 < x.dims[1]
 
 
 _Ways = Callable[[Graph], tuple[Legal, ...]]

@@ -33,10 +33,11 @@ _OLDEST_SM = 80
 _OLDEST_CUDNN = 90800
 # "!hardware_fp8_supported" in the reasons of 9.19 and 9.27 for sm_80.
 _OLDEST_F8_SM = 89
-# It took 0.44 to 0.93 of the time of XLA's code with 768 features and more, up to 0.99
-# with fewer (benchmarks/norm_plans.py). Scales in f32 get the plan for any size.
+# There it took 0.44 to 0.93 of the time of XLA's code (benchmarks/norm_plans.py). With
+# 128 features it took 1.5 times as long (docs/benchmarks/norms.md). Scales in f32 get
+# the plan for any size.
 _MEASURED = ("NVIDIA H200", 919)
-_FEATURES = 128
+_FEATURES = range(768, 8192 + 1, 128)
 _ENOUGH = 2**24
 # The engine for any size took up to 70 times as long as others. cuDNN lists it first
 # for some of these sizes, too.
@@ -63,7 +64,7 @@ def _is_measured(graph: Graph, target: Target) -> bool:
 
     So it was in training: for gradients, and where the statistics are results, which
     XLA computes in a kernel of their own. It takes rows of a number of features for
-    which cuDNN has more than its one plan for any size, and enough of them.
+    which cuDNN has more than its one plan for any size, and enough rows.
     """
     (node,) = graph.nodes
     roles = {**dict(node.inputs), **dict(node.outputs)}
@@ -79,7 +80,7 @@ def _is_measured(graph: Graph, target: Target) -> bool:
         and node.kind.removesuffix("_backward") in ("layer_norm", "rms_norm")
         and is_training
         and dtypes == {"bf16"}
-        and features % _FEATURES == 0
+        and features in _FEATURES
         and rows * features >= _ENOUGH
     )
 
