@@ -416,7 +416,13 @@ def _odd_convs() -> dict[str, tuple[Function, tuple[jax.Array, ...]]]:
             (x, w, bias),
         ),
         "depthwise": (
-            call(window_strides=(1, 1), padding="SAME", feature_group_count=24),
+            # By name: "auto" leaves it to XLA.
+            call(
+                window_strides=(1, 1),
+                padding="SAME",
+                feature_group_count=24,
+                implementation="cudnn",
+            ),
             (_normal(4, 2, 9, 9, 24), grouped, _normal(5, 24)),
         ),
         "matmul_unaligned": (
