@@ -179,7 +179,8 @@ def batch_norm(
       Without elements the statistics are NaN. Of a single row the variance is 0.
 
       cuDNN takes channels in full loads, 8 of 16 bits or 4 of 32; others are padded.
-      None of its plans was timed yet.
+      In the one size that was timed, on an H200, its first plan took 0.92 to 0.95 of
+      the time of XLA's code (docs/benchmarks/norms.md).
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn
