@@ -93,9 +93,10 @@ nb::bytes ExportPlanFileOffline(const nb::bytes& graph, const nb::bytes& request
   }));
 }
 
-nb::dict ImportPlanFile(const nb::bytes& data, int device) {
+nb::dict ImportPlanFile(const nb::bytes& data, int device, bool keep) {
   const std::string bytes = Text(data);
-  return ToDict(Call("importing a plan", [&] { return ImportPlan(bytes, device); }));
+  return ToDict(
+      Call("importing a plan", [&] { return ImportPlan(bytes, device, keep); }));
 }
 
 nb::dict ImportPlanFileOffline(const nb::bytes& data,
@@ -126,7 +127,8 @@ void BindStore(nb::module_& m) {
   m.def("export_plan_offline", ExportPlanFileOffline, nb::arg("graph"),
         nb::arg("request"), nb::arg("device_properties"), nb::arg("gpu"),
         nb::arg("sm_version"), nb::arg("sm_count"));
-  m.def("import_plan", ImportPlanFile, nb::arg("data"), nb::arg("device"));
+  m.def("import_plan", ImportPlanFile, nb::arg("data"), nb::arg("device"),
+        nb::arg("keep"));
   m.def("import_plan_offline", ImportPlanFileOffline, nb::arg("data"),
         nb::arg("device_properties"), nb::arg("gpu"), nb::arg("sm_version"),
         nb::arg("sm_count"));

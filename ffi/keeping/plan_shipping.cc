@@ -10,6 +10,7 @@
 #include "keeping/build_site.h"
 #include "keeping/plan_cache.h"
 #include "keeping/plan_file.h"
+#include "keeping/plan_store.h"
 
 namespace jax_cudnn {
 namespace {
@@ -58,9 +59,13 @@ StatusOr<std::string> ExportPlanOffline(const std::string& text,
   return Write(key, *plan);
 }
 
-StatusOr<ImportedPlan> ImportPlan(const std::string& bytes, int device) {
+StatusOr<ImportedPlan> ImportPlan(const std::string& bytes, int device, bool is_kept) {
   ASSIGN_OR_RETURN(const BuildSite site, BuildSite::Enter(device));
   ASSIGN_OR_RETURN(ImportedPlan read, Read(bytes, site.KeyOf("", ""), site.target()));
+  if (PlanStore& store = PlanStore::Global(); is_kept && store.is_on()) {
+    ASSIGN_OR_RETURN(const PlanFile file, ReadPlanFile(bytes));
+    store.Save(WriteKey(site.KeyOf(read.text, read.request)), file.payload);
+  }
   read.plan = PlanCache::Global().Insert(read.text, read.request, device, read.plan);
   return read;
 }

@@ -32,8 +32,9 @@ struct ImportedPlan {
 // Reads a plan file and puts its plan into the cache for a device of this machine,
 // unless there is one already. FAILED_PRECONDITION, naming what differs, for a plan
 // that was made for or with something else; INVALID_ARGUMENT for a file that is not
-// whole. The file holds code that will run: it must come from someone trusted.
-StatusOr<ImportedPlan> ImportPlan(const std::string& bytes, int device);
+// whole. The file holds code that will run: it must come from someone trusted. If
+// `is_kept`, the plan goes into the store as well, as one that is built does.
+StatusOr<ImportedPlan> ImportPlan(const std::string& bytes, int device, bool is_kept);
 
 // Reads a plan file for a described device. The plan goes nowhere.
 StatusOr<ImportedPlan> ImportPlanOffline(const std::string& bytes,

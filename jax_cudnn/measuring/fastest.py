@@ -5,9 +5,10 @@ import functools
 import itertools
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -35,7 +36,8 @@ from jax_cudnn.measuring.stopwatch import (
     compile_over_sets,
     time_calls,
 )
-from jax_cudnn.measuring.together import Work, in_stages
+from jax_cudnn.measuring.together import MOST_THREADS, Work, in_stages
+from jax_cudnn.offline.builders import PlanBuilders, plan_builders
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -47,6 +49,10 @@ _NO_LOOK = 3
 _SAMPLES = 7
 # So many parts have their programs and plans compiled at once.
 _TOGETHER = 16
+# Processes that build plans take two seconds to start: for so many parts, on so many
+# cores, they save more.
+_ENOUGH_PARTS = 6
+_ENOUGH_CORES = 4
 
 _UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
@@ -93,13 +99,18 @@ def measure_each(
     Raises:
       OutOfTimeError: as `measure`. The choices that were yielded before hold.
     """
-    for start in range(0, len(parts), _TOGETHER):
-        some = parts[start : start + _TOGETHER]
-        contests = [
-            _Contest(part, options, target, deadline, max_plans)
-            for part, options in some
-        ]
-        yield from in_stages([contest.choice() for contest in contests])
+    cores = min(MOST_THREADS, os.cpu_count() or 1)
+    is_worth_it = len(parts) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
+    ordinal = local_device().local_hardware_id
+    builders = plan_builders(target, ordinal, cores) if is_worth_it else nullcontext()
+    with builders as builder:
+        for start in range(0, len(parts), _TOGETHER):
+            some = parts[start : start + _TOGETHER]
+            contests = [
+                _Contest(part, options, target, deadline, max_plans, builder)
+                for part, options in some
+            ]
+            yield from in_stages([contest.choice() for contest in contests])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,10 +142,17 @@ class _Contest:
         target: Target,
         deadline: float,
         max_plans: int | None,
+        builders: PlanBuilders | None,
     ) -> None:
         self._part, self._options, self._target = part, options, target
         self._deadline, self._max_plans = deadline, max_plans
         self._device = local_device()
+        ordinal = self._device.local_hardware_id
+        self._plan: Callable[..., native.PlanInfo] = (
+            functools.partial(native.plan, device=ordinal)
+            if builders is None
+            else builders.plan
+        )
         self._operands = OperandSets(part, self._device)
 
     def choice(self) -> Work[Choice]:
@@ -212,11 +230,19 @@ class _Contest:
                 listed = native.candidates(text, request=request, device=ordinal)
             except UnsupportedError:
                 continue
-            build = functools.partial(_build, text, self._options, ordinal)
+            build = functools.partial(self._build, text)
             pins = _promising(listed, self._max_plans)
             builds = [functools.partial(build, pin) for pin in pins]
             ways.append(_Way(legal=legal, builds=builds))
         return ways
+
+    def _build(self, json: str, request: str) -> native.PlanInfo | None:
+        try:
+            plan = self._plan(json, request=request)
+        except (UnsupportedError, GraphError):
+            return None
+        limit = self._options.plan.workspace_limit_bytes
+        return plan if limit is None or plan.workspace_bytes <= limit else None
 
     def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
         """Compile what is not timed, and so needs no tuning of XLA's own."""
@@ -424,14 +450,3 @@ def _promising(listed: Sequence[native.Candidate], max_plans: int | None) -> lis
     kept = {*firsts.values(), *(each.request for each in allowed[:max_plans])}
     # Each once, in cuDNN's order.
     return [r for r in dict.fromkeys(each.request for each in allowed) if r in kept]
-
-
-def _build(
-    json: str, options: Options, ordinal: int, request: str
-) -> native.PlanInfo | None:
-    try:
-        plan = native.plan(json, request=request, device=ordinal)
-    except (UnsupportedError, GraphError):
-        return None
-    limit = options.plan.workspace_limit_bytes
-    return plan if limit is None or plan.workspace_bytes <= limit else None

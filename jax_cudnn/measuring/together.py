@@ -22,7 +22,7 @@ Task = Callable[[], Any]
 Work = Generator[list[Task], list[Any], _T]
 
 # More than that many programs at a time would need much of the host's memory.
-_MOST_THREADS = 16
+MOST_THREADS = 16
 
 
 def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
@@ -41,7 +41,7 @@ def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
         spent[_name(task)].append(time.monotonic() - begun)
         return result
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
         try:
             results = list(pool.map(run, tasks))
         except BaseException:

@@ -63,17 +63,18 @@ def export_plan(graph_json: str, *, request: str = "", device: int = 0) -> bytes
     return extension().export_plan(as_bytes(graph_json), as_bytes(request), device)
 
 
-def import_plan(data: bytes, *, device: int = 0) -> ImportedPlan:
+def import_plan(data: bytes, *, device: int = 0, keep: bool = False) -> ImportedPlan:
     """Make the plan of a plan file that of its graph and request on a CUDA device.
 
     A plan that is there already stays. The file holds native code, which will run:
-    import only what comes from someone you trust.
+    import only what comes from someone you trust. With ``keep``, the store gets the
+    plan, as if it had been built here.
 
     Raises:
         LibraryError: it was made for another GPU, or with other libraries; names them.
         GraphError: the data are not a whole plan file.
     """
-    return _imported(extension().import_plan(data, device))
+    return _imported(extension().import_plan(data, device, keep))
 
 
 def export_plan_offline(

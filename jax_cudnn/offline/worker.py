@@ -79,14 +79,22 @@ def greet() -> dict[str, Any]:
 
 
 def answer(question: dict[str, Any]) -> dict[str, Any]:
-    """Return the candidates that a question asks for, or the error that was raised."""
+    """Return the candidates that a question asks for, or the error that was raised.
+
+    A question with a "file" wants the plan there, as a plan file, instead.
+    """
+    asked = (
+        question["graph"],
+        Target(**question["target"]),
+        question["device_properties"],
+    )
     try:
+        if (file := question.get("file")) is not None:
+            data = native.export_plan_offline(*asked, request=question["request"])
+            Path(file).write_bytes(data)
+            return {"file": file}
         listed = native.plan_offline(
-            question["graph"],
-            Target(**question["target"]),
-            question["device_properties"],
-            request=question["request"],
-            build=question["build"],
+            *asked, request=question["request"], build=question["build"]
         )
     # Whatever it is, the other process is to raise it.
     except Exception as error:

@@ -18,6 +18,7 @@ from jax_cudnn.choices import Choice
 from jax_cudnn.graph import to_json
 from jax_cudnn.lowering import decide, traced_graphs
 from jax_cudnn.lowering.devices import local_target
+from jax_cudnn.offline.builders import plan_builders
 from tests.native.processes import run_python
 
 pytestmark = pytest.mark.gpu
@@ -308,6 +309,35 @@ def test_a_plan_for_another_gpu_is_refused_by_name() -> None:
     imported = native.import_plan(data, device=ordinal)
     assert imported.graph_json == text
     assert imported.plan == step.plan
+
+
+def test_plans_that_other_processes_build_run_here_and_are_kept(tmp_path: Path) -> None:
+    local = local_target()
+    assert local is not None
+    ordinal, target = local
+    function, operands = _case("matmul")
+    expected = _run("matmul")
+    steps = [
+        step
+        for graph, options, _ in traced_graphs(function, *operands)
+        for step in decide(graph, options).steps
+        if step.legal is not None
+    ]
+    plans.clear_cache()
+    native.set_plan_store(tmp_path, 1 << 30)
+    try:
+        before = native.cache_stats()
+        with plan_builders(target, ordinal, 2) as builders:
+            for step in steps:
+                assert step.legal is not None
+                assert builders.plan(to_json(step.legal.graph), step.request)
+        after = native.cache_stats()
+        assert after.builds == before.builds
+        assert native.plan_store_files()[0] == len(steps)
+        _expect_same(_run("matmul"), expected)
+        assert native.cache_stats().builds == before.builds
+    finally:
+        native.set_plan_store(None, 0)
 
 
 def test_a_plan_that_was_made_without_its_gpu_runs_on_it(tmp_path: Path) -> None:

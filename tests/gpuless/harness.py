@@ -79,6 +79,20 @@ def ship_all(
         process.close()
 
 
+def build_file(graph: str, gpu: str, file: Path) -> tuple[dict[str, Any], ...]:
+    """Have a process write a plan to a file, and another one read it; their answers."""
+    _require()
+    question = planner.question(graph, offline.find(gpu), "", build=True)
+    answers: list[dict[str, Any]] = []
+    reading = (sys.executable, "-P", str(_PLAN_FILES))
+    for process in (PlanningProcess(), PlanningProcess(reading)):
+        try:
+            answers.append(process.ask({**question, "file": str(file)}))
+        finally:
+            process.close()
+    return tuple(answers)
+
+
 def _require() -> None:
     if reason := missing():
         raise RuntimeError(f"cannot plan without a GPU here: {reason}")

