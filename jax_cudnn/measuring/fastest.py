@@ -49,9 +49,9 @@ _NO_LOOK = 3
 _SAMPLES = 7
 # So many parts have their programs and plans compiled at once.
 _TOGETHER = 16
-# Processes that build plans take two seconds to start: for so many parts, on so many
+# Processes that build plans take some seconds to start: for so many parts, on so many
 # cores, they save more.
-_ENOUGH_PARTS = 6
+_ENOUGH_PARTS = 12
 _ENOUGH_CORES = 4
 
 _UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
