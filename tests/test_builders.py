@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do several processes build plans, and does this one build what they cannot?
 
-Processes and the extension are made up here; tests/gpuless/test_builders.py builds.
+Processes and the extension are made up here; tests/gpuless/test_plan_files.py builds.
 """
 
 import threading

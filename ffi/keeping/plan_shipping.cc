@@ -21,9 +21,8 @@ StatusOr<std::string> Write(const PlanKey& key, const Plan& plan) {
 }
 
 // `here` is the key of the target, without graph and request.
-StatusOr<ImportedPlan> Read(const std::string& bytes, const PlanKey& here,
+StatusOr<ImportedPlan> Read(const PlanFile& file, const PlanKey& here,
                             const PlanTarget& target) {
-  ASSIGN_OR_RETURN(const PlanFile file, ReadPlanFile(bytes));
   ASSIGN_OR_RETURN(PlanKey made, ReadKey(file.key));
   RETURN_IF_ERROR(CheckSameMachine(made, here));
   ASSIGN_OR_RETURN(const GraphSpec graph, ParseGraph(made.graph));
@@ -61,9 +60,9 @@ StatusOr<std::string> ExportPlanOffline(const std::string& text,
 
 StatusOr<ImportedPlan> ImportPlan(const std::string& bytes, int device, bool is_kept) {
   ASSIGN_OR_RETURN(const BuildSite site, BuildSite::Enter(device));
-  ASSIGN_OR_RETURN(ImportedPlan read, Read(bytes, site.KeyOf("", ""), site.target()));
+  ASSIGN_OR_RETURN(const PlanFile file, ReadPlanFile(bytes));
+  ASSIGN_OR_RETURN(ImportedPlan read, Read(file, site.KeyOf("", ""), site.target()));
   if (PlanStore& store = PlanStore::Global(); is_kept && store.is_on()) {
-    ASSIGN_OR_RETURN(const PlanFile file, ReadPlanFile(bytes));
     store.Save(WriteKey(site.KeyOf(read.text, read.request)), file.payload);
   }
   read.plan = PlanCache::Global().Insert(read.text, read.request, device, read.plan);
@@ -76,7 +75,8 @@ StatusOr<ImportedPlan> ImportPlanOffline(const std::string& bytes,
   ASSIGN_OR_RETURN(const CudnnRuntime* runtime, LoadCudnnRuntime());
   PlanKey here = TargetKey(*runtime, target);
   here.gpu = gpu;
-  return Read(bytes, here, target);
+  ASSIGN_OR_RETURN(const PlanFile file, ReadPlanFile(bytes));
+  return Read(file, here, target);
 }
 
 }  // namespace jax_cudnn

@@ -5,7 +5,6 @@ import functools
 import itertools
 import logging
 import math
-import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -36,8 +35,8 @@ from jax_cudnn.measuring.stopwatch import (
     compile_over_sets,
     time_calls,
 )
-from jax_cudnn.measuring.together import MOST_THREADS, Work, in_stages
-from jax_cudnn.offline.builders import PlanBuilders, plan_builders
+from jax_cudnn.measuring.together import Work, in_stages, workers
+from jax_cudnn.offline.builders import plan_builders
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -99,15 +98,16 @@ def measure_each(
     Raises:
       OutOfTimeError: as `measure`. The choices that were yielded before hold.
     """
-    cores = min(MOST_THREADS, os.cpu_count() or 1)
+    cores, ordinal = workers(), local_device().local_hardware_id
     is_worth_it = len(parts) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
-    ordinal = local_device().local_hardware_id
     builders = plan_builders(target, ordinal, cores) if is_worth_it else nullcontext()
-    with builders as builder:
+    with builders as others:
+        alone = functools.partial(native.plan, device=ordinal)
+        plan = alone if others is None else others.plan
         for start in range(0, len(parts), _TOGETHER):
             some = parts[start : start + _TOGETHER]
             contests = [
-                _Contest(part, options, target, deadline, max_plans, builder)
+                _Contest(part, options, target, deadline, max_plans, plan)
                 for part, options in some
             ]
             yield from in_stages([contest.choice() for contest in contests])
@@ -142,17 +142,12 @@ class _Contest:
         target: Target,
         deadline: float,
         max_plans: int | None,
-        builders: PlanBuilders | None,
+        plan: Callable[..., native.PlanInfo],
     ) -> None:
         self._part, self._options, self._target = part, options, target
         self._deadline, self._max_plans = deadline, max_plans
+        self._plan = plan
         self._device = local_device()
-        ordinal = self._device.local_hardware_id
-        self._plan: Callable[..., native.PlanInfo] = (
-            functools.partial(native.plan, device=ordinal)
-            if builders is None
-            else builders.plan
-        )
         self._operands = OperandSets(part, self._device)
 
     def choice(self) -> Work[Choice]:

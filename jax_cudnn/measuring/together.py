@@ -22,7 +22,12 @@ Task = Callable[[], Any]
 Work = Generator[list[Task], list[Any], _T]
 
 # More than that many programs at a time would need much of the host's memory.
-MOST_THREADS = 16
+_MOST_THREADS = 16
+
+
+def workers() -> int:
+    """Return how many compile at once."""
+    return min(_MOST_THREADS, os.cpu_count() or 1)
 
 
 def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
@@ -41,7 +46,7 @@ def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
         spent[_name(task)].append(time.monotonic() - begun)
         return result
 
-    with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(workers()) as pool:
         try:
             results = list(pool.map(run, tasks))
         except BaseException:

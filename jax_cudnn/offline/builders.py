@@ -21,7 +21,7 @@ from jax_cudnn import native
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Target
 from jax_cudnn.native import PlanInfo
-from jax_cudnn.offline.process import PlanningProcess
+from jax_cudnn.offline.process import PlanningProcess, raise_crash
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -36,7 +36,7 @@ class PlanBuilders:
         self, target: Target, ordinal: int, processes: Sequence[PlanningProcess]
     ) -> None:
         """Take the GPU, by its description and CUDA ordinal, and who builds."""
-        self._ordinal = ordinal
+        self._name, self._ordinal = target.name, ordinal
         self._question: dict[str, Any] = {
             "target": dataclasses.asdict(target),
             "device_properties": native.device_properties(ordinal),
@@ -75,11 +75,7 @@ class PlanBuilders:
                 return
             finally:
                 self._idle.put(process)
-            if "crash" in answer:
-                raise UnsupportedError(
-                    "cuDNN crashed on this graph.",
-                    [f"cuDNN crashed while it planned: {answer['crash']}"],
-                )
+            raise_crash(answer, self._name)
             if "file" not in answer:
                 return
             try:

@@ -11,7 +11,7 @@ from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Target
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.offline.gpus import GpuDescription, find
-from jax_cudnn.offline.process import PlanningProcess
+from jax_cudnn.offline.process import PlanningProcess, raise_crash
 
 _INSTALL = (
     "To plan for a GPU that is not here: `pip install jax_cudnn[gpuless]` (small: the "
@@ -74,11 +74,7 @@ class NamedGpu:
         answer = ask(graph_json, self.description, request, build=build)
         if "candidates" in answer:
             return answer["candidates"]
-        if "crash" in answer:
-            raise UnsupportedError(
-                f"cuDNN crashed on this graph for {self.target.name}.",
-                [f"cuDNN crashed while it planned: {answer['crash']}"],
-            )
+        raise_crash(answer, self.target.name)
         if answer["error"] == "UnsupportedError":
             raise UnsupportedError(
                 answer["summary"], answer["reasons"], answer["advice"]

@@ -16,7 +16,7 @@ import threading
 from collections.abc import Sequence
 from typing import IO, Any
 
-from jax_cudnn.errors import LibraryError
+from jax_cudnn.errors import LibraryError, UnsupportedError
 
 _COMMAND = (sys.executable, "-P", "-m", "jax_cudnn.offline.worker")
 # A plan that is compiled takes seconds.
@@ -178,6 +178,15 @@ class PlanningProcess:
         self._process = self._errors = None
         name = signal.Signals(-status).name if status < 0 else f"exit status {status}"
         return {"crash": name, "message": text[-_TAIL:].strip()}
+
+
+def raise_crash(answer: dict[str, Any], gpu: str) -> None:
+    """Raise ``UnsupportedError`` if the process crashed at a graph for a GPU."""
+    if "crash" in answer:
+        raise UnsupportedError(
+            f"cuDNN crashed on this graph for {gpu}.",
+            [f"cuDNN crashed while it planned: {answer['crash']}"],
+        )
 
 
 def _import_path() -> list[str]:

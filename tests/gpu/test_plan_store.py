@@ -311,29 +311,33 @@ def test_a_plan_for_another_gpu_is_refused_by_name() -> None:
     assert imported.plan == step.plan
 
 
-def test_plans_that_other_processes_build_run_here_and_are_kept(tmp_path: Path) -> None:
-    local = local_target()
-    assert local is not None
-    ordinal, target = local
-    function, operands = _case("matmul")
-    expected = _run("matmul")
-    steps = [
-        step
+def _kernels(name: str) -> list[tuple[str, str]]:
+    """Return graph and request of what cuDNN runs of a case."""
+    function, operands = _case(name)
+    return [
+        (to_json(step.legal.graph), step.request)
         for graph, options, _ in traced_graphs(function, *operands)
         for step in decide(graph, options).steps
         if step.legal is not None
     ]
+
+
+def test_plans_that_other_processes_build_run_here_and_are_kept(tmp_path: Path) -> None:
+    local = local_target()
+    assert local is not None
+    ordinal, target = local
+    expected = _run("matmul")
+    wanted = _kernels("matmul")
     plans.clear_cache()
     native.set_plan_store(tmp_path, 1 << 30)
     try:
         before = native.cache_stats()
         with plan_builders(target, ordinal, 2) as builders:
-            for step in steps:
-                assert step.legal is not None
-                assert builders.plan(to_json(step.legal.graph), step.request)
+            for text, request in wanted:
+                assert builders.plan(text, request)
         after = native.cache_stats()
         assert after.builds == before.builds
-        assert native.plan_store_files()[0] == len(steps)
+        assert native.plan_store_files()[0] == len(wanted)
         _expect_same(_run("matmul"), expected)
         assert native.cache_stats().builds == before.builds
     finally:
@@ -345,19 +349,12 @@ def test_a_plan_that_was_made_without_its_gpu_runs_on_it(tmp_path: Path) -> None
     local = local_target()
     assert local is not None
     ordinal, target = local
-    function, operands = _case("matmul")
     expected = _run("matmul")
     properties = native.device_properties(ordinal)
-    files = []
-    for graph, options, _ in traced_graphs(function, *operands):
-        for step in decide(graph, options).steps:
-            if step.legal is not None:
-                text = to_json(step.legal.graph)
-                files.append(
-                    native.export_plan_offline(
-                        text, target, properties, request=step.request
-                    )
-                )
+    files = [
+        native.export_plan_offline(text, target, properties, request=request)
+        for text, request in _kernels("matmul")
+    ]
     plans.clear_cache()
     for data in files:
         native.import_plan(data, device=ordinal)
