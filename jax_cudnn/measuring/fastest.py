@@ -46,8 +46,8 @@ _LOOK_US = 500
 _HOPELESS = 1.25
 _NO_LOOK = 3
 _SAMPLES = 7
-# So many parts have their programs and plans compiled at once.
-_TOGETHER = 16
+# For each core, so many parts have their programs and plans compiled at once.
+_TOGETHER = 2
 # Processes that build plans take some seconds to start: for so many parts, on so many
 # cores, they save more.
 _ENOUGH_PARTS = 12
@@ -104,8 +104,9 @@ def measure_each(
     with builders as others:
         alone = functools.partial(native.plan, device=ordinal)
         plan = alone if others is None else others.plan
-        for start in range(0, len(parts), _TOGETHER):
-            some = parts[start : start + _TOGETHER]
+        at_once = _TOGETHER * cores
+        for start in range(0, len(parts), at_once):
+            some = parts[start : start + at_once]
             contests = [
                 _Contest(part, options, target, deadline, max_plans, plan)
                 for part, options in some
