@@ -142,6 +142,20 @@ def test_plans_that_cannot_be_read_are_asked_for_no_more(extension: _Extension) 
     assert len(process.asked) == 1
 
 
+@pytest.mark.parametrize("error", [RuntimeError, UnsupportedError])
+def test_one_plan_that_cannot_be_read_is_built_here(
+    extension: _Extension, error: type[Exception]
+) -> None:
+    extension.error = error("it needs another workspace than when it was written")
+    made, (process,) = _of(_builds)
+    made.plan("one", PIN)
+    extension.error = None
+    made.plan("two", PIN)
+    assert extension.built == ["one"]
+    assert extension.imported == [b"two"]
+    assert len(process.asked) == 2
+
+
 def test_what_crashes_there_is_not_tried_here(extension: _Extension) -> None:
     made, _ = _of(lambda _: {"crash": "SIGSEGV", "message": ""})
     with pytest.raises(UnsupportedError, match="crashed on this graph"):
