@@ -84,8 +84,8 @@ class PlanBuilders:
                 self._is_broken = True
                 _log.debug("plans of other processes cannot be used: %s", error)
             except (GraphError, UnsupportedError, RuntimeError) as error:
-                # Some plans of convolutions (cuDNN 9.19, H200) are read as plans with
-                # another workspace than they were written with.
+                # Some plans of convolutions (cuDNN 9.19, H200) need more workspace than
+                # they were written with.
                 _log.debug("a plan of another process cannot be used: %s", error)
 
 
