@@ -33,7 +33,6 @@ _DATA, _PAGE = "models.json", "models.md"
 _PLAIN, _TORCH = "plain JAX", ("torch eager", "torch compiled")
 # Of losses, relative to the first and largest, and of outputs, by their norm.
 _BOUND = 0.03
-_RATE = 1e-4
 # Dense bf16 products a second, from NVIDIA's data sheets.
 _PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
 
@@ -44,7 +43,7 @@ def _contenders(
     model: Model, *, is_training: bool, with_torch: bool
 ) -> dict[str, Callable[[], _Steps]]:
     weights, kinds, batch = drawn(model)
-    options: dict[str, Any] = {"rate": _RATE, "is_training": is_training}
+    options: dict[str, Any] = {"rate": model.rate, "is_training": is_training}
 
     def of_jax(kit: PlainKit, *, is_tuned: bool = False) -> Callable[[], _Steps]:
         return lambda: JaxSteps(
