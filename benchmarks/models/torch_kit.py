@@ -25,17 +25,12 @@ def _activated(x: Any, activation: Any) -> Any:
     return {"relu": F.relu, "silu": F.silu}[activation](x)
 
 
-def _first(x: Any) -> Any:
-    """Return a view with channels first, which PyTorch stores last."""
-    return x.permute(0, x.ndim - 1, *range(1, x.ndim - 1))
-
-
-def _last(x: Any) -> Any:
-    return x.permute(0, *range(2, x.ndim), 1)
-
-
 class TorchKit(Composed):
-    """Layers as a user of PyTorch writes them."""
+    """Layers as a user of PyTorch writes them.
+
+    Images are views with the channels second, which are last in memory. They stay so
+    from one convolution to the next: torch.compile is misled by views in between.
+    """
 
     name = "torch"
 
@@ -93,9 +88,25 @@ class TorchKit(Composed):
         """Return max(x, 0)."""
         return F.relu(x)
 
+    def images(self, x: Any) -> Any:
+        """Return images, channels last, as the kit's convolutions take them."""
+        return x.permute(0, x.ndim - 1, *range(1, x.ndim - 1))
+
+    def pixels(self, x: Any) -> Any:
+        """Return what a convolution gave with the channels last."""
+        return x.permute(0, *range(2, x.ndim), 1)
+
+    def channels(self, x: Any) -> int:
+        """Return the number of channels of what a convolution gave."""
+        return x.shape[1]
+
+    def joined(self, parts: Sequence[Any]) -> Any:
+        """Join the channels of what convolutions gave."""
+        return torch.cat(list(parts), 1)
+
     def doubled(self, x: Any) -> Any:
         """Repeat each element of space."""
-        return _last(F.interpolate(_first(x), scale_factor=2, mode="nearest"))
+        return F.interpolate(x, scale_factor=2, mode="nearest")
 
     def dense(
         self,
@@ -142,8 +153,8 @@ class TorchKit(Composed):
 
     def batch_norm(self, x: Any, scale: Any, bias: Any, activation: Any) -> Any:
         """Return the batch norm with the statistics of the batch."""
-        y = F.batch_norm(_first(x), None, None, scale, bias, training=True)
-        return _activated(_last(y), activation)
+        y = F.batch_norm(x, None, None, scale, bias, training=True)
+        return _activated(y, activation)
 
     def conv(
         self,
@@ -158,12 +169,11 @@ class TorchKit(Composed):
         """Return activation(conv(x, w) + b)."""
         convolve = F.conv2d if x.ndim == 4 else F.conv3d
         pad = [(k - 1) // 2 if k % 2 else 0 for k in w.shape[2:]]
-        y = convolve(_first(x), w, b, step, pad, 1, groups)
-        return _activated(_last(y), activation)
+        return _activated(convolve(x, w, b, step, pad, 1, groups), activation)
 
     def max_pool(self, x: Any) -> Any:
         """Return maxima of 3 x 3, in steps of 2."""
-        return _last(F.max_pool2d(_first(x), 3, 2, 1))
+        return F.max_pool2d(x, 3, 2, 1)
 
     def cross_entropy(self, logits: Any, labels: Any) -> Any:
         """Return the mean cross entropy, in nats."""

@@ -2,7 +2,9 @@
 """Models as people write them, each once, over a kit of layers.
 
 A kit has the layers of one package: plain JAX, jax_cudnn or PyTorch. So all contenders
-compute the same from the same weights. Images and volumes have their channels last.
+compute the same from the same weights. Images and volumes have their channels last in
+memory. What the axes of an image are to a kit's convolutions, it says by ``images``,
+``pixels``, ``channels`` and ``joined``.
 """
 
 import functools
@@ -63,6 +65,22 @@ class Weights:
 
 class Composed:
     """Layers of a kit that are made of its others."""
+
+    def images(self, x: Any) -> Any:
+        """Return images, channels last, as the kit's convolutions take them."""
+        return x
+
+    def pixels(self, x: Any) -> Any:
+        """Return what a convolution gave with the channels last."""
+        return x
+
+    def channels(self, x: Any) -> int:
+        """Return the number of channels of what a convolution gave."""
+        return x.shape[-1]
+
+    def joined(self: Any, parts: Sequence[Any]) -> Any:
+        """Join the channels of what convolutions gave."""
+        return self.concatenate(parts)
 
     def self_attention(self: Any, qkv: Any, heads: int, *, is_causal: bool) -> Any:
         """Return attention, its heads joined, from one array of q, k and v."""
@@ -230,7 +248,9 @@ class _Images:
 
 def _vit(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
     (d,), (layers,), h, patch = size.widths, size.depths, size.heads, 16
-    x = kit.conv(batch["images"], w.filters(patch, patch, 3, d), w.zeros(d), patch)
+    images = kit.images(batch["images"])
+    x = kit.conv(images, w.filters(patch, patch, 3, d), w.zeros(d), patch)
+    x = kit.pixels(x)
     b, count = x.shape[0], (size.side // patch) ** 2
     x = x.reshape(b, count, d) + w.table(count, d)
     for _ in range(layers):
@@ -251,12 +271,14 @@ def _convnext(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any
         step = 2 if stage else 4
         if stage:
             x = kit.layer_norm(x, w.ones(before), w.zeros(before))
-        x = kit.conv(x, w.filters(step, step, before, c), w.zeros(c), step)
+        filters = w.filters(step, step, before, c)
+        x = kit.pixels(kit.conv(kit.images(x), filters, w.zeros(c), step))
         if not stage:
             x = kit.layer_norm(x, w.ones(c), w.zeros(c))
         for _ in range(depth):
-            y = kit.conv(x, w.filters(7, 7, 1, c), w.zeros(c), groups=c)
-            y = kit.layer_norm(y, w.ones(c), w.zeros(c))
+            filters = w.filters(7, 7, 1, c)
+            y = kit.conv(kit.images(x), filters, w.zeros(c), groups=c)
+            y = kit.layer_norm(kit.pixels(y), w.ones(c), w.zeros(c))
             y = kit.mlp(y, *_mlp_weights(w, c), residual=None)
             x = x + y * w.ones(c, times=0.1)
         before = c
@@ -268,10 +290,11 @@ def _resnet(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
     def unit(
         x: Any, side: int, to: int, step: int = 1, activation: Any = "relu"
     ) -> Any:
-        y = kit.conv(x, w.filters(side, side, x.shape[-1], to), None, step)
+        filters = w.filters(side, side, kit.channels(x), to)
+        y = kit.conv(x, filters, None, step)
         return kit.batch_norm(y, w.ones(to), w.zeros(to), activation)
 
-    x = unit(batch["images"], 7, 64, 2)
+    x = unit(kit.images(batch["images"]), 7, 64, 2)
     x = kit.max_pool(x)
     for stage, (c, depth) in enumerate(zip(size.widths, size.depths, strict=True)):
         for i in range(depth):
@@ -281,7 +304,7 @@ def _resnet(kit: Any, w: Weights, batch: dict[str, Any], size: _Images) -> Any:
             if i == 0:
                 x = unit(x, 1, 4 * c, step, activation=None)
             x = kit.relu(x + y)
-    x, c = kit.mean(x, (1, 2)), 4 * size.widths[-1]
+    x, c = kit.mean(kit.pixels(x), (1, 2)), 4 * size.widths[-1]
     return kit.dense(x, w.product(c, size.classes), w.zeros(size.classes))
 
 
@@ -301,19 +324,19 @@ def _pictures(size: _Images) -> Callable[[np.random.Generator], dict[str, np.nda
 
 def _unet(kit: Any, w: Weights, batch: dict[str, Any], widths: Sequence[int]) -> Any:
     def unit(x: Any, to: int, step: int = 1) -> Any:
-        filters, bias = w.filters(3, 3, 3, x.shape[-1], to), w.zeros(to)
+        filters, bias = w.filters(3, 3, 3, kit.channels(x), to), w.zeros(to)
         return kit.conv(x, filters, bias, step, activation="silu")
 
-    x = batch["volumes"]
+    x = kit.images(batch["volumes"])
     kept: list[Any] = []
     for i, c in enumerate(widths):
         x = unit(unit(x, c, 2 if i else 1), c)
         kept.append(x)
     for skipped in reversed(kept[:-1]):
-        c = skipped.shape[-1]
-        x = kit.concatenate([kit.doubled(x), skipped])
+        c = kit.channels(skipped)
+        x = kit.joined([kit.doubled(x), skipped])
         x = unit(unit(x, c), c)
-    return kit.dense(x, w.product(widths[0], 1), w.zeros(1))
+    return kit.dense(kit.pixels(x), w.product(widths[0], 1), w.zeros(1))
 
 
 def _volumes(

@@ -17,6 +17,7 @@ from jax_cudnn.ops.arguments import check_flag, describe
 from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.norm_call import Norm, accumulator, check_axis, check_factor, given
 from jax_cudnn.ops.plain import check_implementation
+from jax_cudnn.reference.norms import column_moments
 
 _OP = "batch_norm"
 
@@ -373,11 +374,10 @@ def _epsilon(norm: Norm, dtype: Any) -> jax.Array:
 # would take twice the memory of a 16-bit x.
 @jax.checkpoint
 def _statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    axes = tuple(range(x.ndim - 1))
-    wide = x.astype(accumulator(x.dtype))
-    mean = jnp.mean(wide, axes, keepdims=True)
-    var = jnp.mean(jnp.square(wide - mean), axes)
-    return jnp.reshape(mean, var.shape), var
+    *outer, channels = x.shape
+    rows = jnp.reshape(x.astype(accumulator(x.dtype)), (math.prod(outer), channels))
+    mean, var = column_moments(rows)
+    return mean[0], var[0]
 
 
 @functools.partial(jax.checkpoint, static_argnums=(5,))
