@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random calls of the sizes that models have: products, convolutions, norms, attention.
+
+A number stands for a call: it is the same in every run.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_cudnn
+from jax_cudnn.config import Implementation
+
+# Multiplications in a call, and bytes of its largest array.
+_WORK = (2**25, 2**38)
+_LARGEST = 2**29
+_ACTIVATIONS = ("relu", "gelu", "silu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """A call on operands of these shapes, with all gradients or without."""
+
+    name: str
+    function: Callable[..., jax.Array]
+    operands: tuple[jax.ShapeDtypeStruct, ...]
+    has_gradients: bool
+
+    @property
+    def title(self) -> str:
+        """The call in a table."""
+        shapes = ", ".join(str(list(x.shape)) for x in self.operands)
+        tail = ", with gradients" if self.has_gradients else ""
+        return f"{self.name} {self.operands[0].dtype} {shapes}{tail}"
+
+    def types(self) -> list[jax.ShapeDtypeStruct]:
+        """Return the operands of `run`: a cotangent comes last, with gradients."""
+        if not self.has_gradients:
+            return list(self.operands)
+        run = functools.partial(self.function, implementation="xla")
+        result = jax.eval_shape(run, *self.operands)
+        return [*self.operands, jax.ShapeDtypeStruct(result.shape, result.dtype)]
+
+    def run(self, implementation: Implementation, *operands: jax.Array) -> Any:
+        """Return the result, and the gradients by all operands if they are wanted."""
+        run = functools.partial(self.function, implementation=implementation)
+        if not self.has_gradients:
+            return run(*operands)
+        result, pullback = jax.vjp(run, *operands[:-1])
+        return result, pullback(operands[-1])
+
+
+class _Draw:
+    def __init__(self, number: int) -> None:
+        self._rng = np.random.default_rng(number)
+        self.dtype = self.one_of(("bfloat16",) * 8 + ("float16", "float32"))
+
+    def one_of(self, values: Sequence[Any]) -> Any:
+        return values[int(self._rng.integers(len(values)))]
+
+    def chance(self, probability: float) -> bool:
+        return bool(self._rng.random() < probability)
+
+    def size(self, low: int, high: int, step: int) -> int:
+        """Draw a multiple of a step, all magnitudes alike; often a power of two."""
+        drawn = math.exp(self._rng.uniform(math.log(low), math.log(high)))
+        if self.chance(0.5):
+            return 2 ** round(math.log2(drawn))
+        return max(1, round(drawn / step)) * step
+
+    def array(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Tail:
+    """What follows a contraction: bias, residual, activation."""
+
+    has_bias: bool
+    has_residual: bool
+    activation: str | None
+
+    @classmethod
+    def drawn(cls, draw: _Draw) -> "_Tail":
+        if draw.chance(0.25):
+            return cls(has_bias=False, has_residual=False, activation=None)
+        return cls(
+            has_bias=draw.chance(0.7),
+            has_residual=draw.chance(0.25),
+            activation=draw.one_of((None, *_ACTIVATIONS)),
+        )
+
+    def text(self, name: str) -> str:
+        parts = [name]
+        parts += ["bias"] if self.has_bias else []
+        parts += ["residual"] if self.has_residual else []
+        return "+".join(parts + ([self.activation] if self.activation else []))
+
+    def operands(
+        self, draw: _Draw, shape: Sequence[int], channels: int
+    ) -> list[jax.ShapeDtypeStruct]:
+        found = [draw.array(channels)] if self.has_bias else []
+        return [*found, draw.array(*shape)] if self.has_residual else found
+
+    def named(self, terms: Sequence[jax.Array]) -> dict[str, Any]:
+        return {
+            "bias": terms[0] if self.has_bias else None,
+            "residual": terms[-1] if self.has_residual else None,
+            "activation": self.activation,
+        }
+
+
+def _fits(work: float, *arrays: jax.ShapeDtypeStruct) -> bool:
+    largest = max(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+    return _WORK[0] <= work <= _WORK[1] and largest <= _LARGEST
+
+
+def _matmul(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    tail = _Tail.drawn(draw)
+    while True:
+        m, n, r = draw.size(8, 32768, 8), *(draw.size(64, 16384, 64) for _ in "nr")
+        a, b = draw.array(m, r), draw.array(r, n)
+        if _fits(m * n * r, a, b, draw.array(m, n)):
+            break
+
+    def run(a: Any, b: Any, *terms: Any, implementation: Implementation) -> jax.Array:
+        options: dict[str, Any] = tail.named(terms)
+        return jax_cudnn.matmul(a, b, **options, implementation=implementation)
+
+    return tail.text("matmul"), run, [a, b, *tail.operands(draw, (m, n), n)]
+
+
+def _gated(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    while True:
+        m, n, r = draw.size(64, 16384, 8), *(draw.size(256, 16384, 64) for _ in "nr")
+        a, b = draw.array(m, r), draw.array(r, n)
+        if _fits(2 * m * n * r, a, b, draw.array(m, n)):
+            break
+
+    def run(a: Any, gate: Any, up: Any, *, implementation: Implementation) -> jax.Array:
+        return jax_cudnn.gated_matmul(
+            a, gate, up, activation="silu", implementation=implementation
+        )
+
+    return "gated matmul+silu", run, [a, b, b]
+
+
+def _conv(axes: int, draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    tail = _Tail.drawn(draw)
+    while True:
+        window = draw.one_of((1, 1, 3, 3, 3, 5) if axes > 1 else (3, 5, 7))
+        step = draw.one_of((1, 1, 1, 2))
+        side = draw.size(7, {1: 4096, 2: 112, 3: 64}[axes], 7)
+        images = draw.size(1, {1: 64, 2: 128, 3: 8}[axes], 1)
+        inner, outer = (draw.size(32, 1024, 16) for _ in range(2))
+        groups = draw.one_of((1,) * 9 + (32,))
+        if inner % groups or outer % groups:
+            continue
+        x = draw.array(images, *[side] * axes, inner)
+        w = draw.array(*[window] * axes, inner // groups, outer)
+        shape = (images, *[math.ceil(side / step)] * axes, outer)
+        if _fits(math.prod(shape) * math.prod(w.shape[:-1]), x, w, draw.array(*shape)):
+            break
+    letters = "DHW"[-axes:]
+    layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+
+    def run(x: Any, w: Any, *terms: Any, implementation: Implementation) -> jax.Array:
+        options: dict[str, Any] = tail.named(terms)
+        return jax_cudnn.conv(
+            x, w, window_strides=(step,) * axes, padding="SAME",
+            dimension_numbers=layout, feature_group_count=groups,
+            **options, implementation=implementation,
+        )  # fmt: skip
+
+    name = f"conv {'x'.join([str(window)] * axes)}/{step}"
+    name += f", {groups} groups" if groups > 1 else ""
+    return tail.text(name), run, [x, w, *tail.operands(draw, shape, outer)]
+
+
+def _norm(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    name = draw.one_of(("layer_norm", "rms_norm"))
+    while True:
+        rows, features = draw.size(256, 65536, 8), draw.size(64, 16384, 64)
+        if 2**20 <= rows * features <= 2**28:
+            break
+    factor = draw.array(features)
+    factors = [factor, factor] if name == "layer_norm" else [factor]
+
+    def run(x: Any, *factors: Any, implementation: Implementation) -> jax.Array:
+        norm = getattr(jax_cudnn, name)
+        return norm(x, *factors, implementation=implementation)
+
+    return name, run, [draw.array(rows, features), *factors]
+
+
+def _attention(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    draw.dtype = draw.one_of(("bfloat16", "float16"))
+    is_causal = draw.chance(0.6)
+    while True:
+        b, s = draw.size(1, 64, 1), draw.size(128, 8192, 64)
+        k, g, d = (
+            draw.one_of((1, 2, 4, 8)),
+            draw.one_of((1, 1, 4)),
+            draw.one_of((64, 64, 96, 128, 128, 256)),
+        )
+        q = draw.array(b, s, k * g, d)
+        if _fits(b * k * g * s * s * d, q):
+            break
+
+    def run(q: Any, k: Any, v: Any, *, implementation: Implementation) -> jax.Array:
+        return jax_cudnn.sdpa(
+            q, k, v, is_causal=is_causal, implementation=implementation
+        )
+
+    key = draw.array(b, s, k, d)
+    return "causal sdpa" if is_causal else "sdpa", run, [q, key, key]
+
+
+_KINDS: Sequence[Callable[[_Draw], tuple[str, Callable[..., jax.Array], list[Any]]]] = (
+    *[_matmul] * 8,
+    *[_gated] * 2,
+    *[functools.partial(_conv, 2)] * 6,
+    *[functools.partial(_conv, 3)] * 2,
+    functools.partial(_conv, 1),
+    *[_norm] * 2,
+    *[_attention] * 2,
+)
+
+
+def drawn_call(number: int) -> Call:
+    """Return the call of a number."""
+    draw = _Draw(number)
+    name, function, operands = draw.one_of(_KINDS)(draw)
+    return Call(
+        name=name,
+        function=function,
+        operands=tuple(operands),
+        has_gradients=draw.chance(0.5),
+    )

@@ -1,0 +1,324 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is "auto" without tuning as fast as XLA? Random calls on one GPU say so.
+
+    python -m benchmarks.untuned --out docs/benchmarks
+
+times random calls as they run without any choice of the tuner, and with XLA's code, and
+writes untuned.json and untuned.md there.
+
+    python -m benchmarks.untuned --parts --out docs/benchmarks
+
+times the kernels of other random calls instead, each with cuDNN's first plan, with
+the first plan of each engine, and by XLA, and writes untuned_parts.json. From these,
+`python -m scripts.default_rules` makes the rules that "auto" follows. The two never
+share a call.
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benchmarks.random_calls import Call, drawn_call
+from benchmarks.records import write_records
+from benchmarks.report import environment, versions_text
+from benchmarks.timing import Contender, Timing, alternate, summary
+from jax_cudnn import choices, native, plans
+from jax_cudnn.config import Implementation, Options
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph import Graph, is_anchor, label, operand_text, to_json
+from jax_cudnn.legalize import measured
+from jax_cudnn.lowering import run_cudnn, run_xla, traced_program
+from jax_cudnn.lowering.decision import Step, decide_part
+from jax_cudnn.lowering.devices import LocalGpu, local_device, local_target
+from jax_cudnn.measuring.stopwatch import (
+    OperandSets,
+    PlanStopwatch,
+    compile_over_sets,
+)
+from jax_cudnn.measuring.together import together
+
+_DATA, _PAGE, _PARTS = "untuned.json", "untuned.md", "untuned_parts.json"
+# The first numbers of the calls whose kernels are timed, and of those that are checked.
+_FIRST = {"parts": 0, "calls": 100_000}
+_AT_ONCE = 32
+_MOST_BYTES = 2**28
+_GOAL = 1.05
+
+
+_T = TypeVar("_T")
+
+
+def _batched(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
+    for start in range(0, len(values), _AT_ONCE):
+        yield values[start : start + _AT_ONCE]
+
+
+# --- calls ----------------------------------------------------------------------------
+
+
+def _drawn_sets(call: Call) -> list[list[jax.Array]]:
+    """Return operands in sets, so many that none is read from the cache."""
+    types = call.types()
+    size = sum(x.size * x.dtype.itemsize for x in types)
+    count = min(8, max(2, -(-_MOST_BYTES // size)))
+
+    @jax.jit
+    def draw(key: jax.Array) -> list[jax.Array]:
+        keys = jax.random.split(key, len(types))
+        return [
+            jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype)
+            for k, x in zip(keys, types, strict=True)
+        ]
+
+    return [draw(jax.random.key(i)) for i in range(count)]
+
+
+def _compiled(call: Call, implementation: Implementation) -> Callable[..., Any] | None:
+    size = sum(x.size * x.dtype.itemsize for x in call.types())
+    sets = [call.types()] * min(8, max(2, -(-_MOST_BYTES // size)))
+    run = functools.partial(call.run, implementation)
+    try:
+        return compile_over_sets(run, sets)
+    except jax.errors.JaxRuntimeError as error:  # no memory for XLA's attention, say
+        print(f"  {call.title}: {implementation}: {str(error)[:200]}", flush=True)
+        return None
+
+
+def _timed(
+    programs: dict[str, Callable[..., Any]], sets: Sequence[Any], *, rounds: int
+) -> dict[str, list[float]]:
+    """Return microseconds a set, round by round."""
+    contenders = {
+        name: Contender(
+            call=functools.partial(program, sets), wait=jax.block_until_ready
+        )
+        for name, program in programs.items()
+    }
+    times = alternate(contenders, rounds=rounds, round_ms=8.0, least_calls=2)
+    return {name: [us / len(sets) for us in each] for name, each in times.items()}
+
+
+def check(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Time calls without choices and by XLA; yield a row for each.
+
+    What is over the goal is timed again, longer, and that time counts.
+    """
+    for some in _batched(numbers):
+        calls = [drawn_call(number) for number in some]
+        names: tuple[Implementation, ...] = ("auto", "xla")
+        programs = together(
+            [
+                functools.partial(_compiled, call, name)
+                for call in calls
+                for name in names
+            ]
+        )
+        for number, call, auto, xla in zip(
+            some, calls, programs[::2], programs[1::2], strict=True
+        ):
+            row: dict[str, Any] = {"number": number, "call": call.title}
+            report = plans.inspect(functools.partial(call.run, "auto"), *call.types())
+            row["runs on"] = ", ".join(each.implementation for each in report.calls)
+            timing: Timing | None = None
+            if auto is not None and xla is not None:
+                contenders = {"auto": auto, "xla": xla}
+                sets = _drawn_sets(call)
+                try:
+                    for rounds in (5, 21):
+                        times = _timed(contenders, sets, rounds=rounds)
+                        timing = summary(times["auto"], times["xla"])
+                        if timing.ratio <= _GOAL:
+                            break
+                    row["xla_us"] = round(statistics.median(times["xla"]), 2)
+                except jax.errors.JaxRuntimeError as error:
+                    row["failed"] = str(error)[:100]
+                del sets
+            if timing is not None:
+                row |= {
+                    "auto_us": round(timing.median_us, 2),
+                    "ratio": round(timing.ratio, 3),
+                    "ratio_low": round(timing.ratio_low, 3),
+                    "ratio_high": round(timing.ratio_high, 3),
+                }
+            yield row
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    rows = [row for row in data["rows"] if "ratio" in row]
+    ratios = np.array([row["ratio"] for row in rows])
+    with_cudnn = np.array([row["ratio"] for row in rows if "cudnn" in row["runs on"]])
+    over = sorted((r for r in rows if r["ratio"] > _GOAL), key=lambda r: -r["ratio"])
+    not_timed = len(data["rows"]) - len(rows)
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        '<!-- Random calls with "auto" and no tuning, beside XLA. -->',
+        "",
+        "# Without tuning",
+        "",
+        "Printed by `python -m benchmarks.untuned --out docs/benchmarks`; do not edit. "
+        f"{versions_text(data['environment'])}.",
+        "",
+        f"{len(data['rows'])} random calls of the sizes that models have (products,",
+        "convolutions, norms, attention), half of them with all gradients, as they",
+        'run with `implementation="auto"` and no choice of the tuner. The ratio is to',
+        "XLA's code in the same run: below 1 is faster. The rules that decide were",
+        "made from other calls.",
+        "",
+        f"- {len(over)} of {len(rows)} are more than {_GOAL - 1:.0%} slower than XLA;",
+        f"- the median ratio is {np.median(ratios):.2f}, the geometric mean "
+        f"{np.exp(np.log(ratios).mean()):.2f}, the largest {ratios.max():.2f};",
+        f"- cuDNN runs all or part of {len(with_cudnn)}, with a geometric mean of "
+        f"{np.exp(np.log(with_cudnn).mean()):.2f};",
+        f"- {not_timed} could not be timed, as XLA has no memory for them.",
+        "",
+        "| more than 5 % slower | runs on | XLA µs | ratio | range |",
+        "| --- | --- | ---: | ---: | --- |",
+    ]
+    lines += [
+        f"| {row['call']} | {row['runs on']} | {row['xla_us']:.1f} "
+        f"| {row['ratio']:.2f} | {row['ratio_low']:.2f}-{row['ratio_high']:.2f} |"
+        for row in over
+    ]
+    return "\n".join(lines) + "\n"
+
+
+# --- kernels --------------------------------------------------------------------------
+
+
+def _parts_of(numbers: Sequence[int]) -> list[Graph]:
+    """Return the kernels of some calls, each once, of classes that rules are about."""
+    found: dict[Graph, None] = {}
+    for number in numbers:
+        call = drawn_call(number)
+        traced = traced_program(functools.partial(call.run, "auto"), *call.types())
+        for graph in traced.graphs:
+            for part in graph.parts:
+                if any(map(is_anchor, part.nodes)) and measured.class_of(part):
+                    found.setdefault(part)
+    return list(found)
+
+
+class _Kernel:
+    """A part of a graph, with what runs it."""
+
+    def __init__(self, part: Graph, gpu: LocalGpu) -> None:
+        self.part, self._gpu = part, gpu
+        self._operands = OperandSets(part, local_device())
+        self.step: Step | None = None
+        self.plans: dict[int, native.PlanInfo] = {}
+        self.programs: dict[str, Callable[..., Any]] = {}
+
+    def prepare(self) -> None:
+        """Build plans and compile programs; may run in a thread."""
+        options = Options(implementation="cudnn")
+        with jax.default_device(local_device()):
+            step = decide_part(self.part, self._gpu, options)
+            if step.legal is None or step.plan is None:
+                return
+            text = to_json(step.legal.graph)
+            for each in self._gpu.candidates(text):
+                if not each.refusal and each.request and each.engine not in self.plans:
+                    try:
+                        self.plans[each.engine] = self._gpu.plan(text, each.request)
+                    except UnsupportedError:
+                        continue
+            run = functools.partial(_run_cudnn, step)
+            self.programs["cudnn"] = compile_over_sets(run, self._operands.types)
+            run = functools.partial(_run_xla, self.part)
+            self.programs["xla"] = compile_over_sets(run, self._operands.types)
+            self._operands.compile()
+        self.step = step
+
+    def measured(self) -> dict[str, Any] | None:
+        """Return what was measured, None where cuDNN has no plan."""
+        step = self.step
+        if step is None or step.legal is None or step.plan is None:
+            return None
+        sets = self._operands.draw()
+        times = _timed(self.programs, sets, rounds=5)
+        timing = summary(times["cudnn"], times["xla"])
+        changed = [list(jax.jit(step.legal.before)(each)) for each in sets]
+        stopwatch = PlanStopwatch(step.legal.graph, changed, local_device())
+        first_us = stopwatch.time(step.plan, samples=3).median_us
+        engines: dict[str, float] = {}
+        for engine, plan in self.plans.items():
+            enough = 3 * first_us
+            look = stopwatch.time(plan, samples=3, enough_us=enough).median_us
+            engines[str(engine)] = round(look / first_us, 3)
+        return {
+            "class": measured.class_of(self.part),
+            "sizes": [round(size) for size in measured.sizes_of(self.part).values()],
+            "op": label(self.part),
+            "operands": operand_text(self.part),
+            "xla_us": round(statistics.median(times["xla"]), 2),
+            "cudnn_us": round(timing.median_us, 2),
+            "ratio": round(timing.ratio, 3),
+            "first_engine": step.plan.engine,
+            "engines": engines,
+        }
+
+
+def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+    return run_cudnn(step, operands)
+
+
+def _run_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
+    return run_xla(part, operands, Options())
+
+
+def kernels(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Time the kernels of some calls; yield a row for each that cuDNN plans."""
+    local = local_target()
+    assert local is not None
+    gpu = LocalGpu(ordinal=local[0], target=local[1])
+    for some in _batched(_parts_of(numbers)):
+        found = [_Kernel(part, gpu) for part in some]
+        together([functools.partial(_unless_it_fails, each.prepare) for each in found])
+        for each in found:
+            row = _unless_it_fails(each.measured)
+            if row is not None:
+                yield row
+
+
+def _unless_it_fails(run: Callable[[], Any]) -> Any:
+    try:
+        return run()
+    except (jax.errors.JaxRuntimeError, RuntimeError, MemoryError) as error:
+        print(f"  left out: {str(error)[:200]}", flush=True)
+        return None
+
+
+def main() -> None:
+    """Measure and write the report, after every row."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--count", type=int, default=200, help="of random calls")
+    parser.add_argument("--parts", action="store_true", help="time kernels for rules")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    choices.table().clear()  # those that are shipped, too
+    first = _FIRST["parts" if options.parts else "calls"]
+    numbers = range(first, first + options.count)
+    data: dict[str, Any] = {"environment": environment(), "rows": []}
+    for row in kernels(numbers) if options.parts else check(numbers):
+        data["rows"].append(row)
+        if options.parts:
+            write_records(options.out / _PARTS, data)
+        elif any("ratio" in each for each in data["rows"]):
+            write_records(options.out / _DATA, data)
+            (options.out / _PAGE).write_text(markdown(data))
+        if len(data["rows"]) % 16 == 0:
+            print(f"{len(data['rows'])} rows", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,159 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which contractions does "auto" leave to XLA, as others of their class were faster so?
+
+The rules are in data/rules/rules.json. `python -m scripts.default_rules` makes them
+from times of random calls on a GPU (benchmarks/untuned.py). A rule holds for one class
+of kernels, within the sizes that were measured. What was measured for a graph itself
+goes before (choices.py).
+"""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jax_cudnn.graph import Graph, Node, is_anchor, kind_named
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.shapes import check_tensors
+
+_FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
+_KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
+_BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
+_SUMS = frozenset({"add", "sub", "mul", "identity"})
+# What rules may ask for: sizes of the product that a contraction is like.
+FEATURES = ("rows", "columns", "depth", "work")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rule:
+    """When XLA runs kernels of a class, and from how many that is known.
+
+    XLA runs those whose ``feature`` is between ``least`` and ``most``; all of them
+    where no feature is named. ``sizes`` has the least and the most of each feature that
+    were measured, outside of which the rule says nothing. ``ratio`` is the geometric
+    mean of the time of cuDNN's first plan over that of XLA's code, in the ``count``
+    kernels that the rule gives to XLA.
+    """
+
+    feature: str
+    least: float
+    most: float
+    sizes: Mapping[str, tuple[float, float]]
+    ratio: float
+    count: int
+
+    def holds(self, sizes: Mapping[str, float]) -> bool:
+        """Whether XLA is to run a kernel of these sizes."""
+        is_known = all(
+            low <= sizes[name] <= high for name, (low, high) in self.sizes.items()
+        )
+        return is_known and (
+            not self.feature or self.least <= sizes[self.feature] <= self.most
+        )
+
+
+def slower(part: Graph) -> str:
+    """Say why "auto" leaves a part with one contraction to XLA, if it does."""
+    name = class_of(part)
+    rule = rules().get(name) if name else None
+    if rule is None or not rule.holds(sizes_of(part)):
+        return ""
+    return (
+        f"in {rule.count} measured kernels like this one ({name}) cuDNN's first plan "
+        f"took {rule.ratio:.2f} of the time of XLA's code: plans.autotune finds the "
+        "best of both"
+    )
+
+
+def class_of(part: Graph) -> str:
+    """Return which kernels are like a part, "" where no rule is for it."""
+    node = _contraction(part)
+    if node is None:
+        return ""
+    bits = {_BITS.get(part.tensor(name).dtype, "") for _, name in node.inputs}
+    if len(bits) != 1 or "" in bits:
+        return ""
+    row = kind_named(node.kind).row
+    sizes = check_tensors(row, roles_in(part, node), node.attributes)
+    words = [node.kind, *bits, _tail(part)]
+    windows = [size for letter, size in sizes.items() if letter.startswith("f")]
+    if windows:
+        words.append(f"{len(windows)} axes")
+        words += ["windows of 1"] if max(windows) == 1 else []
+        words += ["groups"] if sizes["g"] > 1 else []
+    elif sizes["b"] > 1:
+        words.append("batched")
+    return ", ".join(words)
+
+
+def sizes_of(part: Graph) -> dict[str, float]:
+    """Return rows, columns, depth and work of the product that a part is like.
+
+    A product of (m, r) and (r, n) has arrays of mr, rn and mn elements, and each of m,
+    n and r follows from these three numbers. So they do for a convolution.
+    """
+    node = _contraction(part)
+    assert node is not None
+    a, b, c = (
+        math.prod(part.tensor(name).dims) for _, name in (*node.inputs, *node.outputs)
+    )
+    rows, columns, depth = (
+        math.sqrt(a * c / b),
+        math.sqrt(b * c / a),
+        math.sqrt(a * b / c),
+    )
+    work = rows * columns * depth
+    return {"rows": rows, "columns": columns, "depth": depth, "work": work}
+
+
+@functools.cache
+def rules() -> Mapping[str, Rule]:
+    """Return the rules by their class."""
+    if not _FILE.exists():
+        return {}
+    entries: list[dict[str, Any]] = json.loads(_FILE.read_text())["rules"]
+    return {entry.pop("class"): _rule(entry) for entry in entries}
+
+
+def _rule(entry: dict[str, Any]) -> Rule:
+    sizes = {name: (low, high) for name, (low, high) in entry.pop("sizes").items()}
+    least, most = entry.pop("least"), entry.pop("most")
+    return Rule(
+        least=-math.inf if least is None else least,
+        most=math.inf if most is None else most,
+        sizes=sizes,
+        **entry,
+    )
+
+
+def _contraction(part: Graph) -> Node | None:
+    found = [node for node in part.nodes if is_anchor(node)]
+    return found[0] if len(found) == 1 and found[0].kind in _KINDS else None
+
+
+def _tail(part: Graph) -> str:
+    """Return what is around the contraction, in a word or two."""
+    modes = {
+        getattr(node.attributes, "mode", "")
+        for node in part.nodes
+        if not is_anchor(node)
+    }
+    modes.discard("")
+    if any(mode.endswith("_grad") for mode in modes):
+        tail = "gradient of an activation"
+    elif rest := modes - _SUMS:
+        tail = "relu" if rest == {"relu"} else "activation"
+    else:
+        tail = "sums" if modes - {"identity"} else "alone"
+    node = _contraction(part)
+    assert node is not None
+    (result,) = (math.prod(part.tensor(name).dims) for _, name in node.outputs)
+    own = {name for _, name in node.inputs}
+    arrays = [t for t in part.input_tensors if t.name not in own] + [
+        *part.output_tensors[1:]
+    ]
+    more = sum(math.prod(each.dims) == result for each in arrays)
+    return tail + (f", {more} more arrays" if more else "")
