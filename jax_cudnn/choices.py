@@ -181,10 +181,15 @@ def chosen(
 def table() -> ChoiceTable:
     """Return the process's choices: the shipped ones, then those kept on disk."""
     result = ChoiceTable()
-    for path in sorted(_SHIPPED.glob("*.json")):
-        result.add(read(path))
+    result.add(shipped())
     result.add(kept())
     return result
+
+
+def shipped() -> dict[Key, Choice]:
+    """Return the choices that come with the package."""
+    paths = sorted(_SHIPPED.glob("*.json"))
+    return {key: each for path in paths for key, each in read(path).items()}
 
 
 def kept_file() -> Path | None:

@@ -10,7 +10,7 @@ import jax
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
-from jax_cudnn.legalize import conv, matmul, reduction
+from jax_cudnn.legalize import conv, matmul, measured, reduction
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
 from jax_cudnn.legalize.pointwise import rewrite_pointwise
@@ -66,7 +66,13 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     is_alone_first = node.kind == "conv_fprop" and conv.is_depthwise(graph, node)
     order = [*alone, *fused] if is_alone_first else [*fused, *alone]
     slower = (matmul if node.kind == "matmul" else conv).slower(graph, node)
-    return Legalization(candidates=tuple(replace(way, slower=slower) for way in order))
+    slower = slower or measured.slower(graph)
+    slow = measured.slow_engines(graph, target)
+    return Legalization(
+        candidates=tuple(
+            replace(way, slower=slower, slow_engines=slow) for way in order
+        )
+    )
 
 
 def _sums_rows(graph: Graph, node: Node) -> bool:

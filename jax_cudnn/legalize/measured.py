@@ -11,11 +11,11 @@ import functools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jax_cudnn.graph import Graph, Node, is_anchor, kind_named
+from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
 
@@ -35,18 +35,20 @@ class Rule:
     where no feature is named. ``sizes`` has the least and the most of each feature that
     were measured, outside of which the rule says nothing. ``ratio`` is the geometric
     mean of the time of cuDNN's first plan over that of XLA's code, in the ``count``
-    kernels that the rule gives to XLA.
+    kernels that the rule gives to XLA; 0 of them says that cuDNN runs the class.
     """
 
-    feature: str
-    least: float
-    most: float
-    sizes: Mapping[str, tuple[float, float]]
-    ratio: float
-    count: int
+    feature: str = ""
+    least: float = -math.inf
+    most: float = math.inf
+    sizes: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {})
+    ratio: float = 1.0
+    count: int = 0
 
     def holds(self, sizes: Mapping[str, float]) -> bool:
         """Whether XLA is to run a kernel of these sizes."""
+        if not self.count:
+            return False
         is_known = all(
             low <= sizes[name] <= high for name, (low, high) in self.sizes.items()
         )
@@ -58,7 +60,9 @@ class Rule:
 def slower(part: Graph) -> str:
     """Say why "auto" leaves a part with one contraction to XLA, if it does."""
     name = class_of(part)
-    rule = rules().get(name) if name else None
+    if not name:
+        return ""
+    rule = rules().get(name, rules().get(general(name)))
     if rule is None or not rule.holds(sizes_of(part)):
         return ""
     return (
@@ -89,6 +93,12 @@ def class_of(part: Graph) -> str:
     return ", ".join(words)
 
 
+def general(name: str) -> str:
+    """Return the class that a class belongs to: any windows, and any more arrays."""
+    words = name.split(", ")
+    return ", ".join([*words[:3], *(word for word in words if word.endswith(" axes"))])
+
+
 def sizes_of(part: Graph) -> dict[str, float]:
     """Return rows, columns, depth and work of the product that a part is like.
 
@@ -109,23 +119,35 @@ def sizes_of(part: Graph) -> dict[str, float]:
     return {"rows": rows, "columns": columns, "depth": depth, "work": work}
 
 
+def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
+    """Return engines of cuDNN that were slow wherever such a kernel was measured.
+
+    A number stands for another engine on another architecture.
+    """
+    node = _contraction(part)
+    data = _read()
+    if node is None or target is None or target.sm_version != data["sm_version"]:
+        return ()
+    return tuple(data["slow_engines"].get(node.kind, ()))
+
+
 @functools.cache
 def rules() -> Mapping[str, Rule]:
     """Return the rules by their class."""
-    if not _FILE.exists():
-        return {}
-    entries: list[dict[str, Any]] = json.loads(_FILE.read_text())["rules"]
-    return {entry.pop("class"): _rule(entry) for entry in entries}
+    return {entry["class"]: _rule(entry) for entry in _read()["rules"]}
+
+
+@functools.cache
+def _read() -> dict[str, Any]:
+    return json.loads(_FILE.read_text())
 
 
 def _rule(entry: dict[str, Any]) -> Rule:
-    sizes = {name: (low, high) for name, (low, high) in entry.pop("sizes").items()}
-    least, most = entry.pop("least"), entry.pop("most")
+    given = {name: value for name, value in entry.items() if value is not None}
+    sizes = given.pop("sizes", {})
+    del given["class"]
     return Rule(
-        least=-math.inf if least is None else least,
-        most=math.inf if most is None else most,
-        sizes=sizes,
-        **entry,
+        sizes={name: (low, high) for name, (low, high) in sizes.items()}, **given
     )
 
 

@@ -1,0 +1,277 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes the rules by which "auto" leaves contractions to XLA, from measured times.
+
+    python -m scripts.default_rules
+
+reads docs/benchmarks/untuned_parts.json, which `python -m benchmarks.untuned --parts`
+writes on a GPU, and the choices that are shipped for the cells of the fusion
+benchmarks. It writes jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It
+needs no GPU.
+
+For each class of kernels (legalize/measured.py) a rule is one of three: cuDNN runs all,
+XLA runs all, or XLA runs those beyond a bound of one size. The cheapest one is taken.
+A kernel costs the logarithm of the time that it takes, as a ratio to XLA's, and more
+where that is above 1.05. A bound has to be worth its words, and what is given to XLA
+has to be faster there on the whole.
+
+Engines that took several times as long as cuDNN's first plan wherever they were
+measured are left to XLA where they come first.
+"""
+
+import itertools
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.fusion_cells import CELLS
+from benchmarks.records import write_records
+from jax_cudnn import choices
+from jax_cudnn.legalize.measured import FEATURES, class_of, general, sizes_of
+from jax_cudnn.lowering import traced_program
+
+_ROOT = Path(__file__).resolve().parent.parent
+_PARTS = _ROOT / "docs" / "benchmarks" / "untuned_parts.json"
+_RULES = _ROOT / "jax_cudnn" / "data" / "rules" / "rules.json"
+_PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
+
+# Fewer kernels than this say too little of a class.
+_FEWEST = 3
+_GOAL = math.log(1.05)
+# So many times the excess over the goal is added to a kernel's cost.
+_PENALTY = 1.0
+# What a rule has to save in all, without a bound and with one.
+_WORTH = 0.1
+_WORTH_OF_BOUND = 0.3
+# The least geometric mean of the ratios of what is given to XLA.
+_SLOWER = 1.03
+# An engine is slow if it never took less than so many times as long as the first plan.
+_SLOW_ENGINE = 3.0
+_FEWEST_OF_ENGINE = 2
+# Rules hold for sizes within this factor of what was measured.
+_REACH = 2.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kernel:
+    """A kernel that was measured: its sizes, and cuDNN's first plan beside XLA."""
+
+    name: str
+    sizes: dict[str, float]
+    ratio: float
+
+    @property
+    def cost(self) -> float:
+        """What it costs that cuDNN runs it; XLA costs nothing."""
+        told = math.log(self.ratio)
+        return told + _PENALTY * max(0.0, told - _GOAL)
+
+
+def slow_engines() -> dict[str, list[int]]:
+    """Return the engines that were slow wherever they were measured, by kind."""
+    ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in _rows():
+        kind = row["class"].split(", ")[0]
+        for engine, ratio in row["engines"].items():
+            if int(engine) != row["first_engine"]:
+                ratios[kind, int(engine)].append(ratio)
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for (kind, engine), each in sorted(ratios.items()):
+        if len(each) >= _FEWEST_OF_ENGINE and min(each) >= _SLOW_ENGINE:
+            found[kind].append(engine)
+    return dict(found)
+
+
+def _rows() -> list[dict[str, Any]]:
+    return json.loads(_PARTS.read_text())["rows"]
+
+
+def measured_kernels() -> Iterator[Kernel]:
+    """Yield the kernels that were measured, but for those of slow engines."""
+    slow = slow_engines()
+    for row in _rows():
+        if row["first_engine"] in slow.get(row["class"].split(", ")[0], ()):
+            continue
+        sizes = {
+            str(name): float(size)
+            for name, size in zip(FEATURES, row["sizes"], strict=True)
+        }
+        yield Kernel(name=row["class"], sizes=sizes, ratio=row["ratio"])
+    times = {key.graph: choice for key, choice in choices.shipped().items()}
+    seen: set[str] = set()
+    for cell in CELLS:
+        for part in _parts_of(cell):
+            choice = times.get(choices.digest_of(part))
+            if choice is None or choices.digest_of(part) in seen or not class_of(part):
+                continue
+            seen.add(choices.digest_of(part))
+            if choice.cudnn_us and choice.xla_us and choice.first_ratio:
+                ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
+                sizes = {**sizes_of(part)}
+                yield Kernel(name=class_of(part), sizes=sizes, ratio=ratio)
+
+
+def _parts_of(cell: Any) -> Iterator[Any]:
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
+
+    def with_gradients(*operands: Any) -> Any:
+        result, pullback = jax.vjp(cell.ours, *operands)
+        return pullback(result)
+
+    for function in (cell.ours, with_gradients):
+        for graph in traced_program(function, *types).graphs:
+            yield from graph.parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Split:
+    """XLA runs the kernels whose feature is between two bounds; "" is all of them."""
+
+    feature: str = ""
+    least: float | None = None
+    most: float | None = None
+
+    def takes(self, kernel: Kernel) -> bool:
+        if not self.feature:
+            return True
+        size = kernel.sizes[self.feature]
+        low = -math.inf if self.least is None else self.least
+        high = math.inf if self.most is None else self.most
+        return low <= size <= high
+
+
+def _splits(kernels: Sequence[Kernel]) -> Iterator[_Split]:
+    yield _Split()
+    for feature in FEATURES:
+        sizes = sorted({kernel.sizes[feature] for kernel in kernels})
+        for low, high in itertools.pairwise(sizes):
+            bound = float(f"{math.sqrt(low * high):.3g}")
+            if low < bound < high:
+                yield _Split(feature=feature, least=bound)
+                yield _Split(feature=feature, most=bound)
+
+
+def rule_of(name: str, kernels: Sequence[Kernel]) -> dict[str, Any] | None:
+    """Return the rule of a class, None where cuDNN runs all or too little is known."""
+    if len(kernels) < _FEWEST:
+        return None
+
+    def saved(split: _Split) -> float:
+        worth = _WORTH_OF_BOUND if split.feature else _WORTH
+        return sum(k.cost for k in kernels if split.takes(k)) - worth
+
+    def mean(split: _Split) -> float:
+        return statistics.geometric_mean(k.ratio for k in kernels if split.takes(k))
+
+    splits = [each for each in _splits(kernels) if mean(each) >= _SLOWER]
+    best = max(splits, key=saved, default=None)
+    if best is None or saved(best) <= 0:
+        return None
+    given = [kernel for kernel in kernels if best.takes(kernel)]
+    return {
+        "class": name,
+        "feature": best.feature,
+        "least": best.least,
+        "most": best.most,
+        "sizes": {
+            feature: [
+                float(f"{min(k.sizes[feature] for k in kernels) / _REACH:.3g}"),
+                float(f"{max(k.sizes[feature] for k in kernels) * _REACH:.3g}"),
+            ]
+            for feature in FEATURES
+        },
+        "ratio": round(mean(best), 3),
+        "count": len(given),
+    }
+
+
+def rules(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
+    """Return the rules of all classes, and of what classes have in common."""
+    by_class: defaultdict[str, list[Kernel]] = defaultdict(list)
+    for kernel in kernels:
+        by_class[kernel.name].append(kernel)
+        if general(kernel.name) != kernel.name:
+            by_class[general(kernel.name)].append(kernel)
+    found = (rule_of(name, each) for name, each in sorted(by_class.items()))
+    known = [rule for rule in found if rule is not None]
+    # Where a class is known well enough, it says so itself that cuDNN runs it.
+    named = {rule["class"] for rule in known}
+    for name, each in sorted(by_class.items()):
+        if name not in named and len(each) >= _FEWEST and general(name) in named:
+            known.append({"class": name, "count": 0})
+    return sorted(known, key=lambda rule: rule["class"])
+
+
+def markdown(found: Sequence[dict[str, Any]], kernels: Sequence[Kernel]) -> str:
+    """Return the page."""
+    environment = json.loads(_PARTS.read_text())["environment"]
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- Which kernels auto leaves to XLA without tuning. -->",
+        "",
+        '# What "auto" leaves to XLA',
+        "",
+        "Printed by `python -m scripts.default_rules`; do not edit. Rules from the",
+        f"times of {len(kernels)} kernels on an {environment['GPU']} with cuDNN "
+        f"{environment['cuDNN']} and JAX {environment['JAX']}.",
+        "",
+        "A kernel is a convolution, a gradient of one, or a product, with what follows",
+        "it. It is like a product of (rows, depth) and (depth, columns). Within the",
+        "sizes that were measured, XLA runs those that are named here. The ratio is",
+        "the geometric mean of the time of cuDNN's first plan over XLA's, in as many",
+        "kernels. Tuning looks at each kernel instead, and goes before these rules.",
+        "",
+        "| kernels | left to XLA | ratio | kernels measured |",
+        "| --- | --- | ---: | ---: |",
+    ]
+    for rule in found:
+        if not rule["count"]:
+            lines.append(f"| {rule['class']} | none | | |")
+            continue
+        where = "all"
+        if rule["feature"]:
+            least = rule["least"] is not None
+            bound = rule["least"] if least else rule["most"]
+            where = f"{rule['feature']} {'from' if least else 'up to'} {bound:,.0f}"
+        lines.append(
+            f"| {rule['class']} | {where} | {rule['ratio']:.2f} | {rule['count']} |"
+        )
+    lines += ["", "Engines of cuDNN whose plans are left to XLA where they come first:"]
+    lines += [
+        f"{kind}: {', '.join(map(str, engines))}."
+        for kind, engines in slow_engines().items()
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Write the rules and their page."""
+    kernels = list(measured_kernels())
+    found = rules(kernels)
+    _RULES.parent.mkdir(exist_ok=True)
+    write_records(_RULES, {"schema": 1, "rules": found, "slow_engines": slow_engines()})
+    _PAGE.write_text(markdown(found, kernels))
+    slow = [kernel for kernel in kernels if math.log(kernel.ratio) > _GOAL]
+    kept = [kernel for kernel in slow if not _is_given(kernel, found)]
+    print(f"{len(kernels)} kernels, {len(found)} rules")
+    print(f"more than 5 % slower than XLA: {len(slow)}, with the rules {len(kept)}")
+
+
+def _is_given(kernel: Kernel, found: Sequence[dict[str, Any]]) -> bool:
+    """Whether the rules give a kernel to XLA."""
+    names = {rule["class"]: rule for rule in found}
+    rule = names.get(kernel.name, names.get(general(kernel.name)))
+    if rule is None or not rule["count"]:
+        return False
+    bounds = {name: rule[name] for name in ("feature", "least", "most")}
+    return _Split(**bounds).takes(kernel)
+
+
+if __name__ == "__main__":
+    main()

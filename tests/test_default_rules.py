@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which contractions "auto" leaves to XLA: their classes, sizes and rules."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_cudnn
+from jax_cudnn.config import Options
+from jax_cudnn.graph import Graph
+from jax_cudnn.legalize import legalize, measured
+from jax_cudnn.legalize.measured import Rule
+from jax_cudnn.lowering import traced_program
+from jax_cudnn.lowering.decision import decide_part
+
+pytestmark = pytest.mark.once
+
+_DATA = Path(jax_cudnn.__file__).parent / "data" / "rules" / "rules.json"
+
+
+def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def parts_of(function: Callable[..., Any], *args: Any) -> list[Graph]:
+    graphs = traced_program(function, *args).graphs
+    return [part for graph in graphs for part in graph.parts]
+
+
+def conv(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+    layout = ("NHWC", "HWIO", "NHWC")
+    return jax_cudnn.conv(x, w, padding="SAME", dimension_numbers=layout, **options)
+
+
+def gelu(a: jax.Array, b: jax.Array) -> jax.Array:
+    return jax_cudnn.matmul(a, b, activation="gelu")
+
+
+def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
+    return conv(x, w, bias=jnp.ones(w.shape[-1], x.dtype), activation="silu")
+
+
+@pytest.mark.parametrize(
+    ("function", "args", "expected"),
+    [
+        (jax_cudnn.matmul, [array(5, 7), array(7, 3)], "matmul, 16 bits, alone"),
+        (gelu, [array(5, 7), array(7, 3)], "matmul, 16 bits, activation"),
+        (
+            jax_cudnn.matmul,
+            [array(2, 5, 7, dtype=jnp.float32), array(2, 7, 3, dtype=jnp.float32)],
+            "matmul, f32, alone, batched",
+        ),
+        (
+            lambda a, b, c: jax_cudnn.matmul(a, b, residual=c, activation="relu"),
+            [array(5, 7), array(7, 3), array(5, 3)],
+            "matmul, 16 bits, relu, 1 more arrays",
+        ),
+        (
+            silu_of_bias,
+            [array(2, 9, 9, 5), array(3, 3, 5, 7)],
+            "conv_fprop, 16 bits, activation, 2 axes",
+        ),
+        (
+            conv,
+            [array(2, 9, 9, 5), array(1, 1, 5, 7)],
+            "conv_fprop, 16 bits, alone, 2 axes, windows of 1",
+        ),
+        (
+            lambda x, w: conv(x, w, feature_group_count=3),
+            [array(2, 9, 9, 6), array(3, 3, 2, 12)],
+            "conv_fprop, 16 bits, alone, 2 axes, groups",
+        ),
+        (
+            lambda a, b: jax_cudnn.matmul(a, b),
+            [array(5, 7, dtype=jnp.int8), array(7, 3, dtype=jnp.int8)],
+            "",
+        ),
+        (jax_cudnn.rms_norm, [array(5, 7)], ""),
+    ],
+)
+def test_kernels_have_classes(
+    function: Callable[..., Any], args: list[Any], expected: str
+) -> None:
+    (part,) = parts_of(function, *args)
+    assert measured.class_of(part) == expected
+
+
+def test_gradients_have_classes_of_their_own() -> None:
+    def gradients(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> Any:
+        return jax.vjp(conv, x, w)[1](cotangent)
+
+    shapes = array(2, 9, 9, 5), array(3, 3, 5, 7), array(2, 9, 9, 7)
+    assert {measured.class_of(part) for part in parts_of(gradients, *shapes)} == {
+        "conv_fprop, 16 bits, alone, 2 axes",
+        "conv_dgrad, 16 bits, alone, 2 axes",
+        "conv_wgrad, 16 bits, alone, 2 axes",
+    }
+
+
+def test_sizes_are_those_of_the_product() -> None:
+    (part,) = parts_of(jax_cudnn.matmul, array(5, 7), array(7, 3))
+    sizes = measured.sizes_of(part)
+    expected = {"rows": 5, "columns": 3, "depth": 7, "work": 105}
+    assert sizes == pytest.approx(expected)
+    assert list(sizes) == list(measured.FEATURES)
+
+
+def test_a_rule_holds_within_its_bounds_and_what_was_measured() -> None:
+    sizes = {"rows": 64.0, "columns": 64.0, "depth": 64.0, "work": 64.0**3}
+    known = {name: (size / 2, size * 2) for name, size in sizes.items()}
+    assert Rule(sizes=known, count=3).holds(sizes)
+    assert not Rule(sizes=known).holds(sizes), "of a class that cuDNN runs"
+    assert not Rule(sizes=known, count=3).holds({**sizes, "rows": 129.0})
+    assert Rule(sizes=known, count=3, feature="depth", least=64.0).holds(sizes)
+    assert not Rule(sizes=known, count=3, feature="depth", least=65.0).holds(sizes)
+    assert not Rule(sizes=known, count=3, feature="depth", most=63.0).holds(sizes)
+
+
+def test_the_file_is_read_whole() -> None:
+    entries = json.loads(_DATA.read_text())["rules"]
+    rules = measured.rules()
+    assert {entry["class"] for entry in entries} == set(rules)
+    for rule in rules.values():
+        assert rule.feature in ("", *measured.FEATURES)
+        assert (rule.count == 0) == (not rule.sizes)
+        # What is given to XLA is faster there.
+        assert rule.count == 0 or rule.ratio > 1
+
+
+def test_auto_leaves_a_plain_product_to_xla_and_cudnn_does_not() -> None:
+    (part,) = parts_of(jax_cudnn.matmul, array(4096, 2048), array(2048, 1024))
+    step = decide_part(part, None, Options())
+    assert step.runs_on == "xla"
+    assert any("measured kernels like this one" in each for each in step.reasons)
+    step = decide_part(part, None, Options(implementation="cudnn"))
+    assert step.runs_on == "cudnn"
+
+
+def test_a_fused_product_stays_cudnns() -> None:
+    (part,) = parts_of(gelu, array(8192, 1024), array(1024, 4096))
+    assert measured.slower(part) == ""
+    assert all(way.slower == "" for way in legalize(part, None).candidates)
+
+
+def test_sizes_far_from_what_was_measured_stay_cudnns() -> None:
+    (part,) = parts_of(jax_cudnn.matmul, array(16, 24), array(24, 8))
+    assert measured.slower(part) == ""
+    assert math.prod(part.output_tensors[0].dims) == 128
