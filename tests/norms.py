@@ -60,6 +60,46 @@ def truth(
     return found | ({"mean": mean} if is_centred else {})
 
 
+def gradients(
+    x: Any,
+    cotangent: Any,
+    scale: Any = None,
+    *,
+    axes: Sequence[int],
+    along: Sequence[int],
+    epsilon: float,
+    is_centred: bool = True,
+    grad_mean: Any = 0.0,
+    grad_rstd: Any = 0.0,
+) -> dict[str, np.ndarray]:
+    """Return the gradients of x, scale and bias in float64, by name.
+
+    ``along`` are the axes of scale and bias, whose gradients have the others with 1.
+    The cotangents of the statistics have axes of 1, as these have.
+    """
+    x, dy = np.asarray(x, np.float64), np.asarray(cotangent, np.float64)
+    axes = tuple(axes)
+    found = truth(x, axes=axes, epsilon=epsilon, is_centred=is_centred)
+    normed, rstd = found["output"], found["rstd"]
+
+    def mean(value: np.ndarray) -> np.ndarray:
+        return value.mean(axis=axes, keepdims=True)
+
+    g = dy if scale is None else dy * np.asarray(scale, np.float64)
+    grad = g - normed * mean(g * normed)
+    if is_centred:
+        grad = grad - mean(g)
+    # The mean of n elements has the slope 1 / n, and rstd -rstd^2 normed / n.
+    count = x.size // rstd.size
+    statistics = (grad_mean - grad_rstd * rstd**2 * normed) / count
+    others = tuple(i for i in range(x.ndim) if i not in along)
+    return {
+        "x": rstd * grad + statistics,
+        "scale": (dy * normed).sum(axis=others, keepdims=True),
+        "bias": dy.sum(axis=others, keepdims=True),
+    }
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """A graph of a norm: which operands and results it has, in which dtypes."""

@@ -3,7 +3,8 @@
 
 A problem is drawn from a seed, so that another process can draw it again. The answer is
 written from the formulas in the docstring of `jax_cudnn.sdpa`, on whole arrays: in
-torch on a GPU where it is installed, else in NumPy. It shares nothing with the package.
+torch on a GPU where it is installed, else in NumPy. It shares nothing with the package
+but which weights dropout keeps; tests/test_sdpa_dropout.py compares that with NumPy.
 
 The bound is an analysis of what a flash kernel rounds: probabilities, the gradient of
 the scores, the output that the gradient reads, and each result, all to the operands'
@@ -619,12 +620,18 @@ def _stored(maths: _Maths, p: Problem, name: str, x: Any) -> np.ndarray:
 
 
 def worst_ratio(got: Any, judged: Judged) -> float:
-    """Return the largest error over its bound; infinity where only one is a number."""
+    """Return the largest error over its bound; infinity where only one is a number.
+
+    NaN and infinities are right where the value has the same ones.
+    """
     wide = np.asarray(jnp.asarray(got).astype(jnp.float32), np.float64)
-    if not np.array_equal(np.isneginf(wide), np.isneginf(judged.value)):
+    value = judged.value
+    is_finite = np.isfinite(value)
+    if wide.shape != value.shape or not np.array_equal(
+        wide[~is_finite], value[~is_finite], equal_nan=True
+    ):
         return np.inf
-    is_finite = ~np.isneginf(judged.value)
-    error = np.abs(wide[is_finite] - judged.value[is_finite])
+    error = np.abs(wide[is_finite] - value[is_finite])
     # The smallest normal number of a dtype bounds what is flushed to 0.
     bound = judged.bound[is_finite] + 2.0**-24
     if not np.isfinite(error).all():

@@ -3,7 +3,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ import jax_cudnn
 from jax_cudnn import ragged_dot
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import precision_refusal
+from tests.grouped import grouped
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -45,32 +46,6 @@ def _problem(dtype: Any = np.float32) -> tuple[jax.Array, ...]:
     return lhs, rhs, bias
 
 
-def _truth(
-    lhs: Any,
-    rhs: Any,
-    sizes: Sequence[int],
-    bias: Any = None,
-    cotangent: Any = None,
-) -> tuple[np.ndarray, ...]:
-    """Return the product in float64, and the gradients if there is a cotangent."""
-    lhs, rhs = np.asarray(lhs, np.float64), np.asarray(rhs, np.float64)
-    output = np.zeros((lhs.shape[0], rhs.shape[2]))
-    grads = np.zeros_like(lhs), np.zeros_like(rhs), np.zeros((len(rhs), rhs.shape[2]))
-    end = 0
-    for group, size in enumerate(sizes):
-        rows = slice(end, end + size)
-        end += size
-        output[rows] = lhs[rows] @ rhs[group]
-        if bias is not None:
-            output[rows] += np.asarray(bias, np.float64)[group]
-        if cotangent is not None:
-            ct = np.asarray(cotangent, np.float64)[rows]
-            grads[0][rows] = ct @ rhs[group].T
-            grads[1][group] = lhs[rows].T @ ct
-            grads[2][group] = ct.sum(0)
-    return (output,) if cotangent is None else (output, *grads)
-
-
 def _assert_close(got: Any, want: Any, eps: float) -> None:
     for x, y in zip(got, want, strict=True):
         x, y = np.asarray(x, np.float64), np.asarray(y)
@@ -93,7 +68,7 @@ def test_result_and_gradients_are_numpys(
     assert output.dtype == dtype
     got = (output, *back(cotangent))
     assert [x.dtype for x in got] == [dtype] * 4
-    _assert_close(got, _truth(lhs, rhs, sizes, bias, cotangent), eps)
+    _assert_close(got, grouped(lhs, rhs, sizes, bias, cotangent), eps)
 
 
 @_EACH
@@ -137,20 +112,20 @@ def test_epilogue_follows_the_sums_in_f32_and_rows_in_no_group_have_no_bias() ->
         (lambda x: jnp.where(x > 0, x, x**3), lambda x: jnp.where(x > 0, x, x**3)),
     ):
         got = ragged_dot(lhs, rhs, jnp.array(sizes), bias=bias, activation=activation)
-        (sums,) = _truth(lhs, rhs, sizes, bias)
+        sums = grouped(lhs, rhs, sizes, bias).output
         want = function(jnp.asarray(sums, jnp.float32)).astype(jnp.bfloat16)
         # One rounding of the same f32 value, up to how its sum is ordered.
         np.testing.assert_allclose(
             np.asarray(got, "f4"), np.asarray(want, "f4"), rtol=2**-7, atol=1e-6
         )
     wide = ragged_dot(lhs, rhs, jnp.array(sizes), preferred_element_type=jnp.float32)
-    _assert_close([wide], _truth(lhs, rhs, sizes), 2e-6)
+    _assert_close([wide], [grouped(lhs, rhs, sizes).output], 2e-6)
     shared = ragged_dot(lhs, rhs, jnp.array(sizes), bias=bias[0])
     number = ragged_dot(lhs, rhs, jnp.array(sizes), bias=2)
     _assert_close(
         [shared, number],
         [
-            _truth(lhs, rhs, sizes, x)[0]
+            grouped(lhs, rhs, sizes, x).output
             for x in ([*[bias[0]] * _G], np.full(_G, 2.0)[:, None] + np.zeros(_N))
         ],
         1e-2,
@@ -176,7 +151,7 @@ def test_nothing_leaks_from_other_groups(poison: float) -> None:
     output, back = jax.vjp(run, *map(jnp.asarray, (lhs, rhs, bias)))
     grads = back(jnp.asarray(cotangent))
     ct = np.where(np.isfinite(cotangent), cotangent, 0)
-    want = _truth(*clean[:2], sizes, clean[2], ct)
+    want = grouped(*clean[:2], sizes, clean[2], ct)
     rows, groups = [0, 1, 2, 3, 9, 10, 11, 12], [0, 1, 3]
     kept = (rows, rows, groups, groups)
     got = [np.asarray(x)[i] for x, i in zip((output, *grads), kept, strict=True)]
@@ -204,7 +179,7 @@ def test_sizes_of_zero_and_one(m: int, k: int, n: int, g: int) -> None:
 
     cotangent = _draw(m, n, seed=1)
     output, back = jax.vjp(run, lhs, rhs, bias)
-    want = _truth(lhs, rhs, sizes, bias, cotangent)
+    want = grouped(lhs, rhs, sizes, bias, cotangent)
     for x, y in zip((output, *back(cotangent)), want, strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
@@ -254,7 +229,7 @@ def test_examples_of_matrices_become_columns() -> None:
     text = str(jax.make_jaxpr(jax.vmap(lambda w: ragged_dot(lhs, w, sizes)))(many))
     assert text.count("cudnn_graph[") == 1
     got = jax.vmap(lambda w: ragged_dot(lhs, w, sizes))(many)
-    _assert_close(got, [_truth(lhs, w, _SIZES["full"])[0] for w in many], 1e-5)
+    _assert_close(got, [grouped(lhs, w, _SIZES["full"]).output for w in many], 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +252,7 @@ def test_other_dtypes(dtypes: Any, preferred: Any, result: Any) -> None:
         lhs, rhs, jnp.array(sizes, jnp.uint8), preferred_element_type=preferred
     )
     assert output.dtype == result
-    (want,) = _truth(jnp.real(lhs), jnp.real(rhs), sizes)
+    want = grouped(jnp.real(lhs), jnp.real(rhs), sizes).output
     np.testing.assert_array_equal(np.real(np.asarray(output, "c8")), want)
 
 
@@ -286,7 +261,7 @@ def test_weak_types_and_double_sums() -> None:
         lhs, rhs, _ = _problem()
         sizes = jnp.array(_SIZES["full"])
         wide = ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.float64)
-        _assert_close([wide], _truth(lhs, rhs, sizes.tolist()), 1e-14)
+        _assert_close([wide], [grouped(lhs, rhs, sizes).output], 1e-14)
     lhs = jax.lax.full((2, 1), 1.5)
     rhs = jnp.broadcast_to(2.0, (1, 1, 1))
     assert lhs.weak_type
@@ -313,7 +288,7 @@ def test_sizes_that_go_too_far_or_are_negative_are_cut() -> None:
     lhs, rhs, _ = _problem()
     sizes = jnp.array([-3, 4, 2**31 - 1, 2**31 - 1], jnp.int32)
     got = ragged_dot(lhs, rhs, sizes)
-    _assert_close([got], _truth(lhs, rhs, (0, 4, 9, 0)), 2e-6)
+    _assert_close([got], [grouped(lhs, rhs, (0, 4, 9, 0)).output], 2e-6)
 
 
 # --- what is refused ------------------------------------------------------------------

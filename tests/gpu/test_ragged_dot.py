@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import plans, ragged_dot
+from tests.grouped import grouped
 
 pytestmark = pytest.mark.gpu
 
@@ -40,18 +41,10 @@ def _operands(name: str, dtype: Any) -> tuple[jax.Array, ...]:
     return lhs, rhs, jnp.array(sizes, jnp.int32), cotangent
 
 
-def _truth(lhs: Any, rhs: Any, sizes: Any, cotangent: Any) -> tuple[np.ndarray, ...]:
-    lhs, rhs, ct = (np.asarray(x, np.float64) for x in (lhs, rhs, cotangent))
-    output = np.zeros((lhs.shape[0], rhs.shape[2]))
-    grads = np.zeros_like(lhs), np.zeros_like(rhs)
-    end = 0
-    for group, size in enumerate(np.asarray(sizes)):
-        rows = slice(end, end + size)
-        end += size
-        output[rows] = lhs[rows] @ rhs[group]
-        grads[0][rows] = ct[rows] @ rhs[group].T
-        grads[1][group] = lhs[rows].T @ ct[rows]
-    return output, *grads
+def _truth(*operands: Any) -> tuple[np.ndarray, ...]:
+    """Return the product and its gradients but for that of a bias, which is not."""
+    lhs, rhs, sizes, cotangent = operands
+    return grouped(lhs, rhs, sizes, cotangent=cotangent)[:3]
 
 
 def _results(

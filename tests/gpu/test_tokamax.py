@@ -12,6 +12,7 @@ import pytest
 
 from jax_cudnn import choices, plans, ragged_dot
 from jax_cudnn.choices import Choice, ChoiceTable
+from tests.grouped import grouped
 from tests.tokamax import ATTENTIONS, Attention, unusual_biases
 
 pytestmark = pytest.mark.gpu
@@ -113,17 +114,9 @@ def _with_gradients(sizes: tuple[int, ...]) -> Any:
     return run
 
 
-def _truth(sizes: tuple[int, ...], *operands: jax.Array) -> list[np.ndarray]:
-    rows, matrices, cotangent = (np.asarray(x, np.float64) for x in operands)
-    output, grads = np.zeros(cotangent.shape), [np.zeros(rows.shape)]
-    grads.append(np.zeros(matrices.shape))
-    end = 0
-    for group, size in enumerate(sizes):
-        part = slice(end, end := end + size)
-        output[part] = rows[part] @ matrices[group]
-        grads[0][part] = cotangent[part] @ matrices[group].T
-        grads[1][group] = rows[part].T @ cotangent[part]
-    return [output, *grads]
+def _truth(sizes: tuple[int, ...], *operands: jax.Array) -> tuple[np.ndarray, ...]:
+    rows, matrices, cotangent = operands
+    return grouped(rows, matrices, sizes, cotangent=cotangent)[:3]
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
