@@ -1,75 +1,115 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times norms beside XLA's code and PyTorch's, forward and with gradients, on one GPU.
+"""Times norms beside plain JAX, PyTorch and tokamax, on one GPU.
 
-Run from the repository's root: `python -m benchmarks.norms`. Writes norms.json and
-norms.md into the folder --out. `--random 60` draws workloads, `--no-tuning` and
-`--no-torch` leave contenders out, and `--small` tries the script on a CPU.
+    python -m benchmarks.norms --out docs/benchmarks
+
+writes norms.json and norms.md there, forward and with gradients; see contest.py for how
+contenders are checked and timed. `--only REGEX` chooses cells by name and size; those
+that the file in the folder has beside them are kept. `--no-first-plan` leaves out
+cuDNN's first plan, which may take many times as long as the others. `--random 60` draws
+workloads, and writes random_norms.json and .md. `--small` tries the script on a CPU.
 """
 
-import argparse
 import dataclasses
 import math
 import random
-import re
-import shlex
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 import jax_cudnn
-from benchmarks import torch_side
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
-from benchmarks.timing import Contender, Timing, compare
+from benchmarks import contest_report, tokamax_side
+from benchmarks.contest import (
+    BOTH,
+    FORWARD,
+    TUNED,
+    XLA,
+    Cell,
+    Operand,
+    Rearrange,
+    Way,
+)
+from benchmarks.contest_report import Report
 from benchmarks.torch_side import torch
-from jax_cudnn import plans
 
-_DATA, _PAGE = "norms.json", "norms.md"
-_BASELINE = "xla"
+_EPSILON = 1e-5
+# Of several shapes, in the order in which they are measured.
+_ROWS = ((16384, 4096), (8192, 8192), (32768, 1024), (32768, 768))
+# What a norm may take at most, tuned, as a ratio to the best rival's time.
+_GOALS = {
+    "layer_norm": {BOTH: 0.55},
+    "batch_norm": {FORWARD: 0.5, BOTH: 0.5},
+    "group_norm": {FORWARD: 0.6, BOTH: 0.6},
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A norm of an array: which, of what shape, and whether with a residual."""
+    """A norm of an array: which, of what shape, and what is around it."""
 
     kind: str
     shape: tuple[int, ...]
     has_residual: bool = False
+    activation: str | None = None
     groups: int = 32
     dtype: str = "bfloat16"
 
     @property
     def name(self) -> str:
         """What the norm is."""
-        dtype = "" if self.dtype == "bfloat16" else f" {self.dtype}"
-        return f"{self.kind}{dtype}{' + residual' if self.has_residual else ''}"
+        parts = [self.kind, *([] if self.dtype == "bfloat16" else [self.dtype])]
+        tail = ["residual"] if self.has_residual else []
+        tail += [self.activation] if self.activation else []
+        return " + ".join([" ".join(parts), *tail])
 
     @property
     def size(self) -> str:
         """The shape, in words."""
         return " x ".join(map(str, self.shape))
 
+    @property
+    def is_image(self) -> bool:
+        """Whether PyTorch has the channels second."""
+        return self.kind in ("batch_norm", "group_norm", "instance_norm")
 
-_ROWS = ((16384, 4096), (8192, 8192), (32768, 1024), (32768, 768))
+    @property
+    def has_bias(self) -> bool:
+        """Whether there is a bias beside the scale."""
+        return self.kind != "rms_norm"
+
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """The array, scale, bias and residual, as far as there are any."""
+        factor = self.shape[-1:]
+        if self.kind == "adaptive_layer_norm":
+            factor = (self.shape[0], self.shape[-1])
+        shapes = [self.shape, factor, *[factor] * self.has_bias]
+        shapes += [self.shape] * self.has_residual
+        return tuple(Operand(shape, dtype=self.dtype) for shape in shapes)
+
+    def named(self, operands: Sequence[Any]) -> tuple[Any, Any, Any, Any]:
+        """Return the array, scale, bias and residual, None where there is none."""
+        x, scale, *others = operands
+        bias = others[0] if self.has_bias else None
+        return x, scale, bias, others[-1] if self.has_residual else None
+
+
+# The most important first.
+_TALL, *_OTHERS = _ROWS
 WORKLOADS = (
-    *(
-        Workload(kind=kind, shape=shape, has_residual=has_residual)
-        for kind in ("layer_norm", "rms_norm")
-        for shape in _ROWS
-        for has_residual in (False, True)
-    ),
-    Workload(kind="adaptive_layer_norm", shape=(32, 1024, 1152)),
-    Workload(kind="batch_norm", shape=(64, 56, 56, 256)),
+    Workload(kind="layer_norm", shape=_TALL),
+    Workload(kind="batch_norm", shape=(64, 56, 56, 256), activation="relu"),
     Workload(kind="group_norm", shape=(16, 64, 64, 320)),
-    Workload(kind="instance_norm", shape=(16, 128, 128, 64)),
+    Workload(kind="batch_norm", shape=(128, 28, 28, 512), activation="relu"),
+    Workload(kind="rms_norm", shape=_TALL),
+    *(Workload(kind="layer_norm", shape=shape) for shape in _OTHERS),
+    Workload(kind="layer_norm", shape=_TALL, has_residual=True),
+    Workload(kind="rms_norm", shape=_TALL, has_residual=True),
+    *(Workload(kind="rms_norm", shape=shape) for shape in _OTHERS),
 )
-
-_Arrays = Sequence[jax.Array]
 
 
 def _drawn(count: int) -> list[Workload]:
@@ -102,207 +142,194 @@ def _drawn(count: int) -> list[Workload]:
     return works
 
 
-def _norm(work: Workload, implementation: Any) -> Callable[..., jax.Array]:
-    """Return the norm of x, scale, bias and a residual; with one, the sum as well."""
+# --- the contenders -------------------------------------------------------------------
+
+
+def _norm(work: Workload, implementation: Any) -> Callable[..., Any]:
+    """Return the norm by jax_cudnn; with a residual, the sum as well."""
     function = getattr(jax_cudnn, work.kind)
-    options: dict[str, Any] = {"implementation": implementation}
+    options: dict[str, Any] = {
+        "epsilon": _EPSILON,
+        "activation": work.activation,
+        "implementation": implementation,
+    }
     if work.kind == "group_norm":
         options["groups"] = work.groups
 
-    def run(x: Any, scale: Any, bias: Any, residual: Any = None) -> Any:
-        own = None if work.kind == "rms_norm" else bias
-        return function(x, scale, own, residual=residual, **options)
+    def run(*operands: jax.Array) -> Any:
+        x, scale, bias, residual = work.named(operands)
+        return function(x, scale, bias, residual=residual, **options)
 
     return run
 
 
-def _with_gradients(function: Callable[..., Any], cotangent: jax.Array) -> Any:
-    def run(*arrays: Any) -> Any:
-        results, pull = jax.vjp(function, *arrays)
-        return results, pull(jax.tree.map(lambda _: cotangent, results))
-
-    return run
-
-
-def _operands(work: Workload) -> tuple[list[jax.Array], jax.Array]:
-    factor = (work.shape[-1],)
+def _plain(work: Workload, *operands: jax.Array) -> Any:
+    """Compute the norm in plain JAX as Flax does: by means of x and of its square."""
+    x, scale, bias, residual = work.named(operands)
+    total = x if residual is None else x + residual
+    last = len(work.shape) - 1
+    axes: tuple[int, ...] = (last,)
+    if work.is_image:
+        axes = tuple(range(work.kind != "batch_norm", last))
+    wide = total.astype(jnp.float32)
+    if work.kind == "group_norm":
+        wide = wide.reshape(*work.shape[:-1], work.groups, -1)
+        axes = (*axes, last + 1)
+    square = jnp.mean(jnp.square(wide), axes, keepdims=True)
+    if work.kind == "rms_norm":
+        mean = jnp.zeros_like(square)
+    else:
+        mean = jnp.mean(wide, axes, keepdims=True)
+    variance = jnp.maximum(square - jnp.square(mean), 0)
+    output = (wide - mean) * jax.lax.rsqrt(variance + _EPSILON)
+    output = output.reshape(work.shape)
     if work.kind == "adaptive_layer_norm":
-        factor = (work.shape[0], work.shape[-1])
-    shapes = [work.shape, factor, factor]
-    shapes += [work.shape] if work.has_residual else []
-    keys = jax.random.split(jax.random.key(0), len(shapes) + 1)
-    arrays = [
-        jax.random.normal(key, shape, work.dtype)
-        for key, shape in zip(keys, (*shapes, work.shape), strict=True)
-    ]
-    return arrays[:-1], arrays[-1]
+        scale, bias = scale[:, None], bias[:, None]
+    output = output * scale
+    if bias is not None:
+        output = output + bias
+    if work.activation is not None:
+        output = getattr(jax.nn, work.activation)(output)
+    output = output.astype(x.dtype)
+    return output if residual is None else (output, total)
 
 
-def _jax_contender(function: Callable[..., Any], arrays: _Arrays) -> Contender:
-    compiled = jax.jit(function).lower(*arrays).compile()
-    return Contender(call=lambda: compiled(*arrays), wait=jax.block_until_ready)
+def _tokamax(work: Workload, *operands: jax.Array) -> Any:
+    x, scale, bias, residual = work.named(operands)
+    total = x if residual is None else x + residual
+    output = tokamax_side.tokamax.layer_norm(
+        total,
+        scale,
+        bias,
+        epsilon=_EPSILON,
+        subtract_mean=work.kind == "layer_norm",
+        implementation="triton",
+    )
+    return output if residual is None else (output, total)
 
 
-def _tuned(function: Callable[..., Any], arrays: _Arrays) -> Callable[..., Any]:
-    """Return the function, with the best of all its plans and XLA's code chosen."""
-    print(plans.autotune(function, *arrays))
-    return function
-
-
-def _torch_contenders(
-    work: Workload, arrays: _Arrays, cotangent: jax.Array, *, is_training: bool
-) -> dict[str, Contender]:
+def _torch(work: Workload) -> Way | None:
     if torch is None or work.kind == "adaptive_layer_norm":
-        return {}
+        return None
     functional = torch.nn.functional
-    x, scale, bias, *residual = map(torch_side.from_jax, arrays)
-    moved = torch_side.from_jax(cotangent)
-    if x.ndim == 4:  # PyTorch names channels first and stores them last.
-        x, moved = (each.permute(0, 3, 1, 2) for each in (x, moved))
-    leaves = [x, scale, *([] if work.kind == "rms_norm" else [bias]), *residual]
-    for leaf in leaves:
-        leaf.requires_grad_(is_training)
 
-    def norm() -> Any:
-        total = x + residual[0] if residual else x
-        sizes = (work.shape[-1],)
+    def run(*operands: Any) -> Any:
+        x, scale, bias, residual = work.named(operands)
+        total = x if residual is None else x + residual
+        sizes = work.shape[-1:]
         if work.kind == "layer_norm":
-            output = functional.layer_norm(total, sizes, scale, bias, 1e-6)
+            output = functional.layer_norm(total, sizes, scale, bias, _EPSILON)
         elif work.kind == "rms_norm":
-            output = functional.rms_norm(total, sizes, scale, 1e-6)
+            output = functional.rms_norm(total, sizes, scale, _EPSILON)
         elif work.kind == "batch_norm":
             output = functional.batch_norm(
-                total, None, None, scale, bias, training=True
+                total, None, None, scale, bias, training=True, eps=_EPSILON
             )
         elif work.kind == "group_norm":
-            output = functional.group_norm(total, work.groups, scale, bias, 1e-6)
+            output = functional.group_norm(total, work.groups, scale, bias, _EPSILON)
         else:
-            output = functional.instance_norm(total, weight=scale, bias=bias)
-        return (output, total) if residual else (output,)
+            output = functional.instance_norm(
+                total, weight=scale, bias=bias, eps=_EPSILON
+            )
+        if work.activation is not None:
+            output = getattr(functional, work.activation)(output)
+        return output if residual is None else (output, total)
 
-    def of(function: Callable[[], Any]) -> Contender:
-        def run() -> Any:
-            results = function()
-            if not is_training:
-                return results
-            return torch.autograd.grad(results, leaves, [moved] * len(results))
-
-        return torch_side.contender(run)
-
-    return torch_side.usable(
-        {"torch eager": of(norm), "torch compiled": of(torch.compile(norm))}
+    if not work.is_image:
+        return Way(function=run)
+    into: Rearrange = channels_second
+    if work.kind != "batch_norm":
+        # PyTorch copies what has its channels last before it norms groups.
+        into = _stored_second
+    return Way(
+        function=run,
+        enter=into,
+        cotangents=into,
+        outputs=channels_last,
+        gradients=channels_last,
     )
 
 
-def _check(found: Any, want: Any) -> None:
-    """Raise unless two contenders compute the same, up to bf16's rounding."""
-    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        x32, y32 = (each.astype(jnp.float32).ravel() for each in (x, y))
-        error = float(jnp.linalg.norm(x32 - y32))
-        if not error <= 2e-2 * float(jnp.linalg.norm(y32)) + 1e-6:
-            raise RuntimeError(f"results differ by {error:.3e}")
+def channels_second(tensors: Sequence[Any]) -> list[Any]:
+    """Return images as PyTorch names their axes; they are stored as before."""
+    return [x.permute(0, 3, 1, 2) if x.ndim == 4 else x for x in tensors]
 
 
-def run_workload(
-    work: Workload, *, with_tuning: bool, with_torch: bool
-) -> list[dict[str, Any]]:
-    """Time a norm, forward and with gradients, beside the others."""
-    arrays, cotangent = _operands(work)
-    rows: list[dict[str, Any]] = []
-    for what in ("forward", "with gradients"):
-        is_training = what != "forward"
-        functions: dict[str, Any] = {}
-        for name, implementation in (("xla", "xla"), ("cudnn", "cudnn")):
-            function = _norm(work, implementation)
-            if is_training:
-                function = _with_gradients(function, cotangent)
-            functions[name] = function
-        want = jax.jit(functions["xla"])(*arrays)
-        _check(jax.jit(functions["cudnn"])(*arrays), want)
-        if with_tuning:
-            best = _norm(work, "auto")
-            best = _with_gradients(best, cotangent) if is_training else best
-            functions["tuned"] = _tuned(best, arrays)
-        contenders = {
-            name: _jax_contender(function, arrays)
-            for name, function in functions.items()
-        }
-        if with_torch:
-            contenders |= _torch_contenders(
-                work, arrays, cotangent, is_training=is_training
-            )
-        for name, timing in compare(contenders, baseline=_BASELINE).items():
-            rows.append(_row(work, what, name, timing))
-            print(work.name, work.size, what, name, f"{timing.median_us:.1f} µs")
-        if torch is not None:
-            torch_side.release_memory()
-    return rows
+def channels_last(tensors: Sequence[Any]) -> list[Any]:
+    """Return images as JAX names their axes."""
+    return [x.permute(0, 2, 3, 1) if x.ndim == 4 else x for x in tensors]
 
 
-def _row(work: Workload, what: str, name: str, timing: Timing) -> dict[str, Any]:
-    facts = {"norm": work.name, "size": work.size, "what": what, "contender": name}
-    return {**facts, **dataclasses.asdict(timing)}
+def _stored_second(tensors: Sequence[Any]) -> list[Any]:
+    return [x.contiguous() for x in channels_second(tensors)]
 
 
-def markdown(rows: list[dict[str, Any]], versions: dict[str, str], command: str) -> str:
-    """Return the report as a table, a line a contender."""
-    lines = [
-        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
-        "<!-- What norms take on a GPU, beside XLA's code and PyTorch. -->",
-        "",
-        "# Norms",
-        "",
-        f"Printed by `{command}`; do not edit. {versions_text(versions)}.",
-        "",
-        "bf16 where no dtype is named, scale and bias too. Times are medians a call.",
-        "The ratio is to `xla`, round by round in the same run (median, lowest and",
-        "highest): below 1 is faster. `cudnn` is cuDNN's first plan, `tuned` what",
-        "`plans.autotune` found.",
-        "",
-        "| norm | size | | contender | µs | ratio | range |",
-        "| --- | --- | --- | --- | ---: | ---: | --- |",
-    ]
-    lines += [
-        f"| {row['norm']} | {row['size']} | {row['what']} | {row['contender']} "
-        f"| {row['median_us']:.1f} | {row['ratio']:.3f} "
-        f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} |"
-        for row in rows
-    ]
-    return "\n".join(lines) + "\n"
+def _cell(work: Workload) -> Cell:
+    rivals = {
+        XLA: Way(function=_norm(work, "xla")),
+        "plain JAX": Way(function=lambda *x: _plain(work, *x)),
+    }
+    if tokamax_side.tokamax is not None and work.kind in ("layer_norm", "rms_norm"):
+        rivals["tokamax"] = Way(function=lambda *x: _tokamax(work, *x))
+    goals = _GOALS.get(work.kind, {})
+    return Cell(
+        operation=work.name,
+        size=work.size,
+        operands=work.operands,
+        rivals=rivals,
+        ours=lambda: _norm(work, "auto"),
+        first=_norm(work, "cudnn"),
+        torch=_torch(work),
+        goals={what: {TUNED: most} for what, most in goals.items()},
+    )
+
+
+# --- the run --------------------------------------------------------------------------
+
+
+def _report(count: int | None) -> Report:
+    of_random = count is not None
+    drawn = f"--random {count} " if of_random else ""
+    return Report(
+        name="random_norms" if of_random else "norms",
+        command=f"python -m benchmarks.norms {drawn}--out docs/benchmarks",
+        title="Norms of random sizes" if of_random else "Norms",
+        comment="What norms take on a GPU, beside XLA's code, PyTorch and tokamax.",
+        about=(
+            "bf16 where no dtype is named, scale and bias too. A batch norm is that",
+            "of training. `xla` is jax_cudnn's norm in XLA's code, `plain JAX` the",
+            "formula of Flax's layers, by means of x and of its square. `cudnn` is",
+            "cuDNN's first plan.",
+        ),
+    )
 
 
 def _small(work: Workload) -> Workload:
     shape = tuple(min(size, 8) for size in work.shape)
+    if len(shape) == 2:
+        # Workloads stay apart by their sizes.
+        shape = (4 + _ROWS.index(work.shape), 8) if work.shape in _ROWS else shape
+    if work.kind == "batch_norm":
+        shape = (*shape[:-1], work.shape[-1] // 32)
     return dataclasses.replace(work, shape=shape, groups=4)
 
 
 def main() -> None:
     """Run the workloads and write the report."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--only", default="", help="a regular expression of names")
+    assert __doc__ is not None
+    parser = contest_report.parser(__doc__)
     parser.add_argument("--random", type=int, metavar="N", help="draw N workloads")
-    parser.add_argument("--no-tuning", action="store_true")
-    parser.add_argument("--no-torch", action="store_true")
-    parser.add_argument("--small", action="store_true", help="try the script on a CPU")
+    parser.add_argument("--no-first-plan", action="store_true")
     options = parser.parse_args()
-    command = shlex.join(["python", "-m", "benchmarks.norms", *sys.argv[1:]])
-    options.out.mkdir(parents=True, exist_ok=True)
-    versions = environment()
-    rows: list[dict[str, Any]] = []
-    for work in _drawn(options.random) if options.random else WORKLOADS:
-        if not re.search(options.only, f"{work.name} {work.size}"):
-            continue
-        work = _small(work) if options.small else work
-        rows += run_workload(
-            work,
-            with_tuning=not options.no_tuning and jax.default_backend() == "gpu",
-            with_torch=not options.no_torch,
-        )
-        # Each time, so that a run that is cut off leaves what it measured.
-        data = {"environment": versions, "command": command, "rows": rows}
-        write_records(options.out / _DATA, data)
-        (options.out / _PAGE).write_text(markdown(rows, versions, command))
+    works = WORKLOADS if options.random is None else _drawn(options.random)
+    if options.small:
+        works = [_small(work) for work in works]
+    contest_report.run(
+        _report(options.random),
+        list(map(_cell, works)),
+        options,
+        with_first=not options.no_first_plan,
+    )
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do benchmarks and scripts import, and do the models of all kits compute the same?
+"""Do benchmarks and scripts import, and do their contenders compute the same?
 
 Benchmarks run on a GPU, so nothing else here says that what they import is still there.
 """
@@ -10,7 +10,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -56,3 +58,110 @@ def test_models_compute_the_same_by_each_kit(tmp_path: Path) -> None:
     assert {contender for *_, contender in found} == {"plain JAX", "untuned"}
     page = (tmp_path / "models.md").read_text()
     assert all(f"| {model} |" in page for model, *_ in found)
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "other", "contenders"),
+    [
+        (
+            "norms",
+            ("rms_norm", "5 x 8"),
+            ("layer_norm", "4 x 8"),
+            {"xla", "plain JAX", "untuned", "cudnn"},
+        ),
+        (
+            "operations",
+            ("average pool 2x2/2", "2 x 12 x 12 x 8"),
+            ("max pool 3x3/2", "2 x 12 x 12 x 8"),
+            {"xla", "untuned"},
+        ),
+    ],
+)
+def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
+    name: str,
+    cell: tuple[str, str],
+    other: tuple[str, str],
+    contenders: set[str],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / f"{name}.json"
+    rows = [
+        {
+            "operation": operation,
+            "size": other[1],
+            "what": "forward",
+            "contender": "xla",
+            "failure": "old",
+        }
+        for operation in (other[0], "of an older script")
+    ]
+    file.write_text(json.dumps({"rows": rows}))
+    only = "^" + " ".join(cell)
+    flags = ("--small", "--no-torch", "--only", only, "--out", str(tmp_path))
+    done = _run(f"benchmarks.{name}", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept, *new = json.loads(file.read_text())["rows"]
+    assert kept == rows[0]
+    assert {(row["operation"], row["size"]) for row in new} == {cell}
+    assert {row["what"] for row in new} == {"forward", "with gradients"}
+    assert {row["contender"] for row in new} == contenders
+    assert len(new) == 2 * len(contenders)
+    page = (tmp_path / f"{name}.md").read_text()
+    assert all(f"| {' | '.join(each)} |" in page for each in (cell, other))
+    assert "of an older script" not in page
+
+
+def test_a_contender_that_fails_has_its_reason_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from benchmarks import contest, contest_report
+
+    def refuses(x: Any) -> Any:
+        raise NotImplementedError("not of this size\nand more")
+
+    cell = contest.Cell(
+        operation="sine",
+        size="5 x 7",
+        operands=(contest.Operand((5, 7)),),
+        rivals={
+            "xla": contest.Way(function=jnp.sin),
+            "tokamax": contest.Way(function=refuses),
+        },
+        ours=lambda: lambda x: jnp.sin(x) * 1.5,
+        first=lambda x: -jnp.sin(-x),
+        has_gradients=False,
+        goals={"forward": {"cudnn": 1e9}},
+    )
+    settings = contest.Settings(
+        with_torch=False, with_tuning=False, most_sets=2, rounds=1, round_ms=0.1
+    )
+    rows = {row["contender"]: row for row in contest.measure(cell, settings, {})}
+    assert list(rows) == ["xla", "tokamax", "untuned", "cudnn"]
+    assert rows["tokamax"]["failure"] == "NotImplementedError: not of this size"
+    assert rows["untuned"]["failure"].startswith(
+        "WrongError: results are wrong by 5.0e-01"
+    )
+    assert rows["xla"]["ratio"] == 1
+    assert rows["xla"]["errors"] < [1e-2]
+    verdicts = [contest_report.verdict(row) for row in rows.values()]
+    assert verdicts == ["", "", "≤ 1.05 failed", "≤ 1000000000.00 met"]
+
+    report = contest_report.Report(
+        name="sines", command="sine", title="Sines", comment="Of sines.", about=()
+    )
+    data = {"environment": {"GPU": "none"}, "rows": list(rows.values())}
+    page = contest_report.markdown(report, data)
+    assert "- `untuned` meets 0 of 1 goals. Missed: sine 5 x 7 forward failed." in page
+    assert "in the table: 2." in page
+    assert "| failed: NotImplementedError: not of this size |  |  |" in page
+
+
+@pytest.mark.parametrize(("ratio", "told"), [(0.554, "met"), (0.556, "missed")])
+def test_a_goal_is_met_to_two_digits(
+    ratio: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from benchmarks.contest_report import verdict
+
+    assert verdict({"goal": 0.55, "ratio": ratio}) == f"≤ 0.55 {told}"
