@@ -6,18 +6,22 @@
 writes attention_features.json and .md there. Needs an NVIDIA GPU. PyTorch is used where
 it is installed, with its flash and cuDNN attention and compiled `flex_attention`, and
 so is tokamax, with its Mosaic kernels.
-Operands are random bf16; see timing.py for how times are taken. `--only REGEX` chooses
-workloads by their names; those that the file in the folder has beside them are kept.
-`--no-flex` leaves out what takes long to compile.
+Operands are random bf16; see timing.py for how times are taken. `--only NAME ...`
+chooses workloads by their names, in which `*` stands for any text; the rows of others
+that the file in the folder has are kept. `--no-flex` leaves out what takes long to
+compile.
 """
 
 import argparse
+import contextlib
 import dataclasses
 import functools
+import importlib
+import inspect
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +35,10 @@ from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
-from jax_cudnn import masks, native, plans, score_mods
+from jax_cudnn import f8, masks, native, plans, score_mods
 
 _DATA, _PAGE = "attention_features.json", "attention_features.md"
-_OURS, _TUNED = "jax_cudnn", "jax_cudnn tuned"
+_OURS, _TUNED, _IN_BF16 = "jax_cudnn", "jax_cudnn tuned", "jax_cudnn bf16"
 # Documents in the rows of the packed workload, as shares of a row.
 _DOCUMENTS = (1, 3, 2, 8, 5, 1, 4, 8)
 
@@ -47,12 +51,16 @@ class Workload:
 
     Attributes:
       ours: options of `jax_cudnn.sdpa` for a length, made when the workload is run.
+      is_f8: whether `jax_cudnn.f8.sdpa` is called, beside `sdpa` on bf16.
       theirs: options of `jax.nn.dot_product_attention`, or None where it has no such
         feature.
       torch: options of PyTorch's attention, likewise.
       tokamax: options of tokamax's, likewise.
       has_bias: whether a learned bias, shared by the batch, is a fourth operand.
       flex: what `flex_attention` takes, given its module and a length.
+      varlen: where sequences begin, and the last one ends, in a row of a length, for
+        PyTorch's `varlen_attn`. It is causal.
+      is_deterministic: whether PyTorch's kernels are asked for the same bits each time.
       has_gradient: whether the gradient is timed too.
     """
 
@@ -69,6 +77,9 @@ class Workload:
     tokamax: dict[str, Any] | None = None
     has_bias: bool = False
     flex: Callable[[Any, int], dict[str, Any]] | None = None
+    varlen: Callable[[int], np.ndarray] | None = None
+    is_f8: bool = False
+    is_deterministic: bool = False
     has_gradient: bool = True
 
 
@@ -152,20 +163,33 @@ WORKLOADS = (
     ),
     Workload(
         name="packed documents", b=1, s=16384, h=16, k=16, d=128,
-        ours=_packed,
-        flex=_flex_documents,
+        ours=_packed, flex=_flex_documents, varlen=_bounds,
     ),
     Workload(
         name="sinks", b=4, s=4096, h=16, k=16, d=128,
         ours=lambda _: {**_CAUSAL, "sinks": jnp.zeros(16)},
     ),
-    Workload(
-        name="dropout", b=4, s=4096, h=16, k=16, d=128,
-        ours=_dropout, torch={**_CAUSAL, "dropout_p": 0.125},
+    *(
+        Workload(
+            name=f"dropout{text}", b=4, s=4096, h=16, k=16, d=d,
+            ours=_dropout, torch={**_CAUSAL, "dropout_p": 0.125},
+        )
+        for text, d in (("", 128), (", d=64", 64))
     ),
-    Workload(
-        name="deterministic gradient", b=4, s=4096, h=16, k=16, d=128,
-        ours=lambda _: {**_CAUSAL, "plan": plans.PlanOptions(deterministic=True)},
+    *(
+        Workload(
+            name=f"deterministic gradient{text}", b=4, s=4096, h=16, k=16, d=d,
+            ours=lambda _: {**_CAUSAL, "plan": plans.PlanOptions(deterministic=True)},
+            torch=_CAUSAL, is_deterministic=True,
+        )
+        for text, d in (("", 128), (", d=64", 64))
+    ),
+    *(
+        Workload(
+            name=f"f8, d={d}", b=4, s=4096, h=16, k=16, d=d,
+            ours=lambda _: _CAUSAL, is_f8=True, has_gradient=False,
+        )
+        for d in (64, 128)
     ),
     Workload(
         name="latent attention, d=192, e=128", b=4, s=4096, h=16, k=16, d=192, e=128,
@@ -209,11 +233,12 @@ def _jax_contenders(
     work: Workload, arrays: list[jax.Array], cotangent: jax.Array, *, gradients: bool
 ) -> dict[str, Contender]:
     options = work.ours(work.s)
+    cudnn = {**options, "implementation": "cudnn"}
     ways: dict[str, Attention] = {
-        _OURS: functools.partial(
-            _call, jax_cudnn.sdpa, {**options, "implementation": "cudnn"}
-        )
+        _OURS: functools.partial(_call, jax_cudnn.sdpa, cudnn)
     }
+    if work.is_f8:
+        ways = {_OURS: _in_f8(cudnn), _IN_BF16: ways[_OURS]}
     if work.theirs is not None and jax.default_backend() == "gpu":
         theirs = {**work.theirs, "implementation": "cudnn"}
         ways["jax.nn cudnn"] = functools.partial(
@@ -225,20 +250,29 @@ def _jax_contenders(
         # Chosen beside tokamax's kernels, where these are installed.
         ways[_TUNED] = functools.partial(_call, jax_cudnn.sdpa, options)
     found: dict[str, Contender] = {}
+    in_f8 = [x.astype(jnp.float8_e4m3fn) for x in arrays] if work.is_f8 else arrays
     for name, attention in ways.items():
+        given = in_f8 if name == _OURS else arrays
         function = _with_gradients(attention, cotangent) if gradients else attention
         if name == "tokamax":
-            compiled = tokamax_side.compiled(name, function, arrays)
+            compiled = tokamax_side.compiled(name, function, given)
             if compiled is None:
                 continue
         else:
             if name == _TUNED:
-                plans.autotune(function, *arrays, whole_program=False)
-            compiled = jax.jit(function).lower(*arrays).compile()
+                plans.autotune(function, *given, whole_program=False)
+            compiled = jax.jit(function).lower(*given).compile()
         found[name] = Contender(
-            call=functools.partial(compiled, *arrays), wait=jax.block_until_ready
+            call=functools.partial(compiled, *given), wait=jax.block_until_ready
         )
     return found
+
+
+def _in_f8(options: dict[str, Any]) -> Attention:
+    """Return attention over operands that stand for themselves, and so does it."""
+    names = ("query_scale", "key_scale", "value_scale", "output_scale")
+    scales = dict.fromkeys(names, jnp.float32(1))
+    return functools.partial(_call, f8.sdpa, {**options, **scales})
 
 
 def _call(function: Attention, options: dict[str, Any], *arrays: jax.Array) -> Any:
@@ -266,8 +300,9 @@ def _torch_contenders(
     grouped = {"enable_gqa": True} if work.h != work.k else {}
 
     def run(attend: Callable[[], Any]) -> Any:
-        output = attend()
-        return torch.autograd.grad(output, tensors, grad) if gradients else output
+        with _deterministic() if work.is_deterministic else contextlib.nullcontext():
+            output = attend()
+            return torch.autograd.grad(output, tensors, grad) if gradients else output
 
     def with_backend(backend: Any) -> Any:
         with torch_attention.sdpa_kernel(backend):
@@ -285,6 +320,10 @@ def _torch_contenders(
         ):
             attend = functools.partial(with_backend, backend)
             found[name] = torch_side.contender(functools.partial(run, attend))
+    varlen = torch_side.installed("torch.nn.attention.varlen")
+    if work.varlen is not None and varlen is not None:
+        attend = functools.partial(_varlen, varlen.varlen_attn, work, q, k, v)
+        found["torch varlen"] = torch_side.contender(functools.partial(run, attend))
     if work.flex is not None and with_flex:
         from torch.nn.attention import flex_attention as flex
 
@@ -298,6 +337,32 @@ def _torch_contenders(
         attend = functools.partial(compiled, q, k, v, **options)
         found["torch flex"] = torch_side.contender(functools.partial(run, attend))
     return torch_side.usable(found)
+
+
+@contextlib.contextmanager
+def _deterministic() -> Iterator[None]:
+    """Ask PyTorch for the same bits each time, and not to fill new memory for it."""
+    importlib.import_module("torch.utils.deterministic")
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def _varlen(function: Any, work: Workload, *tensors: Any) -> Any:
+    """Call PyTorch's attention over packed sequences on (1, h, s, d); return such."""
+    assert work.varlen is not None
+    bounds = work.varlen(work.s)
+    ends = torch.as_tensor(bounds, dtype=torch.int32).to(tensors[0].device)
+    most = int(np.diff(bounds).max())
+    # From PyTorch 2.11 on, causality is a window.
+    is_window = "window_size" in inspect.signature(function).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if is_window else _CAUSAL
+    q, k, v = (x[0].transpose(0, 1) for x in tensors)
+    output = function(q, k, v, ends, ends, most, most, **causal)
+    return output.transpose(0, 1)[None]
 
 
 def run_workload(work: Workload, *, with_flex: bool) -> list[dict[str, Any]]:
@@ -355,6 +420,9 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "are (batch, length, query heads : key heads, head size). `torch flex` is",
         "PyTorch's `flex_attention`, compiled for these shapes. `jax_cudnn tuned` is",
         "what `plans.autotune` chose, tokamax's kernels among the candidates.",
+        "`torch varlen` is its `varlen_attn`. In f8, `jax_cudnn` is `f8.sdpa`, beside",
+        "`sdpa` on bf16. For the deterministic gradient, PyTorch is told to use",
+        "deterministic algorithms.",
         "",
         "| workload | size | | contender | µs | ratio | range |",
         "| --- | --- | --- | --- | ---: | ---: | --- |",
@@ -372,7 +440,7 @@ def main() -> None:
     """Run the workloads and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--only", default="", help="a regular expression of names")
+    parser.add_argument("--only", nargs="+", default=["*"], help="names of workloads")
     parser.add_argument("--no-flex", action="store_true")
     parser.add_argument("--small", action="store_true", help="try the script on a CPU")
     options = parser.parse_args()
@@ -381,11 +449,17 @@ def main() -> None:
     if tokamax_side.tokamax is not None:
         plans.add_tokamax()
     rows: list[dict[str, Any]] = []
-    if options.only and (options.out / _DATA).exists():
+    chosen = [
+        work
+        for work in WORKLOADS
+        if any(fnmatchcase(work.name, x) for x in options.only)
+    ]
+    if not chosen:
+        names = ", ".join(f'"{work.name}"' for work in WORKLOADS)
+        parser.error(f"--only {options.only} names no workload; there are {names}")
+    if len(chosen) < len(WORKLOADS) and (options.out / _DATA).exists():
         rows = json.loads((options.out / _DATA).read_text())["rows"]
-    for work in WORKLOADS:
-        if not re.search(options.only, work.name):
-            continue
+    for work in chosen:
         if options.small:
             work = dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8)
         measured = run_workload(work, with_flex=not options.no_flex)

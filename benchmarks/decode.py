@@ -5,12 +5,16 @@
 
 writes decode.json and decode.md there. Needs an NVIDIA GPU; PyTorch is used where it is
 installed. Operands are random bf16, all lengths are those of the cells; see timing.py
-for how times are taken. With `--small`, sizes are small enough to try it on a CPU.
+for how times are taken. `--only NAME ...` chooses workloads by their names, in which
+`*` stands for any text; the rows of others that decode.json has are kept. With
+`--small`, sizes are small enough to try it on a CPU.
 """
 
 import argparse
 import dataclasses
+import json
 from collections.abc import Callable
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +34,8 @@ from jax_cudnn import masks
 class Cell:
     """One workload; axis letters as in jax_cudnn.cached_sdpa.
 
-    The caches are filled to a ``filled`` part.
+    The caches are filled to a ``filled`` part. Without ``e``, values have ``d``
+    columns.
     """
 
     b: int
@@ -39,13 +44,15 @@ class Cell:
     h: int = 32
     k: int = 8
     d: int = 128
+    e: int | None = None
     filled: float = 1.0
     window: int | None = None
 
     @property
     def name(self) -> str:
         """How tables name it."""
-        text = f"({self.b},{self.s},{self.h}h:{self.k},{self.d}) t={self.t}"
+        sizes = f"{self.d}" if self.e is None else f"{self.d}:{self.e}"
+        text = f"({self.b},{self.s},{self.h}h:{self.k},{sizes}) t={self.t}"
         text += "" if self.filled == 1 else f" filled to {self.filled:g}"
         return text + (f" window {self.window}" if self.window else "")
 
@@ -55,10 +62,15 @@ class Cell:
         return int(self.t * self.filled)
 
     @property
+    def columns(self) -> tuple[int, int]:
+        """The head sizes of keys and of values."""
+        return self.d, self.d if self.e is None else self.e
+
+    @property
     def bytes(self) -> int:
         """The bytes of keys and values that have to be read at least."""
         tokens = min(self.length, (self.window or self.length) + self.s)
-        return 2 * 2 * self.b * tokens * self.k * self.d
+        return 2 * self.b * tokens * self.k * sum(self.columns)
 
 
 CELLS = (
@@ -74,8 +86,16 @@ CELLS = (
     Cell(b=8, t=8192, s=4),
     Cell(b=64, t=4096, s=1, window=512),
     Cell(b=64, t=4096, s=4, window=512),
+    # Latent attention. Its values are columns of its keys, but here an array apart.
+    Cell(b=64, t=4096, h=16, k=1, d=576, e=512),
+    Cell(b=64, t=4096, h=128, k=1, d=576, e=512),
+    Cell(b=64, t=4096, s=2, h=16, k=1, d=576, e=512),
 )
-SMALL = (Cell(b=2, t=64, d=16), Cell(b=2, t=64, s=4, d=16, window=16))
+SMALL = (
+    Cell(b=2, t=64, d=16),
+    Cell(b=2, t=64, s=4, d=16, window=16),
+    Cell(b=2, t=64, h=4, k=1, d=24, e=16),
+)
 _PAGES = (16, 64)
 _OURS = "cached_sdpa"
 
@@ -88,7 +108,7 @@ def _programs(cell: Cell) -> dict[str, tuple[Callable[..., Any], list[jax.Array]
         return jax.random.normal(next(keys), shape, jnp.bfloat16)
 
     query = normal(cell.b, cell.s, cell.h, cell.d)
-    caches = [normal(cell.b, cell.t, cell.k, cell.d) for _ in "kv"]
+    caches = [normal(cell.b, cell.t, cell.k, size) for size in cell.columns]
     lengths = jnp.full((cell.b,), cell.length, jnp.int32)
     window = None if cell.window is None else (cell.window, 0)
 
@@ -134,8 +154,7 @@ def _programs(cell: Cell) -> dict[str, tuple[Callable[..., Any], list[jax.Array]
         each = cell.t // page
         order = jax.random.permutation(jax.random.key(1), cell.b * each)
         table = order.astype(jnp.int32).reshape(cell.b, each)
-        shape = (cell.b * each, page, cell.k, cell.d)
-        pages = [x.reshape(shape) for x in caches]
+        pages = [x.reshape(cell.b * each, page, cell.k, -1) for x in caches]
         programs[f"paged_sdpa, {page}"] = (paged, [query, *pages, lengths, table])
     if cell.s > 1 or cell.window:
         programs["sdpa with a mask"] = (masked, dense)
@@ -155,12 +174,12 @@ def _torch_contenders(cell: Cell) -> dict[str, Contender]:
         return {}
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    def normal(tokens: int, heads: int) -> Any:
-        shape = (cell.b, tokens, heads, cell.d)
+    def normal(tokens: int, heads: int, size: int) -> Any:
+        shape = (cell.b, tokens, heads, size)
         return torch.randn(shape, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
 
-    query = normal(cell.s, cell.h)
-    key, value = normal(cell.t, cell.k), normal(cell.t, cell.k)
+    query = normal(cell.s, cell.h, cell.d)
+    key, value = (normal(cell.t, cell.k, size) for size in cell.columns)
 
     def attention(backend: Any) -> Any:
         with sdpa_kernel(backend):
@@ -186,7 +205,7 @@ def run_cell(cell: Cell) -> list[dict[str, Any]]:
             compiled = jax.jit(function).lower(*operands).compile()
             jax.block_until_ready(compiled(*operands))
         except (RuntimeError, ValueError, NotImplementedError) as error:
-            if name.startswith("jax.nn"):
+            if name != _OURS:
                 print(f"  {name} cannot run {cell.name}: {str(error).splitlines()[0]}")
                 continue
             raise
@@ -221,10 +240,10 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         f"{versions_text(versions)}. Written by `python -m benchmarks.decode`.",
         "",
         "Cells are (sequences, queries, query heads:key heads, head size), with the",
-        "tokens that a cache has room for. Ratios are to `cached_sdpa`: the median",
-        "over rounds, and their range. The bytes are those of keys and values that",
-        "have to be read at least. PyTorch reads full caches without lengths, and",
-        "without causality for several queries.",
+        "tokens that a cache has room for; of two head sizes one is that of values.",
+        "Ratios are to `cached_sdpa`: the median over rounds, and their range. The",
+        "bytes are those of keys and values that have to be read at least. PyTorch",
+        "reads full caches without lengths, and without causality for several queries.",
         "",
         "| workload | contender | µs | ratio | GB/s |",
         "| --- | --- | ---: | --- | ---: |",
@@ -242,17 +261,27 @@ def main() -> None:
     """Run all cells and write the report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("docs/benchmarks"))
+    parser.add_argument("--only", nargs="+", default=["*"], help="names of workloads")
     parser.add_argument("--small", action="store_true", help="sizes for a CPU")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     rows: list[dict[str, Any]] = []
-    for cell in SMALL if options.small else CELLS:
+    cells = SMALL if options.small else CELLS
+    names = [cell.name for cell in cells]
+    chosen = [x for x in cells if any(fnmatchcase(x.name, y) for y in options.only)]
+    if not chosen:
+        parser.error(f"--only {options.only} names no workload; there are {names}")
+    file = options.out / "decode.json"
+    if len(chosen) < len(cells) and file.exists():
+        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    for cell in chosen:
         print(cell.name, flush=True)
-        rows += run_cell(cell)
+        rows = [row for row in rows if row["cell"] != cell.name] + run_cell(cell)
+        rows.sort(key=lambda row: names.index(row["cell"]))
         # Each time, so that a run that is cut off leaves what it measured.
         data = {"environment": versions, "rows": rows}
-        write_records(options.out / "decode.json", data)
+        write_records(file, data)
         (options.out / "decode.md").write_text(markdown(rows, versions))
 
 

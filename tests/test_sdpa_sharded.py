@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_cudnn
 from jax_cudnn import f8, masks, score_mods
 from tests.devices import mesh_of
+from tests.sdpa_ways import WAYS, run
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -134,55 +135,17 @@ def _placed(feature: Feature, mesh: jax.sharding.Mesh, shift: int = 0) -> Any:
     ]
 
 
-def _run(function: Any, *operands: jax.Array) -> Any:
-    """Return results and gradients."""
-
-    def loss(*operands: jax.Array) -> Any:
-        output = function(*operands).astype(jnp.float32)
-        return jnp.sum(jnp.sin(output)), output
-
-    numbers = tuple(range(len(operands)))
-    return jax.value_and_grad(loss, numbers, has_aux=True)(*operands)
-
-
-def _looped(function: Any, *operands: jax.Array) -> Any:
-    """Return results and gradients of a loop whose body is computed again."""
-
-    @jax.checkpoint
-    def body(query: jax.Array, _: None) -> Any:
-        output = function(query, *operands[1:])
-        return 0.5 * query, jnp.sum(jnp.sin(output.astype(jnp.float32)))
-
-    def loss(query: jax.Array) -> jax.Array:
-        return jnp.sum(jax.lax.scan(body, query, None, length=2)[1])
-
-    return jax.value_and_grad(loss)(operands[0])
-
-
-def _of_examples(function: Any, *operands: jax.Array) -> Any:
-    """Return gradients of two examples with a query and a value each."""
-    query, key, value, *more = operands
-
-    def one(query: jax.Array, value: jax.Array) -> Any:
-        return _run(function, query, key, value, *more)
-
-    return jax.vmap(one)(jnp.stack([query, -query]), jnp.stack([value, 2 * value]))
-
-
 def _assert_same(got: Any, want: Any) -> None:
     # Sums over devices are added up in another order.
     close = functools.partial(np.testing.assert_allclose, rtol=2e-5, atol=2e-5)
     jax.tree.map(lambda x, y: close(np.asarray(x), np.asarray(y)), got, want)
 
 
-_WAYS = {"plain": _run, "loop": _looped, "examples": _of_examples}
-
-
-@pytest.mark.parametrize("way", _WAYS)
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", FEATURES)
 def test_divided_by_xla(name: str, way: str) -> None:
     feature = FEATURES[name]
-    program = jax.jit(functools.partial(_WAYS[way], feature.function))
+    program = jax.jit(functools.partial(WAYS[way], feature.function))
     want = program(*_operands(feature))
     _assert_same(program(*_placed(feature, mesh_of(x=4, y=2))), want)
 
@@ -190,7 +153,7 @@ def test_divided_by_xla(name: str, way: str) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_with_shardings_in_types(name: str) -> None:
     feature = FEATURES[name]
-    program = functools.partial(_run, feature.function)
+    program = functools.partial(run, feature.function)
     want = jax.jit(program)(*_operands(feature))
     mesh = mesh_of(AxisType.Explicit, x=4, y=2)
     with jax.set_mesh(mesh):
@@ -206,7 +169,7 @@ def test_with_shardings_in_types(name: str) -> None:
 @pytest.mark.parametrize("name", FEATURES)
 def test_exported(name: str) -> None:
     feature = FEATURES[name]
-    program = jax.jit(functools.partial(_run, feature.function))
+    program = jax.jit(functools.partial(run, feature.function))
     placed = _placed(feature, mesh_of(x=4, y=2))
     checks = jax_cudnn.EXPORT_SAFETY_CHECKS
     exported = jax.export.export(program, disabled_checks=checks)(*placed)
