@@ -160,6 +160,9 @@ def markdown(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
     lines = [
         "# GPU test report",
         "",
+        f"{len(records)} tests of jax_cudnn {versions['jax_cudnn']} ran on "
+        f"{versions['GPU']}: {summary}.",
+        "",
         "Written by `python scripts/gpu_report.py`; do not edit.",
         "",
         "| | |",
@@ -231,6 +234,15 @@ def merged(
     return [*(r for r in kept if _name_of(r) not in replaced), *new]
 
 
+def _earlier(file: Path) -> list[dict[str, Any]]:
+    """Return the results of a report, each with its commit; none without the file."""
+    if not file.exists():
+        return []
+    data = json.loads(file.read_text())
+    before = data["environment"]["commit"]
+    return [{"commit": before, **record} for record in data["tests"]]
+
+
 def main() -> int:
     """Run, write, and return 1 if a test failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -240,9 +252,7 @@ def main() -> int:
     versions = environment()
     kept: list[dict[str, Any]] = []
     if options.again:
-        data = json.loads((options.out / "gpu-report.json").read_text())
-        before = data["environment"]["commit"]
-        kept = [{"commit": before, **record} for record in data["tests"]]
+        kept = _earlier(options.out / "gpu-report.json")
     records = run_tests(options.again or ["tests/gpu"], rest)
     for record in records:
         record["commit"] = versions["commit"]
