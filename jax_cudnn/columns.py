@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package prints: tables and pages, folded to the width of a terminal."""
+"""What the package prints: pages of blocks, such as tables and notes.
+
+A page is text, folded to the width of a terminal, or HTML for a notebook.
+"""
 
 import html
+import re
 import shutil
 import sys
 import textwrap
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 _GAP = "  "
 # Of the last column of a table; where there is less room, it goes on further left.
@@ -80,14 +86,151 @@ def _folded(line: str, indent: int) -> list[str]:
     )
 
 
-class Page:
-    """A result whose ``str`` is a page to read. A notebook shows the page."""
+# --- blocks ---------------------------------------------------------------------------
+
+_Rows = tuple[tuple[str, ...], ...]
+# As cells have numbers: with a unit, or a dash where there is none.
+_NUMBER = re.compile(r"-|[-+]?[\d,]*\.?\d+( [A-Za-zµ%]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class Heading:
+    """A line that names what follows."""
+
+    line: str
+
+    def lines(self) -> Iterator[str]:
+        """Yield the block as lines of text."""
+        yield self.line
+
+    def html(self) -> str:
+        """Return the block as HTML."""
+        return f"<p><b>{html.escape(self.line)}</b></p>"
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """A line; an empty one parts blocks of text, and is nothing in HTML."""
+
+    line: str
+
+    def lines(self) -> Iterator[str]:
+        """Yield the block as lines of text."""
+        yield self.line
+
+    def html(self) -> str:
+        """Return the block as HTML."""
+        line = self.line.strip()
+        return f'<p style="margin:0">{html.escape(line)}</p>' if line else ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table with the names of its columns."""
+
+    names: tuple[str, ...]
+    rows: _Rows
+
+    def lines(self) -> Iterator[str]:
+        """Yield the block as lines of text."""
+        return table(self.names, self.rows)
+
+    def html(self) -> str:
+        """Return the block as HTML."""
+        return _html_table(self.names, self.rows)
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows in columns; text leaves out the names of the columns, if there are any."""
+
+    rows: _Rows
+    names: tuple[str, ...] = ()
+    indent: str = ""
+
+    def lines(self) -> Iterator[str]:
+        """Yield the block as lines of text."""
+        return aligned(self.rows, self.indent)
+
+    def html(self) -> str:
+        """Return the block as HTML."""
+        return _html_table(self.names, self.rows)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Details:
+    """Notes. A notebook folds them under a title; text has all of them.
+
+    In text, ``heading`` is a line before them, if it is not empty, and ``mark`` begins
+    each of them.
+    """
+
+    title: str
+    notes: tuple[str, ...]
+    heading: str = ""
+    mark: str = ""
+    is_open: bool = False
+
+    def lines(self) -> Iterator[str]:
+        """Yield the block as lines of text."""
+        if self.heading and self.notes:
+            yield self.heading
+        yield from (f"{self.mark}{note}" for note in self.notes)
+
+    def html(self) -> str:
+        """Return the block as HTML."""
+        if not self.notes:
+            return ""
+        items = "".join(f"<li>{html.escape(note)}</li>" for note in self.notes)
+        title = html.escape(self.title)
+        opened = " open" if self.is_open else ""
+        return f"<details{opened}><summary>{title}</summary><ul>{items}</ul></details>"
+
+
+Block = Heading | Text | Table | Rows | Details
+
+
+def _html_table(names: Sequence[str], rows: _Rows) -> str:
+    """Return a table in HTML, with columns of numbers to the right."""
+    # Notebooks have a side of their own for cells that do not say theirs.
+    sides = [_side(column) for column in zip(*rows, strict=True)]
+    sides = sides or ["left"] * len(names)
+    head = f"<thead>{_html_row('th', names, sides)}</thead>" if names else ""
+    body = "".join(_html_row("td", row, sides) for row in rows)
+    return f"<table>{head}<tbody>{body}</tbody></table>"
+
+
+def _side(column: Sequence[str]) -> str:
+    numbers = [_NUMBER.fullmatch(cell) for cell in column]
+    return "right" if all(numbers) and {*column} != {"-"} else "left"
+
+
+def _html_row(tag: str, cells: Sequence[str], sides: Sequence[str]) -> str:
+    filled = (
+        f'<{tag} style="text-align:{side}">{html.escape(cell)}</{tag}>'
+        for cell, side in zip(cells, sides, strict=True)
+    )
+    return f"<tr>{''.join(filled)}</tr>"
+
+
+class Page(ABC):
+    """A result that is a page to read: ``print`` it, or end a notebook's cell with it.
+
+    A notebook shows it with tables, and with notes that unfold.
+    """
 
     __slots__ = ()
+
+    @abstractmethod
+    def _blocks(self) -> Iterable[Block]:
+        """Return what the page shows, in order."""
+
+    def __str__(self) -> str:
+        return page(line for block in self._blocks() for line in block.lines())
 
     def __repr__(self) -> str:
         first = next(iter(str(self).splitlines()), "")
         return f"<{type(self).__name__}: {first.strip()} ...; print it to read it all>"
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return f"<div>{''.join(block.html() for block in self._blocks())}</div>"

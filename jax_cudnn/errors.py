@@ -9,6 +9,16 @@ the environment (library, driver) failed.
 from collections.abc import Sequence
 
 
+def install_command(*extras: str, options: str = "") -> str:
+    """Return the command that installs jax_cudnn with one of the extras, for messages.
+
+    No package index has jax_cudnn: pip installs it from the folder of its sources.
+    """
+    named = " or ".join(f'".[{extra}]"' for extra in extras) or "."
+    command = " ".join(filter(None, ("pip install", options, named)))
+    return f"{command} (in jax_cudnn's source folder)"
+
+
 class GraphError(ValueError):
     """A graph specification is malformed; the message names the field."""
 

@@ -255,7 +255,8 @@ def main() -> None:
     kernels = list(measured_kernels())
     found = rules(kernels)
     _RULES.parent.mkdir(exist_ok=True)
-    write_records(_RULES, {"schema": 1, "rules": found, "slow_engines": slow_engines()})
+    data = {"sm_version": 90, "slow_engines": slow_engines(), "rules": found}
+    write_records(_RULES, data)
     _PAGE.write_text(markdown(found, kernels))
     slow = [kernel for kernel in kernels if math.log(kernel.ratio) > _GOAL]
     kept = [kernel for kernel in slow if not _is_given(kernel, found)]

@@ -109,9 +109,9 @@ def gain() -> str:
     step = dict(models())["GPT-2 small, train"]["jax_cudnn"].median
     return (
         f"On an H200, attention takes {min(ours):.2f} to {max(ours):.2f} of the time "
-        f"of `jax.nn` with cuDNN, a convolution with bias and SiLU {min(silu):.2f} "
-        f"to {max(silu):.2f} of XLA's, and a training step of GPT-2 small {step:.2f} "
-        "of plain JAX's."
+        "of `jax.nn` with cuDNN. After `plans.autotune`, a convolution with bias and "
+        f"SiLU takes {min(silu):.2f} to {max(silu):.2f} of XLA's time, and a training "
+        f"step of GPT-2 small {step:.2f} of plain JAX's."
     )
 
 

@@ -183,11 +183,10 @@ def _graph_summary(fusion: Entry) -> Iterator[str]:
     notable = sum(ratio > _NOTABLE for ratio in ratios)
     xla = [entry for entry in entries if entry["implementation"] == "xla"]
     yield (
-        f"Of {len(entries)} graphs, the first plan takes over {_NOTABLE} times as long "
-        f"as the best one for {notable} ({notable / len(entries):.0%}): "
-        f"{statistics.median(ratios):.2f} times in the median, {max(ratios):.2f} times "
-        f"at worst. XLA is faster than the best plan for {len(xla)} "
-        f"({len(xla) / len(entries):.0%})."
+        f"For {notable} of {len(entries)} graphs ({notable / len(entries):.0%}), the "
+        f"first plan takes more than {_NOTABLE} times as long as the best. The median "
+        f"ratio is {statistics.median(ratios):.2f}, the worst {max(ratios):.2f}. For "
+        f"{len(xla)} ({len(xla) / len(entries):.0%}), XLA beats every plan."
     )
     yield ""
     yield _row(

@@ -189,6 +189,7 @@ of an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) in `jax_cudnn/data/gpus`
 full cuDNN has precompiled engines besides, for convolutions with groups among others,
 and may plan more than this. Plans were listed; `tests/gpuless` builds a sample of them.
 Nothing ran. Sizes are small, and channels multiples of 16 unless said.
+[What cuDNN plans of attention](attention_support.md) is a table of its own.
 
 - **part**: "forward" is the call, "training" the same with what its gradient needs
   saved in the same kernel. The others are the gradients; the cotangent's way through

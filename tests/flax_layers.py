@@ -89,10 +89,12 @@ def by_hand(
     seen: np.ndarray,
     scale: float | None = None,
     rotate: Callable[[np.ndarray], np.ndarray] = lambda x: x,
+    modify: Callable[[np.ndarray], np.ndarray] = lambda x: x,
 ) -> np.ndarray:
     """Self-attention of a layer with such parameters, in NumPy's f64.
 
-    ``seen`` (b, s, s) says which keys a query sees.
+    ``seen`` (b, s, s) says which keys a query sees, and ``modify`` is a function of the
+    scores (b, h, s, s).
     """
     p = jax.tree.map(lambda leaf: np.asarray(leaf, np.float64), params)
     x = np.asarray(x, np.float64)
@@ -104,7 +106,8 @@ def by_hand(
     group = q.shape[2] // k.shape[2]
     k, v = (np.repeat(each, group, axis=2) for each in (k, v))
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    weights = np.exp(np.einsum("bshd,bthd->bhst", q, k) * scale) * seen[:, None]
+    scores = modify(np.einsum("bshd,bthd->bhst", q, k) * scale)
+    weights = np.exp(scores) * seen[:, None]
     total = weights.sum(-1, keepdims=True)
     if "sinks" in p:
         total = total + np.exp(p["sinks"])[:, None, None]

@@ -3,6 +3,7 @@
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -208,6 +209,67 @@ def test_operands_of_explain_that_do_not_fit_are_named(
 ) -> None:
     assert main(["explain", "jax_cudnn:matmul", "--args", *operands]) == 2
     assert told in capsys.readouterr().err
+
+
+def test_weights_are_written_as_other_dtypes_are() -> None:
+    graphs = [
+        traced_graphs(problem.function, *problem.operands)
+        for problem in map(_problem, [f"{_EIGHT} i8", f"{_EIGHT} int8"])
+    ]
+    assert graphs[0] == graphs[1]
+
+
+_EIGHT = "matmul 7x5x3 --weights"
+
+
+def _help(*command: str, capsys: pytest.CaptureFixture[str]) -> str:
+    with pytest.raises(SystemExit) as raised:
+        main([*command, "--help"])
+    assert raised.value.code == 0
+    return capsys.readouterr().out
+
+
+_OPERATIONS = (
+    *("matmul", "sdpa", "conv", "layer_norm", "rms_norm"),
+    *("group_norm", "instance_norm", "batch_norm"),
+)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [("doctor",), ("explain",), *(("bench", name) for name in _OPERATIONS)],
+    ids=" ".join,
+)
+def test_help_is_sentences_with_the_defaults_of_all_options(
+    command: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    told = _help(*command, capsys=capsys)
+    # A long name has its words in the next line.
+    options = re.findall(r"^  --\S+.*?  +(\S.*)$|^  --.*\n +(\S.*)$", told, re.M)
+    assert len(options) == len(re.findall("^  --", told, re.M)) > 1
+    for words in map("".join, options):
+        assert words[0].isupper(), words
+        assert words.endswith("."), words
+        assert "default" in words, words
+
+
+def test_help_begins_with_what_a_command_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    for command, told in {
+        "bench": "Times one problem on this machine's GPU, with random operands in "
+        "separate memory. ",
+        "doctor": "Looks at this machine's GPUs, driver, JAX and cuDNN, ",
+        "explain": "Asks cuDNN for a plan of each call that a function makes. ",
+    }.items():
+        assert f"\n\n{told}" in _help(command, capsys=capsys)
+    assert "an instance norm of images" in _help("bench", capsys=capsys)
+    told = _help("bench", "instance_norm", capsys=capsys)
+    assert "\n\nTimes an instance norm of images.\n\n" in told
 
 
 def test_bench_needs_a_gpu(

@@ -50,7 +50,7 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
     ("function", "args", "expected"),
     [
         (jax_cudnn.matmul, [array(5, 7), array(7, 3)], "matmul, 16 bits, alone"),
-        (gelu, [array(5, 7), array(7, 3)], "matmul, 16 bits, activation"),
+        (gelu, [array(5, 7), array(7, 3)], "matmul, 16 bits, more"),
         (
             jax_cudnn.matmul,
             [array(2, 5, 7, dtype=jnp.float32), array(2, 7, 3, dtype=jnp.float32)],
@@ -64,7 +64,7 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
         (
             silu_of_bias,
             [array(2, 9, 9, 5), array(3, 3, 5, 7)],
-            "conv_fprop, 16 bits, activation, 2 axes",
+            "conv_fprop, 16 bits, more, 2 axes",
         ),
         (
             conv,

@@ -4,6 +4,7 @@
 import ctypes
 import json
 import os
+import platform
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from jax_cudnn.doctor import machine
 from jax_cudnn.doctor.diagnosis import Diagnosis
 from jax_cudnn.doctor.findings import Finding, examine
 from jax_cudnn.doctor.machine import Cudnn, CudnnFile, Driver, Facts, InstalledGpu
+from jax_cudnn.doctor.system import System, container_of
+from jax_cudnn.errors import install_command
 from tests.native.stand_ins import compile_cudnn, obstacle
 
 pytestmark = pytest.mark.once
@@ -32,7 +35,9 @@ _CUDNN = Cudnn(
         *("libcudnn_heuristic", "libcudnn_ops"),
     ),
 )
+_SYSTEM = System(name="Debian 12, Linux 6.1", architecture="x86_64", glibc="2.36")
 _GOOD = Facts(
+    system=_SYSTEM,
     python="3.12.1",
     jax_cudnn="0.1.0",
     location="/site/jax_cudnn",
@@ -61,6 +66,7 @@ _GOOD = Facts(
         ("nvidia-cudnn-cu13", "9.19.0.56"),
     ),
     environment=(),
+    unread=(),
 )
 _CPU_ONLY = replace(
     _GOOD,
@@ -140,7 +146,8 @@ def test_errors_come_first_and_decide() -> None:
     assert diagnosis.verdict == "cuDNN cannot be used on this machine's GPU: no-cudnn."
     lines = str(diagnosis).splitlines()
     assert "error: cuDNN does not load: Cannot open libcudnn.so.9" in lines
-    assert '  fix: pip install "jax-cudnn[cuda13]"' in lines
+    command = """pip install ".[cuda13]" (in jax_cudnn's source folder)"""
+    assert f"  fix: {command}" in lines
 
 
 def test_a_diagnosis_is_plain_data() -> None:
@@ -159,6 +166,21 @@ def test_a_gpu_without_a_driver() -> None:
     assert (finding.severity, finding.name) == ("error", "no-driver")
     assert "1 NVIDIA device(s), but no driver" in finding.what
     assert "--gpus all" in finding.fix
+
+
+def test_where_a_driver_belongs_depends_on_the_system() -> None:
+    in_container = replace(_SYSTEM, container="Docker")
+    finding = _only(driver=None, system=in_container)
+    assert finding.fix == (
+        "Pass the GPU into this container (docker run --gpus all, with "
+        "nvidia-container-toolkit on the host)."
+    )
+    # The bus of WSL shows no NVIDIA device.
+    in_wsl = replace(_CPU_ONLY, system=replace(_SYSTEM, is_wsl=True))
+    (finding,) = examine(in_wsl)
+    assert (finding.severity, finding.name) == ("note", "no-gpu")
+    assert "Install NVIDIA's driver on Windows, and none in WSL." in finding.fix
+    assert _only(driver=None, system=None).fix.startswith("Install NVIDIA's driver; in")
 
 
 def test_a_driver_that_does_not_start() -> None:
@@ -194,9 +216,9 @@ def test_jax_without_a_plugin() -> None:
     finding = _only(jax_gpu_count=0, packages=())
     assert (finding.severity, finding.name) == ("error", "jax-without-cuda")
     assert finding.what == "JAX 0.12.0 has no CUDA plugin, so it sees no GPU."
-    assert finding.fix == 'pip install "jax-cudnn[cuda13]"'
+    assert finding.fix == install_command("cuda13")
     older = _only(jax_gpu_count=0, packages=(), driver=_driver(cuda_version=12080))
-    assert older.fix == 'pip install "jax-cudnn[cuda12]"'
+    assert older.fix == install_command("cuda12")
 
 
 def test_jax_that_fails_on_cuda_or_is_kept_from_it() -> None:
@@ -226,7 +248,7 @@ def test_a_driver_too_old_for_jax() -> None:
     assert (
         "570.1.2 runs CUDA up to 12, but JAX is installed for CUDA 13" in finding.what
     )
-    assert 'pip install "jax-cudnn[cuda12]"' in finding.fix
+    assert 'in a new environment pip install ".[cuda12]"' in finding.fix
 
 
 def test_cudnn_for_another_cuda_than_jax() -> None:
@@ -334,6 +356,14 @@ def test_a_log_that_slows() -> None:
     assert not examine(replace(_GOOD, environment=(("CUDNN_LOGLEVEL_DBG", "0"),)))
 
 
+def test_what_could_not_be_read_is_a_finding() -> None:
+    finding = _only(unread=(("the driver", "OSError: it hides"),))
+    assert (finding.severity, finding.name) == ("warning", "unread")
+    assert finding.what == "The driver could not be read: OSError: it hides"
+    assert "permissions" in finding.fix
+    assert _diagnosis(replace(_GOOD, unread=(("x", "y"),))).exit_status == 0
+
+
 # --- a package that cannot be imported ------------------------------------------------
 
 # Without them there is more that cannot be known, which is not told beside them.
@@ -353,7 +383,7 @@ _NO_EXTENSION = {"cudnn": None, "import_error": "ImportError: it"}
             },
         ),
         (
-            *("no-jax", "JAX is not installed", 'pip install "jax-cudnn[cuda13]"'),
+            *("no-jax", "JAX is not installed", 'pip install ".[cuda13]"'),
             {"jax": "", "jaxlib": "", "jax_import_error": "no jax", **_NO_JAX},
         ),
         (
@@ -525,6 +555,90 @@ def test_missing_libraries_are_facts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert facts.companions_error == ""
 
 
+def test_a_folder_that_may_not_be_read_is_passed_over_and_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed, open_ = tmp_path / "closed", tmp_path / "open"
+    open_.mkdir()
+    (open_ / "libcudnn.so.9").write_bytes(b"no library")
+    exists = Path.exists
+
+    def refuse(self: Path, **options: Any) -> bool:
+        if self.parent == closed:
+            raise PermissionError(13, "Permission denied", str(self))
+        return exists(self, **options)
+
+    monkeypatch.setattr(Path, "exists", refuse)
+    monkeypatch.setattr(machine, "_SYSTEM_DIRECTORIES", ())
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{closed}:{open_}")
+    facts = machine.gather()
+    assert CudnnFile(path=str(open_ / "libcudnn.so.9"), version=0) in facts.cudnn_files
+    ((what, error),) = facts.unread
+    assert what == str(closed)
+    assert error.startswith("PermissionError: [Errno 13] Permission denied")
+
+
+_READ = {
+    "the system": (machine, "this_system"),
+    "the driver": (machine, "_driver"),
+    "JAX's devices": (machine, "_jax_devices"),
+    "the extension": (native, "extension_problem"),
+    "cuDNN": (native, "cudnn_version"),
+    "how the extension is built": (native, "build_info"),
+    "other cuDNNs": (native, "library_directories"),
+    "the devices on the bus": (machine, "_nvidia_devices"),
+    "the installed packages": (machine, "_packages"),
+}
+
+
+@pytest.mark.parametrize("what", _READ)
+def test_the_doctor_answers_whatever_fails(
+    what: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: Any) -> Any:
+        raise KeyError("a riddle")
+
+    monkeypatch.setattr(*_READ[what], fail)
+    assert main(["doctor"]) in (0, 1)
+    told = capsys.readouterr().out
+    sentence = f"{what[0].upper()}{what[1:]} could not be read: KeyError: 'a riddle'"
+    assert f"warning: {sentence}\n" in told
+    assert main(["doctor", "--json"]) in (0, 1)
+    facts = json.loads(capsys.readouterr().out)["facts"]
+    assert [what, "KeyError: 'a riddle'"] in facts["unread"]
+
+
+def test_the_system_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "release", lambda: "5.15.1-microsoft-standard-WSL2")
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(
+        platform, "freedesktop_os_release", lambda: {"PRETTY_NAME": "Alpine Linux v3.2"}
+    )
+    system = machine.gather().system
+    assert system is not None
+    assert system.is_wsl
+    told = str(system)
+    name = "Alpine Linux v3.2, Linux 5.15.1-microsoft-standard-WSL2"
+    assert told.startswith(f"{name}, {platform.machine()}, no glibc")
+    assert told.endswith(", in WSL")
+    docker = replace(_SYSTEM, container="Docker")
+    text = str(_diagnosis(replace(_GOOD, system=docker)))
+    expected = "Debian 12, Linux 6.1, x86_64, glibc 2.36, in a container (Docker)"
+    assert text.splitlines()[0].split(maxsplit=1) == ["system", expected]
+
+
+def test_containers_are_known_by_their_files_and_variables(tmp_path: Path) -> None:
+    assert container_of({}, tmp_path) == ""
+    assert container_of({"container": "lxc"}, tmp_path) == "lxc"
+    assert container_of({"APPTAINER_CONTAINER": "/a.sif"}, tmp_path) == "Apptainer"
+    assert container_of({"KUBERNETES_SERVICE_HOST": "10.0"}, tmp_path) == "Kubernetes"
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / ".containerenv").touch()
+    assert container_of({"container": "podman"}, tmp_path) == "Podman"
+    (tmp_path / ".dockerenv").touch()
+    assert container_of({}, tmp_path) == "Docker"
+
+
 # --- the command ----------------------------------------------------------------------
 
 
@@ -549,6 +663,43 @@ def test_a_report_does_not_name_the_home_folder(
     told = capsys.readouterr().out
     assert "somebody" not in told
     assert told == str(_diagnosis(facts)).replace("/home/somebody", "~") + "\n"
+
+
+@pytest.mark.parametrize(
+    ("home", "path", "told"),
+    [
+        ("/", "/site/jax_cudnn", "/site/jax_cudnn"),  # as of docker run --user
+        ("", "/site/jax_cudnn", "/site/jax_cudnn"),
+        ("/home/ann", "/home/anna/jax_cudnn", "/home/anna/jax_cudnn"),
+        ("/root", "/opt/root/jax_cudnn", "/opt/root/jax_cudnn"),
+        ("/root/", "/root/jax_cudnn", "~/jax_cudnn"),
+    ],
+)
+def test_only_the_home_folder_is_replaced_in_a_report(
+    home: str,
+    path: str,
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    facts = replace(_GOOD, location=path)
+    monkeypatch.setattr(plans, "doctor", lambda: _diagnosis(facts))
+    monkeypatch.setenv("HOME", home)
+    assert main(["doctor", "--report"]) == 0
+    expected = str(_diagnosis(replace(_GOOD, location=told)))
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_a_report_needs_no_home_folder(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(plans, "doctor", lambda: _diagnosis(_GOOD))
+    monkeypatch.setattr(Path, "home", fail)
+    assert main(["doctor", "--report"]) == 0
+    assert capsys.readouterr().out == f"{_diagnosis(_GOOD)}\n"
 
 
 def test_the_exit_status_is_the_diagnosis(

@@ -473,6 +473,7 @@ def test_the_command_prints_text_or_data(
         (("jax_cudnn:__version__",), "is not a function"),
         (("jax_cudnn:matmul", "--args", "bf17[3]"), "'bf17[3]' is not a dtype with"),
         (("jax_cudnn:matmul", "--args", "bf16[3;4]"), "Dtypes are bool, u8"),
+        (("jax_cudnn:matmul", "--args", "f17[3]"), "longer names of these, such as bf"),
     ],
 )
 def test_wrong_arguments_are_told(
@@ -486,4 +487,9 @@ def test_wrong_arguments_are_told(
 
 def test_operands_are_written_as_jax_prints_them() -> None:
     assert command.operand("f32[]") == _S((), jnp.float32)
+    for name in ("bf16", "bfloat16"):
+        assert command.operand(f"{name}[4,8]") == _S((4, 8), jnp.bfloat16)
+    assert command.operand("half[3]") == _S((3,), jnp.float16)
+    assert command.operand("float8_e5m2[3]") == _S((3,), jnp.float8_e5m2)
+    assert command.operand("uint8[3]") == _S((3,), jnp.uint8)
     assert command.operand(" f8_e4m3fn[2, 3,5] ") == _S((2, 3, 5), jnp.float8_e4m3fn)

@@ -6,10 +6,8 @@ import functools
 import inspect
 import logging
 import pickle
-import re
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -645,14 +643,4 @@ def test_missing_flax_says_what_to_install():
     done = run_python("import sys; sys.modules['flax'] = None; import jax_cudnn.flax")
     assert done.returncode == 1
     assert "the package flax is not installed" in done.stderr
-    assert "Run: pip install 'jax_cudnn[flax]'" in done.stderr
-
-
-def test_snippets_of_the_guide_run():
-    guide = Path(__file__).parents[1] / "docs" / "flax.md"
-    snippets = re.findall(r"^```python\n(.*?)^```", guide.read_text(), re.M | re.S)
-    assert len(snippets) == 12
-    with flax_promotes():  # what a user has who sets nothing
-        for snippet in snippets:
-            if "logging.basicConfig" not in snippet:  # it would change this process
-                exec(compile(snippet, str(guide), "exec"), {})
+    assert 'Run: pip install ".[flax]" (in jax_cudnn\'s source' in done.stderr

@@ -311,6 +311,28 @@ def test_what_is_added_equals_its_formula(case):
         np.testing.assert_allclose(run(params, x, **call), truth, rtol=1e-4, atol=1e-5)
 
 
+def test_a_score_mod_needs_no_cache():
+    slopes = np.linspace(0.1, 0.6, H)
+
+    def gated(score, batch, head, query, key):
+        distance = jnp.abs(query - key).astype(score.dtype)
+        return jnp.tanh(score) * 2 - jnp.asarray(slopes, score.dtype)[head] * distance
+
+    def modify(scores):
+        return 2 * np.tanh(scores) - slopes[:, None, None] * np.abs(ROWS - COLUMNS)
+
+    x = normal(4, B, S, F)
+    runs, params = layers(score_mod=gated, use_sinks=True, is_causal=True)
+    truth = by_hand(params, x, seen=CAUSAL, modify=modify)
+    plain = by_hand(params, x, seen=CAUSAL)
+    assert np.abs(truth - plain).max() > 1e-2
+    with flax_promotes():
+        for run in runs:
+            np.testing.assert_allclose(run(params, x), truth, rtol=1e-4, atol=1e-5)
+        check_grads(runs[0], (params, x), order=1, modes=["rev"], atol=2e-2, rtol=2e-2)
+        assert_trees_close(*(value_and_grads(run, params, x) for run in runs))
+
+
 def test_gradients_of_what_is_added():
     options, call, _ = ADDED["everything"]
     x = normal(4, B, S, F)

@@ -190,6 +190,20 @@ def test_rows_and_hidden_units_are_shared_out(kind: str, specs: Any) -> None:
     _close(jax.tree.map(np.asarray, found), jax.tree.map(np.asarray, wanted))
 
 
+def test_a_product_may_read_two_others() -> None:
+    def function(x: jax.Array, u: jax.Array, v: jax.Array) -> jax.Array:
+        return jax.nn.silu(x @ u) @ jax.nn.silu(v @ u)
+
+    shapes = ((9, 16), (16, 16), (16, 16))
+    operands = [jax.random.normal(jax.random.key(i), s) for i, s in enumerate(shapes)]
+    results = _pulled(fuse(function))(*operands)
+    expected = _pulled(function)(*operands)
+    for got, want in zip(
+        jax.tree.leaves(results), jax.tree.leaves(expected), strict=True
+    ):
+        np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
+
+
 def test_what_is_read_between_two_products_keeps_them_apart() -> None:
     def peeked(x: Any, w: Any, v: Any) -> Any:
         hidden = jax.nn.relu(x @ w)

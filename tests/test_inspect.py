@@ -2,7 +2,6 @@
 """Does `plans.inspect` see every call, and answer where things are missing?"""
 
 import functools
-import html
 import json
 import re
 from collections.abc import Iterator
@@ -375,8 +374,16 @@ def test_a_report_is_short_in_a_shell_and_a_page_in_a_notebook() -> None:
         "<Report: cuDNN calls on NVIDIA H200 ...; print it to read it all>"
     )
     page = report._repr_html_()
-    assert page == f"<pre>{html.escape(str(report))}</pre>"
-    assert page.count("\n") == str(report).count("\n") > 0
+    assert "<p><b>cuDNN calls on NVIDIA H200</b></p><table><thead><tr><th " in page
+    assert page.count("<tr>") == 1 + len(report.calls)
+    assert '<td style="text-align:right">4,096 B</td>' in page
+    folded = "<details><summary>plans that were passed over</summary><ul><li>"
+    assert f"{folded}matmul+silu: passed over: eng11: no kernel</li></ul>" in page
+
+
+def test_a_notebook_shows_without_a_click_why_xla_runs_a_call() -> None:
+    page = plans.inspect(_layer, _A, _W)._repr_html_()
+    assert "<details open><summary>reasons</summary><ul><li>matmul+silu: this " in page
 
 
 def _canonical(data: Any) -> str | None:

@@ -35,14 +35,14 @@ _ALLOWED = {
     "legalize": {"errors", "graph", "reference"},
     "native": {"errors", "graph"},
     "doctor": {"errors", "startup", "columns", "native"},
-    "offline": {"errors", "graph", "native"},
+    "offline": {"errors", "graph", "native", "progress"},
     "lowering": {*_MEANING, "native", "offline", "config", "choices", "contenders"},
     "ops": _MACHINE,
     "kv_cache": {"ops"},
     "f8": {"ops"},
     "masks": {"ops"},
     "score_mods": {"ops"},
-    "measuring": _MACHINE,
+    "measuring": {*_MACHINE, "progress"},
     "plans": {*_MACHINE, "columns", "progress", "doctor", "ops", "measuring"},
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops"},
@@ -50,7 +50,7 @@ _ALLOWED = {
     "parallel": {"errors", "config", "graph", "reference", "lowering", "ops"},
     # A function's kernels, of the operations' own parts.
     "fusing": {*_MACHINE, "columns", "ops", "plans"},
-    "cli": {*_MACHINE, "startup", "ops", "measuring", "plans"},
+    "cli": {*_MACHINE, "startup", "progress", "ops", "measuring", "plans"},
     "__init__": {
         *_MACHINE,
         "startup",

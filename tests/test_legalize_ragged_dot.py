@@ -157,6 +157,21 @@ def test_the_lowered_text_asks_cudnn_when_told_to() -> None:
         assert len(re.findall(r'= "?chlo.ragged_dot', text)) == (1 if count else 3)
 
 
+@pytest.mark.parametrize("shapes", [(16, 8, 1), (16, 1, 24), (1, 8, 24)])
+def test_what_xla_computes_wrongly_is_not_its_operation(
+    shapes: tuple[int, int, int],
+) -> None:
+    m, k, n = shapes
+
+    def loss(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return ragged_dot(lhs, rhs, sizes).astype(jnp.float32).sum()
+
+    given = (((m, k), "bfloat16"), ((3, k, n), "bfloat16"), ((3,), "int32"))
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given]
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(*operands)
+    assert "chlo.ragged_dot" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
 def test_sizes_that_go_too_far_or_are_negative_are_cut() -> None:
     graph = _graph("f32")
     for legal in legalize(graph, None).candidates:

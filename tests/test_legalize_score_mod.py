@@ -14,11 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_cudnn import score_mods, sdpa
 from jax_cudnn.graph import Graph, SdpaAttributes, Target, Tensor, from_json, to_json
 from jax_cudnn.graph.score_mod import gradient_steps, largest
 from jax_cudnn.graph.sdpa import SDPA
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize import sdpa as legalize_sdpa
+from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 from tests.attention import attention_graph, shape_of
 from tests.drawn_operands import draw_arrays
@@ -177,6 +179,31 @@ def test_old_versions_and_five_arrays_are_refused() -> None:
     )
     wide = dataclasses.replace(wide, tensors=tensors)
     assert "mod_a, which is f16" in " ".join(legalize(wide, _HOPPER).reasons)
+
+
+def test_dropout_beside_steps_is_refused() -> None:
+    def call(softcap: bool) -> Any:
+        q, k, v = (
+            jnp.zeros(shape_of(axes, _SIZES), jnp.bfloat16)
+            for axes in ("bshd", "btkd", "btke")
+        )
+        (found,) = traced_graphs(
+            lambda *x: sdpa(
+                *x,
+                score_mod=score_mods.softcap(2.0) if softcap else None,
+                dropout_rate=0.25,
+                dropout_key=jax.random.key(3),
+            ),
+            *(q, k, v),
+        )
+        return legalize(found.graph, _HOPPER)
+
+    assert call(False).candidates
+    assert not call(True).candidates
+    assert call(True).reasons == (
+        "dropout beside a score_mod that is steps of a kernel; what cuDNN drops there "
+        "was not compared",
+    )
 
 
 @pytest.mark.parametrize("name", _MODS)

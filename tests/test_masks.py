@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from jax.sharding import AxisType
 
 from jax_cudnn import masks, sdpa
-from tests.attention import numpy_sdpa
+from tests.attention import numpy_gradients, numpy_sdpa
 from tests.devices import gradient, mesh_of, placed
 
 pytestmark = pytest.mark.sampled
@@ -83,6 +83,31 @@ def _seen(conditions: list[Any], s: int, t: int) -> np.ndarray:
     return found
 
 
+def _check_with_gradients(
+    rng: np.random.Generator, mask: masks.Mask, seen: np.ndarray
+) -> None:
+    """Compare results and gradients with NumPy's, given what the mask lets see."""
+    s, t = seen.shape[2:]
+    q, k, v, pull = (
+        rng.standard_normal((B, size, H, 4)).astype(np.float32) for size in (s, t, t, s)
+    )
+    call = functools.partial(sdpa, mask=mask, return_residual=True)
+    found, transpose = jax.vjp(call, q, k, v)
+    for x, y in zip(found, numpy_sdpa(q, k, v, mask=seen), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    pull_lse = rng.standard_normal((B, s, H)).astype(np.float32)
+    operands = {"query": q, "key": k, "value": v}
+    want = numpy_gradients(
+        {name: np.swapaxes(x, 1, 2) for name, x in operands.items()} | {"mask": seen},
+        np.swapaxes(pull, 1, 2),
+        np.swapaxes(pull_lse, 1, 2)[..., None],
+        scale=0.5,
+    )
+    for name, x in zip(operands, transpose((pull, pull_lse)), strict=True):
+        y = np.swapaxes(want[name], 1, 2)
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=name)
+
+
 @pytest.mark.once
 @given(
     kinds=st.lists(st.sampled_from(_KINDS), min_size=1, max_size=4),
@@ -96,13 +121,8 @@ def test_masks_hide_what_they_say_alone_and_combined(
     s, t = sizes
     drawn = [_draw_mask(rng, kind, s, t) for kind in kinds]
     mask = functools.reduce(operator.and_, (each for each, _ in drawn))
-    q, k, v = (
-        rng.standard_normal((B, size, H, 4)).astype(np.float32) for size in (s, t, t)
-    )
-    found = sdpa(q, k, v, mask=mask, return_residual=True)
     seen = _seen([condition for _, condition in drawn], s, t)
-    for x, y in zip(found, numpy_sdpa(q, k, v, mask=seen), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    _check_with_gradients(rng, mask, seen)
 
 
 @pytest.mark.once
@@ -145,12 +165,7 @@ def test_positions_at_the_end_of_a_cache(
             )
         )
 
-    q, k, v = (
-        rng.standard_normal((B, size, H, 4)).astype(np.float32) for size in (s, t, t)
-    )
-    found = sdpa(q, k, v, mask=mask, return_residual=True)
-    for x, y in zip(found, numpy_sdpa(q, k, v, mask=_seen([sees], s, t)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    _check_with_gradients(rng, mask, _seen([sees], s, t))
 
 
 def test_a_mask_at_the_end_of_a_cache_is_an_array_only_where_it_hides_something() -> (
@@ -324,6 +339,35 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
             lambda: sdpa(*_operands(), mask=masks.Where(np.ones((7, 8), bool))),
             ValueError,
             "sdpa: mask is bool[1,1,7,8], which does not broadcast to",
+        ),
+        (
+            lambda: sdpa(
+                *_operands(),
+                mask=masks.Where(np.ones((8, 6), bool)) & masks.Prefix(2),
+            ),
+            ValueError,
+            "sdpa: masks that are given together are bool[1,1,6,8], bool[1,1,8,6], "
+            "which do not broadcast to one another. Each axis must be 1 or the full",
+        ),
+        (
+            lambda: sdpa(
+                *_operands(),
+                np.zeros((6, 8), np.float32),
+                mask=masks.Additive(np.zeros((8, 6), np.float32)),
+            ),
+            ValueError,
+            "sdpa: biases that are given together are f32[1,1,8,6], f32[1,1,6,8], "
+            "which do not broadcast to one another.",
+        ),
+        (
+            lambda: sdpa(
+                *_operands(),
+                mask=masks.Lengths(key=np.ones(4, np.int32)),
+                key_value_seq_lengths=np.ones(3, np.int32),
+            ),
+            ValueError,
+            "sdpa: key_value_seq_lengths that are given together are i32[4], i32[3], "
+            "which do not broadcast to one another.",
         ),
         (
             lambda: sdpa(*_operands(), mask=masks.Causal),  # type: ignore[arg-type]

@@ -457,7 +457,8 @@ def test_missing_libraries_name_what_to_install(fake: FakeProcess) -> None:
     fake.missing = "Cannot open libcudnn.so.9."
     assert offline.obstacle() is not None
     with pytest.raises(
-        LibraryError, match=r"pip install jax_cudnn\[gpuless\]"
+        LibraryError,
+        match=r"pip install \"\.\[gpuless\]\" \(in jax_cudnn's source folder\)",
     ) as caught:
         offline.named_gpu("h200")
     assert str(caught.value).startswith("Cannot open libcudnn.so.9.\n")

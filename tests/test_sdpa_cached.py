@@ -59,6 +59,15 @@ def test_it_is_numpys_answer(problem: Problem, seed: int) -> None:
 
 
 @pytest.mark.parametrize("page", [0, 4])
+@pytest.mark.parametrize("s", [1, 3])
+def test_latent_heads_share_one_key_head(s: int, page: int) -> None:
+    problem = Problem(lengths=(0, 1, 23, 9, 17), s=s, k=1, g=5, d=576, e=512)
+    drawn = draw(in_pages(problem, page))
+    for x, y in zip(drawn.call(), drawn.truth, strict=True):
+        np.testing.assert_allclose(x, y, **_CLOSE)
+
+
+@pytest.mark.parametrize("page", [0, 4])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_dtypes_are_those_of_the_operands(dtype: str, page: int) -> None:
     drawn = draw(replace(in_pages(_RAGGED, page), dtype=dtype))

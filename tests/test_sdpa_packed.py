@@ -28,6 +28,7 @@ from jax_cudnn.graph import (
 from jax_cudnn.graph.sdpa import SDPA
 from jax_cudnn.legalize import legalize, sdpa_packed
 from jax_cudnn.legalize import sdpa as legalize_sdpa
+from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 from tests.flash import flash
 from tests.packed import Rows, answer, graph_of, ragged
@@ -519,6 +520,23 @@ def test_a_bias_beside_sequences_is_one_of_the_mask_form() -> None:
     attributes: Any = graph.nodes[0].attributes
     (legal,) = legalize(sdpa_graph(inputs, attributes=attributes), _HOPPER).candidates
     assert "beside a bias cuDNN takes no packed ones" in legal.notes[0]
+
+
+def test_dropout_beside_sequences_is_one_of_the_mask_form() -> None:
+    def call(*x: Any) -> Any:
+        key = jax.random.key(3)
+        return jax_cudnn.sdpa(*x, mask=_MIXED.mask(), dropout_rate=0.5, dropout_key=key)
+
+    given = _MIXED.draw()
+    operands = [jnp.asarray(given[x], jnp.bfloat16) for x in ("query", "key", "value")]
+    (traced,) = traced_graphs(call, *operands)
+    found = legalize(traced.graph, _HOPPER).candidates
+    assert found
+    for legal in found:
+        assert (
+            "the sequences of a row are a mask, whose memory grows with s*t: dropout "
+            "is drawn by the positions of whole rows"
+        ) in legal.notes
 
 
 def test_one_sequence_of_a_row_is_as_it_was() -> None:

@@ -6,6 +6,7 @@ is needed.
 """
 
 import functools
+import inspect
 import logging
 import re
 from collections.abc import Iterator
@@ -417,6 +418,21 @@ def test_what_kernels_lack_is_said_and_runs_by_xla(
         assert reason in caplog.text
         want = _dense(_mapped(function), *operands)[0]
         np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4)
+
+
+def test_a_refused_score_mod_is_named_with_its_primitive_and_line() -> None:
+    def crooked(x: Any, b: Any, h: Any, i: Any, j: Any) -> Any:
+        y = x * 2
+        return jnp.log1p(jnp.abs(y))
+
+    line = inspect.getsourcelines(crooked)[1] + 2
+    where = rf"{re.escape(__file__)}:{line}(:\d+)? "
+    with pytest.raises(
+        UnsupportedError,
+        match=r"^sdpa: score_mod crooked cannot be part of a kernel: it uses 'log1p', "
+        rf"which graphs have no node for \({where}\(.*crooked\)\)\. Pass impl",
+    ):
+        sdpa(*_operands(), score_mod=crooked, implementation="cudnn")
 
 
 def _mapped(function: Any) -> Any:

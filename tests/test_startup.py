@@ -119,7 +119,7 @@ def test_an_extension_that_does_not_load_is_told(site: Path) -> None:
     file.unlink()
     _, _, error = _python("-c", "import jax_cudnn", cwd=site)
     assert "ImportError: jax_cudnn's C++ extension is missing: no _ffi*.so" in error
-    assert "Install a wheel for Python 3." in error
+    assert "Install it for Python 3." in error
 
 
 @pytest.mark.parametrize(

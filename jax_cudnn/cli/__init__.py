@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--version",
         action="version",
         version=f"jax-cudnn {jax_cudnn.__version__}",
-        help="print the version of jax_cudnn, and stop",
+        help="Print the version of jax_cudnn, and stop.",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     given = sys.argv[1:] if arguments is None else arguments

@@ -11,11 +11,13 @@ from typing import Any
 from jax_cudnn.choices import Choice
 from jax_cudnn.cli.problems import add_problems
 from jax_cudnn.errors import LibraryError
-from jax_cudnn.graph import Graph, is_anchor
+from jax_cudnn.graph import Graph, is_anchor, operand_text
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering.decision import operation
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.measuring import measure
 from jax_cudnn.measuring.candidate_times import Timed, time_candidates
+from jax_cudnn.progress import waiting
 
 # The version of what --json prints. A change of meaning raises it.
 SCHEMA = 1
@@ -105,8 +107,9 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "bench",
         help="time cuDNN's first plan, all its candidates, and XLA for one problem",
-        description="Times on this machine's GPU, random operands, memory of its own. "
-        "For example: bench matmul 8192x4096x4096 --bias --activation gelu",
+        description="Times one problem on this machine's GPU, with random operands in "
+        "separate memory. `bench OPERATION --help` tells what an operation takes. For "
+        "example: bench matmul 8192x4096x4096 --bias --activation gelu",
     )
     add_problems(parser)
     parser.set_defaults(run=_run)
@@ -132,7 +135,8 @@ def _run(arguments: argparse.Namespace) -> int:
     target = local[1]
     benches: list[Bench] = []
     for part, options in dict.fromkeys(found):
-        choice = measure(part, options, target)
+        with waiting("Measuring", f"{operation(part)}({operand_text(part)})"):
+            choice = measure(part, options, target)
         timed = tuple(time_candidates(part, target))
         benches.append(Bench(choice=choice, timed=timed))
         if not arguments.json:

@@ -16,8 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cudnn.cli.dtypes import dtype_named
 from jax_cudnn.plans.explanation import explain
-from jax_cudnn.reference.dtypes import DTYPES
+from jax_cudnn.reference.dtypes import DTYPES, jax_dtype
 
 
 def add_command(commands: Any) -> None:
@@ -25,27 +26,43 @@ def add_command(commands: Any) -> None:
     parser = commands.add_parser(
         "explain",
         help="whether cuDNN runs a function's calls on a GPU, which need not be here",
-        description="Asks cuDNN for a plan of each call that a function makes, and "
-        "where there is none says why and what would work. For example: explain "
-        'jax_cudnn:sdpa --device A100 --args "bf16[4,128,8,64]" "bf16[4,128,8,64]" '
-        '"bf16[4,128,8,64]" --gradient',
+        description="Asks cuDNN for a plan of each call that a function makes. Where "
+        "there is none, it says why, and what would work. The exit status is 1 if "
+        "cuDNN does not run all that is meant for it, and 0 otherwise. For example: "
+        'explain jax_cudnn:sdpa --device A100 --args "bf16[4,128,8,64]" '
+        '"bf16[4,128,8,64]" "bf16[4,128,8,64]" --gradient',
     )
-    parser.add_argument("function", type=_function, metavar="MODULE:FUNCTION")
+    parser.add_argument(
+        "function",
+        type=_function,
+        metavar="MODULE:FUNCTION",
+        help="The function to trace. Its module is imported, and nothing is run.",
+    )
     parser.add_argument(
         "--args",
         type=operand,
         nargs="*",
         default=[],
         metavar="DTYPE[SIZES]",
-        help='its operands, such as "bf16[4,128,8,64]" or "f32[]"',
+        help="The dtypes and sizes of the function's operands, such as "
+        '"bf16[4,128,8,64]", "bfloat16[64]" or "f32[]". The default is no operands.',
     )
     parser.add_argument(
-        "--device", help='a GPU by its name, such as "H200" (default: the one here)'
+        "--device",
+        help='The name of a GPU, which need not be here, such as "H200". The default '
+        "is this machine's.",
     )
     parser.add_argument(
-        "--gradient", action="store_true", help="the gradients of all operands as well"
+        "--gradient",
+        action="store_true",
+        help="Explain the gradients of all operands as well. The default is the "
+        "function alone.",
     )
-    parser.add_argument("--json", action="store_true", help="print data, as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Print the answers as JSON. The default is a text to read.",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -68,13 +85,15 @@ def _function(text: str) -> Callable[..., Any]:
 def operand(text: str) -> jax.ShapeDtypeStruct:
     """Return the shape and dtype that "bf16[2,3]" stands for; a type for argparse."""
     match = re.fullmatch(r"\s*(\w+)\[\s*(\d+(?:\s*,\s*\d+)*)?\s*\]\s*", text)
-    if match is None or match[1] not in DTYPES:
+    dtype = None if match is None else dtype_named(match[1])
+    if match is None or dtype is None:
         raise argparse.ArgumentTypeError(
             f'{text!r} is not a dtype with sizes, such as "bf16[4,128,8,64]". '
-            f"Dtypes are {', '.join(DTYPES)}"
+            f"Dtypes are {', '.join(DTYPES)}, and longer names of these, such as "
+            "bfloat16"
         )
     sizes = tuple(int(size) for size in (match[2] or "").split(",") if size)
-    return jax.ShapeDtypeStruct(sizes, DTYPES[match[1]])
+    return jax.ShapeDtypeStruct(sizes, jax_dtype(dtype))
 
 
 def _run(arguments: argparse.Namespace) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_cudnn.cli.dtypes import dtype_named, spellings
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.ops.batch_norm import batch_norm
 from jax_cudnn.ops.conv import conv
@@ -19,13 +20,12 @@ from jax_cudnn.ops.norms import layer_norm, rms_norm
 from jax_cudnn.ops.sdpa import sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
 
-# As people write them, and as graphs do.
-_DTYPES = {
-    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
-    **dict.fromkeys(("f16", "fp16", "float16", "half"), "f16"),
-    **dict.fromkeys(("f32", "fp32", "float32"), "f32"),
-}
+_DTYPES = ("bf16", "f16", "f32")
 
+_IMAGES = (
+    "N is the number of images, Z, Y and X are their sizes, and C is the number of "
+    "channels."
+)
 # How the axes of images are written, by the number of spatial axes.
 _LAYOUTS = {
     1: ("NWC", "WIO", "NWC"),
@@ -58,11 +58,17 @@ class Problem:
 
 def add_problems(parser: argparse.ArgumentParser) -> None:
     """Add the operations as commands, each with the shapes that it takes."""
-    operations = parser.add_subparsers(required=True, metavar="operation")
+    operations = parser.add_subparsers(
+        required=True, metavar="OPERATION", title="operations"
+    )
     _add_matmul(operations)
     _add_sdpa(operations)
     _add_conv(operations)
     _add_norms(operations)
+
+
+def _add_parser(operations: Any, name: str, what: str) -> Any:
+    return operations.add_parser(name, help=what, description=f"Times {what}.")
 
 
 def sizes_of(*forms: str) -> Callable[[str], tuple[int, ...]]:
@@ -93,11 +99,17 @@ def _count(text: str) -> int:
 
 def _dtype(text: str) -> str:
     """Return the dtype's name in graphs; a type for argparse."""
-    if text not in _DTYPES:
+    name = dtype_named(text)
+    if name not in _DTYPES:
         raise argparse.ArgumentTypeError(
-            f"{text!r} is not a dtype of bench: {', '.join(_DTYPES)}"
+            f"{text!r} is not a dtype of bench: {', '.join(spellings(*_DTYPES))}"
         )
-    return _DTYPES[text]
+    return name
+
+
+def _weights(text: str) -> str:
+    """Return the dtype's name in graphs, if it has one; a type for argparse."""
+    return dtype_named(text) or text
 
 
 def _add_common(parser: Any, make: Callable[[argparse.Namespace], Problem]) -> None:
@@ -105,33 +117,55 @@ def _add_common(parser: Any, make: Callable[[argparse.Namespace], Problem]) -> N
         "--dtype",
         default="bf16",
         type=_dtype,
-        help="of all operands: bf16, f16 or f32, or a longer name such as float16 "
-        "(bf16)",
+        help="The dtype of the operands: bf16, f16 or f32, or a longer name of these "
+        "such as float16. The default is bf16.",
     )
     parser.add_argument(
-        "--gradient", action="store_true", help="the gradients of all operands as well"
+        "--gradient",
+        action="store_true",
+        help="Time the gradients of all operands as well. The default is the forward "
+        "pass alone.",
     )
-    parser.add_argument("--json", action="store_true", help="print data, as JSON")
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="Print the times as JSON. The default is a text to read.",
+    )
     parser.set_defaults(make=make)
 
 
+def _add_activation(parser: Any) -> None:
+    parser.add_argument(
+        "--activation",
+        help="Apply an activation to the result: relu, gelu, silu, ... The default is "
+        "none.",
+    )
+
+
 def _add_fused(parser: Any) -> None:
-    parser.add_argument("--activation", help="relu, gelu, silu, ... (none)")
-    parser.add_argument("--bias", action="store_true", help="a bias per column")
+    _add_activation(parser)
+    parser.add_argument(
+        "--bias",
+        action="store_true",
+        help="Add a bias for each column of the result. The default is none.",
+    )
 
 
 def _add_matmul(operations: Any) -> None:
-    parser = operations.add_parser("matmul", help="a matrix product")
+    parser = _add_parser(operations, "matmul", "a matrix product")
     parser.add_argument(
         "sizes",
         type=sizes_of("MxNxR", "BxMxNxR"),
         metavar="[Bx]MxNxR",
-        help="rows, columns and contraction, and a batch before them",
+        help="The result has M rows and N columns, R is the length of the sums, and B "
+        "is a batch.",
     )
     parser.add_argument(
         "--weights",
+        type=_weights,
         choices=EIGHT_BIT,
-        help="the right operand's dtype, with an f32 scale for each column",
+        help="The dtype of 8 bits that the right operand has, with an f32 scale for "
+        "each column. By default it has the --dtype of the others, and no scale.",
     )
     _add_fused(parser)
     _add_common(parser, _matmul)
@@ -156,29 +190,49 @@ def _matmul(arguments: argparse.Namespace) -> Problem:
 
 
 def _add_sdpa(operations: Any) -> None:
-    parser = operations.add_parser("sdpa", help="scaled dot-product attention")
+    parser = _add_parser(operations, "sdpa", "scaled dot-product attention")
     parser.add_argument(
         "sizes",
         type=sizes_of("BxSxHxD"),
         metavar="BxSxHxD",
-        help="batch, query length, heads, head size",
-    )
-    parser.add_argument("--causal", action="store_true", help="no key after its query")
-    parser.add_argument(
-        "--window", type=_count, help="keys that a query sees to each side (all)"
+        help="B is the batch, S the number of queries, H of heads, and D is the size "
+        "of a head.",
     )
     parser.add_argument(
-        "--mask", action="store_true", help="a bool array of queries and keys"
+        "--causal",
+        action="store_true",
+        help="Hide the keys after each query. The default is to hide none.",
     )
     parser.add_argument(
-        "--lengths", action="store_true", help="queries and keys of random lengths"
+        "--window",
+        type=_count,
+        help="How many keys a query sees to each side. The default is all.",
     )
     parser.add_argument(
-        "--bias", action="store_true", help="a bias per head, query and key"
+        "--mask",
+        action="store_true",
+        help="Hide keys by a bool array of queries and keys. The default is none.",
     )
-    parser.add_argument("--key-length", type=_count, help="keys (as many as queries)")
     parser.add_argument(
-        "--key-heads", type=_count, help="heads of keys (as of queries)"
+        "--lengths",
+        action="store_true",
+        help="Give each sequence a random length. By default all are full.",
+    )
+    parser.add_argument(
+        "--bias",
+        action="store_true",
+        help="Add a bias for each head, query and key. The default is none.",
+    )
+    parser.add_argument(
+        "--key-length",
+        type=_count,
+        help="The number of keys. The default is that of queries.",
+    )
+    parser.add_argument(
+        "--key-heads",
+        type=_count,
+        help="The number of heads that keys and values have. The default is that of "
+        "the queries.",
     )
     _add_common(parser, _sdpa)
 
@@ -217,24 +271,38 @@ def _sdpa(arguments: argparse.Namespace) -> Problem:
 
 
 def _add_conv(operations: Any) -> None:
-    parser = operations.add_parser("conv", help="a convolution of 1 to 3 axes")
+    parser = _add_parser(operations, "conv", "a convolution over 1 to 3 axes")
     parser.add_argument(
         "sizes",
         type=sizes_of("NxXxC", "NxYxXxC", "NxZxYxXxC"),
         metavar="Nx[[Zx]Yx]XxC",
-        help="images, their sizes, channels",
+        help=_IMAGES,
     )
     parser.add_argument(
         "window",
         type=sizes_of("XxO", "YxXxO", "ZxYxXxO"),
         metavar="[[Zx]Yx]XxO",
-        help="the filters' sizes, and their number",
+        help="Z, Y and X are the sizes of a filter, and O is the number of filters.",
     )
-    parser.add_argument("--stride", type=_count, default=1, help="of the window (1)")
     parser.add_argument(
-        "--padding", default="SAME", choices=("SAME", "VALID"), help="(SAME)"
+        "--stride",
+        type=_count,
+        default=1,
+        help="The step of the filters along each axis. The default is 1.",
     )
-    parser.add_argument("--groups", type=_count, default=1, help="of channels (1)")
+    parser.add_argument(
+        "--padding",
+        default="SAME",
+        choices=("SAME", "VALID"),
+        help="SAME pads the images so that the result keeps their size, VALID pads "
+        "nothing. The default is SAME.",
+    )
+    parser.add_argument(
+        "--groups",
+        type=_count,
+        default=1,
+        help="The number of groups of channels. The default is 1.",
+    )
     _add_fused(parser)
     _add_common(parser, _conv)
 
@@ -262,29 +330,39 @@ def _conv(arguments: argparse.Namespace) -> Problem:
 
 def _add_norms(operations: Any) -> None:
     for norm in (layer_norm, rms_norm):
-        parser = operations.add_parser(norm.__name__, help="a norm of each row")
+        what = f"{'a layer' if norm is layer_norm else 'an RMS'} norm of each row"
+        parser = _add_parser(operations, norm.__name__, what)
         parser.add_argument(
-            "sizes", type=sizes_of("NxC"), metavar="NxC", help="rows and features"
+            "sizes",
+            type=sizes_of("NxC"),
+            metavar="NxC",
+            help="N is the number of rows, and C of their features.",
         )
         _add_norm(parser, norm)
-    for norm in (group_norm, instance_norm, batch_norm):
-        what = norm.__name__.removesuffix("_norm")
-        parser = operations.add_parser(norm.__name__, help=f"a {what} norm of images")
+    for norm, name in (
+        (group_norm, "a group norm"),
+        (instance_norm, "an instance norm"),
+        (batch_norm, "a batch norm"),
+    ):
+        parser = _add_parser(operations, norm.__name__, f"{name} of images")
         parser.add_argument(
             "sizes",
             type=sizes_of("NxXxC", "NxYxXxC", "NxZxYxXxC"),
             metavar="Nx[[Zx]Yx]XxC",
-            help="images, their sizes, channels",
+            help=_IMAGES,
         )
         if norm is group_norm:
             parser.add_argument(
-                "--groups", type=_count, default=32, help="of channels (32)"
+                "--groups",
+                type=_count,
+                default=32,
+                help="The number of groups of channels. The default is 32.",
             )
         _add_norm(parser, norm)
 
 
 def _add_norm(parser: Any, norm: Callable[..., Any]) -> None:
-    parser.add_argument("--activation", help="relu, gelu, silu, ... (none)")
+    _add_activation(parser)
     _add_common(parser, functools.partial(_norm, norm))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jax_cudnn.columns import Page, aligned, page
+from jax_cudnn.columns import Block, Heading, Page, Rows, Text
 from jax_cudnn.doctor.findings import Finding, examine
 from jax_cudnn.doctor.machine import Facts, gather
 from jax_cudnn.native import version_text
@@ -60,24 +60,23 @@ class Diagnosis(Page):
             "facts": dataclasses.asdict(self.facts),
         }
 
-    def __str__(self) -> str:
-        lines = [*aligned(_rows(self.facts)), "", self.verdict]
+    def _blocks(self) -> Iterator[Block]:
+        yield Rows(tuple(_rows(self.facts)))
+        yield Text("")
+        yield Heading(self.verdict)
         for finding in self.findings:
-            lines += [
-                "",
-                f"{finding.severity}: {finding.what}",
-                f"  fix: {finding.fix}",
-            ]
-        return page(lines)
+            yield Text("")
+            yield Text(f"{finding.severity}: {finding.what}")
+            yield Text(f"  fix: {finding.fix}")
 
 
 def doctor() -> Diagnosis:
     """Return what is on this machine for cuDNN under JAX, and what is wrong with it.
 
-    Looks at GPUs, driver, JAX and its CUDA plugin, cuDNN and what it needs, and the
-    environment variables that matter. Starts JAX's backends and opens cuDNN; runs
-    nothing on a GPU. ``jax-cudnn doctor`` prints it, also where jax_cudnn or
-    JAX cannot be imported.
+    Looks at the system, GPUs, driver, JAX and its CUDA plugin, cuDNN and what it needs,
+    and the environment variables that matter. Starts JAX's backends and opens cuDNN;
+    runs nothing on a GPU. What cannot be read is one of the findings. ``jax-cudnn
+    doctor`` prints it, also where jax_cudnn or JAX cannot be imported.
 
     Example:
       >>> from jax_cudnn import plans
@@ -94,6 +93,8 @@ def doctor() -> Diagnosis:
 
 def _rows(facts: Facts) -> Iterator[tuple[str, str]]:
     driver, cudnn = facts.driver, facts.cudnn
+    if facts.system is not None:
+        yield "system", str(facts.system)
     for gpu in driver.gpus if driver else ():
         memory = gpu.memory_bytes / 2**30
         yield "GPU", f"{gpu.name}, sm_{gpu.sm_version}, {memory:.0f} GiB"

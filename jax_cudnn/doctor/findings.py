@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_cudnn.doctor.machine import Facts
+from jax_cudnn.errors import install_command
 from jax_cudnn.native import version_text
 
 # An error keeps cuDNN from a GPU that is there, or the package from being imported. A
@@ -44,8 +45,9 @@ def _package(facts: Facts) -> Iterator[Finding]:
             severity="error",
             name="import-error",
             what=f"jax_cudnn cannot be imported: {facts.import_error}",
-            fix="Install it again, with what it needs: pip install --force-reinstall "
-            "jax-cudnn. If that does not help, report it.",
+            fix="Install it again, with what it needs: "
+            f"{install_command(options='--force-reinstall')}. If that does not help, "
+            "report it.",
         )
 
 
@@ -56,7 +58,7 @@ def _jax_import(facts: Facts) -> Iterator[Finding]:
             severity="error",
             name="no-jax",
             what="JAX is not installed for this Python.",
-            fix=f'pip install "jax-cudnn[{_extra(facts)}]"',
+            fix=install_command(_extra(facts)),
         )
     elif _release(facts.jax) < _OLDEST_JAX:
         yield Finding(
@@ -98,16 +100,15 @@ def _driver(facts: Facts) -> Iterator[Finding]:
             name="no-driver",
             what=f"The machine has {facts.nvidia_devices} NVIDIA device(s), but no "
             "driver: libcuda.so.1 is not found.",
-            fix="Install NVIDIA's driver; in a container, pass the GPU in (docker run "
-            "--gpus all, with nvidia-container-toolkit on the host).",
+            fix=_where_the_driver_belongs(facts),
         )
     elif driver is None:
         yield Finding(
             severity="note",
             name="no-gpu",
             what="There is no NVIDIA driver and no NVIDIA device on the bus.",
-            fix="None is needed on a machine for the CPU. In a container, pass the GPU "
-            "in (docker run --gpus all).",
+            fix="None is needed on a machine for the CPU. If it has a GPU: "
+            f"{_where_the_driver_belongs(facts)}",
         )
     elif driver.error:
         yield Finding(
@@ -127,6 +128,20 @@ def _driver(facts: Facts) -> Iterator[Finding]:
             fix="None is needed on a machine for the CPU. Else unset "
             "CUDA_VISIBLE_DEVICES, or pass the GPU into the container.",
         )
+
+
+def _where_the_driver_belongs(facts: Facts) -> str:
+    """Return how to get a driver, by what kind of system this is."""
+    passed = "docker run --gpus all, with nvidia-container-toolkit on the host"
+    if facts.system is not None and facts.system.container:
+        return f"Pass the GPU into this container ({passed})."
+    if facts.system is not None and facts.system.is_wsl:
+        # https://docs.nvidia.com/cuda/wsl-user-guide
+        return (
+            "Install NVIDIA's driver on Windows, and none in WSL. It puts libcuda.so.1 "
+            "into /usr/lib/wsl/lib."
+        )
+    return f"Install NVIDIA's driver; in a container, pass the GPU in ({passed})."
 
 
 # bf16 tensor cores, and the fused engines with them: docs/support.md.
@@ -164,7 +179,7 @@ def _jax(facts: Facts) -> Iterator[Finding]:
         fix = "Unset JAX_PLATFORMS, or set it to cuda,cpu."
     elif not facts.jax_cuda_majors:
         what = f"JAX {facts.jax} has no CUDA plugin, so it sees no GPU."
-        fix = f'pip install "jax-cudnn[{_extra(facts)}]"'
+        fix = install_command(_extra(facts))
     else:
         what = (
             f"JAX {facts.jax} sees no GPU: {facts.jax_error or 'it does not say why'}"
@@ -211,8 +226,8 @@ def _cuda_versions(facts: Facts) -> Iterator[Finding]:
                 name="old-driver",
                 what=f"The driver {driver.version} runs CUDA up to {newest}, but JAX "
                 f"is installed for CUDA {min(majors)}.",
-                fix=f'Update the driver, or pip install "jax-cudnn[cuda{newest}]" in a '
-                "new environment.",
+                fix="Update the driver, or in a new environment "
+                f"{install_command(f'cuda{newest}')}.",
             )
     if cudnn and majors and cudnn.cuda_major not in majors:
         wanted = majors[-1]
@@ -239,7 +254,7 @@ def _cudnn(facts: Facts) -> Iterator[Finding]:
                 severity="error",
                 name="no-cudnn",
                 what=f"cuDNN does not load: {facts.cudnn_error}",
-                fix=f'pip install "jax-cudnn[{_extra(facts)}]"',
+                fix=install_command(_extra(facts)),
             )
         return
     if cudnn.version < _OLDEST_CUDNN:
@@ -346,6 +361,17 @@ def _environment(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _unread(facts: Facts) -> Iterator[Finding]:
+    for what, error in facts.unread:
+        yield Finding(
+            severity="warning",
+            name="unread",
+            what=f"{what[0].upper()}{what[1:]} could not be read: {error}",
+            fix="If it is a matter of permissions, mend them. Else report it with this "
+            "text; the rest of it is as it should be.",
+        )
+
+
 def _extra(facts: Facts) -> str:
     """Return the extra of ours, or of JAX, that goes with the driver."""
     newest = facts.driver.cuda_version if facts.driver else 0
@@ -364,6 +390,7 @@ _RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _sublibraries,
     _companions,
     _environment,
+    _unread,
 )
 
 

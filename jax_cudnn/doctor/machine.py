@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is on this machine: GPUs, driver, JAX and cuDNN, as facts without judgement.
 
-Nothing here raises because something is missing: that is a fact as well. What the facts
-mean is findings.py's to say.
+Nothing here raises because something is missing or cannot be read: that is a fact as
+well. What the facts mean is findings.py's to say.
 """
 
 import ctypes
@@ -12,13 +12,14 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from jax_cudnn import native, startup
+from jax_cudnn.doctor.system import System, this_system
 from jax_cudnn.errors import LibraryError
 
 # Environment variables that change what runs or what is loaded, by their beginnings.
@@ -43,6 +44,8 @@ import ctypes, sys
 print(ctypes.CDLL(sys.argv[1]).cudnnGetVersion())
 """
 _PROBE_SECONDS = 30
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,6 +94,7 @@ class Facts:
     """All that is known of a machine.
 
     Attributes:
+      system: what it runs on; None where that cannot be told.
       python: version of Python.
       jax_cudnn: version of this package.
       location: the folder that it is imported from.
@@ -116,8 +120,10 @@ class Facts:
       companions_error: why they do not load, "" otherwise.
       packages: (name, version) of the installed packages that matter.
       environment: (name, value) of the variables that matter and are set.
+      unread: (what, error) for each thing that could not be read.
     """
 
+    system: System | None
     python: str
     jax_cudnn: str
     location: str
@@ -142,6 +148,7 @@ class Facts:
     companions_error: str
     packages: tuple[tuple[str, str], ...]
     environment: tuple[tuple[str, str], ...]
+    unread: tuple[tuple[str, str], ...]
 
     @property
     def has_gpu(self) -> bool:
@@ -159,21 +166,55 @@ class Facts:
         return tuple(sorted(int(match[1]) for match in found if match))
 
 
+class _Unread:
+    """What could not be read, with the errors: facts as well."""
+
+    def __init__(self) -> None:
+        self.errors: list[tuple[str, str]] = []
+
+    def note(self, what: str, error: Exception) -> None:
+        """Remember that something could not be read."""
+        self.errors.append((what, _told(error)))
+
+    def or_else(self, what: str, read: Callable[[], _T], otherwise: _T) -> _T:
+        """Return what is read, or something else where that fails in any way."""
+        try:
+            return read()
+        except Exception as error:  # whatever it is, it is the answer
+            self.note(what, error)
+            return otherwise
+
+
 def gather() -> Facts:
-    """Return the facts of this machine; starts JAX's backends and opens cuDNN."""
-    driver = _driver()
+    """Return the facts of this machine; starts JAX's backends and opens cuDNN.
+
+    Never raises: what cannot be read is among the facts as ``unread``.
+    """
+    unread = _Unread()
+    read = unread.or_else
+    driver = read("the driver", _driver, None)
     # JAX first: the libcudnn that it loads is the one that is used.
     jax_import_error = _import_error("jax")
-    backends, gpu_count, jax_error = ((), 0, "")
+    backends, gpu_count, jax_error = _NO_JAX
     if not jax_import_error:
-        backends, gpu_count, jax_error = _jax_devices()
-    extension_error, extension_fix = native.extension_problem()
-    cudnn, cudnn_error = (None, "") if extension_error else _cudnn()
-    companions, companions_error = _companions() if driver and cudnn else ((), "")
-    build = None if extension_error else native.build_info()
+        devices = read("JAX's devices", _jax_devices, _NO_JAX)
+        backends, gpu_count, jax_error = devices
+    problem = read("the extension", native.extension_problem, ("", ""))
+    extension_error, extension_fix = problem
+    cudnn, cudnn_error = (None, "")
+    build = None
+    if not extension_error:
+        cudnn, cudnn_error = read("cuDNN", _cudnn, (None, "it could not be read"))
+        build = read("how the extension is built", native.build_info, None)
+    companions, companions_error = ((), "")
+    if driver and cudnn:
+        companions, companions_error = read("cuDNN's libraries", _companions, ((), ""))
+    files = read("other cuDNNs", lambda: tuple(_cudnn_files(cudnn, unread)), ())
     return Facts(
+        system=read("the system", this_system, None),
         python=platform.python_version(),
-        jax_cudnn=_version("jax-cudnn") or "not installed",
+        jax_cudnn=read("jax_cudnn's version", lambda: _version("jax-cudnn"), "")
+        or "not installed",
         location=str(Path(native.__file__).parent.parent),
         import_error=_told(startup.failure),
         extension_error=extension_error,
@@ -181,22 +222,31 @@ def gather() -> Facts:
         frontend=build.frontend_version if build else "",
         ffi_api=build.ffi_api_version if build else (0, 0),
         header_version=build.cudnn_header_version if build else 0,
-        nvidia_devices=_nvidia_devices(),
+        nvidia_devices=read("the devices on the bus", _nvidia_devices, 0),
         driver=driver,
-        jax=_version("jax") if jax_import_error else sys.modules["jax"].__version__,
-        jaxlib=_version("jaxlib"),
+        jax=read("JAX's version", lambda: _jax_version(jax_import_error), ""),
+        jaxlib=read("jaxlib's version", lambda: _version("jaxlib"), ""),
         jax_import_error=jax_import_error,
         jax_backends=backends,
         jax_gpu_count=gpu_count,
         jax_error=jax_error,
         cudnn=cudnn,
         cudnn_error=cudnn_error,
-        cudnn_files=tuple(_cudnn_files(cudnn)),
+        cudnn_files=files,
         companions=companions,
         companions_error=companions_error,
-        packages=_packages(),
+        packages=read("the installed packages", _packages, ()),
         environment=relevant(os.environ),
+        unread=tuple(unread.errors),
     )
+
+
+# What is known of its backends where it cannot be imported.
+_NO_JAX: tuple[tuple[str, ...], int, str] = ((), 0, "")
+
+
+def _jax_version(import_error: str) -> str:
+    return _version("jax") if import_error else sys.modules["jax"].__version__
 
 
 def _version(distribution: str) -> str:
@@ -347,7 +397,7 @@ def _companions() -> tuple[tuple[tuple[str, str], ...], str]:
         return (), str(error)
 
 
-def _cudnn_files(used: Cudnn | None) -> Iterator[CudnnFile]:
+def _cudnn_files(used: Cudnn | None, unread: _Unread) -> Iterator[CudnnFile]:
     """Yield every libcudnn within reach once, however many links lead to it."""
     directories = [
         *native.library_directories(),
@@ -360,7 +410,12 @@ def _cudnn_files(used: Cudnn | None) -> Iterator[CudnnFile]:
         yield CudnnFile(path=used.path, version=used.version)
     for directory in directories:
         path = Path(directory) / _CUDNN
-        if path.exists() and path.resolve() not in seen:
+        try:
+            is_new = path.exists() and path.resolve() not in seen
+        except OSError as error:  # such as a folder of another user's
+            unread.note(directory, error)
+            continue
+        if is_new:
             seen.add(path.resolve())
             yield CudnnFile(path=str(path), version=version_of(path))
 

@@ -6,9 +6,11 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
+    from jax_cudnn.errors import install_command
+
     raise ImportError(
         "jax_cudnn.flax: the package flax is not installed. It is an optional "
-        "dependency of jax_cudnn. Run: pip install 'jax_cudnn[flax]'"
+        f"dependency of jax_cudnn. Run: {install_command('flax')}"
     ) from error
 
 from jax_cudnn.flax import linen, nnx

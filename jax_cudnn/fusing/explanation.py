@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import jax
 
-from jax_cudnn.columns import Page, aligned, page
+from jax_cudnn.columns import Block, Details, Heading, Page, Rows, Text
 from jax_cudnn.config import Options
 from jax_cudnn.fusing.kernels import Kernel
 from jax_cudnn.fusing.known import Activation
@@ -122,26 +122,23 @@ class FuseExplanation(Page):
             kernels.append(replace(kernel, calls=found.calls))
         return replace(self, kernels=tuple(kernels), device=told)
 
-    def __str__(self) -> str:
-        return page(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        yield (
+    def _blocks(self) -> Iterator[Block]:
+        yield Heading(
             f"fuse({self.name}): {_counted(len(self.kernels), 'kernel')}, "
             f"{_counted(len(self.left), 'operation')} left to XLA"
         )
         if self.device:
-            yield self.device
+            yield Text(self.device)
         for i, kernel in enumerate(self.kernels, 1):
-            yield ""
-            yield f"kernel {i}: {kernel.op}({operand_text(kernel.graph)})"
+            yield Text("")
+            yield Heading(f"kernel {i}: {kernel.op}({operand_text(kernel.graph)})")
             for call in kernel.calls:
-                yield from (f"  {line}" for line in _who(call))
-            yield from _table(kernel.operations)
+                yield from _who(call)
+            yield _table(kernel.operations, is_left=False)
         if self.left:
-            yield ""
-            yield "XLA"
-            yield from _table(self.left)
+            yield Text("")
+            yield Heading("XLA")
+            yield _table(self.left, is_left=True)
 
     def mermaid(self) -> str:
         """Return a Mermaid flowchart, with a frame around each kernel's operations."""
@@ -186,23 +183,29 @@ def _place(work: Work) -> str:
     return f"{line} {function}".rstrip()
 
 
-def _table(operations: Sequence[ExplainedOperation]) -> Iterator[str]:
-    rows = [(each.name, each.result, each.place, each.reason) for each in operations]
-    return aligned(rows, indent="  ")
+def _table(operations: Sequence[ExplainedOperation], *, is_left: bool) -> Rows:
+    names = ("operation", "result", "place", *(("reason",) if is_left else ()))
+    rows = tuple(
+        (each.name, each.result, each.place, *((each.reason,) if is_left else ()))
+        for each in operations
+    )
+    return Rows(rows, names, indent="  ")
 
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
-def _who(call: "ExplainedCall") -> Iterator[str]:
+def _who(call: "ExplainedCall") -> Iterator[Block]:
     if call.implementation == "cudnn":
-        yield f"runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
+        who = f"runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
+        yield Text(f"  {who}")
     else:
-        yield f"{call.op} runs in XLA"
-        reasons = [reason for each in call.attempts for reason in each.reasons]
-        yield from (f"- {reason}" for reason in dict.fromkeys(reasons))
-    yield from (f"- {note}" for note in call.notes)
+        yield Text(f"  {call.op} runs in XLA")
+        found = (reason for each in call.attempts for reason in each.reasons)
+        reasons = tuple(dict.fromkeys(found))
+        yield Details(title="reasons", notes=reasons, mark="  - ", is_open=True)
+    yield Details(title="notes", notes=call.notes, mark="  - ")
 
 
 # --- the picture ----------------------------------------------------------------------

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from jax_cudnn.graph.spec import Graph
 
-# Names of the first graph's tensors begin so.
+# Names of the first graph's tensors begin so, or so several times: the second may be
+# joined of two already.
 _PREFIX = "earlier_"
 
 
@@ -20,7 +21,11 @@ def joined(
     others of the second. Results are the ``kept`` ones of the first, by their names
     there, then those of the second.
     """
-    names = {t.name: f"{_PREFIX}{t.name}" for t in first.tensors}
+    taken = {t.name for t in second.tensors}
+    prefix = _PREFIX
+    while any(f"{prefix}{t.name}" in taken for t in first.tensors):
+        prefix += _PREFIX
+    names = {t.name: f"{prefix}{t.name}" for t in first.tensors}
     linked = {operand: names[result] for operand, result in links.items()}
     return Graph(
         tensors=(

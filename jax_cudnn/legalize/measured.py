@@ -22,7 +22,8 @@ from jax_cudnn.graph.shapes import check_tensors
 _FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
 _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
-_SUMS = frozenset({"add", "sub", "mul", "identity"})
+# XLA has kernels that add to a contraction's result, and that take its relu.
+_SUMS = frozenset({"add", "identity"})
 # What rules may ask for: sizes of the product that a contraction is like.
 FEATURES = ("rows", "columns", "depth", "work")
 
@@ -82,6 +83,8 @@ def class_of(part: Graph) -> str:
         return ""
     row = kind_named(node.kind).row
     sizes = check_tensors(row, roles_in(part, node), node.attributes)
+    if sizes.get("g", 1) > 1 and sizes["c"] == 1:
+        return ""  # Depthwise convolutions have a rule of their own (conv.py).
     words = [node.kind, *bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
     if windows:
@@ -167,9 +170,9 @@ def _tail(part: Graph) -> str:
     if any(mode.endswith("_grad") for mode in modes):
         tail = "gradient of an activation"
     elif rest := modes - _SUMS:
-        tail = "relu" if rest == {"relu"} else "activation"
+        tail = "relu" if rest == {"relu"} else "more"
     else:
-        tail = "sums" if modes - {"identity"} else "alone"
+        tail = "sums" if "add" in modes else "alone"
     node = _contraction(part)
     assert node is not None
     (result,) = (math.prod(part.tensor(name).dims) for _, name in node.outputs)

@@ -16,6 +16,7 @@ from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.measuring.stopwatch import Measurement, PlanStopwatch, draw_sets
 from jax_cudnn.native import Candidate
+from jax_cudnn.progress import followed
 
 _SAMPLES = 7
 
@@ -64,7 +65,9 @@ def _times(
     changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
     stopwatch = PlanStopwatch(legal.graph, changed, device)
     text, ordinal = to_json(legal.graph), device.local_hardware_id
-    for candidate in listed:
+    for candidate in followed(
+        listed, "Timing", count=len(listed), name=lambda each: each.name
+    ):
         if not candidate.request:
             failure = "this version of cudnn-frontend cannot name it"
             yield Timed(candidate=candidate, time=None, failure=failure)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from jax_cudnn.errors import LibraryError
+from jax_cudnn.errors import LibraryError, install_command
 
 # Where NVIDIA's wheels put shared libraries, below a directory on sys.path. The full
 # cuDNN comes before the small one, which has the runtime-compiled engines only.
@@ -84,10 +84,8 @@ def _diagnosis(error: ImportError) -> tuple[str, str]:
     if is_source:
         advice.append("To use the tree itself, run `make build` in it.")
     else:
-        advice.append(
-            f"Install a wheel for {python} and this platform: pip install "
-            "--force-reinstall --no-deps jax-cudnn."
-        )
+        command = install_command(options="--force-reinstall --no-deps")
+        advice.append(f"Install it for {python} and this platform: {command}.")
     return what, " ".join(advice)
 
 

@@ -7,18 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
+from jax_cudnn.errors import (
+    GraphError,
+    LibraryError,
+    UnsupportedError,
+    install_command,
+)
 from jax_cudnn.graph import Target
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.offline.gpus import GpuDescription, find
 from jax_cudnn.offline.process import PlanningProcess, raise_crash
+from jax_cudnn.progress import waiting
 
 _INSTALL = (
-    "To plan for a GPU that is not here: `pip install jax_cudnn[gpuless]` (small: the "
-    "engines that cuDNN compiles when it plans), or `pip install jax_cudnn[cuda13]` or "
-    "`pip install jax_cudnn[cuda12]` (all engines)."
+    "Planning for a GPU that is not here takes a cuDNN. A small one has the engines "
+    f"that are compiled when they are planned: {install_command('gpuless')}. The full "
+    f"one has all engines: {install_command('cuda13', 'cuda12')}."
 )
-
 
 # The driver's words for a kernel that was compiled for another GPU than it has.
 _OTHER_GPU = "no kernel image is available for execution on the device"
@@ -158,7 +163,8 @@ class _PassingError(Exception):
 def _ask(
     graph_json: str, gpu: GpuDescription, request: str, build: bool
 ) -> dict[str, Any]:
-    answer = _process().ask(question(graph_json, gpu, request, build=build))
+    with waiting("Planning", f"for {gpu.name}"):
+        answer = _process().ask(question(graph_json, gpu, request, build=build))
     is_lasting = answer.get("error") in (None, "UnsupportedError", "GraphError")
     if "crash" in answer or not is_lasting:
         raise _PassingError(answer)

@@ -302,7 +302,7 @@ def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     if "mask" in given:
         conditions.append(given["mask"])
     if conditions:
-        given["mask"] = functools.reduce(jnp.logical_and, conditions)
+        given["mask"] = _combined("masks", jnp.logical_and, conditions)
     return given
 
 
@@ -344,7 +344,7 @@ def sorted_sentences(
     given |= lengths
     arrays = [_bools("Where.mask", x.mask) for x in parts if isinstance(x, Where)]
     if arrays:
-        given["mask"] = functools.reduce(jnp.logical_and, arrays)
+        given["mask"] = _combined("masks", jnp.logical_and, arrays)
     biases = [_scores_like("bias", x.bias) for x in parts if isinstance(x, Additive)]
     if len(biases) == 1:
         given["bias"] = biases[0]
@@ -352,7 +352,7 @@ def sorted_sentences(
         # Added in the dtype of the scores.
         is_double = any(x.dtype == jnp.float64 for x in biases)
         wide = jnp.float64 if is_double else jnp.float32
-        given["bias"] = functools.reduce(jnp.add, (x.astype(wide) for x in biases))
+        given["bias"] = _combined("biases", jnp.add, [x.astype(wide) for x in biases])
     sentences = [
         make(part, s, t)
         for part in parts
@@ -361,6 +361,21 @@ def sorted_sentences(
     if (at_end := _at_ends(at_ends, lengths, s, t)) is not None:
         sentences.append(at_end)
     return given, sentences
+
+
+def _combined(
+    name: str, combine: Callable[..., jax.Array], arrays: Sequence[jax.Array]
+) -> jax.Array:
+    """Return what arrays of several masks are together; refuse unlike shapes."""
+    try:
+        jnp.broadcast_shapes(*(x.shape for x in arrays))
+    except ValueError:
+        shown = ", ".join(map(describe, arrays))
+        raise ValueError(
+            f"sdpa: {name} that are given together are {shown}, which do not broadcast "
+            "to one another. Each axis must be 1 or the full size."
+        ) from None
+    return functools.reduce(combine, arrays)
 
 
 def refuse_mask_data(op: str, mask: object) -> None:
@@ -460,7 +475,7 @@ def _lengths(parts: Sequence[Mask], s: int, t: int) -> dict[str, jax.Array]:
 def _shortest(name: str, lengths: Sequence[ArrayLike], size: int) -> jax.Array:
     if len(lengths) == 1:
         return as_operand("sdpa", name, lengths[0])
-    return functools.reduce(jnp.minimum, (_clipped(name, x, size) for x in lengths))
+    return _combined(name, jnp.minimum, [_clipped(name, x, size) for x in lengths])
 
 
 def _clipped(name: str, lengths: ArrayLike, size: int) -> jax.Array:

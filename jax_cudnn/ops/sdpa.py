@@ -214,11 +214,12 @@ def sdpa(
       cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN 9.8 on except for
       9.10.0 and 9.10.1, whose attention has known bugs (cudnn-frontend 1.28). Head
       sizes that are not multiples of 8 are padded. The backward kernel takes head sizes
-      up to 256 on sm_90, and up to 128 on sm_80 and sm_100 (NVIDIA cuDNN frontend,
-      "Attention" support matrix). On sm_80 and sm_100, the gradient of the log-sum-exp
-      needs e of 120 or less. On sm_100, cuDNN 9.27 also plans the backward kernel for
-      d = e = 256, and for d = 192 with e = 128. So larger heads run there if operands
-      are padded with zeros to 256, with `scale` of the old size (planned, not run).
+      up to 256 on sm_90, and up to 128 on sm_80 (NVIDIA cuDNN frontend, "Attention"
+      support matrix). On sm_100 it takes sizes up to 128, d = 192 with e = 128, and
+      from cuDNN 9.24 on d = e = 256. So other large heads run there if operands are
+      padded with zeros to 256, with `scale` of the old size (planned, not run). On
+      sm_80 and sm_100, the gradient of the log-sum-exp needs e of 120 or less.
+      docs/attention_support.md has what each version of cuDNN plans.
 
       A window is a band of cuDNN's kernel, which takes no memory. Beside a mask or
       lengths, or where a query sees no key in its window, the window is written into
@@ -259,10 +260,11 @@ def sdpa(
       sees: scaled, through `score_mod`, with the bias, and without the sink. It does
       not depend on dropout. The sum of exp(S - maximum), which other libraries return
       beside it, is exp(log-sum-exp - maximum). cuDNN's kernel writes both as it goes
-      (planned with 9.13 to 9.27, not run yet). The derivative is that of the largest
-      score, of the first one where several are equal. cuDNN has no gradient of it: XLA
-      computes that part, in memory that grows with s * t, where a loss depends on the
-      maximum. docs/attention.md has an example, QK-clip.
+      (planned with 9.13 to 9.27, run with 9.19 on an H200: docs/random_attention.md).
+      The derivative is that of the largest score, of the first one where several are
+      equal. cuDNN has no gradient of it: XLA computes that part, in memory that grows
+      with s * t, where a loss depends on the maximum. docs/attention.md has an example,
+      QK-clip.
 
       With a `dropout_rate` of p, weights are dropped after the softmax, and those that
       are kept are divided by 1 - p:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from jax_cudnn.columns import Page, page, table
+from jax_cudnn.columns import Block, Details, Heading, Page, Table
 from jax_cudnn.config import Options
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, to_json
@@ -181,25 +181,27 @@ _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
 class Report(Page):
     """What ``inspect`` found; ``str(report)`` is a table.
 
-    ``notes`` has a sentence for each thing that could not be seen.
+    ``notes`` has a sentence for each thing that could not be seen. Below the table are
+    the reasons why XLA runs a call, the plans that were passed over, and the notes;
+    a notebook folds the last two.
     """
 
     device: str
     calls: tuple[Call, ...]
     notes: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        lines = [f"cuDNN calls on {self.device}", *_table(self.calls)]
-        said: dict[str, list[str]] = {}
-        for call in self.calls:
-            for reason in (
-                *call.reasons,
-                *(f"passed over: {f}" for f in call.failures),
-            ):
-                said.setdefault(reason, []).append(call.op)
-        for reason, ops in said.items():
-            lines.append(f"{', '.join(dict.fromkeys(ops))}: {reason}")
-        return page((*lines, *self.notes))
+    def _blocks(self) -> Iterator[Block]:
+        yield Heading(f"cuDNN calls on {self.device}")
+        yield _table(self.calls)
+        reasons = [(call.op, reason) for call in self.calls for reason in call.reasons]
+        yield Details(title="reasons", notes=_gathered(reasons), is_open=True)
+        failures = [
+            (call.op, f"passed over: {failure}")
+            for call in self.calls
+            for failure in call.failures
+        ]
+        yield Details(title="plans that were passed over", notes=_gathered(failures))
+        yield Details(title="notes", notes=self.notes)
 
     def mermaid(self) -> str:
         """Return a Mermaid flowchart with a frame for each call."""
@@ -223,8 +225,16 @@ class Report(Page):
 # --- the table ------------------------------------------------------------------------
 
 
-def _table(calls: Sequence[Call]) -> Iterator[str]:
-    """Yield the rows of a table; columns of which nothing is known are left out."""
+def _gathered(said: Iterable[tuple[str, str]]) -> tuple[str, ...]:
+    """Return each thing that is said once, behind all operations it is said of."""
+    ops: dict[str, list[str]] = {}
+    for op, what in said:
+        ops.setdefault(what, []).append(op)
+    return tuple(f"{', '.join(dict.fromkeys(ops[what]))}: {what}" for what in ops)
+
+
+def _table(calls: Sequence[Call]) -> Table:
+    """Return the table of calls, without columns of which nothing is known."""
     always = ("op", "count", "operands", "runs on", "plan", "workspace")
     columns = {
         "op": [call.op for call in calls],
@@ -246,7 +256,7 @@ def _table(calls: Sequence[Call]) -> Iterator[str]:
         for name, cells in columns.items()
         if name in always or any(cells)
     }
-    return table(list(shown), zip(*shown.values(), strict=True))
+    return Table(tuple(shown), tuple(zip(*shown.values(), strict=True)))
 
 
 def contenders_text(times: Iterable[tuple[str, float]]) -> str | None:

@@ -12,9 +12,9 @@ from typing import Any
 from jax.stages import Traced
 
 from jax_cudnn import native, offline
-from jax_cudnn.columns import Page, page
+from jax_cudnn.columns import Block, Details, Heading, Page, Text
 from jax_cudnn.config import Options
-from jax_cudnn.errors import LibraryError
+from jax_cudnn.errors import LibraryError, install_command
 from jax_cudnn.graph import Graph, is_anchor, operand_text
 from jax_cudnn.lowering import TracedGraph, traced_graphs
 from jax_cudnn.lowering.decision import Attempt, decide_part, operation
@@ -78,13 +78,13 @@ class Explanation(Page):
         """The calls that are meant for cuDNN and that cuDNN does not run."""
         return tuple(call for call in self.calls if call.is_refused)
 
-    def __str__(self) -> str:
-        lines = [f"cuDNN {self.cudnn_version} on {self.device}"]
+    def _blocks(self) -> Iterator[Block]:
+        yield Heading(f"cuDNN {self.cudnn_version} on {self.device}")
         if not self.calls:
-            lines.append("no cuDNN calls")
+            yield Text("no cuDNN calls")
         for call in self.calls:
-            lines += _lines(call)
-        return page((*lines, *self.notes))
+            yield from _told(call)
+        yield Details(title="notes", notes=self.notes)
 
     def to_json(self) -> dict[str, Any]:
         """Return plain data for ``json.dumps``; "schema" is the version of its form."""
@@ -119,8 +119,9 @@ def explain(
         function takes.
       device: the name of a GPU, which need not be present: "H200", "A100 40GB", "L4",
         "RTX 4090", ... The installed cuDNN is asked. On a machine without a GPU,
-        ``pip install jax_cudnn[gpuless]`` installs all that is needed. Default None:
-        the GPU of the surrounding ``plans.using``, or else this machine's.
+        ``pip install ".[gpuless]"`` in jax_cudnn's source folder installs all that is
+        needed. Default None: the GPU of the surrounding ``plans.using``, or else this
+        machine's.
       **kwargs: as ``*args``.
 
     Returns:
@@ -176,7 +177,8 @@ def _notes(gpus: Iterable[Gpu], calls: Iterable[ExplainedCall]) -> tuple[str, ..
     if is_elsewhere and not offline.has_all_engines():
         notes.append(
             "Asked of the small cuDNN, which has only the engines that are compiled "
-            "when planned: the full one may run more (pip install jax_cudnn[cuda13])."
+            "when planned. The full one may run more: "
+            f"{install_command('cuda13', 'cuda12')}."
         )
     if is_elsewhere:
         notes.append(
@@ -310,27 +312,38 @@ def _families(gpus: list[GpuDescription]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-# --- text and data --------------------------------------------------------------------
+# --- the page -------------------------------------------------------------------------
 
 
-def _lines(call: ExplainedCall) -> Iterator[str]:
+def _told(call: ExplainedCall) -> Iterator[Block]:
     times = f"{call.count} x " if call.count > 1 else ""
-    yield ""
-    yield f"{times}{call.op}({call.shapes})"
-    if call.implementation == "cudnn":
-        yield f"  runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
-    elif not call.attempts:
-        name = "XLA" if call.implementation == "xla" else call.implementation
-        yield f"  runs in {name}"
-    elif call.implementation == "xla":
-        yield "  runs in XLA, not in cuDNN"
-    else:
-        yield "  does not run: cuDNN was asked for and cannot (UnsupportedError)"
-    yield from (f"  - {note}" for note in call.notes)
+    yield Text("")
+    yield Heading(f"{times}{call.op}({call.shapes})")
+    yield Text(f"  {_who(call)}")
+    yield Details(title="notes", notes=call.notes, mark="  - ")
     for attempt in call.attempts:
-        yield f"  refused ({attempt.way}):"
-        yield from (f"    - {reason}" for reason in attempt.reasons)
+        title = f"refused ({attempt.way})"
+        yield Details(
+            title=title,
+            notes=attempt.reasons,
+            heading=f"  {title}:",
+            mark="    - ",
+            is_open=call.is_refused,
+        )
     if call.change:
-        yield f"  what would work: {call.change} (then {call.change_plan})"
+        yield Text(f"  what would work: {call.change} (then {call.change_plan})")
     elif call.is_refused:
-        yield "  what would work: none of the changes that were tried"
+        yield Text("  what would work: none of the changes that were tried")
+
+
+def _who(call: ExplainedCall) -> str:
+    """Return who runs a call, in words."""
+    if call.implementation == "cudnn":
+        return f"runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
+    if not call.attempts:
+        return (
+            f"runs in {'XLA' if call.implementation == 'xla' else call.implementation}"
+        )
+    if call.implementation == "xla":
+        return "runs in XLA, not in cuDNN"
+    return "does not run: cuDNN was asked for and cannot (UnsupportedError)"

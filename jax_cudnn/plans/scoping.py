@@ -31,8 +31,9 @@ def using(
         is for such a GPU with the same version of cuDNN. The program refuses to run on
         a GPU of another compute capability, with another version of cuDNN, or where its
         plans do not exist or need more workspace. On a machine without a GPU, ``pip
-        install jax_cudnn[gpuless]`` installs all that planning needs. Default None: as
-        around the block; outside of any block, this machine's GPU.
+        install ".[gpuless]"`` in jax_cudnn's source folder installs all that planning
+        needs. Default None: as around the block; outside of any block, this machine's
+        GPU.
 
     Raises:
       TypeError: ``plan`` is not a ``PlanOptions``.

@@ -19,7 +19,7 @@ from jax.stages import Traced
 
 from jax_cudnn import choices
 from jax_cudnn.choices import Choice, Key
-from jax_cudnn.columns import Page, page, table
+from jax_cudnn.columns import Block, Heading, Page, Table, Text
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError
 from jax_cudnn.graph import Graph, is_anchor, kind_named, label, operand_text
@@ -54,7 +54,7 @@ class Tuning(Page):
     left_count: int = 0
     program: ProgramTimes | str = _NO_PROGRAM
 
-    def __str__(self) -> str:
+    def _blocks(self) -> Iterator[Block]:
         names = ("op", "operands", "first / best", "cuDNN", "XLA", "others", "chosen")
         rows = [
             (
@@ -69,12 +69,12 @@ class Tuning(Page):
             for choice in self.choices.values()
         ]
         if not any(choice.contenders_us for choice in self.choices.values()):
-            names, rows = _without_others(names), map(_without_others, rows)
-        lines = [f"microseconds a call on {self.device}", *table(names, rows)]
+            names, rows = _without_others(names), list(map(_without_others, rows))
+        yield Heading(f"microseconds a call on {self.device}")
+        yield Table(names, tuple(rows))
         if self.left_count:
-            lines.append(f"not measured, for lack of time: {self.left_count}")
-        lines.append(str(self.program))
-        return page(lines)
+            yield Text(f"not measured, for lack of time: {self.left_count}")
+        yield Text(str(self.program))
 
     def save(self, path: str | Path, made: str = "plans.autotune") -> None:
         """Write a choices file, for ``plans.load_choices``."""

@@ -161,9 +161,14 @@ def _sums(*dtypes: np.dtype) -> np.dtype:
 
 
 def _has_lax(a: jax.Array, b: jax.Array, precision: Any) -> bool:
-    """Whether ragged_dot takes this: no algorithm of dot products, nothing empty."""
+    """Whether ragged_dot is to compute this: no algorithm of dot products, no size 1.
+
+    XLA's gradient of matrices with a single row or column was wrong by half of its
+    values (JAX 0.11.2 on an H100, docs/random_operations.md). Nothing may be empty.
+    """
     members = jax.lax.DotAlgorithmPreset.__members__
     is_algorithm = isinstance(precision, jax.lax.DotAlgorithm) or precision in (
         *members,
     )
-    return not is_algorithm and a.size > 0 and b.size > 0
+    sizes = (*a.shape[-2:], b.shape[-1])
+    return not is_algorithm and min(sizes) > 1 and a.size > 0 and b.size > 0

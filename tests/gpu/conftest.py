@@ -3,6 +3,10 @@
 
 import pytest
 
+from tests.without_rules import without_rules
+
+__all__ = ["without_rules"]
+
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:
     """Say so in the XML that scripts/gpu_report.py reads."""

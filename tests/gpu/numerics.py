@@ -29,6 +29,18 @@ def to_f32(x: Any) -> Any:
     return jnp.asarray(x, jnp.float32)
 
 
+def sinks_noise(sinks: Any, lse: Any, output: Any, cotangent: Any) -> np.ndarray:
+    """Return how far off a kernel's gradient of the sinks may be, for each head.
+
+    It is a sum of products with the output, (b, s, h, e), which is made of rounded
+    weights and rounded twice. These errors add up like random steps: five deviations.
+    """
+    wide = [np.asarray(x, np.float64) for x in (sinks, lse, output, cotangent)]
+    sinks, lse, output, cotangent = wide
+    terms = np.exp(sinks - lse)[..., None] * output * cotangent
+    return 2.0**-6 * np.sqrt(np.sum(terms**2, (0, 1, 3)))
+
+
 def judge(
     names: Sequence[str],
     results: Sequence[jax.Array],

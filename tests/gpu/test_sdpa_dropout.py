@@ -10,6 +10,7 @@ import pytest
 
 from jax_cudnn import plans, sdpa
 from tests.dropout import dropped_attention
+from tests.gpu.numerics import sinks_noise
 
 pytestmark = pytest.mark.gpu
 
@@ -157,11 +158,8 @@ def test_results_and_gradients_match_float64(name, rate):
         # a kernel rounds output, probabilities and dS at other places.
         most = 2 * errors[1] + 2.0**-8
         if role == "sinks":
-            # A sum of products with the output, which is made of rounded weights and
-            # rounded twice. These errors add up like random steps: five deviations.
-            share = np.exp(given["sinks"] - truth["residual"])[..., None]
-            terms = share * truth["output"] * np.asarray(pull, np.float64)
-            most = np.max(2.0**-6 * np.sqrt(np.sum(terms**2, (0, 1, 3)))) / scale
+            pulled = truth["residual"], truth["output"], pull
+            most = np.max(sinks_noise(given["sinks"], *pulled)) / scale
         assert errors[0] <= most, (role, errors)
 
 

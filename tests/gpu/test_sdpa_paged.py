@@ -25,6 +25,8 @@ _PROBLEMS = {
     "head_256": replace(_ONE, d=256, e=256),
     "head_192_128": replace(_ONE, d=192),
     "head_8_40": replace(_ONE, d=8, e=40),
+    "latent": replace(_ONE, d=576, e=512, k=1, g=16),
+    "drafted_latent": replace(_ONE, d=576, e=512, k=1, g=16, s=4),
     "f16": replace(_ONE, dtype="float16"),
     "window": replace(_ONE, window=(20, 0)),
     "negative_scale": replace(_ONE, scale=-0.1),

@@ -6,7 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.gpuless import harness
+from tests.without_rules import without_rules
 
+__all__ = ["pytest_collection_modifyitems", "without_rules"]
 _HERE = Path(__file__).parent
 
 

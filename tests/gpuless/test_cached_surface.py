@@ -18,6 +18,9 @@ _CASES = {
     "prompt_window": {"s": 4, "window": (20, 2), "is_causal": False},
     "head_256": {"d": 256, "e": 256},
     "head_192_128": {"d": 192, "e": 128},
+    # Latent attention: all query heads share one key head.
+    "latent": {"d": 576, "e": 512, "k": 1, "g": 16},
+    "few_latent": {"d": 576, "e": 512, "k": 1, "g": 16, "s": 4},
     "no_groups": {"g": 1},
     "heads_first": {"order": (0, 1, 2, 3)},
     "many_heads_first": {"s": 40, "order": (0, 1, 2, 3)},
@@ -34,11 +37,11 @@ def test_every_form_of_a_cache_has_a_plan(gpu: str) -> None:
             sizes = {"b": 7, "k": 2, "g": 4, "t": 320, "p": 300, "s": 1}
             sizes |= {"i": page, "m": 320 // max(page, 1)}
             options = {"d": 128, "e": 128, "dtype": "bf16", **case}
-            sizes |= {x: options.pop(x) for x in ("s", "g") if x in options}
+            sizes |= {x: options.pop(x) for x in ("s", "g", "k") if x in options}
             graph = cached_graph(is_paged=page > 0, sizes=sizes, **options)
             for i, legal in enumerate(legalize(graph, target).candidates):
                 graphs[f"{name} {page} {i}"] = to_json(legal.graph)
-    assert len(graphs) == len(_PAGES) * (len(_CASES) + 2)
+    assert len(graphs) == len(_PAGES) * (len(_CASES) + 3)
     answers = harness.plan_all([*graphs.values()], gpu, build=False)
     refused = {
         name: answer

@@ -154,6 +154,44 @@ def test_options_that_allow_no_plan_are_named() -> None:
     _check(call, "lacks the note FFT, which is required", change=change)
 
 
+# Queries and keys whose sizes are rounded up, to 64 and to 128 on an H200.
+@pytest.mark.parametrize(
+    ("device", "s", "t", "k", "law"),
+    [
+        ("H200", 1024, 1024, 8, 2 * 16 * 1024 * 1024),
+        ("H200", 1030, 900, 8, 2 * 16 * 1088 * 1024),
+        # And the gradients of keys and values for each query head.
+        ("H200", 1024, 1024, 2, 2 * 16 * 1024 * 1024 + 2 * 16 * 1024 * (128 + 64)),
+        ("A100", 1030, 900, 8, 2 * 16 * 1088 * 960),
+        ("B200", 1030, 900, 8, 0),
+    ],
+)
+def test_a_deterministic_gradient_says_its_memory_before_it_runs(
+    device: str, s: int, t: int, k: int, law: int
+) -> None:
+    """docs/attention.md has the law."""
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return jnp.sum(jax_cudnn.sdpa(q, k, v).astype(jnp.float32))
+
+    sizes = ((2, s, 8, 128), (2, t, k, 128), (2, t, k, 64))
+    operands = [_S(size, jnp.bfloat16) for size in sizes]
+    gradient = jax.grad(loss, (0, 1, 2))
+    found = {}
+    for deterministic in (False, True):
+        with plans.using(PlanOptions(deterministic=deterministic)):
+            call = _by_op(device, gradient, *operands)["sdpa_backward"]
+        with plans.using(PlanOptions(deterministic=deterministic), device=device):
+            (_, inspected) = plans.inspect(gradient, *operands).calls
+        assert call.workspace_bytes == inspected.workspace_bytes
+        assert f"{call.workspace_bytes}" in str(inspected).replace(",", "")
+        found[deterministic] = call.workspace_bytes
+    # A number for each query and head besides, and what cuDNN aligns.
+    rows = 4 * 16 * s
+    assert law + rows <= found[True] <= law + rows + 256
+    assert (found[True] > found[False]) == (device != "B200")
+
+
 def test_the_small_cudnn_is_told_from_the_full_one() -> None:
     operands = [_S((64, 64), jnp.bfloat16)] * 2
     told = plans.explain(jax_cudnn.matmul, *operands, device="H200")
