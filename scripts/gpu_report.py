@@ -2,10 +2,14 @@
 """Runs the GPU tests and writes what they measured: docs/gpu-report.md and .json.
 
     python scripts/gpu_report.py [--out docs] [--again TEST...] [pytest arguments]
+    python scripts/gpu_report.py [--out docs] --merge FILE...
 
 The committed report is this script's output. With --again, only the named tests run.
 Their results replace those of the report that is already in the folder, and each result
-says at which commit it was measured. Interrupted, it keeps the results that there are.
+says at which commit and on which GPU it was measured. Interrupted, it keeps the results
+that there are. With --merge, nothing runs: the results of other reports, the newest
+last, replace those of the folder's. A failure there does not replace a result: it says
+that the test is to run again.
 """
 
 import argparse
@@ -234,13 +238,26 @@ def merged(
     return [*(r for r in kept if _name_of(r) not in replaced), *new]
 
 
-def _earlier(file: Path) -> list[dict[str, Any]]:
-    """Return the results of a report, each with its commit; none without the file."""
-    if not file.exists():
-        return []
+def _read(file: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
+    """Return a report's versions and results, each with its commit and GPU."""
     data = json.loads(file.read_text())
-    before = data["environment"]["commit"]
-    return [{"commit": before, **record} for record in data["tests"]]
+    versions = data["environment"]
+    own = {name: versions[name] for name in _OWN}
+    return versions, [{**own, **record} for record in data["tests"]]
+
+
+# What each result says for itself, as it may differ between them.
+_OWN = ("commit", "GPU")
+
+
+def _write(out: Path, records: list[dict[str, Any]], versions: dict[str, str]) -> None:
+    for name in _OWN:
+        counts = collections.Counter(record[name] for record in records)
+        shares = [f"{value} ({count} tests)" for value, count in counts.items()]
+        versions[name] = ", ".join(shares) if len(counts) > 1 else next(iter(counts))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "gpu-report.json").write_text(as_json(records, versions))
+    (out / "gpu-report.md").write_text(markdown(records, versions))
 
 
 def main() -> int:
@@ -248,23 +265,25 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     parser.add_argument("--again", nargs="+", metavar="TEST", help="run these alone")
+    parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", default=())
     options, rest = parser.parse_known_args()
-    versions = environment()
-    kept: list[dict[str, Any]] = []
-    if options.again:
-        kept = _earlier(options.out / "gpu-report.json")
-    records = run_tests(options.again or ["tests/gpu"], rest)
-    for record in records:
-        record["commit"] = versions["commit"]
-    records = merged(kept, records)
-    commits = collections.Counter(record["commit"] for record in records)
-    if len(commits) > 1:
-        shares = (f"{commit} ({count} tests)" for commit, count in commits.items())
-        versions["commit"] = ", ".join(shares)
-    options.out.mkdir(parents=True, exist_ok=True)
-    (options.out / "gpu-report.json").write_text(as_json(records, versions))
-    (options.out / "gpu-report.md").write_text(markdown(records, versions))
-    return int(any(r["outcome"] in ("failure", "error") for r in records))
+    file = options.out / "gpu-report.json"
+    is_kept = file.exists() and (options.again or options.merge)
+    versions, records = _read(file) if is_kept else ({}, [])
+    for other in options.merge:
+        versions, found = _read(other)
+        records = merged(records, [r for r in found if not _has_failed(r)])
+    if not options.merge:
+        versions = environment()
+        own = {name: versions[name] for name in _OWN}
+        found = run_tests(options.again or ["tests/gpu"], rest)
+        records = merged(records, [{**record, **own} for record in found])
+    _write(options.out, records, versions)
+    return int(any(map(_has_failed, records)))
+
+
+def _has_failed(record: dict[str, Any]) -> bool:
+    return record["outcome"] in ("failure", "error")
 
 
 if __name__ == "__main__":
