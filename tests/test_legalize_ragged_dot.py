@@ -3,6 +3,7 @@
 
 import functools
 import re
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from jax_cudnn.graph import (
     grouped_matmul_graph,
 )
 from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import traced_program
 from jax_cudnn.measuring.stopwatch import draw_sets
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
@@ -58,7 +60,37 @@ def _graphs(dtype: DTypeName, groups: int, result: DTypeName) -> list[Graph]:
     return found
 
 
-_TARGETS = [None, Target(name="H200", sm_version=90, sm_count=132, cudnn_version=91900)]
+_H200 = Target(name="H200", sm_version=90, sm_count=132, cudnn_version=91900)
+_TARGETS = [None, _H200]
+
+
+@pytest.mark.parametrize(
+    ("rows", "groups", "dtype", "sm_version", "is_cudnns"),
+    [
+        (16384, 8, "bf16", 90, True),
+        (16384, 64, "f16", 90, True),
+        (512, 8, "bf16", 90, False),
+        (16384, 7, "bf16", 90, False),
+        (16384, 8, "f32", 90, False),
+        (16384, 8, "bf16", 80, False),
+    ],
+)
+def test_large_products_of_many_groups_are_cudnns(
+    rows: int, groups: int, dtype: Any, sm_version: int, is_cudnns: bool
+) -> None:
+    def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return ragged_dot(lhs, rhs, sizes)
+
+    wide = {"bf16": jnp.bfloat16, "f16": jnp.float16, "f32": jnp.float32}[dtype]
+    lhs = jax.ShapeDtypeStruct((rows, 2048), wide)
+    rhs = jax.ShapeDtypeStruct((groups, 2048, 1024), wide)
+    sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
+    (traced,) = traced_program(product, lhs, rhs, sizes).graphs
+    target = replace(_H200, sm_version=sm_version)
+    for legal in legalize(traced.graph, target).candidates:
+        assert (legal.slower == "") == is_cudnns
+    # Which GPU will run it is not known.
+    assert all(legal.slower for legal in legalize(traced.graph, None).candidates)
 
 
 @pytest.mark.parametrize("target", _TARGETS)

@@ -34,8 +34,8 @@ _OLDEST_CUDNN = 90800
 # "!hardware_fp8_supported" in the reasons of 9.19 and 9.27 for sm_80.
 _OLDEST_F8_SM = 89
 # There it took 0.44 to 0.93 of the time of XLA's code (benchmarks/norm_plans.py). With
-# 128 features it took 1.5 times as long (docs/benchmarks/norms.md). Scales in f32 get
-# the plan for any size.
+# 128 features it took 1.5 times as long (docs/benchmarks/random_norms.md). Scales in
+# f32 get the plan for any size.
 _MEASURED = ("NVIDIA H200", 919)
 _FEATURES = range(768, 8192 + 1, 128)
 _ENOUGH = 2**24
