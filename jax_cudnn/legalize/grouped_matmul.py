@@ -30,8 +30,8 @@ _SLOWER = (
 )
 # XLA multiplies all rows by the matrix of each group, cuDNN each row once. On an H200,
 # with 8 groups and 2^38 multiplications, and with 64 and 2^36, cuDNN's first plan took
-# 0.46 and 0.13 of XLA's time forward, 0.69 and 0.58 for the gradients: so the tuner said
-# in benchmarks/operations.py. At a quarter of the least work, a launch is still little.
+# 0.46 and 0.13 of XLA's time forward, 0.69 and 0.58 for the gradients: so said the
+# tuner in benchmarks/operations.py. At a quarter of this, a launch is still little.
 _MEASURED_SM = 90
 _MANY_GROUPS = 8
 _ENOUGH_WORK = 2**34
