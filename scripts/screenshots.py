@@ -7,7 +7,6 @@
 The site is shown by a browser at the width of a desktop and of a phone, for
 docs/pictures/site; this needs Chromium and pillow. What is printed is shown as a
 terminal of 80 columns has it, for docs/pictures/terminal; this needs the gpuless extra.
-No page of the site shows these pictures.
 """
 
 import argparse
