@@ -5,10 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import jax_cudnn
 from jax_cudnn.reference.norms import column_moments
+from tests.devices import gradient, mesh_of, placed
 
 _ROWS = 1000
 _RNG = np.random.default_rng(5)
@@ -90,3 +92,27 @@ def test_derivatives_are_those_of_the_definition() -> None:
     np.testing.assert_allclose(
         curvature(column_moments, x), curvature(plain, x), rtol=1e-5
     )
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_constants_near_the_largest_have_no_variance(dtype: str) -> None:
+    with jax.enable_x64(dtype == "float64"):
+        largest = float(jnp.finfo(dtype).max)
+        mean, var = column_moments(jnp.full((3, 1), largest / 8, dtype))
+    np.testing.assert_allclose(float(mean[0, 0]), largest / 8, rtol=1e-6)
+    assert float(var[0, 0]) == 0
+
+
+def test_rows_that_types_share_out_are_taken() -> None:
+    mesh = mesh_of(AxisType.Explicit, x=4)
+    x = jnp.asarray(_RNG.standard_normal((264, 3)), jnp.float32)
+    (shared,) = placed(mesh, [x], [("x", None)])
+
+    def norm(x: jax.Array) -> jax.Array:
+        return jax_cudnn.batch_norm(x, jnp.ones(3), jnp.zeros(3))
+
+    with jax.set_mesh(mesh):
+        results = jax.jit(norm)(shared), gradient(norm)(shared)[0]
+    expected = norm(x), gradient(norm)(x)[0]
+    for got, want in zip(results, expected, strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

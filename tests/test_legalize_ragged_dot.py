@@ -26,6 +26,7 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.measuring.stopwatch import draw_sets
 from jax_cudnn.reference import evaluate
+from jax_cudnn.reference.grouped_matmul import gradient_of_b
 from tests.drawn_operands import draw_arrays
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -202,6 +203,46 @@ def test_what_xla_computes_wrongly_is_not_its_operation(
     operands = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in given]
     traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(*operands)
     assert "chlo.ragged_dot" not in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("shape", [(16, 8, 1), (16, 1, 24), (1, 8, 24), (7, 1, 1)])
+@pytest.mark.parametrize("sizes", [(5, 0, 7), (0, 1, 0), (0, 0, 0)])
+def test_what_takes_its_place_is_right(
+    shape: tuple[int, int, int], sizes: tuple[int, ...]
+) -> None:
+    m, k, n = shape
+    rng = np.random.default_rng(3)
+    a, b, grad = (
+        jnp.asarray(rng.standard_normal(s), jnp.float32)
+        for s in ((1, m, k), (3, k, n), (1, m, n))
+    )
+    # A NaN in a row of no group, and in a matrix, stays where it is.
+    total = min(sum(sizes), m)
+    a, grad = (x.at[:, total:].set(jnp.nan) for x in (a, grad))
+    given = jnp.asarray([sizes], jnp.int32)
+    graph = grouped_matmul_graph(
+        {
+            "a": Tensor(name="a", dtype="f32", dims=(1, m, k), order=(0, 1, 2)),
+            "b": Tensor(name="b", dtype="f32", dims=(3, k, n), order=(0, 1, 2)),
+            "group_sizes": Tensor(
+                name="group_sizes", dtype="i32", dims=(1, 3), order=(0, 1)
+            ),
+        },
+        "f32",
+    )
+    (got,) = evaluate(graph, [a, b, given], narrow_sums=True)
+    row, want = 0, np.zeros((m, n))
+    matrices = np.zeros((3, k, n))
+    for group, size in enumerate(sizes):
+        mine = slice(row, min(row + size, m))
+        want[mine] = np.asarray(a[0, mine], np.float64) @ np.asarray(b[group])
+        matrices[group] = np.asarray(a[0, mine], np.float64).T @ np.asarray(
+            grad[0, mine], np.float64
+        )
+        row += size
+    np.testing.assert_allclose(got[0], want, rtol=1e-5, atol=1e-6)
+    found = gradient_of_b(a, grad, given, by_lax=True)
+    np.testing.assert_allclose(found, matrices, rtol=1e-5, atol=1e-6)
 
 
 def test_sizes_that_go_too_far_or_are_negative_are_cut() -> None:

@@ -538,3 +538,16 @@ def test_options_without_a_gpu_decide_nothing_by_measurement(
     (step,) = decide(graph, Options()).steps
     assert step.plan is None
     assert step.legal is not None
+
+
+def test_a_transposed_convolution_of_8_bits_is_lowered() -> None:
+    def run(x: jax.Array, w: jax.Array) -> jax.Array:
+        return conv(
+            x, w, padding=((1, 1), (1, 1)), lhs_dilation=(2, 2),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            preferred_element_type=jnp.float32,
+        )  # fmt: skip
+
+    x = jax.ShapeDtypeStruct((2, 6, 6, 5), jnp.int8)
+    w = jax.ShapeDtypeStruct((3, 3, 5, 7), jnp.int8)
+    assert jax.jit(run).trace(x, w).lower(lowering_platforms=("cuda",)).as_text()

@@ -346,7 +346,8 @@ def _pad_channels(editor: GraphEditor) -> bool:
     x, w = editor.tensors[x_name], editor.tensors[w_name]
     if x.dims[1] != w.dims[1]:
         return False
-    unit = ELEMENTS_PER_LOAD[x.dtype]
+    # In a gradient, x is the result, which may have the dtype of the sums.
+    unit = ELEMENTS_PER_LOAD.get(x.dtype) or ELEMENTS_PER_LOAD[w.dtype]
     c, o = x.dims[1], w.dims[0]
     new_c, new_o = rounded_up(c, unit), rounded_up(o, unit)
     if (new_c, new_o) == (c, o):

@@ -97,8 +97,13 @@ def class_of(part: Graph) -> str:
 
 
 def general(name: str) -> str:
-    """Return the class that a class belongs to: any windows, and any more arrays."""
+    """Return the class that a class belongs to: any windows, and any more arrays.
+
+    Batches and groups of products are none of it.
+    """
     words = name.split(", ")
+    if {"batched", "groups"} & {*words}:
+        return name
     return ", ".join([*words[:3], *(word for word in words if word.endswith(" axes"))])
 
 

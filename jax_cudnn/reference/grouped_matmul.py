@@ -64,6 +64,8 @@ def forward(
     if by_lax and sizes is not None and _has_lax(a, b, precision):
         sums = _sums(a.dtype, dtype) if dtype != a.dtype else dtype
         return {"output": _ragged_dot(a, b, sizes, sums, precision)}
+    if by_lax and sizes is not None and _has_size_1(a, b):
+        return {"output": _row_by_row(a[0], b, sizes[0], _sums(a.dtype, dtype))[None]}
     rows = a.shape[1]
     if sizes is None:
         starts = inputs["starts"][0]
@@ -124,6 +126,11 @@ def gradient_of_b(
             precision=precision,
             preferred_element_type=a.dtype,
         )
+    if by_lax and _has_size_1(a, grad):
+        sums = _sums(a.dtype)
+        products = a[0][:, :, None].astype(sums) * grad[0][:, None, :].astype(sums)
+        ids = _groups_of_rows(sizes[0], a.shape[1])
+        return jax.ops.segment_sum(products, ids, sizes.shape[1])
     own = Groups.of_sizes(sizes[0]).have(a.shape[1])
     # Both: the one may have a NaN in a row of another group where the other has 0.
     ours = jnp.where(own, a, jnp.zeros((), a.dtype))
@@ -155,20 +162,42 @@ def _ragged_dot(
     return product[None]
 
 
+def _row_by_row(
+    a: jax.Array, b: jax.Array, sizes: jax.Array, sums: np.dtype
+) -> jax.Array:
+    """Return each row (m, k) times its own copy of its matrix, of which k or n is 1."""
+    ids, groups = _groups_of_rows(sizes, a.shape[0]), b.shape[0]
+    own = b[jnp.minimum(ids, groups - 1)].astype(sums)
+    products = jnp.sum(a[:, :, None].astype(sums) * own, 1)
+    return jnp.where(ids[:, None] < groups, products, jnp.zeros((), sums))
+
+
+def _groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
+    """Return the number of each row's group, that of the groups for rows in none."""
+    ends = jnp.cumsum(sizes, dtype=sizes.dtype)
+    return jnp.searchsorted(ends, jnp.arange(rows, dtype=sizes.dtype), side="right")
+
+
 def _sums(*dtypes: np.dtype) -> np.dtype:
     names: list[Any] = [dtype_name(dtype) for dtype in dtypes]
     return jax_dtype(accumulator(*names))
 
 
 def _has_lax(a: jax.Array, b: jax.Array, precision: Any) -> bool:
-    """Whether ragged_dot is to compute this: no algorithm of dot products, no size 1.
+    """Whether ragged_dot is to compute this: no algorithm of dot products is asked for.
 
-    XLA's gradient of matrices with a single row or column was wrong by half of its
-    values (JAX 0.11.2 on an H100, docs/random_operations.md). Nothing may be empty.
+    And no size is 0 or 1. With 1, XLA's gradient of the matrices was wrong by half of
+    its values (JAX 0.11.2 on an H100, docs/known_bugs.md).
     """
     members = jax.lax.DotAlgorithmPreset.__members__
     is_algorithm = isinstance(precision, jax.lax.DotAlgorithm) or precision in (
         *members,
     )
+    is_large = a.size > 0 and b.size > 0 and not _has_size_1(a, b)
+    return is_large and not is_algorithm
+
+
+def _has_size_1(a: jax.Array, b: jax.Array) -> bool:
+    """Whether rows, contraction or columns are 1, and nothing is empty."""
     sizes = (*a.shape[-2:], b.shape[-1])
-    return not is_algorithm and min(sizes) > 1 and a.size > 0 and b.size > 0
+    return min(sizes) == 1 and b.shape[0] > 0

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms and their gradients in jax.numpy; their formulas are in graph/norms.py.
 
-All is computed in f32 (f64 beside f64). The variance is that of centred values: the
-difference of the means of x^2 and x, squared, would cancel.
+All is computed in f32 (f64 beside f64). The variance is that of centred values, or in a
+batch norm of values that are nearly centred: the difference of the means of x^2 and x,
+squared, would cancel.
 """
 
 import functools
 import math
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -63,9 +65,9 @@ def _forward(
 
 
 # One row of so many is of the sample that column_moments shifts by, unless its mean is
-# so large that a difference from it might be beyond the range of f32.
+# so large that a difference from it might be beyond the range of the dtype.
 _ROWS_PER_SAMPLE = 256
-_LARGEST_SHIFT = 2.0**100
+_LARGEST_SHIFT = 0.25  # of the largest number
 
 
 def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -77,10 +79,17 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     squares of a sample's distances from the mean are no more than those of all. So
     (mean - k)^2 is 256 times the variance at most, and no more than 8 of f32's 24 bits
     cancel.
+
+    Rows whose type says that devices share them out cannot be sampled so: there values
+    are centred.
     """
+    if _has_shared_rows(x):
+        mean = jnp.mean(x, 0, keepdims=True)
+        return mean, jnp.mean(jnp.square(x - mean), 0, keepdims=True)
     sampled = jnp.mean(x[::_ROWS_PER_SAMPLE], 0, keepdims=True)
     # Infinities and NaN are left to the sums.
-    is_near = jnp.abs(sampled) <= jnp.asarray(_LARGEST_SHIFT, x.dtype)
+    largest = _LARGEST_SHIFT * float(jnp.finfo(x.dtype).max)
+    is_near = jnp.abs(sampled) <= jnp.asarray(largest, x.dtype)
     shift = jax.lax.stop_gradient(jnp.where(is_near, sampled, 0))
     moved = x - shift
     offset = jnp.mean(moved, 0, keepdims=True)
@@ -89,6 +98,12 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     is_too_large = jnp.isposinf(square) & jnp.isfinite(offset)
     variance = square - jnp.where(is_too_large, 0, jnp.square(offset))
     return shift + offset, jnp.where(variance < 0, 0, variance)
+
+
+def _has_shared_rows(x: jax.Array) -> bool:
+    """Whether the type of x, on a mesh of explicit axes, divides its rows."""
+    sharding: Any = jax.typeof(x).sharding
+    return bool(sharding.spec) and sharding.spec[0] is not None
 
 
 def _backward(
