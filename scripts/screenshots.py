@@ -135,7 +135,10 @@ def _printed(*command: str) -> str:
     # 1 is an answer of explain and doctor.
     if process.wait() not in (0, 1) or not read:
         raise SystemExit(f"screenshots.py: {' '.join(command)!r} failed.")
-    return read.decode().replace("\r\n", "\n")
+    text = read.decode().replace("\r\n", "\n")
+    for folder, name in ((sys.prefix, "~/venv"), (str(_ROOT), "~/jax_cudnn")):
+        text = text.replace(folder, name)
+    return text
 
 
 def _sessions() -> Iterator[tuple[str, str]]:
