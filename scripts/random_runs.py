@@ -169,8 +169,7 @@ def _earlier(suite: Suite, arguments: argparse.Namespace) -> list[Record]:
 def _run_all(suite: Suite, arguments: argparse.Namespace) -> None:
     until = time.time() + arguments.seconds
     versions, measured_at = environment(), commit()
-    command = f"python -m scripts.{suite.name}"
-    command = " ".join([command, *sys.argv[1:]])
+    command = _command(suite, arguments.out)
     earlier = _earlier(suite, arguments)
 
     def write(found: Iterable[Record]) -> str:
@@ -198,6 +197,12 @@ def _run_all(suite: Suite, arguments: argparse.Namespace) -> None:
                 write(workers.records())
                 written = time.time()
         print(write(workers.records()))
+
+
+def _command(suite: Suite, out: Path) -> str:
+    """Return how to run the same, with the folder that the page is kept in."""
+    given = ["docs" if each == str(out) else each for each in sys.argv[1:]]
+    return " ".join([f"python -m scripts.{suite.name}", *given])
 
 
 def _write(suite: Suite, folder: Path, text: str, data: Record) -> None:
