@@ -156,21 +156,28 @@ def _has_device() -> bool:
     return True
 
 
-def _earlier(suite: Suite, arguments: argparse.Namespace) -> list[Record]:
-    """Return what an earlier run found out, if it is to be kept."""
+def _earlier(suite: Suite, arguments: argparse.Namespace) -> tuple[list[Record], str]:
+    """Return what an earlier run found out, if it is to be kept, and on which GPU."""
     file = arguments.out / f"{suite.name}.json"
     if not arguments.more or not file.exists():
-        return []
-    records = json.loads(file.read_text(encoding="utf-8"))["problems"]
+        return [], ""
+    data = json.loads(file.read_text(encoding="utf-8"))
     # What failed or was wrong is run again.
-    return [each for each in records if each["outcome"] in ("right", "refused")]
+    kept = [x for x in data["problems"] if x["outcome"] in ("right", "refused")]
+    return kept, data["versions"]["GPU"]
+
+
+def _both(earlier: str, now: str) -> str:
+    """Return the names of the GPUs of two runs."""
+    return " and ".join(dict.fromkeys([*filter(None, earlier.split(" and ")), now]))
 
 
 def _run_all(suite: Suite, arguments: argparse.Namespace) -> None:
     until = time.time() + arguments.seconds
     versions, measured_at = environment(), commit()
     command = _command(suite, arguments.out)
-    earlier = _earlier(suite, arguments)
+    earlier, gpus = _earlier(suite, arguments)
+    versions["GPU"] = _both(gpus, versions["GPU"])
 
     def write(found: Iterable[Record]) -> str:
         new = [{**record, "commit": measured_at} for record in found]
