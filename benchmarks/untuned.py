@@ -41,6 +41,7 @@ from jax_cudnn.measuring.stopwatch import (
     OperandSets,
     PlanStopwatch,
     compile_over_sets,
+    set_count,
 )
 from jax_cudnn.measuring.together import together
 
@@ -48,7 +49,6 @@ _DATA, _PAGE, _PARTS = "untuned.json", "untuned.md", "untuned_parts.json"
 # The first numbers of the calls whose kernels are timed, and of those that are checked.
 _FIRST = {"parts": 0, "calls": 100_000}
 _AT_ONCE = 32
-_MOST_BYTES = 2**28
 _GOAL = 1.05
 
 
@@ -66,8 +66,6 @@ def _batched(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
 def _drawn_sets(call: Call) -> list[list[jax.Array]]:
     """Return operands in sets, so many that none is read from the cache."""
     types = call.types()
-    size = sum(x.size * x.dtype.itemsize for x in types)
-    count = min(8, max(2, -(-_MOST_BYTES // size)))
 
     @jax.jit
     def draw(key: jax.Array) -> list[jax.Array]:
@@ -77,12 +75,16 @@ def _drawn_sets(call: Call) -> list[list[jax.Array]]:
             for k, x in zip(keys, types, strict=True)
         ]
 
-    return [draw(jax.random.key(i)) for i in range(count)]
+    return [draw(jax.random.key(i)) for i in range(_set_count(types))]
+
+
+def _set_count(types: Sequence[jax.ShapeDtypeStruct]) -> int:
+    return set_count(sum(x.size * x.dtype.itemsize for x in types))
 
 
 def _compiled(call: Call, implementation: Implementation) -> Callable[..., Any] | None:
-    size = sum(x.size * x.dtype.itemsize for x in call.types())
-    sets = [call.types()] * min(8, max(2, -(-_MOST_BYTES // size)))
+    types = call.types()
+    sets = [types] * _set_count(types)
     run = functools.partial(call.run, implementation)
     try:
         return compile_over_sets(run, sets)

@@ -23,8 +23,8 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,15 @@ import jax
 from benchmarks.fusion_cells import CELLS
 from benchmarks.records import write_records
 from jax_cudnn import choices
-from jax_cudnn.legalize.measured import FEATURES, class_of, general, sizes_of
+from jax_cudnn.legalize.measured import (
+    FEATURES,
+    Rule,
+    class_of,
+    general,
+    read_rules,
+    rule_for,
+    sizes_of,
+)
 from jax_cudnn.lowering import traced_program
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -63,7 +71,7 @@ class Kernel:
     """A kernel that was measured: its sizes, and cuDNN's first plan beside XLA."""
 
     name: str
-    sizes: dict[str, float]
+    sizes: Mapping[str, float]
     ratio: float
 
     @property
@@ -73,10 +81,10 @@ class Kernel:
         return told + _PENALTY * max(0.0, told - _GOAL)
 
 
-def slow_engines() -> dict[str, list[int]]:
+def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the engines that were slow wherever they were measured, by kind."""
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
-    for row in _rows():
+    for row in rows:
         kind = row["class"].split(", ")[0]
         for engine, ratio in row["engines"].items():
             if int(engine) != row["first_engine"]:
@@ -88,33 +96,27 @@ def slow_engines() -> dict[str, list[int]]:
     return dict(found)
 
 
-def _rows() -> list[dict[str, Any]]:
-    return json.loads(_PARTS.read_text())["rows"]
-
-
-def measured_kernels() -> Iterator[Kernel]:
+def measured_kernels(
+    rows: Sequence[Mapping[str, Any]], slow: Mapping[str, Sequence[int]]
+) -> Iterator[Kernel]:
     """Yield the kernels that were measured, but for those of slow engines."""
-    slow = slow_engines()
-    for row in _rows():
+    for row in rows:
         if row["first_engine"] in slow.get(row["class"].split(", ")[0], ()):
             continue
-        sizes = {
-            str(name): float(size)
-            for name, size in zip(FEATURES, row["sizes"], strict=True)
-        }
+        sizes = dict(zip(FEATURES, map(float, row["sizes"]), strict=True))
         yield Kernel(name=row["class"], sizes=sizes, ratio=row["ratio"])
     times = {key.graph: choice for key, choice in choices.shipped().items()}
     seen: set[str] = set()
     for cell in CELLS:
         for part in _parts_of(cell):
-            choice = times.get(choices.digest_of(part))
-            if choice is None or choices.digest_of(part) in seen or not class_of(part):
+            digest, name = choices.digest_of(part), class_of(part)
+            choice = times.get(digest)
+            if choice is None or digest in seen or not name:
                 continue
-            seen.add(choices.digest_of(part))
+            seen.add(digest)
             if choice.cudnn_us and choice.xla_us and choice.first_ratio:
                 ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
-                sizes = {**sizes_of(part)}
-                yield Kernel(name=class_of(part), sizes=sizes, ratio=ratio)
+                yield Kernel(name=name, sizes=sizes_of(part), ratio=ratio)
 
 
 def _parts_of(cell: Any) -> Iterator[Any]:
@@ -129,32 +131,21 @@ def _parts_of(cell: Any) -> Iterator[Any]:
             yield from graph.parts
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Split:
-    """XLA runs the kernels whose feature is between two bounds; "" is all of them."""
-
-    feature: str = ""
-    least: float | None = None
-    most: float | None = None
-
-    def takes(self, kernel: Kernel) -> bool:
-        if not self.feature:
-            return True
-        size = kernel.sizes[self.feature]
-        low = -math.inf if self.least is None else self.least
-        high = math.inf if self.most is None else self.most
-        return low <= size <= high
-
-
-def _splits(kernels: Sequence[Kernel]) -> Iterator[_Split]:
-    yield _Split()
+def _splits(kernels: Sequence[Kernel]) -> Iterator[Rule]:
+    """Yield the rule that XLA runs all, and those beyond each bound."""
+    everything = Rule(count=len(kernels))
+    yield everything
     for feature in FEATURES:
         sizes = sorted({kernel.sizes[feature] for kernel in kernels})
         for low, high in itertools.pairwise(sizes):
             bound = float(f"{math.sqrt(low * high):.3g}")
             if low < bound < high:
-                yield _Split(feature=feature, least=bound)
-                yield _Split(feature=feature, most=bound)
+                yield replace(everything, feature=feature, least=bound)
+                yield replace(everything, feature=feature, most=bound)
+
+
+def _finite(bound: float) -> float | None:
+    return bound if math.isfinite(bound) else None
 
 
 def rule_of(name: str, kernels: Sequence[Kernel]) -> dict[str, Any] | None:
@@ -162,23 +153,24 @@ def rule_of(name: str, kernels: Sequence[Kernel]) -> dict[str, Any] | None:
     if len(kernels) < _FEWEST:
         return None
 
-    def saved(split: _Split) -> float:
-        worth = _WORTH_OF_BOUND if split.feature else _WORTH
-        return sum(k.cost for k in kernels if split.takes(k)) - worth
+    def saved(rule: Rule) -> float:
+        worth = _WORTH_OF_BOUND if rule.feature else _WORTH
+        return sum(k.cost for k in kernels if rule.holds(k.sizes)) - worth
 
-    def mean(split: _Split) -> float:
-        return statistics.geometric_mean(k.ratio for k in kernels if split.takes(k))
+    def mean(rule: Rule) -> float:
+        given = (k.ratio for k in kernels if rule.holds(k.sizes))
+        return statistics.geometric_mean(given)
 
     splits = [each for each in _splits(kernels) if mean(each) >= _SLOWER]
     best = max(splits, key=saved, default=None)
     if best is None or saved(best) <= 0:
         return None
-    given = [kernel for kernel in kernels if best.takes(kernel)]
+    given = [kernel for kernel in kernels if best.holds(kernel.sizes)]
     return {
         "class": name,
         "feature": best.feature,
-        "least": best.least,
-        "most": best.most,
+        "least": _finite(best.least),
+        "most": _finite(best.most),
         "sizes": {
             feature: [
                 float(f"{min(k.sizes[feature] for k in kernels) / _REACH:.3g}"),
@@ -208,9 +200,10 @@ def rules(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
     return sorted(known, key=lambda rule: rule["class"])
 
 
-def markdown(found: Sequence[dict[str, Any]], kernels: Sequence[Kernel]) -> str:
-    """Return the page."""
-    environment = json.loads(_PARTS.read_text())["environment"]
+def markdown(
+    data: Mapping[str, Any], environment: Mapping[str, str], kernels: int
+) -> str:
+    """Return the page, of what is written for the package."""
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
         "<!-- Which kernels auto leaves to XLA without tuning. -->",
@@ -218,7 +211,7 @@ def markdown(found: Sequence[dict[str, Any]], kernels: Sequence[Kernel]) -> str:
         '# What "auto" leaves to XLA',
         "",
         "Printed by `python -m scripts.default_rules`; do not edit. Rules from the",
-        f"times of {len(kernels)} kernels on an {environment['GPU']} with cuDNN "
+        f"times of {kernels} kernels on an {environment['GPU']} with cuDNN "
         f"{environment['cuDNN']} and JAX {environment['JAX']}.",
         "",
         "A kernel is a convolution, a gradient of one, or a product, with what follows",
@@ -231,7 +224,7 @@ def markdown(found: Sequence[dict[str, Any]], kernels: Sequence[Kernel]) -> str:
         "| kernels | left to XLA | ratio | kernels measured |",
         "| --- | --- | ---: | ---: |",
     ]
-    for rule in found:
+    for rule in data["rules"]:
         if not rule["count"]:
             lines.append(f"| {rule['class']} | none | | |")
             continue
@@ -246,33 +239,32 @@ def markdown(found: Sequence[dict[str, Any]], kernels: Sequence[Kernel]) -> str:
     lines += ["", "Engines of cuDNN whose plans are left to XLA where they come first:"]
     lines += [
         f"{kind}: {', '.join(map(str, engines))}."
-        for kind, engines in slow_engines().items()
+        for kind, engines in data["slow_engines"].items()
     ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
     """Write the rules and their page."""
-    kernels = list(measured_kernels())
+    measured = json.loads(_PARTS.read_text())
+    engines = slow_engines(measured["rows"])
+    kernels = list(measured_kernels(measured["rows"], engines))
     found = rules(kernels)
     _RULES.parent.mkdir(exist_ok=True)
-    data = {"sm_version": 90, "slow_engines": slow_engines(), "rules": found}
+    data = {"sm_version": 90, "slow_engines": engines, "rules": found}
     write_records(_RULES, data)
-    _PAGE.write_text(markdown(found, kernels))
+    _PAGE.write_text(markdown(data, measured["environment"], len(kernels)))
+    known = read_rules(found)
     slow = [kernel for kernel in kernels if math.log(kernel.ratio) > _GOAL]
-    kept = [kernel for kernel in slow if not _is_given(kernel, found)]
+    kept = [kernel for kernel in slow if not _is_given(kernel, known)]
     print(f"{len(kernels)} kernels, {len(found)} rules")
     print(f"more than 5 % slower than XLA: {len(slow)}, with the rules {len(kept)}")
 
 
-def _is_given(kernel: Kernel, found: Sequence[dict[str, Any]]) -> bool:
+def _is_given(kernel: Kernel, known: Mapping[str, Rule]) -> bool:
     """Whether the rules give a kernel to XLA."""
-    names = {rule["class"]: rule for rule in found}
-    rule = names.get(kernel.name, names.get(general(kernel.name)))
-    if rule is None or not rule["count"]:
-        return False
-    bounds = {name: rule[name] for name in ("feature", "least", "most")}
-    return _Split(**bounds).takes(kernel)
+    rule = rule_for(kernel.name, known)
+    return rule is not None and rule.holds(kernel.sizes)
 
 
 if __name__ == "__main__":

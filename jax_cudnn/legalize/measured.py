@@ -10,7 +10,7 @@ goes before (choices.py).
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
 # XLA has kernels that add to a contraction's result, and that take its relu.
 _SUMS = frozenset({"add", "identity"})
 # What rules may ask for: sizes of the product that a contraction is like.
-FEATURES = ("rows", "columns", "depth", "work")
+FEATURES: Sequence[str] = ("rows", "columns", "depth", "work")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,7 +63,7 @@ def slower(part: Graph) -> str:
     name = class_of(part)
     if not name:
         return ""
-    rule = rules().get(name, rules().get(general(name)))
+    rule = rule_for(name, rules())
     if rule is None or not rule.holds(sizes_of(part)):
         return ""
     return (
@@ -71,6 +71,11 @@ def slower(part: Graph) -> str:
         f"took {rule.ratio:.2f} of the time of XLA's code: plans.autotune finds the "
         "best of both"
     )
+
+
+def rule_for(name: str, known: Mapping[str, Rule]) -> Rule | None:
+    """Return the rule of a class: its own, or that of the class it belongs to."""
+    return known.get(name, known.get(general(name)))
 
 
 def class_of(part: Graph) -> str:
@@ -142,7 +147,12 @@ def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
 @functools.cache
 def rules() -> Mapping[str, Rule]:
     """Return the rules by their class."""
-    return {entry["class"]: _rule(entry) for entry in _read()["rules"]}
+    return read_rules(_read()["rules"])
+
+
+def read_rules(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Rule]:
+    """Return rules by their class, given as the file has them."""
+    return {entry["class"]: _rule(entry) for entry in entries}
 
 
 @functools.cache
@@ -150,7 +160,7 @@ def _read() -> dict[str, Any]:
     return json.loads(_FILE.read_text())
 
 
-def _rule(entry: dict[str, Any]) -> Rule:
+def _rule(entry: Mapping[str, Any]) -> Rule:
     given = {name: value for name, value in entry.items() if value is not None}
     sizes = given.pop("sizes", {})
     del given["class"]

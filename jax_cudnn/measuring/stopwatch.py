@@ -79,6 +79,11 @@ def _drawn(
     return taken(numbers.normal, number, shape).astype(dtype)
 
 
+def set_count(size: int) -> int:
+    """Return how many sets of so many bytes are too large together for the cache."""
+    return min(_MOST_SETS, max(2, math.ceil(_ROTATED_BYTES / max(size, 1))))
+
+
 class OperandSets:
     """Sets of random operands of a graph, too large together for the cache.
 
@@ -92,7 +97,7 @@ class OperandSets:
         self._device = device
         tensors = (*graph.input_tensors, *graph.output_tensors)
         size = sum(_bytes(tensor) for tensor in tensors)
-        count = min(_MOST_SETS, max(2, math.ceil(_ROTATED_BYTES / max(size, 1))))
+        count = set_count(size)
         types = [
             jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
             for t in graph.input_tensors

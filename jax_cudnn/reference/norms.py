@@ -43,14 +43,12 @@ def _forward(
     wide = _widened(inputs)
     centred = x = wide["x"]
     results: dict[str, jax.Array] = {}
-    if axes == (0,):
-        results["mean"], variance = column_moments(x)
+    if is_centred:
+        moments = column_moments(x) if axes == (0,) else _centred_moments(x, axes)
+        results["mean"], variance = moments
         centred = x - results["mean"]
     else:
-        if is_centred:
-            results["mean"] = jnp.mean(x, axes, keepdims=True)
-            centred = x - results["mean"]
-        variance = jnp.mean(jnp.square(centred), axes, keepdims=True)
+        variance = jnp.mean(jnp.square(x), axes, keepdims=True)
     rstd = jax.lax.rsqrt(variance + jnp.asarray(attributes.epsilon, x.dtype))
     output = centred * rstd
     if "scale" in wide:
@@ -84,8 +82,7 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     are centred.
     """
     if _has_shared_rows(x):
-        mean = jnp.mean(x, 0, keepdims=True)
-        return mean, jnp.mean(jnp.square(x - mean), 0, keepdims=True)
+        return _centred_moments(x, (0,))
     sampled = jnp.mean(x[::_ROWS_PER_SAMPLE], 0, keepdims=True)
     # Infinities and NaN are left to the sums.
     largest = _LARGEST_SHIFT * float(jnp.finfo(x.dtype).max)
@@ -98,6 +95,14 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     is_too_large = jnp.isposinf(square) & jnp.isfinite(offset)
     variance = square - jnp.where(is_too_large, 0, jnp.square(offset))
     return shift + offset, jnp.where(variance < 0, 0, variance)
+
+
+def _centred_moments(
+    x: jax.Array, axes: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:
+    """Return the means along some axes, and the variances, by two passes."""
+    mean = jnp.mean(x, axes, keepdims=True)
+    return mean, jnp.mean(jnp.square(x - mean), axes, keepdims=True)
 
 
 def _has_shared_rows(x: jax.Array) -> bool:
