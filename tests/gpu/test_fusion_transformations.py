@@ -7,11 +7,7 @@ import functools
 import itertools
 import logging
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -28,6 +24,7 @@ from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_target
 from tests.fused import stacked
+from tests.gpu.captured import custom_calls, run_dumped
 from tests.gpu.numerics import judge, to_f32
 
 pytestmark = pytest.mark.gpu
@@ -514,33 +511,11 @@ print("done")
 
 def test_a_chain_is_inside_a_captured_command_buffer(tmp_path):
     """XLA's dump shows the custom calls in a command buffer, and the results hold."""
-    flags = (
-        f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text "
-        "--xla_gpu_graph_min_graph_size=1"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", _CAPTURE],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={
-            **os.environ,
-            "XLA_FLAGS": flags,
-            "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        },
-    )
-    assert result.returncode == 0, result.stderr
-    inside, outside = 0, 0
-    for path in Path(tmp_path).rglob("*thunk_sequence_after_thunk_passes.txt"):
-        # What a command buffer holds is indented below its line.
-        for line in path.read_text().splitlines():
-            if "kCustomCall" in line:
-                is_inside = line.startswith(" ")
-                inside, outside = inside + is_inside, outside + (not is_inside)
-    assert outside == 0
+    run_dumped(_CAPTURE, tmp_path, XLA_PYTHON_CLIENT_PREALLOCATE="false")
+    inside, outside = custom_calls(tmp_path)
+    assert not outside
     # Six calls of the chain; six and six of its gradient; a conv and a matmul alone.
-    assert inside >= 6 + 12 + 2
+    assert len(inside) >= 6 + 12 + 2
 
 
 # --- tuning ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import pytest
 import jax_cudnn
 from jax_cudnn import native
 from jax_cudnn.plans import inspect
+from tests.gpu.captured import custom_calls, run_dumped
 from tests.sdpa_cases import Case, make_operands
 
 pytestmark = pytest.mark.gpu
@@ -260,30 +261,11 @@ print("done")
 
 def test_calls_are_inside_a_captured_command_buffer(tmp_path):
     """XLA's dump shows the custom calls in a command buffer, and the results hold."""
-    flags = (
-        f"--xla_dump_to={tmp_path} --xla_dump_hlo_as_text "
-        "--xla_gpu_graph_min_graph_size=1"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", _CAPTURE],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-        env={**os.environ, "XLA_FLAGS": flags},
-    )
-    assert result.returncode == 0, result.stderr
-    dumps = list(Path(tmp_path).rglob("*thunk_sequence_after_thunk_passes.txt"))
-    inside, outside = 0, 0
-    for path in dumps:
-        # What a command buffer holds is indented below its line.
-        for line in path.read_text().splitlines():
-            if "kCustomCall" in line:
-                is_inside = line.startswith(" ")
-                inside, outside = inside + is_inside, outside + (not is_inside)
-    assert outside == 0
+    run_dumped(_CAPTURE, tmp_path)
+    inside, outside = custom_calls(tmp_path)
+    assert not outside
     # Six calls of the chain, six and six of its gradient, and one alone.
-    assert inside >= 6 + 12 + 1
+    assert len(inside) >= 6 + 12 + 1
 
 
 _MEMCHECK = str(Path(__file__).parent / "memcheck.py")
