@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_cudnn import choices
 from tests.attention import SIZES, shape_of
 
 # Tests, and the processes that they start, see no plans and choices of other runs.
@@ -116,6 +117,24 @@ def _run_on_cpu(
         return
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _put_choices_back() -> Iterator[None]:
+    """Let no test change the measured choices that the next one finds."""
+    table = choices.table()
+    before, version = table.all(), table.version
+    yield
+    if table.version != version:
+        table.clear()
+        table.add(before)
+
+
+@pytest.fixture
+def table(_put_choices_back: None) -> choices.ChoiceTable:
+    """Return the process's measured choices, emptied for this test."""
+    choices.table().clear()
+    return choices.table()
 
 
 @pytest.fixture

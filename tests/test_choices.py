@@ -150,14 +150,11 @@ def test_a_damaged_file_is_refused_or_well_formed(
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """Keep choices in a folder that does not exist yet, and put all back."""
-    before = choices.table().all()
+    """Keep choices in a folder that does not exist yet."""
     path = tmp_path / "above" / "cache"
     plans.set_cache(path)
     yield path
     plans.set_cache(None)
-    choices.table().clear()
-    choices.table().add(before)
 
 
 @hypothesis.given(st.lists(st.dictionaries(_KEYS, _CHOICES, max_size=3), max_size=4))

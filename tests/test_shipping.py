@@ -87,13 +87,10 @@ def cudnn(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Cudnn]:
     for module in (devices, shipping):
         monkeypatch.setattr(module, "local_target", lambda: (0, _TARGET))
     monkeypatch.setattr(shipping, "local_ordinals", lambda: [0, 1])
-    before = choices.table().all()
     choices.table().clear()
     decision.forget_decisions()
     yield fake
     decision.forget_decisions()
-    choices.table().clear()
-    choices.table().add(before)
 
 
 def _describe(

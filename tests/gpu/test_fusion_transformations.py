@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -519,17 +519,6 @@ def test_a_chain_is_inside_a_captured_command_buffer(tmp_path):
 
 
 # --- tuning ---------------------------------------------------------------------------
-
-
-@pytest.fixture
-def table() -> Iterator[choices.ChoiceTable]:
-    """Give the process's choices, emptied, and put back what they were."""
-    table = choices.table()
-    before = table.all()
-    table.clear()
-    yield table
-    table.clear()
-    table.add(before)
 
 
 def _tuned(

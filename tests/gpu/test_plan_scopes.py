@@ -1,15 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do options, scopes and tuning blocks reach the plans that run under jit?"""
 
-from collections.abc import Iterator
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jax_cudnn
-from jax_cudnn import UnsupportedError, choices, plans
+from jax_cudnn import UnsupportedError, plans
 from jax_cudnn.plans import PlanOptions
 
 pytestmark = pytest.mark.gpu
@@ -19,17 +17,6 @@ _JIT = "RUNTIME_COMPILATION"
 
 def _normal(seed: int, *shape: int, dtype: jax.typing.DTypeLike = jnp.float16):
     return jax.random.normal(jax.random.key(seed), shape, jnp.float32).astype(dtype)
-
-
-@pytest.fixture
-def table() -> Iterator[choices.ChoiceTable]:
-    """Give the process's choices, emptied, and put back what they were."""
-    table = choices.table()
-    before = table.all()
-    table.clear()
-    yield table
-    table.clear()
-    table.add(before)
 
 
 # --- options --------------------------------------------------------------------------

@@ -237,32 +237,25 @@ def test_saved_plans_are_loaded_and_give_the_same_bits(op: str, tmp_path: Path) 
     assert native.cache_stats().builds == before.builds
 
 
-def test_loaded_choices_decide(tmp_path: Path) -> None:
+def test_loaded_choices_decide(tmp_path: Path, table: choices.ChoiceTable) -> None:
     _, operands = _case("matmul")
-    table = choices.table()
-    everything = table.all()
     local = local_target()
     assert local is not None
     graph, options, _ = traced_graphs(_matmul, *operands)[0]
-    try:
-        table.clear()
-        (step,) = decide(graph, options).steps
-        assert step.plan is not None
-        pin = Choice(
-            op="matmul", operands="", implementation="cudnn", plan=step.plan.request
-        )
-        table.add({choices.key_of(step.part, local[1]): pin})
-        assert plans.save(tmp_path / "plans", _matmul, *operands).choices == 1
-        table.clear()
-        plans.clear_cache()
-        assert plans.load(tmp_path / "plans").choices == 1
-        before = native.cache_stats()
-        (step,) = decide(graph, options).steps
-        assert step.request == pin.plan
-        assert native.cache_stats().builds == before.builds
-    finally:
-        table.clear()
-        table.add(everything)
+    (step,) = decide(graph, options).steps
+    assert step.plan is not None
+    pin = Choice(
+        op="matmul", operands="", implementation="cudnn", plan=step.plan.request
+    )
+    table.add({choices.key_of(step.part, local[1]): pin})
+    assert plans.save(tmp_path / "plans", _matmul, *operands).choices == 1
+    table.clear()
+    plans.clear_cache()
+    assert plans.load(tmp_path / "plans").choices == 1
+    before = native.cache_stats()
+    (step,) = decide(graph, options).steps
+    assert step.request == pin.plan
+    assert native.cache_stats().builds == before.builds
 
 
 def test_a_file_whose_manifest_was_altered_is_refused(tmp_path: Path) -> None:
