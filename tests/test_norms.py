@@ -170,6 +170,43 @@ def test_squares_beyond_f32_give_a_rstd_of_0() -> None:
 
 
 @_EACH
+@pytest.mark.parametrize("size", [1e21, 1e36])
+def test_gradients_where_squares_are_beyond_f32_are_0(call: Call, size: float) -> None:
+    x, scale, bias = operands(call)
+    _, pull = jax.vjp(call.run, size * x, scale, bias)
+    for factor in (1, 1e4):
+        grad_x, grad_scale, grad_bias = pull(factor * jnp.cos(x))
+        np.testing.assert_array_equal(grad_x, jnp.zeros_like(x))
+        np.testing.assert_array_equal(grad_scale, jnp.zeros_like(scale))
+        assert np.isfinite(grad_bias).all()
+
+
+@_EACH
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["x", "cotangent"])
+def test_gradients_of_what_is_not_finite(call: Call, bad: float, where: str) -> None:
+    """NaN is what the statistics and the values themselves share with it, no more."""
+    x, scale, bias = operands(call)
+    cotangent = jnp.cos(x)
+    first = (0,) * x.ndim
+
+    def gradients(x: jax.Array, cotangent: jax.Array) -> Any:
+        return jax.vjp(call.run, x, scale, bias)[1](cotangent)
+
+    clean = gradients(x, cotangent)
+    if where == "x":
+        got = gradients(x.at[first].set(bad), cotangent)
+    else:
+        got = gradients(x, cotangent.at[first].set(bad))
+    is_same = call.truth(x.at[first].set(np.nan), scale, bias)["output"]
+    is_same = np.isfinite(is_same)
+    assert not np.isfinite(got[0][first])
+    np.testing.assert_allclose(
+        np.asarray(got[0])[is_same], np.asarray(clean[0])[is_same], rtol=1e-5, atol=1e-6
+    )
+
+
+@_EACH
 def test_without_elements(call: Call) -> None:
     for axis in range(len(call.shape)):
         shape = list(call.shape)

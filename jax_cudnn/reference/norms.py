@@ -120,24 +120,51 @@ def _backward(
     del attributes
     wide = _widened(inputs)
     grad, rstd = wide["grad_output"], wide["rstd"]
-    centred = wide["x"] - wide["mean"] if "mean" in wide else wide["x"]
+    centred = wide["x"]
+    if "mean" in wide:
+        # Without the barrier XLA puts the mean, these values and their sums into one
+        # kernel for each row, which writes f32 numbers for the next ones to read.
+        centred = centred - jax.lax.optimization_barrier(wide["mean"])
     normal = centred * rstd
+    asked = [role for role in ("grad_scale", "grad_bias") if role in outputs]
+    factors = [outputs[role].dims for role in asked]
+    factors += [wide["scale"].shape] if "scale" in wide else []
+    # Sums along axes of size 1 of all factors serve their gradients and that of x. They
+    # are multiplied by the scale and by rstd afterwards, so that XLA adds them up in
+    # the pass over x that computes the variance. Of no elements rstd is NaN, but the
+    # sums are 0.
+    shared = tuple(i for i in axes if all(dims[i] == 1 for dims in factors))
+    shared = () if 0 in grad.shape else shared
+    total = jnp.sum(grad, shared, keepdims=True)
+    along = jnp.sum(grad * centred, shared, keepdims=True)
+
+    def normalised(sums: jax.Array) -> jax.Array:
+        # Where rstd is 0, the variance is beyond the range of f32; sums may be so too.
+        return jnp.where(rstd == 0, 0, sums * rstd)
+
+    terms = {
+        "grad_scale": normalised(along) if shared else grad * normal,
+        "grad_bias": total,
+    }
     results: dict[str, jax.Array] = {}
-    for role, terms in (("grad_scale", grad * normal), ("grad_bias", grad)):
-        if role in outputs:
-            dims = outputs[role].dims
-            summed = tuple(axis for axis, size in enumerate(dims) if size == 1)
-            results[role] = jnp.sum(terms, summed, keepdims=True)
+    for role in asked:
+        dims = outputs[role].dims
+        summed = tuple(axis for axis, size in enumerate(dims) if size == 1)
+        results[role] = jnp.sum(terms[role], summed, keepdims=True)
     if "grad_x" not in outputs:
         return results
+    others = tuple(axis for axis in axes if axis not in shared)
+    count = math.prod(grad.shape[axis] for axis in axes)
 
-    def mean(terms: jax.Array) -> jax.Array:
-        return jnp.mean(terms, axes, keepdims=True)
+    def scaled(terms: jax.Array) -> jax.Array:
+        return terms * wide["scale"] if "scale" in wide else terms
 
-    scaled = grad * wide["scale"] if "scale" in wide else grad
-    moved = scaled - normal * mean(scaled * normal)
+    def mean(sums: jax.Array) -> jax.Array:
+        return jnp.sum(scaled(sums), others, keepdims=True) / count
+
+    moved = scaled(grad) - normal * normalised(mean(along))
     if "mean" in wide:
-        moved = moved - mean(scaled)
+        moved = moved - mean(total)
     return {**results, "grad_x": _with_statistics(rstd * moved, wide, normal, axes)}
 
 
