@@ -69,7 +69,11 @@ def conv_dgrad(
     outputs: Mapping[str, Tensor],
     precision: Any = None,
 ) -> dict[str, jax.Array]:
-    """Return the gradient of x: the cotangent with w, flipped and transposed."""
+    """Return the gradient of x: the cotangent with w, flipped and transposed.
+
+    This is the form that JAX gives it. XLA knows a gradient of cuDNN's by a filter that
+    is flipped last. Others are convolutions of a cotangent with zeros between its rows.
+    """
     assert isinstance(attributes, ConvAttributes)
     w, grad = inputs["w"], inputs["grad_output"]
     if _has_empty(inputs, outputs):
@@ -84,11 +88,16 @@ def conv_dgrad(
         grown = dilated(grad.shape[i + 2], attributes.window_strides[i])
         full = dilated(size, attributes.lhs_dilation[i])
         high.append(full + window - 1 - grown - low[i])
-    flipped = jnp.flip(w, axis=tuple(range(2, w.ndim)))
+    # With one group, other names for the axes take the place of a transpose.
+    swapped = w if groups == 1 else _swap_channels(w, groups)
+    natural = tuple(range(w.ndim))
     result = _conv(
         grad,
-        _swap_channels(flipped, groups),
+        jax.lax.rev(swapped, natural[2:]),
         outputs["grad_x"],
+        dimension_numbers=jax.lax.ConvDimensionNumbers(
+            natural, _swapped(w.ndim) if groups == 1 else natural, natural
+        ),
         window_strides=attributes.lhs_dilation,
         padding=_pairs(low, high),
         lhs_dilation=attributes.window_strides,
@@ -118,18 +127,20 @@ def conv_wgrad(
         grown = dilated(grad.shape[i + 2], attributes.window_strides[i])
         full = dilated(x.shape[i + 2], attributes.lhs_dilation[i])
         high.append(window - 1 + grown - full - attributes.padding_low[i])
+    swapped = _swapped(x.ndim)
     result = _conv(
-        _swap_images(x, groups),
-        jnp.swapaxes(grad, 0, 1),
+        x,
+        grad,
         outputs["grad_w"],
+        dimension_numbers=jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
         window_strides=attributes.rhs_dilation,
         padding=_pairs(attributes.padding_low, high),
         lhs_dilation=attributes.lhs_dilation,
         rhs_dilation=attributes.window_strides,
-        feature_group_count=groups,
+        batch_group_count=groups,
         precision=precision,
     )
-    return {"grad_w": jnp.swapaxes(result, 0, 1)}
+    return {"grad_w": result}
 
 
 def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:
@@ -162,17 +173,14 @@ def _groups(x: Sequence[int], w: Sequence[int]) -> int:
     return x[1] // w[1] if w[1] else 1
 
 
+def _swapped(rank: int) -> tuple[int, ...]:
+    """Return the axes of an array, the second one first."""
+    return (1, 0, *range(2, rank))
+
+
 def _swap_channels(w: jax.Array, groups: int) -> jax.Array:
     """Turn (g o', c', *f) into (g c', o', *f): in and out channels of each group."""
     out, channels, *window = w.shape
     split = jnp.reshape(w, (groups, out // groups, channels, *window))
     swapped = jnp.swapaxes(split, 1, 2)
     return jnp.reshape(swapped, (groups * channels, out // groups, *window))
-
-
-def _swap_images(x: jax.Array, groups: int) -> jax.Array:
-    """Turn (n, g c', *y) into (c', g n, *y), so that images are contracted."""
-    n, channels, *spatial = x.shape
-    split = jnp.reshape(x, (n, groups, channels // groups, *spatial))
-    swapped = jnp.moveaxis(split, (2, 1, 0), (0, 1, 2))
-    return jnp.reshape(swapped, (channels // groups, groups * n, *spatial))

@@ -28,7 +28,7 @@ ScoreMod = Callable[[jax.Array], jax.Array]
 class Weights(NamedTuple):
     """exp(logits - their maximum) of each row, their sum and their log-sum-exp.
 
-    The sum of a row that sees no key is given as 1, its log-sum-exp is -inf. A sink is
+    The sum of a row that sees no key is given as 1/2, its log-sum-exp is -inf. A sink is
     part of sum and log-sum-exp; the weights may then be relative to it.
     """
 
@@ -128,7 +128,7 @@ def gradients(
     )
     scores = _hidden(attributes, inputs, modified, first_row)
     is_kept = _kept(attributes, inputs, first_row, row_count)
-    grad_probabilities = grouped_einsum("bkgse,bkte->bkgst", grad_output, value)
+    grad_probabilities = _of_pairs(grad_output, value)
     grad_probabilities = _dropped(grad_probabilities, attributes, is_kept)
     if attributes.is_partial:
         probabilities, stats, is_dead = _part_of_softmax(scores, inputs["stats"])
@@ -293,19 +293,23 @@ def weights_of(logits: jax.Array, sinks: jax.Array | None = None) -> Weights:
 
     Sinks, (b|1, h|1, 1, 1), are part of what they are divided by.
     """
-    # An all-masked row has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
+    # Each of these lines is an operation with a constant, where it can be: then XLA for
+    # a GPU computes the softmax of a row in one kernel. A choice by a condition, such as
+    # whether the row has a key, would make it three, which read the logits each.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
         sinks = sinks.astype(logits.dtype)
         # A sink of infinity is all that there is, whatever the shift.
         top = jnp.maximum(top, jnp.where(sinks == jnp.inf, -jnp.inf, sinks))
-    top = jax.lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
+    # A row without keys has maximum -inf; any finite shift keeps it at exp(-inf) = 0.
+    top = jax.lax.stop_gradient(jnp.maximum(top, jnp.finfo(top.dtype).min))
     weights = jnp.exp(logits - top)
     total = jnp.sum(weights, axis=-1, keepdims=True)
     if sinks is not None:
         total = total + jnp.exp(sinks - top)
     is_dead = total == 0
-    total = jnp.where(is_dead, 1, total)
+    # Where there is a key or a sink, the largest of them gives 1.
+    total = jnp.maximum(total, 0.5)
     return Weights(
         unnormalised=weights,
         total=total,
@@ -365,7 +369,7 @@ def _scores(
     attributes: SdpaAttributes, inputs: Operands, factor: jax.Array | None = None
 ) -> jax.Array:
     """Return scale Q K^T as (b, h, s, t); a `factor` belongs to the scale."""
-    products = grouped_einsum("bkgsd,bktd->bkgst", inputs["query"], inputs["key"])
+    products = _of_pairs(inputs["query"], inputs["key"])
     scale = jnp.asarray(attributes.scale, products.dtype)
     return products * (scale if factor is None else scale * factor)
 
@@ -469,6 +473,16 @@ def _accumulator(x: jax.Array) -> jnp.dtype:
 def _split_heads(x: jax.Array, key_heads: int) -> jax.Array:
     b, h, s, n = x.shape
     return jnp.reshape(x, (b, key_heads, h // max(key_heads, 1), s, n))
+
+
+def _of_pairs(x: jax.Array, y: jax.Array) -> jax.Array:
+    """Return the products of each row of x with each row of y, (b, h, s, t)."""
+    products = grouped_einsum("bkgsd,bktd->bkgst", x, y)
+    if x.shape[1] == y.shape[1]:
+        return products
+    # With the heads in groups, XLA for a GPU would reduce the products in the shape of
+    # the groups, and then not see that it is a softmax.
+    return jax.lax.optimization_barrier(products)
 
 
 def grouped_einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
