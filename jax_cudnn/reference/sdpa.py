@@ -28,8 +28,8 @@ ScoreMod = Callable[[jax.Array], jax.Array]
 class Weights(NamedTuple):
     """exp(logits - their maximum) of each row, their sum and their log-sum-exp.
 
-    The sum of a row that sees no key is given as 1/2, its log-sum-exp is -inf. A sink is
-    part of sum and log-sum-exp; the weights may then be relative to it.
+    Of a row that sees no key the sum is given as 1/2, and the log-sum-exp is -inf. A
+    sink is part of sum and log-sum-exp; the weights may then be relative to it.
     """
 
     unnormalised: jax.Array
@@ -146,8 +146,15 @@ def gradients(
         grad_logits += _slopes_of_largest(scores, inputs["grad_max_logit"])
 
     grad_scores, grad_read = pull(grad_logits)
-    # The steps may have no finite slope where nothing is seen, in padding say.
-    grad_scores = jnp.where(scores == -jnp.inf, 0, grad_scores)
+    if attributes.score_mod or "bias" in inputs:
+        is_seen = scores != -jnp.inf
+    else:
+        # The same, for which XLA need not read the scores once more.
+        is_seen = _visible(attributes, inputs, scores.shape, first_row)
+    if is_seen is not None:
+        # The steps may have no finite slope where nothing is seen, in padding say, and
+        # the values there may be NaN.
+        grad_scores = jnp.where(is_seen, grad_scores, 0)
     rounded = grad_scores.astype(query.dtype)
     weights = _dropped(probabilities, attributes, is_kept).astype(query.dtype)
     scale = jnp.asarray(attributes.scale, grad_logits.dtype)
@@ -293,9 +300,9 @@ def weights_of(logits: jax.Array, sinks: jax.Array | None = None) -> Weights:
 
     Sinks, (b|1, h|1, 1, 1), are part of what they are divided by.
     """
-    # Each of these lines is an operation with a constant, where it can be: then XLA for
-    # a GPU computes the softmax of a row in one kernel. A choice by a condition, such as
-    # whether the row has a key, would make it three, which read the logits each.
+    # Maxima with constants keep rows without keys finite. XLA for a GPU then computes
+    # the softmax of a row in one kernel. A choice by a condition, such as whether the
+    # row has a key, would make it three kernels, each of which reads the logits.
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     if sinks is not None:
         sinks = sinks.astype(logits.dtype)
