@@ -264,7 +264,8 @@ def _stored_second(tensors: Sequence[Any]) -> list[Any]:
     return [x.contiguous() for x in channels_second(tensors)]
 
 
-def _cell(work: Workload) -> Cell:
+def cell(work: Workload) -> Cell:
+    """Return a norm as a cell."""
     rivals = {
         XLA: Way(function=_norm(work, "xla")),
         "plain JAX": Way(function=lambda *x: _plain(work, *x)),
@@ -326,7 +327,7 @@ def main() -> None:
         works = [_small(work) for work in works]
     contest_report.run(
         _report(options.random),
-        list(map(_cell, works)),
+        list(map(cell, works)),
         options,
         with_first=not options.no_first_plan,
     )

@@ -165,3 +165,37 @@ def test_a_goal_is_met_to_two_digits(
     from benchmarks.contest_report import verdict
 
     assert verdict({"goal": 0.55, "ratio": ratio}) == f"≤ 0.55 {told}"
+
+
+# A program as XLA prints it: a fusion that reads every 256th row, and a kernel of two
+# results, of which one is copied.
+_PROGRAM = """HloModule jit_run, is_scheduled=true
+
+%rows (p.1: f32[1024,8], p.2: f32[8]) -> f32[4,8] {
+  %p.1 = f32[1024,8]{1,0} parameter(0)
+  %p.2 = f32[8]{0} parameter(1)
+  %some.1 = f32[4,8]{1,0} slice(%p.1), slice={[0:1024:256], [0:8]}
+  %along.1 = f32[4,8]{1,0} broadcast(%p.2), dimensions={1}
+  ROOT %add.1 = f32[4,8]{1,0} add(%some.1, %along.1)
+}
+
+ENTRY %main (x: f32[1024,8], y: f32[8]) -> (f32[4,8], bf16[16]) {
+  %x = f32[1024,8]{1,0} parameter(0), sharding={replicated}
+  %y = f32[8]{0} parameter(1), sharding={replicated}
+  %fusion = f32[4,8]{1,0} fusion(%x, %y), kind=kLoop, calls=%rows
+  %call = (bf16[16]{0}, /*index=1*/s8[3]{0}) custom-call(%fusion, %y, %y), target="f"
+  %one = bf16[16]{0} get-tuple-element(%call), index=0
+  %copy = bf16[16]{0} copy(%one)
+  ROOT %all = (f32[4,8]{1,0}, bf16[16]{0}) tuple(%fusion, %copy)
+}
+"""
+
+
+def test_bytes_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    code = importlib.import_module("benchmarks.xla_code")
+    assert code.kernels(_PROGRAM) == [
+        code.Kernel(name="%fusion", read=4 * 8 * 4 + 8 * 4, written=4 * 8 * 4),
+        code.Kernel(name="%call", read=4 * 8 * 4 + 8 * 4, written=16 * 2 + 3),
+        code.Kernel(name="%copy", read=16 * 2, written=16 * 2),
+    ]
