@@ -2,7 +2,6 @@
 """Which features attention has, each as a call whose plans can be asked for."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -18,47 +17,7 @@ from jax_cudnn import (
     score_mods,
     sdpa,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Feature:
-    """A call of attention with the shapes of its operands.
-
-    ``trained`` are the places of the operands whose gradients are asked for. Without
-    any, the feature has no gradient by cuDNN, and ``why`` says what there is instead.
-    """
-
-    group: str
-    name: str
-    call: Callable[..., Any]
-    operands: tuple[jax.ShapeDtypeStruct, ...]
-    trained: tuple[int, ...] = (0, 1, 2)
-    why: str = ""
-
-    @property
-    def key(self) -> str:
-        """What names the feature in data."""
-        return f"{self.group}: {self.name}"
-
-    def gradient(self) -> Callable[..., Any]:
-        """Return the gradients with random cotangents as one more operand."""
-
-        def pulled(cotangent: jax.Array, *operands: jax.Array) -> Any:
-            def of_trained(*trained: jax.Array) -> Any:
-                every = list(operands)
-                for i, operand in zip(self.trained, trained, strict=True):
-                    every[i] = operand
-                return self.call(*every)
-
-            trained = (operands[i] for i in self.trained)
-            return jax.vjp(of_trained, *trained)[1](cotangent)
-
-        return pulled
-
-    def cotangent(self) -> jax.ShapeDtypeStruct:
-        """Return the shape and dtype of the call's result."""
-        return jax.eval_shape(self.call, *self.operands)
-
+from tests.plan_features import Feature, array
 
 B, S, T, H, K, D = 2, 256, 384, 8, 2, 128
 
@@ -74,14 +33,10 @@ def _arrays(
     e: int | None = None,
 ) -> tuple[jax.ShapeDtypeStruct, ...]:
     return (
-        _array(dtype, B, s, h, d),
-        _array(dtype, B, t, k, d),
-        _array(dtype, B, t, k, d if e is None else e),
+        array(dtype, B, s, h, d),
+        array(dtype, B, t, k, d),
+        array(dtype, B, t, k, d if e is None else e),
     )
-
-
-def _array(dtype: str, *shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
 
 
 def _with(**options: Any) -> Callable[..., Any]:
@@ -95,7 +50,7 @@ def _on_numbers(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
     )
 
 
-_LENGTHS = _array("int32", B)
+_LENGTHS = array("int32", B)
 _SQUARE = _arrays(t=S)
 _TOKENS = "queries and keys"
 _SCORES = "what is added to scores, or hides them"
@@ -137,7 +92,7 @@ def _plain() -> list[Feature]:
                 group=_TOKENS,
                 name=f"stored as {' '.join(layout)}",
                 call=_with(layout=layout),
-                operands=(_array("bfloat16", *(lengths[x] for x in layout)),) * 3,
+                operands=(array("bfloat16", *(lengths[x] for x in layout)),) * 3,
             )
             for layout in ("bhsd", "sbhd")
         ),
@@ -148,7 +103,7 @@ def _plain() -> list[Feature]:
                 call=lambda qkv, layout=layout, k=k: qkv_sdpa(
                     qkv, layout=layout, key_value_heads=k, is_causal=True
                 ),
-                operands=(_array("bfloat16", *shape),),
+                operands=(array("bfloat16", *shape),),
                 trained=(0,),
             )
             for text, layout, k, shape in (
@@ -182,7 +137,7 @@ def _hidden() -> list[Feature]:
             trained=trained,
         )
 
-    bias = _array("bfloat16", B, H, S, S)
+    bias = array("bfloat16", B, H, S, S)
     return [
         feature("causal", _with(is_causal=True)),
         feature("causal from the last key", _with(mask=masks.Causal("bottom-right"))),
@@ -201,12 +156,12 @@ def _hidden() -> list[Feature]:
             lambda q, k, v, ends: sdpa(
                 q, k, v, mask=masks.Packed(ends), is_causal=True
             ),
-            _array("int32", B, 5),
+            array("int32", B, 5),
         ),
         feature(
             "boolean mask",
             lambda q, k, v, mask: sdpa(q, k, v, mask=mask),
-            _array("bool", B, 1, S, S),
+            array("bool", B, 1, S, S),
         ),
         feature("bias", lambda q, k, v, bias: sdpa(q, k, v, bias=bias), bias),
         feature(
@@ -218,7 +173,7 @@ def _hidden() -> list[Feature]:
         feature(
             "bias of all batch entries, with its gradient",
             lambda q, k, v, bias: sdpa(q, k, v, bias=bias),
-            _array("bfloat16", 1, H, S, S),
+            array("bfloat16", 1, H, S, S),
             trained=(0, 1, 2, 3),
         ),
         feature(
@@ -254,7 +209,7 @@ def _weighted() -> list[Feature]:
             group=_WEIGHTS,
             name="sinks, with their gradient",
             call=lambda q, k, v, sinks: sdpa(q, k, v, sinks=sinks, is_causal=True),
-            operands=(*_SQUARE, _array("float32", H)),
+            operands=(*_SQUARE, array("float32", H)),
             trained=(0, 1, 2, 3),
         ),
         Feature(
@@ -263,8 +218,8 @@ def _weighted() -> list[Feature]:
             call=lambda q, k, v, sinks, bias: sdpa(q, k, v, bias, sinks=sinks),
             operands=(
                 *_SQUARE,
-                _array("float32", H),
-                _array("bfloat16", 1, H, S, S),
+                array("float32", H),
+                array("bfloat16", 1, H, S, S),
             ),
             trained=(0, 1, 2, 3, 4),
         ),
@@ -292,7 +247,7 @@ def _cached() -> list[Feature]:
     def over_pages(q: Any, k: Any, v: Any, table: Any, lengths: Any) -> Any:
         return paged_sdpa(q, k, v, table, lengths)
 
-    pages = (_array("bfloat16", 64, 64, K, D),) * 2
+    pages = (array("bfloat16", 64, 64, K, D),) * 2
     counts = (("one query", 1), ("4 queries", 4), ("a prompt", 64))
     return [
         *(
@@ -312,9 +267,9 @@ def _cached() -> list[Feature]:
                 name=f"{name}, pages of 64 tokens",
                 call=over_pages,
                 operands=(
-                    _array("bfloat16", B, s, H, D),
+                    array("bfloat16", B, s, H, D),
                     *pages,
-                    _array("int32", B, 6),
+                    array("int32", B, 6),
                     _LENGTHS,
                 ),
                 trained=(),

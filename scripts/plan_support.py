@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes docs/attention_support.md: what cuDNN plans of attention, by GPU and version.
+"""Writes docs/attention_support.md and operation_support.md: what cuDNN plans.
 
-    python -m scripts.attention_support
+    python -m scripts.plan_support
 
 from the repository's root, on a machine without a GPU, with the "gpuless" extra. Each
 version of cuDNN in `VERSIONS` is fetched with pip into build/cudnn, and asked in a
-process of its own for a plan of each feature in tests/attention_features.py.
+process of its own for a plan of each feature in tests/attention_features.py and
+tests/operation_features.py.
 """
 
 import argparse
@@ -15,6 +16,8 @@ import os
 import re
 import subprocess
 import sys
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +31,10 @@ from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import Attempt, Step, decide_part
 from jax_cudnn.offline import find
 from jax_cudnn.offline.planner import NamedGpu, greeting
-from tests.attention_features import FEATURES, Feature
+from tests import attention_features, operation_features
+from tests.plan_features import Feature
 
 _ROOT = Path(__file__).parent.parent
-PAGE = _ROOT / "docs" / "attention_support.md"
-DATA = _ROOT / "docs" / "attention_support.json"
 _WHEELS = _ROOT / "build" / "cudnn"
 # The small wheel of cuDNN, which has the engines that are compiled when planned: those
 # of attention. Of versions before 9.13 it does not open without a GPU.
@@ -48,6 +50,49 @@ VERSIONS = (
 )
 GPUS = ("a100", "h200", "b200")
 _DIRECTIONS = ("forward", "gradient")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Page:
+    """A page of docs/, and the features that its tables are of."""
+
+    name: str
+    title: str
+    source: str
+    features: Sequence[Feature]
+    about: str
+
+    @property
+    def path(self) -> Path:
+        """Where the page is."""
+        return _ROOT / "docs" / f"{self.name}.md"
+
+    @property
+    def data(self) -> Path:
+        """Where the answers are that it is written from."""
+        return self.path.with_suffix(".json")
+
+
+PAGES = (
+    Page(
+        name="attention_support",
+        title="What cuDNN plans of attention",
+        source="tests/attention_features.py",
+        features=attention_features.FEATURES,
+        about="""\
+What is asked for is what "auto" would ask for.""",
+    ),
+    Page(
+        name="operation_support",
+        title="What cuDNN plans of norms, pooling and grouped products",
+        source="tests/operation_features.py",
+        features=operation_features.FEATURES,
+        about="""\
+They are called with `implementation="cudnn"`: "auto" leaves most of them to XLA until
+one was measured to be faster. [Convolutions and products](support.md) have a page of
+their own.""",
+    ),
+)
 
 # cuDNN gives a reason for each engine. These only say that an engine is another one.
 _UNTELLING = r"supported for this engine|KERNEL_CFG"
@@ -68,12 +113,12 @@ class _Asked(NamedGpu):
         return native.PlanInfo(failures=(), **dataclasses.asdict(first))
 
 
-def answers(gpu: str) -> dict[str, dict[str, Answer]]:
+def answers(page: Page, gpu: str) -> dict[str, dict[str, Answer]]:
     """Return what the installed cuDNN answers to every feature, for a GPU's name."""
     description = find(gpu)
     version = greeting()["cudnn_version"]
     asked = _Asked(description=description, target=description.target(version))
-    return {feature.key: _answers_to(feature, asked) for feature in FEATURES}
+    return {feature.key: _answers_to(feature, asked) for feature in page.features}
 
 
 def _answers_to(feature: Feature, gpu: NamedGpu) -> dict[str, Answer]:
@@ -130,7 +175,7 @@ def _asked(version: str) -> dict[str, Any]:
     """Return the answers of a version, from a process that finds it first."""
     path = os.pathsep.join((str(_folder(version)), str(_ROOT)))
     environment = os.environ | {"PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
-    command = (sys.executable, "-m", "scripts.attention_support", "--ask")
+    command = (sys.executable, "-m", "scripts.plan_support", "--ask")
     done = subprocess.run(
         command, env=environment, cwd=_ROOT, check=True, stdout=subprocess.PIPE
     )
@@ -142,8 +187,8 @@ def _asked(version: str) -> dict[str, Any]:
 
 def _lines_of(data: list[dict[str, Any]]) -> str:
     """Return the data as JSON, with a line for each version, GPU and feature."""
-    text = json.dumps(data, sort_keys=True)
-    return re.sub(r'("[^"]*": \{)(?="forward")', r"\n\1", text) + "\n"
+    packed = json.dumps(data, sort_keys=True)
+    return re.sub(r'("[^"]*": \{)(?="forward")', r"\n\1", packed) + "\n"
 
 
 class _Remarks:
@@ -175,17 +220,17 @@ def _numbers(texts: list[str], remarks: _Remarks) -> str:
     return f" ({', '.join(map(str, numbers))})" if numbers else ""
 
 
-def page(data: list[dict[str, Any]]) -> str:
-    """Return the page for the answers of several versions, the oldest first."""
+def text(page: Page, data: list[dict[str, Any]]) -> str:
+    """Return a page for the answers of several versions, the oldest first."""
     remarks = _Remarks()
     names = [f"sm_{find(gpu).target(90000).sm_version}" for gpu in GPUS]
     columns = [f"{name} {what}" for name in names for what in _DIRECTIONS]
     lines = []
-    for group in dict.fromkeys(feature.group for feature in FEATURES):
+    for group in dict.fromkeys(feature.group for feature in page.features):
         lines += ["", f"## {group.capitalize()}", ""]
         lines += [f"| feature | {' | '.join(columns)} |"]
         lines += ["| --- |" + " --- |" * len(columns)]
-        for feature in FEATURES:
+        for feature in page.features:
             if feature.group != group:
                 continue
             cells = [feature.name]
@@ -205,7 +250,7 @@ def page(data: list[dict[str, Any]]) -> str:
     lines += ["", "## Remarks", ""]
     lines += [f"{i}. {text}" for i, text in enumerate(remarks.texts, 1)]
     versions = ", ".join(_short(each["cudnn"]) for each in data)
-    return "\n".join([_head(versions), *lines]) + "\n"
+    return "\n".join([_head(page, versions), *lines]) + "\n"
 
 
 def _short(version: str) -> str:
@@ -213,18 +258,23 @@ def _short(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def _head(versions: str) -> str:
+def _head(page: Page, versions: str) -> str:
+    about = textwrap.fill(
+        f"Each version of cuDNN was asked for a plan of each call in `{page.source}`, "
+        "for the descriptions of an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) "
+        f"in `jax_cudnn/data/gpus`. {' '.join(page.about.split())} Plans were listed, "
+        "not built, and nothing ran: what ran is in the [GPU report](gpu-report.md). "
+        "The numbers are those of remarks at the end.",
+        88,
+        break_on_hyphens=False,
+    )
     return f"""\
-# What cuDNN plans of attention
+# {page.title}
 
-Written by `python -m scripts.attention_support`, on a machine without a GPU; do not
+Written by `python -m scripts.plan_support`, on a machine without a GPU; do not
 edit. jax_cudnn {jax_cudnn.__version__}, cuDNN {versions}.
 
-Each version of cuDNN was asked for a plan of each call in
-`tests/attention_features.py`, for the descriptions of an A100 (sm_80), an H200 (sm_90)
-and a B200 (sm_100) in `jax_cudnn/data/gpus`. What is asked for is what "auto" would ask
-for. Plans were listed, not built, and nothing ran: what ran is in the
-[GPU report](gpu-report.md). The numbers are those of remarks at the end.
+{about}
 
 - **yes**: every version asked has a plan. **from 9.19**: this version and newer ones.
 - **no**: "auto" runs XLA, and "cudnn" raises `UnsupportedError`.
@@ -247,15 +297,16 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.ask:
         version = native.version_text(greeting()["cudnn_version"])
-        found = {gpu: answers(gpu) for gpu in GPUS}
-        print(json.dumps({"cudnn": version, "gpus": found}))
+        found = {page.name: {gpu: answers(page, gpu) for gpu in GPUS} for page in PAGES}
+        print(json.dumps({"cudnn": version, **found}))
         return
-    if arguments.again:
-        data = json.loads(DATA.read_text())
-    else:
-        data = [_asked(version) for version in VERSIONS]
-        DATA.write_text(_lines_of(data))
-    PAGE.write_text(page(data))
+    if not arguments.again:
+        asked = [_asked(version) for version in VERSIONS]
+        for page in PAGES:
+            data = [{"cudnn": x["cudnn"], "gpus": x[page.name]} for x in asked]
+            page.data.write_text(_lines_of(data))
+    for page in PAGES:
+        page.path.write_text(text(page, json.loads(page.data.read_text())))
 
 
 if __name__ == "__main__":
