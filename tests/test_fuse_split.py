@@ -11,6 +11,7 @@ import pytest
 
 from jax_cudnn import UnsupportedError, fuse, offline, plans
 from jax_cudnn.fusing.views import View
+from jax_cudnn.lowering import traced_graphs
 from tests.fused_functions import CASES, normal
 
 pytestmark = pytest.mark.sampled
@@ -118,6 +119,28 @@ def test_what_only_sums_read_is_not_written_to_memory() -> None:
 
 
 # --- strict ---------------------------------------------------------------------------
+
+
+def test_what_xla_widens_is_written_in_its_narrow_form() -> None:
+    def block(x, w, shift):
+        h = jax.nn.gelu(x @ w) + shift
+        wide = h.astype(jnp.float32)
+        return (wide / jnp.sum(wide, -1, keepdims=True)).astype(h.dtype)
+
+    x, w, shift = (each.astype(jnp.bfloat16) for each in (_X, _W, _B))
+    assert _left(block, x, w, shift)["convert_element_type"]
+    (graph,) = (each.graph for each in traced_graphs(fuse(block), x, w, shift))
+    assert [each.dtype for each in graph.output_tensors] == ["bf16"]
+    # A product reads f32 operands from memory, and the user gets what is returned.
+    for kept in (
+        lambda *x: block(*x).astype(jnp.float32) @ _W.T,
+        lambda *x: (jax.nn.gelu(x[0] @ x[1]) + x[2]).astype(jnp.float32),
+    ):
+        graph = next(each.graph for each in traced_graphs(fuse(kept), x, w, shift))
+        found, wanted = fuse(kept)(x, w, shift), kept(x, w, shift)
+        assert found.dtype == jnp.float32
+        assert jnp.allclose(found, wanted, rtol=2e-2, atol=2e-2)
+    assert [each.dtype for each in graph.output_tensors] == ["f32"]
 
 
 def test_strict_takes_one_kernel() -> None:

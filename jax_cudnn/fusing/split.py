@@ -196,6 +196,8 @@ class _Assignment:
                 maker = self._makers[value]
                 if kernel.made[value].is_bool:
                     found[maker] = "kernels give no truth values to others"
+                elif self._is_widened(value, kernel):
+                    found[maker] = "XLA widens it where it reads it"
                 elif kernel.made[value].position == 0 and maker is not kernel.works[0]:
                     continue
                 elif len(kernel.outputs) > 1 and (extra := self._extra(value, kernel)):
@@ -204,6 +206,25 @@ class _Assignment:
                     )
                     break
         return found
+
+    def _is_widened(self, value: Value, kernel: Kernel) -> bool:
+        """Whether a result is a narrower one of the kernel, cast for XLA's sake.
+
+        XLA casts it within what reads it. It would take more memory.
+        """
+        maker = self._makers[value]
+        source = next(iter(maker.reads), None)
+        return (
+            maker.name == "convert_element_type"
+            and source in kernel.made
+            and value.dtype.itemsize > source.dtype.itemsize
+            and value not in self._results
+            and not self._reads_anew(value, kernel)
+            and all(
+                self._is_elementwise_or_sum(reader, kernel)
+                for reader in self._readers.get(value, ())
+            )
+        )
 
     def _extra(self, value: Value, kernel: Kernel) -> tuple[Work, ...]:
         """Return what makes a result that XLA has no need of in memory.
