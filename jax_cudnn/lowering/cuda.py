@@ -24,7 +24,7 @@ from jax_cudnn.lowering.partitioned import set_lowering
 from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.reference.dtypes import jax_dtype
-from jax_cudnn.reference.interpreter import to_logical, to_stored
+from jax_cudnn.reference.interpreter import Keep, to_logical, to_stored
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -104,28 +104,41 @@ def run_xla(
 
 
 # Cheap enough to be computed twice rather than written and read back.
-_CHEAP = ("add", "identity", "mul", "neg", "relu_grad", "relu6_grad", "select", "sub")
+_CHEAP = {"add", "identity", "mul", "neg", "relu_grad", "relu6_grad", "select", "sub"}
+# XLA computes these and their sums in one kernel, once it takes their results for what
+# they are in 16 bits. It does not do so with others' exponentials
+# (docs/benchmarks/xla_code.md).
+_SUMMED_AT_ONCE = {"elu_grad", "sigmoid_grad", "silu_grad"}
+
+
+def _rounded(x: jax.Array) -> jax.Array:
+    """Return the same 16-bit values, of which XLA leaves out no cast to f32."""
+    limits = jnp.finfo(x.dtype)
+    return jax.lax.reduce_precision(x, limits.nexp, limits.nmant)
 
 
 @functools.lru_cache(maxsize=4096)
-def _read_by_sums(graph: Graph) -> frozenset[str]:
+def _read_by_sums(graph: Graph) -> dict[str, Keep]:
     """Return the made tensors that sums read beside others, if they are not cheap.
 
     They are in memory anyway; XLA would rather compute them twice than read them
     (docs/benchmarks/where_to_fuse.md).
     """
     modes = {getattr(node.attributes, "mode", "add") for node in graph.nodes}
-    if modes.issubset(_CHEAP):
-        return frozenset()
+    if modes <= _CHEAP:
+        return {}
+    at_once = modes <= _CHEAP | _SUMMED_AT_ONCE
     made = {name for node in graph.nodes for _, name in node.outputs}
     readers = Counter(name for node in graph.nodes for _, name in node.inputs)
-    return frozenset(
-        name
+    return {
+        name: _rounded
+        if at_once and graph.tensor(name).dtype in ("bf16", "f16")
+        else jax.lax.optimization_barrier
         for node in graph.nodes
         if kind_named(node.kind).row.is_sum
         for _, name in node.inputs
         if name in made and (readers[name] > 1 or name in graph.outputs)
-    )
+    }
 
 
 def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:

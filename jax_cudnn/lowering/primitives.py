@@ -11,7 +11,7 @@ reference, through ``linear_p``'s own lowering and jvp rule.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +35,7 @@ from jax_cudnn.lowering.parts import run_parts
 from jax_cudnn.lowering.typed import placed, spec_of, typed_division
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import Keep
 
 graph_p = _jax.Primitive("cudnn_graph")
 linear_p = _jax.Primitive("cudnn_graph_jvp")
@@ -79,7 +80,7 @@ def run_reference(
     options: Options,
     *,
     narrow_sums: bool = False,
-    kept: frozenset[str] = frozenset(),
+    kept: Mapping[str, Keep] | None = None,
 ) -> tuple[jax.Array, ...]:
     """Return the graph's results by the reference, in the precision asked for."""
     precision: Any = options.matmul_precision
@@ -95,7 +96,7 @@ def run_reference(
             graph,
             merged(graph, operands),
             narrow_sums=narrow_sums,
-            kept=kept,
+            kept=kept or {},
             precision=precision,
             exact_dtypes=options.exact_dtypes,
         )

@@ -4,6 +4,7 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,6 +31,8 @@ from jax_cudnn.reference.dtypes import jax_dtype
 # rule returns the outputs in any dtype that holds the result, and the interpreter
 # rounds once.
 Rule = Callable[..., Mapping[str, Any]]
+Keep = Callable[[jax.Array], jax.Array]
+_NONE_KEPT: Mapping[str, Keep] = MappingProxyType({})
 
 RULES: dict[str, Rule] = {
     "avg_pool": pool.avg_pool,
@@ -71,7 +74,7 @@ def evaluate(
     operands: Sequence[jax.Array],
     *,
     narrow_sums: bool = False,
-    kept: frozenset[str] = frozenset(),
+    kept: Mapping[str, Keep] = _NONE_KEPT,
     precision: Any = None,
     exact_dtypes: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -80,10 +83,10 @@ def evaluate(
     With ``narrow_sums``, sums over 16-bit operands, also beside 8-bit weights, are
     rounded to the 16-bit dtype before the operations that follow, as in programs that
     use that dtype throughout. XLA computes this faster, since it keeps no f32 array of
-    the sums and recognises what to fuse. The tensors ``kept`` are computed once and
-    read from memory after that. ``precision`` is the precision of matmuls and
-    convolutions, as JAX takes it. With ``exact_dtypes``, ``narrow_sums`` is for values
-    whose tensors have 16 bits.
+    the sums and recognises what to fuse. The tensors ``kept`` pass through a function
+    that changes no value, but what XLA makes of them. ``precision`` is the precision of
+    matmuls and convolutions, as JAX takes it. With ``exact_dtypes``, ``narrow_sums`` is
+    for values whose tensors have 16 bits.
     """
     values = {
         tensor.name: to_logical(tensor, operand)
@@ -98,8 +101,8 @@ def evaluate(
             precision=precision,
             exact_dtypes=exact_dtypes,
         )
-        for name in kept.intersection(results):
-            results[name] = jax.lax.optimization_barrier(results[name])
+        for name in kept.keys() & results.keys():
+            results[name] = kept[name](results[name])
         values |= results
     return tuple(to_stored(t, values[t.name]) for t in graph.output_tensors)
 
