@@ -88,15 +88,13 @@ def conv_dgrad(
         grown = dilated(grad.shape[i + 2], attributes.window_strides[i])
         full = dilated(size, attributes.lhs_dilation[i])
         high.append(full + window - 1 - grown - low[i])
-    # With one group, other names for the axes take the place of a transpose.
-    swapped = w if groups == 1 else _swap_channels(w, groups)
     natural = tuple(range(w.ndim))
     result = _conv(
         grad,
-        jax.lax.rev(swapped, natural[2:]),
+        jax.lax.rev(_by_output(w, groups), natural[2:]),
         outputs["grad_x"],
         dimension_numbers=jax.lax.ConvDimensionNumbers(
-            natural, _swapped(w.ndim) if groups == 1 else natural, natural
+            natural, _swapped(w.ndim), natural
         ),
         window_strides=attributes.lhs_dilation,
         padding=_pairs(low, high),
@@ -178,9 +176,11 @@ def _swapped(rank: int) -> tuple[int, ...]:
     return (1, 0, *range(2, rank))
 
 
-def _swap_channels(w: jax.Array, groups: int) -> jax.Array:
-    """Turn (g o', c', *f) into (g c', o', *f): in and out channels of each group."""
+def _by_output(w: jax.Array, groups: int) -> jax.Array:
+    """Turn (g o', c', *f) into (o', g c', *f): a group's outputs, all inputs."""
+    if groups == 1:
+        return w
     out, channels, *window = w.shape
     split = jnp.reshape(w, (groups, out // groups, channels, *window))
-    swapped = jnp.swapaxes(split, 1, 2)
-    return jnp.reshape(swapped, (groups * channels, out // groups, *window))
+    moved = jnp.swapaxes(split, 0, 1)
+    return jnp.reshape(moved, (out // groups, groups * channels, *window))
