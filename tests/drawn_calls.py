@@ -412,6 +412,113 @@ def _layer(random: Random, activation: str | None, kind: str, api: str) -> Call:
     )
 
 
+# --- norms, pooling, grouped products -------------------------------------------------
+
+
+def _norm(random: Random, activation: str | None) -> Call:
+    kind = random.one_of(
+        *("layer_norm", "rms_norm", "adaptive_layer_norm"),
+        *("group_norm", "instance_norm", "batch_norm"),
+    )
+    shape = (random.one_of(2, 3), random.one_of(3, 4), 6)
+    options: dict[str, Any] = {"epsilon": 0.1, "activation": as_argument(activation)}
+    groups, factor, axes = 1, shape[2:], (2,)
+    if kind in ("layer_norm", "rms_norm"):
+        axes = random.one_of((2,), (1,), (1, 2), (0, 2))
+        options["axis"] = axes
+        factor = tuple(shape[axis] for axis in axes)
+    elif kind == "adaptive_layer_norm":
+        factor = (shape[0], shape[2])
+    elif kind == "group_norm":
+        groups, axes = random.one_of(2, 3), (1, 3)
+        options["groups"] = groups
+    else:
+        axes = (1,) if kind == "instance_norm" else (0, 1)
+    names = [name for name in ("scale", "bias") if random.chance(0.7)]
+    has_residual = random.chance(0.4)
+
+    def along(value: jax.Array) -> jax.Array:
+        if kind == "adaptive_layer_norm":
+            return value[:, None]
+        if kind in ("layer_norm", "rms_norm"):
+            return value.reshape([n if i in axes else 1 for i, n in enumerate(shape)])
+        return value
+
+    def plain(x: jax.Array, *terms: jax.Array) -> Any:
+        given = dict(zip(names, terms, strict=False))
+        total = x + terms[-1] if has_residual else x
+        split = total.reshape(*shape[:2], groups, -1) if groups > 1 else total
+        mean = 0.0 if kind == "rms_norm" else jnp.mean(split, axes, keepdims=True)
+        centred = split - mean
+        variance = jnp.mean(jnp.square(centred), axes, keepdims=True)
+        output = (centred / jnp.sqrt(variance + 0.1)).reshape(shape)
+        with jax.numpy_rank_promotion("allow"):
+            if "scale" in given:
+                output = output * along(given["scale"])
+            if "bias" in given:
+                output = output + along(given["bias"])
+        output = activate(activation, output)
+        return (output, total) if has_residual else output
+
+    def ours(x: jax.Array, *terms: jax.Array) -> Any:
+        given = dict(zip(names, terms, strict=False))
+        residual = terms[-1] if has_residual else None
+        norm = getattr(jax_cudnn, kind)
+        return norm(
+            x, given.get("scale"), given.get("bias"), residual=residual, **options
+        )
+
+    shapes = (shape, *[factor] * len(names), *[shape] * has_residual)
+    return Call(
+        text=f"{kind} {shapes} {options} {names}", ours=ours, plain=plain, shapes=shapes
+    )
+
+
+def _avg_pool(random: Random, activation: str | None) -> Call:
+    del activation
+    shape = (2, random.one_of(4, 5), random.one_of(3, 6), 2)
+    window, strides = (2, random.one_of(1, 3)), (random.one_of(1, 2), 2)
+    # No window lies in padding alone.
+    padding = random.one_of("VALID", ((1, 0), (0, window[1] // 2)))
+    counted = random.chance(0.5)
+    around = padding if padding == "VALID" else ((0, 0), *padding, (0, 0))
+
+    def sums(x: jax.Array) -> jax.Array:
+        sizes = (1, *window, 1), (1, *strides, 1)
+        return lax.reduce_window(x, 0.0, lax.add, *sizes, around)
+
+    def plain(x: jax.Array) -> jax.Array:
+        count = math.prod(window) if counted else sums(jnp.ones(shape, x.dtype))
+        return sums(x) / count
+
+    def ours(x: jax.Array) -> jax.Array:
+        return jax_cudnn.avg_pool(
+            x, window, strides, padding, count_include_pad=counted
+        )
+
+    text = f"avg_pool {shape} {window} {strides} {padding} {counted}"
+    return Call(text=text, ours=ours, plain=plain, shapes=(shape,))
+
+
+def _ragged_dot(random: Random, activation: str | None) -> Call:
+    del activation
+    sizes = [random.one_of(0, 1, 2, 3) for _ in range(3)]
+    beyond = random.one_of(0, 2)
+    rows = sum(sizes) + beyond
+    group = np.repeat([*range(3), 3], [*sizes, beyond])
+
+    def plain(x: jax.Array, w: jax.Array) -> jax.Array:
+        zeros = jnp.zeros((1, *w.shape[1:]), w.dtype)
+        return jnp.einsum("rk,rkn->rn", x, jnp.concatenate([w, zeros])[group])
+
+    def ours(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax_cudnn.ragged_dot(x, w, np.asarray(sizes, np.int32))
+
+    shapes = ((rows, 3), (3, 3, 4))
+    text = f"ragged_dot {shapes} {sizes}"
+    return Call(text=text, ours=ours, plain=plain, shapes=shapes)
+
+
 _Draw = Callable[[Random, str | None], Call]
 
 
@@ -429,6 +536,9 @@ _CALLS: dict[str, _Draw] = {
     "gated_matmul": _gated_matmul,
     **{f"conv{rank}d": _of_rank(rank) for rank in (1, 2, 3)},
     "sdpa": _sdpa,
+    "norm": _norm,
+    "avg_pool": _avg_pool,
+    "ragged_dot": _ragged_dot,
     **{
         f"{api}_{kind}": _of_layer(kind, api)
         for api in ("nnx", "linen")
