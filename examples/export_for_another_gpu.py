@@ -5,7 +5,7 @@
     python examples/export_for_another_gpu.py --run step.bin      # on that GPU
 
 Writing needs no GPU: the installed cuDNN plans for the named GPU (without a GPU here:
-pip install "jax_cudnn[gpuless]"). The plans and their workspaces are part of the file,
+pip install ".[gpuless]"). The plans and their workspaces are part of the file,
 so the machine that runs the program needs the same version of cuDNN; the program
 refuses any other. Running compares the results with those of XLA's own code.
 """

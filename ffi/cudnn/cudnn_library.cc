@@ -85,8 +85,8 @@ StatusOr<OpenLibrary> Open(const std::string& soname,
   return FailedPrecondition(
       "Cannot open " + soname +
       ", which jax_cudnn needs. It is not loaded, and was looked for in " + places +
-      ". Install jax_cudnn[cuda12] or jax_cudnn[cuda13], or put its directory on "
-      "LD_LIBRARY_PATH." +
+      ". Install jax_cudnn with its extra cuda12 or cuda13, or put the library's "
+      "directory on LD_LIBRARY_PATH." +
       attempts);
 }
 

@@ -30,7 +30,7 @@ def test_a_missing_cudnn_is_named_with_the_places_looked_at(tmp_path: Path) -> N
     message = _ask(tmp_path, "native.cudnn_version()")
     assert message.startswith("LibraryError: Cannot open libcudnn.so.9, ")
     assert f"was looked for in the loader's path, {tmp_path}." in message
-    assert "Install jax_cudnn[cuda12] or jax_cudnn[cuda13]" in message
+    assert "Install jax_cudnn with its extra cuda12 or cuda13" in message
 
 
 @pytest.mark.parametrize(("version", "text"), [(90701, "9.7.1"), (100000, "10.0.0")])
