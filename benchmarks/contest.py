@@ -199,7 +199,7 @@ def _drawn_sets(cell: Cell, most: int) -> list[_Set]:
 # --- JAX ------------------------------------------------------------------------------
 
 
-def _program(function: Function, what: str) -> Callable[..., _Pair]:
+def program(function: Function, what: str) -> Callable[..., _Pair]:
     """Return a function of operands and cotangents: results, and all gradients."""
 
     def run(operands: Sequence[Any], cotangents: Sequence[Any]) -> _Pair:
@@ -223,7 +223,7 @@ def _program(function: Function, what: str) -> Callable[..., _Pair]:
 
 def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
     entered: list[Any] = [(way.enter(x), way.cotangents(grads)) for x, grads in sets]
-    compiled = compile_over_sets(_program(way.function, what), entered)
+    compiled = compile_over_sets(program(way.function, what), entered)
 
     def call() -> Any:
         return compiled(entered)
@@ -245,8 +245,8 @@ def _truth(cell: Cell, first: _Set) -> Callable[[], _Pair]:
 
     def in_f32(operands: list[Any], cotangents: list[Any]) -> _Pair:
         function = cell.truth or cell.rivals[XLA].function
-        program = _program(function, cell.directions[-1])
-        return program(list(map(_wide, operands)), list(map(_wide, cotangents)))
+        run = program(function, cell.directions[-1])
+        return run(list(map(_wide, operands)), list(map(_wide, cotangents)))
 
     compiled = jax.jit(in_f32).lower(*first).compile()
     return lambda: jax.block_until_ready(compiled(*first))
@@ -401,7 +401,7 @@ def _tuned(
     function = cell.ours()
 
     def all_directions(*arrays: Any) -> list[Any]:
-        return [_program(function, what)(*arrays) for what in cell.directions]
+        return [program(function, what)(*arrays) for what in cell.directions]
 
     found = _attempt(
         TUNED,

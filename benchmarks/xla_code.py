@@ -26,7 +26,7 @@ from jax.experimental import topologies
 
 import jax_cudnn
 from benchmarks import fusion_cells, norms, operation_cells
-from benchmarks.contest import BOTH, FORWARD, XLA, Cell, Operand
+from benchmarks.contest import BOTH, FORWARD, XLA, Cell, Operand, program
 from benchmarks.records import write_records
 from jax_cudnn import offline, plans
 
@@ -324,18 +324,12 @@ def _moved(
     compiler: Compiler, function: Function, work: Workload, what: str
 ) -> tuple[int, int]:
     """Return the bytes and the number of kernels of a function."""
-    operands, run = list(work.operands), function
-    if what == BOTH:
-        results = jax.tree.leaves(jax.eval_shape(function, *operands))
-        count = len(operands)
-        operands += results
-
-        def run(*arrays: jax.Array) -> Any:
-            result, pullback = jax.vjp(function, *arrays[:count])
-            like = jax.tree.structure(result)
-            return result, pullback(jax.tree.unflatten(like, arrays[count:]))
-
-    found = compiler.kernels(run, operands)
+    cotangents = jax.tree.leaves(jax.eval_shape(function, *work.operands))
+    run, count = program(function, what), len(work.operands)
+    found = compiler.kernels(
+        lambda *arrays: run(arrays[:count], arrays[count:]),
+        [*work.operands, *(cotangents if what == BOTH else ())],
+    )
     return sum(each.read + each.written for each in found), len(found)
 
 
@@ -354,7 +348,7 @@ def markdown(data: Mapping[str, Any]) -> str:
         "compiles. This page counts what that code reads and writes on a GPU, beside",
         "the code of plain JAX: `jax.nn`, `jax.lax` and the formulas of Flax. No time",
         "was measured here. Kernels without products take about as long as their bytes",
-        "do, and cuDNN's and cuBLAS's products are the same ones on both sides.",
+        "do. Products are compiled alike on both sides.",
         "",
         f"`{data['command']}` compiled the programs for an {data['GPU']} with JAX "
         f"{data['JAX']}.",

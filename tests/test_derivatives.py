@@ -244,8 +244,11 @@ def _as_cudnn_runs(random: Random, seen: list[Graph]) -> Function:
     return run
 
 
-def _check(program: Program, random: Random, order: str | None) -> None:
-    """Compare derivatives with finite differences, JAX's, and each other."""
+def _check(program: Program, random: Random, order: str | None) -> tuple[Any, Any]:
+    """Compare derivatives with finite differences, JAX's, and each other.
+
+    Return the arrays, and the results with the gradients.
+    """
     call = program.call
     print(f"{call.text}\ninside {program.inside}\noutside {program.outside}")
     arrays = [random.normal(shape) for shape in program.shapes]
@@ -264,15 +267,17 @@ def _check(program: Program, random: Random, order: str | None) -> None:
     lead = tuple(level.count for level in reversed(program.outside))
     assert [x.shape for x in gradients] == [(*lead, *s) for s in program.operands]
     assert_close(reverse, forward, 1e-9)
+    return arrays, (got, gradients)
 
 
 def _check_rewritten(
-    program: Program, random: Random, patch: pytest.MonkeyPatch
+    program: Program,
+    random: Random,
+    checked: tuple[Any, Any],
+    patch: pytest.MonkeyPatch,
 ) -> None:
-    """Compare what cuDNN's graphs compute with the operation's own code."""
-    call = program.call
-    arrays = [random.normal(shape) for shape in program.shapes]
-    want = jax.jit(program.of(call.ours, _backward))(*arrays)
+    """Compare what cuDNN's graphs compute with what `_check` returned."""
+    arrays, want = checked
     # f64 is refused there but for this.
     patch.setattr(fusion, "_refusals", lambda *_: [])
     patch.setattr(reduction, "_refusals", lambda _: ())
@@ -284,7 +289,7 @@ def _check_rewritten(
         return lambda *operands: run(graph, operands, options)
 
     patch.setitem(partitioned._PROGRAMS, "cpu", by_cudnn)
-    legal = jax.jit(program.of(call.ours, _backward))(*arrays)
+    legal = jax.jit(program.of(program.call.ours, _backward))(*arrays)
     assert seen
     # Some sums are kept in f32 whatever the operands are.
     assert_close(legal, want, 2e-5)
@@ -307,9 +312,9 @@ def test_operations(name: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> No
     activation = random.one_of(None, *ACTIVATIONS)
     order = random.one_of(None, None, *_ORDERS)
     program = _draw_program(random, draw_call(name, activation, random))
-    _check(program, random, order)
+    checked = _check(program, random, order)
     if name not in _NOT_REWRITTEN:
-        _check_rewritten(program, random, monkeypatch)
+        _check_rewritten(program, random, checked, monkeypatch)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -317,8 +322,8 @@ def test_layers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("flax", reason="Flax is not installed")
     random = Random(name)
     program = _draw_program(random, draw_call(name, random.one_of(*NAMED), random))
-    _check(program, random, None)
-    _check_rewritten(program, random, monkeypatch)
+    checked = _check(program, random, None)
+    _check_rewritten(program, random, checked, monkeypatch)
 
 
 # --- operands that have the same gradient ---------------------------------------------
@@ -344,8 +349,8 @@ def test_a_bias_and_a_residual_of_the_result_s_shape(
     program = Program(
         call=call, inside=[], outside=[], operands=[shape] * 2, shapes=[shape] * 5
     )
-    _check(program, random, "reverse over reverse")
-    _check_rewritten(program, random, monkeypatch)
+    checked = _check(program, random, "reverse over reverse")
+    _check_rewritten(program, random, checked, monkeypatch)
 
 
 @pytest.mark.parametrize("dtypes", [("float32", "bfloat16"), ("bfloat16", "float32")])

@@ -218,12 +218,15 @@ class _Assignment:
             maker.name == "convert_element_type"
             and source in kernel.made
             and value.dtype.itemsize > source.dtype.itemsize
-            and value not in self._results
+            and self._is_read_within(value, kernel)
+        )
+
+    def _is_read_within(self, value: Value, kernel: Kernel) -> bool:
+        """Whether XLA alone reads a value, as part of what it computes from it."""
+        return (
+            value not in self._results
             and not self._reads_anew(value, kernel)
-            and all(
-                self._is_elementwise_or_sum(reader, kernel)
-                for reader in self._readers.get(value, ())
-            )
+            and all(map(self._is_elementwise_or_sum, self._readers.get(value, ())))
         )
 
     def _extra(self, value: Value, kernel: Kernel) -> tuple[Work, ...]:
@@ -231,10 +234,7 @@ class _Assignment:
 
         It computes that from another result of the kernel, within what reads it.
         """
-        readers = self._readers.get(value, ())
-        if value in self._results or self._reads_anew(value, kernel):
-            return ()
-        if any(not self._is_elementwise_or_sum(reader, kernel) for reader in readers):
+        if not self._is_read_within(value, kernel):
             return ()
         extra = [self._makers[value]]
         pending = list(extra)
@@ -251,7 +251,7 @@ class _Assignment:
                     pending.append(maker)
         return tuple(extra) if kernel.works[0] not in extra else ()
 
-    def _is_elementwise_or_sum(self, work: Work, kernel: Kernel) -> bool:
+    def _is_elementwise_or_sum(self, work: Work) -> bool:
         """Whether XLA computes an operation's operands within it."""
         if work in self._kernel_of:
             # Those of the kernel itself read it in any case.

@@ -96,7 +96,7 @@ def run_reference(
             graph,
             merged(graph, operands),
             narrow_sums=narrow_sums,
-            kept=kept or {},
+            kept=kept,
             precision=precision,
             exact_dtypes=options.exact_dtypes,
         )

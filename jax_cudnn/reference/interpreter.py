@@ -4,7 +4,6 @@
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -32,7 +31,6 @@ from jax_cudnn.reference.dtypes import jax_dtype
 # rounds once.
 Rule = Callable[..., Mapping[str, Any]]
 Keep = Callable[[jax.Array], jax.Array]
-_NONE_KEPT: Mapping[str, Keep] = MappingProxyType({})
 
 RULES: dict[str, Rule] = {
     "avg_pool": pool.avg_pool,
@@ -74,7 +72,7 @@ def evaluate(
     operands: Sequence[jax.Array],
     *,
     narrow_sums: bool = False,
-    kept: Mapping[str, Keep] = _NONE_KEPT,
+    kept: Mapping[str, Keep] | None = None,
     precision: Any = None,
     exact_dtypes: bool = False,
 ) -> tuple[jax.Array, ...]:
@@ -88,6 +86,7 @@ def evaluate(
     matmuls and convolutions, as JAX takes it. With ``exact_dtypes``, ``narrow_sums`` is
     for values whose tensors have 16 bits.
     """
+    kept = kept or {}
     values = {
         tensor.name: to_logical(tensor, operand)
         for tensor, operand in zip(graph.input_tensors, operands, strict=True)
