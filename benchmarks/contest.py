@@ -233,7 +233,8 @@ def _of_jax(way: Way, what: str, sets: Sequence[_Set]) -> _Made:
         return way.outputs(outputs), way.gradients(gradients)
 
     return _Made(
-        contender=Contender(call=call, wait=jax.block_until_ready), results=results
+        contender=Contender(call=call, wait=jax.block_until_ready, count=len(entered)),
+        results=results,
     )
 
 
@@ -290,7 +291,7 @@ def _of_torch(way: Way, name: str, what: str, sets: Sequence[_Set]) -> _Made:
         outputs, gradients = ([torch_side.to_jax(x) for x in each] for each in found)
         return outputs, gradients
 
-    made = _Made(contender=torch_side.contender(call), results=results)
+    made = _Made(contender=torch_side.contender(call, len(moved)), results=results)
     made.contender.wait(made.contender.call())
     return made
 
@@ -365,7 +366,7 @@ def measure(
     rows: list[dict[str, Any]] = []
     for what in cell.directions:
         made = {name: each for (w, name), each in field.items() if w == what}
-        rows += _timed(cell, what, made, want, settings, len(sets))
+        rows += _timed(cell, what, made, want, settings)
     return rows
 
 
@@ -409,7 +410,6 @@ def _tuned(
             all_directions,
             *sets[0],
             max_plans=settings.max_plans,
-            whole_program=False,
             progress=False,
         ),
     )
@@ -426,7 +426,6 @@ def _timed(
     made: Mapping[str, _Made | str],
     want: _Pair,
     settings: Settings,
-    count: int,
 ) -> list[dict[str, Any]]:
     """Check the contenders of a direction, time them, and return their rows."""
     failures: dict[str, str] = {}
@@ -464,7 +463,7 @@ def _timed(
             row["failure"] = failures[name]
         else:
             timing = dataclasses.asdict(summary(times[name], times[best]))
-            timing["median_us"] /= count
+            timing["median_us"] /= contenders[name].count
             row |= {key: float(f"{value:.4g}") for key, value in timing.items()}
             row["errors"] = errors[name]
         limit = cell.limits(what).get(name)

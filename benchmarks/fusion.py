@@ -237,7 +237,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
                 dataclasses.asdict(call)
                 for call in plans.inspect(function, *sets[0]).calls
             ],
-            "contenders": _time(contenders, errors, len(sets), settings),
+            "contenders": _time(contenders, errors, settings),
         }
         _print_results(what, results[what])
     seconds["total"] = time.monotonic() - start
@@ -258,7 +258,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
 
 def _contender(function: Function, sets: Sequence[Arrays]) -> Contender:
     call = call_over_sets(function, sets)
-    return Contender(call=call, wait=jax.block_until_ready)
+    return Contender(call=call, wait=jax.block_until_ready, count=len(sets))
 
 
 def _compiled(
@@ -303,7 +303,7 @@ def _torch_contender(cell: Cell, what: str, sets: Sequence[Arrays]) -> Contender
             return (output,)
         return output, *torch.autograd.grad(output, operands, cotangent)
 
-    return torch_side.contender(lambda: [one(*each) for each in moved])
+    return torch_side.contender(lambda: [one(*each) for each in moved], len(moved))
 
 
 def _torch_results(cell: Cell, made: Contender) -> list[jax.Array]:
@@ -313,7 +313,6 @@ def _torch_results(cell: Cell, made: Contender) -> list[jax.Array]:
 def _time(
     contenders: dict[str, Contender],
     errors: dict[str, list[float]],
-    count: int,
     settings: Settings,
 ) -> dict[str, Any]:
     builds = _builds()
@@ -329,7 +328,7 @@ def _time(
     rows: dict[str, Any] = {}
     for name, timing in timings.items():
         row = dataclasses.asdict(timing)
-        row["median_us"] = timing.median_us / count
+        row["median_us"] = timing.median_us / contenders[name].count
         if torch_us is not None:
             row["ratio_to_torch"] = timing.median_us / torch_us
         rows[name] = {key: float(f"{value:.5g}") for key, value in row.items()}

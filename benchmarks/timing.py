@@ -8,19 +8,24 @@ machine affects all of them. Reported are the median over rounds and the median 
 per-round ratio to one contender, with its range.
 """
 
+import contextlib
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """A function to time: `call` enqueues one call, `wait` waits for its result."""
+    """A function to time: `call` enqueues one call, `wait` waits for its result.
+
+    A call computes the workload ``count`` times.
+    """
 
     call: Callable[[], Any]
     wait: Callable[[Any], None]
+    count: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +36,20 @@ class Timing:
     ratio: float
     ratio_low: float
     ratio_high: float
+
+
+_Look = Callable[[Mapping[str, Contender], Mapping[str, list[float]]], None]
+_looks: list[_Look] = []
+
+
+@contextlib.contextmanager
+def watched(look: _Look) -> Iterator[None]:
+    """Have contenders looked at after they are timed, with their times."""
+    _looks.append(look)
+    try:
+        yield
+    finally:
+        _looks.remove(look)
 
 
 def _time(contender: Contender, count: int) -> float:
@@ -63,6 +82,8 @@ def alternate(
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
             times[name].append(_time(contenders[name], counts[name]))
+    for look in _looks:
+        look(contenders, times)
     return times
 
 

@@ -27,9 +27,9 @@ torch: Any = installed("torch")
 os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
 
 
-def contender(function: Callable[[], Any]) -> Contender:
+def contender(function: Callable[[], Any], count: int = 1) -> Contender:
     """Return a PyTorch function, which enqueues its work, as a contender."""
-    return Contender(call=function, wait=lambda _: synchronize())
+    return Contender(call=function, wait=lambda _: synchronize(), count=count)
 
 
 def synchronize() -> None:
