@@ -34,6 +34,8 @@ from benchmarks import (
     torch_side,
 )
 from benchmarks.contest import BOTH, FORWARD
+from benchmarks.models import __main__ as models
+from benchmarks.models import zoo
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, watched
@@ -42,8 +44,8 @@ from jax_cudnn import choices
 
 _DATA, _PAGE = "profiles.json", "profiles.md"
 _CALLS = 5
-# So many kernels of a contender are named; the others are added up.
-_NAMED = 6
+# So many kernels of a contender are kept, and so many named on the page.
+_KEPT, _NAMED = 40, 6
 _LONGEST_NAME = 72
 
 Row = dict[str, Any]
@@ -102,7 +104,7 @@ def summary(found: Sequence[Event], count: int) -> Row:
     for event in found:
         total[event.name] += event.end - event.start
         often[event.name] += 1
-    named = total.most_common(_NAMED)
+    named = total.most_common(_KEPT)
     return {
         "kernels": round(len(found) / count, 2),
         "kernels_us": round(sum(total.values()) / count / 1e3, 2),
@@ -148,6 +150,13 @@ def looks() -> Iterator[Look]:
         if re.search(_CONTESTS, each.name):
             run = functools.partial(contest.measure, each, settings, shipped)
             yield Look(name=each.name, run=run, directions=each.directions)
+    for model in zoo.models(small=False):
+        if model.name in _MODELS:
+            yield Look(
+                name=f"{model.name}, a training step",
+                run=functools.partial(_train, model),
+                directions=(BOTH,),
+            )
 
 
 _ATTENTION = (
@@ -162,6 +171,13 @@ _FUSIONS = (
     "convnext: conv 4x4/4 (64,224,224,3->96)+bias",
 )
 _CONTESTS = "group_norm|batch_norm.* 64 x 56|layer_norm . residual|ragged_dot, 8"
+_MODELS = ("GPT-2 small", "ResNet-50")
+
+
+def _train(model: zoo.Model) -> None:
+    models.measure(
+        model, is_training=True, with_torch=False, with_tuning=False, steps=2
+    )
 
 
 def _run_fusion(cell: fusion_cells.Cell) -> None:
@@ -218,7 +234,7 @@ def markdown(data: dict[str, Any]) -> str:
         lines += ["| --- | --- | ---: | ---: | ---: | --- |"]
         for row in data["rows"]:
             if row["workload"] == workload:
-                longest = "<br>".join(map(_told, row["longest"]))
+                longest = "<br>".join(map(_told, row["longest"][:_NAMED]))
                 lines.append(
                     f"| {row['what']} | {row['contender']} | {row['us']:.1f} "
                     f"| {row['kernels_us']:.1f} | {row['kernels']:g} | {longest} |"

@@ -40,7 +40,7 @@ _Steps = JaxSteps | TorchSteps
 
 
 def _contenders(
-    model: Model, *, is_training: bool, with_torch: bool
+    model: Model, *, is_training: bool, with_torch: bool, with_tuning: bool
 ) -> dict[str, Callable[[], _Steps]]:
     weights, kinds, batch = drawn(model)
     options: dict[str, Any] = {"rate": model.rate, "is_training": is_training}
@@ -62,7 +62,7 @@ def _contenders(
     }
     if with_torch:
         made |= {name: of_torch(is_compiled=name != _TORCH[0]) for name in _TORCH}
-    if jax.default_backend() == "gpu":
+    if with_tuning and jax.default_backend() == "gpu":
         made["tuned"] = of_jax(CudnnKit(), is_tuned=True)
     return made
 
@@ -85,12 +85,22 @@ def _check(name: str, found: np.ndarray, want: np.ndarray) -> None:
 
 
 def measure(
-    model: Model, *, is_training: bool, with_torch: bool, steps: int
+    model: Model,
+    *,
+    is_training: bool,
+    with_torch: bool,
+    steps: int,
+    with_tuning: bool = True,
 ) -> list[dict[str, Any]]:
     """Time all contenders of a model; return a row for each."""
     runs: dict[str, _Steps] = {}
     results: dict[str, np.ndarray] = {}
-    makers = _contenders(model, is_training=is_training, with_torch=with_torch)
+    makers = _contenders(
+        model,
+        is_training=is_training,
+        with_torch=with_torch,
+        with_tuning=with_tuning,
+    )
     for name, make in makers.items():
         run = make()
         runs[name] = run
