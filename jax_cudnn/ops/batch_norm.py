@@ -17,7 +17,7 @@ from jax_cudnn.ops.arguments import check_flag, describe
 from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.norm_call import Norm, accumulator, check_axis, check_factor, given
 from jax_cudnn.ops.plain import check_implementation
-from jax_cudnn.reference.norms import sampled_moments
+from jax_cudnn.reference.norms import column_moments
 
 _OP = "batch_norm"
 
@@ -376,7 +376,7 @@ def _epsilon(norm: Norm, dtype: Any) -> jax.Array:
 def _statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     *outer, channels = x.shape
     rows = jnp.reshape(x.astype(accumulator(x.dtype)), (math.prod(outer), channels))
-    mean, var = sampled_moments(rows, (0,))
+    mean, var = column_moments(rows)
     return mean[0], var[0]
 
 

@@ -53,6 +53,7 @@ def conv_fprop(
         x,
         w,
         outputs["output"],
+        _natural(x.ndim),
         window_strides=attributes.window_strides,
         padding=_pairs(attributes.padding_low, attributes.padding_high),
         lhs_dilation=attributes.lhs_dilation,
@@ -93,9 +94,7 @@ def conv_dgrad(
         grad,
         jax.lax.rev(_by_output(w, groups), natural[2:]),
         outputs["grad_x"],
-        dimension_numbers=jax.lax.ConvDimensionNumbers(
-            natural, _swapped(w.ndim), natural
-        ),
+        jax.lax.ConvDimensionNumbers(natural, _swapped(w.ndim), natural),
         window_strides=attributes.lhs_dilation,
         padding=_pairs(low, high),
         lhs_dilation=attributes.window_strides,
@@ -130,7 +129,7 @@ def conv_wgrad(
         x,
         grad,
         outputs["grad_w"],
-        dimension_numbers=jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
+        jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
         window_strides=attributes.rhs_dilation,
         padding=_pairs(attributes.padding_low, high),
         lhs_dilation=attributes.lhs_dilation,
@@ -154,13 +153,37 @@ def _zeros(outputs: Mapping[str, Tensor]) -> dict[str, jax.Array]:
     }
 
 
-def _conv(x: jax.Array, w: jax.Array, output: Tensor, **options: object) -> jax.Array:
-    return jax.lax.conv_general_dilated(
-        x,
+def _conv(
+    x: jax.Array,
+    w: jax.Array,
+    output: Tensor,
+    numbers: jax.lax.ConvDimensionNumbers,
+    **options: object,
+) -> jax.Array:
+    """Return a convolution, with images in the order in which the output is stored.
+
+    ``numbers`` names the axes of the arrays that are given. Without a transpose in
+    between, XLA adds up a convolution and another array in one kernel.
+    """
+    order = output.order
+    back = [order.index(axis) for axis in range(len(order))]
+    lhs, out = (
+        tuple(back[axis] for axis in spec)
+        for spec in (numbers.lhs_spec, numbers.out_spec)
+    )
+    result = jax.lax.conv_general_dilated(
+        jnp.transpose(x, order),
         w,
         preferred_element_type=DTYPES[output.dtype],
+        dimension_numbers=jax.lax.ConvDimensionNumbers(lhs, numbers.rhs_spec, out),
         **options,  # type: ignore[arg-type]
     )
+    return jnp.transpose(result, back)
+
+
+def _natural(rank: int) -> jax.lax.ConvDimensionNumbers:
+    axes = tuple(range(rank))
+    return jax.lax.ConvDimensionNumbers(axes, axes, axes)
 
 
 def _pairs(low: Sequence[int], high: Sequence[int]) -> list[tuple[int, int]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms and their gradients in jax.numpy; their formulas are in graph/norms.py.
 
-All is computed in f32 (f64 beside f64). The variance is that of centred values, or over
-positions of values that are nearly centred: the difference of the means of x^2 and x,
+All is computed in f32 (f64 beside f64). The variance is that of centred values, or in a
+batch norm of values that are nearly centred: the difference of the means of x^2 and x,
 squared, would cancel.
 """
 
@@ -19,17 +19,12 @@ from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.reference.dtypes import jax_dtype, saturated
 
 Operands = Mapping[str, jax.Array]
-# XLA reads what these normalise in parts. What others normalise it reads whole, and
-# centres it at no cost.
-_OVER_POSITIONS = ("batch_norm", "group_norm")
 _Rule = Callable[[Attributes, Operands, Mapping[str, Tensor]], dict[str, jax.Array]]
 
 
 def forward(kind: str) -> _Rule:
     """Return the rule of a norm."""
-    return functools.partial(
-        _forward, NORMALISED[kind], kind != "rms_norm", kind in _OVER_POSITIONS
-    )
+    return functools.partial(_forward, NORMALISED[kind], kind != "rms_norm")
 
 
 def backward(kind: str) -> _Rule:
@@ -40,7 +35,6 @@ def backward(kind: str) -> _Rule:
 def _forward(
     axes: tuple[int, ...],
     is_centred: bool,
-    is_over_positions: bool,
     attributes: Attributes,
     inputs: Operands,
     outputs: Mapping[str, Tensor],
@@ -50,8 +44,8 @@ def _forward(
     centred = x = wide["x"]
     results: dict[str, jax.Array] = {}
     if is_centred:
-        moments = sampled_moments if is_over_positions else _centred_moments
-        results["mean"], variance = moments(x, axes)
+        moments = column_moments(x) if axes == (0,) else _centred_moments(x, axes)
+        results["mean"], variance = moments
         centred = x - results["mean"]
     else:
         variance = jnp.mean(jnp.square(x), axes, keepdims=True)
@@ -68,38 +62,35 @@ def _forward(
     return {**results, "rstd": rstd, "output": output}
 
 
-# One position of so many is of the sample that sampled_moments shifts by, unless its
-# mean is so large that a difference from it might be beyond the range of the dtype.
-_POSITIONS_PER_SAMPLE = 256
+# One row of so many is of the sample that column_moments shifts by, unless its mean is
+# so large that a difference from it might be beyond the range of the dtype.
+_ROWS_PER_SAMPLE = 1024
 _LARGEST_SHIFT = 0.25  # of the largest number
 
 
-def sampled_moments(x: jax.Array, axes: tuple[int, ...]) -> tuple[jax.Array, jax.Array]:
-    """Return the means along some axes, and the variances, by one pass.
+def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the means and the variances of the columns, (1, columns), by one pass.
 
     With k near the mean, both are sums of x - k and its square, which XLA computes
-    while it reads x once; centred values take another pass. k is the mean of what is at
-    every 256th position of the last of the axes. Whatever x is, k is within sqrt(256
-    var) of the mean, as the squares of a sample's distances from the mean are no more
-    than those of all. So (mean - k)^2 is 256 times the variance at most, and no more
-    than 8 of f32's 24 bits cancel.
+    while it reads x once; centred values take another pass. k is the mean of every
+    256th row. Whatever is in the rows, it is within sqrt(256 var) of their mean, as the
+    squares of a sample's distances from the mean are no more than those of all. So
+    (mean - k)^2 is 256 times the variance at most, and no more than 8 of f32's 24 bits
+    cancel.
 
-    Positions whose type says that devices share them out cannot be sampled so: there
-    values are centred.
+    Rows whose type says that devices share them out cannot be sampled so: there values
+    are centred.
     """
-    if _has_shared(x, axes):
-        return _centred_moments(x, axes)
-    sample = jax.lax.slice_in_dim(x, 0, None, _POSITIONS_PER_SAMPLE, axes[-1])
-    sampled = jnp.mean(sample, axes, keepdims=True)
+    if _has_shared_rows(x):
+        return _centred_moments(x, (0,))
+    sampled = jnp.mean(x[::_ROWS_PER_SAMPLE], 0, keepdims=True)
     # Infinities and NaN are left to the sums.
     largest = _LARGEST_SHIFT * float(jnp.finfo(x.dtype).max)
     is_near = jnp.abs(sampled) <= jnp.asarray(largest, x.dtype)
     shift = jax.lax.stop_gradient(jnp.where(is_near, sampled, 0))
-    # Two names, so that XLA sees two differences. Of one that two sums read, it may
-    # think that it pays to write it down.
-    first, second = jax.lax.optimization_barrier((shift, shift))
-    offset = jnp.mean(x - first, axes, keepdims=True)
-    square = jnp.mean(jnp.square(x - second), axes, keepdims=True)
+    moved = x - shift
+    offset = jnp.mean(moved, 0, keepdims=True)
+    square = jnp.mean(jnp.square(moved), 0, keepdims=True)
     # Squares beyond the dtype's range leave an infinite variance, not a NaN.
     is_too_large = jnp.isposinf(square) & jnp.isfinite(offset)
     variance = square - jnp.where(is_too_large, 0, jnp.square(offset))
@@ -114,10 +105,10 @@ def _centred_moments(
     return mean, jnp.mean(jnp.square(x - mean), axes, keepdims=True)
 
 
-def _has_shared(x: jax.Array, axes: tuple[int, ...]) -> bool:
-    """Whether the type of x, on a mesh of explicit axes, divides any of these axes."""
+def _has_shared_rows(x: jax.Array) -> bool:
+    """Whether the type of x, on a mesh of explicit axes, divides its rows."""
     sharding: Any = jax.typeof(x).sharding
-    return any(sharding.spec[axis] is not None for axis in axes if sharding.spec)
+    return bool(sharding.spec) and sharding.spec[0] is not None
 
 
 def _backward(
