@@ -74,7 +74,7 @@ def run(
         print("\n".join(cell.name for cell in wanted))
         return
     settings = _settings(options, with_first=with_first)
-    shipped = _shipped()
+    untuned = shipped()
     options.out.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = {
         "environment": environment(),
@@ -84,7 +84,7 @@ def run(
     failed: list[str] = []
     for cell in wanted:
         print(f"[{time.monotonic() - start:5.1f} s] {cell.name}", flush=True)
-        measured = _measured(cell, settings, shipped)
+        measured = _measured(cell, settings, untuned)
         failed += [_failure(row) for row in measured if _is_our_failure(row)]
         _show(measured)
         _put(data["rows"], measured, cells)
@@ -116,16 +116,16 @@ def _settings(options: argparse.Namespace, *, with_first: bool) -> Settings:
     )
 
 
-def _shipped() -> dict[Key, Choice]:
+def shipped() -> dict[Key, Choice]:
     """Return the choices that a user has who tuned nothing; none are left behind."""
     plans.set_cache(None)
     return choices.table().all()
 
 
-def _measured(cell: Cell, settings: Settings, shipped: Mapping[Key, Choice]) -> Rows:
+def _measured(cell: Cell, settings: Settings, untuned: Mapping[Key, Choice]) -> Rows:
     """Return the rows of a cell, or one that says why there are none."""
     try:
-        return measure(cell, settings, shipped)
+        return measure(cell, settings, untuned)
     except Exception as error:
         facts = {"operation": cell.operation, "size": cell.size, "what": ""}
         return [{**facts, "contender": "all", "failure": reason(error)}]

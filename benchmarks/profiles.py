@@ -19,13 +19,14 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from benchmarks import (
     attention_features,
     contest,
+    contest_report,
     decode,
     fusion,
     fusion_cells,
@@ -40,7 +41,6 @@ from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, watched
 from benchmarks.torch_side import torch
-from jax_cudnn import choices
 
 _DATA, _PAGE = "profiles.json", "profiles.md"
 _CALLS = 5
@@ -63,24 +63,22 @@ class Look:
 # --- the profiler ---------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Event:
-    """What ran on the GPU: its name, and nanoseconds from start to end."""
+class Event(NamedTuple):
+    """What ran on the GPU: its name, and for how many nanoseconds."""
 
     name: str
-    start: float
-    end: float
+    duration: float
 
 
 def recorded(contender: Contender) -> list[Event]:
-    """Return what calls of a contender run on the GPU, by its start."""
+    """Return what calls of a contender run on the GPU."""
     contender.wait(contender.call())
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for _ in range(_CALLS):
                 contender.wait(contender.call())
         (file,) = Path(folder).rglob("*.xplane.pb")
-        return sorted(events(file), key=lambda event: event.start)
+        return list(events(file))
 
 
 def events(file: Path) -> Iterator[Event]:
@@ -92,9 +90,7 @@ def events(file: Path) -> Iterator[Event]:
             # The others repeat these, by modules and operations of XLA.
             if line.name.startswith("Stream"):
                 for each in line.events:
-                    yield Event(
-                        each.name, each.start_ns, each.start_ns + each.duration_ns
-                    )
+                    yield Event(each.name, each.duration_ns)
 
 
 def summary(found: Sequence[Event], count: int) -> Row:
@@ -102,7 +98,7 @@ def summary(found: Sequence[Event], count: int) -> Row:
     total: collections.Counter[str] = collections.Counter()
     often: collections.Counter[str] = collections.Counter()
     for event in found:
-        total[event.name] += event.end - event.start
+        total[event.name] += event.duration
         often[event.name] += 1
     named = total.most_common(_KEPT)
     return {
@@ -142,7 +138,7 @@ def looks() -> Iterator[Look]:
     settings = contest.Settings(
         with_torch=torch is not None, with_tuning=True, with_first=False
     )
-    shipped = choices.table().all()
+    shipped = contest_report.shipped()
     for each in (
         *map(norms.cell, norms.WORKLOADS),
         *operation_cells.cells(small=False),
@@ -258,13 +254,14 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / _DATA
-    order = [look.name for look in looks()]
+    found = list(looks())
+    order = [look.name for look in found]
     rows: list[Row] = []
     if file.exists():
         rows = [
             r for r in json.loads(file.read_text())["rows"] if r["workload"] in order
         ]
-    for look in looks():
+    for look in found:
         if not re.search(options.only, look.name):
             continue
         print(look.name, flush=True)

@@ -5,6 +5,7 @@ benchmarks/xla_code.py counts what becomes of them on a GPU. These tests look at
 programs that XLA is given, which are the same on a machine without one.
 """
 
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -81,6 +82,24 @@ def test_gradients_of_convolutions_are_jax_s(
     assert _convolutions(ours) == _convolutions(plain)
     assert len(_convolutions(ours)) == 3
     assert ours.count("stablehlo.transpose") == plain.count("stablehlo.transpose")
+
+
+def test_a_gradient_is_written_in_the_layout_of_its_array() -> None:
+    """XLA adds another array to it in its kernel if no transpose is in between."""
+    layout = ("NHWC", "HWIO", "NHWC")
+    x, w = jnp.ones((2, 5, 7, 8)), jnp.ones((1, 1, 8, 4))
+
+    def gradient(conv: Callable[..., jax.Array]) -> str:
+        def run(x: jax.Array, y: jax.Array) -> Any:
+            call = functools.partial(
+                conv, window_strides=(1, 1), padding="VALID", dimension_numbers=layout
+            )
+            return jax.vjp(lambda x: call(x, w), x)[1](y)[0] + x
+
+        (found,) = _convolutions(_program(run, x, x[..., :4]))
+        return re.findall(r"->(\[.*?\])", found)[0]
+
+    assert gradient(jax_cudnn.conv) == gradient(jax.lax.conv_general_dilated)
 
 
 @pytest.mark.parametrize("heads", [4, 2], ids=["as many heads", "grouped heads"])

@@ -160,7 +160,7 @@ def _conv(
     numbers: jax.lax.ConvDimensionNumbers,
     **options: object,
 ) -> jax.Array:
-    """Return a convolution, with images in the order in which the output is stored.
+    """Return a convolution, with x in the order in which the output is stored.
 
     ``numbers`` names the axes of the arrays that are given. Without a transpose in
     between, XLA adds up a convolution and another array in one kernel.

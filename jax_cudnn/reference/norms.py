@@ -73,10 +73,10 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
     With k near the mean, both are sums of x - k and its square, which XLA computes
     while it reads x once; centred values take another pass. k is the mean of every
-    256th row. Whatever is in the rows, it is within sqrt(256 var) of their mean, as the
-    squares of a sample's distances from the mean are no more than those of all. So
-    (mean - k)^2 is 256 times the variance at most, and no more than 8 of f32's 24 bits
-    cancel.
+    1024th row. Whatever is in the rows, it is within sqrt(1024 var) of their mean, as
+    the squares of a sample's distances from the mean are no more than those of all. So
+    (mean - k)^2 is 1024 times the variance at most, and no more than 10 of f32's 24
+    bits cancel.
 
     Rows whose type says that devices share them out cannot be sampled so: there values
     are centred.
