@@ -57,6 +57,7 @@ class Workload:
       torch: options of PyTorch's attention, likewise.
       tokamax: options of tokamax's, likewise.
       has_bias: whether a learned bias, shared by the batch, is a fourth operand.
+      has_sinks: whether a logit for each head, in f32, is the last operand.
       flex: what `flex_attention` takes, given its module and a length.
       varlen: where sequences begin, and the last one ends, in a row of a length, for
         PyTorch's `varlen_attn`. It is causal.
@@ -76,6 +77,7 @@ class Workload:
     torch: dict[str, Any] | None = None
     tokamax: dict[str, Any] | None = None
     has_bias: bool = False
+    has_sinks: bool = False
     flex: Callable[[Any, int], dict[str, Any]] | None = None
     varlen: Callable[[int], np.ndarray] | None = None
     is_f8: bool = False
@@ -111,6 +113,14 @@ def _flex_documents(flex: Any, s: int) -> dict[str, Any]:
     def seen(b: Any, h: Any, row: Any, column: Any) -> Any:
         del b, h
         return (row >= column) & (ids[row] == ids[column])
+
+    return {"block_mask": flex.create_block_mask(seen, None, None, s, s)}
+
+
+def _flex_causal(flex: Any, s: int) -> dict[str, Any]:
+    def seen(b: Any, h: Any, row: Any, column: Any) -> Any:
+        del b, h
+        return row >= column
 
     return {"block_mask": flex.create_block_mask(seen, None, None, s, s)}
 
@@ -166,8 +176,8 @@ WORKLOADS = (
         ours=_packed, flex=_flex_documents, varlen=_bounds,
     ),
     Workload(
-        name="sinks", b=4, s=4096, h=16, k=16, d=128,
-        ours=lambda _: {**_CAUSAL, "sinks": jnp.zeros(16)},
+        name="sinks", b=4, s=4096, h=16, k=16, d=128, has_sinks=True,
+        ours=lambda _: _CAUSAL, flex=_flex_causal,
     ),
     *(
         Workload(
@@ -226,6 +236,8 @@ def _operands(work: Workload) -> tuple[list[jax.Array], jax.Array]:
     if work.has_bias:
         shape = (1, work.h, work.s, work.s)
         operands.append(jax.random.normal(jax.random.key(1), shape, jnp.bfloat16))
+    if work.has_sinks:
+        operands.append(jax.random.normal(jax.random.key(1), (work.h,)))
     return operands, cotangent
 
 
@@ -235,7 +247,9 @@ def _jax_contenders(
     options = work.ours(work.s)
     cudnn = {**options, "implementation": "cudnn"}
     ways: dict[str, Attention] = {
-        _OURS: functools.partial(_call, jax_cudnn.sdpa, cudnn)
+        _OURS: functools.partial(
+            _call, _with_sinks if work.has_sinks else jax_cudnn.sdpa, cudnn
+        )
     }
     if work.is_f8:
         ways = {_OURS: _in_f8(cudnn), _IN_BF16: ways[_OURS]}
@@ -279,6 +293,17 @@ def _call(function: Attention, options: dict[str, Any], *arrays: jax.Array) -> A
     return function(*arrays, **options)
 
 
+def _with_sinks(q: Any, k: Any, v: Any, sinks: Any, **options: Any) -> Any:
+    return jax_cudnn.sdpa(q, k, v, sinks=sinks, **options)
+
+
+def _flex_with_sinks(flex: Any, q: Any, k: Any, v: Any, sinks: Any, **mask: Any) -> Any:
+    """Scale PyTorch's attention by the weights' sum, as its users add sinks to it."""
+    output, lse = flex.flex_attention(q, k, v, return_lse=True, **mask)
+    share = torch.sigmoid(lse - sinks[:, None])
+    return (output * share[..., None]).to(output.dtype)
+
+
 def _torch_contenders(
     work: Workload,
     arrays: list[jax.Array],
@@ -295,7 +320,8 @@ def _torch_contenders(
     tensors += [torch_side.from_jax(x) for x in arrays[3:]]
     for tensor in tensors:
         tensor.requires_grad_(gradients)
-    q, k, v, *bias = tensors
+    q, k, v, *others = tensors
+    bias, sinks = (others, []) if work.has_bias else ([], others)
     grad = torch_side.from_jax(cotangent).transpose(1, 2)
     grouped = {"enable_gqa": True} if work.h != work.k else {}
 
@@ -328,13 +354,16 @@ def _torch_contenders(
         from torch.nn.attention import flex_attention as flex
 
         torch_side.forget_compiled()
-        compiled = torch.compile(flex.flex_attention, dynamic=False)
+        attention = (
+            functools.partial(_flex_with_sinks, flex) if sinks else flex.flex_attention
+        )
+        compiled = torch.compile(attention, dynamic=False)
         options = {**work.flex(flex, work.s), **grouped}
         if bias:
             options["score_mod"] = lambda score, b, h, row, column: (
                 score + bias[0][0, h, row, column]
             )
-        attend = functools.partial(compiled, q, k, v, **options)
+        attend = functools.partial(compiled, q, k, v, *sinks, **options)
         found["torch flex"] = torch_side.contender(functools.partial(run, attend))
     return torch_side.usable(found)
 
@@ -416,12 +445,13 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "",
         "Times are medians a call. The ratio is to `jax_cudnn`, round by round in the",
         "same run (median, lowest and highest): above 1, the other is slower. All",
-        "contenders of a workload and direction take turns in one run. Sizes",
-        "are (batch, length, query heads : key heads, head size). `torch flex` is",
-        "PyTorch's `flex_attention`, compiled for these shapes. `jax_cudnn tuned` is",
-        "what `plans.autotune` chose, tokamax's kernels among the candidates.",
-        "`torch varlen` is its `varlen_attn`. In f8, `jax_cudnn` is `f8.sdpa`, beside",
-        "`sdpa` on bf16. For the deterministic gradient, PyTorch is told to use",
+        "contenders of a workload and direction take turns in one run. Sizes are",
+        "(batch, length, query heads : key heads, head size). `torch flex` is",
+        "PyTorch's `flex_attention`, compiled for these shapes. Sinks are added to it",
+        "by its log-sum-exp, in the same compiled function. `jax_cudnn tuned` is what",
+        "`plans.autotune` chose, tokamax's kernels among the candidates. `torch",
+        "varlen` is its `varlen_attn`. In f8, `jax_cudnn` is `f8.sdpa`, beside `sdpa`",
+        "on bf16. For the deterministic gradient, PyTorch is told to use",
         "deterministic algorithms.",
         "",
         "| workload | size | | contender | µs | ratio | range |",
