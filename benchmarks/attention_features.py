@@ -63,6 +63,7 @@ class Workload:
         PyTorch's `varlen_attn`. It is causal.
       is_deterministic: whether PyTorch's kernels are asked for the same bits each time.
       has_gradient: whether the gradient is timed too.
+      is_tuned: whether the call is timed as `plans.autotune` chooses, too.
     """
 
     name: str
@@ -83,6 +84,7 @@ class Workload:
     is_f8: bool = False
     is_deterministic: bool = False
     has_gradient: bool = True
+    is_tuned: bool = False
 
 
 def _bounds(s: int) -> np.ndarray:
@@ -154,7 +156,7 @@ WORKLOADS = (
         Workload(
             name=f"a learned bias, d={d}", b=8, s=2048, h=16, k=16, d=d, has_bias=True,
             ours=lambda _: {}, theirs={}, torch={}, tokamax={},
-            flex=lambda flex, _: {},
+            flex=lambda flex, _: {}, is_tuned=True,
         )
         for d in (64, 128)
     ),
@@ -169,7 +171,7 @@ WORKLOADS = (
         name="softcap", b=4, s=2048, h=16, k=16, d=128,
         ours=lambda _: {"score_mod": score_mods.softcap(30.0)},
         tokamax={"logits_soft_cap": 30.0},
-        flex=lambda flex, _: _flex_softcap(flex, 30.0),
+        flex=lambda flex, _: _flex_softcap(flex, 30.0), is_tuned=True,
     ),
     Workload(
         name="packed documents", b=1, s=16384, h=16, k=16, d=128,
@@ -203,7 +205,7 @@ WORKLOADS = (
     ),
     Workload(
         name="latent attention, d=192, e=128", b=4, s=4096, h=16, k=16, d=192, e=128,
-        ours=lambda _: _CAUSAL, torch=_CAUSAL, tokamax=_CAUSAL,
+        ours=lambda _: _CAUSAL, torch=_CAUSAL, tokamax=_CAUSAL, is_tuned=True,
     ),
     Workload(
         name="a million tokens, 4 heads and 1", b=1, s=1 << 20, h=4, k=1, d=128,
@@ -260,7 +262,7 @@ def _jax_contenders(
         )
     if tokamax_side.tokamax is not None and work.tokamax is not None:
         ways["tokamax"] = tokamax_side.attention(**work.tokamax)
-    if work.has_bias and jax.default_backend() == "gpu":
+    if work.is_tuned and jax.default_backend() == "gpu":
         # Chosen beside tokamax's kernels, where these are installed.
         ways[_TUNED] = functools.partial(_call, jax_cudnn.sdpa, options)
     found: dict[str, Contender] = {}

@@ -90,7 +90,7 @@ def _assert_near(got: jax.Array, want: jax.Array) -> None:
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_attention_with_a_bias(name: str) -> None:
+def test_attention(name: str) -> None:
     cell = ATTENTIONS[name]
     for got, want in _by_offers(cell.call, *cell.operands()):
         _assert_near(got, want)
@@ -117,13 +117,17 @@ def test_cudnn_runs_a_bias_with_nan() -> None:
 
 
 _OTHERS: dict[str, dict[str, Any]] = {
-    "no bias": {"bias": None},
     "a mask": {"mask": jnp.ones((128, 256), bool)},
     "a window": {"mask": masks.Window(8, 0)},
     "lengths": {"key_value_seq_lengths": jnp.array([3, 9])},
     "dropout": {"dropout_rate": 0.5, "dropout_key": jax.random.key(0)},
     "sinks": {"sinks": jnp.zeros(4)},
-    "a function of scores": {"score_mod": score_mods.softcap(3.0)},
+    "a bias and a softcap": {"score_mod": score_mods.softcap(3.0)},
+    "another function of scores": {
+        "bias": None,
+        "score_mod": lambda x, *_: 3 * jnp.tanh(x / 2),
+    },
+    "a step": {"bias": None, "score_mod": lambda x, *_: jnp.abs(x)},
     "the largest score": {"return_max_logit": True},
 }
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_cudnn
+from jax_cudnn import score_mods
 from tests.dense import dense_attention
 
 # --- what it runs ---------------------------------------------------------------------
@@ -22,7 +23,10 @@ from tests.dense import dense_attention
 
 @dataclass(frozen=True, kw_only=True)
 class Attention:
-    """Sizes of an attention; ``bias`` is what its bias has in place of b, h and s."""
+    """Sizes of an attention; ``bias`` is what its bias has in place of b, h and s.
+
+    Of values that are wider or narrower than keys, ``e`` is the size.
+    """
 
     b: int = 2
     s: int = 128
@@ -30,30 +34,36 @@ class Attention:
     h: int = 4
     k: int = 2
     d: int = 64
-    bias: tuple[int, int, int] = (1, 4, 128)
+    e: int | None = None
+    bias: tuple[int, int, int] | None = (1, 4, 128)
+    softcap: float | None = None
     is_causal: bool = False
     dtype: Any = jnp.bfloat16
     bias_dtype: Any = jnp.bfloat16
 
     def operands(self) -> list[jax.Array]:
-        """Return query, key, value, bias and a cotangent."""
+        """Return query, key, value, the bias if there is one, and a cotangent."""
         rng = np.random.default_rng(self.s + self.h + self.d)
+        e = self.e or self.d
         shapes = [
             (self.b, self.s, self.h, self.d),
             (self.b, self.t, self.k, self.d),
-            (self.b, self.t, self.k, self.d),
-            (*self.bias, self.t),
-            (self.b, self.s, self.h, self.d),
+            (self.b, self.t, self.k, e),
+            *([(*self.bias, self.t)] if self.bias else []),
+            (self.b, self.s, self.h, e),
         ]
-        dtypes = [self.dtype] * 3 + [self.bias_dtype, self.dtype]
-        return [
-            jnp.asarray(rng.standard_normal(shape), dtype)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
+        arrays = [jnp.asarray(rng.standard_normal(x), self.dtype) for x in shapes]
+        if self.bias:
+            arrays[3] = arrays[3].astype(self.bias_dtype)
+        return arrays
 
-    def call(self, query: Any, key: Any, value: Any, bias: Any) -> jax.Array:
+    def call(self, *operands: Any) -> jax.Array:
         """Return the attention."""
-        return jax_cudnn.sdpa(query, key, value, bias, is_causal=self.is_causal)
+        options: dict[str, Any] = {"is_causal": self.is_causal}
+        if self.softcap is not None:
+            # So that it shows in scores of the usual size.
+            options |= {"score_mod": score_mods.softcap(self.softcap), "scale": 1.0}
+        return jax_cudnn.sdpa(*operands, **options)
 
     def with_gradients(self, *operands: jax.Array) -> tuple[jax.Array, ...]:
         """Return the result and the gradients; the last operand is a cotangent."""
@@ -67,8 +77,13 @@ class Attention:
         seen = np.broadcast_to(np.tri(self.s, self.t, dtype=bool), shape)
         seen = seen | (not self.is_causal)
 
-        def attend(query: Any, key: Any, value: Any, bias: Any) -> jax.Array:
-            return dense_attention(query, key, value, bias=bias, seen=seen)[0]
+        def attend(*operands: Any) -> jax.Array:
+            query, key, value, *bias = operands
+            options: dict[str, Any] = {"bias": bias[0]} if bias else {}
+            if self.softcap is not None:
+                cap = self.softcap
+                options |= {"score_mod": lambda x: cap * jnp.tanh(x / cap), "scale": 1}
+            return dense_attention(query, key, value, seen=seen, **options)[0]
 
         with jax.enable_x64(True):
             output, pullback = jax.vjp(attend, *map(jnp.asarray, arrays[:-1]))
@@ -82,6 +97,10 @@ ATTENTIONS = {
     "one for all heads": Attention(b=3, bias=(1, 1, 128), d=128, k=4),
     "in f32": Attention(bias=(2, 4, 128), bias_dtype=jnp.float32),
     "longer": Attention(s=640, t=768, bias=(1, 4, 640), is_causal=True),
+    "causal": Attention(s=256, bias=None, is_causal=True),
+    "all of the keys": Attention(bias=None, d=128),
+    "values of another size": Attention(t=128, bias=None, d=192, e=128, is_causal=True),
+    "softcap": Attention(s=256, bias=None, softcap=5.0, is_causal=True),
 }
 
 
@@ -101,11 +120,21 @@ def unusual_biases(bias: jax.Array) -> dict[str, jax.Array]:
 
 
 def _scores(
-    q: Any, k: Any, *, bias: Any, is_causal: bool, logits_scale: float
+    q: Any,
+    k: Any,
+    *,
+    bias: Any,
+    is_causal: bool,
+    logits_scale: float,
+    logits_soft_cap: float | None,
 ) -> jax.Array:
     k = jnp.repeat(k, q.shape[2] // k.shape[2], 2)
     scores = jnp.einsum("bshd,bthd->bhst", q, k, preferred_element_type=jnp.float32)
-    scores = scores * logits_scale + bias
+    scores = scores * logits_scale
+    if bias is not None:
+        scores += bias
+    if logits_soft_cap is not None:
+        scores = logits_soft_cap * jnp.tanh(scores / logits_soft_cap)
     is_seen = jnp.tri(*scores.shape[2:], dtype=bool) | (not is_causal)
     return jnp.where(is_seen, scores, -jnp.inf)
 
@@ -118,7 +147,8 @@ class _Attention:
     def __call__(self, q: Any, k: Any, v: Any, **options: Any) -> Any:
         assert options.pop("return_residuals")
         scores = _scores(q, k, **options)
-        is_spoilt = jnp.any(options["bias"] == -jnp.inf, -1)
+        bias = options["bias"]
+        is_spoilt = False if bias is None else jnp.any(bias == -jnp.inf, -1)
         top = jnp.where(is_spoilt, jnp.nan, jnp.max(scores, -1))
         weights = jnp.exp(scores - top[..., None])
         total = jnp.sum(weights, -1)

@@ -2,8 +2,8 @@
 """What can tokamax's kernels run, with the same meaning?
 
 They are written in Pallas' Mosaic dialect (https://github.com/openxla/tokamax). What is
-offered is what they were ahead of cuDNN 9.19 in, on an H200: attention with a bias, and
-products of groups of rows.
+offered is what they were ahead of cuDNN 9.19 in, on an H100 or H200: attention with a
+bias, with a softcap, or with neither, and products of groups of rows.
 
 A block of keys whose bias is -inf makes NaN of tokamax's rows, and its gradient loses
 digits where a bias moves a row far from 0. So whether a bias is of an ordinary size is
@@ -14,6 +14,7 @@ import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ import jax.numpy as jnp
 from jax_cudnn.contenders.registry import Program
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, SdpaAttributes
+from jax_cudnn.graph.score_mod import Steps, read_step, result_index
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
@@ -73,7 +75,7 @@ def offer(part: Graph, exact: Exact) -> Program | None:
     if len(part.nodes) != 1 or part.nodes[0].kind not in _RUNS:
         return None
     (node,) = part.nodes
-    can_run, run, is_guarded = _RUNS[node.kind]
+    can_run, run = _RUNS[node.kind]
     if not can_run(part):
         return None
     roles = {name: role for role, name in (*node.inputs, *node.outputs)}
@@ -97,7 +99,7 @@ def offer(part: Graph, exact: Exact) -> Program | None:
         is_ordinary = jnp.max(jnp.abs(bias)) <= _LARGEST_BIAS
         return jax.lax.cond(is_ordinary, by_tokamax, exactly, *arrays)
 
-    program = guarded if is_guarded else by_tokamax
+    program = guarded if "bias" in dict(node.inputs) else by_tokamax
     shapes = [
         jax.ShapeDtypeStruct(tensor.dims, jax_dtype(tensor.dtype))
         for tensor in part.input_tensors
@@ -119,29 +121,43 @@ def _dtypes(part: Graph, names: Mapping[str, str], roles: Sequence[str]) -> set[
     return {tensors[names[role]].dtype for role in roles if role in names}
 
 
-# --- attention with a bias ------------------------------------------------------------
+# --- attention ------------------------------------------------------------------------
 
 # The kernels of 0.0.17 work on tiles of up to so many queries and keys. A tile that the
 # operands do not fill made one fail to compile, and another return NaN.
 _TILE = 128
-_OPERANDS = ("query", "key", "value", "bias")
-_ROWS = (*_OPERANDS, "output", "stats", "grad_output")
+_OPERANDS = ("query", "key", "value")
+_ROWS = (*_OPERANDS, "bias", "output", "stats", "grad_output")
 
 
-def _has_plain_bias(part: Graph) -> bool:
+def _has_attention(part: Graph) -> bool:
     (node,) = part.nodes
     names, attributes = dict(node.inputs), node.attributes
     assert isinstance(attributes, SdpaAttributes)
     plain = SdpaAttributes(scale=attributes.scale, is_causal=attributes.is_causal)
+    is_capped = _softcap(attributes.score_mod) is not None
+    if is_capped:
+        plain = replace(plain, score_mod=attributes.score_mod)
+    lengths = _rows_and_columns(part, names)
     return (
-        "bias" in names
-        and set(names) <= set(_ROWS)
+        set(names) <= set(_ROWS)
         and "max_logit" not in dict(node.outputs)
         and attributes == plain
-        and _dtypes(part, names, _OPERANDS[:3]) == {"bf16"}
-        and _dims(part, names["bias"])[2:] == _rows_and_columns(part, names)
-        and not any(size % _TILE for size in _rows_and_columns(part, names))
+        and _dtypes(part, names, _OPERANDS) == {"bf16"}
+        and not any(size % _TILE for size in lengths)
+        # tokamax caps the sum of score and bias.
+        and not ("bias" in names and is_capped)
+        and ("bias" not in names or _dims(part, names["bias"])[2:] == lengths)
     )
+
+
+def _softcap(steps: Steps) -> float | None:
+    """Return c where the steps of a function of scores are c tanh(score / c)."""
+    if len(steps) != 3:
+        return None
+    cap = read_step(steps[2]).words[-1]
+    is_softcap = steps == (f"div score {cap}", "tanh %0", f"mul %1 {cap}")
+    return float(cap) if is_softcap and result_index(cap) is None else None
 
 
 def _rows_and_columns(part: Graph, names: Mapping[str, str]) -> tuple[int, ...]:
@@ -158,12 +174,13 @@ def _bound(part: Graph, given: _Arrays) -> tuple[Any, list[jax.Array], dict[str,
     attributes = part.nodes[0].attributes
     assert isinstance(attributes, SdpaAttributes)
     options = {
-        "bias": given["bias"],
+        "bias": given.get("bias"),
         "is_causal": attributes.is_causal,
         "logits_scale": attributes.scale,
+        "logits_soft_cap": _softcap(attributes.score_mod),
     }
     attention = _kernels().PallasMosaicFlashAttention()
-    return attention, [_tokens_first(given[role]) for role in _OPERANDS[:3]], options
+    return attention, [_tokens_first(given[role]) for role in _OPERANDS], options
 
 
 def _attention(part: Graph, given: _Arrays) -> _Arrays:
@@ -185,7 +202,7 @@ def _attention_gradient(part: Graph, given: _Arrays) -> _Arrays:
         "grad_query": _tokens_first(found["q"]),
         "grad_key": _tokens_first(found["k"]),
         "grad_value": _tokens_first(found["v"]),
-        "grad_bias": found["bias"],
+        "grad_bias": found.get("bias"),
     }
 
 
@@ -250,10 +267,10 @@ def _grouped_matmul_gradient(part: Graph, given: _Arrays) -> _Arrays:
     return found
 
 
-# Whether a part can be run, how, and whether its bias has to be looked at first.
-_RUNS: dict[str, tuple[Callable[[Graph], bool], _Run, bool]] = {
-    "sdpa": (_has_plain_bias, _attention, True),
-    "sdpa_backward": (_has_plain_bias, _attention_gradient, True),
-    "grouped_matmul": (_has_sizes, _grouped_matmul, False),
-    "grouped_matmul_backward": (_has_sizes, _grouped_matmul_gradient, False),
+# Whether a part can be run, and how.
+_RUNS: dict[str, tuple[Callable[[Graph], bool], _Run]] = {
+    "sdpa": (_has_attention, _attention),
+    "sdpa_backward": (_has_attention, _attention_gradient),
+    "grouped_matmul": (_has_sizes, _grouped_matmul),
+    "grouped_matmul_backward": (_has_sizes, _grouped_matmul_gradient),
 }

@@ -58,10 +58,10 @@ def add_contender(
 def add_tokamax() -> None:
     """Let tokamax's kernels compete with cuDNN's plans and XLA in tuning.
 
-    They are offered for attention in bf16 with a bias for each query and key, forward
-    and backward, where the numbers of queries and keys are multiples of 128, without a
-    mask, a window, lengths, dropout, sinks or a function of scores; and for
-    `ragged_dot` and its gradients in bf16 or f16. As with every contender
+    They are offered for attention in bf16, forward and backward, where the numbers of
+    queries and keys are multiples of 128: causal or not, with a bias for each query and
+    key or with ``score_mods.softcap``, and without another mask, a window, lengths,
+    dropout or sinks; and for `ragged_dot` and its gradients in bf16 or f16. As with every contender
     (``plans.add_contender``), only a measured choice picks them. Nothing changes in
     what is computed: a bias that they do not treat as cuDNN does (numbers above 2048
     in size, infinities, NaN) is found when the program runs, and cuDNN runs it.

@@ -54,7 +54,7 @@ def _assert_near(got: jax.Array, want: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("name", ATTENTIONS)
-def test_attention_with_a_bias(name: str) -> None:
+def test_attention(name: str) -> None:
     cell = ATTENTIONS[name]
     operands = cell.operands()
     traced = jax.jit(cell.with_gradients).trace(*operands)
