@@ -99,24 +99,34 @@ def run_tests(tests: list[str], arguments: list[str]) -> list[dict[str, Any]]:
         alone = [*_ALONE]
     processes = ["-n", str(min(20, os.cpu_count() or 1))]
     shared = {**os.environ, **_SHARED_GPU}
-    return [
-        *(_run_pytest([*together, *processes, *arguments], shared) if together else ()),
-        *(_run_pytest([*alone, *arguments], dict(os.environ)) if alone else ()),
-    ]
+    records: list[dict[str, Any]] = []
+    is_over = False
+    if together:
+        records, is_over = _run_pytest([*processes, *arguments, *together], shared)
+    if alone and not is_over:
+        # Whatever the arguments say, in one process.
+        one = [*arguments, "-n", "0", *alone]
+        records += _run_pytest(one, dict(os.environ))[0]
+    return records
 
 
-def _run_pytest(arguments: list[str], env: dict[str, str]) -> list[dict[str, Any]]:
+def _run_pytest(
+    arguments: list[str], env: dict[str, str]
+) -> tuple[list[dict[str, Any]], bool]:
+    """Return a record per test that came to its end, and whether it was interrupted."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-rfEs", *arguments]
         tests = subprocess.Popen([*command, f"--junitxml={report}"], cwd=ROOT, env=env)
+        is_interrupted = False
         try:
             tests.wait()
         except KeyboardInterrupt:  # pytest has it too, and writes what it knows.
+            is_interrupted = True
             tests.wait()
         root = ElementTree.parse(report).getroot()
     records = [_record(case) for case in root.iter("testcase")]
-    return [record for record in records if record.pop("is_done")]
+    return [record for record in records if record.pop("is_done")], is_interrupted
 
 
 def _record(case: ElementTree.Element) -> dict[str, Any]:

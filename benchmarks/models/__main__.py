@@ -30,6 +30,7 @@ from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, alternate, summary
 
 _DATA, _PAGE = "models.json", "models.md"
+_GPU = "GPU"
 _PLAIN, _TORCH = "plain JAX", ("torch eager", "torch compiled")
 # Of losses, relative to the first and largest, and of outputs, by their norm.
 _BOUND = 0.03
@@ -168,20 +169,28 @@ def markdown(data: dict[str, Any]) -> str:
         "of all queries and keys. A model learns one batch by heart. Its losses over",
         f"the first {data['steps']} steps agree within {_BOUND:.0%} of the first loss.",
         "",
-        "| model | batch | | contender | ms | ratio | range | compile s | tuning s "
-        "| MiB | peak |",
-        "| --- | --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: | ---: |",
+        "| model | batch | GPU | | contender | ms | ratio | range | compile s "
+        "| tuning s | MiB | peak |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | --- | ---: | ---: | ---: "
+        "| ---: |",
     ]
     for row in data["rows"]:
         share = row["share_of_peak"]
         lines.append(
-            f"| {row['model']} | {row['size']} | {row['what']} | {row['contender']} "
+            f"| {row['model']} | {row['size']} | {_short(row[_GPU])} | {row['what']} "
+            f"| {row['contender']} "
             f"| {row['ms']:.2f} | {row['ratio']:.3f} "
             f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} | {row['compile_s']} "
             f"| {row['tuning_s'] or ''} | {row['mib']} "
             f"| {'' if share is None else f'{share:.1%}'} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _short(gpu: str) -> str:
+    """Return "H100" of "NVIDIA H100 80GB HBM3"."""
+    words = gpu.split()
+    return words[1] if words[:1] == ["NVIDIA"] else gpu
 
 
 def main() -> None:
@@ -196,7 +205,8 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     if options.only and (options.out / _DATA).exists():
-        rows = json.loads((options.out / _DATA).read_text())["rows"]
+        kept = json.loads((options.out / _DATA).read_text())
+        rows = [{_GPU: kept["environment"][_GPU], **row} for row in kept["rows"]]
     versions = environment()
     with_torch = is_there() and not options.no_torch
     if with_torch:
@@ -215,6 +225,7 @@ def main() -> None:
                 with_torch=with_torch,
                 steps=options.steps,
             )
+            measured = [{_GPU: versions[_GPU], **row} for row in measured]
             what = (measured[0]["model"], measured[0]["what"])
             rows = [row for row in rows if (row["model"], row["what"]) != what]
             rows = sorted(rows + measured, key=lambda row: names.index(row["model"]))
