@@ -61,10 +61,11 @@ def add_tokamax() -> None:
     They are offered for attention in bf16, forward and backward, where the numbers of
     queries and keys are multiples of 128: causal or not, with a bias for each query and
     key or with ``score_mods.softcap``, and without another mask, a window, lengths,
-    dropout or sinks; and for `ragged_dot` and its gradients in bf16 or f16. As with every contender
-    (``plans.add_contender``), only a measured choice picks them. Nothing changes in
-    what is computed: a bias that they do not treat as cuDNN does (numbers above 2048
-    in size, infinities, NaN) is found when the program runs, and cuDNN runs it.
+    dropout or sinks; and for `ragged_dot` and its gradients in bf16 or f16. As with
+    every contender (``plans.add_contender``), only a measured choice picks them.
+    Nothing changes in what is computed: a bias that they do not treat as cuDNN does
+    (numbers above 2048 in size, infinities, NaN) is found when the program runs, and
+    cuDNN runs it.
 
     Needs tokamax 0.0.17 or newer with its ``cuda`` extra, which needs JAX 0.11.1 and
     Python 3.12 (https://github.com/openxla/tokamax), and a GPU that it has kernels for
