@@ -68,12 +68,12 @@ _TARGETS = [None, _H200]
 @pytest.mark.parametrize(
     ("rows", "groups", "dtype", "sm_version", "is_cudnns"),
     [
-        (16384, 8, "bf16", 90, True),
+        (16384, 32, "bf16", 90, True),
         (16384, 64, "f16", 90, True),
-        (512, 8, "bf16", 90, False),
-        (16384, 7, "bf16", 90, False),
-        (16384, 8, "f32", 90, False),
-        (16384, 8, "bf16", 80, False),
+        (512, 32, "bf16", 90, False),
+        (16384, 31, "bf16", 90, False),
+        (16384, 32, "f32", 90, False),
+        (16384, 32, "bf16", 80, False),
     ],
 )
 def test_large_products_of_many_groups_are_cudnns(

@@ -28,12 +28,13 @@ _SLOWER = (
     "small grouped matmuls are XLA's until cuDNN was measured to be faster: "
     "plans.autotune finds the best of both"
 )
-# XLA multiplies all rows by the matrix of each group, cuDNN each row once. On an H200,
-# with 8 groups and 2^38 multiplications, and with 64 and 2^36, cuDNN's first plan took
-# 0.46 and 0.13 of XLA's time forward, 0.69 and 0.58 for the gradients: so said the
-# tuner in benchmarks/operations.py. At a quarter of this, a launch is still little.
+# In XLA's loop over tiles (reference/grouped_tiles.py) up to three times as many rows
+# are multiplied as there are, in cuDNN each row once. With 64 groups and 2^36
+# multiplications, cuDNN's first plan took 1526 us on an H200 and the loop 2526 on an
+# H100; with 8 groups and 2^38, 2861 and 2295. At a quarter of the work, a launch is
+# still little.
 _MEASURED_SM = 90
-_MANY_GROUPS = 8
+_MANY_GROUPS = 32
 _ENOUGH_WORK = 2**34
 _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for it"
 _OLDEST_SM = 80

@@ -5,8 +5,9 @@ Roles and axis letters are those of graph/grouped_matmul.py. Every group's matri
 every row, and each row keeps the product with its own. So nothing of another group
 reaches a row, NaN and infinities included, and all of JAX's transformations apply.
 
-``jax.lax.ragged_dot`` is what XLA may have a kernel for, so programs for a GPU are
-written with it. It has no vmap over some of its operands and no second gradient, and
+Programs for a GPU are not written like this. Large ones loop over tiles of rows
+(grouped_tiles.py). ``jax.lax.ragged_dot`` is what XLA may have a kernel for, so the
+others use it. It has no vmap over some of its operands and no second gradient, and
 where XLA has no kernel for it, a NaN in the matrix of one group reaches all rows.
 """
 
@@ -19,6 +20,7 @@ import numpy as np
 
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.reference import grouped_tiles
 from jax_cudnn.reference.dtypes import dtype_name, jax_dtype
 
 Operands = Mapping[str, jax.Array]
@@ -61,11 +63,16 @@ def forward(
     del attributes
     a, b, sizes = inputs["a"], inputs["b"], inputs.get("group_sizes")
     dtype = jax_dtype(outputs["output"].dtype)
-    if by_lax and sizes is not None and _has_lax(a, b, precision):
-        sums = _sums(a.dtype, dtype) if dtype != a.dtype else dtype
-        return {"output": _ragged_dot(a, b, sizes, sums, precision)}
-    if by_lax and sizes is not None and _has_size_1(a, b):
-        return {"output": _row_by_row(a[0], b, sizes[0], _sums(a.dtype, dtype))[None]}
+    if by_lax and sizes is not None:
+        sums = _sums(a.dtype, dtype)
+        narrow = dtype if dtype == a.dtype else sums
+        if grouped_tiles.pays(a, b, len(b)):
+            found = grouped_tiles.product(a[0], b, sizes[0], narrow, precision)
+            return {"output": found[None]}
+        if _has_lax(a, b, precision):
+            return {"output": _ragged_dot(a, b, sizes, narrow, precision)}
+        if _has_size_1(a, b):
+            return {"output": _row_by_row(a[0], b, sizes[0], sums)[None]}
     rows = a.shape[1]
     if sizes is None:
         starts = inputs["starts"][0]
@@ -114,6 +121,10 @@ def gradient_of_b(
 ) -> jax.Array:
     """Return for each group the product of its rows (1, m, k) and (1, m, n)."""
     grad = grad.astype(a.dtype)
+    if by_lax and grouped_tiles.pays(a, grad, sizes.shape[1]):
+        return grouped_tiles.product_over_rows(
+            a[0], grad[0], sizes[0], _sums(a.dtype), precision
+        )
     if by_lax and _has_lax(a, grad, precision):
         # XLA multiplies all rows, and by 0 those of other groups and of none. The
         # latter may be padding, with anything in it.
