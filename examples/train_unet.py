@@ -16,6 +16,7 @@ pip install ".[flax]" scikit-learn pillow
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -24,6 +25,7 @@ import numpy as np
 from flax import nnx
 from images import training
 from images.training import Pairs
+from PIL import Image
 from sklearn.datasets import load_sample_images
 
 import jax_cudnn
@@ -33,6 +35,7 @@ SIDE = 32
 COLORS = 3
 NOISE = 0.1  # standard deviation, where colours go from 0 to 1
 HELD_OUT = 0.8  # squares that begin right of this share of the width are held out
+COLUMNS = 4  # of squares that are held out, in a photograph of 640 by 427 pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,6 +126,21 @@ class UNet(nnx.Module):
         return self.last(x, residual=images).astype(jnp.float32)
 
 
+def side_by_side(versions: Sequence[np.ndarray]) -> np.ndarray:
+    """Return a part of what was held out, 4 squares high, each version beside the last.
+
+    A version is squares in the order of `read_squares`: half of them are of the one
+    photograph, half of the other, which stands below.
+    """
+    photographs = []
+    for version in versions:
+        halves = np.split(np.clip(version, 0, 1), 2)
+        rows = [np.split(half, range(COLUMNS, len(half), COLUMNS)) for half in halves]
+        middle = [row for half in rows for row in half[4:8]]
+        photographs.append(np.concatenate([np.concatenate(x, 1) for x in middle]))
+    return np.concatenate(photographs, 1)
+
+
 def psnr(images: np.ndarray, clean: np.ndarray) -> float:
     """Return the peak signal-to-noise ratio in dB, for colours from 0 to 1."""
     return float(-10 * np.log10(np.square(images - clean).mean()))
@@ -130,7 +148,9 @@ def psnr(images: np.ndarray, clean: np.ndarray) -> float:
 
 def main() -> None:
     """Run the example."""
-    arguments = training.parse_arguments(__doc__)
+    arguments = training.parse_arguments(
+        __doc__, picture="draw the versions of held-out squares into a file"
+    )
     settings = training.choose_settings(arguments, Settings(), QUICK)
     train, held_out = read_squares()
 
@@ -152,13 +172,18 @@ def main() -> None:
     mean = jax_cudnn.avg_pool(
         noisy, (3, 3), padding="SAME", count_include_pad=False, implementation="xla"
     )
+    versions = {
+        "noisy": noisy,
+        "mean of 3 by 3": np.asarray(mean),
+        "U-Net": trainer.outputs(noisy),
+    }
     print("\nHeld-out squares, PSNR:")
-    for label, images in (
-        ("noisy            ", noisy),
-        ("mean of 3 by 3   ", np.asarray(mean)),
-        ("U-Net            ", trainer.outputs(noisy)),
-    ):
-        print(f"  {label}  {psnr(images, clean):5.1f} dB")
+    for label, images in versions.items():
+        print(f"  {label:18s} {psnr(images, clean):5.1f} dB")
+    if arguments.picture is not None:
+        pixels = side_by_side([*versions.values(), clean])
+        Image.fromarray(np.round(pixels * 255).astype(np.uint8)).save(arguments.picture)
+        print(f"\n{arguments.picture}: {', '.join(versions)}, clean")
 
 
 if __name__ == "__main__":

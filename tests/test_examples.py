@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jax_cudnn import offline
@@ -256,8 +257,10 @@ def test_networks_tell_held_out_digits(name, kernels, epochs):
     assert number_after("after training ", output) > max(before, 60)
 
 
-def test_train_unet_removes_more_noise_than_a_mean_does():
-    output, found = learn_from_images("train_unet.py", "--epochs", "6", pillow=True)
+def test_train_unet_removes_more_noise_than_a_mean_does(tmp_path):
+    picture = tmp_path / "unet.png"
+    options = ("--epochs", "6", "--picture", str(picture))
+    output, found = learn_from_images("train_unet.py", *options, pillow=True)
     assert "416 squares to train on, 104 held out" in output
     assert found["group_norm"] == 6
     noisy, mean, network = (
@@ -265,6 +268,14 @@ def test_train_unet_removes_more_noise_than_a_mean_does():
         for label in ("noisy", "mean of 3 by 3", "U-Net")
     )
     assert network > max(noisy, mean) + 1
+    from PIL import Image
+
+    # Eight rows of four squares, in four versions; the clean one comes last.
+    drawn = np.asarray(Image.open(picture), np.float64)
+    assert drawn.shape == (8 * 32, 4 * 4 * 32, 3)
+    versions = np.split(drawn, 4, axis=1)
+    errors = [np.square(version - versions[-1]).mean() for version in versions[:-1]]
+    assert errors[2] < errors[1] < errors[0]
 
 
 @pytest.mark.thorough

@@ -5,6 +5,7 @@ import argparse
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
@@ -136,8 +137,13 @@ class Trainer:
             )
 
 
-def parse_arguments(description: str | None) -> argparse.Namespace:
-    """Return the arguments that all of the examples take."""
+def parse_arguments(
+    description: str | None, *, picture: str | None = None
+) -> argparse.Namespace:
+    """Return the arguments that all of the examples take.
+
+    ``picture`` is what the example can draw into a file, if it can.
+    """
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -152,6 +158,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument(
         "--quick", action="store_true", help="a tiny network for some seconds"
     )
+    if picture is not None:
+        parser.add_argument("--picture", type=Path, help=picture, metavar="FILE")
     arguments = parser.parse_args()
     if arguments.epochs is not None and arguments.epochs < 1:
         parser.error(f"--epochs {arguments.epochs}: at least 1 epoch is needed")
