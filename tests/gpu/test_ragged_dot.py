@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from jax_cudnn import plans, ragged_dot
+from jax_cudnn.reference import grouped_tiles
 from tests.grouped import grouped
 
 pytestmark = pytest.mark.gpu
@@ -27,12 +28,14 @@ _CASES: dict[str, tuple[int, int, tuple[int, ...], int]] = {
     "many groups": (64, 64, tuple(i % 5 for i in range(200)), 400),
     "large": (512, 1024, (1000, 24, 3000, 72), 4096),
 }
+# Large enough for XLA's code to be a loop.
+_LOOP = {"in a loop": (1024, 2048, (700, 0, 2500, 1, 129, 1024, 3000, 600), 8192)}
 _EACH = pytest.mark.parametrize("name", _CASES)
 
 
 def _operands(name: str, dtype: Any) -> tuple[jax.Array, ...]:
     """Return rows, matrices, sizes and a cotangent."""
-    k, n, sizes, m = _CASES[name]
+    k, n, sizes, m = {**_CASES, **_LOOP}[name]
     rng = np.random.default_rng(len(name))
     shapes = ((m, k), (len(sizes), k, n), (m, n))
     lhs, rhs, cotangent = (
@@ -58,11 +61,8 @@ def _results(
     return output, *back(cotangent)
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@_EACH
-def test_results_and_gradients_match_float64(name: str, dtype: Any) -> None:
-    operands = _operands(name, dtype)
-    got = jax.jit(_results)(*operands)
+def _assert_right(got: tuple[jax.Array, ...], *operands: jax.Array) -> None:
+    dtype = operands[0].dtype
     magnitudes = _truth(*(abs(x) for x in operands))
     # f32 operands are multiplied in TF32, with the fraction of f16; sums are f32.
     is_wide = dtype == jnp.float32
@@ -73,6 +73,32 @@ def test_results_and_gradients_match_float64(name: str, dtype: Any) -> None:
         error = np.abs(np.asarray(x, np.float64) - y)
         assert np.all(error <= unit * np.abs(y) + operand * np.sqrt(size) + 1e-5)
         assert np.all(np.asarray(x, np.float64)[size == 0] == 0)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@_EACH
+def test_results_and_gradients_match_float64(name: str, dtype: Any) -> None:
+    operands = _operands(name, dtype)
+    _assert_right(jax.jit(_results)(*operands), *operands)
+
+
+@pytest.mark.parametrize("poison", [None, np.nan])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_xlas_loop_over_tiles_matches_float64(dtype: Any, poison: float | None) -> None:
+    operands = _operands("in a loop", dtype)
+    lhs, rhs, sizes, cotangent = operands
+    assert grouped_tiles.pays(lhs[None], rhs, len(rhs))
+    run = jax.jit(functools.partial(_results, implementation="xla"))
+    if poison is None:
+        got = run(*operands)
+    else:
+        # Rows in no group, and the matrix of a group without rows.
+        rows, empty = int(sizes.sum()), int(jnp.argmin(sizes))
+        spoilt = rhs.at[empty].set(poison)
+        got = run(
+            lhs.at[rows:].set(poison), spoilt, sizes, cotangent.at[rows:].set(poison)
+        )
+    _assert_right(got, *operands)
 
 
 def test_sums_are_f32_where_asked_for() -> None:
