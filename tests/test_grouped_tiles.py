@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec as P
 
 from jax_cudnn import ragged_dot
 from jax_cudnn.reference import grouped_tiles
+from tests.devices import mesh_of
 
 pytestmark = pytest.mark.once
 
@@ -134,6 +136,34 @@ def test_large_programs_for_a_gpu_have_loops_and_small_ones_do_not() -> None:
     for few in (7, 4096, 2048), (8, 4095, 2048):
         assert _lowered(*few).count("chlo.ragged_dot") >= 3
         assert "stablehlo.while" not in _lowered(*few)
+
+
+@pytest.mark.parametrize(
+    "specs",
+    [(P("i"), P("i"), P("i")), (P("i"), P(), P()), (P(), P(None, None, "i"), P())],
+)
+def test_each_device_has_loops_inside_shard_map(specs: tuple[P, ...]) -> None:
+    # All operands vary over the devices, rows only, or columns only.
+    is_split = specs == (P("i"),) * 3
+
+    def gradients(*operands: jax.Array) -> Any:
+        *arrays, sizes = operands
+
+        def loss(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+            y = ragged_dot(lhs, rhs, sizes, implementation="xla")
+            return y.astype(jnp.float32).sum()
+
+        return jax.grad(loss, (0, 1))(*arrays)
+
+    groups = 16 if is_split else 8
+    shapes = (8192, 2048), (groups, 2048, 4096)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    operands.append(jax.ShapeDtypeStruct((groups,), jnp.int32))
+    mapped = jax.shard_map(
+        gradients, mesh=mesh_of(i=2), in_specs=specs, out_specs=specs[:2]
+    )
+    lowered = jax.jit(mapped).trace(*operands).lower(lowering_platforms=("cuda",))
+    assert lowered.as_text().count("stablehlo.while") == 2
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from jax.test_util import check_grads
 import jax_cudnn
 from jax_cudnn import UnsupportedError
 from tests.conftest import Draw
+from tests.devices import mesh_of
 from tests.fused import graphs, loss, nodes, stacked
 from tests.windows import Pooled, pooled
 
@@ -359,6 +360,22 @@ def test_any_of_operand_and_cotangent_may_have_examples(kind: str) -> None:
         for mine, theirs in zip(got, stacked(gradient, given, axes), strict=True):
             want = jnp.broadcast_to(theirs, mine.shape)
             np.testing.assert_allclose(mine, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("window", [(3, 2), (7, 6)])
+def test_each_device_pools_its_images_inside_shard_map(
+    kind: str, window: tuple[int, ...], draw: Draw
+) -> None:
+    def gradient(x: jax.Array) -> jax.Array:
+        return jax.grad(lambda x: jnp.sum(pool(kind, x, window) ** 2))(x)
+
+    x, spec = draw("nhwc", n=4, h=9, w=8, c=3), jax.sharding.PartitionSpec("i")
+    mesh = mesh_of(i=2)
+    found = jax.jit(jax.shard_map(gradient, mesh=mesh, in_specs=spec, out_specs=spec))(
+        x
+    )
+    np.testing.assert_allclose(found, gradient(x), rtol=1e-6, atol=1e-6)
 
 
 def test_weak_types_stay_weak() -> None:

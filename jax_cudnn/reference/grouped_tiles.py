@@ -87,7 +87,8 @@ def product(
         mine = jnp.where(tiles.own(tile, rows), made, there)
         return jax.lax.dynamic_update_slice_in_dim(found, mine, first, 0)
 
-    nothing = jnp.zeros((total, b.shape[2]), dtype)
+    # Like an operand, so that it varies inside shard_map as those do.
+    nothing = jnp.zeros_like(a, dtype, (total, b.shape[2]))
     return jax.lax.fori_loop(0, len(tiles.group), add, nothing)
 
 
@@ -128,7 +129,10 @@ def product_over_rows(
         )
 
     shape = (a.shape[1], b.shape[1])
-    nothing = jnp.zeros(shape, sums), jnp.zeros((groups, *shape), a.dtype)
+    nothing = (
+        jnp.zeros_like(a, sums, shape),
+        jnp.zeros_like(a, shape=(groups, *shape)),
+    )
     return jax.lax.fori_loop(0, len(tiles.group), add, nothing)[1]
 
 

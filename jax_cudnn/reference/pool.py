@@ -111,7 +111,8 @@ def _derivative_of_maxima(
     def pick(total: jax.Array, number: Any, offset: Any) -> jax.Array:
         return jnp.where(place == number, at(slopes, offset), total)
 
-    none = jnp.full_like(output, least(x.dtype)), jnp.full(output.shape, -1, jnp.int32)
+    # Like the operands, so that they vary inside shard_map as those do.
+    none = jnp.full_like(output, least(x.dtype)), jnp.full_like(output, -1, jnp.int32)
     _, place = _each(offsets, none, look)
     return output, _each(offsets, jnp.zeros_like(output, slopes.dtype), pick)
 
