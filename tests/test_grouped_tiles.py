@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jax_cudnn import ragged_dot
 from jax_cudnn.reference import grouped_tiles
 from tests.devices import mesh_of
+from tests.grouped import grouped
 
 pytestmark = pytest.mark.once
 
@@ -26,12 +27,6 @@ def small_tiles() -> Any:
         patch.setattr(grouped_tiles, "_FEWEST_ROWS", 4)
         patch.setattr(grouped_tiles, "_MOST_ROWS", 16)
         yield
-
-
-def _groups_of_rows(sizes: list[int], rows: int) -> list[slice]:
-    ends = np.minimum(np.cumsum(sizes), rows)
-    starts = np.minimum(np.cumsum(sizes) - sizes, rows)
-    return [slice(start, end) for start, end in zip(starts, ends, strict=True)]
 
 
 def _near(got: jax.Array, want: np.ndarray, dtype: Any) -> None:
@@ -58,26 +53,19 @@ def test_each_row_meets_the_matrix_of_its_group(
     rng = np.random.default_rng(rows)
     shapes = (rows, _K), (len(sizes), _K, _N), (rows, _N)
     a, b, grad = (jnp.asarray(rng.standard_normal(shape), dtype) for shape in shapes)
-    slices = _groups_of_rows(sizes, rows)
-    clean = [np.asarray(x, np.float64) for x in (a, b, grad)]
-    want, matrices = np.zeros((rows, _N)), np.zeros(b.shape)
-    hidden = np.ones(rows, bool)
-    for group, own in enumerate(slices):
-        want[own] = clean[0][own] @ clean[1][group]
-        matrices[group] = clean[0][own].T @ clean[2][own]
-        hidden[own] = False
+    want = grouped(a, b, sizes, cotangent=grad)
     if spoilt is not None:
         # What no group holds, and the matrices of groups without rows.
-        a, grad = (x.at[hidden].set(spoilt) for x in (a, grad))
-        empty = np.array([own.start == own.stop for own in slices])
-        b = b.at[empty].set(spoilt)
+        a, grad = (x.at[sum(sizes) :].set(spoilt) for x in (a, grad))
+        b = b.at[np.array(sizes) == 0].set(spoilt)
     given_sizes = jnp.asarray(sizes, jnp.int32)
     sums = jnp.float32
     wide = grouped_tiles.product(a, b, given_sizes, sums, None)
-    _near(wide, want, sums)
-    _near(grouped_tiles.product(a, b, given_sizes, a.dtype, None), want, a.dtype)
+    _near(wide, want.output, sums)
+    narrow = grouped_tiles.product(a, b, given_sizes, a.dtype, None)
+    _near(narrow, want.output, a.dtype)
     found = grouped_tiles.product_over_rows(a, grad, given_sizes, sums, None)
-    _near(found, matrices, a.dtype)
+    _near(found, want.matrices, a.dtype)
 
 
 def test_nothing_of_another_group_reaches_a_row() -> None:
@@ -88,8 +76,9 @@ def test_nothing_of_another_group_reaches_a_row() -> None:
     given_sizes = jnp.asarray(sizes, jnp.int32)
     clean = grouped_tiles.product(a, b, given_sizes, a.dtype, None)
     matrices = grouped_tiles.product_over_rows(a, grad, given_sizes, a.dtype, None)
-    for group, own in enumerate(_groups_of_rows(sizes, rows)):
-        if own.start == own.stop:
+    for group, end in enumerate(np.cumsum(sizes)):
+        own = slice(end - sizes[group], end)
+        if sizes[group] == 0:
             continue
         bad_a, bad_grad = (x.at[own.start].set(jnp.nan) for x in (a, grad))
         found = grouped_tiles.product(bad_a, b, given_sizes, a.dtype, None)

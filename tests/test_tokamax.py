@@ -116,6 +116,13 @@ def test_cudnn_runs_a_bias_with_nan() -> None:
     assert _ran
 
 
+_CAPS = jnp.array([3.0, 4.0, 5.0, 6.0])
+
+
+def _capped(score: jax.Array, cap: Any) -> jax.Array:
+    return cap * jnp.tanh(score / cap)
+
+
 _OTHERS: dict[str, dict[str, Any]] = {
     "a mask": {"mask": jnp.ones((128, 256), bool)},
     "a window": {"mask": masks.Window(8, 0)},
@@ -126,6 +133,18 @@ _OTHERS: dict[str, dict[str, Any]] = {
     "another function of scores": {
         "bias": None,
         "score_mod": lambda x, *_: 3 * jnp.tanh(x / 2),
+    },
+    "a softcap by an array": {
+        "bias": None,
+        "score_mod": lambda x, b, h, *_: _capped(x, _CAPS[h]),
+    },
+    "a softcap by the query": {
+        "bias": None,
+        "score_mod": lambda x, b, h, i, j: _capped(x, i.astype(jnp.float32)),
+    },
+    "a softcap by a negative number": {
+        "bias": None,
+        "score_mod": lambda x, *_: _capped(x, -3),
     },
     "a step": {"bias": None, "score_mod": lambda x, *_: jnp.abs(x)},
     "the largest score": {"return_max_logit": True},

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax_cudnn.contenders.registry import Program
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, SdpaAttributes
-from jax_cudnn.graph.score_mod import Steps, read_step, result_index
+from jax_cudnn.graph.score_mod import Steps, read_step
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
@@ -153,11 +153,14 @@ def _has_attention(part: Graph) -> bool:
 
 def _softcap(steps: Steps) -> float | None:
     """Return c where the steps of a function of scores are c tanh(score / c)."""
-    if len(steps) != 3:
+    cap = read_step(steps[-1]).words[-1] if steps else ""
+    if steps != (f"div score {cap}", "tanh %0", f"mul %1 {cap}"):
         return None
-    cap = read_step(steps[2]).words[-1]
-    is_softcap = steps == (f"div score {cap}", "tanh %0", f"mul %1 {cap}")
-    return float(cap) if is_softcap and result_index(cap) is None else None
+    try:
+        number = float(cap)
+    except ValueError:  # an operand, a position or another step
+        return None
+    return number if number > 0 else None
 
 
 def _rows_and_columns(part: Graph, names: Mapping[str, str]) -> tuple[int, ...]:
