@@ -101,30 +101,27 @@ def _segment_ids(s: int) -> np.ndarray:
     return np.searchsorted(_bounds(s), np.arange(s), side="right").astype(np.int32)
 
 
-def _flex_window(flex: Any, s: int, left: int) -> dict[str, Any]:
+def _flex_mask(flex: Any, s: int, is_seen: Callable[[Any, Any], Any]) -> dict[str, Any]:
+    """Return the option for a mask that is causal, and what more is asked for."""
+
     def seen(b: Any, h: Any, row: Any, column: Any) -> Any:
         del b, h
-        return (row >= column) & (row - column <= left)
+        return (row >= column) & is_seen(row, column)
 
     return {"block_mask": flex.create_block_mask(seen, None, None, s, s)}
+
+
+def _flex_window(flex: Any, s: int, left: int) -> dict[str, Any]:
+    return _flex_mask(flex, s, lambda row, column: row - column <= left)
 
 
 def _flex_documents(flex: Any, s: int) -> dict[str, Any]:
     ids = torch.as_tensor(_segment_ids(s)).cuda()
-
-    def seen(b: Any, h: Any, row: Any, column: Any) -> Any:
-        del b, h
-        return (row >= column) & (ids[row] == ids[column])
-
-    return {"block_mask": flex.create_block_mask(seen, None, None, s, s)}
+    return _flex_mask(flex, s, lambda row, column: ids[row] == ids[column])
 
 
 def _flex_causal(flex: Any, s: int) -> dict[str, Any]:
-    def seen(b: Any, h: Any, row: Any, column: Any) -> Any:
-        del b, h
-        return row >= column
-
-    return {"block_mask": flex.create_block_mask(seen, None, None, s, s)}
+    return _flex_mask(flex, s, lambda row, column: row >= column)
 
 
 def _flex_softcap(flex: Any, cap: float) -> dict[str, Any]:

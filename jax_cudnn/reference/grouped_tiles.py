@@ -106,7 +106,7 @@ def product_over_rows(
     def add(
         tile: jax.Array, carry: tuple[jax.Array, jax.Array]
     ) -> tuple[jax.Array, jax.Array]:
-        total_of_group, found = carry
+        sum_of_group, found = carry
         is_own = tiles.own(tile, rows)
         # Both: the one may have a NaN in a row of another group where the other has 0.
         ours, theirs = (
@@ -122,10 +122,10 @@ def product_over_rows(
         )
         group = tiles.group[tile]
         goes_on = (tile > 0) & (tiles.group[tile - 1] == group)
-        total_of_group = made + jnp.where(goes_on, total_of_group, jnp.zeros((), sums))
+        sum_of_group = made + jnp.where(goes_on, sum_of_group, jnp.zeros((), sums))
         # Until the last tile of a group, what is written here is written over.
-        return total_of_group, jax.lax.dynamic_update_index_in_dim(
-            found, total_of_group.astype(found.dtype), group, 0
+        return sum_of_group, jax.lax.dynamic_update_index_in_dim(
+            found, sum_of_group.astype(found.dtype), group, 0
         )
 
     shape = (a.shape[1], b.shape[1])
