@@ -18,7 +18,6 @@ import dataclasses
 import functools
 import importlib
 import inspect
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,8 +30,8 @@ import numpy as np
 
 import jax_cudnn
 from benchmarks import tokamax_side, torch_side
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.records import gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
 from jax_cudnn import f8, masks, native, plans, score_mods
@@ -440,7 +439,7 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "# Attention's features",
         "",
         "Printed by `python -m benchmarks.attention_features`; do not edit. "
-        f"{versions_text(versions)}.",
+        f"{last_run_text(versions)}",
         "",
         "Times are medians a call. The ratio is to `jax_cudnn`, round by round in the",
         "same run (median, lowest and highest): above 1, the other is slower. All",
@@ -453,12 +452,12 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "on bf16. For the deterministic gradient, PyTorch is told to use",
         "deterministic algorithms.",
         "",
-        "| workload | size | | contender | µs | ratio | range |",
-        "| --- | --- | --- | --- | ---: | ---: | --- |",
+        "| workload | size | GPU | | contender | µs | ratio | range |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | --- |",
     ]
     lines += [
-        f"| {row['workload']} | {row['size']} | {row['what']} | {row['contender']} "
-        f"| {row['median_us']:.1f} | {row['ratio']:.3f} "
+        f"| {row['workload']} | {row['size']} | {gpu_of(row)} | {row['what']} "
+        f"| {row['contender']} | {row['median_us']:.1f} | {row['ratio']:.3f} "
         f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} |"
         for row in rows
     ]
@@ -486,15 +485,14 @@ def main() -> None:
     if not chosen:
         names = ", ".join(f'"{work.name}"' for work in WORKLOADS)
         parser.error(f"--only {options.only} names no workload; there are {names}")
-    if len(chosen) < len(WORKLOADS) and (options.out / _DATA).exists():
-        rows = json.loads((options.out / _DATA).read_text())["rows"]
+    if len(chosen) < len(WORKLOADS):
+        rows = kept_rows(options.out / _DATA)
     for work in chosen:
         if options.small:
             work = dataclasses.replace(work, b=1, s=64, d=16, e=work.e and 8)
         measured = run_workload(work, with_flex=not options.no_flex)
-        rows = in_order(
-            [row for row in rows if row["workload"] != work.name] + measured
-        )
+        others = [row for row in rows if row["workload"] != work.name]
+        rows = in_order(others + on_this_gpu(measured, versions))
         # Each time, so that a run that is cut off leaves what it measured.
         write_records(options.out / _DATA, {"environment": versions, "rows": rows})
         (options.out / _PAGE).write_text(markdown(rows, versions))

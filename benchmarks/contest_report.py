@@ -3,7 +3,6 @@
 
 import argparse
 import gc
-import json
 import re
 import sys
 import time
@@ -24,8 +23,8 @@ from benchmarks.contest import (
     measure,
     reason,
 )
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.records import gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.report import environment, last_run_text
 from benchmarks.tokamax_side import tokamax
 from benchmarks.torch_side import torch
 from jax_cudnn import choices, plans
@@ -76,15 +75,16 @@ def run(
     settings = _settings(options, with_first=with_first)
     untuned = shipped()
     options.out.mkdir(parents=True, exist_ok=True)
+    versions = environment()
     data: dict[str, Any] = {
-        "environment": environment(),
+        "environment": versions,
         "rows": _kept(report, cells, options),
     }
     start = time.monotonic()
     failed: list[str] = []
     for cell in wanted:
         print(f"[{time.monotonic() - start:5.1f} s] {cell.name}", flush=True)
-        measured = _measured(cell, settings, untuned)
+        measured = on_this_gpu(_measured(cell, settings, untuned), versions)
         failed += [_failure(row) for row in measured if _is_our_failure(row)]
         _show(measured)
         _put(data["rows"], measured, cells)
@@ -156,11 +156,11 @@ def _key(row: dict[str, Any]) -> tuple[str, str]:
 
 def _kept(report: Report, cells: Sequence[Cell], options: argparse.Namespace) -> Rows:
     """Return the rows of the file that is there, where only some cells are measured."""
-    path = options.out / f"{report.name}.json"
-    if not options.only or not path.exists():
+    if not options.only:
         return []
     known = {(cell.operation, cell.size) for cell in cells}
-    return [row for row in json.loads(path.read_text())["rows"] if _key(row) in known]
+    kept = kept_rows(options.out / f"{report.name}.json")
+    return [row for row in kept if _key(row) in known]
 
 
 def _put(rows: Rows, measured: Rows, cells: Sequence[Cell]) -> None:
@@ -192,7 +192,7 @@ def markdown(report: Report, data: dict[str, Any]) -> str:
         f"# {report.title}",
         "",
         f"Printed by `{report.command}`; do not edit. "
-        f"{versions_text(data['environment'])}.",
+        f"{last_run_text(data['environment'])}",
         "",
         *report.about,
         "",
@@ -211,8 +211,8 @@ def markdown(report: Report, data: dict[str, Any]) -> str:
         "",
         *_summary(data["rows"]),
         "",
-        "| workload | size | | contender | µs | ratio | range | error | goal |",
-        "| --- | --- | --- | --- | ---: | ---: | --- | ---: | --- |",
+        "| workload | size | GPU | | contender | µs | ratio | range | error | goal |",
+        "| --- | --- | --- | --- | --- | ---: | ---: | --- | ---: | --- |",
         *map(_line, data["rows"]),
     ]
     return "\n".join(lines) + "\n"
@@ -246,7 +246,8 @@ def _ratio(row: dict[str, Any]) -> str:
 
 
 def _line(row: dict[str, Any]) -> str:
-    facts = [row["operation"], row["size"], row["what"], row["contender"]]
+    facts = [row["operation"], row["size"], gpu_of(row)]
+    facts += [row["what"], row["contender"]]
     if "failure" in row:
         told = row["failure"].replace("|", "/")
         facts += ["", "", f"failed: {told}", ""]

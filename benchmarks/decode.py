@@ -12,7 +12,6 @@ for how times are taken. `--only NAME ...` chooses workloads by their names, in 
 
 import argparse
 import dataclasses
-import json
 from collections.abc import Callable
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -23,8 +22,8 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks import torch_side
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.records import gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
 from jax_cudnn import masks
@@ -237,7 +236,7 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "",
         "# Attention over a cache",
         "",
-        f"{versions_text(versions)}. Written by `python -m benchmarks.decode`.",
+        f"{last_run_text(versions)} Written by `python -m benchmarks.decode`.",
         "",
         "Cells are (sequences, queries, query heads:key heads, head size), with the",
         "tokens that a cache has room for; of two head sizes one is that of values.",
@@ -245,11 +244,12 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "bytes are those of keys and values that have to be read at least. PyTorch",
         "reads full caches without lengths, and without causality for several queries.",
         "",
-        "| workload | contender | µs | ratio | GB/s |",
-        "| --- | --- | ---: | --- | ---: |",
+        "| workload | GPU | contender | µs | ratio | GB/s |",
+        "| --- | --- | --- | ---: | --- | ---: |",
     ]
     lines += [
-        f"| {row['cell']} | {row['contender']} | {row['median_us']:.1f} | "
+        f"| {row['cell']} | {gpu_of(row)} | {row['contender']} "
+        f"| {row['median_us']:.1f} | "
         f"{row['ratio']:.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f}) | "
         f"{row['gigabytes_per_s']:.0f} |"
         for row in rows
@@ -273,11 +273,12 @@ def main() -> None:
     if not chosen:
         parser.error(f"--only {options.only} names no workload; there are {names}")
     file = options.out / "decode.json"
-    if len(chosen) < len(cells) and file.exists():
-        rows = json.loads(file.read_text(encoding="utf-8"))["rows"]
+    if len(chosen) < len(cells):
+        rows = kept_rows(file)
     for cell in chosen:
         print(cell.name, flush=True)
-        rows = [row for row in rows if row["cell"] != cell.name] + run_cell(cell)
+        rows = [row for row in rows if row["cell"] != cell.name]
+        rows += on_this_gpu(run_cell(cell), versions)
         rows.sort(key=lambda row: names.index(row["cell"]))
         # Each time, so that a run that is cut off leaves what it measured.
         data = {"environment": versions, "rows": rows}

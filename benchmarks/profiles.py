@@ -12,7 +12,6 @@ others that the file in the folder has are kept.
 import argparse
 import collections
 import functools
-import json
 import re
 import statistics
 import tempfile
@@ -37,8 +36,8 @@ from benchmarks import (
 from benchmarks.contest import BOTH, FORWARD
 from benchmarks.models import __main__ as models
 from benchmarks.models import zoo
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.records import Row, gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, watched
 from benchmarks.torch_side import torch
 
@@ -47,8 +46,6 @@ _CALLS = 5
 # So many kernels of a contender are kept, and so many named on the page.
 _KEPT, _NAMED = 40, 6
 _LONGEST_NAME = 72
-
-Row = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -216,7 +213,7 @@ def markdown(data: dict[str, Any]) -> str:
         "# Profiles",
         "",
         "Printed by `python -m benchmarks.profiles --out docs/benchmarks`; do not "
-        f"edit. {versions_text(data['environment'])}.",
+        f"edit. {last_run_text(data['environment'])}",
         "",
         "These are workloads of the other pages in which a rival was ahead. The first",
         "time is that of a call, as on those pages. The second is the sum of its",
@@ -226,13 +223,16 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     for workload in dict.fromkeys(row["workload"] for row in data["rows"]):
         lines += ["", f"## {workload}", ""]
-        lines += ["| | contender | µs | µs in kernels | kernels | the longest, µs |"]
-        lines += ["| --- | --- | ---: | ---: | ---: | --- |"]
+        lines += [
+            "| GPU | | contender | µs | µs in kernels | kernels | the longest, µs |"
+        ]
+        lines += ["| --- | --- | --- | ---: | ---: | ---: | --- |"]
         for row in data["rows"]:
             if row["workload"] == workload:
                 longest = "<br>".join(map(_told, row["longest"][:_NAMED]))
                 lines.append(
-                    f"| {row['what']} | {row['contender']} | {row['us']:.1f} "
+                    f"| {gpu_of(row)} | {row['what']} | {row['contender']} "
+                    f"| {row['us']:.1f} "
                     f"| {row['kernels_us']:.1f} | {row['kernels']:g} | {longest} |"
                 )
     return "\n".join(lines) + "\n"
@@ -256,19 +256,17 @@ def main() -> None:
     file = options.out / _DATA
     found = list(looks())
     order = [look.name for look in found]
-    rows: list[Row] = []
-    if file.exists():
-        rows = [
-            r for r in json.loads(file.read_text())["rows"] if r["workload"] in order
-        ]
+    rows = [row for row in kept_rows(file) if row["workload"] in order]
+    versions = environment()
     for look in found:
         if not re.search(options.only, look.name):
             continue
         print(look.name, flush=True)
-        rows = [row for row in rows if row["workload"] != look.name] + rows_of(look)
+        rows = [row for row in rows if row["workload"] != look.name]
+        rows += on_this_gpu(rows_of(look), versions)
         rows.sort(key=lambda row: order.index(row["workload"]))
         # Each time, so that a run that is cut off leaves what it measured.
-        data = {"environment": environment(), "rows": rows}
+        data = {"environment": versions, "rows": rows}
         write_records(file, data)
         (options.out / _PAGE).write_text(markdown(data))
         if torch is not None:

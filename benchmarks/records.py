@@ -1,15 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes measurements as JSON with one record per line, so that diffs are readable."""
+"""Writes measurements as JSON, and reads those of earlier runs.
+
+One record is one line, so that diffs are readable. Each row names the GPU that it was
+measured on, since a run may measure a part of a table and keep the rest.
+"""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+_GPU = "GPU"
+Row = dict[str, Any]
 
 
 def write_records(path: Path, data: dict[str, Any]) -> None:
     """Write data whose lists at the top are records."""
     entries = (f"{_text(name)}: {_entry(value)}" for name, value in data.items())
     path.write_text("{\n" + ",\n".join(entries) + "\n}\n", encoding="utf-8")
+
+
+def on_this_gpu(rows: Sequence[Row], versions: dict[str, str]) -> list[Row]:
+    """Return rows that name the GPU of a run, if they do not name theirs."""
+    return [{_GPU: versions[_GPU], **row} for row in rows]
+
+
+def kept_rows(path: Path) -> list[Row]:
+    """Return the rows of an earlier run, with their GPU; none if there is no file."""
+    if not path.exists():
+        return []
+    data = json.loads(path.read_text(encoding="utf-8"))
+    return on_this_gpu(data["rows"], data["environment"])
+
+
+def gpu_of(row: Row) -> str:
+    """Return "H100" of a row from an "NVIDIA H100 80GB HBM3"."""
+    words = row[_GPU].split()
+    return words[1] if words[:1] == ["NVIDIA"] else row[_GPU]
 
 
 def _entry(value: Any) -> str:

@@ -53,6 +53,11 @@ def versions_text(versions: dict[str, str]) -> str:
     return ", ".join(f"{name} {value}" for name, value in versions.items())
 
 
+def last_run_text(versions: dict[str, str]) -> str:
+    """Return the versions for a page whose rows name their GPUs."""
+    return f"Each row names its GPU. The last run: {versions_text(versions)}."
+
+
 def update_page(page: Path, marks: tuple[str, str], table: str) -> None:
     """Replace what stands between the marks of a page by a table."""
     before, _, rest = page.read_text().partition(marks[0])

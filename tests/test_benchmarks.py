@@ -95,13 +95,13 @@ def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
         }
         for operation in (other[0], "of an older script")
     ]
-    file.write_text(json.dumps({"rows": rows}))
+    file.write_text(json.dumps({"environment": {"GPU": "NVIDIA A7"}, "rows": rows}))
     only = "^" + " ".join(cell)
     flags = ("--small", "--no-torch", "--only", only, "--out", str(tmp_path))
     done = _run(f"benchmarks.{name}", *flags)
     assert done.returncode == 0, done.stdout + done.stderr
     kept, *new = json.loads(file.read_text())["rows"]
-    assert kept == rows[0]
+    assert kept == {"GPU": "NVIDIA A7", **rows[0]}
     assert {(row["operation"], row["size"]) for row in new} == {cell}
     assert {row["what"] for row in new} == {"forward", "with gradients"}
     assert {row["contender"] for row in new} == contenders
@@ -150,10 +150,12 @@ def test_a_contender_that_fails_has_its_reason_and_others_go_on(
     report = contest_report.Report(
         name="sines", command="sine", title="Sines", comment="Of sines.", about=()
     )
-    data = {"environment": {"GPU": "none"}, "rows": list(rows.values())}
+    named = [{"GPU": "NVIDIA A7", **row} for row in rows.values()]
+    data = {"environment": {"GPU": "NVIDIA A7"}, "rows": named}
     page = contest_report.markdown(report, data)
     assert "- `untuned` meets 0 of 1 goals. Missed: sine 5 x 7 forward failed." in page
     assert "in the table: 2." in page
+    assert "| sine | 5 x 7 | A7 | forward | xla |" in page
     assert "| failed: NotImplementedError: not of this size |  |  |" in page
 
 

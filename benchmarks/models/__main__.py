@@ -11,7 +11,6 @@ tries the script on a CPU, where times say nothing.
 """
 
 import argparse
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -25,12 +24,11 @@ from benchmarks.models.jax_steps import JaxSteps, drawn, operations
 from benchmarks.models.kits import CudnnKit, PlainKit
 from benchmarks.models.torch_kit import TorchSteps, is_there
 from benchmarks.models.zoo import Model, models
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.records import gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, alternate, summary
 
 _DATA, _PAGE = "models.json", "models.md"
-_GPU = "GPU"
 _PLAIN, _TORCH = "plain JAX", ("torch eager", "torch compiled")
 # Of losses, relative to the first and largest, and of outputs, by their norm.
 _BOUND = 0.03
@@ -157,7 +155,7 @@ def markdown(data: dict[str, Any]) -> str:
         "# Whole models",
         "",
         "Printed by `python -m benchmarks.models --out docs/benchmarks`; do not edit. "
-        f"{versions_text(data['environment'])}.",
+        f"{last_run_text(data['environment'])}",
         "",
         "Weights are f32, products bf16. A training step is forward, backward and",
         "AdamW. Times are medians of rounds in which all contenders take turns. The",
@@ -177,7 +175,7 @@ def markdown(data: dict[str, Any]) -> str:
     for row in data["rows"]:
         share = row["share_of_peak"]
         lines.append(
-            f"| {row['model']} | {row['size']} | {_short(row[_GPU])} | {row['what']} "
+            f"| {row['model']} | {row['size']} | {gpu_of(row)} | {row['what']} "
             f"| {row['contender']} "
             f"| {row['ms']:.2f} | {row['ratio']:.3f} "
             f"| {row['ratio_low']:.3f}-{row['ratio_high']:.3f} | {row['compile_s']} "
@@ -185,12 +183,6 @@ def markdown(data: dict[str, Any]) -> str:
             f"| {'' if share is None else f'{share:.1%}'} |"
         )
     return "\n".join(lines) + "\n"
-
-
-def _short(gpu: str) -> str:
-    """Return "H100" of "NVIDIA H100 80GB HBM3"."""
-    words = gpu.split()
-    return words[1] if words[:1] == ["NVIDIA"] else gpu
 
 
 def main() -> None:
@@ -204,9 +196,8 @@ def main() -> None:
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    if options.only and (options.out / _DATA).exists():
-        kept = json.loads((options.out / _DATA).read_text())
-        rows = [{_GPU: kept["environment"][_GPU], **row} for row in kept["rows"]]
+    if options.only:
+        rows = kept_rows(options.out / _DATA)
     versions = environment()
     with_torch = is_there() and not options.no_torch
     if with_torch:
@@ -225,7 +216,7 @@ def main() -> None:
                 with_torch=with_torch,
                 steps=options.steps,
             )
-            measured = [{_GPU: versions[_GPU], **row} for row in measured]
+            measured = on_this_gpu(measured, versions)
             what = (measured[0]["model"], measured[0]["what"])
             rows = [row for row in rows if (row["model"], row["what"]) != what]
             rows = sorted(rows + measured, key=lambda row: names.index(row["model"]))
