@@ -17,6 +17,8 @@ import numpy as np
 import jax_cudnn
 from jax_cudnn.config import Implementation
 
+# Rows of the products of a step that generates text: its sequences.
+_SEQUENCES = (1, 64)
 # Multiplications in a call, and bytes of its largest array.
 _WORK = (2**25, 2**38)
 _LARGEST = 2**29
@@ -116,6 +118,28 @@ class _Tail:
         }
 
 
+def _product(
+    tail: _Tail, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, draw: _Draw
+) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    def run(a: Any, b: Any, *terms: Any, implementation: Implementation) -> jax.Array:
+        options: dict[str, Any] = tail.named(terms)
+        return jax_cudnn.matmul(a, b, **options, implementation=implementation)
+
+    shape = (*a.shape[:-1], b.shape[-1])
+    return tail.text("matmul"), run, [a, b, *tail.operands(draw, shape, shape[-1])]
+
+
+def _gated_product(
+    a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct
+) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    def run(a: Any, gate: Any, up: Any, *, implementation: Implementation) -> jax.Array:
+        return jax_cudnn.gated_matmul(
+            a, gate, up, activation="silu", implementation=implementation
+        )
+
+    return "gated matmul+silu", run, [a, b, b]
+
+
 def _fits(work: float, *arrays: jax.ShapeDtypeStruct) -> bool:
     largest = max(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
     return _WORK[0] <= work <= _WORK[1] and largest <= _LARGEST
@@ -127,13 +151,7 @@ def _matmul(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
         m, n, r = draw.size(8, 32768, 8), *(draw.size(64, 16384, 64) for _ in "nr")
         a, b = draw.array(m, r), draw.array(r, n)
         if _fits(m * n * r, a, b, draw.array(m, n)):
-            break
-
-    def run(a: Any, b: Any, *terms: Any, implementation: Implementation) -> jax.Array:
-        options: dict[str, Any] = tail.named(terms)
-        return jax_cudnn.matmul(a, b, **options, implementation=implementation)
-
-    return tail.text("matmul"), run, [a, b, *tail.operands(draw, (m, n), n)]
+            return _product(tail, a, b, draw)
 
 
 def _gated(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
@@ -141,14 +159,16 @@ def _gated(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
         m, n, r = draw.size(64, 16384, 8), *(draw.size(256, 16384, 64) for _ in "nr")
         a, b = draw.array(m, r), draw.array(r, n)
         if _fits(2 * m * n * r, a, b, draw.array(m, n)):
-            break
+            return _gated_product(a, b)
 
-    def run(a: Any, gate: Any, up: Any, *, implementation: Implementation) -> jax.Array:
-        return jax_cudnn.gated_matmul(
-            a, gate, up, activation="silu", implementation=implementation
-        )
 
-    return "gated matmul+silu", run, [a, b, b]
+def _of_few_rows(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    """Draw a product of a step that generates text: it reads many more weights."""
+    m, (n, r) = draw.size(*_SEQUENCES, 1), (draw.size(512, 16384, 64) for _ in "nr")
+    a, b = draw.array(m, r), draw.array(r, n)
+    if draw.chance(0.3):
+        return _gated_product(a, b)
+    return _product(_Tail.drawn(draw), a, b, draw)
 
 
 def _conv(axes: int, draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
@@ -242,4 +262,12 @@ def drawn_call(number: int) -> Call:
         function=function,
         operands=tuple(operands),
         has_gradients=draw.chance(0.5),
+    )
+
+
+def drawn_step(number: int) -> Call:
+    """Return the call of a number from a step that generates text: few rows."""
+    name, function, operands = _of_few_rows(_Draw(number))
+    return Call(
+        name=name, function=function, operands=tuple(operands), has_gradients=False
     )

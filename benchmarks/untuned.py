@@ -9,15 +9,17 @@ writes untuned.json and untuned.md there.
     python -m benchmarks.untuned --parts --out docs/benchmarks
 
 times the kernels of other random calls instead, each with cuDNN's first plan, with
-the first plan of each engine, and by XLA, and writes untuned_parts.json. From these,
-`python -m scripts.default_rules` makes the rules that "auto" follows. The two never
-share a call.
+the first plan of each engine, and by XLA, and writes untuned_parts.json. With
+`--few-rows`, the kernels are products of few rows, as those of programs that generate
+text, and are written to untuned_few_rows.json. From both files,
+`python -m scripts.default_rules` makes the rules that "auto" follows. Kernels and the
+calls above never share a call.
 """
 
 import argparse
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.random_calls import Call, drawn_call
+from benchmarks.random_calls import Call, drawn_call, drawn_step
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, Timing, alternate, summary
@@ -45,9 +47,10 @@ from jax_cudnn.measuring.stopwatch import (
 )
 from jax_cudnn.measuring.together import together
 
-_DATA, _PAGE, _PARTS = "untuned.json", "untuned.md", "untuned_parts.json"
-# The first numbers of the calls whose kernels are timed, and of those that are checked.
-_FIRST = {"parts": 0, "calls": 100_000}
+_DATA, _PAGE = "untuned.json", "untuned.md"
+_PARTS, _FEW_ROWS = "untuned_parts.json", "untuned_few_rows.json"
+# The first number of the calls; the first whose kernels are timed is 0.
+_FIRST = 100_000
 _AT_ONCE = 32
 _GOAL = 1.05
 
@@ -195,11 +198,10 @@ def markdown(data: dict[str, Any]) -> str:
 # --- kernels --------------------------------------------------------------------------
 
 
-def _parts_of(numbers: Sequence[int]) -> list[Graph]:
+def _parts_of(calls: Iterable[Call]) -> list[Graph]:
     """Return the kernels of some calls, each once, of classes that rules are about."""
     found: dict[Graph, None] = {}
-    for number in numbers:
-        call = drawn_call(number)
+    for call in calls:
         traced = traced_program(functools.partial(call.run, "auto"), *call.types())
         for graph in traced.graphs:
             for part in graph.parts:
@@ -276,12 +278,12 @@ def _run_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
     return run_xla(part, operands, Options())
 
 
-def kernels(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+def kernels(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
     """Time the kernels of some calls; yield a row for each that cuDNN plans."""
     local = local_target()
     assert local is not None
     gpu = LocalGpu(ordinal=local[0], target=local[1])
-    for some in _batched(_parts_of(numbers)):
+    for some in _batched(_parts_of(calls)):
         found = [_Kernel(part, gpu) for part in some]
         together([functools.partial(_unless_it_fails, each.prepare) for each in found])
         for each in found:
@@ -299,27 +301,45 @@ def _unless_it_fails(run: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
-    """Measure and write the report, after every row."""
+    """Measure, and write what there is after every row."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--count", type=int, default=200, help="of random calls")
-    parser.add_argument("--parts", action="store_true", help="time kernels for rules")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--parts", action="store_true", help="time kernels for rules")
+    kind.add_argument("--few-rows", action="store_true", help="and those of few rows")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     choices.table().clear()  # those that are shipped, too
-    first = _FIRST["parts" if options.parts else "calls"]
-    numbers = range(first, first + options.count)
+    if options.parts:
+        _write_kernels(map(drawn_call, range(options.count)), options.out / _PARTS)
+    elif options.few_rows:
+        _write_kernels(map(drawn_step, range(options.count)), options.out / _FEW_ROWS)
+    else:
+        _write_calls(range(_FIRST, _FIRST + options.count), options.out)
+
+
+def _write_kernels(calls: Iterable[Call], file: Path) -> None:
     data: dict[str, Any] = {"environment": environment(), "rows": []}
-    for row in kernels(numbers) if options.parts else check(numbers):
-        data["rows"].append(row)
-        if options.parts:
-            write_records(options.out / _PARTS, data)
-        elif any("ratio" in each for each in data["rows"]):
-            write_records(options.out / _DATA, data)
-            (options.out / _PAGE).write_text(markdown(data))
-        if len(data["rows"]) % 16 == 0:
-            print(f"{len(data['rows'])} rows", flush=True)
+    for row in kernels(calls):
+        _add(data, row)
+        write_records(file, data)
+
+
+def _write_calls(numbers: Sequence[int], folder: Path) -> None:
+    data: dict[str, Any] = {"environment": environment(), "rows": []}
+    for row in check(numbers):
+        _add(data, row)
+        if any("ratio" in each for each in data["rows"]):
+            write_records(folder / _DATA, data)
+            (folder / _PAGE).write_text(markdown(data))
+
+
+def _add(data: dict[str, Any], row: dict[str, Any]) -> None:
+    data["rows"].append(row)
+    if len(data["rows"]) % 16 == 0:
+        print(f"{len(data['rows'])} rows", flush=True)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from gpt.optimizer import make_optimizer
 from gpt.settings import VOCABULARY
 from gpt.settings import Settings as TextSettings
 from gpt.text import batch_of, read_corpus
@@ -47,6 +48,9 @@ class Settings:
     width: int
     heads: int
     kv_heads: int
+    context: int  # of training
+    batch: int
+    learning_rate: float
     steps: int
     tokens: int  # to be generated for each prompt
     dtype: DTypeLike
@@ -60,10 +64,10 @@ class Settings:
             layers=self.layers,
             width=self.width,
             heads=self.heads,
-            context=64,
-            batch=8,
+            context=self.context,
+            batch=self.batch,
             steps=self.steps,
-            learning_rate=3e-3,
+            learning_rate=self.learning_rate,
             seed=self.seed,
         )
 
@@ -73,6 +77,9 @@ ON_CPU = Settings(
     width=128,
     heads=8,
     kv_heads=2,
+    context=64,
+    batch=8,
+    learning_rate=3e-3,
     steps=300,
     tokens=200,
     dtype=jnp.float32,
@@ -82,7 +89,10 @@ ON_GPU = Settings(
     width=1024,
     heads=16,
     kv_heads=4,
-    steps=300,
+    context=256,
+    batch=32,
+    learning_rate=6e-4,
+    steps=600,
     tokens=1000,
     dtype=jnp.bfloat16,
 )
@@ -171,7 +181,7 @@ def train(settings: Settings) -> tuple[nnx.State, float]:
     corpus = read_corpus(None, settings.text)
     model = Decoder(settings, "auto", nnx.Rngs(settings.seed))
     graph, params = nnx.split(model, nnx.Param)
-    optimizer = optax.adamw(settings.text.learning_rate)
+    optimizer = make_optimizer(settings.text)
 
     def loss_of(params: nnx.State, text: jax.Array) -> jax.Array:
         logits = nnx.merge(graph, params)(text[:, :-1])
@@ -374,7 +384,10 @@ def main() -> int:
         f"{settings.width}, {settings.heads} heads, {settings.kv_heads} of keys"
     )
     told = f"loss {loss:.3f} nats per byte" if settings.steps else "no training"
-    print(f"Training    {settings.steps} steps of 512 bytes, {told}")
+    print(
+        f"Training    {settings.steps} steps of {settings.text.tokens_per_step:,} "
+        f"bytes, {told}"
+    )
     print(
         f"Prompts     {len(prompts)} of {', '.join(map(str, lengths.tolist()))} bytes, "
         f"{settings.tokens} to follow each\n"

@@ -3,10 +3,10 @@
 
     python -m scripts.default_rules
 
-reads docs/benchmarks/untuned_parts.json, which `python -m benchmarks.untuned --parts`
-writes on a GPU, and the choices that are shipped for the cells of the fusion
-benchmarks. It writes jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It
-needs no GPU.
+reads docs/benchmarks/untuned_parts.json and untuned_few_rows.json, which
+`python -m benchmarks.untuned` writes on a GPU with `--parts` and `--few-rows`, and the
+choices that are shipped for the cells of the fusion benchmarks. It writes
+jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It needs no GPU.
 
 For each class of kernels (legalize/measured.py) a rule is one of three: cuDNN runs all,
 XLA runs all, or XLA runs those beyond a bound of one size. The cheapest one is taken.
@@ -45,7 +45,7 @@ from jax_cudnn.legalize.measured import (
 from jax_cudnn.lowering import traced_program
 
 _ROOT = Path(__file__).resolve().parent.parent
-_PARTS = _ROOT / "docs" / "benchmarks" / "untuned_parts.json"
+_MEASURED = ("untuned_parts.json", "untuned_few_rows.json")
 _RULES = _ROOT / "jax_cudnn" / "data" / "rules" / "rules.json"
 _PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
 
@@ -201,9 +201,13 @@ def rules(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
 
 
 def markdown(
-    data: Mapping[str, Any], environment: Mapping[str, str], kernels: int
+    data: Mapping[str, Any], environments: Sequence[Mapping[str, str]], kernels: int
 ) -> str:
-    """Return the page, of what is written for the package."""
+    """Return the page, of what is written for the package and how it was measured."""
+
+    def measured_with(name: str) -> str:
+        return " and ".join(dict.fromkeys(each[name] for each in environments))
+
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
         "<!-- Which kernels auto leaves to XLA without tuning. -->",
@@ -211,12 +215,14 @@ def markdown(
         '# What "auto" leaves to XLA',
         "",
         "Printed by `python -m scripts.default_rules`; do not edit. Rules from the",
-        f"times of {kernels} kernels on an {environment['GPU']} with cuDNN "
-        f"{environment['cuDNN']} and JAX {environment['JAX']}.",
+        f"times of {kernels} kernels on {measured_with('GPU')} with cuDNN "
+        f"{measured_with('cuDNN')} and JAX {measured_with('JAX')}.",
         "",
         "A kernel is a convolution, a gradient of one, or a product, with what follows",
         "it. It is like a product of (rows, depth) and (depth, columns). Within a",
         "factor of 2 of the sizes that were measured, XLA runs those that are named.",
+        "Products of up to 64 rows are classes of their own: they are bound by reading",
+        "the other matrix.",
         "The ratio is the geometric mean of the time of cuDNN's first plan over XLA's,",
         "in as many kernels. Tuning looks at each kernel instead, and goes before",
         "these rules.",
@@ -246,14 +252,18 @@ def markdown(
 
 def main() -> None:
     """Write the rules and their page."""
-    measured = json.loads(_PARTS.read_text())
-    engines = slow_engines(measured["rows"])
-    kernels = list(measured_kernels(measured["rows"], engines))
+    folder = _ROOT / "docs" / "benchmarks"
+    measured = [json.loads((folder / name).read_text()) for name in _MEASURED]
+    rows = [row for each in measured for row in each["rows"]]
+    engines = slow_engines(rows)
+    kernels = list(measured_kernels(rows, engines))
     found = rules(kernels)
     _RULES.parent.mkdir(exist_ok=True)
     data = {"sm_version": 90, "slow_engines": engines, "rules": found}
     write_records(_RULES, data)
-    _PAGE.write_text(markdown(data, measured["environment"], len(kernels)))
+    _PAGE.write_text(
+        markdown(data, [each["environment"] for each in measured], len(kernels))
+    )
     known = read_rules(found)
     slow = [kernel for kernel in kernels if math.log(kernel.ratio) > _GOAL]
     kept = [kernel for kernel in slow if not _is_given(kernel, known)]

@@ -49,8 +49,9 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
 @pytest.mark.parametrize(
     ("function", "args", "expected"),
     [
-        (jax_cudnn.matmul, [array(5, 7), array(7, 3)], "matmul, 16 bits, alone"),
-        (gelu, [array(5, 7), array(7, 3)], "matmul, 16 bits, more"),
+        (jax_cudnn.matmul, [array(65, 7), array(7, 3)], "matmul, 16 bits, alone"),
+        (gelu, [array(65, 7), array(7, 3)], "matmul, 16 bits, more"),
+        (gelu, [array(64, 7), array(7, 3)], "matmul, 16 bits, more, few rows"),
         (
             jax_cudnn.matmul,
             [array(2, 5, 7, dtype=jnp.float32), array(2, 7, 3, dtype=jnp.float32)],
@@ -58,7 +59,7 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
         ),
         (
             lambda a, b, c: jax_cudnn.matmul(a, b, residual=c, activation="relu"),
-            [array(5, 7), array(7, 3), array(5, 3)],
+            [array(65, 7), array(7, 3), array(65, 3)],
             "matmul, 16 bits, relu, 1 more arrays",
         ),
         (
@@ -89,6 +90,26 @@ def test_kernels_have_classes(
 ) -> None:
     (part,) = parts_of(function, *args)
     assert measured.class_of(part) == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("matmul, f32, more, 2 more arrays", "matmul, f32, more"),
+        ("matmul, f32, more, 2 more arrays, few rows", "matmul, f32, more, few rows"),
+        ("matmul, f32, more, batched", "matmul, f32, more, batched"),
+        (
+            "conv_fprop, f32, more, 2 axes, windows of 1",
+            "conv_fprop, f32, more, 2 axes",
+        ),
+        (
+            "conv_fprop, f32, more, 2 axes, groups",
+            "conv_fprop, f32, more, 2 axes, groups",
+        ),
+    ],
+)
+def test_a_class_may_belong_to_another(name: str, expected: str) -> None:
+    assert measured.general(name) == expected
 
 
 def test_gradients_have_classes_of_their_own() -> None:

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from gpt.layout import Layout, is_matrix
 from gpt.model import OURS, Gpt, cross_entropy, plain_kernels
+from gpt.optimizer import make_optimizer
 from gpt.settings import Settings
 
 
@@ -31,21 +32,7 @@ class Trainer:
     def __init__(self, settings: Settings, layout: Layout):
         self._layout = layout
         kernels = plain_kernels() if settings.baseline else OURS
-        schedule = optax.warmup_cosine_decay_schedule(
-            0.0,
-            settings.learning_rate,
-            warmup_steps=max(settings.steps // 20, 1),
-            decay_steps=settings.steps,
-            end_value=settings.learning_rate / 10,
-        )
-
-        def matrices(params: nnx.State) -> Any:
-            return jax.tree_util.tree_map_with_path(lambda p, _: is_matrix(p), params)
-
-        optimizer = optax.chain(
-            optax.clip_by_global_norm(1.0),
-            optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
-        )
+        optimizer = make_optimizer(settings)
 
         def build() -> tuple[nnx.GraphDef, nnx.State]:
             return nnx.split(Gpt(settings, kernels, nnx.Rngs(settings.seed)), nnx.Param)

@@ -24,6 +24,8 @@ _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
 # XLA has kernels that add to a contraction's result, and that take its relu.
 _SUMS = frozenset({"add", "identity"})
+# Products of so few rows are bound by reading the other matrix. Text is generated so.
+_FEW_ROWS = 64
 # What rules may ask for: sizes of the product that a contraction is like.
 FEATURES: Sequence[str] = ("rows", "columns", "depth", "work")
 
@@ -98,18 +100,21 @@ def class_of(part: Graph) -> str:
         words += ["groups"] if sizes["g"] > 1 else []
     elif sizes["b"] > 1:
         words.append("batched")
+    elif sizes["m"] <= _FEW_ROWS:
+        words.append("few rows")
     return ", ".join(words)
 
 
 def general(name: str) -> str:
     """Return the class that a class belongs to: any windows, and any more arrays.
 
-    Batches and groups of products are none of it.
+    Batches and groups of products are none of it. Products of few rows are a class.
     """
     words = name.split(", ")
     if {"batched", "groups"} & {*words}:
         return name
-    return ", ".join([*words[:3], *(word for word in words if word.endswith(" axes"))])
+    kept = (word for word in words if word.endswith(" axes") or word == "few rows")
+    return ", ".join([*words[:3], *kept])
 
 
 def sizes_of(part: Graph) -> dict[str, float]:

@@ -1,0 +1,30 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How far does a step move the parameters?"""
+
+from typing import Any
+
+import jax
+import optax
+from flax import nnx
+
+from gpt.layout import is_matrix
+from gpt.settings import Settings
+
+
+def make_optimizer(settings: Settings) -> optax.GradientTransformation:
+    """Return AdamW as GPT-3 was trained with it (arXiv:2005.14165, appendix B)."""
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0,
+        settings.learning_rate,
+        warmup_steps=max(settings.steps // 20, 1),
+        decay_steps=settings.steps,
+        end_value=settings.learning_rate / 10,
+    )
+
+    def matrices(params: nnx.State) -> Any:
+        return jax.tree_util.tree_map_with_path(lambda p, _: is_matrix(p), params)
+
+    return optax.chain(
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices),
+    )
