@@ -57,6 +57,8 @@ _PENALTY = 1.0
 # What a rule has to save in all, without a bound and with one.
 _WORTH = 0.1
 _WORTH_OF_BOUND = 0.3
+# A bound has at least so many kernels on the side that stays with cuDNN.
+_FEWEST_BEYOND = 2
 # The least geometric mean of the ratios of what is given to XLA.
 _SLOWER = 1.03
 # An engine is slow if it never took less than so many times as long as the first plan.
@@ -161,7 +163,11 @@ def rule_of(name: str, kernels: Sequence[Kernel]) -> dict[str, Any] | None:
         given = (k.ratio for k in kernels if rule.holds(k.sizes))
         return statistics.geometric_mean(given)
 
-    splits = [each for each in _splits(kernels) if mean(each) >= _SLOWER]
+    def is_known(rule: Rule) -> bool:
+        kept = sum(not rule.holds(k.sizes) for k in kernels)
+        return mean(rule) >= _SLOWER and (not rule.feature or kept >= _FEWEST_BEYOND)
+
+    splits = [each for each in _splits(kernels) if is_known(each)]
     best = max(splits, key=saved, default=None)
     if best is None or saved(best) <= 0:
         return None
