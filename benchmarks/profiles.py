@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 
 from benchmarks import (
+    attention_cells,
     attention_features,
     contest,
     contest_report,
@@ -117,7 +118,7 @@ def summary(found: Sequence[Event], count: int) -> Row:
 
 def looks() -> Iterator[Look]:
     """Yield the workloads."""
-    for work in attention_features.WORKLOADS:
+    for work in attention_cells.WORKLOADS:
         if work.name in _ATTENTION:
             run = functools.partial(
                 attention_features.run_workload, work, with_flex=False

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attention_fn` for Flax's multi-head attention layers, both nnx and linen.
 
-Translates Flax's conventions into one call of `sdpa`. What `sdpa` does not compute
-(dropout that all heads share, sown weights, ...) goes to flax/delegate.py.
+Translates Flax's conventions into calls of `sdpa`. What `sdpa` does not compute (sown
+weights, ...) goes to flax/delegate.py.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,9 +23,11 @@ from jax_cudnn.flax.delegate import (
     attend_with_flax,
     reasons_for_flax,
 )
+from jax_cudnn.flax.shared_dropout import drop_alike
 from jax_cudnn.ops.arguments import as_operand
 from jax_cudnn.ops.cached_sdpa import cached_sdpa
 from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.dropout import check_rate
 from jax_cudnn.ops.masks import Where
 from jax_cudnn.ops.sdpa import sdpa
 from jax_cudnn.ops.sdpa_operands import axes_hint
@@ -103,9 +106,10 @@ class AttentionFn:
             Default None: nothing added.
           mask: bool or numbers that broadcast to (..., h, s, t); a query sees the keys
             where the mask is not 0. Default None: all keys.
-          broadcast_dropout: whether all batch entries and heads drop the same weights.
-            If they do, Flax computes the attention where dropout is in effect. Default
-            True, as in Flax.
+          broadcast_dropout: whether all batch entries and heads drop the same weights,
+            those that Flax drops with this key. Default True, as in Flax. `sdpa` then
+            runs twice, for 16-bit operands; Flax computes the attention for others and
+            with `implementation="xla"`.
           dropout_rng: the random key for dropout.
           dropout_rate: the share of weights that is dropped, unless `deterministic`.
             With `broadcast_dropout=False`, `sdpa` drops them: of the same key, others
@@ -176,7 +180,6 @@ class AttentionFn:
             qk_attn_weights_einsum=qk_attn_weights_einsum,
             attn_weights_value_einsum=attn_weights_value_einsum,
         )
-        _check_dropout(request)
         return attend(q, k, v, request, self.implementation)
 
 
@@ -225,9 +228,25 @@ def attend(
     implementation: Implementation,
 ) -> jax.Array:
     """Return the attention by `sdpa`, or by Flax where only Flax computes it."""
-    if reasons := reasons_for_flax(request, q.dtype):
+    _check_dropout(request)
+    if reasons := reasons_for_flax(request, q.dtype, implementation):
         return attend_with_flax(q, k, v, request, reasons, implementation)
-    output = _attend(q, k, v, request, implementation)
+    batch = q.shape[:-3]
+    folded = [_fold_batch(x, len(batch)) for x in (q, k, v)]
+    if request.sequences is not None and not request.dropout_rate:
+        with on_behalf_of("attention_fn", "cached_sdpa"):
+            output = cached_sdpa(
+                *folded,
+                **request.sequences._asdict(),
+                scale=request.scale,
+                sinks=request.sinks,
+                implementation=implementation,
+            )
+    else:
+        scores = (*batch, q.shape[-2], q.shape[-3], k.shape[-3])
+        with on_behalf_of("attention_fn", "sdpa"):
+            output = _attend(*folded, request, scores, implementation)
+    output = jnp.reshape(output, (*q.shape[:-1], v.shape[-1]))
     return output.astype(jnp.float32) if request.force_fp32_for_softmax else output
 
 
@@ -236,42 +255,34 @@ def _attend(
     k: jax.Array,
     v: jax.Array,
     request: Request,
+    scores: tuple[int, ...],
     implementation: Implementation,
 ) -> jax.Array:
-    """Call `sdpa` with all batch axes folded into one."""
-    batch = q.shape[:-3]
-    s, h, _ = q.shape[-3:]
-    if request.sequences is not None and not request.dropout_rate:
-        with on_behalf_of("attention_fn", "cached_sdpa"):
-            output = cached_sdpa(
-                *(_fold_batch(x, len(batch)) for x in (q, k, v)),
-                **request.sequences._asdict(),
-                scale=request.scale,
-                sinks=request.sinks,
-                implementation=implementation,
-            )
-        return jnp.reshape(output, (*batch, s, h, v.shape[-1]))
-    scores = (*batch, h, s, k.shape[-3])
+    """Call `sdpa`, given operands whose batch axes are one; ``scores`` has all."""
     mask = None if request.mask is None else as_bools(request.mask)
     mask = _fold_scores_like(mask, scores)
     if request.hiding is not None:
         mask = request.hiding if mask is None else request.hiding & Where(mask)
-    with on_behalf_of("attention_fn", "sdpa"):
-        output = sdpa(
-            _fold_batch(q, len(batch)),
-            _fold_batch(k, len(batch)),
-            _fold_batch(v, len(batch)),
-            _fold_scores_like(request.bias, scores),
-            mask,
-            scale=request.scale,
-            is_causal=request.is_causal,
-            sinks=request.sinks,
-            score_mod=request.score_mod,
-            dropout_rate=request.dropout_rate,
-            dropout_key=request.dropout_rng if request.dropout_rate else None,
-            implementation=implementation,
-        )
-    return jnp.reshape(output, (*batch, s, h, v.shape[-1]))
+    attention = functools.partial(
+        sdpa,
+        bias=_fold_scores_like(request.bias, scores),
+        scale=request.scale,
+        is_causal=request.is_causal,
+        score_mod=request.score_mod,
+        implementation=implementation,
+    )
+    if not request.dropout_rate:
+        return attention(q, k, v, mask=mask, sinks=request.sinks)
+    assert request.dropout_rng is not None
+    if request.broadcast_dropout:
+        return drop_alike(
+            attention, (q, k, v), mask, request.sinks,
+            rate=request.dropout_rate, rng=request.dropout_rng,
+        )  # fmt: skip
+    return attention(
+        q, k, v, mask=mask, sinks=request.sinks,
+        dropout_rate=request.dropout_rate, dropout_key=request.dropout_rng,
+    )  # fmt: skip
 
 
 def _fold_batch(x: jax.Array, rank: int) -> jax.Array:
@@ -368,6 +379,7 @@ def check_shapes(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -
 
 
 def _check_dropout(request: Request) -> None:
+    check_rate("attention_fn", request.dropout_rate)
     if request.dropout_rate and request.dropout_rng is None:
         raise ValueError(
             f"attention_fn: dropout_rate is {request.dropout_rate} but dropout_rng is "

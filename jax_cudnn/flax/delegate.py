@@ -16,6 +16,7 @@ from flax import linen, nnx
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.flax.decoding import Sequences
+from jax_cudnn.ops.arguments import options
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.score_mod import ScoreMod
 
@@ -62,14 +63,17 @@ class Request:
     score_mod: ScoreMod | None = None
 
 
-def reasons_for_flax(request: Request, dtype: jnp.dtype) -> tuple[str, ...]:
+def reasons_for_flax(
+    request: Request, dtype: jnp.dtype, implementation: Implementation
+) -> tuple[str, ...]:
     """Return why Flax must compute this attention; empty where `sdpa` can."""
     reasons: list[str] = []
-    if request.dropout_rate > 0 and request.broadcast_dropout:
+    if _drops_with_xla(request, dtype, implementation):
         reasons.append(
             f"dropout of the same attention weights in all batch entries and heads is "
             f"active (dropout_rate={request.dropout_rate}, broadcast_dropout=True, "
-            f"deterministic=False)"
+            f"deterministic=False), and is XLA's for {dtype} operands and "
+            f'implementation="{implementation}"'
         )
     if request.module is not None:
         reasons.append("the attention weights are asked for (sow_weights=True)")
@@ -79,6 +83,22 @@ def reasons_for_flax(request: Request, dtype: jnp.dtype) -> tuple[str, ...]:
     if not _is_met(request.precision, dtype):
         reasons.append(f"precision={request.precision!r} is asked for {dtype} operands")
     return tuple(reasons)
+
+
+def _drops_with_xla(
+    request: Request, dtype: jnp.dtype, implementation: Implementation
+) -> bool:
+    """Whether XLA drops weights that all heads share: Flax asks it for one attention.
+
+    `sdpa` would ask it for two (flax/shared_dropout.py).
+    """
+    if not (request.dropout_rate > 0 and request.broadcast_dropout):
+        return False
+    if request.sinks is not None or request.score_mod is not None:
+        return False  # Flax has neither.
+    asked = options("attention_fn", implementation, None).implementation
+    is_for_cudnn = asked == "cudnn" or dtype in (jnp.bfloat16, jnp.float16)
+    return asked == "xla" or not is_for_cudnn
 
 
 def _is_met(precision: Any, dtype: jnp.dtype) -> bool:

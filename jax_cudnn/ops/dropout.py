@@ -30,7 +30,7 @@ def drawn(
     op: str, rate: float, key: ArrayLike | None, b: int, h: int
 ) -> Dropout | None:
     """Return what a rate and a random key mean; None where nothing is dropped."""
-    applied = _check_rate(op, rate)
+    applied = _applied(check_rate(op, rate))
     array = _check_key(op, key, rate)
     if array is None or not applied:
         return None
@@ -54,8 +54,8 @@ def with_dropout(
     )
 
 
-def _check_rate(op: str, rate: float) -> float:
-    """Return the rate as it is applied: a multiple of 2^-16, and 0 for none."""
+def check_rate(op: str, rate: float) -> float:
+    """Return a rate of dropout as a float; raise for what is none."""
     if isinstance(rate, bool | np.bool_) or not isinstance(
         rate, int | float | np.integer | np.floating
     ):
@@ -69,8 +69,13 @@ def _check_rate(op: str, rate: float) -> float:
             f"{op}: dropout_rate={rate} is not in [0, 1). It is the share of the "
             "attention weights that is dropped. Pass a number from 0 to below 1."
         )
+    return value
+
+
+def _applied(rate: float) -> float:
+    """Return the rate as it is applied: a multiple of 2^-16, and 0 for none."""
     # At least one of the numbers is kept.
-    return min(round(value * STEPS), STEPS - 1) / STEPS
+    return min(round(rate * STEPS), STEPS - 1) / STEPS
 
 
 def _check_key(op: str, key: ArrayLike | None, rate: float) -> jax.Array | None:

@@ -12,7 +12,8 @@ pytest.importorskip("flax", reason="Flax is not installed")
 
 from flax import nnx
 
-from jax_cudnn.flax import Rotary
+from jax_cudnn import plans
+from jax_cudnn.flax import Rotary, make_attention_fn
 from jax_cudnn.flax.nnx import MultiHeadAttention
 
 pytestmark = pytest.mark.gpu
@@ -120,3 +121,38 @@ def test_generated_tokens_are_those_of_the_whole(name):
         # Rows of the projections may be summed in another order.
         np.testing.assert_allclose(prompt, whole[b, :n], atol=0.05)
         np.testing.assert_allclose(last[b], whole[b, n], atol=0.05)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_weights_that_heads_drop_alike_are_flaxs(dtype: Any, is_causal: bool) -> None:
+    keys = jax.random.split(jax.random.key(3), 4)
+    q, k, v, cotangent = (jax.random.normal(key, (B, S, H, 64), dtype) for key in keys)
+    options: dict[str, Any] = {"dropout_rate": 0.3, "dropout_rng": jax.random.key(9)}
+    visible = jnp.tril(jnp.ones((S, S), bool)) if is_causal else None
+
+    def ours(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        attend = make_attention_fn(implementation="cudnn", is_causal=is_causal)
+        return attend(q, k, v, **options)
+
+    def theirs(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        return nnx.dot_product_attention(q, k, v, mask=visible, **options)
+
+    def both(function: Any, dtype: Any) -> list[np.ndarray]:
+        arrays = [x.astype(dtype) for x in (q, k, v)]
+        with jax.default_matmul_precision("highest"):
+            output, pullback = jax.vjp(function, *arrays)
+            found = [output, *pullback(cotangent.astype(dtype))]
+        return [np.asarray(x, np.float64) for x in found]
+
+    report = plans.inspect(
+        jax.grad(lambda *x: ours(*x).astype(jnp.float32).sum()), q, k, v
+    )
+    assert [call.runs_on for call in report.calls] == ["cudnn"] * 4
+    exact = both(theirs, jnp.float32)
+    for mine, flaxs, truth in zip(
+        both(ours, dtype), both(theirs, dtype), exact, strict=True
+    ):
+        scale = np.linalg.norm(truth)
+        error = np.linalg.norm(mine - truth) / scale
+        assert error <= 2 * np.linalg.norm(flaxs - truth) / scale
