@@ -148,7 +148,7 @@ def test_weights_that_heads_drop_alike_are_flaxs(dtype: Any, is_causal: bool) ->
     report = plans.inspect(
         jax.grad(lambda *x: ours(*x).astype(jnp.float32).sum()), q, k, v
     )
-    assert [call.runs_on for call in report.calls] == ["cudnn"] * 4
+    assert [call.implementation for call in report.calls] == ["cudnn"] * 4
     exact = both(theirs, jnp.float32)
     for mine, flaxs, truth in zip(
         both(ours, dtype), both(theirs, dtype), exact, strict=True
