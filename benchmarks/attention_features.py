@@ -36,7 +36,7 @@ from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
 from jax_cudnn import f8, native, plans
-from jax_cudnn.flax import attention_fn
+from jax_cudnn.flax import make_attention_fn
 
 _DATA, _PAGE = "attention_features.json", "attention_features.md"
 _OURS, _TUNED, _IN_BF16 = "jax_cudnn", "jax_cudnn tuned", "jax_cudnn bf16"
@@ -84,7 +84,9 @@ def _jax_contenders(
     }
     if work.is_flaxs:
         ways = {
-            _OURS: functools.partial(attention_fn, **options),
+            _OURS: functools.partial(
+                make_attention_fn(implementation="cudnn"), **options
+            ),
             "Flax": functools.partial(nnx.dot_product_attention, **options),
         }
     if work.is_f8:
@@ -291,7 +293,7 @@ def markdown(rows: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "varlen` is its `varlen_attn`. In f8, `jax_cudnn` is `f8.sdpa`, beside `sdpa`",
         "on bf16. For the deterministic gradient, PyTorch is told to use",
         "deterministic algorithms. Where heads share their dropout, `jax_cudnn` is",
-        "`jax_cudnn.flax.attention_fn`, and neither is causal.",
+        "`jax_cudnn.flax.attention_fn` by cuDNN, and neither is causal.",
         "",
         "| workload | size | GPU | | contender | µs | ratio | range |",
         "| --- | --- | --- | --- | --- | ---: | ---: | --- |",

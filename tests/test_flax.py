@@ -436,7 +436,7 @@ def test_dropout_that_heads_share_drops_the_weights_that_flax_drops(messages):
         "attention_fn: Flax's own attention runs: dropout of the same attention "
         "weights in all batch entries and heads is active (dropout_rate=0.4, "
         "broadcast_dropout=True, deterministic=False), and is XLA's for float32 "
-        'operands and implementation="auto"'
+        f'operands, head size {F // H} and implementation="auto"'
     )
 
 

@@ -131,7 +131,7 @@ def test_auto_drops_the_weights_that_flax_drops(dtype: Any) -> None:
     assert [call.op for call in report.calls] == ["sdpa", "sdpa"]
 
 
-def test_xla_and_f32_are_flaxs_own() -> None:
+def test_xla_and_f32_and_large_heads_are_flaxs_own() -> None:
     q, k, v = (normal(i, 2, 7, 4, 8, dtype=jnp.bfloat16) for i in range(3))
     options: dict[str, Any] = {"dropout_rate": 0.4, "dropout_rng": jax.random.key(5)}
     expected = nnx.dot_product_attention(q, k, v, **options)
@@ -139,6 +139,9 @@ def test_xla_and_f32_are_flaxs_own() -> None:
     np.testing.assert_array_equal(found, expected)
     with jax_cudnn.plans.using(implementation="xla"):
         np.testing.assert_array_equal(attention_fn(q, k, v, **options), expected)
+    large = [normal(i, 2, 7, 4, 128, dtype=jnp.bfloat16) for i in range(3)]
+    expected = nnx.dot_product_attention(*large, **options)
+    np.testing.assert_array_equal(attention_fn(*large, **options), expected)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     expected = nnx.dot_product_attention(*wide, **options)
     np.testing.assert_array_equal(attention_fn(*wide, **options), expected)

@@ -108,8 +108,8 @@ class AttentionFn:
             where the mask is not 0. Default None: all keys.
           broadcast_dropout: whether all batch entries and heads drop the same weights,
             those that Flax drops with this key. Default True, as in Flax. `sdpa` then
-            runs twice, for 16-bit operands; Flax computes the attention for others and
-            with `implementation="xla"`.
+            runs twice, for 16-bit operands with up to 120 columns of values. Flax
+            computes the attention for others, and with `implementation="xla"`.
           dropout_rng: the random key for dropout.
           dropout_rate: the share of weights that is dropped, unless `deterministic`.
             With `broadcast_dropout=False`, `sdpa` drops them: of the same key, others
@@ -229,10 +229,14 @@ def attend(
 ) -> jax.Array:
     """Return the attention by `sdpa`, or by Flax where only Flax computes it."""
     _check_dropout(request)
-    if reasons := reasons_for_flax(request, q.dtype, implementation):
+    if reasons := reasons_for_flax(request, v, implementation):
         return attend_with_flax(q, k, v, request, reasons, implementation)
     batch = q.shape[:-3]
-    folded = [_fold_batch(x, len(batch)) for x in (q, k, v)]
+    folded = (
+        _fold_batch(q, len(batch)),
+        _fold_batch(k, len(batch)),
+        _fold_batch(v, len(batch)),
+    )
     if request.sequences is not None and not request.dropout_rate:
         with on_behalf_of("attention_fn", "cached_sdpa"):
             output = cached_sdpa(

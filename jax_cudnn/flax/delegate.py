@@ -27,6 +27,8 @@ _EINSUMS = (
     "qk_attn_weights_einsum",
     "attn_weights_value_einsum",
 )
+# Of values, for dropout that heads share: see `_drops_with_xla`.
+_MOST_COLUMNS = 120
 _ADVICE = (
     'Pass implementation="auto" or "xla" to make_attention_fn to let Flax\'s own '
     "attention compute it."
@@ -64,16 +66,17 @@ class Request:
 
 
 def reasons_for_flax(
-    request: Request, dtype: jnp.dtype, implementation: Implementation
+    request: Request, value: jax.Array, implementation: Implementation
 ) -> tuple[str, ...]:
     """Return why Flax must compute this attention; empty where `sdpa` can."""
     reasons: list[str] = []
-    if _drops_with_xla(request, dtype, implementation):
+    dtype = value.dtype
+    if _drops_with_xla(request, value, implementation):
         reasons.append(
             f"dropout of the same attention weights in all batch entries and heads is "
             f"active (dropout_rate={request.dropout_rate}, broadcast_dropout=True, "
-            f"deterministic=False), and is XLA's for {dtype} operands and "
-            f'implementation="{implementation}"'
+            f"deterministic=False), and is XLA's for {dtype} operands, head size "
+            f'{value.shape[-1]} and implementation="{implementation}"'
         )
     if request.module is not None:
         reasons.append("the attention weights are asked for (sow_weights=True)")
@@ -86,19 +89,23 @@ def reasons_for_flax(
 
 
 def _drops_with_xla(
-    request: Request, dtype: jnp.dtype, implementation: Implementation
+    request: Request, value: jax.Array, implementation: Implementation
 ) -> bool:
     """Whether XLA drops weights that all heads share: Flax asks it for one attention.
 
-    `sdpa` would ask it for two (flax/shared_dropout.py).
+    `sdpa` would ask it for two (flax/shared_dropout.py). With more columns of values
+    cuDNN is slower: the gradient of a log-sum-exp adds 8 to them, and its kernels for
+    more than 128 took 1.6 times as long as Flax's attention on an H100 (9.19).
     """
     if not (request.dropout_rate > 0 and request.broadcast_dropout):
         return False
     if request.sinks is not None or request.score_mod is not None:
         return False  # Flax has neither.
     asked = options("attention_fn", implementation, None).implementation
-    is_for_cudnn = asked == "cudnn" or dtype in (jnp.bfloat16, jnp.float16)
-    return asked == "xla" or not is_for_cudnn
+    is_faster = (
+        value.dtype in (jnp.bfloat16, jnp.float16) and value.shape[-1] <= _MOST_COLUMNS
+    )
+    return asked == "xla" or (asked == "auto" and not is_faster)
 
 
 def _is_met(precision: Any, dtype: jnp.dtype) -> bool:
