@@ -149,6 +149,23 @@ def test_the_untuned_program_may_win() -> None:
     assert times.chosen_us == times.untuned_us == 1.0
 
 
+def test_what_seemed_to_gain_is_timed_beside_all_others_at_the_end() -> None:
+    """Two by two, whatever is timed second seems faster, as on a GPU that warms up."""
+    found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
+
+    class Misleading(_Made):
+        def times(self, numbers: Sequence[int]) -> list[float]:
+            if len(numbers) == 2:
+                return [10.0, 5.0]
+            return super().times(numbers)
+
+    programs = Misleading(lambda chosen: 7.0 if chosen == found else 9.0)
+    chosen, times = _settle(programs, found)
+    assert chosen == found
+    assert times.chosen_us == times.kernels_us == 7.0
+    assert times.untuned_us == 9.0
+
+
 def test_a_tie_is_the_kernels() -> None:
     found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
     programs = _Made(lambda chosen: 100.0 if chosen == found else 99.8)
