@@ -23,6 +23,7 @@ from jax_cudnn.graph import (
     grouped_matmul_graph,
 )
 from jax_cudnn.legalize import legalize
+from jax_cudnn.legalize.group_products import ROWS_PER_STEP
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.measuring.stopwatch import draw_sets
 from jax_cudnn.reference import evaluate
@@ -66,18 +67,23 @@ _TARGETS = [None, _H200]
 
 
 @pytest.mark.parametrize(
-    ("rows", "groups", "dtype", "sm_version", "is_cudnns"),
+    ("rows", "groups", "dtype", "sm_version", "by_group", "by_kernel"),
     [
-        (16384, 32, "bf16", 90, True),
-        (16384, 64, "f16", 90, True),
-        (512, 32, "bf16", 90, False),
-        (16384, 31, "bf16", 90, False),
-        (16384, 32, "f32", 90, False),
-        (16384, 32, "bf16", 80, False),
+        (16384, 8, "bf16", 90, True, False),
+        (16384, 64, "f16", 90, True, True),
+        (16384, 512, "bf16", 90, False, True),
+        (512, 8, "bf16", 90, False, False),
+        (16384, 32, "f32", 90, False, False),
+        (16384, 32, "bf16", 80, False, False),
     ],
 )
-def test_large_products_of_many_groups_are_cudnns(
-    rows: int, groups: int, dtype: Any, sm_version: int, is_cudnns: bool
+def test_large_products_are_cudnns(
+    rows: int,
+    groups: int,
+    dtype: Any,
+    sm_version: int,
+    by_group: bool,
+    by_kernel: bool,
 ) -> None:
     def product(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
         return ragged_dot(lhs, rhs, sizes)
@@ -88,8 +94,13 @@ def test_large_products_of_many_groups_are_cudnns(
     sizes = jax.ShapeDtypeStruct((groups,), jnp.int32)
     (traced,) = traced_program(product, lhs, rhs, sizes).graphs
     target = replace(_H200, sm_version=sm_version)
-    for legal in legalize(traced.graph, target).candidates:
-        assert (legal.slower == "") == is_cudnns
+    candidates = legalize(traced.graph, target).candidates
+    assert {(each.waits, each.slower == "") for each in candidates} == {
+        (True, by_group),
+        (False, by_kernel),
+    }
+    # The faster way comes first.
+    assert candidates[0].waits == by_group
     # Which GPU will run it is not known.
     assert all(legal.slower for legal in legalize(traced.graph, None).candidates)
 
@@ -106,7 +117,7 @@ def test_the_rewritten_graph_gives_the_same(
         for legal in legalization.candidates:
             assert "XLA's until" in legal.slower
             tensors = legal.graph.tensors
-            assert not any("group_sizes" in t.name for t in tensors)
+            assert any(t.name == "group_sizes" for t in tensors) == legal.waits
             assert all(
                 t.dims[t.order[-1]] % 8 == 0 for t in tensors if t.dtype == "bf16"
             )
@@ -141,19 +152,22 @@ def test_what_the_kernel_reads_in_no_group_does_not_leak() -> None:
 def test_notes_and_refusals() -> None:
     graph, backward, *_ = _graphs("bf16", _G, "bf16")
     h200 = _TARGETS[1]
-    plain, transposed = legalize(graph, h200).candidates
+    plain, transposed, by_group = legalize(graph, h200).candidates
     assert plain.notes == (
         "rows beyond the last group are set to 0 after the kernel",
         "matrices are padded to multiples of 8 elements",
     )
     assert "b is transposed" in transposed.notes[1]
+    assert "the host waits for the sizes" in by_group.notes[1]
     # Where the GPU is not known, the way that all take comes first.
     assert [x.graph for x in legalize(graph, None).candidates] == [
         transposed.graph,
         plain.graph,
+        by_group.graph,
     ]
-    (way,) = legalize(backward, h200).candidates
+    way, by_group = legalize(backward, h200).candidates
     assert "the gradient of b is computed by XLA" in way.notes[-1]
+    assert not any("gradient of b" in note for note in by_group.notes)
     single = legalize(_graph("bf16", 1), h200).candidates[0]
     assert "a single group is a matmul" in single.notes
     assert single.graph.nodes[0].kind == "matmul"
@@ -248,12 +262,24 @@ def test_what_takes_its_place_is_right(
 def test_sizes_that_go_too_far_or_are_negative_are_cut() -> None:
     graph = _graph("f32")
     for legal in legalize(graph, None).candidates:
-        place = legal.graph.inputs.index("starts")
         operands = draw_arrays(graph)
         operands[2] = jnp.array([[2, 2**30, 2**30, 5]], jnp.int32)
-        starts = legal.before(operands)[place]
-        assert starts.min() >= 0
-        assert starts.max() <= _M
+        made = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+        if legal.waits:
+            rows = made["a"].shape[1]
+            assert jnp.all(made["group_sizes"] % ROWS_PER_STEP == 0)
+            # The rest of the rows are the second group's.
+            assert made["group_sizes"].tolist() == [[ROWS_PER_STEP] * 2 + [0, 0]]
+            assert made["group_sizes"].sum() <= rows
+            for i, first in enumerate((0, ROWS_PER_STEP)):
+                size = (2, _M - 2)[i]
+                own = made["a"][0, first : first + ROWS_PER_STEP, :_K]
+                given = operands[0][0, 2 * i : 2 * i + size]
+                np.testing.assert_array_equal(own[:size], given)
+                assert not own[size:].any()
+        else:
+            assert made["starts"].min() >= 0
+            assert made["starts"].max() <= _M
 
 
 def test_a_program_for_a_gpu_is_exported_and_read() -> None:

@@ -181,6 +181,7 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   RETURN_IF_ERROR(Resolve(cudart, "cudaGetErrorString", cuda.get_error_string));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamCreateWithFlags", cuda.stream_create));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamDestroy", cuda.stream_destroy));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaStreamSynchronize", cuda.stream_synchronize));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamBeginCapture", cuda.stream_begin_capture));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamEndCapture", cuda.stream_end_capture));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGraphGetNodes", cuda.graph_get_nodes));
@@ -190,6 +191,8 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   RETURN_IF_ERROR(Resolve(cudart, "cudaGraphExecDestroy", cuda.graph_exec_destroy));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGraphDestroy", cuda.graph_destroy));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGetLastError", cuda.get_last_error));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaMemcpyAsync", cuda.memcpy_async));
+  RETURN_IF_ERROR(Resolve(cudart, "cudaMemsetAsync", cuda.memset_async));
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventCreate", cuda.event_create));
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventDestroy", cuda.event_destroy));
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventRecord", cuda.event_record));

@@ -59,6 +59,7 @@ struct CudaFunctions {
   const char* (*get_error_string)(int) = nullptr;
   int (*stream_create)(CudaStream*, unsigned) = nullptr;
   int (*stream_destroy)(CudaStream) = nullptr;
+  int (*stream_synchronize)(CudaStream) = nullptr;
   int (*stream_begin_capture)(CudaStream, int) = nullptr;
   int (*stream_end_capture)(CudaStream, CudaGraph*) = nullptr;
   int (*graph_get_nodes)(CudaGraph, CudaGraphNode*, size_t*) = nullptr;
@@ -68,6 +69,8 @@ struct CudaFunctions {
   int (*graph_exec_destroy)(CudaGraphExec) = nullptr;
   int (*graph_destroy)(CudaGraph) = nullptr;
   int (*get_last_error)() = nullptr;
+  int (*memcpy_async)(void*, const void*, size_t, int, CudaStream) = nullptr;
+  int (*memset_async)(void*, int, size_t, CudaStream) = nullptr;
   int (*event_create)(CudaEvent*) = nullptr;
   int (*event_destroy)(CudaEvent) = nullptr;
   int (*event_record)(CudaEvent, CudaStream) = nullptr;

@@ -210,6 +210,11 @@ Status CheckCall(const GraphSpec& graph, const ffi::RemainingArgs& args,
 }
 
 Status CheckWorkspace(const ffi::RemainingRets& rets, const Plan& plan) {
+  if (plan.Waits()) {
+    return FailedPrecondition("the plan " + plan.candidate().name +
+                              " waits for the device, so this target, which may be "
+                              "captured, cannot run it. Lower the program again.");
+  }
   ASSIGN_OR_RETURN(const ffi::AnyBuffer buffer, Result(rets, rets.size() - 1));
   if (buffer.element_type() != ffi::DataType::U8) {
     return InvalidArgument("the workspace, the last result, is not u8");
@@ -310,7 +315,7 @@ Status Launch(const Plan& plan, int32_t device, CudaStream stream,
     return Internal(std::string("cudnnSetStream failed: ") +
                     runtime.cudnn.functions.get_error_string(status));
   }
-  return plan.Execute(lease.get(), operands.data(), results.data(), workspace);
+  return plan.Execute(lease.get(), stream, operands.data(), results.data(), workspace);
 }
 
 ffi::Error ExecuteCaptured(GraphState* state, CudaStream stream, int32_t device,

@@ -1,8 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// Finding out which pointer cuDNN wants where.
+// Finding out which pointer cuDNN wants where, and giving it.
 
 #include "plans/launchable_graph.h"
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <set>
@@ -10,13 +11,16 @@
 #include <unordered_map>
 #include <utility>
 
+#include "base/guard.h"
+#include "frontend/frontend_status.h"
 #include "frontend/graph_builder.h"
 #include "frontend/qkv_parts.h"
+#include "frontend/refusal.h"
 #include "plans/plan.h"
 
 namespace jax_cudnn {
 
-StatusOr<std::unique_ptr<LaunchableGraph>> MakeLaunchable(
+StatusOr<std::unique_ptr<LaunchableGraph>> LaunchableGraph::Make(
     const GraphSpec& spec, std::shared_ptr<FrontendGraph> graph) {
   // Tensors are counted as in the graph that was written.
   ASSIGN_OR_RETURN(const GraphSpec divided, WithQkvParts(spec));
@@ -50,8 +54,34 @@ StatusOr<std::unique_ptr<LaunchableGraph>> MakeLaunchable(
                     " tensors and writes " + std::to_string(results.size()) +
                     " of the " + std::to_string(spec.outputs.size()) + " results");
   }
-  return std::make_unique<LaunchableGraph>(
-      LaunchableGraph{std::move(graph), std::move(sources)});
+  return std::unique_ptr<LaunchableGraph>(
+      new LaunchableGraph(std::move(graph), std::move(sources)));
+}
+
+Status LaunchableGraph::Execute(CudnnHandle handle, CudaStream /*stream*/,
+                                void* const* operands, void* const* results,
+                                void* workspace) const {
+  std::array<void*, kMaxOperands> pointers;
+  for (size_t i = 0; i < sources_.size(); ++i) {
+    const PointerSource& source = sources_[i];
+    void* const memory = (source.is_result ? results : operands)[source.index];
+    pointers[i] = static_cast<char*>(memory) + source.offset_bytes;
+  }
+  const auto error = graph_->execute(handle, pointers.data(),
+                                     static_cast<int>(sources_.size()), workspace);
+  return error.is_good() ? Status() : ExecutionStatus(error);
+}
+
+StatusOr<std::string> LaunchableGraph::Serialize() const {
+  std::vector<uint8_t> data;
+  try {
+    // This overload, of vectors of uint8_t, writes plans; another one writes graphs.
+    const auto error = graph_->serialize(data, /*serialize_structure=*/false);
+    if (error.is_bad()) return Unimplemented(Message(error));
+  } catch (const cudnn_frontend::cudnnException& error) {
+    return Unimplemented(OneLine(error.what()));
+  }
+  return std::string(data.begin(), data.end());
 }
 
 }  // namespace jax_cudnn

@@ -7,11 +7,14 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
 #include "frontend/frontend_graph.h"
 #include "graph/graph_spec.h"
+#include "plans/launchable.h"
 
 namespace jax_cudnn {
 
@@ -22,16 +25,25 @@ struct PointerSource {
   int64_t offset_bytes = 0;
 };
 
-struct LaunchableGraph {
-  std::shared_ptr<FrontendGraph> graph;
-  // In the order of cuDNN's argument list.
-  std::vector<PointerSource> sources;
-};
+class LaunchableGraph : public Launchable {
+ public:
+  // Matches cuDNN's argument list with the operands and results of `spec`, whose plan
+  // `graph` has. At most kMaxOperands sources.
+  static StatusOr<std::unique_ptr<LaunchableGraph>> Make(
+      const GraphSpec& spec, std::shared_ptr<FrontendGraph> graph);
 
-// Matches cuDNN's argument list with the operands and results of `spec`, whose plan
-// `graph` has. At most kMaxOperands sources.
-StatusOr<std::unique_ptr<LaunchableGraph>> MakeLaunchable(
-    const GraphSpec& spec, std::shared_ptr<FrontendGraph> graph);
+  Status Execute(CudnnHandle handle, CudaStream stream, void* const* operands,
+                 void* const* results, void* workspace) const override;
+  StatusOr<std::string> Serialize() const override;
+
+ private:
+  LaunchableGraph(std::shared_ptr<FrontendGraph> graph,
+                  std::vector<PointerSource> sources)
+      : graph_(std::move(graph)), sources_(std::move(sources)) {}
+
+  std::shared_ptr<FrontendGraph> graph_;
+  std::vector<PointerSource> sources_;  // in the order of cuDNN's argument list
+};
 
 }  // namespace jax_cudnn
 

@@ -3,15 +3,11 @@
 
 #include "plans/plan.h"
 
-#include <array>
 #include <utility>
-
-#include "frontend/frontend_status.h"
-#include "plans/launchable_graph.h"
 
 namespace jax_cudnn {
 
-Plan::Plan(std::unique_ptr<LaunchableGraph> launchable, Candidate candidate,
+Plan::Plan(std::unique_ptr<const Launchable> launchable, Candidate candidate,
            std::vector<std::string> failures)
     : launchable_(std::move(launchable)),
       candidate_(std::move(candidate)),
@@ -19,18 +15,9 @@ Plan::Plan(std::unique_ptr<LaunchableGraph> launchable, Candidate candidate,
 
 Plan::~Plan() = default;
 
-Status Plan::Execute(CudnnHandle handle, void* const* operands, void* const* results,
-                     void* workspace) const {
-  std::array<void*, kMaxOperands> pointers;
-  const auto& sources = launchable_->sources;
-  for (size_t i = 0; i < sources.size(); ++i) {
-    const PointerSource& source = sources[i];
-    void* const memory = (source.is_result ? results : operands)[source.index];
-    pointers[i] = static_cast<char*>(memory) + source.offset_bytes;
-  }
-  const auto error = launchable_->graph->execute(
-      handle, pointers.data(), static_cast<int>(sources.size()), workspace);
-  return error.is_good() ? Status() : ExecutionStatus(error);
+Status Plan::Execute(CudnnHandle handle, CudaStream stream, void* const* operands,
+                     void* const* results, void* workspace) const {
+  return launchable_->Execute(handle, stream, operands, results, workspace);
 }
 
 }  // namespace jax_cudnn

@@ -14,11 +14,10 @@
 #include "cudnn/cudnn_library.h"
 #include "graph/graph_spec.h"
 #include "plans/candidate.h"
+#include "plans/launchable.h"
 #include "plans/plan_target.h"
 
 namespace jax_cudnn {
-
-struct LaunchableGraph;
 
 // The most tensors that a plan takes: the frontend has at most 250 operations.
 inline constexpr size_t kMaxOperands = 256;
@@ -47,11 +46,14 @@ class Plan {
   Plan(const Plan&) = delete;
   Plan& operator=(const Plan&) = delete;
 
-  // Launches on the handle's stream. The pointers are in the order of the graph's
-  // inputs and outputs; `workspace` holds workspace_bytes() at 256-byte alignment.
-  // Neither allocates nor waits.
-  Status Execute(CudnnHandle handle, void* const* operands, void* const* results,
-                 void* workspace) const;
+  // Launches on `stream`, which is the handle's. The pointers are in the order of the
+  // graph's inputs and outputs; `workspace` holds workspace_bytes() at 256-byte
+  // alignment. Neither allocates nor waits, but for a plan that Waits().
+  Status Execute(CudnnHandle handle, CudaStream stream, void* const* operands,
+                 void* const* results, void* workspace) const;
+
+  // Whether Execute waits for the device. If so, it cannot be captured.
+  bool Waits() const { return launchable_->Waits(); }
 
   // The plan as bytes, with what candidate() and failures() say. UNIMPLEMENTED where
   // cuDNN cannot write this engine's plans.
@@ -63,10 +65,10 @@ class Plan {
   const std::vector<std::string>& failures() const { return failures_; }
 
  private:
-  Plan(std::unique_ptr<LaunchableGraph> launchable, Candidate candidate,
+  Plan(std::unique_ptr<const Launchable> launchable, Candidate candidate,
        std::vector<std::string> failures);
 
-  std::unique_ptr<LaunchableGraph> launchable_;
+  std::unique_ptr<const Launchable> launchable_;
   Candidate candidate_;
   std::vector<std::string> failures_;
 };

@@ -14,6 +14,7 @@
 #include "frontend/frontend_status.h"
 #include "frontend/graph_builder.h"
 #include "plans/attempt.h"
+#include "plans/group_products.h"
 #include "plans/launchable_graph.h"
 #include "plans/plan.h"
 #include "plans/plan_request.h"
@@ -74,9 +75,15 @@ template <typename Visit>
 Status VisitCandidates(const GraphSpec& graph, const std::string& request,
                        const PlanTarget& target, Reasons& reasons, Visit&& visit) {
   ASSIGN_OR_RETURN(const PlanRequest parsed, ParsePlanRequest(request));
-  ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(graph, parsed));
+  const bool is_of_groups = GroupProducts::Covers(graph);
+  GraphSpec matmul;
+  if (is_of_groups) {
+    ASSIGN_OR_RETURN(matmul, GroupProducts::TypicalMatmul(graph));
+  }
+  const GraphSpec& asked = is_of_groups ? matmul : graph;
+  ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(asked, parsed));
   for (const int variant : variants) {
-    auto attempt = Attempt::Make(graph, parsed, target, variant);
+    auto attempt = Attempt::Make(asked, parsed, target, variant);
     if (!attempt.ok()) {
       if (attempt.status().code() != StatusCode::kUnimplemented) {
         return attempt.status();
@@ -86,6 +93,9 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
     }
     for (int64_t i = 0; i < attempt->count(); ++i) {
       ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
+      if (is_of_groups && candidate.refusal.empty()) {
+        candidate.refusal = GroupProducts::RefusalOf(candidate);
+      }
       if (!candidate.refusal.empty()) {
         reasons.Add(candidate.name + ": " + candidate.refusal);
       }
@@ -94,6 +104,23 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
     }
   }
   return {};
+}
+
+// What launches the candidate that `attempt` built last.
+StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(const GraphSpec& graph,
+                                                           const Attempt& attempt,
+                                                           const PlanTarget& target,
+                                                           Candidate& candidate) {
+  if (GroupProducts::Covers(graph)) {
+    ASSIGN_OR_RETURN(auto products, GroupProducts::Make(graph, target, candidate));
+    return std::unique_ptr<const Launchable>(std::move(products));
+  }
+  // The plan is built already; this prepares its argument list.
+  if (const auto error = attempt.graph()->build_plans(); error.is_bad()) {
+    return Internal(Message(error));
+  }
+  ASSIGN_OR_RETURN(auto launchable, LaunchableGraph::Make(graph, attempt.graph()));
+  return std::unique_ptr<const Launchable>(std::move(launchable));
 }
 
 }  // namespace
@@ -111,13 +138,16 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
       reasons.Add(candidate.name + ": " + candidate.failure + candidate.refusal);
       return false;
     }
-    // The plan is built already; this prepares its argument list.
-    if (const auto error = attempt.graph()->build_plans(); error.is_bad()) {
-      return Internal(Message(error));
+    auto launchable = MakeLaunchable(graph, attempt, target, candidate);
+    if (!launchable.ok()) {
+      if (launchable.status().code() != StatusCode::kUnimplemented) {
+        return launchable.status();
+      }
+      reasons.Add(candidate.name + ": " + launchable.status().message());
+      return false;
     }
-    ASSIGN_OR_RETURN(auto launchable, MakeLaunchable(graph, attempt.graph()));
     const std::string name = candidate.name;
-    plan.reset(new Plan(std::move(launchable), std::move(candidate), reasons.list()));
+    plan.reset(new Plan(std::move(*launchable), std::move(candidate), reasons.list()));
     const Status rehearsed = Rehearse(*plan, target);
     if (rehearsed.ok()) return true;
     if (rehearsed.code() != StatusCode::kUnimplemented) return rehearsed;

@@ -17,7 +17,7 @@
 #include "base/json_text.h"
 #include "frontend/device_properties.h"
 #include "frontend/frontend_status.h"
-#include "frontend/refusal.h"
+#include "plans/group_products.h"
 #include "plans/launchable_graph.h"
 #include "plans/plan.h"
 #include "plans/rehearsal.h"
@@ -105,20 +105,11 @@ Status ReadRecord(std::string_view text, Candidate& candidate,
 
 StatusOr<std::string> Plan::Serialize() const {
   return Guard("writing a plan", [&]() -> StatusOr<std::string> {
-    std::vector<uint8_t> data;
-    try {
-      // This overload, of vectors of uint8_t, writes plans; another one writes graphs.
-      const auto error =
-          launchable_->graph->serialize(data, /*serialize_structure=*/false);
-      if (error.is_bad()) return Unimplemented(Message(error));
-    } catch (const fe::cudnnException& error) {
-      return Unimplemented(OneLine(error.what()));
-    }
+    ASSIGN_OR_RETURN(const std::string data, launchable_->Serialize());
     const std::string record = WriteRecord(candidate_, failures_);
     std::string bytes;
     AppendInteger(record.size(), bytes);
-    bytes.append(record).append(data.begin(), data.end());
-    return bytes;
+    return bytes.append(record).append(data);
   });
 }
 
@@ -136,6 +127,8 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
     std::vector<std::string> failures;
     RETURN_IF_ERROR(ReadRecord(rest.substr(0, size), candidate, failures));
     rest.remove_prefix(size);
+    // It is made in no time, of matmuls that are not compiled.
+    if (GroupProducts::Covers(graph)) return Build(graph, candidate.request, target);
     const std::vector<uint8_t> data(rest.begin(), rest.end());
     const auto frontend_graph = std::make_shared<FrontendGraph>();
     fe::error_t error;
@@ -162,7 +155,7 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
                       std::to_string(candidate.workspace_bytes) +
                       " when it was written");
     }
-    ASSIGN_OR_RETURN(auto launchable, MakeLaunchable(graph, frontend_graph));
+    ASSIGN_OR_RETURN(auto launchable, LaunchableGraph::Make(graph, frontend_graph));
     std::shared_ptr<const Plan> plan(
         new Plan(std::move(launchable), std::move(candidate), std::move(failures)));
     RETURN_IF_ERROR(Rehearse(*plan, target));

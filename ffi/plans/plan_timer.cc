@@ -75,8 +75,8 @@ StatusOr<std::vector<double>> TimePlan(const Plan& plan, const CudnnRuntime& run
   }
   const auto launch = [&](size_t i) {
     const LaunchBuffers& set = settings.sets[i % settings.sets.size()];
-    return plan.Execute(handle.get(), set.operands.data(), set.results.data(),
-                        settings.workspace);
+    return plan.Execute(handle.get(), stream.get(), set.operands.data(),
+                        set.results.data(), settings.workspace);
   };
   for (size_t i = 0; i < settings.sets.size(); ++i) RETURN_IF_ERROR(launch(i));
   std::vector<double> samples;

@@ -96,7 +96,8 @@ Status LaunchIntoGraph(const Plan& plan, const CudnnRuntime& runtime,
   nowhere.fill(reinterpret_cast<void*>(kNowhere));  // NOLINT: never dereferenced
   Capture capture(runtime, stream);
   RETURN_IF_ERROR(capture.Begin());
-  RETURN_IF_ERROR(plan.Execute(handle, nowhere.data(), nowhere.data(), nowhere[0]));
+  RETURN_IF_ERROR(
+      plan.Execute(handle, stream, nowhere.data(), nowhere.data(), nowhere[0]));
   RETURN_IF_ERROR(capture.End());
   RETURN_IF_ERROR(capture.KeepKernels());
   return capture.Instantiate();
@@ -105,7 +106,7 @@ Status LaunchIntoGraph(const Plan& plan, const CudnnRuntime& runtime,
 }  // namespace
 
 Status Rehearse(const Plan& plan, const PlanTarget& target) {
-  if (target.handle == nullptr) return {};
+  if (target.handle == nullptr || plan.Waits()) return {};
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
   CudnnHandle handle = target.handle;
   ASSIGN_OR_RETURN(const OwnStream stream, OwnStream::Create(runtime));

@@ -9,6 +9,7 @@ before 9.22 and listed no plan without a device (9.28, sm_80 to sm_100): it is X
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax_cudnn.graph.gradient_kernel import single_node_graph
 from jax_cudnn.graph.kinds import Roles, roles_in
 from jax_cudnn.legalize import fusion
 from jax_cudnn.legalize.editor import Env, GraphEditor
-from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
+from jax_cudnn.legalize.group_products import ROWS_PER_STEP, by_group, fill_loads
 from jax_cudnn.legalize.legalization import Arrays, Legal, Legalization, too_old
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.grouped_matmul import gradient_of_b
@@ -50,23 +51,51 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     (node,) = graph.nodes
     is_gradient = node.kind.endswith("_backward")
     ways = _of_gradient(graph, target) if is_gradient else _ways(graph, target)
-    slower = "" if _is_measured(graph, target) else _SLOWER
-    return Legalization(candidates=tuple(replace(way, slower=slower) for way in ways))
+    size = _Size.of(graph, target)
+    is_faster = size.is_measured and size.groups >= _MANY_GROUPS
+    ways = tuple(replace(way, slower="" if is_faster else _SLOWER) for way in ways)
+    if size.groups == 1:
+        return Legalization(candidates=ways)
+    one_by_one = _by_group(graph)
+    if _is_fastest_by_group(size):
+        return Legalization(candidates=(one_by_one, *ways))
+    return Legalization(candidates=(*ways, replace(one_by_one, slower=_SLOWER)))
 
 
-def _is_measured(graph: Graph, target: Target | None) -> bool:
-    """Whether cuDNN's first plan was measured to be faster than XLA's code."""
-    if target is None or target.sm_version != _MEASURED_SM:
-        return False
+class _Size(NamedTuple):
+    """What of a grouped product decides who runs it fastest."""
+
+    rows: int
+    groups: int
+    is_measured: bool  # large, of 16 bits, on the GPU that was measured
+
+    @classmethod
+    def of(cls, graph: Graph, target: Target | None) -> "_Size":
+        (node,) = graph.nodes
+        roles = roles_in(graph, node)
+        rows = roles["a"].dims[1]
+        groups, depth, columns = roles["b"].dims
+        is_measured = (
+            target is not None
+            and target.sm_version == _MEASURED_SM
+            and roles["a"].dtype in ("bf16", "f16")
+            and rows * depth * columns >= _ENOUGH_WORK
+        )
+        return cls(rows, groups, is_measured)
+
+
+def _is_fastest_by_group(size: _Size) -> bool:
+    """Whether a matmul for each group was measured to be the fastest."""
+    return size.is_measured and size.rows >= size.groups * ROWS_PER_STEP
+
+
+def _by_group(graph: Graph) -> Legal:
+    """Return the way to run a matmul for each group, the gradient of b included."""
     (node,) = graph.nodes
-    roles = roles_in(graph, node)
-    rows = roles["a"].dims[1]
-    groups, depth, columns = roles["b"].dims
-    return (
-        roles["a"].dtype in ("bf16", "f16")
-        and groups >= _MANY_GROUPS
-        and rows * depth * columns >= _ENOUGH_WORK
-    )
+    if not node.kind.endswith("_backward") or "grad_b" in dict(node.outputs):
+        return by_group(graph)
+    # Then a is not read.
+    return _with_gradient_of_b(graph, by_group(_product(roles_in(graph, node), node)))
 
 
 def _reasons(graph: Graph, target: Target | None) -> list[str]:
@@ -108,7 +137,7 @@ def _kernel(graph: Graph, order: tuple[int, ...]) -> Legal:
     for name in ("a", "output"):
         if editor.tensors[name].order != (0, 1, 2):
             editor.reorder(name, (0, 1, 2))
-    _fill_loads(editor)
+    fill_loads(editor)
     return editor.finish()
 
 
@@ -150,22 +179,6 @@ def _hide_rows(editor: GraphEditor) -> None:
     editor.notes.append("rows beyond the last group are set to 0 after the kernel")
 
 
-def _fill_loads(editor: GraphEditor) -> None:
-    """Pad the contraction and the columns to loads of 16 bytes."""
-    tensors = editor.tensors
-    unit = max(ELEMENTS_PER_LOAD[tensors[name].dtype] for name in ("a", "output"))
-    grown = {"a": (2,), "b": (1, 2), "output": (2,)}
-    is_padded = False
-    for name, axes in grown.items():
-        sizes = {axis: rounded_up(tensors[name].dims[axis], unit) for axis in axes}
-        sizes = {i: size for i, size in sizes.items() if size != tensors[name].dims[i]}
-        if sizes:
-            is_padded = True
-            editor.pad(name, sizes)
-    if is_padded:
-        editor.notes.append(f"matrices are padded to multiples of {unit} elements")
-
-
 def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     """Return the ways to run a single group, of which cuDNN makes an error (9.27)."""
     editor = GraphEditor.by_role(graph)
@@ -203,10 +216,16 @@ def _composed(outer: Legal, inner: Legal) -> Legal:
 def _of_gradient(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     """Return the ways to run the gradient of a, with that of b by XLA beside it."""
     (node,) = graph.nodes
+    product = _product(roles_in(graph, node), node)
+    return tuple(_with_gradient_of_b(graph, way) for way in _ways(product, target))
+
+
+def _with_gradient_of_b(graph: Graph, way: Legal) -> Legal:
+    """Return the way to run a gradient, given that to run its product."""
+    (node,) = graph.nodes
     roles = roles_in(graph, node)
     names = [{name: role for role, name in x} for x in (node.inputs, node.outputs)]
     role_of = names[0] | names[1]
-    product = _product(roles, node)
     dtype = jax_dtype(roles["a"].dtype)
 
     def by_role(operands: Sequence[jax.Array]) -> Env:
@@ -225,23 +244,18 @@ def _of_gradient(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
         grad = gradient_of_b(*inputs, by_lax=True).astype(dtype)
         return to_stored(roles["grad_b"], grad)
 
-    def with_b(way: Legal) -> Legal:
-        def before(operands: Sequence[jax.Array]) -> Arrays:
-            return way.before(given(operands))
+    def before(operands: Sequence[jax.Array]) -> Arrays:
+        return way.before(given(operands))
 
-        def after(
-            operands: Sequence[jax.Array], results: Sequence[jax.Array]
-        ) -> Arrays:
-            (grad_a,) = way.after(given(operands), results)
-            found = {"grad_a": grad_a}
-            if "grad_b" in roles:
-                found["grad_b"] = gradient_of_matrices(operands)
-            return tuple(found[role_of[name]] for name in graph.outputs)
+    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
+        (grad_a,) = way.after(given(operands), results)
+        found = {"grad_a": grad_a}
+        if "grad_b" in roles:
+            found["grad_b"] = gradient_of_matrices(operands)
+        return tuple(found[role_of[name]] for name in graph.outputs)
 
-        more = (_GRADIENT_OF_B,) if "grad_b" in roles else ()
-        return replace(way, before=before, after=after, notes=(*way.notes, *more))
-
-    return tuple(map(with_b, _ways(product, target)))
+    more = (_GRADIENT_OF_B,) if "grad_b" in roles else ()
+    return replace(way, before=before, after=after, notes=(*way.notes, *more))
 
 
 def _product(roles: Roles, node: Node) -> Graph:

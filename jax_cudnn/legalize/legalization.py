@@ -35,7 +35,8 @@ class Legal:
     sentence each, which parts run outside cuDNN and why. ``slower``, where not empty,
     says why "auto" leaves the graph to XLA all the same; with ``slow_engines``, it does
     so where one of these runs the first plan. ``rounds_sums`` says that sums in f32
-    have fewer digits on their way than the original graph gives them.
+    have fewer digits on their way than the original graph gives them. ``waits`` says
+    that the host waits for operands, so that no command buffer can have the launch.
     """
 
     graph: Graph
@@ -46,6 +47,7 @@ class Legal:
     slower: str = ""
     slow_engines: tuple[int, ...] = ()
     rounds_sums: bool = False
+    waits: bool = False
 
     def run(
         self,

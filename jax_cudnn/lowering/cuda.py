@@ -148,7 +148,11 @@ def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
 
 
 def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Bind the FFI target; with a plan, its workspace is a last, dropped result."""
+    """Bind the FFI target.
+
+    With a plan, its workspace is a last, dropped result, unless the launch waits for
+    the device: then it must not be captured.
+    """
     assert step.legal is not None
     graph = step.legal.graph
     results = [
@@ -156,7 +160,7 @@ def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         for t in graph.output_tensors
     ]
     name = native.TARGET_SCRATCH
-    if step.plan is not None:
+    if step.plan is not None and not step.legal.waits:
         name = native.TARGET_CAPTURED
         results.append(jax.ShapeDtypeStruct((step.plan.workspace_bytes,), jnp.uint8))
     call: Callable[..., Sequence[jax.Array]] = jax.ffi.ffi_call(name, results)

@@ -81,7 +81,7 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     Rows whose type says that devices share them out cannot be sampled so: there values
     are centred.
     """
-    if _has_shared_rows(x):
+    if _is_shared_out(x, 0):
         return _centred_moments(x, (0,))
     sampled = jnp.mean(x[::_ROWS_PER_SAMPLE], 0, keepdims=True)
     # Infinities and NaN are left to the sums.
@@ -101,14 +101,43 @@ def _centred_moments(
     x: jax.Array, axes: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the means along some axes, and the variances, by two passes."""
-    mean = jnp.mean(x, axes, keepdims=True)
-    return mean, jnp.mean(jnp.square(x - mean), axes, keepdims=True)
+    count = math.prod(x.shape[axis] for axis in axes)
+    (total,) = _sums((x,), axes)
+    mean = total / count
+    (square,) = _sums((jnp.square(x - mean),), axes)
+    return mean, square / count
 
 
-def _has_shared_rows(x: jax.Array) -> bool:
-    """Whether the type of x, on a mesh of explicit axes, divides its rows."""
+# How many positions of a channel are added up before the rest is, and the fewest for
+# which that is done.
+_POSITIONS = 128
+_MANY_POSITIONS = 1024
+
+
+def _sums(terms: tuple[jax.Array, ...], axes: tuple[int, ...]) -> tuple[jax.Array, ...]:
+    """Return the sums of some terms along axes, which stay with size 1.
+
+    Those along positions come first, block by block: XLA for a GPU gives each block of
+    threads all positions of 32 channels, and would leave most of the GPU idle. What is
+    between barriers is one kernel, which reads what the terms are made of once.
+    """
+    shape = terms[0].shape
+    last = len(shape) - 1
+    count = shape[last]
+    is_long = last in axes and len(shape) == 4 and count >= _MANY_POSITIONS
+    if not is_long or count % _POSITIONS or _is_shared_out(terms[0], last):
+        return tuple(jnp.sum(x, axes, keepdims=True) for x in terms)
+    blocks = (*shape[:-1], count // _POSITIONS, _POSITIONS)
+    parts = tuple(jnp.sum(jnp.reshape(x, blocks), last + 1) for x in terms)
+    return tuple(
+        jnp.sum(x, axes, keepdims=True) for x in jax.lax.optimization_barrier(parts)
+    )
+
+
+def _is_shared_out(x: jax.Array, axis: int) -> bool:
+    """Whether the type of x, on a mesh of explicit axes, divides an axis."""
     sharding: Any = jax.typeof(x).sharding
-    return bool(sharding.spec) and sharding.spec[0] is not None
+    return bool(sharding.spec) and sharding.spec[axis] is not None
 
 
 def _backward(
@@ -135,8 +164,7 @@ def _backward(
     # sums are 0.
     shared = tuple(i for i in axes if all(dims[i] == 1 for dims in factors))
     shared = () if 0 in grad.shape else shared
-    total = jnp.sum(grad, shared, keepdims=True)
-    along = jnp.sum(grad * centred, shared, keepdims=True)
+    total, along = _sums((grad, grad * centred), shared)
 
     def normalised(sums: jax.Array) -> jax.Array:
         # Where rstd is 0, the variance is beyond the range of f32; sums may be so too.

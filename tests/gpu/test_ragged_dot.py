@@ -2,6 +2,8 @@
 """Does cuDNN's grouped matmul match NumPy in float64, NaN in other groups included?"""
 
 import functools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -10,6 +12,8 @@ import numpy as np
 import pytest
 
 from jax_cudnn import plans, ragged_dot
+from jax_cudnn.legalize import grouped_matmul
+from jax_cudnn.lowering.decision import forget_decisions
 from jax_cudnn.reference import grouped_tiles
 from tests.grouped import grouped
 
@@ -73,6 +77,76 @@ def _assert_right(got: tuple[jax.Array, ...], *operands: jax.Array) -> None:
         error = np.abs(np.asarray(x, np.float64) - y)
         assert np.all(error <= unit * np.abs(y) + operand * np.sqrt(size) + 1e-5)
         assert np.all(np.asarray(x, np.float64)[size == 0] == 0)
+
+
+@pytest.fixture
+def by_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Have small products run as a matmul for each group, like large ones."""
+    monkeypatch.setattr(grouped_matmul, "_is_fastest_by_group", lambda size: True)
+    forget_decisions()
+    jax.clear_caches()
+    yield
+    monkeypatch.undo()
+    forget_decisions()
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+@_EACH
+def test_a_matmul_for_each_group_matches_float64(
+    name: str, dtype: Any, by_group: None
+) -> None:
+    operands = _operands(name, dtype)
+    report = plans.inspect(_results, *operands)
+    waits = "the host waits for the sizes" in str(report)
+    assert waits == (len(operands[1]) > 1)
+    _assert_right(jax.jit(_results)(*operands), *operands)
+
+
+@pytest.mark.parametrize("poison", [np.nan, np.inf])
+def test_nothing_leaks_into_the_matmul_of_another_group(
+    poison: float, by_group: None
+) -> None:
+    lhs, rhs, sizes, cotangent = _operands("rows in none", jnp.bfloat16)
+    want = _truth(lhs, rhs, sizes, cotangent)
+    spoilt = (
+        lhs.at[33:].set(poison),
+        rhs.at[1:].set(poison),
+        sizes,
+        cotangent.at[33:].set(poison),
+    )
+    output, grad, grad_matrices = jax.jit(_results)(*spoilt)
+    for x, y in zip((output, grad), want[:2], strict=True):
+        x = np.asarray(x, np.float64)
+        np.testing.assert_allclose(x[:33], y[:33], rtol=2e-2, atol=0.2)
+        assert np.all(x[98:] == 0)
+    found = np.asarray(grad_matrices, np.float64)
+    np.testing.assert_allclose(found[0], want[2][0], rtol=2e-2, atol=0.2)
+    assert np.all(found[1] == 0)
+
+
+def test_a_matmul_for_each_group_reads_the_sizes_when_it_runs(by_group: None) -> None:
+    _assert_sizes_are_read_when_run()
+
+
+def test_matmuls_of_groups_run_in_loops_and_from_threads(by_group: None) -> None:
+    """Each step, and each thread, has sizes of its own."""
+    lhs, rhs, _, _ = _operands("usual", jnp.bfloat16)
+    many = jnp.array([(256, 0, 0, 0), (1, 2, 3, 4), (64, 65, 63, 64)], jnp.int32)
+
+    def one(sizes: jax.Array) -> jax.Array:
+        return ragged_dot(lhs, rhs, sizes, implementation="cudnn")
+
+    want = np.stack([_truth(lhs, rhs, sizes, lhs @ rhs[0])[0] for sizes in many])
+    got = jax.jit(lambda many: jax.lax.map(one, many))(many)
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2e-2, atol=0.2)
+    run = jax.jit(one)
+    with ThreadPoolExecutor(4) as pool:
+        each = list(pool.map(run, [*many] * 8))
+    for i, x in enumerate(each):
+        np.testing.assert_allclose(
+            np.asarray(x, np.float64), want[i % 3], rtol=2e-2, atol=0.2
+        )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
@@ -166,6 +240,10 @@ def test_cudnn_ran_but_for_the_gradient_of_the_matrices() -> None:
 
 
 def test_the_sizes_are_read_when_the_kernel_runs() -> None:
+    _assert_sizes_are_read_when_run()
+
+
+def _assert_sizes_are_read_when_run() -> None:
     """One program serves all of them, as the router of each step has it."""
     lhs, rhs, _, cotangent = _operands("usual", jnp.bfloat16)
     traces: list[None] = []

@@ -27,6 +27,7 @@ int cudaDriverGetVersion(int* v) {{ *v = 99000; return 0; }}
 const char* cudaGetErrorString(int e) {{ return "no device is there"; }}
 int cudaStreamCreateWithFlags(void) {{ return 100; }}
 int cudaStreamDestroy(void) {{ return 100; }}
+int cudaStreamSynchronize(void) {{ return 100; }}
 int cudaStreamBeginCapture(void) {{ return 100; }}
 int cudaStreamEndCapture(void) {{ return 100; }}
 int cudaGraphGetNodes(void) {{ return 100; }}
@@ -36,6 +37,8 @@ int cudaGraphInstantiate(void) {{ return 100; }}
 int cudaGraphExecDestroy(void) {{ return 100; }}
 int cudaGraphDestroy(void) {{ return 100; }}
 int cudaGetLastError(void) {{ return 100; }}
+int cudaMemcpyAsync(void) {{ return 100; }}
+int cudaMemsetAsync(void) {{ return 100; }}
 int cudaEventCreate(void) {{ return 100; }}
 int cudaEventDestroy(void) {{ return 100; }}
 int cudaEventRecord(void) {{ return 100; }}

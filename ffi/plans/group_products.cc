@@ -1,0 +1,272 @@
+// SPDX-License-Identifier: Apache-2.0
+// Taking a grouped product apart, reading the sizes, launching the matmuls.
+
+#include "plans/group_products.h"
+
+#include <algorithm>
+#include <optional>
+#include <string_view>
+
+#include "cudnn/cuda_device.h"
+#include "frontend/frontend_status.h"
+#include "plans/attempt.h"
+
+namespace jax_cudnn {
+namespace {
+
+constexpr std::string_view kSizes = "group_sizes";
+constexpr std::string_view kForward = "grouped_matmul";
+constexpr std::string_view kBackward = "grouped_matmul_backward";
+constexpr std::string_view kCompiles = "RUNTIME_COMPILATION";
+
+constexpr int kDeviceToHost = 2;  // cudaMemcpyDeviceToHost
+
+// What this file calls an array of rows is stored row by row.
+const std::vector<int64_t> kRowMajor = {0, 1, 2};
+
+// A typical group has a multiple of so many rows.
+constexpr int64_t kRowsPerStep = 64;
+
+// The tensor with its last two axes exchanged, in the same memory.
+TensorSpec Turned(TensorSpec tensor) {
+  std::swap(tensor.dims[1], tensor.dims[2]);
+  for (int64_t& axis : tensor.order) {
+    if (axis != 0) axis = 3 - axis;
+  }
+  return tensor;
+}
+
+// Builds the candidate that `pin` names for a matmul, and notes its workspace.
+StatusOr<std::unique_ptr<LaunchableGraph>> BuildMatmul(const GraphSpec& matmul,
+                                                       const PlanRequest& pin,
+                                                       const PlanTarget& target,
+                                                       int64_t& workspace_bytes) {
+  ASSIGN_OR_RETURN(Attempt attempt, Attempt::Make(matmul, pin, target, /*variant=*/0));
+  if (attempt.count() == 0) return Unimplemented("cuDNN lists no such engine");
+  ASSIGN_OR_RETURN(Candidate candidate, attempt.Describe(0));
+  RETURN_IF_ERROR(attempt.Build(0, candidate));
+  if (!candidate.is_built) return Unimplemented(candidate.failure + candidate.refusal);
+  if (const auto error = attempt.graph()->build_plans(); error.is_bad()) {
+    return Internal(Message(error));
+  }
+  workspace_bytes = candidate.workspace_bytes;
+  return LaunchableGraph::Make(matmul, attempt.graph());
+}
+
+}  // namespace
+
+bool GroupProducts::Covers(const GraphSpec& graph) {
+  if (graph.nodes.size() != 1) return false;
+  const NodeSpec& node = graph.nodes.front();
+  const bool is_grouped = node.kind == kForward || node.kind == kBackward;
+  return is_grouped && node.inputs.find(kSizes) != node.inputs.end();
+}
+
+StatusOr<GroupProducts::Part> GroupProducts::PartOf(const GraphSpec& graph,
+                                                    const std::string& tensor,
+                                                    bool has_rows, bool is_turned) {
+  Part part;
+  part.tensor = graph.Tensor(tensor);
+  TensorSpec& spec = part.tensor;
+  if (spec.IsEmpty()) {
+    return Unimplemented("tensor '" + tensor + "' has no elements");
+  }
+  const bool is_in_order = has_rows ? spec.order == kRowMajor : spec.order[0] == 0;
+  if (!is_in_order) {
+    return Unimplemented("tensor '" + tensor + "' is stored in the order " +
+                         ListText(spec.order) + ", not group by group, row by row");
+  }
+  for (const bool is_result : {false, true}) {
+    const auto& names = is_result ? graph.outputs : graph.inputs;
+    const auto found = std::find(names.begin(), names.end(), tensor);
+    if (found == names.end()) continue;
+    part.memory = {is_result, static_cast<size_t>(found - names.begin())};
+  }
+  const int64_t step = has_rows ? spec.dims[2] : spec.dims[1] * spec.dims[2];
+  part.step_bytes = step * DTypeBytes(spec.dtype);
+  if (has_rows) {
+    part.rows_axis = is_turned ? 2 : 1;
+    spec.dims[1] = 1;
+  }
+  spec.dims[0] = 1;
+  if (is_turned) spec = Turned(std::move(spec));
+  return part;
+}
+
+StatusOr<GroupProducts::Layout> GroupProducts::LayoutOf(const GraphSpec& graph) {
+  const NodeSpec& node = graph.nodes.front();
+  const auto name = [&](std::string_view role) -> const std::string& {
+    const auto found = node.inputs.find(role);
+    return found != node.inputs.end() ? found->second : node.outputs.find(role)->second;
+  };
+  Layout layout;
+  const auto sizes = std::find(graph.inputs.begin(), graph.inputs.end(), name(kSizes));
+  layout.sizes = static_cast<size_t>(sizes - graph.inputs.begin());
+  layout.rows = graph.Tensor(name("a")).dims[1];
+  layout.groups = graph.Tensor(name("b")).dims[0];
+  const auto rows = [&](std::string_view role, bool is_turned) {
+    return PartOf(graph, name(role), /*has_rows=*/true, is_turned);
+  };
+  const auto matrix = [&](std::string_view role, bool is_turned) {
+    return PartOf(graph, name(role), /*has_rows=*/false, is_turned);
+  };
+  const auto add = [&](StatusOr<Part> a, StatusOr<Part> b,
+                       StatusOr<Part> output) -> Status {
+    RETURN_IF_ERROR(a.status());
+    RETURN_IF_ERROR(b.status());
+    RETURN_IF_ERROR(output.status());
+    layout.products.push_back({std::move(*a), std::move(*b), std::move(*output)});
+    return {};
+  };
+  if (node.kind == kForward) {
+    RETURN_IF_ERROR(add(rows("a", false), matrix("b", false), rows("output", false)));
+    return layout;
+  }
+  RETURN_IF_ERROR(
+      add(rows("grad_output", false), matrix("b", true), rows("grad_a", false)));
+  if (node.outputs.find("grad_b") != node.outputs.end()) {
+    RETURN_IF_ERROR(
+        add(rows("a", true), rows("grad_output", false), matrix("grad_b", false)));
+  }
+  return layout;
+}
+
+GraphSpec GroupProducts::Matmul(const Product& product, int64_t rows) {
+  constexpr std::array<std::string_view, 3> kRoles = {"a", "b", "output"};
+  GraphSpec graph;
+  NodeSpec node;
+  node.kind = "matmul";
+  for (size_t i = 0; i < kRoles.size(); ++i) {
+    const std::string name(kRoles[i]);
+    TensorSpec tensor = product[i].tensor;
+    tensor.name = name;
+    if (const int axis = product[i].rows_axis; axis >= 0) {
+      tensor.dims[static_cast<size_t>(axis)] = rows;
+    }
+    graph.tensors.push_back(std::move(tensor));
+    const bool is_result = i == 2;
+    (is_result ? node.outputs : node.inputs).emplace(name, name);
+    (is_result ? graph.outputs : graph.inputs).push_back(name);
+  }
+  graph.nodes.push_back(std::move(node));
+  return graph;
+}
+
+int64_t GroupProducts::TypicalRows(const Layout& layout) {
+  const int64_t steps =
+      layout.rows / std::max<int64_t>(layout.groups, 1) / kRowsPerStep;
+  return std::clamp<int64_t>(steps * kRowsPerStep, 1, layout.rows);
+}
+
+StatusOr<GraphSpec> GroupProducts::TypicalMatmul(const GraphSpec& graph) {
+  ASSIGN_OR_RETURN(const Layout layout, LayoutOf(graph));
+  return Matmul(layout.products.front(), TypicalRows(layout));
+}
+
+std::string GroupProducts::RefusalOf(const Candidate& candidate) {
+  const auto& notes = candidate.behavior_notes;
+  if (std::find(notes.begin(), notes.end(), kCompiles) != notes.end()) {
+    return "it would be compiled for every number of rows that a group has";
+  }
+  return candidate.request.empty() ? "it cannot be asked for by name" : "";
+}
+
+StatusOr<std::unique_ptr<GroupProducts>> GroupProducts::Make(const GraphSpec& graph,
+                                                             const PlanTarget& target,
+                                                             Candidate& candidate) {
+  ASSIGN_OR_RETURN(Layout layout, LayoutOf(graph));
+  ASSIGN_OR_RETURN(PlanRequest request, ParsePlanRequest(candidate.request));
+  const int64_t rows = TypicalRows(layout);
+  std::unique_ptr<GroupProducts> products(
+      new GroupProducts(std::move(layout), std::move(request), target));
+  for (size_t i = 0; i < products->layout_.products.size(); ++i) {
+    int64_t bytes = 0;
+    ASSIGN_OR_RETURN(auto launch,
+                     BuildMatmul(Matmul(products->layout_.products[i], rows),
+                                 products->request_, target, bytes));
+    products->launches_.emplace(std::make_pair(i, rows), std::move(launch));
+    candidate.workspace_bytes = std::max(candidate.workspace_bytes, bytes);
+  }
+  products->workspace_bytes_ = candidate.workspace_bytes;
+  return products;
+}
+
+StatusOr<const LaunchableGraph*> GroupProducts::LaunchOf(size_t product, int64_t rows,
+                                                         CudnnHandle handle) const {
+  const std::scoped_lock lock(mutex_);
+  auto& launch = launches_[{product, rows}];
+  if (launch == nullptr) {
+    PlanTarget target = target_;
+    target.handle = handle;
+    int64_t bytes = 0;
+    ASSIGN_OR_RETURN(launch, BuildMatmul(Matmul(layout_.products[product], rows),
+                                         request_, target, bytes));
+    if (bytes > workspace_bytes_) {
+      launch = nullptr;
+      return Internal("the product of " + std::to_string(rows) + " rows needs " +
+                      std::to_string(bytes) + " bytes of workspace, and one of an " +
+                      "average group " + std::to_string(workspace_bytes_));
+    }
+  }
+  return static_cast<const LaunchableGraph*>(launch.get());
+}
+
+// Writes zeros over some rows of a result, or over the matrices of some groups.
+Status GroupProducts::Zero(CudaStream stream, void* const* results, const Part& part,
+                           int64_t first, int64_t count) const {
+  if (count <= 0) return {};
+  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
+  char* memory = static_cast<char*>(results[part.memory.index]);
+  const int error =
+      runtime.cuda.memset_async(memory + first * part.step_bytes, 0,
+                                static_cast<size_t>(count * part.step_bytes), stream);
+  return CheckCuda(runtime, error, "cudaMemsetAsync");
+}
+
+Status GroupProducts::Execute(CudnnHandle handle, CudaStream stream,
+                              void* const* operands, void* const* results,
+                              void* workspace) const {
+  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
+  std::vector<int32_t> sizes(static_cast<size_t>(layout_.groups));
+  RETURN_IF_ERROR(CheckCuda(
+      runtime,
+      runtime.cuda.memcpy_async(sizes.data(), operands[layout_.sizes],
+                                sizes.size() * sizeof(sizes[0]), kDeviceToHost, stream),
+      "cudaMemcpyAsync"));
+  RETURN_IF_ERROR(CheckCuda(runtime, runtime.cuda.stream_synchronize(stream),
+                            "cudaStreamSynchronize"));
+  int64_t first = 0;
+  for (int64_t group = 0; group < layout_.groups; ++group) {
+    const int64_t rows =
+        std::clamp<int64_t>(sizes[static_cast<size_t>(group)], 0, layout_.rows - first);
+    for (size_t i = 0; i < layout_.products.size(); ++i) {
+      const Product& product = layout_.products[i];
+      if (rows == 0) {
+        const Part& output = product[2];
+        if (output.rows_axis < 0) {
+          RETURN_IF_ERROR(Zero(stream, results, output, group, 1));
+        }
+        continue;
+      }
+      std::array<void*, 3> pointers{};
+      for (size_t j = 0; j < pointers.size(); ++j) {
+        const Part& part = product[j];
+        void* const memory =
+            (part.memory.is_result ? results : operands)[part.memory.index];
+        const int64_t place = part.rows_axis < 0 ? group : first;
+        pointers[j] = static_cast<char*>(memory) + place * part.step_bytes;
+      }
+      ASSIGN_OR_RETURN(const LaunchableGraph* launch, LaunchOf(i, rows, handle));
+      RETURN_IF_ERROR(
+          launch->Execute(handle, stream, pointers.data(), &pointers[2], workspace));
+    }
+    first += rows;
+  }
+  for (const Product& product : layout_.products) {
+    if (product[2].rows_axis < 0) continue;
+    RETURN_IF_ERROR(Zero(stream, results, product[2], first, layout_.rows - first));
+  }
+  return {};
+}
+
+}  // namespace jax_cudnn

@@ -1,0 +1,102 @@
+// SPDX-License-Identifier: Apache-2.0
+// Grouped products as one of cuDNN's matmuls for each group of rows.
+//
+// cuDNN's own grouped matmul takes three to six times as long as its matmuls of the
+// same rows (cuDNN 9.19, H100), and there is none for the gradient of the matrices.
+// How many rows a group has is known on the device only: the host waits for it, as it
+// does for the condition of a loop.
+
+#ifndef JAX_CUDNN_GROUP_PRODUCTS_H_
+#define JAX_CUDNN_GROUP_PRODUCTS_H_
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/status.h"
+#include "graph/graph_spec.h"
+#include "plans/candidate.h"
+#include "plans/launchable.h"
+#include "plans/launchable_graph.h"
+#include "plans/plan_request.h"
+#include "plans/plan_target.h"
+
+namespace jax_cudnn {
+
+class GroupProducts : public Launchable {
+ public:
+  // Whether a graph is run so: one grouped matmul, or its gradient, given the sizes of
+  // the groups. Where they start is what cuDNN's own operation takes.
+  static bool Covers(const GraphSpec& graph);
+
+  // The matmul of a group of average size, for which cuDNN is asked for candidates.
+  static StatusOr<GraphSpec> TypicalMatmul(const GraphSpec& graph);
+
+  // Why a candidate for that matmul cannot be used; empty where it can. A group may
+  // have any number of rows, and a plan is made when a number is first met.
+  static std::string RefusalOf(const Candidate& candidate);
+
+  // The products by the candidate with that request. Sets its workspace.
+  static StatusOr<std::unique_ptr<GroupProducts>> Make(const GraphSpec& graph,
+                                                       const PlanTarget& target,
+                                                       Candidate& candidate);
+
+  Status Execute(CudnnHandle handle, CudaStream stream, void* const* operands,
+                 void* const* results, void* workspace) const override;
+  StatusOr<std::string> Serialize() const override { return std::string(); }
+  bool Waits() const override { return true; }
+
+ private:
+  // An operand or result of a group's matmul: some rows of an array, or a matrix.
+  struct Part {
+    TensorSpec tensor;   // as the matmul has it, one row for all rows
+    int rows_axis = -1;  // of the tensor; -1 for a matrix of the group's own
+    PointerSource memory;
+    int64_t step_bytes = 0;  // from a row, or a group, to the next
+  };
+  using Product = std::array<Part, 3>;  // a, b, output
+
+  // Groups of rows that follow each other, and the products of each.
+  struct Layout {
+    size_t sizes = 0;  // which operand has the rows of each group
+    int64_t groups = 0;
+    int64_t rows = 0;
+    std::vector<Product> products;
+  };
+
+  GroupProducts(Layout layout, PlanRequest request, PlanTarget target)
+      : layout_(std::move(layout)),
+        request_(std::move(request)),
+        target_(std::move(target)) {}
+
+  static StatusOr<Part> PartOf(const GraphSpec& graph, const std::string& tensor,
+                               bool has_rows, bool is_turned);
+  static StatusOr<Layout> LayoutOf(const GraphSpec& graph);
+  static GraphSpec Matmul(const Product& product, int64_t rows);
+  static int64_t TypicalRows(const Layout& layout);
+
+  // The launch of a product of so many rows, built if need be.
+  StatusOr<const LaunchableGraph*> LaunchOf(size_t product, int64_t rows,
+                                            CudnnHandle handle) const;
+  Status Zero(CudaStream stream, void* const* results, const Part& part, int64_t first,
+              int64_t count) const;
+
+  const Layout layout_;
+  const PlanRequest request_;
+  const PlanTarget target_;
+  int64_t workspace_bytes_ = 0;
+  mutable std::mutex mutex_;  // guards launches_
+  // By product and number of rows; never taken out.
+  mutable std::map<std::pair<size_t, int64_t>, std::unique_ptr<LaunchableGraph>>
+      launches_;
+};
+
+}  // namespace jax_cudnn
+
+#endif  // JAX_CUDNN_GROUP_PRODUCTS_H_
