@@ -19,13 +19,21 @@ constexpr std::string_view kForward = "grouped_matmul";
 constexpr std::string_view kBackward = "grouped_matmul_backward";
 constexpr std::string_view kCompiles = "RUNTIME_COMPILATION";
 
-constexpr int kDeviceToHost = 2;  // cudaMemcpyDeviceToHost
+constexpr int kDeviceToHost = 2;    // cudaMemcpyDeviceToHost
+constexpr int kDeviceToDevice = 3;  // cudaMemcpyDeviceToDevice
 
 // What this file calls an array of rows is stored row by row.
 const std::vector<int64_t> kRowMajor = {0, 1, 2};
 
-// A typical group has a multiple of so many rows.
+// A plan is made for each number of rows. So that there are few, products are of
+// multiples of 64.
 constexpr int64_t kRowsPerStep = 64;
+
+constexpr int64_t kAlignment = 256;
+
+int64_t RoundedUp(int64_t size, int64_t unit) {
+  return (size + unit - 1) / unit * unit;
+}
 
 // The tensor with its last two axes exchanged, in the same memory.
 TensorSpec Turned(TensorSpec tensor) {
@@ -51,6 +59,11 @@ StatusOr<std::unique_ptr<LaunchableGraph>> BuildMatmul(const GraphSpec& matmul,
   }
   workspace_bytes = candidate.workspace_bytes;
   return LaunchableGraph::Make(matmul, attempt.graph());
+}
+
+// What a copy takes of the rows of any group, which zeros follow.
+int64_t CopyBytes(int64_t row_bytes, int64_t rows) {
+  return RoundedUp(row_bytes * RoundedUp(rows, kRowsPerStep), kAlignment);
 }
 
 }  // namespace
@@ -153,9 +166,9 @@ GraphSpec GroupProducts::Matmul(const Product& product, int64_t rows) {
 }
 
 int64_t GroupProducts::TypicalRows(const Layout& layout) {
-  const int64_t steps =
-      layout.rows / std::max<int64_t>(layout.groups, 1) / kRowsPerStep;
-  return std::clamp<int64_t>(steps * kRowsPerStep, 1, layout.rows);
+  const int64_t rows = layout.rows / std::max<int64_t>(layout.groups, 1);
+  return std::min(std::max(rows / kRowsPerStep, int64_t{1}) * kRowsPerStep,
+                  layout.rows);
 }
 
 StatusOr<GraphSpec> GroupProducts::TypicalMatmul(const GraphSpec& graph) {
@@ -185,9 +198,17 @@ StatusOr<std::unique_ptr<GroupProducts>> GroupProducts::Make(const GraphSpec& gr
                      BuildMatmul(Matmul(products->layout_.products[i], rows),
                                  products->request_, target, bytes));
     products->launches_.emplace(std::make_pair(i, rows), std::move(launch));
-    candidate.workspace_bytes = std::max(candidate.workspace_bytes, bytes);
+    products->engine_bytes_ = std::max(products->engine_bytes_, bytes);
   }
-  products->workspace_bytes_ = candidate.workspace_bytes;
+  products->engine_bytes_ = RoundedUp(products->engine_bytes_, kAlignment);
+  candidate.workspace_bytes = products->engine_bytes_;
+  for (const Product& product : products->layout_.products) {
+    if (product[2].rows_axis >= 0) continue;
+    for (size_t i = 0; i < 2; ++i) {
+      candidate.workspace_bytes +=
+          CopyBytes(product[i].step_bytes, products->layout_.rows);
+    }
+  }
   return products;
 }
 
@@ -201,32 +222,86 @@ StatusOr<const LaunchableGraph*> GroupProducts::LaunchOf(size_t product, int64_t
     int64_t bytes = 0;
     ASSIGN_OR_RETURN(launch, BuildMatmul(Matmul(layout_.products[product], rows),
                                          request_, target, bytes));
-    if (bytes > workspace_bytes_) {
+    if (bytes > engine_bytes_) {
       launch = nullptr;
       return Internal("the product of " + std::to_string(rows) + " rows needs " +
                       std::to_string(bytes) + " bytes of workspace, and one of an " +
-                      "average group " + std::to_string(workspace_bytes_));
+                      "average group " + std::to_string(engine_bytes_));
     }
   }
   return static_cast<const LaunchableGraph*>(launch.get());
 }
 
-// Writes zeros over some rows of a result, or over the matrices of some groups.
-Status GroupProducts::Zero(CudaStream stream, void* const* results, const Part& part,
-                           int64_t first, int64_t count) const {
-  if (count <= 0) return {};
+char* GroupProducts::Call::At(const Part& part, int64_t place) const {
+  void* const start = (part.memory.is_result ? results : operands)[part.memory.index];
+  return static_cast<char*>(start) + place * part.step_bytes;
+}
+
+Status GroupProducts::Launch(const Call& call, size_t product, int64_t rows,
+                             const std::array<char*, 3>& memory) const {
+  ASSIGN_OR_RETURN(const LaunchableGraph* launch, LaunchOf(product, rows, call.handle));
+  std::array<void*, 3> pointers{memory[0], memory[1], memory[2]};
+  return launch->Execute(call.handle, call.stream, pointers.data(), &pointers[2],
+                         call.workspace);
+}
+
+// More rows than the group has may be computed: the next groups write over them, and
+// zeros follow the last one.
+Status GroupProducts::RunRows(const Call& call, size_t product, int64_t group,
+                              int64_t first, int64_t rows) const {
+  const Product& parts = layout_.products[product];
+  const auto run = [&](int64_t start, int64_t count) {
+    std::array<char*, 3> memory{};
+    for (size_t i = 0; i < memory.size(); ++i) {
+      memory[i] = call.At(parts[i], parts[i].rows_axis < 0 ? group : start);
+    }
+    return Launch(call, product, count, memory);
+  };
+  const int64_t rounded = RoundedUp(rows, kRowsPerStep);
+  if (first + rounded <= layout_.rows) return run(first, rounded);
+  // At the end of the array, the last rows are computed by themselves, some of them a
+  // second time.
+  const int64_t whole = rounded - kRowsPerStep;
+  if (whole == 0) return run(first, rows);
+  RETURN_IF_ERROR(run(first, whole));
+  return run(first + rows - kRowsPerStep, kRowsPerStep);
+}
+
+// Rows of the next group must not be added up. Zeros take their place in a copy.
+Status GroupProducts::RunSum(const Call& call, size_t product, int64_t group,
+                             int64_t first, int64_t rows) const {
+  const Product& parts = layout_.products[product];
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
-  char* memory = static_cast<char*>(results[part.memory.index]);
-  const int error =
-      runtime.cuda.memset_async(memory + first * part.step_bytes, 0,
-                                static_cast<size_t>(count * part.step_bytes), stream);
-  return CheckCuda(runtime, error, "cudaMemsetAsync");
+  std::array<char*, 3> memory{call.At(parts[0], first), call.At(parts[1], first),
+                              call.At(parts[2], group)};
+  const int64_t rounded = RoundedUp(rows, kRowsPerStep);
+  if (rounded != rows) {
+    char* copy = call.workspace + engine_bytes_;
+    for (size_t i = 0; i < 2; ++i) {
+      const int64_t step = parts[i].step_bytes;
+      const auto bytes = static_cast<size_t>(rows * step);
+      RETURN_IF_ERROR(CheckCuda(runtime,
+                                runtime.cuda.memcpy_async(copy, memory[i], bytes,
+                                                          kDeviceToDevice, call.stream),
+                                "cudaMemcpyAsync"));
+      RETURN_IF_ERROR(CheckCuda(
+          runtime,
+          runtime.cuda.memset_async(copy + bytes, 0,
+                                    static_cast<size_t>((rounded - rows) * step),
+                                    call.stream),
+          "cudaMemsetAsync"));
+      memory[i] = copy;
+      copy += CopyBytes(step, layout_.rows);
+    }
+  }
+  return Launch(call, product, rounded, memory);
 }
 
 Status GroupProducts::Execute(CudnnHandle handle, CudaStream stream,
                               void* const* operands, void* const* results,
                               void* workspace) const {
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
+  const Call call{handle, stream, operands, results, static_cast<char*>(workspace)};
   std::vector<int32_t> sizes(static_cast<size_t>(layout_.groups));
   RETURN_IF_ERROR(CheckCuda(
       runtime,
@@ -235,36 +310,32 @@ Status GroupProducts::Execute(CudnnHandle handle, CudaStream stream,
       "cudaMemcpyAsync"));
   RETURN_IF_ERROR(CheckCuda(runtime, runtime.cuda.stream_synchronize(stream),
                             "cudaStreamSynchronize"));
+  const auto zero = [&](const Part& part, int64_t place, int64_t count) {
+    const auto bytes = static_cast<size_t>(count * part.step_bytes);
+    const int error =
+        bytes == 0 ? 0
+                   : runtime.cuda.memset_async(call.At(part, place), 0, bytes, stream);
+    return CheckCuda(runtime, error, "cudaMemsetAsync");
+  };
   int64_t first = 0;
   for (int64_t group = 0; group < layout_.groups; ++group) {
     const int64_t rows =
         std::clamp<int64_t>(sizes[static_cast<size_t>(group)], 0, layout_.rows - first);
     for (size_t i = 0; i < layout_.products.size(); ++i) {
-      const Product& product = layout_.products[i];
-      if (rows == 0) {
-        const Part& output = product[2];
-        if (output.rows_axis < 0) {
-          RETURN_IF_ERROR(Zero(stream, results, output, group, 1));
-        }
-        continue;
+      const Part& output = layout_.products[i][2];
+      if (output.rows_axis >= 0) {
+        if (rows > 0) RETURN_IF_ERROR(RunRows(call, i, group, first, rows));
+      } else if (rows > 0) {
+        RETURN_IF_ERROR(RunSum(call, i, group, first, rows));
+      } else {
+        RETURN_IF_ERROR(zero(output, group, 1));
       }
-      std::array<void*, 3> pointers{};
-      for (size_t j = 0; j < pointers.size(); ++j) {
-        const Part& part = product[j];
-        void* const memory =
-            (part.memory.is_result ? results : operands)[part.memory.index];
-        const int64_t place = part.rows_axis < 0 ? group : first;
-        pointers[j] = static_cast<char*>(memory) + place * part.step_bytes;
-      }
-      ASSIGN_OR_RETURN(const LaunchableGraph* launch, LaunchOf(i, rows, handle));
-      RETURN_IF_ERROR(
-          launch->Execute(handle, stream, pointers.data(), &pointers[2], workspace));
     }
     first += rows;
   }
   for (const Product& product : layout_.products) {
     if (product[2].rows_axis < 0) continue;
-    RETURN_IF_ERROR(Zero(stream, results, product[2], first, layout_.rows - first));
+    RETURN_IF_ERROR(zero(product[2], first, layout_.rows - first));
   }
   return {};
 }

@@ -70,6 +70,18 @@ class GroupProducts : public Launchable {
     std::vector<Product> products;
   };
 
+  // What a launch is given, whichever group it is for.
+  struct Call {
+    CudnnHandle handle;
+    CudaStream stream;
+    void* const* operands;
+    void* const* results;
+    char* workspace;
+
+    // The memory of a part from a row, or a group, on.
+    char* At(const Part& part, int64_t place) const;
+  };
+
   GroupProducts(Layout layout, PlanRequest request, PlanTarget target)
       : layout_(std::move(layout)),
         request_(std::move(request)),
@@ -84,13 +96,18 @@ class GroupProducts : public Launchable {
   // The launch of a product of so many rows, built if need be.
   StatusOr<const LaunchableGraph*> LaunchOf(size_t product, int64_t rows,
                                             CudnnHandle handle) const;
-  Status Zero(CudaStream stream, void* const* results, const Part& part, int64_t first,
-              int64_t count) const;
+  Status Launch(const Call& call, size_t product, int64_t rows,
+                const std::array<char*, 3>& memory) const;
+  // The product whose result has the group's rows, and that which adds up over them.
+  Status RunRows(const Call& call, size_t product, int64_t group, int64_t first,
+                 int64_t rows) const;
+  Status RunSum(const Call& call, size_t product, int64_t group, int64_t first,
+                int64_t rows) const;
 
   const Layout layout_;
   const PlanRequest request_;
   const PlanTarget target_;
-  int64_t workspace_bytes_ = 0;
+  int64_t engine_bytes_ = 0;  // of workspace; copies of rows follow
   mutable std::mutex mutex_;  // guards launches_
   // By product and number of rows; never taken out.
   mutable std::map<std::pair<size_t, int64_t>, std::unique_ptr<LaunchableGraph>>

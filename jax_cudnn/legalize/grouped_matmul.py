@@ -19,7 +19,7 @@ from jax_cudnn.graph.gradient_kernel import single_node_graph
 from jax_cudnn.graph.kinds import Roles, roles_in
 from jax_cudnn.legalize import fusion
 from jax_cudnn.legalize.editor import Env, GraphEditor
-from jax_cudnn.legalize.group_products import ROWS_PER_STEP, by_group, fill_loads
+from jax_cudnn.legalize.group_products import by_group, fill_loads
 from jax_cudnn.legalize.legalization import Arrays, Legal, Legalization, too_old
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.grouped_matmul import gradient_of_b
@@ -37,6 +37,7 @@ _SLOWER = (
 _MEASURED_SM = 90
 _MANY_GROUPS = 32
 _ENOUGH_WORK = 2**34
+_ROWS_OF_A_GROUP = 64
 _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for it"
 _OLDEST_SM = 80
 # "Moe grouped matmul requires cuDNN v9.15.0": cudnn-frontend 1.28.0.
@@ -86,7 +87,7 @@ class _Size(NamedTuple):
 
 def _is_fastest_by_group(size: _Size) -> bool:
     """Whether a matmul for each group was measured to be the fastest."""
-    return size.is_measured and size.rows >= size.groups * ROWS_PER_STEP
+    return size.is_measured and size.rows >= size.groups * _ROWS_OF_A_GROUP
 
 
 def _by_group(graph: Graph) -> Legal:
