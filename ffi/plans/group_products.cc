@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "cudnn/cuda_device.h"
+#include "cudnn/handle_pool.h"
 #include "frontend/frontend_status.h"
 #include "plans/attempt.h"
 
@@ -30,6 +31,11 @@ const std::vector<int64_t> kRowMajor = {0, 1, 2};
 constexpr int64_t kRowsPerStep = 64;
 
 constexpr int64_t kAlignment = 256;
+
+// The products of so many groups are too small for a GPU, each by itself: those of
+// several groups run at once.
+constexpr int64_t kManyGroups = 16;
+constexpr size_t kChunks = 4;
 
 int64_t RoundedUp(int64_t size, int64_t unit) {
   return (size + unit - 1) / unit * unit;
@@ -61,9 +67,23 @@ StatusOr<std::unique_ptr<LaunchableGraph>> BuildMatmul(const GraphSpec& matmul,
   return LaunchableGraph::Make(matmul, attempt.graph());
 }
 
-// What a copy takes of the rows of any group, which zeros follow.
-int64_t CopyBytes(int64_t row_bytes, int64_t rows) {
-  return RoundedUp(row_bytes * RoundedUp(rows, kRowsPerStep), kAlignment);
+// A handle for each of the streams. They go back to the pool after a call: a plan that
+// kept them would leave none for others.
+StatusOr<std::vector<HandleLease>> HandlesOf(const SideStreams& streams) {
+  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
+  int device = 0;
+  RETURN_IF_ERROR(
+      CheckCuda(runtime, runtime.cuda.get_device(&device), "cudaGetDevice"));
+  std::vector<HandleLease> handles;
+  for (size_t i = 0; i < streams.count(); ++i) {
+    ASSIGN_OR_RETURN(HandleLease handle,
+                     HandlePool::Global().AcquireForBuild(runtime, device));
+    if (runtime.cudnn.functions.set_stream(handle.get(), streams.stream(i)) != 0) {
+      return Internal("cudnnSetStream failed");
+    }
+    handles.push_back(std::move(handle));
+  }
+  return handles;
 }
 
 }  // namespace
@@ -201,13 +221,13 @@ StatusOr<std::unique_ptr<GroupProducts>> GroupProducts::Make(const GraphSpec& gr
     products->engine_bytes_ = std::max(products->engine_bytes_, bytes);
   }
   products->engine_bytes_ = RoundedUp(products->engine_bytes_, kAlignment);
-  candidate.workspace_bytes = products->engine_bytes_;
+  const bool is_divided = products->layout_.groups >= kManyGroups;
+  candidate.workspace_bytes =
+      products->engine_bytes_ * static_cast<int64_t>(is_divided ? kChunks : 1);
   for (const Product& product : products->layout_.products) {
     if (product[2].rows_axis >= 0) continue;
-    for (size_t i = 0; i < 2; ++i) {
-      candidate.workspace_bytes +=
-          CopyBytes(product[i].step_bytes, products->layout_.rows);
-    }
+    candidate.workspace_bytes +=
+        products->CopyBytes(product[0]) + products->CopyBytes(product[1]);
   }
   return products;
 }
@@ -247,97 +267,214 @@ Status GroupProducts::Launch(const Call& call, size_t product, int64_t rows,
 
 // More rows than the group has may be computed: the next groups write over them, and
 // zeros follow the last one.
-Status GroupProducts::RunRows(const Call& call, size_t product, int64_t group,
-                              int64_t first, int64_t rows) const {
+Status GroupProducts::RunRows(const Call& call, size_t product, const Group& group,
+                              int64_t limit) const {
   const Product& parts = layout_.products[product];
-  const auto run = [&](int64_t start, int64_t count) {
+  const auto run = [&](int64_t first, int64_t rows) {
     std::array<char*, 3> memory{};
     for (size_t i = 0; i < memory.size(); ++i) {
-      memory[i] = call.At(parts[i], parts[i].rows_axis < 0 ? group : start);
+      memory[i] = call.At(parts[i], parts[i].rows_axis < 0 ? group.number : first);
     }
-    return Launch(call, product, count, memory);
+    return Launch(call, product, rows, memory);
   };
-  const int64_t rounded = RoundedUp(rows, kRowsPerStep);
-  if (first + rounded <= layout_.rows) return run(first, rounded);
-  // At the end of the array, the last rows are computed by themselves, some of them a
-  // second time.
+  const int64_t rounded = RoundedUp(group.rows, kRowsPerStep);
+  if (group.first + rounded <= limit) return run(group.first, rounded);
+  // Nothing behind the group may be touched. Its last rows are computed by themselves,
+  // some of them a second time.
   const int64_t whole = rounded - kRowsPerStep;
-  if (whole == 0) return run(first, rows);
-  RETURN_IF_ERROR(run(first, whole));
-  return run(first + rows - kRowsPerStep, kRowsPerStep);
+  if (whole == 0) return run(group.first, group.rows);
+  RETURN_IF_ERROR(run(group.first, whole));
+  return run(group.first + group.rows - kRowsPerStep, kRowsPerStep);
+}
+
+int64_t GroupProducts::CopyBytes(const Part& part) const {
+  const int64_t rows = layout_.rows + layout_.groups * kRowsPerStep;
+  return RoundedUp(part.step_bytes * rows, kAlignment);
 }
 
 // Rows of the next group must not be added up. Zeros take their place in a copy.
-Status GroupProducts::RunSum(const Call& call, size_t product, int64_t group,
-                             int64_t first, int64_t rows) const {
+Status GroupProducts::RunSum(const Call& call, size_t product,
+                             const Group& group) const {
   const Product& parts = layout_.products[product];
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
-  std::array<char*, 3> memory{call.At(parts[0], first), call.At(parts[1], first),
-                              call.At(parts[2], group)};
-  const int64_t rounded = RoundedUp(rows, kRowsPerStep);
-  if (rounded != rows) {
-    char* copy = call.workspace + engine_bytes_;
-    for (size_t i = 0; i < 2; ++i) {
-      const int64_t step = parts[i].step_bytes;
-      const auto bytes = static_cast<size_t>(rows * step);
-      RETURN_IF_ERROR(CheckCuda(runtime,
-                                runtime.cuda.memcpy_async(copy, memory[i], bytes,
-                                                          kDeviceToDevice, call.stream),
-                                "cudaMemcpyAsync"));
+  std::array<char*, 3> memory{call.At(parts[0], group.first),
+                              call.At(parts[1], group.first),
+                              call.At(parts[2], group.number)};
+  const int64_t rounded = RoundedUp(group.rows, kRowsPerStep);
+  if (rounded == group.rows) return Launch(call, product, rounded, memory);
+  const bool is_zero = layout_.groups >= kManyGroups;  // see ZeroCopies
+  char* copies = call.copies;
+  for (size_t i = 0; i < 2; ++i) {
+    const int64_t step = parts[i].step_bytes;
+    const auto bytes = static_cast<size_t>(group.rows * step);
+    char* const copy = copies + (group.first + group.number * kRowsPerStep) * step;
+    RETURN_IF_ERROR(CheckCuda(
+        runtime,
+        runtime.cuda.memcpy_async(copy, memory[i], bytes, kDeviceToDevice, call.stream),
+        "cudaMemcpyAsync"));
+    if (!is_zero) {
+      const auto rest = static_cast<size_t>((rounded - group.rows) * step);
       RETURN_IF_ERROR(CheckCuda(
-          runtime,
-          runtime.cuda.memset_async(copy + bytes, 0,
-                                    static_cast<size_t>((rounded - rows) * step),
-                                    call.stream),
+          runtime, runtime.cuda.memset_async(copy + bytes, 0, rest, call.stream),
           "cudaMemsetAsync"));
-      memory[i] = copy;
-      copy += CopyBytes(step, layout_.rows);
     }
+    memory[i] = copy;
+    copies += CopyBytes(parts[i]);
   }
   return Launch(call, product, rounded, memory);
+}
+
+Status GroupProducts::RunGroup(const Call& call, const Group& group,
+                               int64_t limit) const {
+  for (size_t i = 0; i < layout_.products.size(); ++i) {
+    const bool has_rows = layout_.products[i][2].rows_axis >= 0;
+    RETURN_IF_ERROR(has_rows ? RunRows(call, i, group, limit) : RunSum(call, i, group));
+  }
+  return {};
+}
+
+StatusOr<std::vector<GroupProducts::Group>> GroupProducts::ReadGroups(
+    const Call& call) const {
+  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
+  std::vector<int32_t> sizes(static_cast<size_t>(layout_.groups));
+  RETURN_IF_ERROR(
+      CheckCuda(runtime,
+                runtime.cuda.memcpy_async(sizes.data(), call.operands[layout_.sizes],
+                                          sizes.size() * sizeof(sizes[0]),
+                                          kDeviceToHost, call.stream),
+                "cudaMemcpyAsync"));
+  RETURN_IF_ERROR(CheckCuda(runtime, runtime.cuda.stream_synchronize(call.stream),
+                            "cudaStreamSynchronize"));
+  std::vector<Group> groups;
+  int64_t first = 0;
+  for (int64_t number = 0; number < layout_.groups; ++number) {
+    const int64_t rows = std::clamp<int64_t>(sizes[static_cast<size_t>(number)], 0,
+                                             layout_.rows - first);
+    if (rows > 0) groups.push_back({number, first, rows});
+    first += rows;
+  }
+  return groups;
+}
+
+std::vector<GroupProducts::Chunk> GroupProducts::Divided(
+    const std::vector<Group>& groups) const {
+  const size_t wanted = layout_.groups >= kManyGroups ? kChunks : 1;
+  const size_t count = std::min(wanted, std::max<size_t>(groups.size(), 1));
+  std::vector<Chunk> chunks(count);
+  for (size_t i = 0; i < count; ++i) {
+    const size_t begin = groups.size() * i / count;
+    const size_t end = groups.size() * (i + 1) / count;
+    chunks[i].groups.assign(groups.begin() + static_cast<int64_t>(begin),
+                            groups.begin() + static_cast<int64_t>(end));
+    chunks[i].limit = end < groups.size() ? groups[end].first : layout_.rows;
+  }
+  return chunks;
+}
+
+StatusOr<std::unique_ptr<SideStreams>> GroupProducts::TakeStreams() const {
+  {
+    const std::scoped_lock lock(mutex_);
+    if (!free_streams_.empty()) {
+      auto streams = std::move(free_streams_.back());
+      free_streams_.pop_back();
+      return streams;
+    }
+  }
+  return SideStreams::Create(*LoadedCudnnRuntime(), kChunks - 1);
+}
+
+Status GroupProducts::RunChunks(const Call& call,
+                                const std::vector<Chunk>& chunks) const {
+  if (chunks.size() == 1) {
+    for (const Group& group : chunks[0].groups) {
+      RETURN_IF_ERROR(RunGroup(call, group, chunks[0].limit));
+    }
+    return {};
+  }
+  ASSIGN_OR_RETURN(auto streams, TakeStreams());
+  ASSIGN_OR_RETURN(const std::vector<HandleLease> handles, HandlesOf(*streams));
+  RETURN_IF_ERROR(streams->Fork(call.stream));
+  // In turns, so that all streams have work from the start.
+  const auto run = [&]() -> Status {
+    for (size_t turn = 0;; ++turn) {
+      bool is_done = true;
+      for (size_t i = 0; i < chunks.size(); ++i) {
+        const Chunk& chunk = chunks[i];
+        if (turn >= chunk.groups.size()) continue;
+        is_done = false;
+        Call own = call;
+        if (i > 0) {
+          own.handle = handles[i - 1].get();
+          own.stream = streams->stream(i - 1);
+          own.workspace += static_cast<int64_t>(i) * engine_bytes_;
+        }
+        RETURN_IF_ERROR(RunGroup(own, chunk.groups[turn], chunk.limit));
+      }
+      if (is_done) return {};
+    }
+  };
+  const Status status = run();
+  // Also after a failure: what was launched writes where the caller may read.
+  RETURN_IF_ERROR(streams->Join(call.stream));
+  const std::scoped_lock lock(mutex_);
+  free_streams_.push_back(std::move(streams));
+  return status;
+}
+
+Status GroupProducts::ZeroRest(const Call& call,
+                               const std::vector<Group>& groups) const {
+  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
+  const auto zero = [&](const Part& part, int64_t begin, int64_t end) -> Status {
+    const auto bytes = static_cast<size_t>((end - begin) * part.step_bytes);
+    if (bytes == 0) return {};
+    return CheckCuda(
+        runtime, runtime.cuda.memset_async(call.At(part, begin), 0, bytes, call.stream),
+        "cudaMemsetAsync");
+  };
+  const int64_t filled = groups.empty() ? 0 : groups.back().first + groups.back().rows;
+  for (const Product& product : layout_.products) {
+    const Part& output = product[2];
+    if (output.rows_axis >= 0) {
+      RETURN_IF_ERROR(zero(output, filled, layout_.rows));
+      continue;
+    }
+    int64_t next = 0;
+    for (const Group& group : groups) {
+      RETURN_IF_ERROR(zero(output, next, group.number));
+      next = group.number + 1;
+    }
+    RETURN_IF_ERROR(zero(output, next, layout_.groups));
+  }
+  return {};
+}
+
+// With many groups, one memset of all copies is faster than one behind each.
+Status GroupProducts::ZeroCopies(const Call& call) const {
+  if (layout_.groups < kManyGroups) return {};
+  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
+  for (const Product& product : layout_.products) {
+    if (product[2].rows_axis >= 0) continue;
+    const int64_t bytes = CopyBytes(product[0]) + CopyBytes(product[1]);
+    RETURN_IF_ERROR(
+        CheckCuda(runtime,
+                  runtime.cuda.memset_async(call.copies, 0, static_cast<size_t>(bytes),
+                                            call.stream),
+                  "cudaMemsetAsync"));
+  }
+  return {};
 }
 
 Status GroupProducts::Execute(CudnnHandle handle, CudaStream stream,
                               void* const* operands, void* const* results,
                               void* workspace) const {
-  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
-  const Call call{handle, stream, operands, results, static_cast<char*>(workspace)};
-  std::vector<int32_t> sizes(static_cast<size_t>(layout_.groups));
-  RETURN_IF_ERROR(CheckCuda(
-      runtime,
-      runtime.cuda.memcpy_async(sizes.data(), operands[layout_.sizes],
-                                sizes.size() * sizeof(sizes[0]), kDeviceToHost, stream),
-      "cudaMemcpyAsync"));
-  RETURN_IF_ERROR(CheckCuda(runtime, runtime.cuda.stream_synchronize(stream),
-                            "cudaStreamSynchronize"));
-  const auto zero = [&](const Part& part, int64_t place, int64_t count) {
-    const auto bytes = static_cast<size_t>(count * part.step_bytes);
-    const int error =
-        bytes == 0 ? 0
-                   : runtime.cuda.memset_async(call.At(part, place), 0, bytes, stream);
-    return CheckCuda(runtime, error, "cudaMemsetAsync");
-  };
-  int64_t first = 0;
-  for (int64_t group = 0; group < layout_.groups; ++group) {
-    const int64_t rows =
-        std::clamp<int64_t>(sizes[static_cast<size_t>(group)], 0, layout_.rows - first);
-    for (size_t i = 0; i < layout_.products.size(); ++i) {
-      const Part& output = layout_.products[i][2];
-      if (output.rows_axis >= 0) {
-        if (rows > 0) RETURN_IF_ERROR(RunRows(call, i, group, first, rows));
-      } else if (rows > 0) {
-        RETURN_IF_ERROR(RunSum(call, i, group, first, rows));
-      } else {
-        RETURN_IF_ERROR(zero(output, group, 1));
-      }
-    }
-    first += rows;
-  }
-  for (const Product& product : layout_.products) {
-    if (product[2].rows_axis < 0) continue;
-    RETURN_IF_ERROR(zero(product[2], first, layout_.rows - first));
-  }
-  return {};
+  const int64_t chunks = layout_.groups >= kManyGroups ? kChunks : 1;
+  char* const start = static_cast<char*>(workspace);
+  const Call call{handle,  stream, operands,
+                  results, start,  start + chunks * engine_bytes_};
+  ASSIGN_OR_RETURN(const std::vector<Group> groups, ReadGroups(call));
+  RETURN_IF_ERROR(ZeroCopies(call));
+  RETURN_IF_ERROR(RunChunks(call, Divided(groups)));
+  return ZeroRest(call, groups);
 }
 
 }  // namespace jax_cudnn
