@@ -213,6 +213,35 @@ def test_a_program_runs_on_drawn_operands() -> None:
     assert not x.is_deleted()
 
 
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_integers_say_how_much_work_there_is(is_jitted: bool) -> None:
+    """Those of the arguments, and of constants; 0 where there is but a shape."""
+    table = jnp.arange(3)
+
+    def step(x: Any, sizes: Any, flags: Any, other: Any) -> Any:
+        return x + 1, sizes + table, ~flags, other
+
+    function = jax.jit(step) if is_jitted else step
+    shape = jax.ShapeDtypeStruct((3,), jnp.int32)
+    args = jnp.full(3, 7.0), jnp.array([5, 0, 2]), np.array([True, False, True]), shape
+    traced = traced_program(function, *args)
+    contest = Programs(traced.program, jax.devices()[0], traced.arrays)
+    assert contest.compile([Trial({})]) == [0]
+    x, sizes, flags, other = contest._calls[0]()
+    assert sizes.tolist() == [5, 1, 4]
+    assert flags.tolist() == [False, True, False]
+    assert other.tolist() == [0, 0, 0]
+    assert jnp.all(x <= 2)
+
+
+def test_a_program_with_numbers_for_operands_is_drawn_as_before() -> None:
+    traced = traced_program(jax.jit(lambda n, x: x[:2] * n), 3, jnp.arange(4))
+    assert traced.arrays == ()
+    contest = Programs(traced.program, jax.devices()[0], traced.arrays)
+    assert contest.compile([Trial({})]) == [0]
+    assert contest._calls[0]()[0].tolist() == [0, 0]
+
+
 def test_a_trial_is_in_force_while_its_program_is_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

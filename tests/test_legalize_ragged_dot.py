@@ -70,7 +70,7 @@ _TARGETS = [None, _H200]
     [
         (16384, 8, "bf16", 90, True, False),
         (16384, 64, "f16", 90, True, True),
-        (16384, 512, "bf16", 90, False, True),
+        (16384, 65, "bf16", 90, False, True),
         (512, 8, "bf16", 90, False, False),
         (16384, 32, "f32", 90, False, False),
         (16384, 32, "bf16", 80, False, False),

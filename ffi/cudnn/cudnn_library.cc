@@ -182,7 +182,6 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamCreateWithFlags", cuda.stream_create));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamDestroy", cuda.stream_destroy));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamSynchronize", cuda.stream_synchronize));
-  RETURN_IF_ERROR(Resolve(cudart, "cudaStreamWaitEvent", cuda.stream_wait_event));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamBeginCapture", cuda.stream_begin_capture));
   RETURN_IF_ERROR(Resolve(cudart, "cudaStreamEndCapture", cuda.stream_end_capture));
   RETURN_IF_ERROR(Resolve(cudart, "cudaGraphGetNodes", cuda.graph_get_nodes));

@@ -60,7 +60,6 @@ struct CudaFunctions {
   int (*stream_create)(CudaStream*, unsigned) = nullptr;
   int (*stream_destroy)(CudaStream) = nullptr;
   int (*stream_synchronize)(CudaStream) = nullptr;
-  int (*stream_wait_event)(CudaStream, CudaEvent, unsigned) = nullptr;
   int (*stream_begin_capture)(CudaStream, int) = nullptr;
   int (*stream_end_capture)(CudaStream, CudaGraph*) = nullptr;
   int (*graph_get_nodes)(CudaGraph, CudaGraphNode*, size_t*) = nullptr;

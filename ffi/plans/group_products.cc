@@ -8,7 +8,6 @@
 #include <string_view>
 
 #include "cudnn/cuda_device.h"
-#include "cudnn/handle_pool.h"
 #include "frontend/frontend_status.h"
 #include "plans/attempt.h"
 
@@ -32,10 +31,8 @@ constexpr int64_t kRowsPerStep = 64;
 
 constexpr int64_t kAlignment = 256;
 
-// The products of so many groups are too small for a GPU, each by itself: those of
-// several groups run at once.
+// With so many groups, one memset of all copies is faster than one behind each.
 constexpr int64_t kManyGroups = 16;
-constexpr size_t kChunks = 4;
 
 int64_t RoundedUp(int64_t size, int64_t unit) {
   return (size + unit - 1) / unit * unit;
@@ -65,25 +62,6 @@ StatusOr<std::unique_ptr<LaunchableGraph>> BuildMatmul(const GraphSpec& matmul,
   }
   workspace_bytes = candidate.workspace_bytes;
   return LaunchableGraph::Make(matmul, attempt.graph());
-}
-
-// A handle for each of the streams. They go back to the pool after a call: a plan that
-// kept them would leave none for others.
-StatusOr<std::vector<HandleLease>> HandlesOf(const SideStreams& streams) {
-  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
-  int device = 0;
-  RETURN_IF_ERROR(
-      CheckCuda(runtime, runtime.cuda.get_device(&device), "cudaGetDevice"));
-  std::vector<HandleLease> handles;
-  for (size_t i = 0; i < streams.count(); ++i) {
-    ASSIGN_OR_RETURN(HandleLease handle,
-                     HandlePool::Global().AcquireForBuild(runtime, device));
-    if (runtime.cudnn.functions.set_stream(handle.get(), streams.stream(i)) != 0) {
-      return Internal("cudnnSetStream failed");
-    }
-    handles.push_back(std::move(handle));
-  }
-  return handles;
 }
 
 }  // namespace
@@ -221,9 +199,7 @@ StatusOr<std::unique_ptr<GroupProducts>> GroupProducts::Make(const GraphSpec& gr
     products->engine_bytes_ = std::max(products->engine_bytes_, bytes);
   }
   products->engine_bytes_ = RoundedUp(products->engine_bytes_, kAlignment);
-  const bool is_divided = products->layout_.groups >= kManyGroups;
-  candidate.workspace_bytes =
-      products->engine_bytes_ * static_cast<int64_t>(is_divided ? kChunks : 1);
+  candidate.workspace_bytes = products->engine_bytes_;
   for (const Product& product : products->layout_.products) {
     if (product[2].rows_axis >= 0) continue;
     candidate.workspace_bytes +=
@@ -267,8 +243,8 @@ Status GroupProducts::Launch(const Call& call, size_t product, int64_t rows,
 
 // More rows than the group has may be computed: the next groups write over them, and
 // zeros follow the last one.
-Status GroupProducts::RunRows(const Call& call, size_t product, const Group& group,
-                              int64_t limit) const {
+Status GroupProducts::RunRows(const Call& call, size_t product,
+                              const Group& group) const {
   const Product& parts = layout_.products[product];
   const auto run = [&](int64_t first, int64_t rows) {
     std::array<char*, 3> memory{};
@@ -278,9 +254,9 @@ Status GroupProducts::RunRows(const Call& call, size_t product, const Group& gro
     return Launch(call, product, rows, memory);
   };
   const int64_t rounded = RoundedUp(group.rows, kRowsPerStep);
-  if (group.first + rounded <= limit) return run(group.first, rounded);
-  // Nothing behind the group may be touched. Its last rows are computed by themselves,
-  // some of them a second time.
+  if (group.first + rounded <= layout_.rows) return run(group.first, rounded);
+  // At the end of the array, the last rows are computed by themselves, some of them a
+  // second time.
   const int64_t whole = rounded - kRowsPerStep;
   if (whole == 0) return run(group.first, group.rows);
   RETURN_IF_ERROR(run(group.first, whole));
@@ -324,15 +300,6 @@ Status GroupProducts::RunSum(const Call& call, size_t product,
   return Launch(call, product, rounded, memory);
 }
 
-Status GroupProducts::RunGroup(const Call& call, const Group& group,
-                               int64_t limit) const {
-  for (size_t i = 0; i < layout_.products.size(); ++i) {
-    const bool has_rows = layout_.products[i][2].rows_axis >= 0;
-    RETURN_IF_ERROR(has_rows ? RunRows(call, i, group, limit) : RunSum(call, i, group));
-  }
-  return {};
-}
-
 StatusOr<std::vector<GroupProducts::Group>> GroupProducts::ReadGroups(
     const Call& call) const {
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
@@ -354,71 +321,6 @@ StatusOr<std::vector<GroupProducts::Group>> GroupProducts::ReadGroups(
     first += rows;
   }
   return groups;
-}
-
-std::vector<GroupProducts::Chunk> GroupProducts::Divided(
-    const std::vector<Group>& groups) const {
-  const size_t wanted = layout_.groups >= kManyGroups ? kChunks : 1;
-  const size_t count = std::min(wanted, std::max<size_t>(groups.size(), 1));
-  std::vector<Chunk> chunks(count);
-  for (size_t i = 0; i < count; ++i) {
-    const size_t begin = groups.size() * i / count;
-    const size_t end = groups.size() * (i + 1) / count;
-    chunks[i].groups.assign(groups.begin() + static_cast<int64_t>(begin),
-                            groups.begin() + static_cast<int64_t>(end));
-    chunks[i].limit = end < groups.size() ? groups[end].first : layout_.rows;
-  }
-  return chunks;
-}
-
-StatusOr<std::unique_ptr<SideStreams>> GroupProducts::TakeStreams() const {
-  {
-    const std::scoped_lock lock(mutex_);
-    if (!free_streams_.empty()) {
-      auto streams = std::move(free_streams_.back());
-      free_streams_.pop_back();
-      return streams;
-    }
-  }
-  return SideStreams::Create(*LoadedCudnnRuntime(), kChunks - 1);
-}
-
-Status GroupProducts::RunChunks(const Call& call,
-                                const std::vector<Chunk>& chunks) const {
-  if (chunks.size() == 1) {
-    for (const Group& group : chunks[0].groups) {
-      RETURN_IF_ERROR(RunGroup(call, group, chunks[0].limit));
-    }
-    return {};
-  }
-  ASSIGN_OR_RETURN(auto streams, TakeStreams());
-  ASSIGN_OR_RETURN(const std::vector<HandleLease> handles, HandlesOf(*streams));
-  RETURN_IF_ERROR(streams->Fork(call.stream));
-  // In turns, so that all streams have work from the start.
-  const auto run = [&]() -> Status {
-    for (size_t turn = 0;; ++turn) {
-      bool is_done = true;
-      for (size_t i = 0; i < chunks.size(); ++i) {
-        const Chunk& chunk = chunks[i];
-        if (turn >= chunk.groups.size()) continue;
-        is_done = false;
-        Call own = call;
-        if (i > 0) {
-          own.handle = handles[i - 1].get();
-          own.stream = streams->stream(i - 1);
-          own.workspace += static_cast<int64_t>(i) * engine_bytes_;
-        }
-        RETURN_IF_ERROR(RunGroup(own, chunk.groups[turn], chunk.limit));
-      }
-      if (is_done) return {};
-    }
-  };
-  const Status status = run();
-  // Also after a failure: what was launched writes where the caller may read.
-  RETURN_IF_ERROR(streams->Join(call.stream));
-  const std::scoped_lock lock(mutex_);
-  free_streams_.push_back(std::move(streams));
-  return status;
 }
 
 Status GroupProducts::ZeroRest(const Call& call,
@@ -448,7 +350,6 @@ Status GroupProducts::ZeroRest(const Call& call,
   return {};
 }
 
-// With many groups, one memset of all copies is faster than one behind each.
 Status GroupProducts::ZeroCopies(const Call& call) const {
   if (layout_.groups < kManyGroups) return {};
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
@@ -467,13 +368,16 @@ Status GroupProducts::ZeroCopies(const Call& call) const {
 Status GroupProducts::Execute(CudnnHandle handle, CudaStream stream,
                               void* const* operands, void* const* results,
                               void* workspace) const {
-  const int64_t chunks = layout_.groups >= kManyGroups ? kChunks : 1;
   char* const start = static_cast<char*>(workspace);
-  const Call call{handle,  stream, operands,
-                  results, start,  start + chunks * engine_bytes_};
+  const Call call{handle, stream, operands, results, start, start + engine_bytes_};
   ASSIGN_OR_RETURN(const std::vector<Group> groups, ReadGroups(call));
   RETURN_IF_ERROR(ZeroCopies(call));
-  RETURN_IF_ERROR(RunChunks(call, Divided(groups)));
+  for (const Group& group : groups) {
+    for (size_t i = 0; i < layout_.products.size(); ++i) {
+      const bool has_rows = layout_.products[i][2].rows_axis >= 0;
+      RETURN_IF_ERROR(has_rows ? RunRows(call, i, group) : RunSum(call, i, group));
+    }
+  }
   return ZeroRest(call, groups);
 }
 

@@ -20,7 +20,6 @@
 #include <vector>
 
 #include "base/status.h"
-#include "cudnn/side_streams.h"
 #include "graph/graph_spec.h"
 #include "plans/candidate.h"
 #include "plans/launchable.h"
@@ -91,13 +90,6 @@ class GroupProducts : public Launchable {
     int64_t rows;
   };
 
-  // Groups that follow each other, run on a stream in this order. What is computed of
-  // rows before `limit` may be written over.
-  struct Chunk {
-    std::vector<Group> groups;
-    int64_t limit;
-  };
-
   GroupProducts(Layout layout, PlanRequest request, PlanTarget target)
       : layout_(std::move(layout)),
         request_(std::move(request)),
@@ -115,29 +107,21 @@ class GroupProducts : public Launchable {
   Status Launch(const Call& call, size_t product, int64_t rows,
                 const std::array<char*, 3>& memory) const;
   // The product whose result has the group's rows, and that which adds up over them.
-  Status RunRows(const Call& call, size_t product, const Group& group,
-                 int64_t limit) const;
+  Status RunRows(const Call& call, size_t product, const Group& group) const;
   Status RunSum(const Call& call, size_t product, const Group& group) const;
-  Status RunGroup(const Call& call, const Group& group, int64_t limit) const;
-  // All chunks: the first on the call's stream, the others on streams beside it.
-  Status RunChunks(const Call& call, const std::vector<Chunk>& chunks) const;
 
   StatusOr<std::vector<Group>> ReadGroups(const Call& call) const;
-  std::vector<Chunk> Divided(const std::vector<Group>& groups) const;
   // Zeros for rows in no group and for the matrices of groups without rows, or in all
   // copies.
   Status ZeroRest(const Call& call, const std::vector<Group>& groups) const;
   Status ZeroCopies(const Call& call) const;
   int64_t CopyBytes(const Part& part) const;
 
-  StatusOr<std::unique_ptr<SideStreams>> TakeStreams() const;
-
   const Layout layout_;
   const PlanRequest request_;
   const PlanTarget target_;
   int64_t engine_bytes_ = 0;  // of workspace; copies of rows follow
-  mutable std::mutex mutex_;  // guards the members below
-  mutable std::vector<std::unique_ptr<SideStreams>> free_streams_;
+  mutable std::mutex mutex_;  // guards launches_
   // By product and number of rows; never taken out.
   mutable std::map<std::pair<size_t, int64_t>, std::unique_ptr<LaunchableGraph>>
       launches_;

@@ -30,14 +30,19 @@ _SLOWER = (
     "plans.autotune finds the best of both"
 )
 # In XLA's loop over tiles (reference/grouped_tiles.py) up to three times as many rows
-# are multiplied as there are, in cuDNN each row once. With 64 groups and 2^36
-# multiplications, cuDNN's first plan took 1526 us on an H200 and the loop 2526 on an
-# H100; with 8 groups and 2^38, 2861 and 2295. At a quarter of the work, a launch is
-# still little.
+# are multiplied as there are, in cuDNN each row once. On an H100, forward and with
+# gradients, in us (docs/benchmarks/operations.md has the last run):
+#
+#     groups, rows x k x n         XLA's loop      cuDNN's kernel  a matmul a group
+#     8, 16384 x 4096 x 4096       2,447   9,262   2,861 (H200)    877     2,542
+#     64, 16384 x 2048 x 2048      2,526           1,663   7,473   812     3,553
+#
+# At a quarter of the work, a launch is still little. The host takes 11 us to launch a
+# matmul: with less than 256 rows each, they are not faster than cuDNN's kernel.
 _MEASURED_SM = 90
 _MANY_GROUPS = 32
 _ENOUGH_WORK = 2**34
-_ROWS_OF_A_GROUP = 64
+_ROWS_OF_A_GROUP = 256
 _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for it"
 _OLDEST_SM = 80
 # "Moe grouped matmul requires cuDNN v9.15.0": cudnn-frontend 1.28.0.

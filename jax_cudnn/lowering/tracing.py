@@ -71,11 +71,13 @@ class TracedProgram(NamedTuple):
     """A traced call with the graphs that it runs.
 
     If it ``is_divided`` among several devices, the graphs are those of one of them.
+    ``arrays`` are what it was called with, one for each operand, as far as known.
     """
 
     program: Traced
     graphs: list[TracedGraph]
     is_divided: bool
+    arrays: tuple[Any, ...] = ()
 
 
 def traced_graphs(
@@ -108,7 +110,14 @@ def traced_program(
             f"{type(function).__name__} is not a function. Pass one, jitted or not, "
             "with its arguments, or jitted.trace(...)."
         )
-    return _with_graphs(_trace(*_unbound(function, args, kwargs)))
+    bare, args, kwargs = _unbound(function, args, kwargs)
+    traced = _with_graphs(_trace(bare, args, kwargs))
+    given = (args, kwargs) if isinstance(bare, Wrapped) else (bare, args, kwargs)
+    arrays = tuple(filter(_is_array, jax.tree.leaves(given)))
+    # A jitted function may have operands of its own, or numbers that are no arrays.
+    types = [(aval.shape, aval.dtype) for aval in traced.program.jaxpr.in_avals]
+    is_known = types == [(tuple(x.shape), x.dtype) for x in arrays]
+    return traced._replace(arrays=arrays if is_known else ())
 
 
 def _with_graphs(program: Traced) -> TracedProgram:

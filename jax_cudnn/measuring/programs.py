@@ -2,7 +2,9 @@
 """How long does a whole program take, with one set of choices or another?
 
 The program is a traced one. Each contender is compiled anew and runs on the same
-operands, which are drawn; nothing of the caller's is read, run or donated.
+operands. Floats are drawn. Integers and booleans are copies of the caller's, where
+there are any: sizes of groups and lengths of sequences say how much work there is.
+Nothing of the caller's is run or donated.
 """
 
 import functools
@@ -40,8 +42,10 @@ class NotRunError(Exception):
 class Programs:
     """A traced program, to be compiled and timed with several sets of choices."""
 
-    def __init__(self, program: Traced, device: Any) -> None:
-        """Draw the operands.
+    def __init__(
+        self, program: Traced, device: Any, arrays: Sequence[Any] = ()
+    ) -> None:
+        """Draw the operands, given what the program was traced with, as far as known.
 
         Raises:
           NotRunError: the program takes what cannot be drawn, or too much of it.
@@ -49,8 +53,13 @@ class Programs:
         self._function, avals = constants_as_operands(program.jaxpr)
         self._device = device
         self._calls: list[Callable[[], Any]] = []
+        constants = program.jaxpr.consts
+        known = [*constants, *(arrays or [None] * (len(avals) - len(constants)))]
         with jax.default_device(device), _out_of_memory_is("its operands"):
-            self._operands = [_drawn(aval, i, device) for i, aval in enumerate(avals)]
+            self._operands = [
+                _operand(aval, i, array, device)
+                for i, (aval, array) in enumerate(zip(avals, known, strict=True))
+            ]
             jax.block_until_ready(self._operands)
 
     def compile(self, trials: Sequence[Trial]) -> "list[int | NotRunError]":
@@ -157,16 +166,22 @@ def _out_of_memory_is(what: str) -> Iterator[None]:
         raise NotRunError(f"{what} failed: {first}") from error
 
 
-def _drawn(aval: Any, number: int, device: Any) -> jax.Array:
-    """Return an array for an operand: keys and integers are 0, floats from 0 to 1.
+def _operand(aval: Any, number: int, array: Any, device: Any) -> jax.Array:
+    """Return an array for an operand.
 
-    Indices of 0 are inside of any array, and second moments are not negative.
+    Floats are from 0 to 1: second moments are not negative. Keys are 0, and so is what
+    only its shape is known of: indices of 0 are inside of any array.
     """
     if not is_array_aval(aval):
         raise NotRunError(f"it takes {aval}, which is no array")
-    if not jnp.issubdtype(aval.dtype, jnp.floating):
-        return jnp.zeros(aval.shape, aval.dtype)
-    return _uniform(tables(device).uniform, np.uint32(number), aval.shape, aval.dtype)
+    dtype = aval.dtype
+    if jnp.issubdtype(dtype, jnp.floating):
+        uniform = tables(device).uniform
+        return _uniform(uniform, np.uint32(number), aval.shape, dtype)
+    is_counted = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
+    if is_counted and isinstance(array, np.ndarray | jax.Array):
+        return jnp.array(np.asarray(array), dtype)
+    return jnp.zeros(aval.shape, dtype)
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

@@ -115,9 +115,11 @@ def autotune(
     the fastest of these, the calls of each operation change over where that is faster.
     So the program is not slower than untuned or with XLA alone. A call that takes XLA
     more than three times as long is left out of this: no fusion makes up for it. The
-    program runs on drawn operands (floats from 0 to 1, else 0), none of them donated:
-    this takes memory for a second set of them. Where that is not there, and where a
-    program is divided among several devices, the kernels' choices stay, and the
+    program runs on operands of its own, none of them donated: this takes memory for a
+    second set of them. Floats are drawn, from 0 to 1. Integers and booleans are copies
+    of the arguments, or 0 where only their shapes are given: sizes of groups and
+    lengths of sequences say how much work there is. Where that memory is not there, and
+    where a program is divided among several devices, the kernels' choices stay, and the
     ``Tuning`` says so.
 
     Args:
@@ -301,7 +303,7 @@ class _Tuner:
             return
         try:
             chosen, times = settle(
-                Programs(traced.program, local_device()),
+                Programs(traced.program, local_device(), traced.arrays),
                 tuning.choices,
                 self._before,
                 deadline=self._deadline,

@@ -28,7 +28,6 @@ const char* cudaGetErrorString(int e) {{ return "no device is there"; }}
 int cudaStreamCreateWithFlags(void) {{ return 100; }}
 int cudaStreamDestroy(void) {{ return 100; }}
 int cudaStreamSynchronize(void) {{ return 100; }}
-int cudaStreamWaitEvent(void) {{ return 100; }}
 int cudaStreamBeginCapture(void) {{ return 100; }}
 int cudaStreamEndCapture(void) {{ return 100; }}
 int cudaGraphGetNodes(void) {{ return 100; }}
