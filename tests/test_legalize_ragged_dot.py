@@ -105,7 +105,7 @@ def test_large_products_are_cudnns(
 
 
 @pytest.mark.parametrize("target", _TARGETS)
-@pytest.mark.parametrize("groups", [1, _G])
+@pytest.mark.parametrize("groups", [1, _G, 20])
 @pytest.mark.parametrize("result", ["f32", "bf16"])
 def test_the_rewritten_graph_gives_the_same(
     target: Target | None, groups: int, result: DTypeName
@@ -146,6 +146,28 @@ def test_what_the_kernel_reads_in_no_group_does_not_leak() -> None:
             got = legal.run(kernel, list(operands.values()))
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_many_groups_are_moved_apart_for_the_gradient_of_the_matrices() -> None:
+    """Zeros are between them, whatever is in other rows, and sizes that go too far."""
+    graph, backward, no_b, _ = _graphs("f32", 20, "f32")
+    (way,) = (x for x in legalize(backward, None).candidates if x.waits)
+    operands = dict(zip(backward.inputs, draw_arrays(backward), strict=True))
+    sizes = [2, 0, 2**30, *[5] * 17]
+    operands["group_sizes"] = jnp.array([sizes], jnp.int32)
+    spoilt = operands["a"].at[:, 2:].set(jnp.nan)
+    made = way.before([*(operands | {"a": spoilt}).values()])
+    given = dict(zip(way.graph.inputs, made, strict=True))
+    assert given["group_sizes"].tolist() == [[64, 0, 64, *[0] * 17]]
+    rows = given["a"]
+    assert rows.shape[1] >= 64 * 20 + _M
+    np.testing.assert_array_equal(rows[0, :2, :_K], operands["a"][0, :2])
+    assert not rows[0, 2:64].any()
+    assert jnp.isnan(rows[0, 64 : 64 + _M - 2, :_K]).all()
+    assert not rows[0, 64 + _M - 2 :].any()
+    for each in (graph, no_b):
+        (way,) = (x for x in legalize(each, None).candidates if x.waits)
+        assert way.graph.tensors[0].dims[1] == _M
 
 
 def test_notes_and_refusals() -> None:

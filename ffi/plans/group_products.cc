@@ -31,9 +31,6 @@ constexpr int64_t kRowsPerStep = 64;
 
 constexpr int64_t kAlignment = 256;
 
-// With so many groups, one memset of all copies is faster than one behind each.
-constexpr int64_t kManyGroups = 16;
-
 int64_t RoundedUp(int64_t size, int64_t unit) {
   return (size + unit - 1) / unit * unit;
 }
@@ -264,7 +261,7 @@ Status GroupProducts::RunRows(const Call& call, size_t product,
 }
 
 int64_t GroupProducts::CopyBytes(const Part& part) const {
-  const int64_t rows = layout_.rows + layout_.groups * kRowsPerStep;
+  const int64_t rows = RoundedUp(layout_.rows, kRowsPerStep);
   return RoundedUp(part.step_bytes * rows, kAlignment);
 }
 
@@ -278,24 +275,20 @@ Status GroupProducts::RunSum(const Call& call, size_t product,
                               call.At(parts[2], group.number)};
   const int64_t rounded = RoundedUp(group.rows, kRowsPerStep);
   if (rounded == group.rows) return Launch(call, product, rounded, memory);
-  const bool is_zero = layout_.groups >= kManyGroups;  // see ZeroCopies
-  char* copies = call.copies;
+  char* copy = call.copies;
   for (size_t i = 0; i < 2; ++i) {
     const int64_t step = parts[i].step_bytes;
     const auto bytes = static_cast<size_t>(group.rows * step);
-    char* const copy = copies + (group.first + group.number * kRowsPerStep) * step;
     RETURN_IF_ERROR(CheckCuda(
         runtime,
         runtime.cuda.memcpy_async(copy, memory[i], bytes, kDeviceToDevice, call.stream),
         "cudaMemcpyAsync"));
-    if (!is_zero) {
-      const auto rest = static_cast<size_t>((rounded - group.rows) * step);
-      RETURN_IF_ERROR(CheckCuda(
-          runtime, runtime.cuda.memset_async(copy + bytes, 0, rest, call.stream),
-          "cudaMemsetAsync"));
-    }
+    const auto rest = static_cast<size_t>((rounded - group.rows) * step);
+    RETURN_IF_ERROR(CheckCuda(
+        runtime, runtime.cuda.memset_async(copy + bytes, 0, rest, call.stream),
+        "cudaMemsetAsync"));
     memory[i] = copy;
-    copies += CopyBytes(parts[i]);
+    copy += CopyBytes(parts[i]);
   }
   return Launch(call, product, rounded, memory);
 }
@@ -350,28 +343,12 @@ Status GroupProducts::ZeroRest(const Call& call,
   return {};
 }
 
-Status GroupProducts::ZeroCopies(const Call& call) const {
-  if (layout_.groups < kManyGroups) return {};
-  const CudnnRuntime& runtime = *LoadedCudnnRuntime();
-  for (const Product& product : layout_.products) {
-    if (product[2].rows_axis >= 0) continue;
-    const int64_t bytes = CopyBytes(product[0]) + CopyBytes(product[1]);
-    RETURN_IF_ERROR(
-        CheckCuda(runtime,
-                  runtime.cuda.memset_async(call.copies, 0, static_cast<size_t>(bytes),
-                                            call.stream),
-                  "cudaMemsetAsync"));
-  }
-  return {};
-}
-
 Status GroupProducts::Execute(CudnnHandle handle, CudaStream stream,
                               void* const* operands, void* const* results,
                               void* workspace) const {
   char* const start = static_cast<char*>(workspace);
   const Call call{handle, stream, operands, results, start, start + engine_bytes_};
   ASSIGN_OR_RETURN(const std::vector<Group> groups, ReadGroups(call));
-  RETURN_IF_ERROR(ZeroCopies(call));
   for (const Group& group : groups) {
     for (size_t i = 0; i < layout_.products.size(); ++i) {
       const bool has_rows = layout_.products[i][2].rows_axis >= 0;

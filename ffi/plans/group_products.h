@@ -77,7 +77,7 @@ class GroupProducts : public Launchable {
     void* const* operands;
     void* const* results;
     char* workspace;  // the engine's
-    char* copies;     // of rows
+    char* copies;     // of a group's rows
 
     // The memory of a part from a row, or a group, on.
     char* At(const Part& part, int64_t place) const;
@@ -111,16 +111,14 @@ class GroupProducts : public Launchable {
   Status RunSum(const Call& call, size_t product, const Group& group) const;
 
   StatusOr<std::vector<Group>> ReadGroups(const Call& call) const;
-  // Zeros for rows in no group and for the matrices of groups without rows, or in all
-  // copies.
+  // Zeros for rows in no group and for the matrices of groups without rows.
   Status ZeroRest(const Call& call, const std::vector<Group>& groups) const;
-  Status ZeroCopies(const Call& call) const;
   int64_t CopyBytes(const Part& part) const;
 
   const Layout layout_;
   const PlanRequest request_;
   const PlanTarget target_;
-  int64_t engine_bytes_ = 0;  // of workspace; copies of rows follow
+  int64_t engine_bytes_ = 0;  // of workspace; the copies follow
   mutable std::mutex mutex_;  // guards launches_
   // By product and number of rows; never taken out.
   mutable std::map<std::pair<size_t, int64_t>, std::unique_ptr<LaunchableGraph>>

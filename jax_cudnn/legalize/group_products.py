@@ -1,17 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """Grouped matmuls as one matmul for each group; axis letters and roles as in the table.
 
-ffi/plans/group_products.cc reads the sizes of the groups and launches the matmuls.
+ffi/plans/group_products.cc reads the sizes of the groups and launches the matmuls. It
+makes a plan when it first meets a number of rows; so that there are few such numbers,
+they are multiples of 64. For the gradient of the matrices, zeros must follow the rows
+of a group then. The handler copies a few groups. Many are moved apart by XLA before: a
+copy takes the host as long as a launch.
 """
 
 from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph
-from jax_cudnn.legalize.editor import GraphEditor
+from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.legalization import Legal
 
 _NOTE = "each group is a matmul of its own: the host waits for the sizes"
+_MOVED = "groups are moved to start at multiples of {} rows, and back"
+_ROWS_PER_STEP = 64  # kRowsPerStep in ffi/plans/group_products.cc
+_MANY_GROUPS = 16
 _ROW_MAJOR = (0, 1, 2)
 # Which axes of a tensor are the contraction or the columns.
 _LOADED = {
@@ -37,6 +48,8 @@ def by_group(graph: Graph) -> Legal:
         order = tensors[name].order
         if order[0] != 0 if is_matrix else order != _ROW_MAJOR:
             editor.reorder(name, _ROW_MAJOR)
+    if "grad_b" in tensors and tensors["b"].dims[0] >= _MANY_GROUPS:
+        _move_groups(editor)
     fill_loads(editor)
     return replace(editor.finish(), waits=True)
 
@@ -56,3 +69,80 @@ def fill_loads(editor: GraphEditor) -> None:
             editor.pad(name, sizes)
     if is_padded:
         editor.notes.append(f"matrices are padded to multiples of {unit} elements")
+
+
+def _rows_of_all(rows: int, groups: int) -> int:
+    """Return how many rows groups have at most that start at multiples of a step."""
+    return rounded_up(rows, _ROWS_PER_STEP) + groups * _ROWS_PER_STEP
+
+
+class _Places(NamedTuple):
+    """Where groups begin and end, as they are given and as they are moved apart."""
+
+    sizes: jax.Array
+    ends: jax.Array
+    moved_sizes: jax.Array
+    moved_ends: jax.Array
+
+    @classmethod
+    def of(cls, sizes: jax.Array, rows: int) -> "_Places":
+        """Take the sizes in any shape; what goes beyond the rows is left out."""
+        sums = jnp.cumsum(jnp.clip(jnp.ravel(sizes), 0, rows), dtype=sizes.dtype)
+        # A sum may be beyond its dtype once one before it is beyond the rows.
+        ends = jnp.minimum(jax.lax.cummax(sums), rows)
+        sizes = jnp.diff(ends, prepend=jnp.zeros((), ends.dtype))
+        moved = -(-sizes // _ROWS_PER_STEP) * _ROWS_PER_STEP
+        return cls(sizes, ends, moved, jnp.cumsum(moved, dtype=sizes.dtype))
+
+    def sources(self, moved_rows: int, rows: int) -> jax.Array:
+        """Return which given row each moved one is; `rows` for none."""
+        row = jnp.arange(moved_rows, dtype=self.ends.dtype)
+        group, is_in_one = _group_of(row, self.moved_ends)
+        place = row - (self.moved_ends - self.moved_sizes)[group]
+        source = (self.ends - self.sizes)[group] + place
+        return jnp.where(is_in_one & (place < self.sizes[group]), source, rows)
+
+    def targets(self, rows: int, moved_rows: int) -> jax.Array:
+        """Return where each given row is moved to; `moved_rows` for those in none."""
+        row = jnp.arange(rows, dtype=self.ends.dtype)
+        group, is_in_one = _group_of(row, self.ends)
+        place = row - (self.ends - self.sizes)[group]
+        target = (self.moved_ends - self.moved_sizes)[group] + place
+        return jnp.where(is_in_one, target, moved_rows)
+
+
+def _group_of(row: jax.Array, ends: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return the group of each row, and whether there is one."""
+    group = jnp.sum(ends[None] <= row[:, None], axis=1, dtype=row.dtype)
+    return jnp.minimum(group, len(ends) - 1), group < len(ends)
+
+
+def _move_groups(editor: GraphEditor) -> None:
+    """Give the kernel groups that start at multiples of a step; move results back."""
+    tensors = editor.tensors
+    _, rows, _ = tensors["a"].dims
+    moved_rows = _rows_of_all(rows, tensors["b"].dims[0])
+    names = ("a", "grad_output", "grad_a")
+    for name in names:
+        first, _, last = tensors[name].dims
+        tensors[name] = replace(tensors[name], dims=(first, moved_rows, last))
+
+    def taken(x: jax.Array, source: jax.Array) -> jax.Array:
+        return x.at[:, source].get(mode="fill", fill_value=0)
+
+    def apart(env: Env) -> None:
+        places = _Places.of(env["group_sizes"], rows)
+        source = places.sources(moved_rows, rows)
+        for name in names[:2]:
+            env[name] = taken(env[name], source)
+        shape = env["group_sizes"].shape
+        env["group_sizes"] = jnp.reshape(places.moved_sizes, shape)
+
+    def back(env: Env, results: Env) -> None:
+        places = _Places.of(env["group_sizes"], rows)
+        target = places.targets(rows, moved_rows)
+        results["grad_a"] = taken(results["grad_a"], target)
+
+    editor.before.append(apart)
+    editor.after.append(back)
+    editor.notes.append(_MOVED.format(_ROWS_PER_STEP))
