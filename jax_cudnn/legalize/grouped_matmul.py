@@ -5,6 +5,8 @@ cuDNN gets where each group starts. Its last group reaches to the end, so rows t
 in no group are set to 0 after the kernel. A single group is a matmul. The gradient of
 the rows is one more grouped matmul. For that of the matrices, cuDNN has no operation
 before 9.22 and listed no plan without a device (9.28, sm_80 to sm_100): it is XLA's.
+
+Each group as a matmul of its own is another way, of group_products.py.
 """
 
 from collections.abc import Sequence
@@ -30,15 +32,15 @@ _SLOWER = (
     "plans.autotune finds the best of both"
 )
 # In XLA's loop over tiles (reference/grouped_tiles.py) up to three times as many rows
-# are multiplied as there are, in cuDNN each row once. On an H100, forward and with
-# gradients, in us (docs/benchmarks/operations.md has the last run):
+# are multiplied as there are, in cuDNN each row once. Microseconds on an H100, forward
+# and with gradients (docs/benchmarks/operations.md has the last run):
 #
-#     groups, rows x k x n         XLA's loop      cuDNN's kernel  a matmul a group
-#     8, 16384 x 4096 x 4096       2,447   9,262   2,861 (H200)    877     2,542
-#     64, 16384 x 2048 x 2048      2,526           1,663   7,473   812     3,553
+#     groups, rows x k x n       XLA's loop     cuDNN's kernel  a matmul a group
+#     8, 16384 x 4096 x 4096     2,447, 9,262   2,861 (H200)    889, 2,725
+#     64, 16384 x 2048 x 2048    2,526          1,663, 7,473    1,137, 3,335
 #
 # At a quarter of the work, a launch is still little. The host takes 11 us to launch a
-# matmul: with less than 256 rows each, they are not faster than cuDNN's kernel.
+# matmul: groups of less than 256 rows are better left to cuDNN's kernel.
 _MEASURED_SM = 90
 _MANY_GROUPS = 32
 _ENOUGH_WORK = 2**34

@@ -67,8 +67,9 @@ def ragged_dot(
 
     All of JAX's transformations apply. In first-order reverse mode, the gradient of
     `lhs` is one more grouped product, which cuDNN runs where it runs the call. That of
-    `rhs` is XLA's, since cuDNN lists no plan for it (docs/ragged_dot.md). Forward mode
-    and higher orders run XLA's code.
+    `rhs` is cuDNN's where each group is a matmul of its own, else XLA's, since cuDNN
+    lists no plan for it (docs/ragged_dot.md). Forward mode and higher orders run XLA's
+    code.
 
     Axis letters: m rows, k contraction, n columns, g groups.
 
@@ -85,9 +86,10 @@ def ragged_dot(
       precision: as for :func:`jax_cudnn.matmul`. Default None:
         `jax.default_matmul_precision`.
       preferred_element_type: dtype of the result. Default None: the promoted dtype.
-      implementation: "auto" runs XLA's code until :func:`jax_cudnn.plans.autotune` has
-        measured one of cuDNN's plans to be faster. "cudnn" runs cuDNN, or raises.
-        "xla" runs XLA's code. Default "auto". None is "auto".
+      implementation: "auto" runs cuDNN for large products of 16 bits on a Hopper GPU,
+        where it was measured to be faster, and else XLA's code until
+        :func:`jax_cudnn.plans.autotune` has measured one of cuDNN's plans. "cudnn" runs
+        cuDNN, or raises. "xla" runs XLA's code. Default "auto". None is "auto".
       plan: as for :func:`jax_cudnn.conv`. Default None.
 
     Returns:
@@ -104,6 +106,8 @@ def ragged_dot(
 
     Notes:
       docs/ragged_dot.md lists what cuDNN plans on which GPU (from 9.15 and sm_80 on).
+      With 256 rows a group or more, large products are a matmul for each group: the
+      host waits for `group_sizes` then, and launches one after the other.
       XLA's code for a GPU is :func:`jax.lax.ragged_dot`. Where XLA has no kernel for
       that, it multiplies each row with the matrices of all groups, those of other
       groups times 0. So there, a NaN or an infinity in any matrix of `rhs` makes all
