@@ -124,8 +124,9 @@ def _sums(terms: tuple[jax.Array, ...], axes: tuple[int, ...]) -> tuple[jax.Arra
     shape = terms[0].shape
     last = len(shape) - 1
     count = shape[last]
-    is_long = last in axes and len(shape) == 4 and count >= _MANY_POSITIONS
-    if not is_long or count % _POSITIONS or _is_shared_out(terms[0], last):
+    is_image = last in axes and len(shape) == 4 and isinstance(count, int)
+    is_long = is_image and count >= _MANY_POSITIONS and count % _POSITIONS == 0
+    if not is_long or _is_shared_out(terms[0], last):
         return tuple(jnp.sum(x, axes, keepdims=True) for x in terms)
     blocks = (*shape[:-1], count // _POSITIONS, _POSITIONS)
     parts = tuple(jnp.sum(jnp.reshape(x, blocks), last + 1) for x in terms)
