@@ -5,8 +5,10 @@
 
 #include <algorithm>
 #include <optional>
+#include <set>
 #include <string_view>
 
+#include "base/log.h"
 #include "cudnn/cuda_device.h"
 #include "frontend/frontend_status.h"
 #include "plans/attempt.h"
@@ -184,16 +186,20 @@ StatusOr<std::unique_ptr<GroupProducts>> GroupProducts::Make(const GraphSpec& gr
                                                              Candidate& candidate) {
   ASSIGN_OR_RETURN(Layout layout, LayoutOf(graph));
   ASSIGN_OR_RETURN(PlanRequest request, ParsePlanRequest(candidate.request));
-  const int64_t rows = TypicalRows(layout);
+  // The workspace is that of the greediest of these.
+  const std::set<int64_t> sizes = {TypicalRows(layout), kRowsPerStep,
+                                   RoundedUp(layout.rows, kRowsPerStep)};
   std::unique_ptr<GroupProducts> products(
       new GroupProducts(std::move(layout), std::move(request), target));
   for (size_t i = 0; i < products->layout_.products.size(); ++i) {
-    int64_t bytes = 0;
-    ASSIGN_OR_RETURN(auto launch,
-                     BuildMatmul(Matmul(products->layout_.products[i], rows),
-                                 products->request_, target, bytes));
-    products->launches_.emplace(std::make_pair(i, rows), std::move(launch));
-    products->engine_bytes_ = std::max(products->engine_bytes_, bytes);
+    for (const int64_t rows : sizes) {
+      int64_t bytes = 0;
+      ASSIGN_OR_RETURN(auto launch,
+                       BuildMatmul(Matmul(products->layout_.products[i], rows),
+                                   products->request_, target, bytes));
+      products->launches_.emplace(std::make_pair(i, rows), std::move(launch));
+      products->engine_bytes_ = std::max(products->engine_bytes_, bytes);
+    }
   }
   products->engine_bytes_ = RoundedUp(products->engine_bytes_, kAlignment);
   candidate.workspace_bytes = products->engine_bytes_;
@@ -207,6 +213,7 @@ StatusOr<std::unique_ptr<GroupProducts>> GroupProducts::Make(const GraphSpec& gr
 
 StatusOr<const LaunchableGraph*> GroupProducts::LaunchOf(size_t product, int64_t rows,
                                                          CudnnHandle handle) const {
+  const DeferredLog deferred;  // cuDNN may log while it plans
   const std::scoped_lock lock(mutex_);
   auto& launch = launches_[{product, rows}];
   if (launch == nullptr) {
@@ -218,8 +225,8 @@ StatusOr<const LaunchableGraph*> GroupProducts::LaunchOf(size_t product, int64_t
     if (bytes > engine_bytes_) {
       launch = nullptr;
       return Internal("the product of " + std::to_string(rows) + " rows needs " +
-                      std::to_string(bytes) + " bytes of workspace, and one of an " +
-                      "average group " + std::to_string(engine_bytes_));
+                      std::to_string(bytes) + " bytes of workspace, and others " +
+                      std::to_string(engine_bytes_));
     }
   }
   return static_cast<const LaunchableGraph*>(launch.get());

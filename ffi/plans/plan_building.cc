@@ -128,6 +128,7 @@ StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(const GraphSpec& grap
 StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
                                                   const std::string& request,
                                                   const PlanTarget& target) {
+  ASSIGN_OR_RETURN(const PlanRequest parsed, ParsePlanRequest(request));
   Reasons reasons;
   std::shared_ptr<const Plan> plan;
   const auto build = [&](Attempt& attempt, int64_t index,
@@ -144,6 +145,12 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
         return launchable.status();
       }
       reasons.Add(candidate.name + ": " + launchable.status().message());
+      return false;
+    }
+    // That of a product for each group is known by now.
+    candidate.refusal = WorkspaceRefusal(parsed, candidate.workspace_bytes);
+    if (!candidate.refusal.empty()) {
+      reasons.Add(candidate.name + ": " + candidate.refusal);
       return false;
     }
     const std::string name = candidate.name;
@@ -163,6 +170,7 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
 StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
                                                 const std::string& request,
                                                 const PlanTarget& target, bool build) {
+  ASSIGN_OR_RETURN(const PlanRequest parsed, ParsePlanRequest(request));
   Reasons reasons;
   std::vector<Candidate> candidates;
   bool is_wanted = build;
@@ -171,6 +179,12 @@ StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
                            Candidate candidate) -> StatusOr<bool> {
     if (is_wanted && candidate.refusal.empty()) {
       RETURN_IF_ERROR(attempt.Build(index, candidate));
+      if (candidate.is_built && GroupProducts::Covers(graph)) {
+        ASSIGN_OR_RETURN(const auto products,
+                         GroupProducts::Make(graph, target, candidate));
+        candidate.refusal = WorkspaceRefusal(parsed, candidate.workspace_bytes);
+        candidate.is_built = candidate.refusal.empty();
+      }
       if (!candidate.refusal.empty()) {
         reasons.Add(candidate.name + ": " + candidate.refusal);
       }

@@ -8,7 +8,7 @@ arguments as it is. A program for several devices is compiled, to see what each 
 import functools
 import inspect
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -113,11 +113,26 @@ def traced_program(
     bare, args, kwargs = _unbound(function, args, kwargs)
     traced = _with_graphs(_trace(bare, args, kwargs))
     given = (args, kwargs) if isinstance(bare, Wrapped) else (bare, args, kwargs)
-    arrays = tuple(filter(_is_array, jax.tree.leaves(given)))
-    # A jitted function may have operands of its own, or numbers that are no arrays.
-    types = [(aval.shape, aval.dtype) for aval in traced.program.jaxpr.in_avals]
-    is_known = types == [(tuple(x.shape), x.dtype) for x in arrays]
-    return traced._replace(arrays=arrays if is_known else ())
+    arrays = _for_each(traced.program.jaxpr.in_avals, jax.tree.leaves(given))
+    return traced._replace(arrays=arrays)
+
+
+def _for_each(avals: Sequence[Any], leaves: list[Any]) -> tuple[Any, ...]:
+    """Return which argument each operand is, None where that is not clear.
+
+    Those of a jitted function may be numbers, and some of its arguments static.
+    """
+    for found in (leaves, list(filter(_is_array, leaves))):
+        if len(found) == len(avals):
+            pairs = zip(found, avals, strict=True)
+            return tuple(x if _shape(x) == aval.shape else None for x, aval in pairs)
+    return ()
+
+
+def _shape(leaf: Any) -> tuple[int, ...] | None:
+    if isinstance(leaf, int | np.generic):
+        return ()
+    return tuple(leaf.shape) if _is_array(leaf) else None
 
 
 def _with_graphs(program: Traced) -> TracedProgram:

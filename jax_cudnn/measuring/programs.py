@@ -22,7 +22,12 @@ import numpy as np
 from jax.stages import Traced
 
 from jax_cudnn.choices import Trial
-from jax_cudnn.lowering import constants_as_operands, is_array_aval, scoped
+from jax_cudnn.lowering import (
+    constants_as_operands,
+    is_array_aval,
+    is_known_array,
+    scoped,
+)
 from jax_cudnn.measuring.drawing import tables, taken
 from jax_cudnn.measuring.together import together
 
@@ -178,10 +183,20 @@ def _operand(aval: Any, number: int, array: Any, device: Any) -> jax.Array:
     if jnp.issubdtype(dtype, jnp.floating):
         uniform = tables(device).uniform
         return _uniform(uniform, np.uint32(number), aval.shape, dtype)
-    is_counted = jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
-    if is_counted and isinstance(array, np.ndarray | jax.Array):
-        return jnp.array(np.asarray(array), dtype)
+    if _is_count(array) and is_known_array(array, aval):
+        return jax.device_put(jnp.asarray(array, dtype), device)
     return jnp.zeros(aval.shape, dtype)
+
+
+def _is_count(array: Any) -> bool:
+    """Whether it is integers or booleans that can be read."""
+    if isinstance(array, jax.Array):
+        if array.is_deleted():
+            return False
+    elif not isinstance(array, int | np.integer | np.bool_ | np.ndarray):
+        return False
+    dtype = jnp.result_type(array)
+    return jnp.issubdtype(dtype, jnp.integer) or dtype == jnp.bool_
 
 
 @functools.partial(jax.jit, static_argnums=(2, 3))

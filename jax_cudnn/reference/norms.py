@@ -101,11 +101,19 @@ def _centred_moments(
     x: jax.Array, axes: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the means along some axes, and the variances, by two passes."""
-    count = math.prod(x.shape[axis] for axis in axes)
+    count = _count(x, axes)
     (total,) = _sums((x,), axes)
     mean = total / count
     (square,) = _sums((jnp.square(x - mean),), axes)
     return mean, square / count
+
+
+def _count(x: jax.Array, axes: tuple[int, ...]) -> Any:
+    """Return how many elements are along axes, as a float where it is known: it may be
+    beyond i32.
+    """
+    count = math.prod(x.shape[axis] for axis in axes)
+    return float(count) if isinstance(count, int) else count
 
 
 # How many positions of a channel are added up before the rest is, and the fewest for
@@ -183,7 +191,7 @@ def _backward(
     if "grad_x" not in outputs:
         return results
     others = tuple(axis for axis in axes if axis not in shared)
-    count = math.prod(grad.shape[axis] for axis in axes)
+    count = _count(grad, axes)
 
     def scaled(terms: jax.Array) -> jax.Array:
         return terms * wide["scale"] if "scale" in wide else terms
@@ -209,7 +217,7 @@ def with_statistics(kind: str, grad_x: jax.Array, inputs: Operands) -> jax.Array
 def _with_statistics(
     grad_x: jax.Array, inputs: Operands, normal: jax.Array, axes: tuple[int, ...]
 ) -> jax.Array:
-    count = math.prod(normal.shape[axis] for axis in axes)
+    count = _count(normal, axes)
     if "grad_mean" in inputs:
         grad_x = grad_x + inputs["grad_mean"] / count
     if "grad_rstd" in inputs:
