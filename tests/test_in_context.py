@@ -234,12 +234,35 @@ def test_integers_say_how_much_work_there_is(is_jitted: bool) -> None:
     assert jnp.all(x <= 2)
 
 
-def test_a_program_with_numbers_for_operands_is_drawn_as_before() -> None:
-    traced = traced_program(jax.jit(lambda n, x: x[:2] * n), 3, jnp.arange(4))
-    assert traced.arrays == ()
+def test_integers_beside_numbers_and_static_arguments() -> None:
+    def step(x: Any, count: Any, name: Any, sizes: Any) -> Any:
+        assert name in ("a", 5)
+        return x * 2, count + 1, sizes
+
+    wide = np.array([5, 0, 2], np.int64)
+    for name in ("a", 5):
+        jitted = jax.jit(step, static_argnums=2)
+        traced = traced_program(jitted, np.ones(3), jnp.array(7), name, wide)
+        contest = Programs(traced.program, jax.devices()[0], traced.arrays)
+        assert contest.compile([Trial({})]) == [0]
+        _, count, sizes = contest._calls[0]()
+        assert (int(count), sizes.tolist()) == (8, [5, 0, 2])
+    traced = traced_program(jax.jit(lambda n, x, f: (x * n, f)), 3, wide, 0.5)
+    assert traced.arrays == (3, wide, None)
+    # Which of them is static cannot be told from a count.
+    traced = traced_program(jax.jit(step, static_argnums=2), 0.5, 7, 5, wide)
     contest = Programs(traced.program, jax.devices()[0], traced.arrays)
     assert contest.compile([Trial({})]) == [0]
-    assert contest._calls[0]()[0].tolist() == [0, 0]
+    assert contest._calls[0]()[2].tolist() == [0, 0, 0]
+
+
+def test_arrays_that_are_gone_are_zeros() -> None:
+    gone = jnp.array([1, 2])
+    gone.delete()
+    traced = traced_program(lambda x, y: x + y, gone, jnp.array([3, 4]))
+    contest = Programs(traced.program, jax.devices()[0], traced.arrays)
+    assert contest.compile([Trial({})]) == [0]
+    assert contest._calls[0]()[0].tolist() == [3, 4]
 
 
 def test_a_trial_is_in_force_while_its_program_is_compiled(

@@ -474,6 +474,17 @@ def test_many_positions_have_both_modes_vmap_and_second_derivatives() -> None:
         np.testing.assert_allclose(many[1], grad(along, scale), rtol=1e-9, atol=1e-12)
 
 
+def test_groups_of_more_elements_than_i32_has_numbers() -> None:
+    x = jax.ShapeDtypeStruct((1, 1, 2**10, 2**22), jnp.bfloat16)
+
+    def run(x: Any) -> Any:
+        y = _of_many(x, None, None, 1, is_first=True)
+        return jnp.sum(y, dtype=jnp.float32)
+
+    for function in (run, jax.grad(run)):
+        jax.jit(function).lower(x)
+
+
 @pytest.mark.parametrize("shape", ["2, s, 32, 4", "2, s, s, 4", "s, 32, 32, 4"])
 def test_positions_may_be_symbolic(shape: str) -> None:
     x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 32, 32, 4)), "f4")

@@ -46,21 +46,36 @@ TensorSpec Turned(TensorSpec tensor) {
   return tensor;
 }
 
-// Builds the candidate that `pin` names for a matmul, and notes its workspace.
+// Builds the candidate that `pin` names for a matmul, or another one where that does
+// not take it, and notes its workspace.
 StatusOr<std::unique_ptr<LaunchableGraph>> BuildMatmul(const GraphSpec& matmul,
                                                        const PlanRequest& pin,
                                                        const PlanTarget& target,
                                                        int64_t& workspace_bytes) {
-  ASSIGN_OR_RETURN(Attempt attempt, Attempt::Make(matmul, pin, target, /*variant=*/0));
-  if (attempt.count() == 0) return Unimplemented("cuDNN lists no such engine");
-  ASSIGN_OR_RETURN(Candidate candidate, attempt.Describe(0));
-  RETURN_IF_ERROR(attempt.Build(0, candidate));
-  if (!candidate.is_built) return Unimplemented(candidate.failure + candidate.refusal);
-  if (const auto error = attempt.graph()->build_plans(); error.is_bad()) {
-    return Internal(Message(error));
+  PlanRequest any;
+  any.deterministic = pin.deterministic;
+  for (const PlanRequest& request : {pin, any}) {
+    auto attempt = Attempt::Make(matmul, request, target, /*variant=*/0);
+    if (!attempt.ok()) {
+      if (attempt.status().code() == StatusCode::kUnimplemented) continue;
+      return attempt.status();
+    }
+    for (int64_t i = 0; i < attempt->count(); ++i) {
+      ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
+      if (!candidate.refusal.empty()) continue;
+      if (!GroupProducts::RefusalOf(candidate).empty()) continue;
+      RETURN_IF_ERROR(attempt->Build(i, candidate));
+      if (!candidate.is_built) continue;
+      if (const auto error = attempt->graph()->build_plans(); error.is_bad()) {
+        return Internal(Message(error));
+      }
+      workspace_bytes = candidate.workspace_bytes;
+      return LaunchableGraph::Make(matmul, attempt->graph());
+    }
   }
-  workspace_bytes = candidate.workspace_bytes;
-  return LaunchableGraph::Make(matmul, attempt.graph());
+  return Unimplemented("cuDNN has no engine that is not compiled for the matmul " +
+                       ListText(matmul.Tensor("a").dims) + " x " +
+                       ListText(matmul.Tensor("b").dims));
 }
 
 }  // namespace

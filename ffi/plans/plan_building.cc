@@ -180,10 +180,15 @@ StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
     if (is_wanted && candidate.refusal.empty()) {
       RETURN_IF_ERROR(attempt.Build(index, candidate));
       if (candidate.is_built && GroupProducts::Covers(graph)) {
-        ASSIGN_OR_RETURN(const auto products,
-                         GroupProducts::Make(graph, target, candidate));
-        candidate.refusal = WorkspaceRefusal(parsed, candidate.workspace_bytes);
-        candidate.is_built = candidate.refusal.empty();
+        const auto products = GroupProducts::Make(graph, target, candidate);
+        if (products.ok()) {
+          candidate.refusal = WorkspaceRefusal(parsed, candidate.workspace_bytes);
+        } else if (products.status().code() == StatusCode::kUnimplemented) {
+          candidate.failure = products.status().message();
+        } else {
+          return products.status();
+        }
+        candidate.is_built = candidate.failure.empty() && candidate.refusal.empty();
       }
       if (!candidate.refusal.empty()) {
         reasons.Add(candidate.name + ": " + candidate.refusal);
