@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Counts the bytes that XLA's code of an operation moves on a GPU, without a GPU.
 
-    pip install "jax[cuda13]"
+    pip install "jax[cuda13]" flax
     python -m benchmarks.xla_code --out docs/benchmarks
 
 compiles each workload for an H200, once as plain JAX and once as jax_cudnn has it where
@@ -22,9 +22,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import linen
 from jax.experimental import topologies
 
-import jax_cudnn
+import jax_cudnn.flax.linen
 from benchmarks import fusion_cells, norms, operation_cells
 from benchmarks.contest import BOTH, FORWARD, XLA, Cell, Operand, program
 from benchmarks.records import write_records
@@ -269,6 +270,30 @@ def _of_norms() -> Iterator[Workload]:
     for work in (*norms.WORKLOADS, *others):
         cell = norms.cell(work)
         yield _of_cell(cell, cell.rivals["plain JAX"].function)
+    yield _layer((64, 56, 56, 256))
+
+
+def _layer(shape: tuple[int, ...]) -> Workload:
+    """Return Flax's BatchNorm in training, with its new running values."""
+
+    def by(layer: Any) -> Function:
+        def run(x: jax.Array, scale: Any, bias: Any, mean: Any, var: Any) -> Any:
+            given = {
+                "params": {"scale": scale, "bias": bias},
+                "batch_stats": {"mean": mean, "var": var},
+            }
+            norm = layer(use_running_average=False, dtype=x.dtype)
+            y, state = norm.apply(given, x, mutable=["batch_stats"])
+            return y, jax.lax.stop_gradient(state)
+
+        return run
+
+    return Workload(
+        name=f"Flax's BatchNorm, running values {' x '.join(map(str, shape))}",
+        ours=by(jax_cudnn.flax.linen.BatchNorm),
+        plain=[by(linen.BatchNorm)],
+        operands=[_array(*shape), *[_array(shape[-1], dtype=jnp.float32)] * 4],
+    )
 
 
 def _of_operations() -> Iterator[Workload]:

@@ -231,7 +231,9 @@ def batch_norm(
         call = norm._replace(with_statistics=needs)
         output, mean, rstd = _by_graph(call, moved, factors)
         if running is not None:
-            var = _variance(norm, moved, rstd)
+            # A kernel gives rstd, of which epsilon hides small variances. Where XLA
+            # runs the norm, this is what it computes for it anyway.
+            _, var = _statistics(moved)
     back = sorted(range(total.ndim), key=(*rows, channel).__getitem__)
     more: list[jax.Array] = []
     if running is not None:
@@ -290,26 +292,6 @@ def _updated(
         (momentum * old.astype(new.dtype) + (1 - momentum) * new).astype(old.dtype)
         for old, new in pairs
     ]
-
-
-# Of epsilon: a variance below this share of it is not computed from rstd.
-_SMALL = 2.0**-6
-
-
-def _variance(norm: Norm, x: jax.Array, rstd: jax.Array) -> jax.Array:
-    """Return the variances of the channels, of which a kernel gave rstd.
-
-    1 / rstd^2 - epsilon has no digits where a variance is far below epsilon. Where one
-    is, they are computed from x once more.
-    """
-    epsilon = _epsilon(norm, rstd.dtype)
-    # 1 / rstd first: the square of a small rstd is less than f32 holds.
-    var = jnp.square(1 / rstd) - epsilon
-
-    if norm.attributes.epsilon == 0:
-        return var
-    is_small = jnp.any(var < _SMALL * epsilon)
-    return jax.lax.cond(is_small, lambda: _statistics(x)[1], lambda: var)
 
 
 _Normalised = tuple[jax.Array, jax.Array, jax.Array]
@@ -371,8 +353,9 @@ def _epsilon(norm: Norm, dtype: Any) -> jax.Array:
 
 
 # What is computed in f32 within these is computed again for the gradient: kept, it
-# would take twice the memory of a 16-bit x.
-@jax.checkpoint
+# would take twice the memory of a 16-bit x. Within one program, XLA may see that it is
+# what the norm computes, too.
+@functools.partial(jax.checkpoint, prevent_cse=False)
 def _statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     *outer, channels = x.shape
     rows = jnp.reshape(x.astype(accumulator(x.dtype)), (math.prod(outer), channels))
