@@ -30,9 +30,7 @@ namespace jax_cudnn {
 std::atomic<int> build_count{0};
 std::atomic<int> read_count{0};
 
-struct LaunchableGraph {};
-
-Plan::Plan(std::unique_ptr<LaunchableGraph> launchable, Candidate candidate,
+Plan::Plan(std::unique_ptr<const Launchable> launchable, Candidate candidate,
            std::vector<std::string> failures)
     : launchable_(std::move(launchable)),
       candidate_(std::move(candidate)),
@@ -50,8 +48,7 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec&,
   if (request == "broken") return FailedPrecondition("broken");
   Candidate candidate;
   candidate.request = request;
-  return std::shared_ptr<const Plan>(
-      new Plan(std::make_unique<LaunchableGraph>(), std::move(candidate), {}));
+  return std::shared_ptr<const Plan>(new Plan(nullptr, std::move(candidate), {}));
 }
 
 StatusOr<std::string> Plan::Serialize() const {
@@ -67,8 +64,7 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec&,
   if (bytes == "spoiled") return Internal("spoiled");
   Candidate candidate;
   candidate.request = bytes;
-  return std::shared_ptr<const Plan>(
-      new Plan(std::make_unique<LaunchableGraph>(), std::move(candidate), {}));
+  return std::shared_ptr<const Plan>(new Plan(nullptr, std::move(candidate), {}));
 }
 
 std::string FrontendVersion() { return "0"; }
