@@ -25,7 +25,7 @@ constexpr int kDeviceToHost = 2;    // cudaMemcpyDeviceToHost
 constexpr int kDeviceToDevice = 3;  // cudaMemcpyDeviceToDevice
 
 // What this file calls an array of rows is stored row by row.
-const std::vector<int64_t> kRowMajor = {0, 1, 2};
+constexpr std::array<int64_t, 3> kRowMajor = {0, 1, 2};
 
 // A plan is made for each number of rows. So that there are few, products are of
 // multiples of 64.
@@ -96,7 +96,9 @@ StatusOr<GroupProducts::Part> GroupProducts::PartOf(const GraphSpec& graph,
   if (spec.IsEmpty()) {
     return Unimplemented("tensor '" + tensor + "' has no elements");
   }
-  const bool is_in_order = has_rows ? spec.order == kRowMajor : spec.order[0] == 0;
+  const bool is_in_order = has_rows ? std::equal(spec.order.begin(), spec.order.end(),
+                                                 kRowMajor.begin(), kRowMajor.end())
+                                    : spec.order[0] == 0;
   if (!is_in_order) {
     return Unimplemented("tensor '" + tensor + "' is stored in the order " +
                          ListText(spec.order) + ", not group by group, row by row");
@@ -188,7 +190,7 @@ StatusOr<GraphSpec> GroupProducts::TypicalMatmul(const GraphSpec& graph) {
   return Matmul(layout.products.front(), TypicalRows(layout));
 }
 
-std::string GroupProducts::RefusalOf(const Candidate& candidate) {
+std::string_view GroupProducts::RefusalOf(const Candidate& candidate) {
   const auto& notes = candidate.behavior_notes;
   if (std::find(notes.begin(), notes.end(), kCompiles) != notes.end()) {
     return "it would be compiled for every number of rows that a group has";

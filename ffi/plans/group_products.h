@@ -16,6 +16,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -40,7 +41,7 @@ class GroupProducts : public Launchable {
 
   // Why a candidate for that matmul cannot be used; empty where it can. A group may
   // have any number of rows, and a plan is made when a number is first met.
-  static std::string RefusalOf(const Candidate& candidate);
+  static std::string_view RefusalOf(const Candidate& candidate);
 
   // The products by the candidate with that request. Sets its workspace.
   static StatusOr<std::unique_ptr<GroupProducts>> Make(const GraphSpec& graph,
