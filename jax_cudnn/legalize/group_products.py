@@ -18,6 +18,7 @@ from jax_cudnn.graph import Graph
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.legalization import Legal
+from jax_cudnn.reference.grouped_matmul import Groups
 
 _NOTE = "each group is a matmul of its own: the host waits for the sizes"
 _MOVED = "groups are moved to start at multiples of {} rows, and back"
@@ -77,12 +78,10 @@ def _rows_of_all(rows: int, groups: int) -> int:
 
 
 class _Places(NamedTuple):
-    """Where groups begin and end, as they are given and as they are moved apart."""
+    """Where groups are, as they are given and as they are moved apart."""
 
-    sizes: jax.Array
-    ends: jax.Array
-    moved_sizes: jax.Array
-    moved_ends: jax.Array
+    given: Groups
+    moved: Groups
 
     @classmethod
     def of(cls, sizes: jax.Array, rows: int) -> "_Places":
@@ -92,29 +91,29 @@ class _Places(NamedTuple):
         ends = jnp.minimum(jax.lax.cummax(sums), rows)
         sizes = jnp.diff(ends, prepend=jnp.zeros((), ends.dtype))
         moved = -(-sizes // _ROWS_PER_STEP) * _ROWS_PER_STEP
-        return cls(sizes, ends, moved, jnp.cumsum(moved, dtype=sizes.dtype))
+        return cls(Groups(ends - sizes, ends), Groups.of_sizes(moved))
+
+    @property
+    def sizes(self) -> jax.Array:
+        """How many rows groups have once they are moved apart."""
+        return self.moved.ends - self.moved.starts
 
     def sources(self, moved_rows: int, rows: int) -> jax.Array:
         """Return which given row each moved one is; `rows` for none."""
-        row = jnp.arange(moved_rows, dtype=self.ends.dtype)
-        group, is_in_one = _group_of(row, self.moved_ends)
-        place = row - (self.moved_ends - self.moved_sizes)[group]
-        source = (self.ends - self.sizes)[group] + place
-        return jnp.where(is_in_one & (place < self.sizes[group]), source, rows)
+        return _counterparts(self.moved, self.given, moved_rows, rows)
 
     def targets(self, rows: int, moved_rows: int) -> jax.Array:
         """Return where each given row is moved to; `moved_rows` for those in none."""
-        row = jnp.arange(rows, dtype=self.ends.dtype)
-        group, is_in_one = _group_of(row, self.ends)
-        place = row - (self.ends - self.sizes)[group]
-        target = (self.moved_ends - self.moved_sizes)[group] + place
-        return jnp.where(is_in_one, target, moved_rows)
+        return _counterparts(self.given, self.moved, rows, moved_rows)
 
 
-def _group_of(row: jax.Array, ends: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Return the group of each row, and whether there is one."""
-    group = jnp.sum(ends[None] <= row[:, None], axis=1, dtype=row.dtype)
-    return jnp.minimum(group, len(ends) - 1), group < len(ends)
+def _counterparts(here: Groups, there: Groups, rows: int, none: int) -> jax.Array:
+    """Return which row of its group there each row here is, or `none`."""
+    number = here.of_rows(rows)
+    group = jnp.minimum(number, len(here.ends) - 1)
+    place = jnp.arange(rows, dtype=number.dtype) - here.starts[group]
+    row = there.starts[group] + place
+    return jnp.where((number == group) & (row < there.ends[group]), row, none)
 
 
 def _move_groups(editor: GraphEditor) -> None:
@@ -136,7 +135,7 @@ def _move_groups(editor: GraphEditor) -> None:
         for name in names[:2]:
             env[name] = taken(env[name], source)
         shape = env["group_sizes"].shape
-        env["group_sizes"] = jnp.reshape(places.moved_sizes, shape)
+        env["group_sizes"] = jnp.reshape(places.sizes, shape)
 
     def back(env: Env, results: Env) -> None:
         places = _Places.of(env["group_sizes"], rows)

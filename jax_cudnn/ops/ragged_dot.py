@@ -245,10 +245,9 @@ def _bias_of_rows(product: _Product, bias: jax.Array) -> jax.Array:
         # JAX does not differentiate picking from an array whose type is sharded.
         own = groups.have(rows)
         return jnp.sum(jnp.where(own, bias[:, None], jnp.zeros((), bias.dtype)), axis=0)
-    # How many groups end at or before a row: the number of its own, or g.
-    row = jnp.arange(rows, dtype=groups.ends.dtype)
-    group = jnp.sum(groups.ends[None] <= row[:, None], axis=1, dtype=row.dtype)
-    return bias.at[group].get(mode="fill", fill_value=0, indices_are_sorted=True)
+    return bias.at[groups.of_rows(rows)].get(
+        mode="fill", fill_value=0, indices_are_sorted=True
+    )
 
 
 def _plain(product: _Product, preferred: object, epilogue: Epilogue) -> jax.Array:

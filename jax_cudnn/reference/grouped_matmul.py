@@ -44,6 +44,12 @@ class Groups(NamedTuple):
         ends = jnp.cumsum(sizes, dtype=sizes.dtype)
         return cls(ends - sizes, ends)
 
+    def of_rows(self, rows: int) -> jax.Array:
+        """Return the number of each row's group; that of groups for a row in none."""
+        row = jnp.arange(rows, dtype=self.ends.dtype)
+        # So many groups end at or before it.
+        return jnp.sum(self.ends[None] <= row[:, None], axis=1, dtype=row.dtype)
+
     def have(self, rows: int) -> jax.Array:
         """Return whether each group has each row, as (g, m, 1)."""
         row = jnp.arange(rows, dtype=self.ends.dtype)[None]
