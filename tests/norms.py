@@ -33,6 +33,8 @@ FACTORS: dict[str, tuple[int, ...]] = {
     "rms_norm": (1,),
 }
 KINDS = tuple(NORMALISED)
+# Those that add a residual.
+OF_ROWS = ("layer_norm", "rms_norm")
 
 
 def truth(
@@ -112,6 +114,7 @@ class Problem:
     dims: tuple[int, ...] | None = None
     order: tuple[int, ...] | None = None
     epsilon: float = 1e-3
+    has_residual: bool = False
     with_statistics: bool = False
 
     @property
@@ -133,6 +136,8 @@ class Problem:
             for role, dtype in dtypes.items()
             if dtype is not None
         }
+        if self.has_residual:
+            inputs["residual"] = replace(inputs["x"], name="residual")
         output: Any = self.output or self.dtype
         return norm_graph(
             self.kind,

@@ -14,7 +14,7 @@ from jax_cudnn.graph import Graph, Target, to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
-from tests.norms import DIMS, KINDS, Problem, backward_of, f8_graph
+from tests.norms import DIMS, KINDS, OF_ROWS, Problem, backward_of, f8_graph
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -122,6 +122,47 @@ def test_other_orders_of_axes(kind: str) -> None:
             x = emitted.tensor(dict(node.inputs)["x"])
             if node.kind not in ("group_norm", "group_norm_backward"):
                 assert x.order == tuple(range(len(x.dims)))
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+@pytest.mark.parametrize("factors", ["f32", "bf16", None])
+def test_a_residual_is_added_in_the_kernel_or_before(
+    kind: str, factors: str | None
+) -> None:
+    for dtype, order in itertools.product(("f32", "bf16"), ((0, 1), (1, 0))):
+        graph = Problem(
+            kind=kind,
+            dtype=dtype,
+            scale=factors,
+            bias=factors,
+            order=order,
+            has_residual=True,
+            with_statistics=True,
+        ).graph
+        emitted = _check(graph)
+        is_within = ["residual" in dict(each.nodes[0].inputs) for each in emitted]
+        assert is_within == [True, False] if factors in (dtype, None) else [False]
+    other = Problem(kind=kind, dtype="bf16", scale="bf16", bias="bf16", output="f32")
+    assert len(_check(replace(other, has_residual=True).graph)) == 1
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_the_cotangent_of_the_sum_is_added_in_the_kernel_or_after(kind: str) -> None:
+    graph = Problem(
+        kind=kind, dtype="bf16", has_residual=True, with_statistics=True
+    ).graph
+    wanted = itertools.product((False, True), repeat=len(graph.inputs))
+    nonzero = itertools.product((False, True), repeat=len(graph.outputs))
+    for some, cotangents in itertools.product(wanted, list(nonzero)):
+        if not any(some) or not any(cotangents):
+            continue
+        backward = backward_of(graph, some, cotangents)
+        emitted = _check(backward)
+        is_within = ["grad_total" in dict(each.nodes[0].inputs) for each in emitted]
+        has_cotangent = cotangents[graph.outputs.index("total")]
+        assert is_within == [True, False] if has_cotangent else [False]
+        for each in emitted:
+            assert "grad_residual" not in dict(each.nodes[0].outputs)
 
 
 @pytest.mark.parametrize("kind", KINDS)

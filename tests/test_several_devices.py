@@ -846,6 +846,11 @@ def _normed_rows(x: Any, scale: Any, bias: Any) -> jax.Array:
     return jax_cudnn.layer_norm(x, scale, bias, activation="silu")
 
 
+def _normed_sums(x: Any, residual: Any, scale: Any) -> jax.Array:
+    output, total = jax_cudnn.rms_norm(x, scale, residual=residual)
+    return output * total
+
+
 def _normed_groups(x: Any, scale: Any, bias: Any) -> jax.Array:
     return jax_cudnn.group_norm(x, scale, bias, groups=8)
 
@@ -864,6 +869,7 @@ def _normed_channels(x: Any, scale: Any, bias: Any) -> jax.Array:
 
 _NORMS = {
     _normed_rows: ((8, 6, 16), (16,), (16,)),
+    _normed_sums: ((8, 6, 16), (8, 6, 16), (16,)),
     _normed_groups: ((8, 6, 4, 16), (16,), (16,)),
     _normed_instances: ((8, 6, 4, 16), (16,), (16,)),
     _modulated: ((8, 6, 16), (8, 16), (8, 16)),
@@ -881,6 +887,8 @@ _NORM_CASES = [
         "all-gather",
         "all-gather",
     ),
+    _Case(_normed_sums, (("x", "y"), ("x", "y"), _NONE), "", "all-reduce"),
+    _Case(_normed_sums, ((("x", "y"),), (("x", "y"),), _NONE), "", "all-reduce"),
     _Case(_normed_groups, (("x",), _NONE, _NONE), "", "all-reduce"),
     _Case(_normed_groups, (("x", None, None, "y"), ("y",), ("y",)), "", "all-reduce"),
     _Case(_normed_instances, (("x",), _NONE, _NONE), "", "all-reduce"),

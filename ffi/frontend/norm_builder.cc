@@ -72,6 +72,16 @@ TensorPtr Epsilon(const NodeWriter& writer) {
       static_cast<float>(writer.node().Attribute<double>("epsilon")));
 }
 
+// What is computed of two tensors beside the norm; `part` names it within the node.
+TensorPtr Beside(NodeWriter& writer, const char* part, fe::PointwiseMode_t mode,
+                 const TensorPtr& a, const TensorPtr& b) {
+  fe::graph::Pointwise_attributes attributes;
+  attributes.set_name(writer.node().kind + part)
+      .set_mode(mode)
+      .set_compute_data_type(fe::DataType_t::FLOAT);
+  return writer.graph().pointwise(a, b, std::move(attributes));
+}
+
 // The output as the norm gives it, or multiplied on its way to f8, which cuDNN does not
 // write otherwise.
 void NormOutput(NodeWriter& writer, const TensorPtr& output) {
@@ -79,12 +89,29 @@ void NormOutput(NodeWriter& writer, const TensorPtr& output) {
     writer.Output("output", output);
     return;
   }
-  fe::graph::Pointwise_attributes attributes;
-  attributes.set_name(writer.node().kind + "_scale_output")
-      .set_mode(fe::PointwiseMode_t::MUL)
-      .set_compute_data_type(fe::DataType_t::FLOAT);
-  writer.Output("output", writer.graph().pointwise(output, writer.Input("scale_output"),
-                                                   std::move(attributes)));
+  writer.Output("output", Beside(writer, "_scale_output", fe::PointwiseMode_t::MUL,
+                                 output, writer.Input("scale_output")));
+}
+
+// What is normalised: x, or its sum with the residual, which is written as well.
+TensorPtr NormInput(NodeWriter& writer) {
+  if (!writer.Has("residual")) return writer.Input("x");
+  TensorPtr total = Beside(writer, "_residual", fe::PointwiseMode_t::ADD,
+                           writer.Input("x"), writer.Input("residual"));
+  writer.Output("total", total);
+  return total;
+}
+
+// The gradient of x as the kernel has it, or with that of the sum added.
+void NormGradient(NodeWriter& writer, const TensorPtr& grad_x) {
+  if (!writer.Has("grad_total")) {
+    writer.Output("grad_x", grad_x);
+    return;
+  }
+  // cuDNN plans this with no wider tensor between (9.19).
+  grad_x->set_data_type(writer.Input("x")->get_data_type());
+  writer.Output("grad_x", Beside(writer, "_grad_total", fe::PointwiseMode_t::ADD,
+                                 grad_x, writer.Input("grad_total")));
 }
 
 // The statistics are results of the training phase, all of them or none.
@@ -107,7 +134,7 @@ Status AddForward(NodeWriter& writer, Add add) {
   NormAttributes attributes;
   RETURN_IF_ERROR(SetForward(writer, attributes, {"mean", "rstd"}));
   const std::array<TensorPtr, 3> results =
-      (writer.graph().*add)(writer.Input("x"), writer.Input("scale"),
+      (writer.graph().*add)(NormInput(writer), writer.Input("scale"),
                             writer.Input("bias"), std::move(attributes));
   NormOutput(writer, results[0]);
   if (writer.Has("rstd")) {
@@ -129,7 +156,7 @@ Status AddBackward(NodeWriter& writer, Add add) {
   const std::array<TensorPtr, 3> results =
       (writer.graph().*add)(writer.Input("grad_output"), writer.Input("x"),
                             writer.Input("scale"), std::move(attributes));
-  writer.Output("grad_x", results[0]);
+  NormGradient(writer, results[0]);
   writer.Output("grad_scale", results[1]);
   writer.Output("grad_bias", results[2]);
   return {};
@@ -217,7 +244,7 @@ Status AddRmsNorm(NodeWriter& writer) {
     attributes.set_bias(bias);
   }
   const auto [output, rstd] = writer.graph().rmsnorm(
-      writer.Input("x"), writer.Input("scale"), std::move(attributes));
+      NormInput(writer), writer.Input("scale"), std::move(attributes));
   NormOutput(writer, output);
   if (writer.Has("rstd")) writer.Output("rstd", rstd);
   return {};
@@ -232,7 +259,7 @@ Status AddRmsNormBackward(NodeWriter& writer) {
   const auto [grad_x, grad_scale, grad_bias] = writer.graph().rmsnorm_backward(
       writer.Input("grad_output"), writer.Input("x"), writer.Input("scale"),
       writer.Input("rstd"), std::move(attributes));
-  writer.Output("grad_x", grad_x);
+  NormGradient(writer, grad_x);
   writer.Output("grad_scale", grad_scale);
   if (writer.Has("grad_bias")) writer.Output("grad_bias", grad_bias);
   return {};

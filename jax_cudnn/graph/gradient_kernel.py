@@ -3,8 +3,9 @@
 
 The gradient's row says all: operands with the names of the kind's operands and results
 are these, one named grad_x is the cotangent of the result x, and a result named grad_x
-is the gradient of the operand x. What is optional there is left out where it is not
-there, not wanted, or known to be zero.
+is the gradient of the operand x. A row may say that an operand is a result of the kind
+instead of its operand, where there is one. What is optional there is left out where it
+is not there, not wanted, or known to be zero.
 """
 
 import functools
@@ -122,15 +123,20 @@ def _gradient(
     inputs: dict[str, Tensor] = {}
     operands: list[Source] = []
 
+    # The results that stand in for operands.
+    read_as = {new: old for old, new in row.instead.items() if new in role_of.values()}
+
     def add(role: str, like: str, source: Source) -> None:
         if role in row.roles and row.roles[role].is_input:
             inputs[role] = replace(full.tensor(like), name=role)
             operands.append(source)
 
     for i, name in enumerate(graph.inputs):
-        add(role_of[name], name, ("input", i))
+        if role_of[name] not in read_as.values():
+            add(role_of[name], name, ("input", i))
     for i, name in enumerate(full.outputs):
-        add(role_of[name], name, ("output", i))
+        role = role_of[name]
+        add(read_as.get(role, role), name, ("output", i))
     for i, name in enumerate(graph.outputs):
         role = f"grad_{role_of[name]}"
         if nonzero[i] or (role in row.roles and row.roles[role].is_required):

@@ -10,7 +10,9 @@ is normalised, and var = E (x - E x)^2,
 In `rms_norm` the mean is left out: rstd = 1 / sqrt(E x^2 + epsilon). What is normalised
 are the features of a row (`layer_norm`, `rms_norm`, `adaptive_layer_norm`), the rows of
 a channel (`batch_norm`), or the channels of a group at all positions (`group_norm`).
-Without ``scale`` there is none, and likewise ``bias``. With ``scale_output`` the output
+Without ``scale`` there is none, and likewise ``bias``. In `layer_norm` and `rms_norm` a
+``residual`` is added to x before, and x stands for the sum, which is a result, too:
+``total``, rounded to its dtype. With ``scale_output`` the output
 is multiplied by it, and what its dtype does not hold becomes the largest number that it
 does: an output in f8. Such a norm has no gradient.
 
@@ -18,8 +20,9 @@ The gradients read the statistics that the forward kernel saved.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
 from jax_cudnn.graph.kinds import NodeKind, Roles, kind_named, register_kind
@@ -54,13 +57,15 @@ def norm_graph(
     """Build the one-node forward graph; tensors are named by their roles.
 
     ``inputs`` maps roles to tensors of the same name, in operand order. The results are
-    the output, and the statistics if they are asked for.
+    the output, the sum with a residual, and the statistics if they are asked for.
     """
     row = kind_named(kind).row
-    statistics = [r.name for r in row.outputs if with_statistics and r.is_sum]
-    outputs = {"output": output} | {
-        role: result_like(row, role, inputs, attributes) for role in statistics
-    }
+    outputs = {"output": output}
+    if "residual" in inputs:
+        outputs["total"] = replace(inputs["x"], name="total")
+    for role in row.outputs:
+        if with_statistics and role.is_sum:
+            outputs[role.name] = result_like(row, role.name, inputs, attributes)
     return single_node_graph(kind, inputs, outputs, attributes)
 
 
@@ -76,8 +81,10 @@ def _cancelled(kind: str) -> Callable[[Roles], frozenset[str]]:
         for axis in NORMALISED[kind]:
             count *= roles["x"].dims[axis]
         found: set[str] = set()
-        if count <= (2 if "mean" in roles else 1):
-            found.add("grad_x")
+        # The cotangent of a sum with a residual is added, and does not cancel.
+        is_alone = "grad_total" not in roles
+        if is_alone and count <= (2 if "mean" in roles else 1):
+            found |= {"grad_x", "grad_residual"}
         if count == 1 and "mean" in roles:
             found.add("grad_scale")
         return frozenset(found & roles.keys())
@@ -85,11 +92,19 @@ def _cancelled(kind: str) -> Callable[[Roles], frozenset[str]]:
     return cancelled
 
 
+def _check(roles: Roles, attributes: Attributes) -> None:
+    """Raise GraphError unless a residual comes with the sum, and the sum with it."""
+    del attributes
+    if ("residual" in roles) != ("total" in roles):
+        raise GraphError("a norm with a residual gives the total, and no other does")
+
+
 for _name in NORMALISED:
     register_kind(
         NodeKind(
             row=describe(_name),
             attributes=NormAttributes,
+            check=_check,
             derivative=gradient_kernel(f"{_name}_backward"),
         )
     )

@@ -3,13 +3,15 @@
 
 cuDNN's norms have no form without scale and bias, and give all statistics or none; the
 gradients give all of theirs. They take no cotangent of the statistics: what it adds to
-the gradient of x is computed after the kernel.
+the gradient of x is computed after the kernel. They add a residual before, where scale
+and bias have the dtype of x, and their gradients add the cotangent of the sum.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import cast
 
+import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import DTypeName, Graph, Target, Tensor
@@ -87,13 +89,21 @@ def _is_measured(graph: Graph, target: Target) -> bool:
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a norm with what follows it."""
-    editor = GraphEditor.of(graph)
-    kind = editor.main.kind.removesuffix("_backward")
-    x = _role(editor, "x")
+    whole, apart = GraphEditor.of(graph), GraphEditor.of(graph)
+    kind = whole.main.kind.removesuffix("_backward")
+    x = _role(whole, "x")
     assert x is not None
     if kind == "group_norm" and x.dims[2] != 1:
         return (group_norm.as_layer_norm(graph),)
-    _take_statistics_gradients(editor)  # first: its arrays are those of the call
+    # First come steps whose arrays are those of the call.
+    ways = [whole, apart] if _add_apart(apart) and _may_add(whole) else [apart]
+    return tuple(_completed(way, kind) for way in ways)
+
+
+def _completed(editor: GraphEditor, kind: str) -> Legal:
+    """Return the norm with all that cuDNN wants of its operands and results."""
+    _take_gradients_in_common(editor)
+    _take_statistics_gradients(editor)
     _keep_layout(editor, _instances_last if kind == "group_norm" else _plain)
     _complete_factors(editor)
     _complete_results(editor)
@@ -101,7 +111,83 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
         _use_one_dtype(editor)
     if kind == "batch_norm":
         _fill_loads(editor)
-    return (editor.finish(),)
+    return editor.finish()
+
+
+def _may_add(editor: GraphEditor) -> bool:
+    """Whether a kernel may add the residual, or the cotangent of the sum with it.
+
+    Only where scale and bias are in the dtype of x does cuDNN plan the sum before a
+    norm, with 9.19 and 9.27 (tests/gpuless/test_norm_surface.py). The output is then in
+    that dtype as well.
+    """
+    if editor.main.kind.endswith("_backward"):
+        return True
+    roles = ("x", "scale", "bias", "output")
+    found = [t for t in (_role(editor, role) for role in roles) if t is not None]
+    return len({tensor.dtype for tensor in found}) == 1
+
+
+def _add_apart(editor: GraphEditor) -> bool:
+    """Have XLA add what a norm or its gradient adds; return whether there is any."""
+    residual, cotangent = _role(editor, "residual"), _role(editor, "grad_total")
+    if residual is not None:
+        _add_before(editor, residual)
+    if cotangent is not None:
+        editor.drop(cotangent.name)
+        for role in ("grad_x", "grad_residual"):
+            if (grad := _role(editor, role)) is not None:
+                _add_after(editor, grad, cotangent)
+        editor.notes.append("the gradient of the sum is added by XLA")
+    return residual is not None or cotangent is not None
+
+
+def _add_before(editor: GraphEditor, residual: Tensor) -> None:
+    x, total = _role(editor, "x"), _role(editor, "total")
+    assert x is not None
+    assert total is not None
+
+    def added(env: Env) -> jax.Array:
+        return to_logical(x, env[x.name]) + to_logical(residual, env[residual.name])
+
+    editor.drop(residual.name)
+    editor.drop(total.name)
+    editor.before.append(lambda env: env.update({x.name: to_stored(x, added(env))}))
+    editor.after.append(
+        lambda env, found: found.update({total.name: to_stored(total, added(env))})
+    )
+    editor.notes.append("the residual is added by XLA")
+
+
+def _add_after(editor: GraphEditor, grad: Tensor, cotangent: Tensor) -> None:
+    def after(env: Env, found: Env) -> None:
+        own = to_logical(grad, found[grad.name])
+        both = own + to_logical(cotangent, env[cotangent.name])
+        found[grad.name] = to_stored(grad, both)
+
+    editor.after.append(after)
+
+
+def _take_gradients_in_common(editor: GraphEditor) -> None:
+    """Have the kernel give one gradient of a sum, which is that of both terms."""
+    grad, other = _role(editor, "grad_x"), _role(editor, "grad_residual")
+    if other is None:
+        return
+    if grad is None:
+        # Whoever is called the gradient of x is what the kernel gives.
+        outputs = dict(editor.main.outputs)
+        outputs["grad_x"] = outputs.pop("grad_residual")
+        editor.replace_main(
+            replace(editor.main, outputs=tuple(sorted(outputs.items())))
+        )
+        return
+    editor.drop(other.name)
+
+    def after(env: Env, found: Env) -> None:
+        del env
+        found[other.name] = to_stored(other, to_logical(grad, found[grad.name]))
+
+    editor.after.append(after)
 
 
 def _reasons(graph: Graph, target: Target | None) -> list[str]:

@@ -146,5 +146,6 @@ def adaptive_layer_norm(
     results = norm.run("adaptive_layer_norm", operands)
     return norm.finish(
         jnp.reshape(results["output"], total.shape),
+        total,
         norm.statistics(results, (batch, *rows)),
     )

@@ -240,7 +240,7 @@ def batch_norm(
         more += _updated(running, share, mean, var)
     if norm.with_statistics:
         more += [mean, rstd]
-    return norm.finish(jnp.transpose(output, back), more)
+    return norm.finish(jnp.transpose(output, back), total, more)
 
 
 class _Factors(NamedTuple):

@@ -300,7 +300,7 @@ def _of_groups(
     output = jnp.reshape(results["output"], moved.shape)
     if is_moved:
         output = jnp.transpose(output, [axes.index(i) for i in range(x.ndim)])
-    return norm.finish(output, norm.statistics(results, (*outer, groups)))
+    return norm.finish(output, x, norm.statistics(results, (*outer, groups)))
 
 
 def _check_groups(op: str, groups: int, channels: int) -> int:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the norms have in common: checks of arguments, and one graph with its results.
 
-What is added before the norm and applied after it is XLA's: cuDNN's kernels with a sum
-before or an activation after take no scale that is wider than x (9.19 and 9.27), and
-XLA fuses both with what is around the call.
+What is applied after the norm is XLA's: cuDNN's kernels with an activation take no
+scale that is wider than x (9.19 and 9.27), and XLA fuses it with what is around the
+call. A residual is the kernel's in the norms of rows, and XLA's in the others.
 """
 
 import math
@@ -39,13 +39,13 @@ from jax_cudnn.reference.dtypes import dtype_name, saturated
 class Norm(NamedTuple):
     """A call of a norm, its arguments checked.
 
-    ``total`` is x with the residual added, in their common dtype, and ``dtype`` that of
-    the output.
+    ``x`` and ``residual`` are in their common dtype, and ``dtype`` is that of the
+    output.
     """
 
     op: str
-    total: jax.Array
-    has_residual: bool
+    x: jax.Array
+    residual: jax.Array | None
     activation: Activation | None
     attributes: NormAttributes
     dtype: np.dtype
@@ -69,17 +69,22 @@ class Norm(NamedTuple):
         """Return the call of a norm, or raise what is wrong with it."""
         call = options(op, implementation, plan)
         array = _as_floats(op, "x", x)
-        total = array if residual is None else _added(op, array, residual)
+        both = _in_common(op, array, residual)
         return cls(
             op=op,
-            total=total,
-            has_residual=residual is not None,
+            x=both[0],
+            residual=both[1],
             activation=activation,
             attributes=NormAttributes(epsilon=check_epsilon(op, epsilon)),
             dtype=_output_dtype(op, preferred_element_type, array.dtype),
             with_statistics=check_flag(op, "return_statistics", return_statistics),
             call=call,
         )
+
+    @property
+    def total(self) -> jax.Array:
+        """X with the residual added, for kernels that do not add it."""
+        return self.x if self.residual is None else self.x + self.residual
 
     def run(self, kind: str, operands: Mapping[str, Operand]) -> dict[str, jax.Array]:
         """Return what a graph of one norm gives, in the shapes of its tensors' arrays.
@@ -130,14 +135,14 @@ class Norm(NamedTuple):
         ]
 
     def finish(
-        self, output: jax.Array, statistics: Sequence[jax.Array]
+        self, output: jax.Array, total: jax.Array, statistics: Sequence[jax.Array]
     ) -> jax.Array | tuple[jax.Array, ...]:
-        """Return what the call returns, given output and statistics in their shapes."""
+        """Return what the call returns, given all of it in its shapes."""
         if self.activation is not None:
             wide = output.astype(accumulator(self.dtype))
             output = on_array(self.op, self.activation, wide)
             output = output.astype(self.dtype)
-        more = [self.total] if self.has_residual else []
+        more = [] if self.residual is None else [total]
         everything = (output, *more, *statistics)
         return everything if len(everything) > 1 else output
 
@@ -228,7 +233,12 @@ def _as_floats(op: str, name: str, value: ArrayLike) -> jax.Array:
     return strongly_typed(array)
 
 
-def _added(op: str, x: jax.Array, residual: ArrayLike) -> jax.Array:
+def _in_common(
+    op: str, x: jax.Array, residual: ArrayLike | None
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return x and the residual, if any, in the dtype to which both promote."""
+    if residual is None:
+        return x, None
     other = _as_floats(op, "residual", residual)
     if other.shape != x.shape:
         raise ValueError(
@@ -238,7 +248,7 @@ def _added(op: str, x: jax.Array, residual: ArrayLike) -> jax.Array:
     # Under strict promotion, too: the two are of floats, and the sum is a new result.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.promote_types(x.dtype, other.dtype)
-    return x.astype(dtype) + other.astype(dtype)
+    return x.astype(dtype), other.astype(dtype)
 
 
 def _output_dtype(op: str, preferred: DTypeLike | None, default: np.dtype) -> np.dtype:

@@ -273,7 +273,7 @@ def run_rows(
 
     ``scale_output`` is one number, by which an output in f8 is multiplied.
     """
-    x = norm.total
+    x = norm.x
     if x.ndim == 0:
         raise ValueError(
             f"{norm.op}: x is {describe(x)}. It must have one axis or more to "
@@ -293,16 +293,25 @@ def run_rows(
 
     permutation = (*others, *axes)
     is_last = permutation == tuple(range(x.ndim))
-    moved = x if is_last else jnp.transpose(x, permutation)
+
+    def moved(array: jax.Array) -> Operand:
+        stored = array if is_last else jnp.transpose(array, permutation)
+        return Operand(stored, (0, 1), (math.prod(rows), features))
+
+    def back(array: jax.Array) -> jax.Array:
+        shaped = jnp.reshape(array, (*rows, *shape))
+        if is_last:
+            return shaped
+        return jnp.transpose(shaped, [permutation.index(i) for i in range(x.ndim)])
+
     number = scale_output
     operands = given(
-        x=Operand(moved, (0, 1), (math.prod(rows), features)),
+        x=moved(x),
         scale=factor("scale", scale),
         bias=factor("bias", bias),
+        residual=None if norm.residual is None else moved(norm.residual),
         scale_output=number if number is None else Operand(number, (0, 1), (1, 1)),
     )
     results = norm.run(kind, operands)
-    output = jnp.reshape(results["output"], (*rows, *shape))
-    if not is_last:
-        output = jnp.transpose(output, [permutation.index(i) for i in range(x.ndim)])
-    return norm.finish(output, norm.statistics(results, rows))
+    total = x if norm.residual is None else back(results["total"])
+    return norm.finish(back(results["output"]), total, norm.statistics(results, rows))

@@ -40,9 +40,12 @@ def _forward(
     outputs: Mapping[str, Tensor],
 ) -> dict[str, jax.Array]:
     assert isinstance(attributes, NormAttributes)
+    results: dict[str, jax.Array] = {}
+    if "residual" in inputs:
+        results["total"] = inputs["x"] + inputs["residual"]
+        inputs = {**inputs, "x": results["total"]}
     wide = _widened(inputs)
     centred = x = wide["x"]
-    results: dict[str, jax.Array] = {}
     if is_centred:
         moments = column_moments(x) if axes == (0,) else _centred_moments(x, axes)
         results["mean"], variance = moments
@@ -188,7 +191,8 @@ def _backward(
         dims = outputs[role].dims
         summed = tuple(axis for axis, size in enumerate(dims) if size == 1)
         results[role] = jnp.sum(terms[role], summed, keepdims=True)
-    if "grad_x" not in outputs:
+    asked = [role for role in ("grad_x", "grad_residual") if role in outputs]
+    if not asked:
         return results
     others = tuple(axis for axis in axes if axis not in shared)
     count = _count(grad, axes)
@@ -202,7 +206,10 @@ def _backward(
     moved = scaled(grad) - normal * normalised(mean(along))
     if "mean" in wide:
         moved = moved - mean(total)
-    return {**results, "grad_x": _with_statistics(rstd * moved, wide, normal, axes)}
+    grad_x = _with_statistics(rstd * moved, wide, normal, axes)
+    if "grad_total" in wide:
+        grad_x = grad_x + wide["grad_total"]
+    return {**results, **dict.fromkeys(asked, grad_x)}
 
 
 def with_statistics(kind: str, grad_x: jax.Array, inputs: Operands) -> jax.Array:

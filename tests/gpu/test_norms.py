@@ -5,7 +5,8 @@ Judged against float64 on the CPU: by the error that XLA makes in the same dtype
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 import pytest
 
 from jax_cudnn import native
-from jax_cudnn.graph import Graph, forward_graph, to_json
-from jax_cudnn.legalize import legalize
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph import Graph, Target, forward_graph, to_json
+from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering.cuda import run_cudnn
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.reference import evaluate
@@ -24,7 +26,7 @@ from jax_cudnn.reference.dtypes import jax_dtype
 from tests.drawn_operands import draw_arrays
 from tests.gpu.numerics import judge
 from tests.norm_calls import CALLS, Call, operands
-from tests.norms import KINDS, Problem, backward_of
+from tests.norms import KINDS, OF_ROWS, Problem, backward_of
 
 pytestmark = pytest.mark.gpu
 
@@ -91,6 +93,25 @@ def _graphs(kind: str, dtype: Any) -> Iterator[Graph]:
             yield backward_of(training, nonzero=[i == 0 for i in range(count)])
 
 
+def _residual_graphs(kind: str, dtype: Any) -> Iterator[Graph]:
+    """Yield norms that add a residual, and gradients that add that of the sum."""
+    for dims in ((77, 1001), (512, 1024), (9, 4096), (1000, 768), (3, 8192)):
+        for scale in {dtype, "f32"}:
+            problem = Problem(
+                kind=kind,
+                dtype=dtype,
+                scale=scale,
+                bias=scale,
+                dims=dims,
+                has_residual=True,
+            )
+            yield problem.graph
+            training = replace(problem, with_statistics=True).graph
+            yield training
+            nonzero = [name in ("output", "total") for name in training.outputs]
+            yield backward_of(training, nonzero=nonzero)
+
+
 def _operands(graph: Graph, seed: int) -> list[jax.Array]:
     """Return random operands; those of a gradient with the statistics of its x."""
     arrays = dict(zip(graph.inputs, draw_arrays(graph, seed), strict=True))
@@ -124,26 +145,22 @@ def _noise(graph: Graph, name: str, truth: np.ndarray) -> Any:
     return np.full(truth.shape, count * float(jnp.finfo(jnp.float32).eps) * size)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-def test_every_plan_is_launched_and_right(kind: str, dtype: str) -> None:
+def _launched(graphs: Iterable[Graph]) -> int:
+    """Launch every plan of every way to run the graphs, and return how many."""
     target = native.device_target(0)
     failures: list[str] = []
     launched = 0
-    for seed, graph in enumerate(_graphs(kind, dtype)):
+    for seed, graph in enumerate(graphs):
         arrays = _operands(graph, seed)
         truth = _in_f64(graph, arrays)
         reference = evaluate(graph, arrays)
-        (legal,) = legalize(graph, target).candidates
-        text = to_json(legal.graph)
         names = [f"{graph.nodes[0].kind} {name}" for name in graph.outputs]
         noises = [
             _noise(graph, name, x) for name, x in zip(graph.outputs, truth, strict=True)
         ]
-        for candidate in native.candidates(text):
-            if candidate.refusal:
-                continue
+        for legal, candidate in _candidates(graph, target):
             try:
+                text = to_json(legal.graph)
                 plan = native.plan(text, request=candidate.request)
                 step = Step(
                     part=graph,
@@ -156,11 +173,34 @@ def test_every_plan_is_launched_and_right(kind: str, dtype: str) -> None:
                 judge(names, found, reference, truth, noises)
             except Exception as error:  # All plans are to be heard of.
                 dims = graph.tensor("x").dims
-                where = f"{candidate.name} {dims}"
+                where = f"{candidate.name} {dims} {legal.notes}"
                 failures.append(f"{where}: {type(error).__name__}: {error}"[:400])
             launched += 1
-    assert launched
     assert not failures, "\n".join(failures)
+    return launched
+
+
+def _candidates(graph: Graph, target: Target) -> list[tuple[Legal, native.Candidate]]:
+    """Return the ways to run a graph with their plans; one of them has some."""
+    found: list[tuple[Legal, native.Candidate]] = []
+    for legal in legalize(graph, target).candidates:
+        with suppress(UnsupportedError):
+            listed = native.candidates(to_json(legal.graph))
+            found += [(legal, each) for each in listed if not each.refusal]
+    assert found, graph
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_every_plan_is_launched_and_right(kind: str, dtype: str) -> None:
+    assert _launched(_graphs(kind, dtype))
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_every_plan_that_adds_a_residual(kind: str, dtype: str) -> None:
+    assert _launched(_residual_graphs(kind, dtype))
 
 
 @_EACH

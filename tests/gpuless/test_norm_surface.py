@@ -2,13 +2,15 @@
 """Does the real cuDNN plan every graph that is emitted for norms?"""
 
 import itertools
+from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from jax_cudnn.graph import to_json
 from jax_cudnn.legalize import legalize
 from tests.gpuless import harness
-from tests.norms import KINDS, Problem, backward_of, f8_graph
+from tests.norms import KINDS, OF_ROWS, Problem, backward_of, f8_graph
 
 pytestmark = pytest.mark.sampled
 
@@ -36,7 +38,7 @@ def _texts(problems: list[Problem], gpu: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for problem in problems:
         for graph in (problem.graph, backward_of(problem.graph)):
-            (legal,) = legalize(graph, target).candidates
+            legal = legalize(graph, target).candidates[0]
             found[f"{problem} {graph.nodes[0].kind}"] = to_json(legal.graph)
     return found
 
@@ -100,6 +102,47 @@ def test_images_are_planned_as_they_are_stored(gpu: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_plans_are_built(kind: str) -> None:
     _check([Problem(kind=kind, dims=_DIMS[kind][0], dtype="bf16")], "h200", build=True)
+
+
+# The residual is added in the kernel, and so is the gradient of the sum.
+_RESIDUAL: dict[str, Any] = {"has_residual": True, "with_statistics": True}
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+def test_residuals_are_planned_for_usual_sizes(kind: str, dtype: str) -> None:
+    same: dict[str, Any] = {"dtype": dtype, "scale": dtype, "bias": dtype}
+    problems = [
+        Problem(kind=kind, dims=(16384, features), **same, **_RESIDUAL)
+        for features in (768, 1024, 4096, 8192)
+    ]
+    _check(problems, "h200")
+    _check([replace(each, with_statistics=False) for each in problems], "h200")
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_residuals_of_other_sizes_have_no_plan_but_their_gradients_do(
+    kind: str,
+) -> None:
+    """When this fails, cuDNN adds more residuals itself (legalize/norms.py)."""
+    same: dict[str, Any] = {"dtype": "bf16", "scale": "bf16", "bias": "bf16"}
+    odd = Problem(kind=kind, dims=(512, 1001), **same, **_RESIDUAL)
+    texts = [
+        to_json(legal.graph)
+        for graph in (odd.graph, backward_of(odd.graph))
+        for legal in legalize(graph, harness.target("h200")).candidates
+    ]
+    answers = harness.plan_all(texts, "h200", build=False)
+    within, before, in_gradient, after = ("candidates" in each for each in answers)
+    assert (within, before, in_gradient, after) == (False, True, True, True)
+
+
+@pytest.mark.parametrize("kind", OF_ROWS)
+def test_residuals_have_no_plan_with_wider_factors(kind: str) -> None:
+    """When this fails, legalize/norms.py may take them."""
+    wide = Problem(kind=kind, dims=(512, 1024), dtype="bf16", **_RESIDUAL)
+    assert _refused(wide)
+    _check([wide], "h200")
 
 
 @pytest.mark.parametrize("gpu", ["h200", "b200"])
