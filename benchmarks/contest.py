@@ -31,7 +31,8 @@ FORWARD, BOTH = "forward", "with gradients"
 
 XLA, UNTUNED, FIRST, TUNED = "xla", "untuned", "cudnn", "tuned"
 EAGER, COMPILED = "torch eager", "torch compiled"
-OURS = (UNTUNED, FIRST, TUNED)
+BY_XLA = "jax_cudnn by xla"
+OURS = (BY_XLA, UNTUNED, FIRST, TUNED)
 # What a time may be at most, as a ratio to the best rival's, where a cell says no more.
 GOALS = {UNTUNED: 1.05, TUNED: 1.0}
 
@@ -86,6 +87,7 @@ class Cell:
       rivals: what runs without us, and "xla" among it.
       ours: returns the function of jax_cudnn, a new one at each call, so that nothing
         that was traced before is remembered. None: there is none.
+      by_xla: the same as XLA's code, or None where that is the rival "xla".
       first: the same with cuDNN's first plan, or None.
       torch: PyTorch's function, which takes tensors, or None.
       truth: what computes the same in f32, by default as "xla" does.
@@ -101,6 +103,7 @@ class Cell:
     operands: tuple[Operand | np.ndarray, ...]
     rivals: Mapping[str, Way]
     ours: Callable[[], Function] | None
+    by_xla: Function | None = None
     first: Function | None = None
     torch: Way | None = None
     truth: Function | None = None
@@ -373,6 +376,8 @@ def measure(
 def _ways(cell: Cell, settings: Settings) -> dict[str, Way]:
     """Return the contenders in JAX that need no tuning."""
     ways = dict(cell.rivals)
+    if cell.by_xla is not None:
+        ways[BY_XLA] = Way(function=cell.by_xla)
     if cell.ours is not None:
         ways[UNTUNED] = Way(function=cell.ours())
     if settings.with_first and cell.first is not None:
