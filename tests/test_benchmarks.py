@@ -67,7 +67,7 @@ def test_models_compute_the_same_by_each_kit(tmp_path: Path) -> None:
             "norms",
             ("rms_norm", "5 x 8"),
             ("layer_norm", "4 x 8"),
-            {"xla", "plain JAX", "untuned", "cudnn"},
+            {"xla", "jax_cudnn by xla", "untuned", "cudnn"},
         ),
         (
             "operations",

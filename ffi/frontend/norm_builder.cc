@@ -29,9 +29,10 @@ Status RequireRoles(const NodeWriter& writer,
   return {};
 }
 
-// What the Python side adds to the gradient of x itself.
-Status RefuseStatisticsGradients(const NodeWriter& writer) {
-  for (const std::string_view role : {"grad_mean", "grad_rstd"}) {
+// What the Python side adds to the gradient of x itself. cuDNN 9.19 plans a sum after
+// the gradient and refuses to run these plans.
+Status RefuseOtherGradients(const NodeWriter& writer) {
+  for (const std::string_view role : {"grad_mean", "grad_rstd", "grad_total"}) {
     if (writer.Has(role)) {
       return Unimplemented(writer.node().kind + ": cuDNN has no " + std::string(role) +
                            " operand; add its part to grad_x");
@@ -41,7 +42,7 @@ Status RefuseStatisticsGradients(const NodeWriter& writer) {
 }
 
 Status CheckBackward(const NodeWriter& writer) {
-  RETURN_IF_ERROR(RefuseStatisticsGradients(writer));
+  RETURN_IF_ERROR(RefuseOtherGradients(writer));
   return RequireRoles(writer, {"scale", "grad_x", "grad_scale", "grad_bias"});
 }
 
@@ -102,18 +103,6 @@ TensorPtr NormInput(NodeWriter& writer) {
   return total;
 }
 
-// The gradient of x as the kernel has it, or with that of the sum added.
-void NormGradient(NodeWriter& writer, const TensorPtr& grad_x) {
-  if (!writer.Has("grad_total")) {
-    writer.Output("grad_x", grad_x);
-    return;
-  }
-  // cuDNN plans this with no wider tensor between (9.19).
-  grad_x->set_data_type(writer.Input("x")->get_data_type());
-  writer.Output("grad_x", Beside(writer, "_grad_total", fe::PointwiseMode_t::ADD,
-                                 grad_x, writer.Input("grad_total")));
-}
-
 // The statistics are results of the training phase, all of them or none.
 template <typename NormAttributes>
 Status SetForward(const NodeWriter& writer, NormAttributes& attributes,
@@ -147,7 +136,7 @@ Status AddForward(NodeWriter& writer, Add add) {
 // Likewise, its gradient.
 template <typename NormAttributes, typename Add>
 Status AddBackward(NodeWriter& writer, Add add) {
-  RETURN_IF_ERROR(RefuseStatisticsGradients(writer));
+  RETURN_IF_ERROR(RefuseOtherGradients(writer));
   RETURN_IF_ERROR(RequireRoles(writer, {"scale", "grad_x", "grad_scale", "grad_bias"}));
   NormAttributes attributes;
   attributes.set_name(writer.node().kind);
@@ -156,7 +145,7 @@ Status AddBackward(NodeWriter& writer, Add add) {
   const std::array<TensorPtr, 3> results =
       (writer.graph().*add)(writer.Input("grad_output"), writer.Input("x"),
                             writer.Input("scale"), std::move(attributes));
-  NormGradient(writer, results[0]);
+  writer.Output("grad_x", results[0]);
   writer.Output("grad_scale", results[1]);
   writer.Output("grad_bias", results[2]);
   return {};
@@ -251,7 +240,7 @@ Status AddRmsNorm(NodeWriter& writer) {
 }
 
 Status AddRmsNormBackward(NodeWriter& writer) {
-  RETURN_IF_ERROR(RefuseStatisticsGradients(writer));
+  RETURN_IF_ERROR(RefuseOtherGradients(writer));
   RETURN_IF_ERROR(RequireRoles(writer, {"scale", "grad_x", "grad_scale"}));
   fe::graph::Rmsnorm_backward_attributes attributes;
   attributes.set_name(writer.node().kind);
@@ -259,7 +248,7 @@ Status AddRmsNormBackward(NodeWriter& writer) {
   const auto [grad_x, grad_scale, grad_bias] = writer.graph().rmsnorm_backward(
       writer.Input("grad_output"), writer.Input("x"), writer.Input("scale"),
       writer.Input("rstd"), std::move(attributes));
-  NormGradient(writer, grad_x);
+  writer.Output("grad_x", grad_x);
   writer.Output("grad_scale", grad_scale);
   if (writer.Has("grad_bias")) writer.Output("grad_bias", grad_bias);
   return {};

@@ -2,9 +2,9 @@
 """Norms as cuDNN takes them: with scale, bias and all statistics; roles as there.
 
 cuDNN's norms have no form without scale and bias, and give all statistics or none; the
-gradients give all of theirs. They take no cotangent of the statistics: what it adds to
-the gradient of x is computed after the kernel. They add a residual before, where scale
-and bias have the dtype of x, and their gradients add the cotangent of the sum.
+gradients give all of theirs. They take no cotangent of the statistics, nor of the sum
+with a residual: what these add to the gradient of x is computed after the kernel. The
+residual itself is added in the kernel where scale and bias have the dtype of x.
 """
 
 from collections.abc import Callable, Sequence
@@ -91,18 +91,21 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a norm with what follows it."""
     whole, apart = GraphEditor.of(graph), GraphEditor.of(graph)
     kind = whole.main.kind.removesuffix("_backward")
-    x = _role(whole, "x")
+    x, residual = _role(whole, "x"), _role(whole, "residual")
     assert x is not None
     if kind == "group_norm" and x.dims[2] != 1:
         return (group_norm.as_layer_norm(graph),)
-    # First come steps whose arrays are those of the call.
-    ways = [whole, apart] if _add_apart(apart) and _may_add(whole) else [apart]
+    ways = [whole]
+    if residual is not None:
+        _add_before(apart, residual)
+        ways = [whole, apart] if _may_add(whole) else [apart]
     return tuple(_completed(way, kind) for way in ways)
 
 
 def _completed(editor: GraphEditor, kind: str) -> Legal:
     """Return the norm with all that cuDNN wants of its operands and results."""
-    _take_gradients_in_common(editor)
+    # First come steps whose arrays are those of the call.
+    _take_gradient_of_sum(editor)
     _take_statistics_gradients(editor)
     _keep_layout(editor, _instances_last if kind == "group_norm" else _plain)
     _complete_factors(editor)
@@ -115,31 +118,14 @@ def _completed(editor: GraphEditor, kind: str) -> Legal:
 
 
 def _may_add(editor: GraphEditor) -> bool:
-    """Whether a kernel may add the residual, or the cotangent of the sum with it.
+    """Whether a kernel may add the residual.
 
-    Only where scale and bias are in the dtype of x does cuDNN plan the sum before a
-    norm, with 9.19 and 9.27 (tests/gpuless/test_norm_surface.py). The output is then in
-    that dtype as well.
+    Only where scale and bias are in the dtype of x does cuDNN plan it (9.19 and 9.27,
+    tests/gpuless/test_norm_surface.py). The output is then in that dtype as well.
     """
-    if editor.main.kind.endswith("_backward"):
-        return True
     roles = ("x", "scale", "bias", "output")
     found = [t for t in (_role(editor, role) for role in roles) if t is not None]
     return len({tensor.dtype for tensor in found}) == 1
-
-
-def _add_apart(editor: GraphEditor) -> bool:
-    """Have XLA add what a norm or its gradient adds; return whether there is any."""
-    residual, cotangent = _role(editor, "residual"), _role(editor, "grad_total")
-    if residual is not None:
-        _add_before(editor, residual)
-    if cotangent is not None:
-        editor.drop(cotangent.name)
-        for role in ("grad_x", "grad_residual"):
-            if (grad := _role(editor, role)) is not None:
-                _add_after(editor, grad, cotangent)
-        editor.notes.append("the gradient of the sum is added by XLA")
-    return residual is not None or cotangent is not None
 
 
 def _add_before(editor: GraphEditor, residual: Tensor) -> None:
@@ -159,33 +145,36 @@ def _add_before(editor: GraphEditor, residual: Tensor) -> None:
     editor.notes.append("the residual is added by XLA")
 
 
-def _add_after(editor: GraphEditor, grad: Tensor, cotangent: Tensor) -> None:
-    def after(env: Env, found: Env) -> None:
-        own = to_logical(grad, found[grad.name])
-        both = own + to_logical(cotangent, env[cotangent.name])
-        found[grad.name] = to_stored(grad, both)
+def _take_gradient_of_sum(editor: GraphEditor) -> None:
+    """Have the kernel give one gradient, of x, to which that of the sum is added.
 
-    editor.after.append(after)
-
-
-def _take_gradients_in_common(editor: GraphEditor) -> None:
-    """Have the kernel give one gradient of a sum, which is that of both terms."""
+    The terms of a sum have one gradient. cuDNN 9.19 plans the addition with the
+    gradient, and then refuses to run these plans (an H100).
+    """
+    cotangent = _role(editor, "grad_total")
     grad, other = _role(editor, "grad_x"), _role(editor, "grad_residual")
-    if other is None:
-        return
-    if grad is None:
-        # Whoever is called the gradient of x is what the kernel gives.
+    if cotangent is not None:
+        editor.drop(cotangent.name)
+        editor.notes.append("the gradient of the sum is added by XLA")
+    if other is not None and grad is not None:
+        editor.drop(other.name)
+    elif other is not None:
+        # The kernel's gradient of x is the one that is asked for.
         outputs = dict(editor.main.outputs)
         outputs["grad_x"] = outputs.pop("grad_residual")
-        editor.replace_main(
-            replace(editor.main, outputs=tuple(sorted(outputs.items())))
-        )
+        pairs = tuple(sorted(outputs.items()))
+        editor.replace_main(replace(editor.main, outputs=pairs))
+    made = other if grad is None else grad
+    if made is None or (cotangent is None and other is None):
         return
-    editor.drop(other.name)
 
     def after(env: Env, found: Env) -> None:
-        del env
-        found[other.name] = to_stored(other, to_logical(grad, found[grad.name]))
+        total = to_logical(made, found[made.name])
+        if cotangent is not None:
+            total = total + to_logical(cotangent, env[cotangent.name])
+        for each in (grad, other):
+            if each is not None:
+                found[each.name] = to_stored(each, total)
 
     editor.after.append(after)
 

@@ -94,7 +94,7 @@ def _graphs(kind: str, dtype: Any) -> Iterator[Graph]:
 
 
 def _residual_graphs(kind: str, dtype: Any) -> Iterator[Graph]:
-    """Yield norms that add a residual, and gradients that add that of the sum."""
+    """Yield norms with a residual, and their gradients with that of the sum."""
     for dims in ((77, 1001), (512, 1024), (9, 4096), (1000, 768), (3, 8192)):
         for scale in {dtype, "f32"}:
             problem = Problem(
@@ -199,7 +199,7 @@ def test_every_plan_is_launched_and_right(kind: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("kind", OF_ROWS)
 @pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
-def test_every_plan_that_adds_a_residual(kind: str, dtype: str) -> None:
+def test_every_plan_of_norms_with_a_residual(kind: str, dtype: str) -> None:
     assert _launched(_residual_graphs(kind, dtype))
 
 
