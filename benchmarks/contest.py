@@ -349,7 +349,7 @@ def measure(
     choices.table().add(shipped)
     sets = _drawn_sets(cell, settings.most_sets)
     with ThreadPoolExecutor(_THREADS) as pool:
-        waiting = _submitted(pool, cell, _ways(cell, settings), sets)
+        waiting = _submitted(pool, cell.directions, _ways(cell, settings), sets)
         truth = pool.submit(_truth, cell, sets[0])
         if cell.has_products:
             wait(waiting.values())
@@ -386,11 +386,14 @@ def _ways(cell: Cell, settings: Settings) -> dict[str, Way]:
 
 
 def _submitted(
-    pool: ThreadPoolExecutor, cell: Cell, ways: Mapping[str, Way], sets: Sequence[_Set]
+    pool: ThreadPoolExecutor,
+    directions: Sequence[str],
+    ways: Mapping[str, Way],
+    sets: Sequence[_Set],
 ) -> dict[tuple[str, str], Future[_Made]]:
     return {
         (what, name): pool.submit(_of_jax, way, what, sets)
-        for what in cell.directions
+        for what in directions
         for name, way in ways.items()
     }
 
@@ -402,27 +405,27 @@ def _collected(waiting: Mapping[tuple[str, str], Future[_Made]]) -> _Field:
 def _tuned(
     pool: ThreadPoolExecutor, cell: Cell, settings: Settings, sets: Sequence[_Set]
 ) -> _Field:
-    """Choose plans for both directions at once, and compile what is chosen."""
+    """Choose plans for each direction, and compile what is chosen.
+
+    One after another: in one program XLA would compute once what both have in common.
+    """
     assert cell.ours is not None
-    function = cell.ours()
-
-    def all_directions(*arrays: Any) -> list[Any]:
-        return [program(function, what)(*arrays) for what in cell.directions]
-
-    found = _attempt(
-        TUNED,
-        lambda: plans.autotune(
-            all_directions,
-            *sets[0],
-            max_plans=settings.max_plans,
-            progress=False,
-        ),
-    )
-    if isinstance(found, str):
-        return {(what, TUNED): found for what in cell.directions}
-    print(found, flush=True)
-    ways = {TUNED: Way(function=cell.ours())}
-    return _collected(_submitted(pool, cell, ways, sets))
+    field: _Field = {}
+    for what in cell.directions:
+        function = program(cell.ours(), what)
+        found = _attempt(
+            TUNED,
+            lambda function=function: plans.autotune(
+                function, *sets[0], max_plans=settings.max_plans, progress=False
+            ),
+        )
+        if isinstance(found, str):
+            field[what, TUNED] = found
+            continue
+        print(found, flush=True)
+        ways = {TUNED: Way(function=cell.ours())}
+        field |= _collected(_submitted(pool, (what,), ways, sets))
+    return field
 
 
 def _timed(

@@ -6,6 +6,7 @@
 tunes norms of many widths and numbers of rows, forward and backward, and writes
 norm_plans.json and norm_plans.md there: for each, the times of XLA's code, of cuDNN's
 first plan, and of the best first plan of an engine. Operands are drawn by the tuner.
+`--widths 768 4096 --rows 8192` measures these alone.
 """
 
 import argparse
@@ -36,33 +37,49 @@ _WIDTHS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A norm of rows, with a scale of a dtype, and a bias where the norm has one."""
+    """A norm of rows, with a scale of a dtype, and a bias where the norm has one.
+
+    With a residual, what computes no statistics is a kernel of its own, too.
+    """
 
     norm: str
     rows: int
     width: int
+    has_residual: bool = False
     dtype: str = "bfloat16"
     scale: str = "bfloat16"
 
     def operands(self) -> list[jax.ShapeDtypeStruct]:
-        """Return rows, cotangent and parameters."""
+        """Return rows, others of their shape, and parameters.
+
+        The others are the cotangent, or the residual, whose sum is then the cotangent.
+        """
         x = jax.ShapeDtypeStruct((self.rows, self.width), self.dtype)
         parameter = jax.ShapeDtypeStruct((self.width,), self.scale)
         return [x, x, *[parameter] * (1 + (self.norm == "layer_norm"))]
 
-    def run(self, x: Any, cotangent: Any, *parameters: Any) -> Any:
+    def run(self, x: Any, other: Any, *parameters: Any) -> Any:
         """Return the norm and its gradients."""
         norm = getattr(jax_cudnn, self.norm)
-        output, pullback = jax.vjp(norm, x, *parameters)
-        return output, pullback(cotangent)
+        if not self.has_residual:
+            output, pullback = jax.vjp(norm, x, *parameters)
+            return output, pullback(other)
+
+        def run(x: Any, residual: Any, *parameters: Any) -> Any:
+            return norm(x, *parameters, residual=residual)
+
+        results, pullback = jax.vjp(run, x, other, *parameters)
+        return run(x, other, *parameters), pullback(results)
 
 
 def cells(widths: Sequence[int], rows: Sequence[int]) -> list[Cell]:
     """Return the cells of some widths; scales in f32 for one number of rows."""
     norms = ("layer_norm", "rms_norm")
     found = [
-        Cell(norm=norm, rows=count, width=width)
-        for width, norm, count in itertools.product(widths, norms, rows)
+        Cell(norm=norm, rows=count, width=width, has_residual=has_residual)
+        for width, norm, count, has_residual in itertools.product(
+            widths, norms, rows, (False, True)
+        )
     ]
     kinds = itertools.product(norms, widths)
     return found + [
@@ -126,12 +143,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--small", action="store_true", help="few sizes")
+    parser.add_argument("--widths", type=int, nargs="+", help="of one group")
+    parser.add_argument("--rows", type=int, nargs="+", default=_ROWS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     versions = environment()
     rows: list[dict[str, Any]] = []
-    for widths in ((64, 96),) if options.small else _WIDTHS:
-        rows += measure(cells(widths, (16, 32) if options.small else _ROWS))
+    groups = (options.widths,) if options.widths else _WIDTHS
+    for widths in ((64, 96),) if options.small else groups:
+        rows += measure(cells(widths, (16, 32) if options.small else options.rows))
         print(widths, len(rows), flush=True)
         # Each time, so that a run that is cut off leaves what it measured.
         write_records(options.out / _DATA, {"environment": versions, "rows": rows})
