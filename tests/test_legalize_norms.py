@@ -220,7 +220,8 @@ _LARGE: dict[str, Any] = {
         ({"kind": "batch_norm"}, {}, False, False),
         ({}, {"cudnn_version": 91901}, True, True),
         ({}, {"cudnn_version": 92000}, False, False),
-        ({}, {"name": "NVIDIA H100 80GB HBM3"}, False, False),
+        ({}, {"name": "NVIDIA H100 80GB HBM3"}, True, True),
+        ({}, {"name": "NVIDIA H100 PCIe"}, False, False),
     ],
 )
 def test_auto_takes_cudnns_norms_where_they_were_measured_to_be_faster(
@@ -234,6 +235,27 @@ def test_auto_takes_cudnns_norms_where_they_were_measured_to_be_faster(
     for each, is_cudnns in graphs.items():
         (legal,) = legalize(each, gpu).candidates
         assert (not legal.slower) == is_cudnns, each.nodes[0].kind
+
+
+@pytest.mark.parametrize("with_statistics", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "gpu", "within", "apart"),
+    [
+        ({}, "NVIDIA H100 80GB HBM3", True, True),
+        ({"kind": "rms_norm", "bias": None}, "NVIDIA H100 80GB HBM3", True, True),
+        ({"dims": (8191, 2048)}, "NVIDIA H100 80GB HBM3", False, False),
+        # There no residual was timed within a kernel.
+        ({}, "NVIDIA H200", False, True),
+    ],
+)
+def test_auto_takes_cudnns_norms_with_residuals_where_they_were_measured(
+    changes: dict[str, Any], gpu: str, within: bool, apart: bool, with_statistics: bool
+) -> None:
+    options = {**_LARGE, **changes, "with_statistics": with_statistics}
+    graph = Problem(has_residual=True, **options).graph
+    ways = legalize(graph, replace(_H200, name=gpu)).candidates
+    taken = [not legal.slower for legal in ways]
+    assert taken == [within, apart and with_statistics]
 
 
 def test_a_complete_graph_is_emitted_as_it_is() -> None:

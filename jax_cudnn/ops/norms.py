@@ -94,7 +94,8 @@ def layer_norm(
         transposed before the kernel. Default -1.
       epsilon: a Python number, 0 or more. Default 1e-6, as in Flax; PyTorch has 1e-5.
       residual: added to x before it is normalised; x's shape. The sum is returned as
-        well, rounded to the dtype to which both promote. Default None.
+        well, rounded to the dtype to which both promote. Where scale and bias have that
+        dtype, cuDNN's kernel adds it. Default None.
       activation: as for :func:`jax_cudnn.conv`; it is computed in f32 from the output.
         Default None: none.
       preferred_element_type: dtype of the output: bf16, f16, f32 or f64. Default None:
@@ -126,8 +127,9 @@ def layer_norm(
 
       cuDNN plans every number of features, for sm_80 and newer (9.19 and 9.27;
       tests/gpuless/test_norm_surface.py). Its first plan may be slower than XLA, so
-      "auto" takes XLA until one was measured to be faster. On an H200 with cuDNN 9.19
-      it takes cuDNN in training for bf16 arrays of 2^24 elements and more, where the
+      "auto" takes XLA until one was measured to be faster. On an H200 or an H100 (80GB
+      HBM3) with cuDNN 9.19 it takes cuDNN in training, and on the H100 with a residual,
+      for bf16 arrays of 2^24 elements and more, scale and bias included, where the
       number of features is a multiple of 128 from 768 to 8192.
 
     Example:
