@@ -98,8 +98,8 @@ def _refuses(message: str) -> Any:
             "constant: value nan is not finite",
         ),
         (
-            ReductionAttributes(mode="max"),
-            "reduction: mode 'max' is not a known one",
+            ReductionAttributes(mode="median"),
+            "reduction: mode 'median' is not a known one",
         ),
     ],
 )

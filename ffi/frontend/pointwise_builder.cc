@@ -66,6 +66,12 @@ constexpr std::pair<std::string_view, Mode> kPointwiseModes[] = {
     {"tanh_grad", Mode::TANH_BWD},
 };
 
+constexpr std::pair<std::string_view, fe::ReductionMode_t> kReductionModes[] = {
+    {"add", fe::ReductionMode_t::ADD},
+    {"max", fe::ReductionMode_t::MAX},
+    {"min", fe::ReductionMode_t::MIN},
+};
+
 // cuDNN wants a tensor that is broadcast to come second; where it may, it does.
 bool IsBetterSwapped(const NodeWriter& writer, Mode mode) {
   const auto& dims = writer.Spec("output").dims;
@@ -133,9 +139,14 @@ Status AddConstant(NodeWriter& writer) {
 }
 
 Status AddReduction(NodeWriter& writer) {
+  const auto mode = writer.node().Attribute<std::string>("mode");
+  const auto* row =
+      std::find_if(std::begin(kReductionModes), std::end(kReductionModes),
+                   [&](const auto& each) { return each.first == mode; });
   fe::graph::Reduction_attributes attributes;
-  attributes.set_name(writer.node().kind)
-      .set_mode(fe::ReductionMode_t::ADD)
+  // The shape rule knows the same names: a row is found.
+  attributes.set_name(mode)
+      .set_mode(row->second)
       .set_is_deterministic(writer.is_deterministic())
       .set_compute_data_type(ComputeDType(writer, {"input", "output"}));
   writer.Output("output",

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which operations of a function become one kernel, and why do others not?
 
-A kernel is a contraction with the operations that follow it element by element. Each is
-written as nodes with exactly the meaning that it has in the function: its value, its
-derivatives, NaN, and the rounding to its dtype. What cannot be written so ends the
-kernel.
+A kernel is a contraction with the operations that follow it element by element, and
+sums and extremes of these at its end. Each is written as nodes with exactly the meaning
+that it has in the function: its value, its derivatives, NaN, and the rounding to its
+dtype. What cannot be written so ends the kernel.
 """
 
 from collections.abc import Mapping, Sequence
@@ -54,6 +54,17 @@ class Read(Beside):
         return self.value.dtype
 
 
+class Reduced(NamedTuple):
+    """A sum or an extreme of an earlier value, along axes of the kernel's tensor.
+
+    ``arguments`` is the value's position, as in a ``Step``.
+    """
+
+    mode: str
+    arguments: tuple[int]
+    axes: frozenset[int]
+
+
 class Rounding(NamedTuple):
     """The dtype that a step's result has, and the parameter of its mode."""
 
@@ -71,7 +82,7 @@ class Kernel:
 
     contraction: Contraction
     works: list[Work] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[Step | Reduced] = field(default_factory=list)
     roundings: dict[int, Rounding] = field(default_factory=dict)
     made: dict[Value, Made] = field(default_factory=dict)
     views: dict[Value, View] = field(default_factory=dict)
@@ -135,6 +146,15 @@ class Kernel:
         if len(work.outputs) != 1:
             raise UntraceableError("it has several results")
         (output,) = work.outputs
+        if any(self.is_reduction(x) for x in work.reads):
+            if not (isinstance(work, Operation) and _is_cast(work)):
+                raise UntraceableError("nothing follows a sum or an extreme")
+            # The kernel's result is rounded so.
+            self._check_dtype(output)
+            self._check_cast(work)
+            (x,) = work.reads
+            self.made[output], self.views[output] = self.made[x], self.views[x]
+            return
         views = {self.views[x] for x in work.reads if x in self.made}
         if len(views) > 1:
             raise UntraceableError("it combines axes in different orders")
@@ -143,6 +163,9 @@ class Kernel:
             (x,) = work.inputs
             assert isinstance(x, Value)
             self.made[output], self.views[output] = self.made[x], _viewed(work, view)
+            return
+        if isinstance(work, Operation) and work.name in REDUCTIONS:
+            self.made[output], self.views[output] = self._reduction(work, view)
             return
         if output.shape != view.shape:
             raise UntraceableError("its result has other sizes than the contraction's")
@@ -175,6 +198,33 @@ class Kernel:
             alpha = self.roundings.get(made.position, Rounding()).alpha
             self.roundings[made.position] = Rounding(_name_of(output.dtype), alpha)
         return made
+
+    def is_reduction(self, x: Value) -> bool:
+        """Whether a value is a sum or an extreme that the kernel makes."""
+        made = self.made.get(x)
+        if made is None or made.position == 0:
+            return False
+        return isinstance(self.steps[made.position - 1], Reduced)
+
+    def _reduction(self, work: Operation, view: View) -> tuple[Made, View]:
+        """Write a sum or an extreme; return it, and how its axes lie."""
+        (x,), (output,) = work.inputs, work.outputs
+        assert isinstance(x, Value)
+        self._check_dtype(output)
+        if work.params.get("out_sharding") is not None:
+            raise UntraceableError("it says how its result is sharded")
+        if self.contraction.operation.name != "dot_general":
+            raise UntraceableError("it follows a convolution")
+        reduced = view.reduced(work.params["axes"])
+        if reduced is None:
+            raise UntraceableError("it leaves a part of the rows, columns or batch")
+        left = zip(reduced.order, reduced.stored_shape, view.stored_shape, strict=True)
+        axes = frozenset(axis for axis, size, full in left if size != full)
+        step = Reduced(REDUCTIONS[work.name], (self.made[x].position,), axes)
+        self.steps.append(step)
+        position = len(self.steps)
+        self.roundings[position] = Rounding(_name_of(output.dtype))
+        return Made(position), reduced
 
     def _activation(self, work: Activation, x: Made) -> Made:
         form = work.form
@@ -241,8 +291,13 @@ class Kernel:
             arrays[x] = stored.astype(x.dtype)
 
     def _ordered_outputs(self) -> list[Value]:
-        """Return the results, the last first: it is what the others lead to."""
-        return sorted(self.outputs, key=lambda x: -self.made[x].position)
+        """Return the results, the last first: it is what the others lead to.
+
+        Of one that is rounded to several dtypes, the widest comes first.
+        """
+        return sorted(
+            self.outputs, key=lambda x: (-self.made[x].position, -x.dtype.itemsize)
+        )
 
     def _write(self, fusion: Fusion, value: str, arrays: Arrays) -> list[str]:
         """Return the tensors that the contraction and each step make."""
@@ -263,6 +318,16 @@ class Kernel:
 
         for i, step in enumerate(self.steps, 1):
             dtype, alpha = self.roundings.get(i, Rounding())
+            if isinstance(step, Reduced):
+                source = names[step.arguments[0]]
+                dims = tuple(
+                    1 if axis in step.axes else size
+                    for axis, size in enumerate(fusion.writer[source].dims)
+                )
+                names.append(
+                    fusion.writer.reduce_to(source, dims, step.mode, dtype=dtype)
+                )
+                continue
             if step.mode in COMPARISONS:
                 dtype = None
             given = map(argument, step.arguments)
@@ -285,6 +350,8 @@ def _letters(count: int) -> str:
 
 # --- reading what surrounds a kernel --------------------------------------------------
 
+# The operations that a kernel ends with, and their modes.
+REDUCTIONS = {"reduce_max": "max", "reduce_min": "min", "reduce_sum": "add"}
 _LAYOUT = ("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "transpose")
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax_cudnn.fusing.contractions import contraction_of
-from jax_cudnn.fusing.kernels import Kernel
+from jax_cudnn.fusing.kernels import REDUCTIONS, Kernel
 from jax_cudnn.fusing.known import Activation, with_activations
 from jax_cudnn.fusing.norms import Norm, norms_of
 from jax_cudnn.fusing.program import Arrays, Operation, Program, Value, needed
@@ -69,7 +69,7 @@ def split(program: Program, asked: Asked, *, is_strict: bool = False) -> Split:
     refused: dict[Work, str] = {}
     while True:
         found = _Assignment(program, works, refused, reasons, asked)
-        more = found.unwanted()
+        more = found.unwanted(is_strict=is_strict)
         if not more:
             return Split(program=program, steps=found.ordered(), norms=reasons)
         refused |= more
@@ -165,7 +165,7 @@ class _Assignment:
             reason = _FOLLOWS_WHOLE
         elif any(levels.get(x, 0) == level for x in outside):
             reason = "it reads what XLA makes of the kernel's result"
-        elif work.name in _KEPT:
+        elif work.name in _KEPT and work.name not in REDUCTIONS:
             reason = _KEPT[work.name]
         else:
             assert not isinstance(work, Norm), "norms are kernels of their own"
@@ -188,10 +188,16 @@ class _Assignment:
 
     # --- what is better left to XLA ---------------------------------------------------
 
-    def unwanted(self) -> dict[Work, str]:
+    def unwanted(self, *, is_strict: bool) -> dict[Work, str]:
         """Return the operations that are not to be in their kernels, and why."""
         found: dict[Work, str] = {}
         for kernel in dict.fromkeys(self._kernel_of.values()):
+            sums = [x for x in kernel.outputs if kernel.is_reduction(x)]
+            if len(sums) not in (0, len(kernel.outputs)) and not is_strict:
+                # What they are taken of is written all the same.
+                reason = _KEPT["reduce_sum"]
+                found |= {self._makers[x]: reason for x in sums}
+                continue
             for value in kernel.outputs:
                 maker = self._makers[value]
                 if kernel.made[value].is_bool:

@@ -79,6 +79,24 @@ class View(NamedTuple):
             tuple(self.order[i] for i in groups),
         )
 
+    def reduced(self, axes: Sequence[int]) -> "View | None":
+        """Return the view without axes of the array; None if a group loses some only.
+
+        Axes of one element may go from any group.
+        """
+        groups: list[Shape] = []
+        first = 0
+        for group in self.groups:
+            places = range(first, first + len(group))
+            first += len(group)
+            kept = tuple(
+                size for i, size in zip(places, group, strict=True) if i not in axes
+            )
+            if math.prod(kept) not in (1, math.prod(group)):
+                return None
+            groups.append(kept)
+        return View(tuple(groups), self.order)
+
     def operand(self, array: jax.Array) -> Operand:
         """Return an array of the view's rank that broadcasts to it as an operand."""
         return in_groups(array, self.groups, self.order)

@@ -2,8 +2,9 @@
 """The nodes around a contraction: `pointwise`, `constant` and `reduction`.
 
 They are described in node_kinds.json. `pointwise` computes its ``mode`` of each
-element, in f32 (f64 with an f64 tensor); `constant` is one number; `reduction` sums
-over the axes where its output has 1.
+element, in f32 (f64 with an f64 tensor); `constant` is one number; `reduction` is the
+sum ("add"), the largest ("max") or the smallest ("min") of the elements along the axes
+where its output has 1. That of NaN is NaN.
 
 `select` is a where c else b. A mode "x_grad" is the gradient of mode x: a is the
 cotangent of its output, b its input.
@@ -59,9 +60,15 @@ class ConstantAttributes(Attributes):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReductionAttributes(Attributes):
-    """What a reduction node computes."""
+    """What a reduction node computes: "add", "max" or "min"."""
 
     mode: str
+
+
+def is_extreme(node: Node) -> bool:
+    """Whether a node takes the largest or the smallest of some elements."""
+    attributes = node.attributes
+    return isinstance(attributes, ReductionAttributes) and attributes.mode != "add"
 
 
 def _check_pointwise(roles: Roles, attributes: Attributes) -> None:
@@ -204,6 +211,20 @@ def _grad_of_extreme(
     return apply("mul", ct, apply("select", constant(1.0), share, wins))
 
 
+def _vjp_reduction(writer: "GradientWriter", node: Node, ct: str, role: str) -> str:
+    """Give each term of a sum the cotangent, and equal extremes a share of it."""
+    assert isinstance(node.attributes, ReductionAttributes)
+    apply, one = writer.pointwise, writer.constant(1.0)
+    x = writer.use(dict(node.inputs)[role])
+    if not is_extreme(node):
+        # Ones in the shape of x, whatever is in it: a node has no shape of its own.
+        return apply("mul", apply("select", one, one, apply("eq", x, x)), ct)
+    extreme = writer.use(dict(node.outputs)["output"])
+    is_it = apply("select", one, writer.constant(0.0), apply("eq", x, extreme))
+    count = writer.reduce_to(is_it, writer[ct].dims)
+    return apply("mul", is_it, apply("div", ct, count))
+
+
 def _no_vjp(writer: "GradientWriter", node: Node, cotangent: str, role: str) -> None:
     del writer, node, cotangent, role
 
@@ -221,5 +242,9 @@ CONSTANT = register_kind(
     NodeKind(row=describe("constant"), attributes=ConstantAttributes, vjp=_no_vjp)
 )
 REDUCTION = register_kind(
-    NodeKind(row=describe("reduction"), attributes=ReductionAttributes)
+    NodeKind(
+        row=describe("reduction"),
+        attributes=ReductionAttributes,
+        vjp=_vjp_reduction,
+    )
 )

@@ -14,6 +14,7 @@ from jax_cudnn.graph.pointwise import (
     ConstantAttributes,
     PointwiseAttributes,
     ReductionAttributes,
+    is_extreme,
 )
 from jax_cudnn.graph.rules import EIGHT_BIT, broadcast
 from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Node, Tensor
@@ -117,17 +118,24 @@ class GraphWriter:
             self._casts[name, dtype] = rounded
         return self._casts[name, dtype]
 
-    def reduce_to(self, name: str, dims: tuple[int, ...]) -> str:
-        """Return the tensor summed over the axes where `dims` has 1."""
+    def reduce_to(
+        self,
+        name: str,
+        dims: tuple[int, ...],
+        mode: str = "add",
+        dtype: DTypeName | None = None,
+    ) -> str:
+        """Return the sum, or another mode, over the axes where `dims` has 1."""
         tensor = self._tensors[name]
         if tensor.dims == dims:
             return name
         return self.node(
             "reduction",
             {"input": name},
-            ReductionAttributes(mode="add"),
+            ReductionAttributes(mode=mode),
             dims=dims,
             order=tensor.order,
+            dtype=dtype,
         )
 
     def result(self, name: str, final: Tensor) -> str:
@@ -186,7 +194,9 @@ class GradientWriter(GraphWriter):
         # The one tensor that each follows from; None for a constant.
         self._roots: dict[str, str | None] = {name: name for name in graph.inputs}
         self._after_contraction: set[str] = set()
-        self._handed_on = read_by(filter(_is_contraction, graph.nodes))
+        # An extreme is found again by comparison: in what it was taken of.
+        readers = [x for x in graph.nodes if _is_contraction(x) or is_extreme(x)]
+        self._handed_on = read_by(readers)
         for node in graph.nodes:
             self._place(node)
         # That of a 16-bit result; a wider one deserves wider cotangents.
@@ -327,7 +337,7 @@ class GradientWriter(GraphWriter):
 
 
 def _is_contraction(node: Node) -> bool:
-    return node.kind not in ("pointwise", "constant")
+    return node.kind not in ("pointwise", "constant", "reduction")
 
 
 def residual_tensor(graph: Graph, name: str) -> Tensor:
@@ -340,6 +350,8 @@ def residual_tensor(graph: Graph, name: str) -> Tensor:
     """
     tensor = graph.tensor(name)
     dtype = graph.output_tensors[0].dtype
+    if any(name in read_by([node]) for node in graph.nodes if is_extreme(node)):
+        return tensor  # Rounded, it might not be the extreme any more.
     if dtype in ("f8_e4m3fn", "f8_e5m2"):
         dtype = "bf16"
     if any(t.dtype in ("i8", "u8") for t in graph.input_tensors):

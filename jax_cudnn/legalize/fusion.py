@@ -9,7 +9,7 @@ import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
-from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
+from jax_cudnn.graph.walks import following, leading_to, made_by, read_by, readers
 from jax_cudnn.legalize import conv, matmul, measured, reduction
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
@@ -23,6 +23,14 @@ _CANDIDATES: dict[str, Callable[[Graph], tuple[Legal, ...]]] = {
     "conv_wgrad": conv.candidates,
     "matmul": matmul.candidates,
 }
+
+# Elements of a product from which cuDNN's first plan with a sum or an extreme of it
+# takes less time than the product and a pass of XLA's over it (docs/reductions.md).
+_LARGE_PRODUCT = 2**24
+_SMALL_PRODUCT = (
+    "the product is small: XLA reads it from the GPU's cache. plans.autotune finds the "
+    "best of both"
+)
 
 # Below Ampere cuDNN has no engines that compile a fusion at run time.
 _OLDEST_SM = 80
@@ -52,8 +60,8 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         # A kind with no rule here goes to cuDNN as it is.
         return Legalization(candidates=(GraphEditor.of(graph).finish(),))
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
-    if _sums_rows(graph, node):
-        return _with_sums(graph, target)
+    if _reduces_rows(graph, node):
+        return _with_reductions(graph, target)
     if narrow := _f8_results_of_f32(graph, node):
         return _converted_by_xla(graph, _in_f32(graph, narrow), target)
     if (exact := _i32_result(graph, node)) is not None:
@@ -75,8 +83,8 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     )
 
 
-def _sums_rows(graph: Graph, node: Node) -> bool:
-    """Whether something is summed, along more than the batch of a product.
+def _reduces_rows(graph: Graph, node: Node) -> bool:
+    """Whether there is a sum or an extreme, along more than the batch of a product.
 
     The sum of an operand's gradient along the batch is all that becomes of the product.
     """
@@ -85,15 +93,17 @@ def _sums_rows(graph: Graph, node: Node) -> bool:
     return any(graph.tensor(name).dims[1:] != result.dims[1:] for name in sums)
 
 
-def _with_sums(graph: Graph, target: Target | None) -> Legalization:
-    """Return the ways to compute sums of a contraction's result beside it.
+def _with_reductions(graph: Graph, target: Target | None) -> Legalization:
+    """Return the ways to compute sums and extremes of a contraction's result.
 
-    First come those in which XLA reads the result once more. cuDNN has one sum at the
-    end of a product's kernel, in f32 (planned with 9.19 and 9.27, not timed yet).
+    cuDNN has them at the end of a product's kernel. That comes first where nothing else
+    is to be written of the product, if it is large. Otherwise XLA reads the result.
     """
-    sums = [each for each in graph.nodes if each.kind == "reduction"]
-    after_sums = following(graph.nodes, made_by(sums))
+    reductions = [each for each in graph.nodes if each.kind == "reduction"]
+    (product,) = filter(is_anchor, graph.nodes)
+    after_sums = following(graph.nodes, made_by(reductions))
     last = [each for each in graph.nodes if not after_sums.isdisjoint(made_by([each]))]
+    last = [*_casts_before(graph, last), *last]
     rest = [each for each in graph.nodes if each not in last]
     made, read = made_by(rest), read_by(last)
     needed = [name for name in graph.outputs if name in made]
@@ -102,8 +112,32 @@ def _with_sums(graph: Graph, target: Target | None) -> Legalization:
     without = _legalize(middle, target)
     last = _with_constants(graph, last)
     note = "sums of the kernel's result are computed by XLA"
-    by_xla = (_wrap(graph, way, [], middle, last, note) for way in without.candidates)
-    return replace(without, candidates=(*by_xla, *matmul.with_sum(graph)))
+    by_xla = [_wrap(graph, way, [], middle, last, note) for way in without.candidates]
+    is_alone = made.isdisjoint(graph.outputs)
+    size = math.prod(graph.tensor(product.outputs[0][1]).dims)
+    slower = "" if size >= _LARGE_PRODUCT else _SMALL_PRODUCT
+    within = [replace(way, slower=slower) for way in matmul.with_reductions(graph)]
+    ways = [*within, *by_xla] if is_alone else [*by_xla, *within]
+    return replace(without, candidates=tuple(ways))
+
+
+def _casts_before(graph: Graph, nodes: list[Node]) -> list[Node]:
+    """Return the casts to f32 that only these nodes read: XLA does them in passing."""
+    read = read_by(nodes)
+    return [
+        each
+        for each in graph.nodes
+        if each not in nodes
+        and getattr(each.attributes, "mode", "") == "identity"
+        and made_by([each]) <= read.difference(graph.outputs)
+        and all(reader in nodes for reader in readers(graph.nodes, each.outputs[0][1]))
+        and _widens(graph, each)
+    ]
+
+
+def _widens(graph: Graph, node: Node) -> bool:
+    source, result = (graph.tensor(x) for (_, x) in (*node.inputs, *node.outputs))
+    return source.dtype in ("bf16", "f16") and result.dtype == "f32"
 
 
 def _f8_results_of_f32(graph: Graph, node: Node) -> frozenset[str]:

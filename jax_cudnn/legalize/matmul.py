@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls as cuDNN takes them: rows padded to full loads, operands completed."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
-from jax_cudnn.graph import Graph, Node, is_anchor
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Graph, GraphWriter, Node, is_anchor
 from jax_cudnn.graph.folding import families
+from jax_cudnn.graph.pointwise import is_extreme
 from jax_cudnn.graph.rules import EIGHT_BIT
-from jax_cudnn.graph.walks import made_by, readers
+from jax_cudnn.graph.walks import made_by, read_by, readers
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.legalization import Legal
+from jax_cudnn.legalize.legalization import Arrays, Legal
 
 # See docs/benchmarks/where_to_fuse.md. XLA converts u8 before the product.
 _SLOW_WEIGHTS = (
@@ -33,26 +38,76 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     return tuple(_padded(editor) or editor.finish() for editor in edited)
 
 
-def with_sum(graph: Graph) -> tuple[Legal, ...]:
-    """Return the way in which one sum over rows is the last operation of a product.
+def with_reductions(graph: Graph) -> tuple[Legal, ...]:
+    """Return the way in which sums and extremes are the last operations of a product.
 
-    None where rows or columns are padded: the sum would be of what is in the padding.
+    None where rows or columns are padded: what is in the padding would count. Nothing
+    may read a sum. cuDNN keeps them in f32.
     """
     (node,) = filter(is_anchor, graph.nodes)
-    sums = [each for each in graph.nodes if each.kind == "reduction"]
-    if node.kind != "matmul" or len(sums) != 1:
+    (result,) = (name for _, name in node.outputs)
+    made = made_by(each for each in graph.nodes if each.kind == "reduction")
+    is_last = made <= {*graph.outputs} and made.isdisjoint(read_by(graph.nodes))
+    if node.kind != "matmul" or not is_last:
         return ()
-    (name,) = made_by(sums)
-    full = graph.tensor(dict(node.outputs)["output"]).dims
-    is_last = name in graph.outputs and not readers(graph.nodes, name)
-    if not is_last or graph.tensor(name).dims != (1, 1, full[2]) or full[0] != 1:
+    counted, counts = _with_counts_of_nan(graph)
+    editor = _edited(counted)
+    if editor is None:
         return ()
-    editor = _edited(graph)
-    if editor is None or _padded(editor) is not None:
+    for name in made:
+        if editor.tensors[name].dtype != "f32":
+            editor.convert(name, "f32")
+    legal = _padded(editor) or editor.finish()
+    if editor.tensors[result].dims != graph.tensor(result).dims:
         return ()
-    if editor.tensors[name].dtype != "f32":
-        editor.convert(name, "f32")
-    return (editor.finish(),)
+
+    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
+        found = dict(zip(counted.outputs, legal.after(operands, results), strict=True))
+        for name, count in counts.items():
+            nan = jnp.asarray(jnp.nan, found[name].dtype)
+            found[name] = jnp.where(found[count] > 0, nan, found[name])
+        return tuple(found[name] for name in graph.outputs)
+
+    return (replace(legal, after=after),)
+
+
+def _with_counts_of_nan(graph: Graph) -> tuple[Graph, dict[str, str]]:
+    """Return the graph with the number of NaN beside each extreme, and their names.
+
+    An extreme of cuDNN's is that of the other elements (9.19 on an H100).
+    """
+    extremes = [node for node in graph.nodes if is_extreme(node)]
+    if not extremes:
+        return graph, {}
+    writer = GraphWriter("f32", prefix="nan_")
+    names = {t.name: writer.input(t) for t in graph.input_tensors}
+    for node in graph.nodes:
+        ((role, made),) = node.outputs
+        tensor = graph.tensor(made)
+        value = writer.node(
+            node.kind,
+            {each: names[name] for each, name in node.inputs},
+            node.attributes,
+            output=role,
+            dims=tensor.dims,
+            order=tensor.order,
+            dtype=tensor.dtype,
+        )
+        names[made] = writer.result(value, tensor)
+    counts: dict[str, str] = {}
+    for node in extremes:
+        (x,), (made,) = (
+            (name for _, name in ends) for ends in (node.inputs, node.outputs)
+        )
+        tensor, rank = graph.tensor(made), len(graph.tensor(made).dims)
+        one, zero = writer.constant(1.0, rank), writer.constant(0.0, rank)
+        is_nan = writer.pointwise("ne", names[x], names[x])
+        count = writer.reduce_to(
+            writer.pointwise("select", one, zero, is_nan), tensor.dims
+        )
+        named = replace(tensor, name=f"nans_of_{made}", dtype="f32")
+        counts[made] = writer.result(count, named)
+    return writer.finish([*graph.outputs, *counts.values()]), counts
 
 
 def slower(graph: Graph, node: Node) -> str:

@@ -11,11 +11,14 @@ from dataclasses import replace
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Tensor
+from jax_cudnn.graph.pointwise import is_extreme
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import channels_last
 from jax_cudnn.legalize.legalization import Legal, Legalization
 
 _SLOWER = "XLA fuses elementwise work with what is around it"
+
+_EXTREMES = "extremes are cuDNN's at the end of a product only"
 
 # MAX_OPGRAPH_OPS of cudnn-frontend 1.32, which raises on more. (A graph with a
 # contraction has fewer: an activation is at most so long.)
@@ -26,6 +29,8 @@ def legalize(graph: Graph) -> Legalization:
     """Return how cuDNN can run a graph of pointwise nodes and sums."""
     if not any(node.kind == "reduction" for node in graph.nodes):
         return Legalization(reasons=(_SLOWER,))
+    if any(map(is_extreme, graph.nodes)):
+        return Legalization(reasons=(_EXTREMES,))
     if reasons := _refusals(graph):
         return Legalization(reasons=reasons)
     legal = _candidate(graph)

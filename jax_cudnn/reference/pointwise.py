@@ -17,6 +17,7 @@ from jax_cudnn.graph.pointwise import (
     ACTIVATIONS,
     ConstantAttributes,
     PointwiseAttributes,
+    ReductionAttributes,
 )
 from jax_cudnn.graph.rules import FLOATS
 from jax_cudnn.graph.spec import Attributes, Tensor
@@ -58,8 +59,8 @@ def constant(
 def reduction(
     attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
 ) -> dict[str, jax.Array]:
-    """Return the sum over the axes where the output has 1."""
-    del attributes
+    """Return the sum or the extreme over the axes where the output has 1."""
+    assert isinstance(attributes, ReductionAttributes)
     x = _widened(inputs["input"], inputs)
     dims = outputs["output"].dims
     axes = [
@@ -67,7 +68,15 @@ def reduction(
         for axis, (size, reduced) in enumerate(zip(x.shape, dims, strict=True))
         if size != reduced
     ]
-    return {"output": jnp.sum(x, axis=axes, keepdims=True)}
+    reduce = _REDUCTIONS[attributes.mode]
+    return {"output": reduce(x, axis=axes, keepdims=True)}
+
+
+_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
+    "add": jnp.sum,
+    "max": jnp.max,
+    "min": jnp.min,
+}
 
 
 def _widened(x: jax.Array, inputs: Operands) -> jax.Array:

@@ -5,10 +5,17 @@ Where this fails since cuDNN plans more, the reasons on that page for leaving so
 XLA have to be looked at again.
 """
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
 import pytest
 
+import jax_cudnn
 from jax_cudnn.graph import Graph, GraphWriter, Tensor, to_json
-from jax_cudnn.graph.matmul import MatmulAttributes
+from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import subprograms
 from tests.gpuless import harness
 
 _GPUS = pytest.mark.parametrize("gpu", ["a100", "h200", "b200"])
@@ -89,22 +96,38 @@ def test_sums_alone_are_planned_over_channels_or_all_else(gpu: str) -> None:
     assert _planned(graphs, gpu) == wanted
 
 
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": lambda y, axis: jnp.sum(jax.nn.gelu(y), axis),
+    "max": jnp.max,
+    "smallest magnitude": lambda y, axis: jnp.min(jnp.abs(y), axis),
+    "two": lambda y, axis: (jnp.max(y, axis), jnp.sum(jnp.square(y), axis)),
+    "with the product": lambda y, axis: (y, jnp.max(y, axis)),
+}
+
+
 @_GPUS
-def test_a_sum_ends_a_product(gpu: str) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sums_and_extremes_end_a_product(gpu: str, dtype: str, batch: int) -> None:
     graphs: dict[object, Graph] = {}
-    for dims in ((1, 512, 1), (1, 1, 128), (1, 1, 1)):
-        writer = GraphWriter("f32")
-        a, b = (
-            writer.input(Tensor(name=name, dtype="bf16", dims=size, order=(0, 1, 2)))
-            for name, size in (("a", (1, 512, 256)), ("b", (1, 256, 128)))
-        )
-        product = writer.node(
-            "matmul",
-            {"a": a, "b": b},
-            MatmulAttributes(),
-            dims=(1, 512, 128),
-            order=(0, 1, 2),
-        )
-        total = writer.reduce_to(writer.pointwise("gelu_tanh", product), dims)
-        graphs[dims] = _finished(writer, total)
+    shapes = ((batch, 512, 256), (batch, 256, 128), (1, 1, 128))
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    for name, reduce in _FUNCTIONS.items():
+        for axis in ((2,), (1,), (1, 2), (0, 1, 2)):
+
+            def run(
+                a: Any, b: Any, bias: Any, reduce: Any = reduce, axis: Any = axis
+            ) -> Any:
+                return reduce(jnp.matmul(a, b) + bias, axis)
+
+            closed = jax.make_jaxpr(jax_cudnn.fuse(run, strict=True))(*operands)
+            (found,) = subprograms(closed.jaxpr)
+            ways = legalize(found.graph, harness.target(gpu)).candidates
+            within = [way.graph for way in ways if _has_reduction(way.graph)]
+            if batch == 1 or axis != (1, 2):
+                graphs[name, axis] = within[0]
     assert _planned(graphs, gpu) == set(graphs)
+
+
+def _has_reduction(graph: Graph) -> bool:
+    return any(node.kind == "reduction" for node in graph.nodes)

@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are sums and extremes at the end of a product's kernel right, by every plan?
+
+Judged against float64 on the CPU.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn
+from jax_cudnn import native
+from jax_cudnn.graph import to_json
+from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import subprograms
+from jax_cudnn.lowering.cuda import run_cudnn
+from jax_cudnn.lowering.decision import Step
+
+pytestmark = pytest.mark.gpu
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "sum": jnp.sum,
+    "squares": lambda y, axis: jnp.sum(jnp.square(y.astype(jnp.float32)), axis),
+    "max": jnp.max,
+    "min": jnp.min,
+    "amax": lambda y, axis: jnp.max(jnp.abs(y), axis),
+    "two": lambda y, axis: (jnp.max(y, axis), jnp.min(y, axis)),
+    "with the product": lambda y, axis: (y, jnp.max(y, axis)),
+}
+_AXES = ((2,), (1,), (0, 1, 2))
+_SHAPES = (((1, 200, 64), (1, 64, 376)), ((3, 256, 128), (3, 128, 512)))
+
+
+def _operands(shapes: Any, dtype: str, poison: str) -> list[jax.Array]:
+    numbers = np.random.default_rng(0)
+    a, b = (numbers.standard_normal(shape) for shape in shapes)
+    if poison == "nan":
+        a[0, 5, 3] = np.nan
+    elif poison == "inf":
+        a[0, 5, 3], b[0, 7, 9] = np.inf, -np.inf
+    elif poison == "all -inf":
+        a[0, 6], b[0] = -np.inf, np.abs(b[0]) + 0.1
+    elif poison == "negative":
+        a, b = -np.abs(a) - 0.1, np.abs(b) + 0.1
+    return [jnp.asarray(x, dtype) for x in (a, b)]
+
+
+def _close(found: Any, truth: Any, terms: int, dtype: str) -> None:
+    found, truth = np.asarray(found, np.float64), np.asarray(truth, np.float64)
+    np.testing.assert_array_equal(np.isnan(found), np.isnan(truth))
+    is_finite = np.isfinite(truth)
+    np.testing.assert_array_equal(found[np.isinf(truth)], truth[np.isinf(truth)])
+    # f32 operands are multiplied in TF32. Sums of many are added up one by one.
+    unit = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-10}[dtype]
+    size = np.max(np.abs(truth[is_finite]), initial=1.0)
+    error = np.max(np.abs(found - truth)[is_finite], initial=0)
+    assert error <= (2 * unit + terms * 2.0**-24) * size, (error, size)
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_every_plan(name: str, dtype: str) -> None:
+    """Of some sizes, axes and operands; the fewest plans of each that cover engines."""
+    target = native.device_target(0)
+    launched = 0
+    for shapes in _SHAPES:
+        for axis in _AXES:
+
+            def run(a: Any, b: Any, axis: Any = axis) -> Any:
+                return _FUNCTIONS[name](jnp.matmul(a, b), axis)
+
+            like = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+            closed = jax.make_jaxpr(jax_cudnn.fuse(run, strict=True))(*like)
+            (traced,) = subprograms(closed.jaxpr)
+            graph = traced.graph
+            (legal,) = (
+                way
+                for way in legalize(graph, target).candidates
+                if any(node.kind == "reduction" for node in way.graph.nodes)
+            )
+            text = to_json(legal.graph)
+            listed = [x for x in native.candidates(text) if not x.refusal]
+            # The first of each engine, and the last one: others differ in tiles.
+            chosen = {each.engine: each for each in reversed(listed)}
+            for candidate in {*chosen.values(), listed[-1]}:
+                plan = native.plan(text, request=candidate.request)
+                step = Step(
+                    part=graph,
+                    legal=legal,
+                    plan=plan,
+                    target=target,
+                    request=candidate.request,
+                )
+                compiled = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))
+                for poison in ("", "nan", "inf", "all -inf", "negative"):
+                    arrays = _operands(shapes, dtype, poison)
+                    results = compiled(*(jnp.reshape(x, x.shape) for x in arrays))
+                    with jax.enable_x64(True):
+                        cpu = jax.devices("cpu")[0]
+                        wide = [
+                            jax.device_put(np.asarray(x, np.float64), cpu)
+                            for x in arrays
+                        ]
+                        truth = jax.tree.leaves(run(*wide))
+                    made = dict(zip(graph.outputs, results, strict=True))
+                    assert len(made) == len(truth)
+                    by_shape = sorted(made.values(), key=lambda x: -x.size)
+                    wanted = sorted(truth, key=lambda x: -x.size)
+                    if name == "two":
+                        by_shape, wanted = _by_value(by_shape), _by_value(wanted)
+                    for found, want in zip(by_shape, wanted, strict=True):
+                        terms = shapes[0][1] * shapes[1][2]
+                        _close(np.reshape(found, want.shape), want, terms, dtype)
+                launched += 1
+    assert launched
+
+
+def _by_value(arrays: Any) -> list[Any]:
+    """Sort the largest and the smallest elements, of which one names which is which."""
+    return sorted(arrays, key=lambda x: float(np.nanmedian(np.asarray(x, np.float64))))
+
+
+@pytest.mark.parametrize("name", _FUNCTIONS)
+@pytest.mark.parametrize("implementation", ["cudnn", "auto"])
+def test_fused_functions_and_their_gradients(name: str, implementation: str) -> None:
+    shapes = ((2, 2048, 64), (2, 64, 4096))
+    arrays = _operands(shapes, "bfloat16", "")
+
+    def run(a: Any, b: Any) -> Any:
+        return _FUNCTIONS[name](jnp.matmul(a, b), (2,))
+
+    fused = jax_cudnn.fuse(run, strict=True, implementation=implementation)
+
+    def loss(function: Any) -> Any:
+        def total(a: Any, b: Any) -> Any:
+            leaves = jax.tree.leaves(function(a, b))
+            return sum(jnp.sum(jnp.sin(x.astype(jnp.float32) / 64)) for x in leaves)
+
+        return jax.jit(jax.value_and_grad(total, (0, 1)))
+
+    found, wanted = (jax.tree.leaves(loss(each)(*arrays)) for each in (fused, run))
+    for one, two in zip(found, wanted, strict=True):
+        one, two = (np.asarray(x, np.float64) for x in (one, two))
+        # Of elements that are equal in bf16, either may be the largest.
+        assert np.linalg.norm(one - two) <= 0.05 * np.linalg.norm(two), name
