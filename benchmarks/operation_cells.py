@@ -32,6 +32,8 @@ def cells(*, small: bool) -> list[Cell]:
         _grouped(*half),
         _gated_mlp(rows // 2, width, 7 * width // 2),
         _block(rows, width // 4, width),
+        _reduced("largest of a row", rows * 4, max(8, width // 32), width * 2),
+        _reduced("sum of squares of a row", rows, width // 2, width * 2),
         _conv_bn_relu((2, 7, 7, 8) if small else (64, 56, 56, 128)),
         _max_pool(images),
         _average_pool(images),
@@ -260,6 +262,31 @@ def _block(rows: int, width: int, columns: int) -> Cell:
             *(factor, factor),
         ),
         block,
+        None if torch is None else Way(function=by_torch),
+    )
+
+
+def _reduced(name: str, rows: int, width: int, columns: int) -> Cell:
+    """Return what becomes of a product that nobody needs as a whole."""
+    is_largest = name.startswith("largest")
+
+    def reduced(x: Any, y: Any) -> Any:
+        product = x @ y
+        if is_largest:
+            return jnp.max(product, 1)
+        return jnp.sum(jnp.square(product.astype(jnp.float32)), 1)
+
+    def by_torch(x: Any, y: Any) -> Any:
+        product = x @ y
+        if is_largest:
+            return product.amax(1)
+        return product.float().square().sum(1)
+
+    return _fused(
+        f"fuse: product, {name}",
+        f"{_size((rows, width))}, {_size((width, columns))}",
+        (Operand((rows, width)), Operand((width, columns), width**-0.5)),
+        reduced,
         None if torch is None else Way(function=by_torch),
     )
 

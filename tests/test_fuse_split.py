@@ -36,7 +36,8 @@ def _own_jvp(primals, tangents):
 @pytest.mark.parametrize(
     ("function", "name", "reason"),
     [
-        (lambda x, w, b: (x @ w).sum(0), "reduce_sum", "sums and extremes along axes"),
+        (lambda x, w, b: (x @ w).prod(0), "reduce_prod", "sums and extremes along"),
+        (lambda x, w, b: (x @ w).sum(0) * 2, "mul", "nothing follows a sum"),
         (lambda x, w, b: jnp.expm1(x @ w), "expm1", "which graphs have no node for"),
         (lambda x, w, b: _own(x @ w), "_own", "a derivative rule of its own"),
         (
