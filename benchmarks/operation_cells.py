@@ -288,6 +288,8 @@ def _reduced(name: str, rows: int, width: int, columns: int) -> Cell:
         (Operand((rows, width)), Operand((width, columns), width**-0.5)),
         reduced,
         None if torch is None else Way(function=by_torch),
+        # Of elements that are equal in bf16, any may be the largest.
+        has_gradients=not is_largest,
     )
 
 

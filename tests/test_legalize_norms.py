@@ -146,22 +146,6 @@ def test_a_residual_is_added_in_the_kernel_or_before(
     assert len(_check(replace(other, has_residual=True).graph)) == 1
 
 
-@pytest.mark.parametrize("kind", OF_ROWS)
-def test_the_cotangent_of_the_sum_is_added_after_the_kernel(kind: str) -> None:
-    graph = Problem(
-        kind=kind, dtype="bf16", has_residual=True, with_statistics=True
-    ).graph
-    wanted = list(itertools.product((False, True), repeat=len(graph.inputs)))
-    nonzero = list(itertools.product((False, True), repeat=len(graph.outputs)))
-    for some, cotangents in itertools.product(wanted, nonzero):
-        if not any(some) or not any(cotangents):
-            continue
-        (emitted,) = _check(backward_of(graph, some, cotangents))
-        (node,) = emitted.nodes
-        assert "grad_total" not in dict(node.inputs)
-        assert "grad_residual" not in dict(node.outputs)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_dtype_of_the_output(kind: str) -> None:
     for dtype, output in (("bf16", "f32"), ("f32", "bf16"), ("f16", "f32")):

@@ -528,6 +528,13 @@ def test_symbolic_sizes_are_xlas(call: Call) -> None:
         )(jax.ShapeDtypeStruct(shape, x.dtype), scale, bias)
 
 
+# Those whose kernel may add a residual.
+_ROWS = pytest.mark.parametrize(
+    "call",
+    [call for name, call in CALLS.items() if name.startswith(("layer", "rms"))],
+    ids=[name for name in CALLS if name.startswith(("layer", "rms"))],
+)
+
 # --- transformations ------------------------------------------------------------------
 
 _TWICE = [CALLS[name] for name in ("layer", "rms", "adaptive", "group", "batch")]
@@ -571,6 +578,43 @@ def test_the_gradient_of_bf16_is_near_that_of_f64(call: Call) -> None:
         two = np.asarray(two)
         error = np.linalg.norm(np.asarray(one, np.float64) - two)
         assert error <= 2e-2 * np.linalg.norm(two)
+
+
+@_ROWS
+def test_the_gradient_of_the_sum_alone_is_that_of_a_sum(call: Call) -> None:
+    """Whatever the norm is: NaN of a row that is constant or not finite stays there."""
+    x, scale, _ = operands(call)
+    x = jnp.zeros_like(x).at[(0,) * x.ndim].set(jnp.inf)
+    other = jnp.ones_like(x)
+    cotangent = operands(call, 1)[0]
+
+    def total(x: Any, other: Any, scale: Any) -> Any:
+        return call.run(x, scale, residual=other, epsilon=0.0)[1]
+
+    _, pull = jax.vjp(total, x, other, scale)
+    for grad in pull(cotangent)[:2]:
+        np.testing.assert_array_equal(grad, cotangent)
+    np.testing.assert_array_equal(pull(cotangent)[2], jnp.zeros_like(scale))
+    text = str(
+        jax.make_jaxpr(lambda *args: jax.vjp(total, *args)[1](cotangent))(
+            x, other, scale
+        )
+    )
+    assert "_backward" not in text
+
+
+@_ROWS
+def test_only_the_sum_is_kept_for_the_gradient(call: Call) -> None:
+    x, scale, bias = operands(call)
+
+    def run(x: Any, other: Any, scale: Any, bias: Any) -> Any:
+        return call.run(x * 2, scale, bias, residual=other * 3)
+
+    _, pull = jax.vjp(run, x, x, scale, bias)
+    kept = {id(each): each for each in jax.tree.leaves(pull)}
+    large = [each for each in kept.values() if getattr(each, "size", 0) == x.size]
+    has_large_factors = scale.size == x.size
+    assert len(large) <= 1 + 2 * has_large_factors
 
 
 _SUBSETS = [s for s in itertools.product((False, True), repeat=6) if any(s)]

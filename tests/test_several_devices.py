@@ -911,6 +911,29 @@ def test_norms_send_what_the_rule_implies(case: _Case) -> None:
     test_sharded_operands_give_the_same_and_send_what_the_rule_implies(case)
 
 
+@pytest.mark.parametrize("axis", [-1, 0])
+def test_a_sum_with_a_residual_keeps_its_type(axis: int) -> None:
+    """So that a scan may carry it."""
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    operands = [_draw(8, 6, 16), _draw((8, 6, 16)[axis])]
+    for spec in (("x",), (None, None, "y"), ("x", None, "y")):
+        h, scale = placed(mesh, operands, [spec, ()])
+
+        def step(h: Any, _: Any, scale: Any = scale) -> Any:
+            output, total = jax_cudnn.layer_norm(
+                jnp.tanh(h), scale, axis=axis, residual=h
+            )
+            return total, jnp.sum(output)
+
+        with jax.set_mesh(mesh):
+            total, _ = jax.jit(lambda h, step=step: jax.lax.scan(step, h, None, 3))(h)
+        assert jax.typeof(total).sharding.spec == jax.typeof(h).sharding.spec
+        want, _ = jax.lax.scan(
+            functools.partial(step, scale=operands[1]), operands[0], None, 3
+        )
+        np.testing.assert_allclose(total, want, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("case", _NORM_CASES, ids=_label)
 def test_norms_of_operands_whose_types_are_sharded(case: _Case) -> None:
     operands = _OPERANDS[case.function]

@@ -29,10 +29,9 @@ Status RequireRoles(const NodeWriter& writer,
   return {};
 }
 
-// What the Python side adds to the gradient of x itself. cuDNN 9.19 plans a sum after
-// the gradient and refuses to run these plans.
-Status RefuseOtherGradients(const NodeWriter& writer) {
-  for (const std::string_view role : {"grad_mean", "grad_rstd", "grad_total"}) {
+// What the Python side adds to the gradient of x itself.
+Status RefuseStatisticsGradients(const NodeWriter& writer) {
+  for (const std::string_view role : {"grad_mean", "grad_rstd"}) {
     if (writer.Has(role)) {
       return Unimplemented(writer.node().kind + ": cuDNN has no " + std::string(role) +
                            " operand; add its part to grad_x");
@@ -42,7 +41,7 @@ Status RefuseOtherGradients(const NodeWriter& writer) {
 }
 
 Status CheckBackward(const NodeWriter& writer) {
-  RETURN_IF_ERROR(RefuseOtherGradients(writer));
+  RETURN_IF_ERROR(RefuseStatisticsGradients(writer));
   return RequireRoles(writer, {"scale", "grad_x", "grad_scale", "grad_bias"});
 }
 
@@ -136,7 +135,7 @@ Status AddForward(NodeWriter& writer, Add add) {
 // Likewise, its gradient.
 template <typename NormAttributes, typename Add>
 Status AddBackward(NodeWriter& writer, Add add) {
-  RETURN_IF_ERROR(RefuseOtherGradients(writer));
+  RETURN_IF_ERROR(RefuseStatisticsGradients(writer));
   RETURN_IF_ERROR(RequireRoles(writer, {"scale", "grad_x", "grad_scale", "grad_bias"}));
   NormAttributes attributes;
   attributes.set_name(writer.node().kind);
@@ -240,7 +239,7 @@ Status AddRmsNorm(NodeWriter& writer) {
 }
 
 Status AddRmsNormBackward(NodeWriter& writer) {
-  RETURN_IF_ERROR(RefuseOtherGradients(writer));
+  RETURN_IF_ERROR(RefuseStatisticsGradients(writer));
   RETURN_IF_ERROR(RequireRoles(writer, {"scale", "grad_x", "grad_scale"}));
   fe::graph::Rmsnorm_backward_attributes attributes;
   attributes.set_name(writer.node().kind);

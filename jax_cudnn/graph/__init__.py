@@ -4,7 +4,7 @@
 from jax_cudnn.graph.axes import axis_classes
 from jax_cudnn.graph.codec import from_json, to_json
 from jax_cudnn.graph.conv import ConvAttributes
-from jax_cudnn.graph.derivative import derivative_of
+from jax_cudnn.graph.derivative import added_first, derivative_of
 from jax_cudnn.graph.factors import Factors, factors_of
 from jax_cudnn.graph.folding import FoldRule, fold_rule, is_apart
 from jax_cudnn.graph.gradient_kernel import forward_graph
@@ -58,6 +58,7 @@ __all__ = [
     "SdpaAttributes",
     "Target",
     "Tensor",
+    "added_first",
     "all_kinds",
     "axis_classes",
     "derivative_of",

@@ -2,7 +2,7 @@
 """The gradient of a graph as one more graph, written by the rules of its nodes."""
 
 import functools
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from jax_cudnn.graph.kinds import BackwardGraph, Derivative, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
@@ -12,8 +12,50 @@ from jax_cudnn.graph.walks import following, read_by
 from jax_cudnn.graph.writer import GradientWriter, residual_tensor
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AddedFirst:
+    """A graph that adds two operands first, and the graph of their sum alone.
+
+    ``terms`` are the operands that it adds. The first of them is the sum in ``rest``,
+    which lacks the other one, and the result ``total``.
+    """
+
+    rest: Graph
+    terms: tuple[int, int]
+    total: int
+
+
+@functools.lru_cache(maxsize=4096)
+def added_first(graph: Graph) -> AddedFirst | None:
+    """Return what a graph adds before all else, or None.
+
+    Its derivative is that of a sum, and that of the rest at the sum.
+    """
+    node = graph.sole_node()
+    adds = () if node is None else kind_named(node.kind).row.adds
+    if node is None or not adds or adds[1] not in dict(node.inputs):
+        return None
+    inputs, outputs = dict(node.inputs), dict(node.outputs)
+    first, second, total = inputs[adds[0]], inputs.pop(adds[1]), outputs.pop(adds[2])
+    names = {*inputs.values(), *outputs.values()}
+    rest = Graph(
+        tensors=tuple(t for t in graph.tensors if t.name in names),
+        nodes=(Node.make(node.kind, inputs, outputs, node.attributes),),
+        inputs=tuple(name for name in graph.inputs if name in names),
+        outputs=tuple(name for name in graph.outputs if name in names),
+    )
+    return AddedFirst(
+        rest=rest,
+        terms=(graph.inputs.index(first), graph.inputs.index(second)),
+        total=graph.outputs.index(total),
+    )
+
+
 def derivative_of(graph: Graph) -> Derivative | None:
-    """Return how the graph is differentiated, or None: by the reference alone."""
+    """Return how the graph is differentiated, or None: by the reference alone.
+
+    That of a graph that adds first is the derivative of what it adds (`added_first`).
+    """
     node = graph.sole_node()
     if node is not None and (own := kind_named(node.kind).derivative) is not None:
         return own

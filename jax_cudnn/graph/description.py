@@ -35,8 +35,8 @@ apart           "cudnn" for kinds whose kernels do more for one example than for
 whole           letters that a device must have whole; all others can be shared out
 contracted      letters over which results that lack them are sums
 maxima          letters over which results that lack them are maxima
-instead         of a gradient kernel: operands, and the result of the kind's that each
-                is where there is one, in place of the operand of that name
+adds            two operands, and the result that is their sum: where the second is
+                there, the kind is one of the sum in the place of the first
 divides         "xla" for kinds that XLA computes in programs for several devices: it
                 adds up what each has, where a kernel would need an axis gathered
 wide_sums       true for kinds whose kernels are as fast with sums as results in the
@@ -156,7 +156,7 @@ class Description:
     whole: frozenset[str]
     contracted: frozenset[str]
     maxima: frozenset[str]
-    instead: Mapping[str, str]
+    adds: tuple[str, ...]
     is_divided_by_xla: bool
     has_wide_sums: bool
     pads: Padding | None
@@ -222,7 +222,7 @@ def describe(name: str) -> Description:
         whole=frozenset(shared.get("whole", "").split()),
         contracted=frozenset(shared.get("contracted", "").split()),
         maxima=frozenset(shared.get("maxima", "").split()),
-        instead=shared.get("instead", {}),
+        adds=tuple(shared.get("adds", "").split()),
         is_divided_by_xla=shared.get("divides") == "xla",
         has_wide_sums=shared.get("wide_sums", False),
         pads=pads

@@ -3,9 +3,8 @@
 
 The gradient's row says all: operands with the names of the kind's operands and results
 are these, one named grad_x is the cotangent of the result x, and a result named grad_x
-is the gradient of the operand x. A row may say that an operand is a result of the kind
-instead of its operand, where there is one. What is optional there is left out where it
-is not there, not wanted, or known to be zero.
+is the gradient of the operand x. What is optional there is left out where it is not
+there, not wanted, or known to be zero.
 """
 
 import functools
@@ -119,12 +118,11 @@ def _gradient(
     row = kind_named(backward).row
     full = _with_residuals(graph, backward)
     (node,) = full.nodes
+    adds = kind_named(node.kind).row.adds
+    assert not {*adds[1:]} & dict(node.inputs).keys(), "that of the rest is asked for"
     role_of = {name: role for role, name in (*node.inputs, *node.outputs)}
     inputs: dict[str, Tensor] = {}
     operands: list[Source] = []
-
-    # The results that stand in for operands.
-    read_as = {new: old for old, new in row.instead.items() if new in role_of.values()}
 
     def add(role: str, like: str, source: Source) -> None:
         if role in row.roles and row.roles[role].is_input:
@@ -132,11 +130,9 @@ def _gradient(
             operands.append(source)
 
     for i, name in enumerate(graph.inputs):
-        if role_of[name] not in read_as.values():
-            add(role_of[name], name, ("input", i))
+        add(role_of[name], name, ("input", i))
     for i, name in enumerate(full.outputs):
-        role = role_of[name]
-        add(read_as.get(role, role), name, ("output", i))
+        add(role_of[name], name, ("output", i))
     for i, name in enumerate(graph.outputs):
         role = f"grad_{role_of[name]}"
         if nonzero[i] or (role in row.roles and row.roles[role].is_required):

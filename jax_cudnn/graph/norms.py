@@ -81,10 +81,8 @@ def _cancelled(kind: str) -> Callable[[Roles], frozenset[str]]:
         for axis in NORMALISED[kind]:
             count *= roles["x"].dims[axis]
         found: set[str] = set()
-        # The cotangent of a sum with a residual is added, and does not cancel.
-        is_alone = "grad_total" not in roles
-        if is_alone and count <= (2 if "mean" in roles else 1):
-            found |= {"grad_x", "grad_residual"}
+        if count <= (2 if "mean" in roles else 1):
+            found.add("grad_x")
         if count == 1 and "mean" in roles:
             found.add("grad_scale")
         return frozenset(found & roles.keys())

@@ -24,12 +24,10 @@ _CANDIDATES: dict[str, Callable[[Graph], tuple[Legal, ...]]] = {
     "matmul": matmul.candidates,
 }
 
-# Elements of a product from which cuDNN's first plan with a sum or an extreme of it
-# takes less time than the product and a pass of XLA's over it (docs/reductions.md).
-_LARGE_PRODUCT = 2**24
-_SMALL_PRODUCT = (
-    "the product is small: XLA reads it from the GPU's cache. plans.autotune finds the "
-    "best of both"
+# Only a measurement says otherwise: see docs/reductions.md.
+_SLOW_REDUCTION = (
+    "sums and extremes of a product are XLA's until cuDNN was measured to be faster: "
+    "plans.autotune finds the best of both"
 )
 
 # Below Ampere cuDNN has no engines that compile a fusion at run time.
@@ -97,10 +95,9 @@ def _with_reductions(graph: Graph, target: Target | None) -> Legalization:
     """Return the ways to compute sums and extremes of a contraction's result.
 
     cuDNN has them at the end of a product's kernel. That comes first where nothing else
-    is to be written of the product, if it is large. Otherwise XLA reads the result.
+    is to be written of the product. Otherwise XLA reads the result.
     """
     reductions = [each for each in graph.nodes if each.kind == "reduction"]
-    (product,) = filter(is_anchor, graph.nodes)
     after_sums = following(graph.nodes, made_by(reductions))
     last = [each for each in graph.nodes if not after_sums.isdisjoint(made_by([each]))]
     last = [*_casts_before(graph, last), *last]
@@ -114,9 +111,9 @@ def _with_reductions(graph: Graph, target: Target | None) -> Legalization:
     note = "sums of the kernel's result are computed by XLA"
     by_xla = [_wrap(graph, way, [], middle, last, note) for way in without.candidates]
     is_alone = made.isdisjoint(graph.outputs)
-    size = math.prod(graph.tensor(product.outputs[0][1]).dims)
-    slower = "" if size >= _LARGE_PRODUCT else _SMALL_PRODUCT
-    within = [replace(way, slower=slower) for way in matmul.with_reductions(graph)]
+    within = [
+        replace(way, slower=_SLOW_REDUCTION) for way in matmul.with_reductions(graph)
+    ]
     ways = [*within, *by_xla] if is_alone else [*by_xla, *within]
     return replace(without, candidates=tuple(ways))
 

@@ -101,10 +101,12 @@ def _with_counts_of_nan(graph: Graph) -> tuple[Graph, dict[str, str]]:
         )
         tensor, rank = graph.tensor(made), len(graph.tensor(made).dims)
         one, zero = writer.constant(1.0, rank), writer.constant(0.0, rank)
-        is_nan = writer.pointwise("ne", names[x], names[x])
-        count = writer.reduce_to(
-            writer.pointwise("select", one, zero, is_nan), tensor.dims
-        )
+        # What is unlike itself would count infinities, too (9.19 on an H100).
+        below = writer.pointwise("lt", names[x], zero)
+        above = writer.pointwise("ge", names[x], zero)
+        not_below = writer.pointwise("select", zero, one, below)
+        is_nan = writer.pointwise("select", zero, not_below, above)
+        count = writer.reduce_to(is_nan, tensor.dims)
         named = replace(tensor, name=f"nans_of_{made}", dtype="f32")
         counts[made] = writer.result(count, named)
     return writer.finish([*graph.outputs, *counts.values()]), counts

@@ -2,9 +2,9 @@
 """Norms as cuDNN takes them: with scale, bias and all statistics; roles as there.
 
 cuDNN's norms have no form without scale and bias, and give all statistics or none; the
-gradients give all of theirs. They take no cotangent of the statistics, nor of the sum
-with a residual: what these add to the gradient of x is computed after the kernel. The
-residual itself is added in the kernel where scale and bias have the dtype of x.
+gradients give all of theirs. They take no cotangent of the statistics: what it adds to
+the gradient of x is computed after the kernel. A residual is added in the kernel where
+scale and bias have the dtype of x.
 """
 
 from collections.abc import Callable, Sequence
@@ -115,9 +115,7 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
 
 def _completed(editor: GraphEditor, kind: str) -> Legal:
     """Return the norm with all that cuDNN wants of its operands and results."""
-    # First come steps whose arrays are those of the call.
-    _take_gradient_of_sum(editor)
-    _take_statistics_gradients(editor)
+    _take_statistics_gradients(editor)  # first: its arrays are those of the call
     _keep_layout(editor, _instances_last if kind == "group_norm" else _plain)
     _complete_factors(editor)
     _complete_results(editor)
@@ -154,40 +152,6 @@ def _add_before(editor: GraphEditor, residual: Tensor) -> None:
         lambda env, found: found.update({total.name: to_stored(total, added(env))})
     )
     editor.notes.append("the residual is added by XLA")
-
-
-def _take_gradient_of_sum(editor: GraphEditor) -> None:
-    """Have the kernel give one gradient, of x, to which that of the sum is added.
-
-    The terms of a sum have one gradient. cuDNN 9.19 plans the addition with the
-    gradient, and then refuses to run these plans (an H100).
-    """
-    cotangent = _role(editor, "grad_total")
-    grad, other = _role(editor, "grad_x"), _role(editor, "grad_residual")
-    if cotangent is not None:
-        editor.drop(cotangent.name)
-        editor.notes.append("the gradient of the sum is added by XLA")
-    if other is not None and grad is not None:
-        editor.drop(other.name)
-    elif other is not None:
-        # The kernel's gradient of x is the one that is asked for.
-        outputs = dict(editor.main.outputs)
-        outputs["grad_x"] = outputs.pop("grad_residual")
-        pairs = tuple(sorted(outputs.items()))
-        editor.replace_main(replace(editor.main, outputs=pairs))
-    made = other if grad is None else grad
-    if made is None or (cotangent is None and other is None):
-        return
-
-    def after(env: Env, found: Env) -> None:
-        total = to_logical(made, found[made.name])
-        if cotangent is not None:
-            total = total + to_logical(cotangent, env[cotangent.name])
-        for each in (grad, other):
-            if each is not None:
-                found[each.name] = to_stored(each, total)
-
-    editor.after.append(after)
 
 
 def _reasons(graph: Graph, target: Target | None) -> list[str]:

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_cudnn.config import Options
-from jax_cudnn.graph import Graph, derivative_of, is_apart
+from jax_cudnn.graph import Graph, added_first, derivative_of, is_apart
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.explicit import is_one_kernel, run_explicit
@@ -186,16 +186,52 @@ def _graph_jvp(
             checkpoint_name(x, f"cudnn_{full.nodes[0].kind}_{_remat_name(name)}")
             for x, name in zip(results, full.outputs, strict=True)
         ]
-    saved = [results[i] for i in _saved(graph, wanted)]
-    tangents_out = linear_p.bind(
-        *primals,
-        *saved,
-        *(t for t in tangents if not _jax.is_zero(t)),
-        graph=graph,
-        wanted=wanted,
-        options=options,
+    outputs = results[: len(graph.outputs)]
+    if (added := added_first(graph)) is None:
+        return outputs, _linear(graph, primals, results, full, tangents, options)
+    # What it adds is a sum of JAX's to the tangents. The rest reads the sum alone.
+    total = outputs[added.total]
+    moved = _sum([tangents[i] for i in added.terms], total)
+    first, second = added.terms
+    primals, tangents = list(primals), list(tangents)
+    primals[first], tangents[first] = total, moved
+    del primals[second], tangents[second]
+    tangents_out = _linear(added.rest, primals, results, full, tangents, options)
+    tangents_out.insert(added.total, moved)
+    return outputs, tangents_out
+
+
+def _sum(tangents: Sequence[Any], like: jax.Array) -> Any:
+    terms = [jnp.reshape(t, like.shape) for t in tangents if not _jax.is_zero(t)]
+    return functools.reduce(jnp.add, terms) if terms else _jax.zero_like(like)
+
+
+def _linear(
+    graph: Graph,
+    primals: Sequence[jax.Array],
+    results: Sequence[jax.Array],
+    full: Graph,
+    tangents: Sequence[Any],
+    options: Options,
+) -> list[Any]:
+    """Return a graph's derivative along tangents, given results that it may read.
+
+    ``full`` is the graph that has given these.
+    """
+    wanted = tuple(not _jax.is_zero(t) for t in tangents)
+    derivative = derivative_of(graph)
+    own = graph if derivative is None else derivative.with_residuals(graph, wanted)
+    names = [own.outputs[i] for i in _saved(graph, wanted)]
+    return list(
+        linear_p.bind(
+            *primals,
+            *(results[full.outputs.index(name)] for name in names),
+            *(t for t in tangents if not _jax.is_zero(t)),
+            graph=graph,
+            wanted=wanted,
+            options=options,
+        )
     )
-    return results[: len(graph.outputs)], tangents_out
 
 
 @functools.lru_cache(maxsize=4096)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.lowering import is_explicitly_sharded
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.ops.fusion import Operand
@@ -275,7 +276,10 @@ def run_rows(
 
     ``scale_output`` is one number, by which an output in f8 is multiplied.
     """
-    x = norm.x
+    x, residual = norm.x, norm.residual
+    if residual is not None and any(map(is_explicitly_sharded, (x, residual))):
+        # The sum has the type that JAX gives it, along the normalised axes as well.
+        x, residual = norm.total, None
     if x.ndim == 0:
         raise ValueError(
             f"{norm.op}: x is {describe(x)}. It must have one axis or more to "
@@ -311,9 +315,9 @@ def run_rows(
         x=moved(x),
         scale=factor("scale", scale),
         bias=factor("bias", bias),
-        residual=None if norm.residual is None else moved(norm.residual),
+        residual=None if residual is None else moved(residual),
         scale_output=number if number is None else Operand(number, (0, 1), (1, 1)),
     )
     results = norm.run(kind, operands)
-    total = x if norm.residual is None else back(results["total"])
+    total = x if residual is None else back(results["total"])
     return norm.finish(back(results["output"]), total, norm.statistics(results, rows))

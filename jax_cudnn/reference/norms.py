@@ -191,8 +191,7 @@ def _backward(
         dims = outputs[role].dims
         summed = tuple(axis for axis, size in enumerate(dims) if size == 1)
         results[role] = jnp.sum(terms[role], summed, keepdims=True)
-    asked = [role for role in ("grad_x", "grad_residual") if role in outputs]
-    if not asked:
+    if "grad_x" not in outputs:
         return results
     others = tuple(axis for axis in axes if axis not in shared)
     count = _count(grad, axes)
@@ -206,10 +205,7 @@ def _backward(
     moved = scaled(grad) - normal * normalised(mean(along))
     if "mean" in wide:
         moved = moved - mean(total)
-    grad_x = _with_statistics(rstd * moved, wide, normal, axes)
-    if "grad_total" in wide:
-        grad_x = grad_x + wide["grad_total"]
-    return {**results, **dict.fromkeys(asked, grad_x)}
+    return {**results, "grad_x": _with_statistics(rstd * moved, wide, normal, axes)}
 
 
 def with_statistics(kind: str, grad_x: jax.Array, inputs: Operands) -> jax.Array:

@@ -57,7 +57,7 @@ def _close(found: Any, truth: Any, terms: int, dtype: str) -> None:
     # f32 operands are multiplied in TF32. Sums of many are added up one by one.
     unit = {"bfloat16": 2.0**-8, "float16": 2.0**-10, "float32": 2.0**-10}[dtype]
     size = np.max(np.abs(truth[is_finite]), initial=1.0)
-    error = np.max(np.abs(found - truth)[is_finite], initial=0)
+    error = np.max(np.abs(found[is_finite] - truth[is_finite]), initial=0)
     assert error <= (2 * unit + terms * 2.0**-24) * size, (error, size)
 
 
@@ -147,3 +147,35 @@ def test_fused_functions_and_their_gradients(name: str, implementation: str) -> 
         one, two = (np.asarray(x, np.float64) for x in (one, two))
         # Of elements that are equal in bf16, either may be the largest.
         assert np.linalg.norm(one - two) <= 0.05 * np.linalg.norm(two), name
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_comparisons_of_what_is_not_finite(dtype: str) -> None:
+    """Of infinities with each other and with NaN, within a kernel."""
+    numbers = np.array([np.inf, -np.inf, np.nan, 1.0, 0.0, -2.0, 5.0, 7.0])
+    a = jnp.asarray(np.broadcast_to(numbers[:, None], (8, 8)), dtype)
+    row = jnp.asarray(numbers[None], dtype)
+    failures: list[str] = []
+    for name in (
+        "equal",
+        "not_equal",
+        "less",
+        "less_equal",
+        "greater",
+        "greater_equal",
+    ):
+        compare = getattr(jnp, name)
+
+        def against(x: Any, y: Any, other: Any, compare: Any = compare) -> Any:
+            product = jnp.matmul(x, y)
+            one, zero = jnp.ones((), dtype), jnp.zeros((), dtype)
+            return jnp.where(compare(product, other), one, zero)
+
+        fused = jax_cudnn.fuse(against, strict=True, implementation="cudnn")
+        # One column times one row of ones: no products with 0.
+        operands = (a[:, :1], jnp.ones((1, 8), dtype))
+        found = np.asarray(fused(*operands, row), np.float32)
+        want = np.asarray(against(*operands, row), np.float32)
+        if not np.array_equal(found, want):
+            failures.append(f"{name}: {np.argwhere(found != want).tolist()}")
+    assert not failures, failures
