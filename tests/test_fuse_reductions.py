@@ -3,6 +3,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -17,6 +18,7 @@ from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import subprograms
 from jax_cudnn.reference import evaluate
+from jax_cudnn.reference.interpreter import to_logical, to_stored
 from tests.devices import mesh_of, placed
 from tests.drawn_operands import draw_arrays
 
@@ -241,9 +243,13 @@ def test_each_way_to_run_it_means_the_same(
     name: str, axis: tuple[int, ...], dtype: Any
 ) -> None:
     (graph,) = _graphs(_function(name, axis), _operands(dtype=dtype))
-    for poison in (None, np.nan, np.inf, -np.inf):
+    for poison in (None, np.nan, np.inf, -np.inf, "all"):
         arrays = draw_arrays(graph)
-        if poison is not None:
+        if poison == "all":
+            # Rows of nothing but -inf.
+            arrays[0] = jnp.full_like(arrays[0], -jnp.inf)
+            arrays[1] = jnp.ones_like(arrays[1])
+        elif poison is not None:
             arrays[0] = arrays[0].at[(0,) * arrays[0].ndim].set(poison)
         expected = evaluate(graph, arrays)
         ways = legalize(graph, _H200).candidates
@@ -252,7 +258,7 @@ def test_each_way_to_run_it_means_the_same(
         for legal in ways:
 
             def kernel(xs: Any, graph: Graph = legal.graph) -> Any:
-                return _ignoring_nan(graph, xs)
+                return _as_in_cudnn(graph, xs)
 
             for one, two in zip(legal.run(kernel, arrays), expected, strict=True):
                 assert one.dtype == two.dtype
@@ -264,20 +270,44 @@ def test_each_way_to_run_it_means_the_same(
                 )
 
 
-def _ignoring_nan(graph: Graph, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
-    """Compute a graph as cuDNN does: its extremes are those of what is no NaN."""
-    reductions = {
-        dict(node.outputs)["output"]: node
-        for node in graph.nodes
-        if getattr(node.attributes, "mode", "") in ("max", "min")
-        and node.kind == "reduction"
-    }
-    results = list(evaluate(graph, arrays))
-    for i, name in enumerate(graph.outputs):
-        if name in reductions:
-            fill = -jnp.inf if reductions[name].attributes.mode == "max" else jnp.inf
-            results[i] = jnp.where(jnp.isnan(results[i]), fill, results[i])
-    return results
+def _as_in_cudnn(graph: Graph, arrays: Sequence[jax.Array]) -> Sequence[jax.Array]:
+    """Compute a graph as cuDNN does.
+
+    Its extremes are those of what is no NaN and of the largest finite numbers.
+    """
+    largest = float(np.finfo(np.float32).max)
+    nodes: list[Any] = []
+    more: list[Any] = []
+    for node in graph.nodes:
+        mode = getattr(node.attributes, "mode", "")
+        if node.kind == "reduction" and mode in ("max", "min"):
+            more.append(
+                (dict(node.inputs)["input"], dict(node.outputs)["output"], mode)
+            )
+        else:
+            nodes.append(node)
+    read = [name for name, _, _ in more]
+    made = {name for _, name, _ in more}
+    kept = [name for name in graph.outputs if name not in made]
+    inner = replace(
+        graph,
+        nodes=tuple(nodes),
+        tensors=tuple(t for t in graph.tensors if t.name not in made),
+        outputs=tuple(dict.fromkeys((*kept, *read))),
+    )
+    found = dict(zip(inner.outputs, evaluate(inner, arrays), strict=True))
+    for name, result, mode in more:
+        tensor, source = graph.tensor(result), graph.tensor(name)
+        x = to_logical(source, found[name]).astype(jnp.float32)
+        fill = -largest if mode == "max" else largest
+        axes = tuple(i for i, size in enumerate(tensor.dims) if size == 1)
+        reduce = jnp.nanmax if mode == "max" else jnp.nanmin
+        value = reduce(x, axis=axes, keepdims=True, initial=fill)
+        clipped = (
+            jnp.maximum(value, fill) if mode == "max" else jnp.minimum(value, fill)
+        )
+        found[result] = to_stored(tensor, clipped)
+    return [found[name] for name in graph.outputs]
 
 
 def test_auto_waits_for_a_measurement_and_what_is_padded_is_reduced_by_xla() -> None:

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matmuls as cuDNN takes them: rows padded to full loads, operands completed."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_cudnn.graph import Graph, GraphWriter, Node, is_anchor
 from jax_cudnn.graph.folding import families
-from jax_cudnn.graph.pointwise import is_extreme
+from jax_cudnn.graph.pointwise import ReductionAttributes, is_extreme
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import made_by, read_by, readers
 from jax_cudnn.legalize.editor import GraphEditor
@@ -50,7 +52,7 @@ def with_reductions(graph: Graph) -> tuple[Legal, ...]:
     is_last = made <= {*graph.outputs} and made.isdisjoint(read_by(graph.nodes))
     if node.kind != "matmul" or not is_last:
         return ()
-    counted, counts = _with_counts_of_nan(graph)
+    counted, counts = _with_counts(graph)
     editor = _edited(counted)
     if editor is None:
         return ()
@@ -63,23 +65,30 @@ def with_reductions(graph: Graph) -> tuple[Legal, ...]:
 
     def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
         found = dict(zip(counted.outputs, legal.after(operands, results), strict=True))
-        for name, count in counts.items():
-            nan = jnp.asarray(jnp.nan, found[name].dtype)
-            found[name] = jnp.where(found[count] > 0, nan, found[name])
+        for name, (count, empty) in counts.items():
+            number, dtype = found[count], found[name].dtype
+            fill = jnp.where(jnp.isnan(number), jnp.nan, empty).astype(dtype)
+            found[name] = jnp.where(number > 0, found[name], fill)
         return tuple(found[name] for name in graph.outputs)
 
     return (replace(legal, after=after),)
 
 
-def _with_counts_of_nan(graph: Graph) -> tuple[Graph, dict[str, str]]:
-    """Return the graph with the number of NaN beside each extreme, and their names.
+_LARGEST = float(np.finfo(np.float32).max)
 
-    An extreme of cuDNN's is that of the other elements (9.19 on an H100).
+
+def _with_counts(graph: Graph) -> tuple[Graph, dict[str, tuple[str, float]]]:
+    """Return the graph with a number beside each extreme: how much it is taken of.
+
+    An extreme of cuDNN's leaves NaN out, and begins with the largest finite numbers
+    (9.19 on an H100). So what is NaN counts as NaN, and what is beyond these numbers as
+    nothing. Of each extreme, return the name of its number, and what it is where that
+    is 0.
     """
     extremes = [node for node in graph.nodes if is_extreme(node)]
     if not extremes:
         return graph, {}
-    writer = GraphWriter("f32", prefix="nan_")
+    writer = GraphWriter("f32", prefix="counted_")
     names = {t.name: writer.input(t) for t in graph.input_tensors}
     for node in graph.nodes:
         ((role, made),) = node.outputs
@@ -94,22 +103,25 @@ def _with_counts_of_nan(graph: Graph) -> tuple[Graph, dict[str, str]]:
             dtype=tensor.dtype,
         )
         names[made] = writer.result(value, tensor)
-    counts: dict[str, str] = {}
+    counts: dict[str, tuple[str, float]] = {}
     for node in extremes:
-        (x,), (made,) = (
-            (name for _, name in ends) for ends in (node.inputs, node.outputs)
+        assert isinstance(node.attributes, ReductionAttributes)
+        ((_, x),), ((_, made),) = node.inputs, node.outputs
+        is_max, value = node.attributes.mode == "max", names[x]
+        tensor = graph.tensor(made)
+        one, zero, bound = (
+            writer.constant(number, len(tensor.dims))
+            for number in (1.0, 0.0, -_LARGEST if is_max else _LARGEST)
         )
-        tensor, rank = graph.tensor(made), len(graph.tensor(made).dims)
-        one, zero = writer.constant(1.0, rank), writer.constant(0.0, rank)
-        # What is unlike itself would count infinities, too (9.19 on an H100).
-        below = writer.pointwise("lt", names[x], zero)
-        above = writer.pointwise("ge", names[x], zero)
-        not_below = writer.pointwise("select", zero, one, below)
-        is_nan = writer.pointwise("select", zero, not_below, above)
-        count = writer.reduce_to(is_nan, tensor.dims)
-        named = replace(tensor, name=f"nans_of_{made}", dtype="f32")
-        counts[made] = writer.result(count, named)
-    return writer.finish([*graph.outputs, *counts.values()]), counts
+        is_beyond = writer.pointwise("lt" if is_max else "gt", value, bound)
+        is_within = writer.pointwise("ge" if is_max else "le", value, bound)
+        other = writer.pointwise("select", zero, value, is_beyond)
+        counted = writer.pointwise("select", one, other, is_within)
+        named = replace(tensor, name=f"count_of_{made}", dtype="f32")
+        count = writer.result(writer.reduce_to(counted, tensor.dims), named)
+        counts[made] = count, -math.inf if is_max else math.inf
+    outputs = [*graph.outputs, *(count for count, _ in counts.values())]
+    return writer.finish(outputs), counts
 
 
 def slower(graph: Graph, node: Node) -> str:
