@@ -320,6 +320,16 @@ def test_auto_waits_for_a_measurement_and_what_is_padded_is_reduced_by_xla() -> 
     assert "until cuDNN was measured" in first.slower
     assert any(node.kind == "reduction" for node in first.graph.nodes)
     assert all("computed by XLA" in way.notes[-1] for way in others)
+
+    def squares(a: Any, b: Any) -> Any:
+        return jnp.sum(jnp.square((a @ b).astype(jnp.float32)), 1)
+
+    # The product is written as it is, and what follows computed while it is read.
+    (graph,) = _graphs(squares, like)
+    _, *others = legalize(graph, _H200).candidates
+    for way in others:
+        assert len(way.graph.nodes) == 1
+        assert way.graph.output_tensors[0].dtype == "bf16"
     like = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((4096, 64), (64, 4097))]
     (graph,) = _graphs(run, like)
     for legal in legalize(graph, _H200).candidates:

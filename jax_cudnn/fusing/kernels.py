@@ -54,17 +54,6 @@ class Read(Beside):
         return self.value.dtype
 
 
-class Reduced(NamedTuple):
-    """A sum or an extreme of an earlier value, along axes of the kernel's tensor.
-
-    ``arguments`` is the value's position, as in a ``Step``.
-    """
-
-    mode: str
-    arguments: tuple[int]
-    axes: frozenset[int]
-
-
 class Rounding(NamedTuple):
     """The dtype that a step's result has, and the parameter of its mode."""
 
@@ -76,13 +65,15 @@ class Rounding(NamedTuple):
 class Kernel:
     """A contraction with what follows it, being put together and then run.
 
-    ``made`` says which step makes a value, and ``views`` how its axes lie. ``graph``
-    and ``options`` are what it was run as.
+    ``made`` says which step makes a value, and ``views`` how its axes lie. ``reduced``
+    are the steps that are sums and extremes, with the axes of the kernel's tensor along
+    which they are. ``graph`` and ``options`` are what it was run as.
     """
 
     contraction: Contraction
     works: list[Work] = field(default_factory=list)
-    steps: list[Step | Reduced] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    reduced: dict[int, frozenset[int]] = field(default_factory=dict)
     roundings: dict[int, Rounding] = field(default_factory=dict)
     made: dict[Value, Made] = field(default_factory=dict)
     views: dict[Value, View] = field(default_factory=dict)
@@ -132,8 +123,9 @@ class Kernel:
             check_count(self.steps)
         except UntraceableError as reason:
             del self.steps[count:]
-            for position in [i for i in self.roundings if i > count]:
-                del self.roundings[position]
+            for found in (self.roundings, self.reduced):
+                for position in [i for i in found if i > count]:
+                    del found[position]
             for output in work.outputs:
                 self.made.pop(output, None)
                 self.views.pop(output, None)
@@ -202,9 +194,7 @@ class Kernel:
     def is_reduction(self, x: Value) -> bool:
         """Whether a value is a sum or an extreme that the kernel makes."""
         made = self.made.get(x)
-        if made is None or made.position == 0:
-            return False
-        return isinstance(self.steps[made.position - 1], Reduced)
+        return made is not None and made.position in self.reduced
 
     def _reduction(self, work: Operation, view: View) -> tuple[Made, View]:
         """Write a sum or an extreme; return it, and how its axes lie."""
@@ -220,9 +210,9 @@ class Kernel:
             raise UntraceableError("it leaves a part of the rows, columns or batch")
         left = zip(reduced.order, reduced.stored_shape, view.stored_shape, strict=True)
         axes = frozenset(axis for axis, size, full in left if size != full)
-        step = Reduced(REDUCTIONS[work.name], (self.made[x].position,), axes)
-        self.steps.append(step)
+        self.steps.append(Step(REDUCTIONS[work.name], (self.made[x].position,)))
         position = len(self.steps)
+        self.reduced[position] = axes
         self.roundings[position] = Rounding(_name_of(output.dtype))
         return Made(position), reduced
 
@@ -318,15 +308,12 @@ class Kernel:
 
         for i, step in enumerate(self.steps, 1):
             dtype, alpha = self.roundings.get(i, Rounding())
-            if isinstance(step, Reduced):
-                source = names[step.arguments[0]]
-                dims = tuple(
-                    1 if axis in step.axes else size
-                    for axis, size in enumerate(fusion.writer[source].dims)
-                )
-                names.append(
-                    fusion.writer.reduce_to(source, dims, step.mode, dtype=dtype)
-                )
+            if (axes := self.reduced.get(i)) is not None:
+                (source,) = map(argument, step.arguments)
+                sizes = enumerate(fusion.writer[source].dims)
+                dims = tuple(1 if axis in axes else size for axis, size in sizes)
+                made = fusion.writer.reduce_to(source, dims, step.mode, dtype=dtype)
+                names.append(made)
                 continue
             if step.mode in COMPARISONS:
                 dtype = None

@@ -9,7 +9,7 @@ import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
-from jax_cudnn.graph.walks import following, leading_to, made_by, read_by, readers
+from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize import conv, matmul, measured, reduction
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
@@ -100,7 +100,7 @@ def _with_reductions(graph: Graph, target: Target | None) -> Legalization:
     reductions = [each for each in graph.nodes if each.kind == "reduction"]
     after_sums = following(graph.nodes, made_by(reductions))
     last = [each for each in graph.nodes if not after_sums.isdisjoint(made_by([each]))]
-    last = [*_casts_before(graph, last), *last]
+    last = _with_what_leads_there(graph, last)
     rest = [each for each in graph.nodes if each not in last]
     made, read = made_by(rest), read_by(last)
     needed = [name for name in graph.outputs if name in made]
@@ -118,23 +118,19 @@ def _with_reductions(graph: Graph, target: Target | None) -> Legalization:
     return replace(without, candidates=tuple(ways))
 
 
-def _casts_before(graph: Graph, nodes: list[Node]) -> list[Node]:
-    """Return the casts to f32 that only these nodes read: XLA does them in passing."""
-    read = read_by(nodes)
-    return [
-        each
-        for each in graph.nodes
-        if each not in nodes
-        and getattr(each.attributes, "mode", "") == "identity"
-        and made_by([each]) <= read.difference(graph.outputs)
-        and all(reader in nodes for reader in readers(graph.nodes, each.outputs[0][1]))
-        and _widens(graph, each)
-    ]
+def _with_what_leads_there(graph: Graph, nodes: list[Node]) -> list[Node]:
+    """Return the nodes with the elementwise ones that lead to nothing else.
 
-
-def _widens(graph: Graph, node: Node) -> bool:
-    source, result = (graph.tensor(x) for (_, x) in (*node.inputs, *node.outputs))
-    return source.dtype in ("bf16", "f16") and result.dtype == "f32"
+    XLA computes these while it reads the product, in the dtype that the product has.
+    """
+    found = list(nodes)
+    for each in reversed(graph.nodes):
+        made = made_by([each])
+        is_inner = each.kind == "pointwise" and made.isdisjoint(graph.outputs)
+        reading = [other for other in graph.nodes if read_by([other]) & made]
+        if each not in found and is_inner and all(x in found for x in reading):
+            found.append(each)
+    return [each for each in graph.nodes if each in found]
 
 
 def _f8_results_of_f32(graph: Graph, node: Node) -> frozenset[str]:
