@@ -140,9 +140,8 @@ Status AddConstant(NodeWriter& writer) {
 
 Status AddReduction(NodeWriter& writer) {
   const auto mode = writer.node().Attribute<std::string>("mode");
-  const auto* row =
-      std::find_if(std::begin(kReductionModes), std::end(kReductionModes),
-                   [&](const auto& each) { return each.first == mode; });
+  const auto* row = std::find_if(std::begin(kReductionModes), std::end(kReductionModes),
+                                 [&](const auto& each) { return each.first == mode; });
   fe::graph::Reduction_attributes attributes;
   // The shape rule knows the same names: a row is found.
   attributes.set_name(mode)

@@ -4,7 +4,6 @@
 #include "plans/group_products.h"
 
 #include <algorithm>
-#include <optional>
 #include <set>
 #include <string_view>
 
