@@ -166,6 +166,90 @@ def test_a_sum_may_be_rounded_to_several_dtypes() -> None:
     np.testing.assert_array_equal(narrow, wide.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize(
+    "casts",
+    [
+        (jnp.bfloat16,),
+        (jnp.float16,),
+        (jnp.bfloat16, jnp.float32),
+        (jnp.float16, jnp.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("name", ["sum", "max", "squares"])
+def test_casts_of_a_reduction_are_those_of_the_function(name: str, casts: Any) -> None:
+    """One after another, and side by side; the gradient knows them."""
+    a, b, bias = _operands()
+    reduce = _function(name, (2,))
+
+    def chain(a: Any, b: Any) -> Any:
+        value = reduce(a, b, bias) * 1
+        for dtype in casts:
+            value = value.astype(dtype)
+        return value
+
+    def each(a: Any, b: Any) -> Any:
+        value = reduce(a, b, bias)
+        return [value.astype(dtype) for dtype in casts]
+
+    def at_once(a: Any, b: Any) -> Any:
+        value = reduce(a, b, bias)
+        for dtype in casts:
+            value = value.astype(dtype)
+        return value
+
+    for function in (chain, each, at_once):
+        found, pull = jax.vjp(jax_cudnn.fuse(function), 60 * a, 60 * b)
+        want, pull_of_jax = jax.vjp(function, 60 * a, 60 * b)
+        cotangents = jax.tree.map(jnp.ones_like, want)
+        for one, two in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            assert one.dtype == two.dtype
+            rtol = 2 * float(jnp.finfo(one.dtype).eps)
+            np.testing.assert_allclose(
+                np.asarray(one, np.float32), np.asarray(two, np.float32), rtol=rtol
+            )
+        for one, two in zip(pull(cotangents), pull_of_jax(cotangents), strict=True):
+            np.testing.assert_allclose(one, two, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda a, b: jnp.max(jnp.matmul(a, b), 0),
+        lambda a, b: jnp.sum(jnp.matmul(a, b), 0),
+        lambda a, b: jnp.max(jnp.matmul(a, b), ()),
+        lambda a, b: jnp.max(jnp.matmul(a[:, :1], b), 1),
+        lambda a, b: jnp.min(jnp.matmul(a, b[..., :1]), (0, 2)),
+    ],
+)
+def test_what_is_along_neither_rows_nor_columns_is_xlas(function: Any) -> None:
+    a, b, _ = _operands()
+    fused = jax_cudnn.fuse(function)
+    assert any("reduce" in each.name for each in fused.explain(a, b).left) or (
+        "reduce" not in str(jax.make_jaxpr(function)(a, b))
+    )
+    a = a.at[0, 0, 0].set(jnp.nan)
+    np.testing.assert_allclose(fused(a, b), function(a, b), rtol=1e-5, atol=1e-5)
+
+
+def test_extremes_of_nothing() -> None:
+    def run(a: Any, b: Any) -> Any:
+        return jnp.max(jnp.matmul(a, b), 0, initial=-1.0)
+
+    operands = (jnp.zeros((0, 8)), jnp.ones((8, 16)))
+    np.testing.assert_array_equal(jax_cudnn.fuse(run)(*operands), run(*operands))
+
+
+def test_results_of_one_element_axes_are_rounded_by_themselves() -> None:
+    def run(a: Any, b: Any) -> Any:
+        product = jnp.matmul(a, b)
+        return jnp.max(product, 0), jnp.min(product, 0).astype(jnp.float16)
+
+    a, b, _ = _operands()
+    operands = (1e3 * a[0, :1], 1e3 * b[0])
+    for one, two in zip(jax_cudnn.fuse(run)(*operands), run(*operands), strict=True):
+        np.testing.assert_allclose(one, two, rtol=1e-3)
+
+
 def test_what_is_written_anyway_is_reduced_by_xla() -> None:
     def both(a: Any, b: Any) -> Any:
         product = a @ b

@@ -23,7 +23,7 @@ from jax_cudnn.fusing.program import Arrays, Atom, Number, Operation, Value
 from jax_cudnn.fusing.views import View
 from jax_cudnn.graph import DTypeName, Graph
 from jax_cudnn.graph.pointwise import COMPARISONS
-from jax_cudnn.lowering import equation_place
+from jax_cudnn.lowering import equation_place, is_explicitly_sharded
 from jax_cudnn.ops.fusion import Fusion, Result
 from jax_cudnn.ops.outside import Beside
 from jax_cudnn.ops.tracing import (
@@ -67,13 +67,15 @@ class Kernel:
 
     ``made`` says which step makes a value, and ``views`` how its axes lie. ``reduced``
     are the steps that are sums and extremes, with the axes of the kernel's tensor along
-    which they are. ``graph`` and ``options`` are what it was run as.
+    which they are, and ``casts`` says of what each cast of one is: XLA casts behind the
+    kernel. ``graph`` and ``options`` are what it was run as.
     """
 
     contraction: Contraction
     works: list[Work] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     reduced: dict[int, frozenset[int]] = field(default_factory=dict)
+    casts: dict[Value, Value] = field(default_factory=dict)
     roundings: dict[int, Rounding] = field(default_factory=dict)
     made: dict[Value, Made] = field(default_factory=dict)
     views: dict[Value, View] = field(default_factory=dict)
@@ -127,6 +129,7 @@ class Kernel:
                 for position in [i for i in found if i > count]:
                     del found[position]
             for output in work.outputs:
+                self.casts.pop(output, None)
                 self.made.pop(output, None)
                 self.views.pop(output, None)
             place = equation_place(work.equation) if isinstance(work, Operation) else ""
@@ -141,10 +144,10 @@ class Kernel:
         if any(self.is_reduction(x) for x in work.reads):
             if not (isinstance(work, Operation) and _is_cast(work)):
                 raise UntraceableError("nothing follows a sum or an extreme")
-            # The kernel's result is rounded so.
             self._check_dtype(output)
             self._check_cast(work)
             (x,) = work.reads
+            self.casts[output] = x
             self.made[output], self.views[output] = self.made[x], self.views[x]
             return
         views = {self.views[x] for x in work.reads if x in self.made}
@@ -201,8 +204,9 @@ class Kernel:
         (x,), (output,) = work.inputs, work.outputs
         assert isinstance(x, Value)
         self._check_dtype(output)
-        if work.params.get("out_sharding") is not None:
-            raise UntraceableError("it says how its result is sharded")
+        operands = (each.aval for each in self.contraction.reads)
+        if any(map(is_explicitly_sharded, operands)):
+            raise UntraceableError("the types of operands say how these are sharded")
         if self.contraction.operation.name != "dot_general":
             raise UntraceableError("it follows a convolution")
         reduced = view.reduced(work.params["axes"])
@@ -210,6 +214,8 @@ class Kernel:
             raise UntraceableError("it leaves a part of the rows, columns or batch")
         left = zip(reduced.order, reduced.stored_shape, view.stored_shape, strict=True)
         axes = frozenset(axis for axis, size, full in left if size != full)
+        if axes.isdisjoint((_ROWS, _COLUMNS)):
+            raise UntraceableError("it is along neither rows nor columns")
         self.steps.append(Step(REDUCTIONS[work.name], (self.made[x].position,)))
         position = len(self.steps)
         self.reduced[position] = axes
@@ -264,7 +270,7 @@ class Kernel:
             arrays, is_rounded=bool(self.steps)
         )
         names = self._write(fusion, value, arrays)
-        main, *others = self._ordered_outputs()
+        main, *others = self._ordered_results()
         dtype = rounded if self.made[main].position == 0 else _name_of(main.dtype)
         aside = list(dict.fromkeys(names[self.made[x].position] for x in others))
         view = self.views[main]
@@ -279,15 +285,18 @@ class Kernel:
             name = names[self.made[x].position]
             stored = self.views[x].array(by_name[name], orders[name])
             arrays[x] = stored.astype(x.dtype)
+        for x, source in self.casts.items():
+            if source in arrays:
+                arrays[x] = arrays[source].astype(x.dtype)
 
-    def _ordered_outputs(self) -> list[Value]:
-        """Return the results, the last first: it is what the others lead to.
-
-        Of one that is rounded to several dtypes, the widest comes first.
-        """
-        return sorted(
-            self.outputs, key=lambda x: (-self.made[x].position, -x.dtype.itemsize)
-        )
+    def _ordered_results(self) -> list[Value]:
+        """Return the graph's results, the last first: it is what the others lead to."""
+        results: dict[Value, None] = {}
+        for x in self.outputs:
+            while x in self.casts:
+                x = self.casts[x]
+            results[x] = None
+        return sorted(results, key=lambda x: -self.made[x].position)
 
     def _write(self, fusion: Fusion, value: str, arrays: Arrays) -> list[str]:
         """Return the tensors that the contraction and each step make."""
@@ -337,6 +346,8 @@ def _letters(count: int) -> str:
 
 # --- reading what surrounds a kernel --------------------------------------------------
 
+# The axes of a product's tensor behind that of its batch.
+_ROWS, _COLUMNS = 1, 2
 # The operations that a kernel ends with, and their modes.
 REDUCTIONS = {"reduce_max": "max", "reduce_min": "min", "reduce_sum": "add"}
 _LAYOUT = ("broadcast_in_dim", "copy", "copy_p", "reshape", "squeeze", "transpose")

@@ -352,6 +352,9 @@ def residual_tensor(graph: Graph, name: str) -> Tensor:
     dtype = graph.output_tensors[0].dtype
     if any(name in read_by([node]) for node in graph.nodes if is_extreme(node)):
         return tensor  # Rounded, it might not be the extreme any more.
+    sums = made_by(node for node in graph.nodes if node.kind == "reduction")
+    if graph.outputs[0] in sums:
+        return tensor  # The dtype of a sum says nothing of what is added up.
     if dtype in ("f8_e4m3fn", "f8_e5m2"):
         dtype = "bf16"
     if any(t.dtype in ("i8", "u8") for t in graph.input_tensors):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
-from jax_cudnn.graph.pointwise import PointwiseAttributes
+from jax_cudnn.graph.pointwise import PointwiseAttributes, is_extreme
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize import conv, matmul, measured, reduction
 from jax_cudnn.legalize.editor import GraphEditor
@@ -82,13 +82,14 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
 
 
 def _reduces_rows(graph: Graph, node: Node) -> bool:
-    """Whether there is a sum or an extreme, along more than the batch of a product.
+    """Whether there is an extreme, or a sum along more than the batch of a product.
 
     The sum of an operand's gradient along the batch is all that becomes of the product.
     """
     sums = made_by(each for each in graph.nodes if each.kind == "reduction")
     (result,) = (graph.tensor(name) for _, name in node.outputs)
-    return any(graph.tensor(name).dims[1:] != result.dims[1:] for name in sums)
+    is_along_more = any(graph.tensor(x).dims[1:] != result.dims[1:] for x in sums)
+    return is_along_more or any(map(is_extreme, graph.nodes))
 
 
 def _with_reductions(graph: Graph, target: Target | None) -> Legalization:

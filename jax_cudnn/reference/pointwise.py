@@ -68,15 +68,11 @@ def reduction(
         for axis, (size, reduced) in enumerate(zip(x.shape, dims, strict=True))
         if size != reduced
     ]
-    reduce = _REDUCTIONS[attributes.mode]
-    return {"output": reduce(x, axis=axes, keepdims=True)}
-
-
-_REDUCTIONS: dict[str, Callable[..., jax.Array]] = {
-    "add": jnp.sum,
-    "max": jnp.max,
-    "min": jnp.min,
-}
+    if attributes.mode == "add":
+        return {"output": jnp.sum(x, axis=axes, keepdims=True)}
+    # That of no elements is infinite, and not refused as jax.numpy does.
+    reduce = jax.lax.reduce_max if attributes.mode == "max" else jax.lax.reduce_min
+    return {"output": jnp.expand_dims(reduce(x, axes), axes)}
 
 
 def _widened(x: jax.Array, inputs: Operands) -> jax.Array:

@@ -37,7 +37,11 @@ def _texts(problems: list[Problem], gpu: str) -> dict[str, str]:
     target = harness.target(gpu)
     found: dict[str, str] = {}
     for problem in problems:
-        for graph in (problem.graph, backward_of(problem.graph)):
+        graphs = [problem.graph]
+        if not problem.has_residual:
+            # The gradient is that of the norm of the sum.
+            graphs.append(backward_of(problem.graph))
+        for graph in graphs:
             legal = legalize(graph, target).candidates[0]
             found[f"{problem} {graph.nodes[0].kind}"] = to_json(legal.graph)
     return found
