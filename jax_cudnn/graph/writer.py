@@ -71,6 +71,22 @@ class GraphWriter:
         self._nodes.append(Node.make(kind, inputs, {output: name}, attributes))
         return name
 
+    def copy(self, node: Node, tensor: Tensor, names: Mapping[str, str]) -> str:
+        """Add a node of another graph with its one result, and return its name.
+
+        ``names`` says what the tensors that it reads are called here.
+        """
+        ((role, _),) = node.outputs
+        return self.node(
+            node.kind,
+            {each: names[name] for each, name in node.inputs},
+            node.attributes,
+            output=role,
+            dims=tensor.dims,
+            order=tensor.order,
+            dtype=tensor.dtype,
+        )
+
     def pointwise(
         self, mode: str, *names: str, alpha: float = 0.0, dtype: DTypeName | None = None
     ) -> str:

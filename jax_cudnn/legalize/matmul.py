@@ -91,18 +91,9 @@ def _with_counts(graph: Graph) -> tuple[Graph, dict[str, tuple[str, float]]]:
     writer = GraphWriter("f32", prefix="counted_")
     names = {t.name: writer.input(t) for t in graph.input_tensors}
     for node in graph.nodes:
-        ((role, made),) = node.outputs
+        ((_, made),) = node.outputs
         tensor = graph.tensor(made)
-        value = writer.node(
-            node.kind,
-            {each: names[name] for each, name in node.inputs},
-            node.attributes,
-            output=role,
-            dims=tensor.dims,
-            order=tensor.order,
-            dtype=tensor.dtype,
-        )
-        names[made] = writer.result(value, tensor)
+        names[made] = writer.result(writer.copy(node, tensor, names), tensor)
     counts: dict[str, tuple[str, float]] = {}
     for node in extremes:
         assert isinstance(node.attributes, ReductionAttributes)

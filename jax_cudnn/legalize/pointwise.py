@@ -32,7 +32,7 @@ def rewrite_pointwise(graph: Graph) -> Graph:
     names = {tensor.name: writer.input(tensor) for tensor in graph.input_tensors}
     for node in graph.nodes:
         inputs = {role: names[name] for role, name in node.inputs}
-        ((role, made),) = node.outputs
+        ((_, made),) = node.outputs
         tensor = graph.tensor(made)
         if _is_rewritten(graph, node):
             assert isinstance(node.attributes, PointwiseAttributes)
@@ -41,15 +41,7 @@ def rewrite_pointwise(graph: Graph) -> Graph:
                 operands[-1] = writer.pointwise("identity", operands[-1])
             value = _write(writer, node.attributes, operands)
         else:
-            value = writer.node(
-                node.kind,
-                inputs,
-                node.attributes,
-                output=role,
-                dims=tensor.dims,
-                order=tensor.order,
-                dtype=tensor.dtype,
-            )
+            value = writer.copy(node, tensor, names)
         names[made] = writer.result(value, tensor)
     return writer.finish(graph.outputs)
 
