@@ -14,12 +14,12 @@ import jax_cudnn
 from jax_cudnn import native, plans
 from jax_cudnn.graph import label, to_json
 from jax_cudnn.legalize import legalize, partition
-from jax_cudnn.lowering import run_cudnn, traced_graphs
-from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
 from tests.fused_functions import block, conv_bn_relu, gated_mlp, normal, normed
 from tests.gpu.numerics import judge, to_f32
+from tests.gpu.pinned import pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -102,18 +102,10 @@ def test_every_plan_of_a_gradient_within_a_product_is_right(
         truth = [np.asarray(x) for x in evaluate(replace(part, tensors=tensors), wide)]
     launched = 0
     for legal in legalize(part, target).candidates:
-        text = to_json(legal.graph)
-        for candidate in native.candidates(text):
+        for candidate in native.candidates(to_json(legal.graph)):
             if candidate.refusal:
                 continue
-            step = Step(
-                part=part,
-                legal=legal,
-                plan=native.plan(text, request=candidate.request),
-                target=target,
-                request=candidate.request,
-            )
-            found = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))(*arrays)
+            found = pinned(part, legal, target, candidate.request)(*arrays)
             judge(part.outputs, found, reference, truth)
             launched += 1
     assert launched > 1

@@ -17,8 +17,7 @@ from jax_cudnn import native
 from jax_cudnn.graph import to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import subprograms
-from jax_cudnn.lowering.cuda import run_cudnn
-from jax_cudnn.lowering.decision import Step
+from tests.gpu.pinned import pinned
 
 pytestmark = pytest.mark.gpu
 
@@ -87,23 +86,15 @@ def test_every_plan(name: str, dtype: str) -> None:
                 for way in legalize(graph, target).candidates
                 if any(node.kind == "reduction" for node in way.graph.nodes)
             )
-            text = to_json(legal.graph)
-            listed = [x for x in native.candidates(text) if not x.refusal]
+            every = native.candidates(to_json(legal.graph))
+            listed = [each for each in every if not each.refusal]
             # The first of each engine, and the last one: others differ in tiles.
             chosen = {each.engine: each for each in reversed(listed)}
             for candidate in {*chosen.values(), listed[-1]}:
-                plan = native.plan(text, request=candidate.request)
-                step = Step(
-                    part=graph,
-                    legal=legal,
-                    plan=plan,
-                    target=target,
-                    request=candidate.request,
-                )
-                compiled = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))
+                compiled = pinned(graph, legal, target, candidate.request)
                 for poison in ("", "nan", "inf", "all -inf", "negative"):
                     arrays = _operands(shapes, dtype, poison)
-                    results = compiled(*(jnp.reshape(x, x.shape) for x in arrays))
+                    results = compiled(*arrays)
                     with np.errstate(invalid="ignore"):
                         # XLA's maximum on a CPU may lose a NaN.
                         a, b = (np.asarray(x, np.float64) for x in arrays)

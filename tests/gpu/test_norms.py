@@ -23,6 +23,7 @@ from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.drawn_operands import draw_arrays
 from tests.gpu.numerics import judge
+from tests.gpu.pinned import pinned
 from tests.norm_calls import CALLS, Call, operands
 from tests.norms import KINDS, OF_ROWS, Problem, backward_of
 
@@ -153,20 +154,11 @@ def _launched(graphs: Iterable[Graph]) -> int:
             _noise(graph, name, x) for name, x in zip(graph.outputs, truth, strict=True)
         ]
         legal = legalize(graph, target).candidates[0]
-        text = to_json(legal.graph)
-        for candidate in native.candidates(text):
+        for candidate in native.candidates(to_json(legal.graph)):
             if candidate.refusal:
                 continue
             try:
-                plan = native.plan(text, request=candidate.request)
-                step = Step(
-                    part=graph,
-                    legal=legal,
-                    plan=plan,
-                    target=target,
-                    request=candidate.request,
-                )
-                found = jax.jit(lambda *xs, step=step: run_cudnn(step, xs))(*arrays)
+                found = pinned(graph, legal, target, candidate.request)(*arrays)
                 judge(names, found, reference, truth, noises)
             except Exception as error:  # All plans are to be heard of.
                 dims = graph.tensor("x").dims

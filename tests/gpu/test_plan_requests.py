@@ -15,14 +15,13 @@ from jax_cudnn import GraphError, UnsupportedError, native
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering import run_cudnn
-from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
 from tests import norms
 from tests.drawn_operands import draw_arrays
 from tests.fused import graphs
 from tests.gpu.numerics import judge, to_f32
+from tests.gpu.pinned import pinned
 from tests.gpuless.emitted import semantic_graphs
 from tests.planner import filter_text
 from tests.sdpa_cases import Case, make_operands
@@ -48,14 +47,7 @@ def _program(legal: Legal, request: str) -> Callable[..., Sequence[jax.Array]]:
     """Return the compiled graph, with the plan that a request asks for."""
     local = local_target()
     assert local is not None
-    step = Step(
-        part=legal.graph,
-        legal=legal,
-        plan=native.plan(to_json(legal.graph), request=request),
-        target=local[1],
-        request=request,
-    )
-    return jax.jit(lambda *operands: run_cudnn(step, operands))
+    return pinned(legal.graph, legal, local[1], request)
 
 
 @functools.cache
