@@ -11,15 +11,19 @@ writes untuned.json and untuned.md there.
 times the kernels of other random calls instead, each with cuDNN's first plan, with
 the first plan of each engine, and by XLA, and writes untuned_parts.json. With
 `--few-rows`, the kernels are products of few rows, as those of programs that generate
-text, and are written to untuned_few_rows.json. From both files,
-`python -m scripts.default_rules` makes the rules that "auto" follows. Kernels and the
-calls above never share a call.
+text, and are written to untuned_few_rows.json. With `--most 24` no class of kernels
+gets more. From both files, `python -m scripts.default_rules` makes the rules that
+"auto" follows. Kernels and the calls above never share a call.
+
+`--first 1000` draws other calls. What the file in the folder has of others is kept; for
+the times of whole calls, only of the same GPU.
 """
 
 import argparse
 import functools
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +32,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.random_calls import Call, drawn_call, drawn_step
-from benchmarks.records import write_records
+from benchmarks.records import kept_rows, write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, Timing, alternate, summary
 from jax_cudnn import choices, native, plans
@@ -258,10 +262,7 @@ class _Kernel:
             look = stopwatch.time(plan, samples=3, enough_us=enough).median_us
             engines[str(engine)] = round(look / first_us, 3)
         return {
-            "class": measured.class_of(self.part),
-            "sizes": [round(size) for size in measured.sizes_of(self.part).values()],
-            "op": label(self.part),
-            "operands": operand_text(self.part),
+            **named(self.part),
             "xla_us": round(statistics.median(times["xla"]), 2),
             "cudnn_us": round(timing.median_us, 2),
             "ratio": round(timing.ratio, 3),
@@ -278,18 +279,43 @@ def _run_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
     return run_xla(part, operands, Options())
 
 
-def kernels(calls: Iterable[Call]) -> Iterator[dict[str, Any]]:
-    """Time the kernels of some calls; yield a row for each that cuDNN plans."""
+def named(part: Graph) -> dict[str, Any]:
+    """Return what tells a kernel from others, and its class."""
+    return {
+        "class": measured.class_of(part),
+        "sizes": [round(size) for size in measured.sizes_of(part).values()],
+        "op": label(part),
+        "operands": operand_text(part),
+    }
+
+
+def lacking(
+    parts: Iterable[Graph], rows: Sequence[Mapping[str, Any]], most: int
+) -> list[Graph]:
+    """Return the kernels that no row has, so many that each class gets ``most``."""
+    known = {(row["op"], row["operands"]) for row in rows}
+    counts = Counter(row["class"] for row in rows)
+    found: list[Graph] = []
+    for part in parts:
+        name = measured.class_of(part)
+        if (label(part), operand_text(part)) not in known and counts[name] < most:
+            counts[name] += 1
+            found.append(part)
+    return found
+
+
+def kernels(parts: Sequence[Graph]) -> Iterator[dict[str, Any]]:
+    """Time kernels; yield a row for each that cuDNN plans."""
     local = local_target()
     assert local is not None
     gpu = LocalGpu(ordinal=local[0], target=local[1])
-    for some in _batched(_parts_of(calls)):
+    for some in _batched(parts):
         found = [_Kernel(part, gpu) for part in some]
         together([functools.partial(_unless_it_fails, each.prepare) for each in found])
         for each in found:
             row = _unless_it_fails(each.measured)
             if row is not None:
-                yield row
+                yield {"GPU": gpu.target.name, **row}
 
 
 def _unless_it_fails(run: Callable[[], Any]) -> Any:
@@ -306,29 +332,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--count", type=int, default=200, help="of random calls")
+    parser.add_argument("--first", type=int, default=0, help="number of a call")
+    parser.add_argument("--most", type=int, default=10**6, help="kernels of a class")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--parts", action="store_true", help="time kernels for rules")
     kind.add_argument("--few-rows", action="store_true", help="and those of few rows")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     choices.table().clear()  # those that are shipped, too
-    if options.parts:
-        _write_kernels(map(drawn_call, range(options.count)), options.out / _PARTS)
-    elif options.few_rows:
-        _write_kernels(map(drawn_step, range(options.count)), options.out / _FEW_ROWS)
+    numbers = range(options.first, options.first + options.count)
+    if options.parts or options.few_rows:
+        if numbers.stop > _FIRST:
+            parser.error(f"calls from {_FIRST} on are those that rules are judged by")
+        drawn, name = (drawn_call, _PARTS) if options.parts else (drawn_step, _FEW_ROWS)
+        _write_kernels(map(drawn, numbers), options.out / name, options.most)
     else:
-        _write_calls(range(_FIRST, _FIRST + options.count), options.out)
+        _write_calls([_FIRST + number for number in numbers], options.out)
 
 
-def _write_kernels(calls: Iterable[Call], file: Path) -> None:
-    data: dict[str, Any] = {"environment": environment(), "rows": []}
-    for row in kernels(calls):
+def _write_kernels(calls: Iterable[Call], file: Path, most: int) -> None:
+    data: dict[str, Any] = {"environment": environment(), "rows": kept_rows(file)}
+    for row in kernels(lacking(_parts_of(calls), data["rows"], most)):
         _add(data, row)
         write_records(file, data)
 
 
 def _write_calls(numbers: Sequence[int], folder: Path) -> None:
-    data: dict[str, Any] = {"environment": environment(), "rows": []}
+    found = environment()
+    kept = [
+        row
+        for row in kept_rows(folder / _DATA)
+        if row["number"] not in numbers and row["GPU"] == found["GPU"]
+    ]
+    data: dict[str, Any] = {"environment": found, "rows": kept}
     for row in check(numbers):
         _add(data, row)
         if any("ratio" in each for each in data["rows"]):
