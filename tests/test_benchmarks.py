@@ -209,7 +209,7 @@ def test_kernels_for_rules_are_each_measured_once(
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     untuned = importlib.import_module("benchmarks.untuned")
     drawn = importlib.import_module("benchmarks.random_calls").drawn_call
-    parts = untuned._parts_of(map(drawn, range(40)))
+    parts = untuned.parts_of(map(drawn, range(40)))
     every = untuned.lacking(parts, [], 10**6)
     assert every == parts
     rows = [untuned.named(part) for part in parts]

@@ -24,6 +24,14 @@ _SLOW_WEIGHTS = (
     "first of cuDNN's plans; plans.autotune finds the best of both"
 )
 
+# XLA computes small products of one operand together (benchmarks/untuned.py, an H100
+# with cuDNN 9.19). Between 7e8 and 2.8e9 multiplications, none was measured.
+_SMALL_GATE = 2**30
+_SLOW_SMALL_GATE = (
+    "a small gated product: XLA computes it together with the gate's, and cuDNN took "
+    "1.12 to 1.6 times as long; plans.autotune finds the best of both"
+)
+
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a matmul with what surrounds it.
@@ -119,8 +127,32 @@ def slower(graph: Graph, node: Node) -> str:
     """Say why "auto" leaves a product to XLA, if it does; the node is the product."""
     dtypes = {tensor.dtype for tensor in graph.input_tensors}
     wide = {graph.tensor(name).dtype for _, name in node.inputs}
-    is_measured = "u8" not in dtypes and wide <= {"bf16", "f16"}
-    return _SLOW_WEIGHTS if is_measured and _narrow_side(graph) is not None else ""
+    if not wide <= {"bf16", "f16"}:
+        return ""
+    if "u8" not in dtypes and _narrow_side(graph) is not None:
+        return _SLOW_WEIGHTS
+    is_small = _work(graph, node) < _SMALL_GATE
+    return _SLOW_SMALL_GATE if is_small and _is_gated(graph, node) else ""
+
+
+def _work(graph: Graph, node: Node) -> int:
+    """Return the number of multiplications of a product."""
+    (result,) = (graph.tensor(name) for _, name in node.outputs)
+    return math.prod(result.dims) * graph.tensor(dict(node.inputs)["a"]).dims[2]
+
+
+def _is_gated(graph: Graph, node: Node) -> bool:
+    """Whether something is computed of an array that the product is multiplied by."""
+    (result,) = (graph.tensor(name) for _, name in node.outputs)
+    operands = {name for _, name in node.inputs}
+    return any(
+        each.kind == "pointwise"
+        and {name for _, name in each.inputs} <= {*graph.inputs}
+        and made not in operands
+        and graph.tensor(made).dims == result.dims
+        for each in graph.nodes
+        for _, made in each.outputs
+    )
 
 
 def _narrow_side(graph: Graph) -> str | None:

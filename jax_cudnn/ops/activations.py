@@ -124,6 +124,22 @@ def write(
     return _write_steps(writer, steps, x)
 
 
+def is_held(op: str, activation: Activation, shape: tuple[int, ...]) -> bool:
+    """Whether a graph holds an activation of an array of that shape, as `write` does.
+
+    Raises:
+      ValueError, TypeError: as `write` does.
+    """
+    _check(op, activation)
+    if isinstance(activation, str) or _known_form(activation) is not None:
+        return True
+    try:
+        _steps(op, activation, jax.ShapeDtypeStruct(shape, jnp.float32))
+    except UntraceableError:
+        return False
+    return True
+
+
 def on_array(op: str, activation: Activation, x: jax.Array) -> jax.Array:
     """Apply an activation to an array, outside of any graph."""
     _check(op, activation)

@@ -93,13 +93,21 @@ class Fusion:
             value = self.writer.pointwise("add", value, term)
         return value
 
+    def activated(
+        self, value: str, activation: Activation, shape: tuple[int, ...]
+    ) -> str:
+        """Apply an activation that a graph holds to a tensor, seen in a shape."""
+        written = write(self.writer, self._op, activation, value, shape)
+        assert isinstance(written, str), "is_held has looked"
+        return written
+
     def run(
         self,
         value: str,
         activation: Activation | None,
         *,
         shape: tuple[int, ...],
-        factor: Operand | float | None = None,
+        factor: Operand | str | float | None = None,
         dtype: DTypeName,
         order: tuple[int, ...],
         options: Options,
@@ -124,6 +132,7 @@ class Fusion:
             )
             result = written.function(jnp.reshape(sums, shape))
             check_result(self._op, result, jax.ShapeDtypeStruct(shape, sums.dtype))
+            assert not isinstance(factor, str), "it would be outside of its graph"
             return _rounded(result, sums, factor, dtype)
         factors: list[str | float] = []
         if isinstance(factor, Operand):

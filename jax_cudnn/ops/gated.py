@@ -5,14 +5,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.graph.rules import broadcasts_to
-from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import Precision, as_operand, describe, in_front
+from jax_cudnn.ops.activations import Activation, is_held
+from jax_cudnn.ops.arguments import (
+    Precision,
+    as_operand,
+    describe,
+    in_front,
+    result_dtype,
+)
 from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.matmul import matmul
+from jax_cudnn.ops.matmul import matmul_with
+from jax_cudnn.ops.plain import Epilogue
+from jax_cudnn.ops.products import common_dtypes
 
 
 def gated_matmul(
@@ -35,11 +44,12 @@ def gated_matmul(
         \mathrm{output} = \mathrm{activation}(a \cdot \mathrm{gate}
             + \mathrm{gate\_bias}) \odot (a \cdot \mathrm{up} + \mathrm{up\_bias})
 
-    This takes two kernels. The first includes the activation. The second multiplies by
-    the first kernel's result, which is rounded in between. cuDNN also takes both
-    products in one graph, but is not faster that way (docs/benchmarks/where_to_fuse.md,
-    an H200 with 9.19). Transformations, dtypes and errors are those of
-    :func:`jax_cudnn.matmul`.
+    This takes two kernels. The first computes the gate's product, which is rounded to
+    the result's dtype. The second computes the other product and all the rest. Only an
+    activation that cuDNN does not have, and one for a result of 8 bits or integers, is
+    applied before the product is rounded. cuDNN also takes both products in one graph,
+    but is not faster that way (docs/benchmarks/where_to_fuse.md, an H200 with 9.19).
+    Transformations, dtypes and errors are those of :func:`jax_cudnn.matmul`.
 
     Args:
       a: (..., m, r).
@@ -71,22 +81,33 @@ def gated_matmul(
         _operand(name, x) for name, x in (("a", a), ("gate", gate), ("up", up))
     )
 
-    def product(name: str, b: jax.Array, bias: Any, **options: Any) -> jax.Array:
+    def product(
+        name: str, b: jax.Array, bias: ArrayLike | None, dtype: object, **epilogue: Any
+    ) -> jax.Array:
         with on_behalf_of("gated_matmul", "matmul", b=name, bias=f"{name}_bias"):
-            return matmul(
+            return matmul_with(
                 a,
                 b,
-                bias=bias,
+                Epilogue.of("matmul", bias=bias, **epilogue),
                 precision=precision,
-                preferred_element_type=preferred_element_type,
+                preferred_element_type=dtype,
                 implementation=implementation,
                 plan=plan,
-                **options,
             )
 
-    gates = product("gate", gate, gate_bias, activation=activation)
+    first, second, dtype = activation, None, preferred_element_type
+    own = _dtype(a, gate, preferred_element_type)
+    if not jnp.issubdtype(own, jnp.inexact) or own.itemsize == 1:
+        # Of 8 bits or an integer, too little would be left of the gate.
+        dtype = jnp.float32
+    elif _is_held(a, gate, activation):
+        # No array has the activation then, and gradients need the two products alone.
+        first, second = None, activation
+    gates = product("gate", gate, gate_bias, dtype, activation=first)
     _check_alike(a, gate, up)
-    return product("up", up, up_bias, scale_out=gates)
+    return product(
+        "up", up, up_bias, preferred_element_type, scale_out=gates, gate=second
+    )
 
 
 def _operand(name: str, value: ArrayLike) -> jax.Array:
@@ -98,12 +119,32 @@ def _operand(name: str, value: ArrayLike) -> jax.Array:
     return x
 
 
+def _dtype(a: jax.Array, gate: jax.Array, preferred: object) -> np.dtype:
+    """Return the dtype of the gate's product."""
+    with on_behalf_of("gated_matmul", "matmul", b="gate"):
+        own = common_dtypes("matmul", a, gate).result
+        return result_dtype("matmul", preferred, own)
+
+
+def _is_held(a: jax.Array, gate: jax.Array, activation: Activation) -> bool:
+    """Whether the second kernel's graph holds the activation of the gate's product."""
+    shape = _shape(a, gate)
+    return shape is not None and is_held("gated_matmul", activation, shape)
+
+
+def _shape(a: jax.Array, b: jax.Array) -> tuple[int, ...] | None:
+    """Return the shape of a product, None where the operands do not go together."""
+    like = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (a, b)]
+    try:
+        return jax.eval_shape(jnp.matmul, *like).shape
+    except (TypeError, ValueError):
+        return None
+
+
 def _check_alike(a: jax.Array, gate: jax.Array, up: jax.Array) -> None:
     """Raise ValueError unless the gates broadcast to what they multiply."""
-    like = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (a, gate, up)]
-    try:
-        gates, full = (jax.eval_shape(jnp.matmul, like[0], x).shape for x in like[1:])
-    except (TypeError, ValueError):
+    gates, full = _shape(a, gate), _shape(a, up)
+    if gates is None or full is None:
         return  # the product says what is wrong with up
     if not broadcasts_to(in_front(gates, len(full)), full):
         raise ValueError(

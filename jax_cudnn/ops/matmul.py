@@ -140,6 +140,41 @@ def matmul(
       >>> jax_cudnn.matmul(x, w, bias=jnp.zeros(16), activation="gelu").shape
       (5, 3, 16)
     """
+    epilogue = Epilogue.of(
+        "matmul",
+        bias=bias,
+        residual=residual,
+        activation=activation,
+        scale_out=scale_out,
+    )
+    return matmul_with(
+        a,
+        b,
+        epilogue,
+        scale_a=scale_a,
+        scale_b=scale_b,
+        precision=precision,
+        preferred_element_type=preferred_element_type,
+        out_sharding=out_sharding,
+        implementation=implementation,
+        plan=plan,
+    )
+
+
+def matmul_with(
+    a: ArrayLike,
+    b: ArrayLike,
+    epilogue: Epilogue,
+    *,
+    scale_a: ArrayLike | None = None,
+    scale_b: ArrayLike | None = None,
+    precision: Precision = None,
+    preferred_element_type: object = None,
+    out_sharding: object = None,
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+) -> jax.Array:
+    """Return what `matmul` does, with any epilogue."""
     call = options("matmul", implementation, plan, precision)
     a, b = as_operand("matmul", "a", a), as_operand("matmul", "b", b)
     for name, x in (("a", a), ("b", b)):
@@ -152,16 +187,8 @@ def matmul(
         name: as_factor("matmul", name, value)
         for name, value in (("scale_a", scale_a), ("scale_b", scale_b))
     }
-    epilogue = Epilogue.of(
-        "matmul",
-        bias=bias,
-        residual=residual,
-        activation=activation,
-        scale_out=scale_out,
-    )
-    weak = preferred_element_type is None and is_weak(
-        *(a, b, bias, residual, scale_a, scale_b, scale_out)
-    )
+    terms = (epilogue.bias, epilogue.residual, epilogue.scale_out)
+    weak = preferred_element_type is None and is_weak(a, b, *terms, *scales.values())
     if weak:
         a, b = strongly_typed(a), strongly_typed(b)
     dtypes = common_dtypes("matmul", a, b)
@@ -266,7 +293,7 @@ def _plain_matmul(
 
     if preferred is None:
         preferred = dtypes.result
-    plain = Contraction("matmul", {"a": a, "b": b}, contraction, place)
+    plain = Contraction("matmul", {"a": a, "b": b}, contraction, place, dropped)
     output = run_plain(plain, preferred, epilogue)
     return jnp.squeeze(output, dropped)
 

@@ -26,13 +26,17 @@ _log = logging.getLogger("jax_cudnn")
 
 
 class Epilogue(NamedTuple):
-    """What is applied to the sums: arrays and numbers, or None where not given."""
+    """What is applied to the sums: arrays and numbers, or None where not given.
+
+    ``gate`` is an activation of the array ``scale_out``.
+    """
 
     scale: jax.Array | float | None = None
     bias: jax.Array | float | None = None
     residual: jax.Array | float | None = None
     activation: Activation | None = None
     scale_out: jax.Array | float | None = None
+    gate: Activation | None = None
 
     @classmethod
     def of(
@@ -40,10 +44,11 @@ class Epilogue(NamedTuple):
         op: str,
         *,
         bias: ArrayLike | None,
-        residual: ArrayLike | None,
-        activation: Activation | None,
+        residual: ArrayLike | None = None,
+        activation: Activation | None = None,
         scale: ArrayLike | None = None,
         scale_out: ArrayLike | None = None,
+        gate: Activation | None = None,
     ) -> "Epilogue":
         """Return the caller's epilogue, checked to consist of arrays and numbers."""
         return cls(
@@ -52,6 +57,7 @@ class Epilogue(NamedTuple):
             residual=as_term(op, "residual", residual),
             activation=activation,
             scale_out=as_factor(op, "scale_out", scale_out),
+            gate=gate,
         )
 
     @property
@@ -77,13 +83,15 @@ class Contraction(NamedTuple):
 
     ``run`` computes it with a given ``preferred_element_type``. ``place`` takes the
     name of an epilogue operand, its array and the result's shape. It returns the array
-    with the result's rank, with size 1 where it broadcasts, or raises ValueError.
+    with the result's rank, with size 1 where it broadcasts, or raises ValueError. Axes
+    in ``dropped``, of size 1, are those that the caller's result has not.
     """
 
     op: str
     operands: Mapping[str, jax.Array]
     run: Callable[[Any], jax.Array]
     place: Callable[[str, jax.Array, tuple[int, ...]], jax.Array]
+    dropped: tuple[int, ...] = ()
 
 
 def run_plain(
@@ -93,20 +101,26 @@ def run_plain(
 
     ``preferred`` is the caller's ``preferred_element_type``.
     """
-    op, operands, run, place = contraction
+    op, operands, run, place, dropped = contraction
+
+    def activated(function: Activation, x: jax.Array) -> jax.Array:
+        result = on_array(op, function, jnp.squeeze(x, dropped))
+        return jnp.expand_dims(result, dropped)
+
     with refused_by_jax(op, operands):
         result = jax.eval_shape(lambda: run(preferred))
     if all(each is None for each in epilogue):
         return run(preferred)
     value = run(_sums(result.dtype))
-    scale, *_, activation, scale_out = epilogue
+    scale, *_, activation, scale_out, gate = epilogue
+    is_plain = activation is None and gate is None
     scales = (("scale", scale), ("scale_out", scale_out))
     arrays = {
         name: place(name, jnp.asarray(x), result.shape)
         for name, x in (*scales, *epilogue.terms)
         if x is not None
     }
-    are_integers = all(map(_is_integer, arrays.values())) and activation is None
+    are_integers = all(map(_is_integer, arrays.values())) and is_plain
     if _is_integer(value) and not are_integers:
         value = value.astype(jnp.float32)
     for name, x in arrays.items():
@@ -121,9 +135,10 @@ def run_plain(
     for name, _ in epilogue.terms:
         value += arrays[name]
     if activation is not None:
-        value = on_array(op, activation, value)
+        value = activated(activation, value)
     if "scale_out" in arrays:
-        value *= arrays["scale_out"]
+        factor = arrays["scale_out"]
+        value *= factor if gate is None else activated(gate, factor)
     return value.astype(result.dtype)
 
 
