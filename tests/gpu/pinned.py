@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is a part compiled so that it runs by one of cuDNN's plans?"""
+"""How is a part compiled so that it runs by one of cuDNN's plans? Is each one right?"""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Target, to_json
-from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering.cuda import run_cudnn
 from jax_cudnn.lowering.decision import Step
+from jax_cudnn.reference import evaluate
+from tests.drawn_operands import draw_arrays
+from tests.gpu.numerics import judge
 
 
 def pinned(
@@ -24,3 +30,23 @@ def pinned(
         request=request,
     )
     return jax.jit(lambda *operands: run_cudnn(step, operands))
+
+
+def judge_every_plan(part: Graph) -> None:
+    """Compare what each plan of a part gives with the reference in f64 on the CPU."""
+    target = native.device_target(0)
+    arrays = draw_arrays(part)
+    reference = evaluate(part, arrays)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        tensors = tuple(replace(t, dtype="f64") for t in part.tensors)
+        truth = [np.asarray(x) for x in evaluate(replace(part, tensors=tensors), wide)]
+    launched = 0
+    for legal in legalize(part, target).candidates:
+        for candidate in native.candidates(to_json(legal.graph)):
+            if candidate.refusal:
+                continue
+            found = pinned(part, legal, target, candidate.request)(*arrays)
+            judge(part.outputs, found, reference, truth)
+            launched += 1
+    assert launched > 1

@@ -2,7 +2,6 @@
 """Do fused functions give the function's results on a GPU, roundings included?"""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -11,15 +10,13 @@ import numpy as np
 import pytest
 
 import jax_cudnn
-from jax_cudnn import native, plans
-from jax_cudnn.graph import label, to_json
-from jax_cudnn.legalize import legalize, partition
+from jax_cudnn import plans
+from jax_cudnn.graph import label
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import traced_graphs
-from jax_cudnn.reference import evaluate
-from tests.drawn_operands import draw_arrays
 from tests.fused_functions import block, conv_bn_relu, gated_mlp, normal, normed
 from tests.gpu.numerics import judge, to_f32
-from tests.gpu.pinned import pinned
+from tests.gpu.pinned import judge_every_plan
 
 pytestmark = pytest.mark.gpu
 
@@ -93,22 +90,7 @@ def test_every_plan_of_a_gradient_within_a_product_is_right(
         for part in partition(graph)
         if "_grad" in label(part) and "matmul" in label(part)
     )
-    target = native.device_target(0)
-    arrays = draw_arrays(part)
-    reference = evaluate(part, arrays)
-    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
-        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
-        tensors = tuple(replace(t, dtype="f64") for t in part.tensors)
-        truth = [np.asarray(x) for x in evaluate(replace(part, tensors=tensors), wide)]
-    launched = 0
-    for legal in legalize(part, target).candidates:
-        for candidate in native.candidates(to_json(legal.graph)):
-            if candidate.refusal:
-                continue
-            found = pinned(part, legal, target, candidate.request)(*arrays)
-            judge(part.outputs, found, reference, truth)
-            launched += 1
-    assert launched > 1
+    judge_every_plan(part)
 
 
 @pytest.mark.parametrize("name", list(_FUNCTIONS))
