@@ -90,5 +90,5 @@ def test_every_plan_of_the_kernel_with_the_gate(activation: str, dtype: str) -> 
         for part in partition(graph)
     )
     (part,) = (each for each in parts if label(each).startswith("matmul+"))
-    assert "saved_matmul_0" in part.outputs
+    assert len(part.outputs) == 2
     judge_every_plan(part)
