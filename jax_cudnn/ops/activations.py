@@ -124,8 +124,8 @@ def write(
     return _write_steps(writer, steps, x)
 
 
-def is_held(op: str, activation: Activation, shape: tuple[int, ...]) -> bool:
-    """Whether a graph holds an activation of an array of that shape, as `write` does.
+def is_held(op: str, activation: Activation, like: jax.ShapeDtypeStruct) -> bool:
+    """Whether a graph holds an activation of such sums, so that `write` writes it.
 
     Raises:
       ValueError, TypeError: as `write` does.
@@ -134,7 +134,7 @@ def is_held(op: str, activation: Activation, shape: tuple[int, ...]) -> bool:
     if isinstance(activation, str) or _known_form(activation) is not None:
         return True
     try:
-        _steps(op, activation, jax.ShapeDtypeStruct(shape, jnp.float32))
+        _steps(op, activation, like)
     except UntraceableError:
         return False
     return True

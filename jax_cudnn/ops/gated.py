@@ -16,6 +16,7 @@ from jax_cudnn.ops.arguments import (
     as_operand,
     describe,
     in_front,
+    options,
     result_dtype,
 )
 from jax_cudnn.ops.callers import on_behalf_of
@@ -77,6 +78,7 @@ def gated_matmul(
       >>> jax_cudnn.gated_matmul(x, w, w).shape
       (5, 16)
     """
+    call = options("gated_matmul", implementation, plan, precision)
     a, gate, up = (
         _operand(name, x) for name, x in (("a", a), ("gate", gate), ("up", up))
     )
@@ -85,22 +87,15 @@ def gated_matmul(
         name: str, b: jax.Array, bias: ArrayLike | None, dtype: object, **epilogue: Any
     ) -> jax.Array:
         with on_behalf_of("gated_matmul", "matmul", b=name, bias=f"{name}_bias"):
-            return matmul_with(
-                a,
-                b,
-                Epilogue.of("matmul", bias=bias, **epilogue),
-                precision=precision,
-                preferred_element_type=dtype,
-                implementation=implementation,
-                plan=plan,
-            )
+            with_bias = Epilogue.of("matmul", bias=bias, **epilogue)
+            return matmul_with(a, b, with_bias, dtype, call)
 
     first, second, dtype = activation, None, preferred_element_type
     own = _dtype(a, gate, preferred_element_type)
     if not jnp.issubdtype(own, jnp.inexact) or own.itemsize == 1:
         # Of 8 bits or an integer, too little would be left of the gate.
         dtype = jnp.float32
-    elif _is_held(a, gate, activation):
+    elif _is_held(a, gate, own, activation):
         # No array has the activation then, and gradients need the two products alone.
         first, second = None, activation
     gates = product("gate", gate, gate_bias, dtype, activation=first)
@@ -126,10 +121,16 @@ def _dtype(a: jax.Array, gate: jax.Array, preferred: object) -> np.dtype:
         return result_dtype("matmul", preferred, own)
 
 
-def _is_held(a: jax.Array, gate: jax.Array, activation: Activation) -> bool:
+def _is_held(
+    a: jax.Array, gate: jax.Array, dtype: np.dtype, activation: Activation
+) -> bool:
     """Whether the second kernel's graph holds the activation of the gate's product."""
     shape = _shape(a, gate)
-    return shape is not None and is_held("gated_matmul", activation, shape)
+    if shape is None:
+        return False
+    sums = jnp.float64 if dtype == jnp.float64 else jnp.float32
+    like = jax.ShapeDtypeStruct(shape, sums)
+    return is_held("gated_matmul", activation, like)
 
 
 def _shape(a: jax.Array, b: jax.Array) -> tuple[int, ...] | None:

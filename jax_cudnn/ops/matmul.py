@@ -147,35 +147,25 @@ def matmul(
         activation=activation,
         scale_out=scale_out,
     )
-    return matmul_with(
-        a,
-        b,
-        epilogue,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-        out_sharding=out_sharding,
-        implementation=implementation,
-        plan=plan,
-    )
+    call = options("matmul", implementation, plan, precision)
+    scales = {
+        name: as_factor("matmul", name, value)
+        for name, value in (("scale_a", scale_a), ("scale_b", scale_b))
+    }
+    output = matmul_with(a, b, epilogue, preferred_element_type, call, scales)
+    return sharded_as(output, out_sharding)
 
 
 def matmul_with(
     a: ArrayLike,
     b: ArrayLike,
     epilogue: Epilogue,
-    *,
-    scale_a: ArrayLike | None = None,
-    scale_b: ArrayLike | None = None,
-    precision: Precision = None,
-    preferred_element_type: object = None,
-    out_sharding: object = None,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
+    preferred: object,
+    call: Options,
+    scales: Mapping[str, jax.Array | float | None] | None = None,
 ) -> jax.Array:
-    """Return what `matmul` does, with any epilogue."""
-    call = options("matmul", implementation, plan, precision)
+    """Return a product with any epilogue, and the factors `scale_a` and `scale_b`."""
+    scales = scales or {"scale_a": None, "scale_b": None}
     a, b = as_operand("matmul", "a", a), as_operand("matmul", "b", b)
     for name, x in (("a", a), ("b", b)):
         if x.ndim == 0:
@@ -183,25 +173,18 @@ def matmul_with(
                 f"matmul: {name} is {describe(x)}. It must have one axis or more. "
                 f"Multiply by a scalar with `*`, or pass it as scale_{name}."
             )
-    scales = {
-        name: as_factor("matmul", name, value)
-        for name, value in (("scale_a", scale_a), ("scale_b", scale_b))
-    }
     terms = (epilogue.bias, epilogue.residual, epilogue.scale_out)
-    weak = preferred_element_type is None and is_weak(a, b, *terms, *scales.values())
+    weak = preferred is None and is_weak(a, b, *terms, *scales.values())
     if weak:
         a, b = strongly_typed(a), strongly_typed(b)
     dtypes = common_dtypes("matmul", a, b)
-    dtype = result_dtype("matmul", preferred_element_type, dtypes.result)
+    dtype = result_dtype("matmul", preferred, dtypes.result)
     if reason := dtypes.why_plain(dtype, a=a, b=b):
         check_implementation("matmul", reason, call)
-        output = _plain_matmul(
-            a, b, dtypes, scales, epilogue, preferred_element_type, call
-        )
+        output = _plain_matmul(a, b, dtypes, scales, epilogue, preferred, call)
     else:
         output = _fused_matmul(a, b, dtypes, scales, epilogue, dtype, call)
-    output = weakly_typed(output) if weak else output
-    return sharded_as(output, out_sharding)
+    return weakly_typed(output) if weak else output
 
 
 def _fused_matmul(
