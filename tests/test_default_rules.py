@@ -163,6 +163,46 @@ def test_auto_leaves_a_plain_product_to_xla_and_cudnn_does_not() -> None:
     assert step.runs_on == "cudnn"
 
 
+def _silu_gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax_cudnn.gated_matmul(x, gate, up)
+
+
+def _quick_gelu_gated(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    return jax_cudnn.gated_matmul(
+        x, gate, up, activation=lambda y: y * jax.nn.sigmoid(1.702 * y)
+    )
+
+
+def _scaled(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+    scale = jnp.ones((x.shape[0], gate.shape[1]), jnp.float32)
+    return jax_cudnn.matmul(x, gate, scale_out=scale) + x @ up
+
+
+def _gradient_of_fused(x: jax.Array, gate: jax.Array, up: jax.Array) -> Any:
+    @jax_cudnn.fuse
+    def mlp(x: jax.Array, gate: jax.Array, up: jax.Array) -> jax.Array:
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ up.T
+
+    def loss(*operands: jax.Array) -> jax.Array:
+        return mlp(*operands).astype(jnp.float32).sum()
+
+    return jax.grad(loss, (0, 1, 2))(x, gate, up)
+
+
+@pytest.mark.parametrize("gated", [_silu_gated, _quick_gelu_gated])
+def test_small_gated_products_are_xlas(gated: Callable[..., Any]) -> None:
+    def why(function: Callable[..., Any], *sizes: int) -> set[str]:
+        m, r, n = sizes
+        parts = parts_of(function, array(m, r), array(r, n), array(r, n))
+        ways = (way for part in parts for way in legalize(part, None).candidates)
+        return {way.slower for way in ways if way.slower.startswith("a small gated")}
+
+    assert why(gated, 256, 512, 1024)
+    assert not why(gated, 8192, 512, 2048)
+    assert not why(_scaled, 256, 512, 1024)
+    assert not why(_gradient_of_fused, 32, 64, 128)
+
+
 def test_a_fused_product_stays_cudnns() -> None:
     (part,) = parts_of(gelu, array(8192, 1024), array(1024, 4096))
     assert measured.slower(part) == ""

@@ -142,17 +142,26 @@ def _work(graph: Graph, node: Node) -> int:
 
 
 def _is_gated(graph: Graph, node: Node) -> bool:
-    """Whether something is computed of an array that the product is multiplied by."""
-    (result,) = (graph.tensor(name) for _, name in node.outputs)
-    operands = {name for _, name in node.inputs}
-    return any(
-        each.kind == "pointwise"
-        and {name for _, name in each.inputs} <= {*graph.inputs}
-        and made not in operands
-        and graph.tensor(made).dims == result.dims
-        for each in graph.nodes
-        for _, made in each.outputs
-    )
+    """Whether the product is multiplied by an activation of an array.
+
+    Gradients are not gated products: the products of theirs have no operand in common.
+    """
+    operands, after = read_by([node]), made_by([node])
+    activated: set[str] = set()
+    is_gated = False
+    for each in graph.nodes:
+        mode = getattr(each.attributes, "mode", "")
+        if mode.endswith("_grad"):
+            return False
+        read, made = read_by([each]), made_by([each])
+        if each is node:
+            continue
+        if read.isdisjoint(after):
+            activated |= made - operands if mode != "identity" else set()
+            continue
+        after |= made
+        is_gated |= mode == "mul" and not activated.isdisjoint(read)
+    return is_gated
 
 
 def _narrow_side(graph: Graph) -> str | None:

@@ -98,46 +98,40 @@ class Outside(NamedTuple):
     remark: str
 
 
-def write(
-    writer: GraphWriter, op: str, activation: Activation, x: str, shape: tuple[int, ...]
-) -> str | Outside:
-    """Add an activation of the tensor `x` to a graph, and return the result's name.
+class Held(NamedTuple):
+    """An activation as a graph holds it: one node's form, or several steps."""
 
-    A function is traced with an array of `shape`. If it cannot be written with exactly
-    the same meaning, it is handed back, and nothing is added to the graph.
+    form: Form | None
+    steps: tuple[Step, ...] = ()
+
+
+def held(op: str, activation: Activation, like: jax.ShapeDtypeStruct) -> Held | Outside:
+    """Return an activation of sums of a shape and dtype, as a graph may hold it.
+
+    A function is traced. If it cannot be written with exactly the same meaning, it is
+    handed back.
     """
     _check(op, activation)
     if isinstance(activation, str):
-        return _write_form(writer, _NAMED[activation], x)
+        return Held(_NAMED[activation])
     form = _known_form(activation)
     if form is not None:
-        return _write_form(writer, form, x)
-    dtype = jnp.float64 if writer.accumulator == "f64" else jnp.float32
+        return Held(form)
     try:
-        steps = _steps(op, activation, jax.ShapeDtypeStruct(shape, dtype))
+        return Held(None, _steps(op, activation, like))
     except UntraceableError as reason:
         return Outside(
             activation,
             f"the activation {_label(activation)} follows the kernel as JAX code: "
             f"{reason}",
         )
-    return _write_steps(writer, steps, x)
 
 
-def is_held(op: str, activation: Activation, like: jax.ShapeDtypeStruct) -> bool:
-    """Whether a graph holds an activation of such sums, so that `write` writes it.
-
-    Raises:
-      ValueError, TypeError: as `write` does.
-    """
-    _check(op, activation)
-    if isinstance(activation, str) or _known_form(activation) is not None:
-        return True
-    try:
-        _steps(op, activation, like)
-    except UntraceableError:
-        return False
-    return True
+def write(writer: GraphWriter, activation: Held, x: str) -> str:
+    """Add an activation of the tensor `x` to a graph, and return the result's name."""
+    if activation.form is not None:
+        return _write_form(writer, activation.form, x)
+    return _write_steps(writer, activation.steps, x)
 
 
 def on_array(op: str, activation: Activation, x: jax.Array) -> jax.Array:

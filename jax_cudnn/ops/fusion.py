@@ -12,7 +12,14 @@ import jax.numpy as jnp
 from jax_cudnn.config import Options
 from jax_cudnn.graph import DTypeName, Graph, GraphWriter, Tensor
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.ops.activations import Activation, Outside, check_result, write
+from jax_cudnn.ops.activations import (
+    Activation,
+    Held,
+    Outside,
+    check_result,
+    held,
+    write,
+)
 from jax_cudnn.ops.arguments import tensor
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -93,21 +100,14 @@ class Fusion:
             value = self.writer.pointwise("add", value, term)
         return value
 
-    def activated(
-        self, value: str, activation: Activation, shape: tuple[int, ...]
-    ) -> str:
-        """Apply an activation that a graph holds to a tensor, seen in a shape."""
-        written = write(self.writer, self._op, activation, value, shape)
-        assert isinstance(written, str), "is_held has looked"
-        return written
-
     def run(
         self,
         value: str,
         activation: Activation | None,
         *,
         shape: tuple[int, ...],
-        factor: Operand | str | float | None = None,
+        factor: Operand | float | None = None,
+        gate: Held | None = None,
         dtype: DTypeName,
         order: tuple[int, ...],
         options: Options,
@@ -118,25 +118,25 @@ class Fusion:
         activation that the graph cannot hold is applied to the graph's result, and
         gives the same numbers: it gets the sums before they are rounded, and its result
         is multiplied by the factor and rounded once. A factor's array broadcasts to
-        `shape`.
+        `shape`. A ``gate`` is an activation of this array, within the graph.
         """
         written = value
         if activation is not None:
-            written = write(self.writer, self._op, activation, value, shape)
-        if isinstance(written, Outside):
-            sums = self._launch(
-                value,
-                self.writer.accumulator,
-                order,
-                replace(options, remark=written.remark),
-            )
-            result = written.function(jnp.reshape(sums, shape))
-            check_result(self._op, result, jax.ShapeDtypeStruct(shape, sums.dtype))
-            assert not isinstance(factor, str), "it would be outside of its graph"
-            return _rounded(result, sums, factor, dtype)
+            wide = jax_dtype(self.writer.accumulator)
+            like = jax.ShapeDtypeStruct(shape, wide)
+            found = held(self._op, activation, like)
+            if isinstance(found, Outside):
+                assert gate is None, "it would be outside of its graph"
+                remarked = replace(options, remark=found.remark)
+                sums = self._launch(value, self.writer.accumulator, order, remarked)
+                result = found.function(jnp.reshape(sums, shape))
+                check_result(self._op, result, like)
+                return _rounded(result, sums, factor, dtype)
+            written = write(self.writer, found, value)
         factors: list[str | float] = []
         if isinstance(factor, Operand):
-            factors.append(self.operand("scale_out", factor))
+            name = self.operand("scale_out", factor)
+            factors.append(name if gate is None else write(self.writer, gate, name))
         elif factor is not None:
             factors.append(factor)
         return self._launch(self.scaled(written, factors), dtype, order, options)

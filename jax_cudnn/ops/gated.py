@@ -9,20 +9,25 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.graph import DTypeName
 from jax_cudnn.graph.rules import broadcasts_to
-from jax_cudnn.ops.activations import Activation, is_held
+from jax_cudnn.ops.activations import Activation, Held, held
 from jax_cudnn.ops.arguments import (
+    FLOATS,
     Precision,
     as_operand,
     describe,
+    graph_dtype,
     in_front,
     options,
     result_dtype,
+    sums_dtype,
 )
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.matmul import matmul_with
 from jax_cudnn.ops.plain import Epilogue
 from jax_cudnn.ops.products import common_dtypes
+from jax_cudnn.reference.dtypes import dtype_name, jax_dtype
 
 
 def gated_matmul(
@@ -30,7 +35,7 @@ def gated_matmul(
     gate: ArrayLike,
     up: ArrayLike,
     *,
-    activation: Activation = "silu",
+    activation: Activation | None = "silu",
     gate_bias: ArrayLike | None = None,
     up_bias: ArrayLike | None = None,
     precision: Precision = None,
@@ -46,9 +51,10 @@ def gated_matmul(
             + \mathrm{gate\_bias}) \odot (a \cdot \mathrm{up} + \mathrm{up\_bias})
 
     This takes two kernels. The first computes the gate's product, which is rounded to
-    the result's dtype. The second computes the other product and all the rest. Only an
-    activation that cuDNN does not have, and one for a result of 8 bits or integers, is
-    applied before the product is rounded. cuDNN also takes both products in one graph,
+    the result's dtype, in f16 to infinity beyond 65504. The second computes the other
+    product and all the rest. An activation that cuDNN does not have is applied to the
+    first product before it is rounded. So is any where the products are not floats of
+    one dtype. cuDNN also takes both products in one graph,
     but is not faster that way (docs/benchmarks/where_to_fuse.md, an H200 with 9.19).
     Transformations, dtypes and errors are those of :func:`jax_cudnn.matmul`.
 
@@ -57,7 +63,7 @@ def gated_matmul(
       gate: (r, n), or (..., r, n).
       up: like gate.
       activation: of the gate, as for :func:`jax_cudnn.conv`. Default "silu" (SwiGLU);
-        "gelu" gives GEGLU, "sigmoid" GLU.
+        "gelu" gives GEGLU, "sigmoid" GLU, and None the bilinear layer.
       gate_bias: broadcasts to the result; (n,) is the usual one. Default None: none.
       up_bias: like gate_bias.
       precision: as for :func:`jax_cudnn.matmul`.
@@ -86,22 +92,23 @@ def gated_matmul(
     def product(
         name: str, b: jax.Array, bias: ArrayLike | None, dtype: object, **epilogue: Any
     ) -> jax.Array:
-        with on_behalf_of("gated_matmul", "matmul", b=name, bias=f"{name}_bias"):
+        words = {"b": name, "bias": f"{name}_bias", "scale_out": "the gate's product"}
+        with on_behalf_of("gated_matmul", "matmul", **words):
             with_bias = Epilogue.of("matmul", bias=bias, **epilogue)
             return matmul_with(a, b, with_bias, dtype, call)
 
-    first, second, dtype = activation, None, preferred_element_type
-    own = _dtype(a, gate, preferred_element_type)
-    if not jnp.issubdtype(own, jnp.inexact) or own.itemsize == 1:
-        # Of 8 bits or an integer, too little would be left of the gate.
-        dtype = jnp.float32
-    elif _is_held(a, gate, own, activation):
+    within = _held(a, gate, up, activation, preferred_element_type)
+    own, first = preferred_element_type, activation
+    if within is not None:
         # No array has the activation then, and gradients need the two products alone.
-        first, second = None, activation
-    gates = product("gate", gate, gate_bias, dtype, activation=first)
+        first = None
+    elif _dtype(a, gate, preferred_element_type).itemsize == 1:
+        # Of 8 bits, too little would be left of the gate.
+        own = jnp.float32
+    gates = product("gate", gate, gate_bias, own, activation=first)
     _check_alike(a, gate, up)
     return product(
-        "up", up, up_bias, preferred_element_type, scale_out=gates, gate=second
+        "up", up, up_bias, preferred_element_type, scale_out=gates, gate=within
     )
 
 
@@ -121,16 +128,36 @@ def _dtype(a: jax.Array, gate: jax.Array, preferred: object) -> np.dtype:
         return result_dtype("matmul", preferred, own)
 
 
-def _is_held(
-    a: jax.Array, gate: jax.Array, dtype: np.dtype, activation: Activation
-) -> bool:
-    """Whether the second kernel's graph holds the activation of the gate's product."""
+def _held(
+    a: jax.Array,
+    gate: jax.Array,
+    up: jax.Array,
+    activation: Activation | None,
+    preferred: object,
+) -> Held | None:
+    """Return the activation for the second kernel, None where the first applies it.
+
+    Both products are to be graphs of floats, of the same dtypes.
+    """
     shape = _shape(a, gate)
-    if shape is None:
-        return False
-    sums = jnp.float64 if dtype == jnp.float64 else jnp.float32
-    like = jax.ShapeDtypeStruct(shape, sums)
-    return is_held("gated_matmul", activation, like)
+    if activation is None or shape is None:
+        return None
+    dtypes: list[tuple[np.dtype, DTypeName]] = []
+    for name, b in (("gate", gate), ("up", up)):
+        with on_behalf_of("gated_matmul", "matmul", b=name):
+            both = common_dtypes("matmul", a, b)
+            dtype = result_dtype("matmul", preferred, both.result)
+        if both.operands is None or both.why_plain(dtype, a=a, b=b):
+            return None
+        rounded, wide = graph_dtype(dtype, dtype_name(both.operands)), both.operands
+        if rounded not in FLOATS:
+            return None
+        dtypes.append((dtype, sums_dtype(rounded, dtype_name(wide))))
+    if dtypes[0] != dtypes[1]:
+        return None
+    like = jax.ShapeDtypeStruct(shape, jax_dtype(dtypes[0][1]))
+    found = held("gated_matmul", activation, like)
+    return found if isinstance(found, Held) else None
 
 
 def _shape(a: jax.Array, b: jax.Array) -> tuple[int, ...] | None:

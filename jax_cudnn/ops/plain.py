@@ -19,7 +19,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.ops.activations import Activation, on_array
+from jax_cudnn.ops.activations import Activation, Held, on_array
 from jax_cudnn.ops.arguments import as_factor, as_term, describe, refused_by_jax
 
 _log = logging.getLogger("jax_cudnn")
@@ -28,7 +28,7 @@ _log = logging.getLogger("jax_cudnn")
 class Epilogue(NamedTuple):
     """What is applied to the sums: arrays and numbers, or None where not given.
 
-    ``gate`` is an activation of the array ``scale_out``.
+    ``gate`` is an activation of the array ``scale_out``, which a graph holds.
     """
 
     scale: jax.Array | float | None = None
@@ -36,7 +36,7 @@ class Epilogue(NamedTuple):
     residual: jax.Array | float | None = None
     activation: Activation | None = None
     scale_out: jax.Array | float | None = None
-    gate: Activation | None = None
+    gate: Held | None = None
 
     @classmethod
     def of(
@@ -48,7 +48,7 @@ class Epilogue(NamedTuple):
         activation: Activation | None = None,
         scale: ArrayLike | None = None,
         scale_out: ArrayLike | None = None,
-        gate: Activation | None = None,
+        gate: Held | None = None,
     ) -> "Epilogue":
         """Return the caller's epilogue, checked to consist of arrays and numbers."""
         return cls(
@@ -103,24 +103,20 @@ def run_plain(
     """
     op, operands, run, place, dropped = contraction
 
-    def activated(function: Activation, x: jax.Array) -> jax.Array:
-        result = on_array(op, function, jnp.squeeze(x, dropped))
-        return jnp.expand_dims(result, dropped)
-
     with refused_by_jax(op, operands):
         result = jax.eval_shape(lambda: run(preferred))
     if all(each is None for each in epilogue):
         return run(preferred)
     value = run(_sums(result.dtype))
     scale, *_, activation, scale_out, gate = epilogue
-    is_plain = activation is None and gate is None
+    assert gate is None, "it is for graphs"
     scales = (("scale", scale), ("scale_out", scale_out))
     arrays = {
         name: place(name, jnp.asarray(x), result.shape)
         for name, x in (*scales, *epilogue.terms)
         if x is not None
     }
-    are_integers = all(map(_is_integer, arrays.values())) and is_plain
+    are_integers = all(map(_is_integer, arrays.values())) and activation is None
     if _is_integer(value) and not are_integers:
         value = value.astype(jnp.float32)
     for name, x in arrays.items():
@@ -135,10 +131,10 @@ def run_plain(
     for name, _ in epilogue.terms:
         value += arrays[name]
     if activation is not None:
-        value = activated(activation, value)
+        result_of = on_array(op, activation, jnp.squeeze(value, dropped))
+        value = jnp.expand_dims(result_of, dropped)
     if "scale_out" in arrays:
-        factor = arrays["scale_out"]
-        value *= factor if gate is None else activated(gate, factor)
+        value *= arrays["scale_out"]
     return value.astype(result.dtype)
 
 

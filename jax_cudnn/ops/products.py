@@ -146,19 +146,17 @@ def run_product(
         fusion.operand(name, _term(product, name, as_array(array, sums)))
         for name, array in epilogue.terms
     ]
-    factor: Operand | str | float | None = None
-    if isinstance(epilogue.scale_out, jax.Array):
-        factor = _term(product, "scale_out", epilogue.scale_out)
-        if epilogue.gate is not None:
-            name, shape = fusion.operand("scale_out", factor), epilogue.scale_out.shape
-            factor = fusion.activated(name, epilogue.gate, shape)
-    elif epilogue.scale_out is not None:
-        factor = float(epilogue.scale_out)
+    factor = epilogue.scale_out
+    if isinstance(factor, int | float):
+        factor = float(factor)
+    elif factor is not None:
+        factor = _term(product, "scale_out", factor)
     output = fusion.run(
         fusion.added(value, terms),
         epilogue.activation,
         shape=product.shape,
         factor=factor,
+        gate=epilogue.gate,
         dtype=rounded,
         order=PLAIN,
         options=call,

@@ -101,10 +101,18 @@ _ACTIVATIONS: dict[str, Callable[..., jax.Array]] = {
 assert set(_ACTIVATIONS) == set(ACTIVATIONS)
 
 
+def _sharded_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return arrays whose types say that they are sharded as their sum would be."""
+    if jax.typeof(x).sharding.spec == jax.typeof(y).sharding.spec:
+        return x, y
+    sharding = jax.typeof(jax.eval_shape(jnp.add, x, y)).sharding
+    return jax.sharding.reshard(x, sharding), jax.sharding.reshard(y, sharding)
+
+
 def _gradient(mode: str, alpha: float, cotangent: jax.Array, x: jax.Array) -> jax.Array:
     options = (alpha,) if mode in ("elu", "relu") else ()
     # Under vmap, either operand may have size 1 where the other has examples.
-    cotangent, x = jnp.broadcast_arrays(cotangent, x)
+    cotangent, x = _sharded_alike(*jnp.broadcast_arrays(cotangent, x))
     # A jvp along the cotangent would round and overflow in another order than the vjp.
     _, pull = jax.vjp(lambda x: _ACTIVATIONS[mode](x, *options), x)
     return pull(cotangent)[0]
