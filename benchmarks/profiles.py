@@ -165,7 +165,7 @@ _FUSIONS = (
     "convnext: conv 4x4/4 (64,224,224,3->96)+bias",
 )
 _CONTESTS = "group_norm|batch_norm.* 64 x 56|layer_norm . residual|ragged_dot, 8"
-_MODELS = ("GPT-2 small", "ResNet-50")
+_MODELS = ("GPT-2 small", "Llama-like", "ViT-B", "ResNet-50", "3-D U-Net")
 
 
 def _train(model: zoo.Model) -> None:

@@ -30,6 +30,7 @@ from benchmarks import fusion_cells, norms, operation_cells
 from benchmarks.contest import BOTH, FORWARD, XLA, Cell, Operand, program
 from benchmarks.records import write_records
 from jax_cudnn import offline, plans
+from jax_cudnn.config import Implementation
 
 _GPU = "H200"
 # The ratio to plain JAX above which a program is counted.
@@ -49,6 +50,7 @@ class Kernel:
     """A kernel of a compiled program, and the bytes that it reads and writes."""
 
     name: str
+    op: str
     read: int
     written: int
 
@@ -86,7 +88,12 @@ def kernels(text: str) -> list[Kernel]:
             size(types[name]) * _share(inner, i) for i, name in enumerate(operands)
         )
         found.append(
-            Kernel(name=line["name"], read=round(read), written=size(line["type"]))
+            Kernel(
+                name=line["name"],
+                op=line["op"],
+                read=round(read),
+                written=size(line["type"]),
+            )
         )
     return found
 
@@ -148,16 +155,24 @@ class Compiler:
         )
         self._sharding = jax.sharding.SingleDeviceSharding(topology.devices[0])
 
-    def kernels(self, function: Function, operands: Sequence[Any]) -> list[Kernel]:
-        """Return the kernels of a function of such operands."""
+    def kernels(
+        self,
+        function: Function,
+        operands: Sequence[Any],
+        implementation: Implementation = "xla",
+        **options: Any,
+    ) -> list[Kernel]:
+        """Return the kernels of a function of such operands, with XLA's options."""
         given = [
             jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._sharding)
             for x in operands
         ]
-        with plans.using(implementation="xla"):
+        with plans.using(implementation=implementation):
             traced = jax.jit(function).trace(*given)
             lowered = traced.lower(lowering_platforms=("cuda",))
-        return kernels(lowered.compile(compiler_options=_OPTIONS).as_text())
+        return kernels(
+            lowered.compile(compiler_options={**_OPTIONS, **options}).as_text()
+        )
 
 
 def _described(gpu: offline.GpuDescription) -> str:

@@ -197,9 +197,12 @@ def test_bytes_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
     code = importlib.import_module("benchmarks.xla_code")
     assert code.kernels(_PROGRAM) == [
-        code.Kernel(name="%fusion", read=4 * 8 * 4 + 8 * 4, written=4 * 8 * 4),
-        code.Kernel(name="%call", read=4 * 8 * 4 + 8 * 4, written=16 * 2 + 3),
-        code.Kernel(name="%copy", read=16 * 2, written=16 * 2),
+        code.Kernel(name=f"%{name}", op=op, read=read, written=written)
+        for name, op, read, written in (
+            ("fusion", "fusion", 4 * 8 * 4 + 8 * 4, 4 * 8 * 4),
+            ("call", "custom-call", 4 * 8 * 4 + 8 * 4, 16 * 2 + 3),
+            ("copy", "copy", 16 * 2, 16 * 2),
+        )
     ]
 
 

@@ -25,7 +25,7 @@ def drawn(model: Model) -> tuple[list[np.ndarray], list[Kind], dict[str, np.ndar
     return weights.drawn, weights.kinds, batch
 
 
-def _program(
+def program(
     model: Model,
     kit: PlainKit,
     weights: Sequence[np.ndarray],
@@ -71,7 +71,7 @@ def operations(model: Model, *, is_training: bool) -> float:
     the program for a CPU: XLA counts no operations of one for a GPU.
     """
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
-        step, *operands = _program(
+        step, *operands = program(
             model, CountedKit(), *drawn(model), rate=0.0, is_training=is_training
         )
         costs: Any = jax.jit(step).lower(*operands).cost_analysis()
@@ -94,7 +94,7 @@ class JaxSteps:
         is_tuned: bool,
     ) -> None:
         """Tune if asked to, compile, and run the first step."""
-        step, self._state, self._batch = _program(
+        step, self._state, self._batch = program(
             model, kit, weights, kinds, batch, rate=rate, is_training=is_training
         )
         self.tuning: plans.Tuning | None = None

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many bytes do the kernels of a training step move? Counted without a GPU.
+
+    pip install "jax[cuda13]" flax optax
+    python -m benchmarks.model_bytes --out docs/benchmarks
+
+compiles the training steps of benchmarks/models for an H200, as plain JAX and with
+jax_cudnn untuned, and writes model_bytes.json and model_bytes.md there. Neither the
+programs nor the driver run. `--only REGEX` chooses models; those of others that the
+file in the folder has are kept. (A step that only updates caches in place would be
+counted as if it wrote them whole.)
+"""
+
+import argparse
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.models.jax_steps import drawn, operations, program
+from benchmarks.models.kits import CudnnKit, PlainKit
+from benchmarks.models.zoo import Model, models
+from benchmarks.records import write_records
+from benchmarks.xla_code import Compiler, Kernel
+
+_GPU = "H200"
+# From NVIDIA's data sheet: bytes and dense bf16 operations a second.
+_RATE, _PEAK = 4.8e12, 989e12
+_DATA, _PAGE = "model_bytes.json", "model_bytes.md"
+_KITS = {"plain JAX, attention by XLA": PlainKit, "jax_cudnn": CudnnKit}
+
+
+def measure(compiler: Compiler, model: Model) -> Iterator[dict[str, Any]]:
+    """Yield what each program of a model's training step moves."""
+    flops = operations(model, is_training=True)
+    for name, kit in _KITS.items():
+        found = _kernels(compiler, model, kit())
+        called = [each for each in found if each.op == "custom-call"]
+        yield {
+            "model": model.name,
+            "size": model.size,
+            "contender": name,
+            "bytes": _total(found),
+            "bytes_in_calls": _total(called),
+            "kernels": len(found),
+            "operations": flops,
+        }
+
+
+def _kernels(compiler: Compiler, model: Model, kit: PlainKit) -> list[Kernel]:
+    step, *operands = program(model, kit, *drawn(model), rate=1e-3, is_training=True)
+    flat, tree = jax.tree.flatten(operands)
+    return compiler.kernels(
+        lambda *arrays: step(*jax.tree.unflatten(tree, arrays)),
+        flat,
+        "auto",
+        # Untuned, XLA cannot compile every product as code of its own.
+        xla_gpu_enable_triton_gemm=False,
+    )
+
+
+def _total(found: list[Kernel]) -> int:
+    return sum(each.read + each.written for each in found)
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- Written by benchmarks/model_bytes.py: bytes that models move. -->",
+        "",
+        "# What training steps move",
+        "",
+        f"Printed by `{data['command']}`; do not edit. The programs of",
+        f"[whole models](models.md), compiled for an {data['GPU']} with JAX "
+        f"{data['JAX']}. No time was measured here.",
+        "",
+        "A kernel reads each operand and writes each result once. `in calls` is what",
+        "cuDNN's and cuBLAS's kernels move. XLA's own code moves the rest. The last",
+        f"two columns are the bytes at {_RATE / 1e12:g} TB/s and the operations at "
+        f"{_PEAK / 1e12:g} TFLOP/s,",
+        "the rates of NVIDIA's data sheet. A call with workspace moves more.",
+        "",
+        "| model | batch | program | GB | in calls | kernels | bytes, ms "
+        "| operations, ms |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in data["rows"]:
+        lines.append(
+            f"| {row['model']} | {row['size']} | {row['contender']} "
+            f"| {row['bytes'] / 1e9:.1f} | {row['bytes_in_calls'] / 1e9:.1f} "
+            f"| {row['kernels']} | {row['bytes'] / _RATE * 1e3:.2f} "
+            f"| {row['operations'] / _PEAK * 1e3:.2f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Compile the models and write the page, after each."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--only", default="", metavar="REGEX", help="by their names")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    # JAX's check of the driver's libraries, which are not here.
+    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    compiler = Compiler(_GPU)
+    file = options.out / _DATA
+    data: dict[str, Any] = {
+        "command": "python -m benchmarks.model_bytes --out docs/benchmarks",
+        "GPU": _GPU,
+        "JAX": jax.__version__,
+        "rows": json.loads(file.read_text())["rows"] if file.exists() else [],
+    }
+    every = [model for model in models(small=False) if model.trains]
+    order = [model.name for model in every]
+    for model in every:
+        if not re.search(options.only, model.name):
+            continue
+        print(model.name, flush=True)
+        kept = [row for row in data["rows"] if row["model"] != model.name]
+        data["rows"] = [*kept, *measure(compiler, model)]
+        data["rows"].sort(key=lambda row: order.index(row["model"]))
+        write_records(file, data)
+        (options.out / _PAGE).write_text(markdown(data), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
