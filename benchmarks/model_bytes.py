@@ -11,12 +11,9 @@ file in the folder has are kept. (A step that only updates caches in place would
 counted as if it wrote them whole.)
 """
 
-import argparse
 import json
-import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,9 +22,8 @@ from benchmarks.models.jax_steps import drawn, operations, program
 from benchmarks.models.kits import CudnnKit, PlainKit
 from benchmarks.models.zoo import Model, models
 from benchmarks.records import write_records
-from benchmarks.xla_code import Compiler, Kernel
+from benchmarks.xla_code import Compiler, Kernel, start
 
-_GPU = "H200"
 # From NVIDIA's data sheet: bytes and dense bf16 operations a second.
 _RATE, _PEAK = 4.8e12, 989e12
 _DATA, _PAGE = "model_bytes.json", "model_bytes.md"
@@ -101,22 +97,10 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Compile the models and write the page, after each."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--only", default="", metavar="REGEX", help="by their names")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    # JAX's check of the driver's libraries, which are not here.
-    os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    compiler = Compiler(_GPU)
+    options, compiler, data = start("model_bytes", __doc__)
     file = options.out / _DATA
-    data: dict[str, Any] = {
-        "command": "python -m benchmarks.model_bytes --out docs/benchmarks",
-        "GPU": _GPU,
-        "JAX": jax.__version__,
-        "rows": json.loads(file.read_text())["rows"] if file.exists() else [],
-    }
+    if file.exists():
+        data["rows"] = json.loads(file.read_text(encoding="utf-8"))["rows"]
     every = [model for model in models(small=False) if model.trains]
     order = [model.name for model in every]
     for model in every:

@@ -283,8 +283,7 @@ def _of_norms() -> Iterator[Workload]:
         norms.Workload(kind="adaptive_layer_norm", shape=(32, 1024, 1024)),
     )
     for work in (*norms.WORKLOADS, *others):
-        cell = norms.cell(work)
-        yield _of_cell(cell, cell.rivals["plain JAX"].function)
+        yield _of_cell(norms.cell(work))
     yield _layer((64, 56, 56, 256))
 
 
@@ -315,16 +314,16 @@ def _of_operations() -> Iterator[Workload]:
     for cell in operation_cells.cells(small=False):
         # Without cuDNN, a function that `fuse` takes is what it was.
         if cell.ours is not None and "pool" in cell.operation:
-            yield _of_cell(cell, cell.rivals[XLA].function)
+            yield _of_cell(cell)
 
 
-def _of_cell(cell: Cell, plain: Function) -> Workload:
+def _of_cell(cell: Cell) -> Workload:
     assert cell.ours is not None
     arrays = [x for x in cell.operands if isinstance(x, Operand)]
     return Workload(
         name=cell.name,
         ours=cell.ours(),
-        plain=[plain],
+        plain=[cell.rivals[XLA].function],
         operands=[_array(*x.shape, dtype=x.dtype) for x in arrays],
         has_gradients=cell.has_gradients,
     )
@@ -412,23 +411,30 @@ def markdown(data: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """Compile the workloads and write the page."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def start(
+    name: str, doc: str | None
+) -> tuple[argparse.Namespace, Compiler, dict[str, Any]]:
+    """Return a script's options, a compiler, and what its page begins with."""
+    assert doc is not None
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--only", default="", metavar="REGEX", help="by their names")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     # JAX's check of the driver's libraries, which are not here.
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
-    compiler = Compiler(_GPU)
     data: dict[str, Any] = {
-        "command": "python -m benchmarks.xla_code --out docs/benchmarks",
+        "command": f"python -m benchmarks.{name} --out docs/benchmarks",
         "GPU": _GPU,
         "JAX": jax.__version__,
         "rows": [],
     }
+    return options, Compiler(_GPU), data
+
+
+def main() -> None:
+    """Compile the workloads and write the page."""
+    options, compiler, data = start("xla_code", __doc__)
     for work in workloads():
         if not re.search(options.only, work.name):
             continue

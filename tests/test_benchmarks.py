@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -204,6 +205,25 @@ def test_bytes_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
             ("copy", "copy", 16 * 2, 16 * 2),
         )
     ]
+
+
+def test_workloads_whose_bytes_are_counted_have_the_same_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So they are all made, which needs no compiler for a GPU."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    pytest.importorskip("flax", reason="flax is not installed")
+    code = importlib.import_module("benchmarks.xla_code")
+    found = code.workloads()
+    assert len(found) > 60
+    for work in found:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            results = [
+                jax.tree.leaves(jax.eval_shape(function, *work.operands))
+                for function in (work.ours, *work.plain)
+            ]
+        first, *others = ([x.shape for x in each] for each in results)
+        assert all(each == first for each in others), work.name
 
 
 def test_kernels_for_rules_are_each_measured_once(
