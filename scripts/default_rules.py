@@ -31,7 +31,7 @@ from typing import Any
 import jax
 
 from benchmarks.fusion_cells import CELLS
-from benchmarks.records import kept_rows, write_records
+from benchmarks.records import on_this_gpu, write_records
 from jax_cudnn import choices
 from jax_cudnn.legalize.measured import (
     FEATURES,
@@ -207,16 +207,12 @@ def rules(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
 
 
 def markdown(
-    data: Mapping[str, Any],
-    rows: Sequence[Mapping[str, Any]],
-    environments: Sequence[Mapping[str, str]],
-    kernels: int,
+    data: Mapping[str, Any], environments: Sequence[Mapping[str, str]], kernels: int
 ) -> str:
     """Return the page, of what is written for the package and how it was measured."""
 
     def measured_with(name: str) -> str:
-        each_of = rows if name == "GPU" else environments
-        return " and ".join(dict.fromkeys(each[name] for each in each_of))
+        return " and ".join(dict.fromkeys(each[name] for each in environments))
 
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
@@ -263,22 +259,21 @@ def markdown(
 def main() -> None:
     """Write the rules and their page."""
     folder = _ROOT / "docs" / "benchmarks"
-    measured = [json.loads((folder / name).read_text()) for name in _MEASURED]
-    rows = [row for name in _MEASURED for row in kept_rows(folder / name)]
+    rows: list[dict[str, Any]] = []
+    environments: list[dict[str, str]] = []
+    for name in _MEASURED:
+        measured = json.loads((folder / name).read_text())
+        versions = measured["environment"]
+        found_here = on_this_gpu(measured["rows"], versions)
+        rows += found_here
+        environments += [{**versions, "GPU": row["GPU"]} for row in found_here]
     engines = slow_engines(rows)
     kernels = list(measured_kernels(rows, engines))
     found = rules(kernels)
     _RULES.parent.mkdir(exist_ok=True)
     data = {"sm_version": 90, "slow_engines": engines, "rules": found}
     write_records(_RULES, data)
-    _PAGE.write_text(
-        markdown(
-            data,
-            rows,
-            [each["environment"] for each in measured],
-            len(kernels),
-        )
-    )
+    _PAGE.write_text(markdown(data, environments, len(kernels)))
     known = read_rules(found)
     slow = [kernel for kernel in kernels if math.log(kernel.ratio) > _GOAL]
     kept = [kernel for kernel in slow if not _is_given(kernel, known)]

@@ -154,13 +154,11 @@ def _is_gated(graph: Graph, node: Node) -> bool:
         if mode.endswith("_grad"):
             return False
         read, made = read_by([each]), made_by([each])
-        if each is node:
-            continue
-        if read.isdisjoint(after):
-            activated |= made - operands if mode != "identity" else set()
-            continue
-        after |= made
-        is_gated |= mode == "mul" and not activated.isdisjoint(read)
+        if not read.isdisjoint(after):
+            after |= made
+            is_gated |= mode == "mul" and not activated.isdisjoint(read)
+        elif each is not node and mode != "identity":
+            activated |= made - operands
     return is_gated
 
 

@@ -54,9 +54,9 @@ def gated_matmul(
     the result's dtype, in f16 to infinity beyond 65504. The second computes the other
     product and all the rest. An activation that cuDNN does not have is applied to the
     first product before it is rounded. So is any where the products are not floats of
-    one dtype. cuDNN also takes both products in one graph,
-    but is not faster that way (docs/benchmarks/where_to_fuse.md, an H200 with 9.19).
-    Transformations, dtypes and errors are those of :func:`jax_cudnn.matmul`.
+    one dtype. cuDNN also takes both products in one graph, but is not faster that way
+    (docs/benchmarks/where_to_fuse.md, an H200 with 9.19). Transformations, dtypes and
+    errors are those of :func:`jax_cudnn.matmul`.
 
     Args:
       a: (..., m, r).
@@ -97,16 +97,17 @@ def gated_matmul(
             with_bias = Epilogue.of("matmul", bias=bias, **epilogue)
             return matmul_with(a, b, with_bias, dtype, call)
 
-    within = _held(a, gate, up, activation, preferred_element_type)
-    own, first = preferred_element_type, activation
-    if within is not None:
-        # No array has the activation then, and gradients need the two products alone.
-        first = None
-    elif _dtype(a, gate, preferred_element_type).itemsize == 1:
-        # Of 8 bits, too little would be left of the gate.
-        own = jnp.float32
-    gates = product("gate", gate, gate_bias, own, activation=first)
-    _check_alike(a, gate, up)
+    shape, full = _shape(a, gate), _shape(a, up)
+    own, sums = _dtypes("gate", a, gate, preferred_element_type)
+    within: Held | None = None
+    if (own, sums) == _dtypes("up", a, up, preferred_element_type):
+        within = _held(activation, shape, sums)
+    # No array has the activation then, and gradients need the two products alone.
+    first = activation if within is None else None
+    # Of 8 bits, too little would be left of the gate.
+    dtype = jnp.float32 if own.itemsize == 1 else preferred_element_type
+    gates = product("gate", gate, gate_bias, dtype, activation=first)
+    _check_alike(gate, up, shape, full)
     return product(
         "up", up, up_bias, preferred_element_type, scale_out=gates, gate=within
     )
@@ -121,41 +122,33 @@ def _operand(name: str, value: ArrayLike) -> jax.Array:
     return x
 
 
-def _dtype(a: jax.Array, gate: jax.Array, preferred: object) -> np.dtype:
-    """Return the dtype of the gate's product."""
-    with on_behalf_of("gated_matmul", "matmul", b="gate"):
-        own = common_dtypes("matmul", a, gate).result
-        return result_dtype("matmul", preferred, own)
+def _dtypes(
+    name: str, a: jax.Array, b: jax.Array, preferred: object
+) -> tuple[np.dtype, DTypeName | None]:
+    """Return the dtype of a product, and of the sums in a graph that has it in floats.
+
+    Operands of 8 bits, both of them, are not in floats.
+    """
+    with on_behalf_of("gated_matmul", "matmul", b=name):
+        dtypes = common_dtypes("matmul", a, b)
+        dtype = result_dtype("matmul", preferred, dtypes.result)
+    if dtypes.operands is None or dtypes.why_plain(dtype, a=a, b=b):
+        return dtype, None
+    wide = dtype_name(dtypes.operands)
+    rounded = graph_dtype(dtype, wide)
+    return dtype, sums_dtype(rounded, wide) if rounded in FLOATS else None
 
 
 def _held(
-    a: jax.Array,
-    gate: jax.Array,
-    up: jax.Array,
-    activation: Activation | None,
-    preferred: object,
+    activation: Activation | None, shape: tuple[int, ...] | None, sums: DTypeName | None
 ) -> Held | None:
     """Return the activation for the second kernel, None where the first applies it.
 
-    Both products are to be graphs of floats, of the same dtypes.
+    The gate's product has that shape, and sums of that dtype.
     """
-    shape = _shape(a, gate)
-    if activation is None or shape is None:
+    if activation is None or shape is None or sums is None:
         return None
-    dtypes: list[tuple[np.dtype, DTypeName]] = []
-    for name, b in (("gate", gate), ("up", up)):
-        with on_behalf_of("gated_matmul", "matmul", b=name):
-            both = common_dtypes("matmul", a, b)
-            dtype = result_dtype("matmul", preferred, both.result)
-        if both.operands is None or both.why_plain(dtype, a=a, b=b):
-            return None
-        rounded, wide = graph_dtype(dtype, dtype_name(both.operands)), both.operands
-        if rounded not in FLOATS:
-            return None
-        dtypes.append((dtype, sums_dtype(rounded, dtype_name(wide))))
-    if dtypes[0] != dtypes[1]:
-        return None
-    like = jax.ShapeDtypeStruct(shape, jax_dtype(dtypes[0][1]))
+    like = jax.ShapeDtypeStruct(shape, jax_dtype(sums))
     found = held("gated_matmul", activation, like)
     return found if isinstance(found, Held) else None
 
@@ -169,9 +162,13 @@ def _shape(a: jax.Array, b: jax.Array) -> tuple[int, ...] | None:
         return None
 
 
-def _check_alike(a: jax.Array, gate: jax.Array, up: jax.Array) -> None:
+def _check_alike(
+    gate: jax.Array,
+    up: jax.Array,
+    gates: tuple[int, ...] | None,
+    full: tuple[int, ...] | None,
+) -> None:
     """Raise ValueError unless the gates broadcast to what they multiply."""
-    gates, full = _shape(a, gate), _shape(a, up)
     if gates is None or full is None:
         return  # the product says what is wrong with up
     if not broadcasts_to(in_front(gates, len(full)), full):
