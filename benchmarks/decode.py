@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks import torch_side
-from benchmarks.records import gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.records import gpu_of, kept_rows, on_this_gpu, renewed, write_records
 from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
@@ -277,9 +277,7 @@ def main() -> None:
         rows = kept_rows(file)
     for cell in chosen:
         print(cell.name, flush=True)
-        rows = [row for row in rows if row["cell"] != cell.name]
-        rows += on_this_gpu(run_cell(cell), versions)
-        rows.sort(key=lambda row: names.index(row["cell"]))
+        rows = renewed(rows, on_this_gpu(run_cell(cell), versions), ["cell"], names)
         # Each time, so that a run that is cut off leaves what it measured.
         data = {"environment": versions, "rows": rows}
         write_records(file, data)

@@ -21,7 +21,7 @@ import jax
 from benchmarks.models.jax_steps import drawn, operations, program
 from benchmarks.models.kits import CudnnKit, PlainKit
 from benchmarks.models.zoo import Model, models
-from benchmarks.records import write_records
+from benchmarks.records import renewed, write_records
 from benchmarks.xla_code import Compiler, Kernel, start
 
 # From NVIDIA's data sheet: bytes and dense bf16 operations a second.
@@ -107,9 +107,8 @@ def main() -> None:
         if not re.search(options.only, model.name):
             continue
         print(model.name, flush=True)
-        kept = [row for row in data["rows"] if row["model"] != model.name]
-        data["rows"] = [*kept, *measure(compiler, model)]
-        data["rows"].sort(key=lambda row: order.index(row["model"]))
+        found = list(measure(compiler, model))
+        data["rows"] = renewed(data["rows"], found, ["model"], order)
         write_records(file, data)
         (options.out / _PAGE).write_text(markdown(data), encoding="utf-8")
 

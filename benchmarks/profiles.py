@@ -37,7 +37,14 @@ from benchmarks import (
 from benchmarks.contest import BOTH, FORWARD
 from benchmarks.models import __main__ as models
 from benchmarks.models import zoo
-from benchmarks.records import Row, gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.records import (
+    Row,
+    gpu_of,
+    kept_rows,
+    on_this_gpu,
+    renewed,
+    write_records,
+)
 from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, watched
 from benchmarks.torch_side import torch
@@ -263,9 +270,8 @@ def main() -> None:
         if not re.search(options.only, look.name):
             continue
         print(look.name, flush=True)
-        rows = [row for row in rows if row["workload"] != look.name]
-        rows += on_this_gpu(rows_of(look), versions)
-        rows.sort(key=lambda row: order.index(row["workload"]))
+        measured = on_this_gpu(rows_of(look), versions)
+        rows = renewed(rows, measured, ["workload"], order)
         # Each time, so that a run that is cut off leaves what it measured.
         data = {"environment": versions, "rows": rows}
         write_records(file, data)

@@ -33,6 +33,22 @@ def kept_rows(path: Path) -> list[Row]:
     return on_this_gpu(data["rows"], data["environment"])
 
 
+def renewed(
+    rows: Sequence[Row],
+    measured: Sequence[Row],
+    names: Sequence[str],
+    order: Sequence[str],
+) -> list[Row]:
+    """Return rows in which new ones replace those of the same names.
+
+    ``names`` are the fields that say what a row is about. The first of them has one of
+    the values of ``order``, by which rows are sorted.
+    """
+    new = {tuple(row[name] for name in names) for row in measured}
+    kept = [row for row in rows if tuple(row[name] for name in names) not in new]
+    return sorted([*kept, *measured], key=lambda row: order.index(row[names[0]]))
+
+
 def gpu_of(row: Row) -> str:
     """Return "H100" of a row from an "NVIDIA H100 80GB HBM3"."""
     words = row[_GPU].split()

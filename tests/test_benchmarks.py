@@ -226,6 +226,20 @@ def test_workloads_whose_bytes_are_counted_have_the_same_shapes(
         assert all(each == first for each in others), work.name
 
 
+def test_new_rows_replace_those_of_the_same_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    renewed = importlib.import_module("benchmarks.records").renewed
+    texts = ["b train 1", "a infer 1", "a train 1", "a train 2"]
+    rows = [dict(zip(("model", "what", "us"), x.split(), strict=True)) for x in texts]
+    new = [{"model": "a", "what": "train", "us": "3"}]
+    found = renewed(rows, new, ["model", "what"], ["b", "a"])
+    told = [" ".join(row.values()) for row in found]
+    assert told == ["b train 1", "a infer 1", "a train 3"]
+    assert renewed(rows, new, ["model"], ["a", "b"]) == [*new, rows[0]]
+
+
 def test_kernels_for_rules_are_each_measured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

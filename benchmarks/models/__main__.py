@@ -24,7 +24,7 @@ from benchmarks.models.jax_steps import JaxSteps, drawn, operations
 from benchmarks.models.kits import CudnnKit, PlainKit
 from benchmarks.models.torch_kit import TorchSteps, is_there
 from benchmarks.models.zoo import Model, models
-from benchmarks.records import gpu_of, kept_rows, on_this_gpu, write_records
+from benchmarks.records import gpu_of, kept_rows, on_this_gpu, renewed, write_records
 from benchmarks.report import environment, last_run_text
 from benchmarks.timing import Contender, alternate, summary
 
@@ -217,9 +217,7 @@ def main() -> None:
                 steps=options.steps,
             )
             measured = on_this_gpu(measured, versions)
-            what = (measured[0]["model"], measured[0]["what"])
-            rows = [row for row in rows if (row["model"], row["what"]) != what]
-            rows = sorted(rows + measured, key=lambda row: names.index(row["model"]))
+            rows = renewed(rows, measured, ["model", "what"], names)
             data = {"environment": versions, "steps": options.steps, "rows": rows}
             # Each time, so that a run that is cut off leaves what it measured.
             write_records(options.out / _DATA, data)
