@@ -177,7 +177,11 @@ _MODELS = ("GPT-2 small", "Llama-like", "ViT-B", "ResNet-50", "3-D U-Net")
 
 def _train(model: zoo.Model) -> None:
     models.measure(
-        model, is_training=True, with_torch=False, with_tuning=False, steps=2
+        model,
+        is_training=True,
+        with_torch=torch is not None,
+        with_tuning=False,
+        steps=2,
     )
 
 

@@ -265,6 +265,62 @@ def drawn_call(number: int) -> Call:
     )
 
 
+def _mlp_sizes(draw: _Draw) -> tuple[int, int, int]:
+    """Draw rows, features and inner features of the MLP of a transformer's block."""
+    while True:
+        m, d = draw.size(256, 65536, 8), draw.size(128, 8192, 64)
+        inner = draw.one_of((2 * d, 3 * d, 4 * d))
+        if _fits(m * inner * d, draw.array(m, inner), draw.array(d, inner)):
+            return m, d, inner
+
+
+def _plain_mlp(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    activation, (m, d, inner) = draw.one_of(_ACTIVATIONS), _mlp_sizes(draw)
+
+    def run(
+        x: Any, up: Any, bias: Any, down: Any, last: Any,
+        *, implementation: Implementation,
+    ) -> jax.Array:  # fmt: skip
+        @functools.partial(jax_cudnn.fuse, implementation=implementation)
+        def mlp(x: Any, up: Any, bias: Any, down: Any, last: Any) -> jax.Array:
+            options: dict[str, Any] = {"implementation": implementation}
+            hidden = jax_cudnn.matmul(
+                x, up, bias=bias, activation=activation, **options
+            )
+            return jax_cudnn.matmul(hidden, down, bias=last, residual=x, **options)
+
+        return mlp(x, up, bias, down, last)
+
+    shapes = (m, d), (d, inner), (inner,), (inner, d), (d,)
+    return f"MLP+{activation}", run, [draw.array(*shape) for shape in shapes]
+
+
+def _gated_mlp(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    activation, (m, d, inner) = draw.one_of(_ACTIVATIONS), _mlp_sizes(draw)
+
+    def run(
+        x: Any, gate: Any, up: Any, down: Any, *, implementation: Implementation
+    ) -> jax.Array:
+        @functools.partial(jax_cudnn.fuse, implementation=implementation)
+        def mlp(x: Any, gate: Any, up: Any, down: Any) -> jax.Array:
+            activated = getattr(jax.nn, activation)(x @ gate)
+            return (activated * (x @ up)) @ down + x
+
+        return mlp(x, gate, up, down)
+
+    shapes = (m, d), (d, inner), (d, inner), (inner, d)
+    return f"gated MLP+{activation}", run, [draw.array(*shape) for shape in shapes]
+
+
+def drawn_mlp(number: int) -> Call:
+    """Return the call of a number that is an MLP, whose products share kernels."""
+    draw = _Draw(number)
+    name, function, operands = draw.one_of((_plain_mlp, _plain_mlp, _gated_mlp))(draw)
+    return Call(
+        name=name, function=function, operands=tuple(operands), has_gradients=True
+    )
+
+
 def drawn_step(number: int) -> Call:
     """Return the call of a number from a step that generates text: few rows."""
     name, function, operands = _of_few_rows(_Draw(number))

@@ -9,10 +9,13 @@ writes untuned.json and untuned.md there.
     python -m benchmarks.untuned --parts --out docs/benchmarks
 
 times the kernels of other random calls instead, each with cuDNN's first plan, with
-the first plan of each engine, and by XLA, and writes untuned_parts.json. With
+the first plan of each engine, with each kernel of the first plan's engine, and by XLA,
+and writes untuned_parts.json. With
 `--few-rows`, the kernels are products of few rows, as those of programs that generate
-text, and are written to untuned_few_rows.json. With `--most 24` no class of kernels
-gets more. From both files, `python -m scripts.default_rules` makes the rules that
+text, and are written to untuned_few_rows.json. With `--mlps`, they are those of MLPs
+and their gradients, and are written to untuned_mlps.json. With `--most 24` no class of
+kernels gets more, and with `--fused` all have something around the contraction. From
+these files, `python -m scripts.default_rules` makes the rules that
 "auto" follows. Kernels and the calls above never share a call.
 
 `--first 1000` draws other calls, and `--only gated` times those whose name has this
@@ -22,10 +25,12 @@ whole calls, only of the same GPU.
 
 import argparse
 import functools
+import json
 import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +38,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.random_calls import Call, drawn_call, drawn_step
+from benchmarks.random_calls import Call, drawn_call, drawn_mlp, drawn_step
 from benchmarks.records import kept_rows, write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, Timing, alternate, summary
@@ -55,6 +60,7 @@ from jax_cudnn.measuring.together import together
 
 _DATA, _PAGE = "untuned.json", "untuned.md"
 _PARTS, _FEW_ROWS = "untuned_parts.json", "untuned_few_rows.json"
+_MLPS = "untuned_mlps.json"
 # The first number of the calls; the first whose kernels are timed is 0.
 _FIRST = 100_000
 _AT_ONCE = 32
@@ -237,6 +243,7 @@ class _Kernel:
         self._operands = OperandSets(part, local_device())
         self.step: Step | None = None
         self.plans: dict[int, native.PlanInfo] = {}
+        self.kernels: dict[str, native.PlanInfo] = {}
         self.programs: dict[str, Callable[..., Any]] = {}
 
     def prepare(self) -> None:
@@ -247,12 +254,21 @@ class _Kernel:
             if step.legal is None or step.plan is None:
                 return
             text = to_json(step.legal.graph)
+            # cuDNN's own first plan, which a rule may have changed.
+            step = replace(step, plan=self._gpu.plan(text), request="")
             for each in self._gpu.candidates(text):
-                if not each.refusal and each.request and each.engine not in self.plans:
+                if each.refusal or not each.request:
+                    continue
+                is_first = each.engine not in self.plans
+                kernel = _kernel_of(each) if each.engine == step.plan.engine else ""
+                if is_first or kernel:
                     try:
-                        self.plans[each.engine] = self._gpu.plan(text, each.request)
+                        plan = self._gpu.plan(text, each.request)
                     except UnsupportedError:
                         continue
+                    self.plans.setdefault(each.engine, plan)
+                    if kernel:
+                        self.kernels[kernel] = plan
             run = functools.partial(_run_cudnn, step)
             self.programs["cudnn"] = compile_over_sets(run, self._operands.types)
             run = functools.partial(_run_xla, self.part)
@@ -271,19 +287,27 @@ class _Kernel:
         changed = [list(jax.jit(step.legal.before)(each)) for each in sets]
         stopwatch = PlanStopwatch(step.legal.graph, changed, local_device())
         first_us = stopwatch.time(step.plan, samples=3).median_us
-        engines: dict[str, float] = {}
-        for engine, plan in self.plans.items():
+
+        def ratio(plan: native.PlanInfo) -> float:
             enough = 3 * first_us
             look = stopwatch.time(plan, samples=3, enough_us=enough).median_us
-            engines[str(engine)] = round(look / first_us, 3)
+            return round(look / first_us, 3)
+
         return {
             **named(self.part),
             "xla_us": round(statistics.median(times["xla"]), 2),
             "cudnn_us": round(timing.median_us, 2),
             "ratio": round(timing.ratio, 3),
             "first_engine": step.plan.engine,
-            "engines": engines,
+            "engines": {str(each): ratio(x) for each, x in self.plans.items()},
+            "kernels": {each: ratio(x) for each, x in self.kernels.items()},
         }
+
+
+def _kernel_of(candidate: native.Candidate) -> str:
+    """Return the knob of an engine that is asked for one of its kernels, else ""."""
+    names = [name for name, _ in candidate.knobs]
+    return json.dumps(dict(candidate.knobs)) if names == ["KERNEL_CFG"] else ""
 
 
 def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -307,9 +331,12 @@ def named(part: Graph) -> dict[str, Any]:
 def lacking(
     parts: Iterable[Graph], rows: Sequence[Mapping[str, Any]], most: int
 ) -> list[Graph]:
-    """Return the kernels that no row has, so many that each class gets ``most``."""
+    """Return the kernels that no row has, so many that each class gets ``most``.
+
+    Rows of runs that did not time each kernel of an engine do not count.
+    """
     known = {(row["op"], row["operands"]) for row in rows}
-    counts = Counter(row["class"] for row in rows)
+    counts = Counter(row["class"] for row in rows if "kernels" in row)
     found: list[Graph] = []
     for part in parts:
         name = measured.class_of(part)
@@ -353,26 +380,31 @@ def main() -> None:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--parts", action="store_true", help="time kernels for rules")
     kind.add_argument("--few-rows", action="store_true", help="and those of few rows")
+    kind.add_argument("--mlps", action="store_true", help="and those of MLPs")
+    parser.add_argument("--fused", action="store_true", help="no contraction alone")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     choices.table().clear()  # those that are shipped, too
     wanted = re.compile(options.only)
     numbers = range(options.first, options.first + options.count)
-    if options.parts or options.few_rows:
+    if options.parts or options.few_rows or options.mlps:
         if numbers.stop > _FIRST:
             parser.error(f"calls from {_FIRST} on are those that rules are judged by")
         drawn, name = (drawn_call, _PARTS) if options.parts else (drawn_step, _FEW_ROWS)
+        drawn, name = (drawn_mlp, _MLPS) if options.mlps else (drawn, name)
         calls = [call for call in map(drawn, numbers) if wanted.search(call.title)]
-        _write_kernels(calls, options.out / name, options.most)
+        fewest = 2 if options.fused else 1
+        parts = [part for part in parts_of(calls) if len(part.nodes) >= fewest]
+        _write_kernels(parts, options.out / name, options.most)
     else:
         shifted = (_FIRST + number for number in numbers)
         chosen = [each for each in shifted if wanted.search(drawn_call(each).title)]
         _write_calls(chosen, options.out)
 
 
-def _write_kernels(calls: Iterable[Call], file: Path, most: int) -> None:
+def _write_kernels(parts: Sequence[Graph], file: Path, most: int) -> None:
     data: dict[str, Any] = {"environment": environment(), "rows": kept_rows(file)}
-    for row in kernels(lacking(parts_of(calls), data["rows"], most)):
+    for row in kernels(lacking(parts, data["rows"], most)):
         _add(data, row)
         write_records(file, data)
 

@@ -3,9 +3,9 @@
 
     python -m scripts.default_rules
 
-reads docs/benchmarks/untuned_parts.json and untuned_few_rows.json, which
-`python -m benchmarks.untuned` writes on a GPU with `--parts` and `--few-rows`, and the
-choices that are shipped for the cells of the fusion benchmarks. It writes
+reads docs/benchmarks/untuned_parts.json, untuned_few_rows.json and untuned_mlps.json,
+which `python -m benchmarks.untuned` writes on a GPU with `--parts`, `--few-rows` and
+`--mlps`, and the choices that are shipped for the cells of the fusion benchmarks. It writes
 jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It needs no GPU.
 
 For each class of kernels (legalize/measured.py) a rule is one of three: cuDNN runs all,
@@ -13,6 +13,10 @@ XLA runs all, or XLA runs those beyond a bound of one size. The cheapest one is 
 A kernel costs the logarithm of the time that it takes, as a ratio to XLA's, and more
 where that is above 1.05. A bound has to be worth its words, and what is given to XLA
 has to be faster there on the whole.
+
+A kernel of an engine is tried before the engine's own choice, for products with what
+surrounds them that are large enough, if it was faster on the whole. Rules are then made
+of its times.
 
 Engines that took several times as long as cuDNN's first plan wherever they were
 measured are left to XLA where they come first.
@@ -22,7 +26,7 @@ import itertools
 import json
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +37,7 @@ import jax
 from benchmarks.fusion_cells import CELLS
 from benchmarks.records import on_this_gpu, write_records
 from jax_cudnn import choices
+from jax_cudnn.graph import label
 from jax_cudnn.legalize.measured import (
     FEATURES,
     Rule,
@@ -45,7 +50,9 @@ from jax_cudnn.legalize.measured import (
 from jax_cudnn.lowering import traced_program
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MEASURED = ("untuned_parts.json", "untuned_few_rows.json")
+_MEASURED = ("untuned_parts.json", "untuned_few_rows.json", "untuned_mlps.json")
+# cuDNN 9.19, by which all of them were measured.
+_CUDNN = 91900
 _RULES = _ROOT / "jax_cudnn" / "data" / "rules" / "rules.json"
 _PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
 
@@ -64,6 +71,12 @@ _SLOWER = 1.03
 # An engine is slow if it never took less than so many times as long as the first plan.
 _SLOW_ENGINE = 3.0
 _FEWEST_OF_ENGINE = 2
+# A kernel goes before an engine's own choice that took, as a geometric mean over so
+# many, no more than this of its time.
+_FASTER = 0.95
+_FEWEST_OF_KERNEL = 20
+# Between these numbers of multiplications, the same kernel goes before.
+_BOUNDS = (2**20, 2**26, 2**30, 2**32, 2**34, 2**36, 2**42)
 # Rules hold for sizes within this factor of what was measured.
 _REACH = 2.0
 
@@ -98,15 +111,89 @@ def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     return dict(found)
 
 
-def measured_kernels(
-    rows: Sequence[Mapping[str, Any]], slow: Mapping[str, Sequence[int]]
-) -> Iterator[Kernel]:
-    """Yield the kernels that were measured, but for those of slow engines."""
+def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str, Any]]:
+    """Return the kernels that go before their engines' own choice, and for which work.
+
+    The first that cuDNN lists for a problem is taken. Where it lists none, nothing
+    changes.
+    """
+    groups: defaultdict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
     for row in rows:
-        if row["first_engine"] in slow.get(row["class"].split(", ")[0], ()):
+        if "+" in row["op"] and row.get("kernels"):
+            groups[_kind(row), row["first_engine"]].append(row)
+    found: list[dict[str, Any]] = []
+    for (kind, engine), group in sorted(groups.items()):
+        of_kind: list[dict[str, Any]] = []
+        for bounds in itertools.pairwise(_BOUNDS):
+            for knobs, ratios in _preferred(group, bounds):
+                of_kind.append({"knobs": knobs, "work": bounds, "ratios": ratios})
+        for each in _merged(of_kind):
+            ratios = each.pop("ratios")
+            mean = round(statistics.geometric_mean(ratios), 3)
+            each |= {"ratio": mean, "count": len(ratios)}
+            found.append({"kind": kind, "cudnn": cudnn, "engine": engine, **each})
+    return found
+
+
+def _merged(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield entries, those as one that follow each other and say the same."""
+    for _, group in itertools.groupby(entries, key=lambda each: each["knobs"]):
+        same = list(group)
+        yield {
+            "knobs": same[0]["knobs"],
+            "work": [same[0]["work"][0], same[-1]["work"][1]],
+            "ratios": [ratio for each in same for ratio in each["ratios"]],
+        }
+
+
+def _preferred(
+    rows: Sequence[Mapping[str, Any]], bounds: tuple[float, float]
+) -> Iterator[tuple[list[Any], list[float]]]:
+    """Yield which kernel goes first for that much work, with its times, if any does.
+
+    And which one does where that is not listed: the two that save most together.
+    """
+    low, high = bounds
+    work = FEATURES.index("work")
+    times = [row["kernels"] for row in rows if low <= row["sizes"][work] < high]
+    listed = Counter(name for each in times for name in each)
+    known = sorted(name for name in listed if listed[name] >= _FEWEST_OF_KERNEL)
+    most, best = 0.0, None
+    for names in (*itertools.permutations(known, 1), *itertools.permutations(known, 2)):
+        found = (next((x[n] for n in names if n in x), None) for x in times)
+        ratios = [ratio for ratio in found if ratio is not None]
+        saved = -sum(map(math.log, ratios))
+        if statistics.geometric_mean(ratios) <= _FASTER and saved > most:
+            most, best = saved, ([json.loads(name) for name in names], ratios)
+    if best is not None:
+        yield best
+
+
+def _kind(row: Mapping[str, Any]) -> str:
+    return row["class"].split(", ")[0]
+
+
+def measured_kernels(
+    rows: Sequence[Mapping[str, Any]],
+    slow: Mapping[str, Sequence[int]],
+    preferred: Sequence[Mapping[str, Any]],
+) -> Iterator[Kernel]:
+    """Yield the kernels that were measured, but for those of slow engines.
+
+    Where another kernel goes before the first, its time counts. Those that are not
+    known to have it are left out.
+    """
+    for row in rows:
+        if row["first_engine"] in slow.get(_kind(row), ()):
             continue
         sizes = dict(zip(FEATURES, map(float, row["sizes"]), strict=True))
-        yield Kernel(name=row["class"], sizes=sizes, ratio=row["ratio"])
+        ratio = row["ratio"]
+        if each := _preference_for(_kind(row), row["op"], sizes, preferred):
+            if row["first_engine"] == each["engine"]:
+                if "kernels" not in row:
+                    continue
+                ratio *= _ratio_of_first(row["kernels"], each["knobs"])
+        yield Kernel(name=row["class"], sizes=sizes, ratio=ratio)
     times = {key.graph: choice for key, choice in choices.shipped().items()}
     seen: set[str] = set()
     for cell in CELLS:
@@ -116,9 +203,35 @@ def measured_kernels(
             if choice is None or digest in seen or not name:
                 continue
             seen.add(digest)
+            sizes = sizes_of(part)
+            if _preference_for(name.split(", ")[0], label(part), sizes, preferred):
+                continue
             if choice.cudnn_us and choice.xla_us and choice.first_ratio:
                 ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
-                yield Kernel(name=name, sizes=sizes_of(part), ratio=ratio)
+                yield Kernel(name=name, sizes=sizes, ratio=ratio)
+
+
+def _ratio_of_first(
+    kernels: Mapping[str, float], preferred: Sequence[Mapping[str, int]]
+) -> float:
+    """Return the time of the first preferred kernel that is listed, as a ratio."""
+    for knobs in preferred:
+        if (ratio := kernels.get(json.dumps(knobs))) is not None:
+            return ratio
+    return 1.0
+
+
+def _preference_for(
+    kind: str,
+    op: str,
+    sizes: Mapping[str, float],
+    preferred: Sequence[Mapping[str, Any]],
+) -> Mapping[str, Any] | None:
+    for each in preferred:
+        low, high = each["work"]
+        if each["kind"] == kind and "+" in op and low <= sizes["work"] < high:
+            return each
+    return None
 
 
 def _parts_of(cell: Any) -> Iterator[Any]:
@@ -253,7 +366,30 @@ def markdown(
         f"{kind}: {', '.join(map(str, engines))}."
         for kind, engines in data["slow_engines"].items()
     ]
+    lines += [
+        "",
+        "Kernels that are tried before an engine's own choice, for contractions with",
+        "something around them, where cuDNN lists them, with their time as a ratio to",
+        "that of the engine's choice:",
+        "",
+        "| | cuDNN | engine | kernel | work | ratio | kernels measured |",
+        "| --- | --- | ---: | --- | ---: | ---: | ---: |",
+    ]
+    for each in data["preferred"]:
+        knobs = ", else ".join(
+            f"{name} {value}" for one in each["knobs"] for name, value in one.items()
+        )
+        version = f"{each['cudnn'] // 10000}.{each['cudnn'] // 100 % 100}"
+        lines.append(
+            f"| {each['kind']} | {version} | {each['engine']} | {knobs} "
+            f"| {_power(each['work'][0])} to {_power(each['work'][1])} "
+            f"| {each['ratio']:.2f} | {each['count']} |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def _power(number: float) -> str:
+    return f"2^{round(math.log2(number))}"
 
 
 def main() -> None:
@@ -268,10 +404,16 @@ def main() -> None:
         rows += found_here
         environments += [{**versions, "GPU": row["GPU"]} for row in found_here]
     engines = slow_engines(rows)
-    kernels = list(measured_kernels(rows, engines))
+    preferred = preferences(rows, _CUDNN)
+    kernels = list(measured_kernels(rows, engines, preferred))
     found = rules(kernels)
     _RULES.parent.mkdir(exist_ok=True)
-    data = {"sm_version": 90, "slow_engines": engines, "rules": found}
+    data = {
+        "sm_version": 90,
+        "slow_engines": engines,
+        "preferred": preferred,
+        "rules": found,
+    }
     write_records(_RULES, data)
     _PAGE.write_text(markdown(data, environments, len(kernels)))
     known = read_rules(found)

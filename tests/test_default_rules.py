@@ -4,6 +4,7 @@
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,16 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn
-from jax_cudnn.config import Options
-from jax_cudnn.graph import Graph
+from jax_cudnn.config import Options, PlanOptions
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import legalize, measured
 from jax_cudnn.legalize.measured import Rule
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import decide_part
+from jax_cudnn.native import PlanInfo
+from jax_cudnn.plans.inspection import why_of
+from tests.native.readers import parse_request
 
 pytestmark = pytest.mark.once
 
@@ -61,6 +66,12 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
             lambda a, b, c: jax_cudnn.matmul(a, b, residual=c, activation="relu"),
             [array(65, 7), array(7, 3), array(65, 3)],
             "matmul, 16 bits, relu, 1 more arrays",
+        ),
+        # Steps become channels: another convolution runs.
+        (
+            lambda x, w: conv(x, w, window_strides=(2, 2)),
+            [array(2, 9, 9, 3), array(3, 3, 3, 8)],
+            "",
         ),
         (
             silu_of_bias,
@@ -124,6 +135,32 @@ def test_gradients_have_classes_of_their_own() -> None:
     }
 
 
+def test_gradients_of_activations_have_classes_by_their_names() -> None:
+    def classes(activation: str) -> set[str]:
+        @jax_cudnn.fuse
+        def mlp(x: jax.Array, up: jax.Array, bias: jax.Array) -> jax.Array:
+            hidden: Any = {"activation": activation, "bias": bias}
+            return jax_cudnn.matmul(jax_cudnn.matmul(x, up, **hidden), up.T)
+
+        def loss(*operands: jax.Array) -> jax.Array:
+            return mlp(*operands).astype(jnp.float32).sum()
+
+        operands = array(128, 64), array(64, 256), array(256)
+        parts = parts_of(jax.grad(loss, (0, 1, 2)), *operands)
+        # Such a part sums the gradient of the bias. It belongs to the same class
+        # without the sum, which is how it is judged.
+        ways = [legalize(part, None).candidates for part in parts]
+        inner = {measured.class_of(each[0].graph) for each in ways if each}
+        found = {measured.class_of(part) for part in parts}
+        gradients = {name for name in found if "gradient of" in name}
+        assert gradients <= inner
+        return gradients
+
+    assert classes("gelu") == {"matmul, 16 bits, gradient of gelu_tanh, 1 more arrays"}
+    assert classes("silu") == {"matmul, 16 bits, gradient of silu, 1 more arrays"}
+    assert classes("relu") == {"matmul, 16 bits, gradient of relu, 1 more arrays"}
+
+
 def test_sizes_are_those_of_the_product() -> None:
     (part,) = parts_of(jax_cudnn.matmul, array(5, 7), array(7, 3))
     sizes = measured.sizes_of(part)
@@ -152,6 +189,64 @@ def test_the_file_is_read_whole() -> None:
         assert (rule.count == 0) == (not rule.sizes)
         # What is given to XLA is faster there.
         assert rule.count == 0 or rule.ratio > 1
+
+
+_H100 = Target(
+    name="NVIDIA H100 80GB HBM3", sm_version=90, sm_count=132, cudnn_version=91900
+)
+
+
+def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
+    def preference(m: int, target: Target | None, function: Any = gelu) -> str:
+        (part,) = parts_of(function, array(m, 768), array(768, 3072))
+        asked = measured.preference(part, target)
+        ways = legalize(part, target).candidates
+        assert {way.preference for way in ways} == {asked}
+        return asked
+
+    large, small = preference(32768, _H100), preference(4096, _H100)
+    assert large == '{"first":[{"KERNEL_CFG":40}],"of_engine":4}'
+    assert small == '{"first":[{"KERNEL_CFG":2}],"of_engine":4}'
+    assert parse_request(large) == large
+    # Few multiplications, a product alone, and what was not measured.
+    assert preference(65, _H100) == ""
+    assert preference(32768, _H100, jax_cudnn.matmul) == ""
+    assert preference(32768, None) == ""
+    assert preference(32768, replace(_H100, sm_version=100)) == ""
+    assert preference(32768, replace(_H100, cudnn_version=92000)) == ""
+    assert preference(32768, replace(_H100, cudnn_version=91901)) == large
+
+
+class _Gpu:
+    """A GPU that says which plan it was asked for."""
+
+    is_here = True
+    target = _H100
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def plan(self, graph_json: str, request: str = "") -> PlanInfo:
+        del graph_json
+        self.asked.append(request)
+        raise UnsupportedError("no plan", reasons=("none",))
+
+
+def test_a_call_that_says_which_plans_are_allowed_gets_no_other_order() -> None:
+    (part,) = parts_of(gelu, array(32768, 768), array(768, 3072))
+    plain, filtered = _Gpu(), _Gpu()
+    decide_part(part, plain, Options())  # type: ignore[arg-type]
+    assert plain.asked[0] == measured.preference(part, _H100) != ""
+    plan = PlanOptions(deterministic=True)
+    decide_part(part, filtered, Options(plan=plan))  # type: ignore[arg-type]
+    assert set(filtered.asked) == {plan.to_request()}
+
+
+def test_what_cudnn_runs_first_by_a_rule_is_its_own_choice_to_reports() -> None:
+    assert why_of('{"first":[{"KERNEL_CFG":40}],"of_engine":4}') == "heuristic"
+    assert why_of('{"engine":4,"knobs":{},"variant":0}') == "pinned"
+    assert why_of(PlanOptions(deterministic=True).to_request()) == "requested"
+    assert why_of("") == "heuristic"
 
 
 def test_auto_leaves_a_plain_product_to_xla_and_cudnn_does_not() -> None:

@@ -200,6 +200,108 @@ def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> N
         assert found == kinds
 
 
+def _strided(
+    sizes: Sequence[int], window: Sequence[int], steps: Sequence[int], *, padding: Any
+) -> Callable[..., jax.Array]:
+    letters = "DHW"[-len(sizes) :]
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x,
+            w,
+            steps,
+            padding,
+            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        )
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("sizes", "window", "steps", "padding"),
+    [
+        ((8, 8), (4, 4), (4, 4), "VALID"),
+        ((12, 14), (7, 7), (2, 2), [(3, 3), (3, 3)]),
+        # More than is read, less than is there, and an axis with steps of 1.
+        ((11, 10), (4, 5), (3, 2), [(0, 0), (2, 1)]),
+        ((11, 13), (3, 4), (2, 3), [(-1, -2), (3, 0)]),
+        ((9, 7), (3, 4), (1, 4), "SAME"),
+        ((15,), (5,), (3,), "SAME"),
+        ((6, 5, 7), (2, 3, 2), (2, 2, 1), "SAME"),
+    ],
+)
+def test_steps_become_channels(
+    sizes: Sequence[int],
+    window: Sequence[int],
+    steps: Sequence[int],
+    padding: Any,
+    rng: np.random.Generator,
+) -> None:
+    x, w = _draw(rng, 2, *sizes, 1), _draw(rng, *window, 1, 4)
+    layer = _strided(sizes, window, steps, padding=padding)
+    _check(layer, (x, w))
+    parts = [part for graph, _ in _graphs(layer, (x, w)) for part in partition(graph)]
+    kinds: set[str] = set()
+    for part in parts:
+        way = legalize(part, None).candidates[0]
+        (node,) = way.graph.nodes
+        kinds.add(node.kind)
+        assert isinstance(node.attributes, ConvAttributes)
+        assert set(node.attributes.window_strides) == {1}
+        assert "is channels of" in way.notes[0]
+    assert kinds == {"conv_fprop", "conv_dgrad", "conv_wgrad"}
+
+
+def test_steps_become_channels_with_what_follows(rng: np.random.Generator) -> None:
+    def layer(x: Any, w: Any, bias: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x,
+            w,
+            (3, 2),
+            "SAME",
+            dimension_numbers=("NCHW", "OIHW", "NCHW"),
+            bias=bias,
+            activation="relu",
+        )
+
+    operands = _draw(rng, 2, 3, 11, 9), _draw(rng, 6, 3, 5, 4), _draw(rng, 6)
+    assert _check(layer, operands) > 4
+    ((graph, _, _),) = traced_graphs(layer, *operands)
+    first, second, *_ = legalize(graph, None).candidates
+    assert len(first.graph.nodes) == len(second.graph.nodes) == 3
+    assert first.notes[0] == "what lies within steps of 3 x 2 is channels of x"
+    assert "is channels of" not in second.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("c", "window", "steps", "options"),
+    [
+        (1, (3, 3), (1, 1), {}),
+        (2, (4, 4), (4, 4), {}),  # fills a load of f64
+        (1, (1, 1), (2, 2), {}),  # most channels would meet zeros
+        (15, (3, 3), (2, 2), {}),
+        (1, (3, 3), (2, 2), {"rhs_dilation": (2, 1)}),
+        (3, (3, 3), (2, 2), {"feature_group_count": 3}),
+    ],
+)
+def test_steps_stay_where_they_cost_less(
+    c: int,
+    window: tuple[int, int],
+    steps: tuple[int, int],
+    options: dict[str, Any],
+    rng: np.random.Generator,
+) -> None:
+    def layer(x: Any, w: Any) -> jax.Array:
+        return jax_cudnn.conv(x, w, steps, "SAME", dimension_numbers=_NHWC, **options)
+
+    groups = options.get("feature_group_count", 1)
+    x, w = _draw(rng, 2, 9, 8, c), _draw(rng, *window, c // groups, 6)
+    for graph, _ in _graphs(layer, (x, w)):
+        for part in partition(graph):
+            for way in legalize(part, None).candidates:
+                assert not any("is channels of" in note for note in way.notes)
+
+
 @pytest.mark.parametrize("c", [4, 1])
 def test_small_groups_are_merged(c: int, rng: np.random.Generator) -> None:
     groups = 16

@@ -4,7 +4,9 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <map>
 #include <memory>
+#include <numeric>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -68,6 +70,32 @@ class Reasons {
   std::vector<std::string> reasons_;
 };
 
+// The places of an attempt's candidates in the order in which they are tried: cuDNN's
+// own, but for one that the request prefers.
+StatusOr<std::vector<int64_t>> PlacesInOrder(const Attempt& attempt,
+                                             const PlanRequest& request) {
+  std::vector<int64_t> places(attempt.count());
+  std::iota(places.begin(), places.end(), 0);
+  if (!request.preference.has_value()) return places;
+  // By their place in the preference.
+  std::map<size_t, std::vector<int64_t>::iterator> found;
+  const std::vector<Knobs>& wanted = request.preference->knobs;
+  for (auto place = places.begin(); place != places.end(); ++place) {
+    ASSIGN_OR_RETURN(const Candidate candidate, attempt.Describe(*place));
+    if (candidate.engine == request.preference->engine) {
+      const auto knobs = std::find(wanted.begin(), wanted.end(), candidate.knobs);
+      if (knobs != wanted.end()) found.emplace(knobs - wanted.begin(), place);
+    } else if (place == places.begin()) {
+      return places;
+    }
+  }
+  if (!found.empty()) {
+    const auto first = found.begin()->second;
+    std::rotate(places.begin(), first, first + 1);
+  }
+  return places;
+}
+
 // Calls `visit` with each candidate of each variant, with its attempt and its place
 // there, until it says true: enough. Notes why a variant has none, and why a candidate
 // is not allowed.
@@ -91,7 +119,9 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
       reasons.Add(attempt.status().message());
       continue;
     }
-    for (int64_t i = 0; i < attempt->count(); ++i) {
+    ASSIGN_OR_RETURN(const std::vector<int64_t> places,
+                     PlacesInOrder(*attempt, parsed));
+    for (const int64_t i : places) {
       ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
       if (is_of_groups && candidate.refusal.empty()) {
         candidate.refusal = GroupProducts::RefusalOf(candidate);

@@ -37,6 +37,10 @@ constexpr std::string_view kNoteNames[] = {
 };
 constexpr std::string_view kNondeterministic = "NONDETERMINISTIC";
 
+// The fields of a preference: {"first":[{"KERNEL_CFG":40}],"of_engine":4}.
+constexpr std::string_view kPreferredKnobs = "first";
+constexpr std::string_view kPreferredEngine = "of_engine";
+
 template <typename List, typename Value>
 bool Contains(const List& list, const Value& value) {
   return std::find(std::begin(list), std::end(list), value) != std::end(list);
@@ -194,6 +198,36 @@ bool HasField(const JsonObject& object, std::string_view name) {
                      [&](const auto& field) { return field.first == name; });
 }
 
+StatusOr<Knobs> ReadKnobs(const Json& json, const std::string& path) {
+  ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, path));
+  Knobs knobs;
+  for (const auto& [name, value] : *object) {
+    ASSIGN_OR_RETURN(const int64_t number, ReadInteger(value, path + "." + name));
+    knobs.emplace_back(name, number);
+  }
+  std::sort(knobs.begin(), knobs.end());
+  return knobs;
+}
+
+StatusOr<PlanRequest> ReadPreference(const Json& json) {
+  ASSIGN_OR_RETURN(const auto fields,
+                   ReadFields(json, "request", {kPreferredKnobs, kPreferredEngine}));
+  PlanPreference preference;
+  ASSIGN_OR_RETURN(const JsonList* first, ReadList(*fields[0], "request.first"));
+  for (size_t i = 0; i < first->size(); ++i) {
+    ASSIGN_OR_RETURN(Knobs knobs, ReadKnobs((*first)[i], Place("request.first", i)));
+    preference.knobs.push_back(std::move(knobs));
+  }
+  if (preference.knobs.empty()) {
+    return InvalidArgument("request.first: empty; name the knobs of a candidate");
+  }
+  ASSIGN_OR_RETURN(preference.engine, ReadInteger(*fields[1], "request.of_engine"));
+  RETURN_IF_ERROR(CheckEngine(preference.engine, "request.of_engine"));
+  PlanRequest request;
+  request.preference = std::move(preference);
+  return request;
+}
+
 StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
   std::vector<std::string_view> names = {"engine", "knobs", "variant"};
   const bool has_deterministic = HasField(object, "deterministic");
@@ -203,12 +237,7 @@ StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
   PlanPin pin;
   ASSIGN_OR_RETURN(pin.engine, ReadInteger(*fields[0], "request.engine"));
   RETURN_IF_ERROR(CheckEngine(pin.engine, "request.engine"));
-  ASSIGN_OR_RETURN(const JsonObject* knobs, ReadObject(*fields[1], "request.knobs"));
-  for (const auto& [name, value] : *knobs) {
-    ASSIGN_OR_RETURN(const int64_t number, ReadInteger(value, "request.knobs." + name));
-    pin.knobs.emplace_back(name, number);
-  }
-  std::sort(pin.knobs.begin(), pin.knobs.end());
+  ASSIGN_OR_RETURN(pin.knobs, ReadKnobs(*fields[1], "request.knobs"));
   ASSIGN_OR_RETURN(pin.variant, ReadInteger(*fields[2], "request.variant"));
   request.pin = std::move(pin);
   if (has_deterministic) {
@@ -243,15 +272,30 @@ std::string StringList(const Words& words) {
   return text + "]";
 }
 
-std::string WritePin(const PlanPin& pin, bool deterministic) {
-  std::string text = deterministic ? "{\"deterministic\":true," : "{";
-  text += "\"engine\":" + std::to_string(pin.engine) + ",\"knobs\":{";
-  for (const auto& [name, value] : pin.knobs) {
+std::string KnobsObject(const Knobs& knobs) {
+  std::string text = "{";
+  for (const auto& [name, value] : knobs) {
     if (text.back() != '{') text += ',';
     WriteJsonString(name, text);
     text += ':' + std::to_string(value);
   }
-  return text + "},\"variant\":" + std::to_string(pin.variant) + "}";
+  return text + "}";
+}
+
+std::string WritePin(const PlanPin& pin, bool deterministic) {
+  std::string text = deterministic ? "{\"deterministic\":true," : "{";
+  text += "\"engine\":" + std::to_string(pin.engine) +
+          ",\"knobs\":" + KnobsObject(pin.knobs);
+  return text + ",\"variant\":" + std::to_string(pin.variant) + "}";
+}
+
+std::string WritePreference(const PlanPreference& preference) {
+  std::string text = "{\"first\":[";
+  for (const Knobs& knobs : preference.knobs) {
+    if (text.back() != '[') text += ',';
+    text += KnobsObject(knobs);
+  }
+  return text + "],\"of_engine\":" + std::to_string(preference.engine) + "}";
 }
 
 std::string WriteFilter(const PlanRequest& request) {
@@ -281,8 +325,11 @@ StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
   ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, "request"));
   const bool is_pin = HasField(*object, "engine") || HasField(*object, "knobs") ||
                       HasField(*object, "variant");
-  ASSIGN_OR_RETURN(PlanRequest request,
-                   is_pin ? ReadPin(json, *object) : ReadFilter(json));
+  const bool is_preference =
+      HasField(*object, kPreferredKnobs) || HasField(*object, kPreferredEngine);
+  ASSIGN_OR_RETURN(PlanRequest request, is_pin          ? ReadPin(json, *object)
+                                        : is_preference ? ReadPreference(json)
+                                                        : ReadFilter(json));
   RETURN_IF_ERROR(CheckFilter(request));
   if (std::string canonical = WritePlanRequest(request); canonical != text) {
     return InvalidArgument(
@@ -292,8 +339,9 @@ StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
 }
 
 std::string WritePlanRequest(const PlanRequest& request) {
-  return request.pin ? WritePin(*request.pin, request.deterministic)
-                     : WriteFilter(request);
+  if (request.pin) return WritePin(*request.pin, request.deterministic);
+  return request.preference ? WritePreference(*request.preference)
+                            : WriteFilter(request);
 }
 
 std::string RefusalOf(const PlanRequest& request, int64_t engine,

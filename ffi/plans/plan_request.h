@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a caller asks of a plan: nothing, one pinned engine, or a filter of candidates.
+// What a caller asks of a plan: nothing, one pinned engine, a filter of candidates, or
+// that one of them is tried first.
 //
 // Its text is the `request` of a call. Knows nothing of the frontend.
 
@@ -20,11 +21,21 @@ namespace jax_cudnn {
 // cuDNN's lists of candidates.
 enum class HeuristicMode { kA, kB, kFallback };
 
+using Knobs = std::vector<std::pair<std::string, int64_t>>;  // sorted by name
+
 // One engine with its knobs, in one way of writing the graph.
 struct PlanPin {
   int64_t engine = 0;
-  std::vector<std::pair<std::string, int64_t>> knobs;  // sorted by name
+  Knobs knobs;
   int64_t variant = 0;  // see graph_builder.h; whether it exists is not checked here
+};
+
+// Where cuDNN's first candidate is of this engine, a candidate that has exactly the
+// first of these knobs is tried before it; where there is none, one that has the
+// second, and so on. Nothing changes where none of them is listed.
+struct PlanPreference {
+  int64_t engine = 0;
+  std::vector<Knobs> knobs;
 };
 
 // A default-constructed request lets cuDNN choose.
@@ -33,6 +44,8 @@ struct PlanRequest {
   bool deterministic = false;
   // Where there is a pin, the members below say nothing.
   std::optional<PlanPin> pin;
+  // Where there is a preference, all else is as in the default request.
+  std::optional<PlanPreference> preference;
   // Asked in this order. Some graphs have candidates in one of A and FALLBACK only.
   std::vector<HeuristicMode> modes = {HeuristicMode::kA, HeuristicMode::kFallback};
   std::optional<std::vector<int64_t>> engines;  // absent: all
@@ -48,7 +61,7 @@ struct PlanRequest {
 // that contradicts itself.
 StatusOr<PlanRequest> ParsePlanRequest(std::string_view text);
 
-// The canonical text of a pin or a filter; never empty.
+// The canonical text of a pin, a preference or a filter; never empty.
 std::string WritePlanRequest(const PlanRequest& request);
 
 // Why the request does not allow an engine with these notes, such as "engine 3 is

@@ -9,6 +9,7 @@ What cuDNN's convolutions lack is added around them:
   one, or are written out where that is not possible;
 * padding that differs between the two ends, or cuts, is done on the array;
 * channels are padded to what the engines load at once, and small groups merged;
+* steps become channels where these are few (conv_steps.py);
 * operands of the epilogue have one value a channel, or one an element.
 """
 
@@ -18,9 +19,10 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
+from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.windows import dilated
+from jax_cudnn.legalize.conv_steps import fold_steps, folds
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import (
     add_ends,
@@ -55,7 +57,7 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
-    ways = [_candidate(graph, _merge_groups)]
+    ways = [_folded(graph), _candidate(graph, _merge_groups)]
     # The engines that take channels which do not fill a load are slow, and some of
     # cuDNN 9.19's give wrong results on an H200 (tests/gpu/test_fusion_numerics.py).
     padded = _candidate(graph, _pad_channels)
@@ -75,6 +77,20 @@ def _candidate(graph: Graph, change: Callable[[GraphEditor], bool]) -> Legal | N
     _even_padding(editor)
     if not change(editor):
         return None
+    store_channels_last(editor)
+    return editor.finish()
+
+
+def _folded(graph: Graph) -> Legal | None:
+    """Return the way with steps as channels; None where they are not to be folded."""
+    (node,) = filter(is_anchor, graph.nodes)
+    if not folds(graph, node):
+        return None
+    editor = GraphEditor.of(graph)
+    add_spatial_axis(editor)
+    _complete_operands(editor)
+    fold_steps(editor)
+    _pad_channels(editor)
     store_channels_last(editor)
     return editor.finish()
 

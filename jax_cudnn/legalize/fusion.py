@@ -74,9 +74,11 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     slower = (matmul if node.kind == "matmul" else conv).slower(graph, node)
     slower = slower or measured.slower(graph)
     slow = measured.slow_engines(graph, target)
+    first = measured.preference(graph, target)
     return Legalization(
         candidates=tuple(
-            replace(way, slower=slower, slow_engines=slow) for way in order
+            replace(way, slower=slower, slow_engines=slow, preference=first)
+            for way in order
         )
     )
 

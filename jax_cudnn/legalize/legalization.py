@@ -34,7 +34,8 @@ class Legal:
     ``usual`` is a shorter way for most operands, where there is one. ``notes`` says, a
     sentence each, which parts run outside cuDNN and why. ``slower``, where not empty,
     says why "auto" leaves the graph to XLA all the same; with ``slow_engines``, it does
-    so where one of these runs the first plan. ``rounds_sums`` says that sums in f32
+    so where one of these runs the first plan. ``preference``, where not empty, is the
+    request by which a plan is tried before that of cuDNN's. ``rounds_sums`` says that sums in f32
     have fewer digits on their way than the original graph gives them. ``waits`` says
     that the host waits for operands, so that no command buffer can have the launch.
     """
@@ -46,6 +47,7 @@ class Legal:
     notes: tuple[str, ...] = ()
     slower: str = ""
     slow_engines: tuple[int, ...] = ()
+    preference: str = ""
     rounds_sums: bool = False
     waits: bool = False
 

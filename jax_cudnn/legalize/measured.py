@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which contractions does "auto" leave to XLA, as others of their class were faster so?
+"""Who runs a contraction by default, and by which plan, as others like it were faster?
 
-The rules are in data/rules/rules.json. `python -m scripts.default_rules` makes them
+"auto" leaves some classes of them to XLA, and cuDNN's first plan gives way to another
+one where that was faster. The rules are in data/rules/rules.json. `python -m scripts.default_rules` makes them
 from times of random calls on a GPU (benchmarks/untuned.py). A rule holds for one class
 of kernels, within the sizes that were measured. What was measured for a graph itself
 goes before (choices.py).
@@ -18,6 +19,7 @@ from typing import Any
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
+from jax_cudnn.legalize.conv_steps import folds
 
 _FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
 _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
@@ -92,6 +94,8 @@ def class_of(part: Graph) -> str:
     sizes = check_tensors(row, roles_in(part, node), node.attributes)
     if sizes.get("g", 1) > 1 and sizes["c"] == 1:
         return ""  # Depthwise convolutions have a rule of their own (conv.py).
+    if node.kind != "matmul" and folds(part, node):
+        return ""  # Another convolution runs, which was always faster (conv_steps.py).
     words = [node.kind, *bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
     if windows:
@@ -149,6 +153,24 @@ def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
     return tuple(data["slow_engines"].get(node.kind, ()))
 
 
+def preference(part: Graph, target: Target | None) -> str:
+    """Return the request for the plan that is to be tried first, "" for cuDNN's own.
+
+    Numbers stand for other engines and knobs in another cuDNN, or for another GPU.
+    """
+    node, data = _contraction(part), _read()
+    if node is None or target is None or target.sm_version != data["sm_version"]:
+        return ""
+    for each in data["preferred"]:
+        is_measured = target.cudnn_version // 100 == each["cudnn"] // 100
+        is_like = node.kind == each["kind"] and len(part.nodes) > 1
+        low, high = each["work"]
+        if is_measured and is_like and low <= sizes_of(part)["work"] < high:
+            request = {"first": each["knobs"], "of_engine": each["engine"]}
+            return json.dumps(request, sort_keys=True, separators=(",", ":"))
+    return ""
+
+
 @functools.cache
 def rules() -> Mapping[str, Rule]:
     """Return the rules by their class."""
@@ -187,8 +209,9 @@ def _tail(part: Graph) -> str:
         if not is_anchor(node)
     }
     modes.discard("")
-    if any(mode.endswith("_grad") for mode in modes):
-        tail = "gradient of an activation"
+    gradients = [mode for mode in modes if mode.endswith("_grad")]
+    if gradients:
+        tail = f"gradient of {gradients[0].removesuffix('_grad')}"
     elif rest := modes - _SUMS:
         tail = "relu" if rest == {"relu"} else "more"
     else:
@@ -197,8 +220,7 @@ def _tail(part: Graph) -> str:
     assert node is not None
     (result,) = (math.prod(part.tensor(name).dims) for _, name in node.outputs)
     own = {name for _, name in node.inputs}
-    arrays = [t for t in part.input_tensors if t.name not in own] + [
-        *part.output_tensors[1:]
-    ]
-    more = sum(math.prod(each.dims) == result for each in arrays)
+    arrays = [t for t in part.input_tensors if t.name not in own]
+    sizes = [math.prod(each.dims) for each in (*arrays, *part.output_tensors)]
+    more = max(0, sizes.count(result) - 1)
     return tail + (f", {more} more arrays" if more else "")

@@ -39,8 +39,9 @@ from jax_cudnn.native import PlanInfo
 _log = logging.getLogger("jax_cudnn")
 
 
-# What decided: a measured choice, cuDNN's order of the candidates, or that order with
-# the options of the call. A lowered program that pins its plan no longer says which.
+# What decided: a measured choice, cuDNN's order of the candidates (but for one that goes
+# first because such kernels were faster by it), or that order with the options of the
+# call. A lowered program that pins its plan no longer says which.
 Why = Literal["tuned", "heuristic", "requested", "pinned"]
 
 
@@ -209,10 +210,10 @@ def decide_part(
         if options.exact_dtypes and legal.rounds_sums:
             attempts.append(Attempt(way=way, reasons=(_ROUNDED,)))
             continue
-        plan = None
+        plan, asked = None, request or legal.preference
         if gpu is not None:
             try:
-                plan = gpu.plan(to_json(legal.graph), request)
+                plan = gpu.plan(to_json(legal.graph), asked)
             except UnsupportedError as error:
                 reasons = error.reasons or (error.summary,)
                 attempts.append(Attempt(way=way, reasons=reasons))
@@ -226,7 +227,7 @@ def decide_part(
             legal=legal,
             plan=plan,
             target=target,
-            request=_pin(plan, gpu) or request,
+            request=_pin(plan, gpu) or asked,
             why="requested" if request else "heuristic",
             attempts=tuple(attempts),
         )

@@ -214,7 +214,7 @@ def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
 
 def why_of(request: str) -> Why:
     """Return why a lowered program has a plan, from the text that says which."""
-    if not request:
+    if not request or '"of_engine":' in request:  # a preference restricts nothing
         return "heuristic"
     # A measured choice names one engine, and so does a plan for a GPU by its name; what
     # a call asks for restricts the list.

@@ -2,6 +2,7 @@
 """Does a filter leave exactly the real cuDNN's candidates that it allows?"""
 
 import functools
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -249,3 +250,42 @@ def test_a_sum_within_a_matmul_has_no_deterministic_plan() -> None:
     )
     assert answer["error"] == "UnsupportedError"
     assert any("Deterministic reduction" in reason for reason in answer["reasons"])
+
+
+def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
+    moved = 0
+    for kind, usual in _all().items():
+        first = usual[0]
+        of_engine = [each for each in usual if each["engine"] == first["engine"]]
+        other = of_engine[-1]
+        moved += other is not first
+
+        def preferring(*listed: dict[str, Any], engine: int) -> str:
+            knobs = [dict(each["knobs"]) for each in listed]
+            data = {"first": knobs, "of_engine": engine}
+            return json.dumps(data, sort_keys=True, separators=(",", ":"))
+
+        unknown = {"knobs": [("KERNEL_CFG", 12345)]}
+        rest = [each["name"] for each in usual if each is not other]
+        for request, expected in (
+            (
+                preferring(other, engine=first["engine"]),
+                [other["name"], *rest],
+            ),
+            # The first of those that are listed.
+            (
+                preferring(unknown, other, first, engine=first["engine"]),
+                [other["name"], *rest],
+            ),
+            (preferring(unknown, engine=first["engine"]), _names(usual)),
+            # Of another engine than the first.
+            (preferring(other, engine=first["engine"] + 1), _names(usual)),
+        ):
+            answer = _ask({kind: request}, build=True)[kind]
+            assert _names(answer["candidates"]) == expected, request
+            assert not any(each["refusal"] for each in answer["candidates"])
+            built = _built(answer["candidates"])
+            # Each names itself, and not the preference.
+            again = _ask({kind: built["request"]}, build=True)[kind]["candidates"]
+            assert _names(again) == [built["name"]]
+    assert moved

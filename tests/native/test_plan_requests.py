@@ -47,6 +47,10 @@ def _pin(**changes: Any) -> str:
     return _dump({**_PIN, **changes})
 
 
+def _preference(**changes: Any) -> str:
+    return _dump({"first": [{"KERNEL_CFG": 40}], "of_engine": 4, **changes})
+
+
 def _refusal(text: str) -> str | None:
     """Return the reader's message, or None where it takes the text."""
     try:
@@ -73,6 +77,8 @@ def _refusal(text: str) -> str | None:
         _pin(),
         _pin(knobs={}, variant=1),
         _pin(deterministic=True),
+        _preference(),
+        _preference(first=[{"KERNEL_CFG": 40}, {}, {"STAGES": 3, "TILEK": 0}]),
     ],
 )
 def test_a_request_comes_back_byte_for_byte(text: str) -> None:
@@ -188,6 +194,20 @@ _MODES = "A, B, FALLBACK"
             f"request.workspace_limit_bytes: {2**63} does not fit in 64 bits",
         ),
         (_pin(modes=["A"]), "request.modes: unknown field"),
+        (_preference(modes=["A"]), "request.modes: unknown field"),
+        ('{"of_engine":4}', "request.first: missing field"),
+        ('{"first":[{}]}', "request.of_engine: missing field"),
+        (_preference(first=[]), "request.first: empty; name the knobs of a candidate"),
+        (_preference(first=[40]), "request.first[0]: expected an object, got an"),
+        (
+            _preference(first=[{}, {"TILEK": "1"}]),
+            "request.first[1].TILEK: expected an integer, got a string",
+        ),
+        (_preference(of_engine=-1), "request.of_engine: -1 is not an engine; engines"),
+        (
+            _preference(first=[{"TILEK": 0, "STAGES": 3}])[:-1] + " }",
+            "request: the text is valid but not in canonical form",
+        ),
         ('{"engine":7,"knobs":{}}', "request.variant: missing field"),
         (_pin(engine=-1), "request.engine: -1 is not an engine; engines count from 0"),
         (_pin(engine=1.5), "request.engine: expected an integer, got a number"),
