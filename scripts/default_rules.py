@@ -5,8 +5,8 @@
 
 reads docs/benchmarks/untuned_parts.json, untuned_few_rows.json and untuned_mlps.json,
 which `python -m benchmarks.untuned` writes on a GPU with `--parts`, `--few-rows` and
-`--mlps`, and the choices that are shipped for the cells of the fusion benchmarks. It writes
-jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It needs no GPU.
+`--mlps`, and the choices that are shipped for the cells of the fusion benchmarks. It
+writes jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It needs no GPU.
 
 For each class of kernels (legalize/measured.py) a rule is one of three: cuDNN runs all,
 XLA runs all, or XLA runs those beyond a bound of one size. The cheapest one is taken.
@@ -188,11 +188,11 @@ def measured_kernels(
             continue
         sizes = dict(zip(FEATURES, map(float, row["sizes"]), strict=True))
         ratio = row["ratio"]
-        if each := _preference_for(_kind(row), row["op"], sizes, preferred):
-            if row["first_engine"] == each["engine"]:
-                if "kernels" not in row:
-                    continue
-                ratio *= _ratio_of_first(row["kernels"], each["knobs"])
+        each = _preference_for(_kind(row), row["op"], sizes, preferred)
+        if each is not None and row["first_engine"] == each["engine"]:
+            if "kernels" not in row:
+                continue
+            ratio *= _ratio_of_first(row["kernels"], each["knobs"])
         yield Kernel(name=row["class"], sizes=sizes, ratio=ratio)
     times = {key.graph: choice for key, choice in choices.shipped().items()}
     seen: set[str] = set()

@@ -67,7 +67,7 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
             [array(65, 7), array(7, 3), array(65, 3)],
             "matmul, 16 bits, relu, 1 more arrays",
         ),
-        # Steps become channels: another convolution runs.
+        # Few channels become more: another convolution runs.
         (
             lambda x, w: conv(x, w, window_strides=(2, 2)),
             [array(2, 9, 9, 3), array(3, 3, 3, 8)],
@@ -75,12 +75,12 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
         ),
         (
             silu_of_bias,
-            [array(2, 9, 9, 5), array(3, 3, 5, 7)],
+            [array(2, 9, 9, 9), array(3, 3, 9, 7)],
             "conv_fprop, 16 bits, more, 2 axes",
         ),
         (
             conv,
-            [array(2, 9, 9, 5), array(1, 1, 5, 7)],
+            [array(2, 9, 9, 9), array(1, 1, 9, 7)],
             "conv_fprop, 16 bits, alone, 2 axes, windows of 1",
         ),
         (
@@ -127,7 +127,7 @@ def test_gradients_have_classes_of_their_own() -> None:
     def gradients(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> Any:
         return jax.vjp(conv, x, w)[1](cotangent)
 
-    shapes = array(2, 9, 9, 5), array(3, 3, 5, 7), array(2, 9, 9, 7)
+    shapes = array(2, 9, 9, 9), array(3, 3, 9, 7), array(2, 9, 9, 7)
     assert {measured.class_of(part) for part in parts_of(gradients, *shapes)} == {
         "conv_fprop, 16 bits, alone, 2 axes",
         "conv_dgrad, 16 bits, alone, 2 axes",

@@ -26,6 +26,7 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.legalize import (
     Legal,
+    conv_pairs,
     fusion,
     legalize,
     partition,
@@ -200,59 +201,94 @@ def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> N
         assert found == kinds
 
 
-def _strided(
-    sizes: Sequence[int], window: Sequence[int], steps: Sequence[int], *, padding: Any
-) -> Callable[..., jax.Array]:
-    letters = "DHW"[-len(sizes) :]
+_PATCHES, _ROWS = "what lies within steps of", "what windows read along the last axis"
 
-    def layer(x: Any, w: Any) -> jax.Array:
-        return jax_cudnn.conv(
-            x,
-            w,
-            steps,
-            padding,
-            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
-        )
 
-    return layer
+def _first_ways(
+    layer: Callable[..., jax.Array], operands: Sequence[jax.Array], words: str
+) -> set[str]:
+    """Return the kinds of contractions whose first way has a note with these words."""
+    parts = [part for graph, _ in _graphs(layer, operands) for part in partition(graph)]
+    return {
+        node.kind.removeprefix("conv_")
+        for part in parts
+        for node in part.nodes
+        if is_anchor(node)
+        and any(words in note for note in legalize(part, None).candidates[0].notes)
+    }
 
 
 @pytest.mark.parametrize(
-    ("sizes", "window", "steps", "padding"),
+    ("sizes", "window", "options", "words"),
     [
-        ((8, 8), (4, 4), (4, 4), "VALID"),
-        ((12, 14), (7, 7), (2, 2), [(3, 3), (3, 3)]),
+        ((8, 8), (4, 4), {"window_strides": (4, 4)}, _PATCHES),
+        ((9, 8), (4, 6), {"window_strides": (2, 3), "padding": "SAME"}, _PATCHES),
         # More than is read, less than is there, and an axis with steps of 1.
-        ((11, 10), (4, 5), (3, 2), [(0, 0), (2, 1)]),
-        ((11, 13), (3, 4), (2, 3), [(-1, -2), (3, 0)]),
-        ((9, 7), (3, 4), (1, 4), "SAME"),
-        ((15,), (5,), (3,), "SAME"),
-        ((6, 5, 7), (2, 3, 2), (2, 2, 1), "SAME"),
+        (
+            (11, 13),
+            (3, 4),
+            {"window_strides": (3, 2), "padding": [(-1, -2), (3, 0)]},
+            _PATCHES,
+        ),
+        ((9, 7), (3, 4), {"window_strides": (1, 4), "padding": "SAME"}, _PATCHES),
+        ((15,), (6,), {"window_strides": (3,), "padding": "SAME"}, _PATCHES),
+        ((6, 5, 7), (2, 4, 2), {"window_strides": (2, 2, 1)}, _PATCHES),
+        ((12, 14), (7, 7), {"window_strides": (2, 2), "padding": "SAME"}, _ROWS),
+        ((8, 9), (3, 3), {"padding": "SAME"}, _ROWS),
+        (
+            (11, 10),
+            (4, 5),
+            {"window_strides": (3, 2), "padding": [(0, 0), (2, 1)]},
+            _ROWS,
+        ),
+        ((8, 12), (3, 4), {"padding": [(2, 0), (-2, 3)]}, _ROWS),
+        (
+            (9, 13),
+            (3, 3),
+            {"window_strides": (2, 2), "rhs_dilation": (2, 3), "padding": "SAME"},
+            _ROWS,
+        ),
+        ((15,), (5,), {"window_strides": (3,), "padding": "SAME"}, _ROWS),
+        ((6, 5, 7), (3, 3, 3), {"padding": "SAME"}, _ROWS),
     ],
 )
-def test_steps_become_channels(
+@pytest.mark.parametrize("layout", ["channels last", "channels first"])
+def test_few_channels_become_more(
     sizes: Sequence[int],
     window: Sequence[int],
-    steps: Sequence[int],
-    padding: Any,
+    options: dict[str, Any],
+    words: str,
+    layout: str,
     rng: np.random.Generator,
 ) -> None:
+    space = "DHW"[-len(sizes) :]
+    numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
     x, w = _draw(rng, 2, *sizes, 1), _draw(rng, *window, 1, 4)
-    layer = _strided(sizes, window, steps, padding=padding)
+    if layout == "channels first":
+        numbers = (f"NC{space}", f"OI{space}", f"NC{space}")
+        x, w = jnp.moveaxis(x, -1, 1), jnp.moveaxis(w, (-1, -2), (0, 1))
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        given = {"padding": "VALID", **options}
+        return jax_cudnn.conv(x, w, dimension_numbers=numbers, **given)
+
     _check(layer, (x, w))
-    parts = [part for graph, _ in _graphs(layer, (x, w)) for part in partition(graph)]
-    kinds: set[str] = set()
-    for part in parts:
-        way = legalize(part, None).candidates[0]
-        (node,) = way.graph.nodes
-        kinds.add(node.kind)
-        assert isinstance(node.attributes, ConvAttributes)
-        assert set(node.attributes.window_strides) == {1}
-        assert "is channels of" in way.notes[0]
-    assert kinds == {"conv_fprop", "conv_dgrad", "conv_wgrad"}
+    others = {"dgrad"} if words == _PATCHES else set[str]()
+    assert _first_ways(layer, (x, w), words) == {"fprop", "wgrad"} | others
+    for graph, _ in _graphs(layer, (x, w)):
+        for part in partition(graph):
+            (node,) = legalize(part, None).candidates[0].graph.nodes
+            attributes = node.attributes
+            assert isinstance(attributes, ConvAttributes)
+            if node.kind in ("conv_fprop", "conv_wgrad"):
+                assert attributes.window_strides[-1] == 1
+                assert attributes.rhs_dilation[-1] == 1
 
 
-def test_steps_become_channels_with_what_follows(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(("window", "words"), [((3, 2), _PATCHES), ((5, 3), _ROWS)])
+def test_few_channels_become_more_with_what_follows(
+    window: tuple[int, int], words: str, rng: np.random.Generator
+) -> None:
     def layer(x: Any, w: Any, bias: Any) -> jax.Array:
         return jax_cudnn.conv(
             x,
@@ -264,27 +300,26 @@ def test_steps_become_channels_with_what_follows(rng: np.random.Generator) -> No
             activation="relu",
         )
 
-    operands = _draw(rng, 2, 3, 11, 9), _draw(rng, 6, 3, 5, 4), _draw(rng, 6)
+    operands = _draw(rng, 2, 1, 11, 9), _draw(rng, 6, 1, *window), _draw(rng, 6)
     assert _check(layer, operands) > 4
     ((graph, _, _),) = traced_graphs(layer, *operands)
     first, second, *_ = legalize(graph, None).candidates
     assert len(first.graph.nodes) == len(second.graph.nodes) == 3
-    assert first.notes[0] == "what lies within steps of 3 x 2 is channels of x"
-    assert "is channels of" not in second.notes[0]
+    assert any(words in note for note in first.notes)
+    assert not any("channels of x" in note for note in second.notes)
 
 
 @pytest.mark.parametrize(
     ("c", "window", "steps", "options"),
     [
-        (1, (3, 3), (1, 1), {}),
         (2, (4, 4), (4, 4), {}),  # fills a load of f64
-        (1, (1, 1), (2, 2), {}),  # most channels would meet zeros
-        (15, (3, 3), (2, 2), {}),
-        (1, (3, 3), (2, 2), {"rhs_dilation": (2, 1)}),
+        (2, (3, 3), (1, 1), {}),
+        (1, (3, 1), (1, 1), {}),  # no more channels along the last axis
+        (1, (1, 1), (2, 2), {}),
         (3, (3, 3), (2, 2), {"feature_group_count": 3}),
     ],
 )
-def test_steps_stay_where_they_cost_less(
+def test_channels_stay_where_there_are_enough(
     c: int,
     window: tuple[int, int],
     steps: tuple[int, int],
@@ -299,7 +334,104 @@ def test_steps_stay_where_they_cost_less(
     for graph, _ in _graphs(layer, (x, w)):
         for part in partition(graph):
             for way in legalize(part, None).candidates:
-                assert not any("is channels of" in note for note in way.notes)
+                assert not any("channels of" in note for note in way.notes)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    ("window", "steps"), [((4, 4), (4, 4)), ((3, 3), (1, 1)), ((7, 7), (2, 2))]
+)
+def test_what_is_not_finite_stays_where_it_is(
+    window: tuple[int, int],
+    steps: tuple[int, int],
+    value: float,
+    rng: np.random.Generator,
+) -> None:
+    x, w = _draw(rng, 2, 16, 16, 1), _draw(rng, *window, 1, 4)
+    x = x.at[0, 5, 6, 0].set(value)
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        return jax_cudnn.conv(x, w, steps, "SAME", dimension_numbers=_NHWC)
+
+    ((graph, _, _),) = traced_graphs(layer, x, w)
+    (want,) = evaluate(graph, [x, w])
+    assert 0 < np.sum(~np.isfinite(want)) < want.size / 2
+    for way in legalize(graph, None).candidates:
+        np.testing.assert_allclose(_run(way, [x, w])[0], want, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def _small_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conv_pairs, "_DTYPES", ({"f64"},))
+    monkeypatch.setattr(conv_pairs, "_WORK", 1)
+
+
+_PAIRS = "places of the last axis are taken in pairs"
+
+
+@pytest.mark.usefixtures("_small_pairs")
+@pytest.mark.parametrize(
+    ("sizes", "window", "padding", "channels", "layout", "paired"),
+    [
+        ((5, 6), (3, 3), "SAME", (8, 16), "NHWC", True),
+        ((5, 6), (3, 3), "SAME", (8, 16), "NCHW", True),
+        ((6, 8), (5, 5), "SAME", (16, 8), "NHWC", True),
+        ((4, 5, 6), (3, 1, 3), "SAME", (8, 8), "NDHWC", True),
+        ((5, 8), (3, 4), [(0, 2), (2, 1)], (8, 8), "NHWC", True),
+        ((5, 8), (3, 3), [(1, 1), (0, 0)], (8, 8), "NHWC", True),
+        ((5, 6), (3, 3), [(-1, 3), (1, 1)], (8, 8), "NHWC", True),
+        # x would have to be padded once more, or its places make no pairs.
+        ((5, 8), (4, 3), [(1, 1), (2, 0)], (8, 8), "NHWC", False),
+        ((5, 9), (3, 4), [(1, 1), (1, 1)], (8, 8), "NHWC", False),
+        ((5, 8), (3, 4), [(1, 1), (1, 1)], (8, 8), "NHWC", False),
+        ((5, 8), (3, 3), [(1, 1), (-1, 3)], (8, 8), "NHWC", False),
+        # Enough channels, too few, and windows that were not measured.
+        ((5, 6), (3, 3), "SAME", (8, 40), "NHWC", False),
+        ((5, 6), (3, 3), "SAME", (8, 12), "NHWC", False),
+        ((5, 6), (9, 1), "SAME", (8, 8), "NHWC", False),
+    ],
+)
+def test_places_are_taken_in_pairs(
+    sizes: Sequence[int],
+    window: Sequence[int],
+    padding: Any,
+    channels: tuple[int, int],
+    layout: str,
+    paired: bool,
+    rng: np.random.Generator,
+) -> None:
+    c, o = channels
+    filters = layout.replace("N", "O").replace("C", "I")
+    x, w = _draw(rng, 2, *sizes, c), _draw(rng, o, *window, c)
+    if layout == "NCHW":
+        x, w = (jnp.moveaxis(each, -1, 1) for each in (x, w))
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        steps, numbers = (1,) * len(sizes), (layout, filters, layout)
+        return jax_cudnn.conv(x, w, steps, padding, dimension_numbers=numbers)
+
+    _check(layer, (x, w))
+    assert _first_ways(layer, (x, w), _PAIRS) == ({"wgrad"} if paired else set())
+
+
+@pytest.mark.usefixtures("_small_pairs")
+def test_a_nan_of_a_pair_is_in_no_other_filter(rng: np.random.Generator) -> None:
+    x, w = _draw(rng, 2, 5, 6, 8), _draw(rng, 3, 3, 8, 8)
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        return jax_cudnn.conv(x, w, padding="SAME", dimension_numbers=_NHWC)
+
+    _, (graph, given) = _graphs(layer, (x, w))
+    (part,) = [part for part in partition(graph) if part.nodes[0].kind == "conv_wgrad"]
+    values = dict(zip(graph.inputs, given, strict=True))
+    image = dict(part.nodes[0].inputs)["x"]
+    # Some elements of the window never see this corner.
+    values[image] = values[image].at[0, 0, 0, 3].set(np.nan)
+    arguments = [values[name] for name in part.inputs]
+    (want,) = evaluate(part, arguments)
+    assert 0 < np.sum(np.isnan(want)) < want.size
+    for way in legalize(part, None).candidates:
+        np.testing.assert_allclose(_run(way, arguments)[0], want, atol=1e-9)
 
 
 @pytest.mark.parametrize("c", [4, 1])

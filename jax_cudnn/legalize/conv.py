@@ -9,7 +9,8 @@ What cuDNN's convolutions lack is added around them:
   one, or are written out where that is not possible;
 * padding that differs between the two ends, or cuts, is done on the array;
 * channels are padded to what the engines load at once, and small groups merged;
-* steps become channels where these are few (conv_steps.py);
+* where channels are few, x is written with more of them (conv_channels.py);
+* filters' gradients of few channels are computed for pairs of places (conv_pairs.py);
 * operands of the epilogue have one value a channel, or one an element.
 """
 
@@ -22,7 +23,8 @@ import jax.numpy as jnp
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.windows import dilated
-from jax_cudnn.legalize.conv_steps import fold_steps, folds
+from jax_cudnn.legalize.conv_channels import add_channels, has_few_channels
+from jax_cudnn.legalize.conv_pairs import pair_places, pairs
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import (
     add_ends,
@@ -57,7 +59,11 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
-    ways = [_folded(graph), _candidate(graph, _merge_groups)]
+    ways = [
+        _with_more_channels(graph),
+        _in_pairs(graph),
+        _candidate(graph, _merge_groups),
+    ]
     # The engines that take channels which do not fill a load are slow, and some of
     # cuDNN 9.19's give wrong results on an H200 (tests/gpu/test_fusion_numerics.py).
     padded = _candidate(graph, _pad_channels)
@@ -81,18 +87,32 @@ def _candidate(graph: Graph, change: Callable[[GraphEditor], bool]) -> Legal | N
     return editor.finish()
 
 
-def _folded(graph: Graph) -> Legal | None:
-    """Return the way with steps as channels; None where they are not to be folded."""
+def _with_more_channels(graph: Graph) -> Legal | None:
+    """Return the way with more channels; None where there are enough."""
     (node,) = filter(is_anchor, graph.nodes)
-    if not folds(graph, node):
+    if not has_few_channels(graph, node):
         return None
     editor = GraphEditor.of(graph)
     add_spatial_axis(editor)
     _complete_operands(editor)
-    fold_steps(editor)
+    add_channels(editor)
+    _even_padding(editor)
     _pad_channels(editor)
     store_channels_last(editor)
     return editor.finish()
+
+
+def _in_pairs(graph: Graph) -> Legal | None:
+    """Return the way with places in pairs; None where one at a time fills a tile."""
+    (node,) = filter(is_anchor, graph.nodes)
+    if not pairs(graph, node):
+        return None
+    editor = GraphEditor.of(graph)
+    pair_places(editor)
+    _even_padding(editor)
+    store_channels_last(editor)
+    # Both halves are rounded to the gradient's dtype before they are summed.
+    return replace(editor.finish(), rounds_sums=True)
 
 
 def _complete_operands(editor: GraphEditor) -> None:

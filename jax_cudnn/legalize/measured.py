@@ -2,10 +2,10 @@
 """Who runs a contraction by default, and by which plan, as others like it were faster?
 
 "auto" leaves some classes of them to XLA, and cuDNN's first plan gives way to another
-one where that was faster. The rules are in data/rules/rules.json. `python -m scripts.default_rules` makes them
-from times of random calls on a GPU (benchmarks/untuned.py). A rule holds for one class
-of kernels, within the sizes that were measured. What was measured for a graph itself
-goes before (choices.py).
+one where that was faster. The rules are in data/rules/rules.json.
+`python -m scripts.default_rules` makes them from times of random calls on a GPU
+(benchmarks/untuned.py). A rule holds for one class of kernels, within the sizes that
+were measured. What was measured for a graph itself goes before (choices.py).
 """
 
 import functools
@@ -19,7 +19,8 @@ from typing import Any
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
-from jax_cudnn.legalize.conv_steps import folds
+from jax_cudnn.legalize.conv_channels import has_few_channels
+from jax_cudnn.legalize.conv_pairs import pairs
 
 _FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
 _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
@@ -94,8 +95,8 @@ def class_of(part: Graph) -> str:
     sizes = check_tensors(row, roles_in(part, node), node.attributes)
     if sizes.get("g", 1) > 1 and sizes["c"] == 1:
         return ""  # Depthwise convolutions have a rule of their own (conv.py).
-    if node.kind != "matmul" and folds(part, node):
-        return ""  # Another convolution runs, which was always faster (conv_steps.py).
+    if node.kind != "matmul" and (has_few_channels(part, node) or pairs(part, node)):
+        return ""  # Another convolution runs, which was faster wherever measured.
     words = [node.kind, *bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
     if windows:

@@ -39,9 +39,9 @@ from jax_cudnn.native import PlanInfo
 _log = logging.getLogger("jax_cudnn")
 
 
-# What decided: a measured choice, cuDNN's order of the candidates (but for one that goes
-# first because such kernels were faster by it), or that order with the options of the
-# call. A lowered program that pins its plan no longer says which.
+# What decided: a measured choice, cuDNN's order of the candidates, or that order with
+# the options of the call. One candidate may go first because kernels like this one were
+# faster by it. A lowered program that pins its plan no longer says why.
 Why = Literal["tuned", "heuristic", "requested", "pinned"]
 
 

@@ -1,0 +1,267 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are convolutions faster as the other ones that few channels are rewritten to?
+
+    python -m benchmarks.conv_ways --out docs/benchmarks
+
+times convolutions of few channels and their gradients on one GPU: as they are and as
+they are rewritten (legalize/conv_channels.py, conv_pairs.py), each by cuDNN's first plan
+and by the fastest of the first ten, and by XLA. Times include the work on arrays around
+the kernel. It writes conv_ways.json and conv_ways.md there.
+"""
+
+import argparse
+import functools
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import jax_cudnn
+from benchmarks.records import write_records
+from benchmarks.report import environment, versions_text
+from benchmarks.timing import Contender, alternate
+from jax_cudnn import native
+from jax_cudnn.config import Options
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text, to_json
+from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.lowering import run_cudnn, run_xla, traced_program
+from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.devices import local_device, local_target
+from jax_cudnn.measuring.stopwatch import (
+    OperandSets,
+    PlanStopwatch,
+    compile_over_sets,
+)
+from jax_cudnn.measuring.together import together
+
+_DATA, _PAGE = "conv_ways.json", "conv_ways.md"
+_PLANS = 10
+_WAYS = ("as it is", "rewritten")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cell:
+    """A convolution: images with channels last, a square window, channels made."""
+
+    images: tuple[int, ...]
+    window: int
+    step: int
+    outer: int
+    activation: str | None = None
+
+    def parts(self) -> list[Graph]:
+        """Return the kernels of the convolution and of its gradients."""
+        axes = len(self.images) - 2
+        letters = "DHW"[-axes:]
+        # Even windows are those of patches.
+        ends = (self.window - 1) // 2 if self.window % 2 else 0
+
+        def layer(x: Any, w: Any, *bias: Any) -> jax.Array:
+            return jax_cudnn.conv(
+                x,
+                w,
+                (self.step,) * axes,
+                [(ends, ends)] * axes,
+                dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+                bias=bias[0] if bias else None,
+                activation=self.activation,  # type: ignore[arg-type]
+            )
+
+        def all_of_it(cotangent: Any, x: Any, w: Any, *bias: Any) -> Any:
+            result, pullback = jax.vjp(layer, x, w, *bias)
+            return result, pullback(cotangent)
+
+        shapes = [self.images, (*[self.window] * axes, self.images[-1], self.outer)]
+        shapes += [(self.outer,)] if self.activation else []
+        types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        result = jax.eval_shape(layer, *types)
+        graphs = traced_program(all_of_it, result, *types).graphs
+        found = [part for graph in graphs for part in graph.parts]
+        return [part for part in found if any(map(is_anchor, part.nodes))]
+
+
+def cells(*, small: bool) -> list[Cell]:
+    """Return the convolutions: first layers, patches, and those to few channels."""
+    if small:
+        return [Cell(images=(2, 8, 8, 3), window=4, step=4, outer=8)]
+    return [
+        Cell(images=(128, 224, 224, 3), window=7, step=2, outer=64),
+        Cell(images=(64, 224, 224, 3), window=3, step=1, outer=64, activation="relu"),
+        Cell(images=(64, 224, 224, 3), window=4, step=4, outer=96),
+        Cell(images=(128, 224, 224, 3), window=16, step=16, outer=768),
+        Cell(images=(64, 112, 112, 4), window=3, step=2, outer=64),
+        Cell(images=(64, 96, 96, 4), window=3, step=1, outer=320),
+        Cell(images=(2, 128, 128, 128, 1), window=3, step=2, outer=32),
+        Cell(images=(2, 96, 96, 96, 1), window=3, step=1, outer=32, activation="silu"),
+        Cell(images=(32, 112, 112, 32), window=3, step=1, outer=32),
+        Cell(images=(2, 96, 96, 96, 32), window=3, step=1, outer=32),
+        Cell(images=(4, 64, 64, 64, 16), window=3, step=1, outer=16),
+    ]
+
+
+class _Kernel:
+    """A kernel with its programs, and cuDNN's plans in each way of writing it."""
+
+    def __init__(self, part: Graph, target: Target) -> None:
+        self.part, self._target = part, target
+        self._operands = OperandSets(part, local_device())
+        self.plans: dict[str, tuple[Legal, list[native.PlanInfo]]] = {}
+        self.programs: dict[str, Callable[..., Any]] = {}
+
+    def prepare(self) -> None:
+        """Build plans and compile programs; may run in a thread."""
+        ordinal = local_device().local_hardware_id
+        for legal in legalize(self.part, self._target).candidates:
+            if len(legal.graph.nodes) != len(self.part.nodes):
+                continue  # The contraction alone.
+            name = _WAYS[is_rewritten(legal)]
+            text = to_json(legal.graph)
+            built: list[native.PlanInfo] = []
+            for each in native.candidates(text, device=ordinal)[:_PLANS]:
+                if each.request and not each.refusal:
+                    try:
+                        built.append(
+                            native.plan(text, request=each.request, device=ordinal)
+                        )
+                    except UnsupportedError:
+                        continue
+            if built and name not in self.plans:
+                self.plans[name] = legal, built
+        with jax.default_device(local_device()):
+            run = functools.partial(_run_xla, self.part)
+            self.programs["XLA"] = compile_over_sets(run, self._operands.types)
+            self._operands.compile()
+
+    def measured(self) -> dict[str, Any]:
+        """Return the microseconds of everything."""
+        sets = self._operands.draw()
+        steps: dict[str, Step] = {}
+        for way, (legal, plans) in self.plans.items():
+            changed = [list(jax.jit(legal.before)(each)) for each in sets]
+            stopwatch = PlanStopwatch(legal.graph, changed, local_device())
+            first, best = plans[0], plans[0]
+            fastest = stopwatch.time(first, samples=3).median_us
+            for plan in plans[1:]:
+                us = stopwatch.time(plan, samples=3, enough_us=2 * fastest).median_us
+                if us < fastest:
+                    fastest, best = us, plan
+            for kind, plan in (("first", first), ("best", best)):
+                steps[f"{way}, {kind}"] = Step(
+                    part=self.part,
+                    legal=legal,
+                    plan=plan,
+                    target=self._target,
+                    request=plan.request,
+                )
+        compiled = together(
+            [functools.partial(self._compiled, step) for step in steps.values()]
+        )
+        programs = {**self.programs, **dict(zip(steps, compiled, strict=True))}
+        contenders = {
+            name: Contender(
+                call=functools.partial(program, sets), wait=jax.block_until_ready
+            )
+            for name, program in programs.items()
+        }
+        times = alternate(contenders, rounds=5, round_ms=8.0, least_calls=2)
+        return {
+            name: round(statistics.median(each) / len(sets), 2)
+            for name, each in times.items()
+        }
+
+    def _compiled(self, step: Step) -> Callable[..., Any]:
+        with jax.default_device(local_device()):
+            run = functools.partial(_run_cudnn, step)
+            return compile_over_sets(run, self._operands.types)
+
+
+def is_rewritten(legal: Legal) -> bool:
+    """Whether there are more channels, or places are taken in pairs."""
+    told = ("is channels of", "taken in pairs")
+    return any(words in note for note in legal.notes for words in told)
+
+
+def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+    return run_cudnn(step, operands)
+
+
+def _run_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
+    return run_xla(part, operands, Options())
+
+
+def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kernel that is rewritten."""
+    local = local_target()
+    assert local is not None
+    parts = [part for cell in found for part in cell.parts()]
+    rewritten = [
+        _Kernel(part, local[1])
+        for part in parts
+        if any(map(is_rewritten, legalize(part, local[1]).candidates))
+    ]
+    together([each.prepare for each in rewritten])
+    for each in rewritten:
+        yield {
+            "op": label(each.part),
+            "operands": operand_text(each.part),
+            "us": each.measured(),
+        }
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    names = [f"{way}, {kind}" for way in _WAYS for kind in ("first", "best")]
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- Convolutions of few channels, as they are and rewritten. -->",
+        "",
+        "# Convolutions of few channels",
+        "",
+        "Printed by `python -m benchmarks.conv_ways --out docs/benchmarks`; do not "
+        f"edit. {versions_text(data['environment'])}.",
+        "",
+        "cuDNN's kernels load 8 channels or more at once. Where x has fewer, it is",
+        "written with more: what lies within a step, or what windows read along the",
+        "last axis, becomes channels. The gradient of filters between up to 32 channels",
+        "is computed for two neighbouring places at once. Here are microseconds by",
+        f"cuDNN's first plan, by the fastest of its first {_PLANS}, and by XLA. The",
+        "work on arrays around the kernel is included. The last column is the time of",
+        "the first plan, rewritten over as it is.",
+        "",
+        f"| | operands | XLA | {' | '.join(names)} | ratio |",
+        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+    ]
+    for row in data["rows"]:
+        times = row["us"]
+        cells = [f"{times[n]:.1f}" if n in times else "-" for n in ("XLA", *names)]
+        old, new = (times.get(f"{way}, first") for way in _WAYS)
+        ratio = "-" if None in (old, new) else f"{new / old:.2f}"
+        lines.append(
+            f"| {row['op']} | {row['operands']} | {' | '.join(cells)} | {ratio} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--small", action="store_true", help="one small convolution")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = {"environment": environment(), "rows": []}
+    for row in measure(cells(small=options.small)):
+        data["rows"].append(row)
+        write_records(options.out / _DATA, data)
+        (options.out / _PAGE).write_text(markdown(data))
+    print(markdown(data))
+
+
+if __name__ == "__main__":
+    main()

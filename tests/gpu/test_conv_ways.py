@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are convolutions of few channels right on a GPU, in every way of rewriting them?
+
+Each way is run by each of cuDNN's plans.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_cudnn
+from jax_cudnn.graph import Graph, is_anchor
+from jax_cudnn.legalize import conv_pairs, legalize, partition
+from jax_cudnn.lowering import traced_graphs
+from tests.fused_functions import normal
+from tests.gpu.pinned import judge_every_plan
+
+pytestmark = pytest.mark.gpu
+
+
+def _parts(
+    shapes: Sequence[tuple[int, ...]], dtype: Any, **options: Any
+) -> dict[str, Graph]:
+    """Return the kernels of a convolution and its gradients, by their kinds."""
+    letters = "DHW"[-(len(shapes[0]) - 2) :]
+    activation = options.pop("activation", None)
+
+    def layer(x: Any, w: Any, *bias: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x,
+            w,
+            dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+            bias=bias[0] if bias else None,
+            activation=activation,
+            **options,
+        )
+
+    def all_of_it(cotangent: Any, *operands: Any) -> Any:
+        result, pullback = jax.vjp(layer, *operands)
+        return result, pullback(cotangent)
+
+    operands = [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
+    traced = traced_graphs(all_of_it, jax.eval_shape(layer, *operands), *operands)
+    parts = [part for graph, _, _ in traced for part in partition(graph)]
+    return {node.kind: part for part in parts for node in part.nodes if is_anchor(node)}
+
+
+def _judge(parts: dict[str, Graph], told: str, kinds: Sequence[str]) -> None:
+    for kind in kinds:
+        ways = legalize(parts[kind], None).candidates
+        assert any(told in note for note in ways[0].notes)
+        judge_every_plan(parts[kind])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize(
+    ("images", "window", "steps", "padding"),
+    [
+        ((2, 16, 16, 3), (4, 4), (4, 4), "VALID"),
+        ((3, 19, 17, 1), (6, 4), (3, 2), [(0, 1), (2, -1)]),
+        ((2, 10, 9, 12, 1), (2, 2, 2), (2, 2, 2), "SAME"),
+    ],
+)
+def test_patches(
+    images: tuple[int, ...],
+    window: tuple[int, ...],
+    steps: tuple[int, ...],
+    padding: Any,
+    dtype: str,
+) -> None:
+    shapes = [images, (*window, images[-1], 24)]
+    parts = _parts(shapes, dtype, window_strides=steps, padding=padding)
+    _judge(parts, "is channels of", ("conv_fprop", "conv_dgrad", "conv_wgrad"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("activation", [None, "relu"])
+@pytest.mark.parametrize(
+    ("images", "window", "steps"),
+    [
+        ((4, 20, 22, 3), (7, 7), (2, 2)),
+        ((2, 17, 15, 1), (3, 3), (1, 1)),
+        ((2, 6, 7, 9, 1), (3, 3, 3), (1, 1, 1)),
+    ],
+)
+def test_rows(
+    images: tuple[int, ...],
+    window: tuple[int, ...],
+    steps: tuple[int, ...],
+    activation: Any,
+    dtype: str,
+) -> None:
+    shapes: list[tuple[int, ...]] = [images, (*window, images[-1], 24)]
+    shapes += [(24,)] if activation else []
+    parts = _parts(
+        shapes, dtype, window_strides=steps, padding="SAME", activation=activation
+    )
+    _judge(parts, "windows read along the last axis", ("conv_fprop", "conv_wgrad"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("images", "window", "outer"),
+    [
+        ((4, 13, 24, 32), (3, 3), 32),
+        ((2, 10, 12, 16), (5, 5), 8),
+        ((2, 6, 9, 16, 24), (3, 3, 3), 32),
+    ],
+)
+def test_places_in_pairs(
+    images: tuple[int, ...],
+    window: tuple[int, ...],
+    outer: int,
+    dtype: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(conv_pairs, "_WORK", 1)
+    shapes = [images, (*window, images[-1], outer)]
+    _judge(_parts(shapes, dtype, padding="SAME"), "in pairs", ("conv_wgrad",))
+
+
+def test_a_first_layer_is_right_as_a_user_calls_it() -> None:
+    """Values and gradients, beside JAX's own in f32, with NaN where it has NaN."""
+    x, w = normal(0, 8, 32, 32, 3), normal(1, 7, 7, 3, 16)
+    x = x.at[1, 5, 7, 2].set(jnp.nan)
+
+    def ours(x: Any, w: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x, w, (2, 2), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC")
+        )
+
+    def plain(x: Any, w: Any) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax.lax.conv_general_dilated(
+            x, w, (2, 2), "SAME", dimension_numbers=numbers, precision="highest"
+        )
+
+    narrow = [each.astype(jnp.bfloat16) for each in (x, w)]
+    wide = [each.astype(jnp.float32) for each in narrow]
+    found = jax.jit(ours)(*narrow).astype(jnp.float32)
+    truth = jax.jit(plain)(*wide)
+    is_nan = jnp.isnan(truth)
+    assert is_nan.any()
+    assert (jnp.isnan(found) == is_nan).all()
+    error = jnp.where(is_nan, 0, found - truth)
+    assert jnp.linalg.norm(error) < 4e-3 * jnp.linalg.norm(jnp.where(is_nan, 0, truth))
