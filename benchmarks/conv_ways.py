@@ -4,9 +4,9 @@
     python -m benchmarks.conv_ways --out docs/benchmarks
 
 times convolutions of few channels and their gradients on one GPU: as they are and as
-they are rewritten (legalize/conv_channels.py, conv_pairs.py), each by cuDNN's first plan
-and by the fastest of the first ten, and by XLA. Times include the work on arrays around
-the kernel. It writes conv_ways.json and conv_ways.md there.
+they are rewritten (legalize/conv_channels.py, conv_pairs.py), each by cuDNN's first
+plan and by the fastest of the first ten, and by XLA. Times include the work on arrays
+around the kernel. It writes conv_ways.json and conv_ways.md there.
 """
 
 import argparse
@@ -227,8 +227,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "cuDNN's kernels load 8 channels or more at once. Where x has fewer, it is",
         "written with more: what lies within a step, or what windows read along the",
-        "last axis, becomes channels. The gradient of filters between up to 32 channels",
-        "is computed for two neighbouring places at once. Here are microseconds by",
+        "last axis, becomes channels. The gradient of filters between few channels is",
+        "computed for two neighbouring places at once. Here are microseconds by",
         f"cuDNN's first plan, by the fastest of its first {_PLANS}, and by XLA. The",
         "work on arrays around the kernel is included. The last column is the time of",
         "the first plan, rewritten over as it is.",

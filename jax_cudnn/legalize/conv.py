@@ -23,7 +23,11 @@ import jax.numpy as jnp
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.windows import dilated
-from jax_cudnn.legalize.conv_channels import add_channels, has_few_channels
+from jax_cudnn.legalize.conv_channels import (
+    add_channels,
+    can_have_more,
+    is_faster_with_more,
+)
 from jax_cudnn.legalize.conv_pairs import pair_places, pairs
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import (
@@ -59,11 +63,11 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
-    ways = [
-        _with_more_channels(graph),
-        _in_pairs(graph),
-        _candidate(graph, _merge_groups),
-    ]
+    (node,) = filter(is_anchor, graph.nodes)
+    more = _with_more_channels(graph)
+    is_first = is_faster_with_more(graph, node)
+    ways = [more] if is_first else []
+    ways += [_in_pairs(graph), _candidate(graph, _merge_groups)]
     # The engines that take channels which do not fill a load are slow, and some of
     # cuDNN 9.19's give wrong results on an H200 (tests/gpu/test_fusion_numerics.py).
     padded = _candidate(graph, _pad_channels)
@@ -71,6 +75,7 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
         ways.append(padded)
     elif len(graph.nodes) == 1 or not _has_odd_groups(graph):
         ways.append(_candidate(graph, lambda _: True))
+    ways += [] if is_first else [more]
     return tuple(way for way in ways if way is not None)
 
 
@@ -90,7 +95,7 @@ def _candidate(graph: Graph, change: Callable[[GraphEditor], bool]) -> Legal | N
 def _with_more_channels(graph: Graph) -> Legal | None:
     """Return the way with more channels; None where there are enough."""
     (node,) = filter(is_anchor, graph.nodes)
-    if not has_few_channels(graph, node):
+    if not can_have_more(graph, node):
         return None
     editor = GraphEditor.of(graph)
     add_spatial_axis(editor)

@@ -27,11 +27,11 @@ from jax_cudnn.legalize.images import add_ends
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, channels_last, rounded_up
 
 
-def has_few_channels(graph: Graph, node: Node) -> bool:
-    """Whether a convolution is to have more channels; the node computes it.
+def can_have_more(graph: Graph, node: Node) -> bool:
+    """Whether x can be written with more channels; the node computes the convolution.
 
-    So it is if fewer zeros are multiplied then (docs/benchmarks/conv_ways.md). x has to
-    be an operand of the kernel, or its only result.
+    x has to be an operand of the kernel, or its only result, and fewer zeros are to be
+    multiplied then.
     """
     attributes, roles = node.attributes, {**dict(node.inputs), **dict(node.outputs)}
     assert isinstance(attributes, ConvAttributes)
@@ -50,6 +50,20 @@ def has_few_channels(graph: Graph, node: Node) -> bool:
     # The sum of x's gradient over what windows share would be rounded on its way.
     rows = rounded_up(c * window[-1], unit) * math.prod(window[:-1])
     return node.kind != "conv_dgrad" and rows < whole
+
+
+def is_faster_with_more(graph: Graph, node: Node) -> bool:
+    """Whether x can be written so, and this was faster wherever it was measured.
+
+    So were patches, and convolutions over rows. For the filters' gradients of the
+    latter, cuDNN's first plan is often a slow one (docs/benchmarks/conv_ways.md).
+    """
+    attributes, roles = node.attributes, {**dict(node.inputs), **dict(node.outputs)}
+    assert isinstance(attributes, ConvAttributes)
+    window = graph.tensor(roles[TRIPLES[node.kind][1]]).dims[2:]
+    return can_have_more(graph, node) and (
+        node.kind == "conv_fprop" or _has_patches(window, attributes)
+    )
 
 
 def _has_patches(window: Sequence[int], attributes: ConvAttributes) -> bool:

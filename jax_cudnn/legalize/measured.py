@@ -19,7 +19,7 @@ from typing import Any
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
-from jax_cudnn.legalize.conv_channels import has_few_channels
+from jax_cudnn.legalize.conv_channels import is_faster_with_more
 from jax_cudnn.legalize.conv_pairs import pairs
 
 _FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
@@ -95,10 +95,10 @@ def class_of(part: Graph) -> str:
     sizes = check_tensors(row, roles_in(part, node), node.attributes)
     if sizes.get("g", 1) > 1 and sizes["c"] == 1:
         return ""  # Depthwise convolutions have a rule of their own (conv.py).
-    if node.kind != "matmul" and (has_few_channels(part, node) or pairs(part, node)):
-        return ""  # Another convolution runs, which was faster wherever measured.
     words = [node.kind, *bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
+    if windows and (is_faster_with_more(part, node) or pairs(part, node)):
+        return ""  # Another convolution runs, which was faster wherever measured.
     if windows:
         words.append(f"{len(windows)} axes")
         words += ["windows of 1"] if max(windows) == 1 else []
