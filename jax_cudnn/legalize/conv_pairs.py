@@ -129,13 +129,12 @@ def _summed(
         w = w if is_wide else w.astype(jnp.float32)
         found: list[jax.Array] = []
         for place in range(last):
-            at = (divmod(place + p - before, 2) for p in range(2))
-            found.append(
-                sum(
-                    w[p, :, r, ..., block + blocks.low]
-                    for p, (block, r) in enumerate(at)
-                )
+            (a, r), (b, s) = (divmod(place + p - before, 2) for p in range(2))
+            first, second = (
+                w[0, :, r, ..., a + blocks.low],
+                w[1, :, s, ..., b + blocks.low],
             )
+            found.append(first + second)
         summed = jnp.stack(found, -1).astype(stored.dtype)
         return jnp.transpose(summed, filters.order)
 
