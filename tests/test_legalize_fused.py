@@ -339,6 +339,27 @@ def test_channels_stay_where_there_are_enough(
                 assert not any("channels of" in note for note in way.notes)
 
 
+def test_auto_leaves_filters_over_few_channels_to_xla_in_steps_of_1() -> None:
+    def slower(step: int, c: int, dtype: Any = jnp.bfloat16) -> bool:
+        x, w = jnp.ones((2, 8, 8, c), dtype), jnp.ones((3, 3, c, 8), dtype)
+
+        def loss(w: Any) -> jax.Array:
+            y = jax_cudnn.conv(x, w, (step, step), "SAME", dimension_numbers=_NHWC)
+            return y.astype(jnp.float32).sum()
+
+        traced = traced_graphs(jax.grad(loss), w)
+        parts = [part for graph, _, _ in traced for part in partition(graph)]
+        (part,) = [each for each in parts if each.nodes[0].kind == "conv_wgrad"]
+        said = {way.slower for way in legalize(part, None).candidates}
+        return all("over 1 to 4 channels" in text for text in said)
+
+    assert slower(1, 3)
+    assert slower(1, 1, jnp.float16)
+    assert not slower(2, 3)
+    assert not slower(1, 8)
+    assert not slower(1, 3, jnp.float32)
+
+
 @pytest.mark.parametrize("value", [np.nan, np.inf])
 @pytest.mark.parametrize(
     ("window", "steps"), [((4, 4), (4, 4)), ((3, 3), (1, 1)), ((7, 7), (2, 2))]

@@ -42,6 +42,12 @@ _SLOW_DEPTHWISE = (
     "cuDNN's first plans of depthwise convolutions took 1.6 to 4.5 times as long as "
     "XLA's code (an H200, cuDNN 9.19): plans.autotune finds the best of both"
 )
+# See docs/benchmarks/conv_ways.md. In larger steps they took 0.5 to 1.15 of the time.
+_SLOW_FEW_CHANNELS = (
+    "cuDNN's first plans of the gradients of filters over 1 to 4 channels, in steps of "
+    "1, took 1.03 to 1.9 times as long as XLA's code (an H100, cuDNN 9.19): "
+    "plans.autotune finds the best of both"
+)
 
 
 def slower(graph: Graph, node: Node) -> str:
@@ -50,8 +56,14 @@ def slower(graph: Graph, node: Node) -> str:
     XLA's gradient of a depthwise filter took hundreds of times as long as cuDNN's.
     """
     dtypes = {graph.tensor(name).dtype for _, name in node.inputs}
-    is_measured = node.kind != "conv_wgrad" and dtypes <= {"bf16", "f16"}
-    return _SLOW_DEPTHWISE if is_measured and is_depthwise(graph, node) else ""
+    if not dtypes <= {"bf16", "f16"}:
+        return ""
+    attributes = node.attributes
+    assert isinstance(attributes, ConvAttributes)
+    if node.kind != "conv_wgrad":
+        return _SLOW_DEPTHWISE if is_depthwise(graph, node) else ""
+    is_first_layer = can_have_more(graph, node) and max(attributes.window_strides) == 1
+    return _SLOW_FEW_CHANNELS if is_first_layer else ""
 
 
 def is_depthwise(graph: Graph, node: Node) -> bool:
