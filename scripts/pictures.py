@@ -106,12 +106,18 @@ def gain() -> str:
         for name, row in fusion(["conv"], "fwd")
         if name.endswith("+bias+silu")
     ]
-    step = dict(models())["GPT-2 small, train"]["jax_cudnn"].median
+    steps = {
+        name.removesuffix(", train"): row["jax_cudnn"].median
+        for name, row in models()
+        if name.endswith(", train")
+    }
     return (
         f"On an H200, attention takes {min(ours):.2f} to {max(ours):.2f} of the time "
         "of `jax.nn` with cuDNN. After `plans.autotune`, a convolution with bias and "
-        f"SiLU takes {min(silu):.2f} to {max(silu):.2f} of XLA's time, and a training "
-        f"step of GPT-2 small {step:.2f} of plain JAX's."
+        f"SiLU takes {min(silu):.2f} to {max(silu):.2f} of XLA's time. Training steps "
+        f"of {len(steps)} whole models take {min(steps.values()):.2f} to "
+        f"{max(steps.values()):.2f} of plain JAX's, on H100s for most, and that of "
+        f"GPT-2 small {steps['GPT-2 small']:.2f}."
     )
 
 
