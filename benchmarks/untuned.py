@@ -14,9 +14,9 @@ and writes untuned_parts.json. With
 `--few-rows`, the kernels are products of few rows, as those of programs that generate
 text, and are written to untuned_few_rows.json. With `--mlps`, they are those of MLPs
 and their gradients, and are written to untuned_mlps.json. With `--most 24` no class of
-kernels gets more, and with `--fused` all have something around the contraction. From
-these files, `python -m scripts.default_rules` makes the rules that
-"auto" follows. Kernels and the calls above never share a call.
+kernels gets more rows with all of these times, and with `--fused` all have something
+around the contraction. From these files, `python -m scripts.default_rules` makes the
+rules that "auto" follows. Kernels and the calls above never share a call.
 
 `--first 1000` draws other calls, and `--only gated` times those whose name has this
 regular expression. What the file in the folder has of others is kept; for the times of

@@ -27,7 +27,7 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -51,8 +51,6 @@ from jax_cudnn.lowering import traced_program
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MEASURED = ("untuned_parts.json", "untuned_few_rows.json", "untuned_mlps.json")
-# cuDNN 9.19, by which all of them were measured.
-_CUDNN = 91900
 _RULES = _ROOT / "jax_cudnn" / "data" / "rules" / "rules.json"
 _PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
 
@@ -76,7 +74,7 @@ _FEWEST_OF_ENGINE = 2
 _FASTER = 0.95
 _FEWEST_OF_KERNEL = 20
 # Between these numbers of multiplications, the same kernel goes before.
-_BOUNDS = (2**20, 2**26, 2**30, 2**32, 2**34, 2**36, 2**42)
+_BOUNDS = (2**20, 2**26, 2**30, 2**32, 2**34, 2**36, 2**38)
 # Rules hold for sizes within this factor of what was measured.
 _REACH = 2.0
 
@@ -100,7 +98,7 @@ def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the engines that were slow wherever they were measured, by kind."""
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
-        kind = row["class"].split(", ")[0]
+        kind, _ = _kind_and_bits(row["class"])
         for engine, ratio in row["engines"].items():
             if int(engine) != row["first_engine"]:
                 ratios[kind, int(engine)].append(ratio)
@@ -117,12 +115,14 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
     The first that cuDNN lists for a problem is taken. Where it lists none, nothing
     changes.
     """
-    groups: defaultdict[tuple[str, int], list[Mapping[str, Any]]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, int], list[Mapping[str, Any]]] = defaultdict(
+        list
+    )
     for row in rows:
         if "+" in row["op"] and row.get("kernels"):
-            groups[_kind(row), row["first_engine"]].append(row)
+            groups[*_kind_and_bits(row["class"]), row["first_engine"]].append(row)
     found: list[dict[str, Any]] = []
-    for (kind, engine), group in sorted(groups.items()):
+    for (kind, bits, engine), group in sorted(groups.items()):
         of_kind: list[dict[str, Any]] = []
         for bounds in itertools.pairwise(_BOUNDS):
             for knobs, ratios in _preferred(group, bounds):
@@ -131,7 +131,8 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
             ratios = each.pop("ratios")
             mean = round(statistics.geometric_mean(ratios), 3)
             each |= {"ratio": mean, "count": len(ratios)}
-            found.append({"kind": kind, "cudnn": cudnn, "engine": engine, **each})
+            same = {"kind": kind, "bits": bits, "cudnn": cudnn, "engine": engine}
+            found.append({**same, **each})
     return found
 
 
@@ -169,8 +170,10 @@ def _preferred(
         yield best
 
 
-def _kind(row: Mapping[str, Any]) -> str:
-    return row["class"].split(", ")[0]
+def _kind_and_bits(name: str) -> tuple[str, str]:
+    """Return the kind of contractions in a class, and the bits of their operands."""
+    kind, bits, *_ = name.split(", ")
+    return kind, bits
 
 
 def measured_kernels(
@@ -184,11 +187,11 @@ def measured_kernels(
     known to have it are left out.
     """
     for row in rows:
-        if row["first_engine"] in slow.get(_kind(row), ()):
+        if row["first_engine"] in slow.get(_kind_and_bits(row["class"])[0], ()):
             continue
         sizes = dict(zip(FEATURES, map(float, row["sizes"]), strict=True))
         ratio = row["ratio"]
-        each = _preference_for(_kind(row), row["op"], sizes, preferred)
+        each = _preference_for(row["class"], row["op"], sizes, preferred)
         if each is not None and row["first_engine"] == each["engine"]:
             if "kernels" not in row:
                 continue
@@ -204,7 +207,7 @@ def measured_kernels(
                 continue
             seen.add(digest)
             sizes = sizes_of(part)
-            if _preference_for(name.split(", ")[0], label(part), sizes, preferred):
+            if _preference_for(name, label(part), sizes, preferred):
                 continue
             if choice.cudnn_us and choice.xla_us and choice.first_ratio:
                 ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
@@ -222,14 +225,15 @@ def _ratio_of_first(
 
 
 def _preference_for(
-    kind: str,
+    name: str,
     op: str,
     sizes: Mapping[str, float],
     preferred: Sequence[Mapping[str, Any]],
 ) -> Mapping[str, Any] | None:
     for each in preferred:
         low, high = each["work"]
-        if each["kind"] == kind and "+" in op and low <= sizes["work"] < high:
+        is_like = (each["kind"], each["bits"]) == _kind_and_bits(name) and "+" in op
+        if is_like and low <= sizes["work"] < high:
             return each
     return None
 
@@ -372,8 +376,8 @@ def markdown(
         "something around them, where cuDNN lists them, with their time as a ratio to",
         "that of the engine's choice:",
         "",
-        "| | cuDNN | engine | kernel | work | ratio | kernels measured |",
-        "| --- | --- | ---: | --- | ---: | ---: | ---: |",
+        "| | | cuDNN | engine | kernel | work | ratio | kernels measured |",
+        "| --- | --- | --- | ---: | --- | ---: | ---: | ---: |",
     ]
     for each in data["preferred"]:
         knobs = ", else ".join(
@@ -381,11 +385,26 @@ def markdown(
         )
         version = f"{each['cudnn'] // 10000}.{each['cudnn'] // 100 % 100}"
         lines.append(
-            f"| {each['kind']} | {version} | {each['engine']} | {knobs} "
+            f"| {each['kind']} | {each['bits']} | {version} "
+            f"| {each['engine']} | {knobs} "
             f"| {_power(each['work'][0])} to {_power(each['work'][1])} "
             f"| {each['ratio']:.2f} | {each['count']} |"
         )
     return "\n".join(lines) + "\n"
+
+
+def _each_once(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yield rows without those that were measured again later on the same GPU."""
+    named = {
+        (row["GPU"], row["op"], row["operands"], *row["sizes"]): row for row in rows
+    }
+    yield from named.values()
+
+
+def _number(version: str) -> int:
+    """Return cuDNN's number of a version: 91900 of 9.19.0."""
+    major, minor, patch = map(int, version.split("."))
+    return (major * 100 + minor) * 100 + patch
 
 
 def _power(number: float) -> str:
@@ -400,11 +419,12 @@ def main() -> None:
     for name in _MEASURED:
         measured = json.loads((folder / name).read_text())
         versions = measured["environment"]
-        found_here = on_this_gpu(measured["rows"], versions)
+        found_here = list(_each_once(on_this_gpu(measured["rows"], versions)))
         rows += found_here
         environments += [{**versions, "GPU": row["GPU"]} for row in found_here]
     engines = slow_engines(rows)
-    preferred = preferences(rows, _CUDNN)
+    (cudnn,) = {each["cuDNN"] for each in environments}  # all of one version
+    preferred = preferences(rows, _number(cudnn))
     kernels = list(measured_kernels(rows, engines, preferred))
     found = rules(kernels)
     _RULES.parent.mkdir(exist_ok=True)

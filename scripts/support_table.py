@@ -42,6 +42,16 @@ _NOTES = (
         "channels, or a matrix, are padded to what cuDNN loads at once",
     ),
     (
+        r"is channels of",
+        "more channels",
+        "few channels become more: of patches, or of what windows read of a row",
+    ),
+    (
+        r"are taken in pairs",
+        "pairs",
+        "neighbouring places of the last axis are computed at once",
+    ),
+    (
         r"groups are merged into",
         "groups merged",
         "small groups are made larger ones, of filters with zeros in between",

@@ -47,6 +47,10 @@ def gelu(a: jax.Array, b: jax.Array) -> jax.Array:
     return jax_cudnn.matmul(a, b, activation="gelu")
 
 
+def gelu_of_f32(a: jax.Array, b: jax.Array) -> jax.Array:
+    return gelu(a.astype(jnp.float32), b.astype(jnp.float32))
+
+
 def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
     return conv(x, w, bias=jnp.ones(w.shape[-1], x.dtype), activation="silu")
 
@@ -212,6 +216,7 @@ def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
     assert preference(65, _H100) == ""
     assert preference(32768, _H100, jax_cudnn.matmul) == ""
     assert preference(32768, None) == ""
+    assert preference(32768, _H100, gelu_of_f32) == ""
     assert preference(32768, replace(_H100, sm_version=100)) == ""
     assert preference(32768, replace(_H100, cudnn_version=92000)) == ""
     assert preference(32768, replace(_H100, cudnn_version=91901)) == large

@@ -4,7 +4,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
 #include <memory>
 #include <numeric>
 #include <sstream>
@@ -72,27 +71,26 @@ class Reasons {
 
 // The places of an attempt's candidates in the order in which they are tried: cuDNN's
 // own, but for one that the request prefers.
-StatusOr<std::vector<int64_t>> PlacesInOrder(const Attempt& attempt,
-                                             const PlanRequest& request) {
+std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& request) {
   std::vector<int64_t> places(attempt.count());
   std::iota(places.begin(), places.end(), 0);
   if (!request.preference.has_value()) return places;
-  // By their place in the preference.
-  std::map<size_t, std::vector<int64_t>::iterator> found;
   const std::vector<Knobs>& wanted = request.preference->knobs;
+  auto best = wanted.end();
+  auto first = places.begin();
   for (auto place = places.begin(); place != places.end(); ++place) {
-    ASSIGN_OR_RETURN(const Candidate candidate, attempt.Describe(*place));
-    if (candidate.engine == request.preference->engine) {
-      const auto knobs = std::find(wanted.begin(), wanted.end(), candidate.knobs);
-      if (knobs != wanted.end()) found.emplace(knobs - wanted.begin(), place);
+    const auto candidate = attempt.Describe(*place);
+    if (!candidate.ok()) continue;  // said where it is tried
+    if (candidate->engine == request.preference->engine) {
+      const auto knobs = std::find(wanted.begin(), best, candidate->knobs);
+      if (knobs == best) continue;
+      best = knobs;
+      first = place;
     } else if (place == places.begin()) {
-      return places;
+      break;
     }
   }
-  if (!found.empty()) {
-    const auto first = found.begin()->second;
-    std::rotate(places.begin(), first, first + 1);
-  }
+  if (best != wanted.end()) std::rotate(places.begin(), first, first + 1);
   return places;
 }
 
@@ -119,9 +117,7 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
       reasons.Add(attempt.status().message());
       continue;
     }
-    ASSIGN_OR_RETURN(const std::vector<int64_t> places,
-                     PlacesInOrder(*attempt, parsed));
-    for (const int64_t i : places) {
+    for (const int64_t i : PlacesInOrder(*attempt, parsed)) {
       ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
       if (is_of_groups && candidate.refusal.empty()) {
         candidate.refusal = GroupProducts::RefusalOf(candidate);

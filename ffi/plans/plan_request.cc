@@ -215,7 +215,11 @@ StatusOr<PlanRequest> ReadPreference(const Json& json) {
   PlanPreference preference;
   ASSIGN_OR_RETURN(const JsonList* first, ReadList(*fields[0], "request.first"));
   for (size_t i = 0; i < first->size(); ++i) {
-    ASSIGN_OR_RETURN(Knobs knobs, ReadKnobs((*first)[i], Place("request.first", i)));
+    const std::string path = Place("request.first", i);
+    ASSIGN_OR_RETURN(Knobs knobs, ReadKnobs((*first)[i], path));
+    if (Contains(preference.knobs, knobs)) {
+      return InvalidArgument(path + ": the same knobs appear twice");
+    }
     preference.knobs.push_back(std::move(knobs));
   }
   if (preference.knobs.empty()) {

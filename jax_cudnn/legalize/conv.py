@@ -24,6 +24,7 @@ from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.conv_channels import (
+    MOST_MEASURED,
     add_channels,
     can_have_more,
     is_faster_with_more,
@@ -62,8 +63,9 @@ def slower(graph: Graph, node: Node) -> str:
     assert isinstance(attributes, ConvAttributes)
     if node.kind != "conv_wgrad":
         return _SLOW_DEPTHWISE if is_depthwise(graph, node) else ""
-    is_first_layer = can_have_more(graph, node) and max(attributes.window_strides) == 1
-    return _SLOW_FEW_CHANNELS if is_first_layer else ""
+    few = graph.tensor(dict(node.outputs)["grad_w"]).dims[1] <= MOST_MEASURED
+    is_like = few and max(attributes.window_strides) == 1 and can_have_more(graph, node)
+    return _SLOW_FEW_CHANNELS if is_like else ""
 
 
 def is_depthwise(graph: Graph, node: Node) -> bool:

@@ -26,6 +26,12 @@ from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import add_ends
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, channels_last, rounded_up
 
+# Longer rows make an array of many times x's size, and a program of as many slices.
+_LONGEST_ROW = 7
+# What was measured: dtypes, and channels.
+_DTYPES = ("bf16", "f16")
+MOST_MEASURED = 4
+
 
 def can_have_more(graph: Graph, node: Node) -> bool:
     """Whether x can be written with more channels; the node computes the convolution.
@@ -49,21 +55,23 @@ def can_have_more(graph: Graph, node: Node) -> bool:
         return rounded_up(c * math.prod(window), unit) <= whole
     # The sum of x's gradient over what windows share would be rounded on its way.
     rows = rounded_up(c * window[-1], unit) * math.prod(window[:-1])
-    return node.kind != "conv_dgrad" and rows < whole
+    return node.kind != "conv_dgrad" and window[-1] <= _LONGEST_ROW and rows < whole
 
 
 def is_faster_with_more(graph: Graph, node: Node) -> bool:
-    """Whether x can be written so, and this was faster wherever it was measured.
+    """Whether x can be written so, and convolutions like this one were faster so.
 
-    So were patches, and convolutions over rows. For the filters' gradients of the
-    latter, cuDNN's first plan is often a slow one (docs/benchmarks/conv_ways.md).
+    These were patches, and convolutions over rows, of 1 to 4 channels in 16 bits. For
+    the filters' gradients of rows, cuDNN's first plan is often a slow one
+    (docs/benchmarks/conv_ways.md).
     """
     attributes, roles = node.attributes, {**dict(node.inputs), **dict(node.outputs)}
     assert isinstance(attributes, ConvAttributes)
-    window = graph.tensor(roles[TRIPLES[node.kind][1]]).dims[2:]
-    return can_have_more(graph, node) and (
-        node.kind == "conv_fprop" or _has_patches(window, attributes)
-    )
+    filters = graph.tensor(roles[TRIPLES[node.kind][1]])
+    _, c, *window = filters.dims
+    is_measured = filters.dtype in _DTYPES and c <= MOST_MEASURED and len(window) >= 2
+    is_fast = node.kind == "conv_fprop" or _has_patches(window, attributes)
+    return is_measured and is_fast and can_have_more(graph, node)
 
 
 def _has_patches(window: Sequence[int], attributes: ConvAttributes) -> bool:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gradients of filters between 24 to 32 channels, of two neighbouring places at once.
+"""Gradients of filters of 24 to 32 channels, of two neighbouring places at once.
 
 A tile of cuDNN's kernels has at least 64 columns, and 32 channels leave half of it
 empty. Two places along the last axis are taken as one with twice the channels, of x
@@ -21,7 +21,7 @@ from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import channels_last
 
-# Channels that leave a tile half empty and fill whole loads. With 16, pairs are slower.
+# Channels that leave a tile half empty and fill loads. With 16, pairs were slower.
 _LEAST, _MOST, _UNIT = 24, 32, 8
 # What was measured: dtypes, windows of so many places, and so many multiplications.
 # With fewer of these, the sum may take what is gained.
@@ -51,6 +51,7 @@ def pairs(graph: Graph, node: Node) -> bool:
         and {*once} == {1}
         # Otherwise x would have to be written once more.
         and blocks.low == blocks.high >= 0
+        and len(window) >= 2
         and window[-1] >= 3
         and math.prod(window) >= _WINDOW
         and math.prod(output.dims) * math.prod(w.dims[1:]) >= _WORK

@@ -162,9 +162,11 @@ def preference(part: Graph, target: Target | None) -> str:
     node, data = _contraction(part), _read()
     if node is None or target is None or target.sm_version != data["sm_version"]:
         return ""
+    bits = {_BITS.get(part.tensor(name).dtype) for _, name in node.inputs}
     for each in data["preferred"]:
         is_measured = target.cudnn_version // 100 == each["cudnn"] // 100
-        is_like = node.kind == each["kind"] and len(part.nodes) > 1
+        is_like = node.kind == each["kind"] and bits == {each["bits"]}
+        is_like = is_like and len(part.nodes) > 1
         low, high = each["work"]
         if is_measured and is_like and low <= sizes_of(part)["work"] < high:
             request = {"first": each["knobs"], "of_engine": each["engine"]}

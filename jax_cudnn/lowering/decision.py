@@ -66,8 +66,9 @@ class Step:
     failed. ``plan`` and the ``target`` that it is for are None where no GPU was there
     to plan for: the plan is then made on the machine that runs. ``request`` is what the
     compiled program asks for: a pinned plan (a measured one, or any for a GPU
-    elsewhere), or which are allowed. ``why`` is None where nothing was chosen. Where a
-    contender that was added runs it, ``contender`` is its name, with its ``program``.
+    elsewhere), which are allowed, or which is tried first. ``why`` is None where
+    nothing was chosen. Where a contender that was added runs it, ``contender`` is its
+    name, with its ``program``.
     """
 
     part: Graph

@@ -126,7 +126,7 @@ class _Way:
 class _Race:
     """The plans that ran, of one way of rewriting a part: the fastest come first.
 
-    ``first_us`` is the time of the plan that cuDNN names first.
+    ``first_us`` is the time of the plan that runs untuned.
     """
 
     entries: list[tuple[Step, float]]
@@ -221,9 +221,9 @@ class _Contest:
         request = self._options.plan.to_request()
         ways: list[_Way] = []
         for legal in legalize(self._part, self._target).candidates:
-            text = to_json(legal.graph)
+            text, asked = to_json(legal.graph), request or legal.preference
             try:
-                listed = native.candidates(text, request=request, device=ordinal)
+                listed = native.candidates(text, request=asked, device=ordinal)
             except UnsupportedError:
                 continue
             build = functools.partial(self._build, text)

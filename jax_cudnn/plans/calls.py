@@ -60,14 +60,16 @@ class Call(CallSummary):
       direction: "forward" or "backward"; None for forward mode's derivatives, and where
         a lowered program does not tell.
       why: "tuned" where a measured choice pins the plan or says XLA; "heuristic" where
-        the plan is the first in cuDNN's list that builds; "requested" where options of
+        the plan is the first in cuDNN's list that builds, or one that goes before it,
+        as it was faster for kernels like this one; "requested" where options of
         the call restrict the plan or say XLA; None where XLA runs the part for the
         ``reasons`` given; "pinned" for a lowered program that names the plan, but does
         not tell whether it was measured or is the first one for a GPU that was named.
       part: the graph as the user wrote it; None in a lowered program.
       graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
-      request: the text that asks for the plan: it pins or restricts it, "" leaves it to
-        cuDNN. Plans for a GPU by its name are pinned.
+      request: the text that asks for the plan: it pins or restricts it, or says which
+        kernel is tried first; "" leaves it to cuDNN. Plans for a GPU by its name are
+        pinned.
       device: the GPU that was asked for by its name; None is this machine's.
       allowed: the text of the call's ``PlanOptions``; "" where they allow all, and in a
         lowered program with a pinned plan, which does not tell.
@@ -79,8 +81,8 @@ class Call(CallSummary):
       failures: the candidates before the plan that were passed over, with the reasons.
       cudnn_us: microseconds of the best plan with its array work, where tuned.
       xla_us: microseconds of XLA's code, where tuned.
-      first_ratio: the kernel time of cuDNN's first plan divided by the best plan's,
-        where tuned.
+      first_ratio: the kernel time of the plan that runs untuned divided by the best
+        plan's, where tuned.
       contenders_us: names and microseconds of the contenders that were added, where
         tuned.
     """

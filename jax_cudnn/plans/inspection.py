@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`plans.inspect`: the cuDNN calls in a function, who runs each, with which plan."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -214,11 +215,12 @@ def _measured(part: Graph, options: Options, machine: _Machine) -> list[Choice]:
 
 def why_of(request: str) -> Why:
     """Return why a lowered program has a plan, from the text that says which."""
-    if not request or '"of_engine":' in request:  # a preference restricts nothing
+    fields: dict[str, Any] = json.loads(request) if request else {}
+    # A preference leaves all plans allowed. A measured choice names one engine, and so
+    # does a plan for a GPU by its name; what a call asks for restricts the list.
+    if not fields or "of_engine" in fields:
         return "heuristic"
-    # A measured choice names one engine, and so does a plan for a GPU by its name; what
-    # a call asks for restricts the list.
-    return "pinned" if '"engine":' in request else "requested"
+    return "pinned" if "engine" in fields else "requested"
 
 
 # --- lowered programs -----------------------------------------------------------------

@@ -203,6 +203,10 @@ _MODES = "A, B, FALLBACK"
             _preference(first=[{}, {"TILEK": "1"}]),
             "request.first[1].TILEK: expected an integer, got a string",
         ),
+        (
+            _preference(first=[{"TILEK": 1}, {}, {"TILEK": 1}]),
+            "request.first[2]: the same knobs appear twice",
+        ),
         (_preference(of_engine=-1), "request.of_engine: -1 is not an engine; engines"),
         (
             _preference(first=[{"TILEK": 0, "STAGES": 3}])[:-1] + " }",
