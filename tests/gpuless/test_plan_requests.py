@@ -274,7 +274,11 @@ def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
             ),
             # The first of those that are listed.
             (
-                preferring(unknown, other, first, engine=first["engine"]),
+                preferring(
+                    *(unknown, other),
+                    *([] if other is first else [first]),
+                    engine=first["engine"],
+                ),
                 [other["name"], *rest],
             ),
             (preferring(unknown, engine=first["engine"]), _names(usual)),
