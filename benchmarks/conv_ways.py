@@ -24,12 +24,12 @@ import jax_cudnn
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, alternate
+from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
-from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text, to_json
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.lowering import run_cudnn, run_xla, traced_program
+from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device, local_target
 from jax_cudnn.measuring.stopwatch import (
@@ -134,7 +134,7 @@ class _Kernel:
             if built:
                 self.plans[name] = legal, built
         with jax.default_device(local_device()):
-            run = functools.partial(_run_xla, self.part)
+            run = functools.partial(by_xla, self.part)
             self.programs["XLA"] = compile_over_sets(run, self._operands.types)
             self._operands.compile()
 
@@ -177,7 +177,7 @@ class _Kernel:
 
     def _compiled(self, step: Step) -> Callable[..., Any]:
         with jax.default_device(local_device()):
-            run = functools.partial(_run_cudnn, step)
+            run = functools.partial(by_cudnn, step)
             return compile_over_sets(run, self._operands.types)
 
 
@@ -185,14 +185,6 @@ def is_rewritten(legal: Legal) -> bool:
     """Whether there are more channels, or places are taken in pairs."""
     told = ("is channels of", "taken in pairs")
     return any(words in note for note in legal.notes for words in told)
-
-
-def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
-    return run_cudnn(step, operands)
-
-
-def _run_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
-    return run_xla(part, operands, Options())
 
 
 def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:

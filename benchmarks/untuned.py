@@ -269,9 +269,9 @@ class _Kernel:
                     self.plans.setdefault(each.engine, plan)
                     if kernel:
                         self.kernels[kernel] = plan
-            run = functools.partial(_run_cudnn, step)
+            run = functools.partial(by_cudnn, step)
             self.programs["cudnn"] = compile_over_sets(run, self._operands.types)
-            run = functools.partial(_run_xla, self.part)
+            run = functools.partial(by_xla, self.part)
             self.programs["xla"] = compile_over_sets(run, self._operands.types)
             self._operands.compile()
         self.step = step
@@ -310,11 +310,13 @@ def _kernel_of(candidate: native.Candidate) -> str:
     return json.dumps(dict(candidate.knobs)) if names == ["KERNEL_CFG"] else ""
 
 
-def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+def by_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+    """Return the results of a part by a plan of cuDNN's."""
     return run_cudnn(step, operands)
 
 
-def _run_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
+def by_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
+    """Return the results of a part by XLA's code."""
     return run_xla(part, operands, Options())
 
 

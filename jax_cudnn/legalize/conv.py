@@ -78,27 +78,42 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
     (node,) = filter(is_anchor, graph.nodes)
-    more = _with_more_channels(graph)
+    more, ways = list[Legal | None](), list[Legal | None]()
+    if can_have_more(graph, node):
+        more.append(_candidate(graph, _pad_if_odd, first=add_channels))
     is_first = is_faster_with_more(graph, node)
-    ways = [more] if is_first else []
-    ways += [_in_pairs(graph), _candidate(graph, _merge_groups)]
+    ways += more if is_first else []
+    if pairs(graph, node):
+        paired = _candidate(graph, _as_it_is, first=pair_places)
+        # Both halves are rounded to the gradient's dtype before they are summed.
+        ways.append(paired and replace(paired, rounds_sums=True))
+    ways.append(_candidate(graph, _merge_groups))
     # The engines that take channels which do not fill a load are slow, and some of
     # cuDNN 9.19's give wrong results on an H200 (tests/gpu/test_fusion_numerics.py).
     padded = _candidate(graph, _pad_channels)
     if padded is not None:
         ways.append(padded)
     elif len(graph.nodes) == 1 or not _has_odd_groups(graph):
-        ways.append(_candidate(graph, lambda _: True))
-    ways += [] if is_first else [more]
+        ways.append(_candidate(graph, _as_it_is))
+    ways += [] if is_first else more
     return tuple(way for way in ways if way is not None)
 
 
-def _candidate(graph: Graph, change: Callable[[GraphEditor], bool]) -> Legal | None:
-    """Return a way; None where the change has nothing to change."""
+def _candidate(
+    graph: Graph,
+    change: Callable[[GraphEditor], bool],
+    *,
+    first: Callable[[GraphEditor], None] = lambda _: None,
+) -> Legal | None:
+    """Return a way; None where the change has nothing to change.
+
+    What comes ``first`` sees the padding as the graph has it.
+    """
     editor = GraphEditor.of(graph)
     add_spatial_axis(editor)
     _complete_operands(editor)
     _write_out_lhs_dilation(editor)
+    first(editor)
     _even_padding(editor)
     if not change(editor):
         return None
@@ -106,32 +121,14 @@ def _candidate(graph: Graph, change: Callable[[GraphEditor], bool]) -> Legal | N
     return editor.finish()
 
 
-def _with_more_channels(graph: Graph) -> Legal | None:
-    """Return the way with more channels; None where there are enough."""
-    (node,) = filter(is_anchor, graph.nodes)
-    if not can_have_more(graph, node):
-        return None
-    editor = GraphEditor.of(graph)
-    add_spatial_axis(editor)
-    _complete_operands(editor)
-    add_channels(editor)
-    _even_padding(editor)
+def _as_it_is(editor: GraphEditor) -> bool:
+    del editor
+    return True
+
+
+def _pad_if_odd(editor: GraphEditor) -> bool:
     _pad_channels(editor)
-    store_channels_last(editor)
-    return editor.finish()
-
-
-def _in_pairs(graph: Graph) -> Legal | None:
-    """Return the way with places in pairs; None where one at a time fills a tile."""
-    (node,) = filter(is_anchor, graph.nodes)
-    if not pairs(graph, node):
-        return None
-    editor = GraphEditor.of(graph)
-    pair_places(editor)
-    _even_padding(editor)
-    store_channels_last(editor)
-    # Both halves are rounded to the gradient's dtype before they are summed.
-    return replace(editor.finish(), rounds_sums=True)
+    return True
 
 
 def _complete_operands(editor: GraphEditor) -> None:
