@@ -52,7 +52,8 @@ def can_have_more(graph: Graph, node: Node) -> bool:
         return False
     whole = rounded_up(c, unit) * math.prod(window)
     if _has_patches(window, attributes):
-        return rounded_up(c * math.prod(window), unit) <= whole
+        step = math.prod(attributes.window_strides)
+        return rounded_up(c * step, unit) * math.prod(window) // step <= whole
     # The sum of x's gradient over what windows share would be rounded on its way.
     rows = rounded_up(c * window[-1], unit) * math.prod(window[:-1])
     return node.kind != "conv_dgrad" and window[-1] <= _LONGEST_ROW and rows < whole
