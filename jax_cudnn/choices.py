@@ -45,8 +45,8 @@ class Choice:
     the ways in which it is rewritten for cuDNN ("": the first of them). Times are
     medians in microseconds, None where there was no such contender;
     ``contenders_us`` has those of the contenders that were added.
-    ``first_ratio`` is the kernel time of the plan that runs untuned
-    over that of the best plan.
+    ``first_ratio`` is the kernel time of the plan that runs untuned over that of the
+    best plan.
     """
 
     op: str

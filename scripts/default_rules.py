@@ -125,8 +125,8 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
     for (kind, bits, engine), group in sorted(groups.items()):
         of_kind: list[dict[str, Any]] = []
         for bounds in itertools.pairwise(_BOUNDS):
-            for knobs, ratios in _preferred(group, bounds):
-                of_kind.append({"knobs": knobs, "work": bounds, "ratios": ratios})
+            if (best := _preferred(group, bounds)) is not None:
+                of_kind.append({"work": bounds, **best})
         for each in _merged(of_kind):
             ratios = each.pop("ratios")
             mean = round(statistics.geometric_mean(ratios), 3)
@@ -137,20 +137,25 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
 
 
 def _merged(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield entries, those as one that follow each other and say the same."""
-    for _, group in itertools.groupby(entries, key=lambda each: each["knobs"]):
-        same = list(group)
-        yield {
-            "knobs": same[0]["knobs"],
-            "work": [same[0]["work"][0], same[-1]["work"][1]],
-            "ratios": [ratio for each in same for ratio in each["ratios"]],
-        }
+    """Yield entries, those as one that say the same of ranges side by side."""
+    last: dict[str, Any] | None = None
+    for each in entries:
+        (low, high), knobs = each["work"], each["knobs"]
+        if last is not None and (last["knobs"], last["work"][1]) == (knobs, low):
+            last["work"][1] = high
+            last["ratios"] += each["ratios"]
+            continue
+        if last is not None:
+            yield last
+        last = {"knobs": knobs, "work": [low, high], "ratios": [*each["ratios"]]}
+    if last is not None:
+        yield last
 
 
 def _preferred(
     rows: Sequence[Mapping[str, Any]], bounds: tuple[float, float]
-) -> Iterator[tuple[list[Any], list[float]]]:
-    """Yield which kernel goes first for that much work, with its times, if any does.
+) -> dict[str, Any] | None:
+    """Return which kernel goes first for that much work, with its times, if any does.
 
     And which one does where that is not listed: the two that save most together.
     """
@@ -165,9 +170,9 @@ def _preferred(
         ratios = [ratio for ratio in found if ratio is not None]
         saved = -sum(map(math.log, ratios))
         if statistics.geometric_mean(ratios) <= _FASTER and saved > most:
-            most, best = saved, ([json.loads(name) for name in names], ratios)
-    if best is not None:
-        yield best
+            knobs = [json.loads(name) for name in names]
+            most, best = saved, {"knobs": knobs, "ratios": ratios}
+    return best
 
 
 def _kind_and_bits(name: str) -> tuple[str, str]:

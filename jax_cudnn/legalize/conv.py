@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.conv_channels import (
     MOST_MEASURED,
@@ -63,26 +64,26 @@ def slower(graph: Graph, node: Node) -> str:
     assert isinstance(attributes, ConvAttributes)
     if node.kind != "conv_wgrad":
         return _SLOW_DEPTHWISE if is_depthwise(graph, node) else ""
-    few = graph.tensor(dict(node.outputs)["grad_w"]).dims[1] <= MOST_MEASURED
+    few = roles_in(graph, node)["grad_w"].dims[1] <= MOST_MEASURED
     is_like = few and max(attributes.window_strides) == 1 and can_have_more(graph, node)
     return _SLOW_FEW_CHANNELS if is_like else ""
 
 
 def is_depthwise(graph: Graph, node: Node) -> bool:
     """Whether each channel of the input has filters of its own."""
-    roles = {**dict(node.inputs), **dict(node.outputs)}
-    x, w, _ = (graph.tensor(roles[role]) for role in TRIPLES[node.kind])
+    roles = roles_in(graph, node)
+    x, w, _ = (roles[role] for role in TRIPLES[node.kind])
     return w.dims[1] == 1 < x.dims[1]
 
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
     (node,) = filter(is_anchor, graph.nodes)
-    more, ways = list[Legal | None](), list[Legal | None]()
+    more: Legal | None = None
     if can_have_more(graph, node):
-        more.append(_candidate(graph, _pad_if_odd, first=add_channels))
+        more = _candidate(graph, _pad_if_odd, first=add_channels)
     is_first = is_faster_with_more(graph, node)
-    ways += more if is_first else []
+    ways = [more] if is_first else []
     if pairs(graph, node):
         paired = _candidate(graph, _as_it_is, first=pair_places)
         # Both halves are rounded to the gradient's dtype before they are summed.
@@ -95,7 +96,7 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
         ways.append(padded)
     elif len(graph.nodes) == 1 or not _has_odd_groups(graph):
         ways.append(_candidate(graph, _as_it_is))
-    ways += [] if is_first else more
+    ways += [] if is_first else [more]
     return tuple(way for way in ways if way is not None)
 
 
@@ -139,9 +140,9 @@ def _complete_operands(editor: GraphEditor) -> None:
     """
     node = editor.main
     role = "grad_x" if node.kind == "conv_dgrad" else "output"
-    if role not in _roles(editor):
+    if role not in editor.roles:
         return
-    dims = editor.tensors[_roles(editor)[role]].dims
+    dims = editor.tensors[editor.roles[role]].dims
     vector = (1, dims[1], *(1,) * (len(dims) - 2))
     contracted = dict(node.inputs).values()
     for name in editor.inputs:
@@ -152,7 +153,7 @@ def _complete_operands(editor: GraphEditor) -> None:
 
 def _channels_of(editor: GraphEditor) -> tuple[int, int, int]:
     """Return groups, and in and out channels of each."""
-    x, w, _ = (editor.tensors[_roles(editor)[r]] for r in TRIPLES[editor.main.kind])
+    x, w, _ = (editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind])
     groups = x.dims[1] // w.dims[1]
     return groups, w.dims[1], w.dims[0] // groups
 
@@ -160,14 +161,9 @@ def _channels_of(editor: GraphEditor) -> tuple[int, int, int]:
 def _has_odd_groups(graph: Graph) -> bool:
     editor = GraphEditor.of(graph)
     groups, c, o = _channels_of(editor)
-    filters = _roles(editor)[TRIPLES[editor.main.kind][1]]
+    filters = editor.roles[TRIPLES[editor.main.kind][1]]
     unit = ELEMENTS_PER_LOAD[editor.tensors[filters].dtype]
     return groups > 1 and bool(c % unit or o % unit)
-
-
-def _roles(editor: GraphEditor) -> dict[str, str]:
-    node = editor.main
-    return dict((*node.inputs, *node.outputs))
 
 
 def _attributes(editor: GraphEditor) -> ConvAttributes:
@@ -192,7 +188,7 @@ def _write_out_lhs_dilation(editor: GraphEditor) -> None:
         _exchange_directions(editor)
         return
     # Zeros between the elements of x, written out; dgrad's are cut out again.
-    name = _roles(editor)[TRIPLES[node.kind][0]]
+    name = editor.roles[TRIPLES[node.kind][0]]
     tensor = editor.tensors[name]
     spread = attributes.lhs_dilation
     dims = tuple(
@@ -219,7 +215,7 @@ def _is_transposed(editor: GraphEditor) -> bool:
     which the gradient of a convolution has no place.
     """
     attributes = _attributes(editor)
-    window = editor.tensors[_roles(editor)["w"]].dims[2:]
+    window = editor.tensors[editor.roles["w"]].dims[2:]
     reach = (
         dilated(size, hole) - 1
         for size, hole in zip(window, attributes.rhs_dilation, strict=True)
@@ -238,7 +234,7 @@ def _exchange_directions(editor: GraphEditor) -> None:
     """
     node = editor.main
     attributes = _attributes(editor)
-    roles = _roles(editor)
+    roles = editor.roles
     is_forward = node.kind == "conv_fprop"
     source = editor.tensors[roles["x" if is_forward else "grad_output"]]
     result = editor.tensors[roles["output" if is_forward else "grad_x"]]
@@ -313,7 +309,7 @@ def _even_padding(editor: GraphEditor) -> None:
     if all(pair == (0, 0) for pair in ends):
         return
     if editor.main.kind == "conv_dgrad":
-        name, done = _roles(editor)["grad_x"], "fitted"
+        name, done = editor.roles["grad_x"], "fitted"
         dims = editor.tensors[name].dims
         names = [
             each
@@ -321,7 +317,7 @@ def _even_padding(editor: GraphEditor) -> None:
             if _follows_result(editor, each, tensor, dims)
         ]
     else:
-        name, done = _roles(editor)["x"], "padded"
+        name, done = editor.roles["x"], "padded"
         names = [name]
     for each in names:
         add_ends(editor, each, ends)
@@ -352,7 +348,7 @@ def _merge_groups(editor: GraphEditor) -> bool:
     if editor.main.kind not in ("conv_fprop", "conv_dgrad"):
         return False
     groups, c, o = _channels_of(editor)
-    name = _roles(editor)["w"]
+    name = editor.roles["w"]
     w = editor.tensors[name]
     unit = ELEMENTS_PER_LOAD[w.dtype]
     factors = [
@@ -394,7 +390,7 @@ def _pad_channels(editor: GraphEditor) -> bool:
     Returns whether there was anything to pad.
     """
     kind = editor.main.kind
-    x_name, w_name, out_name = (_roles(editor)[role] for role in TRIPLES[kind])
+    x_name, w_name, out_name = (editor.roles[role] for role in TRIPLES[kind])
     x, w = editor.tensors[x_name], editor.tensors[w_name]
     if x.dims[1] != w.dims[1]:
         return False

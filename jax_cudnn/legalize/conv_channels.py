@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node
 from jax_cudnn.graph.conv import TRIPLES
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import add_ends
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, channels_last, rounded_up
@@ -39,15 +40,15 @@ def can_have_more(graph: Graph, node: Node) -> bool:
     x has to be an operand of the kernel, or its only result, and fewer zeros are to be
     multiplied then.
     """
-    attributes, roles = node.attributes, {**dict(node.inputs), **dict(node.outputs)}
+    attributes, roles = node.attributes, roles_in(graph, node)
     assert isinstance(attributes, ConvAttributes)
     x, w, _ = (roles[role] for role in TRIPLES[node.kind])
     is_forward = node.kind == "conv_fprop"
     ends = {*graph.inputs} if is_forward else {*graph.inputs, *graph.outputs}
-    if not {x, w} <= ends or not (is_forward or len(graph.nodes) == 1):
+    if not {x.name, w.name} <= ends or not (is_forward or len(graph.nodes) == 1):
         return False
-    channels, (_, c, *window) = graph.tensor(x).dims[1], graph.tensor(w).dims
-    unit = ELEMENTS_PER_LOAD.get(graph.tensor(w).dtype, 1)
+    channels, (_, c, *window) = x.dims[1], w.dims
+    unit = ELEMENTS_PER_LOAD.get(w.dtype, 1)
     if channels != c or c >= unit or {*attributes.lhs_dilation} != {1}:
         return False
     whole = rounded_up(c, unit) * math.prod(window)
@@ -66,9 +67,9 @@ def is_faster_with_more(graph: Graph, node: Node) -> bool:
     the filters' gradients of rows, cuDNN's first plan is often a slow one
     (docs/benchmarks/conv_ways.md).
     """
-    attributes, roles = node.attributes, {**dict(node.inputs), **dict(node.outputs)}
+    attributes = node.attributes
     assert isinstance(attributes, ConvAttributes)
-    filters = graph.tensor(roles[TRIPLES[node.kind][1]])
+    filters = roles_in(graph, node)[TRIPLES[node.kind][1]]
     _, c, *window = filters.dims
     is_measured = filters.dtype in _DTYPES and c <= MOST_MEASURED and len(window) >= 2
     is_fast = node.kind == "conv_fprop" or _has_patches(window, attributes)
@@ -86,9 +87,7 @@ def add_channels(editor: GraphEditor) -> None:
     """Write x and the filters with more channels."""
     attributes = editor.main.attributes
     assert isinstance(attributes, ConvAttributes)
-    node = editor.main
-    roles = {**dict(node.inputs), **dict(node.outputs)}
-    x, w, output = (roles[role] for role in TRIPLES[node.kind])
+    x, w, output = (editor.roles[role] for role in TRIPLES[editor.main.kind])
     for name in (x, w):
         editor.reorder(name, channels_last(len(editor.tensors[name].dims)))
     if _has_patches(editor.tensors[w].dims[2:], attributes):

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
 from jax_cudnn.graph.conv import TRIPLES
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import channels_last
 
@@ -33,9 +34,9 @@ def pairs(graph: Graph, node: Node) -> bool:
     """Whether places are to be taken in pairs; the node computes the convolution."""
     if node.kind != "conv_wgrad" or len(graph.nodes) > 1:
         return False
-    attributes, roles = node.attributes, {**dict(node.inputs), **dict(node.outputs)}
+    attributes, roles = node.attributes, roles_in(graph, node)
     assert isinstance(attributes, ConvAttributes)
-    x, w, output = (graph.tensor(roles[role]) for role in TRIPLES[node.kind])
+    x, w, output = (roles[role] for role in TRIPLES[node.kind])
     (o, c, *window), (*_, size), (*_, places) = w.dims, x.dims, output.dims
     once = (
         *attributes.window_strides,
@@ -60,10 +61,9 @@ def pairs(graph: Graph, node: Node) -> bool:
 
 def pair_places(editor: GraphEditor) -> None:
     """Take places in pairs for the gradient of the filters."""
-    node, attributes = editor.main, editor.main.attributes
+    attributes = editor.main.attributes
     assert isinstance(attributes, ConvAttributes)
-    roles = {**dict(node.inputs), **dict(node.outputs)}
-    x, w, output = (roles[role] for role in TRIPLES["conv_wgrad"])
+    x, w, output = (editor.roles[role] for role in TRIPLES["conv_wgrad"])
     filters = editor.tensors[w]
     out, c, *window, last = filters.dims
     blocks = _Blocks.of(
@@ -131,11 +131,8 @@ def _summed(
         found: list[jax.Array] = []
         for place in range(last):
             (a, r), (b, s) = (divmod(place + p - before, 2) for p in range(2))
-            first, second = (
-                w[0, :, r, ..., a + blocks.low],
-                w[1, :, s, ..., b + blocks.low],
-            )
-            found.append(first + second)
+            first = w[0, :, r, ..., a + blocks.low]
+            found.append(first + w[1, :, s, ..., b + blocks.low])
         summed = jnp.stack(found, -1).astype(stored.dtype)
         return jnp.transpose(summed, filters.order)
 

@@ -96,6 +96,11 @@ class GraphEditor:
         return next(node for node in self.nodes if is_anchor(node))
 
     @property
+    def roles(self) -> dict[str, str]:
+        """The names of the main node's tensors, by role."""
+        return dict((*self.main.inputs, *self.main.outputs))
+
+    @property
     def constants(self) -> set[str]:
         """The names of the constants, whose dims stay 1."""
         return made_by(node for node in self.nodes if node.kind == "constant")
