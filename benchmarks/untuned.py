@@ -322,9 +322,11 @@ def by_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
 
 def named(part: Graph) -> dict[str, Any]:
     """Return what tells a kernel from others, and its class."""
+    like = measured.kernel_of(part)
+    sizes = (like.rows, like.columns, like.depth, like.work)
     return {
-        "class": measured.class_of(part),
-        "sizes": [round(size) for size in measured.sizes_of(part).values()],
+        "class": like.name,
+        "sizes": [round(size) for size in sizes],
         "op": label(part),
         "operands": operand_text(part),
     }

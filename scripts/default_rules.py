@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes the rules by which "auto" leaves contractions to XLA, from measured times.
+"""Writes what "auto" goes by where nothing was tuned, from measured times.
 
     python -m scripts.default_rules
 
@@ -8,15 +8,14 @@ which `python -m benchmarks.untuned` writes on a GPU with `--parts`, `--few-rows
 `--mlps`, and the choices that are shipped for the cells of the fusion benchmarks. It
 writes jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It needs no GPU.
 
-For each class of kernels (legalize/measured.py) a rule is one of three: cuDNN runs all,
-XLA runs all, or XLA runs those beyond a bound of one size. The cheapest one is taken.
-A kernel costs the logarithm of the time that it takes, as a ratio to XLA's, and more
-where that is above 1.05. A bound has to be worth its words, and what is given to XLA
-has to be faster there on the whole.
+The kernels that were measured are written one by one. For another kernel, those most
+like it decide (legalize/nearest.py). The page says how well they do: each kernel is
+judged by the others, without those that were measured right before and after it, since
+these may be of the same call.
 
 A kernel of an engine is tried before the engine's own choice, for products with what
-surrounds them that are large enough, if it was faster on the whole. Rules are then made
-of its times.
+surrounds them that are large enough, if it was faster on the whole. The products are
+then written with its times.
 
 Engines that took several times as long as cuDNN's first plan wherever they were
 measured are left to XLA where they come first.
@@ -38,15 +37,8 @@ from benchmarks.fusion_cells import CELLS
 from benchmarks.records import on_this_gpu, write_records
 from jax_cudnn import choices
 from jax_cudnn.graph import label
-from jax_cudnn.legalize.measured import (
-    FEATURES,
-    Rule,
-    class_of,
-    general,
-    read_rules,
-    rule_for,
-    sizes_of,
-)
+from jax_cudnn.legalize.measured import class_of, kernel_of
+from jax_cudnn.legalize.nearest import Kernel, Measured
 from jax_cudnn.lowering import traced_program
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -54,18 +46,9 @@ _MEASURED = ("untuned_parts.json", "untuned_few_rows.json", "untuned_mlps.json")
 _RULES = _ROOT / "jax_cudnn" / "data" / "rules" / "rules.json"
 _PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
 
-# Fewer kernels than this say too little of a class.
-_FEWEST = 3
-_GOAL = math.log(1.05)
-# So many times the excess over the goal is added to a kernel's cost.
-_PENALTY = 1.0
-# What a rule has to save in all, without a bound and with one.
-_WORTH = 0.1
-_WORTH_OF_BOUND = 0.3
-# A bound has at least so many kernels on the side that stays with cuDNN.
-_FEWEST_BEYOND = 2
-# The least geometric mean of the ratios of what is given to XLA.
-_SLOWER = 1.03
+# Kernels that are measured in a row may be of one call: so many are judged together.
+_TOGETHER = 16
+_GOAL = 1.05
 # An engine is slow if it never took less than so many times as long as the first plan.
 _SLOW_ENGINE = 3.0
 _FEWEST_OF_ENGINE = 2
@@ -75,23 +58,14 @@ _FASTER = 0.95
 _FEWEST_OF_KERNEL = 20
 # Between these numbers of multiplications, the same kernel goes before.
 _BOUNDS = (2**20, 2**26, 2**30, 2**32, 2**34, 2**36, 2**38)
-# Rules hold for sizes within this factor of what was measured.
-_REACH = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kernel:
-    """A kernel that was measured: its sizes, and cuDNN's first plan beside XLA."""
+class Judged:
+    """A kernel, and whether cuDNN runs it by what is known of the others."""
 
-    name: str
-    sizes: Mapping[str, float]
-    ratio: float
-
-    @property
-    def cost(self) -> float:
-        """What it costs that cuDNN runs it; XLA costs nothing."""
-        told = math.log(self.ratio)
-        return told + _PENALTY * max(0.0, told - _GOAL)
+    kernel: Kernel
+    is_cudnns: bool
 
 
 def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -160,8 +134,7 @@ def _preferred(
     And which one does where that is not listed: the two that save most together.
     """
     low, high = bounds
-    work = FEATURES.index("work")
-    times = [row["kernels"] for row in rows if low <= row["sizes"][work] < high]
+    times = [row["kernels"] for row in rows if low <= row["sizes"][-1] < high]
     listed = Counter(name for each in times for name in each)
     known = sorted(name for name in listed if listed[name] >= _FEWEST_OF_KERNEL)
     most, best = 0.0, None
@@ -194,29 +167,30 @@ def measured_kernels(
     for row in rows:
         if row["first_engine"] in slow.get(_kind_and_bits(row["class"])[0], ()):
             continue
-        sizes = dict(zip(FEATURES, map(float, row["sizes"]), strict=True))
+        rows, columns, depth, _ = row["sizes"]
+        kernel = Kernel(name=row["class"], rows=rows, columns=columns, depth=depth)
         ratio = row["ratio"]
-        each = _preference_for(row["class"], row["op"], sizes, preferred)
+        each = _preference_for(kernel, row["op"], preferred)
         if each is not None and row["first_engine"] == each["engine"]:
             if "kernels" not in row:
                 continue
             ratio *= _ratio_of_first(row["kernels"], each["knobs"])
-        yield Kernel(name=row["class"], sizes=sizes, ratio=ratio)
+        yield replace(kernel, ratio=round(ratio, 3))
     times = {key.graph: choice for key, choice in choices.shipped().items()}
     seen: set[str] = set()
     for cell in CELLS:
         for part in _parts_of(cell):
-            digest, name = choices.digest_of(part), class_of(part)
+            digest = choices.digest_of(part)
             choice = times.get(digest)
-            if choice is None or digest in seen or not name:
+            if choice is None or digest in seen or not class_of(part):
                 continue
             seen.add(digest)
-            sizes = sizes_of(part)
-            if _preference_for(name, label(part), sizes, preferred):
+            kernel = kernel_of(part)
+            if _preference_for(kernel, label(part), preferred):
                 continue
             if choice.cudnn_us and choice.xla_us and choice.first_ratio:
                 ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
-                yield Kernel(name=name, sizes=sizes, ratio=ratio)
+                yield replace(kernel, ratio=round(ratio, 3))
 
 
 def _ratio_of_first(
@@ -230,15 +204,13 @@ def _ratio_of_first(
 
 
 def _preference_for(
-    name: str,
-    op: str,
-    sizes: Mapping[str, float],
-    preferred: Sequence[Mapping[str, Any]],
+    kernel: Kernel, op: str, preferred: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
+    kind = _kind_and_bits(kernel.name)
     for each in preferred:
         low, high = each["work"]
-        is_like = (each["kind"], each["bits"]) == _kind_and_bits(name) and "+" in op
-        if is_like and low <= sizes["work"] < high:
+        is_like = (each["kind"], each["bits"]) == kind and "+" in op
+        if is_like and low <= kernel.work < high:
             return each
     return None
 
@@ -255,81 +227,37 @@ def _parts_of(cell: Any) -> Iterator[Any]:
             yield from graph.parts
 
 
-def _splits(kernels: Sequence[Kernel]) -> Iterator[Rule]:
-    """Yield the rule that XLA runs all, and those beyond each bound."""
-    everything = Rule(count=len(kernels))
-    yield everything
-    for feature in FEATURES:
-        sizes = sorted({kernel.sizes[feature] for kernel in kernels})
-        for low, high in itertools.pairwise(sizes):
-            bound = float(f"{math.sqrt(low * high):.3g}")
-            if low < bound < high:
-                yield replace(everything, feature=feature, least=bound)
-                yield replace(everything, feature=feature, most=bound)
+def judged(kernels: Sequence[Kernel]) -> Iterator[Judged]:
+    """Judge each kernel by the others, but for those of its own block."""
+    for start in range(0, len(kernels), _TOGETHER):
+        block = kernels[start : start + _TOGETHER]
+        others = Measured([*kernels[:start], *kernels[start + _TOGETHER :]])
+        for kernel in block:
+            verdict = others.verdict(kernel)
+            yield Judged(kernel=kernel, is_cudnns=verdict is None or verdict.is_faster)
 
 
-def _finite(bound: float) -> float | None:
-    return bound if math.isfinite(bound) else None
-
-
-def rule_of(name: str, kernels: Sequence[Kernel]) -> dict[str, Any] | None:
-    """Return the rule of a class, None where cuDNN runs all or too little is known."""
-    if len(kernels) < _FEWEST:
-        return None
-
-    def saved(rule: Rule) -> float:
-        worth = _WORTH_OF_BOUND if rule.feature else _WORTH
-        return sum(k.cost for k in kernels if rule.holds(k.sizes)) - worth
-
-    def mean(rule: Rule) -> float:
-        given = (k.ratio for k in kernels if rule.holds(k.sizes))
-        return statistics.geometric_mean(given)
-
-    def is_known(rule: Rule) -> bool:
-        kept = sum(not rule.holds(k.sizes) for k in kernels)
-        return mean(rule) >= _SLOWER and (not rule.feature or kept >= _FEWEST_BEYOND)
-
-    splits = [each for each in _splits(kernels) if is_known(each)]
-    best = max(splits, key=saved, default=None)
-    if best is None or saved(best) <= 0:
-        return None
-    given = [kernel for kernel in kernels if best.holds(kernel.sizes)]
-    return {
-        "class": name,
-        "feature": best.feature,
-        "least": _finite(best.least),
-        "most": _finite(best.most),
-        "sizes": {
-            feature: [
-                float(f"{min(k.sizes[feature] for k in kernels) / _REACH:.3g}"),
-                float(f"{max(k.sizes[feature] for k in kernels) * _REACH:.3g}"),
-            ]
-            for feature in FEATURES
-        },
-        "ratio": round(mean(best), 3),
-        "count": len(given),
-    }
-
-
-def rules(kernels: Sequence[Kernel]) -> list[dict[str, Any]]:
-    """Return the rules of all classes, and of what classes have in common."""
-    by_class: defaultdict[str, list[Kernel]] = defaultdict(list)
-    for kernel in kernels:
-        by_class[kernel.name].append(kernel)
-        if general(kernel.name) != kernel.name:
-            by_class[general(kernel.name)].append(kernel)
-    found = (rule_of(name, each) for name, each in sorted(by_class.items()))
-    known = [rule for rule in found if rule is not None]
-    # Where a class is known well enough, it says so itself that cuDNN runs it.
-    named = {rule["class"] for rule in known}
-    for name, each in sorted(by_class.items()):
-        if name not in named and len(each) >= _FEWEST and general(name) in named:
-            known.append({"class": name, "count": 0})
-    return sorted(known, key=lambda rule: rule["class"])
+def _table(found: Sequence[Judged]) -> Iterator[str]:
+    yield "| kernels | measured | ratio | cuDNN's | ratio | over 1.05 |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    by_class: defaultdict[str, list[Judged]] = defaultdict(list)
+    for each in found:
+        by_class[each.kernel.name].append(each)
+    for name, group in (*sorted(by_class.items()), ("all", found)):
+        ratios = [each.kernel.ratio for each in group]
+        kept = [each.kernel.ratio for each in group if each.is_cudnns]
+        mean = f"{statistics.geometric_mean(kept):.2f}" if kept else ""
+        over = sum(ratio > _GOAL for ratio in kept) if kept else ""
+        yield (
+            f"| {name} | {len(group)} | {statistics.geometric_mean(ratios):.2f} "
+            f"| {len(kept)} | {mean} | {over} |"
+        )
 
 
 def markdown(
-    data: Mapping[str, Any], environments: Sequence[Mapping[str, str]], kernels: int
+    data: Mapping[str, Any],
+    found: Sequence[Judged],
+    environments: Sequence[Mapping[str, str]],
 ) -> str:
     """Return the page, of what is written for the package and how it was measured."""
 
@@ -342,34 +270,28 @@ def markdown(
         "",
         '# What "auto" leaves to XLA',
         "",
-        "Printed by `python -m scripts.default_rules`; do not edit. Rules from the",
-        f"times of {kernels} kernels on {measured_with('GPU')} with cuDNN "
+        "Printed by `python -m scripts.default_rules`; do not edit. From the times of",
+        f"{len(found)} kernels on {measured_with('GPU')} with cuDNN "
         f"{measured_with('cuDNN')} and JAX {measured_with('JAX')}.",
         "",
         "A kernel is a convolution, a gradient of one, or a product, with what follows",
-        "it. It is like a product of (rows, depth) and (depth, columns). Within a",
-        "factor of 2 of the sizes that were measured, XLA runs those that are named.",
-        "Products of up to 64 rows are classes of their own: they are bound by reading",
-        "the other matrix.",
-        "The ratio is the geometric mean of the time of cuDNN's first plan over XLA's,",
-        "in as many kernels. Tuning looks at each kernel instead, and goes before",
-        "these rules.",
+        "it. It is like a product of (rows, depth) and (depth, columns). Where nothing",
+        "was tuned, the eight measured kernels that are most like it decide: those of",
+        "the nearest sizes, and of its class or one that differs little. XLA runs it",
+        "unless cuDNN's first plan was faster for them, by at least 3 % in a mean in",
+        "which near kernels weigh more, and what is above 1.05 counts twice. Products",
+        "of up to 64 rows are judged by such products alone: they are bound by reading",
+        "the other matrix. cuDNN runs a kernel that is far from all of these, by a",
+        "factor of 20 in one size. Tuning looks at each kernel itself, and goes before",
+        "all this.",
         "",
-        "| kernels | left to XLA | ratio | kernels measured |",
-        "| --- | --- | ---: | ---: |",
+        "The table is by class. The first ratio is the geometric mean of the time of",
+        "cuDNN's first plan over XLA's. The last columns say what becomes of each",
+        "kernel if the others decide: how many of them cuDNN runs, their mean ratio,",
+        "and how many take more than 1.05 of XLA's time.",
+        "",
+        *_table(found),
     ]
-    for rule in data["rules"]:
-        if not rule["count"]:
-            lines.append(f"| {rule['class']} | none | | |")
-            continue
-        where = "all"
-        if rule["feature"]:
-            least = rule["least"] is not None
-            bound = rule["least"] if least else rule["most"]
-            where = f"{rule['feature']} {'from' if least else 'up to'} {bound:,.0f}"
-        lines.append(
-            f"| {rule['class']} | {where} | {rule['ratio']:.2f} | {rule['count']} |"
-        )
     lines += ["", "Engines of cuDNN whose plans are left to XLA where they come first:"]
     lines += [
         f"{kind}: {', '.join(map(str, engines))}."
@@ -431,27 +353,28 @@ def main() -> None:
     (cudnn,) = {each["cuDNN"] for each in environments}  # all of one version
     preferred = preferences(rows, _number(cudnn))
     kernels = list(measured_kernels(rows, engines, preferred))
-    found = rules(kernels)
     _RULES.parent.mkdir(exist_ok=True)
     data = {
         "sm_version": 90,
         "slow_engines": engines,
         "preferred": preferred,
-        "rules": found,
+        "kernels": sorted(
+            [each.name, *map(_short, (each.rows, each.columns, each.depth)), each.ratio]
+            for each in kernels
+        ),
     }
     write_records(_RULES, data)
-    _PAGE.write_text(markdown(data, environments, len(kernels)))
-    known = read_rules(found)
-    slow = [kernel for kernel in kernels if math.log(kernel.ratio) > _GOAL]
-    kept = [kernel for kernel in slow if not _is_given(kernel, known)]
-    print(f"{len(kernels)} kernels, {len(found)} rules")
-    print(f"more than 5 % slower than XLA: {len(slow)}, with the rules {len(kept)}")
+    found = list(judged(kernels))
+    _PAGE.write_text(markdown(data, found, environments))
+    slow = [each for each in found if each.kernel.ratio > _GOAL]
+    kept = [each for each in slow if each.is_cudnns]
+    print(f"more than 5 % slower than XLA: {len(slow)} of {len(found)} kernels")
+    print(f"of these, run by cuDNN if the others decide: {len(kept)}")
 
 
-def _is_given(kernel: Kernel, known: Mapping[str, Rule]) -> bool:
-    """Whether the rules give a kernel to XLA."""
-    rule = rule_for(kernel.name, known)
-    return rule is not None and rule.holds(kernel.sizes)
+def _short(size: float) -> float:
+    """Return a size with three digits, which is more than a nearness needs."""
+    return float(f"{size:.3g}")
 
 
 if __name__ == "__main__":

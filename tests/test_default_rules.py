@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which contractions "auto" leaves to XLA: their classes, sizes and rules."""
+"""Which contractions "auto" leaves to XLA: their classes, sizes and those like them."""
 
 import json
 import math
@@ -17,7 +17,7 @@ from jax_cudnn.config import Options, PlanOptions
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import legalize, measured
-from jax_cudnn.legalize.measured import Rule
+from jax_cudnn.legalize.nearest import Kernel, Measured, distance
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.native import PlanInfo
@@ -107,26 +107,6 @@ def test_kernels_have_classes(
     assert measured.class_of(part) == expected
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("matmul, f32, more, 2 more arrays", "matmul, f32, more"),
-        ("matmul, f32, more, 2 more arrays, few rows", "matmul, f32, more, few rows"),
-        ("matmul, f32, more, batched", "matmul, f32, more, batched"),
-        (
-            "conv_fprop, f32, more, 2 axes, windows of 1",
-            "conv_fprop, f32, more, 2 axes",
-        ),
-        (
-            "conv_fprop, f32, more, 2 axes, groups",
-            "conv_fprop, f32, more, 2 axes, groups",
-        ),
-    ],
-)
-def test_a_class_may_belong_to_another(name: str, expected: str) -> None:
-    assert measured.general(name) == expected
-
-
 def test_gradients_have_classes_of_their_own() -> None:
     def gradients(x: jax.Array, w: jax.Array, cotangent: jax.Array) -> Any:
         return jax.vjp(conv, x, w)[1](cotangent)
@@ -167,32 +147,109 @@ def test_gradients_of_activations_have_classes_by_their_names() -> None:
 
 def test_sizes_are_those_of_the_product() -> None:
     (part,) = parts_of(jax_cudnn.matmul, array(5, 7), array(7, 3))
-    sizes = measured.sizes_of(part)
-    expected = {"rows": 5, "columns": 3, "depth": 7, "work": 105}
-    assert sizes == pytest.approx(expected)
-    assert list(sizes) == list(measured.FEATURES)
+    like = measured.kernel_of(part)
+    assert like.name == measured.class_of(part)
+    assert (like.rows, like.columns, like.depth) == pytest.approx((5, 3, 7))
+    assert like.work == pytest.approx(105)
 
 
-def test_a_rule_holds_within_its_bounds_and_what_was_measured() -> None:
-    sizes = {"rows": 64.0, "columns": 64.0, "depth": 64.0, "work": 64.0**3}
-    known = {name: (size / 2, size * 2) for name, size in sizes.items()}
-    assert Rule(sizes=known, count=3).holds(sizes)
-    assert not Rule(sizes=known).holds(sizes), "of a class that cuDNN runs"
-    assert not Rule(sizes=known, count=3).holds({**sizes, "rows": 129.0})
-    assert Rule(sizes=known, count=3, feature="depth", least=64.0).holds(sizes)
-    assert not Rule(sizes=known, count=3, feature="depth", least=65.0).holds(sizes)
-    assert not Rule(sizes=known, count=3, feature="depth", most=63.0).holds(sizes)
+def kernel(
+    name: str = "matmul, f32, more",
+    rows: float = 64.0,
+    columns: float = 64.0,
+    depth: float = 64.0,
+    ratio: float = 1.0,
+) -> Kernel:
+    return Kernel(name=name, rows=rows, columns=columns, depth=depth, ratio=ratio)
+
+
+def test_distance_is_by_the_sizes_and_the_words_of_classes() -> None:
+    e = math.e
+    assert distance(kernel(), kernel()) == 0
+    assert distance(kernel(), kernel(depth=64 / e)) == pytest.approx(1)
+    assert distance(kernel(rows=64 * e), kernel(columns=64 * e)) == pytest.approx(
+        math.sqrt(2)
+    )
+    relu, array_more = "matmul, f32, relu", "matmul, f32, more, 1 more arrays"
+    assert distance(kernel(), kernel(relu)) == pytest.approx(1)
+    assert distance(kernel(), kernel(array_more)) == pytest.approx(0.5)
+    assert distance(kernel(array_more), kernel(relu)) == pytest.approx(1.5)
+
+
+def test_the_nearest_kernels_decide() -> None:
+    near = [kernel(depth=64 + i, ratio=0.8) for i in range(8)]
+    far = [kernel(depth=4096 + i, ratio=1.5) for i in range(8)]
+    known = Measured([*near, *far])
+    here, there = known.verdict(kernel()), known.verdict(kernel(depth=4096))
+    assert here is not None
+    assert here.is_faster
+    assert (here.ratio, here.count) == (pytest.approx(0.8), 8)
+    assert there is not None
+    assert not there.is_faster
+    assert there.ratio == pytest.approx(1.5)
+
+
+def test_a_mean_weighs_near_ones_more_and_says_from_where_to_where() -> None:
+    known = Measured(
+        [kernel(ratio=0.5), kernel(depth=6400, ratio=1.04), kernel(depth=6400)]
+    )
+    found = known.verdict(kernel())
+    assert found is not None
+    far = 1 / (0.5 + math.log(100))
+    logs = 2 * math.log(0.5) + far * math.log(1.04)
+    assert found.ratio == pytest.approx(math.exp(logs / (2 + 2 * far)))
+    assert (found.low, found.high) == pytest.approx((0.5, 1.04))
+    assert found.is_faster
+
+
+def test_a_loss_counts_more_than_a_win_and_no_single_one_decides() -> None:
+    def is_faster(*ratios: float) -> bool:
+        verdict = Measured(kernel(ratio=r) for r in ratios).verdict(kernel())
+        assert verdict is not None
+        return verdict.is_faster
+
+    assert is_faster(0.95, 0.95, 0.95)
+    assert not is_faster(0.98, 0.98, 0.98), "too little to win"
+    assert not is_faster(0.8, 0.9, 1.2), "0.95 in the mean"
+    assert is_faster(*[0.7] * 7, 100.0)
+    assert not is_faster(*[0.7] * 4, *[2.0] * 4)
+
+
+def test_families_are_judged_apart_and_too_few_say_nothing() -> None:
+    slow = [kernel(ratio=2.0)] * 3
+    few = kernel("matmul, f32, more, few rows")
+    assert Measured(slow).verdict(few) is None
+    assert Measured(slow).verdict(kernel("matmul, 16 bits, more")) is None
+    assert Measured(slow).verdict(kernel("matmul, f32, alone")) is not None
+    assert Measured(slow[:2]).verdict(kernel()) is None
+    assert Measured([replace(few, ratio=0.5)] * 3).verdict(few) is not None
+
+
+def test_what_is_far_from_all_that_was_measured_stays_cudnns() -> None:
+    known = Measured([kernel(ratio=2.0)] * 3)
+    assert known.verdict(kernel(rows=64 * 19)) is not None
+    assert known.verdict(kernel(rows=64 * 21)) is None
+    (part,) = parts_of(jax_cudnn.matmul, array(5, 24), array(24, 8))
+    assert measured.slower(part) == ""
+    assert decide_part(part, None, Options()).runs_on == "cudnn"
 
 
 def test_the_file_is_read_whole() -> None:
-    entries = json.loads(_DATA.read_text())["rules"]
-    rules = measured.rules()
-    assert {entry["class"] for entry in entries} == set(rules)
-    for rule in rules.values():
-        assert rule.feature in ("", *measured.FEATURES)
-        assert (rule.count == 0) == (not rule.sizes)
-        # What is given to XLA is faster there.
-        assert rule.count == 0 or rule.ratio > 1
+    entries = json.loads(_DATA.read_text())["kernels"]
+    for name, rows, columns, depth, ratio in entries:
+        assert name.startswith(
+            ("conv_fprop, ", "conv_dgrad, ", "conv_wgrad, ", "matmul, ")
+        )
+        assert min(rows, columns, depth, ratio) > 0
+    assert len(entries) > 1000
+    # What was measured is judged by its like.
+    verdicts = [
+        measured.kernels().verdict(kernel(name, rows, columns, depth))
+        for name, rows, columns, depth, _ in entries
+    ]
+    known = [each for each in verdicts if each is not None]
+    assert len(known) > 0.95 * len(entries)
+    assert {each.is_faster for each in known} == {True, False}
 
 
 _H100 = Target(
@@ -258,7 +315,7 @@ def test_auto_leaves_a_plain_product_to_xla_and_cudnn_does_not() -> None:
     (part,) = parts_of(jax_cudnn.matmul, array(4096, 2048), array(2048, 1024))
     step = decide_part(part, None, Options())
     assert step.runs_on == "xla"
-    assert any("measured kernels like this one" in each for each in step.reasons)
+    assert any("most like this one" in each for each in step.reasons)
     step = decide_part(part, None, Options(implementation="cudnn"))
     assert step.runs_on == "cudnn"
 
@@ -307,9 +364,3 @@ def test_a_fused_product_stays_cudnns() -> None:
     (part,) = parts_of(gelu, array(8192, 1024), array(1024, 4096))
     assert measured.slower(part) == ""
     assert all(way.slower == "" for way in legalize(part, None).candidates)
-
-
-def test_sizes_far_from_what_was_measured_stay_cudnns() -> None:
-    (part,) = parts_of(jax_cudnn.matmul, array(16, 24), array(24, 8))
-    assert measured.slower(part) == ""
-    assert math.prod(part.output_tensors[0].dims) == 128

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Who runs a contraction by default, and by which plan, as others like it were faster?
 
-"auto" leaves some classes of them to XLA, and cuDNN's first plan gives way to another
-one where that was faster. The rules are in data/rules/rules.json.
-`python -m scripts.default_rules` makes them from times of random calls on a GPU
-(benchmarks/untuned.py). A rule holds for one class of kernels, within the sizes that
-were measured. What was measured for a graph itself goes before (choices.py).
+"auto" leaves a contraction to XLA where cuDNN's first plan was not faster for the
+measured ones most like it (nearest.py), and that plan gives way to another one where
+that was faster. data/rules/rules.json has the measured ones.
+`python -m scripts.default_rules` writes it, from times of random calls on a GPU
+(benchmarks/untuned.py). What was measured for a graph itself goes before (choices.py).
 """
 
 import functools
 import json
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +19,7 @@ from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.conv_channels import is_faster_with_more
 from jax_cudnn.legalize.conv_pairs import pairs
+from jax_cudnn.legalize.nearest import Kernel, Measured
 
 _FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
 _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
@@ -29,62 +28,24 @@ _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
 _SUMS = frozenset({"add", "identity"})
 # Products of so few rows are bound by reading the other matrix. Text is generated so.
 _FEW_ROWS = 64
-# What rules may ask for: sizes of the product that a contraction is like.
-FEATURES: Sequence[str] = ("rows", "columns", "depth", "work")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Rule:
-    """When XLA runs kernels of a class, and from how many that is known.
-
-    XLA runs those whose ``feature`` is between ``least`` and ``most``; all of them
-    where no feature is named. ``sizes`` has the least and the most of each feature that
-    were measured, outside of which the rule says nothing. ``ratio`` is the geometric
-    mean of the time of cuDNN's first plan over that of XLA's code, in the ``count``
-    kernels that the rule gives to XLA; 0 of them says that cuDNN runs the class.
-    """
-
-    feature: str = ""
-    least: float = -math.inf
-    most: float = math.inf
-    sizes: Mapping[str, tuple[float, float]] = field(default_factory=lambda: {})
-    ratio: float = 1.0
-    count: int = 0
-
-    def holds(self, sizes: Mapping[str, float]) -> bool:
-        """Whether XLA is to run a kernel of these sizes."""
-        if not self.count:
-            return False
-        is_known = all(
-            low <= sizes[name] <= high for name, (low, high) in self.sizes.items()
-        )
-        return is_known and (
-            not self.feature or self.least <= sizes[self.feature] <= self.most
-        )
 
 
 def slower(part: Graph) -> str:
     """Say why "auto" leaves a part with one contraction to XLA, if it does."""
     name = class_of(part)
-    if not name:
+    verdict = kernels().verdict(kernel_of(part)) if name else None
+    if verdict is None or verdict.is_faster:
         return ""
-    rule = rule_for(name, rules())
-    if rule is None or not rule.holds(sizes_of(part)):
-        return ""
+    took = f"{verdict.ratio:.2f} ({verdict.low:.2f} to {verdict.high:.2f})"
     return (
-        f"in {rule.count} measured kernels like this one ({name}) cuDNN's first plan "
-        f"took {rule.ratio:.2f} of the time of XLA's code: plans.autotune finds the "
-        "best of both"
+        f"cuDNN's first plan took {took} of the time of XLA's code in the "
+        f"{verdict.count} measured kernels most like this one ({name}): plans.autotune "
+        "finds the best of both"
     )
 
 
-def rule_for(name: str, known: Mapping[str, Rule]) -> Rule | None:
-    """Return the rule of a class: its own, or that of the class it belongs to."""
-    return known.get(name, known.get(general(name)))
-
-
 def class_of(part: Graph) -> str:
-    """Return which kernels are like a part, "" where no rule is for it."""
+    """Return which kernels are like a part, "" where nothing says so."""
     node = _contraction(part)
     if node is None:
         return ""
@@ -110,20 +71,8 @@ def class_of(part: Graph) -> str:
     return ", ".join(words)
 
 
-def general(name: str) -> str:
-    """Return the class that a class belongs to: any windows, and any more arrays.
-
-    Batches and groups of products are none of it. Products of few rows are a class.
-    """
-    words = name.split(", ")
-    if {"batched", "groups"} & {*words}:
-        return name
-    kept = (word for word in words if word.endswith(" axes") or word == "few rows")
-    return ", ".join([*words[:3], *kept])
-
-
-def sizes_of(part: Graph) -> dict[str, float]:
-    """Return rows, columns, depth and work of the product that a part is like.
+def kernel_of(part: Graph) -> Kernel:
+    """Return the class and the sizes of the product that a part is like.
 
     A product of (m, r) and (r, n) has arrays of mr, rn and mn elements, and each of m,
     n and r follows from these three numbers. So they do for a convolution.
@@ -133,13 +82,12 @@ def sizes_of(part: Graph) -> dict[str, float]:
     a, b, c = (
         math.prod(part.tensor(name).dims) for _, name in (*node.inputs, *node.outputs)
     )
-    rows, columns, depth = (
-        math.sqrt(a * c / b),
-        math.sqrt(b * c / a),
-        math.sqrt(a * b / c),
+    return Kernel(
+        name=class_of(part),
+        rows=math.sqrt(a * c / b),
+        columns=math.sqrt(b * c / a),
+        depth=math.sqrt(a * b / c),
     )
-    work = rows * columns * depth
-    return {"rows": rows, "columns": columns, "depth": depth, "work": work}
 
 
 def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
@@ -168,35 +116,24 @@ def preference(part: Graph, target: Target | None) -> str:
         is_like = node.kind == each["kind"] and bits == {each["bits"]}
         is_like = is_like and len(part.nodes) > 1
         low, high = each["work"]
-        if is_measured and is_like and low <= sizes_of(part)["work"] < high:
+        if is_measured and is_like and low <= kernel_of(part).work < high:
             request = {"first": each["knobs"], "of_engine": each["engine"]}
             return json.dumps(request, sort_keys=True, separators=(",", ":"))
     return ""
 
 
 @functools.cache
-def rules() -> Mapping[str, Rule]:
-    """Return the rules by their class."""
-    return read_rules(_read()["rules"])
-
-
-def read_rules(entries: Sequence[Mapping[str, Any]]) -> Mapping[str, Rule]:
-    """Return rules by their class, given as the file has them."""
-    return {entry["class"]: _rule(entry) for entry in entries}
+def kernels() -> Measured:
+    """Return the kernels that were measured."""
+    return Measured(
+        Kernel(name=name, rows=rows, columns=columns, depth=depth, ratio=ratio)
+        for name, rows, columns, depth, ratio in _read()["kernels"]
+    )
 
 
 @functools.cache
 def _read() -> dict[str, Any]:
     return json.loads(_FILE.read_text())
-
-
-def _rule(entry: Mapping[str, Any]) -> Rule:
-    given = {name: value for name, value in entry.items() if value is not None}
-    sizes = given.pop("sizes", {})
-    del given["class"]
-    return Rule(
-        sizes={name: (low, high) for name, (low, high) in sizes.items()}, **given
-    )
 
 
 def _contraction(part: Graph) -> Node | None:
