@@ -25,7 +25,7 @@ import itertools
 import json
 import math
 import statistics
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -38,7 +38,7 @@ from benchmarks.records import on_this_gpu, write_records
 from jax_cudnn import choices
 from jax_cudnn.graph import label
 from jax_cudnn.legalize.measured import class_of, kernel_of
-from jax_cudnn.legalize.nearest import Kernel, Measured
+from jax_cudnn.legalize.nearest import Kernel, Measured, cost_of
 from jax_cudnn.lowering import traced_program
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -55,9 +55,14 @@ _FEWEST_OF_ENGINE = 2
 # A kernel goes before an engine's own choice that took, as a geometric mean over so
 # many, no more than this of its time.
 _FASTER = 0.95
-_FEWEST_OF_KERNEL = 20
-# Between these numbers of multiplications, the same kernel goes before.
-_BOUNDS = (2**20, 2**26, 2**30, 2**32, 2**34, 2**36, 2**38)
+_FEWEST_OF_KERNEL = 8
+_MOST_KERNELS = 5
+# Between these numbers of multiplications, the same kernels go before. For convolutions,
+# that cuDNN lists a kernel says as much as the work does.
+_BOUNDS = {
+    "conv_fprop": (2**20, 2**40),
+    "matmul": (2**20, 2**28, 2**32, 2**36, 2**40),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,55 +102,50 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
             groups[*_kind_and_bits(row["class"]), row["first_engine"]].append(row)
     found: list[dict[str, Any]] = []
     for (kind, bits, engine), group in sorted(groups.items()):
-        of_kind: list[dict[str, Any]] = []
-        for bounds in itertools.pairwise(_BOUNDS):
-            if (best := _preferred(group, bounds)) is not None:
-                of_kind.append({"work": bounds, **best})
-        for each in _merged(of_kind):
-            ratios = each.pop("ratios")
-            mean = round(statistics.geometric_mean(ratios), 3)
-            each |= {"ratio": mean, "count": len(ratios)}
-            same = {"kind": kind, "bits": bits, "cudnn": cudnn, "engine": engine}
-            found.append({**same, **each})
+        for low, high in itertools.pairwise(_BOUNDS[kind]):
+            times = [x["kernels"] for x in group if low <= x["sizes"][-1] < high]
+            if names := _preferred(times):
+                ratios = [_ratio_of_first(each, names) for each in times]
+                changed = [ratio for ratio in ratios if ratio is not None]
+                found.append(
+                    {
+                        "kind": kind,
+                        "bits": bits,
+                        "cudnn": cudnn,
+                        "engine": engine,
+                        "knobs": [json.loads(name) for name in names],
+                        "work": [low, high],
+                        "ratio": round(statistics.geometric_mean(changed), 3),
+                        "count": len(changed),
+                        "of": len(times),
+                    }
+                )
     return found
 
 
-def _merged(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield entries, those as one that say the same of ranges side by side."""
-    last: dict[str, Any] | None = None
-    for each in entries:
-        (low, high), knobs = each["work"], each["knobs"]
-        if last is not None and (last["knobs"], last["work"][1]) == (knobs, low):
-            last["work"][1] = high
-            last["ratios"] += each["ratios"]
-            continue
-        if last is not None:
-            yield last
-        last = {"knobs": knobs, "work": [low, high], "ratios": [*each["ratios"]]}
-    if last is not None:
-        yield last
+def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
+    """Return which kernels go first, given what kernels took as ratios.
 
-
-def _preferred(
-    rows: Sequence[Mapping[str, Any]], bounds: tuple[float, float]
-) -> dict[str, Any] | None:
-    """Return which kernel goes first for that much work, with its times, if any does.
-
-    And which one does where that is not listed: the two that save most together.
+    Each is the one that saves most where the ones before it are not listed.
     """
-    low, high = bounds
-    times = [row["kernels"] for row in rows if low <= row["sizes"][-1] < high]
-    listed = Counter(name for each in times for name in each)
-    known = sorted(name for name in listed if listed[name] >= _FEWEST_OF_KERNEL)
-    most, best = 0.0, None
-    for names in (*itertools.permutations(known, 1), *itertools.permutations(known, 2)):
-        found = (next((x[n] for n in names if n in x), None) for x in times)
-        ratios = [ratio for ratio in found if ratio is not None]
-        saved = -sum(map(math.log, ratios))
-        if statistics.geometric_mean(ratios) <= _FASTER and saved > most:
-            knobs = [json.loads(name) for name in names]
-            most, best = saved, {"knobs": knobs, "ratios": ratios}
-    return best
+    names: list[str] = []
+    while len(names) < _MOST_KERNELS:
+        logs: defaultdict[str, list[float]] = defaultdict(list)
+        for each in times:
+            if _ratio_of_first(each, names) is None:
+                for name, ratio in each.items():
+                    logs[name].append(math.log(ratio))
+        saved = {
+            name: -sum(map(cost_of, found))
+            for name, found in logs.items()
+            if len(found) >= _FEWEST_OF_KERNEL
+            and statistics.fmean(found) <= math.log(_FASTER)
+        }
+        best = max(saved, key=lambda name: saved[name], default=None)
+        if best is None or saved[best] <= 0:
+            break
+        names.append(best)
+    return names
 
 
 def _kind_and_bits(name: str) -> tuple[str, str]:
@@ -161,20 +161,17 @@ def measured_kernels(
 ) -> Iterator[Kernel]:
     """Yield the kernels that were measured, but for those of slow engines.
 
-    Where another kernel goes before the first, its time counts. Those that are not
-    known to have it are left out.
+    Where another kernel goes before the first, its time counts.
     """
     for row in rows:
         if row["first_engine"] in slow.get(_kind_and_bits(row["class"])[0], ()):
             continue
-        rows, columns, depth, _ = row["sizes"]
-        kernel = Kernel(name=row["class"], rows=rows, columns=columns, depth=depth)
+        m, n, depth, _ = row["sizes"]
+        kernel = Kernel(name=row["class"], rows=m, columns=n, depth=depth)
         ratio = row["ratio"]
         each = _preference_for(kernel, row["op"], preferred)
         if each is not None and row["first_engine"] == each["engine"]:
-            if "kernels" not in row:
-                continue
-            ratio *= _ratio_of_first(row["kernels"], each["knobs"])
+            ratio *= _gain(row, each)
         yield replace(kernel, ratio=round(ratio, 3))
     times = {key.graph: choice for key, choice in choices.shipped().items()}
     seen: set[str] = set()
@@ -193,14 +190,17 @@ def measured_kernels(
                 yield replace(kernel, ratio=round(ratio, 3))
 
 
-def _ratio_of_first(
-    kernels: Mapping[str, float], preferred: Sequence[Mapping[str, int]]
-) -> float:
-    """Return the time of the first preferred kernel that is listed, as a ratio."""
-    for knobs in preferred:
-        if (ratio := kernels.get(json.dumps(knobs))) is not None:
-            return ratio
-    return 1.0
+def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:
+    """Return by how much a preference changes a time: as a mean, if it is not known."""
+    if "kernels" not in row:
+        return preference["ratio"] ** (preference["count"] / preference["of"])
+    names = map(json.dumps, preference["knobs"])
+    return _ratio_of_first(row["kernels"], names) or 1.0
+
+
+def _ratio_of_first(times: Mapping[str, float], names: Iterable[str]) -> float | None:
+    """Return the time of the first of these kernels that is listed, if any is."""
+    return next((times[name] for name in names if name in times), None)
 
 
 def _preference_for(
@@ -315,7 +315,7 @@ def markdown(
             f"| {each['kind']} | {each['bits']} | {version} "
             f"| {each['engine']} | {knobs} "
             f"| {_power(each['work'][0])} to {_power(each['work'][1])} "
-            f"| {each['ratio']:.2f} | {each['count']} |"
+            f"| {each['ratio']:.2f} | {each['count']} of {each['of']} |"
         )
     return "\n".join(lines) + "\n"
 

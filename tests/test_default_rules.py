@@ -279,6 +279,21 @@ def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
     assert preference(32768, replace(_H100, cudnn_version=91901)) == large
 
 
+def test_kernels_go_first_in_their_order_for_convolutions_with_something_around() -> (
+    None
+):
+    def preference(function: Callable[..., Any]) -> str:
+        x, w = array(2, 28, 28, 64), array(3, 3, 64, 96)
+        (part,) = parts_of(function, x, w)
+        return measured.preference(part, _H100)
+
+    asked = preference(silu_of_bias)
+    first = [{"KERNEL_CFG": 16}, {"KERNEL_CFG": 48}, {"KERNEL_CFG": 40}]
+    assert json.loads(asked) == {"first": first, "of_engine": 4}
+    assert parse_request(asked) == asked
+    assert preference(conv) == ""
+
+
 class _Gpu:
     """A GPU that says which plan it was asked for."""
 

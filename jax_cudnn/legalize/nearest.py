@@ -90,8 +90,7 @@ class Measured:
             return None
         weights = [1 / (_NEAR + far) for far, _ in near]
         times = [math.log(ratio) for _, ratio in near]
-        capped = (min(time, _MOST) for time in times)
-        costs = [time + _MORE * max(0.0, time - _GOAL) for time in capped]
+        costs = list(map(cost_of, times))
         return Verdict(
             ratio=math.exp(_mean(times, weights)),
             low=math.exp(min(times)),
@@ -99,6 +98,12 @@ class Measured:
             count=len(near),
             is_faster=_mean(costs, weights) < -_MARGIN,
         )
+
+
+def cost_of(time: float) -> float:
+    """Return what it costs to take a plan, given the logarithm of its time's ratio."""
+    capped = min(time, _MOST)
+    return capped + _MORE * max(0.0, capped - _GOAL)
 
 
 def distance(one: Kernel, other: Kernel) -> float:
