@@ -6,7 +6,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
@@ -40,11 +40,14 @@ from jax_cudnn.offline.builders import plan_builders
 
 _log = logging.getLogger("jax_cudnn")
 
-# A first look takes one sample of each plan; those this much slower than the best one
-# are not looked at again. A first launch that is this much slower is no look.
+# A plan whose first launch is so many times slower than the best plan gets no other one.
+_NO_LOOK = 3
+# A first look takes one sample of each plan. Those this much slower than the best one
+# are not looked at again. The others take a few samples, and the fastest of these more.
 _LOOK_US = 500
 _HOPELESS = 1.25
-_NO_LOOK = 3
+_FEW_SAMPLES = 2
+_NEAR = 1.05
 _SAMPLES = 7
 # For each core, so many parts have their programs and plans compiled at once.
 _TOGETHER = 2
@@ -121,6 +124,10 @@ class _Way:
     legal: Legal
     builds: list[Callable[[], native.PlanInfo | None]]
 
+    def before(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        """Return the kernel's operands."""
+        return self.legal.before(operands)
+
 
 @dataclass(frozen=True, kw_only=True)
 class _Race:
@@ -156,17 +163,19 @@ class _Contest:
         self._check_time()
         (ways,) = yield [self._ways]
         builds = [build for way in ways for build in way.builds]
-        xla_over_sets, example_of, _, *plans = yield [
+        xla_over_sets, example_of, _, *rest = yield [
             functools.partial(self._compiled_over_sets, self._run_xla),
             functools.partial(self._compiled, functools.partial(_example, self._part)),
             self._operands.compile,
+            *(functools.partial(self._compiled, way.before) for way in ways),
             *builds,
         ]
+        befores, plans = rest[: len(ways)], rest[len(ways) :]
 
         self._check_time()
         sets = self._operands.draw()
         xla_us = self._time(xla_over_sets, sets)
-        races = list(self._races(ways, iter(plans), sets))
+        races = list(self._races(zip(ways, befores, strict=True), iter(plans), sets))
         del sets  # Drawn again below: other parts need the memory meanwhile.
         winners = [functools.partial(_run_cudnn, race.entries[0][0]) for race in races]
         of_one = [functools.partial(self._compiled, run) for run in winners]
@@ -278,18 +287,26 @@ class _Contest:
 
     def _races(
         self,
-        ways: list[_Way],
+        ways: Iterable[tuple[_Way, Callable[..., Any] | None]],
         plans: Iterator[native.PlanInfo | None],
         sets: _Sets,
     ) -> Iterator[_Race]:
-        for way in ways:
-            built = list(itertools.islice(plans, len(way.builds)))
-            changed = [list(jax.jit(way.legal.before)(operands)) for operands in sets]
+        for way, before in ways:
+            built = list(filter(None, itertools.islice(plans, len(way.builds))))
+            if before is None or not built:
+                continue
+            start = time.monotonic()
+            changed = [list(before(*operands)) for operands in sets]
             stopwatch = PlanStopwatch(way.legal.graph, changed, self._device)
+            ready = time.monotonic()
             found = [
                 (self._step(way.legal, plan), us)
-                for plan, us in self._looks(stopwatch, list(filter(None, built)))
+                for plan, us in self._looks(stopwatch, built)
             ]
+            _log.debug(
+                "%d plans of %s timed in %.2f s, after %.2f s for their operands",
+                len(built), label(self._part), time.monotonic() - ready, ready - start,
+            )  # fmt: skip
             if found:
                 yield _Race(
                     entries=sorted(found, key=lambda entry: entry[1]),
@@ -310,7 +327,7 @@ class _Contest:
     ) -> Iterator[tuple[native.PlanInfo, float]]:
         """Time the plans that run, with more samples for those that may be the best.
 
-        The others are told with the time of the first look.
+        The others are told with the time of their last look.
         """
         looks: list[tuple[native.PlanInfo, float]] = []
         best = math.inf
@@ -325,14 +342,15 @@ class _Contest:
             else:
                 looks.append((plan, look))
                 best = min(best, look)
-        for plan, look in looks:
-            is_hopeless = look > best * _HOPELESS
-            us = (
-                look
-                if is_hopeless
-                else stopwatch.time(plan, samples=_SAMPLES).median_us
-            )
-            yield plan, us
+        for factor, samples in ((_HOPELESS, _FEW_SAMPLES), (_NEAR, _SAMPLES)):
+            best = min((us for _, us in looks), default=math.inf)
+            looks = [
+                (plan, stopwatch.time(plan, samples=samples).median_us)
+                if us <= best * factor
+                else (plan, us)
+                for plan, us in looks
+            ]
+        yield from looks
 
     def _agreed(
         self, race: _Race, on_one: Callable[..., Any] | None, example: _Example | None
