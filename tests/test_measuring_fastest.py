@@ -68,11 +68,13 @@ class Gpu:
 
 
 class _Stopwatch:
-    def __init__(self, graph: Graph, sets: Any, device: Any):
+    def __init__(self, graph: Graph, sets: Any, device: Any, results: Any):
         assert device.local_hardware_id == 3
-        assert [x.shape for x in sets[0]] == [
-            t.stored_shape for t in graph.input_tensors
-        ]
+        for arrays, tensors in (
+            (sets[0], graph.input_tensors),
+            (results[0], graph.output_tensors),
+        ):
+            assert [x.shape for x in arrays] == [t.stored_shape for t in tensors]
 
     def time(self, plan: PlanInfo, **options: Any) -> Measurement:
         assert options["samples"] > 0

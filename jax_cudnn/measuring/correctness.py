@@ -85,14 +85,14 @@ def comparable(part: Graph, results: Sequence[_T]) -> list[_T]:
     return [result for name, result in pairs if name not in cancelled]
 
 
-def largest_error(found: Sequence[Any], expected: Sequence[Any]) -> float:
+def largest_error(found: Sequence[Any], expected: Sequence[Any]) -> jax.Array:
     """Return the largest relative error of some results, by the norm of each.
 
     Where the reference is not finite, nothing is compared: random operands may ask for
     what no dtype holds. Where only the result is not, the error is infinite.
     """
-    pairs = zip(found, expected, strict=True)
-    return max((float(_error(x, y)) for x, y in pairs), default=0.0)
+    errors = [_error(x, y) for x, y in zip(found, expected, strict=True)]
+    return jnp.max(jnp.stack(errors)) if errors else jnp.zeros(())
 
 
 @jax.jit

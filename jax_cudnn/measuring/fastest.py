@@ -33,10 +33,12 @@ from jax_cudnn.measuring.stopwatch import (
     OperandSets,
     PlanStopwatch,
     compile_over_sets,
+    results_of,
     time_calls,
 )
 from jax_cudnn.measuring.together import Work, in_stages, workers
 from jax_cudnn.offline.builders import plan_builders
+from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -124,9 +126,11 @@ class _Way:
     legal: Legal
     builds: list[Callable[[], native.PlanInfo | None]]
 
-    def before(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Return the kernel's operands."""
-        return self.legal.before(operands)
+    def prepared(
+        self, *operands: jax.Array
+    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
+        """Return the kernel's operands, and arrays for its results."""
+        return self.legal.before(operands), results_of(self.legal.graph)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,18 +171,18 @@ class _Contest:
             functools.partial(self._compiled_over_sets, self._run_xla),
             functools.partial(self._compiled, functools.partial(_example, self._part)),
             self._operands.compile,
-            *(functools.partial(self._compiled, way.before) for way in ways),
+            *(functools.partial(self._compiled, way.prepared) for way in ways),
             *builds,
         ]
-        befores, plans = rest[: len(ways)], rest[len(ways) :]
+        prepare, plans = rest[: len(ways)], rest[len(ways) :]
 
         self._check_time()
         sets = self._operands.draw()
         xla_us = self._time(xla_over_sets, sets)
-        races = list(self._races(zip(ways, befores, strict=True), iter(plans), sets))
+        races = list(self._races(zip(ways, prepare, strict=True), iter(plans), sets))
         del sets  # Drawn again below: other parts need the memory meanwhile.
         winners = [functools.partial(_run_cudnn, race.entries[0][0]) for race in races]
-        of_one = [functools.partial(self._compiled, run) for run in winners]
+        of_one = [functools.partial(self._compiled_error, run) for run in winners]
         of_sets = [functools.partial(self._compiled_over_sets, run) for run in winners]
         programs = yield [*of_one, *of_sets]
 
@@ -190,8 +194,8 @@ class _Contest:
         compiled = zip(programs[: len(races)], programs[len(races) :], strict=True)
         best: tuple[float, Step] | None = None
         first_ratio: float | None = None
-        for race, (on_one, over_sets) in zip(races, compiled, strict=True):
-            step, us = self._agreed(race, on_one, example)
+        for race, (error_of, over_sets) in zip(races, compiled, strict=True):
+            step, us = self._agreed(race, error_of, example)
             if step is None:
                 continue
             if first_ratio is None:
@@ -249,9 +253,23 @@ class _Contest:
         limit = self._options.plan.workspace_limit_bytes
         return plan if limit is None or plan.workspace_bytes <= limit else None
 
-    def _compiled(self, function: Callable[..., Any]) -> Callable[..., Any] | None:
-        """Compile what is not timed, and so needs no tuning of XLA's own."""
-        types = self._operands.types[0]
+    def _compiled_error(self, run: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Compile what runs a part, and compares it with what is expected."""
+        expected = [
+            jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
+            for t in self._part.output_tensors
+        ]
+        error = functools.partial(_error_of, self._part, run)
+        return self._compiled(error, expected)
+
+    def _compiled(
+        self, function: Callable[..., Any], more: Sequence[Any] = ()
+    ) -> Callable[..., Any] | None:
+        """Compile what is not timed, and so needs no tuning of XLA's own.
+
+        ``more`` are the types of what it takes after a part's operands.
+        """
+        types = *self._operands.types[0], *more
         is_gpu = self._device.platform == "gpu"
 
         def compile_it() -> Callable[..., Any]:
@@ -291,13 +309,13 @@ class _Contest:
         plans: Iterator[native.PlanInfo | None],
         sets: _Sets,
     ) -> Iterator[_Race]:
-        for way, before in ways:
+        for way, prepare in ways:
             built = list(filter(None, itertools.islice(plans, len(way.builds))))
-            if before is None or not built:
+            if prepare is None or not built:
                 continue
             start = time.monotonic()
-            changed = [list(before(*operands)) for operands in sets]
-            stopwatch = PlanStopwatch(way.legal.graph, changed, self._device)
+            changed, results = zip(*(prepare(*each) for each in sets), strict=True)
+            stopwatch = PlanStopwatch(way.legal.graph, changed, self._device, results)
             ready = time.monotonic()
             found = [
                 (self._step(way.legal, plan), us)
@@ -353,17 +371,20 @@ class _Contest:
         yield from looks
 
     def _agreed(
-        self, race: _Race, on_one: Callable[..., Any] | None, example: _Example | None
+        self,
+        race: _Race,
+        error_of: Callable[..., Any] | None,
+        example: _Example | None,
     ) -> tuple[Step | None, float]:
         """Return the fastest step that agrees with the reference, and its time.
 
-        ``on_one`` is the program of the fastest of all.
+        ``error_of`` is the program that says how far off the fastest of all is.
         """
         for step, us in race.entries:
             self._check_time()
             if step is not race.entries[0][0]:
-                on_one = self._compiled(functools.partial(_run_cudnn, step))
-            if _agrees(step, on_one, example):
+                error_of = self._compiled_error(functools.partial(_run_cudnn, step))
+            if _agrees(step, error_of, example):
                 return step, us
         return None, math.inf
 
@@ -378,7 +399,7 @@ class _Contest:
             run = functools.partial(_run_contender, step)
             with _failures_told(step):
                 us = self._time(self._compiled_over_sets(run), sets)
-                if us is not None and _agrees(step, self._compiled(run), example):
+                if us is not None and _agrees(step, self._compiled_error(run), example):
                     yield contender.title, round(us, 2)
 
 
@@ -430,20 +451,28 @@ def _example(part: Graph, *operands: jax.Array) -> _Example:
     return fitting, reference_results(part, fitting)
 
 
+def _error_of(
+    part: Graph, run: Callable[..., Sequence[jax.Array]], *given: jax.Array
+) -> jax.Array:
+    """Return how far off a run is, given a part's operands and what is expected."""
+    count = len(part.inputs)
+    found = comparable(part, run(*given[:count]))
+    return largest_error(found, comparable(part, given[count:]))
+
+
 def _agrees(
-    step: Step, program: Callable[..., Any] | None, example: _Example | None
+    step: Step, error_of: Callable[..., Any] | None, example: _Example | None
 ) -> bool:
     """Whether a step computes what is expected; one that does not is warned of."""
-    if program is None:
+    if error_of is None:
         return False
     if example is None:
         return True
     operands, expected = example
-    results = _unless_it_fails(lambda: program(*operands))
-    if results is None:
+    error = _unless_it_fails(lambda: error_of(*operands, *expected))
+    if error is None:
         return False
     part, most = step.part, bound(step.part)
-    error = largest_error(comparable(part, results), comparable(part, expected))
     if error <= most:
         return True
     name = f"cuDNN's plan {step.plan.name}" if step.plan else step.contender

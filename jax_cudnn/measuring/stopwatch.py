@@ -150,19 +150,21 @@ class PlanStopwatch:
     """Times plans of one graph in memory of its own."""
 
     def __init__(
-        self, graph: Graph, sets: Sequence[Sequence[jax.Array]], device: Any
+        self,
+        graph: Graph,
+        sets: Sequence[Sequence[jax.Array]],
+        device: Any,
+        results: Sequence[Sequence[jax.Array]] | None = None,
     ) -> None:
-        """Take the operands, and memory for the results."""
+        """Take the operands, and arrays of one's own for the results, if there are any.
+
+        The arrays of the results are written over.
+        """
         self._json = to_json(graph)
         self._device = device
-        with jax.default_device(device):
-            results = [
-                [
-                    jnp.zeros(t.stored_shape, jax_dtype(t.dtype))
-                    for t in graph.output_tensors
-                ]
-                for _ in sets
-            ]
+        if results is None:
+            with jax.default_device(device):
+                results = [results_of(graph) for _ in sets]
         # Kept alive as long as their addresses are in use.
         self._memory: list[Any] = [*sets, *results]
         jax.block_until_ready(self._memory)
@@ -214,6 +216,11 @@ class PlanStopwatch:
                 rounded = max(math.ceil(size / step) * step, 1)
                 self._workspace = jnp.zeros(rounded, jnp.uint8).block_until_ready()
         return self._workspace
+
+
+def results_of(graph: Graph) -> list[jax.Array]:
+    """Return arrays for the results of a graph."""
+    return [jnp.zeros(t.stored_shape, jax_dtype(t.dtype)) for t in graph.output_tensors]
 
 
 def _addresses(arrays: Sequence[jax.Array]) -> tuple[int, ...]:
