@@ -380,6 +380,17 @@ def test_small_gated_products_are_xlas(gated: Callable[..., Any]) -> None:
     assert not why(_gradient_of_fused, 32, 64, 128)
 
 
+@pytest.mark.parametrize("sizes", [(65536, 32, 1), (1, 512, 512), (4096, 1, 64)])
+def test_products_with_a_vector_are_xlas(sizes: tuple[int, int, int]) -> None:
+    def why(dtype: Any) -> set[str]:
+        m, r, n = sizes
+        args = array(m, r, dtype=dtype), array(r, n, dtype=dtype)
+        (part,) = parts_of(gelu, *args)
+        return {way.slower[:23] for way in legalize(part, None).candidates}
+
+    assert why(jnp.bfloat16) == why(jnp.float16) == {"a product with a vector"}
+
+
 def test_a_fused_product_stays_cudnns() -> None:
     (part,) = parts_of(gelu, array(8192, 1024), array(1024, 4096))
     assert measured.slower(part) == ""
