@@ -33,8 +33,8 @@ _SLOW_SMALL_GATE = (
 )
 
 
-# (1769472, 32) times (32, 1) took cuDNN's fastest plan 2.1 times as long as XLA's code on
-# an H100 (cuDNN 9.19): the vector is padded to whole loads, and so is the result.
+# (1769472, 32) times (32, 1) took cuDNN's fastest plan 2.1 times as long as XLA's code
+# on an H100 (cuDNN 9.19): the vector is padded to whole loads, and so is the result.
 _SLOW_VECTOR = (
     "a product with a vector, or of two: XLA needs one pass over the matrix, and cuDNN "
     "pads the vector first; plans.autotune finds the best of both"

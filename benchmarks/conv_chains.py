@@ -1,0 +1,279 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Is a convolution with the batch norms around it one fast kernel?
+
+    python -m benchmarks.conv_chains --out docs/benchmarks
+
+times convolutions of ResNet-50 on one GPU: alone, with the sums of its result and of
+its squares as further results (what the next batch norm needs), and behind scale, bias
+and relu (what the last one left to do). Each is timed by the fastest of cuDNN's plans
+and by XLA. It writes conv_chains.json and conv_chains.md there.
+"""
+
+import argparse
+import functools
+import json
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.records import write_records
+from benchmarks.report import environment, versions_text
+from benchmarks.timing import Contender, alternate
+from jax_cudnn import native
+from jax_cudnn.errors import UnsupportedError
+from jax_cudnn.graph import Graph, from_json, to_json
+from jax_cudnn.lowering.devices import local_device
+from jax_cudnn.measuring.stopwatch import (
+    OperandSets,
+    PlanStopwatch,
+    compile_over_sets,
+)
+from jax_cudnn.measuring.together import together
+
+_DATA, _PAGE = "conv_chains.json", "conv_chains.md"
+_PLANS = 12
+_CHANNELS_LAST = [0, 2, 3, 1]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chain:
+    """A convolution in steps of 1, with what is around it in its kernel."""
+
+    images: int
+    size: int
+    inner: int
+    outer: int
+    window: int
+    dtype: str = "bf16"
+    is_normalized: bool = False
+    has_sums: bool = False
+
+    @property
+    def title(self) -> str:
+        """What is around it, and of which dtype."""
+        words = ["scale, bias, relu"] if self.is_normalized else []
+        words += ["conv"] + (["sums"] if self.has_sums else [])
+        return f"{self.dtype}: {', '.join(words)}"
+
+    def graph(self) -> Graph:
+        """Return it as one of cuDNN's graphs."""
+        x, y = [[self.images, c, *[self.size] * 2] for c in (self.inner, self.outer)]
+        tensors, nodes = _Tensors(), list[dict[str, Any]]()
+        tensors.add(self.dtype, x=x, w=[self.outer, self.inner, *[self.window] * 2])
+        tensors.add(self.dtype, y=y)
+        inputs, outputs, image = ["x", "w"], ["y"], "x"
+        if self.is_normalized:
+            channels = [1, self.inner, 1, 1]
+            tensors.add(self.dtype, scale=channels, bias=channels)
+            tensors.add(self.dtype, scaled=x, shifted=x, positive=x)
+            nodes += [
+                _pointwise("mul", "scaled", a="x", b="scale"),
+                _pointwise("add", "shifted", a="scaled", b="bias"),
+                _pointwise("relu", "positive", a="shifted"),
+            ]
+            inputs, image = ["x", "scale", "bias", "w"], "positive"
+        ends = [self.window // 2] * 2
+        attributes = {"padding_high": ends, "padding_low": ends}
+        for name in ("lhs_dilation", "rhs_dilation", "window_strides"):
+            attributes[name] = [1, 1]
+        nodes.append(_node("conv_fprop", attributes, "y", w="w", x=image))
+        if self.has_sums:
+            tensors.add("f32", wide=y, squares=y)
+            totals = [1, self.outer, 1, 1]
+            tensors.add("f32", sum=totals, sum_of_squares=totals)
+            nodes += [
+                _pointwise("identity", "wide", a="y"),
+                _node("reduction", {"mode": "add"}, "sum", input="wide"),
+                _pointwise("mul", "squares", a="wide", b="wide"),
+                _node("reduction", {"mode": "add"}, "sum_of_squares", input="squares"),
+            ]
+            outputs = ["y", "sum", "sum_of_squares"]
+        data = {
+            "schema": 1,
+            "inputs": inputs,
+            "outputs": outputs,
+            "nodes": nodes,
+            "tensors": sorted(tensors, key=lambda tensor: tensor["name"]),
+        }
+        return from_json(json.dumps(data, sort_keys=True, separators=(",", ":")))
+
+    def run(self, *operands: jax.Array) -> list[jax.Array]:
+        """Compute it as XLA does."""
+        x, *middle, w = operands
+        if middle:
+            scale, bias = middle
+            x = jax.nn.relu(x * scale + bias)
+        ends = self.window // 2
+        # A filter lies in memory with its inner channels last.
+        layout = ("NHWC", "OHWI", "NHWC")
+        y = jax.lax.conv_general_dilated(
+            x, w, (1, 1), [(ends, ends)] * 2, dimension_numbers=layout
+        )
+        if not self.has_sums:
+            return [y]
+        wide = y.astype(jnp.float32)
+        return [y, wide.sum((0, 1, 2)), (wide * wide).sum((0, 1, 2))]
+
+
+class _Tensors(list[dict[str, Any]]):
+    def add(self, dtype: str, **tensors: Sequence[int]) -> None:
+        for name, dims in tensors.items():
+            self.append(
+                {"name": name, "dims": dims, "dtype": dtype, "order": _CHANNELS_LAST}
+            )
+
+
+def _pointwise(mode: str, output: str, **inputs: str) -> dict[str, Any]:
+    return _node("pointwise", {"alpha": 0, "mode": mode}, output, **inputs)
+
+
+def _node(
+    kind: str, attributes: dict[str, Any], output: str, **inputs: str
+) -> dict[str, Any]:
+    return {
+        "kind": kind,
+        "attributes": attributes,
+        "inputs": inputs,
+        "outputs": {"output": output},
+    }
+
+
+def chains(*, small: bool) -> list[list[Chain]]:
+    """Return the convolutions, each with different work around it."""
+    shapes = [
+        (56, 64, 64, 1), (56, 64, 64, 3), (56, 64, 256, 1), (56, 256, 64, 1),
+        (28, 128, 128, 3), (28, 128, 512, 1), (28, 512, 128, 1), (14, 256, 256, 3),
+        (14, 256, 1024, 1), (14, 1024, 256, 1), (7, 512, 512, 3), (7, 512, 2048, 1),
+    ]  # fmt: skip
+    if small:
+        shapes = [(8, 16, 8, 3)]
+    around: list[dict[str, Any]] = [
+        {},
+        {"has_sums": True},
+        {"is_normalized": True, "has_sums": True},
+        {"dtype": "f16", "is_normalized": True, "has_sums": True},
+    ]
+    return [
+        [
+            Chain(
+                images=2 if small else 128,
+                size=size,
+                inner=inner,
+                outer=outer,
+                window=window,
+                **each,
+            )
+            for each in around
+        ]
+        for size, inner, outer, window in shapes
+    ]
+
+
+class _Kernel:
+    """A chain with cuDNN's plans for it, and XLA's program."""
+
+    def __init__(self, chain: Chain) -> None:
+        self.chain, self.graph = chain, chain.graph()
+        self._operands = OperandSets(self.graph, local_device())
+        self.plans: list[native.PlanInfo] = []
+        self.program: Callable[..., Any] | None = None
+
+    def prepare(self) -> None:
+        """Build plans and compile the program; may run in a thread."""
+        text, ordinal = to_json(self.graph), local_device().local_hardware_id
+        try:
+            listed = native.candidates(text, device=ordinal)
+        except UnsupportedError:
+            listed = ()
+        for each in [x for x in listed if x.request and not x.refusal][:_PLANS]:
+            try:
+                plan = native.plan(text, request=each.request, device=ordinal)
+            except UnsupportedError:
+                continue
+            self.plans.append(plan)
+        with jax.default_device(local_device()):
+            self._operands.compile()
+            self.program = compile_over_sets(self.chain.run, self._operands.types)
+
+    def measured(self) -> dict[str, float]:
+        """Return microseconds by cuDNN's fastest plan, if any runs, and by XLA."""
+        sets = self._operands.draw()
+        stopwatch = PlanStopwatch(self.graph, sets, local_device())
+        fastest = float("inf")
+        for plan in self.plans:
+            time = stopwatch.time(plan, samples=3, enough_us=2 * fastest)
+            fastest = min(fastest, time.median_us)
+        call = functools.partial(self.program, sets)  # type: ignore[arg-type]
+        contender = Contender(call=call, wait=jax.block_until_ready)
+        times = alternate({"XLA": contender}, rounds=5, round_ms=8.0, least_calls=2)
+        found = {"XLA": round(statistics.median(times["XLA"]) / len(sets), 2)}
+        return {"cuDNN": round(fastest, 2), **found} if self.plans else found
+
+
+def measure(found: Sequence[Sequence[Chain]]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each convolution."""
+    kernels = [[_Kernel(chain) for chain in each] for each in found]
+    together([kernel.prepare for each in kernels for kernel in each])
+    for each in kernels:
+        chain = each[0].chain
+        yield {
+            "x": [chain.images, chain.size, chain.size, chain.inner],
+            "w": [chain.window, chain.window, chain.inner, chain.outer],
+            "us": {kernel.chain.title: kernel.measured() for kernel in each},
+        }
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    titles = list(data["rows"][0]["us"])
+    names = [f"{title} | XLA" for title in titles]
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- Convolutions with batch norms around them in one kernel. -->",
+        "",
+        "# Convolutions with batch norms around them",
+        "",
+        "Printed by `python -m benchmarks.conv_chains --out docs/benchmarks`; do not "
+        f"edit. {versions_text(data['environment'])}.",
+        "",
+        "Microseconds of convolutions of ResNet-50: alone; with the sums of the result",
+        "and of its squares for each channel, as the next batch norm needs them; and",
+        "with scale, bias and relu of the last batch norm in front of it, too. Each by",
+        f"the fastest of cuDNN's first {_PLANS} plans, and by XLA.",
+        "",
+        f"| x | w | {' | '.join(names)} |",
+        f"| --- | --- |{' ---: |' * (2 * len(titles))}",
+    ]
+    for row in data["rows"]:
+        cells = [
+            f"{row['us'][title][name]:.1f}" if name in row["us"][title] else "-"
+            for title in titles
+            for name in ("cuDNN", "XLA")
+        ]
+        lines.append(f"| {row['x']} | {row['w']} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
+    parser.add_argument("--small", action="store_true", help="one small convolution")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    data: dict[str, Any] = {"environment": environment(), "rows": []}
+    for row in measure(chains(small=options.small)):
+        data["rows"].append(row)
+        write_records(options.out / _DATA, data)
+        (options.out / _PAGE).write_text(markdown(data))
+    print(markdown(data))
+
+
+if __name__ == "__main__":
+    main()
