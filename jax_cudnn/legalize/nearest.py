@@ -24,6 +24,10 @@ _NEAR = 0.5
 # What differs in classes of one family counts as a factor of e in one size, or of its
 # root where one class has it and the other has not.
 _WORD = 0.5
+# With this after a contraction or nothing, XLA runs it as one kernel. What else follows
+# is a kernel of its own: between these two, the distance is larger by this.
+_XLAS_OWN = frozenset({"alone", "sums", "relu"})
+_OTHER_CODE = 1.0
 # Words without which kernels are of another family.
 _FAMILIES = frozenset({"batched", "groups", "few rows"})
 # What takes more than this of XLA's time counts three times. What takes more than twice
@@ -118,7 +122,9 @@ def distance(one: Kernel, other: Kernel) -> float:
 
 @functools.cache
 def _between(one: str, other: str) -> float:
-    return _WORD * len({*one.split(", ")} ^ {*other.split(", ")})
+    words, others = {*one.split(", ")}, {*other.split(", ")}
+    is_as_one = _XLAS_OWN.isdisjoint(words) == _XLAS_OWN.isdisjoint(others)
+    return _WORD * len(words ^ others) + (0 if is_as_one else _OTHER_CODE)
 
 
 @functools.cache
