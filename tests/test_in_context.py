@@ -4,7 +4,6 @@
 import itertools
 import math
 import random
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -304,46 +303,6 @@ def test_a_program_without_memory_for_it_is_not_run(
     assert str(found) == "a run needs 0.0 GiB of memory, and 0.0 GiB are free"
     stats["bytes_in_use"] = 0
     assert run.compile([Trial({})]) == [0]
-
-
-def test_first_runs_are_at_once_where_there_is_memory_for_them(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    ran: list[bool] = []
-    rooms: list[int] = []
-
-    class Compiled:
-        def __call__(self, *operands: jax.Array) -> Sequence[jax.Array]:
-            ran.append(threading.current_thread() is threading.main_thread())
-            if not ran[-1] and len(rooms) == 3:
-                raise jax.errors.JaxRuntimeError("out of memory")
-            return operands
-
-    lowered = SimpleNamespace(compile=Compiled)
-    jitted = SimpleNamespace(lower=lambda *operands: lowered)
-    x = jnp.ones(3)
-    contest = Programs(jax.jit(lambda x: x + 1).trace(x), jax.devices()[0])
-    monkeypatch.setattr(jax, "jit", lambda function: jitted)
-    monkeypatch.setattr(programs, "_needed_bytes", lambda program: 2**20)
-
-    def compiled(free: int) -> list[bool]:
-        monkeypatch.setattr(programs, "_free_bytes", lambda device: free)
-        ran.clear()
-        rooms.append(free)
-        assert all(isinstance(x, int) for x in contest.compile([Trial({})]))
-        return ran
-
-    assert compiled(2**20) == [False, True]
-    assert compiled(2**30) == [False, True]
-    assert compiled(2**30) == [False, True], "what fails there runs alone"
-
-
-def test_no_more_memory_is_taken_than_is_free() -> None:
-    room = programs._Room(10)
-    with room.taken(6) as first, room.taken(5) as second, room.taken(4) as third:
-        assert (first, second, third) == (True, False, True)
-    with room.taken(10) as whole:
-        assert whole
 
 
 def test_programs_that_are_far_behind_run_no_more(

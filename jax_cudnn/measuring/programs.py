@@ -11,7 +11,6 @@ import functools
 import logging
 import math
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -73,13 +72,10 @@ class Programs:
 
         Returns the numbers of the programs, or why one does not compile or run.
         """
-        room = _Room(_free_bytes(self._device))
-        tasks = [functools.partial(self._compiled, trial, room) for trial in trials]
+        tasks = [functools.partial(self._compiled, trial) for trial in trials]
         return [self._number(each) for each in together(tasks)]
 
-    def _compiled(
-        self, trial: Trial, room: "_Room"
-    ) -> "jax.stages.Compiled | NotRunError":
+    def _compiled(self, trial: Trial) -> "jax.stages.Compiled | NotRunError":
         function, operands = self._function, self._operands
 
         def program(*operands: jax.Array) -> list[jax.Array]:
@@ -91,17 +87,9 @@ class Programs:
                 jax.default_device(self._device),
                 _out_of_memory_is("a compilation"),
             ):
-                compiled = jax.jit(program).lower(*operands).compile()
+                return jax.jit(program).lower(*operands).compile()
         except NotRunError as error:
             return error
-        # The first run takes seconds on the host: XLA builds what it needs of cuDNN.
-        with room.taken(_needed_bytes(compiled)) as has_room:
-            if has_room:
-                try:
-                    jax.block_until_ready(compiled(*operands))
-                except jax.errors.JaxRuntimeError as error:  # It runs alone, below.
-                    _log.debug("a first run beside others failed: %s", error)
-        return compiled
 
     def _number(
         self, program: "jax.stages.Compiled | NotRunError"
@@ -148,27 +136,6 @@ class Programs:
             for i in (*running[first:], *running[:first]):
                 samples[i].append(_run(calls[i], counts[i]))
         return [statistics.median(each) for each in samples]
-
-
-class _Room:
-    """Memory for programs that run at the same time."""
-
-    def __init__(self, free: float) -> None:
-        """Begin with so many free bytes."""
-        self._free = free
-        self._lock = threading.Lock()
-
-    @contextmanager
-    def taken(self, needed: float) -> Iterator[bool]:
-        """Take bytes for a while, if they are free; say whether they are."""
-        with self._lock:
-            taken = needed if needed <= self._free else 0
-            self._free -= taken
-        try:
-            yield taken == needed
-        finally:
-            with self._lock:
-                self._free += taken
 
 
 def _needed_bytes(program: jax.stages.Compiled) -> int:
