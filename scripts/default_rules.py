@@ -57,8 +57,8 @@ _FEWEST_OF_ENGINE = 2
 _FASTER = 0.95
 _FEWEST_OF_KERNEL = 8
 _MOST_KERNELS = 5
-# Between these numbers of multiplications, the same kernels go before. For convolutions,
-# that cuDNN lists a kernel says as much as the work does.
+# Between these numbers of multiplications, the same kernels go before. That cuDNN lists
+# a kernel for a convolution says as much as the work does.
 _BOUNDS = {
     "conv_fprop": (2**20, 2**40),
     "matmul": (2**20, 2**28, 2**32, 2**36, 2**40),

@@ -42,7 +42,7 @@ from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
 
-# A plan whose first launch is so many times slower than the best plan gets no other one.
+# A plan whose first launch is so many times slower than the best plan gets no other.
 _NO_LOOK = 3
 # A first look takes one sample of each plan. Those this much slower than the best one
 # are not looked at again. The others take a few samples, and the fastest of these more.
