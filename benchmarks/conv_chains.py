@@ -250,11 +250,10 @@ def markdown(data: dict[str, Any]) -> str:
         f"| --- | --- |{' ---: |' * (2 * len(titles))}",
     ]
     for row in data["rows"]:
-        cells = [
-            f"{row['us'][title][name]:.1f}" if name in row["us"][title] else "-"
-            for title in titles
-            for name in ("cuDNN", "XLA")
-        ]
+        times = (
+            row["us"][title].get(name) for title in titles for name in ("cuDNN", "XLA")
+        )
+        cells = ["-" if us is None else f"{us:.1f}" for us in times]
         lines.append(f"| {row['x']} | {row['w']} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 

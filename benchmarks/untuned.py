@@ -63,6 +63,7 @@ _PARTS, _FEW_ROWS = "untuned_parts.json", "untuned_few_rows.json"
 _MLPS = "untuned_mlps.json"
 # The first number of the calls; the first whose kernels are timed is 0.
 _FIRST = 100_000
+_COUNT = 200
 _AT_ONCE = 32
 _GOAL = 1.05
 
@@ -184,6 +185,8 @@ def markdown(data: dict[str, Any]) -> str:
     ratios = np.array([row["ratio"] for row in rows])
     over = sorted((r for r in rows if r["ratio"] > _GOAL), key=lambda r: -r["ratio"])
     not_timed = len(data["rows"]) - len(every)
+    left = _COUNT - len(data["rows"])
+    older = f", of which {left} were not timed again since they go by newer rules"
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
         '<!-- Random calls with "auto" and no tuning, beside XLA. -->',
@@ -193,11 +196,12 @@ def markdown(data: dict[str, Any]) -> str:
         "Printed by `python -m benchmarks.untuned --out docs/benchmarks`; do not edit. "
         f"{versions_text(data['environment'])}.",
         "",
-        f"{len(data['rows'])} random calls of the sizes that models have (products,",
+        f"{_COUNT} random calls of the sizes that models have (products,",
         "convolutions, norms, attention), half of them with all gradients, as they",
-        'run with `implementation="auto"` and no choice of the tuner. The ratio is to',
-        "XLA's code in the same run: below 1 is faster. The rules that decide were",
-        "made from other calls.",
+        'run with `implementation="auto"` and no choice of the tuner'
+        f"{older if left > 0 else ''}. The ratio is to",
+        "XLA's code in the same run: below 1 is faster. The kernels by which rules",
+        "decide are of other calls.",
         "",
         f"- cuDNN runs all or part of {len(rows)}. Of these, {len(over)} are more than "
         f"{_GOAL - 1:.0%} slower than XLA.",
@@ -377,7 +381,7 @@ def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--count", type=int, default=200, help="of random calls")
+    parser.add_argument("--count", type=int, default=_COUNT, help="of random calls")
     parser.add_argument("--first", type=int, default=0, help="number of a call")
     parser.add_argument("--only", default="", help="a regular expression")
     parser.add_argument("--most", type=int, default=10**6, help="kernels of a class")
