@@ -63,7 +63,6 @@ _PARTS, _FEW_ROWS = "untuned_parts.json", "untuned_few_rows.json"
 _MLPS = "untuned_mlps.json"
 # The first number of the calls; the first whose kernels are timed is 0.
 _FIRST = 100_000
-_COUNT = 200
 _AT_ONCE = 32
 _GOAL = 1.05
 
@@ -185,8 +184,7 @@ def markdown(data: dict[str, Any]) -> str:
     ratios = np.array([row["ratio"] for row in rows])
     over = sorted((r for r in rows if r["ratio"] > _GOAL), key=lambda r: -r["ratio"])
     not_timed = len(data["rows"]) - len(every)
-    left = _COUNT - len(data["rows"])
-    older = f", of which {left} were not timed again since they go by newer rules"
+    left = len(data.get("left", ()))
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
         '<!-- Random calls with "auto" and no tuning, beside XLA. -->',
@@ -196,12 +194,16 @@ def markdown(data: dict[str, Any]) -> str:
         "Printed by `python -m benchmarks.untuned --out docs/benchmarks`; do not edit. "
         f"{versions_text(data['environment'])}.",
         "",
-        f"{_COUNT} random calls of the sizes that models have (products,",
+        f"{len(data['rows'])} random calls of the sizes that models have (products,",
         "convolutions, norms, attention), half of them with all gradients, as they",
-        'run with `implementation="auto"` and no choice of the tuner'
-        f"{older if left > 0 else ''}. The ratio is to",
+        'run with `implementation="auto"` and no choice of the tuner. The ratio is to',
         "XLA's code in the same run: below 1 is faster. The kernels by which rules",
         "decide are of other calls.",
+        *(
+            [f"{left} more calls go by rules made since they were timed: left out."]
+            if left
+            else []
+        ),
         "",
         f"- cuDNN runs all or part of {len(rows)}. Of these, {len(over)} are more than "
         f"{_GOAL - 1:.0%} slower than XLA.",
@@ -327,6 +329,7 @@ def by_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
 def named(part: Graph) -> dict[str, Any]:
     """Return what tells a kernel from others, and its class."""
     like = measured.kernel_of(part)
+    assert like is not None
     sizes = (like.rows, like.columns, like.depth, like.work)
     return {
         "class": like.name,
@@ -381,7 +384,7 @@ def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--count", type=int, default=_COUNT, help="of random calls")
+    parser.add_argument("--count", type=int, default=200, help="of random calls")
     parser.add_argument("--first", type=int, default=0, help="number of a call")
     parser.add_argument("--only", default="", help="a regular expression")
     parser.add_argument("--most", type=int, default=10**6, help="kernels of a class")
@@ -425,12 +428,19 @@ def _write_calls(numbers: Sequence[int], folder: Path) -> None:
         if row["number"] not in numbers and row["GPU"] == found["GPU"]
     ]
     data: dict[str, Any] = {"environment": found, "rows": kept}
+    if left := _left(folder / _DATA).difference(numbers):
+        data["left"] = sorted(left)
     for row in check(numbers):
         _add(data, row)
         data["rows"].sort(key=lambda row: row["number"])
         if any("ratio" in each for each in data["rows"]):
             write_records(folder / _DATA, data)
             (folder / _PAGE).write_text(markdown(data))
+
+
+def _left(file: Path) -> set[int]:
+    """Return calls that a file leaves out, since rules changed after their times."""
+    return set(json.loads(file.read_text()).get("left", ())) if file.exists() else set()
 
 
 def _add(data: dict[str, Any], row: dict[str, Any]) -> None:

@@ -9,13 +9,13 @@ which `python -m benchmarks.untuned` writes on a GPU with `--parts`, `--few-rows
 writes jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It needs no GPU.
 
 The kernels that were measured are written one by one. For another kernel, those most
-like it decide (legalize/nearest.py). The page says how well they do: each kernel is
-judged by the others, without those that were measured right before and after it, since
-these may be of the same call.
+like it decide (legalize/nearest.py). The page says how well they do: kernels are judged
+in blocks, each by the others, without those that were measured right before and after
+its block, since these may be of the same call.
 
-A kernel of an engine is tried before the engine's own choice, for products with what
-surrounds them that are large enough, if it was faster on the whole. The products are
-then written with its times.
+Some kernels of an engine are tried before the engine's own choice, for contractions
+with something around them, if they were faster: on the whole, and in blocks that had no
+part in choosing them. Contractions are then written with these kernels' times.
 
 Engines that took several times as long as cuDNN's first plan wherever they were
 measured are left to XLA where they come first.
@@ -27,9 +27,9 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -37,8 +37,8 @@ from benchmarks.fusion_cells import CELLS
 from benchmarks.records import on_this_gpu, write_records
 from jax_cudnn import choices
 from jax_cudnn.graph import label
-from jax_cudnn.legalize.measured import class_of, kernel_of
-from jax_cudnn.legalize.nearest import Kernel, Measured, cost_of
+from jax_cudnn.legalize.measured import is_preferred, kernel_of
+from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured, cost_of
 from jax_cudnn.lowering import traced_program
 
 _ROOT = Path(__file__).resolve().parent.parent
@@ -48,13 +48,13 @@ _PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
 
 # Kernels that are measured in a row may be of one call: so many are judged together.
 _TOGETHER = 16
-_GOAL = 1.05
 # An engine is slow if it never took less than so many times as long as the first plan.
 _SLOW_ENGINE = 3.0
 _FEWEST_OF_ENGINE = 2
 # A kernel goes before an engine's own choice that took, as a geometric mean over so
-# many, no more than this of its time.
+# many, no more than this of its time; and than that, in blocks that did not choose it.
 _FASTER = 0.95
+_FASTER_IN_OTHERS = 0.96
 _FEWEST_OF_KERNEL = 8
 _MOST_KERNELS = 5
 # Between these numbers of multiplications, the same kernels go before. That cuDNN lists
@@ -70,6 +70,7 @@ class Judged:
     """A kernel, and whether cuDNN runs it by what is known of the others."""
 
     kernel: Kernel
+    ratio: float
     is_cudnns: bool
 
 
@@ -104,9 +105,8 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
     for (kind, bits, engine), group in sorted(groups.items()):
         for low, high in itertools.pairwise(_BOUNDS[kind]):
             times = [x["kernels"] for x in group if low <= x["sizes"][-1] < high]
-            if names := _preferred(times):
-                ratios = [_ratio_of_first(each, names) for each in times]
-                changed = [ratio for ratio in ratios if ratio is not None]
+            names, ratio = _preferred(times), _ratio_in_others(times)
+            if names and ratio <= _FASTER_IN_OTHERS:
                 found.append(
                     {
                         "kind": kind,
@@ -115,12 +115,39 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
                         "engine": engine,
                         "knobs": [json.loads(name) for name in names],
                         "work": [low, high],
-                        "ratio": round(statistics.geometric_mean(changed), 3),
-                        "count": len(changed),
+                        "ratio": round(ratio, 3),
+                        "count": sum(
+                            not each.keys().isdisjoint(names) for each in times
+                        ),
                         "of": len(times),
                     }
                 )
     return found
+
+
+_Row = TypeVar("_Row")
+
+
+def _blocks(
+    rows: Sequence[_Row], *, beside: int
+) -> Iterator[tuple[Sequence[_Row], Sequence[_Row]]]:
+    """Yield blocks of rows, each with the others but for so many right beside it."""
+    for start in range(0, len(rows), _TOGETHER):
+        end = start + _TOGETHER
+        others = [*rows[: max(0, start - beside)], *rows[end + beside :]]
+        yield rows[start:end], others
+
+
+def _ratio_in_others(times: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean ratio of preferred kernels where these had no part in it."""
+    found = [
+        _ratio_of_first(each, names)
+        for block, others in _blocks(times, beside=0)
+        for names in [_preferred(others)]
+        for each in block
+    ]
+    ratios = [ratio for ratio in found if ratio is not None]
+    return statistics.geometric_mean(ratios) if ratios else 1.0
 
 
 def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
@@ -130,16 +157,16 @@ def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
     """
     names: list[str] = []
     while len(names) < _MOST_KERNELS:
-        logs: defaultdict[str, list[float]] = defaultdict(list)
+        ratios: defaultdict[str, list[float]] = defaultdict(list)
         for each in times:
             if _ratio_of_first(each, names) is None:
                 for name, ratio in each.items():
-                    logs[name].append(math.log(ratio))
+                    ratios[name].append(ratio)
         saved = {
             name: -sum(map(cost_of, found))
-            for name, found in logs.items()
+            for name, found in ratios.items()
             if len(found) >= _FEWEST_OF_KERNEL
-            and statistics.fmean(found) <= math.log(_FASTER)
+            and statistics.geometric_mean(found) <= _FASTER
         }
         best = max(saved, key=lambda name: saved[name], default=None)
         if best is None or saved[best] <= 0:
@@ -154,12 +181,12 @@ def _kind_and_bits(name: str) -> tuple[str, str]:
     return kind, bits
 
 
-def measured_kernels(
-    rows: Sequence[Mapping[str, Any]],
+def of_rows(
+    rows: Iterable[Mapping[str, Any]],
     slow: Mapping[str, Sequence[int]],
     preferred: Sequence[Mapping[str, Any]],
-) -> Iterator[Kernel]:
-    """Yield the kernels that were measured, but for those of slow engines.
+) -> Iterator[tuple[Kernel, float]]:
+    """Yield the kernels of rows with their ratios, but for those of slow engines.
 
     Where another kernel goes before the first, its time counts.
     """
@@ -172,22 +199,27 @@ def measured_kernels(
         each = _preference_for(kernel, row["op"], preferred)
         if each is not None and row["first_engine"] == each["engine"]:
             ratio *= _gain(row, each)
-        yield replace(kernel, ratio=round(ratio, 3))
+        yield kernel, round(ratio, 3)
+
+
+def of_cells(
+    preferred: Sequence[Mapping[str, Any]],
+) -> Iterator[tuple[Kernel, float]]:
+    """Yield the kernels of the fusion benchmarks that have a choice that is shipped."""
     times = {key.graph: choice for key, choice in choices.shipped().items()}
     seen: set[str] = set()
     for cell in CELLS:
         for part in _parts_of(cell):
             digest = choices.digest_of(part)
-            choice = times.get(digest)
-            if choice is None or digest in seen or not class_of(part):
+            choice, kernel = times.get(digest), kernel_of(part)
+            if choice is None or digest in seen or kernel is None:
                 continue
             seen.add(digest)
-            kernel = kernel_of(part)
             if _preference_for(kernel, label(part), preferred):
                 continue
             if choice.cudnn_us and choice.xla_us and choice.first_ratio:
                 ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
-                yield replace(kernel, ratio=round(ratio, 3))
+                yield kernel, round(ratio, 3)
 
 
 def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:
@@ -206,13 +238,7 @@ def _ratio_of_first(times: Mapping[str, float], names: Iterable[str]) -> float |
 def _preference_for(
     kernel: Kernel, op: str, preferred: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
-    kind = _kind_and_bits(kernel.name)
-    for each in preferred:
-        low, high = each["work"]
-        is_like = (each["kind"], each["bits"]) == kind and "+" in op
-        if is_like and low <= kernel.work < high:
-            return each
-    return None
+    return next((each for each in preferred if is_preferred(each, kernel, op)), None)
 
 
 def _parts_of(cell: Any) -> Iterator[Any]:
@@ -227,14 +253,17 @@ def _parts_of(cell: Any) -> Iterator[Any]:
             yield from graph.parts
 
 
-def judged(kernels: Sequence[Kernel]) -> Iterator[Judged]:
-    """Judge each kernel by the others, but for those of its own block."""
-    for start in range(0, len(kernels), _TOGETHER):
-        block = kernels[start : start + _TOGETHER]
-        others = Measured([*kernels[:start], *kernels[start + _TOGETHER :]])
-        for kernel in block:
-            verdict = others.verdict(kernel)
-            yield Judged(kernel=kernel, is_cudnns=verdict is None or verdict.is_faster)
+def judged(
+    rows: Sequence[Mapping[str, Any]], slow: Mapping[str, Sequence[int]], cudnn: int
+) -> Iterator[Judged]:
+    """Judge the kernels of rows in blocks, each by the others."""
+    for block, others in _blocks(rows, beside=_TOGETHER):
+        preferred = preferences(others, cudnn)
+        known = Measured([*of_rows(others, slow, preferred), *of_cells(preferred)])
+        for kernel, ratio in of_rows(block, slow, preferred):
+            verdict = known.verdict(kernel)
+            is_cudnns = verdict is None or verdict.is_faster
+            yield Judged(kernel=kernel, ratio=ratio, is_cudnns=is_cudnns)
 
 
 def _table(found: Sequence[Judged]) -> Iterator[str]:
@@ -244,10 +273,10 @@ def _table(found: Sequence[Judged]) -> Iterator[str]:
     for each in found:
         by_class[each.kernel.name].append(each)
     for name, group in (*sorted(by_class.items()), ("all", found)):
-        ratios = [each.kernel.ratio for each in group]
-        kept = [each.kernel.ratio for each in group if each.is_cudnns]
+        ratios = [each.ratio for each in group]
+        kept = [each.ratio for each in group if each.is_cudnns]
         mean = f"{statistics.geometric_mean(kept):.2f}" if kept else ""
-        over = sum(ratio > _GOAL for ratio in kept) if kept else ""
+        over = sum(ratio > LOSS for ratio in kept) if kept else ""
         yield (
             f"| {name} | {len(group)} | {statistics.geometric_mean(ratios):.2f} "
             f"| {len(kept)} | {mean} | {over} |"
@@ -271,24 +300,25 @@ def markdown(
         '# What "auto" leaves to XLA',
         "",
         "Printed by `python -m scripts.default_rules`; do not edit. From the times of",
-        f"{len(found)} kernels on {measured_with('GPU')} with cuDNN "
+        f"{len(data['kernels'])} kernels on {measured_with('GPU')} with cuDNN "
         f"{measured_with('cuDNN')} and JAX {measured_with('JAX')}.",
         "",
         "A kernel is a convolution, a gradient of one, or a product, with what follows",
         "it. It is like a product of (rows, depth) and (depth, columns). Where nothing",
         "was tuned, the eight measured kernels that are most like it decide: those of",
         "the nearest sizes, and of its class or one that differs little. XLA runs it",
-        "unless cuDNN's first plan was faster for them, by at least 3 % in a mean in",
-        "which near kernels weigh more, and what is above 1.05 counts twice. Products",
-        "of up to 64 rows are judged by such products alone: they are bound by reading",
-        "the other matrix. cuDNN runs a kernel that is far from all of these, by a",
-        "factor of 20 in one size. Tuning looks at each kernel itself, and goes before",
-        "all this.",
+        "unless cuDNN's first plan was faster for them, by at least 3 %, in a mean in",
+        "which near kernels weigh more. What a time is above 1.05 counts three times,",
+        "and no time counts more than 2. Products of up to 64 rows are judged by such",
+        "products alone: they are bound by reading the other matrix. cuDNN runs a",
+        "kernel whose sizes are far from all of these, by a factor of 20 in one of",
+        "them, and batched products, and those of 8 bits and of integers: none was",
+        "measured. Tuning looks at each kernel itself, and goes before all this.",
         "",
         "The table is by class. The first ratio is the geometric mean of the time of",
-        "cuDNN's first plan over XLA's. The last columns say what becomes of each",
-        "kernel if the others decide: how many of them cuDNN runs, their mean ratio,",
-        "and how many take more than 1.05 of XLA's time.",
+        "cuDNN's first plan over XLA's. The last columns say what becomes of a block",
+        "of kernels of which nothing is known, if the others decide: how many of them",
+        "cuDNN runs, their mean ratio, and how many take more than 1.05 of XLA's time.",
         "",
         *_table(found),
     ]
@@ -301,7 +331,7 @@ def markdown(
         "",
         "Kernels that are tried before an engine's own choice, for contractions with",
         "something around them, where cuDNN lists them, with their time as a ratio to",
-        "that of the engine's choice:",
+        "that of the engine's choice in blocks that had no part in choosing them:",
         "",
         "| | | cuDNN | engine | kernel | work | ratio | kernels measured |",
         "| --- | --- | --- | ---: | --- | ---: | ---: | ---: |",
@@ -352,21 +382,21 @@ def main() -> None:
     engines = slow_engines(rows)
     (cudnn,) = {each["cuDNN"] for each in environments}  # all of one version
     preferred = preferences(rows, _number(cudnn))
-    kernels = list(measured_kernels(rows, engines, preferred))
+    kernels = [*of_rows(rows, engines, preferred), *of_cells(preferred)]
     _RULES.parent.mkdir(exist_ok=True)
     data = {
         "sm_version": 90,
         "slow_engines": engines,
         "preferred": preferred,
         "kernels": sorted(
-            [each.name, *map(_short, (each.rows, each.columns, each.depth)), each.ratio]
-            for each in kernels
+            [each.name, *map(_short, (each.rows, each.columns, each.depth)), ratio]
+            for each, ratio in kernels
         ),
     }
     write_records(_RULES, data)
-    found = list(judged(kernels))
+    found = list(judged(rows, engines, _number(cudnn)))
     _PAGE.write_text(markdown(data, found, environments))
-    slow = [each for each in found if each.kernel.ratio > _GOAL]
+    slow = [each for each in found if each.ratio > LOSS]
     kept = [each for each in slow if each.is_cudnns]
     print(f"more than 5 % slower than XLA: {len(slow)} of {len(found)} kernels")
     print(f"of these, run by cuDNN if the others decide: {len(kept)}")

@@ -171,6 +171,22 @@ def test_the_first_plans_are_built_and_one_of_each_engine(
     assert fastest._promising(listed, max_plans) == built
 
 
+def test_plans_get_more_samples_the_nearer_they_are_to_the_best(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    samples: dict[int, list[int]] = {}
+
+    class Stopwatch(_Stopwatch):
+        def time(self, plan: PlanInfo, **options: Any) -> Measurement:
+            samples.setdefault(plan.engine, []).append(options["samples"])
+            return super().time(plan, **options)
+
+    monkeypatch.setattr(fastest, "PlanStopwatch", Stopwatch)
+    gpu.engines = (130, 110, 104, 100)
+    _measure()
+    assert samples == {130: [1], 110: [1, 2], 104: [1, 2, 7], 100: [1, 2, 7]}
+
+
 def test_only_plans_that_may_be_built_are_timed(gpu: Gpu) -> None:
     gpu.engines = (30, 20, 10)
     assert _measure(max_plans=1).plan == _pin(10), "each engine has one"

@@ -33,11 +33,11 @@ _SLOW_SMALL_GATE = (
 )
 
 
-# (1769472, 32) times (32, 1) took cuDNN's fastest plan 2.1 times as long as XLA's code
-# on an H100 (cuDNN 9.19): the vector is padded to whole loads, and so is the result.
-_SLOW_VECTOR = (
-    "a product with a vector, or of two: XLA needs one pass over the matrix, and cuDNN "
-    "pads the vector first; plans.autotune finds the best of both"
+# (1769472, 32) times (32, 1) in bf16 took cuDNN's fastest plan 2.1 times as long as
+# XLA's code on an H100 (cuDNN 9.19).
+_SLOW_COLUMN = (
+    "a product with one column: XLA needs one pass over the matrix, and cuDNN pads the "
+    "column to a whole load first; plans.autotune finds the best of both"
 )
 
 
@@ -135,31 +135,22 @@ def slower(graph: Graph, node: Node) -> str:
     """Say why "auto" leaves a product to XLA, if it does; the node is the product."""
     dtypes = {tensor.dtype for tensor in graph.input_tensors}
     wide = {graph.tensor(name).dtype for _, name in node.inputs}
-    if not wide <= {"bf16", "f16"}:
+    if not wide <= {"bf16", "f16", "f32"}:
         return ""
-    if 1 in _sizes(graph, node):
-        return _SLOW_VECTOR
-    if "u8" not in dtypes and _narrow_side(graph) is not None:
+    is_narrow = "f32" not in wide
+    if is_narrow and "u8" not in dtypes and _narrow_side(graph) is not None:
         return _SLOW_WEIGHTS
-    is_small = _work(graph, node) < _SMALL_GATE
+    (result,) = (graph.tensor(name) for _, name in node.outputs)
+    if result.dims[2] == 1:
+        return _SLOW_COLUMN
+    is_small = is_narrow and _work(graph, node) < _SMALL_GATE
     return _SLOW_SMALL_GATE if is_small and _is_gated(graph, node) else ""
 
 
 def _work(graph: Graph, node: Node) -> int:
     """Return the number of multiplications of a product."""
-    (batch, *_), sizes = _dims(graph, node), _sizes(graph, node)
-    return batch * math.prod(sizes)
-
-
-def _sizes(graph: Graph, node: Node) -> tuple[int, int, int]:
-    """Return rows, columns and depth of a product."""
-    _, rows, columns = _dims(graph, node)
-    return rows, columns, graph.tensor(dict(node.inputs)["a"]).dims[2]
-
-
-def _dims(graph: Graph, node: Node) -> tuple[int, ...]:
     (result,) = (graph.tensor(name) for _, name in node.outputs)
-    return result.dims
+    return math.prod(result.dims) * graph.tensor(dict(node.inputs)["a"]).dims[2]
 
 
 def _is_gated(graph: Graph, node: Node) -> bool:

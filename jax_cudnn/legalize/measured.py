@@ -11,15 +11,16 @@ that was faster. data/rules/rules.json has the measured ones.
 import functools
 import json
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named
+from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.conv_channels import is_faster_with_more
 from jax_cudnn.legalize.conv_pairs import pairs
-from jax_cudnn.legalize.nearest import Kernel, Measured
+from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured
 
 _FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
 _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
@@ -32,22 +33,22 @@ _FEW_ROWS = 64
 
 def slower(part: Graph) -> str:
     """Say why "auto" leaves a part with one contraction to XLA, if it does."""
-    name = class_of(part)
-    verdict = kernels().verdict(kernel_of(part)) if name else None
-    if verdict is None or verdict.is_faster:
+    kernel = kernel_of(part)
+    verdict = kernels().verdict(kernel) if kernel is not None else None
+    if kernel is None or verdict is None or verdict.is_faster:
         return ""
-    took = f"{verdict.ratio:.2f} ({verdict.low:.2f} to {verdict.high:.2f})"
     return (
-        f"cuDNN's first plan took {took} of the time of XLA's code in the "
-        f"{verdict.count} measured kernels most like this one ({name}): plans.autotune "
-        "finds the best of both"
+        f"cuDNN's first plan may be slower: of the {verdict.count} measured kernels "
+        f"most like this one ({kernel.name}), {verdict.losses} took it more than "
+        f"{LOSS} of the time of XLA's code, and all {verdict.ratio:.2f} in the mean; "
+        "plans.autotune finds the best of both"
     )
 
 
 def class_of(part: Graph) -> str:
     """Return which kernels are like a part, "" where nothing says so."""
     node = _contraction(part)
-    if node is None:
+    if node is None or part.has_empty_tensor:
         return ""
     bits = {_BITS.get(part.tensor(name).dtype, "") for _, name in node.inputs}
     if len(bits) != 1 or "" in bits:
@@ -71,19 +72,20 @@ def class_of(part: Graph) -> str:
     return ", ".join(words)
 
 
-def kernel_of(part: Graph) -> Kernel:
-    """Return the class and the sizes of the product that a part is like.
+def kernel_of(part: Graph) -> Kernel | None:
+    """Return the class and the sizes of a part, None where nothing says so.
 
     A product of (m, r) and (r, n) has arrays of mr, rn and mn elements, and each of m,
     n and r follows from these three numbers. So they do for a convolution.
     """
-    node = _contraction(part)
-    assert node is not None
+    node, name = _contraction(part), class_of(part)
+    if node is None or not name:
+        return None
     a, b, c = (
         math.prod(part.tensor(name).dims) for _, name in (*node.inputs, *node.outputs)
     )
     return Kernel(
-        name=class_of(part),
+        name=name,
         rows=math.sqrt(a * c / b),
         columns=math.sqrt(b * c / a),
         depth=math.sqrt(a * b / c),
@@ -107,26 +109,30 @@ def preference(part: Graph, target: Target | None) -> str:
 
     Numbers stand for other engines and knobs in another cuDNN, or for another GPU.
     """
-    node, data = _contraction(part), _read()
-    if node is None or target is None or target.sm_version != data["sm_version"]:
+    kernel, data = kernel_of(part), _read()
+    if kernel is None or target is None or target.sm_version != data["sm_version"]:
         return ""
-    bits = {_BITS.get(part.tensor(name).dtype) for _, name in node.inputs}
     for each in data["preferred"]:
         is_measured = target.cudnn_version // 100 == each["cudnn"] // 100
-        is_like = node.kind == each["kind"] and bits == {each["bits"]}
-        is_like = is_like and len(part.nodes) > 1
-        low, high = each["work"]
-        if is_measured and is_like and low <= kernel_of(part).work < high:
+        if is_measured and is_preferred(each, kernel, label(part)):
             request = {"first": each["knobs"], "of_engine": each["engine"]}
             return json.dumps(request, sort_keys=True, separators=(",", ":"))
     return ""
+
+
+def is_preferred(preferred: Mapping[str, Any], kernel: Kernel, op: str) -> bool:
+    """Whether a preference is about a kernel: those with something around them."""
+    kind, bits, *_ = kernel.name.split(", ")
+    low, high = preferred["work"]
+    is_like = (kind, bits) == (preferred["kind"], preferred["bits"]) and "+" in op
+    return is_like and low <= kernel.work < high
 
 
 @functools.cache
 def kernels() -> Measured:
     """Return the kernels that were measured."""
     return Measured(
-        Kernel(name=name, rows=rows, columns=columns, depth=depth, ratio=ratio)
+        (Kernel(name=name, rows=rows, columns=columns, depth=depth), ratio)
         for name, rows, columns, depth, ratio in _read()["kernels"]
     )
 
