@@ -123,6 +123,23 @@ def test_an_operation_changes_over_where_that_helps_its_neighbours() -> None:
     )
 
 
+def test_what_cudnn_runs_slower_alone_stays_xlas() -> None:
+    # XLA fuses what is around a call, and cuDNN does not: there is nothing to gain.
+    found = {
+        _key("a1"): _choice("a", 12, 10),
+        _key("a2"): _choice("a", 10, 12),
+        _key("b"): _choice("b", 12, 10),
+        _key("c"): _choice("c", 10.4, 10),
+    }
+    programs = _Made(lambda chosen: 10 - sum(who == "xla" for who in _who(chosen)))
+    _settle(programs, found)
+    changed = [_who(each) for each in programs.compiled[4:]]
+    by_xla = ["xla"] * 4
+    # From XLA alone, which is fastest here, a2 and c may change over.
+    assert changed == [["xla", "cudnn", "xla", "xla"], ["xla", "xla", "xla", "cudnn"]]
+    assert by_xla in map(_who, programs.compiled)
+
+
 def test_what_is_far_apart_alone_does_not_change_over() -> None:
     found = {_key("a"): _choice("a", 10, 100), _key("b"): _choice("b", 10, 11)}
     programs = _Made(lambda _: 1.0)

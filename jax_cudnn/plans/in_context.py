@@ -5,12 +5,14 @@ The winners of single kernels need not win together. XLA computes the operands o
 within its own code for it, and not within cuDNN's; what a norm gains may be lost on the
 arrays that have to be written for it. So the program itself is timed: untuned, by XLA
 alone, by cuDNN alone, and with the kernels' winners. From the fastest of these, the
-calls of each operation change over. All that gain do so together, if that gains more.
+calls of each operation change over, but for those that have nothing to gain. All that
+gain do so together, if that gains more.
 What came of it is then timed beside the others once more, and the fastest is taken.
 
 Compiling a program takes longer than running it, so programs are compiled together.
 """
 
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,8 +26,10 @@ Chosen = Mapping[Key, Choice | None]
 
 # A program has to be faster by this share to be taken in place of another.
 _TIE = 0.005
-# Calls change over where the two fastest, each alone, are no further apart than this.
+# Calls change over to XLA where it takes no more than so many times as long alone: it
+# fuses what is around a call. Others fuse nothing, and have to be about as fast alone.
 _NEAR = 3.0
+_AS_FAST = 1.05
 _MOST_OPERATIONS = 6
 _XLA_ALONE = "XLA alone"
 _XLA_WHERE_NEAR = f"XLA but for calls that take it over {_NEAR:.0f} times as long"
@@ -171,10 +175,8 @@ class _Contest:
         old = self._chosen[best]
         if time.monotonic() > deadline:
             return best
-        changes = {
-            op: {key: self._other(key, old[key]) for key in keys}
-            for op, keys in self._operations()
-        }
+        every = {op: self._changed(keys, old) for op, keys in self._operations()}
+        changes = {op: change for op, change in every.items() if change}
         rivals = self.enter([{**old, **change} for change in changes.values()])
         gains: dict[str, float] = {}
         winners: dict[str, int] = {}
@@ -187,8 +189,8 @@ class _Contest:
             return best
         best = winners[max(gains, key=lambda op: gains[op])]
         if len(gains) > 1 and time.monotonic() <= deadline:
-            every = {key: each for op in gains for key, each in changes[op].items()}
-            (rival,) = self.enter([{**old, **every}])
+            all_that_gain = {k: x for op in gains for k, x in changes[op].items()}
+            (rival,) = self.enter([{**old, **all_that_gain}])
             if isinstance(rival, int):
                 what = f"{', '.join(gains)} changed over"
                 if self._gain(best, rival, what) > 0:
@@ -215,6 +217,21 @@ class _Contest:
         ordered = sorted(groups, key=lambda op: -weight[op])
         for op in ordered[:_MOST_OPERATIONS]:
             yield op, groups[op]
+
+    def _changed(self, keys: Sequence[Key], old: Chosen) -> dict[Key, Choice]:
+        """Return the calls of an operation that may gain by changing over."""
+        found: dict[Key, Choice] = {}
+        for key in keys:
+            before, after = old[key], self._other(key, old[key])
+            times = after.times_us
+            is_as_fast = (
+                before is None
+                or times[after.implementation]
+                <= times.get(before.implementation, math.inf) * _AS_FAST
+            )
+            if after.implementation == "xla" or is_as_fast:
+                found[key] = after
+        return found
 
     def _other(self, key: Key, choice: Choice | None) -> Choice:
         """Return the choice of the next fastest implementation; the winner for none."""
