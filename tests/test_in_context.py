@@ -134,10 +134,8 @@ def test_what_cudnn_runs_slower_alone_stays_xlas() -> None:
     programs = _Made(lambda chosen: 10 - sum(who == "xla" for who in _who(chosen)))
     _settle(programs, found)
     changed = [_who(each) for each in programs.compiled[4:]]
-    by_xla = ["xla"] * 4
     # From XLA alone, which is fastest here, a2 and c may change over.
     assert changed == [["xla", "cudnn", "xla", "xla"], ["xla", "xla", "xla", "cudnn"]]
-    assert by_xla in map(_who, programs.compiled)
 
 
 def test_what_is_far_apart_alone_does_not_change_over() -> None:
