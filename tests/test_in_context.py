@@ -338,6 +338,10 @@ def test_programs_that_are_far_behind_run_no_more(
     assert contest.times(numbers) == list(times.values())
     # Once to know how long each takes, and then in rounds.
     assert [ran.count(us) - 1 for us in times.values()] == [7, 7, 3, 3]
+    # One alone has nothing to be compared with.
+    ran.clear()
+    assert contest.times([numbers[0], numbers[3]]) == [1e5, 2e5]
+    assert [ran.count(us) - 1 for us in (1e5, 2e5)] == [3, 3]
 
 
 def test_what_cannot_be_drawn_is_said() -> None:

@@ -131,6 +131,8 @@ class Programs:
                     for i in running
                     if statistics.median(samples[i]) < best * _HOPELESS
                 ]
+                if len(running) == 1:
+                    break  # The others are far behind.
             # Each is first now and then, so that none has the colder GPU.
             first = turn % len(running)
             for i in (*running[first:], *running[:first]):

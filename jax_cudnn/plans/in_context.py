@@ -177,33 +177,39 @@ class _Contest:
             return best
         every = {op: self._changed(keys, old) for op, keys in self._operations()}
         changes = {op: change for op, change in every.items() if change}
-        rivals = self.enter([{**old, **change} for change in changes.values()])
-        gains: dict[str, float] = {}
-        winners: dict[str, int] = {}
-        for op, rival in zip(changes, rivals, strict=True):
-            if isinstance(rival, int) and time.monotonic() <= deadline:
-                gain = self._gain(best, rival, f"{op} changed over")
-                if gain > _TIE:
-                    gains[op], winners[op] = gain, rival
-        if not gains:
+        entered = self.enter([{**old, **change} for change in changes.values()])
+        rivals = {
+            op: rival
+            for op, rival in zip(changes, entered, strict=True)
+            if isinstance(rival, int)
+        }
+        if time.monotonic() > deadline:
             return best
-        best = winners[max(gains, key=lambda op: gains[op])]
-        if len(gains) > 1 and time.monotonic() <= deadline:
-            all_that_gain = {k: x for op in gains for k, x in changes[op].items()}
-            (rival,) = self.enter([{**old, **all_that_gain}])
+        gains = self._gains(best, rivals)
+        gaining = {op: rivals[op] for op, gain in gains.items() if gain > _TIE}
+        if not gaining:
+            return best
+        best = gaining[max(gaining, key=lambda op: gains[op])]
+        if len(gaining) > 1 and time.monotonic() <= deadline:
+            every_gain = {k: x for op in gaining for k, x in changes[op].items()}
+            (rival,) = self.enter([{**old, **every_gain}])
             if isinstance(rival, int):
-                what = f"{', '.join(gains)} changed over"
-                if self._gain(best, rival, what) > 0:
+                together = ", ".join(gaining)
+                if self._gains(best, {together: rival})[together] > 0:
                     best = rival
         return best
 
-    def _gain(self, best: int, rival: int, what: str) -> float:
-        """Return the share of the best program's time that a rival saves."""
-        before_us, after_us = self.times([best, rival])
-        self._say(
-            f"the whole program with {what}: {after_us:.1f} µs, else {before_us:.1f}"
-        )
-        return 1 - after_us / before_us
+    def _gains(self, best: int, rivals: Mapping[str, int]) -> dict[str, float]:
+        """Return the share of the best program's time that each of its rivals saves."""
+        if not rivals:
+            return {}
+        before_us, *after = self.times([best, *rivals.values()])
+        for op, us in zip(rivals, after, strict=True):
+            self._say(
+                f"the whole program with {op} changed over: {us:.1f} µs, else "
+                f"{before_us:.1f}"
+            )
+        return {op: 1 - us / before_us for op, us in zip(rivals, after, strict=True)}
 
     def _operations(self) -> Iterator[tuple[str, list[Key]]]:
         """Yield operations that may change over, those that take longest first."""
