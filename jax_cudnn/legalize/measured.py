@@ -38,9 +38,9 @@ def slower(part: Graph) -> str:
     if kernel is None or verdict is None or verdict.is_faster:
         return ""
     return (
-        f"cuDNN's first plan may be slower: of the {verdict.count} measured kernels "
-        f"most like this one ({kernel.name}), {verdict.losses} took it more than "
-        f"{LOSS} of the time of XLA's code, and all {verdict.ratio:.2f} in the mean; "
+        f"cuDNN's first plan may be slower: for {verdict.losses} of the {verdict.count} "
+        f"measured kernels most like this one ({kernel.name}) it took more than {LOSS} "
+        f"of the time of XLA's code, and {verdict.ratio:.2f} in the mean; "
         "plans.autotune finds the best of both"
     )
 
