@@ -38,10 +38,10 @@ def slower(part: Graph) -> str:
     if kernel is None or verdict is None or verdict.is_faster:
         return ""
     return (
-        f"cuDNN's first plan may be slower: for {verdict.losses} of the {verdict.count} "
-        f"measured kernels most like this one ({kernel.name}) it took more than {LOSS} "
-        f"of the time of XLA's code, and {verdict.ratio:.2f} in the mean; "
-        "plans.autotune finds the best of both"
+        f"cuDNN's first plan may be slower: for {verdict.losses} of the "
+        f"{verdict.count} measured kernels most like this one ({kernel.name}) it took "
+        f"more than {LOSS} of the time of XLA's code, and {verdict.ratio:.2f} in the "
+        "mean; plans.autotune finds the best of both"
     )
 
 
