@@ -18,6 +18,9 @@ kernels gets more rows with all of these times, and with `--fused` all have some
 around the contraction. From these files, `python -m scripts.default_rules` makes the
 rules that "auto" follows. Kernels and the calls above never share a call.
 
+Calls that go by other rules than when they were timed are named in the file as left
+out; `--left` times these.
+
 `--first 1000` draws other calls, and `--only gated` times those whose name has this
 regular expression. What the file in the folder has of others is kept; for the times of
 whole calls, only of the same GPU.
@@ -393,6 +396,7 @@ def main() -> None:
     kind.add_argument("--few-rows", action="store_true", help="and those of few rows")
     kind.add_argument("--mlps", action="store_true", help="and those of MLPs")
     parser.add_argument("--fused", action="store_true", help="no contraction alone")
+    parser.add_argument("--left", action="store_true", help="what the file leaves out")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     choices.table().clear()  # those that are shipped, too
@@ -408,7 +412,8 @@ def main() -> None:
         parts = [part for part in parts_of(calls) if len(part.nodes) >= fewest]
         _write_kernels(parts, options.out / name, options.most)
     else:
-        shifted = (_FIRST + number for number in numbers)
+        left = sorted(_left(options.out / _DATA))
+        shifted = left if options.left else [_FIRST + number for number in numbers]
         chosen = [each for each in shifted if wanted.search(drawn_call(each).title)]
         _write_calls(chosen, options.out)
 

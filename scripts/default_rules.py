@@ -21,6 +21,7 @@ Engines that took several times as long as cuDNN's first plan wherever they were
 measured are left to XLA where they come first.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -205,21 +206,29 @@ def of_rows(
 def of_cells(
     preferred: Sequence[Mapping[str, Any]],
 ) -> Iterator[tuple[Kernel, float]]:
-    """Yield the kernels of the fusion benchmarks that have a choice that is shipped."""
+    """Yield the kernels of the fusion benchmarks, by the times of shipped choices.
+
+    These do not say what other kernels would take, so none may go before the first.
+    """
+    for kernel, op, ratio in _cells():
+        if _preference_for(kernel, op, preferred) is None:
+            yield kernel, ratio
+
+
+@functools.cache
+def _cells() -> Sequence[tuple[Kernel, str, float]]:
     times = {key.graph: choice for key, choice in choices.shipped().items()}
-    seen: set[str] = set()
+    found: dict[str, tuple[Kernel, str, float]] = {}
     for cell in CELLS:
         for part in _parts_of(cell):
             digest = choices.digest_of(part)
             choice, kernel = times.get(digest), kernel_of(part)
-            if choice is None or digest in seen or kernel is None:
-                continue
-            seen.add(digest)
-            if _preference_for(kernel, label(part), preferred):
+            if choice is None or digest in found or kernel is None:
                 continue
             if choice.cudnn_us and choice.xla_us and choice.first_ratio:
                 ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
-                yield kernel, round(ratio, 3)
+                found[digest] = kernel, label(part), round(ratio, 3)
+    return [*found.values()]
 
 
 def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:
