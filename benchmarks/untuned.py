@@ -264,12 +264,13 @@ class _Kernel:
                 return
             text = to_json(step.legal.graph)
             # cuDNN's own first plan, which a rule may have changed.
-            step = replace(step, plan=self._gpu.plan(text), request="")
+            first = self._gpu.plan(text)
+            step = replace(step, plan=first, request="")
             for each in self._gpu.candidates(text):
                 if each.refusal or not each.request:
                     continue
                 is_first = each.engine not in self.plans
-                kernel = _kernel_of(each) if each.engine == step.plan.engine else ""
+                kernel = _kernel_of(each) if each.engine == first.engine else ""
                 if is_first or kernel:
                     try:
                         plan = self._gpu.plan(text, each.request)
