@@ -161,6 +161,17 @@ def test_sizes_are_those_of_the_product() -> None:
     assert like.work == pytest.approx(105)
 
 
+def test_products_in_a_batch_are_like_one_of_all_their_rows() -> None:
+    for shapes in (((3, 65, 7), (3, 7, 4)), ((1, 65, 7), (3, 7, 4))):
+        (part,) = parts_of(jax_cudnn.matmul, *(array(*shape) for shape in shapes))
+        like = measured.kernel_of(part)
+        assert like is not None
+        assert like.name == "matmul, 16 bits, alone, batched"
+        assert (like.rows, like.columns, like.depth) == (195, 4, 7)
+    (part,) = parts_of(jax_cudnn.matmul, array(8, 1024, 1024), array(8, 1024, 1024))
+    assert "(matmul, 16 bits, alone, batched)" in measured.slower(part)
+
+
 @pytest.mark.parametrize("sizes", [(0, 64, 64), (64, 0, 64), (64, 64, 0)])
 def test_nothing_is_said_of_empty_arrays(sizes: tuple[int, int, int]) -> None:
     m, r, n = sizes

@@ -76,14 +76,18 @@ def kernel_of(part: Graph) -> Kernel | None:
     """Return the class and the sizes of a part, None where nothing says so.
 
     A product of (m, r) and (r, n) has arrays of mr, rn and mn elements, and each of m,
-    n and r follows from these three numbers. So they do for a convolution.
+    n and r follows from these three numbers. So they do for a convolution. Products in
+    a batch are like one of all their rows.
     """
     node, name = _contraction(part), class_of(part)
     if node is None or not name:
         return None
-    a, b, c = (
-        math.prod(part.tensor(name).dims) for _, name in (*node.inputs, *node.outputs)
-    )
+    names = (*node.inputs, *node.outputs)
+    one, other, result = (part.tensor(name).dims for _, name in names)
+    if node.kind == "matmul":
+        batch, rows, columns = result
+        return Kernel(name=name, rows=batch * rows, columns=columns, depth=one[2])
+    a, b, c = map(math.prod, (one, other, result))
     return Kernel(
         name=name,
         rows=math.sqrt(a * c / b),

@@ -32,7 +32,7 @@ _WORD = 0.5
 _XLAS_OWN = frozenset({"alone", "sums", "relu"})
 _OTHER_CODE = 1.0
 # Words without which kernels are of another family.
-_FAMILIES = frozenset({"batched", "groups", "few rows"})
+_FAMILIES = frozenset({"groups", "few rows"})
 # The part of a time above a loss counts three times, and what takes more than twice
 # XLA's time counts as that: no single kernel decides for its neighbours.
 _MORE = 2.0
