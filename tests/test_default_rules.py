@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which contractions "auto" leaves to XLA: their classes, sizes and those like them."""
 
-import importlib
 import json
 import math
 from collections.abc import Callable
@@ -292,67 +291,6 @@ def test_the_file_is_read_whole_and_its_kernels_are_known_by_the_others() -> Non
     assert not plain.is_faster
     assert fused is not None
     assert fused.ratio < plain.ratio
-
-
-# --- how the file is made -------------------------------------------------------------
-
-
-def _row(kernels: dict[int, float], **fields: Any) -> dict[str, Any]:
-    return {
-        "class": "conv_fprop, 16 bits, more, 2 axes",
-        "op": "conv_fprop+silu",
-        "sizes": [256, 256, 512, 2**25],
-        "ratio": 1.0,
-        "first_engine": 4,
-        "engines": {"4": 1.0},
-        "kernels": {json.dumps({"KERNEL_CFG": k}): v for k, v in kernels.items()},
-        **fields,
-    }
-
-
-def test_kernels_that_were_faster_go_first_each_where_others_are_not_listed() -> None:
-    script = importlib.import_module("scripts.default_rules")
-    rows = [_row({1: 0.5, 2: 0.9, 3: 1.0})] * 40 + [_row({2: 0.8, 3: 0.99})] * 40
-    (found,) = script.preferences(rows, 91900)
-    assert found["knobs"] == [{"KERNEL_CFG": 1}, {"KERNEL_CFG": 2}]
-    assert found["ratio"] == pytest.approx(math.sqrt(0.5 * 0.8), abs=1e-3)
-    assert (found["count"], found["of"]) == (80, 80)
-    # Too few, hardly faster, faster in the mean but often slower, and in few blocks.
-    assert not script.preferences(rows[:7], 91900)
-    assert not script.preferences([_row({1: 0.97})] * 80, 91900)
-    assert not script.preferences([_row({1: 0.5}), _row({1: 1.6})] * 40, 91900)
-    assert not script.preferences([_row({1: 0.5})] * 8 + [_row({3: 1.0})] * 72, 91900)
-    assert not script.preferences([_row({1: 0.5}, op="conv_fprop")] * 80, 91900)
-
-
-def test_ratios_are_with_the_kernels_that_go_first() -> None:
-    script = importlib.import_module("scripts.default_rules")
-    rows = [_row({1: 0.5})] * 80
-    preferred = script.preferences(rows, 91900)
-
-    def ratio(kernels: dict[int, float], **fields: Any) -> float:
-        ((_, found),) = script.of_rows([_row(kernels, **fields)], {}, preferred)
-        return found
-
-    assert ratio({1: 0.6}) == 0.6
-    assert ratio({1: 0.6}, first_engine=7) == 1.0
-    assert ratio({1: 0.6}, op="conv_fprop") == 1.0
-    assert ratio({2: 0.6}) == 1.0
-    unknown = {name: x for name, x in _row({}).items() if name != "kernels"}
-    ((_, found),) = script.of_rows([unknown], {}, preferred)
-    assert found == 0.5, "the mean of those that are known"
-    assert not [*script.of_rows(rows, {"conv_fprop": [4]}, preferred)]
-
-
-def test_kernels_are_judged_by_others_than_those_beside_them() -> None:
-    script = importlib.import_module("scripts.default_rules")
-    slow = {"ratio": 2.0, "sizes": [256, 256, 32768, 2**31]}
-    rows = [_row({}, ratio=0.5)] * 64 + [_row({}, **slow)] * 64
-    found = list(script.judged(rows, {}, 91900))
-    assert [each.ratio for each in found] == [0.5] * 64 + [2.0] * 64
-    assert [each.is_cudnns for each in found] == [True] * 64 + [False] * 64
-    # Of those right beside a block, nothing is known.
-    assert all(each.is_cudnns for each in script.judged(rows[64:96], {}, 91900))
 
 
 _H100 = Target(
