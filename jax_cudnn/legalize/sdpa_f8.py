@@ -15,18 +15,14 @@ from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import rounded_up
 from jax_cudnn.legalize.legalization import Legalization
-from jax_cudnn.legalize.sdpa import (
-    is_band,
-    keep_layout,
-    make_scale_positive,
-    without_idle_window,
-)
+from jax_cudnn.legalize.sdpa import keep_layout, make_scale_positive
 from jax_cudnn.legalize.sdpa_masks import (
     attributes_of,
     complete_lengths,
     hide_dead_rows,
 )
 from jax_cudnn.legalize.sdpa_padding import pad_head
+from jax_cudnn.legalize.sdpa_windows import is_band, without_idle_window
 
 # cudnn-frontend 1.28, sdpa_support_surface.h, "should be multiple of 16".
 _HEAD_MULTIPLE = 16
