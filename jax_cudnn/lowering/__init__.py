@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
+from jax_cudnn.lowering import batching, differentiation  # noqa: F401 the rules
 from jax_cudnn.lowering._jax import (
     align_varying,
     constants_as_operands,

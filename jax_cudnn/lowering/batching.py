@@ -1,0 +1,175 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How does a graph compute many examples? Importing this registers the rules."""
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.config import Options
+from jax_cudnn.graph import Graph, derivative_of, is_apart
+from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.differentiation import (
+    linear_by_reference,
+    saved_of,
+    split_operands,
+)
+from jax_cudnn.lowering.fold import Fold, fold_graph
+from jax_cudnn.lowering.members import result_shapes
+from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
+from jax_cudnn.reference.dtypes import jax_dtype
+
+
+def _axis_size(args: Sequence[jax.Array], axes: Sequence[int | None]) -> int:
+    return next(
+        x.shape[axis] for x, axis in zip(args, axes, strict=True) if axis is not None
+    )
+
+
+def _shapes(
+    args: Sequence[jax.Array], axes: Sequence[int | None]
+) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of one example's operands."""
+    return tuple(
+        tuple(size for i, size in enumerate(x.shape) if i != axis)
+        for x, axis in zip(args, axes, strict=True)
+    )
+
+
+def _graph_batch(
+    args: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    graph: Graph,
+    options: Options,
+) -> tuple[list[jax.Array], list[int | None]]:
+    shapes = _shapes(args, axes)
+    if _axis_size(args, axes) == 0:
+        return _no_examples(graph, shapes)
+    is_batched = tuple(axis is not None for axis in axes)
+    fold = None
+    if options.implementation != "cudnn" or not is_apart(graph):
+        fold = fold_graph(graph, _axis_size(args, axes), is_batched, shapes)
+    if fold is None:
+        return _batch_without_fold(args, axes, graph, options)
+    operands = [
+        fold.input(i, x, axis)
+        for i, (x, axis) in enumerate(zip(args, axes, strict=True))
+    ]
+    results = run_graph(fold.graph, operands, options)
+    return _unfold(fold, results)
+
+
+def _no_examples(
+    graph: Graph, shapes: Sequence[tuple[int, ...]]
+) -> tuple[list[jax.Array], list[int | None]]:
+    results = [
+        jnp.zeros((0, *shape), jax_dtype(tensor.dtype))
+        for shape, tensor in zip(
+            result_shapes(graph, shapes), graph.output_tensors, strict=True
+        )
+    ]
+    return results, [0] * len(results)
+
+
+def _unfold(
+    fold: Fold, results: Sequence[jax.Array]
+) -> tuple[list[jax.Array], list[int | None]]:
+    # A tangent has no results that are only saved, which come last.
+    names = fold.original.outputs[: len(results)]
+    axes = [0 if name in fold.rule.axes else None for name in names]
+    return [
+        x if axis is None else fold.output(i, x)
+        for i, (x, axis) in enumerate(zip(results, axes, strict=True))
+    ], axes
+
+
+def _batch_without_fold(
+    args: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    graph: Graph,
+    options: Options,
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Run examples that no graph takes at once: one by one in cuDNN if it has to be."""
+    if options.implementation != "cudnn":
+
+        def reference(*operands: jax.Array) -> tuple[jax.Array, ...]:
+            return run_by_reference(graph, operands, options)
+
+        results = jax.vmap(reference, in_axes=tuple(axes))(*args)
+    else:
+        moved = [
+            x if axis is None else jnp.moveaxis(x, axis, 0)
+            for x, axis in zip(args, axes, strict=True)
+        ]
+        is_batched = [axis is not None for axis in axes]
+
+        def one(examples: list[jax.Array]) -> list[jax.Array]:
+            remaining = iter(examples)
+            operands = [
+                next(remaining) if is_in else x
+                for x, is_in in zip(moved, is_batched, strict=True)
+            ]
+            return run_graph(graph, operands, options)
+
+        examples = [x for x, is_in in zip(moved, is_batched, strict=True) if is_in]
+        results = jax.lax.map(one, examples)
+    return list(results), [0] * len(results)
+
+
+def _linear_batch(
+    args: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    *,
+    graph: Graph,
+    wanted: tuple[bool, ...],
+    options: Options,
+) -> tuple[list[jax.Array], list[int | None]]:
+    primals, saved, tangents = split_operands(args, wanted)
+    primal_axes, saved_axes, tangent_axes = split_operands(axes, wanted)
+    shapes = _shapes(primals, primal_axes)
+    if _axis_size(args, axes) == 0:
+        return _no_examples(graph, shapes)
+    moving = [i for i, is_wanted in enumerate(wanted) if is_wanted]
+    is_batched = [axis is not None for axis in primal_axes]
+    for i, axis in zip(moving, tangent_axes, strict=True):
+        is_batched[i] |= axis is not None
+    # Results saved with an example axis need operands that have it as well.
+    if any(axis is not None for axis in saved_axes) and not any(is_batched):
+        is_batched[moving[0]] = True
+    derivative = derivative_of(graph)
+    full = graph if derivative is None else derivative.with_residuals(graph, wanted)
+    fold = fold_graph(full, _axis_size(args, axes), tuple(is_batched), shapes)
+    saved_tensors = [full.output_tensors[i] for i in saved_of(graph, wanted)]
+    if fold is None or any(
+        axis is not None and tensor.name not in fold.rule.axes
+        for tensor, axis in zip(saved_tensors, saved_axes, strict=True)
+    ):
+        function = functools.partial(
+            linear_by_reference, graph=graph, wanted=wanted, options=options
+        )
+        results = jax.vmap(function, in_axes=tuple(axes))(*args)
+        return list(results), [0] * len(results)
+    results = linear_p.bind(
+        *(
+            fold.input(i, x, axis)
+            for i, (x, axis) in enumerate(zip(primals, primal_axes, strict=True))
+        ),
+        *(
+            fold.fold_array(tensor, x, axis)
+            for tensor, x, axis in zip(saved_tensors, saved, saved_axes, strict=True)
+        ),
+        *(
+            fold.input(i, x, axis)
+            for i, x, axis in zip(moving, tangents, tangent_axes, strict=True)
+        ),
+        graph=fold.part(graph),
+        wanted=wanted,
+        options=options,
+    )
+    return _unfold(fold, results)
+
+
+_jax.set_batching(graph_p, _graph_batch)
+_jax.set_batching(linear_p, _linear_batch)
