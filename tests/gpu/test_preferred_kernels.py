@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are the kernels right that go before an engine's own choice, and do they run?"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import pytest
+
+import jax_cudnn
+from jax_cudnn import native
+from jax_cudnn.graph import Graph, to_json
+from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering.devices import local_target
+from tests.fused_functions import normal
+from tests.gpu.pinned import judge_every_plan
+
+pytestmark = pytest.mark.gpu
+
+
+def _convolution(
+    dtype: str, images: Sequence[int], window: Sequence[int], step: int, **tail: Any
+) -> Graph:
+    letters = "DHW"[-(len(images) - 2) :]
+    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+
+    def layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+        steps = (step,) * (len(images) - 2)
+        return jax_cudnn.conv(
+            x, w, steps, "SAME", dimension_numbers=numbers, bias=bias, **tail
+        )
+
+    shapes = images, window, window[-1:]
+    operands = [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
+    ((graph, _, _),) = traced_graphs(layer, *operands)
+    return graph
+
+
+def _product(dtype: str, m: int, r: int, n: int) -> Graph:
+    def layer(a: jax.Array, b: jax.Array) -> jax.Array:
+        return jax_cudnn.matmul(a, b, activation="gelu")
+
+    a, b = (normal(i, *shape).astype(dtype) for i, shape in enumerate(((m, r), (r, n))))
+    ((graph, _, _),) = traced_graphs(layer, a, b)
+    return graph
+
+
+_MADE = {
+    "3 axes": lambda dtype: _convolution(
+        dtype, (1, 16, 16, 16, 128), (5, 5, 5, 128, 64), 1, activation="relu"
+    ),
+    "few places": lambda dtype: _convolution(
+        dtype, (2, 7, 7, 7, 256), (3, 3, 3, 256, 320), 1, activation="silu"
+    ),
+    "many channels": lambda dtype: _convolution(
+        dtype, (16, 8, 8, 112), (5, 5, 112, 1024), 1, activation="gelu"
+    ),
+    "steps of 2": lambda dtype: _convolution(
+        dtype, (3, 14, 14, 464), (3, 3, 464, 512), 2, activation="gelu"
+    ),
+    "a product": lambda dtype: _product(dtype, 2048, 1536, 2048),
+}
+# The truth of these would take the CPU too long.
+_LARGE = {"a large product": lambda dtype: _product(dtype, 16384, 1536, 4096)}
+
+
+@pytest.mark.parametrize("name", _MADE)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_every_plan_is_right(name: str, dtype: str) -> None:
+    judge_every_plan(_MADE[name](dtype))
+
+
+@pytest.mark.parametrize("name", [*_MADE, *_LARGE])
+def test_what_goes_first_is_what_runs(name: str) -> None:
+    local = local_target()
+    assert local is not None
+    ordinal, target = local
+    first = legalize((_MADE | _LARGE)[name]("bfloat16"), target).candidates[0]
+    if not first.preference:
+        pytest.skip("nothing was measured for this GPU and cuDNN")
+    text, asked = to_json(first.graph), json.loads(first.preference)
+    own = native.plan(text, device=ordinal)
+    plan = native.plan(text, request=first.preference, device=ordinal)
+    listed = [
+        dict(each.knobs)
+        for each in native.candidates(text, device=ordinal)
+        if each.engine == asked["of_engine"]
+    ]
+    expected = next((knobs for knobs in asked["first"] if knobs in listed), None)
+    if own.engine != asked["of_engine"] or expected is None:
+        assert plan.name == own.name
+    else:
+        assert (plan.engine, dict(plan.knobs)) == (asked["of_engine"], expected)
