@@ -10,6 +10,7 @@ and by XLA. It writes conv_chains.json and conv_chains.md there.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import math
@@ -22,12 +23,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.first_plans import first_plans
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, alternate
 from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Graph, from_json, to_json
+from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.lowering.devices import local_device
 from jax_cudnn.measuring.stopwatch import (
     OperandSets,
@@ -185,17 +187,8 @@ class _Kernel:
 
     def prepare(self) -> None:
         """Build plans and compile the program; may run in a thread."""
-        text, ordinal = to_json(self.graph), local_device().local_hardware_id
-        try:
-            listed = native.candidates(text, device=ordinal)
-        except UnsupportedError:
-            listed = ()
-        for each in [x for x in listed if x.request and not x.refusal][:_PLANS]:
-            try:
-                plan = native.plan(text, request=each.request, device=ordinal)
-            except UnsupportedError:
-                continue
-            self.plans.append(plan)
+        with contextlib.suppress(UnsupportedError):
+            self.plans = first_plans(self.graph, _PLANS)
         with jax.default_device(local_device()):
             self._operands.compile()
             self.program = compile_over_sets(self.chain.run, self._operands.types)

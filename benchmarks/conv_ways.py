@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 
 import jax_cudnn
+from benchmarks.first_plans import first_plans
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import Contender, alternate
 from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
-from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text, to_json
+from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import Step
@@ -114,24 +114,13 @@ class _Kernel:
 
     def prepare(self) -> None:
         """Build plans and compile programs; may run in a thread."""
-        ordinal = local_device().local_hardware_id
         for legal in legalize(self.part, self._target).candidates:
             if len(legal.graph.nodes) != len(self.part.nodes):
                 continue  # The contraction alone.
             name = _WAYS[is_rewritten(legal)]
             if name in self.plans:
                 continue
-            text = to_json(legal.graph)
-            built: list[native.PlanInfo] = []
-            for each in native.candidates(text, device=ordinal)[:_PLANS]:
-                if each.request and not each.refusal:
-                    try:
-                        built.append(
-                            native.plan(text, request=each.request, device=ordinal)
-                        )
-                    except UnsupportedError:
-                        continue
-            if built:
+            if built := first_plans(legal.graph, _PLANS):
                 self.plans[name] = legal, built
         with jax.default_device(local_device()):
             run = functools.partial(by_xla, self.part)

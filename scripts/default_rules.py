@@ -38,7 +38,7 @@ from benchmarks.fusion_cells import CELLS
 from benchmarks.records import on_this_gpu, write_records
 from jax_cudnn import choices
 from jax_cudnn.graph import label
-from jax_cudnn.legalize.measured import is_preferred, kernel_of
+from jax_cudnn.legalize.measured import is_preferred, kernel_of, kind_and_bits
 from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured, cost_of
 from jax_cudnn.lowering import traced_program
 
@@ -79,7 +79,7 @@ def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the engines that were slow wherever they were measured, by kind."""
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
-        kind, _ = _kind_and_bits(row["class"])
+        kind, _ = kind_and_bits(row["class"])
         for engine, ratio in row["engines"].items():
             if int(engine) != row["first_engine"]:
                 ratios[kind, int(engine)].append(ratio)
@@ -101,7 +101,7 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
     )
     for row in rows:
         if "+" in row["op"] and row.get("kernels"):
-            groups[*_kind_and_bits(row["class"]), row["first_engine"]].append(row)
+            groups[*kind_and_bits(row["class"]), row["first_engine"]].append(row)
     found: list[dict[str, Any]] = []
     for (kind, bits, engine), group in sorted(groups.items()):
         for low, high in itertools.pairwise(_BOUNDS[kind]):
@@ -176,12 +176,6 @@ def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
     return names
 
 
-def _kind_and_bits(name: str) -> tuple[str, str]:
-    """Return the kind of contractions in a class, and the bits of their operands."""
-    kind, bits, *_ = name.split(", ")
-    return kind, bits
-
-
 def of_rows(
     rows: Iterable[Mapping[str, Any]],
     slow: Mapping[str, Sequence[int]],
@@ -192,7 +186,7 @@ def of_rows(
     Where another kernel goes before the first, its time counts.
     """
     for row in rows:
-        if row["first_engine"] in slow.get(_kind_and_bits(row["class"])[0], ()):
+        if row["first_engine"] in slow.get(kind_and_bits(row["class"])[0], ()):
             continue
         m, n, depth, _ = row["sizes"]
         kernel = Kernel(name=row["class"], rows=m, columns=n, depth=depth)

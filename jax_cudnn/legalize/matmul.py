@@ -32,7 +32,6 @@ _SLOW_SMALL_GATE = (
     "1.12 to 1.6 times as long; plans.autotune finds the best of both"
 )
 
-
 # (1769472, 32) times (32, 1) in bf16 took cuDNN's fastest plan 2.1 times as long as
 # XLA's code on an H100 (cuDNN 9.19).
 _SLOW_COLUMN = (

@@ -126,10 +126,15 @@ def preference(part: Graph, target: Target | None) -> str:
 
 def is_preferred(preferred: Mapping[str, Any], kernel: Kernel, op: str) -> bool:
     """Whether a preference is about a kernel: those with something around them."""
-    kind, bits, *_ = kernel.name.split(", ")
     low, high = preferred["work"]
-    is_like = (kind, bits) == (preferred["kind"], preferred["bits"]) and "+" in op
-    return is_like and low <= kernel.work < high
+    is_like = kind_and_bits(kernel.name) == (preferred["kind"], preferred["bits"])
+    return is_like and "+" in op and low <= kernel.work < high
+
+
+def kind_and_bits(name: str) -> tuple[str, str]:
+    """Return the kind of contractions in a class, and the bits of their operands."""
+    kind, bits, *_ = name.split(", ")
+    return kind, bits
 
 
 @functools.cache

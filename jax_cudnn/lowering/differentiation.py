@@ -23,6 +23,8 @@ from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
 
+# --- forward mode ---------------------------------------------------------------------
+
 
 def _graph_jvp(
     primals: Sequence[jax.Array],

@@ -6,8 +6,8 @@ within its own code for it, and not within cuDNN's; what a norm gains may be los
 arrays that have to be written for it. So the program itself is timed: untuned, by XLA
 alone, by cuDNN alone, and with the kernels' winners. From the fastest of these, the
 calls of each operation change over, but for those that have nothing to gain. All that
-gain do so together, if that gains more.
-What came of it is then timed beside the others once more, and the fastest is taken.
+gain do so together, if that gains more. What came of it is then timed beside the others
+once more, and the fastest is taken.
 
 Compiling a program takes longer than running it, so programs are compiled together.
 """
