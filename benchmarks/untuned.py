@@ -67,7 +67,7 @@ _PARTS, _FEW_ROWS = "untuned_parts.json", "untuned_few_rows.json"
 _MLPS = "untuned_mlps.json"
 # The first number of the calls; the first whose kernels are timed is 0.
 _FIRST = 100_000
-_AT_ONCE = 32
+_AT_ONCE = 16
 
 
 _T = TypeVar("_T")
@@ -434,11 +434,12 @@ def _write_calls(numbers: Sequence[int], folder: Path) -> None:
         if row["number"] not in numbers and row["GPU"] == found["GPU"]
     ]
     data: dict[str, Any] = {"environment": found, "rows": kept}
-    if left := _left(folder / _DATA).difference(numbers):
-        data["left"] = sorted(left)
+    left = _left(folder / _DATA)
     for row in check(numbers):
         _add(data, row)
         data["rows"].sort(key=lambda row: row["number"])
+        left.discard(row["number"])
+        data["left"] = sorted(left)
         if any("ratio" in each for each in data["rows"]):
             write_records(folder / _DATA, data)
             (folder / _PAGE).write_text(markdown(data))

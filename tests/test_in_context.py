@@ -21,7 +21,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.lowering import primitives, scoped, traced_graphs, traced_program
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.lowering.scope import scope
-from jax_cudnn.measuring import NotRunError, Programs, programs
+from jax_cudnn.measuring import NotRunError, Programs, memory, programs
 from jax_cudnn.plans import tuning
 from jax_cudnn.plans.in_context import Chosen, ProgramTimes, settle
 from tests.planner import H200, made_plan
@@ -71,8 +71,16 @@ def _settle(
     found: dict[Key, Choice],
     before: Chosen | None = None,
     deadline: float = math.inf,
+    runs: dict[Key, int] | None = None,
 ) -> tuple[Chosen, ProgramTimes]:
-    return settle(programs, found, before or {}, deadline=deadline, say=lambda _: None)
+    return settle(
+        programs,
+        found,
+        before or {},
+        runs=runs,
+        deadline=deadline,
+        say=lambda _: None,
+    )
 
 
 def _who(chosen: Chosen) -> list[str | None]:
@@ -121,6 +129,52 @@ def test_an_operation_changes_over_where_that_helps_its_neighbours() -> None:
         "the whole program, in microseconds: 12.0 (untuned 22.0, XLA alone 22.0, each "
         "kernel's winner 20.0)"
     )
+
+
+@pytest.mark.parametrize(
+    ("norms", "spared", "is_tried"),
+    [
+        (1, 2.5, True),  # XLA's norm loses 2, and XLA fuses away 2.5.
+        (1, 1.5, False),
+        (2, 2.5, False),  # It loses 4.
+        (None, 1.5, True),  # There is a loop, and who knows.
+    ],
+)
+def test_an_operation_that_loses_more_than_xla_spares_stays(
+    norms: int | None, spared: float, is_tried: bool
+) -> None:
+    found = {_key("n"): _choice("norm", 10, 12), _key("m"): _choice("matmul", 10, 20)}
+    count = norms or 1
+
+    def cost(chosen: Chosen) -> float:
+        norm, product = _who(chosen)
+        us = count * (10 if norm == "cudnn" else 12) + (10 if product == "cudnn" else 20)
+        return us - spared if norm == product == "xla" else us
+
+    before = dict.fromkeys(found)
+    programs = _Made(lambda chosen: 50 if None in _who(chosen) else cost(chosen))
+    runs = norms and {_key("n"): norms, _key("m"): 1}
+    chosen, times = _settle(programs, found, before, runs=runs)
+    assert _who(chosen) == ["cudnn", "cudnn"]
+    assert times.untuned_us == 50
+    assert (["xla", "cudnn"] in map(_who, programs.compiled)) == is_tried
+
+
+def test_from_choices_without_times_every_operation_is_tried() -> None:
+    found = {_key("n"): _choice("norm", 10, 12), _key("m"): _choice("matmul", 10, 20)}
+    programs = _Made(lambda chosen: 1.0 if _who(chosen) == [None, None] else 40.0)
+    runs = dict.fromkeys(found, 1)
+    chosen, _ = _settle(programs, found, dict.fromkeys(found), runs=runs)
+    assert _who(chosen) == [None, None]
+    assert [None, "cudnn"] in map(_who, programs.compiled)
+    assert ["cudnn", None] in map(_who, programs.compiled)
+
+
+def test_an_implementation_that_does_not_run_says_nothing_of_what_it_spares() -> None:
+    found = {_key("n"): _choice("norm", 10, 12), _key("m"): _choice("matmul", 10, 20)}
+    programs = _Made(lambda _: 1.0, fails="xla")
+    _settle(programs, found, runs=dict.fromkeys(found, 1))
+    assert ["xla", "cudnn"] in map(_who, programs.compiled)
 
 
 def test_what_cudnn_runs_slower_alone_stays_xlas() -> None:
@@ -311,8 +365,7 @@ def test_a_program_without_memory_for_it_is_not_run(
     run = Programs(jax.jit(lambda x: x + 1).trace(x), jax.devices()[0])
     stats = {"bytes_limit": 2**21, "bytes_in_use": 2**20 + 1}
     gpu: Any = SimpleNamespace(memory_stats=lambda: stats)
-    free_bytes = programs._free_bytes
-    monkeypatch.setattr(programs, "_free_bytes", lambda _: free_bytes(gpu))
+    monkeypatch.setattr(programs, "free_bytes", lambda _: memory.free_bytes(gpu))
     (found,) = run.compile([Trial({})])
     assert isinstance(found, NotRunError)
     assert str(found) == "a run needs 0.0 GiB of memory, and 0.0 GiB are free"
@@ -458,3 +511,27 @@ def test_a_program_that_does_not_run_keeps_the_kernels_choices(
     assert "was not measured: its operands failed: out of memory" in str(found)
     assert table.all() == found.choices
     assert list(found.choices.values()) == [_choice("matmul")]
+
+
+def test_autotune_says_how_many_times_a_program_runs_each_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    told: list[Any] = []
+
+    def settle(_: Any, found: Any, *__: Any, runs: Any, **___: Any) -> Any:
+        told.append(runs)
+        return found, ProgramTimes(chosen_us=1.0)
+
+    monkeypatch.setattr(tuning, "settle", settle)
+
+    def layers(x: jax.Array) -> jax.Array:
+        x = jax.lax.scan(lambda x, _: (_step(_step(x)), None), x, length=3)[0]
+        return _step(x)
+
+    def steps(x: jax.Array) -> jax.Array:
+        return jax.lax.while_loop(lambda x: x[0, 0] > 0, _step, x)
+
+    x = jnp.ones((8, 8))
+    for function in (layers, steps):
+        _tuned(monkeypatch, function, x)
+    assert [runs and list(runs.values()) for runs in told] == [[7], None]

@@ -42,6 +42,7 @@ class Gpu:
     wrong: set[int] = field(default_factory=set)
     broken: set[int] = field(default_factory=set)
     xla_us: float = 1000.0
+    free_bytes: int = 1600
     ran: list[float] = field(default_factory=lambda: [])
 
     def candidates(
@@ -82,6 +83,8 @@ class _Stopwatch:
 
 
 class _Sets:
+    size = 100
+
     def __init__(self, graph: Graph, device: Any):
         assert device.local_hardware_id == 3
         self.graph = graph
@@ -124,6 +127,8 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(native, "plan", gpu.plan)
     monkeypatch.setattr(fastest, "PlanStopwatch", _Stopwatch)
     monkeypatch.setattr(fastest, "OperandSets", _Sets)
+    monkeypatch.setattr(fastest, "needed_bytes", lambda _: 300)
+    monkeypatch.setattr(fastest, "free_bytes", lambda _: gpu.free_bytes)
     monkeypatch.setattr(fastest, "run_cudnn", run_cudnn)
     monkeypatch.setattr(fastest, "run_xla", run_xla)
     monkeypatch.setattr(fastest, "compile_over_sets", compile_over_sets)
@@ -190,6 +195,29 @@ def test_plans_get_more_samples_the_nearer_they_are_to_the_best(
 def test_only_plans_that_may_be_built_are_timed(gpu: Gpu) -> None:
     gpu.engines = (30, 20, 10)
     assert _measure(max_plans=1).plan == _pin(10), "each engine has one"
+
+
+@pytest.mark.parametrize(("free", "runs"), [(1600, 2), (1599, 1)])
+def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, free: int, runs: int
+) -> None:
+    ran: list[float] = []
+    compiled = fastest.compile_over_sets
+
+    def compile_over_sets(function: Callable[..., Any], types: Any) -> Any:
+        program = compiled(function, types)
+
+        def counted(sets: Any) -> Any:
+            us: Any = program(sets)
+            ran.append(us)
+            return us
+
+        return counted
+
+    monkeypatch.setattr(fastest, "compile_over_sets", compile_over_sets)
+    gpu.free_bytes = free
+    _measure()
+    assert ran.count(gpu.xla_us) == runs
 
 
 def test_xla_wins_where_it_is_faster_and_the_best_plan_is_kept(gpu: Gpu) -> None:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn.measuring.together import in_stages, together
+from jax_cudnn.measuring.together import Followed, in_stages, together
 
 pytestmark = pytest.mark.once
 
@@ -29,6 +29,32 @@ def test_tasks_meet_one_another() -> None:
 
     assert together([lambda i=i: meet(i) for i in range(3)]) == [0, 1, 2]
     assert together([]) == []
+
+
+def test_what_follows_a_task_runs_alone_while_others_go_on() -> None:
+    others, told = threading.Event(), list[str]()
+
+    def follow(found: str) -> str:
+        told.append(f"{found} begins")
+        assert others.wait(timeout=30)
+        told.append(f"{found} ends")
+        return found.upper()
+
+    # The last task lets what follows go on, with one thread for all but these.
+    tasks = [Followed(functools.partial(str, each), follow) for each in "ab"]
+    found = together([tasks[0], lambda: 1, tasks[1], others.set])
+    assert found == ["A", 1, "B", None]
+    assert sorted(told[::2]) == ["a begins", "b begins"]
+    assert [each[0] for each in told[::2]] == [each[0] for each in told[1::2]]
+    assert tasks[0]() == "A"
+
+
+def test_what_follows_may_raise() -> None:
+    def fail(found: int) -> None:
+        raise KeyError(found)
+
+    with pytest.raises(KeyError, match="7"):
+        together([Followed(lambda: 7, fail), lambda: None])
 
 
 def test_double_precision_holds_in_the_threads() -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "gathered",
     "hlo_sharding",
     "inner_jaxprs",
+    "inner_runs",
     "instantiate_zero",
     "is_array_aval",
     "is_explicitly_sharded",
@@ -107,6 +108,14 @@ def lower_function(function: Callable[..., Sequence[jax.Array]]) -> Callable[...
 def inner_jaxprs(params: dict[str, Any]) -> Iterator[Any]:
     """Yield the jaxprs among an equation's parameters (loop bodies, branches, ...)."""
     return jaxprs_in_params(params)
+
+
+def inner_runs(equation: Any) -> int | None:
+    """Return how many times an equation runs its jaxprs; None if it does not say."""
+    name = equation.primitive.name
+    if name == "scan":
+        return equation.params["length"]
+    return None if name in ("cond", "while") else 1
 
 
 def is_known_array(value: Any, aval: Any) -> bool:

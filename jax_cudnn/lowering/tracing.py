@@ -79,6 +79,14 @@ class TracedProgram(NamedTuple):
     is_divided: bool
     arrays: tuple[Any, ...] = ()
 
+    def counted(self) -> Iterator[tuple[TracedGraph, int | None]]:
+        """Yield the graphs of the undivided program, and how many times each runs.
+
+        That is the lengths of the scans around it; None for a branch or another loop,
+        of which it is not known.
+        """
+        return _counted(self.program.jaxpr, 1)
+
 
 def traced_graphs(
     function: Callable[..., Any] | Traced | Lowered, *args: Any, **kwargs: Any
@@ -191,13 +199,21 @@ def graph_of(equation: Any) -> TracedGraph | None:
 
 def subprograms(jaxpr: Any) -> Iterator[TracedGraph]:
     """Yield the graphs of a jaxpr and its inner ones."""
+    for graph, _ in _counted(jaxpr, 1):
+        yield graph
+
+
+def _counted(jaxpr: Any, runs: int | None) -> Iterator[tuple[TracedGraph, int | None]]:
+    """Yield the graphs of a jaxpr that runs so many times, and how many times each."""
     for equation in jaxpr.eqns:
         if equation.primitive in (graph_p, linear_p):
             params = equation.params
             is_linear = equation.primitive is linear_p
-            yield TracedGraph(params["graph"], params["options"], is_linear)
+            yield TracedGraph(params["graph"], params["options"], is_linear), runs
+        again = _jax.inner_runs(equation)
+        known = None if runs is None or again is None else runs * again
         for inner in _jax.inner_jaxprs(equation.params):
-            yield from subprograms(inner)
+            yield from _counted(inner, known)
 
 
 def _unbound(

@@ -29,6 +29,7 @@ from jax_cudnn.measuring.correctness import (
     reference_results,
     with_own_results,
 )
+from jax_cudnn.measuring.memory import free_bytes, needed_bytes
 from jax_cudnn.measuring.stopwatch import (
     OperandSets,
     PlanStopwatch,
@@ -36,7 +37,7 @@ from jax_cudnn.measuring.stopwatch import (
     results_of,
     time_calls,
 )
-from jax_cudnn.measuring.together import Work, in_stages, workers
+from jax_cudnn.measuring.together import Followed, Work, in_stages, workers
 from jax_cudnn.offline.builders import plan_builders
 from jax_cudnn.reference.dtypes import jax_dtype
 
@@ -57,6 +58,9 @@ _TOGETHER = 2
 # cores, they save more.
 _ENOUGH_PARTS = 12
 _ENOUGH_CORES = 4
+
+# A program runs once while others are compiled if so many times its memory is free.
+_AMPLE = 4
 
 _UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
 
@@ -167,8 +171,9 @@ class _Contest:
         self._check_time()
         (ways,) = yield [self._ways]
         builds = [build for way in ways for build in way.builds]
+        by_xla = functools.partial(self._compiled_over_sets, self._run_xla)
         xla_over_sets, example_of, _, *rest = yield [
-            functools.partial(self._compiled_over_sets, self._run_xla),
+            Followed(by_xla, self._started),
             functools.partial(self._compiled, functools.partial(_example, self._part)),
             self._operands.compile,
             *(functools.partial(self._compiled, way.prepared) for way in ways),
@@ -290,6 +295,19 @@ class _Contest:
                 return compile_over_sets(function, self._operands.types)
 
         return _unless_it_fails(compile_it)
+
+    def _started(self, program: jax.stages.Compiled | None) -> Any:
+        """Run a program once, and return it.
+
+        XLA builds convolutions when they run first, which may take seconds. There has
+        to be ample memory, since other programs are compiled meanwhile, and tuned by
+        XLA.
+        """
+        if program is not None:
+            needed = needed_bytes(program) + self._operands.size
+            if needed * _AMPLE <= free_bytes(self._device):
+                _unless_it_fails(lambda: program(self._operands.draw()))
+        return program
 
     # --- what is timed --------------------------------------------------------------
 

@@ -29,6 +29,7 @@ from jax_cudnn.lowering import (
     scoped,
 )
 from jax_cudnn.measuring.drawing import tables, taken
+from jax_cudnn.measuring.memory import free_bytes, needed_bytes
 from jax_cudnn.measuring.together import together
 
 _log = logging.getLogger("jax_cudnn")
@@ -99,7 +100,7 @@ class Programs:
         operands = self._operands
         try:
             # XLA would wait for memory, ten seconds long.
-            needed, free = _needed_bytes(program), _free_bytes(self._device)
+            needed, free = needed_bytes(program), free_bytes(self._device)
             if needed > free:
                 raise NotRunError(
                     f"a run needs {needed / 2**30:.1f} GiB of memory, and "
@@ -138,21 +139,6 @@ class Programs:
             for i in (*running[first:], *running[:first]):
                 samples[i].append(_run(calls[i], counts[i]))
         return [statistics.median(each) for each in samples]
-
-
-def _needed_bytes(program: jax.stages.Compiled) -> int:
-    """Return the bytes that a program allocates: its results and what is between."""
-    memory: Any = program.memory_analysis()
-    if memory is None:  # The backend does not say.
-        return 0
-    return memory.output_size_in_bytes + memory.temp_size_in_bytes
-
-
-def _free_bytes(device: Any) -> float:
-    stats = device.memory_stats()  # None on a CPU.
-    if not stats or "bytes_limit" not in stats:
-        return math.inf
-    return stats["bytes_limit"] - stats["bytes_in_use"]
 
 
 def _run(call: Callable[[], Any], count: int) -> float:

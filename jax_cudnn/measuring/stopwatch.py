@@ -87,8 +87,9 @@ def set_count(size: int) -> int:
 class OperandSets:
     """Sets of random operands of a graph, too large together for the cache.
 
-    ``types`` are the shapes and dtypes of each set. `compile` may run beforehand and in
-    another thread; each `draw` gives the same numbers.
+    ``types`` are the shapes and dtypes of each set, ``size`` the bytes of all sets.
+    `compile` may run beforehand and in another thread; each `draw` gives the same
+    numbers.
     """
 
     def __init__(self, graph: Graph, device: Any) -> None:
@@ -103,6 +104,7 @@ class OperandSets:
             for t in graph.input_tensors
         ]
         self.types = [types] * count
+        self.size = count * sum(map(_bytes, graph.input_tensors))
         self._compiled: Callable[[np.uint32, Tables], list[jax.Array]] | None = None
 
     def compile(self) -> None:

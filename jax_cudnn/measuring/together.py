@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What is compiled on all cores at once, while nothing is timed?
 
-XLA and cuDNN compile outside of Python's lock, and the GPU is timed by one thread.
+XLA and cuDNN compile outside of Python's lock, and the GPU is timed by one thread. What
+follows a task runs in a thread of its own, one after another.
 """
 
+import functools
 import logging
 import os
 import time
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -20,6 +23,19 @@ _T = TypeVar("_T")
 Task = Callable[[], Any]
 # Yields what is to be compiled before it goes on, and is sent what that gave.
 Work = Generator[list[Task], list[Any], _T]
+
+
+@dataclass(frozen=True)
+class Followed:
+    """A task, and what is done with its result while other tasks run."""
+
+    task: Task
+    after: Callable[[Any], Any]
+
+    def __call__(self) -> Any:
+        """Do both, one after the other."""
+        return self.after(self.task())
+
 
 # More than that many programs at a time would need much of the host's memory.
 _MOST_THREADS = 16
@@ -39,18 +55,34 @@ def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
     start = time.monotonic()
     spent: defaultdict[str, list[float]] = defaultdict(list)
 
-    def run(task: Callable[[], _T]) -> _T:
+    def timed(name: str, task: Callable[[], Any]) -> Any:
         begun = time.monotonic()
         with jax.enable_x64(is_double):  # which holds for a thread
             result = task()
-        spent[_name(task)].append(time.monotonic() - begun)
+        spent[name].append(time.monotonic() - begun)
         return result
 
-    with ThreadPoolExecutor(workers()) as pool:
+    with ThreadPoolExecutor(workers()) as pool, ThreadPoolExecutor(1) as one:
+
+        def run(task: Callable[[], Any]) -> Any:
+            if not isinstance(task, Followed):
+                return timed(_name(task), task)
+            after = functools.partial(task.after, timed(_name(task.task), task.task))
+            return one.submit(timed, _name(after), after)
+
+        # What is followed comes first: what follows is the longest line of all.
+        order = sorted(
+            range(len(tasks)), key=lambda i: not isinstance(tasks[i], Followed)
+        )
         try:
-            results = list(pool.map(run, tasks))
+            found = dict(zip(order, pool.map(run, map(tasks.__getitem__, order))))
+            results = [
+                x.result() if isinstance(x := found[i], Future) else x
+                for i in range(len(tasks))
+            ]
         except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
+            for each in (pool, one):
+                each.shutdown(wait=False, cancel_futures=True)
             raise
     shares = ", ".join(
         f"{len(each)} x {name} {sum(each):.1f} s, the longest {max(each):.1f}"

@@ -9,7 +9,10 @@ calls of each operation change over, but for those that have nothing to gain. Al
 gain do so together, if that gains more. What came of it is then timed beside the others
 once more, and the fastest is taken.
 
-Compiling a program takes longer than running it, so programs are compiled together.
+Compiling a program takes longer than running it, so programs are compiled together, and
+few of them. The first ones say how much XLA spares by what it fuses: the program takes
+so much less than its calls alone would have it. An operation whose calls lose more than
+that does not change over.
 """
 
 import math
@@ -73,17 +76,19 @@ def settle(
     found: Mapping[Key, Choice],
     before: Chosen,
     *,
+    runs: Mapping[Key, int] | None,
     deadline: float,
     say: Callable[[str], None],
 ) -> tuple[Chosen, ProgramTimes]:
     """Return the choices that make the program fastest, and its times.
 
     ``found`` are the winners of single kernels, ``before`` what was chosen until then.
+    ``runs`` says how many times the program runs each; None if that is not known.
 
     Raises:
       NotRunError: the program does not run with the kernels' winners.
     """
-    contest = _Contest(programs, found, say)
+    contest = _Contest(programs, found, runs, say)
     named = {
         "kernels": dict(found),
         "untuned": {key: before.get(key) for key in found},
@@ -108,7 +113,12 @@ def settle(
     if took["kernels"] <= took[best] * (1 + _TIE):
         best = "kernels"
     chosen, us = numbers[best], took[best]
-    improved = contest.improved(chosen, deadline)
+    spared_us = contest.spared_us(
+        numbers["kernels"],
+        [named["xla"], named["cudnn"]],
+        dict(zip(numbers.values(), took.values(), strict=True)),
+    )
+    improved = contest.improved(chosen, spared_us + _TIE * us, deadline)
     if improved != chosen:
         # Its gains were measured two by two, at other times: once more, all in turns.
         us, *again = contest.times([improved, *numbers.values()])
@@ -134,6 +144,11 @@ def _is_near(choice: Choice) -> bool:
     return choice.xla_us is None or choice.xla_us <= _NEAR * min(times.values())
 
 
+def _alone_us(choice: Choice) -> float:
+    """Return the time of a choice's call by itself; 0 for one that was not timed."""
+    return choice.times_us.get(choice.implementation, 0.0)
+
+
 def _by_cudnn(choice: Choice) -> Choice:
     if choice.plan:
         return replace(choice, implementation="cudnn")
@@ -147,10 +162,12 @@ class _Contest:
         self,
         programs: _Programs,
         found: Mapping[Key, Choice],
+        runs: Mapping[Key, int] | None,
         say: Callable[[str], None],
     ) -> None:
         self._programs = programs
         self._found = found
+        self._runs = runs
         self._say = say
         self._chosen: dict[int, Chosen] = {}
 
@@ -170,13 +187,51 @@ class _Contest:
         """Return the choices of a program."""
         return self._chosen[number]
 
-    def improved(self, best: int, deadline: float) -> int:
-        """Change operations over: the one that gains most, or all that gain."""
+    def spared_us(
+        self, kernels: int, others: Sequence[Chosen], took: Mapping[int, float]
+    ) -> float:
+        """Return the most by which one of the others is faster than its calls say.
+
+        That is in comparison to the program with the kernels' winners.
+        """
+        spared = 0.0
+        for other in others:
+            number = next((n for n in took if self._chosen[n] == other), None)
+            if number is None:  # It does not run.
+                return math.inf
+            longer = took[number] - took[kernels]
+            spared = max(spared, self._lost_us(self._found, other) - longer)
+        return spared
+
+    def _lost_us(self, old: Chosen, new: Chosen) -> float:
+        """Return how much longer calls take alone with other choices, all together.
+
+        It is minus infinity where that is not known.
+        """
+        if self._runs is None:
+            return -math.inf
+        lost = 0.0
+        for key, choice in new.items():
+            before = old[key]
+            if before is None or choice is None:
+                return -math.inf
+            lost += self._runs[key] * (_alone_us(choice) - _alone_us(before))
+        return lost
+
+    def improved(self, best: int, most_lost_us: float, deadline: float) -> int:
+        """Change operations over: the one that gains most, or all that gain.
+
+        Those whose calls lose more than ``most_lost_us`` by themselves stay.
+        """
         old = self._chosen[best]
         if time.monotonic() > deadline:
             return best
         every = {op: self._changed(keys, old) for op, keys in self._operations()}
-        changes = {op: change for op, change in every.items() if change}
+        changes = {
+            op: change
+            for op, change in every.items()
+            if change and self._lost_us(old, change) <= most_lost_us
+        }
         entered = self.enter([{**old, **change} for change in changes.values()])
         rivals = {
             op: rival

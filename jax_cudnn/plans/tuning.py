@@ -8,6 +8,7 @@ import logging
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -306,6 +307,7 @@ class _Tuner:
                 Programs(traced.program, local_device(), traced.arrays),
                 tuning.choices,
                 self._before,
+                runs=self._runs(traced),
                 deadline=self._deadline,
                 say=self._show,
             )
@@ -317,6 +319,17 @@ class _Tuner:
             tuning.choices = {k: each for k, each in chosen.items() if each is not None}
             choices.table().add(tuning.choices)
         self._show(str(tuning.program))
+
+    def _runs(self, traced: TracedProgram) -> dict[Key, int] | None:
+        """Return how many times a program runs each part; None if that is not known."""
+        counted: Counter[Key] = Counter()
+        for graph, runs in traced.counted():
+            for part, options in _parts([graph]):
+                if runs is None:
+                    return None
+                allowed = options.plan.to_request()
+                counted[choices.key_of(part, self._target, allowed)] += runs
+        return counted
 
     def finish(self) -> None:
         """Keep what was found for other processes."""
