@@ -148,7 +148,8 @@ def test_an_operation_that_loses_more_than_xla_spares_stays(
 
     def cost(chosen: Chosen) -> float:
         norm, product = _who(chosen)
-        us = count * (10 if norm == "cudnn" else 12) + (10 if product == "cudnn" else 20)
+        us = count * (10 if norm == "cudnn" else 12)
+        us += 10 if product == "cudnn" else 20
         return us - spared if norm == product == "xla" else us
 
     before = dict.fromkeys(found)

@@ -75,7 +75,8 @@ def together(tasks: Sequence[Callable[[], _T]]) -> list[_T]:
             range(len(tasks)), key=lambda i: not isinstance(tasks[i], Followed)
         )
         try:
-            found = dict(zip(order, pool.map(run, map(tasks.__getitem__, order))))
+            ran = pool.map(run, [tasks[i] for i in order])
+            found = dict(zip(order, ran, strict=True))
             results = [
                 x.result() if isinstance(x := found[i], Future) else x
                 for i in range(len(tasks))
