@@ -22,7 +22,7 @@ Calls that go by other rules than when they were timed are named in the file as 
 out; `--left` times these.
 
 `--first 1000` draws other calls, and `--only gated` times those whose name has this
-regular expression. What the file in the folder has of others is kept; for the times of
+regular expression; `--kernel silu_grad` so chooses kernels. What the file in the folder has of others is kept; for the times of
 whole calls, only of the same GPU.
 """
 
@@ -397,6 +397,7 @@ def main() -> None:
     kind.add_argument("--few-rows", action="store_true", help="and those of few rows")
     kind.add_argument("--mlps", action="store_true", help="and those of MLPs")
     parser.add_argument("--fused", action="store_true", help="no contraction alone")
+    parser.add_argument("--kernel", default="", help="regex of a kernel's operations")
     parser.add_argument("--left", action="store_true", help="what the file leaves out")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -410,7 +411,11 @@ def main() -> None:
         drawn, name = (drawn_mlp, _MLPS) if options.mlps else (drawn, name)
         calls = [call for call in map(drawn, numbers) if wanted.search(call.title)]
         fewest = 2 if options.fused else 1
-        parts = [part for part in parts_of(calls) if len(part.nodes) >= fewest]
+        parts = [
+            part
+            for part in parts_of(calls)
+            if len(part.nodes) >= fewest and re.search(options.kernel, label(part))
+        ]
         _write_kernels(parts, options.out / name, options.most)
     else:
         left = sorted(_left(options.out / _DATA))

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Pointwise nodes that cuDNN plans and does not compute well, written as others.
 
-All of it was found on an H200 with cuDNN 9.19 (tests/gpu/test_launch_matrix.py and
-tests/gpu/test_fusion_numerics.py launch what is written here):
+All of it was found on an H200 or an H100 with cuDNN 9.19
+(tests/gpu/test_launch_matrix.py and tests/gpu/test_fusion_numerics.py launch what is
+written here):
 
 * The slope of a leaky relu comes out wrong by a fifth, as if it were a power of two.
 * An elu is exp(x) - 1, which is 0 for a small x.
@@ -14,6 +15,9 @@ tests/gpu/test_fusion_numerics.py launch what is written here):
   and others) are listed, and build, where f32 sums with the bias are a result too. They
   cannot be launched then. An identity in between keeps these engines away.
 * One of these, eng0, has a tanh that is NaN above 88 and 0 for a small x.
+* A sigmoid is exact to the last digit, and slow: within a product it takes as long as
+  the product. So do a reciprocal, and the gradients of sigmoid, silu and softplus. With
+  an exponential and a quotient they take a fraction (docs/benchmarks/epilogues.md).
 """
 
 from collections.abc import Callable
@@ -127,6 +131,39 @@ def _softplus(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("select", tail, apply("softplus", x), is_tail)
 
 
+def _one_over(apply: _Writing, negative: str) -> str:
+    """The sigmoid of x, given -x."""
+    return apply("div", 1.0, apply("add", apply("exp", negative), 1.0))
+
+
+def _sigmoid(apply: _Writing, names: list[str], alpha: float) -> str:
+    del alpha
+    return _one_over(apply, apply("neg", names[-1]))
+
+
+def _sigmoid_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+    """With e/(1 + e)^2 for e = exp(-|x|), which keeps the digits of both tails."""
+    del alpha
+    cotangent, x = names
+    power = apply("exp", apply("neg", apply("abs", x)))
+    more = apply("add", power, 1.0)
+    return apply("mul", cotangent, apply("div", power, apply("mul", more, more)))
+
+
+def _silu_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+    """With s + s (1 - s) x, in an order in which the largest x is not NaN."""
+    del alpha
+    cotangent, x = names
+    s = _one_over(apply, apply("neg", x))
+    rest = apply("mul", apply("mul", s, apply("sub", 1.0, s)), x)
+    return apply("mul", cotangent, apply("add", s, rest))
+
+
+def _softplus_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+    cotangent, x = names
+    return apply("mul", cotangent, _sigmoid(apply, [x], alpha))
+
+
 def _relu6(apply: _Writing, names: list[str], alpha: float) -> str:
     del alpha
     positive = apply("relu", *names)
@@ -162,9 +199,21 @@ def _div(apply: _Writing, names: list[str], alpha: float) -> str:
     x, y = names
     if apply.is_number(y):
         return apply("div", x, y)
-    is_large = apply("gt", apply("abs", y), _LARGE_DIVISOR)
-    unit = apply("select", _SMALL, 1.0, is_large)
+    unit = _unit(apply, y)
     return apply("div", apply("mul", x, unit), apply("mul", y, unit))
+
+
+def _reciprocal(apply: _Writing, names: list[str], alpha: float) -> str:
+    del alpha
+    (y,) = names
+    unit = _unit(apply, y)
+    return apply("div", unit, apply("mul", y, unit))
+
+
+def _unit(apply: _Writing, divisor: str) -> str:
+    """Return by what to scale a divisor, and what is divided."""
+    is_large = apply("gt", apply("abs", divisor), _LARGE_DIVISOR)
+    return apply("select", _SMALL, 1.0, is_large)
 
 
 _WRITE: dict[str, _Write] = {
@@ -173,16 +222,21 @@ _WRITE: dict[str, _Write] = {
     "elu_grad": _elu_grad,
     "max": _extreme("gt"),
     "min": _extreme("lt"),
+    "reciprocal": _reciprocal,
     "relu6": _relu6,
+    "sigmoid": _sigmoid,
+    "sigmoid_grad": _sigmoid_grad,
+    "silu_grad": _silu_grad,
     "softplus": _softplus,
+    "softplus_grad": _softplus_grad,
 }
 
 
 # --- engines that are kept away -------------------------------------------------------
 
-# The activations that such an engine has, but for elu, which is written as others. A
-# relu6 is written as a relu and its bound.
-_FUSED = ("relu", "relu6", "sigmoid", "tanh")
+# The activations that such an engine has, but for elu and sigmoid, which are written as
+# others. A relu6 is written as a relu and its bound.
+_FUSED = ("relu", "relu6", "tanh")
 
 
 def _needs_shield(graph: Graph, node: Node) -> bool:

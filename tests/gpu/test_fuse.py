@@ -21,8 +21,14 @@ from tests.gpu.pinned import judge_every_plan
 pytestmark = pytest.mark.gpu
 
 
-def _mlp(x: jax.Array, w: jax.Array, b: jax.Array, v: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x @ w + b[None, None]) @ v
+def _mlp_of(activation: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    def mlp(x: jax.Array, w: jax.Array, b: jax.Array, v: jax.Array) -> jax.Array:
+        return activation(x @ w + b[None, None]) @ v
+
+    return mlp
+
+
+_MLP_SHAPES = ((3, 40, 64), (64, 96), (96,), (96, 64))
 
 
 _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
@@ -36,8 +42,14 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = 
     ),
     "gated MLP": (gated_mlp, ((3, 40, 64), (64, 96), (64, 96), (96, 64))),
     "RMS norm": (normed, ((3, 40, 64), (64, 96), (96,))),
-    "MLP": (_mlp, ((3, 40, 64), (64, 96), (96,), (96, 64))),
+    "MLP": (_mlp_of(jax.nn.gelu), _MLP_SHAPES),
+    "MLP of silu": (_mlp_of(jax.nn.silu), _MLP_SHAPES),
+    "MLP of sigmoid": (_mlp_of(jax.nn.sigmoid), _MLP_SHAPES),
+    "MLP of softplus": (_mlp_of(jax.nn.softplus), _MLP_SHAPES),
+    "MLP of a reciprocal": (_mlp_of(lambda x: 1 / (2 + x * x)), _MLP_SHAPES),
 }
+# Those whose activation's gradient is within a product.
+_WITHIN = ("gated MLP", "MLP", "MLP of silu", "MLP of sigmoid", "MLP of softplus")
 
 
 def _operands(shapes: Any, dtype: Any) -> list[jax.Array]:
@@ -72,12 +84,12 @@ def test_values_and_gradients(name: str, dtype: Any) -> None:
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("name", ["gated MLP", "MLP"])
+@pytest.mark.parametrize("name", _WITHIN)
 def test_every_plan_of_a_gradient_within_a_product_is_right(
     name: str, dtype: Any
 ) -> None:
     function, _ = _FUNCTIONS[name]
-    beside = {"gated MLP": (256, 512), "MLP": (512,)}[name]
+    beside = (256, 512) if name == "gated MLP" else (512,)
     operands = _operands(((2, 384, 256), (256, 512), beside, (512, 256)), dtype)
     fused = jax_cudnn.fuse(function)
 
@@ -93,7 +105,7 @@ def test_every_plan_of_a_gradient_within_a_product_is_right(
     judge_every_plan(part)
 
 
-@pytest.mark.parametrize("name", list(_FUNCTIONS))
+@pytest.mark.parametrize("name", [n for n in _FUNCTIONS if "MLP of" not in n])
 def test_all_kernels_run_in_cudnn(name: str) -> None:
     function, shapes = _FUNCTIONS[name]
     fused = jax_cudnn.fuse(function)
