@@ -22,8 +22,8 @@ Calls that go by other rules than when they were timed are named in the file as 
 out; `--left` times these.
 
 `--first 1000` draws other calls, and `--only gated` times those whose name has this
-regular expression; `--kernel silu_grad` so chooses kernels. What the file in the folder has of others is kept; for the times of
-whole calls, only of the same GPU.
+regular expression; `--kernel silu_grad` so chooses kernels. What the file in the folder
+has of others is kept; for the times of whole calls, only of the same GPU.
 """
 
 import argparse
