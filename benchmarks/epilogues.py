@@ -35,13 +35,15 @@ from jax_cudnn.measuring.together import together
 _DATA, _PAGE = "epilogues.json", "epilogues.md"
 _PLANS = 5
 _MODES = (
-    *("identity", "relu", "silu", "gelu_tanh", "gelu_erf", "sigmoid", "tanh"),
-    *("softplus", "elu", "reciprocal"),
+    *("identity", "relu", "relu6", "leaky_relu", "elu", "silu", "gelu_tanh"),
+    *("gelu_erf", "sigmoid", "tanh", "softplus", "reciprocal"),
 )
 _GRADIENTS = (
-    *("mul", "relu_grad", "silu_grad", "gelu_tanh_grad", "gelu_erf_grad"),
-    *("sigmoid_grad", "tanh_grad", "softplus_grad", "elu_grad"),
+    *("mul", "relu_grad", "relu6_grad", "leaky_relu_grad", "elu_grad", "silu_grad"),
+    *("gelu_tanh_grad", "gelu_erf_grad", "sigmoid_grad", "tanh_grad"),
+    "softplus_grad",
 )
+_SLOPES = {"elu": 1.0, "elu_grad": 1.0, "leaky_relu": 0.01, "leaky_relu_grad": 0.01}
 # In whose place the others are put: these are not written as other nodes.
 _PLACE, _PLACE_GRADIENT = "gelu_tanh", "gelu_tanh_grad"
 
@@ -71,8 +73,9 @@ class _Case:
 
 
 def _with_mode(graph: Graph, old: str, new: str) -> Graph:
+    mode, alpha = new.removeprefix("leaky_"), _SLOPES.get(new, 0.0)
     nodes = tuple(
-        replace(node, attributes=replace(node.attributes, mode=new))
+        replace(node, attributes=replace(node.attributes, mode=mode, alpha=alpha))
         if isinstance(node.attributes, PointwiseAttributes)
         and node.attributes.mode == old
         else node

@@ -24,6 +24,7 @@ from jax_cudnn.graph import (
     derivative_of,
     is_anchor,
 )
+from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.legalize import (
     Legal,
     conv_channels,
@@ -587,9 +588,16 @@ def test_a_batch_that_is_stored_last_is_transposed(rng: np.random.Generator) -> 
     assert "b is transposed: its batch was stored last" in way.notes
 
 
-@pytest.mark.parametrize("activation", ["elu", "leaky_relu"])
-def test_modes_that_cudnn_computes_wrongly_are_written_as_others(
-    activation: Any, rng: np.random.Generator
+@pytest.mark.parametrize(
+    ("activation", "written"),
+    [
+        ("elu", {"neg", "relu", "mul", "tanh", "exp", "add"}),
+        ("leaky_relu", {"neg", "relu", "mul", "sub"}),
+        ("sigmoid", {"neg", "exp", "add", "div"}),
+    ],
+)
+def test_modes_that_cudnn_computes_wrongly_or_slowly_are_written_as_others(
+    activation: Any, written: set[str], rng: np.random.Generator
 ) -> None:
     def layer(a: Any, b: Any, bias: Any) -> jax.Array:
         return jax_cudnn.matmul(a, b, bias=bias, activation=activation, scale_out=0.5)
@@ -598,9 +606,10 @@ def test_modes_that_cudnn_computes_wrongly_are_written_as_others(
     assert _check(layer, operands) >= 3
     ((graph, _, _),) = traced_graphs(layer, *operands)
     way = legalize(graph, None).candidates[0]
-    modes = {getattr(node.attributes, "mode", "") for node in way.graph.nodes}
-    assert not modes & {"elu", "relu"}
-    assert "select" in modes
+    pointwise = [each.attributes for each in way.graph.nodes]
+    made = [each for each in pointwise if isinstance(each, PointwiseAttributes)]
+    assert written <= {each.mode for each in made} <= written | {"add", "mul"}
+    assert all(each.alpha == 0 for each in made)
 
 
 # Where epilogues go wrong: what is not a number, what is not finite, signed zeros, the
@@ -639,6 +648,8 @@ def _by_pointwise(mode: str, alpha: float, *operands: np.ndarray) -> jax.Array:
         ("elu", 1.0, jax.nn.elu),
         ("elu", 0.7, lambda x: jax.nn.elu(x, 0.7)),
         ("relu", 0.01, jax.nn.leaky_relu),
+        ("sigmoid", 0.0, jax.nn.sigmoid),
+        ("silu", 0.0, jax.nn.silu),
         ("softplus", 0.0, jax.nn.softplus),
     ],
 )
@@ -648,11 +659,10 @@ def test_special_values_pass_through_rewritten_activations(
     x = _SPECIAL
     # In f64, and to its rounding: JAX's slope of elu may be exp(x) - 1 + 1.
     expected, slopes = jax.vjp(function, x.astype(np.float64))
-    np.testing.assert_allclose(
-        _by_pointwise(mode, alpha, x), expected, rtol=1e-5, atol=1e-38
-    )
-    if mode == "softplus":
-        return  # Its gradient is cuDNN's.
+    if mode != "silu":  # which is cuDNN's own, but for its gradient
+        np.testing.assert_allclose(
+            _by_pointwise(mode, alpha, x), expected, rtol=1e-5, atol=1e-38
+        )
     cotangent = np.linspace(0.5, 2.0, x.size, dtype=np.float32)
     np.testing.assert_allclose(
         _by_pointwise(f"{mode}_grad", alpha, cotangent, x),
@@ -660,6 +670,12 @@ def test_special_values_pass_through_rewritten_activations(
         rtol=1e-5,
         atol=3e-16,
     )
+
+
+def test_special_values_pass_through_a_rewritten_reciprocal() -> None:
+    expected = np.asarray(jnp.reciprocal(_SPECIAL))
+    found = np.asarray(_by_pointwise("reciprocal", 0.0, _SPECIAL))
+    np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-38)
 
 
 @pytest.mark.parametrize(

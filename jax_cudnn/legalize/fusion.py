@@ -36,8 +36,15 @@ _OLDEST_CUDNN = 90800
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
-    """Return how cuDNN can run a graph of one contraction."""
-    return _legalize(rewrite_pointwise(graph), target)
+    """Return how cuDNN can run a graph of one contraction.
+
+    What is decided by a kernel's operations goes by the graph as it was asked for.
+    """
+    found = _legalize(graph, target)
+    written = (
+        replace(way, graph=rewrite_pointwise(way.graph)) for way in found.candidates
+    )
+    return replace(found, candidates=tuple(written))
 
 
 def _legalize(graph: Graph, target: Target | None) -> Legalization:

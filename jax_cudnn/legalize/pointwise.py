@@ -97,25 +97,39 @@ _Write = Callable[[_Writing, list[str], float], str]
 
 def _leaky_relu(apply: _Writing, names: list[str], alpha: float) -> str:
     """The relu of x with a slope, or the gradient through it: names end with x."""
-    is_kept = apply("ge", names[-1], 0.0)
+    x = names[-1]
+    if len(names) == 1:
+        slope = apply("mul", apply("relu", apply("neg", x)), alpha)
+        return apply("sub", apply("relu", x), slope)
+    is_kept = apply("ge", x, 0.0)
     return apply("select", names[0], apply("mul", names[0], alpha), is_kept)
 
 
 def _elu(apply: _Writing, names: list[str], alpha: float) -> str:
-    """With exp(x) - 1 as tanh(x/2) (exp(x) + 1), which keeps the digits of a small x.
+    """With exp(y) - 1 as tanh(y/2) (exp(y) + 1), which keeps the digits of a small y.
 
-    Above 0, where it may be infinite, it is not taken.
+    y is the lower half of x: comparing and selecting would take longer.
     """
     (x,) = names
-    half = apply("tanh", apply("mul", x, 0.5))
-    below = apply("mul", half, apply("add", apply("exp", x), 1.0))
-    return apply("select", x, apply("mul", below, alpha), apply("gt", x, 0.0))
+    y = _lower_half(apply, x)
+    half = apply("tanh", apply("mul", y, 0.5))
+    below = apply("mul", half, apply("add", apply("exp", y), 1.0))
+    if alpha != 1:
+        below = apply("mul", below, alpha)
+    return apply("add", apply("relu", x), below)
 
 
 def _elu_grad(apply: _Writing, names: list[str], alpha: float) -> str:
     cotangent, x = names
+    if alpha == 1:
+        return apply("mul", cotangent, apply("exp", _lower_half(apply, x)))
     below = apply("mul", cotangent, apply("mul", apply("exp", x), alpha))
     return apply("select", cotangent, below, apply("gt", x, 0.0))
+
+
+def _lower_half(apply: _Writing, x: str) -> str:
+    """The minimum of x and 0, and NaN where x is."""
+    return apply("neg", apply("relu", apply("neg", x)))
 
 
 # Below it, e = exp(x) gives softplus as e - e^2/2 to 6e-6, closer than log(1 + e) does.
