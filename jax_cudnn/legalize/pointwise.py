@@ -101,8 +101,7 @@ def _leaky_relu(apply: _Writing, names: list[str], alpha: float) -> str:
     if len(names) == 1:
         slope = apply("mul", apply("relu", apply("neg", x)), alpha)
         return apply("sub", apply("relu", x), slope)
-    is_kept = apply("ge", x, 0.0)
-    return apply("select", names[0], apply("mul", names[0], alpha), is_kept)
+    return apply("mul", names[0], apply("select", 1.0, alpha, apply("ge", x, 0.0)))
 
 
 def _elu(apply: _Writing, names: list[str], alpha: float) -> str:

@@ -10,9 +10,9 @@ gain do so together, if that gains more. What came of it is then timed beside th
 once more, and the fastest is taken.
 
 Compiling a program takes longer than running it, so programs are compiled together, and
-few of them. The first ones say how much XLA spares by what it fuses: the program takes
-so much less than its calls alone would have it. An operation whose calls lose more than
-that does not change over.
+few of them. That by XLA alone says how much XLA spares by what it fuses: it takes so
+much less than its calls alone would have it. An operation whose calls lose more than
+that by going to XLA does not change over.
 """
 
 import math
@@ -113,11 +113,7 @@ def settle(
     if took["kernels"] <= took[best] * (1 + _TIE):
         best = "kernels"
     chosen, us = numbers[best], took[best]
-    spared_us = contest.spared_us(
-        numbers["kernels"],
-        [named["xla"], named["cudnn"]],
-        dict(zip(numbers.values(), took.values(), strict=True)),
-    )
+    spared_us = contest.spared_us(named["xla"], numbers, took)
     improved = contest.improved(chosen, spared_us + _TIE * us, deadline)
     if improved != chosen:
         # Its gains were measured two by two, at other times: once more, all in turns.
@@ -188,23 +184,20 @@ class _Contest:
         return self._chosen[number]
 
     def spared_us(
-        self, kernels: int, others: Sequence[Chosen], took: Mapping[int, float]
+        self, by_xla: Chosen, numbers: Mapping[str, int], took: Mapping[str, float]
     ) -> float:
-        """Return the most by which one of the others is faster than its calls say.
+        """Return how much faster XLA's program is than its calls say, from 0 on.
 
-        That is in comparison to the program with the kernels' winners.
+        They say how much longer it takes than the program with the kernels' winners.
         """
-        spared = 0.0
-        for other in others:
-            number = next((n for n in took if self._chosen[n] == other), None)
-            if number is None:  # It does not run.
-                return math.inf
-            longer = took[number] - took[kernels]
-            spared = max(spared, self._lost_us(self._found, other) - longer)
-        return spared
+        for name, number in numbers.items():
+            if self._chosen[number] == by_xla:
+                longer = took[name] - took["kernels"]
+                return max(0.0, self._lost_us(self._found, by_xla) - longer)
+        return math.inf  # It does not run.
 
     def _lost_us(self, old: Chosen, new: Chosen) -> float:
-        """Return how much longer calls take alone with other choices, all together.
+        """Return how much longer calls take alone that go to XLA, all together.
 
         It is minus infinity where that is not known.
         """
@@ -215,13 +208,14 @@ class _Contest:
             before = old[key]
             if before is None or choice is None:
                 return -math.inf
-            lost += self._runs[key] * (_alone_us(choice) - _alone_us(before))
+            if choice.implementation == "xla":
+                lost += self._runs[key] * (_alone_us(choice) - _alone_us(before))
         return lost
 
     def improved(self, best: int, most_lost_us: float, deadline: float) -> int:
         """Change operations over: the one that gains most, or all that gain.
 
-        Those whose calls lose more than ``most_lost_us`` by themselves stay.
+        Those whose calls lose more than ``most_lost_us`` by going to XLA stay.
         """
         old = self._chosen[best]
         if time.monotonic() > deadline:
