@@ -226,6 +226,7 @@ def test_the_whole_program_may_change_over_from_it() -> None:
         Programs(),
         {key: _choice()},
         {},
+        runs=None,
         deadline=float("inf"),
         say=lambda _: None,
     )
