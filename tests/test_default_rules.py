@@ -214,6 +214,10 @@ def test_kernels_are_apart_by_their_sizes_and_the_words_of_their_classes() -> No
     # XLA runs one of them as one kernel, and the other as two.
     assert between_names(more, relu) == 2
     assert between_names(array_more, relu) == 2.5
+    # XLA has other algorithms for convolutions along three axes.
+    one, two, three = (f"conv_dgrad, f32, alone, {i} axes" for i in (1, 2, 3))
+    assert between_names(one, two) == 1
+    assert between_names(two, three) == between_names(one, three) == 2.5
 
 
 def test_the_nearest_kernels_decide() -> None:

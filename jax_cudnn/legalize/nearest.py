@@ -31,6 +31,10 @@ _WORD = 0.5
 # is a kernel of its own: between these two, the distance is larger by this.
 _XLAS_OWN = frozenset({"alone", "sums", "relu"})
 _OTHER_CODE = 1.0
+# XLA runs convolutions along three axes by other algorithms: between these and others,
+# the distance is larger by this.
+_THREE_AXES = "3 axes"
+_OTHER_AXES = 1.5
 # Words without which kernels are of another family.
 _FAMILIES = frozenset({"groups", "few rows"})
 # The part of a time above a loss counts three times, and what takes more than twice
@@ -119,8 +123,12 @@ def between_sizes(one: Kernel, other: Kernel) -> float:
 def between_names(one: str, other: str) -> float:
     """Return how far apart two classes of a family are."""
     words, others = {*one.split(", ")}, {*other.split(", ")}
-    is_as_one = _XLAS_OWN.isdisjoint(words) == _XLAS_OWN.isdisjoint(others)
-    return _WORD * len(words ^ others) + (0 if is_as_one else _OTHER_CODE)
+    apart = _WORD * len(words ^ others)
+    if _XLAS_OWN.isdisjoint(words) != _XLAS_OWN.isdisjoint(others):
+        apart += _OTHER_CODE
+    if _THREE_AXES in words ^ others:
+        apart += _OTHER_AXES
+    return apart
 
 
 @functools.cache
