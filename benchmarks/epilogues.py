@@ -11,7 +11,6 @@ there, both are timed. It writes epilogues.json and epilogues.md there.
 
 import argparse
 import functools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ import jax_cudnn
 from benchmarks.first_plans import first_plans
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
+from jax_cudnn import native
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.legalize import legalize, partition
@@ -156,7 +156,7 @@ def measure(found: Sequence[_Case]) -> Iterator[dict[str, Any]]:
         )
         stopwatches = {}
         for mode in modes:
-            us: dict[str, float] = {}
+            us: dict[str, float | None] = {}
             for (name, way), built in zip(graphs, plans, strict=True):
                 if name != mode:
                     continue
@@ -166,9 +166,21 @@ def measure(found: Sequence[_Case]) -> Iterator[dict[str, Any]]:
                 if types not in stopwatches:
                     stopwatches[types] = OperandSets(graph, device).draw()
                 stopwatch = PlanStopwatch(graph, stopwatches[types], device)
-                times = [stopwatch.time(plan, samples=3).median_us for plan in built]
-                us[way] = round(min(times, default=math.inf), 2)
+                us[way] = _fastest(stopwatch, built)
             yield {"case": case.title, "mode": mode, "us": us}
+
+
+def _fastest(
+    stopwatch: PlanStopwatch, plans: Sequence[native.PlanInfo]
+) -> float | None:
+    """Return the time of the fastest plan; None where none runs."""
+    times: list[float] = []
+    for plan in plans:
+        try:
+            times.append(stopwatch.time(plan, samples=3).median_us)
+        except (RuntimeError, MemoryError) as error:
+            print(f"  {plan.name} does not run: {str(error)[:200]}", flush=True)
+    return round(min(times), 2) if times else None
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -190,7 +202,7 @@ def markdown(data: dict[str, Any]) -> str:
     ]
     for title in dict.fromkeys(row["case"] for row in data["rows"]):
         rows = [row for row in data["rows"] if row["case"] == title]
-        first = rows[0]["us"]["node"]
+        first = rows[0]["us"]["node"] or float("nan")
         lines += [
             "",
             f"**{title}**",
@@ -199,12 +211,11 @@ def markdown(data: dict[str, Any]) -> str:
             "| --- | ---: | ---: | ---: |",
         ]
         for row in rows:
-            node, written = row["us"]["node"], row["us"].get("written")
-            shown = "-" if written is None else f"{written:.1f}"
-            runs = node if written is None else written
-            lines.append(
-                f"| {row['mode']} | {node:.1f} | {shown} | {runs / first:.2f} |"
-            )
+            times = row["us"]["node"], row["us"].get("written")
+            shown = ["-" if us is None else f"{us:.1f}" for us in times]
+            runs = times[-1] or times[0]
+            over = "-" if runs is None else f"{runs / first:.2f}"
+            lines.append(f"| {' | '.join([row['mode'], *shown, over])} |")
     return "\n".join(lines) + "\n"
 
 

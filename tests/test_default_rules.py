@@ -77,6 +77,12 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
             [array(65, 7), array(7, 3), array(65, 3)],
             "matmul, 16 bits, relu, 1 more arrays",
         ),
+        # XLA runs it as it runs others, and not as relu.
+        (
+            lambda a, b: jax_cudnn.matmul(a, b, activation="leaky_relu"),
+            [array(65, 7), array(7, 3)],
+            "matmul, 16 bits, more",
+        ),
         # Few channels become more: another convolution runs.
         (
             lambda x, w: conv(x, w, window_strides=(2, 2)),
@@ -145,7 +151,7 @@ def test_gradients_of_activations_have_classes_by_their_names(
         operands = array(128, 64), array(64, 256), array(256)
         parts = parts_of(jax.grad(loss, (0, 1, 2)), *operands)
         # Such a part sums the gradient of the bias. It belongs to the same class
-        # without the sum, which is how it is judged, and as the nodes that cuDNN gets.
+        # without the sum, which is how it is judged.
         for part in parts:
             legalize(part, None)
         found = {measured.class_of(part) for part in parts}
@@ -153,6 +159,8 @@ def test_gradients_of_activations_have_classes_by_their_names(
         assert gradients <= judged
         return gradients
 
+    name = "matmul, 16 bits, gradient of leaky_relu, 1 more arrays"
+    assert classes("leaky_relu") == {name}
     assert classes("gelu") == {"matmul, 16 bits, gradient of gelu_tanh, 1 more arrays"}
     assert classes("silu") == {"matmul, 16 bits, gradient of silu, 1 more arrays"}
     assert classes("relu") == {"matmul, 16 bits, gradient of relu, 1 more arrays"}

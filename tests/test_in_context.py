@@ -135,6 +135,7 @@ def test_an_operation_changes_over_where_that_helps_its_neighbours() -> None:
     ("norms", "spared", "is_tried"),
     [
         (1, 2.5, True),  # XLA's norm loses 2, and XLA fuses away 2.5.
+        (1, 1.9, True),  # Near enough: there is a slack of 1 % of 20.
         (1, 1.5, False),
         (2, 2.5, False),  # It loses 4.
         (None, 1.5, True),  # There is a loop, and who knows.
@@ -527,7 +528,7 @@ def test_autotune_says_how_many_times_a_program_runs_each_part(
 
     def layers(x: jax.Array) -> jax.Array:
         x = jax.lax.scan(lambda x, _: (_step(_step(x)), None), x, length=3)[0]
-        return _step(x)
+        return jax.checkpoint(jax.jit(_step))(x)
 
     def steps(x: jax.Array) -> jax.Array:
         return jax.lax.while_loop(lambda x: x[0, 0] > 0, _step, x)

@@ -34,6 +34,7 @@ from jax_cudnn.legalize import (
     partition,
     reduction,
 )
+from jax_cudnn.legalize import pointwise as rewriting
 from jax_cudnn.legalize.pointwise import rewrite_pointwise
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
@@ -635,7 +636,8 @@ def _by_pointwise(mode: str, alpha: float, *operands: np.ndarray) -> jax.Array:
     value = writer.pointwise(mode, *names, alpha=alpha)
     final = Tensor(name="output", dtype="f32", dims=writer[value].dims, order=(0,))
     graph = writer.finish([writer.result(value, final)])
-    rewritten = rewrite_pointwise(graph)
+    # As within the kernel of a product.
+    rewritten = rewriting._rewritten(graph, rewriting._WRITE | rewriting._FASTER)
     assert rewritten != graph
     arrays = dict(zip("abc", operands, strict=False))
     (found,) = evaluate(rewritten, [jnp.asarray(arrays[n]) for n in graph.inputs])
@@ -670,6 +672,32 @@ def test_special_values_pass_through_rewritten_activations(
         rtol=1e-5,
         atol=3e-16,
     )
+
+
+def test_what_is_slow_is_rewritten_within_a_contraction_alone() -> None:
+    writer = GraphWriter("f32")
+    x = writer.input(Tensor(name="x", dtype="f32", dims=(8,), order=(0,)))
+    value = writer.pointwise("max", writer.pointwise("sigmoid", x), x)
+    final = Tensor(name="output", dtype="f32", dims=(8,), order=(0,))
+    graph = writer.finish([writer.result(value, final)])
+    modes = {
+        getattr(node.attributes, "mode", "") for node in rewrite_pointwise(graph).nodes
+    }
+    assert "sigmoid" in modes
+    assert "max" not in modes
+
+
+def test_constants_lie_as_the_tensors_beside_them() -> None:
+    def layer(x: Any, w: Any) -> jax.Array:
+        numbers = ("NHWC", "HWIO", "NHWC")
+        return jax_cudnn.conv(x, w, dimension_numbers=numbers, activation="relu6")
+
+    operands = jnp.ones((2, 8, 8, 8)), jnp.ones((3, 3, 8, 8))
+    ((graph, _, _),) = traced_graphs(layer, *operands)
+    written = legalize(graph, None).candidates[0].graph
+    made = [node for node in written.nodes if node.kind == "constant"]
+    orders = {written.tensor(name).order for node in made for _, name in node.outputs}
+    assert orders == {written.output_tensors[0].order} == {(0, 2, 3, 1)}
 
 
 def test_special_values_pass_through_a_rewritten_reciprocal() -> None:

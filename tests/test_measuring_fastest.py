@@ -202,7 +202,7 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch, free: int, runs: int
 ) -> None:
     ran: list[float] = []
-    compiled = fastest.compile_over_sets
+    compiled, pins = fastest.compile_over_sets, [_pin(each) for each in gpu.engines]
 
     def compile_over_sets(function: Callable[..., Any], types: Any) -> Any:
         program = compiled(function, types)
@@ -214,10 +214,19 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
 
         return counted
 
+    class Stopwatch(_Stopwatch):
+        def time(self, plan: PlanInfo, **options: Any) -> Measurement:
+            assert plan.request in pins
+            before.append(ran.count(gpu.xla_us))
+            return super().time(plan, **options)
+
+    before: list[int] = []
     monkeypatch.setattr(fastest, "compile_over_sets", compile_over_sets)
+    monkeypatch.setattr(fastest, "PlanStopwatch", Stopwatch)
     gpu.free_bytes = free
     _measure()
-    assert ran.count(gpu.xla_us) == runs
+    # It has been timed when plans are.
+    assert before[0] == ran.count(gpu.xla_us) == runs
 
 
 def test_xla_wins_where_it_is_faster_and_the_best_plan_is_kept(gpu: Gpu) -> None:

@@ -34,7 +34,7 @@ class GraphWriter:
         self._tensors: dict[str, Tensor] = {}
         self._nodes: list[Node] = []
         self._inputs: list[str] = []
-        self._constants: dict[tuple[float, int], str] = {}
+        self._constants: dict[tuple[float, tuple[int, ...]], str] = {}
         self._casts: dict[tuple[str, DTypeName], str] = {}
 
     def __getitem__(self, name: str) -> Tensor:
@@ -103,22 +103,28 @@ class GraphWriter:
             dtype="bool" if mode in COMPARISONS else dtype,
         )
 
-    def constant(self, value: float, rank: int | None = None) -> str:
+    def constant(
+        self,
+        value: float,
+        rank: int | None = None,
+        order: tuple[int, ...] | None = None,
+    ) -> str:
         """Add a constant of that rank (by default that of the first tensor), once."""
         rank = rank or len(next(iter(self._tensors.values())).dims)
+        order = order or tuple(range(rank))
         if value == 0 and math.copysign(1, value) < 0:
             # Graphs do not distinguish -0.0 from 0.0.
-            return self.pointwise("neg", self.constant(0.0, rank))
-        if (value, rank) not in self._constants:
-            self._constants[value, rank] = self.node(
+            return self.pointwise("neg", self.constant(0.0, rank, order))
+        if (value, order) not in self._constants:
+            self._constants[value, order] = self.node(
                 "constant",
                 {},
                 ConstantAttributes(value=value),
                 dims=(1,) * rank,
-                order=tuple(range(rank)),
+                order=order,
                 dtype="f64" if self.accumulator == "f64" else "f32",
             )
-        return self._constants[value, rank]
+        return self._constants[value, order]
 
     def is_constant(self, name: str) -> bool:
         """Whether a tensor is made by a constant node."""

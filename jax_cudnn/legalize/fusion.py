@@ -38,8 +38,11 @@ _OLDEST_CUDNN = 90800
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one contraction.
 
-    What is decided by a kernel's operations goes by the graph as it was asked for.
+    What is decided by a kernel's operations goes by the graph as it was asked for. How
+    many there may be of what is no contraction goes by what is written.
     """
+    if not any(map(is_anchor, graph.nodes)):
+        return reduction.legalize(rewrite_pointwise(graph))
     found = _legalize(graph, target)
     written = (
         replace(way, graph=rewrite_pointwise(way.graph)) for way in found.candidates
@@ -50,8 +53,6 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
 def _legalize(graph: Graph, target: Target | None) -> Legalization:
     contractions = [node for node in graph.nodes if is_anchor(node)]
     kinds = [node.kind for node in contractions]
-    if not kinds:
-        return reduction.legalize(graph)
     if len(kinds) != 1:
         return Legalization(
             reasons=(f"cuDNN has no kernel for {len(kinds)} contractions: {kinds}",)

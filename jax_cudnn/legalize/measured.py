@@ -156,13 +156,16 @@ def _contraction(part: Graph) -> Node | None:
     return found[0] if len(found) == 1 and found[0].kind in _KINDS else None
 
 
+def _mode(node: Node) -> str:
+    """Return the mode of a pointwise node or a reduction; "" where there is none."""
+    mode = getattr(node.attributes, "mode", "")
+    is_leaky = getattr(node.attributes, "alpha", 0) != 0 and mode.startswith("relu")
+    return f"leaky_{mode}" if is_leaky else mode
+
+
 def _tail(part: Graph) -> str:
     """Return what is around the contraction, in a word or two."""
-    modes = {
-        getattr(node.attributes, "mode", "")
-        for node in part.nodes
-        if not is_anchor(node)
-    }
+    modes = {_mode(node) for node in part.nodes if not is_anchor(node)}
     modes.discard("")
     gradients = [mode for mode in modes if mode.endswith("_grad")]
     if gradients:

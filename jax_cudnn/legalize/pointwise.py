@@ -15,21 +15,28 @@ written here):
   and others) are listed, and build, where f32 sums with the bias are a result too. They
   cannot be launched then. An identity in between keeps these engines away.
 * One of these, eng0, has a tanh that is NaN above 88 and 0 for a small x.
-* A sigmoid is exact to the last digit, and slow: within a product it takes as long as
-  the product. So do a reciprocal, and the gradients of sigmoid, silu and softplus. With
-  an exponential and a quotient they take a fraction (docs/benchmarks/epilogues.md).
+* A sigmoid is exact to the last digit, and slow: a product takes nearly twice as long
+  with one in its kernel, and so it does with the gradients of sigmoid, silu and
+  softplus. It is similar for a reciprocal. With an exponential and a quotient they take
+  a fraction (docs/benchmarks/epilogues.md). Where nothing is multiplied, memory is what
+  takes the time, and these stay cuDNN's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from jax_cudnn.graph import Graph, GraphWriter, Node
+from jax_cudnn.graph import Graph, GraphWriter, Node, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.walks import readers
 
 
 def rewrite_pointwise(graph: Graph) -> Graph:
     """Return the graph with such nodes written as several; names of results stay."""
-    if not any(_is_rewritten(graph, node) for node in graph.nodes):
+    is_within = any(map(is_anchor, graph.nodes))
+    return _rewritten(graph, _WRITE | _FASTER if is_within else _WRITE)
+
+
+def _rewritten(graph: Graph, writes: "Mapping[str, _Write]") -> Graph:
+    if not any(_is_rewritten(graph, node, writes) for node in graph.nodes):
         return graph
     is_double = any(tensor.dtype == "f64" for tensor in graph.tensors)
     writer = GraphWriter("f64" if is_double else "f32", prefix="legal_")
@@ -38,34 +45,37 @@ def rewrite_pointwise(graph: Graph) -> Graph:
         inputs = {role: names[name] for role, name in node.inputs}
         ((_, made),) = node.outputs
         tensor = graph.tensor(made)
-        if _is_rewritten(graph, node):
+        if _is_rewritten(graph, node, writes):
             assert isinstance(node.attributes, PointwiseAttributes)
             operands = [inputs[role] for role in sorted(inputs)]
             if _needs_shield(graph, node):
                 operands[-1] = writer.pointwise("identity", operands[-1])
-            value = _write(writer, node.attributes, operands)
+            value = _write(writer, node.attributes, operands, writes)
         else:
             value = writer.copy(node, tensor, names)
         names[made] = writer.result(value, tensor)
     return writer.finish(graph.outputs)
 
 
-def _is_rewritten(graph: Graph, node: Node) -> bool:
+def _is_rewritten(graph: Graph, node: Node, writes: "Mapping[str, _Write]") -> bool:
     attributes = node.attributes
     if not isinstance(attributes, PointwiseAttributes):
         return False
     is_leaky = attributes.mode.startswith("relu") and attributes.alpha != 0
-    return is_leaky or attributes.mode in _WRITE or _needs_shield(graph, node)
+    return is_leaky or attributes.mode in writes or _needs_shield(graph, node)
 
 
 def _write(
-    writer: GraphWriter, attributes: PointwiseAttributes, names: list[str]
+    writer: GraphWriter,
+    attributes: PointwiseAttributes,
+    names: list[str],
+    writes: "Mapping[str, _Write]",
 ) -> str:
     mode, alpha = attributes.mode, attributes.alpha
     if mode in ("relu", "relu_grad") and alpha != 0:
         return _leaky_relu(_Writing(writer, names[-1]), names, alpha)
-    if mode in _WRITE:
-        return _WRITE[mode](_Writing(writer, names[-1]), names, alpha)
+    if mode in writes:
+        return writes[mode](_Writing(writer, names[-1]), names, alpha)
     return writer.pointwise(mode, *names, alpha=alpha)
 
 
@@ -77,7 +87,7 @@ class _Writing:
 
     def __init__(self, writer: GraphWriter, like: str) -> None:
         self._writer = writer
-        self._rank = len(writer[like].dims)
+        self._order = writer[like].order
 
     def __call__(self, mode: str, *operands: str | float) -> str:
         return self._writer.pointwise(mode, *map(self._name, operands))
@@ -85,7 +95,7 @@ class _Writing:
     def _name(self, operand: str | float) -> str:
         if isinstance(operand, str):
             return operand
-        return self._writer.constant(operand, self._rank)
+        return self._writer.constant(operand, len(self._order), self._order)
 
     def is_number(self, name: str) -> bool:
         """Whether a tensor is a constant, and so finite."""
@@ -144,14 +154,14 @@ def _softplus(apply: _Writing, names: list[str], alpha: float) -> str:
     return apply("select", tail, apply("softplus", x), is_tail)
 
 
-def _one_over(apply: _Writing, negative: str) -> str:
-    """The sigmoid of x, given -x."""
-    return apply("div", 1.0, apply("add", apply("exp", negative), 1.0))
+def _sigmoid_of(apply: _Writing, x: str) -> str:
+    return apply("div", 1.0, apply("add", apply("exp", apply("neg", x)), 1.0))
 
 
 def _sigmoid(apply: _Writing, names: list[str], alpha: float) -> str:
     del alpha
-    return _one_over(apply, apply("neg", names[-1]))
+    (x,) = names
+    return _sigmoid_of(apply, x)
 
 
 def _sigmoid_grad(apply: _Writing, names: list[str], alpha: float) -> str:
@@ -167,14 +177,15 @@ def _silu_grad(apply: _Writing, names: list[str], alpha: float) -> str:
     """With s + s (1 - s) x, in an order in which the largest x is not NaN."""
     del alpha
     cotangent, x = names
-    s = _one_over(apply, apply("neg", x))
+    s = _sigmoid_of(apply, x)
     rest = apply("mul", apply("mul", s, apply("sub", 1.0, s)), x)
     return apply("mul", cotangent, apply("add", s, rest))
 
 
 def _softplus_grad(apply: _Writing, names: list[str], alpha: float) -> str:
+    del alpha
     cotangent, x = names
-    return apply("mul", cotangent, _sigmoid(apply, [x], alpha))
+    return apply("mul", cotangent, _sigmoid_of(apply, x))
 
 
 def _relu6(apply: _Writing, names: list[str], alpha: float) -> str:
@@ -235,12 +246,15 @@ _WRITE: dict[str, _Write] = {
     "elu_grad": _elu_grad,
     "max": _extreme("gt"),
     "min": _extreme("lt"),
-    "reciprocal": _reciprocal,
     "relu6": _relu6,
+    "softplus": _softplus,
+}
+# Right, and slow within the kernel of a contraction.
+_FASTER: dict[str, _Write] = {
+    "reciprocal": _reciprocal,
     "sigmoid": _sigmoid,
     "sigmoid_grad": _sigmoid_grad,
     "silu_grad": _silu_grad,
-    "softplus": _softplus,
     "softplus_grad": _softplus_grad,
 }
 

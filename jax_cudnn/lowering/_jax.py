@@ -115,7 +115,15 @@ def inner_runs(equation: Any) -> int | None:
     name = equation.primitive.name
     if name == "scan":
         return equation.params["length"]
-    return None if name in ("cond", "while") else 1
+    return 1 if name in _RUN_ONCE else None
+
+
+# Primitives that run their jaxpr once: jit (pjit in JAX 0.10), remat, and functions
+# with derivatives of their own.
+_RUN_ONCE = {
+    *("checkpoint", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
+    *("custom_vjp_call_jaxpr", "jit", "pjit", "remat", "remat2", "shard_map"),
+}
 
 
 def is_known_array(value: Any, aval: Any) -> bool:

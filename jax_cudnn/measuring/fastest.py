@@ -303,7 +303,7 @@ class _Contest:
         to be ample memory, since other programs are compiled meanwhile, and tuned by
         XLA.
         """
-        if program is not None:
+        if program is not None and time.monotonic() <= self._deadline:
             needed = needed_bytes(program) + self._operands.size
             if needed * _AMPLE <= free_bytes(self._device):
                 _unless_it_fails(lambda: program(self._operands.draw()))

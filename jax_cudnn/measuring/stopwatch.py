@@ -4,6 +4,7 @@
 import functools
 import math
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,20 +107,20 @@ class OperandSets:
         self.types = [types] * count
         self.size = count * sum(map(_bytes, graph.input_tensors))
         self._compiled: Callable[[np.uint32, Tables], list[jax.Array]] | None = None
+        self._lock = threading.Lock()
 
-    def compile(self) -> None:
-        """Compile what draws a set."""
-        with jax.default_device(self._device):
-            lowered = jax.jit(self._set).lower(np.uint32(0), tables(self._device))
-            self._compiled = lowered.compile()
+    def compile(self) -> Callable[[np.uint32, Tables], list[jax.Array]]:
+        """Compile what draws a set, once."""
+        with self._lock, jax.default_device(self._device):
+            if self._compiled is None:
+                lowered = jax.jit(self._set).lower(np.uint32(0), tables(self._device))
+                self._compiled = lowered.compile()
+            return self._compiled
 
     def draw(self) -> list[list[jax.Array]]:
         """Return the sets."""
-        if self._compiled is None:
-            self.compile()
-        assert self._compiled is not None
-        given = tables(self._device)
-        return [self._compiled(np.uint32(i), given) for i in range(len(self.types))]
+        drawn, given = self.compile(), tables(self._device)
+        return [drawn(np.uint32(i), given) for i in range(len(self.types))]
 
     def _set(self, number: jax.Array, numbers: Tables) -> list[jax.Array]:
         first = number * np.uint32(len(self._graph.inputs))

@@ -12,7 +12,8 @@ once more, and the fastest is taken.
 Compiling a program takes longer than running it, so programs are compiled together, and
 few of them. That by XLA alone says how much XLA spares by what it fuses: it takes so
 much less than its calls alone would have it. An operation whose calls lose more than
-that by going to XLA does not change over.
+that by going to XLA is left as it is. That is a guess: what one operation spares,
+another one may lose.
 """
 
 import math
@@ -29,6 +30,8 @@ Chosen = Mapping[Key, Choice | None]
 
 # A program has to be faster by this share to be taken in place of another.
 _TIE = 0.005
+# An operation may lose so much more than XLA spares, as a share of the program's time.
+_SLACK = 0.01
 # Calls change over to XLA where it takes no more than so many times as long alone: it
 # fuses what is around a call. Others fuse nothing, and have to be about as fast alone.
 _NEAR = 3.0
@@ -114,7 +117,7 @@ def settle(
         best = "kernels"
     chosen, us = numbers[best], took[best]
     spared_us = contest.spared_us(named["xla"], numbers, took)
-    improved = contest.improved(chosen, spared_us + _TIE * us, deadline)
+    improved = contest.improved(chosen, spared_us + _SLACK * us, deadline)
     if improved != chosen:
         # Its gains were measured two by two, at other times: once more, all in turns.
         us, *again = contest.times([improved, *numbers.values()])
@@ -140,9 +143,9 @@ def _is_near(choice: Choice) -> bool:
     return choice.xla_us is None or choice.xla_us <= _NEAR * min(times.values())
 
 
-def _alone_us(choice: Choice) -> float:
-    """Return the time of a choice's call by itself; 0 for one that was not timed."""
-    return choice.times_us.get(choice.implementation, 0.0)
+def _alone_us(choice: Choice | None) -> float | None:
+    """Return the time of a choice's call by itself, None where it is not known."""
+    return None if choice is None else choice.times_us.get(choice.implementation)
 
 
 def _by_cudnn(choice: Choice) -> Choice:
@@ -205,11 +208,12 @@ class _Contest:
             return -math.inf
         lost = 0.0
         for key, choice in new.items():
-            before = old[key]
-            if before is None or choice is None:
+            if choice is not None and choice.implementation != "xla":
+                continue
+            before, after = _alone_us(old[key]), _alone_us(choice)
+            if before is None or after is None:
                 return -math.inf
-            if choice.implementation == "xla":
-                lost += self._runs[key] * (_alone_us(choice) - _alone_us(before))
+            lost += self._runs[key] * (after - before)
         return lost
 
     def improved(self, best: int, most_lost_us: float, deadline: float) -> int:

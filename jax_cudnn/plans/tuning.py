@@ -114,7 +114,7 @@ def autotune(
     At the end, the whole program is compiled and timed with these choices, without
     them, and with XLA and cuDNN alone, since XLA also fuses what is around a call. From
     the fastest of these, the calls of each operation change over where that is faster.
-    Operations that lose more by that than XLA's fusions can save are not tried.
+    Operations that lose more by that than XLA's fusions seem to save are not tried.
     So the program is not slower than untuned or with XLA alone. A call that takes XLA
     more than three times as long is left out of this: no fusion makes up for it. The
     program runs on operands of its own, none of them donated: this takes memory for a
