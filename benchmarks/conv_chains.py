@@ -9,7 +9,6 @@ and relu (what the last one left to do). Each is timed by the fastest of cuDNN's
 and by XLA. It writes conv_chains.json and conv_chains.md there.
 """
 
-import argparse
 import contextlib
 import functools
 import json
@@ -17,15 +16,14 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from benchmarks.first_plans import first_plans
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.report import versions_text
+from benchmarks.row_by_row import run
 from benchmarks.timing import Contender, alternate
 from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
@@ -257,18 +255,11 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--small", action="store_true", help="one small convolution")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    data: dict[str, Any] = {"environment": environment(), "rows": []}
-    for row in measure(chains(small=options.small)):
-        data["rows"].append(row)
-        write_records(options.out / _DATA, data)
-        (options.out / _PAGE).write_text(markdown(data))
-    print(markdown(data))
+
+    def rows(is_small: bool) -> Iterator[dict[str, Any]]:
+        return measure(chains(small=is_small))
+
+    run(__doc__, rows, markdown, data=_DATA, page=_PAGE)
 
 
 if __name__ == "__main__":

@@ -9,12 +9,10 @@ plan and by the fastest of the first ten, and by XLA. Times include the work on 
 around the kernel. It writes conv_ways.json and conv_ways.md there.
 """
 
-import argparse
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,8 +20,8 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.first_plans import first_plans
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.report import versions_text
+from benchmarks.row_by_row import run
 from benchmarks.timing import Contender, alternate
 from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
@@ -236,18 +234,11 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--small", action="store_true", help="one small convolution")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    data: dict[str, Any] = {"environment": environment(), "rows": []}
-    for row in measure(cells(small=options.small)):
-        data["rows"].append(row)
-        write_records(options.out / _DATA, data)
-        (options.out / _PAGE).write_text(markdown(data))
-    print(markdown(data))
+
+    def rows(is_small: bool) -> Iterator[dict[str, Any]]:
+        return measure(cells(small=is_small))
+
+    run(__doc__, rows, markdown, data=_DATA, page=_PAGE)
 
 
 if __name__ == "__main__":

@@ -9,11 +9,9 @@ written as other nodes where these are better (legalize/pointwise.py): where bot
 there, both are timed. It writes epilogues.json and epilogues.md there.
 """
 
-import argparse
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -21,8 +19,8 @@ import jax.numpy as jnp
 
 import jax_cudnn
 from benchmarks.first_plans import first_plans
-from benchmarks.records import write_records
-from benchmarks.report import environment, versions_text
+from benchmarks.report import versions_text
+from benchmarks.row_by_row import run
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.graph.pointwise import PointwiseAttributes
@@ -221,18 +219,11 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the tables."""
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
-    parser.add_argument("--small", action="store_true", help="small kernels")
-    options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    data: dict[str, Any] = {"environment": environment(), "rows": []}
-    for row in measure(cases(small=options.small)):
-        data["rows"].append(row)
-        write_records(options.out / _DATA, data)
-    (options.out / _PAGE).write_text(markdown(data))
-    print(markdown(data))
+
+    def rows(is_small: bool) -> Iterator[dict[str, Any]]:
+        return measure(cases(small=is_small))
+
+    run(__doc__, rows, markdown, data=_DATA, page=_PAGE)
 
 
 if __name__ == "__main__":
