@@ -12,7 +12,6 @@ and by XLA. It writes conv_chains.json and conv_chains.md there.
 import contextlib
 import functools
 import json
-import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,9 +20,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from benchmarks.first_plans import first_plans
+from benchmarks.first_plans import fastest_us, first_plans
 from benchmarks.report import versions_text
-from benchmarks.row_by_row import run
+from benchmarks.row_by_row import run_benchmark
 from benchmarks.timing import Contender, alternate
 from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
@@ -195,19 +194,12 @@ class _Kernel:
         """Return microseconds by cuDNN's fastest plan, if any runs, and by XLA."""
         sets = self._operands.draw()
         stopwatch = PlanStopwatch(self.graph, sets, local_device())
-        fastest = math.inf
-        for plan in self.plans:
-            try:
-                time = stopwatch.time(plan, samples=3, enough_us=2 * fastest)
-            except (RuntimeError, MemoryError) as error:
-                print(f"  {plan.name} does not run: {str(error)[:200]}", flush=True)
-            else:
-                fastest = min(fastest, time.median_us)
+        fastest = fastest_us(stopwatch, self.plans)
         call = functools.partial(self.program, sets)  # type: ignore[arg-type]
         contender = Contender(call=call, wait=jax.block_until_ready)
         times = alternate({"XLA": contender}, rounds=5, round_ms=8.0, least_calls=2)
         found = {"XLA": round(statistics.median(times["XLA"]) / len(sets), 2)}
-        return {"cuDNN": round(fastest, 2), **found} if fastest < math.inf else found
+        return found if fastest is None else {"cuDNN": fastest, **found}
 
 
 def measure(found: Sequence[Sequence[Chain]]) -> Iterator[dict[str, Any]]:
@@ -255,11 +247,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-
-    def rows(is_small: bool) -> Iterator[dict[str, Any]]:
-        return measure(chains(small=is_small))
-
-    run(__doc__, rows, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, chains, measure, markdown, data=_DATA, page=_PAGE)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import jax_cudnn
 from benchmarks.first_plans import first_plans
 from benchmarks.report import versions_text
-from benchmarks.row_by_row import run
+from benchmarks.row_by_row import run_benchmark
 from benchmarks.timing import Contender, alternate
 from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
@@ -234,11 +234,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the table."""
-
-    def rows(is_small: bool) -> Iterator[dict[str, Any]]:
-        return measure(cells(small=is_small))
-
-    run(__doc__, rows, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cells, measure, markdown, data=_DATA, page=_PAGE)
 
 
 if __name__ == "__main__":

@@ -18,11 +18,10 @@ import jax
 import jax.numpy as jnp
 
 import jax_cudnn
-from benchmarks.first_plans import first_plans
+from benchmarks.first_plans import fastest_us, first_plans
 from benchmarks.report import versions_text
-from benchmarks.row_by_row import run
-from jax_cudnn import native
-from jax_cudnn.graph import Graph, Target
+from benchmarks.row_by_row import run_benchmark
+from jax_cudnn.graph import Graph, Target, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import traced_graphs
@@ -131,8 +130,8 @@ def _part(
         part
         for graph, _, _ in traced_graphs(function, *types)
         for part in partition(graph)
-        if len({mode} & {getattr(node.attributes, "mode", "") for node in part.nodes})
-        and len({"matmul", "conv_fprop"} & {node.kind for node in part.nodes})
+        if mode in {getattr(node.attributes, "mode", "") for node in part.nodes}
+        and any(map(is_anchor, part.nodes))
     )
     return found
 
@@ -144,41 +143,22 @@ def measure(found: Sequence[_Case]) -> Iterator[dict[str, Any]]:
     device = local_device()
     for case in found:
         modes = _MODES if case.place == _PLACE else _GRADIENTS
-        graphs = {
-            (mode, way): graph
-            for mode in modes
-            for way, graph in case.graphs(mode, local[1]).items()
-        }
-        plans = together(
-            [functools.partial(first_plans, each, _PLANS) for each in graphs.values()]
+        graphs = {mode: case.graphs(mode, local[1]) for mode in modes}
+        every = [graph for ways in graphs.values() for graph in ways.values()]
+        plans = iter(
+            together([functools.partial(first_plans, each, _PLANS) for each in every])
         )
-        stopwatches = {}
-        for mode in modes:
+        # Graphs whose operands are the same are timed on the same arrays.
+        sets: dict[Any, Any] = {}
+        for mode, ways in graphs.items():
             us: dict[str, float | None] = {}
-            for (name, way), built in zip(graphs, plans, strict=True):
-                if name != mode:
-                    continue
-                graph = graphs[name, way]
-                # Graphs whose operands are the same are timed on the same arrays.
+            for way, graph in ways.items():
                 types = tuple((t.dims, t.dtype) for t in graph.input_tensors)
-                if types not in stopwatches:
-                    stopwatches[types] = OperandSets(graph, device).draw()
-                stopwatch = PlanStopwatch(graph, stopwatches[types], device)
-                us[way] = _fastest(stopwatch, built)
+                if types not in sets:
+                    sets[types] = OperandSets(graph, device).draw()
+                stopwatch = PlanStopwatch(graph, sets[types], device)
+                us[way] = fastest_us(stopwatch, next(plans))
             yield {"case": case.title, "mode": mode, "us": us}
-
-
-def _fastest(
-    stopwatch: PlanStopwatch, plans: Sequence[native.PlanInfo]
-) -> float | None:
-    """Return the time of the fastest plan; None where none runs."""
-    times: list[float] = []
-    for plan in plans:
-        try:
-            times.append(stopwatch.time(plan, samples=3).median_us)
-        except (RuntimeError, MemoryError) as error:
-            print(f"  {plan.name} does not run: {str(error)[:200]}", flush=True)
-    return round(min(times), 2) if times else None
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -219,11 +199,7 @@ def markdown(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, and write the tables."""
-
-    def rows(is_small: bool) -> Iterator[dict[str, Any]]:
-        return measure(cases(small=is_small))
-
-    run(__doc__, rows, markdown, data=_DATA, page=_PAGE)
+    run_benchmark(__doc__, cases, measure, markdown, data=_DATA, page=_PAGE)
 
 
 if __name__ == "__main__":

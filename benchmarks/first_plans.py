@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plans does cuDNN list first for a graph, of those that it builds?"""
+"""Which plans does cuDNN list first for a graph, and how fast is the fastest?"""
+
+import math
+from collections.abc import Iterable
 
 from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.lowering.devices import local_device
+from jax_cudnn.measuring.stopwatch import PlanStopwatch
 
 
 def first_plans(graph: Graph, most: int) -> list[native.PlanInfo]:
@@ -22,3 +26,21 @@ def first_plans(graph: Graph, most: int) -> list[native.PlanInfo]:
         except UnsupportedError:
             continue
     return found
+
+
+def fastest_us(
+    stopwatch: PlanStopwatch, plans: Iterable[native.PlanInfo]
+) -> float | None:
+    """Return the microseconds of the fastest plan, None where none runs.
+
+    Those that do not run are told.
+    """
+    fastest = math.inf
+    for plan in plans:
+        try:
+            time = stopwatch.time(plan, samples=3, enough_us=2 * fastest)
+        except (RuntimeError, MemoryError) as error:
+            print(f"  {plan.name} does not run: {str(error)[:200]}", flush=True)
+        else:
+            fastest = min(fastest, time.median_us)
+    return round(fastest, 2) if fastest < math.inf else None

@@ -10,17 +10,18 @@ from benchmarks.records import write_records
 from benchmarks.report import environment
 
 
-def run(
+def run_benchmark(
     doc: str | None,
-    measure: Callable[[bool], Iterator[dict[str, Any]]],
+    cases: Callable[..., Any],
+    measure: Callable[[Any], Iterator[dict[str, Any]]],
     markdown: Callable[[dict[str, Any]], str],
     *,
     data: str,
     page: str,
 ) -> None:
-    """Take the arguments, measure, and write the files of these names.
+    """Take the arguments, measure the cases, and write the files of these names.
 
-    ``measure`` is given whether to try the script with small kernels.
+    ``cases`` is given whether they are to be ``small``, to try the script.
     """
     assert doc is not None
     parser = argparse.ArgumentParser(description=doc.splitlines()[0])
@@ -29,7 +30,7 @@ def run(
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     found: dict[str, Any] = {"environment": environment(), "rows": []}
-    for row in measure(options.small):
+    for row in measure(cases(small=options.small)):
         found["rows"].append(row)
         write_records(options.out / data, found)
         (options.out / page).write_text(markdown(found))

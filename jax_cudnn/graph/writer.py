@@ -107,20 +107,25 @@ class GraphWriter:
         self,
         value: float,
         rank: int | None = None,
+        *,
         order: tuple[int, ...] | None = None,
     ) -> str:
-        """Add a constant of that rank (by default that of the first tensor), once."""
-        rank = rank or len(next(iter(self._tensors.values())).dims)
-        order = order or tuple(range(rank))
+        """Add a constant of that rank (by default that of the first tensor), once.
+
+        Its ``order`` is that of the axes; if it is given, it says the rank as well.
+        """
+        if order is None:
+            rank = rank or len(next(iter(self._tensors.values())).dims)
+            order = tuple(range(rank))
         if value == 0 and math.copysign(1, value) < 0:
             # Graphs do not distinguish -0.0 from 0.0.
-            return self.pointwise("neg", self.constant(0.0, rank, order))
+            return self.pointwise("neg", self.constant(0.0, order=order))
         if (value, order) not in self._constants:
             self._constants[value, order] = self.node(
                 "constant",
                 {},
                 ConstantAttributes(value=value),
-                dims=(1,) * rank,
+                dims=(1,) * len(order),
                 order=order,
                 dtype="f64" if self.accumulator == "f64" else "f32",
             )

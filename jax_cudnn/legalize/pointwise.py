@@ -22,7 +22,7 @@ written here):
   takes the time, and these stay cuDNN's.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection
 
 from jax_cudnn.graph import Graph, GraphWriter, Node, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
@@ -32,11 +32,11 @@ from jax_cudnn.graph.walks import readers
 def rewrite_pointwise(graph: Graph) -> Graph:
     """Return the graph with such nodes written as several; names of results stay."""
     is_within = any(map(is_anchor, graph.nodes))
-    return _rewritten(graph, _WRITE | _FASTER if is_within else _WRITE)
+    return _rewritten(graph, _EVERY if is_within else _WRITE)
 
 
-def _rewritten(graph: Graph, writes: "Mapping[str, _Write]") -> Graph:
-    if not any(_is_rewritten(graph, node, writes) for node in graph.nodes):
+def _rewritten(graph: Graph, modes: Collection[str]) -> Graph:
+    if not any(_is_rewritten(graph, node, modes) for node in graph.nodes):
         return graph
     is_double = any(tensor.dtype == "f64" for tensor in graph.tensors)
     writer = GraphWriter("f64" if is_double else "f32", prefix="legal_")
@@ -45,37 +45,34 @@ def _rewritten(graph: Graph, writes: "Mapping[str, _Write]") -> Graph:
         inputs = {role: names[name] for role, name in node.inputs}
         ((_, made),) = node.outputs
         tensor = graph.tensor(made)
-        if _is_rewritten(graph, node, writes):
+        if _is_rewritten(graph, node, modes):
             assert isinstance(node.attributes, PointwiseAttributes)
             operands = [inputs[role] for role in sorted(inputs)]
             if _needs_shield(graph, node):
                 operands[-1] = writer.pointwise("identity", operands[-1])
-            value = _write(writer, node.attributes, operands, writes)
+            value = _write(writer, node.attributes, operands)
         else:
             value = writer.copy(node, tensor, names)
         names[made] = writer.result(value, tensor)
     return writer.finish(graph.outputs)
 
 
-def _is_rewritten(graph: Graph, node: Node, writes: "Mapping[str, _Write]") -> bool:
+def _is_rewritten(graph: Graph, node: Node, modes: Collection[str]) -> bool:
     attributes = node.attributes
     if not isinstance(attributes, PointwiseAttributes):
         return False
     is_leaky = attributes.mode.startswith("relu") and attributes.alpha != 0
-    return is_leaky or attributes.mode in writes or _needs_shield(graph, node)
+    return is_leaky or attributes.mode in modes or _needs_shield(graph, node)
 
 
 def _write(
-    writer: GraphWriter,
-    attributes: PointwiseAttributes,
-    names: list[str],
-    writes: "Mapping[str, _Write]",
+    writer: GraphWriter, attributes: PointwiseAttributes, names: list[str]
 ) -> str:
     mode, alpha = attributes.mode, attributes.alpha
     if mode in ("relu", "relu_grad") and alpha != 0:
         return _leaky_relu(_Writing(writer, names[-1]), names, alpha)
-    if mode in writes:
-        return writes[mode](_Writing(writer, names[-1]), names, alpha)
+    if mode in _EVERY:
+        return _EVERY[mode](_Writing(writer, names[-1]), names, alpha)
     return writer.pointwise(mode, *names, alpha=alpha)
 
 
@@ -95,7 +92,7 @@ class _Writing:
     def _name(self, operand: str | float) -> str:
         if isinstance(operand, str):
             return operand
-        return self._writer.constant(operand, len(self._order), self._order)
+        return self._writer.constant(operand, order=self._order)
 
     def is_number(self, name: str) -> bool:
         """Whether a tensor is a constant, and so finite."""
@@ -257,6 +254,7 @@ _FASTER: dict[str, _Write] = {
     "silu_grad": _silu_grad,
     "softplus_grad": _softplus_grad,
 }
+_EVERY = _WRITE | _FASTER
 
 
 # --- engines that are kept away -------------------------------------------------------
