@@ -36,9 +36,7 @@ _log = logging.getLogger("jax_cudnn")
 
 _ROUNDS = 7
 _ROUND_US = 30_000.0
-# After a few rounds, those that are this much slower than the fastest run no more.
 _LOOK_ROUNDS = 3
-_HOPELESS = 1.03
 
 
 class NotRunError(Exception):
@@ -113,10 +111,11 @@ class Programs:
         self._calls.append(lambda: program(*operands))
         return len(self._calls) - 1
 
-    def times(self, numbers: Sequence[int]) -> list[float]:
+    def times(self, numbers: Sequence[int], *, hopeless: float) -> list[float]:
         """Return the median microseconds of each of these programs, run in turns.
 
-        Those that are far behind after the first rounds take no part in the others.
+        Those that take ``hopeless`` times as long as the fastest after the first rounds
+        take no part in the others.
         """
         calls = [self._calls[number] for number in numbers]
         counts = [
@@ -130,7 +129,7 @@ class Programs:
                 running = [
                     i
                     for i in running
-                    if statistics.median(samples[i]) < best * _HOPELESS
+                    if statistics.median(samples[i]) < best * hopeless
                 ]
                 if len(running) == 1:
                     break  # The others are far behind.

@@ -13,12 +13,14 @@ Compiling a program takes longer than running it, so programs are compiled toget
 few of them. That by XLA alone says how much XLA spares by what it fuses: it takes so
 much less than its calls alone would have it. An operation whose calls lose more than
 that by going to XLA is left as it is. That is a guess: what one operation spares,
-another one may lose.
+another one may lose. So is one whose calls take next to nothing. By cuDNN nothing is
+fused with what is around a call: where its calls alone lose far too much, the program
+by cuDNN alone is not tried.
 """
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -31,19 +33,24 @@ Chosen = Mapping[Key, Choice | None]
 # A program has to be faster by this share to be taken in place of another.
 _TIE = 0.005
 # An operation may lose so much more than XLA spares, as a share of the program's time.
+# One whose calls take less than that is left as it is.
 _SLACK = 0.01
+# cuDNN's calls may take so much more than the winners, as a share of the winners' time.
+_MOST_LOST = 0.1
 # Calls change over to XLA where it takes no more than so many times as long alone: it
 # fuses what is around a call. Others fuse nothing, and have to be about as fast alone.
 _NEAR = 3.0
 _AS_FAST = 1.05
 _MOST_OPERATIONS = 6
+# A program that is so many times slower than the fastest runs for a few rounds only.
+_HOPELESS = 1.03
 _XLA_ALONE = "XLA alone"
 _XLA_WHERE_NEAR = f"XLA but for calls that take it over {_NEAR:.0f} times as long"
 
 
 class _Programs(Protocol):
     def compile(self, trials: Sequence[Trial]) -> list[int | NotRunError]: ...
-    def times(self, numbers: list[int]) -> list[float]: ...
+    def times(self, numbers: list[int], *, hopeless: float) -> list[float]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +58,9 @@ class ProgramTimes:
     """Microseconds of a whole program: medians of rounds, with contenders in turns.
 
     ``chosen_us`` is with the choices that were made. Those beside it are None where the
-    choices are the same as others', or the program could not run. ``is_xla_alone`` says
-    whether XLA ran all calls for ``xla_us``, those too that take it far longer.
+    choices are the same as others', or the program could not run, and ``cudnn_us`` where
+    cuDNN's calls alone take far longer. ``is_xla_alone`` says whether XLA ran all calls
+    for ``xla_us``, those too that take it far longer.
     """
 
     chosen_us: float
@@ -98,6 +106,8 @@ def settle(
         "xla": {key: _by_xla(choice) for key, choice in found.items()},
         "cudnn": {key: _by_cudnn(choice) for key, choice in found.items()},
     }
+    if contest.loses_far(named["cudnn"]):
+        del named["cudnn"]
     entered: dict[str, Chosen] = {}
     for name, chosen in named.items():
         if chosen not in entered.values():
@@ -117,7 +127,7 @@ def settle(
         best = "kernels"
     chosen, us = numbers[best], took[best]
     spared_us = contest.spared_us(named["xla"], numbers, took)
-    improved = contest.improved(chosen, spared_us + _SLACK * us, deadline)
+    improved = contest.improved(chosen, us, spared_us, deadline)
     if improved != chosen:
         # Its gains were measured two by two, at other times: once more, all in turns.
         us, *again = contest.times([improved, *numbers.values()])
@@ -178,13 +188,18 @@ class _Contest:
                 self._chosen[number] = chosen
         return numbers
 
-    def times(self, numbers: list[int]) -> list[float]:
+    def times(self, numbers: list[int], hopeless: float = _HOPELESS) -> list[float]:
         """Time programs, in turns."""
-        return self._programs.times(numbers)
+        return self._programs.times(numbers, hopeless=hopeless)
 
     def chosen(self, number: int) -> Chosen:
         """Return the choices of a program."""
         return self._chosen[number]
+
+    def loses_far(self, by_cudnn: Chosen) -> bool:
+        """Whether calls alone take far longer by cuDNN than by the kernels' winners."""
+        lost_us = self._lost_us(self._found, by_cudnn, to="cudnn")
+        return lost_us > _MOST_LOST * self._alone_us(self._found, self._found)
 
     def spared_us(
         self, by_xla: Chosen, numbers: Mapping[str, int], took: Mapping[str, float]
@@ -196,39 +211,46 @@ class _Contest:
         for name, number in numbers.items():
             if self._chosen[number] == by_xla:
                 longer = took[name] - took["kernels"]
-                return max(0.0, self._lost_us(self._found, by_xla) - longer)
+                lost_us = self._lost_us(self._found, by_xla, to="xla")
+                return max(0.0, lost_us - longer)
         return math.inf  # It does not run.
 
-    def _lost_us(self, old: Chosen, new: Chosen) -> float:
-        """Return how much longer calls take alone that go to XLA, all together.
+    def _alone_us(self, chosen: Chosen, keys: Iterable[Key]) -> float:
+        """Return how long calls take alone, all together; inf if that is not known."""
+        if self._runs is None:
+            return math.inf
+        took = {key: _alone_us(chosen[key]) for key in keys}
+        return sum(
+            math.inf if us is None else self._runs[key] * us for key, us in took.items()
+        )
+
+    def _lost_us(self, old: Chosen, new: Chosen, *, to: str) -> float:
+        """Return how much longer the calls take alone that another implementation gets.
 
         It is minus infinity where that is not known.
         """
-        if self._runs is None:
-            return -math.inf
-        lost = 0.0
-        for key, choice in new.items():
-            if choice is not None and choice.implementation != "xla":
-                continue
-            before, after = _alone_us(old[key]), _alone_us(choice)
-            if before is None or after is None:
-                return -math.inf
-            lost += self._runs[key] * (after - before)
-        return lost
+        moved = [key for key, x in new.items() if x is None or x.implementation == to]
+        before, after = self._alone_us(old, moved), self._alone_us(new, moved)
+        return -math.inf if math.inf in (before, after) else after - before
 
-    def improved(self, best: int, most_lost_us: float, deadline: float) -> int:
+    def improved(
+        self, best: int, us: float, spared_us: float, deadline: float
+    ) -> int:
         """Change operations over: the one that gains most, or all that gain.
 
-        Those whose calls lose more than ``most_lost_us`` by going to XLA stay.
+        ``us`` is the time of the best program. Operations stay whose calls take next to
+        nothing of it, or lose much more than ``spared_us`` by going to XLA.
         """
-        old = self._chosen[best]
+        old, slack_us = self._chosen[best], _SLACK * us
         if time.monotonic() > deadline:
             return best
         every = {op: self._changed(keys, old) for op, keys in self._operations()}
         changes = {
             op: change
             for op, change in every.items()
-            if change and self._lost_us(old, change) <= most_lost_us
+            if change
+            and self._alone_us(old, change) > slack_us
+            and self._lost_us(old, change, to="xla") <= spared_us + slack_us
         }
         entered = self.enter([{**old, **change} for change in changes.values()])
         rivals = {
@@ -256,7 +278,7 @@ class _Contest:
         """Return the share of the best program's time that each of its rivals saves."""
         if not rivals:
             return {}
-        before_us, *after = self.times([best, *rivals.values()])
+        before_us, *after = self.times([best, *rivals.values()], hopeless=1 + _TIE)
         for op, us in zip(rivals, after, strict=True):
             self._say(
                 f"the whole program with {op} changed over: {us:.1f} µs, else "
