@@ -233,9 +233,7 @@ class _Contest:
         before, after = self._alone_us(old, moved), self._alone_us(new, moved)
         return -math.inf if math.inf in (before, after) else after - before
 
-    def improved(
-        self, best: int, us: float, spared_us: float, deadline: float
-    ) -> int:
+    def improved(self, best: int, us: float, spared_us: float, deadline: float) -> int:
         """Change operations over: the one that gains most, or all that gain.
 
         ``us`` is the time of the best program. Operations stay whose calls take next to
