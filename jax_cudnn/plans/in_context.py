@@ -58,9 +58,9 @@ class ProgramTimes:
     """Microseconds of a whole program: medians of rounds, with contenders in turns.
 
     ``chosen_us`` is with the choices that were made. Those beside it are None where the
-    choices are the same as others', or the program could not run, and ``cudnn_us`` where
-    cuDNN's calls alone take far longer. ``is_xla_alone`` says whether XLA ran all calls
-    for ``xla_us``, those too that take it far longer.
+    choices are the same as others', or the program could not run. So is ``cudnn_us``
+    where cuDNN's calls alone take far longer. ``is_xla_alone`` says whether XLA ran all
+    calls for ``xla_us``, those too that take it far longer.
     """
 
     chosen_us: float

@@ -141,8 +141,8 @@ def autotune(
       progress: whether to show progress on stderr, where that is a terminal. Default
         True. ``JAX_CUDNN_PROGRESS=off`` turns it off everywhere.
       whole_program: whether to time the whole program at the end. Default True. It is
-        compiled up to four times at once, then once for each operation that may change over,
-        all at once, and a last time with those that gain.
+        compiled up to four times at once, then once for each operation that may change
+        over, all at once, and a last time with those that gain.
       **kwargs: as ``*args``.
 
     Returns:
