@@ -36,7 +36,7 @@ from jax_cudnn.legalize import (
 )
 from jax_cudnn.legalize import pointwise as rewriting
 from jax_cudnn.legalize.pointwise import rewrite_pointwise
-from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.lowering import traced_graphs, traced_program
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
 
@@ -206,6 +206,7 @@ def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> N
 
 
 _PATCHES, _ROWS = "what lies within steps of", "what windows read along the last axis"
+_WINDOWS = "all that a window reads"
 
 
 def _ways_with(
@@ -290,6 +291,54 @@ def test_few_channels_become_more(
     assert last == kinds - first
 
 
+@pytest.mark.parametrize(
+    ("sizes", "window", "outer", "options"),
+    [
+        ((8, 9), (3, 3), 9, {"padding": "SAME"}),
+        ((11, 10), (4, 5), 20, {"window_strides": (3, 2), "padding": [(0, 0), (2, 1)]}),
+        ((8, 12), (2, 4), 8, {"padding": [(2, 0), (-2, 3)]}),
+        (
+            (9, 13),
+            (3, 3),
+            10,
+            {"window_strides": (2, 2), "rhs_dilation": (2, 3), "padding": "SAME"},
+        ),
+        ((15,), (5,), 6, {"window_strides": (3,), "padding": "SAME"}),
+        ((6, 5, 7), (3, 3, 3), 28, {"padding": "SAME"}),
+        ((6, 9, 7), (1, 3, 2), 6, {"window_strides": (1, 2, 1)}),
+    ],
+)
+@pytest.mark.parametrize("layout", ["channels last", "channels first"])
+def test_filters_gradients_over_small_windows_are_products(
+    sizes: Sequence[int],
+    window: Sequence[int],
+    outer: int,
+    options: dict[str, Any],
+    layout: str,
+    rng: np.random.Generator,
+) -> None:
+    space = "DHW"[-len(sizes) :]
+    numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
+    x, w = _draw(rng, 2, *sizes, 1), _draw(rng, *window, 1, outer)
+    if layout == "channels first":
+        numbers = (f"NC{space}", f"OI{space}", f"NC{space}")
+        x, w = jnp.moveaxis(x, -1, 1), jnp.moveaxis(w, (-1, -2), (0, 1))
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        given = {"padding": "VALID", **options}
+        return jax_cudnn.conv(x, w, dimension_numbers=numbers, **given)
+
+    _check(layer, (x, w))
+    # Two axes in steps of 1 were slow, and one was not measured.
+    is_fast = len(sizes) > 2 or (len(sizes) == 2 and "window_strides" in options)
+    first, last = _ways_with(layer, (x, w), _WINDOWS)
+    assert (first if is_fast else last) == {"wgrad"}
+    assert (last if is_fast else first) == set()
+    # With fewer filters, x would be the larger of the two operands.
+    fewer = jax.lax.slice_in_dim(w, 0, outer - 2, axis=0 if "first" in layout else -1)
+    assert _ways_with(layer, (x, fewer), _WINDOWS) == (set(), set())
+
+
 @pytest.mark.parametrize(("window", "words"), [((3, 2), _PATCHES), ((5, 3), _ROWS)])
 def test_few_channels_become_more_with_what_follows(
     window: tuple[int, int], words: str, rng: np.random.Generator
@@ -319,7 +368,7 @@ def test_few_channels_become_more_with_what_follows(
     [
         (2, (4, 4), (4, 4), {}),  # fills a load of f64
         (2, (3, 3), (1, 1), {}),
-        (1, (3, 1), (1, 1), {}),  # no more channels along the last axis
+        (1, (7, 1), (1, 1), {}),  # no more channels along the last axis
         (1, (1, 1), (2, 2), {}),
         (1, (3, 9), (1, 1), {}),  # an array of 9 times the size
         (3, (3, 3), (2, 2), {"feature_group_count": 3}),
@@ -344,11 +393,16 @@ def test_channels_stay_where_there_are_enough(
 
 
 def test_auto_leaves_filters_over_few_channels_to_xla_in_steps_of_1() -> None:
-    def slower(step: int, c: int, dtype: Any = jnp.bfloat16) -> bool:
-        x, w = jnp.ones((2, 8, 8, c), dtype), jnp.ones((3, 3, c, 8), dtype)
+    def slower(
+        step: int, c: int, dtype: Any = jnp.bfloat16, outer: int = 8, axes: int = 2
+    ) -> bool:
+        x = jnp.ones((2, *[8] * axes, c), dtype)
+        w = jnp.ones((*[3] * axes, c, outer), dtype)
+        space = "DHW"[-axes:]
+        numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
 
         def loss(w: Any) -> jax.Array:
-            y = jax_cudnn.conv(x, w, (step, step), "SAME", dimension_numbers=_NHWC)
+            y = jax_cudnn.conv(x, w, (step,) * axes, "SAME", dimension_numbers=numbers)
             return y.astype(jnp.float32).sum()
 
         traced = traced_graphs(jax.grad(loss), w)
@@ -359,10 +413,39 @@ def test_auto_leaves_filters_over_few_channels_to_xla_in_steps_of_1() -> None:
 
     assert slower(1, 3)
     assert slower(1, 1, jnp.float16)
+    assert slower(1, 1, outer=16)  # windows
+    assert not slower(1, 1, outer=32, axes=3)
+    assert slower(1, 1, outer=16, axes=3)  # rows
     assert not slower(1, 5)
     assert not slower(2, 3)
     assert not slower(1, 8)
     assert not slower(1, 3, jnp.float32)
+
+
+def test_places_are_counted_in_32_bits() -> None:
+    def is_first(side: int) -> bool:
+        types = [
+            jax.ShapeDtypeStruct(shape, jnp.bfloat16)
+            for shape in ((1, side, side, 1), (3, 3, 1, 16))
+        ]
+
+        def gradient(x: Any, w: Any) -> Any:
+            def layer(w: Any) -> jax.Array:
+                return jax_cudnn.conv(x, w, (2, 2), "SAME", dimension_numbers=_NHWC)
+
+            y, pullback = jax.vjp(layer, w)
+            return pullback(y)
+
+        parts = [
+            p for each in traced_program(gradient, *types).graphs for p in each.parts
+        ]
+        (part,) = [each for each in parts if each.nodes[0].kind == "conv_wgrad"]
+        return any(
+            _WINDOWS in note for note in legalize(part, None).candidates[0].notes
+        )
+
+    assert is_first(2**14)
+    assert not is_first(2**15 + 2**10)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

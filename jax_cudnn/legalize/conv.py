@@ -44,10 +44,10 @@ _SLOW_DEPTHWISE = (
     "cuDNN's first plans of depthwise convolutions took 1.6 to 4.5 times as long as "
     "XLA's code (an H200, cuDNN 9.19): plans.autotune finds the best of both"
 )
-# See docs/benchmarks/conv_ways.md. In larger steps they took 0.5 to 1.15 of the time.
+# See docs/benchmarks/conv_ways.md. In larger steps they took 0.2 to 1.0 of the time.
 _SLOW_FEW_CHANNELS = (
     "cuDNN's first plans of the gradients of filters over 1 to 4 channels, in steps of "
-    "1, took 1.03 to 1.9 times as long as XLA's code (an H100, cuDNN 9.19): "
+    "1, took up to 2.3 times as long as XLA's code (an H100, cuDNN 9.19): "
     "plans.autotune finds the best of both"
 )
 
@@ -66,7 +66,8 @@ def slower(graph: Graph, node: Node) -> str:
         return _SLOW_DEPTHWISE if is_depthwise(graph, node) else ""
     few = roles_in(graph, node)["grad_w"].dims[1] <= MOST_MEASURED
     is_like = few and max(attributes.window_strides) == 1 and can_have_more(graph, node)
-    return _SLOW_FEW_CHANNELS if is_like else ""
+    is_slow = is_like and not is_faster_with_more(graph, node)
+    return _SLOW_FEW_CHANNELS if is_slow else ""
 
 
 def is_depthwise(graph: Graph, node: Node) -> bool:

@@ -3,7 +3,7 @@
 
 cuDNN's engines load 8 channels or more at once. Of images of fewer, such as 3, they
 read zeros for the most part, which are written out for them. These images are written
-with more channels instead, in one of two ways. Neither multiplies an element by a zero
+with more channels instead, in one of three ways. None multiplies an element by a zero
 that the convolution does not have: NaN and infinities stay where they are.
 
 * Patches: where windows are whole steps, such as 4 x 4 in steps of 4, the elements
@@ -11,8 +11,11 @@ that the convolution does not have: NaN and infinities stay where they are.
   in which a window is a single element.
 * Rows: what a window reads along the last axis becomes channels of each place. Of a
   window of 7 x 7, one of 7 x 1 over 21 channels is left.
+* Windows, for gradients of filters: all that a window reads becomes channels, and the
+  gradient is a product. Only where x is then no larger than the other operand.
 """
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +32,8 @@ from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, channels_last, rounded_
 
 # Longer rows make an array of many times x's size, and a program of as many slices.
 _LONGEST_ROW = 7
+# With its padding, it has fewer than 2^31 elements.
+_LARGEST_IMAGE = 2**30
 # What was measured: dtypes, and channels.
 _DTYPES = ("bf16", "f16")
 MOST_MEASURED = 4
@@ -55,6 +60,8 @@ def can_have_more(graph: Graph, node: Node) -> bool:
     if _has_patches(window, attributes):
         step = math.prod(attributes.window_strides)
         return rounded_up(c * step, unit) * math.prod(window) // step <= whole
+    if node.kind == "conv_wgrad" and _has_small_windows(graph, node):
+        return True
     # The sum of x's gradient over what windows share would be rounded on its way.
     rows = rounded_up(c * window[-1], unit) * math.prod(window[:-1])
     return node.kind != "conv_dgrad" and window[-1] <= _LONGEST_ROW and rows < whole
@@ -63,8 +70,9 @@ def can_have_more(graph: Graph, node: Node) -> bool:
 def is_faster_with_more(graph: Graph, node: Node) -> bool:
     """Whether x can be written so, and convolutions like this one were faster so.
 
-    These were patches, and convolutions over rows, of 1 to 4 channels in 16 bits. For
-    the filters' gradients of rows, cuDNN's first plan is often a slow one
+    These were patches, convolutions over rows, and gradients of filters over windows
+    along three axes or in larger steps, of 1 to 4 channels in 16 bits. For the other
+    gradients of filters, cuDNN's first plan is often a slow one
     (docs/benchmarks/conv_ways.md).
     """
     attributes = node.attributes
@@ -73,6 +81,8 @@ def is_faster_with_more(graph: Graph, node: Node) -> bool:
     _, c, *window = filters.dims
     is_measured = filters.dtype in _DTYPES and c <= MOST_MEASURED and len(window) >= 2
     is_fast = node.kind == "conv_fprop" or _has_patches(window, attributes)
+    if node.kind == "conv_wgrad" and _has_small_windows(graph, node):
+        is_fast |= len(window) >= 3 or max(attributes.window_strides) > 1
     return is_measured and is_fast and can_have_more(graph, node)
 
 
@@ -81,6 +91,19 @@ def _has_patches(window: Sequence[int], attributes: ConvAttributes) -> bool:
     steps = attributes.window_strides
     are_whole = all(not size % step for size, step in zip(window, steps, strict=True))
     return are_whole and max(steps) > 1 and {*attributes.rhs_dilation} == {1}
+
+
+def _has_small_windows(graph: Graph, node: Node) -> bool:
+    """Whether a window has more than one element, and no more than there are filters.
+
+    In loads that are full. Places in an image are counted in 32 bits.
+    """
+    x, w, _ = (roles_in(graph, node)[role] for role in TRIPLES[node.kind])
+    outer, c, *window = w.dims
+    unit = ELEMENTS_PER_LOAD.get(w.dtype, 1)
+    whole = rounded_up(c * math.prod(window), unit)
+    is_small = math.prod(window) > 1 and whole <= rounded_up(outer, unit)
+    return is_small and math.prod(x.dims[1:]) <= _LARGEST_IMAGE
 
 
 def add_channels(editor: GraphEditor) -> None:
@@ -92,6 +115,10 @@ def add_channels(editor: GraphEditor) -> None:
         editor.reorder(name, channels_last(len(editor.tensors[name].dims)))
     if _has_patches(editor.tensors[w].dims[2:], attributes):
         _fold_steps(editor, x, w, output)
+    elif editor.main.kind == "conv_wgrad" and _has_small_windows(
+        editor.graph, editor.main
+    ):
+        _spread_windows(editor, x, w, output)
     else:
         _spread_rows(editor, x, w, output)
 
@@ -191,3 +218,67 @@ def _spread_rows(editor: GraphEditor, x: str, w: str, output: str) -> None:
     }
     editor.set_attributes(replace(attributes, **once))
     editor.notes.append(f"what windows read along the last axis is channels of {x}")
+
+
+# --- windows --------------------------------------------------------------------------
+
+
+def _spread_windows(editor: GraphEditor, x: str, w: str, output: str) -> None:
+    attributes = editor.main.attributes
+    assert isinstance(attributes, ConvAttributes)
+    image, filters = editor.tensors[x], editor.tensors[w]
+    counts, window = editor.tensors[output].dims[2:], filters.dims[2:]
+    steps, holes = attributes.window_strides, attributes.rhs_dilation
+    reach = [
+        hole * (size - 1) + step * (count - 1) + 1
+        for hole, size, step, count in zip(holes, window, steps, counts, strict=True)
+    ]
+    add_ends(
+        editor,
+        x,
+        [
+            (low, whole - low - size)
+            for low, whole, size in zip(
+                attributes.padding_low, reach, image.dims[2:], strict=True
+            )
+        ],
+    )
+    n, c, *sizes = editor.tensors[x].dims
+    taken = c * math.prod(window)
+    channels = rounded_up(taken, ELEMENTS_PER_LOAD.get(image.dtype, 1))
+    spread = replace(editor.tensors[x], dims=(n, channels, *counts))
+
+    def windows(x: jax.Array) -> jax.Array:
+        # Where each element is in an image. XLA computes it as it reads.
+        number = functools.partial(
+            jax.lax.broadcasted_iota, jnp.int32, (*counts, channels)
+        )
+        places, within, stride = number(len(counts)) % c, number(len(counts)) // c, c
+        for axis in reversed(range(len(counts))):
+            place = within % window[axis] * holes[axis] + number(axis) * steps[axis]
+            places, within = places + place * stride, within // window[axis]
+            stride *= sizes[axis]
+        images = jnp.reshape(x, (n, stride))
+        read = images.at[:, places.ravel()].get(mode="promise_in_bounds")
+        read = jnp.reshape(read, spread.stored_shape)
+        # What fills the last load.
+        return jnp.where(number(len(counts)) < taken, read, jnp.zeros((), x.dtype))
+
+    def narrow(w: jax.Array) -> jax.Array:
+        return jnp.reshape(w[..., :taken], filters.stored_shape)
+
+    editor.rearrange(x, spread, windows)
+    once, none = (1,) * len(counts), (0,) * len(counts)
+    small = replace(filters, dims=(filters.dims[0], channels, *once))
+    # Channels come last in memory, after the window.
+    editor.rearrange(w, small, back=narrow)
+    editor.set_attributes(
+        replace(
+            attributes,
+            window_strides=once,
+            rhs_dilation=once,
+            padding_low=none,
+            padding_high=none,
+        )
+    )
+    editor.notes.append(f"all that a window reads is channels of {x}")

@@ -94,12 +94,34 @@ def test_rows(
     activation: Any,
     dtype: str,
 ) -> None:
-    shapes: list[tuple[int, ...]] = [images, (*window, images[-1], 24)]
-    shapes += [(24,)] if activation else []
+    shapes: list[tuple[int, ...]] = [images, (*window, images[-1], 8)]
+    shapes += [(8,)] if activation else []
     parts = _parts(
         shapes, dtype, window_strides=steps, padding="SAME", activation=activation
     )
     _judge(parts, "windows read along the last axis", ("conv_fprop", "conv_wgrad"))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("images", "window", "steps", "outer"),
+    [
+        ((4, 20, 22, 3), (3, 3), (2, 2), 32),
+        ((2, 17, 15, 1), (5, 4), (1, 1), 24),
+        ((2, 6, 7, 9, 1), (3, 3, 3), (1, 1, 1), 28),
+        ((3, 70, 1), (9,), (1,), 16),
+    ],
+)
+def test_windows(
+    images: tuple[int, ...],
+    window: tuple[int, ...],
+    steps: tuple[int, ...],
+    outer: int,
+    dtype: str,
+) -> None:
+    shapes = [images, (*window, images[-1], outer)]
+    parts = _parts(shapes, dtype, window_strides=steps, padding="SAME")
+    _judge(parts, "all that a window reads", ("conv_wgrad",))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
