@@ -15,7 +15,8 @@ its block, since these may be of the same call.
 
 Some kernels of an engine are tried before the engine's own choice, for contractions
 with something around them, if they were faster: on the whole, and in blocks that had no
-part in choosing them. Contractions are then written with these kernels' times.
+part in choosing them. So is an engine before another one that cuDNN lists first.
+Contractions are then written with these kernels' times.
 
 Engines that took several times as long as cuDNN's first plan wherever they were
 measured are left to XLA where they come first.
@@ -38,7 +39,13 @@ from benchmarks.fusion_cells import CELLS
 from benchmarks.records import on_this_gpu, write_records
 from jax_cudnn import choices
 from jax_cudnn.graph import label
-from jax_cudnn.legalize.measured import is_preferred, kernel_of, kind_and_bits
+from jax_cudnn.legalize.measured import (
+    goes_before,
+    is_of_ones,
+    is_preferred,
+    kernel_of,
+    kind_and_bits,
+)
 from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured, cost_of
 from jax_cudnn.lowering import traced_program
 
@@ -108,6 +115,13 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
             times = [x["kernels"] for x in group if low <= x["sizes"][-1] < high]
             names, ratio = _preferred(times), _ratio_in_others(times)
             if names and ratio <= _FASTER_IN_OTHERS:
+                others = [
+                    row
+                    for row in rows
+                    if "+" in row["op"]
+                    and low <= row["sizes"][-1] < high
+                    and kind_and_bits(row["class"]) == (kind, bits)
+                ]
                 found.append(
                     {
                         "kind": kind,
@@ -121,20 +135,59 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
                             not each.keys().isdisjoint(names) for each in times
                         ),
                         "of": len(times),
+                        "before": list(_comes_before(others, engine)),
                     }
                 )
     return found
+
+
+def _comes_before(
+    rows: Sequence[Mapping[str, Any]], engine: int
+) -> Iterator[dict[str, Any]]:
+    """Yield the engines whose plans come first and give way to those of an engine.
+
+    Windows of 1 are judged by themselves.
+    """
+    ratios: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
+    for row in rows:
+        if row["first_engine"] != engine and str(engine) in row["engines"]:
+            key = row["first_engine"], is_of_ones(row["class"])
+            ratios[key].append(row["engines"][str(engine)])
+    for (first, is_ones), each in sorted(ratios.items()):
+        # Each of another call: one at a time.
+        in_others = statistics.geometric_mean(
+            [
+                ratio if _is_faster(others) else 1.0
+                for (ratio,), others in _blocks(each, beside=0, size=1)
+            ]
+        )
+        if _is_faster(each) and in_others <= _FASTER_IN_OTHERS:
+            yield {
+                "engine": first,
+                "windows_of_1": is_ones,
+                "ratio": round(in_others, 3),
+                "count": len(each),
+            }
+
+
+def _is_faster(ratios: Sequence[float]) -> bool:
+    """Whether a plan was faster than another one on the whole, by its ratios to it."""
+    return (
+        len(ratios) >= _FEWEST_OF_KERNEL
+        and statistics.geometric_mean(ratios) <= _FASTER
+        and sum(map(cost_of, ratios)) < 0
+    )
 
 
 _Row = TypeVar("_Row")
 
 
 def _blocks(
-    rows: Sequence[_Row], *, beside: int
+    rows: Sequence[_Row], *, beside: int, size: int = _TOGETHER
 ) -> Iterator[tuple[Sequence[_Row], Sequence[_Row]]]:
     """Yield blocks of rows, each with the others but for so many right beside it."""
-    for start in range(0, len(rows), _TOGETHER):
-        end = start + _TOGETHER
+    for start in range(0, len(rows), size):
+        end = start + size
         others = [*rows[: max(0, start - beside)], *rows[end + beside :]]
         yield rows[start:end], others
 
@@ -166,8 +219,7 @@ def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
         saved = {
             name: -sum(map(cost_of, found))
             for name, found in ratios.items()
-            if len(found) >= _FEWEST_OF_KERNEL
-            and statistics.geometric_mean(found) <= _FASTER
+            if _is_faster(found)
         }
         best = max(saved, key=lambda name: saved[name], default=None)
         if best is None or saved[best] <= 0:
@@ -194,6 +246,8 @@ def of_rows(
         each = _preference_for(kernel, row["op"], preferred)
         if each is not None and row["first_engine"] == each["engine"]:
             ratio *= _gain(row, each)
+        elif each is not None and row["first_engine"] in goes_before(each, kernel):
+            ratio *= row["engines"].get(str(each["engine"]), 1.0)
         yield kernel, round(ratio, 3)
 
 
@@ -340,6 +394,9 @@ def markdown(
         "| | | cuDNN | engine | kernel | work | ratio | kernels measured |",
         "| --- | --- | --- | ---: | --- | ---: | ---: | ---: |",
     ]
+    crossed = [
+        (each, before) for each in data["preferred"] for before in each["before"]
+    ]
     for each in data["preferred"]:
         knobs = ", else ".join(
             f"{name} {value}" for one in each["knobs"] for name, value in one.items()
@@ -351,6 +408,15 @@ def markdown(
             f"| {_power(each['work'][0])} to {_power(each['work'][1])} "
             f"| {each['ratio']:.2f} | {each['count']} of {each['of']} |"
         )
+    for each, before in crossed:
+        windows = "windows of 1" if before["windows_of_1"] else "larger windows"
+        lines += [
+            "",
+            f"Where engine {before['engine']} comes first for a {each['kind']} of "
+            f"{each['bits']} with {windows}, engine {each['engine']}",
+            f"goes before it, which took {before['ratio']:.2f} of its time for "
+            f"{before['count']} kernels.",
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -353,10 +353,29 @@ def test_kernels_go_first_in_their_order_for_convolutions_with_something_around(
         for each in json.loads(_DATA.read_text())["preferred"]
         if each["kind"] == "conv_fprop" and each["bits"] == "16 bits"
     )
-    assert asked == {"first": known, "of_engine": 4}
+    assert asked == {"before": [7], "first": known, "of_engine": 4}
     assert len(known) > 1
     assert parse_request(preference(silu_of_bias)) == preference(silu_of_bias)
     assert preference(conv) == ""
+
+
+@pytest.mark.parametrize(
+    ("window", "channels", "outer", "before"),
+    [
+        (3, 32, 32, [7]),
+        (1, 32, 32, None),  # Windows of 1 are another matter.
+        (3, 16, 32, None),  # Fewer channels were not measured.
+        (3, 32, 24, None),
+    ],
+)
+def test_an_engine_goes_before_another_where_it_was_measured_to_be_faster(
+    window: int, channels: int, outer: int, before: list[int] | None
+) -> None:
+    x, w = array(2, 28, 28, channels), array(window, window, channels, outer)
+    (part,) = parts_of(silu_of_bias, x, w)
+    asked = measured.preference(part, _H100)
+    assert json.loads(asked).get("before") == before
+    assert parse_request(asked) == asked
 
 
 class _Gpu:

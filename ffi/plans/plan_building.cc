@@ -75,22 +75,27 @@ std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& re
   std::vector<int64_t> places(attempt.count());
   std::iota(places.begin(), places.end(), 0);
   if (!request.preference.has_value()) return places;
-  const std::vector<Knobs>& wanted = request.preference->knobs;
+  const auto& [engine, wanted, before] = *request.preference;
   auto best = wanted.end();
-  auto first = places.begin();
+  auto first = places.end();
+  bool is_first = true;
   for (auto place = places.begin(); place != places.end(); ++place) {
     const auto candidate = attempt.Describe(*place);
     if (!candidate.ok()) continue;  // said where it is tried
-    if (candidate->engine == request.preference->engine) {
-      const auto knobs = std::find(wanted.begin(), best, candidate->knobs);
-      if (knobs == best) continue;
-      best = knobs;
-      first = place;
-    } else if (place == places.begin()) {
+    const bool is_other = candidate->engine != engine;
+    if (is_first && is_other &&
+        std::find(before.begin(), before.end(), candidate->engine) == before.end()) {
       break;
     }
+    is_first = false;
+    if (is_other) continue;
+    if (first == places.end()) first = place;
+    const auto knobs = std::find(wanted.begin(), best, candidate->knobs);
+    if (knobs == best) continue;
+    best = knobs;
+    first = place;
   }
-  if (best != wanted.end()) std::rotate(places.begin(), first, first + 1);
+  if (first != places.end()) std::rotate(places.begin(), first, first + 1);
   return places;
 }
 

@@ -37,7 +37,8 @@ constexpr std::string_view kNoteNames[] = {
 };
 constexpr std::string_view kNondeterministic = "NONDETERMINISTIC";
 
-// The fields of a preference: {"first":[{"KERNEL_CFG":40}],"of_engine":4}.
+// The fields of a preference: {"before":[7],"first":[{"KERNEL_CFG":40}],"of_engine":4}.
+constexpr std::string_view kBeforeEngines = "before";
 constexpr std::string_view kPreferredKnobs = "first";
 constexpr std::string_view kPreferredEngine = "of_engine";
 
@@ -209,9 +210,11 @@ StatusOr<Knobs> ReadKnobs(const Json& json, const std::string& path) {
   return knobs;
 }
 
-StatusOr<PlanRequest> ReadPreference(const Json& json) {
-  ASSIGN_OR_RETURN(const auto fields,
-                   ReadFields(json, "request", {kPreferredKnobs, kPreferredEngine}));
+StatusOr<PlanRequest> ReadPreference(const Json& json, const JsonObject& object) {
+  std::vector<std::string_view> names = {kPreferredKnobs, kPreferredEngine};
+  const bool has_before = HasField(object, kBeforeEngines);
+  if (has_before) names.push_back(kBeforeEngines);
+  ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "request", names));
   PlanPreference preference;
   ASSIGN_OR_RETURN(const JsonList* first, ReadList(*fields[0], "request.first"));
   for (size_t i = 0; i < first->size(); ++i) {
@@ -222,11 +225,21 @@ StatusOr<PlanRequest> ReadPreference(const Json& json) {
     }
     preference.knobs.push_back(std::move(knobs));
   }
-  if (preference.knobs.empty()) {
-    return InvalidArgument("request.first: empty; name the knobs of a candidate");
-  }
   ASSIGN_OR_RETURN(preference.engine, ReadInteger(*fields[1], "request.of_engine"));
   RETURN_IF_ERROR(CheckEngine(preference.engine, "request.of_engine"));
+  if (has_before) {
+    ASSIGN_OR_RETURN(preference.before, ReadEngines(*fields[2], "request.before"));
+    if (preference.before.empty()) {
+      return InvalidArgument("request.before: empty; leave it out");
+    }
+  } else if (preference.knobs.empty()) {
+    return InvalidArgument("request.first: empty; name the knobs of a candidate");
+  }
+  if (Contains(preference.before, preference.engine)) {
+    return InvalidArgument("request.before: engine " +
+                           std::to_string(preference.engine) +
+                           " is of_engine itself; take it out");
+  }
   PlanRequest request;
   request.preference = std::move(preference);
   return request;
@@ -294,7 +307,11 @@ std::string WritePin(const PlanPin& pin, bool deterministic) {
 }
 
 std::string WritePreference(const PlanPreference& preference) {
-  std::string text = "{\"first\":[";
+  std::string text = "{";
+  if (!preference.before.empty()) {
+    text += "\"before\":" + IntegerList(preference.before) + ",";
+  }
+  text += "\"first\":[";
   for (const Knobs& knobs : preference.knobs) {
     if (text.back() != '[') text += ',';
     text += KnobsObject(knobs);
@@ -329,10 +346,11 @@ StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
   ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, "request"));
   const bool is_pin = HasField(*object, "engine") || HasField(*object, "knobs") ||
                       HasField(*object, "variant");
-  const bool is_preference =
-      HasField(*object, kPreferredKnobs) || HasField(*object, kPreferredEngine);
+  const bool is_preference = HasField(*object, kBeforeEngines) ||
+                             HasField(*object, kPreferredKnobs) ||
+                             HasField(*object, kPreferredEngine);
   ASSIGN_OR_RETURN(PlanRequest request, is_pin          ? ReadPin(json, *object)
-                                        : is_preference ? ReadPreference(json)
+                                        : is_preference ? ReadPreference(json, *object)
                                                         : ReadFilter(json));
   RETURN_IF_ERROR(CheckFilter(request));
   if (std::string canonical = WritePlanRequest(request); canonical != text) {

@@ -32,10 +32,13 @@ struct PlanPin {
 
 // Where cuDNN's first candidate is of this engine, a candidate that has exactly the
 // first of these knobs is tried before it; where there is none, one that has the
-// second, and so on. Nothing changes where none of them is listed.
+// second, and so on. Nothing changes where none of them is listed. Where the first
+// candidate is of an engine in `before`, the same candidate of this engine is tried
+// before it, or else the first that this engine has.
 struct PlanPreference {
   int64_t engine = 0;
   std::vector<Knobs> knobs;
+  std::vector<int64_t> before;
 };
 
 // A default-constructed request lets cuDNN choose.

@@ -4,7 +4,7 @@
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -253,16 +253,19 @@ def test_a_sum_within_a_matmul_has_no_deterministic_plan() -> None:
 
 
 def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
-    moved = 0
+    moved = crossed = 0
     for kind, usual in _all().items():
         first = usual[0]
         of_engine = [each for each in usual if each["engine"] == first["engine"]]
         other = of_engine[-1]
         moved += other is not first
 
-        def preferring(*listed: dict[str, Any], engine: int) -> str:
+        def preferring(
+            *listed: dict[str, Any], engine: int, before: Sequence[int] = ()
+        ) -> str:
             knobs = [dict(each["knobs"]) for each in listed]
-            data = {"first": knobs, "of_engine": engine}
+            data: dict[str, Any] = {"first": knobs, "of_engine": engine}
+            data |= {"before": before} if before else {}
             return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
         unknown = {"knobs": [("KERNEL_CFG", 12345)]}
@@ -292,4 +295,26 @@ def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
             # Each names itself, and not the preference.
             again = _ask({kind: built["request"]}, build=True)[kind]["candidates"]
             assert _names(again) == [built["name"]]
+        later = [each for each in usual if each["engine"] != first["engine"]]
+        if not later:
+            continue
+        crossed += 1
+        engine = later[-1]["engine"]
+        of_engine = [each for each in usual if each["engine"] == engine]
+        other = of_engine[-1]
+        for request, expected in (
+            # Its first, or the one that is named.
+            (preferring(engine=engine, before=[first["engine"]]), of_engine[0]),
+            (
+                preferring(unknown, engine=engine, before=[first["engine"]]),
+                of_engine[0],
+            ),
+            (preferring(other, engine=engine, before=[first["engine"]]), other),
+            # Another engine comes first.
+            (preferring(other, engine=engine, before=[first["engine"] + 1000]), first),
+        ):
+            answer = _ask({kind: request}, build=True)[kind]
+            rest = [each["name"] for each in usual if each is not expected]
+            assert _names(answer["candidates"]) == [expected["name"], *rest], request
     assert moved
+    assert crossed

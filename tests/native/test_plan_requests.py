@@ -79,6 +79,8 @@ def _refusal(text: str) -> str | None:
         _pin(deterministic=True),
         _preference(),
         _preference(first=[{"KERNEL_CFG": 40}, {}, {"STAGES": 3, "TILEK": 0}]),
+        _preference(before=[7]),
+        _preference(before=[7, 0], first=[]),
     ],
 )
 def test_a_request_comes_back_byte_for_byte(text: str) -> None:
@@ -196,8 +198,19 @@ _MODES = "A, B, FALLBACK"
         (_pin(modes=["A"]), "request.modes: unknown field"),
         (_preference(modes=["A"]), "request.modes: unknown field"),
         ('{"of_engine":4}', "request.first: missing field"),
+        ('{"before":[7],"of_engine":4}', "request.first: missing field"),
         ('{"first":[{}]}', "request.of_engine: missing field"),
+        ('{"before":[7]}', "request.first: missing field"),
         (_preference(first=[]), "request.first: empty; name the knobs of a candidate"),
+        (_preference(before=[]), "request.before: empty; leave it out"),
+        (
+            _preference(before=[7, -2]),
+            "request.before[1]: -2 is not an engine; engines",
+        ),
+        (
+            _preference(before=[7, 4]),
+            "request.before: engine 4 is of_engine itself; take it out",
+        ),
         (_preference(first=[40]), "request.first[0]: expected an object, got an"),
         (
             _preference(first=[{}, {"TILEK": "1"}]),
