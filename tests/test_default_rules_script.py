@@ -57,6 +57,36 @@ def test_kernels_that_were_faster_go_first_each_where_others_are_not_listed(
     assert not script.preferences([_row({1: 0.5}, op="conv_fprop")] * 80, 91900)
 
 
+def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> None:
+    faster = [_row({1: 0.5})] * 80
+
+    def before(*ratios: float, **fields: Any) -> list[dict[str, Any]]:
+        rows = [
+            _row({}, first_engine=7, engines={"7": 1.0, "4": ratio}, **fields)
+            for ratio in ratios
+        ]
+        (found,) = script.preferences([*faster, *rows], 91900)
+        return found["before"]
+
+    assert before(*[0.5] * 8, 1.1) == [
+        {
+            "engine": 7,
+            "windows_of_1": False,
+            "ratio": round((0.5**8 * 1.1) ** (1 / 9), 3),
+            "count": 9,
+        }
+    ]
+    ones = "conv_fprop, 16 bits, more, 2 axes, windows of 1"
+    (found,) = before(*[0.5] * 9, **{"class": ones})
+    assert found["windows_of_1"]
+    # Too few; hardly faster; often slower; other work; and a contraction alone.
+    assert not before(*[0.5] * 7)
+    assert not before(*[0.97] * 20)
+    assert not before(*[0.5, 1.9] * 10)
+    assert not before(*[0.5] * 9, sizes=[256, 256, 512, 2**41])
+    assert not before(*[0.5] * 9, op="conv_fprop")
+
+
 def test_ratios_are_with_the_kernels_that_go_first(script: ModuleType) -> None:
     rows = [_row({1: 0.5})] * 80
     preferred = script.preferences(rows, 91900)
@@ -67,6 +97,11 @@ def test_ratios_are_with_the_kernels_that_go_first(script: ModuleType) -> None:
 
     assert ratio({1: 0.6}) == 0.6
     assert ratio({1: 0.6}, first_engine=7) == 1.0
+    (each,) = preferred
+    before = {"engine": 7, "windows_of_1": False, "ratio": 0.7, "count": 9}
+    preferred = [{**each, "before": [before]}]
+    assert ratio({}, first_engine=7, engines={"7": 1.0, "4": 0.8}) == 0.8
+    assert ratio({}, first_engine=7, engines={"7": 1.0}) == 1.0
     assert ratio({1: 0.6}, op="conv_fprop") == 1.0
     assert ratio({2: 0.6}) == 1.0
     unknown = {name: x for name, x in _row({}).items() if name != "kernels"}
