@@ -99,6 +99,8 @@ def cells(*, small: bool) -> list[Cell]:
         Cell(images=(64, 112, 112, 3), window=3, step=1, outer=128),
         Cell(images=(64, 224, 224, 3), window=3, step=2, outer=32),
         Cell(images=(256, 28, 28, 1), window=5, step=1, outer=32),
+        Cell(images=(64, 112, 112, 3), window=3, step=1, outer=16),
+        Cell(images=(2, 96, 96, 96, 1), window=3, step=1, outer=16),
         Cell(images=(32, 112, 112, 32), window=3, step=1, outer=32),
         Cell(images=(2, 96, 96, 96, 32), window=3, step=1, outer=32),
     ]

@@ -70,9 +70,9 @@ def can_have_more(graph: Graph, node: Node) -> bool:
 def is_faster_with_more(graph: Graph, node: Node) -> bool:
     """Whether x can be written so, and convolutions like this one were faster so.
 
-    These were patches, convolutions over rows, and gradients of filters over windows
-    along three axes or in larger steps, of 1 to 4 channels in 16 bits. For the other
-    gradients of filters, cuDNN's first plan is often a slow one
+    These were patches, convolutions over rows, and gradients of filters over windows,
+    of 1 to 4 channels in 16 bits. For other gradients of filters, and for windows of
+    one channel along two axes in steps of 1, cuDNN's first plan is often a slow one
     (docs/benchmarks/conv_ways.md).
     """
     attributes = node.attributes
@@ -82,7 +82,7 @@ def is_faster_with_more(graph: Graph, node: Node) -> bool:
     is_measured = filters.dtype in _DTYPES and c <= MOST_MEASURED and len(window) >= 2
     is_fast = node.kind == "conv_fprop" or _has_patches(window, attributes)
     if node.kind == "conv_wgrad" and _has_small_windows(graph, node):
-        is_fast |= len(window) >= 3 or max(attributes.window_strides) > 1
+        is_fast |= c > 1 or len(window) > 2 or max(attributes.window_strides) > 1
     return is_measured and is_fast and can_have_more(graph, node)
 
 
