@@ -44,10 +44,10 @@ _SLOW_DEPTHWISE = (
     "cuDNN's first plans of depthwise convolutions took 1.6 to 4.5 times as long as "
     "XLA's code (an H200, cuDNN 9.19): plans.autotune finds the best of both"
 )
-# See docs/benchmarks/conv_ways.md. In larger steps they took 0.2 to 1.0 of the time.
+# See docs/benchmarks/conv_ways.md. In larger steps they took 0.2 to 1.04 of the time.
 _SLOW_FEW_CHANNELS = (
     "cuDNN's first plans of the gradients of filters over 1 to 4 channels, in steps of "
-    "1, took up to 2.3 times as long as XLA's code (an H100, cuDNN 9.19): "
+    "1, took 1.03 to 1.7 times as long as XLA's code (an H100, cuDNN 9.19): "
     "plans.autotune finds the best of both"
 )
 
