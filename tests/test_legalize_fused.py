@@ -6,6 +6,7 @@ reference with the array work around them, and compared with the parts themselve
 f64. (cuDNN has no f64: the refusal of it is switched off here.)
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -292,34 +293,39 @@ def test_few_channels_become_more(
 
 
 @pytest.mark.parametrize(
-    ("sizes", "window", "outer", "options"),
+    ("sizes", "window", "options"),
     [
-        ((8, 9), (3, 3), 9, {"padding": "SAME"}),
-        ((11, 10), (4, 5), 20, {"window_strides": (3, 2), "padding": [(0, 0), (2, 1)]}),
-        ((8, 12), (2, 4), 8, {"padding": [(2, 0), (-2, 3)]}),
+        ((8, 9), (3, 3), {"padding": "SAME"}),
+        ((11, 10), (4, 5), {"window_strides": (3, 2), "padding": [(0, 0), (2, 1)]}),
+        ((8, 12), (2, 4), {"padding": [(2, 0), (-2, 3)]}),
         (
             (9, 13),
             (3, 3),
-            10,
             {"window_strides": (2, 2), "rhs_dilation": (2, 3), "padding": "SAME"},
         ),
-        ((15,), (5,), 6, {"window_strides": (3,), "padding": "SAME"}),
-        ((6, 5, 7), (3, 3, 3), 28, {"padding": "SAME"}),
-        ((6, 9, 7), (1, 3, 2), 6, {"window_strides": (1, 2, 1)}),
+        ((15,), (5,), {"window_strides": (3,), "padding": "SAME"}),
+        ((6, 5, 7), (3, 3, 3), {"padding": "SAME"}),
+        ((6, 9, 7), (1, 3, 2), {"window_strides": (1, 2, 1)}),
     ],
 )
+@pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize("layout", ["channels last", "channels first"])
 def test_filters_gradients_over_small_windows_are_products(
     sizes: Sequence[int],
     window: Sequence[int],
-    outer: int,
     options: dict[str, Any],
+    channels: int,
     layout: str,
     rng: np.random.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(conv_channels, "_LARGEST_WINDOW", 100)
+    load = 4
+    monkeypatch.setitem(conv_channels.ELEMENTS_PER_LOAD, "f64", load)
+    outer = math.ceil(channels * math.prod(window) / load) * load
     space = "DHW"[-len(sizes) :]
     numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
-    x, w = _draw(rng, 2, *sizes, 1), _draw(rng, *window, 1, outer)
+    x, w = _draw(rng, 2, *sizes, channels), _draw(rng, *window, channels, outer)
     if layout == "channels first":
         numbers = (f"NC{space}", f"OI{space}", f"NC{space}")
         x, w = jnp.moveaxis(x, -1, 1), jnp.moveaxis(w, (-1, -2), (0, 1))
@@ -330,13 +336,31 @@ def test_filters_gradients_over_small_windows_are_products(
 
     _check(layer, (x, w))
     # One channel along two axes in steps of 1 was slow, and one axis was not measured.
-    is_fast = len(sizes) > 2 or (len(sizes) == 2 and "window_strides" in options)
+    is_strided = "window_strides" in options
+    is_fast = len(sizes) > 2 or (len(sizes) == 2 and (channels > 1 or is_strided))
     first, last = _ways_with(layer, (x, w), _WINDOWS)
     assert (first if is_fast else last) == {"wgrad"}
     assert (last if is_fast else first) == set()
     # With fewer filters, x would be the larger of the two operands.
-    fewer = jax.lax.slice_in_dim(w, 0, outer - 2, axis=0 if "first" in layout else -1)
+    axis = 0 if layout == "channels first" else -1
+    fewer = jax.lax.slice_in_dim(w, 0, outer - load, axis=axis)
     assert _ways_with(layer, (x, fewer), _WINDOWS) == (set(), set())
+
+
+def test_only_windows_as_small_as_the_measured_ones_go_first() -> None:
+    def ways(*window: int) -> tuple[set[str], set[str]]:
+        x, w = (
+            jnp.ones(shape, jnp.bfloat16)
+            for shape in ((2, 16, 16, 4), (*window, 4, 64))
+        )
+
+        def layer(x: Any, w: Any) -> jax.Array:
+            return jax_cudnn.conv(x, w, (1, 1), "SAME", dimension_numbers=_NHWC)
+
+        return _ways_with(layer, (x, w), _WINDOWS)
+
+    assert ways(2, 5) == ({"wgrad"}, set())
+    assert ways(2, 6) == (set(), {"wgrad"})
 
 
 @pytest.mark.parametrize(("window", "words"), [((3, 2), _PATCHES), ((5, 3), _ROWS)])
@@ -424,10 +448,10 @@ def test_auto_leaves_filters_over_few_channels_to_xla_in_steps_of_1() -> None:
 
 
 def test_places_are_counted_in_32_bits() -> None:
-    def is_first(side: int) -> bool:
+    def is_first(*sizes: int) -> bool:
         types = [
             jax.ShapeDtypeStruct(shape, jnp.bfloat16)
-            for shape in ((1, side, side, 1), (3, 3, 1, 16))
+            for shape in ((1, *sizes, 1), (3, 3, 1, 16))
         ]
 
         def gradient(x: Any, w: Any) -> Any:
@@ -445,8 +469,42 @@ def test_places_are_counted_in_32_bits() -> None:
             _WINDOWS in note for note in legalize(part, None).candidates[0].notes
         )
 
-    assert is_first(2**14)
-    assert not is_first(2**15 + 2**10)
+    assert is_first(2**14, 2**14)
+    assert not is_first(2**16, 2**15)
+    # An axis of one place, with padding, is three long.
+    assert is_first(1, 2**28)
+    assert not is_first(1, 2**30)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_filters_that_read_nothing_else_have_finite_gradients(
+    value: float, rng: np.random.Generator
+) -> None:
+    x, w = _draw(rng, 2, 9, 8, 1), _draw(rng, 3, 3, 1, 9)
+    x = x.at[0, 0, 0, 0].set(value)  # which only one of nine reads
+
+    def gradient(x: Any, w: Any, cotangent: Any) -> Any:
+        def layer(w: Any) -> jax.Array:
+            return jax_cudnn.conv(x, w, (1, 1), "VALID", dimension_numbers=_NHWC)
+
+        return jax.vjp(layer, w)[1](cotangent)
+
+    operands = x, w, _draw(rng, 2, 7, 6, 9)
+    (part,) = [
+        part
+        for graph, _, _ in traced_graphs(gradient, *operands)
+        for part in partition(graph)
+        if part.nodes[0].kind == "conv_wgrad"
+    ]
+    given = {"x": x, "grad_output": operands[2]}
+    roles = {name: role for role, name in part.nodes[0].inputs}
+    arrays = [given[roles[name]] for name in part.inputs]
+    (want,) = evaluate(part, arrays)
+    assert np.sum(~np.isfinite(want)) == 9
+    ways = legalize(part, None).candidates
+    assert any(_WINDOWS in note for way in ways for note in way.notes)
+    for way in ways:
+        np.testing.assert_allclose(_run(way, arrays)[0], want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

@@ -4,86 +4,123 @@
 cuDNN's engines load 8 channels or more at once. Of images of fewer, such as 3, they
 read zeros for the most part, which are written out for them. These images are written
 with more channels instead, in one of three ways. None multiplies an element by a zero
-that the convolution does not have: NaN and infinities stay where they are.
+that the convolution does not have, but for those of its padding: NaN and infinities
+stay where they are.
 
 * Patches: where windows are whole steps, such as 4 x 4 in steps of 4, the elements
   within a step become channels. An image of 224 x 224 x 3 becomes one of 56 x 56 x 48,
   in which a window is a single element.
+* Windows, for gradients of filters: all that a window reads becomes channels of each
+  place, and the gradient is a product. Only where x is then no larger than the other
+  operand.
 * Rows: what a window reads along the last axis becomes channels of each place. Of a
   window of 7 x 7, one of 7 x 1 over 21 channels is left.
-* Windows, for gradients of filters: all that a window reads becomes channels, and the
-  gradient is a product. Only where x is then no larger than the other operand.
 """
 
 import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import ConvAttributes, Graph, Node
+from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import add_ends
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, channels_last, rounded_up
 
+_Way = Literal["patches", "windows", "rows"]
+
 # Longer rows make an array of many times x's size, and a program of as many slices.
 _LONGEST_ROW = 7
-# With its padding, it has fewer than 2^31 elements.
-_LARGEST_IMAGE = 2**30
-# What was measured: dtypes, and channels.
+# Places in an image are counted in 32 bits.
+_LARGEST_IMAGE = 2**31 - 1
+# What was measured: dtypes, channels, and elements of a window over all channels.
 _DTYPES = ("bf16", "f16")
 MOST_MEASURED = 4
+_LARGEST_WINDOW = 40
 
 
 def can_have_more(graph: Graph, node: Node) -> bool:
     """Whether x can be written with more channels; the node computes the convolution.
 
-    x has to be an operand of the kernel, or its only result, and fewer zeros are to be
-    multiplied then.
+    x has to be an operand of the kernel, or its only result.
     """
-    attributes, roles = node.attributes, roles_in(graph, node)
-    assert isinstance(attributes, ConvAttributes)
-    x, w, _ = (roles[role] for role in TRIPLES[node.kind])
-    is_forward = node.kind == "conv_fprop"
-    ends = {*graph.inputs} if is_forward else {*graph.inputs, *graph.outputs}
-    if not {x.name, w.name} <= ends or not (is_forward or len(graph.nodes) == 1):
-        return False
-    channels, (_, c, *window) = x.dims[1], w.dims
-    unit = ELEMENTS_PER_LOAD.get(w.dtype, 1)
-    if channels != c or c >= unit or {*attributes.lhs_dilation} != {1}:
-        return False
-    whole = rounded_up(c, unit) * math.prod(window)
-    if _has_patches(window, attributes):
-        step = math.prod(attributes.window_strides)
-        return rounded_up(c * step, unit) * math.prod(window) // step <= whole
-    if node.kind == "conv_wgrad" and _has_small_windows(graph, node):
-        return True
-    # The sum of x's gradient over what windows share would be rounded on its way.
-    rows = rounded_up(c * window[-1], unit) * math.prod(window[:-1])
-    return node.kind != "conv_dgrad" and window[-1] <= _LONGEST_ROW and rows < whole
+    return _way(graph, node) is not None
 
 
 def is_faster_with_more(graph: Graph, node: Node) -> bool:
     """Whether x can be written so, and convolutions like this one were faster so.
 
-    These were patches, convolutions over rows, and gradients of filters over windows,
-    of 1 to 4 channels in 16 bits. For other gradients of filters, and for windows of
-    one channel along two axes in steps of 1, cuDNN's first plan is often a slow one
-    (docs/benchmarks/conv_ways.md).
+    These were patches, convolutions over rows, and gradients of filters over windows of
+    up to 40 elements, of 1 to 4 channels in 16 bits. For other gradients of filters,
+    and for windows of one channel along two axes in steps of 1, cuDNN's first plan is
+    often a slow one (docs/benchmarks/conv_ways.md).
     """
     attributes = node.attributes
     assert isinstance(attributes, ConvAttributes)
     filters = roles_in(graph, node)[TRIPLES[node.kind][1]]
     _, c, *window = filters.dims
-    is_measured = filters.dtype in _DTYPES and c <= MOST_MEASURED and len(window) >= 2
-    is_fast = node.kind == "conv_fprop" or _has_patches(window, attributes)
-    if node.kind == "conv_wgrad" and _has_small_windows(graph, node):
-        is_fast |= c > 1 or len(window) > 2 or max(attributes.window_strides) > 1
-    return is_measured and is_fast and can_have_more(graph, node)
+    if filters.dtype not in _DTYPES or c > MOST_MEASURED or len(window) < 2:
+        return False
+    way = _way(graph, node)
+    if way == "windows":
+        is_like = c > 1 or len(window) > 2 or max(attributes.window_strides) > 1
+        return is_like and c * math.prod(window) <= _LARGEST_WINDOW
+    return way == "patches" or (way == "rows" and node.kind == "conv_fprop")
+
+
+def can_have_rows(graph: Graph, node: Node) -> bool:
+    """Whether rows can be channels, with fewer zeros to be multiplied."""
+    x, w, _ = (roles_in(graph, node)[role] for role in TRIPLES[node.kind])
+    _, c, *window = w.dims
+    unit = ELEMENTS_PER_LOAD.get(w.dtype, 1)
+    whole = rounded_up(c, unit) * math.prod(window)
+    rows = rounded_up(c * window[-1], unit) * math.prod(window[:-1])
+    # The sum of x's gradient over what windows share would be rounded on its way.
+    is_sum = node.kind == "conv_dgrad"
+    is_short = window[-1] <= _LONGEST_ROW
+    return not is_sum and is_short and rows < whole and _is_of_few(graph, node, x, w)
+
+
+def _way(graph: Graph, node: Node) -> _Way | None:
+    """Return how x can be written with more channels."""
+    attributes = node.attributes
+    assert isinstance(attributes, ConvAttributes)
+    x, w, output = (roles_in(graph, node)[role] for role in TRIPLES[node.kind])
+    if not _is_of_few(graph, node, x, w):
+        return None
+    outer, c, *window = w.dims
+    unit = ELEMENTS_PER_LOAD.get(w.dtype, 1)
+    if _has_patches(window, attributes):
+        step = math.prod(attributes.window_strides)
+        folded = rounded_up(c * step, unit) * math.prod(window) // step
+        # Fewer zeros are multiplied, or no more.
+        whole = rounded_up(c, unit) * math.prod(window)
+        return "patches" if folded <= whole else None
+    if node.kind == "conv_wgrad" and math.prod(window) > 1:
+        channels = rounded_up(c * math.prod(window), unit)
+        size = c * math.prod(_reach(attributes, w, output))
+        if channels <= rounded_up(outer, unit) and size <= _LARGEST_IMAGE:
+            return "windows"
+    return "rows" if can_have_rows(graph, node) else None
+
+
+def _is_of_few(graph: Graph, node: Node, x: Tensor, w: Tensor) -> bool:
+    """Whether channels do not fill a load, and x is at an end of the kernel."""
+    attributes = node.attributes
+    assert isinstance(attributes, ConvAttributes)
+    is_forward = node.kind == "conv_fprop"
+    ends = {*graph.inputs} if is_forward else {*graph.inputs, *graph.outputs}
+    if not {x.name, w.name} <= ends or not (is_forward or len(graph.nodes) == 1):
+        return False
+    c = w.dims[1]
+    is_few = x.dims[1] == c < ELEMENTS_PER_LOAD.get(w.dtype, 1)
+    return is_few and {*attributes.lhs_dilation} == {1}
 
 
 def _has_patches(window: Sequence[int], attributes: ConvAttributes) -> bool:
@@ -93,34 +130,64 @@ def _has_patches(window: Sequence[int], attributes: ConvAttributes) -> bool:
     return are_whole and max(steps) > 1 and {*attributes.rhs_dilation} == {1}
 
 
-def _has_small_windows(graph: Graph, node: Node) -> bool:
-    """Whether a window has more than one element, and no more than there are filters.
-
-    In loads that are full. Places in an image are counted in 32 bits.
-    """
-    x, w, _ = (roles_in(graph, node)[role] for role in TRIPLES[node.kind])
-    outer, c, *window = w.dims
-    unit = ELEMENTS_PER_LOAD.get(w.dtype, 1)
-    whole = rounded_up(c * math.prod(window), unit)
-    is_small = math.prod(window) > 1 and whole <= rounded_up(outer, unit)
-    return is_small and math.prod(x.dims[1:]) <= _LARGEST_IMAGE
+def _reach(attributes: ConvAttributes, w: Tensor, output: Tensor) -> list[int]:
+    """Return how much of each axis all windows read, with x's padding."""
+    return [
+        hole * (size - 1) + step * (count - 1) + 1
+        for hole, size, step, count in zip(
+            attributes.rhs_dilation,
+            w.dims[2:],
+            attributes.window_strides,
+            output.dims[2:],
+            strict=True,
+        )
+    ]
 
 
 def add_channels(editor: GraphEditor) -> None:
     """Write x and the filters with more channels."""
-    attributes = editor.main.attributes
-    assert isinstance(attributes, ConvAttributes)
-    x, w, output = (editor.roles[role] for role in TRIPLES[editor.main.kind])
+    way = _way(editor.graph, editor.main)
+    x, w, _ = names = [editor.roles[role] for role in TRIPLES[editor.main.kind]]
     for name in (x, w):
         editor.reorder(name, channels_last(len(editor.tensors[name].dims)))
-    if _has_patches(editor.tensors[w].dims[2:], attributes):
-        _fold_steps(editor, x, w, output)
-    elif editor.main.kind == "conv_wgrad" and _has_small_windows(
-        editor.graph, editor.main
-    ):
-        _spread_windows(editor, x, w, output)
+    if way == "patches":
+        _fold_steps(editor, *names)
+    elif way == "windows":
+        _spread_windows(editor, *names)
     else:
-        _spread_rows(editor, x, w, output)
+        _spread_rows(editor, *names)
+
+
+def _fit(editor: GraphEditor, x: str, reach: Sequence[int]) -> None:
+    """Give x its padding, and cut off what no window reads."""
+    attributes = editor.main.attributes
+    assert isinstance(attributes, ConvAttributes)
+    sizes, lows = editor.tensors[x].dims[2:], attributes.padding_low
+    add_ends(
+        editor,
+        x,
+        [
+            (low, whole - low - size)
+            for low, whole, size in zip(lows, reach, sizes, strict=True)
+        ],
+    )
+
+
+def _step_by_one(editor: GraphEditor) -> None:
+    """Let windows be next to each other, without padding."""
+    attributes = editor.main.attributes
+    assert isinstance(attributes, ConvAttributes)
+    once = (1,) * len(attributes.window_strides)
+    none = (0,) * len(once)
+    editor.set_attributes(
+        replace(
+            attributes,
+            window_strides=once,
+            rhs_dilation=once,
+            padding_low=none,
+            padding_high=none,
+        )
+    )
 
 
 # --- patches --------------------------------------------------------------------------
@@ -129,25 +196,12 @@ def add_channels(editor: GraphEditor) -> None:
 def _fold_steps(editor: GraphEditor, x: str, w: str, output: str) -> None:
     attributes = editor.main.attributes
     assert isinstance(attributes, ConvAttributes)
-    steps, low = attributes.window_strides, attributes.padding_low
-    window, places = editor.tensors[w].dims[2:], editor.tensors[output].dims[2:]
+    steps = attributes.window_strides
     # All that the windows read: more than x has, with its padding, or less.
-    read = [
-        size + step * (count - 1)
-        for size, step, count in zip(window, steps, places, strict=True)
-    ]
-    sizes = editor.tensors[x].dims[2:]
-    add_ends(
-        editor,
-        x,
-        [(a, n - a - size) for a, n, size in zip(low, read, sizes, strict=True)],
-    )
+    _fit(editor, x, _reach(attributes, editor.tensors[w], editor.tensors[output]))
     for name in (x, w):
         _fold(editor, name, steps)
-    once, none = (1,) * len(steps), (0,) * len(steps)
-    editor.set_attributes(
-        replace(attributes, window_strides=once, padding_low=none, padding_high=none)
-    )
+    _step_by_one(editor)
     told = " x ".join(map(str, steps))
     editor.notes.append(f"what lies within steps of {told} is channels of {x}")
 
@@ -186,7 +240,7 @@ def _spread_rows(editor: GraphEditor, x: str, w: str, output: str) -> None:
     step, hole = attributes.window_strides[-1], attributes.rhs_dilation[-1]
     low = attributes.padding_low[-1]
     ends = [(0, 0)] * (len(image.dims) - 3)
-    reach = hole * (size - 1) + step * (count - 1) + 1
+    *_, reach = _reach(attributes, filters, editor.tensors[output])
     add_ends(editor, x, [*ends, (low, reach - low - image.dims[-1])])
     n, c, *sizes = image.dims
     spread = replace(editor.tensors[x], dims=(n, size * c, *sizes[:-1], count))
@@ -226,59 +280,38 @@ def _spread_rows(editor: GraphEditor, x: str, w: str, output: str) -> None:
 def _spread_windows(editor: GraphEditor, x: str, w: str, output: str) -> None:
     attributes = editor.main.attributes
     assert isinstance(attributes, ConvAttributes)
-    image, filters = editor.tensors[x], editor.tensors[w]
-    counts, window = editor.tensors[output].dims[2:], filters.dims[2:]
+    filters, result = editor.tensors[w], editor.tensors[output]
+    counts, window = result.dims[2:], filters.dims[2:]
     steps, holes = attributes.window_strides, attributes.rhs_dilation
-    reach = [
-        hole * (size - 1) + step * (count - 1) + 1
-        for hole, size, step, count in zip(holes, window, steps, counts, strict=True)
-    ]
-    add_ends(
-        editor,
-        x,
-        [
-            (low, whole - low - size)
-            for low, whole, size in zip(
-                attributes.padding_low, reach, image.dims[2:], strict=True
-            )
-        ],
-    )
-    n, c, *sizes = editor.tensors[x].dims
-    taken = c * math.prod(window)
-    channels = rounded_up(taken, ELEMENTS_PER_LOAD.get(image.dtype, 1))
-    spread = replace(editor.tensors[x], dims=(n, channels, *counts))
+    _fit(editor, x, _reach(attributes, filters, result))
+    image = editor.tensors[x]
+    n, c, *sizes = image.dims
+    read = c * math.prod(window)
+    channels = rounded_up(read, ELEMENTS_PER_LOAD.get(image.dtype, 1))
+    spread = replace(image, dims=(n, channels, *counts))
 
     def windows(x: jax.Array) -> jax.Array:
         # Where each element is in an image. XLA computes it as it reads.
         number = functools.partial(
             jax.lax.broadcasted_iota, jnp.int32, (*counts, channels)
         )
-        places, within, stride = number(len(counts)) % c, number(len(counts)) // c, c
-        for axis in reversed(range(len(counts))):
+        channel, axes = number(len(counts)), range(len(counts))
+        places, within, stride = channel % c, channel // c, c
+        for axis in reversed(axes):
             place = within % window[axis] * holes[axis] + number(axis) * steps[axis]
             places, within = places + place * stride, within // window[axis]
             stride *= sizes[axis]
         images = jnp.reshape(x, (n, stride))
-        read = images.at[:, places.ravel()].get(mode="promise_in_bounds")
-        read = jnp.reshape(read, spread.stored_shape)
-        # What fills the last load.
-        return jnp.where(number(len(counts)) < taken, read, jnp.zeros((), x.dtype))
-
-    def narrow(w: jax.Array) -> jax.Array:
-        return jnp.reshape(w[..., :taken], filters.stored_shape)
+        found = images.at[:, places.ravel()].get(mode="promise_in_bounds")
+        found = jnp.reshape(found, spread.stored_shape)
+        # Zeros fill the last load.
+        return jnp.where(channel < read, found, jnp.zeros((), x.dtype))
 
     editor.rearrange(x, spread, windows)
-    once, none = (1,) * len(counts), (0,) * len(counts)
-    small = replace(filters, dims=(filters.dims[0], channels, *once))
     # Channels come last in memory, after the window.
-    editor.rearrange(w, small, back=narrow)
-    editor.set_attributes(
-        replace(
-            attributes,
-            window_strides=once,
-            rhs_dilation=once,
-            padding_low=none,
-            padding_high=none,
-        )
+    small = replace(filters, dims=(filters.dims[0], channels, *(1 for _ in counts)))
+    editor.rearrange(
+        w, small, back=lambda w: jnp.reshape(w[..., :read], filters.stored_shape)
     )
+    _step_by_one(editor)
     editor.notes.append(f"all that a window reads is channels of {x}")

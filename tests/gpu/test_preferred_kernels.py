@@ -92,8 +92,8 @@ def test_what_goes_first_is_what_runs(name: str) -> None:
         if each.engine == asked["of_engine"]
     ]
     expected = next((knobs for knobs in asked["first"] if knobs in listed), None)
-    if own.engine in asked.get("before", ()) and listed:
-        expected = expected or listed[0]
+    if own.engine in asked.get("before", ()):
+        expected = listed[0] if listed else None
     elif own.engine != asked["of_engine"]:
         expected = None
     if expected is None:
