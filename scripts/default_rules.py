@@ -41,6 +41,7 @@ from jax_cudnn import choices
 from jax_cudnn.graph import label
 from jax_cudnn.legalize.measured import (
     goes_before,
+    is_of_groups,
     is_of_ones,
     is_preferred,
     kernel_of,
@@ -64,6 +65,8 @@ _FEWEST_OF_ENGINE = 2
 _FASTER = 0.95
 _FASTER_IN_OTHERS = 0.96
 _FEWEST_OF_KERNEL = 8
+# An engine goes before another one that took as much longer, for so many kernels.
+_FEWEST_OF_ENGINES = 6
 _MOST_KERNELS = 5
 # Between these numbers of multiplications, the same kernels go before. That cuDNN lists
 # a kernel for a convolution says as much as the work does.
@@ -146,22 +149,24 @@ def _comes_before(
 ) -> Iterator[dict[str, Any]]:
     """Yield the engines whose plans come first and give way to those of an engine.
 
-    Windows of 1 are judged by themselves.
+    Windows of 1 are judged by themselves, and groups are left out: they differ.
     """
     ratios: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
     for row in rows:
-        if row["first_engine"] != engine and str(engine) in row["engines"]:
+        is_other = row["first_engine"] != engine and str(engine) in row["engines"]
+        if is_other and not is_of_groups(row["class"]):
             key = row["first_engine"], is_of_ones(row["class"])
             ratios[key].append(row["engines"][str(engine)])
     for (first, is_ones), each in sorted(ratios.items()):
-        # Each of another call: one at a time.
+        # They are few: each is judged by all others.
+        fewest = _FEWEST_OF_ENGINES
         in_others = statistics.geometric_mean(
             [
-                ratio if _is_faster(others) else 1.0
+                ratio if _is_faster(others, fewest - 1) else 1.0
                 for (ratio,), others in _blocks(each, beside=0, size=1)
             ]
         )
-        if _is_faster(each) and in_others <= _FASTER_IN_OTHERS:
+        if _is_faster(each, fewest) and in_others <= _FASTER_IN_OTHERS:
             yield {
                 "engine": first,
                 "windows_of_1": is_ones,
@@ -170,10 +175,10 @@ def _comes_before(
             }
 
 
-def _is_faster(ratios: Sequence[float]) -> bool:
+def _is_faster(ratios: Sequence[float], fewest: int = _FEWEST_OF_KERNEL) -> bool:
     """Whether a plan was faster than another one on the whole, by its ratios to it."""
     return (
-        len(ratios) >= _FEWEST_OF_KERNEL
+        len(ratios) >= fewest
         and statistics.geometric_mean(ratios) <= _FASTER
         and sum(map(cost_of, ratios)) < 0
     )
@@ -413,9 +418,10 @@ def markdown(
         lines += [
             "",
             f"Where engine {before['engine']} comes first for a {each['kind']} of "
-            f"{each['bits']} with {windows}, engine {each['engine']}",
-            f"goes before it, which took {before['ratio']:.2f} of its time for "
-            f"{before['count']} kernels.",
+            f"{each['bits']} with {windows}, without groups",
+            f"and with 32 channels or more, engine {each['engine']} goes before it, "
+            f"which took {before['ratio']:.2f} of its",
+            f"time for {before['count']} kernels.",
         ]
     return "\n".join(lines) + "\n"
 

@@ -44,7 +44,7 @@ _NOTES = (
     (
         r"is channels of",
         "more channels",
-        "few channels become more: of patches, or of what windows read of a row",
+        "few channels become more: of patches, windows, or rows of windows",
     ),
     (
         r"are taken in pairs",

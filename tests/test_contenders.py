@@ -217,7 +217,7 @@ def test_the_whole_program_may_change_over_from_it() -> None:
             self.compiled += [trial.choices[key] for trial in trials]
             return list(numbers)
 
-        def times(self, numbers: list[int], *, hopeless: float) -> list[float]:
+        def times(self, numbers: list[int]) -> list[float]:
             costs = {"mine 1.2": 3.0, "cudnn": 1.0, "xla": 2.0}
             who = [self.compiled[n] for n in numbers]
             return [4.0 if c is None else costs[c.implementation] for c in who]

@@ -360,19 +360,23 @@ def test_kernels_go_first_in_their_order_for_convolutions_with_something_around(
 
 
 @pytest.mark.parametrize(
-    ("window", "channels", "outer", "before"),
+    ("window", "channels", "groups", "outer", "before"),
     [
-        (3, 32, 32, [7]),
-        (1, 32, 32, None),  # Windows of 1 are another matter.
-        (3, 16, 32, None),  # Fewer channels were not measured.
-        (3, 32, 24, None),
+        (3, 32, 1, 32, [7]),
+        (1, 32, 1, 32, None),  # Windows of 1 are another matter.
+        (3, 16, 1, 32, None),  # Fewer channels were not measured.
+        (3, 32, 1, 24, None),
+        (3, 32, 4, 128, None),
     ],
 )
 def test_an_engine_goes_before_another_where_it_was_measured_to_be_faster(
-    window: int, channels: int, outer: int, before: list[int] | None
+    window: int, channels: int, groups: int, outer: int, before: list[int] | None
 ) -> None:
-    x, w = array(2, 28, 28, channels), array(window, window, channels, outer)
-    (part,) = parts_of(silu_of_bias, x, w)
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return conv(x, w, feature_group_count=groups, activation="silu")
+
+    x, w = array(2, 28, 28, channels * groups), array(window, window, channels, outer)
+    (part,) = parts_of(layer, x, w)
     asked = measured.preference(part, _H100)
     assert json.loads(asked).get("before") == before
     assert parse_request(asked) == asked

@@ -79,11 +79,13 @@ def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> No
     ones = "conv_fprop, 16 bits, more, 2 axes, windows of 1"
     (found,) = before(*[0.5] * 9, **{"class": ones})
     assert found["windows_of_1"]
-    # Too few; hardly faster; often slower; other work; and a contraction alone.
-    assert not before(*[0.5] * 7)
+    # Too few; hardly faster; often slower; other work; groups; and a contraction alone.
+    assert not before(*[0.5] * 5)
     assert not before(*[0.97] * 20)
     assert not before(*[0.5, 1.9] * 10)
     assert not before(*[0.5] * 9, sizes=[256, 256, 512, 2**41])
+    groups = "conv_fprop, 16 bits, more, 2 axes, groups"
+    assert not before(*[0.5] * 9, **{"class": groups})
     assert not before(*[0.5] * 9, op="conv_fprop")
 
 

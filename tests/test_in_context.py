@@ -62,8 +62,7 @@ class _Made:
         self.compiled.append(trial.choices)
         return len(self.compiled) - 1
 
-    def times(self, numbers: Sequence[int], *, hopeless: float) -> list[float]:
-        assert hopeless > 1
+    def times(self, numbers: Sequence[int]) -> list[float]:
         return [self.cost(self.compiled[number]) for number in numbers]
 
 
@@ -197,19 +196,6 @@ def test_an_operation_that_takes_next_to_nothing_stays(
     assert ["cudnn", "xla"] in map(_who, programs.compiled)
 
 
-def test_what_gains_nothing_is_timed_for_a_few_rounds() -> None:
-    asked: list[float] = []
-
-    class Asked(_Made):
-        def times(self, numbers: Sequence[int], *, hopeless: float) -> list[float]:
-            asked.append(hopeless)
-            return super().times(numbers, hopeless=hopeless)
-
-    found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
-    _settle(Asked(lambda _: 1.0), found)
-    assert asked == [1.03, 1.005]
-
-
 def test_from_choices_without_times_every_operation_is_tried() -> None:
     found = {_key("n"): _choice("norm", 10, 12), _key("m"): _choice("matmul", 10, 20)}
     programs = _Made(lambda chosen: 1.0 if _who(chosen) == [None, None] else 40.0)
@@ -273,10 +259,10 @@ def test_what_seemed_to_gain_is_timed_beside_all_others_at_the_end() -> None:
     found = {_key("a"): _choice("a"), _key("b"): _choice("b", 9, 8)}
 
     class Misleading(_Made):
-        def times(self, numbers: Sequence[int], *, hopeless: float) -> list[float]:
+        def times(self, numbers: Sequence[int]) -> list[float]:
             if len(numbers) == 2:
                 return [10.0, 5.0]
-            return super().times(numbers, hopeless=hopeless)
+            return super().times(numbers)
 
     programs = Misleading(lambda chosen: 7.0 if chosen == found else 9.0)
     chosen, times = _settle(programs, found)
@@ -326,7 +312,7 @@ def test_a_program_runs_on_drawn_operands() -> None:
     contest = Programs(jitted.trace(*operands, 0.5), jax.devices()[0])
     numbers: Any = contest.compile([Trial({}), Trial({})])
     assert numbers == [0, 1]
-    times = contest.times([1, 0, 1], hopeless=1.03)
+    times = contest.times([1, 0, 1])
     assert len(times) == 3
     assert min(times) > 0
     assert not x.is_deleted()
@@ -438,12 +424,12 @@ def test_programs_that_are_far_behind_run_no_more(
         return times[call]
 
     monkeypatch.setattr(programs, "_run", run)
-    assert contest.times(numbers, hopeless=1.03) == list(times.values())
+    assert contest.times(numbers) == list(times.values())
     # Once to know how long each takes, and then in rounds.
     assert [ran.count(us) - 1 for us in times.values()] == [7, 7, 3, 3]
     # One alone has nothing to be compared with.
     ran.clear()
-    assert contest.times([numbers[0], numbers[3]], hopeless=1.03) == [1e5, 2e5]
+    assert contest.times([numbers[0], numbers[3]]) == [1e5, 2e5]
     assert [ran.count(us) - 1 for us in (1e5, 2e5)] == [3, 3]
 
 

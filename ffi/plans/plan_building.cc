@@ -83,9 +83,11 @@ std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& re
     const auto candidate = attempt.Describe(*place);
     if (!candidate.ok()) continue;  // said where it is tried
     const bool is_other = candidate->engine != engine;
-    if (is_first && is_other &&
-        std::find(before.begin(), before.end(), candidate->engine) == before.end()) {
-      break;
+    if (is_first && is_other) {
+      if (std::find(before.begin(), before.end(), candidate->engine) == before.end()) {
+        break;
+      }
+      best = wanted.begin();  // No knobs are asked for.
     }
     is_first = false;
     if (is_other) continue;

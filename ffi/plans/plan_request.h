@@ -33,8 +33,7 @@ struct PlanPin {
 // Where cuDNN's first candidate is of this engine, a candidate that has exactly the
 // first of these knobs is tried before it; where there is none, one that has the
 // second, and so on. Nothing changes where none of them is listed. Where the first
-// candidate is of an engine in `before`, the same candidate of this engine is tried
-// before it, or else the first that this engine has.
+// candidate is of an engine in `before`, the first of this engine is tried before it.
 struct PlanPreference {
   int64_t engine = 0;
   std::vector<Knobs> knobs;

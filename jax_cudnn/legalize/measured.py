@@ -27,8 +27,8 @@ _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
 # XLA has kernels that add to a contraction's result, and that take its relu.
 _SUMS = frozenset({"add", "identity"})
-_OF_ONES = "windows of 1"
-# Convolutions of fewer channels, in or out, were not measured.
+_OF_ONES, _GROUPS = "windows of 1", "groups"
+# Of random calls, those that are not in groups have as many channels, in and out.
 _FEWEST_CHANNELS = 32
 # Products of so few rows are bound by reading the other matrix. Text is generated so.
 _FEW_ROWS = 64
@@ -67,7 +67,7 @@ def class_of(part: Graph) -> str:
     if windows:
         words.append(f"{len(windows)} axes")
         words += [_OF_ONES] if max(windows) == 1 else []
-        words += ["groups"] if sizes["g"] > 1 else []
+        words += [_GROUPS] if sizes["g"] > 1 else []
     elif sizes["b"] > 1:
         words.append("batched")
     elif sizes["m"] <= _FEW_ROWS:
@@ -139,11 +139,18 @@ def is_preferred(preferred: Mapping[str, Any], kernel: Kernel, op: str) -> bool:
 
 def goes_before(preferred: Mapping[str, Any], kernel: Kernel) -> list[int]:
     """Return the engines that come after the preferred one, for a kernel."""
+    if is_of_groups(kernel.name):
+        return []
     return [
         each["engine"]
         for each in preferred["before"]
         if each["windows_of_1"] == is_of_ones(kernel.name)
     ]
+
+
+def is_of_groups(name: str) -> bool:
+    """Whether a class is of convolutions in groups."""
+    return _GROUPS in name
 
 
 def is_of_ones(name: str) -> bool:
@@ -158,14 +165,10 @@ def kind_and_bits(name: str) -> tuple[str, str]:
 
 
 def _has_measured_channels(part: Graph) -> bool:
-    """Whether a convolution has as many channels as those that were measured.
-
-    Of 16, the engine that goes before another one took 1.5 of its time.
-    """
+    """Whether a convolution has as many channels as those that were measured."""
     node = _contraction(part)
     assert node is not None
-    arrays = (*node.inputs[:1], *node.outputs)
-    return all(part.tensor(name).dims[1] >= _FEWEST_CHANNELS for _, name in arrays)
+    return min(roles_in(part, node)["w"].dims[:2]) >= _FEWEST_CHANNELS
 
 
 @functools.cache

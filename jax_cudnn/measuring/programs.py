@@ -36,7 +36,9 @@ _log = logging.getLogger("jax_cudnn")
 
 _ROUNDS = 7
 _ROUND_US = 30_000.0
+# After a few rounds, those that are this much slower than the fastest run no more.
 _LOOK_ROUNDS = 3
+_HOPELESS = 1.03
 
 
 class NotRunError(Exception):
@@ -111,11 +113,10 @@ class Programs:
         self._calls.append(lambda: program(*operands))
         return len(self._calls) - 1
 
-    def times(self, numbers: Sequence[int], *, hopeless: float) -> list[float]:
+    def times(self, numbers: Sequence[int]) -> list[float]:
         """Return the median microseconds of each of these programs, run in turns.
 
-        Those that take ``hopeless`` times as long as the fastest after the first rounds
-        take no part in the others.
+        Those that are far behind after the first rounds take no part in the others.
         """
         calls = [self._calls[number] for number in numbers]
         counts = [
@@ -129,7 +130,7 @@ class Programs:
                 running = [
                     i
                     for i in running
-                    if statistics.median(samples[i]) < best * hopeless
+                    if statistics.median(samples[i]) < best * _HOPELESS
                 ]
                 if len(running) == 1:
                     break  # The others are far behind.

@@ -42,15 +42,13 @@ _MOST_LOST = 0.1
 _NEAR = 3.0
 _AS_FAST = 1.05
 _MOST_OPERATIONS = 6
-# A program that is so many times slower than the fastest runs for a few rounds only.
-_HOPELESS = 1.03
 _XLA_ALONE = "XLA alone"
 _XLA_WHERE_NEAR = f"XLA but for calls that take it over {_NEAR:.0f} times as long"
 
 
 class _Programs(Protocol):
     def compile(self, trials: Sequence[Trial]) -> list[int | NotRunError]: ...
-    def times(self, numbers: list[int], *, hopeless: float) -> list[float]: ...
+    def times(self, numbers: list[int]) -> list[float]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,9 +186,9 @@ class _Contest:
                 self._chosen[number] = chosen
         return numbers
 
-    def times(self, numbers: list[int], hopeless: float = _HOPELESS) -> list[float]:
+    def times(self, numbers: list[int]) -> list[float]:
         """Time programs, in turns."""
-        return self._programs.times(numbers, hopeless=hopeless)
+        return self._programs.times(numbers)
 
     def chosen(self, number: int) -> Chosen:
         """Return the choices of a program."""
@@ -276,7 +274,7 @@ class _Contest:
         """Return the share of the best program's time that each of its rivals saves."""
         if not rivals:
             return {}
-        before_us, *after = self.times([best, *rivals.values()], hopeless=1 + _TIE)
+        before_us, *after = self.times([best, *rivals.values()])
         for op, us in zip(rivals, after, strict=True):
             self._say(
                 f"the whole program with {op} changed over: {us:.1f} µs, else "

@@ -312,13 +312,13 @@ def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
         of_engine = [each for each in later if each["engine"] == engine]
         other = of_engine[-1]
         for request, expected in (
-            # Its first, or the one that is named.
+            # Its first, whichever is named.
             (preferring(engine=engine, before=[first["engine"]]), of_engine[0]),
             (
                 preferring(unknown, engine=engine, before=[first["engine"]]),
                 of_engine[0],
             ),
-            (preferring(other, engine=engine, before=[first["engine"]]), other),
+            (preferring(other, engine=engine, before=[first["engine"]]), of_engine[0]),
             # Another engine comes first.
             (preferring(other, engine=engine, before=[first["engine"] + 1000]), first),
         ):
