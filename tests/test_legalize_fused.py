@@ -7,7 +7,7 @@ f64. (cuDNN has no f64: the refusal of it is switched off here.)
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -206,6 +206,23 @@ def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> N
         assert found == kinds
 
 
+def _in_layout(
+    layout: str, x: jax.Array, w: jax.Array, options: Mapping[str, Any]
+) -> tuple[Callable[..., jax.Array], tuple[jax.Array, jax.Array]]:
+    """Return a convolution in a layout, and its operands of channels-last ones."""
+    space = "DHW"[-(x.ndim - 2) :]
+    numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
+    if layout == "channels first":
+        numbers = (f"NC{space}", f"OI{space}", f"NC{space}")
+        x, w = jnp.moveaxis(x, -1, 1), jnp.moveaxis(w, (-1, -2), (0, 1))
+
+    def layer(x: Any, w: Any) -> jax.Array:
+        given = {"padding": "VALID", **options}
+        return jax_cudnn.conv(x, w, dimension_numbers=numbers, **given)
+
+    return layer, (x, w)
+
+
 _PATCHES, _ROWS = "what lies within steps of", "what windows read along the last axis"
 _WINDOWS = "all that a window reads"
 
@@ -271,17 +288,8 @@ def test_few_channels_become_more(
     layout: str,
     rng: np.random.Generator,
 ) -> None:
-    space = "DHW"[-len(sizes) :]
-    numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
     x, w = _draw(rng, 2, *sizes, 1), _draw(rng, *window, 1, 4)
-    if layout == "channels first":
-        numbers = (f"NC{space}", f"OI{space}", f"NC{space}")
-        x, w = jnp.moveaxis(x, -1, 1), jnp.moveaxis(w, (-1, -2), (0, 1))
-
-    def layer(x: Any, w: Any) -> jax.Array:
-        given = {"padding": "VALID", **options}
-        return jax_cudnn.conv(x, w, dimension_numbers=numbers, **given)
-
+    layer, (x, w) = _in_layout(layout, x, w, options)
     _check(layer, (x, w))
     kinds = {"fprop", "wgrad", "dgrad"} if words == _PATCHES else {"fprop", "wgrad"}
     # One axis was not measured, and cuDNN's first plans of rows' gradients are slow.
@@ -323,17 +331,8 @@ def test_filters_gradients_over_small_windows_are_products(
     load = 4
     monkeypatch.setitem(conv_channels.ELEMENTS_PER_LOAD, "f64", load)
     outer = math.ceil(channels * math.prod(window) / load) * load
-    space = "DHW"[-len(sizes) :]
-    numbers = (f"N{space}C", f"{space}IO", f"N{space}C")
     x, w = _draw(rng, 2, *sizes, channels), _draw(rng, *window, channels, outer)
-    if layout == "channels first":
-        numbers = (f"NC{space}", f"OI{space}", f"NC{space}")
-        x, w = jnp.moveaxis(x, -1, 1), jnp.moveaxis(w, (-1, -2), (0, 1))
-
-    def layer(x: Any, w: Any) -> jax.Array:
-        given = {"padding": "VALID", **options}
-        return jax_cudnn.conv(x, w, dimension_numbers=numbers, **given)
-
+    layer, (x, w) = _in_layout(layout, x, w, options)
     _check(layer, (x, w))
     # One channel along two axes in steps of 1 was slow, and one axis was not measured.
     is_strided = "window_strides" in options

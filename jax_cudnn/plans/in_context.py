@@ -197,7 +197,7 @@ class _Contest:
     def loses_far(self, by_cudnn: Chosen) -> bool:
         """Whether calls alone take far longer by cuDNN than by the kernels' winners."""
         lost_us = self._lost_us(self._found, by_cudnn, to="cudnn")
-        return lost_us > _MOST_LOST * self._alone_us(self._found, self._found)
+        return lost_us > _MOST_LOST * self._sum_us(self._found, self._found)
 
     def spared_us(
         self, by_xla: Chosen, numbers: Mapping[str, int], took: Mapping[str, float]
@@ -213,14 +213,15 @@ class _Contest:
                 return max(0.0, lost_us - longer)
         return math.inf  # It does not run.
 
-    def _alone_us(self, chosen: Chosen, keys: Iterable[Key]) -> float:
+    def _sum_us(self, chosen: Chosen, keys: Iterable[Key]) -> float:
         """Return how long calls take alone, all together; inf if that is not known."""
         if self._runs is None:
             return math.inf
-        took = {key: _alone_us(chosen[key]) for key in keys}
-        return sum(
-            math.inf if us is None else self._runs[key] * us for key, us in took.items()
-        )
+        total = 0.0
+        for key in keys:
+            us = _alone_us(chosen[key])
+            total += math.inf if us is None else self._runs[key] * us
+        return total
 
     def _lost_us(self, old: Chosen, new: Chosen, *, to: str) -> float:
         """Return how much longer the calls take alone that another implementation gets.
@@ -228,7 +229,7 @@ class _Contest:
         It is minus infinity where that is not known.
         """
         moved = [key for key, x in new.items() if x is None or x.implementation == to]
-        before, after = self._alone_us(old, moved), self._alone_us(new, moved)
+        before, after = self._sum_us(old, moved), self._sum_us(new, moved)
         return -math.inf if math.inf in (before, after) else after - before
 
     def improved(self, best: int, us: float, spared_us: float, deadline: float) -> int:
@@ -245,7 +246,7 @@ class _Contest:
             op: change
             for op, change in every.items()
             if change
-            and self._alone_us(old, change) > slack_us
+            and self._sum_us(old, change) > slack_us
             and self._lost_us(old, change, to="xla") <= spared_us + slack_us
         }
         entered = self.enter([{**old, **change} for change in changes.values()])
