@@ -65,8 +65,8 @@ _FEWEST_OF_ENGINE = 2
 _FASTER = 0.95
 _FASTER_IN_OTHERS = 0.96
 _FEWEST_OF_KERNEL = 8
-# An engine goes before another one that took as much longer, for so many kernels.
-_FEWEST_OF_ENGINES = 6
+# For one engine to go before another, so many kernels have to be timed with both.
+_FEWEST_WITH_BOTH = 6
 _MOST_KERNELS = 5
 # Between these numbers of multiplications, the same kernels go before. That cuDNN lists
 # a kernel for a convolution says as much as the work does.
@@ -159,7 +159,7 @@ def _comes_before(
             ratios[key].append(row["engines"][str(engine)])
     for (first, is_ones), each in sorted(ratios.items()):
         # They are few: each is judged by all others.
-        fewest = _FEWEST_OF_ENGINES
+        fewest = _FEWEST_WITH_BOTH
         in_others = statistics.geometric_mean(
             [
                 ratio if _is_faster(others, fewest - 1) else 1.0
@@ -227,7 +227,7 @@ def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
             if _is_faster(found)
         }
         best = max(saved, key=lambda name: saved[name], default=None)
-        if best is None or saved[best] <= 0:
+        if best is None:
             break
         names.append(best)
     return names
@@ -399,9 +399,6 @@ def markdown(
         "| | | cuDNN | engine | kernel | work | ratio | kernels measured |",
         "| --- | --- | --- | ---: | --- | ---: | ---: | ---: |",
     ]
-    crossed = [
-        (each, before) for each in data["preferred"] for before in each["before"]
-    ]
     for each in data["preferred"]:
         knobs = ", else ".join(
             f"{name} {value}" for one in each["knobs"] for name, value in one.items()
@@ -413,16 +410,17 @@ def markdown(
             f"| {_power(each['work'][0])} to {_power(each['work'][1])} "
             f"| {each['ratio']:.2f} | {each['count']} of {each['of']} |"
         )
-    for each, before in crossed:
-        windows = "windows of 1" if before["windows_of_1"] else "larger windows"
-        lines += [
-            "",
-            f"Where engine {before['engine']} comes first for a {each['kind']} of "
-            f"{each['bits']} with {windows}, without groups",
-            f"and with 32 channels or more, engine {each['engine']} goes before it, "
-            f"which took {before['ratio']:.2f} of its",
-            f"time for {before['count']} kernels.",
-        ]
+    for each in data["preferred"]:
+        for before in each["before"]:
+            windows = "windows of 1" if before["windows_of_1"] else "larger windows"
+            lines += [
+                "",
+                f"Where engine {before['engine']} comes first for a {each['kind']} of "
+                f"{each['bits']} with {windows}, without groups",
+                f"and with 32 channels or more, engine {each['engine']} goes before "
+                f"it, which took {before['ratio']:.2f} of its",
+                f"time for {before['count']} kernels.",
+            ]
     return "\n".join(lines) + "\n"
 
 
