@@ -33,6 +33,12 @@ class ConvAttributes(Attributes):
     rhs_dilation: tuple[int, ...]
 
 
+def conv_attributes(node: Node) -> ConvAttributes:
+    """Return the attributes of a convolution, or of a gradient of one."""
+    assert isinstance(node.attributes, ConvAttributes)
+    return node.attributes
+
+
 # The roles of x, w and output in each kind.
 TRIPLES = {
     "conv_fprop": ("x", "w", "output"),

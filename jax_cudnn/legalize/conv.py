@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
-from jax_cudnn.graph.conv import TRIPLES
+from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.conv_channels import (
@@ -61,8 +61,7 @@ def slower(graph: Graph, node: Node) -> str:
     dtypes = {graph.tensor(name).dtype for _, name in node.inputs}
     if not dtypes <= {"bf16", "f16"}:
         return ""
-    attributes = node.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(node)
     if node.kind != "conv_wgrad":
         return _SLOW_DEPTHWISE if is_depthwise(graph, node) else ""
     few = roles_in(graph, node)["grad_w"].dims[1] <= MOST_MEASURED
@@ -168,21 +167,15 @@ def _has_odd_groups(graph: Graph) -> bool:
     return groups > 1 and bool(c % unit or o % unit)
 
 
-def _attributes(editor: GraphEditor) -> ConvAttributes:
-    attributes = editor.main.attributes
-    assert isinstance(attributes, ConvAttributes)
-    return attributes
-
-
 def _set_attributes(editor: GraphEditor, **changes: tuple[int, ...]) -> None:
-    editor.set_attributes(replace(_attributes(editor), **changes))
+    editor.set_attributes(replace(conv_attributes(editor.main), **changes))
 
 
 # --- dilation of x --------------------------------------------------------------------
 
 
 def _write_out_lhs_dilation(editor: GraphEditor) -> None:
-    attributes = _attributes(editor)
+    attributes = conv_attributes(editor.main)
     if all(step == 1 for step in attributes.lhs_dilation):
         return
     node = editor.main
@@ -216,7 +209,7 @@ def _is_transposed(editor: GraphEditor) -> bool:
     With more padding than the window reaches, part of the result sees zeros only, for
     which the gradient of a convolution has no place.
     """
-    attributes = _attributes(editor)
+    attributes = conv_attributes(editor.main)
     window = editor.tensors[editor.roles["w"]].dims[2:]
     reach = (
         dilated(size, hole) - 1
@@ -235,7 +228,7 @@ def _exchange_directions(editor: GraphEditor) -> None:
     The filters are flipped, and their in and out channels change places.
     """
     node = editor.main
-    attributes = _attributes(editor)
+    attributes = conv_attributes(editor.main)
     roles = editor.roles
     is_forward = node.kind == "conv_fprop"
     source = editor.tensors[roles["x" if is_forward else "grad_output"]]
@@ -304,7 +297,7 @@ def _even_padding(editor: GraphEditor) -> None:
     What both ends have in common stays with cuDNN. x's gradient is cut, or filled up
     with zeros, to undo it.
     """
-    attributes = _attributes(editor)
+    attributes = conv_attributes(editor.main)
     pairs = list(zip(attributes.padding_low, attributes.padding_high, strict=True))
     common = tuple(max(min(low, high), 0) for low, high in pairs)
     ends = [(low - c, high - c) for (low, high), c in zip(pairs, common, strict=True)]

@@ -27,8 +27,9 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
-from jax_cudnn.graph.conv import TRIPLES
+from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import add_ends
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, channels_last, rounded_up
@@ -61,8 +62,7 @@ def is_faster_with_more(graph: Graph, node: Node) -> bool:
     and for windows of one channel along two axes in steps of 1, cuDNN's first plan is
     often a slow one (docs/benchmarks/conv_ways.md).
     """
-    attributes = node.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(node)
     filters = roles_in(graph, node)[TRIPLES[node.kind][1]]
     _, c, *window = filters.dims
     if filters.dtype not in _DTYPES or c > MOST_MEASURED or len(window) < 2:
@@ -89,8 +89,7 @@ def can_have_rows(graph: Graph, node: Node) -> bool:
 
 def _way(graph: Graph, node: Node) -> _Way | None:
     """Return how x can be written with more channels."""
-    attributes = node.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(node)
     x, w, output = (roles_in(graph, node)[role] for role in TRIPLES[node.kind])
     if not _is_of_few(graph, node, x, w):
         return None
@@ -112,8 +111,7 @@ def _way(graph: Graph, node: Node) -> _Way | None:
 
 def _is_of_few(graph: Graph, node: Node, x: Tensor, w: Tensor) -> bool:
     """Whether channels do not fill a load, and x is at an end of the kernel."""
-    attributes = node.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(node)
     is_forward = node.kind == "conv_fprop"
     ends = {*graph.inputs} if is_forward else {*graph.inputs, *graph.outputs}
     if not {x.name, w.name} <= ends or not (is_forward or len(graph.nodes) == 1):
@@ -133,7 +131,7 @@ def _has_patches(window: Sequence[int], attributes: ConvAttributes) -> bool:
 def _reach(attributes: ConvAttributes, w: Tensor, output: Tensor) -> list[int]:
     """Return how much of each axis all windows read, with x's padding."""
     return [
-        hole * (size - 1) + step * (count - 1) + 1
+        dilated(size, hole) + dilated(count, step) - 1
         for hole, size, step, count in zip(
             attributes.rhs_dilation,
             w.dims[2:],
@@ -160,8 +158,7 @@ def add_channels(editor: GraphEditor) -> None:
 
 def _fit(editor: GraphEditor, x: str, reach: Sequence[int]) -> None:
     """Give x its padding, and cut off what no window reads."""
-    attributes = editor.main.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(editor.main)
     sizes, lows = editor.tensors[x].dims[2:], attributes.padding_low
     add_ends(
         editor,
@@ -175,8 +172,7 @@ def _fit(editor: GraphEditor, x: str, reach: Sequence[int]) -> None:
 
 def _step_by_one(editor: GraphEditor) -> None:
     """Let windows be next to each other, without padding."""
-    attributes = editor.main.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(editor.main)
     once = (1,) * len(attributes.window_strides)
     none = (0,) * len(once)
     editor.set_attributes(
@@ -194,8 +190,7 @@ def _step_by_one(editor: GraphEditor) -> None:
 
 
 def _fold_steps(editor: GraphEditor, x: str, w: str, output: str) -> None:
-    attributes = editor.main.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(editor.main)
     steps = attributes.window_strides
     # All that the windows read: more than x has, with its padding, or less.
     _fit(editor, x, _reach(attributes, editor.tensors[w], editor.tensors[output]))
@@ -233,8 +228,7 @@ def _fold(editor: GraphEditor, name: str, steps: Sequence[int]) -> None:
 
 
 def _spread_rows(editor: GraphEditor, x: str, w: str, output: str) -> None:
-    attributes = editor.main.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(editor.main)
     image, filters = editor.tensors[x], editor.tensors[w]
     (*_, size), count = filters.dims, editor.tensors[output].dims[-1]
     step, hole = attributes.window_strides[-1], attributes.rhs_dilation[-1]
@@ -278,8 +272,7 @@ def _spread_rows(editor: GraphEditor, x: str, w: str, output: str) -> None:
 
 
 def _spread_windows(editor: GraphEditor, x: str, w: str, output: str) -> None:
-    attributes = editor.main.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(editor.main)
     filters, result = editor.tensors[w], editor.tensors[output]
     counts, window = result.dims[2:], filters.dims[2:]
     steps, holes = attributes.window_strides, attributes.rhs_dilation

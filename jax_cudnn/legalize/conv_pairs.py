@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor
-from jax_cudnn.graph.conv import TRIPLES
+from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import channels_last
@@ -34,8 +34,7 @@ def pairs(graph: Graph, node: Node) -> bool:
     """Whether places are to be taken in pairs; the node computes the convolution."""
     if node.kind != "conv_wgrad" or len(graph.nodes) > 1:
         return False
-    attributes, roles = node.attributes, roles_in(graph, node)
-    assert isinstance(attributes, ConvAttributes)
+    attributes, roles = conv_attributes(node), roles_in(graph, node)
     x, w, output = (roles[role] for role in TRIPLES[node.kind])
     (o, c, *window), (*_, size), (*_, places) = w.dims, x.dims, output.dims
     once = (
@@ -61,8 +60,7 @@ def pairs(graph: Graph, node: Node) -> bool:
 
 def pair_places(editor: GraphEditor) -> None:
     """Take places in pairs for the gradient of the filters."""
-    attributes = editor.main.attributes
-    assert isinstance(attributes, ConvAttributes)
+    attributes = conv_attributes(editor.main)
     x, w, output = (editor.roles[role] for role in TRIPLES["conv_wgrad"])
     filters = editor.tensors[w]
     out, c, *window, last = filters.dims
