@@ -35,16 +35,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.call_times import batched, compare, timed
 from benchmarks.random_calls import Call, drawn_call, drawn_mlp, drawn_step
 from benchmarks.records import kept_rows, write_records
 from benchmarks.report import environment, versions_text
-from benchmarks.timing import Contender, Timing, alternate, summary
+from benchmarks.timing import summary
 from jax_cudnn import choices, native, plans
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.errors import UnsupportedError
@@ -58,7 +58,6 @@ from jax_cudnn.measuring.stopwatch import (
     OperandSets,
     PlanStopwatch,
     compile_over_sets,
-    set_count,
 )
 from jax_cudnn.measuring.together import together
 
@@ -67,62 +66,9 @@ _PARTS, _FEW_ROWS = "untuned_parts.json", "untuned_few_rows.json"
 _MLPS = "untuned_mlps.json"
 # The first number of the calls; the first whose kernels are timed is 0.
 _FIRST = 100_000
-_AT_ONCE = 16
-
-
-_T = TypeVar("_T")
-
-
-def _batched(values: Sequence[_T]) -> Iterator[Sequence[_T]]:
-    for start in range(0, len(values), _AT_ONCE):
-        yield values[start : start + _AT_ONCE]
 
 
 # --- calls ----------------------------------------------------------------------------
-
-
-def _drawn_sets(call: Call) -> list[list[jax.Array]]:
-    """Return operands in sets, so many that none is read from the cache."""
-    types = call.types()
-
-    @jax.jit
-    def draw(key: jax.Array) -> list[jax.Array]:
-        keys = jax.random.split(key, len(types))
-        return [
-            jax.random.normal(k, x.shape, jnp.float32).astype(x.dtype)
-            for k, x in zip(keys, types, strict=True)
-        ]
-
-    return [draw(jax.random.key(i)) for i in range(_set_count(types))]
-
-
-def _set_count(types: Sequence[jax.ShapeDtypeStruct]) -> int:
-    return set_count(sum(x.size * x.dtype.itemsize for x in types))
-
-
-def _compiled(call: Call, implementation: Implementation) -> Callable[..., Any] | None:
-    types = call.types()
-    sets = [types] * _set_count(types)
-    run = functools.partial(call.run, implementation)
-    try:
-        return compile_over_sets(run, sets)
-    except jax.errors.JaxRuntimeError as error:  # no memory for XLA's attention, say
-        print(f"  {call.title}: {implementation}: {str(error)[:200]}", flush=True)
-        return None
-
-
-def _timed(
-    programs: dict[str, Callable[..., Any]], sets: Sequence[Any], *, rounds: int
-) -> dict[str, list[float]]:
-    """Return microseconds a set, round by round."""
-    contenders = {
-        name: Contender(
-            call=functools.partial(program, sets), wait=jax.block_until_ready
-        )
-        for name, program in programs.items()
-    }
-    times = alternate(contenders, rounds=rounds, round_ms=8.0, least_calls=2)
-    return {name: [us / len(sets) for us in each] for name, each in times.items()}
 
 
 def _text(call: Call, implementation: Implementation) -> str:
@@ -138,45 +84,17 @@ def check(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
     which XLA gets the same program both times, the ratio says how much XLA's own
     choices differ between two compilations.
     """
-    names: tuple[Implementation, ...] = ("auto", "xla")
-    for some in _batched(numbers):
-        calls = [drawn_call(number) for number in some]
-        programs = together(
-            [
-                functools.partial(_compiled, call, name)
-                for call in calls
-                for name in names
-            ]
-        )
-        for number, call, auto, xla in zip(
-            some, calls, programs[::2], programs[1::2], strict=True
-        ):
-            row: dict[str, Any] = {"number": number, "call": call.title}
-            report = plans.inspect(functools.partial(call.run, "auto"), *call.types())
-            row["runs on"] = ", ".join(each.implementation for each in report.calls)
-            row["is_same"] = _text(call, "auto") == _text(call, "xla")
-            timing: Timing | None = None
-            if auto is not None and xla is not None:
-                contenders = {"auto": auto, "xla": xla}
-                sets = _drawn_sets(call)
-                try:
-                    for rounds in (5, 21):
-                        times = _timed(contenders, sets, rounds=rounds)
-                        timing = summary(times["auto"], times["xla"])
-                        if timing.ratio <= LOSS:
-                            break
-                    row["xla_us"] = round(statistics.median(times["xla"]), 2)
-                except jax.errors.JaxRuntimeError as error:
-                    row["failed"] = str(error)[:100]
-                del sets
-            if timing is not None:
-                row |= {
-                    "auto_us": round(timing.median_us, 2),
-                    "ratio": round(timing.ratio, 3),
-                    "ratio_low": round(timing.ratio_low, 3),
-                    "ratio_high": round(timing.ratio_high, 3),
-                }
-            yield row
+    calls = [drawn_call(number) for number in numbers]
+    compared = compare(calls, ("auto", "xla"))
+    for number, call, times in zip(numbers, calls, compared, strict=True):
+        report = plans.inspect(functools.partial(call.run, "auto"), *call.types())
+        yield {
+            "number": number,
+            "call": call.title,
+            "runs on": ", ".join(each.implementation for each in report.calls),
+            "is_same": _text(call, "auto") == _text(call, "xla"),
+            **times,
+        }
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -292,7 +210,7 @@ class _Kernel:
         if step is None or step.legal is None or step.plan is None:
             return None
         sets = self._operands.draw()
-        times = _timed(self.programs, sets, rounds=5)
+        times = timed(self.programs, sets, rounds=5)
         timing = summary(times["cudnn"], times["xla"])
         changed = [list(jax.jit(step.legal.before)(each)) for each in sets]
         stopwatch = PlanStopwatch(step.legal.graph, changed, local_device())
@@ -366,7 +284,7 @@ def kernels(parts: Sequence[Graph]) -> Iterator[dict[str, Any]]:
     local = local_target()
     assert local is not None
     gpu = LocalGpu(ordinal=local[0], target=local[1])
-    for some in _batched(parts):
+    for some in batched(parts):
         found = [_Kernel(part, gpu) for part in some]
         together([functools.partial(_unless_it_fails, each.prepare) for each in found])
         for each in found:

@@ -28,7 +28,7 @@ import json
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,8 +65,11 @@ _FEWEST_OF_ENGINE = 2
 _FASTER = 0.95
 _FASTER_IN_OTHERS = 0.96
 _FEWEST_OF_KERNEL = 8
-# For one engine to go before another, so many kernels have to be timed with both.
+# For one engine to go before another, so many kernels have to be timed with both; or so
+# few, if it took no more than this of the other's time for each of them.
 _FEWEST_WITH_BOTH = 6
+_FEW_WITH_BOTH = 3
+_FASTER_FOR_EACH = 0.9
 _MOST_KERNELS = 5
 # Between these numbers of multiplications, the same kernels go before. That cuDNN lists
 # a kernel for a convolution says as much as the work does.
@@ -83,6 +86,15 @@ class Judged:
     kernel: Kernel
     ratio: float
     is_cudnns: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What follows from rows: see `slow_engines`, `preferences`, `engine_orders`."""
+
+    slow: Mapping[str, Sequence[int]]
+    preferred: Sequence[Mapping[str, Any]]
+    engines: Sequence[Mapping[str, Any]]
 
 
 def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
@@ -116,15 +128,9 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
     for (kind, bits, engine), group in sorted(groups.items()):
         for low, high in itertools.pairwise(_BOUNDS[kind]):
             times = [x["kernels"] for x in group if low <= x["sizes"][-1] < high]
-            names, ratio = _preferred(times), _ratio_in_others(times)
+            names = _preferred(times, _is_faster_kernel)
+            ratio = _ratio_in_others(times, _is_faster_kernel)
             if names and ratio <= _FASTER_IN_OTHERS:
-                others = [
-                    row
-                    for row in rows
-                    if "+" in row["op"]
-                    and low <= row["sizes"][-1] < high
-                    and kind_and_bits(row["class"]) == (kind, bits)
-                ]
                 found.append(
                     {
                         "kind": kind,
@@ -138,50 +144,61 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
                             not each.keys().isdisjoint(names) for each in times
                         ),
                         "of": len(times),
-                        "before": list(_comes_before(others, engine)),
                     }
                 )
     return found
 
 
-def _comes_before(
-    rows: Sequence[Mapping[str, Any]], engine: int
+def engine_orders(
+    rows: Sequence[Mapping[str, Any]], cudnn: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield the engines whose plans come first and give way to those of an engine.
+    """Yield engines that come first for convolutions, with those to go before them.
 
     Windows of 1 are judged by themselves, and groups are left out: they differ.
     """
-    ratios: defaultdict[tuple[int, bool], list[float]] = defaultdict(list)
+    groups: defaultdict[tuple[str, str, bool, int], list[Mapping[str, float]]]
+    groups = defaultdict(list)
     for row in rows:
-        is_other = row["first_engine"] != engine and str(engine) in row["engines"]
-        if is_other and not is_of_groups(row["class"]):
-            key = row["first_engine"], is_of_ones(row["class"])
-            ratios[key].append(row["engines"][str(engine)])
-    for (first, is_ones), each in sorted(ratios.items()):
+        kind, bits = kind_and_bits(row["class"])
+        if kind.startswith("conv") and not is_of_groups(row["class"]):
+            first = row["first_engine"]
+            others = {e: x for e, x in row["engines"].items() if e != str(first)}
+            groups[kind, bits, is_of_ones(row["class"]), first].append(others)
+    for (kind, bits, is_ones, first), times in sorted(groups.items()):
+        names = _preferred(times, _is_faster_engine)
         # They are few: each is judged by all others.
-        fewest = _FEWEST_WITH_BOTH
-        in_others = statistics.geometric_mean(
-            [
-                ratio if _is_faster(others, fewest - 1) else 1.0
-                for (ratio,), others in _blocks(each, beside=0, size=1)
-            ]
-        )
-        if _is_faster(each, fewest) and in_others <= _FASTER_IN_OTHERS:
+        ratio = _ratio_in_others(times, _is_faster_engine_in_others, size=1)
+        if names and ratio <= _FASTER_IN_OTHERS:
             yield {
-                "engine": first,
+                "kind": kind,
+                "bits": bits,
+                "cudnn": cudnn,
                 "windows_of_1": is_ones,
-                "ratio": round(in_others, 3),
-                "count": len(each),
+                "first": first,
+                "before": [int(name) for name in names],
+                "ratio": round(ratio, 3),
+                "count": sum(not each.keys().isdisjoint(names) for each in times),
+                "of": len(times),
             }
 
 
-def _is_faster(ratios: Sequence[float], fewest: int = _FEWEST_OF_KERNEL) -> bool:
+def _is_faster(ratios: Sequence[float]) -> bool:
     """Whether a plan was faster than another one on the whole, by its ratios to it."""
-    return (
-        len(ratios) >= fewest
-        and statistics.geometric_mean(ratios) <= _FASTER
-        and sum(map(cost_of, ratios)) < 0
-    )
+    is_less = statistics.geometric_mean(ratios) <= _FASTER
+    return is_less and sum(map(cost_of, ratios)) < 0
+
+
+def _is_faster_kernel(ratios: Sequence[float]) -> bool:
+    return len(ratios) >= _FEWEST_OF_KERNEL and _is_faster(ratios)
+
+
+def _is_faster_engine(ratios: Sequence[float], left_out: int = 0) -> bool:
+    count = len(ratios) + left_out
+    is_faster_for_each = count >= _FEW_WITH_BOTH and max(ratios) <= _FASTER_FOR_EACH
+    return (count >= _FEWEST_WITH_BOTH or is_faster_for_each) and _is_faster(ratios)
+
+
+_is_faster_engine_in_others = functools.partial(_is_faster_engine, left_out=1)
 
 
 _Row = TypeVar("_Row")
@@ -197,20 +214,27 @@ def _blocks(
         yield rows[start:end], others
 
 
-def _ratio_in_others(times: Sequence[Mapping[str, float]]) -> float:
-    """Return the mean ratio of preferred kernels where these had no part in it."""
+def _ratio_in_others(
+    times: Sequence[Mapping[str, float]],
+    is_faster: Callable[[Sequence[float]], bool],
+    *,
+    size: int = _TOGETHER,
+) -> float:
+    """Return the mean ratio of preferred plans where these had no part in it."""
     found = [
         _ratio_of_first(each, names)
-        for block, others in _blocks(times, beside=0)
-        for names in [_preferred(others)]
+        for block, others in _blocks(times, beside=0, size=size)
+        for names in [_preferred(others, is_faster)]
         for each in block
     ]
     ratios = [ratio for ratio in found if ratio is not None]
     return statistics.geometric_mean(ratios) if ratios else 1.0
 
 
-def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
-    """Return which kernels go first, given what kernels took as ratios.
+def _preferred(
+    times: Sequence[Mapping[str, float]], is_faster: Callable[[Sequence[float]], bool]
+) -> list[str]:
+    """Return which plans go first, given what plans took as ratios.
 
     Each is the one that saves most where the ones before it are not listed.
     """
@@ -224,7 +248,7 @@ def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
         saved = {
             name: -sum(map(cost_of, found))
             for name, found in ratios.items()
-            if _is_faster(found)
+            if is_faster(found)
         }
         best = max(saved, key=lambda name: saved[name], default=None)
         if best is None:
@@ -234,37 +258,37 @@ def _preferred(times: Sequence[Mapping[str, float]]) -> list[str]:
 
 
 def of_rows(
-    rows: Iterable[Mapping[str, Any]],
-    slow: Mapping[str, Sequence[int]],
-    preferred: Sequence[Mapping[str, Any]],
+    rows: Iterable[Mapping[str, Any]], rules: Rules
 ) -> Iterator[tuple[Kernel, float]]:
     """Yield the kernels of rows with their ratios, but for those of slow engines.
 
-    Where another kernel goes before the first, its time counts.
+    Where another plan goes before the first, its time counts.
     """
     for row in rows:
-        if row["first_engine"] in slow.get(kind_and_bits(row["class"])[0], ()):
-            continue
         m, n, depth, _ = row["sizes"]
         kernel = Kernel(name=row["class"], rows=m, columns=n, depth=depth)
-        ratio = row["ratio"]
-        each = _preference_for(kernel, row["op"], preferred)
-        if each is not None and row["first_engine"] == each["engine"]:
+        engine, ratio = row["first_engine"], row["ratio"]
+        each = _preference_for(kernel, row["op"], rules.preferred)
+        if each is not None and engine == each["engine"]:
             ratio *= _gain(row, each)
-        elif each is not None and row["first_engine"] in goes_before(each, kernel):
-            ratio *= row["engines"].get(str(each["engine"]), 1.0)
-        yield kernel, round(ratio, 3)
+        for order in rules.engines:
+            if goes_before(order, kernel) and engine == order["first"]:
+                names = [str(x) for x in order["before"] if str(x) in row["engines"]]
+                if names:
+                    engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
+                break
+        if engine not in rules.slow.get(kind_and_bits(row["class"])[0], ()):
+            yield kernel, round(ratio, 3)
 
 
-def of_cells(
-    preferred: Sequence[Mapping[str, Any]],
-) -> Iterator[tuple[Kernel, float]]:
+def of_cells(rules: Rules) -> Iterator[tuple[Kernel, float]]:
     """Yield the kernels of the fusion benchmarks, by the times of shipped choices.
 
-    These do not say what other kernels would take, so none may go before the first.
+    These do not say what other kernels would take, so none may go before the first. Nor
+    do they say which engine comes first: few are of one that gives way to another.
     """
     for kernel, op, ratio in _cells():
-        if _preference_for(kernel, op, preferred) is None:
+        if _preference_for(kernel, op, rules.preferred) is None:
             yield kernel, ratio
 
 
@@ -315,14 +339,25 @@ def _parts_of(cell: Any) -> Iterator[Any]:
             yield from graph.parts
 
 
+def rules_of(
+    rows: Sequence[Mapping[str, Any]], slow: Mapping[str, Sequence[int]], cudnn: int
+) -> Rules:
+    """Return what follows from rows; ``slow`` is what does from all of them."""
+    return Rules(
+        slow=slow,
+        preferred=preferences(rows, cudnn),
+        engines=list(engine_orders(rows, cudnn)),
+    )
+
+
 def judged(
     rows: Sequence[Mapping[str, Any]], slow: Mapping[str, Sequence[int]], cudnn: int
 ) -> Iterator[Judged]:
     """Judge the kernels of rows in blocks, each by the others."""
     for block, others in _blocks(rows, beside=_TOGETHER):
-        preferred = preferences(others, cudnn)
-        known = Measured([*of_rows(others, slow, preferred), *of_cells(preferred)])
-        for kernel, ratio in of_rows(block, slow, preferred):
+        rules = rules_of(others, slow, cudnn)
+        known = Measured([*of_rows(others, rules), *of_cells(rules)])
+        for kernel, ratio in of_rows(block, rules):
             verdict = known.verdict(kernel)
             is_cudnns = verdict is None or verdict.is_faster
             yield Judged(kernel=kernel, ratio=ratio, is_cudnns=is_cudnns)
@@ -410,17 +445,23 @@ def markdown(
             f"| {_power(each['work'][0])} to {_power(each['work'][1])} "
             f"| {each['ratio']:.2f} | {each['count']} of {each['of']} |"
         )
-    for each in data["preferred"]:
-        for before in each["before"]:
-            windows = "windows of 1" if before["windows_of_1"] else "larger windows"
-            lines += [
-                "",
-                f"Where engine {before['engine']} comes first for a {each['kind']} of "
-                f"{each['bits']} with {windows}, without groups",
-                f"and with 32 channels or more, engine {each['engine']} goes before "
-                f"it, which took {before['ratio']:.2f} of its",
-                f"time for {before['count']} kernels.",
-            ]
+    lines += [
+        "",
+        "Engines that go before another one where cuDNN lists that one first, for",
+        "convolutions without groups, with 32 channels or more. The ratio is that of",
+        "their first plans' times for kernels of which each was judged by the others:",
+        "",
+        "| | | windows | first by cuDNN | goes before it | ratio | kernels measured |",
+        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+    ]
+    for each in data["engines"]:
+        engines = ", else ".join(map(str, each["before"]))
+        lines.append(
+            f"| {each['kind']} | {each['bits']} "
+            f"| {'of 1' if each['windows_of_1'] else 'larger'} "
+            f"| {each['first']} | {engines} "
+            f"| {each['ratio']:.2f} | {each['count']} of {each['of']} |"
+        )
     return "\n".join(lines) + "\n"
 
 
@@ -453,26 +494,27 @@ def main() -> None:
         found_here = list(_each_once(on_this_gpu(measured["rows"], versions)))
         rows += found_here
         environments += [{**versions, "GPU": row["GPU"]} for row in found_here]
-    engines = slow_engines(rows)
+    slow = slow_engines(rows)
     (cudnn,) = {each["cuDNN"] for each in environments}  # all of one version
-    preferred = preferences(rows, _number(cudnn))
-    kernels = [*of_rows(rows, engines, preferred), *of_cells(preferred)]
+    rules = rules_of(rows, slow, _number(cudnn))
+    kernels = [*of_rows(rows, rules), *of_cells(rules)]
     _RULES.parent.mkdir(exist_ok=True)
     data = {
         "sm_version": 90,
-        "slow_engines": engines,
-        "preferred": preferred,
+        "slow_engines": slow,
+        "preferred": rules.preferred,
+        "engines": rules.engines,
         "kernels": sorted(
             [each.name, *map(_short, (each.rows, each.columns, each.depth)), ratio]
             for each, ratio in kernels
         ),
     }
     write_records(_RULES, data)
-    found = list(judged(rows, engines, _number(cudnn)))
+    found = list(judged(rows, slow, _number(cudnn)))
     _PAGE.write_text(markdown(data, found, environments))
-    slow = [each for each in found if each.ratio > LOSS]
-    kept = [each for each in slow if each.is_cudnns]
-    print(f"more than 5 % slower than XLA: {len(slow)} of {len(found)} kernels")
+    slower = [each for each in found if each.ratio > LOSS]
+    kept = [each for each in slower if each.is_cudnns]
+    print(f"more than 5 % slower than XLA: {len(slower)} of {len(found)} kernels")
     print(f"of these, run by cuDNN if the others decide: {len(kept)}")
 
 

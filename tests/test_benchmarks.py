@@ -257,3 +257,31 @@ def test_kernels_for_rules_are_each_measured_once(
     some = untuned.lacking(parts, rows[:3], 2)
     both = [row["class"] for row in (*rows[:3], *map(untuned.named, some))]
     assert max(both.count(name) for name in {*both} - {*both[:3]}) == 2
+
+
+def test_small_attention_is_drawn_for_each_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    benchmark = importlib.import_module("benchmarks.small_attention")
+    calls = [call for _, call in benchmark.chosen(0, 2)]
+    cases = [(call.has_gradients, benchmark.is_one(call)) for call in calls]
+    assert {case: cases.count(case) for case in cases} == dict.fromkeys(
+        [(False, False), (False, True), (True, False), (True, True)], 2
+    )
+    rows = [
+        {
+            "call": call.title,
+            "has_gradients": call.has_gradients,
+            "is_one": benchmark.is_one(call),
+            "scores": scores,
+            **{"xla_us": 2.0, "ratio": 0.5, "ratio_low": 0.5, "ratio_high": 0.5},
+        }
+        for call in calls
+        for scores in (2**20, 2**23)
+    ]
+    environment = importlib.import_module("benchmarks.report").environment()
+    page = benchmark.markdown({"environment": environment, "rows": rows})
+    assert page.count("| 2 | 0.50 | 0.50 | 0.50 |") == 8
+    heads = 2 * 2  # and the lines below them
+    assert page.count("\n| ") == 8 + len(rows) + heads

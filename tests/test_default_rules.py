@@ -326,8 +326,13 @@ def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
         return asked
 
     large, small = preference(32768, _H100), preference(4096, _H100)
-    assert large == '{"first":[{"KERNEL_CFG":40}],"of_engine":4}'
-    assert small == '{"first":[{"KERNEL_CFG":2}],"of_engine":4}'
+
+    def asked(config: int) -> str:
+        wanted = f'{{"engine":4,"knobs":{{"KERNEL_CFG":{config}}}}}'
+        return f'{{"preferred":[{{"first_engine":4,"wanted":[{wanted}]}}]}}'
+
+    assert large == asked(40)
+    assert small == asked(2)
     assert parse_request(large) == large
     # Few multiplications, a product alone, and what was not measured.
     assert preference(65, _H100) == ""
@@ -339,47 +344,78 @@ def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
     assert preference(32768, replace(_H100, cudnn_version=91901)) == large
 
 
+def wanted_before(part: Graph, target: Target = _H100) -> dict[int, Any]:
+    """Return what goes before the first plan of an engine."""
+    asked = measured.preference(part, target)
+    assert parse_request(asked) == asked
+    preferred = json.loads(asked)["preferred"] if asked else []
+    return {each["first_engine"]: each["wanted"] for each in preferred}
+
+
 def test_kernels_go_first_in_their_order_for_convolutions_with_something_around() -> (
     None
 ):
-    def preference(function: Callable[..., Any]) -> str:
-        x, w = array(2, 28, 28, 64), array(3, 3, 64, 96)
-        (part,) = parts_of(function, x, w)
-        return measured.preference(part, _H100)
+    def wanted(function: Callable[..., Any]) -> dict[int, Any]:
+        (part,) = parts_of(function, array(2, 28, 28, 64), array(3, 3, 64, 96))
+        return wanted_before(part)
 
-    asked = json.loads(preference(silu_of_bias))
     (known,) = (
         each["knobs"]
         for each in json.loads(_DATA.read_text())["preferred"]
         if each["kind"] == "conv_fprop" and each["bits"] == "16 bits"
     )
-    assert asked == {"before": [7], "first": known, "of_engine": 4}
+    assert wanted(silu_of_bias)[4] == [{"engine": 4, "knobs": x} for x in known]
     assert len(known) > 1
-    assert parse_request(preference(silu_of_bias)) == preference(silu_of_bias)
-    assert preference(conv) == ""
+    assert 4 not in wanted(conv)
 
 
 @pytest.mark.parametrize(
-    ("window", "channels", "groups", "outer", "before"),
+    ("window", "channels", "groups", "outer", "is_like"),
     [
-        (3, 32, 1, 32, [7]),
-        (1, 32, 1, 32, None),  # Windows of 1 are another matter.
-        (3, 16, 1, 32, None),  # Fewer channels were not measured.
-        (3, 32, 1, 24, None),
-        (3, 32, 4, 128, None),
+        (3, 32, 1, 32, True),
+        (1, 32, 1, 32, False),  # Windows of 1 are another matter.
+        (3, 16, 1, 32, False),  # Fewer channels were not measured.
+        (3, 32, 1, 24, False),
+        (3, 32, 4, 128, False),
     ],
 )
 def test_an_engine_goes_before_another_where_it_was_measured_to_be_faster(
-    window: int, channels: int, groups: int, outer: int, before: list[int] | None
+    window: int, channels: int, groups: int, outer: int, is_like: bool
 ) -> None:
     def layer(x: jax.Array, w: jax.Array) -> jax.Array:
         return conv(x, w, feature_group_count=groups, activation="silu")
 
     x, w = array(2, 28, 28, channels * groups), array(window, window, channels, outer)
     (part,) = parts_of(layer, x, w)
-    asked = measured.preference(part, _H100)
-    assert json.loads(asked).get("before") == before
-    assert parse_request(asked) == asked
+    found = wanted_before(part)
+    assert found.get(7) == ([{"engine": 4}] if is_like else None)
+    assert (28 in found) == is_like
+    assert not wanted_before(part, replace(_H100, cudnn_version=92000))
+    assert not wanted_before(part, replace(_H100, sm_version=100))
+
+
+def test_engines_that_go_before_others_are_of_the_same_kind() -> None:
+    rules = json.loads(_DATA.read_text())["engines"]
+    assert {each["kind"] for each in rules} == {
+        "conv_fprop",
+        "conv_dgrad",
+        "conv_wgrad",
+    }
+    x, w = array(4, 28, 28, 96), array(3, 3, 96, 96)
+
+    def gradients(x: jax.Array, w: jax.Array) -> Any:
+        y, pullback = jax.vjp(conv, x, w)
+        return pullback(y)
+
+    parts = [part for part in parts_of(gradients, x, w) if measured.class_of(part)]
+    assert len(parts) == 3
+    for part in parts:
+        kind, bits = measured.kind_and_bits(measured.class_of(part))
+        assert wanted_before(part) == {
+            each["first"]: [{"engine": engine} for engine in each["before"]]
+            for each in rules
+            if (each["kind"], each["bits"], each["windows_of_1"]) == (kind, bits, False)
+        }
 
 
 class _Gpu:
@@ -408,7 +444,9 @@ def test_a_call_that_says_which_plans_are_allowed_gets_no_other_order() -> None:
 
 
 def test_what_cudnn_runs_first_by_a_rule_is_its_own_choice_to_reports() -> None:
-    assert why_of('{"first":[{"KERNEL_CFG":40}],"of_engine":4}') == "heuristic"
+    preference = '{"preferred":[{"first_engine":7,"wanted":[{"engine":4}]}]}'
+    assert parse_request(preference) == preference
+    assert why_of(preference) == "heuristic"
     assert why_of('{"engine":4,"knobs":{},"variant":0}') == "pinned"
     assert why_of(PlanOptions(deterministic=True).to_request()) == "requested"
     assert why_of("") == "heuristic"

@@ -58,58 +58,88 @@ def test_kernels_that_were_faster_go_first_each_where_others_are_not_listed(
 
 
 def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> None:
-    faster = [_row({1: 0.5})] * 80
+    def found(*rows: dict[str, Any]) -> list[dict[str, Any]]:
+        return [*script.engine_orders(rows, 91900)]
 
-    def before(*ratios: float, **fields: Any) -> list[dict[str, Any]]:
-        rows = [
-            _row({}, first_engine=7, engines={"7": 1.0, "4": ratio}, **fields)
+    def rows(*ratios: float, **fields: Any) -> list[dict[str, Any]]:
+        return [
+            _row({}, first_engine=7, **{"engines": {"7": 1.0, "4": ratio}, **fields})
             for ratio in ratios
         ]
-        (found,) = script.preferences([*faster, *rows], 91900)
-        return found["before"]
 
-    assert before(*[0.5] * 8, 1.1) == [
+    assert found(*rows(*[0.5] * 8, 1.1)) == [
         {
-            "engine": 7,
+            "kind": "conv_fprop",
+            "bits": "16 bits",
+            "cudnn": 91900,
             "windows_of_1": False,
+            "first": 7,
+            "before": [4],
             "ratio": round((0.5**8 * 1.1) ** (1 / 9), 3),
             "count": 9,
+            "of": 9,
         }
     ]
+    # One that is listed where the faster one is not comes second.
+    others = rows(*[1.0] * 6, engines={"7": 1.0, "9": 0.7})
+    (both,) = found(*rows(*[0.5] * 8), *others)
+    assert both["before"] == [4, 9]
+    assert (both["count"], both["of"]) == (14, 14)
     ones = "conv_fprop, 16 bits, more, 2 axes, windows of 1"
-    (found,) = before(*[0.5] * 9, **{"class": ones})
-    assert found["windows_of_1"]
-    # Too few; hardly faster; often slower; other work; groups; and a contraction alone.
-    assert not before(*[0.5] * 5)
-    assert not before(*[0.97] * 20)
-    assert not before(*[0.5, 1.9] * 10)
-    assert not before(*[0.5] * 9, sizes=[256, 256, 512, 2**41])
+    (of_ones,) = found(*rows(*[0.5] * 9, **{"class": ones}))
+    assert of_ones["windows_of_1"]
+    # Three are enough if it was faster for each, else six.
+    assert found(*rows(0.1, 0.5, 0.89))
+    assert not found(*rows(0.1, 0.5))
+    assert not found(*rows(0.1, 0.5, 0.5, 0.5, 0.92))
+    assert found(*rows(0.1, 0.5, 0.5, 0.5, 0.5, 0.92))
+    # Hardly faster; often slower; only for one; groups; a product.
+    assert not found(*rows(*[0.97] * 20))
+    assert not found(*rows(*[0.5, 1.9] * 10))
+    assert not found(*rows(0.01, *[1.0] * 8))
     groups = "conv_fprop, 16 bits, more, 2 axes, groups"
-    assert not before(*[0.5] * 9, **{"class": groups})
-    assert not before(*[0.5] * 9, op="conv_fprop")
+    assert not found(*rows(*[0.5] * 9, **{"class": groups}))
+    assert not found(*rows(*[0.5] * 9, **{"class": "matmul, 16 bits, more"}))
 
 
-def test_ratios_are_with_the_kernels_that_go_first(script: ModuleType) -> None:
+def test_ratios_are_with_the_plans_that_go_first(script: ModuleType) -> None:
     rows = [_row({1: 0.5})] * 80
-    preferred = script.preferences(rows, 91900)
+    rules = script.rules_of(rows, {}, 91900)
+    assert not rules.engines
 
     def ratio(kernels: dict[int, float], **fields: Any) -> float:
-        ((_, found),) = script.of_rows([_row(kernels, **fields)], {}, preferred)
+        ((_, found),) = script.of_rows([_row(kernels, **fields)], rules)
         return found
 
     assert ratio({1: 0.6}) == 0.6
     assert ratio({1: 0.6}, first_engine=7) == 1.0
-    (each,) = preferred
-    before = {"engine": 7, "windows_of_1": False, "ratio": 0.7, "count": 9}
-    preferred = [{**each, "before": [before]}]
-    assert ratio({}, first_engine=7, engines={"7": 1.0, "4": 0.8}) == 0.8
-    assert ratio({}, first_engine=7, engines={"7": 1.0}) == 1.0
     assert ratio({1: 0.6}, op="conv_fprop") == 1.0
     assert ratio({2: 0.6}) == 1.0
     unknown = {name: x for name, x in _row({}).items() if name != "kernels"}
-    ((_, found),) = script.of_rows([unknown], {}, preferred)
+    ((_, found),) = script.of_rows([unknown], rules)
     assert found == 0.5, "the mean of those that are known"
-    assert not [*script.of_rows(rows, {"conv_fprop": [4]}, preferred)]
+    slow = script.Rules(slow={"conv_fprop": [4]}, preferred=[], engines=[])
+    assert not [*script.of_rows(rows, slow)]
+
+
+def test_ratios_are_with_the_engines_that_go_first(script: ModuleType) -> None:
+    order = {
+        "kind": "conv_fprop", "bits": "16 bits", "cudnn": 91900, "windows_of_1": False,
+        "first": 7, "before": [4, 9], "ratio": 0.7, "count": 9, "of": 9,
+    }  # fmt: skip
+    slow = {"conv_fprop": [7, 9]}
+    rules = script.Rules(slow=slow, preferred=[], engines=[order])
+
+    def ratios(engines: dict[str, float], **fields: Any) -> list[float]:
+        row = _row({}, **{"first_engine": 7, "engines": engines, **fields})
+        return [found for _, found in script.of_rows([row], rules)]
+
+    # What comes first now is not slow.
+    assert ratios({"7": 1.0, "4": 0.8, "9": 0.1}) == [0.8]
+    assert ratios({"7": 1.0, "4": 0.8}, op="conv_fprop") == [0.8]
+    assert ratios({"7": 1.0, "9": 0.1}) == []
+    assert ratios({"7": 1.0, "11": 0.1}) == []
+    assert ratios({"5": 1.0, "4": 0.8}, first_engine=5) == [1.0]
 
 
 def test_kernels_are_judged_by_others_than_those_beside_them(

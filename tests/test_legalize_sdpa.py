@@ -648,6 +648,49 @@ def test_f32_is_taken_forward_as_slower_and_refused_backward() -> None:
     assert legal.slower == ""
 
 
+@pytest.mark.parametrize(
+    ("changes", "is_trained", "is_slower"),
+    [
+        # One head or one sequence, up to 2 and with gradients 4 million scores.
+        ({"b": 8, "h": 1}, False, True),
+        ({"b": 1, "h": 8}, False, True),
+        ({"b": 8, "h": 1, "s": 513}, False, False),
+        ({"b": 8, "h": 1, "s": 513}, True, True),
+        ({"b": 16, "h": 1}, True, True),
+        ({"b": 16, "h": 1, "s": 513}, True, False),
+        ({"b": 1, "h": 8, "is_causal": True}, True, True),
+        # What was not measured: several of both, few tokens, fewer key heads, and what
+        # is more than causal.
+        ({"b": 2, "h": 2}, False, False),
+        ({"b": 2, "h": 2}, True, False),
+        ({"b": 8, "h": 1, "s": 127}, False, False),
+        ({"b": 8, "h": 1, "t": 127}, True, False),
+        ({"b": 1, "h": 8, "k": 2}, False, False),
+        ({"b": 8, "h": 1, "window": (64, 0)}, False, False),
+        ({"b": 8, "h": 1, "bias": "1hst"}, True, False),
+        ({"b": 8, "h": 1, "lengths": ("key_lengths",)}, False, False),
+    ],
+)
+def test_small_attention_is_left_to_xla_where_it_was_faster(
+    changes: dict[str, Any], is_trained: bool, is_slower: bool
+) -> None:
+    sizes = {"b": 8, "s": 512, "t": 512, "h": 1, "d": 64, "e": 64}
+    sizes |= {name: x for name, x in changes.items() if name in "bsthde"}
+    sizes["k"] = changes.get("k", sizes["h"])
+    others = {name: x for name, x in changes.items() if name not in "bsthkde"}
+    forward = attention_graph(
+        sizes=sizes, dtype="bf16", with_stats=is_trained, **others
+    )
+    graphs = [forward, *([backward_graph(forward)] if is_trained else [])]
+    for graph in graphs:
+        ways = legalize(graph, _HOPPER).candidates
+        assert ways
+        assert {way.slower != "" for way in ways} == {is_slower}
+        if is_slower:
+            million = 4 if is_trained else 2
+            assert f"up to {million} million scores" in ways[0].slower
+
+
 @pytest.mark.parametrize(("d", "e"), [(264, 64), (64, 257)])
 def test_gradients_with_heads_over_256_are_refused_where_the_gpu_is_known(
     d: int, e: int

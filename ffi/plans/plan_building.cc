@@ -3,6 +3,7 @@
 // graph, and listing them.
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <numeric>
@@ -69,35 +70,41 @@ class Reasons {
   std::vector<std::string> reasons_;
 };
 
+// What the request wants before the first candidate, of this engine.
+const std::vector<WantedPlan>* WantedBefore(const PlanRequest& request,
+                                            int64_t engine) {
+  for (const PlanPreference& each : request.preferences) {
+    if (each.first_engine == engine) return &each.wanted;
+  }
+  return nullptr;
+}
+
 // The places of an attempt's candidates in the order in which they are tried: cuDNN's
 // own, but for one that the request prefers.
 std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& request) {
   std::vector<int64_t> places(attempt.count());
   std::iota(places.begin(), places.end(), 0);
-  if (!request.preference.has_value()) return places;
-  const auto& [engine, wanted, before] = *request.preference;
-  auto best = wanted.end();
-  auto first = places.end();
-  bool is_first = true;
+  if (request.preferences.empty()) return places;
+  const std::vector<WantedPlan>* wanted = nullptr;
+  size_t best = 0;  // what is found so far comes here among the wanted ones
+  auto found = places.end();
   for (auto place = places.begin(); place != places.end(); ++place) {
     const auto candidate = attempt.Describe(*place);
     if (!candidate.ok()) continue;  // said where it is tried
-    const bool is_other = candidate->engine != engine;
-    if (is_first && is_other) {
-      if (std::find(before.begin(), before.end(), candidate->engine) == before.end()) {
-        break;
-      }
-      best = wanted.begin();  // No knobs are asked for.
+    if (wanted == nullptr) {
+      wanted = WantedBefore(request, candidate->engine);
+      if (wanted == nullptr) break;
+      best = wanted->size();
     }
-    is_first = false;
-    if (is_other) continue;
-    if (first == places.end()) first = place;
-    const auto knobs = std::find(wanted.begin(), best, candidate->knobs);
-    if (knobs == best) continue;
-    best = knobs;
-    first = place;
+    for (size_t i = 0; i < best; ++i) {
+      const auto& [engine, knobs] = (*wanted)[i];
+      if (engine != candidate->engine) continue;
+      if (knobs.has_value() && *knobs != candidate->knobs) continue;
+      best = i;
+      found = place;
+    }
   }
-  if (first != places.end()) std::rotate(places.begin(), first, first + 1);
+  if (found != places.end()) std::rotate(places.begin(), found, found + 1);
   return places;
 }
 

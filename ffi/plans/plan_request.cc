@@ -37,10 +37,10 @@ constexpr std::string_view kNoteNames[] = {
 };
 constexpr std::string_view kNondeterministic = "NONDETERMINISTIC";
 
-// The fields of a preference: {"before":[7],"first":[{"KERNEL_CFG":40}],"of_engine":4}.
-constexpr std::string_view kBeforeEngines = "before";
-constexpr std::string_view kPreferredKnobs = "first";
-constexpr std::string_view kPreferredEngine = "of_engine";
+// Preferences: {"preferred":[{"first_engine":7,"wanted":[{"engine":4}]}]}. What is
+// wanted may have knobs, too: {"engine":4,"knobs":{"KERNEL_CFG":40}}.
+constexpr std::string_view kPreferred = "preferred";
+constexpr std::string_view kKnobs = "knobs";
 
 template <typename List, typename Value>
 bool Contains(const List& list, const Value& value) {
@@ -210,38 +210,73 @@ StatusOr<Knobs> ReadKnobs(const Json& json, const std::string& path) {
   return knobs;
 }
 
-StatusOr<PlanRequest> ReadPreference(const Json& json, const JsonObject& object) {
-  std::vector<std::string_view> names = {kPreferredKnobs, kPreferredEngine};
-  const bool has_before = HasField(object, kBeforeEngines);
-  if (has_before) names.push_back(kBeforeEngines);
-  ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "request", names));
+StatusOr<int64_t> ReadEngine(const Json& json, const std::string& path) {
+  ASSIGN_OR_RETURN(const int64_t engine, ReadInteger(json, path));
+  RETURN_IF_ERROR(CheckEngine(engine, path));
+  return engine;
+}
+
+StatusOr<WantedPlan> ReadWanted(const Json& json, const std::string& path) {
+  ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, path));
+  std::vector<std::string_view> names = {"engine"};
+  const bool has_knobs = HasField(*object, kKnobs);
+  if (has_knobs) names.push_back(kKnobs);
+  ASSIGN_OR_RETURN(const auto fields, ReadFields(json, path, names));
+  WantedPlan wanted;
+  ASSIGN_OR_RETURN(wanted.engine, ReadEngine(*fields[0], path + ".engine"));
+  if (has_knobs) {
+    ASSIGN_OR_RETURN(wanted.knobs, ReadKnobs(*fields[1], path + ".knobs"));
+  }
+  return wanted;
+}
+
+StatusOr<PlanPreference> ReadPreference(const Json& json, const std::string& path) {
+  ASSIGN_OR_RETURN(const auto fields,
+                   ReadFields(json, path, {"first_engine", "wanted"}));
   PlanPreference preference;
-  ASSIGN_OR_RETURN(const JsonList* first, ReadList(*fields[0], "request.first"));
-  for (size_t i = 0; i < first->size(); ++i) {
-    const std::string path = Place("request.first", i);
-    ASSIGN_OR_RETURN(Knobs knobs, ReadKnobs((*first)[i], path));
-    if (Contains(preference.knobs, knobs)) {
-      return InvalidArgument(path + ": the same knobs appear twice");
-    }
-    preference.knobs.push_back(std::move(knobs));
+  ASSIGN_OR_RETURN(preference.first_engine,
+                   ReadEngine(*fields[0], path + ".first_engine"));
+  const std::string list_path = path + ".wanted";
+  ASSIGN_OR_RETURN(const JsonList* list, ReadList(*fields[1], list_path));
+  if (list->empty()) {
+    return InvalidArgument(list_path + ": empty; name an engine to be tried first");
   }
-  ASSIGN_OR_RETURN(preference.engine, ReadInteger(*fields[1], "request.of_engine"));
-  RETURN_IF_ERROR(CheckEngine(preference.engine, "request.of_engine"));
-  if (has_before) {
-    ASSIGN_OR_RETURN(preference.before, ReadEngines(*fields[2], "request.before"));
-    if (preference.before.empty()) {
-      return InvalidArgument("request.before: empty; leave it out");
+  for (size_t i = 0; i < list->size(); ++i) {
+    const std::string place = Place(list_path, i);
+    ASSIGN_OR_RETURN(WantedPlan wanted, ReadWanted((*list)[i], place));
+    if (!wanted.knobs && wanted.engine == preference.first_engine) {
+      return InvalidArgument(place + ": engine " + std::to_string(wanted.engine) +
+                             " comes first as it is; name its knobs, or another one");
     }
-  } else if (preference.knobs.empty()) {
-    return InvalidArgument("request.first: empty; name the knobs of a candidate");
+    if (Contains(preference.wanted, wanted)) {
+      return InvalidArgument(place + ": the same appears twice");
+    }
+    preference.wanted.push_back(std::move(wanted));
   }
-  if (Contains(preference.before, preference.engine)) {
-    return InvalidArgument("request.before: engine " +
-                           std::to_string(preference.engine) +
-                           " is of_engine itself; take it out");
+  return preference;
+}
+
+StatusOr<PlanRequest> ReadPreferences(const Json& json) {
+  ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "request", {kPreferred}));
+  const std::string path = "request.preferred";
+  ASSIGN_OR_RETURN(const JsonList* list, ReadList(*fields[0], path));
+  if (list->empty()) {
+    return InvalidArgument(path + ": empty; an empty request lets cuDNN choose");
   }
   PlanRequest request;
-  request.preference = std::move(preference);
+  for (size_t i = 0; i < list->size(); ++i) {
+    const std::string place = Place(path, i);
+    ASSIGN_OR_RETURN(PlanPreference read, ReadPreference((*list)[i], place));
+    for (const PlanPreference& other : request.preferences) {
+      if (other.first_engine >= read.first_engine) {
+        return InvalidArgument(place +
+                               ".first_engine: " + std::to_string(read.first_engine) +
+                               " comes after " + std::to_string(other.first_engine) +
+                               "; each is named once, smaller ones first");
+      }
+    }
+    request.preferences.push_back(std::move(read));
+  }
   return request;
 }
 
@@ -252,8 +287,7 @@ StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
   ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "request", names));
   PlanRequest request;
   PlanPin pin;
-  ASSIGN_OR_RETURN(pin.engine, ReadInteger(*fields[0], "request.engine"));
-  RETURN_IF_ERROR(CheckEngine(pin.engine, "request.engine"));
+  ASSIGN_OR_RETURN(pin.engine, ReadEngine(*fields[0], "request.engine"));
   ASSIGN_OR_RETURN(pin.knobs, ReadKnobs(*fields[1], "request.knobs"));
   ASSIGN_OR_RETURN(pin.variant, ReadInteger(*fields[2], "request.variant"));
   request.pin = std::move(pin);
@@ -306,17 +340,24 @@ std::string WritePin(const PlanPin& pin, bool deterministic) {
   return text + ",\"variant\":" + std::to_string(pin.variant) + "}";
 }
 
-std::string WritePreference(const PlanPreference& preference) {
-  std::string text = "{";
-  if (!preference.before.empty()) {
-    text += "\"before\":" + IntegerList(preference.before) + ",";
-  }
-  text += "\"first\":[";
-  for (const Knobs& knobs : preference.knobs) {
+std::string WriteWanted(const WantedPlan& wanted) {
+  std::string text = "{\"engine\":" + std::to_string(wanted.engine);
+  if (wanted.knobs) text += ",\"knobs\":" + KnobsObject(*wanted.knobs);
+  return text + "}";
+}
+
+std::string WritePreferences(const std::vector<PlanPreference>& preferences) {
+  std::string text = "{\"preferred\":[";
+  for (const PlanPreference& each : preferences) {
     if (text.back() != '[') text += ',';
-    text += KnobsObject(knobs);
+    text += "{\"first_engine\":" + std::to_string(each.first_engine) + ",\"wanted\":[";
+    for (const WantedPlan& wanted : each.wanted) {
+      if (text.back() != '[') text += ',';
+      text += WriteWanted(wanted);
+    }
+    text += "]}";
   }
-  return text + "],\"of_engine\":" + std::to_string(preference.engine) + "}";
+  return text + "]}";
 }
 
 std::string WriteFilter(const PlanRequest& request) {
@@ -346,12 +387,10 @@ StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
   ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, "request"));
   const bool is_pin = HasField(*object, "engine") || HasField(*object, "knobs") ||
                       HasField(*object, "variant");
-  const bool is_preference = HasField(*object, kBeforeEngines) ||
-                             HasField(*object, kPreferredKnobs) ||
-                             HasField(*object, kPreferredEngine);
-  ASSIGN_OR_RETURN(PlanRequest request, is_pin          ? ReadPin(json, *object)
-                                        : is_preference ? ReadPreference(json, *object)
-                                                        : ReadFilter(json));
+  ASSIGN_OR_RETURN(PlanRequest request, is_pin ? ReadPin(json, *object)
+                                        : HasField(*object, kPreferred)
+                                            ? ReadPreferences(json)
+                                            : ReadFilter(json));
   RETURN_IF_ERROR(CheckFilter(request));
   if (std::string canonical = WritePlanRequest(request); canonical != text) {
     return InvalidArgument(
@@ -362,8 +401,8 @@ StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
 
 std::string WritePlanRequest(const PlanRequest& request) {
   if (request.pin) return WritePin(*request.pin, request.deterministic);
-  return request.preference ? WritePreference(*request.preference)
-                            : WriteFilter(request);
+  return request.preferences.empty() ? WriteFilter(request)
+                                     : WritePreferences(request.preferences);
 }
 
 std::string RefusalOf(const PlanRequest& request, int64_t engine,

@@ -30,14 +30,21 @@ struct PlanPin {
   int64_t variant = 0;  // see graph_builder.h; whether it exists is not checked here
 };
 
-// Where cuDNN's first candidate is of this engine, a candidate that has exactly the
-// first of these knobs is tried before it; where there is none, one that has the
-// second, and so on. Nothing changes where none of them is listed. Where the first
-// candidate is of an engine in `before`, the first of this engine is tried before it.
-struct PlanPreference {
+// The first candidate of an engine, or the one that has exactly these knobs.
+struct WantedPlan {
   int64_t engine = 0;
-  std::vector<Knobs> knobs;
-  std::vector<int64_t> before;
+  std::optional<Knobs> knobs;
+
+  bool operator==(const WantedPlan& other) const {
+    return engine == other.engine && knobs == other.knobs;
+  }
+};
+
+// Where cuDNN's first candidate is of this engine, the first of the wanted ones that is
+// listed is tried before it. Nothing changes where none of them is.
+struct PlanPreference {
+  int64_t first_engine = 0;
+  std::vector<WantedPlan> wanted;
 };
 
 // A default-constructed request lets cuDNN choose.
@@ -46,8 +53,8 @@ struct PlanRequest {
   bool deterministic = false;
   // Where there is a pin, the members below say nothing.
   std::optional<PlanPin> pin;
-  // Where there is a preference, all else is as in the default request.
-  std::optional<PlanPreference> preference;
+  // For different engines. Where there are some, all else is as in the default request.
+  std::vector<PlanPreference> preferences;
   // Asked in this order. Some graphs have candidates in one of A and FALLBACK only.
   std::vector<HeuristicMode> modes = {HeuristicMode::kA, HeuristicMode::kFallback};
   std::optional<std::vector<int64_t>> engines;  // absent: all
@@ -63,7 +70,7 @@ struct PlanRequest {
 // that contradicts itself.
 StatusOr<PlanRequest> ParsePlanRequest(std::string_view text);
 
-// The canonical text of a pin, a preference or a filter; never empty.
+// The canonical text of a pin, of preferences or of a filter; never empty.
 std::string WritePlanRequest(const PlanRequest& request);
 
 // Why the request does not allow an engine with these notes, such as "engine 3 is

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
+from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.conv_channels import is_faster_with_more
@@ -119,15 +120,27 @@ def preference(part: Graph, target: Target | None) -> str:
     kernel, data = kernel_of(part), _read()
     if kernel is None or target is None or target.sm_version != data["sm_version"]:
         return ""
+    wanted: dict[int, list[dict[str, Any]]] = {}
+    for each in data["engines"]:
+        is_like = goes_before(each, kernel) and _has_measured_channels(part)
+        if is_like and is_measured(each, target):
+            wanted[each["first"]] = [{"engine": x} for x in each["before"]]
     for each in data["preferred"]:
-        is_measured = target.cudnn_version // 100 == each["cudnn"] // 100
-        if is_measured and is_preferred(each, kernel, label(part)):
-            request = {"first": each["knobs"], "of_engine": each["engine"]}
-            before = goes_before(each, kernel)
-            if before and _has_measured_channels(part):
-                request["before"] = before
-            return json.dumps(request, sort_keys=True, separators=(",", ":"))
-    return ""
+        if is_preferred(each, kernel, label(part)) and is_measured(each, target):
+            engine = each["engine"]
+            wanted[engine] = [{"engine": engine, "knobs": x} for x in each["knobs"]]
+    if not wanted:
+        return ""
+    preferred = [
+        {"first_engine": engine, "wanted": each}
+        for engine, each in sorted(wanted.items())
+    ]
+    return json.dumps({"preferred": preferred}, sort_keys=True, separators=(",", ":"))
+
+
+def is_measured(rule: Mapping[str, Any], target: Target) -> bool:
+    """Whether a rule was measured with a target's cuDNN, by major and minor version."""
+    return target.cudnn_version // 100 == rule["cudnn"] // 100
 
 
 def is_preferred(preferred: Mapping[str, Any], kernel: Kernel, op: str) -> bool:
@@ -137,15 +150,11 @@ def is_preferred(preferred: Mapping[str, Any], kernel: Kernel, op: str) -> bool:
     return is_like and "+" in op and low <= kernel.work < high
 
 
-def goes_before(preferred: Mapping[str, Any], kernel: Kernel) -> list[int]:
-    """Return the engines that come after the preferred one, for a kernel."""
-    if is_of_groups(kernel.name):
-        return []
-    return [
-        each["engine"]
-        for each in preferred["before"]
-        if each["windows_of_1"] == is_of_ones(kernel.name)
-    ]
+def goes_before(rule: Mapping[str, Any], kernel: Kernel) -> bool:
+    """Whether other engines go before one that comes first for a kernel, by a rule."""
+    is_like = kind_and_bits(kernel.name) == (rule["kind"], rule["bits"])
+    has_ones = is_of_ones(kernel.name) == rule["windows_of_1"]
+    return is_like and has_ones and not is_of_groups(kernel.name)
 
 
 def is_of_groups(name: str) -> bool:
@@ -168,7 +177,8 @@ def _has_measured_channels(part: Graph) -> bool:
     """Whether a convolution has as many channels as those that were measured."""
     node = _contraction(part)
     assert node is not None
-    return min(roles_in(part, node)["w"].dims[:2]) >= _FEWEST_CHANNELS
+    w = roles_in(part, node)[TRIPLES[node.kind][1]]
+    return min(w.dims[:2]) >= _FEWEST_CHANNELS
 
 
 @functools.cache

@@ -43,6 +43,7 @@ from jax_cudnn.legalize.legalization import (
     Legal,
     Legalization,
 )
+from jax_cudnn.legalize.sdpa_defaults import slower
 from jax_cudnn.legalize.sdpa_dropout import Step, dropout_steps, plain_editor
 from jax_cudnn.legalize.sdpa_masks import (
     absorb_row_bias,
@@ -121,9 +122,7 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
         pad_head(editor, ("query", "key"))
         pad_head(editor, ("value", "output"))
         ask_for_sum(editor)
-        legal = editor.finish()
-        is_slow = editor.tensors["query"].dtype == "f32"
-        return replace(legal, slower=_F32_IS_SLOW) if is_slow else legal
+        return replace(editor.finish(), slower=slower(graph))
 
     return Legalization(candidates=tuple(map(edited, dropout_steps(first, target))))
 
@@ -150,7 +149,8 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
     def edited(way: Callable[[Graph], GraphEditor], drop: Step) -> Legal:
         editor = way(graph)
         _take_operand_gradients(editor, graph)
-        return _edited_backward(editor, target, drop)
+        legal = _edited_backward(editor, target, drop)
+        return replace(legal, slower=slower(graph))
 
     steps = dropout_steps(first, target)
     candidates = [edited(way, drop) for drop in steps for way in ways]
@@ -348,11 +348,6 @@ def make_scale_positive(editor: GraphEditor) -> None:
 
 # Asked of cuDNN 9.19 and 9.27 for sm_80, sm_90 and sm_100: tests/gpuless.
 _DTYPES = {"sdpa": ("bf16", "f16", "f32"), "sdpa_backward": ("bf16", "f16")}
-_F32_IS_SLOW = (
-    "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
-    'tokens) and has no gradient; implementation="cudnn" uses it, in memory that does '
-    "not grow with s*t"
-)
 
 
 def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:

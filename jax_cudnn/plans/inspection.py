@@ -218,7 +218,7 @@ def why_of(request: str) -> Why:
     fields: dict[str, Any] = json.loads(request) if request else {}
     # A preference leaves all plans allowed. A measured choice names one engine, and so
     # does a plan for a GPU by its name; what a call asks for restricts the list.
-    if not fields or "of_engine" in fields:
+    if not fields or "preferred" in fields:
         return "heuristic"
     return "pinned" if "engine" in fields else "requested"
 

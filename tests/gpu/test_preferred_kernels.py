@@ -83,20 +83,20 @@ def test_what_goes_first_is_what_runs(name: str) -> None:
     first = legalize((_MADE | _LARGE)[name]("bfloat16"), target).candidates[0]
     if not first.preference:
         pytest.skip("nothing was measured for this GPU and cuDNN")
-    text, asked = to_json(first.graph), json.loads(first.preference)
+    text = to_json(first.graph)
     own = native.plan(text, device=ordinal)
     plan = native.plan(text, request=first.preference, device=ordinal)
-    listed = [
-        dict(each.knobs)
-        for each in native.candidates(text, device=ordinal)
-        if each.engine == asked["of_engine"]
+    listed = native.candidates(text, device=ordinal)
+    wanted = [
+        each["wanted"]
+        for each in json.loads(first.preference)["preferred"]
+        if each["first_engine"] == own.engine
     ]
-    expected = next((knobs for knobs in asked["first"] if knobs in listed), None)
-    if own.engine in asked.get("before", ()):
-        expected = listed[0] if listed else None
-    elif own.engine != asked["of_engine"]:
-        expected = None
-    if expected is None:
-        assert plan.name == own.name
-    else:
-        assert (plan.engine, dict(plan.knobs)) == (asked["of_engine"], expected)
+    found = [
+        (candidate.engine, candidate.knobs)
+        for each in (wanted[0] if wanted else [])
+        for candidate in listed
+        if candidate.engine == each["engine"]
+        and each.get("knobs", dict(candidate.knobs)) == dict(candidate.knobs)
+    ]
+    assert (plan.engine, plan.knobs) == (found or [(own.engine, own.knobs)])[0]

@@ -4,7 +4,7 @@
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -264,33 +264,34 @@ def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
         other = of_engine[-1]
         moved += other is not first
 
-        def preferring(
-            *listed: dict[str, Any], engine: int, before: Sequence[int] = ()
-        ) -> str:
-            knobs = [dict(each["knobs"]) for each in listed]
-            data: dict[str, Any] = {"first": knobs, "of_engine": engine}
-            data |= {"before": before} if before else {}
+        def wanted(each: Mapping[str, Any]) -> dict[str, Any]:
+            return {"engine": each["engine"], "knobs": dict(each["knobs"])}
+
+        def preferring(*listed: dict[str, Any], first_engine: int) -> str:
+            each = {"first_engine": first_engine, "wanted": listed}
+            data = {"preferred": [each]}
             return json.dumps(data, sort_keys=True, separators=(",", ":"))
 
-        unknown = {"knobs": [("KERNEL_CFG", 12345)]}
+        engine = first["engine"]
+        unknown = {"engine": engine, "knobs": {"KERNEL_CFG": 12345}}
         rest = [each["name"] for each in usual if each is not other]
         for request, expected in (
             (
-                preferring(other, engine=first["engine"]),
+                preferring(wanted(other), first_engine=engine),
                 [other["name"], *rest],
             ),
             # The first of those that are listed.
             (
                 preferring(
-                    *(unknown, other),
-                    *([] if other is first else [first]),
-                    engine=first["engine"],
+                    *(unknown, wanted(other)),
+                    *([] if other is first else [wanted(first)]),
+                    first_engine=engine,
                 ),
                 [other["name"], *rest],
             ),
-            (preferring(unknown, engine=first["engine"]), _names(usual)),
-            # Of another engine than the first.
-            (preferring(other, engine=first["engine"] + 1), _names(usual)),
+            (preferring(unknown, first_engine=engine), _names(usual)),
+            # Another engine comes first.
+            (preferring(wanted(other), first_engine=engine + 1), _names(usual)),
         ):
             answer = _ask({kind: request}, build=True)[kind]
             assert _names(answer["candidates"]) == expected, request
@@ -303,24 +304,21 @@ def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
         later = [
             each
             for each in usual
-            if each["engine"] != first["engine"] and _variant(each) == _variant(first)
+            if each["engine"] != engine and _variant(each) == _variant(first)
         ]
         if not later:
             continue
         crossed += 1
-        engine = later[-1]["engine"]
-        of_engine = [each for each in later if each["engine"] == engine]
-        other = of_engine[-1]
+        of_engine = [each for each in later if each["engine"] == later[-1]["engine"]]
+        any_of_it, other = {"engine": of_engine[0]["engine"]}, of_engine[-1]
+        missing = {"engine": 12345}
         for request, expected in (
-            # Its first, whichever is named.
-            (preferring(engine=engine, before=[first["engine"]]), of_engine[0]),
-            (
-                preferring(unknown, engine=engine, before=[first["engine"]]),
-                of_engine[0],
-            ),
-            (preferring(other, engine=engine, before=[first["engine"]]), of_engine[0]),
-            # Another engine comes first.
-            (preferring(other, engine=engine, before=[first["engine"] + 1000]), first),
+            (preferring(any_of_it, first_engine=engine), of_engine[0]),
+            (preferring(wanted(other), first_engine=engine), other),
+            (preferring(missing, any_of_it, first_engine=engine), of_engine[0]),
+            (preferring(wanted(first), any_of_it, first_engine=engine), first),
+            (preferring(missing, first_engine=engine), first),
+            (preferring(any_of_it, first_engine=engine + 1000), first),
         ):
             answer = _ask({kind: request}, build=True)[kind]
             rest = [each["name"] for each in usual if each is not expected]

@@ -47,8 +47,16 @@ def _pin(**changes: Any) -> str:
     return _dump({**_PIN, **changes})
 
 
-def _preference(**changes: Any) -> str:
-    return _dump({"first": [{"KERNEL_CFG": 40}], "of_engine": 4, **changes})
+def _preferences(*each: Any) -> str:
+    return _dump({"preferred": each})
+
+
+def _preference(*wanted: Any, **changes: Any) -> str:
+    return _preferences({"first_engine": 4, "wanted": wanted, **changes})
+
+
+# A plan that may be wanted before the first one.
+_WANTED = {"engine": 4, "knobs": {"KERNEL_CFG": 40}}
 
 
 def _refusal(text: str) -> str | None:
@@ -77,10 +85,14 @@ def _refusal(text: str) -> str | None:
         _pin(),
         _pin(knobs={}, variant=1),
         _pin(deterministic=True),
-        _preference(),
-        _preference(first=[{"KERNEL_CFG": 40}, {}, {"STAGES": 3, "TILEK": 0}]),
-        _preference(before=[7]),
-        _preference(before=[7, 0], first=[]),
+        _preference(_WANTED),
+        _preference({"engine": 4, "knobs": {}}, {"engine": 7}, {"engine": 0}),
+        _preference({"engine": 4, "knobs": {"STAGES": 3, "TILEK": 0}}, _WANTED),
+        _preferences(
+            {"first_engine": 4, "wanted": [_WANTED]},
+            {"first_engine": 7, "wanted": [{"engine": 4}]},
+            {"first_engine": 11, "wanted": [_WANTED, {"engine": 7}]},
+        ),
     ],
 )
 def test_a_request_comes_back_byte_for_byte(text: str) -> None:
@@ -196,33 +208,77 @@ _MODES = "A, B, FALLBACK"
             f"request.workspace_limit_bytes: {2**63} does not fit in 64 bits",
         ),
         (_pin(modes=["A"]), "request.modes: unknown field"),
-        (_preference(modes=["A"]), "request.modes: unknown field"),
-        ('{"of_engine":4}', "request.first: missing field"),
-        ('{"before":[7],"of_engine":4}', "request.first: missing field"),
-        ('{"first":[{}]}', "request.of_engine: missing field"),
-        ('{"before":[7]}', "request.first: missing field"),
-        (_preference(first=[]), "request.first: empty; name the knobs of a candidate"),
-        (_preference(before=[]), "request.before: empty; leave it out"),
         (
-            _preference(before=[7, -2]),
-            "request.before[1]: -2 is not an engine; engines",
+            _dump({"modes": ["A"], "preferred": []}),
+            "request.modes: unknown field",
+        ),
+        (_dump({"preferred": None}), "request.preferred: expected a list, got null"),
+        (_preferences(), "request.preferred: empty; an empty request lets cuDNN"),
+        (_preferences(7), "request.preferred[0]: expected an object, got an integer"),
+        (
+            _preferences({"first_engine": 4}),
+            "request.preferred[0].wanted: missing field",
         ),
         (
-            _preference(before=[7, 4]),
-            "request.before: engine 4 is of_engine itself; take it out",
-        ),
-        (_preference(first=[40]), "request.first[0]: expected an object, got an"),
-        (
-            _preference(first=[{}, {"TILEK": "1"}]),
-            "request.first[1].TILEK: expected an integer, got a string",
+            _preference(_WANTED, modes=["A"]),
+            "request.preferred[0].modes: unknown field",
         ),
         (
-            _preference(first=[{"TILEK": 1}, {}, {"TILEK": 1}]),
-            "request.first[2]: the same knobs appear twice",
+            _preference(_WANTED, first_engine=-1),
+            "request.preferred[0].first_engine: -1 is not an engine; engines",
         ),
-        (_preference(of_engine=-1), "request.of_engine: -1 is not an engine; engines"),
         (
-            _preference(first=[{"TILEK": 0, "STAGES": 3}])[:-1] + " }",
+            _preference(),
+            "request.preferred[0].wanted: empty; name an engine to be tried first",
+        ),
+        (
+            _preference(_WANTED, 7),
+            "request.preferred[0].wanted[1]: expected an object, got an integer",
+        ),
+        (
+            _preference({"knobs": {}}),
+            "request.preferred[0].wanted[0].engine: missing field",
+        ),
+        (
+            _preference({"engine": 7}, {"engine": -2}),
+            "request.preferred[0].wanted[1].engine: -2 is not an engine; engines",
+        ),
+        (
+            _preference({"engine": 7, "variant": 0}),
+            "request.preferred[0].wanted[0].variant: unknown field",
+        ),
+        (
+            _preference({"engine": 7, "knobs": None}),
+            "request.preferred[0].wanted[0].knobs: expected an object, got null",
+        ),
+        (
+            _preference({"engine": 7}, {"engine": 4, "knobs": {"TILEK": "1"}}),
+            "request.preferred[0].wanted[1].knobs.TILEK: expected an integer, got a "
+            "string",
+        ),
+        (
+            _preference({"engine": 7}, {"engine": 4}),
+            "request.preferred[0].wanted[1]: engine 4 comes first as it is; name its "
+            "knobs, or another one",
+        ),
+        (
+            _preference(_WANTED, {"engine": 7}, _WANTED),
+            "request.preferred[0].wanted[2]: the same appears twice",
+        ),
+        (
+            _preferences(
+                {"first_engine": 7, "wanted": [_WANTED]},
+                {"first_engine": 4, "wanted": [_WANTED]},
+            ),
+            "request.preferred[1].first_engine: 4 comes after 7; each is named once, "
+            "smaller ones first",
+        ),
+        (
+            _preferences(*[{"first_engine": 7, "wanted": [_WANTED]}] * 2),
+            "request.preferred[1].first_engine: 7 comes after 7; each is named once",
+        ),
+        (
+            _preference({"engine": 4, "knobs": {"TILEK": 0, "STAGES": 3}})[:-1] + " }",
             "request: the text is valid but not in canonical form",
         ),
         ('{"engine":7,"knobs":{}}', "request.variant: missing field"),

@@ -1,0 +1,54 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When is attention left to XLA, where nothing was tuned?
+
+Measured: docs/benchmarks/small_attention.md, by `python -m benchmarks.small_attention`.
+What was measured for a graph itself goes before (choices.py).
+"""
+
+from jax_cudnn.graph import Graph, SdpaAttributes
+from jax_cudnn.graph.kinds import roles_in
+
+# Scores of all heads and sequences, up to which XLA was faster: of a forward pass
+# alone, and of one with gradients.
+MOST_SCORES = 2**21
+MOST_TRAINED_SCORES = 2**22
+# Fewer queries or keys were not measured: decoding is another matter.
+_FEWEST_TOKENS = 128
+
+_PLAIN = frozenset({"query", "key", "value", "output", "stats"})
+_GRADIENTS = frozenset({"grad_output", "grad_query", "grad_key", "grad_value"})
+_F32_IS_SLOW = (
+    "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
+    'tokens) and has no gradient; implementation="cudnn" uses it, in memory that does '
+    "not grow with s*t"
+)
+_FEW_SCORES = (
+    "with one head or one sequence, and up to {} million scores, XLA's code took 0.9 "
+    "of the time of cuDNN's kernels (an H100, cuDNN 9.19): plans.autotune finds the "
+    "best of both"
+)
+
+
+def slower(graph: Graph) -> str:
+    """Say why "auto" leaves attention to XLA, if it does; the graph's node computes it.
+
+    XLA runs it as two products in a batch and a softmax. It need not transpose arrays
+    where there is one head or one sequence.
+    """
+    node = graph.sole_node()
+    assert node is not None
+    roles = roles_in(graph, node)
+    if roles["query"].dtype == "f32" and node.kind == "sdpa":
+        return _F32_IS_SLOW
+    attributes = node.attributes
+    assert isinstance(attributes, SdpaAttributes)
+    plain = SdpaAttributes(scale=attributes.scale, is_causal=attributes.is_causal)
+    if attributes != plain or not roles.keys() <= _PLAIN | _GRADIENTS:
+        return ""
+    batch, heads, queries, _ = roles["query"].dims
+    _, key_heads, keys, _ = roles["key"].dims
+    if min(queries, keys) < _FEWEST_TOKENS or heads != key_heads:
+        return ""
+    most = MOST_TRAINED_SCORES if "stats" in roles else MOST_SCORES
+    is_small = min(batch, heads) == 1 and batch * heads * queries * keys <= most
+    return _FEW_SCORES.format(most // 2**20) if is_small else ""
