@@ -99,10 +99,9 @@ def markdown(data: dict[str, Any]) -> str:
         "ratio is cuDNN's time over XLA's: below 1, cuDNN is faster. Scores are those",
         "of all heads and sequences, and a million of them is 2^20. XLA runs attention",
         "as two products in a batch. It need not transpose arrays of one head or of",
-        'one sequence. Without tuning, "auto" leaves such attention to XLA up to '
-        f"{_millions(MOST_SCORES)}",
-        f"million scores, and with gradients up to {_millions(MOST_TRAINED_SCORES)}",
-        "million.",
+        'one sequence. Without tuning, "auto" leaves such attention to XLA up to',
+        f"{_millions(MOST_SCORES)} million scores, and with gradients up to "
+        f"{_millions(MOST_TRAINED_SCORES)} million.",
         "",
         "| | million scores | calls | ratio, mean | lowest | highest |",
         "| --- | --- | ---: | ---: | ---: | ---: |",

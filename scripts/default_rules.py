@@ -404,7 +404,7 @@ def markdown(
         "it. It is like a product of (rows, depth) and (depth, columns). Where nothing",
         "was tuned, the eight measured kernels that are most like it decide: those of",
         "the nearest sizes, and of its class or one that differs little. XLA runs it",
-        "unless cuDNN's first plan was faster for them, by at least 6 %, in a mean in",
+        "unless cuDNN's first plan was faster for them, by at least 10 %, in a mean in",
         "which near kernels weigh more. What a time is above 1.05 counts three times,",
         "and no time counts more than 2. Products of up to 64 rows are judged by such",
         "products alone: they are bound by reading the other matrix. Products in a",

@@ -11,7 +11,7 @@ from jax_cudnn.graph.kinds import roles_in
 # Scores of all heads and sequences, up to which XLA was faster: of a forward pass
 # alone, and of one with gradients.
 MOST_SCORES = 2**21
-MOST_TRAINED_SCORES = 2**22
+MOST_TRAINED_SCORES = 3 * 2**20
 # Fewer queries or keys were not measured: decoding is another matter.
 _FEWEST_TOKENS = 128
 
