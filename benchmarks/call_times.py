@@ -59,7 +59,7 @@ def compare(
                             break
                     row[f"{other}_us"] = round(statistics.median(times[other]), 2)
                 except jax.errors.JaxRuntimeError as error:
-                    row["failed"] = str(error)[:100]
+                    row["failed"], timing = str(error)[:100], None
                 del sets
             if timing is not None:
                 row |= {

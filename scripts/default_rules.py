@@ -66,10 +66,14 @@ _FASTER = 0.95
 _FASTER_IN_OTHERS = 0.96
 _FEWEST_OF_KERNEL = 8
 # For one engine to go before another, so many kernels have to be timed with both; or so
-# few, if it took no more than this of the other's time for each of them.
+# few, if it took no more than this of the other's time for each of them. There are many
+# pairs of engines, so the mean has to be so many of its standard errors below none.
+# With 2 instead of 1, or with three axes apart, fewer rules are left. Then cuDNN gains
+# 2 % less if kernels are judged by others, and has as many losses.
 _FEWEST_WITH_BOTH = 6
 _FEW_WITH_BOTH = 3
 _FASTER_FOR_EACH = 0.9
+_STANDARD_ERRORS = 1.0
 _MOST_KERNELS = 5
 # Between these numbers of multiplications, the same kernels go before. That cuDNN lists
 # a kernel for a convolution says as much as the work does.
@@ -129,7 +133,7 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
         for low, high in itertools.pairwise(_BOUNDS[kind]):
             times = [x["kernels"] for x in group if low <= x["sizes"][-1] < high]
             names = _preferred(times, _is_faster_kernel)
-            ratio = _ratio_in_others(times, _is_faster_kernel)
+            ratio = _ratio_in_others(times)
             if names and ratio <= _FASTER_IN_OTHERS:
                 found.append(
                     {
@@ -156,18 +160,17 @@ def engine_orders(
 
     Windows of 1 are judged by themselves, and groups are left out: they differ.
     """
-    groups: defaultdict[tuple[str, str, bool, int], list[Mapping[str, float]]]
-    groups = defaultdict(list)
+    groups: defaultdict[tuple[Any, ...], list[Mapping[str, float]]] = defaultdict(list)
     for row in rows:
-        kind, bits = kind_and_bits(row["class"])
-        if kind.startswith("conv") and not is_of_groups(row["class"]):
+        name = row["class"]
+        kind, bits = kind_and_bits(name)
+        if kind.startswith("conv") and not is_of_groups(name):
             first = row["first_engine"]
             others = {e: x for e, x in row["engines"].items() if e != str(first)}
-            groups[kind, bits, is_of_ones(row["class"]), first].append(others)
+            groups[kind, bits, is_of_ones(name), first].append(others)
     for (kind, bits, is_ones, first), times in sorted(groups.items()):
         names = _preferred(times, _is_faster_engine)
-        # They are few: each is judged by all others.
-        ratio = _ratio_in_others(times, _is_faster_engine_in_others, size=1)
+        ratio = _engine_ratio_in_others(times)
         if names and ratio <= _FASTER_IN_OTHERS:
             yield {
                 "kind": kind,
@@ -182,23 +185,43 @@ def engine_orders(
             }
 
 
+def _engine_ratio_in_others(times: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean ratio of engines that go first, each chosen by all others.
+
+    They are few, so the one that is left out counts among those timed with both.
+    """
+    found: list[float] = []
+    for (each,), others in _blocks(times, beside=0, size=1):
+        left_out = functools.partial(_is_faster_engine, left_out=each)
+        ratio = _ratio_of_first(each, _preferred(others, left_out))
+        if ratio is not None:
+            found.append(ratio)
+    return statistics.geometric_mean(found) if found else 1.0
+
+
 def _is_faster(ratios: Sequence[float]) -> bool:
     """Whether a plan was faster than another one on the whole, by its ratios to it."""
     is_less = statistics.geometric_mean(ratios) <= _FASTER
     return is_less and sum(map(cost_of, ratios)) < 0
 
 
-def _is_faster_kernel(ratios: Sequence[float]) -> bool:
+def _is_faster_kernel(name: str, ratios: Sequence[float]) -> bool:
+    del name
     return len(ratios) >= _FEWEST_OF_KERNEL and _is_faster(ratios)
 
 
-def _is_faster_engine(ratios: Sequence[float], left_out: int = 0) -> bool:
-    count = len(ratios) + left_out
-    is_faster_for_each = count >= _FEW_WITH_BOTH and max(ratios) <= _FASTER_FOR_EACH
-    return (count >= _FEWEST_WITH_BOTH or is_faster_for_each) and _is_faster(ratios)
-
-
-_is_faster_engine_in_others = functools.partial(_is_faster_engine, left_out=1)
+def _is_faster_engine(
+    name: str, ratios: Sequence[float], left_out: Mapping[str, float] | None = None
+) -> bool:
+    count = len(ratios) + (name in (left_out or ()))
+    if count < _FEW_WITH_BOTH or not _is_faster(ratios):
+        return False
+    if max(ratios) <= _FASTER_FOR_EACH:
+        return True
+    logs = [math.log(ratio) for ratio in ratios]
+    error = statistics.stdev(logs) / math.sqrt(len(logs))
+    is_sure = statistics.mean(logs) + _STANDARD_ERRORS * error < 0
+    return count >= _FEWEST_WITH_BOTH and is_sure
 
 
 _Row = TypeVar("_Row")
@@ -214,17 +237,12 @@ def _blocks(
         yield rows[start:end], others
 
 
-def _ratio_in_others(
-    times: Sequence[Mapping[str, float]],
-    is_faster: Callable[[Sequence[float]], bool],
-    *,
-    size: int = _TOGETHER,
-) -> float:
-    """Return the mean ratio of preferred plans where these had no part in it."""
+def _ratio_in_others(times: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean ratio of preferred kernels where these had no part in it."""
     found = [
         _ratio_of_first(each, names)
-        for block, others in _blocks(times, beside=0, size=size)
-        for names in [_preferred(others, is_faster)]
+        for block, others in _blocks(times, beside=0)
+        for names in [_preferred(others, _is_faster_kernel)]
         for each in block
     ]
     ratios = [ratio for ratio in found if ratio is not None]
@@ -232,7 +250,8 @@ def _ratio_in_others(
 
 
 def _preferred(
-    times: Sequence[Mapping[str, float]], is_faster: Callable[[Sequence[float]], bool]
+    times: Sequence[Mapping[str, float]],
+    is_faster: Callable[[str, Sequence[float]], bool],
 ) -> list[str]:
     """Return which plans go first, given what plans took as ratios.
 
@@ -248,7 +267,7 @@ def _preferred(
         saved = {
             name: -sum(map(cost_of, found))
             for name, found in ratios.items()
-            if is_faster(found)
+            if is_faster(name, found)
         }
         best = max(saved, key=lambda name: saved[name], default=None)
         if best is None:
@@ -269,14 +288,13 @@ def of_rows(
         kernel = Kernel(name=row["class"], rows=m, columns=n, depth=depth)
         engine, ratio = row["first_engine"], row["ratio"]
         each = _preference_for(kernel, row["op"], rules.preferred)
+        order = next((x for x in rules.engines if goes_before(x, kernel, engine)), None)
         if each is not None and engine == each["engine"]:
             ratio *= _gain(row, each)
-        for order in rules.engines:
-            if goes_before(order, kernel) and engine == order["first"]:
-                names = [str(x) for x in order["before"] if str(x) in row["engines"]]
-                if names:
-                    engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
-                break
+        elif order is not None:
+            names = [str(x) for x in order["before"] if str(x) in row["engines"]]
+            if names:
+                engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
         if engine not in rules.slow.get(kind_and_bits(row["class"])[0], ()):
             yield kernel, round(ratio, 3)
 
@@ -449,7 +467,7 @@ def markdown(
         "",
         "Engines that go before another one where cuDNN lists that one first, for",
         "convolutions without groups, with 32 channels or more. The ratio is that of",
-        "their first plans' times for kernels of which each was judged by the others:",
+        "their first plans' times, for each kernel by engines that the others choose:",
         "",
         "| | | windows | first by cuDNN | goes before it | ratio | kernels measured |",
         "| --- | --- | --- | ---: | ---: | ---: | ---: |",

@@ -93,6 +93,9 @@ def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> No
     assert not found(*rows(0.1, 0.5))
     assert not found(*rows(0.1, 0.5, 0.5, 0.5, 0.92))
     assert found(*rows(0.1, 0.5, 0.5, 0.5, 0.5, 0.92))
+    # The mean is 0.86 of both, but only the first is surely below 1.
+    assert found(*rows(*[0.75, 0.99] * 4))
+    assert not found(*rows(*[0.4, *[0.99] * 5]))
     # Hardly faster; often slower; only for one; groups; a product.
     assert not found(*rows(*[0.97] * 20))
     assert not found(*rows(*[0.5, 1.9] * 10))
@@ -128,7 +131,9 @@ def test_ratios_are_with_the_engines_that_go_first(script: ModuleType) -> None:
         "first": 7, "before": [4, 9], "ratio": 0.7, "count": 9, "of": 9,
     }  # fmt: skip
     slow = {"conv_fprop": [7, 9]}
-    rules = script.Rules(slow=slow, preferred=[], engines=[order])
+    rules = script.Rules(
+        slow=slow, preferred=[], engines=[{**order, "first": 5}, order]
+    )
 
     def ratios(engines: dict[str, float], **fields: Any) -> list[float]:
         row = _row({}, **{"first_engine": 7, "engines": engines, **fields})
@@ -139,7 +144,23 @@ def test_ratios_are_with_the_engines_that_go_first(script: ModuleType) -> None:
     assert ratios({"7": 1.0, "4": 0.8}, op="conv_fprop") == [0.8]
     assert ratios({"7": 1.0, "9": 0.1}) == []
     assert ratios({"7": 1.0, "11": 0.1}) == []
-    assert ratios({"5": 1.0, "4": 0.8}, first_engine=5) == [1.0]
+    assert ratios({"6": 1.0, "4": 0.8}, first_engine=6) == [1.0]
+    assert ratios({"5": 1.0, "4": 0.8}, first_engine=5) == [0.8]
+    # A kernel of the first engine is wanted instead, as when a plan is asked for.
+    rows = [_row({1: 0.5})] * 80
+    preferred = script.preferences(rows, 91900)
+    both = script.Rules(slow={}, preferred=preferred, engines=[{**order, "first": 4}])
+    row = _row({1: 0.6}, engines={"4": 1.0, "9": 0.1})
+    assert [found for _, found in script.of_rows([row], both)] == [0.6]
+
+
+def test_what_is_left_out_has_no_part_in_choosing(script: ModuleType) -> None:
+    # Engine 9 was timed five times, which is too few where one of them is near 1. That
+    # one row of it is left out does not make it six.
+    times = [{"4": 0.8, "9": ratio} for ratio in (0.3, 0.4, 0.5, 0.95, 0.95)]
+    times += [{"4": 0.8}] * 3
+    assert script._preferred(times, script._is_faster_engine) == ["4"]
+    assert script._engine_ratio_in_others(times) == pytest.approx(0.8)
 
 
 def test_kernels_are_judged_by_others_than_those_beside_them(

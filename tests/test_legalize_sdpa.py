@@ -8,6 +8,7 @@ tests/gpuless and tests/gpu.
 """
 
 import dataclasses
+import functools
 import itertools
 import os
 import subprocess
@@ -19,10 +20,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jax_cudnn
 from jax_cudnn.graph import Graph, Target, from_json, to_json
 from jax_cudnn.graph.sdpa import SDPA
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize import sdpa as legalize_sdpa
+from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention import attention_graph, backward_graph
@@ -648,23 +651,52 @@ def test_f32_is_taken_forward_as_slower_and_refused_backward() -> None:
     assert legal.slower == ""
 
 
+_CALLS: dict[str, Any] = {
+    "plain": jax_cudnn.sdpa,
+    "dropout": functools.partial(
+        jax_cudnn.sdpa, dropout_rate=0.1, dropout_key=jax.random.key(0)
+    ),
+    "one array": lambda q, k, v: jax_cudnn.qkv_sdpa(jnp.stack([q, k, v], axis=2)),
+}
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_f32_and_small_attention_are_slower_by_the_call(name: str) -> None:
+    def reasons(dtype: str) -> set[str]:
+        operand = jax.ShapeDtypeStruct((8, 256, 1, 64), jnp.dtype(dtype))
+        (traced,) = traced_graphs(_CALLS[name], *[operand] * 3)
+        return {each.slower for each in legalize(traced.graph, _HOPPER).candidates}
+
+    (f32,) = reasons("float32")
+    assert f32.startswith("cuDNN's f32 attention takes up to twice XLA's time")
+    (small,) = reasons("bfloat16")
+    assert small.startswith("with one head") == (name == "plain")
+    assert small == "" or name == "plain"
+
+
 @pytest.mark.parametrize(
     ("changes", "is_trained", "is_slower"),
     [
         # One head or one sequence, up to 2 and with gradients 3 million scores.
         ({"b": 8, "h": 1}, False, True),
         ({"b": 1, "h": 8}, False, True),
-        ({"b": 8, "h": 1, "s": 513}, False, False),
-        ({"b": 8, "h": 1, "s": 513}, True, True),
+        ({"b": 8, "h": 1, "s": 513, "t": 513}, False, False),
+        ({"b": 8, "h": 1, "s": 513, "t": 513}, True, True),
         ({"b": 12, "h": 1}, True, True),
-        ({"b": 12, "h": 1, "s": 513}, True, False),
+        ({"b": 12, "h": 1, "s": 513, "t": 513}, True, False),
         ({"b": 1, "h": 8, "is_causal": True}, True, True),
-        # What was not measured: several of both, few tokens, fewer key heads, and what
-        # is more than causal.
+        ({"b": 8, "h": 1, "d": 256, "e": 256}, False, True),
+        # Several of both.
         ({"b": 2, "h": 2}, False, False),
         ({"b": 2, "h": 2}, True, False),
-        ({"b": 8, "h": 1, "s": 127}, False, False),
-        ({"b": 8, "h": 1, "t": 127}, True, False),
+        # What was not measured: few tokens, keys of another number or size, other
+        # layouts and head sizes, and what is more than causal.
+        ({"b": 8, "h": 1, "s": 127, "t": 127}, False, False),
+        ({"b": 8, "h": 1, "t": 256}, True, False),
+        ({"b": 8, "h": 1, "e": 128}, True, False),
+        ({"b": 8, "h": 1, "d": 32, "e": 32}, True, False),
+        ({"b": 8, "h": 1, "order": (2, 0, 1, 3)}, False, False),
+        ({"b": 8, "h": 1, "order": (0, 1, 2, 3)}, True, False),
         ({"b": 1, "h": 8, "k": 2}, False, False),
         ({"b": 8, "h": 1, "window": (64, 0)}, False, False),
         ({"b": 8, "h": 1, "bias": "1hst"}, True, False),

@@ -70,9 +70,8 @@ class Reasons {
   std::vector<std::string> reasons_;
 };
 
-// What the request wants before the first candidate, of this engine.
-const std::vector<WantedPlan>* WantedBefore(const PlanRequest& request,
-                                            int64_t engine) {
+// What is wanted before a first candidate of this engine.
+const std::vector<WantedPlan>* WantedBefore(const PlanRequest& request, int64_t engine) {
   for (const PlanPreference& each : request.preferences) {
     if (each.first_engine == engine) return &each.wanted;
   }
@@ -80,31 +79,34 @@ const std::vector<WantedPlan>* WantedBefore(const PlanRequest& request,
 }
 
 // The places of an attempt's candidates in the order in which they are tried: cuDNN's
-// own, but for one that the request prefers.
+// own, after those that the request prefers.
 std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& request) {
   std::vector<int64_t> places(attempt.count());
   std::iota(places.begin(), places.end(), 0);
   if (request.preferences.empty()) return places;
   const std::vector<WantedPlan>* wanted = nullptr;
-  size_t best = 0;  // what is found so far comes here among the wanted ones
-  auto found = places.end();
-  for (auto place = places.begin(); place != places.end(); ++place) {
-    const auto candidate = attempt.Describe(*place);
+  std::vector<int64_t> found;  // the place of each wanted one, -1 where it is not listed
+  for (const int64_t place : places) {
+    const auto candidate = attempt.Describe(place);
     if (!candidate.ok()) continue;  // said where it is tried
     if (wanted == nullptr) {
       wanted = WantedBefore(request, candidate->engine);
-      if (wanted == nullptr) break;
-      best = wanted->size();
+      if (wanted == nullptr) return places;
+      found.assign(wanted->size(), -1);
     }
-    for (size_t i = 0; i < best; ++i) {
+    for (size_t i = 0; i < found.size(); ++i) {
       const auto& [engine, knobs] = (*wanted)[i];
-      if (engine != candidate->engine) continue;
-      if (knobs.has_value() && *knobs != candidate->knobs) continue;
-      best = i;
-      found = place;
+      if (found[i] >= 0 || engine != candidate->engine) continue;
+      if (!knobs.has_value() || *knobs == candidate->knobs) found[i] = place;
     }
   }
-  if (found != places.end()) std::rotate(places.begin(), found, found + 1);
+  auto next = places.begin();
+  for (const int64_t place : found) {
+    const auto old = std::find(next, places.end(), place);
+    if (old == places.end()) continue;  // not listed, or wanted twice
+    std::rotate(next, old, old + 1);
+    ++next;
+  }
   return places;
 }
 

@@ -40,8 +40,8 @@ struct WantedPlan {
   }
 };
 
-// Where cuDNN's first candidate is of this engine, the first of the wanted ones that is
-// listed is tried before it. Nothing changes where none of them is.
+// Where cuDNN's first candidate is of this engine, those of the wanted ones that are
+// listed are tried before it, one after another.
 struct PlanPreference {
   int64_t first_engine = 0;
   std::vector<WantedPlan> wanted;

@@ -9,14 +9,18 @@ from jax_cudnn.graph import Graph, SdpaAttributes
 from jax_cudnn.graph.kinds import roles_in
 
 # Scores of all heads and sequences, up to which XLA was faster: of a forward pass
-# alone, and of one with gradients.
+# alone, and where it gives the log-sum-exp, which gradients need.
 MOST_SCORES = 2**21
 MOST_TRAINED_SCORES = 3 * 2**20
-# Fewer queries or keys were not measured: decoding is another matter.
+# What was measured: arrays as jax.nn has them, of so many tokens, of these head sizes.
+_ORDER = (0, 2, 1, 3)
 _FEWEST_TOKENS = 128
+_HEAD_SIZES = range(64, 257)
 
 _PLAIN = frozenset({"query", "key", "value", "output", "stats"})
-_GRADIENTS = frozenset({"grad_output", "grad_query", "grad_key", "grad_value"})
+_GRADIENTS = frozenset(
+    {"grad_output", "grad_stats", "grad_query", "grad_key", "grad_value"}
+)
 _F32_IS_SLOW = (
     "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
     'tokens) and has no gradient; implementation="cudnn" uses it, in memory that does '
@@ -38,17 +42,21 @@ def slower(graph: Graph) -> str:
     node = graph.sole_node()
     assert node is not None
     roles = roles_in(graph, node)
-    if roles["query"].dtype == "f32" and node.kind == "sdpa":
+    if roles["output"].dtype == "f32":  # There are gradients in 16 bits only.
         return _F32_IS_SLOW
     attributes = node.attributes
     assert isinstance(attributes, SdpaAttributes)
     plain = SdpaAttributes(scale=attributes.scale, is_causal=attributes.is_causal)
     if attributes != plain or not roles.keys() <= _PLAIN | _GRADIENTS:
         return ""
-    batch, heads, queries, _ = roles["query"].dims
-    _, key_heads, keys, _ = roles["key"].dims
-    if min(queries, keys) < _FEWEST_TOKENS or heads != key_heads:
-        return ""
+    query, *others = (roles[role] for role in ("query", "key", "value"))
+    batch, heads, tokens, size = query.dims
+    is_measured = (
+        all((x.dims, x.order) == (query.dims, query.order) for x in others)
+        and query.order == _ORDER
+        and tokens >= _FEWEST_TOKENS
+        and size in _HEAD_SIZES
+    )
     most = MOST_TRAINED_SCORES if "stats" in roles else MOST_SCORES
-    is_small = min(batch, heads) == 1 and batch * heads * queries * keys <= most
-    return _FEW_SCORES.format(most // 2**20) if is_small else ""
+    is_small = min(batch, heads) == 1 and batch * heads * tokens**2 <= most
+    return _FEW_SCORES.format(most // 2**20) if is_measured and is_small else ""

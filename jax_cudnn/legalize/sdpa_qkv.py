@@ -26,6 +26,7 @@ from jax_cudnn.legalize.legalization import (
     Rule,
     Usual,
 )
+from jax_cudnn.legalize.sdpa_defaults import slower
 from jax_cudnn.reference.dtypes import jax_dtype
 
 _ROLES = ("query", "key", "value")
@@ -49,7 +50,9 @@ def _legalize(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
     divided = _Divided(graph)
     found = rule(divided.graph, target)
     candidates: list[Legal] = []
-    for legal in found.candidates:
+    for each in found.candidates:
+        # XLA has to divide the array first.
+        legal = replace(each, slower=slower(graph))
         in_place = divided.in_place(legal)
         why = _PADDED
         if in_place is not None:

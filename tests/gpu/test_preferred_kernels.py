@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the kernels right that go before an engine's own choice, and do they run?"""
+"""Are the plans right that go before cuDNN's first one, and do they run?"""
 
 import json
 from collections.abc import Sequence
@@ -38,6 +38,33 @@ def _convolution(
     return graph
 
 
+def _alone(
+    kind: str,
+    dtype: str,
+    images: Sequence[int],
+    window: Sequence[int],
+    step: int,
+) -> Graph:
+    letters = "DHW"[-(len(images) - 2) :]
+    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+    steps = (step,) * (len(images) - 2)
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax_cudnn.conv(x, w, steps, "SAME", dimension_numbers=numbers)
+
+    def gradients(x: jax.Array, w: jax.Array) -> Any:
+        y, pullback = jax.vjp(layer, x, w)
+        return pullback(y)
+
+    shapes = images, window
+    operands = [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
+    parts = [
+        part for each in traced_graphs(gradients, *operands) for part in each.parts
+    ]
+    (found,) = (part for part in parts if part.nodes[0].kind == kind)
+    return found
+
+
 def _product(dtype: str, m: int, r: int, n: int) -> Graph:
     def layer(a: jax.Array, b: jax.Array) -> jax.Array:
         return jax_cudnn.matmul(a, b, activation="gelu")
@@ -62,6 +89,28 @@ _MADE = {
     ),
     "few channels": lambda dtype: _convolution(
         dtype, (2, 12, 12, 12, 32), (3, 3, 3, 32, 32), 1, activation="silu"
+    ),
+    # Where cuDNN listed engine 22, 40, 57, 63, 10, 47 and 28 first.
+    "images, few places": lambda dtype: _alone(
+        "conv_dgrad", dtype, (4, 32, 32, 480), (3, 3, 480, 80), 2
+    ),
+    "images, 3 axes": lambda dtype: _alone(
+        "conv_dgrad", dtype, (1, 16, 16, 16, 64), (5, 5, 5, 64, 256), 1
+    ),
+    "images, 1 axis": lambda dtype: _alone(
+        "conv_dgrad", dtype, (2, 512, 128), (3, 128, 512), 1
+    ),
+    "images, windows of 1": lambda dtype: _alone(
+        "conv_dgrad", dtype, (8, 14, 14, 512), (1, 1, 512, 256), 1
+    ),
+    "filters, 3 axes": lambda dtype: _alone(
+        "conv_wgrad", dtype, (1, 21, 21, 21, 96), (3, 3, 3, 96, 192), 1
+    ),
+    "filters": lambda dtype: _alone(
+        "conv_wgrad", dtype, (5, 21, 21, 128), (5, 5, 128, 96), 1
+    ),
+    "large windows": lambda dtype: _alone(
+        "conv_fprop", dtype, (1, 16, 16, 16, 64), (5, 5, 5, 64, 256), 1
     ),
     "a product": lambda dtype: _product(dtype, 2048, 1536, 2048),
 }

@@ -256,7 +256,11 @@ def _variant(candidate: Mapping[str, Any]) -> int:
     return json.loads(candidate["request"])["variant"]
 
 
-def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
+def _in_front(listed: _Candidates, *each: dict[str, Any]) -> list[str]:
+    return list(dict.fromkeys(_names([*each, *listed])))
+
+
+def test_what_is_wanted_is_tried_before_the_first_in_its_order() -> None:
     moved = crossed = 0
     for kind, usual in _all().items():
         first = usual[0]
@@ -274,20 +278,15 @@ def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
 
         engine = first["engine"]
         unknown = {"engine": engine, "knobs": {"KERNEL_CFG": 12345}}
-        rest = [each["name"] for each in usual if each is not other]
+
+        in_front = functools.partial(_in_front, usual)
+        both = [wanted(other), *([] if other is first else [wanted(first)])]
         for request, expected in (
+            (preferring(wanted(other), first_engine=engine), in_front(other)),
+            # Those that are listed, one after another.
             (
-                preferring(wanted(other), first_engine=engine),
-                [other["name"], *rest],
-            ),
-            # The first of those that are listed.
-            (
-                preferring(
-                    *(unknown, wanted(other)),
-                    *([] if other is first else [wanted(first)]),
-                    first_engine=engine,
-                ),
-                [other["name"], *rest],
+                preferring(*(unknown, *both), first_engine=engine),
+                in_front(other, first),
             ),
             (preferring(unknown, first_engine=engine), _names(usual)),
             # Another engine comes first.
@@ -313,15 +312,25 @@ def test_a_preferred_kernel_of_the_first_engine_is_tried_before_it() -> None:
         any_of_it, other = {"engine": of_engine[0]["engine"]}, of_engine[-1]
         missing = {"engine": 12345}
         for request, expected in (
-            (preferring(any_of_it, first_engine=engine), of_engine[0]),
-            (preferring(wanted(other), first_engine=engine), other),
-            (preferring(missing, any_of_it, first_engine=engine), of_engine[0]),
-            (preferring(wanted(first), any_of_it, first_engine=engine), first),
-            (preferring(missing, first_engine=engine), first),
-            (preferring(any_of_it, first_engine=engine + 1000), first),
+            (preferring(any_of_it, first_engine=engine), in_front(of_engine[0])),
+            (preferring(wanted(other), first_engine=engine), in_front(other)),
+            (
+                preferring(missing, any_of_it, first_engine=engine),
+                in_front(of_engine[0]),
+            ),
+            (
+                preferring(wanted(first), any_of_it, first_engine=engine),
+                in_front(first, of_engine[0]),
+            ),
+            # The same plan twice.
+            (
+                preferring(wanted(of_engine[0]), any_of_it, first_engine=engine),
+                in_front(of_engine[0]),
+            ),
+            (preferring(missing, first_engine=engine), _names(usual)),
+            (preferring(any_of_it, first_engine=engine + 1000), _names(usual)),
         ):
             answer = _ask({kind: request}, build=True)[kind]
-            rest = [each["name"] for each in usual if each is not expected]
-            assert _names(answer["candidates"]) == [expected["name"], *rest], request
+            assert _names(answer["candidates"]) == expected, request
     assert moved
     assert crossed
