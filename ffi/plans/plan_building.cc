@@ -71,7 +71,8 @@ class Reasons {
 };
 
 // What is wanted before a first candidate of this engine.
-const std::vector<WantedPlan>* WantedBefore(const PlanRequest& request, int64_t engine) {
+const std::vector<WantedPlan>* WantedBefore(const PlanRequest& request,
+                                            int64_t engine) {
   for (const PlanPreference& each : request.preferences) {
     if (each.first_engine == engine) return &each.wanted;
   }
@@ -85,7 +86,8 @@ std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& re
   std::iota(places.begin(), places.end(), 0);
   if (request.preferences.empty()) return places;
   const std::vector<WantedPlan>* wanted = nullptr;
-  std::vector<int64_t> found;  // the place of each wanted one, -1 where it is not listed
+  std::vector<int64_t>
+      found;  // the place of each wanted one, -1 where it is not listed
   for (const int64_t place : places) {
     const auto candidate = attempt.Describe(place);
     if (!candidate.ok()) continue;  // said where it is tried
