@@ -157,6 +157,11 @@ def test_with_shardings_in_types(name: str) -> None:
     want = jax.jit(program)(*_operands(feature))
     mesh = mesh_of(AxisType.Explicit, x=4, y=2)
     with jax.set_mesh(mesh):
+        if name == "score_mod" and jax.__version_info__ < (0, 11):
+            # Before, JAX took no element of slopes that are divided.
+            with pytest.raises(Exception, match="dynamic_slice on sharded dims"):
+                jax.jit(program)(*_placed(feature, mesh))
+            return
         got = jax.jit(program)(*_placed(feature, mesh))
     _assert_same(got, want)
     for x, spec in zip(got[1], feature.specs, strict=True):

@@ -86,8 +86,7 @@ std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& re
   std::iota(places.begin(), places.end(), 0);
   if (request.preferences.empty()) return places;
   const std::vector<WantedPlan>* wanted = nullptr;
-  std::vector<int64_t>
-      found;  // the place of each wanted one, -1 where it is not listed
+  std::vector<int64_t> found;  // for each wanted one; -1 where it is not listed
   for (const int64_t place : places) {
     const auto candidate = attempt.Describe(place);
     if (!candidate.ok()) continue;  // said where it is tried
