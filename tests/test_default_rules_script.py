@@ -171,6 +171,12 @@ def test_kernels_are_judged_by_others_than_those_beside_them(
     found = list(script.judged(rows, {}, 91900))
     assert [each.ratio for each in found] == [0.5] * 64 + [2.0] * 64
     assert [each.is_cudnns for each in found] == [True] * 64 + [False] * 64
+    # The fastest of the engines' first plans, if it is faster than what runs.
+    assert {each.best_ratio for each in found} == {0.5, 2.0}
+    engines = {"4": 1.0, "7": 0.4, "9": 0.9}
+    rows[-1] = _row({}, **slow, engines=engines)
+    *_, last = script.judged(rows, {}, 91900)
+    assert (last.ratio, last.best_ratio) == (2.0, pytest.approx(0.8))
     # Of those right beside a block, nothing is known.
     assert all(each.is_cudnns for each in script.judged(rows[64:96], {}, 91900))
 
