@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is what "auto" goes by made of measured times (scripts/default_rules.py)?"""
+"""How is what "auto" goes by made of measured times (scripts/measured_rules.py)?"""
 
 import importlib
 import json
@@ -25,7 +25,7 @@ _ROOT = Path(__file__).parent.parent
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """Import the script, which is no part of the package and reads the benchmarks."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(_ROOT)])
-    return importlib.import_module("scripts.default_rules")
+    return importlib.import_module("scripts.measured_rules")
 
 
 def _row(kernels: dict[int, float], **fields: Any) -> dict[str, Any]:

@@ -1,0 +1,378 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What do measured times say of other kernels, and of which plans are to go first?
+
+A row is what `benchmarks/untuned.py` measured of a kernel. For another kernel, those
+most like it decide (legalize/nearest.py). Some kernels of an engine are tried before
+the engine's own choice, for contractions with something around them, if they were
+faster: on the whole, and in blocks that had no part in choosing them. So is an engine
+before another one that cuDNN lists first, for convolutions. Contractions are then
+written with these plans' times.
+
+Engines that took several times as long as cuDNN's first plan wherever they were
+measured are left to XLA where they come first.
+
+How well this does is judged in blocks of kernels, each by the others, without those
+that were measured right before and after its block: these may be of the same call.
+"""
+
+import functools
+import itertools
+import json
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jax
+
+from benchmarks.fusion_cells import CELLS
+from jax_cudnn import choices
+from jax_cudnn.graph import label
+from jax_cudnn.legalize.measured import (
+    goes_before,
+    is_of_groups,
+    is_of_ones,
+    is_preferred,
+    kernel_of,
+    kind_and_bits,
+)
+from jax_cudnn.legalize.nearest import Kernel, Measured, cost_of
+from jax_cudnn.lowering import traced_program
+
+# Kernels that are measured in a row may be of one call: so many are judged together.
+_TOGETHER = 16
+# An engine is slow if it never took less than so many times as long as the first plan.
+_SLOW_ENGINE = 3.0
+_FEWEST_OF_ENGINE = 2
+# A kernel goes before an engine's own choice that took, as a geometric mean over so
+# many, no more than this of its time; and than that, in blocks that did not choose it.
+_FASTER = 0.95
+_FASTER_IN_OTHERS = 0.96
+_FEWEST_OF_KERNEL = 8
+# For one engine to go before another, so many kernels have to be timed with both; or so
+# few, if it took no more than this of the other's time for each of them. There are many
+# pairs of engines, so the mean has to be so many of its standard errors below none.
+# With 2 instead of 1, or with three axes apart, fewer rules are left. Then cuDNN gains
+# 2 % less if kernels are judged by others, and has as many losses.
+_FEWEST_WITH_BOTH = 6
+_FEW_WITH_BOTH = 3
+_FASTER_FOR_EACH = 0.9
+_STANDARD_ERRORS = 1.0
+_MOST_KERNELS = 5
+# Between these numbers of multiplications, the same kernels go before. That cuDNN lists
+# a kernel for a convolution says as much as the work does.
+_BOUNDS = {
+    "conv_fprop": (2**20, 2**40),
+    "matmul": (2**20, 2**28, 2**32, 2**36, 2**40),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judged:
+    """A kernel, and whether cuDNN runs it by what is known of the others.
+
+    ``best_ratio`` is with the fastest of the engines' first plans.
+    """
+
+    kernel: Kernel
+    ratio: float
+    best_ratio: float
+    is_cudnns: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rules:
+    """What follows from rows: see `slow_engines`, `preferences`, `engine_orders`."""
+
+    slow: Mapping[str, Sequence[int]]
+    preferred: Sequence[Mapping[str, Any]]
+    engines: Sequence[Mapping[str, Any]]
+
+
+def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """Return the engines that were slow wherever they were measured, by kind."""
+    ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
+    for row in rows:
+        kind, _ = kind_and_bits(row["class"])
+        for engine, ratio in row["engines"].items():
+            if int(engine) != row["first_engine"]:
+                ratios[kind, int(engine)].append(ratio)
+    found: defaultdict[str, list[int]] = defaultdict(list)
+    for (kind, engine), each in sorted(ratios.items()):
+        if len(each) >= _FEWEST_OF_ENGINE and min(each) >= _SLOW_ENGINE:
+            found[kind].append(engine)
+    return dict(found)
+
+
+def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str, Any]]:
+    """Return the kernels that go before their engines' own choice, and for which work.
+
+    The first that cuDNN lists for a problem is taken. Where it lists none, nothing
+    changes.
+    """
+    groups: defaultdict[tuple[str, str, int], list[Mapping[str, Any]]] = defaultdict(
+        list
+    )
+    for row in rows:
+        if "+" in row["op"] and row.get("kernels"):
+            groups[*kind_and_bits(row["class"]), row["first_engine"]].append(row)
+    found: list[dict[str, Any]] = []
+    for (kind, bits, engine), group in sorted(groups.items()):
+        for low, high in itertools.pairwise(_BOUNDS[kind]):
+            times = [x["kernels"] for x in group if low <= x["sizes"][-1] < high]
+            names = _preferred(times, _is_faster_kernel)
+            ratio = _ratio_in_others(times)
+            if names and ratio <= _FASTER_IN_OTHERS:
+                found.append(
+                    {
+                        "kind": kind,
+                        "bits": bits,
+                        "cudnn": cudnn,
+                        "engine": engine,
+                        "knobs": [json.loads(name) for name in names],
+                        "work": [low, high],
+                        "ratio": round(ratio, 3),
+                        "count": sum(
+                            not each.keys().isdisjoint(names) for each in times
+                        ),
+                        "of": len(times),
+                    }
+                )
+    return found
+
+
+def engine_orders(
+    rows: Sequence[Mapping[str, Any]], cudnn: int
+) -> Iterator[dict[str, Any]]:
+    """Yield engines that come first for convolutions, with those to go before them.
+
+    Windows of 1 are judged by themselves, and groups are left out: they differ.
+    """
+    groups: defaultdict[tuple[Any, ...], list[Mapping[str, float]]] = defaultdict(list)
+    for row in rows:
+        name = row["class"]
+        kind, bits = kind_and_bits(name)
+        if kind.startswith("conv") and not is_of_groups(name):
+            first = row["first_engine"]
+            others = {e: x for e, x in row["engines"].items() if e != str(first)}
+            groups[kind, bits, is_of_ones(name), first].append(others)
+    for (kind, bits, is_ones, first), times in sorted(groups.items()):
+        names = _preferred(times, _is_faster_engine)
+        ratio = _engine_ratio_in_others(times)
+        if names and ratio <= _FASTER_IN_OTHERS:
+            yield {
+                "kind": kind,
+                "bits": bits,
+                "cudnn": cudnn,
+                "windows_of_1": is_ones,
+                "first": first,
+                "before": [int(name) for name in names],
+                "ratio": round(ratio, 3),
+                "count": sum(not each.keys().isdisjoint(names) for each in times),
+                "of": len(times),
+            }
+
+
+def _engine_ratio_in_others(times: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean ratio of engines that go first, each chosen by all others.
+
+    They are few, so the one that is left out counts among those timed with both.
+    """
+    found: list[float] = []
+    for (each,), others in _blocks(times, beside=0, size=1):
+        left_out = functools.partial(_is_faster_engine, left_out=each)
+        ratio = _ratio_of_first(each, _preferred(others, left_out))
+        if ratio is not None:
+            found.append(ratio)
+    return statistics.geometric_mean(found) if found else 1.0
+
+
+def _is_faster(ratios: Sequence[float]) -> bool:
+    """Whether a plan was faster than another one on the whole, by its ratios to it."""
+    is_less = statistics.geometric_mean(ratios) <= _FASTER
+    return is_less and sum(map(cost_of, ratios)) < 0
+
+
+def _is_faster_kernel(name: str, ratios: Sequence[float]) -> bool:
+    del name
+    return len(ratios) >= _FEWEST_OF_KERNEL and _is_faster(ratios)
+
+
+def _is_faster_engine(
+    name: str, ratios: Sequence[float], left_out: Mapping[str, float] | None = None
+) -> bool:
+    count = len(ratios) + (name in (left_out or ()))
+    if count < _FEW_WITH_BOTH or not _is_faster(ratios):
+        return False
+    if max(ratios) <= _FASTER_FOR_EACH:
+        return True
+    logs = [math.log(ratio) for ratio in ratios]
+    error = statistics.stdev(logs) / math.sqrt(len(logs))
+    is_sure = statistics.mean(logs) + _STANDARD_ERRORS * error < 0
+    return count >= _FEWEST_WITH_BOTH and is_sure
+
+
+_Row = TypeVar("_Row")
+
+
+def _blocks(
+    rows: Sequence[_Row], *, beside: int, size: int = _TOGETHER
+) -> Iterator[tuple[Sequence[_Row], Sequence[_Row]]]:
+    """Yield blocks of rows, each with the others but for so many right beside it."""
+    for start in range(0, len(rows), size):
+        end = start + size
+        others = [*rows[: max(0, start - beside)], *rows[end + beside :]]
+        yield rows[start:end], others
+
+
+def _ratio_in_others(times: Sequence[Mapping[str, float]]) -> float:
+    """Return the mean ratio of preferred kernels where these had no part in it."""
+    found = [
+        _ratio_of_first(each, names)
+        for block, others in _blocks(times, beside=0)
+        for names in [_preferred(others, _is_faster_kernel)]
+        for each in block
+    ]
+    ratios = [ratio for ratio in found if ratio is not None]
+    return statistics.geometric_mean(ratios) if ratios else 1.0
+
+
+def _preferred(
+    times: Sequence[Mapping[str, float]],
+    is_faster: Callable[[str, Sequence[float]], bool],
+) -> list[str]:
+    """Return which plans go first, given what plans took as ratios.
+
+    Each is the one that saves most where the ones before it are not listed.
+    """
+    names: list[str] = []
+    while len(names) < _MOST_KERNELS:
+        ratios: defaultdict[str, list[float]] = defaultdict(list)
+        for each in times:
+            if _ratio_of_first(each, names) is None:
+                for name, ratio in each.items():
+                    ratios[name].append(ratio)
+        saved = {
+            name: -sum(map(cost_of, found))
+            for name, found in ratios.items()
+            if is_faster(name, found)
+        }
+        best = max(saved, key=lambda name: saved[name], default=None)
+        if best is None:
+            break
+        names.append(best)
+    return names
+
+
+def of_rows(
+    rows: Iterable[Mapping[str, Any]], rules: Rules
+) -> Iterator[tuple[Kernel, float]]:
+    """Yield the kernels of rows with their ratios, but for those of slow engines.
+
+    Where another plan goes before the first, its time counts.
+    """
+    for row in rows:
+        m, n, depth, _ = row["sizes"]
+        kernel = Kernel(name=row["class"], rows=m, columns=n, depth=depth)
+        engine, ratio = row["first_engine"], row["ratio"]
+        each = _preference_for(kernel, row["op"], rules.preferred)
+        order = next((x for x in rules.engines if goes_before(x, kernel, engine)), None)
+        if each is not None and engine == each["engine"]:
+            ratio *= _gain(row, each)
+        elif order is not None:
+            names = [str(x) for x in order["before"] if str(x) in row["engines"]]
+            if names:
+                engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
+        if engine not in rules.slow.get(kind_and_bits(row["class"])[0], ()):
+            yield kernel, round(ratio, 3)
+
+
+def of_cells(rules: Rules) -> Iterator[tuple[Kernel, float]]:
+    """Yield the kernels of the fusion benchmarks, by the times of shipped choices.
+
+    These do not say what other kernels would take, so none may go before the first. Nor
+    do they say which engine comes first: few are of one that gives way to another.
+    """
+    for kernel, op, ratio in _cells():
+        if _preference_for(kernel, op, rules.preferred) is None:
+            yield kernel, ratio
+
+
+@functools.cache
+def _cells() -> Sequence[tuple[Kernel, str, float]]:
+    times = {key.graph: choice for key, choice in choices.shipped().items()}
+    found: dict[str, tuple[Kernel, str, float]] = {}
+    for cell in CELLS:
+        for part in _parts_of(cell):
+            digest = choices.digest_of(part)
+            choice, kernel = times.get(digest), kernel_of(part)
+            if choice is None or digest in found or kernel is None:
+                continue
+            if choice.cudnn_us and choice.xla_us and choice.first_ratio:
+                ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
+                found[digest] = kernel, label(part), round(ratio, 3)
+    return [*found.values()]
+
+
+def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:
+    """Return by how much a preference changes a time: as a mean, if it is not known."""
+    if "kernels" not in row:
+        return preference["ratio"] ** (preference["count"] / preference["of"])
+    names = map(json.dumps, preference["knobs"])
+    return _ratio_of_first(row["kernels"], names) or 1.0
+
+
+def _ratio_of_first(times: Mapping[str, float], names: Iterable[str]) -> float | None:
+    """Return the time of the first of these kernels that is listed, if any is."""
+    return next((times[name] for name in names if name in times), None)
+
+
+def _preference_for(
+    kernel: Kernel, op: str, preferred: Sequence[Mapping[str, Any]]
+) -> Mapping[str, Any] | None:
+    return next((each for each in preferred if is_preferred(each, kernel, op)), None)
+
+
+def _parts_of(cell: Any) -> Iterator[Any]:
+    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
+
+    def with_gradients(*operands: Any) -> Any:
+        result, pullback = jax.vjp(cell.ours, *operands)
+        return pullback(result)
+
+    for function in (cell.ours, with_gradients):
+        for graph in traced_program(function, *types).graphs:
+            yield from graph.parts
+
+
+def rules_of(
+    rows: Sequence[Mapping[str, Any]], slow: Mapping[str, Sequence[int]], cudnn: int
+) -> Rules:
+    """Return what follows from rows; ``slow`` is what does from all of them."""
+    return Rules(
+        slow=slow,
+        preferred=preferences(rows, cudnn),
+        engines=list(engine_orders(rows, cudnn)),
+    )
+
+
+def judged(
+    rows: Sequence[Mapping[str, Any]], slow: Mapping[str, Sequence[int]], cudnn: int
+) -> Iterator[Judged]:
+    """Judge the kernels of rows in blocks, each by the others."""
+    for block, others in _blocks(rows, beside=_TOGETHER):
+        rules = rules_of(others, slow, cudnn)
+        known = Measured([*of_rows(others, rules), *of_cells(rules)])
+        for row in block:
+            best = row["ratio"] * min(row["engines"].values())
+            for kernel, ratio in of_rows([row], rules):
+                verdict = known.verdict(kernel)
+                is_cudnns = verdict is None or verdict.is_faster
+                yield Judged(
+                    kernel=kernel,
+                    ratio=ratio,
+                    best_ratio=min(ratio, best),
+                    is_cudnns=is_cudnns,
+                )
