@@ -6,7 +6,7 @@ measured on, since a run may measure a part of a table and keep the rest.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,15 @@ def kept_rows(path: Path) -> list[Row]:
         return []
     data = json.loads(path.read_text(encoding="utf-8"))
     return on_this_gpu(data["rows"], data["environment"])
+
+
+def others_of(path: Path, numbers: Collection[int], gpu: str) -> list[Row]:
+    """Return the rows of an earlier run on a GPU about calls of other numbers."""
+    return [
+        row
+        for row in kept_rows(path)
+        if row["number"] not in numbers and row[_GPU] == gpu
+    ]
 
 
 def renewed(

@@ -21,7 +21,7 @@ from typing import Any
 
 from benchmarks.call_times import compare
 from benchmarks.random_calls import Call, drawn_call
-from benchmarks.records import kept_rows, write_records
+from benchmarks.records import others_of, write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices
 from jax_cudnn.legalize.sdpa_defaults import MOST_SCORES, MOST_TRAINED_SCORES
@@ -55,12 +55,11 @@ def chosen(first: int, count: int) -> list[tuple[int, Call]]:
     found: dict[tuple[bool, bool], list[tuple[int, Call]]] = {x: [] for x in _CASES}
     for number in itertools.count(_FIRST + first):
         call = drawn_call(number)
-        is_attention = "sdpa" in call.name and scores_of(call) <= _MOST
-        has_key_heads = (
-            is_attention and call.operands[0].shape == call.operands[1].shape
-        )
-        case = found[call.has_gradients, is_one(call)] if has_key_heads else None
-        if case is not None and len(case) < count:
+        if "sdpa" not in call.name or scores_of(call) > _MOST:
+            continue
+        query, key, _ = call.operands
+        case = found[call.has_gradients, is_one(call)]
+        if query.shape == key.shape and len(case) < count:
             case.append((number, call))
         if all(len(each) >= count for each in found.values()):
             return sorted(each for case in found.values() for each in case)
@@ -150,12 +149,8 @@ def main() -> None:
     choices.table().clear()  # those that are shipped, too
     found = environment()
     numbered = chosen(options.first, options.count)
-    numbers = {number for number, _ in numbered}
-    kept = [
-        row
-        for row in kept_rows(options.out / _DATA)
-        if row["number"] not in numbers and row["GPU"] == found["GPU"]
-    ]
+    numbers = [number for number, _ in numbered]
+    kept = others_of(options.out / _DATA, numbers, found["GPU"])
     data: dict[str, Any] = {"environment": found, "rows": kept}
     for row in rows_of(numbered):
         data["rows"].append({"GPU": found["GPU"], **row})

@@ -42,7 +42,7 @@ import numpy as np
 
 from benchmarks.call_times import batched, compare, timed
 from benchmarks.random_calls import Call, drawn_call, drawn_mlp, drawn_step
-from benchmarks.records import kept_rows, write_records
+from benchmarks.records import kept_rows, others_of, write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import summary
 from jax_cudnn import choices, native, plans
@@ -351,11 +351,7 @@ def _write_kernels(parts: Sequence[Graph], file: Path, most: int) -> None:
 
 def _write_calls(numbers: Sequence[int], folder: Path) -> None:
     found = environment()
-    kept = [
-        row
-        for row in kept_rows(folder / _DATA)
-        if row["number"] not in numbers and row["GPU"] == found["GPU"]
-    ]
+    kept = others_of(folder / _DATA, numbers, found["GPU"])
     data: dict[str, Any] = {"environment": found, "rows": kept}
     left = _left(folder / _DATA)
     for row in check(numbers):

@@ -31,9 +31,9 @@ from benchmarks.fusion_cells import CELLS
 from jax_cudnn import choices
 from jax_cudnn.graph import label
 from jax_cudnn.legalize.measured import (
-    goes_before,
     is_of_groups,
     is_of_ones,
+    is_ordered,
     is_preferred,
     kernel_of,
     kind_and_bits,
@@ -278,7 +278,8 @@ def of_rows(
         kernel = Kernel(name=row["class"], rows=m, columns=n, depth=depth)
         engine, ratio = row["first_engine"], row["ratio"]
         each = _preference_for(kernel, row["op"], rules.preferred)
-        order = next((x for x in rules.engines if goes_before(x, kernel, engine)), None)
+        orders = [x for x in rules.engines if x["first"] == engine]
+        order = next((x for x in orders if is_ordered(x, kernel)), None)
         if each is not None and engine == each["engine"]:
             ratio *= _gain(row, each)
         elif order is not None:

@@ -122,10 +122,9 @@ def preference(part: Graph, target: Target | None) -> str:
         return ""
     wanted: dict[int, list[dict[str, Any]]] = {}
     for each in data["engines"]:
-        first = each["first"]
-        is_like = goes_before(each, kernel, first) and _has_measured_channels(part)
+        is_like = is_ordered(each, kernel) and _has_measured_channels(part)
         if is_like and is_measured(each, target):
-            wanted[first] = [{"engine": x} for x in each["before"]]
+            wanted[each["first"]] = [{"engine": x} for x in each["before"]]
     for each in data["preferred"]:
         if is_preferred(each, kernel, label(part)) and is_measured(each, target):
             engine = each["engine"]
@@ -151,12 +150,11 @@ def is_preferred(preferred: Mapping[str, Any], kernel: Kernel, op: str) -> bool:
     return is_like and "+" in op and low <= kernel.work < high
 
 
-def goes_before(rule: Mapping[str, Any], kernel: Kernel, first: int) -> bool:
-    """Whether others go before an engine that comes first for a kernel, by a rule."""
-    is_like = kind_and_bits(kernel.name) == (rule["kind"], rule["bits"])
-    has_ones = is_of_ones(kernel.name) == rule["windows_of_1"]
-    is_first = first == rule["first"]
-    return is_like and has_ones and is_first and not is_of_groups(kernel.name)
+def is_ordered(order: Mapping[str, Any], kernel: Kernel) -> bool:
+    """Whether an order of engines is about a kernel."""
+    is_like = kind_and_bits(kernel.name) == (order["kind"], order["bits"])
+    has_ones = is_of_ones(kernel.name) == order["windows_of_1"]
+    return is_like and has_ones and not is_of_groups(kernel.name)
 
 
 def is_of_groups(name: str) -> bool:

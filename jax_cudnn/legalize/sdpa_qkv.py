@@ -49,10 +49,11 @@ def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
 def _legalize(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
     divided = _Divided(graph)
     found = rule(divided.graph, target)
+    # Where this is "", XLA has to divide the array first: nothing was measured.
+    reason = slower(graph)
     candidates: list[Legal] = []
     for each in found.candidates:
-        # XLA has to divide the array first.
-        legal = replace(each, slower=slower(graph))
+        legal = replace(each, slower=reason and each.slower)
         in_place = divided.in_place(legal)
         why = _PADDED
         if in_place is not None:

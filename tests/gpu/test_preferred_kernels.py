@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Are the plans right that go before cuDNN's first one, and do they run?"""
 
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -20,17 +21,18 @@ from tests.gpu.pinned import judge_every_plan
 pytestmark = pytest.mark.gpu
 
 
+def _conv(x: jax.Array, w: jax.Array, step: int, **tail: Any) -> jax.Array:
+    letters = "DHW"[-(x.ndim - 2) :]
+    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+    steps = (step,) * len(letters)
+    return jax_cudnn.conv(x, w, steps, "SAME", dimension_numbers=numbers, **tail)
+
+
 def _convolution(
     dtype: str, images: Sequence[int], window: Sequence[int], step: int, **tail: Any
 ) -> Graph:
-    letters = "DHW"[-(len(images) - 2) :]
-    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-
     def layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
-        steps = (step,) * (len(images) - 2)
-        return jax_cudnn.conv(
-            x, w, steps, "SAME", dimension_numbers=numbers, bias=bias, **tail
-        )
+        return _conv(x, w, step, bias=bias, **tail)
 
     shapes = images, window, window[-1:]
     operands = [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
@@ -45,15 +47,8 @@ def _alone(
     window: Sequence[int],
     step: int,
 ) -> Graph:
-    letters = "DHW"[-(len(images) - 2) :]
-    numbers = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
-    steps = (step,) * (len(images) - 2)
-
-    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
-        return jax_cudnn.conv(x, w, steps, "SAME", dimension_numbers=numbers)
-
     def gradients(x: jax.Array, w: jax.Array) -> Any:
-        y, pullback = jax.vjp(layer, x, w)
+        y, pullback = jax.vjp(functools.partial(_conv, step=step), x, w)
         return pullback(y)
 
     shapes = images, window
