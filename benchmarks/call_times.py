@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Times random calls by one implementation beside another, on operands in memory."""
+"""Times calls by one implementation beside another, on operands in memory."""
 
 import functools
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.random_calls import Call
 from benchmarks.timing import Contender, Timing, alternate, summary
 from jax_cudnn.config import Implementation
 from jax_cudnn.legalize.nearest import LOSS
@@ -19,6 +18,15 @@ from jax_cudnn.measuring.together import together
 _AT_ONCE = 16
 
 _T = TypeVar("_T")
+
+
+class Call(Protocol):
+    """A call on operands of some types, by one implementation or another."""
+
+    @property
+    def title(self) -> str: ...
+    def types(self) -> list[jax.ShapeDtypeStruct]: ...
+    def run(self, implementation: Implementation, *operands: jax.Array) -> Any: ...
 
 
 def batched(values: Sequence[_T]) -> Iterator[Sequence[_T]]:

@@ -240,6 +240,22 @@ def test_new_rows_replace_those_of_the_same_names(
     assert renewed(rows, new, ["model"], ["a", "b"]) == [*new, rows[0]]
 
 
+def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
+    flags = ("--tiny", "--only", "convnext: matmul|^matmul.*i8", "--out", str(tmp_path))
+    done = _run("benchmarks.untuned_cells", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "untuned_cells.json").read_text())["rows"]
+    found = {(row["cell"], row["direction"], row["XLA's form"]) for row in rows}
+    product = "matmul: matmul (24,16,40) bf16 x i8"
+    assert {(product, "fwd", f"scaled {x}") for x in ("before", "after")} < found
+    layer = "convnext: matmul (24,16,40)+bias+gelu"
+    assert {(layer, x, "jnp.matmul") for x in ("fwd", "fwd+bwd")} < found
+    assert all(row["ratio"] > 0 for row in rows)
+    page = (tmp_path / "untuned_cells.md").read_text()
+    assert f"Of {len(rows)} rows, " in page
+    assert f"| {product} | fwd, scaled after | xla |" in page
+
+
 def test_kernels_for_rules_are_each_measured_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
