@@ -51,6 +51,9 @@ class PlanOptions:
       deterministic: whether equal operands must give equal bits each time. Refuses
         the note "NONDETERMINISTIC", and asks for attention's deterministic gradient.
         Default False.
+      reduced_precision_reduction: whether a kernel may add up in 16 bits. Such sums
+        lose digits, and in float16 they overflow at 65,504. Default False: all sums
+        are float32, and the note "REDUCED_PRECISION_REDUCTION" is refused.
       engines: the numbers of the engines that are allowed, as ``plans.inspect`` shows
         them. They differ between operations and between versions of cuDNN. Default
         None: all.
@@ -58,8 +61,8 @@ class PlanOptions:
       required_notes: notes that a candidate must have (all of them), such as
         "RUNTIME_COMPILATION" for engines that are compiled when planned. Default none.
       refused_notes: notes that a candidate must not have, such as
-        "RUNTIME_COMPILATION", "DOWN_CONVERT_INPUTS" or "REDUCED_PRECISION_REDUCTION".
-        Default none.
+        "RUNTIME_COMPILATION" or "DOWN_CONVERT_INPUTS". Default none, but for what the
+        fields above refuse.
 
     Raises:
       ValueError: a field has a value other than described above, or fields contradict
@@ -73,6 +76,7 @@ class PlanOptions:
     heuristic_modes: tuple[HeuristicMode, ...] = ("A", "FALLBACK")
     workspace_limit_bytes: int | None = None
     deterministic: bool = False
+    reduced_precision_reduction: bool = False
     engines: tuple[int, ...] | None = None
     denied_engines: tuple[int, ...] = ()
     required_notes: tuple[Note, ...] = ()
@@ -83,10 +87,9 @@ class PlanOptions:
         if self.engines is not None:
             self._keep_tuples("engines")
         self._keep_tuples("heuristic_modes", is_sorted=False)
-        if not isinstance(self.deterministic, bool):
-            raise ValueError(
-                f"deterministic={self.deterministic!r} is neither True nor False."
-            )
+        for name in ("deterministic", "reduced_precision_reduction"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{name}={value!r} is neither True nor False.")
         self._check_modes()
         self._check_engines()
         self._check_notes()
@@ -147,9 +150,10 @@ class PlanOptions:
                 )
         both = sorted(set(self.required_notes).intersection(refused))
         if both:
+            by = [x for note, x in self._refusing_fields().items() if note in both]
+            why = f" ({' and '.join(by)} refuses it)" if by else ""
             raise ValueError(
-                f"{', '.join(both)} is both required and refused"
-                f"{' (deterministic=True refuses it)' if self.deterministic else ''}. "
+                f"{', '.join(both)} is both required and refused{why}. "
                 "No plan has it and has it not."
             )
 
@@ -158,13 +162,20 @@ class PlanOptions:
 
     @property
     def all_refused_notes(self) -> tuple[Note, ...]:
-        """The refused notes, including the one that ``deterministic`` refuses."""
-        if not self.deterministic:
-            return self.refused_notes
-        return tuple(sorted({*self.refused_notes, "NONDETERMINISTIC"}))
+        """The refused notes, including those that other fields refuse."""
+        return tuple(sorted({*self.refused_notes, *self._refusing_fields()}))
+
+    def _refusing_fields(self) -> dict[Note, str]:
+        """Return the notes that a field of another name refuses, with its value."""
+        found: dict[Note, str] = {}
+        if self.deterministic:
+            found["NONDETERMINISTIC"] = "deterministic=True"
+        if not self.reduced_precision_reduction:
+            found["REDUCED_PRECISION_REDUCTION"] = "reduced_precision_reduction=False"
+        return found
 
     def to_request(self) -> str:
-        """Return the canonical text that the extension reads; "" if all is allowed.
+        """Return the canonical text that the extension reads; "" for the defaults.
 
         In the compiled program, this text takes the place of a pinned plan.
         """
@@ -175,7 +186,7 @@ class PlanOptions:
             "deterministic": self.deterministic,
             "engines": self.engines,
             "modes": self.heuristic_modes,
-            "refused_notes": self.refused_notes,
+            "refused_notes": self.all_refused_notes,
             "required_notes": self.required_notes,
             "workspace_limit_bytes": self.workspace_limit_bytes,
         }

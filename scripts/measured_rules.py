@@ -43,7 +43,7 @@ from jax_cudnn.lowering import traced_program
 
 # Kernels that are measured in a row may be of one call: so many are judged together.
 _TOGETHER = 16
-# An engine is slow if it never took less than so many times as long as the first plan.
+# An engine is slow if it never took less than so many times as long as the fastest.
 _SLOW_ENGINE = 3.0
 _FEWEST_OF_ENGINE = 2
 # A kernel goes before an engine's own choice that took, as a geometric mean over so
@@ -96,9 +96,10 @@ def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
         kind, _ = kind_and_bits(row["class"])
+        fastest = min(row["engines"].values(), default=1.0)
         for engine, ratio in row["engines"].items():
             if int(engine) != row["first_engine"]:
-                ratios[kind, int(engine)].append(ratio)
+                ratios[kind, int(engine)].append(ratio / fastest)
     found: defaultdict[str, list[int]] = defaultdict(list)
     for (kind, engine), each in sorted(ratios.items()):
         if len(each) >= _FEWEST_OF_ENGINE and min(each) >= _SLOW_ENGINE:

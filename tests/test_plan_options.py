@@ -40,13 +40,24 @@ def test_the_text_of_options_is_canonical():
     )
     assert options.to_request() == (
         '{"denied_engines":[7],"deterministic":false,"engines":[1,3],'
-        '"modes":["B","A"],"refused_notes":["FFT","RUNTIME_COMPILATION"],'
-        '"required_notes":["TENSOR_CORE"],"workspace_limit_bytes":0}'
+        '"modes":["B","A"],"refused_notes":["FFT","REDUCED_PRECISION_REDUCTION",'
+        '"RUNTIME_COMPILATION"],"required_notes":["TENSOR_CORE"],'
+        '"workspace_limit_bytes":0}'
     )
-    assert set(json.loads(options.to_request())) == {
-        "modes" if field.name == "heuristic_modes" else field.name
-        for field in dataclasses.fields(PlanOptions)
-    }
+    names = {field.name for field in dataclasses.fields(PlanOptions)}
+    names -= {"heuristic_modes", "reduced_precision_reduction"}
+    assert set(json.loads(options.to_request())) == {"modes", *names}
+
+
+def test_sums_in_16_bits_are_refused_unless_they_are_asked_for():
+    note = "REDUCED_PRECISION_REDUCTION"
+    assert PlanOptions().all_refused_notes == (note,)
+    few = PlanOptions(denied_engines=(3,))
+    assert json.loads(few.to_request())["refused_notes"] == [note]
+    allowed = PlanOptions(reduced_precision_reduction=True)
+    assert json.loads(allowed.to_request())["refused_notes"] == []
+    only = PlanOptions(reduced_precision_reduction=True, required_notes=(note,))
+    assert json.loads(only.to_request())["required_notes"] == [note]
 
 
 def test_equal_options_are_equal_however_written():
@@ -81,6 +92,14 @@ def test_equal_options_are_equal_however_written():
         (
             {"required_notes": ("NONDETERMINISTIC",), "deterministic": True},
             r"both required and refused \(deterministic=True refuses it\)",
+        ),
+        (
+            {"required_notes": ("REDUCED_PRECISION_REDUCTION",)},
+            r"required and refused \(reduced_precision_reduction=False refuses it\)",
+        ),
+        (
+            {"reduced_precision_reduction": 1},
+            "reduced_precision_reduction=1 is neither True nor False",
         ),
     ],
 )

@@ -89,7 +89,8 @@ std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& re
   std::vector<int64_t> found;  // for each wanted one; -1 where it is not listed
   for (const int64_t place : places) {
     const auto candidate = attempt.Describe(place);
-    if (!candidate.ok()) continue;  // said where it is tried
+    // Why is said where it is tried.
+    if (!candidate.ok() || !candidate->refusal.empty()) continue;
     if (wanted == nullptr) {
       wanted = WantedBefore(request, candidate->engine);
       if (wanted == nullptr) return places;

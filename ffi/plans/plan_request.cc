@@ -23,7 +23,7 @@ constexpr std::string_view kNoteNames[] = {
     "DOWN_CONVERT_INPUTS",
     "FFT",
     "NONDETERMINISTIC",
-    "REDUCED_PRECISION_REDUCTION",
+    kReducedPrecision,
     "REQUIRES_BIAS_INT8x32_REORDER",
     "REQUIRES_FILTER_INT8x32_REORDER",
     "RUNTIME_COMPILATION",
@@ -291,6 +291,7 @@ StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
   ASSIGN_OR_RETURN(pin.knobs, ReadKnobs(*fields[1], "request.knobs"));
   ASSIGN_OR_RETURN(pin.variant, ReadInteger(*fields[2], "request.variant"));
   request.pin = std::move(pin);
+  request.refused_notes.clear();
   if (has_deterministic) {
     ASSIGN_OR_RETURN(request.deterministic,
                      ReadBool(*fields[3], "request.deterministic"));

@@ -47,7 +47,10 @@ struct PlanPreference {
   std::vector<WantedPlan> wanted;
 };
 
-// A default-constructed request lets cuDNN choose.
+inline constexpr std::string_view kReducedPrecision = "REDUCED_PRECISION_REDUCTION";
+
+// A default-constructed request lets cuDNN choose among plans that do not add up in 16
+// bits.
 struct PlanRequest {
   // Only plans that give the same bits in every run.
   bool deterministic = false;
@@ -61,7 +64,7 @@ struct PlanRequest {
   std::vector<int64_t> denied_engines;
   // Behaviour and numerical notes, by cuDNN's names.
   std::vector<std::string> required_notes;
-  std::vector<std::string> refused_notes;
+  std::vector<std::string> refused_notes = {std::string(kReducedPrecision)};
   std::optional<int64_t> workspace_limit_bytes;
 };
 

@@ -140,7 +140,8 @@ def test_what_goes_first_is_what_runs(name: str) -> None:
         (candidate.engine, candidate.knobs)
         for each in (wanted[0] if wanted else [])
         for candidate in listed
-        if candidate.engine == each["engine"]
+        if not candidate.refusal
+        and candidate.engine == each["engine"]
         and each.get("knobs", dict(candidate.knobs)) == dict(candidate.knobs)
     ]
     assert (plan.engine, plan.knobs) == (found or [(own.engine, own.knobs)])[0]
