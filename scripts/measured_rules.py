@@ -44,7 +44,7 @@ from jax_cudnn.lowering import traced_program
 # Kernels that are measured in a row may be of one call: so many are judged together.
 _TOGETHER = 16
 # An engine is slow if it never took less than so many times as long as the fastest.
-_SLOW_ENGINE = 3.0
+_SLOW_ENGINE = 2.5
 _FEWEST_OF_ENGINE = 2
 # A kernel goes before an engine's own choice that took, as a geometric mean over so
 # many, no more than this of its time; and than that, in blocks that did not choose it.

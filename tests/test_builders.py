@@ -94,6 +94,20 @@ def test_a_plan_is_built_elsewhere_and_found_here(extension: _Extension) -> None
     assert not Path(question["file"]).exists()
 
 
+def test_a_plan_file_is_written_now_and_taken_later(extension: _Extension) -> None:
+    made, _ = _of(_builds)
+    data = made.built_elsewhere("a graph", PIN)
+    assert (data, extension.imported) == (b"a graph", [])
+    assert made.taken("a graph", PIN, lambda: data) == made_plan(PIN)
+    assert (extension.imported, extension.built) == ([b"a graph"], [])
+
+    def crashed() -> None:
+        raise UnsupportedError("cuDNN crashed")
+
+    with pytest.raises(UnsupportedError, match="cuDNN crashed"):
+        made.taken("another", PIN, crashed)
+
+
 def test_each_process_builds_one_plan_at_a_time(extension: _Extension) -> None:
     meeting = threading.Barrier(2, timeout=30)
 

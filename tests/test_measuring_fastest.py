@@ -173,7 +173,60 @@ def test_the_first_plans_are_built_and_one_of_each_engine(
         )
         for name in names
     ]
-    assert fastest._promising(listed, max_plans) == built
+    assert [x.request for x in fastest._promising(listed, max_plans)] == built
+
+
+@pytest.mark.parametrize(
+    ("times", "broken", "built"),
+    [
+        # Two plans of an engine each: the second is built if the first is not far off.
+        ({40: 100, 41: 90, 70: 150, 71: 80}, [], [40, 70, 41, 71]),
+        ({40: 100, 41: 90, 70: 151, 71: 80}, [], [40, 70, 41]),
+        ({40: 151, 41: 90, 70: 100, 71: 80}, [], [40, 70, 71]),
+        # What did not run says nothing of the other one.
+        ({40: 100, 41: 90, 70: 120, 71: 80}, [70], [40, 70, 41, 71]),
+        ({40: 100, 41: 90, 70: 120, 71: 130}, [40, 70], [40, 70, 41, 71]),
+        # So far as is known, all are wanted.
+        ({40: 100}, [], [40]),
+    ],
+)
+def test_other_plans_of_an_engine_are_built_if_its_first_is_near(
+    gpu: Gpu,
+    monkeypatch: pytest.MonkeyPatch,
+    times: dict[int, int],
+    broken: list[int],
+    built: list[int],
+) -> None:
+    told: list[int] = []
+
+    def candidates(*_: Any, **__: Any) -> tuple[Candidate, ...]:
+        return tuple(replace(made_plan(_pin(n)), engine=n // 10) for n in times)
+
+    def plan(text: str, *, request: str, device: int) -> PlanInfo:
+        found = gpu.plan(text, request=request, device=device)
+        told.append(found.engine)
+        return replace(found, engine=found.engine // 10, workspace_bytes=found.engine)
+
+    class Stopwatch(_Stopwatch):
+        def time(self, plan: PlanInfo, **options: Any) -> Measurement:
+            if plan.workspace_bytes in broken:
+                raise RuntimeError("it does not run")
+            return Measurement.of([float(times[plan.workspace_bytes])])
+
+    monkeypatch.setattr(native, "candidates", candidates)
+    monkeypatch.setattr(native, "plan", plan)
+    monkeypatch.setattr(fastest, "PlanStopwatch", Stopwatch)
+    choice = _measure(max_plans=10)
+    assert told == built
+    told.clear()
+    _measure(max_plans=None)
+    assert sorted(told) == sorted(times), "without a limit, all of them"
+    ran = {n: us for n, us in times.items() if n in built and n not in broken}
+    best = min(ran, key=lambda n: ran[n])
+    assert choice.plan == _pin(best)
+    # The plan that runs untuned is the first in cuDNN's order that runs.
+    first = next(us for n, us in ran.items())
+    assert choice.first_ratio == round(first / ran[best], 3)
 
 
 def test_plans_get_more_samples_the_nearer_they_are_to_the_best(

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_cudnn.measuring.together import Followed, in_stages, together
+from jax_cudnn.measuring.together import Aside, Followed, in_stages, together
 
 pytestmark = pytest.mark.once
 
@@ -99,3 +99,65 @@ def test_what_was_returned_before_a_failure_is_there() -> None:
     assert next(found) == "a"
     with pytest.raises(TimeoutError):
         next(found)
+
+
+def test_what_goes_on_aside_begins_while_others_are_timed() -> None:
+    begun, timed = threading.Event(), threading.Event()
+
+    def build() -> str:
+        begun.set()
+        assert timed.wait(timeout=30)
+        return "built"
+
+    def take(built: Any) -> str:
+        assert timed.is_set()
+        return f"{built()} and taken"
+
+    def first() -> Generator[list[Any], list[Any], str]:
+        yield []
+        (found,) = yield [Aside(build, take)]
+        return found
+
+    def second() -> Generator[list[Any], list[Any], str]:
+        yield []
+        assert begun.wait(timeout=30), "it waits for this work to go on"
+        timed.set()
+        yield []
+        return "timed"
+
+    assert list(in_stages([first(), second()])) == ["built and taken", "timed"]
+
+
+def test_what_fails_aside_is_told_to_what_comes_of_it() -> None:
+    def fail() -> None:
+        raise KeyError("a")
+
+    def take(built: Any) -> str:
+        with pytest.raises(KeyError, match="a"):
+            built()
+        return "told"
+
+    def work() -> Generator[list[Any], list[Any], str]:
+        (found,) = yield [Aside(fail, take)]
+        return found
+
+    assert list(in_stages([work()])) == ["told"]
+
+
+def test_nothing_goes_on_aside_once_a_work_has_failed() -> None:
+    told: list[str] = []
+    meeting = threading.Event()
+
+    def wait() -> None:
+        assert meeting.wait(timeout=30)
+
+    def work() -> Generator[list[Any], list[Any], str]:
+        asides = [Aside(wait, lambda built: built()) for _ in range(3)]
+        yield []
+        yield [*asides, Aside(lambda: told.append("late"), lambda built: built())]
+        return "never"
+
+    with pytest.raises(TimeoutError):
+        list(in_stages([work(), _work("b", 1, told, fails=True)]))
+    meeting.set()
+    assert told == ["b0"]

@@ -2,13 +2,12 @@
 """Which of cuDNN's plans, or XLA's code, runs a part of a graph fastest?"""
 
 import functools
-import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import jax
@@ -37,8 +36,15 @@ from jax_cudnn.measuring.stopwatch import (
     results_of,
     time_calls,
 )
-from jax_cudnn.measuring.together import Followed, Work, in_stages, workers
-from jax_cudnn.offline.builders import plan_builders
+from jax_cudnn.measuring.together import (
+    Aside,
+    Followed,
+    Task,
+    Work,
+    in_stages,
+    workers,
+)
+from jax_cudnn.offline.builders import PlanBuilders, plan_builders
 from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
@@ -50,6 +56,10 @@ _NO_LOOK = 3
 _LOOK_US = 500
 _HOPELESS = 1.25
 _FEW_SAMPLES = 2
+# An engine's other plans are not built if its first one is this much slower than the
+# fastest of all. Of 127 kernels of GPT-2, ConvNeXt and a U-Net on an H100 (cuDNN 9.19),
+# none has its fastest plan among these, which are 18 % of all.
+_FAR = 1.5
 _NEAR = 1.05
 _SAMPLES = 7
 # For each core, so many parts have their programs and plans compiled at once.
@@ -111,24 +121,23 @@ def measure_each(
     is_worth_it = len(parts) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
     builders = plan_builders(target, ordinal, cores) if is_worth_it else nullcontext()
     with builders as others:
-        alone = functools.partial(native.plan, device=ordinal)
-        plan = alone if others is None else others.plan
         at_once = _TOGETHER * cores
         for start in range(0, len(parts), at_once):
             some = parts[start : start + at_once]
             contests = [
-                _Contest(part, options, target, deadline, max_plans, plan)
+                _Contest(part, options, target, deadline, max_plans, others)
                 for part, options in some
             ]
             yield from in_stages([contest.choice() for contest in contests])
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Way:
-    """A way of rewriting a part, and what builds cuDNN's plans for it."""
+    """A way of rewriting a part, and the plans of cuDNN's that may be built for it."""
 
     legal: Legal
-    builds: list[Callable[[], native.PlanInfo | None]]
+    text: str
+    listed: Sequence[native.Candidate]
 
     def prepared(
         self, *operands: jax.Array
@@ -137,15 +146,37 @@ class _Way:
         return self.legal.before(operands), results_of(self.legal.graph)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class _Race:
-    """The plans that ran, of one way of rewriting a part: the fastest come first.
+    """The plans of one way of rewriting a part, and how long those took that ran."""
 
-    ``first_us`` is the time of the plan that runs untuned.
-    """
+    way: _Way
+    prepare: Callable[..., Any]
+    looks: dict[str, tuple[native.PlanInfo, float]] = field(default_factory=lambda: {})
 
-    entries: list[tuple[Step, float]]
-    first_us: float
+    @property
+    def best_us(self) -> float:
+        """The time of the fastest plan; inf where none has run."""
+        return min((us for _, us in self.looks.values()), default=math.inf)
+
+    @property
+    def first_us(self) -> float:
+        """The time of the plan that runs untuned."""
+        requests = (each.request for each in self.way.listed)
+        return next(self.looks[each][1] for each in requests if each in self.looks)
+
+    def others(self, best_us: float) -> list[str]:
+        """Return the requests for plans that are not built yet and may be the best.
+
+        Where an engine's first plan did not run, the others may.
+        """
+        firsts = _firsts(self.way.listed)
+        far = {plan.engine for plan, us in self.looks.values() if us > _FAR * best_us}
+        return [
+            each.request
+            for each in self.way.listed
+            if each.request not in firsts and each.engine not in far
+        ]
 
 
 class _Contest:
@@ -158,11 +189,11 @@ class _Contest:
         target: Target,
         deadline: float,
         max_plans: int | None,
-        plan: Callable[..., native.PlanInfo],
+        builders: PlanBuilders | None,
     ) -> None:
         self._part, self._options, self._target = part, options, target
         self._deadline, self._max_plans = deadline, max_plans
-        self._plan = plan
+        self._builders = builders
         self._device = local_device()
         self._operands = OperandSets(part, self._device)
 
@@ -170,23 +201,40 @@ class _Contest:
         """Measure; what is yielded is compiled before the next line."""
         self._check_time()
         (ways,) = yield [self._ways]
-        builds = [build for way in ways for build in way.builds]
+        firsts = [(way, each) for way in ways for each in _firsts(way.listed)]
         by_xla = functools.partial(self._compiled_over_sets, self._run_xla)
         xla_over_sets, example_of, _, *rest = yield [
             Followed(by_xla, self._started),
             functools.partial(self._compiled, functools.partial(_example, self._part)),
             self._operands.compile,
             *(functools.partial(self._compiled, way.prepared) for way in ways),
-            *builds,
+            *(functools.partial(self._build, *each) for each in firsts),
         ]
         prepare, plans = rest[: len(ways)], rest[len(ways) :]
 
         self._check_time()
         sets = self._operands.draw()
         xla_us = self._time(xla_over_sets, sets)
-        races = list(self._races(zip(ways, prepare, strict=True), iter(plans), sets))
+        races = [
+            _Race(way=way, prepare=program)
+            for way, program in zip(ways, prepare, strict=True)
+            if program is not None
+        ]
+        self._look(races, _by_way(firsts, plans), sets)
+        best_us = math.inf  # so that no engine is far from it
+        if self._max_plans is not None:
+            best_us = min((race.best_us for race in races), default=math.inf)
+        others = [(race.way, each) for race in races for each in race.others(best_us)]
         del sets  # Drawn again below: other parts need the memory meanwhile.
-        winners = [functools.partial(_run_cudnn, race.entries[0][0]) for race in races]
+        plans = yield [self._build_aside(*each) for each in others]
+
+        self._check_time()
+        sets = self._operands.draw()
+        self._look(races, _by_way(others, plans), sets, is_last=True)
+        del sets
+        races = [race for race in races if race.looks]
+        ordered = [self._in_order(race) for race in races]
+        winners = [functools.partial(_run_cudnn, steps[0][0]) for steps in ordered]
         of_one = [functools.partial(self._compiled_error, run) for run in winners]
         of_sets = [functools.partial(self._compiled_over_sets, run) for run in winners]
         programs = yield [*of_one, *of_sets]
@@ -199,13 +247,15 @@ class _Contest:
         compiled = zip(programs[: len(races)], programs[len(races) :], strict=True)
         best: tuple[float, Step] | None = None
         first_ratio: float | None = None
-        for race, (error_of, over_sets) in zip(races, compiled, strict=True):
-            step, us = self._agreed(race, error_of, example)
+        for race, steps, (error_of, over_sets) in zip(
+            races, ordered, compiled, strict=True
+        ):
+            step, us = self._agreed(steps, error_of, example)
             if step is None:
                 continue
             if first_ratio is None:
                 first_ratio = race.first_us / us
-            if step is not race.entries[0][0]:
+            if step is not steps[0][0]:
                 over_sets = self._compiled_over_sets(
                     functools.partial(_run_cudnn, step)
                 )
@@ -244,19 +294,37 @@ class _Contest:
                 listed = native.candidates(text, request=asked, device=ordinal)
             except UnsupportedError:
                 continue
-            build = functools.partial(self._build, text)
-            pins = _promising(listed, self._max_plans)
-            builds = [functools.partial(build, pin) for pin in pins]
-            ways.append(_Way(legal=legal, builds=builds))
+            promising = _promising(listed, self._max_plans)
+            ways.append(_Way(legal=legal, text=text, listed=promising))
         return ways
 
-    def _build(self, json: str, request: str) -> native.PlanInfo | None:
+    def _build(self, way: _Way, request: str) -> native.PlanInfo | None:
+        if self._builders is not None:
+            return self._allowed(self._builders.plan, way.text, request)
+        ordinal = self._device.local_hardware_id
+        plan = functools.partial(native.plan, device=ordinal)
+        return self._allowed(plan, way.text, request=request)
+
+    def _build_aside(self, way: _Way, request: str) -> Task | Aside:
+        """Return what builds a plan, by other processes while others are timed."""
+        if self._builders is None:
+            return functools.partial(self._build, way, request)
+        asked = (way.text, request)
+        return Aside(
+            functools.partial(self._builders.built_elsewhere, *asked),
+            functools.partial(self._allowed, self._builders.taken, *asked),
+        )
+
+    def _allowed(
+        self, plan: Callable[..., native.PlanInfo], *args: Any, **options: Any
+    ) -> native.PlanInfo | None:
+        """Return a plan, None if it does not build or needs too much memory."""
         try:
-            plan = self._plan(json, request=request)
+            found = plan(*args, **options)
         except (UnsupportedError, GraphError):
             return None
         limit = self._options.plan.workspace_limit_bytes
-        return plan if limit is None or plan.workspace_bytes <= limit else None
+        return found if limit is None or found.workspace_bytes <= limit else None
 
     def _compiled_error(self, run: Callable[..., Any]) -> Callable[..., Any] | None:
         """Compile what runs a part, and compares it with what is expected."""
@@ -321,76 +389,76 @@ class _Contest:
             lambda: time_calls(call, len(sets), samples=_SAMPLES).median_us
         )
 
-    def _races(
+    def _look(
         self,
-        ways: Iterable[tuple[_Way, Callable[..., Any] | None]],
-        plans: Iterator[native.PlanInfo | None],
+        races: Iterable[_Race],
+        plans: Mapping[_Way, Mapping[str, native.PlanInfo]],
         sets: _Sets,
-    ) -> Iterator[_Race]:
-        for way, prepare in ways:
-            built = list(filter(None, itertools.islice(plans, len(way.builds))))
-            if prepare is None or not built:
+        *,
+        is_last: bool = False,
+    ) -> None:
+        """Time plans that are new in their races, and in the end those near the best.
+
+        ``plans`` are by their ways and requests.
+        """
+        for race in races:
+            new = plans.get(race.way, {})
+            if not new and not (is_last and race.looks):
                 continue
             start = time.monotonic()
-            changed, results = zip(*(prepare(*each) for each in sets), strict=True)
-            stopwatch = PlanStopwatch(way.legal.graph, changed, self._device, results)
+            changed, results = zip(*(race.prepare(*each) for each in sets), strict=True)
+            legal = race.way.legal
+            stopwatch = PlanStopwatch(legal.graph, changed, self._device, results)
             ready = time.monotonic()
-            found = [
-                (self._step(way.legal, plan), us)
-                for plan, us in self._looks(stopwatch, built)
-            ]
+            self._look_at(race, stopwatch, new)
+            if is_last:
+                _look_again(race, stopwatch)
             _log.debug(
                 "%d plans of %s timed in %.2f s, after %.2f s for their operands",
-                len(built), label(self._part), time.monotonic() - ready, ready - start,
+                len(new), label(self._part), time.monotonic() - ready, ready - start,
             )  # fmt: skip
-            if found:
-                yield _Race(
-                    entries=sorted(found, key=lambda entry: entry[1]),
-                    first_us=found[0][1],
-                )
 
-    def _step(self, legal: Legal, plan: native.PlanInfo) -> Step:
-        return Step(
-            part=self._part,
-            legal=legal,
-            plan=plan,
-            target=self._target,
-            request=plan.request,
-        )
-
-    def _looks(
-        self, stopwatch: PlanStopwatch, plans: list[native.PlanInfo]
-    ) -> Iterator[tuple[native.PlanInfo, float]]:
-        """Time the plans that run, with more samples for those that may be the best.
-
-        The others are told with the time of their last look.
-        """
-        looks: list[tuple[native.PlanInfo, float]] = []
-        best = math.inf
-        for plan in plans:
+    def _look_at(
+        self,
+        race: _Race,
+        stopwatch: PlanStopwatch,
+        plans: Mapping[str, native.PlanInfo],
+    ) -> None:
+        """Take a first look at plans; those that do not run are left out."""
+        for request, plan in plans.items():
             self._check_time()
             try:
                 look = stopwatch.time(
-                    plan, samples=1, sample_us=_LOOK_US, enough_us=best * _NO_LOOK
+                    plan,
+                    samples=1,
+                    sample_us=_LOOK_US,
+                    enough_us=race.best_us * _NO_LOOK,
                 ).median_us
             except (RuntimeError, MemoryError) as error:
                 _log.debug("%s does not run: %s", plan.name, error)
             else:
-                looks.append((plan, look))
-                best = min(best, look)
-        for factor, samples in ((_HOPELESS, _FEW_SAMPLES), (_NEAR, _SAMPLES)):
-            best = min((us for _, us in looks), default=math.inf)
-            looks = [
-                (plan, stopwatch.time(plan, samples=samples).median_us)
-                if us <= best * factor
-                else (plan, us)
-                for plan, us in looks
-            ]
-        yield from looks
+                race.looks[request] = plan, look
+
+    def _in_order(self, race: _Race) -> list[tuple[Step, float]]:
+        """Return the plans that ran as steps with their times, the fastest first."""
+        steps = [
+            (
+                Step(
+                    part=self._part,
+                    legal=race.way.legal,
+                    plan=plan,
+                    target=self._target,
+                    request=plan.request,
+                ),
+                us,
+            )
+            for plan, us in race.looks.values()
+        ]
+        return sorted(steps, key=lambda step: step[1])
 
     def _agreed(
         self,
-        race: _Race,
+        steps: Sequence[tuple[Step, float]],
         error_of: Callable[..., Any] | None,
         example: _Example | None,
     ) -> tuple[Step | None, float]:
@@ -398,9 +466,9 @@ class _Contest:
 
         ``error_of`` is the program that says how far off the fastest of all is.
         """
-        for step, us in race.entries:
+        for step, us in steps:
             self._check_time()
-            if step is not race.entries[0][0]:
+            if step is not steps[0][0]:
                 error_of = self._compiled_error(functools.partial(_run_cudnn, step))
             if _agrees(step, error_of, example):
                 return step, us
@@ -419,6 +487,32 @@ class _Contest:
                 us = self._time(self._compiled_over_sets(run), sets)
                 if us is not None and _agrees(step, self._compiled_error(run), example):
                     yield contender.title, round(us, 2)
+
+
+def _by_way(
+    asked: Sequence[tuple[_Way, str]], plans: Sequence[native.PlanInfo | None]
+) -> dict[_Way, dict[str, native.PlanInfo]]:
+    """Return the plans that were built, by their ways and requests."""
+    found: dict[_Way, dict[str, native.PlanInfo]] = {}
+    for (way, request), plan in zip(asked, plans, strict=True):
+        if plan is not None:
+            found.setdefault(way, {})[request] = plan
+    return found
+
+
+def _look_again(race: _Race, stopwatch: PlanStopwatch) -> None:
+    """Time plans with more samples, the more of them the nearer they are to the best.
+
+    The others keep the time of their last look.
+    """
+    for factor, samples in ((_HOPELESS, _FEW_SAMPLES), (_NEAR, _SAMPLES)):
+        best_us = race.best_us
+        race.looks = {
+            request: (plan, stopwatch.time(plan, samples=samples).median_us)
+            if us <= best_us * factor
+            else (plan, us)
+            for request, (plan, us) in race.looks.items()
+        }
 
 
 def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -502,12 +596,21 @@ def _agrees(
     return False
 
 
-def _promising(listed: Sequence[native.Candidate], max_plans: int | None) -> list[str]:
-    """Return requests for the first plans of a list, and the first of each engine."""
-    allowed = [each for each in listed if each.request and not each.refusal]
-    firsts: dict[int, str] = {}
-    for each in allowed:
-        firsts.setdefault(each.engine, each.request)
-    kept = {*firsts.values(), *(each.request for each in allowed[:max_plans])}
-    # Each once, in cuDNN's order.
-    return [r for r in dict.fromkeys(each.request for each in allowed) if r in kept]
+def _promising(
+    listed: Sequence[native.Candidate], max_plans: int | None
+) -> list[native.Candidate]:
+    """Return the first plans of a list and the first of each engine, each once."""
+    allowed: dict[str, native.Candidate] = {}
+    for each in listed:
+        if each.request and not each.refusal:
+            allowed.setdefault(each.request, each)
+    kept = {*_firsts(allowed.values()), *list(allowed)[:max_plans]}
+    return [each for request, each in allowed.items() if request in kept]
+
+
+def _firsts(listed: Iterable[native.Candidate]) -> list[str]:
+    """Return the requests for the first plan of each engine."""
+    found: dict[int, str] = {}
+    for each in listed:
+        found.setdefault(each.engine, each.request)
+    return list(found.values())

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compiled on all cores at once, while nothing is timed?
+"""What is compiled on all cores at once, and what of it while the GPU is timed?
 
 XLA and cuDNN compile outside of Python's lock, and the GPU is timed by one thread. What
-follows a task runs in a thread of its own, one after another.
+follows a task runs in a thread of its own, one after another. What neither needs the
+GPU nor much of this process goes on while others are timed.
 """
 
 import functools
@@ -21,8 +22,6 @@ _log = logging.getLogger("jax_cudnn")
 
 _T = TypeVar("_T")
 Task = Callable[[], Any]
-# Yields what is to be compiled before it goes on, and is sent what that gave.
-Work = Generator[list[Task], list[Any], _T]
 
 
 @dataclass(frozen=True)
@@ -36,6 +35,20 @@ class Followed:
         """Do both, one after the other."""
         return self.after(self.task())
 
+
+@dataclass(frozen=True)
+class Aside:
+    """A task that leaves the GPU alone, and what comes of it when nothing is timed.
+
+    ``after`` takes what returns the task's result or raises what the task did.
+    """
+
+    task: Task
+    after: Callable[[Callable[[], Any]], Any]
+
+
+# Yields what is to be compiled before it goes on, and is sent what that gave.
+Work = Generator[Sequence[Task | Aside], list[Any], _T]
 
 # More than that many programs at a time would need much of the host's memory.
 _MOST_THREADS = 16
@@ -102,20 +115,34 @@ def _name(task: Callable[[], Any]) -> str:
 def in_stages(works: Sequence[Work[_T]]) -> Iterator[_T]:
     """Yield what the works return, in their order.
 
-    Their tasks run together; between these, one work after another goes on.
+    Their tasks run together; between these, one work after another goes on. What goes
+    on aside begins at once.
     """
-    asked = {i: next(work) for i, work in enumerate(works)}
-    returned: dict[int, _T] = {}
-    yielded = 0
-    while asked:
-        found = iter(together([task for tasks in asked.values() for task in tasks]))
-        answers = {i: [next(found) for _ in tasks] for i, tasks in asked.items()}
-        asked = {}
-        for i, answer in answers.items():
-            try:
-                asked[i] = works[i].send(answer)
-            except StopIteration as end:
-                returned[i] = end.value
-            while yielded in returned:
-                yield returned.pop(yielded)
-                yielded += 1
+    aside = ThreadPoolExecutor(workers())
+
+    def begun(tasks: Sequence[Task | Aside]) -> list[Task]:
+        return [
+            functools.partial(each.after, aside.submit(each.task).result)
+            if isinstance(each, Aside)
+            else each
+            for each in tasks
+        ]
+
+    try:
+        asked = {i: begun(next(work)) for i, work in enumerate(works)}
+        returned: dict[int, _T] = {}
+        yielded = 0
+        while asked:
+            found = iter(together([task for tasks in asked.values() for task in tasks]))
+            answers = {i: [next(found) for _ in tasks] for i, tasks in asked.items()}
+            asked = {}
+            for i, answer in answers.items():
+                try:
+                    asked[i] = begun(works[i].send(answer))
+                except StopIteration as end:
+                    returned[i] = end.value
+                while yielded in returned:
+                    yield returned.pop(yielded)
+                    yielded += 1
+    finally:
+        aside.shutdown(wait=False, cancel_futures=True)

@@ -12,7 +12,7 @@ import logging
 import queue
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,11 @@ from jax_cudnn import native
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.graph import Target
 from jax_cudnn.native import PlanInfo
-from jax_cudnn.offline.process import PlanningProcess, raise_crash
+from jax_cudnn.offline.process import (
+    BACKGROUND_COMMAND,
+    PlanningProcess,
+    raise_crash,
+)
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -52,12 +56,19 @@ class PlanBuilders:
         Raises:
           UnsupportedError: cuDNN crashed on it; and what ``native.plan`` raises.
         """
-        if not self._is_broken:
-            self._fetch(graph_json, request)
-        return native.plan(graph_json, request=request, device=self._ordinal)
+        built = functools.partial(self.built_elsewhere, graph_json, request)
+        return self.taken(graph_json, request, built)
 
-    def _fetch(self, graph_json: str, request: str) -> None:
-        """Have the plan built elsewhere, and put it into this process's cache."""
+    def built_elsewhere(self, graph_json: str, request: str) -> bytes | None:
+        """Return the plan file that another process wrote; None if none could.
+
+        This needs neither the GPU nor much time of this process.
+
+        Raises:
+          UnsupportedError: cuDNN crashed on it.
+        """
+        if self._is_broken:
+            return None
         with tempfile.TemporaryDirectory(prefix="jax_cudnn-") as folder:
             file = Path(folder) / "plan"
             question = {
@@ -72,14 +83,23 @@ class PlanBuilders:
             except LibraryError as error:
                 self._is_broken = True
                 _log.debug("plans are built by this process alone: %s", error)
-                return
+                return None
             finally:
                 self._idle.put(process)
             raise_crash(answer, self._name)
-            if "file" not in answer:
-                return
+            return file.read_bytes() if "file" in answer else None
+
+    def taken(
+        self, graph_json: str, request: str, built: Callable[[], bytes | None]
+    ) -> PlanInfo:
+        """Return the plan, given what returns or raises as ``built_elsewhere`` does.
+
+        Raises what ``plan`` does.
+        """
+        data = built()
+        if data is not None and not self._is_broken:
             try:
-                native.import_plan(file.read_bytes(), device=self._ordinal, keep=True)
+                native.import_plan(data, device=self._ordinal, keep=True)
             except LibraryError as error:
                 self._is_broken = True
                 _log.debug("plans of other processes cannot be used: %s", error)
@@ -87,6 +107,7 @@ class PlanBuilders:
                 # Some plans of convolutions (cuDNN 9.19, H200) need more workspace than
                 # they were written with.
                 _log.debug("a plan of another process cannot be used: %s", error)
+        return native.plan(graph_json, request=request, device=self._ordinal)
 
 
 @contextmanager
@@ -105,4 +126,4 @@ def plan_builders(target: Target, ordinal: int, count: int) -> Iterator[PlanBuil
 
 @functools.cache
 def _processes(count: int) -> tuple[PlanningProcess, ...]:
-    return tuple(PlanningProcess() for _ in range(count))
+    return tuple(PlanningProcess(BACKGROUND_COMMAND) for _ in range(count))

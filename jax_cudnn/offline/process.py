@@ -19,6 +19,8 @@ from typing import IO, Any
 from jax_cudnn.errors import LibraryError, UnsupportedError
 
 _COMMAND = (sys.executable, "-P", "-m", "jax_cudnn.offline.worker")
+# One that gives way to whatever else the machine has to do.
+BACKGROUND_COMMAND = (*_COMMAND, "--background")
 # A plan that is compiled takes seconds.
 _TIMEOUT_S = 600.0
 # Of what a process that died has printed.

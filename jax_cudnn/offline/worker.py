@@ -26,6 +26,8 @@ from jax_cudnn.graph import Target
 DRIVER = "libcuda.so.1"
 STAND_IN = "libjax_cudnn_no_driver.so"
 # Made by NVIDIA's kernel driver.
+# How far a process in the background gives way to others, from 0 to 19.
+_NICE = 10
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
 
 
@@ -122,4 +124,6 @@ def serve(answer: Callable[[dict[str, Any]], dict[str, Any]] = answer) -> None:
 
 
 if __name__ == "__main__":
+    if "--background" in sys.argv:
+        os.nice(_NICE)
     serve()

@@ -136,8 +136,10 @@ def autotune(
         that it had, and the ``Tuning`` says how many such calls there are. Default: no
         limit.
       max_plans: how many of cuDNN's plans to time of each way to run a call, in the
-        order in which cuDNN names them; the first of each engine is timed in any case.
-        Default 10; None is for all, which takes longer and seldom finds a faster one.
+        order in which cuDNN names them. The first of each engine is timed in any case,
+        and others only of engines whose first takes at most 1.5 times as long as the
+        fastest. Default 10; None is for all plans of all engines, which takes longer
+        and seldom finds a faster one.
       progress: whether to show progress on stderr, where that is a terminal. Default
         True. ``JAX_CUDNN_PROGRESS=off`` turns it off everywhere.
       whole_program: whether to time the whole program at the end. Default True. It is
