@@ -136,7 +136,8 @@ def _written(folder: Path, cells: Sequence[Cell]) -> None:
             [cell.key for cell in (*CELLS, *cells)],
         )
         write_records(folder / _DATA, data)
-    (folder / _PAGE).write_text(markdown(data))
+        if any("ratio" in each for each in data["rows"]):
+            (folder / _PAGE).write_text(markdown(data))
 
 
 def main() -> None:
