@@ -30,6 +30,7 @@ from jax_cudnn.config import Implementation
 from jax_cudnn.legalize.nearest import LOSS
 
 _DATA, _PAGE = "untuned_cells.json", "untuned_cells.md"
+_FORM = "XLA's form"
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def check(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         yield {
             "cell": call.cell.key,
             "direction": call.direction,
-            "XLA's form": call.form,
+            _FORM: call.form,
             "runs on": ", ".join(each.implementation for each in report.calls),
             **times,
         }
@@ -110,30 +111,37 @@ def markdown(data: dict[str, Any]) -> str:
         "| --- | --- | --- | ---: | ---: | --- |",
     ]
     lines += [
-        f"| {row['cell']} | {_direction(row)} | {row['runs on']} | {row['xla_us']:.1f} "
-        f"| {row['ratio']:.2f} | {row['ratio_low']:.2f}-{row['ratio_high']:.2f} |"
+        f"| {row['cell']} | {_direction(row, rows)} | {row['runs on']} "
+        f"| {row['xla_us']:.1f} | {row['ratio']:.2f} "
+        f"| {row['ratio_low']:.2f}-{row['ratio_high']:.2f} |"
         for row in rows
     ]
     return "\n".join(lines) + "\n"
 
 
-def _direction(row: dict[str, Any]) -> str:
-    form = row["XLA's form"]
-    return f"{row['direction']}, {form}" if "scaled" in form else row["direction"]
+def _direction(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """Return the direction, and XLA's form where the cell has several."""
+    forms = {each[_FORM] for each in rows if each["cell"] == row["cell"]}
+    return f"{row['direction']}, {row[_FORM]}" if len(forms) > 1 else row["direction"]
 
 
 def _written(folder: Path, cells: Sequence[Cell]) -> None:
     found = environment()
     data: dict[str, Any] = {"environment": found, "rows": []}
-    kept = [row for row in kept_rows(folder / _DATA) if row["GPU"] == found["GPU"]]
+    order = [cell.key for cell in (*CELLS, *cells)]
+    kept = [
+        row
+        for row in kept_rows(folder / _DATA)
+        if row["GPU"] == found["GPU"] and row["cell"] in order
+    ]
     measured: list[dict[str, Any]] = []
     for row in check(cells):
         measured.append(row)
         data["rows"] = renewed(
             kept,
             on_this_gpu(measured, found),
-            ("cell", "direction", "XLA's form"),
-            [cell.key for cell in (*CELLS, *cells)],
+            ("cell", "direction", _FORM),
+            order,
         )
         write_records(folder / _DATA, data)
         if any("ratio" in each for each in data["rows"]):

@@ -31,6 +31,7 @@ Note = BehaviorNote | NumericNote
 # A precision's name, two names (one for each operand), or a jax.lax.DotAlgorithm.
 MatmulPrecision = str | tuple[str, str] | Hashable | None
 _NOTES = (*get_args(BehaviorNote), *get_args(NumericNote))
+_REDUCED: NumericNote = "REDUCED_PRECISION_REDUCTION"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,6 +94,9 @@ class PlanOptions:
         self._check_modes()
         self._check_engines()
         self._check_notes()
+        # What other fields refuse is said by them alone, so that equals are equal.
+        others = (x for x in self.refused_notes if x not in self._refusing_fields())
+        object.__setattr__(self, "refused_notes", tuple(others))
         limit = self.workspace_limit_bytes
         if limit is not None and (not _is_count(limit) or limit >= 2**63):
             raise ValueError(
@@ -148,6 +152,11 @@ class PlanOptions:
                     f"{name} has {', '.join(map(repr, unknown))}. cuDNN's notes are "
                     f"{', '.join(_NOTES)}."
                 )
+        if self.reduced_precision_reduction and _REDUCED in self.refused_notes:
+            raise ValueError(
+                f"reduced_precision_reduction=True allows the note {_REDUCED}, which "
+                "refused_notes has. Take it out of one of them."
+            )
         both = sorted(set(self.required_notes).intersection(refused))
         if both:
             by = [x for note, x in self._refusing_fields().items() if note in both]
@@ -171,7 +180,7 @@ class PlanOptions:
         if self.deterministic:
             found["NONDETERMINISTIC"] = "deterministic=True"
         if not self.reduced_precision_reduction:
-            found["REDUCED_PRECISION_REDUCTION"] = "reduced_precision_reduction=False"
+            found[_REDUCED] = "reduced_precision_reduction=False"
         return found
 
     def to_request(self) -> str:

@@ -8,8 +8,8 @@ faster: on the whole, and in blocks that had no part in choosing them. So is an 
 before another one that cuDNN lists first, for convolutions. Contractions are then
 written with these plans' times.
 
-Engines that took several times as long as cuDNN's first plan wherever they were
-measured are left to XLA where they come first.
+Engines that were slower than XLA's code for nearly all kernels, and much slower on the
+whole, are left to XLA where they come first.
 
 How well this does is judged in blocks of kernels, each by the others, without those
 that were measured right before and after its block: these may be of the same call.
@@ -31,6 +31,7 @@ from benchmarks.fusion_cells import CELLS
 from jax_cudnn import choices
 from jax_cudnn.graph import label
 from jax_cudnn.legalize.measured import (
+    engines_name,
     is_of_groups,
     is_of_ones,
     is_ordered,
@@ -38,14 +39,16 @@ from jax_cudnn.legalize.measured import (
     kernel_of,
     kind_and_bits,
 )
-from jax_cudnn.legalize.nearest import Kernel, Measured, cost_of
+from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured, cost_of
 from jax_cudnn.lowering import traced_program
 
 # Kernels that are measured in a row may be of one call: so many are judged together.
 _TOGETHER = 16
-# An engine is slow if it never took less than so many times as long as the fastest.
-_SLOW_ENGINE = 2.5
-_FEWEST_OF_ENGINE = 2
+# An engine is slow if it took so many times as long as XLA's code, as a geometric mean
+# over so many kernels, and at most this share of them was not slower.
+_SLOW_ENGINE = 2.0
+_FEWEST_OF_ENGINE = 3
+_NOT_SLOWER = 0.01
 # A kernel goes before an engine's own choice that took, as a geometric mean over so
 # many, no more than this of its time; and than that, in blocks that did not choose it.
 _FASTER = 0.95
@@ -92,18 +95,21 @@ class Rules:
 
 
 def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the engines that were slow wherever they were measured, by kind."""
+    """Return the engines that XLA's code is faster than, by kind and bits."""
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
-        kind, _ = kind_and_bits(row["class"])
-        fastest = min(row["engines"].values(), default=1.0)
-        for engine, ratio in row["engines"].items():
-            if int(engine) != row["first_engine"]:
-                ratios[kind, int(engine)].append(ratio / fastest)
+        name = engines_name(row["class"])
+        for engine, ratio in ({str(row["first_engine"]): 1.0} | row["engines"]).items():
+            ratios[name, int(engine)].append(ratio * row["ratio"])
     found: defaultdict[str, list[int]] = defaultdict(list)
-    for (kind, engine), each in sorted(ratios.items()):
-        if len(each) >= _FEWEST_OF_ENGINE and min(each) >= _SLOW_ENGINE:
-            found[kind].append(engine)
+    for (name, engine), each in sorted(ratios.items()):
+        not_slower = sum(ratio <= LOSS for ratio in each)
+        if (
+            len(each) >= _FEWEST_OF_ENGINE
+            and statistics.geometric_mean(each) >= _SLOW_ENGINE
+            and not_slower <= _NOT_SLOWER * len(each)
+        ):
+            found[name].append(engine)
     return dict(found)
 
 
@@ -287,7 +293,7 @@ def of_rows(
             names = [str(x) for x in order["before"] if str(x) in row["engines"]]
             if names:
                 engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
-        if engine not in rules.slow.get(kind_and_bits(row["class"])[0], ()):
+        if engine not in rules.slow.get(engines_name(row["class"]), ()):
             yield kernel, round(ratio, 3)
 
 

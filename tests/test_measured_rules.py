@@ -57,6 +57,37 @@ def test_kernels_that_were_faster_go_first_each_where_others_are_not_listed(
     assert not script.preferences([_row({1: 0.5}, op="conv_fprop")] * 80, 91900)
 
 
+@pytest.mark.parametrize(
+    ("times", "is_slow"),
+    [
+        # Of XLA's time, by an engine that comes second.
+        ([2.0, 2.0, 2.0], True),
+        ([2.0, 2.0, 1.9], False),
+        ([9.0, 9.0], False),
+        ([1.06, 9.0, 9.0], True),
+        ([1.05, 9.0, 9.0], False),
+        ([1.05, *[9.0] * 99], True),
+        ([1.05, 1.05, *[9.0] * 198], True),
+        ([1.05, 1.05, *[9.0] * 197], False),
+    ],
+)
+@pytest.mark.parametrize("is_first", [False, True])
+def test_an_engine_is_slow_that_xla_is_faster_than(
+    script: ModuleType, times: list[float], is_slow: bool, is_first: bool
+) -> None:
+    rows = [
+        _row({}, ratio=us, first_engine=8, engines={"7": 0.01 / us, "8": 1.0})
+        if is_first
+        # The first plan takes half of XLA's time.
+        else _row({}, ratio=0.5, first_engine=7, engines={"8": us / 0.5})
+        for us in times
+    ]
+    of_f32 = _row({}, ratio=0.1, first_engine=8)
+    of_f32["class"] = of_f32["class"].replace("16 bits", "f32")
+    found = script.slow_engines([*rows, of_f32])
+    assert found == ({"conv_fprop, 16 bits": [8]} if is_slow else {})
+
+
 def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> None:
     def found(*rows: dict[str, Any]) -> list[dict[str, Any]]:
         return [*script.engine_orders(rows, 91900)]

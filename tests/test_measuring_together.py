@@ -146,18 +146,24 @@ def test_what_fails_aside_is_told_to_what_comes_of_it() -> None:
 
 def test_nothing_goes_on_aside_once_a_work_has_failed() -> None:
     told: list[str] = []
-    meeting = threading.Event()
+    meeting, late = threading.Event(), threading.Event()
+    ended = threading.Semaphore(0)
 
     def wait() -> None:
         assert meeting.wait(timeout=30)
+        ended.release()
 
     def work() -> Generator[list[Any], list[Any], str]:
         asides = [Aside(wait, lambda built: built()) for _ in range(3)]
         yield []
-        yield [*asides, Aside(lambda: told.append("late"), lambda built: built())]
+        yield [*asides, Aside(late.set, lambda built: built())]
         return "never"
 
     with pytest.raises(TimeoutError):
         list(in_stages([work(), _work("b", 1, told, fails=True)]))
-    meeting.set()
     assert told == ["b0"]
+    # What had begun goes on, and what had not never does.
+    meeting.set()
+    for _ in range(3):
+        assert ended.acquire(timeout=30)
+    assert not late.wait(timeout=0.2)

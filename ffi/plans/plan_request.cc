@@ -291,7 +291,7 @@ StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
   ASSIGN_OR_RETURN(pin.knobs, ReadKnobs(*fields[1], "request.knobs"));
   ASSIGN_OR_RETURN(pin.variant, ReadInteger(*fields[2], "request.variant"));
   request.pin = std::move(pin);
-  request.refused_notes.clear();
+  request.refused_notes.clear();  // It may name a plan that none gets by default.
   if (has_deterministic) {
     ASSIGN_OR_RETURN(request.deterministic,
                      ReadBool(*fields[3], "request.deterministic"));
@@ -421,7 +421,10 @@ std::string RefusalOf(const PlanRequest& request, int64_t engine,
       return "has the note " + note + ", which deterministic refuses";
     }
     if (Contains(request.refused_notes, note)) {
-      return "has the note " + note + ", which is refused";
+      return "has the note " + note + ", which is refused" +
+             (note == kReducedPrecision
+                  ? " unless PlanOptions has reduced_precision_reduction=True"
+                  : "");
     }
   }
   for (const std::string& note : request.required_notes) {

@@ -54,7 +54,7 @@ inline constexpr std::string_view kReducedPrecision = "REDUCED_PRECISION_REDUCTI
 struct PlanRequest {
   // Only plans that give the same bits in every run.
   bool deterministic = false;
-  // Where there is a pin, the members below say nothing.
+  // Where there is a pin, the members below filter nothing.
   std::optional<PlanPin> pin;
   // For different engines. Where there are some, all else is as in the default request.
   std::vector<PlanPreference> preferences;

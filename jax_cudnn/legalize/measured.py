@@ -100,16 +100,20 @@ def kernel_of(part: Graph) -> Kernel | None:
     )
 
 
+def engines_name(name: str) -> str:
+    """Return the kind and bits of a class, by which engines are told."""
+    return ", ".join(kind_and_bits(name))
+
+
 def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
-    """Return engines of cuDNN that were slow wherever such a kernel was measured.
+    """Return engines of cuDNN that XLA's code was faster than, for such kernels.
 
     A number stands for another engine on another architecture.
     """
-    node = _contraction(part)
-    data = _read()
-    if node is None or target is None or target.sm_version != data["sm_version"]:
+    name, data = class_of(part), _read()
+    if not name or target is None or target.sm_version != data["sm_version"]:
         return ()
-    return tuple(data["slow_engines"].get(node.kind, ()))
+    return tuple(data["slow_engines"].get(engines_name(name), ()))
 
 
 def preference(part: Graph, target: Target | None) -> str:

@@ -284,6 +284,10 @@ def _pinned(
         if not _allows(options, gpu, json, measured.plan):
             return None
         plan = gpu.plan(json, measured.plan)
+        if refused := _refused_notes(options, plan):
+            told = f"its plan has the note {refused}, which is refused"
+            _say_stale_once(summary(part), told)
+            return None
     except (GraphError, UnsupportedError) as error:
         _say_stale_once(summary(part), str(error))
         return None
@@ -315,6 +319,13 @@ def _allows(options: Options, gpu: Gpu, graph_json: str, pin: str) -> bool:
         return True
     listed = gpu.candidates(graph_json, request)
     return any(each.request == pin and not each.refusal for each in listed)
+
+
+def _refused_notes(options: Options, plan: PlanInfo) -> str:
+    """Return the notes of a measured plan that a call's options refuse."""
+    notes = (*plan.behavior_notes, *plan.numeric_notes)
+    refused = options.plan.all_refused_notes
+    return ", ".join(note for note in notes if note in refused)
 
 
 def _measured_reason(measured: Choice) -> str:

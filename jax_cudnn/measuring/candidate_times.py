@@ -72,6 +72,9 @@ def _times(
             failure = "this version of cudnn-frontend cannot name it"
             yield Timed(candidate=candidate, time=None, failure=failure)
             continue
+        if candidate.refusal:
+            yield Timed(candidate=candidate, time=None, failure=candidate.refusal)
+            continue
         try:
             plan = native.plan(text, request=candidate.request, device=ordinal)
         except (GraphError, UnsupportedError) as error:

@@ -51,15 +51,15 @@ _log = logging.getLogger("jax_cudnn")
 
 # A plan whose first launch is so many times slower than the best plan gets no other.
 _NO_LOOK = 3
-# A first look takes one sample of each plan. Those this much slower than the best one
-# are not looked at again. The others take a few samples, and the fastest of these more.
+# A first look takes one sample of a plan, and another one where the first is this much
+# slower than the best: others may be built meanwhile, and disturb it. If an engine's
+# first plan is still so much slower, its others are not built. Of 127 kernels of GPT-2,
+# ConvNeXt and a U-Net on an H100 (cuDNN 9.19), none has its fastest plan among these,
+# which are 9 % of all. Nor are plans so slow looked at again. The others take a few
+# samples, and the fastest of these more.
 _LOOK_US = 500
-_HOPELESS = 1.25
-_FEW_SAMPLES = 2
-# An engine's other plans are not built if its first one is this much slower than the
-# fastest of all. Of 127 kernels of GPT-2, ConvNeXt and a U-Net on an H100 (cuDNN 9.19),
-# none has its fastest plan among these, which are 18 % of all.
 _FAR = 1.5
+_FEW_SAMPLES = 2
 _NEAR = 1.05
 _SAMPLES = 7
 # For each core, so many parts have their programs and plans compiled at once.
@@ -112,7 +112,8 @@ def measure_each(
 ) -> Iterator[Choice]:
     """Yield what `measure` returns for each of the parts.
 
-    What has to be compiled for a few parts is compiled at once, while none is timed.
+    What has to be compiled for a few parts is compiled at once. While one is timed,
+    plans of others are built, by other processes.
 
     Raises:
       OutOfTimeError: as `measure`. The choices that were yielded before hold.
@@ -165,17 +166,21 @@ class _Race:
         requests = (each.request for each in self.way.listed)
         return next(self.looks[each][1] for each in requests if each in self.looks)
 
-    def others(self, best_us: float) -> list[str]:
+    def others(self, is_all: bool) -> list[str]:
         """Return the requests for plans that are not built yet and may be the best.
 
         Where an engine's first plan did not run, the others may.
         """
         firsts = _firsts(self.way.listed)
-        far = {plan.engine for plan, us in self.looks.values() if us > _FAR * best_us}
+        far = {
+            (plan.engine, plan.variant)
+            for plan, us in self.looks.values()
+            if us > _FAR * self.best_us and not is_all
+        }
         return [
             each.request
             for each in self.way.listed
-            if each.request not in firsts and each.engine not in far
+            if each.request not in firsts and (each.engine, each.variant) not in far
         ]
 
 
@@ -201,37 +206,53 @@ class _Contest:
         """Measure; what is yielded is compiled before the next line."""
         self._check_time()
         (ways,) = yield [self._ways]
+        races, by_xla, example_of = yield from self._first_looks(ways)
+        yield from self._last_looks(races)
+        return (yield from self._chosen(races, by_xla, example_of))
+
+    def _first_looks(self, ways: Sequence[_Way]) -> Work[tuple[list[_Race], Any, Any]]:
+        """Look at the first plan of each engine of each way.
+
+        Returns the races, XLA's program, and the one that makes an example; None for a
+        program that does not compile.
+        """
         firsts = [(way, each) for way in ways for each in _firsts(way.listed)]
-        by_xla = functools.partial(self._compiled_over_sets, self._run_xla)
-        xla_over_sets, example_of, _, *rest = yield [
-            Followed(by_xla, self._started),
+        compile_xla = functools.partial(self._compiled_over_sets, self._run_xla)
+        by_xla, example_of, _, *rest = yield [
+            Followed(compile_xla, self._started),
             functools.partial(self._compiled, functools.partial(_example, self._part)),
             self._operands.compile,
             *(functools.partial(self._compiled, way.prepared) for way in ways),
             *(functools.partial(self._build, *each) for each in firsts),
         ]
         prepare, plans = rest[: len(ways)], rest[len(ways) :]
-
         self._check_time()
-        sets = self._operands.draw()
-        xla_us = self._time(xla_over_sets, sets)
         races = [
             _Race(way=way, prepare=program)
             for way, program in zip(ways, prepare, strict=True)
             if program is not None
         ]
-        self._look(races, _by_way(firsts, plans), sets)
-        best_us = math.inf  # so that no engine is far from it
-        if self._max_plans is not None:
-            best_us = min((race.best_us for race in races), default=math.inf)
-        others = [(race.way, each) for race in races for each in race.others(best_us)]
-        del sets  # Drawn again below: other parts need the memory meanwhile.
-        plans = yield [self._build_aside(*each) for each in others]
+        self._look(races, _by_way(firsts, plans), self._operands.draw())
+        return races, by_xla, example_of
 
+    def _last_looks(self, races: Sequence[_Race]) -> Work[None]:
+        """Time the plans of engines that are near the fastest, those near it longer."""
+        is_all = self._max_plans is None
+        others = [(race.way, each) for race in races for each in race.others(is_all)]
+        plans = yield [self._build_aside(*each) for each in others]
         self._check_time()
-        sets = self._operands.draw()
-        self._look(races, _by_way(others, plans), sets, is_last=True)
-        del sets
+        self._look(races, _by_way(others, plans), self._operands.draw(), is_last=True)
+
+    def _chosen(
+        self,
+        races: Sequence[_Race],
+        by_xla: Callable[..., Any] | None,
+        example_of: Callable[..., Any] | None,
+    ) -> Work[Choice]:
+        """Let each race's winner meet XLA's code, if it agrees, and so contenders.
+
+        All of these are timed one after the other, while nothing else runs.
+        """
         races = [race for race in races if race.looks]
         ordered = [self._in_order(race) for race in races]
         winners = [functools.partial(_run_cudnn, steps[0][0]) for steps in ordered]
@@ -244,6 +265,7 @@ class _Contest:
         example: _Example | None = None
         if example_of is not None:
             example = _unless_it_fails(lambda: example_of(*sets[0]))
+        xla_us = self._time(by_xla, sets)
         compiled = zip(programs[: len(races)], programs[len(races) :], strict=True)
         best: tuple[float, Step] | None = None
         first_ratio: float | None = None
@@ -412,7 +434,10 @@ class _Contest:
             ready = time.monotonic()
             self._look_at(race, stopwatch, new)
             if is_last:
-                _look_again(race, stopwatch)
+                _look_again(race, stopwatch, _FEW_SAMPLES, up_to=_FAR)
+                _look_again(race, stopwatch, _SAMPLES, up_to=_NEAR)
+            else:
+                _look_again(race, stopwatch, 1, above=_FAR, up_to=_NO_LOOK)
             _log.debug(
                 "%d plans of %s timed in %.2f s, after %.2f s for their operands",
                 len(new), label(self._part), time.monotonic() - ready, ready - start,
@@ -500,19 +525,28 @@ def _by_way(
     return found
 
 
-def _look_again(race: _Race, stopwatch: PlanStopwatch) -> None:
-    """Time plans with more samples, the more of them the nearer they are to the best.
+def _look_again(
+    race: _Race,
+    stopwatch: PlanStopwatch,
+    samples: int,
+    *,
+    above: float = 0.0,
+    up_to: float,
+) -> None:
+    """Time plans again that took so many times as long as the best one.
 
-    The others keep the time of their last look.
+    The others keep the time of their last look. Those that do not run are left out.
     """
-    for factor, samples in ((_HOPELESS, _FEW_SAMPLES), (_NEAR, _SAMPLES)):
-        best_us = race.best_us
-        race.looks = {
-            request: (plan, stopwatch.time(plan, samples=samples).median_us)
-            if us <= best_us * factor
-            else (plan, us)
-            for request, (plan, us) in race.looks.items()
-        }
+    low, high = above * race.best_us, up_to * race.best_us
+    for request, (plan, us) in [*race.looks.items()]:
+        if low < us <= high:
+            try:
+                look = stopwatch.time(plan, samples=samples).median_us
+            except (RuntimeError, MemoryError) as error:
+                _log.debug("%s does not run again: %s", plan.name, error)
+                del race.looks[request]
+            else:
+                race.looks[request] = plan, look
 
 
 def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -610,7 +644,7 @@ def _promising(
 
 def _firsts(listed: Iterable[native.Candidate]) -> list[str]:
     """Return the requests for the first plan of each engine."""
-    found: dict[int, str] = {}
+    found: dict[tuple[int, int], str] = {}
     for each in listed:
-        found.setdefault(each.engine, each.request)
+        found.setdefault((each.engine, each.variant), each.request)
     return list(found.values())

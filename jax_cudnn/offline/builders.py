@@ -48,7 +48,7 @@ class PlanBuilders:
         self._idle: queue.SimpleQueue[PlanningProcess] = queue.SimpleQueue()
         for process in processes:
             self._idle.put(process)
-        self._is_broken = False
+        self._asks = self._imports = True
 
     def plan(self, graph_json: str, request: str) -> PlanInfo:
         """Return the plan of a graph, as ``native.plan`` does.
@@ -67,7 +67,7 @@ class PlanBuilders:
         Raises:
           UnsupportedError: cuDNN crashed on it.
         """
-        if self._is_broken:
+        if not (self._asks and self._imports):
             return None
         with tempfile.TemporaryDirectory(prefix="jax_cudnn-") as folder:
             file = Path(folder) / "plan"
@@ -81,13 +81,17 @@ class PlanBuilders:
             try:
                 answer = process.ask(question)
             except LibraryError as error:
-                self._is_broken = True
+                self._asks = False
                 _log.debug("plans are built by this process alone: %s", error)
                 return None
             finally:
                 self._idle.put(process)
             raise_crash(answer, self._name)
             return file.read_bytes() if "file" in answer else None
+
+    def stop(self) -> None:
+        """Ask the processes for no more plans."""
+        self._asks = False
 
     def taken(
         self, graph_json: str, request: str, built: Callable[[], bytes | None]
@@ -97,11 +101,11 @@ class PlanBuilders:
         Raises what ``plan`` does.
         """
         data = built()
-        if data is not None and not self._is_broken:
+        if data is not None and self._imports:
             try:
                 native.import_plan(data, device=self._ordinal, keep=True)
             except LibraryError as error:
-                self._is_broken = True
+                self._imports = False
                 _log.debug("plans of other processes cannot be used: %s", error)
             except (GraphError, UnsupportedError, RuntimeError) as error:
                 # Some plans of convolutions (cuDNN 9.19, H200) need more workspace than
@@ -117,9 +121,11 @@ def plan_builders(target: Target, ordinal: int, count: int) -> Iterator[PlanBuil
     They end behind the block, without anyone waiting.
     """
     processes = _processes(count)
+    builders = PlanBuilders(target, ordinal, processes)
     try:
-        yield PlanBuilders(target, ordinal, processes)
+        yield builders
     finally:
+        builders.stop()
         for process in processes:
             threading.Thread(target=process.close, daemon=True).start()
 

@@ -25,9 +25,9 @@ from jax_cudnn.graph import Target
 
 DRIVER = "libcuda.so.1"
 STAND_IN = "libjax_cudnn_no_driver.so"
-# Made by NVIDIA's kernel driver.
 # How far a process in the background gives way to others, from 0 to 19.
 _NICE = 10
+# Made by NVIDIA's kernel driver.
 _DRIVER_FILES = ("/dev/nvidiactl", "/proc/driver/nvidia/version")
 
 

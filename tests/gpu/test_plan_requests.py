@@ -110,9 +110,7 @@ def test_matmul_runs_with_engines_of_one_sort_only(wanted: str, is_jit: bool) ->
         judge(["output"], [result], [reference], [truth])
 
 
-@pytest.mark.parametrize(
-    "note", ["TENSOR_CORE", "DOWN_CONVERT_INPUTS", "REDUCED_PRECISION_REDUCTION"]
-)
+@pytest.mark.parametrize("note", ["TENSOR_CORE", "DOWN_CONVERT_INPUTS"])
 def test_refused_and_required_notes_part_the_candidates(note: str) -> None:
     text = to_json(_matmul().graph)
     every = [each.name for each in native.candidates(text)]

@@ -78,7 +78,7 @@ def test_sums_may_pass_what_16_bits_hold(kind: str) -> None:
     (legal, *_) = legalize(part, target).candidates
     launched = 0
     for candidate in native.candidates(to_json(legal.graph)):
-        assert (_NOTE in candidate.numeric_notes) == bool(candidate.refusal)
+        assert (_NOTE in candidate.numeric_notes) <= bool(candidate.refusal)
         if not candidate.refusal:
             found = pinned(part, legal, target, candidate.request)(*operands)
             # Sums of integers below 2^24 are exact in f32.
@@ -97,5 +97,9 @@ def test_kernels_that_add_up_in_16_bits_run_where_they_are_allowed(kind: str) ->
     some = [each for each in listed if _NOTE in each.numeric_notes]
     assert some
     assert not any(each.refusal for each in listed)
-    found = [pinned(part, legal, target, each.request)(*operands) for each in some]
-    assert all(np.asarray(x).dtype == np.float16 for results in found for x in results)
+    options = PlanOptions(reduced_precision_reduction=True, required_notes=(_NOTE,))
+    plan = native.plan(to_json(legal.graph), request=options.to_request())
+    assert plan.request in {each.request for each in some}
+    (result,) = pinned(part, legal, target, plan.request)(*operands)
+    # On the way, these sums are beyond float16's largest number.
+    assert not (np.asarray(result) == 0).all(), plan.name
