@@ -130,6 +130,8 @@ def _best_plan(graph: Graph) -> float:
     stopwatch = PlanStopwatch(graph, draw_sets(graph, device), device)
     times: list[float] = []
     for candidate in native.candidates(to_json(graph)):
+        if candidate.refusal:
+            continue
         try:
             plan = native.plan(to_json(graph), request=candidate.request)
         except UnsupportedError:

@@ -4,6 +4,7 @@
 import logging
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -484,6 +485,10 @@ def test_nothing_is_tuned_where_there_is_no_contraction() -> None:
             "this release rewrites the graph otherwise",
         ),
         ({"plan": "torn"}, "no such engine"),
+        (
+            {"plan": _PIN.replace("4", "25")},
+            "its plan has the note REDUCED_PRECISION_REDUCTION, which is refused",
+        ),
     ],
 )
 def test_a_stale_choice_is_ignored_and_said_once(
@@ -496,7 +501,9 @@ def test_a_stale_choice_is_ignored_and_said_once(
     def plan(text: str, *, request: str = "", device: int) -> PlanInfo:
         if request == "torn":
             raise UnsupportedError("no such engine", [], "")
-        return planner.plan(text, request=request, device=device)
+        found = planner.plan(text, request=request, device=device)
+        notes = ("REDUCED_PRECISION_REDUCTION",) if found.engine == 25 else ()
+        return replace(found, numeric_notes=notes)
 
     monkeypatch.setattr(native, "plan", plan)
     caplog.set_level(logging.INFO, "jax_cudnn")

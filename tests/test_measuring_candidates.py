@@ -24,6 +24,7 @@ _LISTED = (
     made_plan(PIN),
     replace(made_plan(PIN), name="unnamed", request=""),
     made_plan(_OTHER),
+    replace(made_plan(PIN), refusal="has a note that is refused"),
 )
 
 
@@ -79,7 +80,7 @@ def _draw_sets(graph: Graph, device: Any) -> list[list[jax.Array]]:
 
 
 def test_every_candidate_is_timed_or_says_why_not(graphs: list[Graph]) -> None:
-    first, second, third = time_candidates(_part(), H200)
+    first, second, third, fourth = time_candidates(_part(), H200)
     assert len(graphs) == 1
     assert first.time == Measurement(median_us=40.0, low_us=40.0, high_us=40.0)
     assert (first.candidate, first.failure) == (made_plan(PIN), "")
@@ -87,6 +88,7 @@ def test_every_candidate_is_timed_or_says_why_not(graphs: list[Graph]) -> None:
     assert second.failure == "this version of cudnn-frontend cannot name it"
     assert third.time is None
     assert third.failure == "does not build\n  - too much shared memory"
+    assert (fourth.time, fourth.failure) == (None, "has a note that is refused")
 
 
 def test_the_graph_is_the_first_rewriting_that_cudnn_takes(

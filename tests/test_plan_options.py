@@ -56,6 +56,11 @@ def test_sums_in_16_bits_are_refused_unless_they_are_asked_for():
     assert json.loads(few.to_request())["refused_notes"] == [note]
     allowed = PlanOptions(reduced_precision_reduction=True)
     assert json.loads(allowed.to_request())["refused_notes"] == []
+    # What another field refuses is no other option when it is named once more.
+    assert PlanOptions(refused_notes=(note,)) == PlanOptions()
+    assert PlanOptions(refused_notes=(note,)).to_request() == ""
+    named = PlanOptions(deterministic=True, refused_notes=("NONDETERMINISTIC", "FFT"))
+    assert named == PlanOptions(deterministic=True, refused_notes=("FFT",))
     only = PlanOptions(reduced_precision_reduction=True, required_notes=(note,))
     assert json.loads(only.to_request())["required_notes"] == [note]
 
@@ -96,6 +101,13 @@ def test_equal_options_are_equal_however_written():
         (
             {"required_notes": ("REDUCED_PRECISION_REDUCTION",)},
             r"required and refused \(reduced_precision_reduction=False refuses it\)",
+        ),
+        (
+            {
+                "reduced_precision_reduction": True,
+                "refused_notes": ("REDUCED_PRECISION_REDUCTION",),
+            },
+            "allows the note REDUCED_PRECISION_REDUCTION, which refused_notes has",
         ),
         (
             {"reduced_precision_reduction": 1},
