@@ -52,9 +52,9 @@ class PlanOptions:
       deterministic: whether equal operands must give equal bits each time. Refuses
         the note "NONDETERMINISTIC", and asks for attention's deterministic gradient.
         Default False.
-      reduced_precision_reduction: whether a kernel may add up in 16 bits. Such sums
-        lose digits, and in float16 they overflow at 65,504. Default False: all sums
-        are float32, and the note "REDUCED_PRECISION_REDUCTION" is refused.
+      reduced_precision_reduction: whether a kernel may add up in 16 bits, which loses
+        digits. Default False: all sums are float32, and the note
+        "REDUCED_PRECISION_REDUCTION" is refused.
       engines: the numbers of the engines that are allowed, as ``plans.inspect`` shows
         them. They differ between operations and between versions of cuDNN. Default
         None: all.
