@@ -101,5 +101,5 @@ def test_kernels_that_add_up_in_16_bits_run_where_they_are_allowed(kind: str) ->
     plan = native.plan(to_json(legal.graph), request=options.to_request())
     assert plan.request in {each.request for each in some}
     (result,) = pinned(part, legal, target, plan.request)(*operands)
-    # Each of their partial sums is 0 here.
+    # They are right for these operands.
     assert not np.asarray(result).any(), plan.name
