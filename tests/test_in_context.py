@@ -22,7 +22,7 @@ from jax_cudnn.lowering import primitives, scoped, traced_graphs, traced_program
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.measuring import NotRunError, Programs, memory, programs
-from jax_cudnn.plans import tuning
+from jax_cudnn.plans import in_context, tuning
 from jax_cudnn.plans.in_context import Chosen, ProgramTimes, settle
 from tests.planner import H200, made_plan
 
@@ -129,6 +129,40 @@ def test_an_operation_changes_over_where_that_helps_its_neighbours() -> None:
         "the whole program, in microseconds: 12.0 (untuned 22.0, XLA alone 22.0, each "
         "kernel's winner 20.0)"
     )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "tried"), [(0.0, 6), (5.0, 6), (5.1, 5), (10.0, 3), (11.0, 2), (90, 2)]
+)
+def test_fewer_operations_change_over_where_programs_take_long_to_compile(
+    seconds: float, tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = "abcdefg"
+    found = {_key(op): _choice(op, 10 + i, 11 + i) for i, op in enumerate(names)}
+    now = [0.0]
+
+    class Slow(_Made):
+        def compile(self, trials: Sequence[Trial]) -> list[int | NotRunError]:
+            now[0] += seconds * len(trials)
+            return super().compile(trials)
+
+    def cost(chosen: Chosen) -> float:
+        return sum(
+            10.0 if x and x.implementation == "cudnn" else 11 for x in chosen.values()
+        )
+
+    monkeypatch.setattr(in_context.time, "monotonic", lambda: now[0])
+    programs = Slow(cost)
+    _settle(programs, found, dict(found))
+    kernels, xla, *changed = programs.compiled
+    assert set(_who(xla)) == {"xla"}
+    ops = [
+        choice.op
+        for each in changed
+        for key, choice in each.items()
+        if choice and choice != kernels[key]
+    ]
+    assert ops == [*reversed(names)][:tried], "those whose calls take longest"
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,13 @@ Compiling a program takes longer than running it, so programs are compiled toget
 few of them. That by XLA alone says how much XLA spares by what it fuses: it takes so
 much less than its calls alone would have it. An operation whose calls lose more than
 that by going to XLA is left as it is. That is a guess: what one operation spares,
-another one may lose. So is one whose calls take next to nothing. By cuDNN nothing is
+another one may lose. So is one whose calls take next to nothing. Where programs take
+long to compile, so are all but the few whose calls take longest. By cuDNN nothing is
 fused with what is around a call: where its calls alone lose far too much, the program
 by cuDNN alone is not tried.
 """
 
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -42,6 +44,10 @@ _MOST_LOST = 0.1
 _NEAR = 3.0
 _AS_FAST = 1.05
 _MOST_OPERATIONS = 6
+# Where programs take long to compile and to run first, fewer operations change over, so
+# that these take about so many seconds: the last ones seldom gain. Two do in any case.
+_SECONDS = 30.0
+_FEWEST_OPERATIONS = 2
 _XLA_ALONE = "XLA alone"
 _XLA_WHERE_NEAR = f"XLA but for calls that take it over {_NEAR:.0f} times as long"
 
@@ -177,10 +183,14 @@ class _Contest:
         self._runs = runs
         self._say = say
         self._chosen: dict[int, Chosen] = {}
+        self._seconds_each = 0.0
 
     def enter(self, entries: Sequence[Chosen]) -> list[int | NotRunError]:
         """Compile the program with each of these; return its numbers, or why not."""
+        start = time.monotonic()
         numbers = self._programs.compile([Trial(dict(chosen)) for chosen in entries])
+        if entries:
+            self._seconds_each = (time.monotonic() - start) / len(entries)
         for number, chosen in zip(numbers, entries, strict=True):
             if isinstance(number, int):
                 self._chosen[number] = chosen
@@ -249,6 +259,7 @@ class _Contest:
             and self._sum_us(old, change) > slack_us
             and self._lost_us(old, change, to="xla") <= spared_us + slack_us
         }
+        changes = dict(itertools.islice(changes.items(), self._most_operations()))
         entered = self.enter([{**old, **change} for change in changes.values()])
         rivals = {
             op: rival
@@ -283,6 +294,11 @@ class _Contest:
             )
         return {op: 1 - us / before_us for op, us in zip(rivals, after, strict=True)}
 
+    def _most_operations(self) -> int:
+        """Return how many operations change over, by what a program took so far."""
+        fitting = _SECONDS / max(self._seconds_each, _SECONDS / _MOST_OPERATIONS)
+        return max(_FEWEST_OPERATIONS, int(fitting))
+
     def _operations(self) -> Iterator[tuple[str, list[Key]]]:
         """Yield operations that may change over, those that take longest first."""
         groups: dict[str, list[Key]] = {}
@@ -292,8 +308,7 @@ class _Contest:
             if len(times) > 1 and times[1] <= _NEAR * times[0]:
                 groups.setdefault(choice.op, []).append(key)
                 weight[choice.op] = weight.get(choice.op, 0.0) + times[0]
-        ordered = sorted(groups, key=lambda op: -weight[op])
-        for op in ordered[:_MOST_OPERATIONS]:
+        for op in sorted(groups, key=lambda op: -weight[op]):
             yield op, groups[op]
 
     def _changed(self, keys: Sequence[Key], old: Chosen) -> dict[Key, Choice]:
