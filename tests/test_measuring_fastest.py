@@ -20,7 +20,7 @@ from jax_cudnn.legalize import Legalization
 from jax_cudnn.legalize.legalization import Legal
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import Step
-from jax_cudnn.measuring import OutOfTimeError, fastest, measure
+from jax_cudnn.measuring import OutOfTimeError, fastest, measure, races
 from jax_cudnn.measuring.stopwatch import Measurement
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.reference.interpreter import evaluate
@@ -125,7 +125,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(jax, "default_device", lambda _: contextlib.nullcontext())
     monkeypatch.setattr(native, "candidates", gpu.candidates)
     monkeypatch.setattr(native, "plan", gpu.plan)
-    monkeypatch.setattr(fastest, "PlanStopwatch", _Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", _Stopwatch)
     monkeypatch.setattr(fastest, "OperandSets", _Sets)
     monkeypatch.setattr(fastest, "needed_bytes", lambda _: 300)
     monkeypatch.setattr(fastest, "free_bytes", lambda _: gpu.free_bytes)
@@ -173,7 +173,7 @@ def test_the_first_plans_are_built_and_one_of_each_engine(
         )
         for name in names
     ]
-    assert [x.request for x in fastest._promising(listed, max_plans)] == built
+    assert [x.request for x in races.promising(listed, max_plans)] == built
 
 
 @pytest.mark.parametrize(
@@ -215,7 +215,7 @@ def test_other_plans_of_an_engine_are_built_if_its_first_is_near(
 
     monkeypatch.setattr(native, "candidates", candidates)
     monkeypatch.setattr(native, "plan", plan)
-    monkeypatch.setattr(fastest, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
     choice = _measure(max_plans=10)
     assert told == built
     told.clear()
@@ -239,7 +239,7 @@ def test_plans_get_more_samples_the_nearer_they_are_to_the_best(
             samples.setdefault(plan.engine, []).append(options["samples"])
             return super().time(plan, **options)
 
-    monkeypatch.setattr(fastest, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
     gpu.engines = (301, 151, 150, 104, 100)
     _measure()
     assert samples == {
@@ -281,7 +281,7 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
 
     before: list[int] = []
     monkeypatch.setattr(fastest, "compile_over_sets", compile_over_sets)
-    monkeypatch.setattr(fastest, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
     gpu.free_bytes = free
     _measure()
     # It is timed after the plans.
@@ -416,7 +416,7 @@ def test_a_plan_that_does_not_run_again_is_passed_over(
                 raise MemoryError
             return super().time(plan, **options)
 
-    monkeypatch.setattr(fastest, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
     gpu.engines = (104, 100)
     assert _measure().plan == _pin(104)
 
@@ -431,7 +431,7 @@ def test_what_seems_far_is_looked_at_twice(
             us = first.pop(plan.engine, float(plan.engine))
             return Measurement.of([us])
 
-    monkeypatch.setattr(fastest, "PlanStopwatch", Stopwatch)
+    monkeypatch.setattr(races, "PlanStopwatch", Stopwatch)
     gpu.engines = (100, 90, 40)
     assert _measure().plan == _pin(90), "what took over 3 times as long stays behind"
     assert not first

@@ -5,9 +5,9 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ from jax_cudnn.choices import Choice, digest_of
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device
@@ -29,11 +29,10 @@ from jax_cudnn.measuring.correctness import (
     with_own_results,
 )
 from jax_cudnn.measuring.memory import free_bytes, needed_bytes
+from jax_cudnn.measuring.races import Race, Way, promising
 from jax_cudnn.measuring.stopwatch import (
     OperandSets,
-    PlanStopwatch,
     compile_over_sets,
-    results_of,
     time_calls,
 )
 from jax_cudnn.measuring.together import (
@@ -49,18 +48,7 @@ from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")
 
-# A plan whose first launch is so many times slower than the best plan gets no other.
-_NO_LOOK = 3
-# A first look takes one sample of a plan, and another one where the first is this much
-# slower than the best: others may be built meanwhile, and disturb it. If an engine's
-# first plan is still so much slower, its others are not built. Of 127 kernels of GPT-2,
-# ConvNeXt and a U-Net on an H100 (cuDNN 9.19), none has its fastest plan among these,
-# which are 9 % of all. Nor are plans so slow looked at again. The others take a few
-# samples, and the fastest of these more.
-_LOOK_US = 500
-_FAR = 1.5
-_FEW_SAMPLES = 2
-_NEAR = 1.05
+# Of a program.
 _SAMPLES = 7
 # For each core, so many parts have their programs and plans compiled at once.
 _TOGETHER = 2
@@ -132,58 +120,6 @@ def measure_each(
             yield from in_stages([contest.choice() for contest in contests])
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Way:
-    """A way of rewriting a part, and the plans of cuDNN's that may be built for it."""
-
-    legal: Legal
-    text: str
-    listed: Sequence[native.Candidate]
-
-    def prepared(
-        self, *operands: jax.Array
-    ) -> tuple[Sequence[jax.Array], Sequence[jax.Array]]:
-        """Return the kernel's operands, and arrays for its results."""
-        return self.legal.before(operands), results_of(self.legal.graph)
-
-
-@dataclass(kw_only=True)
-class _Race:
-    """The plans of one way of rewriting a part, and how long those took that ran."""
-
-    way: _Way
-    prepare: Callable[..., Any]
-    looks: dict[str, tuple[native.PlanInfo, float]] = field(default_factory=lambda: {})
-
-    @property
-    def best_us(self) -> float:
-        """The time of the fastest plan; inf where none has run."""
-        return min((us for _, us in self.looks.values()), default=math.inf)
-
-    @property
-    def first_us(self) -> float:
-        """The time of the plan that runs untuned."""
-        requests = (each.request for each in self.way.listed)
-        return next(self.looks[each][1] for each in requests if each in self.looks)
-
-    def others(self, is_all: bool) -> list[str]:
-        """Return the requests for plans that are not built yet and may be the best.
-
-        Where an engine's first plan did not run, the others may.
-        """
-        firsts = _firsts(self.way.listed)
-        far = {
-            (plan.engine, plan.variant)
-            for plan, us in self.looks.values()
-            if us > _FAR * self.best_us and not is_all
-        }
-        return [
-            each.request
-            for each in self.way.listed
-            if each.request not in firsts and (each.engine, each.variant) not in far
-        ]
-
-
 class _Contest:
     """What may run a part, all of it timed on the same operands."""
 
@@ -210,13 +146,13 @@ class _Contest:
         yield from self._last_looks(races)
         return (yield from self._chosen(races, by_xla, example_of))
 
-    def _first_looks(self, ways: Sequence[_Way]) -> Work[tuple[list[_Race], Any, Any]]:
+    def _first_looks(self, ways: Sequence[Way]) -> Work[tuple[list[Race], Any, Any]]:
         """Look at the first plan of each engine of each way.
 
         Returns the races, XLA's program, and the one that makes an example; None for a
         program that does not compile.
         """
-        firsts = [(way, each) for way in ways for each in _firsts(way.listed)]
+        firsts = [(way, each) for way in ways for each in way.firsts]
         compile_xla = functools.partial(self._compiled_over_sets, self._run_xla)
         by_xla, example_of, _, *rest = yield [
             Followed(compile_xla, self._started),
@@ -228,24 +164,24 @@ class _Contest:
         prepare, plans = rest[: len(ways)], rest[len(ways) :]
         self._check_time()
         races = [
-            _Race(way=way, prepare=program)
+            Race(way=way, prepare=program)
             for way, program in zip(ways, prepare, strict=True)
             if program is not None
         ]
-        self._look(races, _by_way(firsts, plans), self._operands.draw())
+        self._look(races, firsts, plans, is_last=False)
         return races, by_xla, example_of
 
-    def _last_looks(self, races: Sequence[_Race]) -> Work[None]:
+    def _last_looks(self, races: Sequence[Race]) -> Work[None]:
         """Time the plans of engines that are near the fastest, those near it longer."""
         is_all = self._max_plans is None
         others = [(race.way, each) for race in races for each in race.others(is_all)]
         plans = yield [self._build_aside(*each) for each in others]
         self._check_time()
-        self._look(races, _by_way(others, plans), self._operands.draw(), is_last=True)
+        self._look(races, others, plans, is_last=True)
 
     def _chosen(
         self,
-        races: Sequence[_Race],
+        races: Sequence[Race],
         by_xla: Callable[..., Any] | None,
         example_of: Callable[..., Any] | None,
     ) -> Work[Choice]:
@@ -306,28 +242,28 @@ class _Contest:
 
     # --- what is compiled -----------------------------------------------------------
 
-    def _ways(self) -> list[_Way]:
+    def _ways(self) -> list[Way]:
         ordinal = self._device.local_hardware_id
         request = self._options.plan.to_request()
-        ways: list[_Way] = []
+        ways: list[Way] = []
         for legal in legalize(self._part, self._target).candidates:
             text, asked = to_json(legal.graph), request or legal.preference
             try:
                 listed = native.candidates(text, request=asked, device=ordinal)
             except UnsupportedError:
                 continue
-            promising = _promising(listed, self._max_plans)
-            ways.append(_Way(legal=legal, text=text, listed=promising))
+            few = promising(listed, self._max_plans)
+            ways.append(Way(legal=legal, text=text, listed=few))
         return ways
 
-    def _build(self, way: _Way, request: str) -> native.PlanInfo | None:
+    def _build(self, way: Way, request: str) -> native.PlanInfo | None:
         if self._builders is not None:
             return self._allowed(self._builders.plan, way.text, request)
         ordinal = self._device.local_hardware_id
         plan = functools.partial(native.plan, device=ordinal)
         return self._allowed(plan, way.text, request=request)
 
-    def _build_aside(self, way: _Way, request: str) -> Task | Aside:
+    def _build_aside(self, way: Way, request: str) -> Task | Aside:
         """Return what builds a plan, by other processes while others are timed."""
         if self._builders is None:
             return functools.partial(self._build, way, request)
@@ -413,60 +349,32 @@ class _Contest:
 
     def _look(
         self,
-        races: Iterable[_Race],
-        plans: Mapping[_Way, Mapping[str, native.PlanInfo]],
-        sets: _Sets,
+        races: Sequence[Race],
+        asked: Sequence[tuple[Way, str]],
+        plans: Sequence[native.PlanInfo | None],
         *,
-        is_last: bool = False,
+        is_last: bool,
     ) -> None:
-        """Time plans that are new in their races, and in the end those near the best.
-
-        ``plans`` are by their ways and requests.
-        """
+        """Time plans in their races; they are None where what was asked has none."""
+        built = [
+            (way, request, plan)
+            for (way, request), plan in zip(asked, plans, strict=True)
+            if plan is not None
+        ]
+        sets = self._operands.draw() if races else []
         for race in races:
-            new = plans.get(race.way, {})
-            if not new and not (is_last and race.looks):
-                continue
-            start = time.monotonic()
-            changed, results = zip(*(race.prepare(*each) for each in sets), strict=True)
-            legal = race.way.legal
-            stopwatch = PlanStopwatch(legal.graph, changed, self._device, results)
-            ready = time.monotonic()
-            self._look_at(race, stopwatch, new)
-            if is_last:
-                _look_again(race, stopwatch, _FEW_SAMPLES, up_to=_FAR)
-                _look_again(race, stopwatch, _SAMPLES, up_to=_NEAR)
-            else:
-                _look_again(race, stopwatch, 1, above=_FAR, up_to=_NO_LOOK)
-            _log.debug(
-                "%d plans of %s timed in %.2f s, after %.2f s for their operands",
-                len(new), label(self._part), time.monotonic() - ready, ready - start,
-            )  # fmt: skip
+            new = {request: plan for way, request, plan in built if way is race.way}
+            race.look(
+                new,
+                sets,
+                self._device,
+                is_last=is_last,
+                before_each=self._check_time,
+            )
 
-    def _look_at(
-        self,
-        race: _Race,
-        stopwatch: PlanStopwatch,
-        plans: Mapping[str, native.PlanInfo],
-    ) -> None:
-        """Take a first look at plans; those that do not run are left out."""
-        for request, plan in plans.items():
-            self._check_time()
-            try:
-                look = stopwatch.time(
-                    plan,
-                    samples=1,
-                    sample_us=_LOOK_US,
-                    enough_us=race.best_us * _NO_LOOK,
-                ).median_us
-            except (RuntimeError, MemoryError) as error:
-                _log.debug("%s does not run: %s", plan.name, error)
-            else:
-                race.looks[request] = plan, look
-
-    def _in_order(self, race: _Race) -> list[tuple[Step, float]]:
-        """Return the plans that ran as steps with their times, the fastest first."""
-        steps = [
+    def _in_order(self, race: Race) -> list[tuple[Step, float]]:
+        """Return a race's plans as steps with their times, the fastest first."""
+        return [
             (
                 Step(
                     part=self._part,
@@ -477,9 +385,8 @@ class _Contest:
                 ),
                 us,
             )
-            for plan, us in race.looks.values()
+            for plan, us in race.in_order
         ]
-        return sorted(steps, key=lambda step: step[1])
 
     def _agreed(
         self,
@@ -512,41 +419,6 @@ class _Contest:
                 us = self._time(self._compiled_over_sets(run), sets)
                 if us is not None and _agrees(step, self._compiled_error(run), example):
                     yield contender.title, round(us, 2)
-
-
-def _by_way(
-    asked: Sequence[tuple[_Way, str]], plans: Sequence[native.PlanInfo | None]
-) -> dict[_Way, dict[str, native.PlanInfo]]:
-    """Return the plans that were built, by their ways and requests."""
-    found: dict[_Way, dict[str, native.PlanInfo]] = {}
-    for (way, request), plan in zip(asked, plans, strict=True):
-        if plan is not None:
-            found.setdefault(way, {})[request] = plan
-    return found
-
-
-def _look_again(
-    race: _Race,
-    stopwatch: PlanStopwatch,
-    samples: int,
-    *,
-    above: float = 0.0,
-    up_to: float,
-) -> None:
-    """Time plans again that took so many times as long as the best one.
-
-    The others keep the time of their last look. Those that do not run are left out.
-    """
-    low, high = above * race.best_us, up_to * race.best_us
-    for request, (plan, us) in [*race.looks.items()]:
-        if low < us <= high:
-            try:
-                look = stopwatch.time(plan, samples=samples).median_us
-            except (RuntimeError, MemoryError) as error:
-                _log.debug("%s does not run again: %s", plan.name, error)
-                del race.looks[request]
-            else:
-                race.looks[request] = plan, look
 
 
 def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
@@ -628,23 +500,3 @@ def _agrees(
         name, label(part), operand_text(part), error, most,
     )  # fmt: skip
     return False
-
-
-def _promising(
-    listed: Sequence[native.Candidate], max_plans: int | None
-) -> list[native.Candidate]:
-    """Return the first plans of a list and the first of each engine, each once."""
-    allowed: dict[str, native.Candidate] = {}
-    for each in listed:
-        if each.request and not each.refusal:
-            allowed.setdefault(each.request, each)
-    kept = {*_firsts(allowed.values()), *list(allowed)[:max_plans]}
-    return [each for request, each in allowed.items() if request in kept]
-
-
-def _firsts(listed: Iterable[native.Candidate]) -> list[str]:
-    """Return the requests for the first plan of each engine."""
-    found: dict[tuple[int, int], str] = {}
-    for each in listed:
-        found.setdefault((each.engine, each.variant), each.request)
-    return list(found.values())
