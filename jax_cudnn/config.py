@@ -62,8 +62,8 @@ class PlanOptions:
       required_notes: notes that a candidate must have (all of them), such as
         "RUNTIME_COMPILATION" for engines that are compiled when planned. Default none.
       refused_notes: notes that a candidate must not have, such as
-        "RUNTIME_COMPILATION" or "DOWN_CONVERT_INPUTS". Default none, but for what the
-        fields above refuse.
+        "RUNTIME_COMPILATION" or "DOWN_CONVERT_INPUTS". Those that the fields above
+        refuse are left out of it. Default none.
 
     Raises:
       ValueError: a field has a value other than described above, or fields contradict
@@ -141,12 +141,11 @@ class PlanOptions:
             )
 
     def _check_notes(self) -> None:
-        refused = self.all_refused_notes
         for name, notes in (
             ("required_notes", self.required_notes),
             ("refused_notes", self.refused_notes),
         ):
-            unknown = sorted(set(notes) - set(_NOTES))
+            unknown = sorted(set(notes) - set(_NOTES), key=repr)
             if unknown:
                 raise ValueError(
                     f"{name} has {', '.join(map(repr, unknown))}. cuDNN's notes are "
@@ -157,7 +156,7 @@ class PlanOptions:
                 f"reduced_precision_reduction=True allows the note {_REDUCED}, which "
                 "refused_notes has. Take it out of one of them."
             )
-        both = sorted(set(self.required_notes).intersection(refused))
+        both = sorted(set(self.required_notes).intersection(self.all_refused_notes))
         if both:
             by = [x for note, x in self._refusing_fields().items() if note in both]
             why = f" ({' and '.join(by)} refuses it)" if by else ""

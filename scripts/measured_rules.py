@@ -98,7 +98,7 @@ def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the engines that XLA's code is faster than, by kind and bits."""
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
-        name = engines_name(row["class"])
+        name = engines_name(*kind_and_bits(row["class"]))
         for engine, ratio in ({str(row["first_engine"]): 1.0} | row["engines"]).items():
             ratios[name, int(engine)].append(ratio * row["ratio"])
     found: defaultdict[str, list[int]] = defaultdict(list)
@@ -293,7 +293,7 @@ def of_rows(
             names = [str(x) for x in order["before"] if str(x) in row["engines"]]
             if names:
                 engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
-        if engine not in rules.slow.get(engines_name(row["class"]), ()):
+        if engine not in rules.slow.get(engines_name(*kind_and_bits(row["class"])), ()):
             yield kernel, round(ratio, 3)
 
 

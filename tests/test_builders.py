@@ -185,3 +185,6 @@ def test_processes_end_behind_the_block(monkeypatch: pytest.MonkeyPatch) -> None
         made.plan("a graph", PIN)
         assert not any(process.is_closed.is_set() for process in processes)
     assert all(process.is_closed.wait(30) for process in processes)
+    # None is asked again, which would start it anew.
+    assert made.built_elsewhere("another", PIN) is None
+    assert sum(len(process.asked) for process in processes) == 1

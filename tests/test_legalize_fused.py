@@ -40,7 +40,6 @@ from jax_cudnn.legalize.pointwise import rewrite_pointwise
 from jax_cudnn.lowering import traced_graphs, traced_program
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
-from tests.planner import H200
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -975,50 +974,6 @@ def test_i32_sums_of_a_convolution_leave_the_kernel_in_f32() -> None:
     ((graph, _, _),) = traced_graphs(conv, jnp.zeros((2, 9, 9, 16), jnp.int8), wide)
     (reason,) = legalize(graph, None).reasons
     assert "f32, which holds integers up to 2^24 only" in reason
-
-
-@pytest.mark.parametrize(
-    ("sizes", "dtypes", "options", "is_cudnns"),
-    [
-        ((2048, 1024, 2048), ("bfloat16", "int8"), {}, True),
-        ((2048, 1024, 2048), ("float16", "int8"), {"activation": "relu"}, True),
-        ((2048, 64, 4096), ("bfloat16", "int8"), {}, True),
-        ((2047, 1024, 2048), ("bfloat16", "int8"), {}, False),
-        ((2048, 1025, 2048), ("bfloat16", "int8"), {}, False),
-        ((2048, 1024, 2047), ("bfloat16", "int8"), {}, False),
-        ((2048, 1024, 2048), ("bfloat16", "float8_e4m3fn"), {}, False),
-        ((2048, 1024, 2048), ("bfloat16", "int8"), {"scale_b": None}, False),
-        ((2048, 1024, 2048), ("bfloat16", "int8"), {"residual": (2048, 2048)}, False),
-    ],
-)
-def test_scaled_weights_of_many_rows_and_small_sums_are_converted_first(
-    sizes: tuple[int, int, int],
-    dtypes: tuple[str, str],
-    options: dict[str, Any],
-    is_cudnns: bool,
-) -> None:
-    rows, summed, columns = sizes
-    scale = jax.ShapeDtypeStruct((columns,), jnp.float32)
-    given = {"scale_b": scale, **options}
-    if "residual" in given:
-        given["residual"] = jax.ShapeDtypeStruct(given["residual"], jnp.bfloat16)
-    arrays = {k: x for k, x in given.items() if isinstance(x, jax.ShapeDtypeStruct)}
-    others = {k: x for k, x in given.items() if k not in arrays}
-
-    def layer(x: Any, weights: Any, arrays: Any) -> jax.Array:
-        return jax_cudnn.matmul(x, weights, **arrays, **others)
-
-    operands = (
-        jax.ShapeDtypeStruct((rows, summed), jnp.dtype(dtypes[0])),
-        jax.ShapeDtypeStruct((summed, columns), jnp.dtype(dtypes[1])),
-    )
-    ((graph, _, _),) = traced_graphs(layer, *operands, arrays)
-    first, *rest = legalize(graph, H200).candidates
-    is_converted = any("converted by XLA before" in note for note in first.notes)
-    assert (is_converted, first.slower == "") == (is_cudnns, is_cudnns)
-    assert all(way.slower for way in rest)
-    ampere = Target(name="A100", sm_version=80, sm_count=108, cudnn_version=91900)
-    assert all(way.slower for way in legalize(graph, ampere).candidates)
 
 
 def test_weights_are_converted_in_the_kernel_or_before_it() -> None:

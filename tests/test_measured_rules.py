@@ -152,7 +152,7 @@ def test_ratios_are_with_the_plans_that_go_first(script: ModuleType) -> None:
     unknown = {name: x for name, x in _row({}).items() if name != "kernels"}
     ((_, found),) = script.of_rows([unknown], rules)
     assert found == 0.5, "the mean of those that are known"
-    slow = script.Rules(slow={"conv_fprop": [4]}, preferred=[], engines=[])
+    slow = script.Rules(slow={"conv_fprop, 16 bits": [4]}, preferred=[], engines=[])
     assert not [*script.of_rows(rows, slow)]
 
 
@@ -161,7 +161,7 @@ def test_ratios_are_with_the_engines_that_go_first(script: ModuleType) -> None:
         "kind": "conv_fprop", "bits": "16 bits", "cudnn": 91900, "windows_of_1": False,
         "first": 7, "before": [4, 9], "ratio": 0.7, "count": 9, "of": 9,
     }  # fmt: skip
-    slow = {"conv_fprop": [7, 9]}
+    slow = {"conv_fprop, 16 bits": [7, 9]}
     rules = script.Rules(
         slow=slow, preferred=[], engines=[{**order, "first": 5}, order]
     )

@@ -85,6 +85,7 @@ def test_equal_options_are_equal_however_written():
         ({"engines": (-3,)}, "engines has -3. Engines are ints"),
         ({"denied_engines": ("eng3",)}, "denied_engines has 'eng3'"),
         ({"required_notes": ("FAST",)}, "required_notes has 'FAST'. cuDNN's notes are"),
+        ({"refused_notes": (5, "x")}, "refused_notes has 'x', 5. cuDNN's notes are"),
         ({"deterministic": "yes"}, "deterministic='yes' is neither True nor False"),
         ({"heuristic_modes": "A"}, "heuristic_modes='A' is not a tuple"),
         ({"heuristic_modes": 3}, "heuristic_modes=3 is not a tuple"),

@@ -74,9 +74,7 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         if reason := _too_large_for_f32(graph, node):
             return Legalization(reasons=(reason,))
         return _converted_by_xla(graph, _cast_in_kernel(graph, node, exact), target)
-    converted = _converted_first(graph, node, ways)
-    is_free = node.kind == "matmul" and matmul.is_converted_first(graph, node, target)
-    fused = [*ways(graph), *(() if is_free else converted)]
+    fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
     # Merged groups are fast, but for a depthwise convolution.
     is_alone_first = node.kind == "conv_fprop" and conv.is_depthwise(graph, node)
@@ -85,11 +83,12 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     slower = slower or measured.slower(graph)
     slow = measured.slow_engines(graph, target)
     first = measured.preference(graph, target)
-    judged = (
-        replace(way, slower=slower, slow_engines=slow, preference=first)
-        for way in order
+    return Legalization(
+        candidates=tuple(
+            replace(way, slower=slower, slow_engines=slow, preference=first)
+            for way in order
+        )
     )
-    return Legalization(candidates=(*(converted if is_free else ()), *judged))
 
 
 def _reduces_rows(graph: Graph, node: Node) -> bool:

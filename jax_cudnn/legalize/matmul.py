@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.graph import Graph, GraphWriter, Node, Target, is_anchor
+from jax_cudnn.graph import Graph, GraphWriter, Node, is_anchor
 from jax_cudnn.graph.folding import families
 from jax_cudnn.graph.pointwise import ReductionAttributes, is_extreme
 from jax_cudnn.graph.rules import EIGHT_BIT
@@ -23,15 +23,6 @@ _SLOW_WEIGHTS = (
     "8-bit weights: XLA converts them within the product, mostly in less time than the "
     "first of cuDNN's plans; plans.autotune finds the best of both"
 )
-
-# XLA's code reads and writes the sums once more to scale them. With 1024 numbers in a
-# sum, that takes longer than XLA gains by its faster product. (2048 to 16384, 1024)
-# times (1024, 4096) of i8 took 0.77 to 0.84 of the time with the weights converted by
-# XLA and scaled in cuDNN's kernel, and with 4096 numbers in a sum 1.00 to 1.13 (an H100
-# with cuDNN 9.19). f8 was timed with 4096 alone.
-_MOST_SUMMED = 1024
-_MANY_ROWS = _MANY_COLUMNS = 2048
-_HOPPER = 90
 
 # XLA computes small products of one operand together (benchmarks/untuned.py, an H100
 # with cuDNN 9.19). Between 7e8 and 2.8e9 multiplications, none was measured.
@@ -153,29 +144,6 @@ def slower(graph: Graph, node: Node) -> str:
         return _SLOW_COLUMN
     is_small = is_narrow and _work(graph, node) < _SMALL_GATE
     return _SLOW_SMALL_GATE if is_small and _is_gated(graph, node) else ""
-
-
-def is_converted_first(graph: Graph, node: Node, target: Target | None) -> bool:
-    """Whether "auto" has XLA convert weights of i8, and cuDNN compute all else.
-
-    That is for products that are scaled, with no other array of their size, and on a
-    GPU of the kind that was measured.
-    """
-    if target is None or target.sm_version != _HOPPER:
-        return False
-    (result,) = (graph.tensor(name) for _, name in node.outputs)
-    a, b = (graph.tensor(name) for _, name in node.inputs)
-    (_, rows, columns), operands = result.dims, graph.input_tensors
-    return (
-        _narrow_side(graph) == "b"
-        and {a.dtype, b.dtype} <= {"bf16", "f16"}
-        and {t.dtype for t in operands}.intersection(EIGHT_BIT) == {"i8"}
-        and result.name not in graph.outputs
-        and all(t.dims[1:] != (rows, columns) for t in operands)
-        and a.dims[2] <= _MOST_SUMMED
-        and rows >= _MANY_ROWS
-        and columns >= _MANY_COLUMNS
-    )
 
 
 def _work(graph: Graph, node: Node) -> int:

@@ -54,14 +54,14 @@ def class_of(part: Graph) -> str:
     node = _contraction(part)
     if node is None or part.has_empty_tensor:
         return ""
-    bits = {_BITS.get(part.tensor(name).dtype, "") for _, name in node.inputs}
-    if len(bits) != 1 or "" in bits:
+    bits = _bits(part, node)
+    if not bits:
         return ""
     row = kind_named(node.kind).row
     sizes = check_tensors(row, roles_in(part, node), node.attributes)
     if sizes.get("g", 1) > 1 and sizes["c"] == 1:
         return ""  # Depthwise convolutions have a rule of their own (conv.py).
-    words = [node.kind, *bits, _tail(part)]
+    words = [node.kind, bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
     if windows and (is_faster_with_more(part, node) or pairs(part, node)):
         return ""  # Another convolution runs, which was faster wherever measured.
@@ -100,9 +100,9 @@ def kernel_of(part: Graph) -> Kernel | None:
     )
 
 
-def engines_name(name: str) -> str:
-    """Return the kind and bits of a class, by which engines are told."""
-    return ", ".join(kind_and_bits(name))
+def engines_name(kind: str, bits: str) -> str:
+    """Return what engines are told by: they are the same for all classes of these."""
+    return f"{kind}, {bits}"
 
 
 def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
@@ -110,10 +110,17 @@ def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
 
     A number stands for another engine on another architecture.
     """
-    name, data = class_of(part), _read()
-    if not name or target is None or target.sm_version != data["sm_version"]:
+    node, data = _contraction(part), _read()
+    if node is None or target is None or target.sm_version != data["sm_version"]:
         return ()
-    return tuple(data["slow_engines"].get(engines_name(name), ()))
+    name = engines_name(node.kind, _bits(part, node))
+    return tuple(data["slow_engines"].get(name, ()))
+
+
+def _bits(part: Graph, node: Node) -> str:
+    """Return how wide a contraction's operands are, "" where nothing was measured."""
+    bits = {_BITS.get(part.tensor(name).dtype, "") for _, name in node.inputs}
+    return bits.pop() if len(bits) == 1 else ""
 
 
 def preference(part: Graph, target: Target | None) -> str:

@@ -198,10 +198,10 @@ class _Contest:
 
         self._check_time()
         sets = self._operands.draw()
+        xla_us = self._time(by_xla, sets)
         example: _Example | None = None
         if example_of is not None:
             example = _unless_it_fails(lambda: example_of(*sets[0]))
-        xla_us = self._time(by_xla, sets)
         compiled = zip(programs[: len(races)], programs[len(races) :], strict=True)
         best: tuple[float, Step] | None = None
         first_ratio: float | None = None

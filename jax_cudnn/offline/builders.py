@@ -79,6 +79,8 @@ class PlanBuilders:
             }
             process = self._idle.get()
             try:
+                if not self._asks:  # Others found so, or stopped, in the meantime.
+                    return None
                 answer = process.ask(question)
             except LibraryError as error:
                 self._asks = False

@@ -70,7 +70,10 @@ def _of_options(part: Graph, options: Options) -> Iterator[Change]:
         words = f"leave out {name}={getattr(plan, name)!r}"
         if name == "workspace_limit_bytes":
             words = "raise workspace_limit_bytes to {workspace}"
-        relaxed = replace(plan, **{name: getattr(default, name)})
+        try:
+            relaxed = replace(plan, **{name: getattr(default, name)})
+        except ValueError:  # Another option asks for what this one allows.
+            continue
         yield Change(words=words, part=part, options=replace(options, plan=relaxed))
     if len(changed) > 1:
         yield Change(

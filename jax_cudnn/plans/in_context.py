@@ -307,7 +307,8 @@ class _Contest:
             times = sorted(choice.times_us.values())
             if len(times) > 1 and times[1] <= _NEAR * times[0]:
                 groups.setdefault(choice.op, []).append(key)
-                weight[choice.op] = weight.get(choice.op, 0.0) + times[0]
+                runs = 1 if self._runs is None else self._runs[key]
+                weight[choice.op] = weight.get(choice.op, 0.0) + runs * times[0]
         for op in sorted(groups, key=lambda op: -weight[op]):
             yield op, groups[op]
 

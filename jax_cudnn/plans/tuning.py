@@ -138,14 +138,15 @@ def autotune(
       max_plans: how many of cuDNN's plans to time of each way to run a call, in the
         order in which cuDNN names them. The first of each engine is timed in any case,
         and others only of engines whose first takes at most 1.5 times as long as the
-        fastest. Default 10; None is for all plans of all engines, which takes longer
-        and seldom finds a faster one.
+        fastest of that way. Default 10; None is for all plans of all engines, which
+        takes longer and seldom finds a faster one.
       progress: whether to show progress on stderr, where that is a terminal. Default
         True. ``JAX_CUDNN_PROGRESS=off`` turns it off everywhere.
       whole_program: whether to time the whole program at the end. Default True. It is
         compiled up to four times at once, then once for each operation that may change
         over, all at once, and a last time with those that gain. These operations are
-        six at most, and fewer where their programs would take over 30 seconds.
+        six at most, and fewer where their programs would take over 30 seconds, but two
+        in any case.
       **kwargs: as ``*args``.
 
     Returns:
