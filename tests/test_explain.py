@@ -248,6 +248,18 @@ def test_one_option_is_left_out_if_that_is_enough(fake: FakeProcess) -> None:
     )
 
 
+def test_an_option_that_allows_more_is_not_left_out(fake: FakeProcess) -> None:
+    note = "REDUCED_PRECISION_REDUCTION"
+    options = PlanOptions(reduced_precision_reduction=True, required_notes=(note,))
+
+    def is_refused(question: dict[str, Any]) -> bool:
+        return f'"required_notes":["{note}"]' in question["request"]
+
+    _refuse(fake, is_refused, "none has it")
+    words = _change(fake, _matmul(jnp.bfloat16, plan=options))
+    assert words == f"leave out required_notes=('{note}',)"
+
+
 def test_the_workspace_that_would_do_is_named(fake: FakeProcess) -> None:
     def is_refused(question: dict[str, Any]) -> bool:
         return '"workspace_limit_bytes":9}' in question["request"]

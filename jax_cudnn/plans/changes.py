@@ -59,21 +59,23 @@ def by_name(part: Graph, options: Options) -> Iterator[Change]:
 # --- options --------------------------------------------------------------------------
 
 
+# Options that allow plans, and do not refuse any.
+_ALLOWING = ("reduced_precision_reduction",)
+
+
 def _of_options(part: Graph, options: Options) -> Iterator[Change]:
     default, plan = PlanOptions(), options.plan
     changed = [
         field.name
         for field in fields(PlanOptions)
         if getattr(plan, field.name) != getattr(default, field.name)
+        and field.name not in _ALLOWING
     ]
     for name in changed:
         words = f"leave out {name}={getattr(plan, name)!r}"
         if name == "workspace_limit_bytes":
             words = "raise workspace_limit_bytes to {workspace}"
-        try:
-            relaxed = replace(plan, **{name: getattr(default, name)})
-        except ValueError:  # Another option asks for what this one allows.
-            continue
+        relaxed = replace(plan, **{name: getattr(default, name)})
         yield Change(words=words, part=part, options=replace(options, plan=relaxed))
     if len(changed) > 1:
         yield Change(
