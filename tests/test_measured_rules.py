@@ -5,14 +5,17 @@ import importlib
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import jax
 import pytest
 
-from jax_cudnn import choices
-from jax_cudnn.legalize import legalize
+from jax_cudnn import choices, conv
+from jax_cudnn.legalize import legalize, measured
+from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
 from tests.planner import H200
 
@@ -86,6 +89,30 @@ def test_an_engine_is_slow_that_xla_is_faster_than(
     of_f32["class"] = of_f32["class"].replace("16 bits", "f32")
     found = script.slow_engines([*rows, of_f32])
     assert found == ({"conv_fprop, 16 bits": [8]} if is_slow else {})
+
+
+@pytest.mark.parametrize(
+    ("dtype", "slow"),
+    [("bfloat16", (1, 5)), ("float32", (1, 9)), ("int8", (1,))],
+)
+def test_engines_are_slow_for_operands_of_a_width(
+    dtype: str, slow: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines = {"conv_fprop, 16 bits": [1, 5], "conv_fprop, f32": [1, 9]}
+    data = {**measured._read(), "slow_engines": engines}
+    monkeypatch.setattr(measured, "_read", lambda: data)
+    x, w = (
+        jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 8, 8, 16), (3, 3, 16, 16))
+    )
+    numbers = ("NHWC", "HWIO", "NHWC")
+
+    def layer(x: jax.Array, w: jax.Array) -> jax.Array:
+        return conv(x, w, (1, 1), "SAME", dimension_numbers=numbers)
+
+    ((graph, _, _),) = traced_graphs(layer, x, w)
+    assert measured.slow_engines(graph, H200) == slow
+    ampere = replace(H200, sm_version=80)
+    assert measured.slow_engines(graph, ampere) == ()
 
 
 def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> None:

@@ -26,6 +26,7 @@ from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured
 _FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
 _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
+_WIDTHS = ("16 bits", "f32")
 # XLA has kernels that add to a contraction's result, and that take its relu.
 _SUMS = frozenset({"add", "identity"})
 _OF_ONES, _GROUPS = "windows of 1", "groups"
@@ -108,13 +109,16 @@ def engines_name(kind: str, bits: str) -> str:
 def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
     """Return engines of cuDNN that XLA's code was faster than, for such kernels.
 
-    A number stands for another engine on another architecture.
+    Operands of widths that were not measured have those that all others have. A number
+    stands for another engine on another architecture.
     """
     node, data = _contraction(part), _read()
     if node is None or target is None or target.sm_version != data["sm_version"]:
         return ()
-    name = engines_name(node.kind, _bits(part, node))
-    return tuple(data["slow_engines"].get(name, ()))
+    bits = _bits(part, node)
+    names = [engines_name(node.kind, each) for each in ([bits] if bits else _WIDTHS)]
+    found = [set(data["slow_engines"].get(name, ())) for name in names]
+    return tuple(sorted(set.intersection(*found)))
 
 
 def _bits(part: Graph, node: Node) -> str:
