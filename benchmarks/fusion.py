@@ -167,13 +167,14 @@ def abstract_operands(cell: Cell) -> list[Any]:
     return [jax.ShapeDtypeStruct(x.shape, jnp.dtype(x.dtype)) for x in drawn]
 
 
-def _directions(cell: Cell) -> list[str]:
+def directions_of(cell: Cell) -> list[str]:
+    """Return what is timed of a cell: forward, and with gradients if it has them."""
     return [FORWARD, BOTH] if cell.has_gradients else [FORWARD]
 
 
 def run_all_directions(cell: Cell, arrays: Arrays) -> list[Any]:
     """Return jax_cudnn's functions for a cell, forward and with gradients."""
-    return [WRAPPERS[what](cell.ours)(*arrays) for what in _directions(cell)]
+    return [WRAPPERS[what](cell.ours)(*arrays) for what in directions_of(cell)]
 
 
 # --- one cell -------------------------------------------------------------------------
@@ -194,7 +195,7 @@ def run_cell(cell: Cell, settings: Settings) -> dict[str, Any]:
     """Time one cell: forward, and forward with gradients where it has them."""
     start = time.monotonic()
     sets = draw_sets(cell)
-    directions = _directions(cell)
+    directions = directions_of(cell)
     seconds: dict[str, float] = {}
     forms = {what: _fastest_form(cell, what, sets) for what in directions}
     truth = _truth(cell, directions[-1], sets[0])

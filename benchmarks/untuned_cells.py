@@ -20,9 +20,8 @@ import jax
 import numpy as np
 
 from benchmarks.call_times import compare
-from benchmarks.fusion import WRAPPERS, abstract_operands
+from benchmarks.fusion import WRAPPERS, abstract_operands, directions_of
 from benchmarks.fusion_cells import CELLS, Cell, Function
-from benchmarks.fusion_report import BOTH, FORWARD
 from benchmarks.records import kept_rows, on_this_gpu, renewed, write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices, plans
@@ -61,7 +60,7 @@ def _calls(cells: Sequence[Cell]) -> list[_Beside]:
     return [
         _Beside(cell, direction, form, function)
         for cell in cells
-        for direction in ([FORWARD, BOTH] if cell.has_gradients else [FORWARD])
+        for direction in directions_of(cell)
         for form, function in cell.xla_forms.items()
     ]
 

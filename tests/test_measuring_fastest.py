@@ -367,23 +367,25 @@ def test_other_processes_build_what_is_not_first(
     ]
 
 
+def _two_ways(part: Graph, target: Any) -> Legalization:
+    """Return a part as it is, and with its result named "other"."""
+    assert target == H200
+    text = to_json(part)
+    for place in (':"output"', '["output"'):
+        text = text.replace(place, place.replace("output", "other"))
+    return Legalization(
+        candidates=tuple(
+            Legal(graph=graph, before=list, after=lambda _, results: list(results))
+            for graph in (part, from_json(text))
+        )
+    )
+
+
 def test_ways_are_not_compared_by_their_kernels_alone(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A way that leaves more to XLA has a faster kernel, and need not be faster."""
     told: list[int] = []
-
-    def legalize(part: Graph, target: Any) -> Legalization:
-        del target
-        text = to_json(part)
-        for place in (':"output"', '["output"'):
-            text = text.replace(place, place.replace("output", "other"))
-        return Legalization(
-            candidates=tuple(
-                Legal(graph=graph, before=list, after=lambda _, results: list(results))
-                for graph in (part, from_json(text))
-            )
-        )
 
     def candidates(text: str, *, request: str, device: int) -> tuple[Candidate, ...]:
         del request, device
@@ -395,7 +397,7 @@ def test_ways_are_not_compared_by_their_kernels_alone(
         told.append(found.engine)
         return found
 
-    monkeypatch.setattr(fastest, "legalize", legalize)
+    monkeypatch.setattr(fastest, "legalize", _two_ways)
     monkeypatch.setattr(native, "candidates", candidates)
     monkeypatch.setattr(native, "plan", plan)
     _measure(max_plans=10)
@@ -461,18 +463,9 @@ def test_the_winner_is_of_the_rewriting_that_is_fastest(
     graphs: list[Graph] = []
 
     def legalize(part: Graph, target: Any) -> Legalization:
-        assert target == H200
-        text = to_json(part)
-        for place in (':"output"', '["output"'):
-            text = text.replace(place, place.replace("output", "other"))
-        ways = (part, from_json(text))
-        graphs.extend(ways)
-        return Legalization(
-            candidates=tuple(
-                Legal(graph=graph, before=list, after=lambda _, results: list(results))
-                for graph in ways
-            )
-        )
+        found = _two_ways(part, target)
+        graphs.extend(each.graph for each in found.candidates)
+        return found
 
     def candidates(text: str, *, request: str, device: int) -> tuple[Candidate, ...]:
         del request, device

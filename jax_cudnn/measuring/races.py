@@ -122,11 +122,14 @@ class Race:
         ready = time.monotonic()
         for request, plan in plans.items():
             before_each()
-            options: dict[str, Any] = {
-                "sample_us": _LOOK_US,
-                "enough_us": self.best_us * _NO_LOOK,
-            }
-            self._time(request, plan, stopwatch, samples=1, **options)
+            self._time(
+                request,
+                plan,
+                stopwatch,
+                samples=1,
+                sample_us=_LOOK_US,
+                enough_us=self.best_us * _NO_LOOK,
+            )
         if is_last:
             self._look_again(stopwatch, _FEW_SAMPLES, up_to=_FAR)
             self._look_again(stopwatch, _SAMPLES, up_to=_NEAR)
