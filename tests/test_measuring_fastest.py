@@ -288,6 +288,24 @@ def test_xla_runs_once_while_plans_are_built_if_there_is_memory(
     assert (before[0], ran.count(gpu.xla_us)) == (runs - 1, runs)
 
 
+@pytest.mark.parametrize("exact", [False, True])
+def test_ways_that_round_sums_do_not_race_where_digits_count(
+    gpu: Gpu, monkeypatch: pytest.MonkeyPatch, exact: bool
+) -> None:
+    x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
+    ((part, options, _),) = traced_graphs(matmul, x, w)
+    found = fastest.legalize(part, H200)
+    rounding = replace(found, candidates=tuple(map(_rounding, found.candidates)))
+    monkeypatch.setattr(fastest, "legalize", lambda *_: rounding)
+    choice = measure(part, replace(options, exact_dtypes=exact), H200)
+    assert choice.plan == ("" if exact else _pin(10))
+
+
+def _rounding(legal: Legal) -> Legal:
+    return replace(legal, rounds_sums=True)
+
+
 def test_xla_wins_where_it_is_faster_and_the_best_plan_is_kept(gpu: Gpu) -> None:
     gpu.xla_us = 5
     choice = _measure()

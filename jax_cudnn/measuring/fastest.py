@@ -247,6 +247,8 @@ class _Contest:
         request = self._options.plan.to_request()
         ways: list[Way] = []
         for legal in legalize(self._part, self._target).candidates:
+            if self._options.exact_dtypes and legal.rounds_sums:
+                continue
             text, asked = to_json(legal.graph), request or legal.preference
             try:
                 listed = native.candidates(text, request=asked, device=ordinal)

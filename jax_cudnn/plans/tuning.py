@@ -25,8 +25,8 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError
 from jax_cudnn.graph import Graph, is_anchor, kind_named, label, operand_text
 from jax_cudnn.lowering import TracedGraph, TracedProgram, scoped, traced_program
-from jax_cudnn.lowering.decision import precision_refusal
-from jax_cudnn.lowering.devices import local_device, local_target
+from jax_cudnn.lowering.decision import decide_part, precision_refusal
+from jax_cudnn.lowering.devices import gpu_for, local_device, local_target
 from jax_cudnn.measuring import NotRunError, OutOfTimeError, Programs, measure_each
 from jax_cudnn.plans.calls import contenders_text
 from jax_cudnn.plans.in_context import ProgramTimes, settle
@@ -187,8 +187,9 @@ def autotuning(
 
     This measures as ``plans.autotune`` does, when XLA compiles a function and asks for
     plans. Nothing else has to be changed in a training script. A call that already has
-    a choice, for example from an earlier run, is not measured again. Outside the block
-    the functions are compiled again, with the same choices and no measuring.
+    a choice, for example from an earlier run, is not measured again, unless that
+    choice's plan is gone or not allowed. Outside the block the functions are compiled
+    again, with the same choices and no measuring.
 
     Args:
       budget_s: seconds to spend in the block. Default: no limit.
@@ -266,14 +267,14 @@ class _Tuner:
     ) -> None:
         """Measure those of the parts that are new, and use what is found at once.
 
-        Without ``repeat``, those that have a choice from before are not new.
+        Without ``repeat``, those that run by a choice from before are not new.
         """
         new: dict[_New, Options] = {}
         for part, options in parts:
             key = (part, options.plan.to_request())
-            is_known = not repeat and choices.table().get(part, self._target, key[1])
-            if key not in self._seen and not is_known:
-                new.setdefault(key, options)
+            is_new = key not in self._seen and key not in new
+            if is_new and (repeat or not self._is_settled(part, options)):
+                new[key] = options
         self._seen.update(new)
         asked = [(part, options) for (part, _), options in new.items()]
         measured = measure_each(asked, self._target, self._deadline, self._max_plans)
@@ -296,6 +297,16 @@ class _Tuner:
                 f"cuDNN {_text(choice.cudnn_us)} µs, XLA {_text(choice.xla_us)} µs"
                 + "".join(f", {name} {us:.1f} µs" for name, us in choice.contenders_us)
             )
+
+    def _is_settled(self, part: Graph, options: Options) -> bool:
+        """Whether a part has a choice that is in force.
+
+        One whose plan is gone, or is not allowed, is not.
+        """
+        choice = choices.table().get(part, self._target, options.plan.to_request())
+        if choice is None or not choice.plan:
+            return choice is not None
+        return decide_part(part, gpu_for(options), options).why == "tuned"
 
     def settle(self, traced: TracedProgram) -> None:
         """Time the whole program, and use what makes that fastest."""
