@@ -38,19 +38,24 @@ from jax_cudnn.measuring.stopwatch import (
 from jax_cudnn.measuring.together import together
 
 _DATA, _PAGE = "conv_ways.json", "conv_ways.md"
-_PLANS = 10
+PLANS = 10
 _WAYS = ("as it is", "rewritten")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """A convolution: images with channels last, a square window, channels made."""
+    """A convolution: images with channels last, a square window, channels made.
+
+    A depthwise one makes as many channels as it takes.
+    """
 
     images: tuple[int, ...]
     window: int
     step: int
     outer: int
     activation: str | None = None
+    dtype: str = "bfloat16"
+    is_depthwise: bool = False
 
     def parts(self) -> list[Graph]:
         """Return the kernels of the convolution and of its gradients."""
@@ -58,6 +63,7 @@ class Cell:
         letters = "DHW"[-axes:]
         # Even windows are those of patches.
         ends = (self.window - 1) // 2 if self.window % 2 else 0
+        groups = self.outer if self.is_depthwise else 1
 
         def layer(x: Any, w: Any, *bias: Any) -> jax.Array:
             return jax_cudnn.conv(
@@ -66,6 +72,7 @@ class Cell:
                 (self.step,) * axes,
                 [(ends, ends)] * axes,
                 dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+                feature_group_count=groups,
                 bias=bias[0] if bias else None,
                 activation=self.activation,  # type: ignore[arg-type]
             )
@@ -74,9 +81,11 @@ class Cell:
             result, pullback = jax.vjp(layer, x, w, *bias)
             return result, pullback(cotangent)
 
-        shapes = [self.images, (*[self.window] * axes, self.images[-1], self.outer)]
+        channels = self.images[-1] // groups
+        shapes = [self.images, (*[self.window] * axes, channels, self.outer)]
         shapes += [(self.outer,)] if self.activation else []
-        types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        dtype = jnp.dtype(self.dtype)
+        types = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
         result = jax.eval_shape(layer, *types)
         graphs = traced_program(all_of_it, result, *types).graphs
         found = [part for graph in graphs for part in graph.parts]
@@ -107,28 +116,37 @@ def cells(*, small: bool) -> list[Cell]:
 
 
 class _Kernel:
-    """A kernel with its programs, and cuDNN's plans in each way of writing it."""
+    """A kernel with its programs, and cuDNN's plans in each way of writing it.
 
-    def __init__(self, part: Graph, target: Target) -> None:
-        self.part, self._target = part, target
+    ``way_of`` is the name of a way. Of two of one name the first counts.
+    """
+
+    def __init__(
+        self, part: Graph, target: Target, way_of: Callable[[Legal], str]
+    ) -> None:
+        self.part, self._target, self._way_of = part, target, way_of
         self._operands = OperandSets(part, local_device())
         self.plans: dict[str, tuple[Legal, list[native.PlanInfo]]] = {}
         self.programs: dict[str, Callable[..., Any]] = {}
 
     def prepare(self) -> None:
         """Build plans and compile programs; may run in a thread."""
-        for legal in legalize(self.part, self._target).candidates:
-            if len(legal.graph.nodes) != len(self.part.nodes):
-                continue  # The contraction alone.
-            name = _WAYS[is_rewritten(legal)]
-            if name in self.plans:
+        ways = legalize(self.part, self._target).candidates
+        for legal in ways:
+            name = self._way_of(legal)
+            # What has the contraction alone counts if it comes first.
+            is_like_first = len(legal.graph.nodes) == len(ways[0].graph.nodes)
+            if name in self.plans or not is_like_first:
                 continue
-            if built := first_plans(legal.graph, _PLANS):
+            if built := first_plans(legal.graph, PLANS):
                 self.plans[name] = legal, built
+        self._operands.compile()
+
+    def compile_xla(self) -> None:
+        """Compile XLA's code, which is tuned: nothing else is to run."""
         with jax.default_device(local_device()):
             run = functools.partial(by_xla, self.part)
             self.programs["XLA"] = compile_over_sets(run, self._operands.types)
-            self._operands.compile()
 
     def measured(self) -> dict[str, Any]:
         """Return the microseconds of everything."""
@@ -179,18 +197,33 @@ def is_rewritten(legal: Legal) -> bool:
     return any(words in note for note in legal.notes for words in told)
 
 
+def _way_of(legal: Legal) -> str:
+    return _WAYS[is_rewritten(legal)]
+
+
 def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel that is rewritten."""
+    target = local_target()
+    assert target is not None
+    rewritten = [
+        part
+        for cell in found
+        for part in cell.parts()
+        if any(map(is_rewritten, legalize(part, target[1]).candidates))
+    ]
+    yield from measured_ways(rewritten, _way_of)
+
+
+def measured_ways(
+    parts: Sequence[Graph], way_of: Callable[[Legal], str]
+) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kernel, with its times in each way of writing it."""
     local = local_target()
     assert local is not None
-    parts = [part for cell in found for part in cell.parts()]
-    rewritten = [
-        _Kernel(part, local[1])
-        for part in parts
-        if any(map(is_rewritten, legalize(part, local[1]).candidates))
-    ]
-    together([each.prepare for each in rewritten])
-    for each in rewritten:
+    kernels = [_Kernel(part, local[1], way_of) for part in parts]
+    together([each.prepare for each in kernels])
+    for each in kernels:
+        each.compile_xla()
         yield {
             "op": label(each.part),
             "operands": operand_text(each.part),
@@ -198,9 +231,26 @@ def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         }
 
 
+def table(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a table; its last column is of the last way to the first."""
+    names = [f"{way}, {kind}" for way in ways for kind in ("first", "best")]
+    yield f"| | operands | XLA | {' | '.join(names)} | ratio |"
+    yield f"| --- | --- | ---: |{' ---: |' * len(names)} ---: |"
+    for row in rows:
+        times = dict(row["us"])
+        for way in ways:
+            if f"{way}, best" in times:
+                # Chosen by the kernel alone, it may take longer in a program.
+                both = (times[f"{way}, {kind}"] for kind in ("first", "best"))
+                times[f"{way}, best"] = min(both)
+        cells = [f"{times[n]:.1f}" if n in times else "-" for n in ("XLA", *names)]
+        old, new = (times.get(f"{way}, first") for way in ways)
+        ratio = "-" if old is None or new is None else f"{new / old:.2f}"
+        yield f"| {row['op']} | {row['operands']} | {' | '.join(cells)} | {ratio} |"
+
+
 def markdown(data: dict[str, Any]) -> str:
     """Return the page."""
-    names = [f"{way}, {kind}" for way in _WAYS for kind in ("first", "best")]
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
         "<!-- Convolutions of few channels, as they are and rewritten. -->",
@@ -216,25 +266,11 @@ def markdown(data: dict[str, Any]) -> str:
         "read, if x is then no larger than the other operand. The gradient of filters",
         "between few channels is computed for two neighbouring places at once. Here",
         "are microseconds by cuDNN's first plan, by the fastest of its first",
-        f"{_PLANS}, and by XLA. The work on arrays around the kernel is included. The",
+        f"{PLANS}, and by XLA. The work on arrays around the kernel is included. The",
         "last column is the time of the first plan, rewritten over as it is.",
         "",
-        f"| | operands | XLA | {' | '.join(names)} | ratio |",
-        "| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |",
+        *table(data["rows"], _WAYS),
     ]
-    for row in data["rows"]:
-        times = dict(row["us"])
-        for way in _WAYS:
-            if f"{way}, best" in times:
-                # Chosen by the kernel alone, it may take longer in a program.
-                both = (times[f"{way}, {kind}"] for kind in ("first", "best"))
-                times[f"{way}, best"] = min(both)
-        cells = [f"{times[n]:.1f}" if n in times else "-" for n in ("XLA", *names)]
-        old, new = (times.get(f"{way}, first") for way in _WAYS)
-        ratio = "-" if None in (old, new) else f"{new / old:.2f}"
-        lines.append(
-            f"| {row['op']} | {row['operands']} | {' | '.join(cells)} | {ratio} |"
-        )
     return "\n".join(lines) + "\n"
 
 

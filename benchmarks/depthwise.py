@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are depthwise convolutions faster with merged groups, as they are, or by XLA?
+
+    python -m benchmarks.depthwise --out docs/benchmarks
+
+times depthwise convolutions and their gradients on one GPU, as MobileNets,
+EfficientNets, ConvNeXts and models of sequences have them: as they are and with merged
+groups, each by cuDNN's first plan and by the fastest of the first ten, and by XLA.
+Times include the work on arrays around the kernel. It writes depthwise.json and
+depthwise.md there.
+"""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from benchmarks.conv_ways import PLANS, Cell, measured_ways, table
+from benchmarks.report import versions_text
+from benchmarks.row_by_row import run_benchmark
+from jax_cudnn.legalize import Legal
+from jax_cudnn.legalize.nearest import LOSS
+
+_DATA, _PAGE = "depthwise.json", "depthwise.md"
+_WAYS = ("as it is", "merged")
+_KINDS = ("conv_fprop", "conv_wgrad", "conv_dgrad")
+
+
+def _cell(
+    images: tuple[int, ...],
+    window: int,
+    step: int = 1,
+    activation: str | None = None,
+    dtype: str = "bfloat16",
+) -> Cell:
+    return Cell(
+        images=images,
+        window=window,
+        step=step,
+        outer=images[-1],
+        activation=activation,
+        dtype=dtype,
+        is_depthwise=True,
+    )
+
+
+def cells(*, small: bool) -> list[Cell]:
+    """Return the convolutions."""
+    if small:
+        return [_cell((2, 8, 8, 32), 3)]
+    return [
+        _cell((64, 112, 112, 32), 3, activation="relu"),
+        _cell((64, 112, 112, 96), 3, step=2),
+        _cell((64, 56, 56, 144), 3, activation="silu"),
+        _cell((64, 28, 28, 192), 3),
+        _cell((64, 14, 14, 576), 3, step=2),
+        _cell((64, 7, 7, 960), 3, activation="relu"),
+        _cell((128, 28, 28, 240), 5, step=2, activation="silu"),
+        _cell((64, 14, 14, 480), 5),
+        _cell((64, 7, 7, 1152), 5, activation="silu"),
+        _cell((64, 56, 56, 96), 7),
+        _cell((64, 28, 28, 192), 7),
+        _cell((64, 14, 14, 384), 7),
+        _cell((64, 7, 7, 768), 7),
+        _cell((1, 56, 56, 128), 7),
+        _cell((8, 14, 14, 512), 7),
+        _cell((1, 28, 28, 192), 3, activation="relu"),
+        _cell((64, 56, 56, 96), 9),
+        _cell((8, 2048, 2048), 4, activation="silu"),
+        _cell((16, 1024, 512), 31),
+        _cell((2, 32, 32, 32, 64), 3),
+        _cell((64, 24, 24, 100), 3),
+        _cell((64, 28, 28, 192), 3, dtype="float16"),
+        _cell((64, 28, 28, 192), 3, dtype="float32"),
+        _cell((64, 14, 14, 384), 7, dtype="float32"),
+    ]
+
+
+def way_of(legal: Legal) -> str:
+    """Return the name of a way of writing a convolution."""
+    return _WAYS[any("are merged" in note for note in legal.notes)]
+
+
+def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each kernel."""
+    parts = [part for cell in found for part in cell.parts()]
+    yield from measured_ways(parts, way_of)
+
+
+def _summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yield how cuDNN's first plan does beside XLA, by kind and way."""
+    yield "| | kernels | mean | lowest | highest | over 1.05 |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for kind in _KINDS:
+        for way in _WAYS:
+            ratios = [
+                row["us"][f"{way}, first"] / row["us"]["XLA"]
+                for row in rows
+                if row["op"].startswith(kind) and f"{way}, first" in row["us"]
+            ]
+            if ratios:
+                over = sum(ratio > LOSS for ratio in ratios)
+                yield (
+                    f"| {kind}, {way} | {len(ratios)} "
+                    f"| {statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} "
+                    f"| {max(ratios):.2f} | {over} |"
+                )
+
+
+def markdown(data: dict[str, Any]) -> str:
+    """Return the page."""
+    rows = data["rows"]
+    lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- Depthwise convolutions, as they are and with merged groups. -->",
+        "",
+        "# Depthwise convolutions",
+        "",
+        "Printed by `python -m benchmarks.depthwise --out docs/benchmarks`; do not "
+        f"edit. {versions_text(data['environment'])}.",
+        "",
+        "In a depthwise convolution, each channel has filters of its own. cuDNN runs",
+        "it as it is, or with groups that are merged into larger ones, of filters with",
+        "zeros in between. What follows is computed by XLA.",
+        "",
+        "The time of cuDNN's first plan over that of XLA's code, as a geometric mean:",
+        "",
+        *_summary(rows),
+        "",
+        f"Microseconds by cuDNN's first plan, by the fastest of its first {PLANS}, and",
+        "by XLA. The work on arrays around the kernel is included. The last column is",
+        "the time of the first plan, merged over as it is.",
+        "",
+        *table(rows, _WAYS),
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    run_benchmark(__doc__, cells, measure, markdown, data=_DATA, page=_PAGE)
+
+
+if __name__ == "__main__":
+    main()
