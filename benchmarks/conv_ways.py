@@ -223,12 +223,12 @@ def measured_ways(
     kernels = [_Kernel(part, local[1], way_of) for part in parts]
     together([each.prepare for each in kernels])
     for each in kernels:
-        each.compile_xla()
-        yield {
-            "op": label(each.part),
-            "operands": operand_text(each.part),
-            "us": each.measured(),
-        }
+        named = {"op": label(each.part), "operands": operand_text(each.part)}
+        try:
+            each.compile_xla()
+            yield {**named, "us": each.measured()}
+        except (RuntimeError, MemoryError) as error:
+            print(f"  left out: {named}: {str(error)[:200]}", flush=True)
 
 
 def table(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> Iterator[str]:
