@@ -11,7 +11,7 @@ around the kernel. It writes conv_ways.json and conv_ways.md there.
 
 import functools
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,8 @@ _WAYS = ("as it is", "rewritten")
 class Cell:
     """A convolution: images with channels last, a square window, channels made.
 
-    A depthwise one makes as many channels as it takes.
+    A depthwise one has a group for each channel. Windows are padded to keep sizes, but
+    those of even size are patches; ``ends`` are other paddings.
     """
 
     images: tuple[int, ...]
@@ -56,22 +57,25 @@ class Cell:
     activation: str | None = None
     dtype: str = "bfloat16"
     is_depthwise: bool = False
+    hole: int = 1
+    ends: tuple[int, int] | None = None
 
     def parts(self) -> list[Graph]:
         """Return the kernels of the convolution and of its gradients."""
         axes = len(self.images) - 2
         letters = "DHW"[-axes:]
-        # Even windows are those of patches.
-        ends = (self.window - 1) // 2 if self.window % 2 else 0
-        groups = self.outer if self.is_depthwise else 1
+        reach = self.hole * (self.window - 1)
+        ends = self.ends or ((0, 0) if reach % 2 else (reach // 2, reach // 2))
+        groups = self.images[-1] if self.is_depthwise else 1
 
         def layer(x: Any, w: Any, *bias: Any) -> jax.Array:
             return jax_cudnn.conv(
                 x,
                 w,
                 (self.step,) * axes,
-                [(ends, ends)] * axes,
+                [ends] * axes,
                 dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+                rhs_dilation=(self.hole,) * axes,
                 feature_group_count=groups,
                 bias=bias[0] if bias else None,
                 activation=self.activation,  # type: ignore[arg-type]
@@ -231,8 +235,12 @@ def measured_ways(
             print(f"  left out: {named}: {str(error)[:200]}", flush=True)
 
 
-def table(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a table; its last column is of the last way to the first."""
+def table(
+    rows: Sequence[dict[str, Any]],
+    ways: Sequence[str],
+    ratio_of: Callable[[Mapping[str, float]], tuple[float | None, float | None]],
+) -> Iterator[str]:
+    """Yield the lines of a table; its last column is the ratio of two of the times."""
     names = [f"{way}, {kind}" for way in ways for kind in ("first", "best")]
     yield f"| | operands | XLA | {' | '.join(names)} | ratio |"
     yield f"| --- | --- | ---: |{' ---: |' * len(names)} ---: |"
@@ -244,9 +252,15 @@ def table(rows: Sequence[dict[str, Any]], ways: Sequence[str]) -> Iterator[str]:
                 both = (times[f"{way}, {kind}"] for kind in ("first", "best"))
                 times[f"{way}, best"] = min(both)
         cells = [f"{times[n]:.1f}" if n in times else "-" for n in ("XLA", *names)]
-        old, new = (times.get(f"{way}, first") for way in ways)
+        new, old = ratio_of(times)
         ratio = "-" if old is None or new is None else f"{new / old:.2f}"
         yield f"| {row['op']} | {row['operands']} | {' | '.join(cells)} | {ratio} |"
+
+
+def _rewritten_and_not(
+    times: Mapping[str, float],
+) -> tuple[float | None, float | None]:
+    return times.get("rewritten, first"), times.get("as it is, first")
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -269,7 +283,7 @@ def markdown(data: dict[str, Any]) -> str:
         f"{PLANS}, and by XLA. The work on arrays around the kernel is included. The",
         "last column is the time of the first plan, rewritten over as it is.",
         "",
-        *table(data["rows"], _WAYS),
+        *table(data["rows"], _WAYS, _rewritten_and_not),
     ]
     return "\n".join(lines) + "\n"
 

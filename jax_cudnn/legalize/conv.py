@@ -8,7 +8,8 @@ What cuDNN's convolutions lack is added around them:
 * zeros between the elements of x make the convolution a gradient (dgrad) of another
   one, or are written out where that is not possible;
 * padding that differs between the two ends, or cuts, is done on the array;
-* channels are padded to what the engines load at once, and small groups merged;
+* channels are padded to what the engines load at once, and small groups merged, but
+  for most depthwise convolutions (conv_depthwise.py);
 * where channels are few, x is written with more of them (conv_channels.py);
 * filters' gradients of few channels are computed for pairs of places (conv_pairs.py);
 * operands of the epilogue have one value a channel, or one an element.
@@ -20,10 +21,11 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
+from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.windows import dilated
+from jax_cudnn.legalize import conv_depthwise
 from jax_cudnn.legalize.conv_channels import (
     MOST_MEASURED,
     add_channels,
@@ -31,6 +33,7 @@ from jax_cudnn.legalize.conv_channels import (
     can_have_rows,
     is_faster_with_more,
 )
+from jax_cudnn.legalize.conv_directions import exchange_directions, is_transposed
 from jax_cudnn.legalize.conv_pairs import pair_places, pairs
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import (
@@ -41,10 +44,6 @@ from jax_cudnn.legalize.images import (
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.legalization import Legal
 
-_SLOW_DEPTHWISE = (
-    "cuDNN's first plans of depthwise convolutions took 1.6 to 4.5 times as long as "
-    "XLA's code (an H200, cuDNN 9.19): plans.autotune finds the best of both"
-)
 # See docs/benchmarks/conv_ways.md, the rows that do not become products.
 _SLOW_FEW_CHANNELS = (
     "cuDNN's first plans of the gradients of filters over 1 to 4 channels, in steps of "
@@ -53,33 +52,25 @@ _SLOW_FEW_CHANNELS = (
 )
 
 
-def slower(graph: Graph, node: Node) -> str:
-    """Say why "auto" leaves a convolution to XLA, if it does; the node computes it.
-
-    XLA's gradient of a depthwise filter took hundreds of times as long as cuDNN's.
-    """
+def slower(graph: Graph, node: Node, target: Target | None) -> str:
+    """Say why "auto" leaves a convolution to XLA, if it does; the node computes it."""
+    if conv_depthwise.is_depthwise(graph, node):
+        return conv_depthwise.slower(graph, node, target)
     dtypes = {graph.tensor(name).dtype for _, name in node.inputs}
-    if not dtypes <= {"bf16", "f16"}:
+    if not dtypes <= {"bf16", "f16"} or node.kind != "conv_wgrad":
         return ""
     attributes = conv_attributes(node)
-    if node.kind != "conv_wgrad":
-        return _SLOW_DEPTHWISE if is_depthwise(graph, node) else ""
     few = roles_in(graph, node)["grad_w"].dims[1] <= MOST_MEASURED
     is_like = few and max(attributes.window_strides) == 1 and can_have_rows(graph, node)
     is_slow = is_like and not is_faster_with_more(graph, node)
     return _SLOW_FEW_CHANNELS if is_slow else ""
 
 
-def is_depthwise(graph: Graph, node: Node) -> bool:
-    """Whether each channel of the input has filters of its own."""
-    roles = roles_in(graph, node)
-    x, w, _ = (roles[role] for role in TRIPLES[node.kind])
-    return w.dims[1] == 1 < x.dims[1]
-
-
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
     (node,) = filter(is_anchor, graph.nodes)
+    if conv_depthwise.is_depthwise(graph, node):
+        return _depthwise(graph, node)
     more: Legal | None = None
     if can_have_more(graph, node):
         more = _candidate(graph, _pad_if_odd, first=add_channels)
@@ -99,6 +90,19 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
         ways.append(_candidate(graph, _as_it_is))
     ways += [] if is_first else [more]
     return tuple(way for way in ways if way is not None)
+
+
+def _depthwise(graph: Graph, node: Node) -> tuple[Legal, ...]:
+    """Return the ways for a depthwise convolution: by cuDNN's engine, if it has one."""
+    ways: list[Legal | None] = []
+    if len(graph.nodes) == 1:
+        if changed := conv_depthwise.rewriting(graph, node):
+            ways.append(_candidate(graph, _as_it_is, first=changed))
+        ways.append(_candidate(graph, _as_it_is))
+    if conv_depthwise.is_merged_as_well(graph, node):
+        is_last = conv_depthwise.has_engine(graph, node)
+        ways.insert(len(ways) * is_last, _candidate(graph, _merge_groups))
+    return tuple(conv_depthwise.judged(way, node) for way in ways if way is not None)
 
 
 def _candidate(
@@ -179,8 +183,11 @@ def _write_out_lhs_dilation(editor: GraphEditor) -> None:
     if all(step == 1 for step in attributes.lhs_dilation):
         return
     node = editor.main
-    if node.kind in ("conv_fprop", "conv_dgrad") and _is_transposed(editor):
-        _exchange_directions(editor)
+    if node.kind in ("conv_fprop", "conv_dgrad") and is_transposed(editor):
+        exchange_directions(editor)
+        editor.notes.append(
+            "the filters are flipped: a dilated x is a gradient to cuDNN"
+        )
         return
     # Zeros between the elements of x, written out; dgrad's are cut out again.
     name = editor.roles[TRIPLES[node.kind][0]]
@@ -201,91 +208,6 @@ def _write_out_lhs_dilation(editor: GraphEditor) -> None:
         lambda x: jax.lax.slice(x, (0,) * x.ndim, x.shape, steps),
     )
     _set_attributes(editor, lhs_dilation=(1,) * len(spread))
-
-
-def _is_transposed(editor: GraphEditor) -> bool:
-    """Whether the convolution is the gradient of a strided one.
-
-    With more padding than the window reaches, part of the result sees zeros only, for
-    which the gradient of a convolution has no place.
-    """
-    attributes = conv_attributes(editor.main)
-    window = editor.tensors[editor.roles["w"]].dims[2:]
-    reach = (
-        dilated(size, hole) - 1
-        for size, hole in zip(window, attributes.rhs_dilation, strict=True)
-    )
-    pads = zip(attributes.padding_low, attributes.padding_high, strict=True)
-    is_plain = all(step == 1 for step in attributes.window_strides)
-    return is_plain and all(
-        max(pair) <= most for pair, most in zip(pads, reach, strict=True)
-    )
-
-
-def _exchange_directions(editor: GraphEditor) -> None:
-    """Make fprop with a dilated x the dgrad of a strided convolution, and back.
-
-    The filters are flipped, and their in and out channels change places.
-    """
-    node = editor.main
-    attributes = conv_attributes(editor.main)
-    roles = editor.roles
-    is_forward = node.kind == "conv_fprop"
-    source = editor.tensors[roles["x" if is_forward else "grad_output"]]
-    result = editor.tensors[roles["output" if is_forward else "grad_x"]]
-    x = (source if is_forward else result).dims
-    filters = editor.tensors[roles["w"]]
-    groups = x[1] // filters.dims[1]
-    window = [
-        dilated(size, hole)
-        for size, hole in zip(filters.dims[2:], attributes.rhs_dilation, strict=True)
-    ]
-    flipped = replace(
-        filters,
-        dims=(groups * filters.dims[1], filters.dims[0] // groups, *filters.dims[2:]),
-        order=tuple(range(len(filters.dims))),
-    )
-    editor.rearrange(
-        roles["w"],
-        flipped,
-        lambda w: _flip(filters, groups, w),
-    )
-    low = tuple(
-        size - 1 - pad for size, pad in zip(window, attributes.padding_low, strict=True)
-    )
-    high = tuple(
-        size - 1 - pad
-        for size, pad in zip(window, attributes.padding_high, strict=True)
-    )
-    editor.replace_main(
-        Node.make(
-            "conv_dgrad" if is_forward else "conv_fprop",
-            {
-                "grad_output" if is_forward else "x": source.name,
-                "w": roles["w"],
-            },
-            {"grad_x" if is_forward else "output": result.name},
-            ConvAttributes(
-                window_strides=attributes.lhs_dilation,
-                padding_low=low,
-                padding_high=high,
-                lhs_dilation=attributes.window_strides,
-                rhs_dilation=attributes.rhs_dilation,
-            ),
-        ),
-    )
-    editor.notes.append("the filters are flipped: a dilated x is a gradient to cuDNN")
-
-
-def _flip(filters: Tensor, groups: int, stored: jax.Array) -> jax.Array:
-    """Return filters flipped in space, in and out channels of each group exchanged."""
-    inverse = tuple(filters.order.index(axis) for axis in range(len(filters.order)))
-    w = jnp.transpose(stored, inverse)
-    out, channels, *window = filters.dims
-    w = jnp.flip(w, axis=tuple(range(2, w.ndim)))
-    w = jnp.reshape(w, (groups, out // groups, channels, *window))
-    w = jnp.swapaxes(w, 1, 2)
-    return jnp.reshape(w, (groups * channels, out // groups, *window))
 
 
 # --- padding --------------------------------------------------------------------------

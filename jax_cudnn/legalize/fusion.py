@@ -11,6 +11,7 @@ from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes, is_extreme
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize import conv, matmul, measured, reduction
+from jax_cudnn.legalize.conv_depthwise import is_depthwise
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
 from jax_cudnn.legalize.pointwise import rewrite_pointwise
@@ -76,16 +77,24 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         return _converted_by_xla(graph, _cast_in_kernel(graph, node, exact), target)
     fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
-    # Merged groups are fast, but for a depthwise convolution.
-    is_alone_first = node.kind == "conv_fprop" and conv.is_depthwise(graph, node)
+    # cuDNN's engines for depthwise convolutions do nothing else.
+    is_alone_first = node.kind != "matmul" and is_depthwise(graph, node)
     order = [*alone, *fused] if is_alone_first else [*fused, *alone]
-    slower = (matmul if node.kind == "matmul" else conv).slower(graph, node)
+    if node.kind == "matmul":
+        slower = matmul.slower(graph, node)
+    else:
+        slower = conv.slower(graph, node, target)
     slower = slower or measured.slower(graph)
     slow = measured.slow_engines(graph, target)
     first = measured.preference(graph, target)
     return Legalization(
         candidates=tuple(
-            replace(way, slower=slower, slow_engines=slow, preference=first)
+            replace(
+                way,
+                slower=slower or way.slower,
+                slow_engines=slow,
+                preference=first,
+            )
             for way in order
         )
     )

@@ -34,7 +34,8 @@ class Legal:
     ``usual`` is a shorter way for most operands, where there is one. ``notes`` says, a
     sentence each, which parts run outside cuDNN and why. ``slower``, where not empty,
     says why "auto" leaves the graph to XLA all the same; with ``slow_engines``, it does
-    so where one of these runs the first plan. ``preference``, where not empty, is the
+    so where one of these runs the first plan, and with ``fast_engines``, where none of
+    these does. ``preference``, where not empty, is the
     request by which a plan is tried before that of cuDNN's. ``rounds_sums`` says that
     sums in f32 have fewer digits on their way than the original graph gives them.
     ``waits`` says that the host waits for operands, so that no command buffer can have
@@ -48,9 +49,15 @@ class Legal:
     notes: tuple[str, ...] = ()
     slower: str = ""
     slow_engines: tuple[int, ...] = ()
+    fast_engines: tuple[int, ...] = ()
     preference: str = ""
     rounds_sums: bool = False
     waits: bool = False
+
+    def is_slow_by(self, engine: int) -> bool:
+        """Whether "auto" leaves the graph to XLA if this engine has the first plan."""
+        is_none_of_fast = bool(self.fast_engines) and engine not in self.fast_engines
+        return engine in self.slow_engines or is_none_of_fast
 
     def run(
         self,

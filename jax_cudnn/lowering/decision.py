@@ -219,7 +219,7 @@ def decide_part(
                 reasons = error.reasons or (error.summary,)
                 attempts.append(Attempt(way=way, reasons=reasons))
                 continue
-            if is_auto and not request and plan.engine in legal.slow_engines:
+            if is_auto and not request and legal.is_slow_by(plan.engine):
                 told = _SLOW_ENGINE.format(plan.engine)
                 attempts.append(Attempt(way=way, reasons=(told,)))
                 continue
