@@ -17,8 +17,6 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn.graph import (
-    ConvAttributes,
-    Graph,
     GraphWriter,
     Target,
     Tensor,
@@ -27,7 +25,6 @@ from jax_cudnn.graph import (
 )
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.legalize import (
-    Legal,
     conv_channels,
     conv_pairs,
     fusion,
@@ -40,6 +37,7 @@ from jax_cudnn.legalize.pointwise import rewrite_pointwise
 from jax_cudnn.lowering import traced_graphs, traced_program
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
+from tests.legal_ways import check_ways, graphs_of, run_way
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
@@ -63,76 +61,6 @@ def rng() -> np.random.Generator:
 
 def _draw(rng: np.random.Generator, *shape: int) -> jax.Array:
     return jnp.asarray(rng.normal(size=shape))
-
-
-def _graphs(
-    function: Callable[..., jax.Array], operands: Sequence[jax.Array]
-) -> list[tuple[Graph, list[jax.Array]]]:
-    """Return forward and gradient graph of a function, with operands for each."""
-    ((graph, _, _),) = traced_graphs(function, *operands)
-    stored = [
-        jnp.reshape(x, t.stored_shape)
-        for x, t in zip(operands, graph.input_tensors, strict=True)
-    ]
-    derivative = derivative_of(graph)
-    assert derivative is not None
-    wanted = (True,) * len(stored)
-    full = derivative.with_residuals(graph, wanted)
-    results = evaluate(full, stored)
-    backward = derivative.backward(graph, wanted, (True,))
-    assert backward is not None
-    sources = {
-        "input": stored,
-        "output": results,
-        "cotangent": [0.3 * results[0] + 0.1],
-    }
-    given = [sources[source][index] for source, index in backward.operands]
-    return [(full, stored), (backward.graph, given)]
-
-
-def _run(way: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
-    changed = way.before(operands)
-    for tensor, x in zip(way.graph.input_tensors, changed, strict=True):
-        assert tensor.stored_shape == x.shape, tensor
-    return way.after(operands, evaluate(way.graph, changed))
-
-
-def _check_form(graph: Graph) -> None:
-    """Check what cuDNN asks of a convolution, whichever way was taken."""
-    for node in graph.nodes:
-        if node.kind.startswith("conv"):
-            attributes = node.attributes
-            assert isinstance(attributes, ConvAttributes)
-            assert set(attributes.lhs_dilation) == {1}
-            assert attributes.padding_low == attributes.padding_high
-            assert min(attributes.padding_low) >= 0
-            assert len(attributes.window_strides) in (2, 3)
-            for _, name in (*node.inputs, *node.outputs):
-                assert graph.tensor(name).order[-1] == 1, "channels last"
-
-
-def _check(function: Callable[..., jax.Array], operands: Sequence[jax.Array]) -> int:
-    """Compare all ways for all parts, and return how many there were."""
-    count = 0
-    for graph, given in _graphs(function, operands):
-        values = dict(zip(graph.inputs, given, strict=True))
-        for part in partition(graph):
-            arguments = [values[name] for name in part.inputs]
-            want = evaluate(part, arguments)
-            ways = legalize(part, None).candidates
-            assert ways or not any(map(is_anchor, part.nodes))
-            for way in ways:
-                _check_form(way.graph)
-                got = _run(way, arguments)
-                # cuDNN gives sums without a contraction in f32.
-                is_sum = not any(map(is_anchor, part.nodes))
-                tolerance = 1e-5 if is_sum else 1e-9
-                for x, y in zip(got, want, strict=True):
-                    assert x.dtype == y.dtype
-                    np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
-            count += len(ways)
-            values |= dict(zip(part.outputs, want, strict=True))
-    return count
 
 
 # --- convolution ----------------------------------------------------------------------
@@ -176,7 +104,7 @@ def test_every_way_keeps_the_meaning_of_a_random_convolution(seed: int) -> None:
 
     bias = _draw(rng, o * groups)
     shape = jax.eval_shape(layer, x, w, bias, jnp.zeros(())).shape
-    assert _check(layer, (x, w, bias, _draw(rng, *shape))) >= 3
+    assert check_ways(layer, (x, w, bias, _draw(rng, *shape))) >= 3
 
 
 def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> None:
@@ -191,9 +119,9 @@ def test_zeros_in_x_make_a_convolution_a_gradient(rng: np.random.Generator) -> N
             dimension_numbers=_NHWC,
         )
 
-    assert _check(layer, (x, w)) == 3
+    assert check_ways(layer, (x, w)) == 3
     for (graph, _), kinds in zip(
-        _graphs(layer, (x, w)),
+        graphs_of(layer, (x, w)),
         (["conv_dgrad"], ["conv_wgrad", "conv_fprop"]),
         strict=True,
     ):
@@ -235,7 +163,7 @@ def _ways_with(
     And those whose last way has it.
     """
     found: tuple[set[str], set[str]] = (set(), set())
-    for graph, _ in _graphs(layer, operands):
+    for graph, _ in graphs_of(layer, operands):
         for part in partition(graph):
             kinds = [node.kind for node in part.nodes if is_anchor(node)]
             first, *rest = legalize(part, None).candidates
@@ -290,7 +218,7 @@ def test_few_channels_become_more(
 ) -> None:
     x, w = _draw(rng, 2, *sizes, 1), _draw(rng, *window, 1, 4)
     layer, (x, w) = _in_layout(layout, x, w, options)
-    _check(layer, (x, w))
+    check_ways(layer, (x, w))
     kinds = {"fprop", "wgrad", "dgrad"} if words == _PATCHES else {"fprop", "wgrad"}
     # One axis was not measured, and cuDNN's first plans of rows' gradients are slow.
     first, last = _ways_with(layer, (x, w), words)
@@ -333,7 +261,7 @@ def test_filters_gradients_over_small_windows_are_products(
     outer = math.ceil(channels * math.prod(window) / load) * load
     x, w = _draw(rng, 2, *sizes, channels), _draw(rng, *window, channels, outer)
     layer, (x, w) = _in_layout(layout, x, w, options)
-    _check(layer, (x, w))
+    check_ways(layer, (x, w))
     # One channel along two axes in steps of 1 was slow, and one axis was not measured.
     is_strided = "window_strides" in options
     is_fast = len(sizes) > 2 or (len(sizes) == 2 and (channels > 1 or is_strided))
@@ -378,7 +306,7 @@ def test_few_channels_become_more_with_what_follows(
         )
 
     operands = _draw(rng, 2, 1, 11, 9), _draw(rng, 6, 1, *window), _draw(rng, 6)
-    assert _check(layer, operands) > 4
+    assert check_ways(layer, operands) > 4
     ((graph, _, _),) = traced_graphs(layer, *operands)
     first, second, *_ = legalize(graph, None).candidates
     assert len(first.graph.nodes) == len(second.graph.nodes) == 3
@@ -409,7 +337,7 @@ def test_channels_stay_where_there_are_enough(
 
     groups = options.get("feature_group_count", 1)
     x, w = _draw(rng, 2, 9, 8, c), _draw(rng, *window, c // groups, 6)
-    for graph, _ in _graphs(layer, (x, w)):
+    for graph, _ in graphs_of(layer, (x, w)):
         for part in partition(graph):
             for way in legalize(part, None).candidates:
                 assert not any("channels of" in note for note in way.notes)
@@ -503,7 +431,7 @@ def test_filters_that_read_nothing_else_have_finite_gradients(
     ways = legalize(part, None).candidates
     assert any(_WINDOWS in note for way in ways for note in way.notes)
     for way in ways:
-        np.testing.assert_allclose(_run(way, arrays)[0], want, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(run_way(way, arrays)[0], want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -526,7 +454,7 @@ def test_what_is_not_finite_stays_where_it_is(
     (want,) = evaluate(graph, [x, w])
     assert 0 < np.sum(~np.isfinite(want)) < want.size / 2
     for way in legalize(graph, None).candidates:
-        np.testing.assert_allclose(_run(way, [x, w])[0], want, rtol=1e-9, atol=1e-9)
+        np.testing.assert_allclose(run_way(way, [x, w])[0], want, rtol=1e-9, atol=1e-9)
 
 
 @pytest.fixture
@@ -581,7 +509,7 @@ def test_places_are_taken_in_pairs(
         steps, numbers = (1,) * len(sizes), (layout, filters, layout)
         return jax_cudnn.conv(x, w, steps, padding, dimension_numbers=numbers)
 
-    _check(layer, (x, w))
+    check_ways(layer, (x, w))
     first, _ = _ways_with(layer, (x, w), _PAIRS)
     assert first == ({"wgrad"} if paired else set())
 
@@ -593,7 +521,7 @@ def test_a_nan_of_a_pair_is_in_no_other_filter(rng: np.random.Generator) -> None
     def layer(x: Any, w: Any) -> jax.Array:
         return jax_cudnn.conv(x, w, padding="SAME", dimension_numbers=_NHWC)
 
-    _, (graph, given) = _graphs(layer, (x, w))
+    _, (graph, given) = graphs_of(layer, (x, w))
     (part,) = [part for part in partition(graph) if part.nodes[0].kind == "conv_wgrad"]
     values = dict(zip(graph.inputs, given, strict=True))
     image = dict(part.nodes[0].inputs)["x"]
@@ -603,14 +531,13 @@ def test_a_nan_of_a_pair_is_in_no_other_filter(rng: np.random.Generator) -> None
     (want,) = evaluate(part, arguments)
     assert 0 < np.sum(np.isnan(want)) < want.size
     for way in legalize(part, None).candidates:
-        np.testing.assert_allclose(_run(way, arguments)[0], want, atol=1e-9)
+        np.testing.assert_allclose(run_way(way, arguments)[0], want, atol=1e-9)
 
 
-@pytest.mark.parametrize("c", [4, 1])
-def test_small_groups_are_merged(c: int, rng: np.random.Generator) -> None:
+def test_small_groups_are_merged(rng: np.random.Generator) -> None:
     groups = 16
-    x, bias = _draw(rng, 2, 5, 7, groups * c), _draw(rng, groups * 2)
-    w = _draw(rng, 3, 3, c, groups * 2)
+    x, bias = _draw(rng, 2, 5, 7, groups * 4), _draw(rng, groups * 2)
+    w = _draw(rng, 3, 3, 4, groups * 2)
 
     def layer(x: Any, w: Any, bias: Any) -> jax.Array:
         return jax_cudnn.conv(
@@ -623,50 +550,13 @@ def test_small_groups_are_merged(c: int, rng: np.random.Generator) -> None:
             activation="gelu",
         )
 
-    assert _check(layer, (x, w, bias)) > 5
+    assert check_ways(layer, (x, w, bias)) > 5
     ((graph, _, _),) = traced_graphs(layer, x, w, bias)
     ways = legalize(graph, None).candidates
     first = ways[0]
-    if c == 1:
-        # Depthwise: alone first, merged later.
-        assert [node.kind for node in first.graph.nodes] == ["conv_fprop"]
-        assert first.notes[-1] == (
-            "what surrounds the contraction is computed by XLA, from rounded sums"
-        )
-        return
     assert len(first.graph.nodes) == 3
     assert "16 groups are merged into 2" in first.notes
     assert first.graph.tensor("w").dims == (32, 32, 3, 3)
-
-
-def test_auto_leaves_depthwise_convolutions_to_xla_but_for_their_filters() -> None:
-    x, w = jnp.ones((2, 5, 7, 16)), jnp.ones((3, 3, 1, 32))
-
-    def kinds(dtype: Any, w: Any, groups: int) -> dict[str, bool]:
-        def loss(x: Any, w: Any) -> jax.Array:
-            y = jax_cudnn.conv(
-                x,
-                w,
-                padding="SAME",
-                feature_group_count=groups,
-                dimension_numbers=_NHWC,
-            )
-            return y.astype(jnp.float32).sum()
-
-        operands = (each.astype(dtype) for each in (x, w))
-        traced = traced_graphs(jax.value_and_grad(loss, (0, 1)), *operands)
-        parts = [part for graph, _, _ in traced for part in partition(graph)]
-        return {
-            part.nodes[0].kind: all(way.slower for way in ways)
-            for part in parts
-            if (ways := legalize(part, None).candidates)
-        }
-
-    forward = {"conv_fprop": True, "conv_dgrad": True, "conv_wgrad": False}
-    assert kinds(jnp.bfloat16, w, 16) == kinds(jnp.float16, w, 16) == forward
-    assert kinds(jnp.float32, w, 16) == dict.fromkeys(forward, False)
-    wider = jnp.ones((3, 3, 4, 32))
-    assert kinds(jnp.bfloat16, wider, 4) == dict.fromkeys(forward, False)
 
 
 def test_operands_that_broadcast_in_space_are_completed(
@@ -685,7 +575,7 @@ def test_operands_that_broadcast_in_space_are_completed(
             scale=scale,
         )
 
-    _check(layer, (x, w, scale, residual))
+    check_ways(layer, (x, w, scale, residual))
     ((graph, _, _),) = traced_graphs(layer, x, w, scale, residual)
     way = legalize(graph, None).candidates[0]
     assert way.graph.tensor("residual").dims == (2, 16, 5, 7)
@@ -703,7 +593,7 @@ def test_every_way_keeps_the_meaning_of_a_matmul(
         return jax_cudnn.matmul(a, b, bias=bias, activation="gelu")
 
     operands = _draw(rng, 2, m, r), _draw(rng, 2, r, n), _draw(rng, n)
-    assert _check(layer, operands) >= 3
+    assert check_ways(layer, operands) >= 3
 
 
 def test_what_meets_a_sum_over_the_batch_stays_beside_the_kernel(
@@ -712,7 +602,7 @@ def test_what_meets_a_sum_over_the_batch_stays_beside_the_kernel(
     # The gradient of the scale is a times a sum over the batch, which b alone has.
     operands = [_draw(rng, 4, 5), _draw(rng, 3, 5, 8), _draw(rng, 1, 5)]
     product = lambda a, b, scale: jax_cudnn.matmul(a, b, scale_a=scale)  # noqa: E731
-    assert _check(product, operands) > 2
+    assert check_ways(product, operands) > 2
 
 
 def test_a_batch_that_is_stored_last_is_transposed(rng: np.random.Generator) -> None:
@@ -722,7 +612,7 @@ def test_a_batch_that_is_stored_last_is_transposed(rng: np.random.Generator) -> 
         numbers = (((1,), (0,)), ((3,), (2,)))
         return jax_cudnn.dot_general(x, y, numbers, activation="gelu")
 
-    _check(product, (x, y))
+    check_ways(product, (x, y))
     ((graph, _, _),) = traced_graphs(product, x, y)
     assert graph.tensor("b").order == (1, 2, 0)
     way = legalize(graph, None).candidates[0]
@@ -745,7 +635,7 @@ def test_modes_that_cudnn_computes_wrongly_or_slowly_are_written_as_others(
         return jax_cudnn.matmul(a, b, bias=bias, activation=activation, scale_out=0.5)
 
     operands = _draw(rng, 5, 8), _draw(rng, 8, 4), _draw(rng, 4)
-    assert _check(layer, operands) >= 3
+    assert check_ways(layer, operands) >= 3
     ((graph, _, _),) = traced_graphs(layer, *operands)
     way = legalize(graph, None).candidates[0]
     pointwise = [each.attributes for each in way.graph.nodes]
@@ -999,7 +889,7 @@ def test_weights_are_converted_in_the_kernel_or_before_it() -> None:
     ]
     (want,) = evaluate(graph, operands)
     for way in ways:
-        (got,) = _run(way, operands)
+        (got,) = run_way(way, operands)
         # One rounding more where the sums are rounded on their way.
         np.testing.assert_allclose(
             np.asarray(got, np.float32), np.asarray(want, np.float32), rtol=2**-6

@@ -33,6 +33,7 @@ class Planner:
 
     def __init__(self) -> None:
         self.refused: set[str] = set()
+        self.engine: int | None = None
         self.asked: list[tuple[Graph, str]] = []
 
     def plan(self, text: str, *, request: str = "", device: int) -> PlanInfo:
@@ -42,7 +43,8 @@ class Planner:
         for node in graph.nodes:
             if node.kind in self.refused:
                 raise UnsupportedError("no plan", [f"no engine for {node.kind}"], "")
-        return made_plan(request)
+        made = made_plan(request)
+        return made if self.engine is None else replace(made, engine=self.engine)
 
 
 @pytest.fixture(autouse=True)
@@ -213,6 +215,35 @@ def test_cudnn_runs_the_precisions_that_it_has(
         layer = _calls(lambda *xs: _layer(*xs, precision=precision), *_operands(dtype))
         assert bool(layer) == (is_preset or name in honoured)
     assert found == {*honoured}
+
+
+def _depthwise(x: Any, w: Any, **options: Any) -> jax.Array:
+    return conv(
+        x,
+        w,
+        padding="SAME",
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=16,
+        **options,
+    )
+
+
+@pytest.mark.parametrize("engine", [5, 2])
+def test_a_first_plan_of_a_slow_engine_is_left_to_xla(
+    planner: Planner, engine: int
+) -> None:
+    planner.engine = engine
+    x, w = jnp.ones((2, 9, 7, 16), _BF16), jnp.ones((3, 3, 1, 16), _BF16)
+    (call,) = plans.inspect(_depthwise, x, w).calls
+    assert len(_calls(_depthwise, x, w)) == (engine == 5)
+    if engine == 5:
+        assert call.implementation == "cudnn"
+        return
+    assert call.implementation == "xla"
+    assert any("first plan is of engine 2" in reason for reason in call.reasons)
+    # Who asks for cuDNN, or for certain plans, gets them.
+    for asked in ({"implementation": "cudnn"}, {"plan": PlanOptions(engines=(2,))}):
+        assert _calls(lambda x, w, asked=asked: _depthwise(x, w, **asked), x, w)
 
 
 def test_xla_rounds_sums_of_16_bits_on_a_gpu(planner: Planner) -> None:

@@ -1,0 +1,256 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are depthwise convolutions what they were in every way, and which way is first?
+
+In f64, as in test_legalize_fused.py.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn
+from jax_cudnn.graph import Graph, Target, is_anchor
+from jax_cudnn.legalize import Legal, conv_depthwise, fusion, legalize, partition
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.reference import evaluate
+from tests.drawn_operands import draw_arrays
+from tests.legal_ways import check_ways, run_way
+
+pytestmark = pytest.mark.once
+
+_H100 = Target(name="NVIDIA H100", sm_version=90, sm_count=132, cudnn_version=91900)
+_A100 = dataclasses.replace(_H100, name="NVIDIA A100", sm_version=80)
+_NEWER = dataclasses.replace(_H100, cudnn_version=92000)
+_FLIPPED = "the filters are flipped: the gradient is a convolution to cuDNN"
+
+
+@pytest.fixture
+def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fusion, "_refusals", lambda *_: [])
+    monkeypatch.setattr(conv_depthwise, "_FILTER_DTYPES", ("f64", "bf16", "f16"))
+    with jax.enable_x64(True):
+        yield
+
+
+class _Layer:
+    """A depthwise convolution, with channels last."""
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        window: Sequence[int],
+        padding: Any = "SAME",
+        *,
+        step: int = 1,
+        hole: int = 1,
+        channels: int = 16,
+        each: int = 1,
+        activation: Any = None,
+    ) -> None:
+        letters = "DHW"[-len(sizes) :]
+        self._activation = activation
+        self._options: dict[str, Any] = {
+            "window_strides": (step,) * len(sizes),
+            "padding": padding,
+            "rhs_dilation": (hole,) * len(sizes),
+            "dimension_numbers": (f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+            "feature_group_count": channels,
+        }
+        self.shapes = ((2, *sizes, channels), (*window, 1, each * channels))
+        if activation is not None:
+            self.shapes += ((each * channels,),)
+
+    def __call__(self, x: Any, w: Any, *bias: Any) -> jax.Array:
+        return jax_cudnn.conv(
+            x,
+            w,
+            **self._options,
+            bias=bias[0] if bias else None,
+            activation=self._activation,
+        )
+
+    def draw(self, dtype: Any = jnp.float64) -> list[jax.Array]:
+        rng = np.random.default_rng(3)
+        return [jnp.asarray(rng.normal(size=shape), dtype) for shape in self.shapes]
+
+    def parts(self, dtype: Any = jnp.float64) -> dict[str, Graph]:
+        """Return the kernels of the convolution and its gradients, by their kinds."""
+
+        def all_of_it(cotangent: Any, *operands: Any) -> Any:
+            result, pullback = jax.vjp(self, *operands)
+            return result, pullback(cotangent)
+
+        types = [jax.ShapeDtypeStruct(shape, dtype) for shape in self.shapes]
+        traced = traced_graphs(all_of_it, jax.eval_shape(self, *types), *types)
+        parts = [part for graph, _, _ in traced for part in partition(graph)]
+        return {n.kind: part for part in parts for n in part.nodes if is_anchor(n)}
+
+
+_CAUSAL = ((3, 0),)
+_LAYERS = {
+    "same": _Layer((7, 6), (3, 3)),
+    "valid": _Layer((9, 8), (5, 5), "VALID"),
+    "far padding": _Layer((5, 6), (3, 3), ((4, 3), (2, 5))),
+    "cut": _Layer((7, 6), (3, 3), ((-1, 2), (1, -1))),
+    "steps": _Layer((9, 8), (3, 3), step=2),
+    "steps of 3": _Layer((9, 8), (3, 3), step=3),
+    "even windows": _Layer((7, 6), (2, 2)),
+    "unequal windows": _Layer((7, 6), (1, 5)),
+    "large windows": _Layer((10, 11), (9, 9)),
+    "holes": _Layer((9, 8), (3, 3), hole=2),
+    "2 each": _Layer((7, 6), (3, 3), each=2),
+    "few channels": _Layer((7, 6), (3, 3), channels=4),
+    "odd channels": _Layer((7, 6), (3, 3), channels=13),
+    "causal": _Layer((11,), (4,), _CAUSAL),
+    "anticausal": _Layer((11,), (4,), ((0, 3),)),
+    "one axis, same": _Layer((11,), (5,)),
+    "one axis, same, even": _Layer((11,), (6,)),
+    "one axis, valid": _Layer((11,), (4,), "VALID"),
+    "one axis, steps": _Layer((12,), (3,), step=2),
+    "one axis, holes": _Layer((12,), (3,), hole=3),
+    "longer than x": _Layer((3,), (6,)),
+    "three axes": _Layer((4, 5, 3), (3, 3, 3)),
+    "with silu": _Layer((7, 6), (3, 3), activation="silu"),
+    "one axis, with silu": _Layer((11,), (4,), _CAUSAL, activation="silu"),
+}
+
+
+@pytest.mark.parametrize("name", _LAYERS)
+@pytest.mark.usefixtures("_double")
+def test_every_way_keeps_the_meaning(name: str) -> None:
+    layer = _LAYERS[name]
+    assert check_ways(layer, layer.draw()) >= 3
+
+
+def _ways(part: Graph, target: Target | None = _H100) -> list[str]:
+    """Return how each way is told apart, and "auto" where auto may take it."""
+    return [
+        f"{_told(way)}{'' if way.slower else ', auto'}"
+        for way in legalize(part, target).candidates
+    ]
+
+
+def _told(way: Legal) -> str:
+    for words, told in (
+        ("are merged", "merged"),
+        (_FLIPPED, "flipped"),
+        ("the window of", "wider"),
+    ):
+        if any(words in note for note in way.notes):
+            return told
+    return "as it is"
+
+
+_ENGINE = {
+    "conv_fprop": ["as it is, auto"],
+    "conv_dgrad": ["flipped, auto", "as it is"],
+    "conv_wgrad": ["as it is, auto"],
+}
+_ALONG_ONE = {
+    "conv_fprop": ["as it is, auto", "merged"],
+    "conv_dgrad": ["as it is, auto", "merged"],
+    "conv_wgrad": ["wider, auto", "as it is, auto"],
+}
+_NO_ENGINE = {
+    "conv_fprop": ["merged", "as it is"],
+    "conv_dgrad": ["merged", "as it is"],
+    "conv_wgrad": ["as it is"],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("same", _ENGINE),
+        ("valid", _ENGINE),
+        ("far padding", _ENGINE),
+        ("odd channels", _ENGINE),
+        (
+            "steps",
+            {
+                "conv_fprop": ["as it is, auto", "merged"],
+                "conv_dgrad": ["as it is", "merged"],
+                "conv_wgrad": ["as it is, auto"],
+            },
+        ),
+        ("causal", _ALONG_ONE),
+        ("anticausal", _ALONG_ONE),
+        ("one axis, same, even", _ALONG_ONE),
+        ("one axis, same", {**_ALONG_ONE, "conv_wgrad": ["as it is, auto"]}),
+        ("one axis, valid", {**_ALONG_ONE, "conv_wgrad": ["as it is"]}),
+        ("one axis, steps", {**_ALONG_ONE, "conv_wgrad": ["as it is"]}),
+        ("steps of 3", _NO_ENGINE),
+        ("even windows", _NO_ENGINE),
+        ("unequal windows", _NO_ENGINE),
+        ("large windows", _NO_ENGINE),
+        ("holes", _NO_ENGINE),
+        ("one axis, holes", _NO_ENGINE),
+        ("three axes", _NO_ENGINE),
+        ("2 each", _NO_ENGINE),
+    ],
+)
+def test_cudnns_own_engine_comes_first_where_it_has_one(
+    name: str, ways: dict[str, list[str]]
+) -> None:
+    parts = _LAYERS[name].parts(jnp.bfloat16)
+    assert {kind: _ways(part) for kind, part in parts.items()} == ways
+
+
+def test_gradients_of_filters_in_f32_are_xlas() -> None:
+    found = {k: _ways(part) for k, part in _LAYERS["same"].parts(jnp.float32).items()}
+    assert found == {**_ENGINE, "conv_wgrad": ["as it is"]}
+
+
+def test_what_follows_is_computed_by_xla_behind_cudnns_engine() -> None:
+    part = _LAYERS["one axis, with silu"].parts(jnp.bfloat16)["conv_fprop"]
+    assert _ways(part) == ["as it is, auto", "merged", "merged"]
+    alone, merged, whole = legalize(part, _H100).candidates
+    assert len(alone.graph.nodes) == len(merged.graph.nodes) == 1
+    assert len(whole.graph.nodes) > 1
+
+
+@pytest.mark.parametrize("target", [None, _A100, _NEWER])
+def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -> None:
+    for name in ("same", "causal"):
+        for kind, part in _LAYERS[name].parts(jnp.bfloat16).items():
+            is_autos = "auto" in _ways(part, target)[0]
+            assert is_autos == (kind == "conv_wgrad"), kind
+
+
+def test_engines_that_are_not_for_depthwise_convolutions_are_left_to_xla() -> None:
+    parts = _LAYERS["same"].parts(jnp.bfloat16)
+    first = {kind: legalize(part, _H100).candidates[0] for kind, part in parts.items()}
+    for kind, fast in (
+        ("conv_fprop", [5]),
+        ("conv_dgrad", [5]),
+        ("conv_wgrad", [16, 19]),
+    ):
+        engines = [e for e in range(80) if not first[kind].is_slow_by(e)]
+        assert engines == fast
+    along_one = _LAYERS["causal"].parts(jnp.bfloat16)["conv_dgrad"]
+    way = legalize(along_one, _H100).candidates[0]
+    assert [e for e in range(80) if not way.is_slow_by(e)] == [6]
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize("name", ["same", "steps", "causal", "anticausal"])
+@pytest.mark.usefixtures("_double")
+def test_bad_numbers_stay_in_their_channel_and_windows(name: str, bad: float) -> None:
+    for part in _LAYERS[name].parts().values():
+        operands = draw_arrays(part)
+        for i, x in enumerate(operands):
+            if part.inputs[i] == "w":
+                continue  # Filters meet the zeros that are written around x.
+            place = (*(size // 2 for size in x.shape[:-1]), 5)
+            given = [*operands[:i], x.at[place].set(bad), *operands[i + 1 :]]
+            want = evaluate(part, given)
+            ways = legalize(part, _H100).candidates
+            for way in ways:
+                if _told(way) != "merged":
+                    for got, each in zip(run_way(way, given), want, strict=True):
+                        np.testing.assert_allclose(got, each, rtol=1e-9, atol=1e-9)
