@@ -99,10 +99,12 @@ def _depthwise(graph: Graph, node: Node) -> tuple[Legal, ...]:
         if changed := conv_depthwise.rewriting(graph, node):
             ways.append(_candidate(graph, _as_it_is, first=changed))
         ways.append(_candidate(graph, _as_it_is))
-    if conv_depthwise.is_merged_as_well(graph, node):
-        is_last = conv_depthwise.has_engine(graph, node)
-        ways.insert(len(ways) * is_last, _candidate(graph, _merge_groups))
-    return tuple(conv_depthwise.judged(way, node) for way in ways if way is not None)
+    merged = _candidate(graph, _merge_groups)
+    has_engine = conv_depthwise.has_engine(graph, node)
+    ways = [*ways, merged] if has_engine else [merged, *ways]
+    return tuple(
+        conv_depthwise.judged(way, graph, node) for way in ways if way is not None
+    )
 
 
 def _candidate(

@@ -3,26 +3,28 @@
 
 Each channel has filters of its own. cuDNN has engines for such convolutions alone, one
 for each direction, and for some windows only. What has one of these engines is passed
-to cuDNN as it is. Some convolutions are written as others first, for which there is a
+to cuDNN as it is. Some gradients are written as others first, for which there is a
 faster engine, or any:
 
 * The gradient with respect to images in steps of 1 is a convolution of the output's
   gradient with flipped filters. Along two axes, the engine for convolutions is faster.
-* Along one axis, the engine for gradients of filters is for windows that reach as far
-  to both sides. Other windows are made so. What is added to the gradient is cut off,
-  so it does not matter what is in it.
+* The gradient of filters is that of wider ones, without holes, as an engine takes them:
+  squares of odd size, or what reaches as far to both sides along one axis. What is
+  added to it is cut off, so it does not matter what is in it.
 
 For other windows, groups are merged. docs/benchmarks/depthwise.md has the times.
 """
 
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import jax
 
 from jax_cudnn.graph import ConvAttributes, Graph, Node, Target, is_anchor
 from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.conv_directions import exchange_directions
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal
@@ -32,23 +34,26 @@ _WINDOWS = (1, 3, 5, 7)
 _STEPS = (1, 2)
 _FEWEST_CHANNELS = 9
 _FILTER_DTYPES = ("bf16", "f16")
-# These engines, by what is computed. They were measured with this GPU and cuDNN.
-_ENGINES = {"conv_fprop": (5,), "conv_dgrad": (6,), "conv_wgrad": (16, 19)}
+# These engines, by what is computed, and those that are fast with merged groups. They
+# were measured with this GPU and cuDNN.
+_ENGINES = {"conv_fprop": (5, 57), "conv_dgrad": (6,), "conv_wgrad": (16, 19)}
+_ENGINES_OF_MERGED = {"conv_fprop": (22,), "conv_dgrad": (22, 40, 46)}
 _SM_VERSION, _CUDNN = 90, 919
 
 _BEST = "plans.autotune finds the best of both"
-_NO_ENGINE = f"cuDNN has no engine of its own for this depthwise convolution: {_BEST}"
+_NO_ENGINE = f"cuDNN has no engine for gradients of such depthwise filters: {_BEST}"
 _NOT_MEASURED = (
-    "cuDNN's engine for this depthwise convolution was not measured with this GPU and "
-    f"this version of cuDNN, beside XLA's code: {_BEST}"
+    "depthwise convolutions were not measured with this GPU and this version of cuDNN, "
+    f"beside XLA's code: {_BEST}"
 )
 _SLOW_GRADIENT = (
     "cuDNN's engine for gradients of depthwise convolutions with respect to images "
     f"took up to 2.2 times as long as XLA's code (an H100, cuDNN 9.19): {_BEST}"
 )
 _SLOW_MERGED = (
-    "cuDNN's first plans of depthwise convolutions with merged groups took up to 190 "
-    f"times as long as XLA's code (an H100, cuDNN 9.19): {_BEST}"
+    "where cuDNN has an engine of its own for a depthwise convolution, its first plans "
+    "with merged groups took up to 190 times as long as XLA's code (an H100, cuDNN "
+    f"9.19): {_BEST}"
 )
 
 
@@ -60,7 +65,10 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
 
 
 def has_engine(graph: Graph, node: Node) -> bool:
-    """Whether cuDNN has an engine of its own for a depthwise convolution."""
+    """Whether cuDNN has an engine of its own for a depthwise convolution.
+
+    It may be for the gradient of wider filters.
+    """
     roles, attributes = roles_in(graph, node), conv_attributes(node)
     x, w, _ = (roles[role] for role in TRIPLES[node.kind])
     outer, _, *window = w.dims
@@ -68,17 +76,17 @@ def has_engine(graph: Graph, node: Node) -> bool:
     if (
         outer != x.dims[1]
         or outer < _FEWEST_CHANNELS
-        or {*attributes.lhs_dilation, *attributes.rhs_dilation} != {1}
+        or {*attributes.lhs_dilation} != {1}
         or len(steps) > 1
         or not steps <= {*_STEPS}
     ):
         return False
-    is_gradient = node.kind == "conv_wgrad"
-    if is_gradient and {t.dtype for t in (x, w)} - {*_FILTER_DTYPES}:
+    if node.kind == "conv_wgrad":
+        is_narrow = {x.dtype, w.dtype} <= {*_FILTER_DTYPES}
+        return is_narrow and _wider(window, attributes) is not None
+    if {*attributes.rhs_dilation} != {1}:
         return False
     if len(window) == 1:
-        if is_gradient:
-            return _keeps_sizes(window, attributes)
         (low,), (high,) = attributes.padding_low, attributes.padding_high
         return 2 * min(low, high) <= window[0]
     return len(window) == 2 and len({*window}) == 1 and window[0] in _WINDOWS
@@ -90,22 +98,25 @@ def slower(graph: Graph, node: Node, target: Target | None) -> str:
     The gradient of filters is cuDNN's without a GPU like the measured one, too. XLA's
     code for it may take 30 times as long.
     """
-    if not has_engine(graph, node):
-        return _NO_ENGINE
-    is_measured = node.kind == "conv_wgrad" or _is_measured_on(target)
-    return "" if is_measured else _NOT_MEASURED
+    if node.kind == "conv_wgrad":
+        return "" if has_engine(graph, node) else _NO_ENGINE
+    return "" if _is_measured_on(target) else _NOT_MEASURED
 
 
-def judged(way: Legal, node: Node) -> Legal:
+def judged(way: Legal, graph: Graph, node: Node) -> Legal:
     """Say of a way to write the convolution of a node when it is slower than XLA."""
     (main,) = filter(is_anchor, way.graph.nodes)
     roles = roles_in(way.graph, main)
     _, w, _ = (roles[role] for role in TRIPLES[main.kind])
-    if w.dims[1] > 1:
+    is_merged = w.dims[1] > 1
+    if is_merged and has_engine(graph, node):
         return replace(way, slower=_SLOW_MERGED)
     if main.kind == "conv_dgrad" and not _is_along_one(node):
-        return replace(way, slower=_SLOW_GRADIENT)
-    return replace(way, fast_engines=_ENGINES[main.kind])
+        steps = {*conv_attributes(node).window_strides}
+        if not is_merged or steps != {1}:
+            return replace(way, slower=_SLOW_GRADIENT)
+    engines = _ENGINES_OF_MERGED if is_merged else _ENGINES
+    return replace(way, fast_engines=engines[main.kind])
 
 
 def rewriting(graph: Graph, node: Node) -> Callable[[GraphEditor], None] | None:
@@ -115,19 +126,16 @@ def rewriting(graph: Graph, node: Node) -> Callable[[GraphEditor], None] | None:
     """
     if not has_engine(graph, node):
         return None
-    if node.kind == "conv_dgrad" and _is_forward(node):
-        return _as_forward
     attributes = conv_attributes(node)
-    is_even = attributes.padding_low == attributes.padding_high
-    if node.kind == "conv_wgrad" and _is_along_one(node) and not is_even:
-        return _widen_window
+    if node.kind == "conv_dgrad":
+        is_plain = {*attributes.window_strides} == {1}
+        return _as_forward if is_plain and not _is_along_one(node) else None
+    if node.kind == "conv_wgrad":
+        window = roles_in(graph, node)["grad_w"].dims[2:]
+        axes = _wider(window, attributes)
+        if axes is not None and any(axis.size != axis.kept for axis in axes):
+            return functools.partial(_widen, axes)
     return None
-
-
-def is_merged_as_well(graph: Graph, node: Node) -> bool:
-    """Whether merged groups may be faster than cuDNN's engine, where it has one."""
-    is_plain = {*conv_attributes(node).window_strides} == {1}
-    return not (is_plain and has_engine(graph, node)) or _is_along_one(node)
 
 
 def _is_measured_on(target: Target | None) -> bool:
@@ -138,24 +146,8 @@ def _is_measured_on(target: Target | None) -> bool:
     )
 
 
-def _is_forward(node: Node) -> bool:
-    """Whether x's gradient is a convolution, for which cuDNN has a faster engine."""
-    is_plain = {*conv_attributes(node).window_strides} == {1}
-    return is_plain and not _is_along_one(node)
-
-
 def _is_along_one(node: Node) -> bool:
     return len(conv_attributes(node).window_strides) == 1
-
-
-def _keeps_sizes(window: Sequence[int], attributes: ConvAttributes) -> bool:
-    """Whether the result is as long as x, by padding, in steps of 1."""
-    ends = [*zip(attributes.padding_low, attributes.padding_high, strict=True)]
-    are_whole = all(
-        min(pair) >= 0 and sum(pair) == size - 1
-        for pair, size in zip(ends, window, strict=True)
-    )
-    return are_whole and {*attributes.window_strides} == {1}
 
 
 def _as_forward(editor: GraphEditor) -> None:
@@ -165,23 +157,79 @@ def _as_forward(editor: GraphEditor) -> None:
     )
 
 
-def _widen_window(editor: GraphEditor) -> None:
-    """Let the window reach as far to both sides along the last axis."""
+# --- wider filters --------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Axis:
+    """An axis of a wider window: ``kept`` elements from ``first`` on, in steps."""
+
+    size: int
+    low: int
+    high: int
+    first: int
+    kept: int
+    step: int
+
+
+def _wider(window: Sequence[int], attributes: ConvAttributes) -> list[_Axis] | None:
+    """Return the window of which cuDNN's engine computes the gradient, if there is one.
+
+    Along one axis, that has to be padded so that the result is as long as x.
+    """
+    steps, holes = attributes.window_strides, attributes.rhs_dilation
+    ends = [*zip(attributes.padding_low, attributes.padding_high, strict=True)]
+    reach = [dilated(size, hole) for size, hole in zip(window, holes, strict=True)]
+    if len(window) == 1:
+        ((low, high),) = ends
+        if min(low, high) < 0 or low + high != reach[0] - 1 or steps != (1,):
+            return None
+        sides = [(max(low, high), max(low, high))]
+        firsts = [max(low, high) - low]
+        sizes = [2 * max(low, high) + 1]
+    elif len(window) == 2:
+        size = next((size for size in _WINDOWS if size >= max(reach)), None)
+        if size is None:
+            return None
+        sizes, firsts = [size, size], [0, 0]
+        sides = [
+            (low, high + size - each)
+            for (low, high), each in zip(ends, reach, strict=True)
+        ]
+    else:
+        return None
+    return [
+        _Axis(size=size, low=low, high=high, first=first, kept=kept, step=hole)
+        for size, (low, high), first, kept, hole in zip(
+            sizes, sides, firsts, window, holes, strict=True
+        )
+    ]
+
+
+def _widen(axes: Sequence[_Axis], editor: GraphEditor) -> None:
+    """Compute the gradient of wider filters without holes, and cut it."""
     attributes = conv_attributes(editor.main)
     name = editor.roles[TRIPLES[editor.main.kind][1]]
     filters = editor.tensors[name]
-    size, low = filters.dims[-1], attributes.padding_low[-1]
-    reach = max(low, attributes.padding_high[-1])
-    axis = filters.order.index(len(filters.dims) - 1)
-    first = reach - low
-    wider = replace(filters, dims=(*filters.dims[:-1], 2 * reach + 1))
-    editor.rearrange(
-        name,
-        wider,
-        back=lambda w: jax.lax.slice_in_dim(w, first, first + size, axis=axis),
+    count = len(axes)
+    dims = (*filters.dims[:-count], *(axis.size for axis in axes))
+    starts, stops, steps = [0] * len(dims), list(dims), [1] * len(dims)
+    for place, axis in enumerate(axes, len(dims) - count):
+        starts[place], steps[place] = axis.first, axis.step
+        stops[place] = axis.first + dilated(axis.kept, axis.step)
+
+    def back(w: jax.Array) -> jax.Array:
+        start, stop, step = (
+            [each[axis] for axis in filters.order] for each in (starts, stops, steps)
+        )
+        return jax.lax.slice(w, start, stop, step)
+
+    editor.rearrange(name, replace(filters, dims=dims), back=back)
+    low = (*attributes.padding_low[:-count], *(axis.low for axis in axes))
+    high = (*attributes.padding_high[:-count], *(axis.high for axis in axes))
+    once = (1,) * len(attributes.rhs_dilation)
+    editor.set_attributes(
+        replace(attributes, padding_low=low, padding_high=high, rhs_dilation=once)
     )
-    ends = (*attributes.padding_low[:-1], reach)
-    editor.set_attributes(replace(attributes, padding_low=ends, padding_high=ends))
-    editor.notes.append(
-        f"the window of {size} is one of {2 * reach + 1}, and {name} is cut"
-    )
+    told = " x ".join(str(axis.size) for axis in axes)
+    editor.notes.append(f"the gradient is of windows of {told}, and {name} is cut")

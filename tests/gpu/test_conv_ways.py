@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are convolutions of few channels right on a GPU, in every way of rewriting them?
+"""Are convolutions right on a GPU, in every way of rewriting them?
+
+Those of few channels, and depthwise ones.
 
 Each way is run by each of cuDNN's plans.
 """
@@ -9,9 +11,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_cudnn
+from jax_cudnn import plans
 from jax_cudnn.graph import Graph, is_anchor
 from jax_cudnn.legalize import conv_pairs, legalize, partition
 from jax_cudnn.lowering import traced_graphs
@@ -144,6 +148,88 @@ def test_places_in_pairs(
     monkeypatch.setattr(conv_pairs, "_LEAST", 8)
     shapes = [images, (*window, images[-1], outer)]
     _judge(_parts(shapes, dtype, padding="SAME"), "in pairs", ("conv_wgrad",))
+
+
+_DEPTHWISE = {
+    "windows of 3": ((2, 13, 14, 24), (3, 3), {"padding": "SAME"}),
+    "windows of 7": ((2, 13, 14, 24), (7, 7), {"padding": "VALID"}),
+    "steps of 2": (
+        (2, 18, 17, 24),
+        (5, 5),
+        {"padding": "SAME", "window_strides": (2, 2)},
+    ),
+    "holes": ((2, 15, 14, 24), (3, 3), {"padding": "SAME", "rhs_dilation": (2, 2)}),
+    "unequal": ((2, 13, 14, 24), (2, 5), {"padding": "SAME"}),
+    "large": ((2, 20, 19, 24), (9, 9), {"padding": "SAME"}),
+    "causal": ((3, 70, 32), (4,), {"padding": ((3, 0),)}),
+    "one axis": ((3, 70, 32), (31,), {"padding": "SAME"}),
+    "one axis, holes": ((3, 70, 32), (3,), {"padding": "SAME", "rhs_dilation": (4,)}),
+    "three axes": ((2, 7, 8, 9, 16), (3, 3, 3), {"padding": "SAME"}),
+}
+_KINDS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("name", _DEPTHWISE)
+def test_depthwise(name: str, activation: Any, dtype: str) -> None:
+    images, window, options = _DEPTHWISE[name]
+    channels = images[-1]
+    shapes: list[tuple[int, ...]] = [images, (*window, 1, channels)]
+    shapes += [(channels,)] if activation else []
+    parts = _parts(
+        shapes, dtype, feature_group_count=channels, activation=activation, **options
+    )
+    for kind in ("conv_fprop",) if activation else _KINDS:
+        judge_every_plan(parts[kind])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("name", _DEPTHWISE)
+def test_depthwise_by_auto(name: str, dtype: str) -> None:
+    """As a user calls it, beside JAX's own in f64 on the CPU, with a NaN in x."""
+    images, window, options = _DEPTHWISE[name]
+    channels, letters = images[-1], "DHW"[-(len(images) - 2) :]
+    more: dict[str, Any] = {
+        "window_strides": (1,) * len(window),
+        **options,
+        "dimension_numbers": (f"N{letters}C", f"{letters}IO", f"N{letters}C"),
+        "feature_group_count": channels,
+    }
+    x, w = normal(0, *images).astype(dtype), normal(1, *window, 1, channels)
+    w = w.astype(dtype)
+    shape = jax.eval_shape(lambda x, w: jax_cudnn.conv(x, w, **more), x, w).shape
+    cotangent = normal(2, *shape).astype(dtype)
+
+    def all_of(layer: Any, cotangent: Any, x: Any, w: Any) -> Any:
+        result, pullback = jax.vjp(lambda x, w: layer(x, w, **more), x, w)
+        return result, *pullback(cotangent)
+
+    def all_of_ours(*operands: Any) -> Any:
+        return all_of(jax_cudnn.conv, *operands)
+
+    calls = plans.inspect(all_of_ours, cotangent, x, w).calls
+    # A NaN then is in all channels of a group.
+    is_merged = any("are merged" in why for call in calls for why in call.reasons)
+    ours = jax.jit(all_of_ours)
+    place = (1, *(size // 2 for size in images[1:-1]), 3)
+    bound = {"float32": 1e-3, "bfloat16": 4e-3, "float16": 5e-4}[dtype]
+    for given in (x, x.at[place].set(jnp.nan)):
+        found = ours(cotangent, given, w)
+        with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+            wide = [
+                jnp.asarray(np.asarray(v, np.float64)) for v in (cotangent, given, w)
+            ]
+            truth = all_of(jax.lax.conv_general_dilated, *wide)
+        for got, want in zip(found, truth, strict=True):
+            got, want = np.asarray(got, np.float64), np.asarray(want)
+            is_nan = np.isnan(want)
+            if not is_merged:
+                np.testing.assert_array_equal(np.isnan(got), is_nan)
+            keep = ~np.isnan(got)
+            assert not is_nan[keep].any()
+            error = np.linalg.norm(got[keep] - want[keep])
+            assert error < bound * np.linalg.norm(want[keep])
 
 
 def _plain(x: Any, w: Any, step: int) -> jax.Array:
