@@ -26,6 +26,7 @@ from benchmarks.timing import Contender, alternate
 from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
+from jax_cudnn.graph.conv import conv_attributes
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import Step
@@ -227,12 +228,22 @@ def measured_ways(
     kernels = [_Kernel(part, local[1], way_of) for part in parts]
     together([each.prepare for each in kernels])
     for each in kernels:
-        named = {"op": label(each.part), "operands": operand_text(each.part)}
+        named = {"op": named_op(each.part), "operands": operand_text(each.part)}
         try:
             each.compile_xla()
             yield {**named, "us": each.measured()}
         except (RuntimeError, MemoryError) as error:
             print(f"  left out: {named}: {str(error)[:200]}", flush=True)
+
+
+def named_op(part: Graph) -> str:
+    """Return what a kernel computes, with steps and holes that are not 1."""
+    (node,) = filter(is_anchor, part.nodes)
+    attributes = conv_attributes(node)
+    step, hole = max(attributes.window_strides), max(attributes.rhs_dilation)
+    more = [f"steps of {step}"] if step > 1 else []
+    more += [f"dilated by {hole}"] if hole > 1 else []
+    return ", ".join([label(part), *more])
 
 
 def table(

@@ -52,7 +52,7 @@ _SLOW_GRADIENT = (
 )
 _SLOW_MERGED = (
     "where cuDNN has an engine of its own for a depthwise convolution, its first plans "
-    "with merged groups took up to 190 times as long as XLA's code (an H100, cuDNN "
+    "with merged groups took up to 178 times as long as XLA's code (an H100, cuDNN "
     f"9.19): {_BEST}"
 )
 

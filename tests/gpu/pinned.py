@@ -32,8 +32,11 @@ def pinned(
     return jax.jit(lambda *operands: run_cudnn(step, operands))
 
 
-def judge_every_plan(part: Graph) -> None:
-    """Compare what each plan of a part gives with the reference in f64 on the CPU."""
+def judge_every_plan(part: Graph, *, fewest: int = 2) -> None:
+    """Compare what each plan of a part gives with the reference in f64 on the CPU.
+
+    There have to be as many plans as the fewest.
+    """
     target = native.device_target(0)
     arrays = draw_arrays(part)
     reference = evaluate(part, arrays)
@@ -53,4 +56,4 @@ def judge_every_plan(part: Graph) -> None:
                 told = f"by {candidate.name}, {candidate.numeric_notes}: {error}"
                 raise AssertionError(told) from error
             launched += 1
-    assert launched > 1
+    assert launched >= fewest

@@ -189,7 +189,8 @@ def test_depthwise(name: str, dtype: str, activation: Any) -> None:
         shapes, dtype, feature_group_count=channels, activation=activation, **options
     )
     for kind in ("conv_fprop",) if activation else _KINDS:
-        judge_every_plan(parts[kind])
+        is_few = (name, kind) == ("three axes", "conv_wgrad")
+        judge_every_plan(parts[kind], fewest=1 if is_few else 2)
 
 
 def _dense(
