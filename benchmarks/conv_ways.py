@@ -133,6 +133,7 @@ class _Kernel:
         self._operands = OperandSets(part, local_device())
         self.plans: dict[str, tuple[Legal, list[native.PlanInfo]]] = {}
         self.programs: dict[str, Callable[..., Any]] = {}
+        self.engines: dict[str, int] = {}
 
     def prepare(self) -> None:
         """Build plans and compile programs; may run in a thread."""
@@ -167,6 +168,7 @@ class _Kernel:
                 if us < fastest:
                     fastest, best = us, plan
             for kind, plan in (("first", first), ("best", best)):
+                self.engines[f"{way}, {kind}"] = plan.engine
                 steps[f"{way}, {kind}"] = Step(
                     part=self.part,
                     legal=legal,
@@ -231,7 +233,8 @@ def measured_ways(
         named = {"op": named_op(each.part), "operands": operand_text(each.part)}
         try:
             each.compile_xla()
-            yield {**named, "us": each.measured()}
+            times = each.measured()
+            yield {**named, "us": times, "engines": each.engines}
         except (RuntimeError, MemoryError) as error:
             print(f"  left out: {named}: {str(error)[:200]}", flush=True)
 

@@ -39,6 +39,7 @@ class _Machine:
     def __init__(self) -> None:
         self.notes: dict[str, str] = {}
         self.gone = ""
+        self.implementation = "cudnn"
         self.measured: list[Graph] = []
 
     def plan(self, text: str, *, request: str, device: int) -> PlanInfo:
@@ -53,7 +54,7 @@ class _Machine:
     ) -> Iterator[Choice]:
         for part, _options in parts:
             self.measured.append(part)
-            yield replace(_MEASURED, plan=_OTHER)
+            yield replace(_MEASURED, plan=_OTHER, implementation=self.implementation)
 
 
 @pytest.fixture
@@ -123,3 +124,26 @@ def test_a_choice_among_all_plans_says_nothing_where_its_plan_is_not_allowed(
 ) -> None:
     _tuned_in_a_block(_MEASURED, PlanOptions(denied_engines=(4,)))
     assert len(machine.measured) == 1
+
+
+def _with_bias(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+    return matmul(x, w, bias=bias, activation="gelu").astype(jnp.float32).sum()
+
+
+@pytest.mark.parametrize("implementation", ["cudnn", "xla"])
+def test_what_was_tuned_in_a_block_is_not_measured_in_another(
+    machine: _Machine, table: ChoiceTable, implementation: str
+) -> None:
+    """Also sums without a contraction, as gradients of a bias are."""
+    machine.implementation = implementation
+    shapes = (512, 256), (256, 384), (384,)
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    traced = traced_graphs(jax.grad(_with_bias, (0, 1, 2)), *operands)
+    counts: list[int] = []
+    for _ in range(3):
+        with plans.autotuning(progress=False):
+            for graph, options, _ in traced:
+                decide(graph, options)
+        counts.append(len(machine.measured))
+    assert counts[0] > 3
+    assert counts == [counts[0]] * 3

@@ -55,7 +55,7 @@ _SLOW_FEW_CHANNELS = (
 def slower(graph: Graph, node: Node, target: Target | None) -> str:
     """Say why "auto" leaves a convolution to XLA, if it does; the node computes it."""
     if conv_depthwise.is_depthwise(graph, node):
-        return conv_depthwise.slower(graph, node, target)
+        return conv_depthwise.slower(node, target)
     dtypes = {graph.tensor(name).dtype for _, name in node.inputs}
     if not dtypes <= {"bf16", "f16"} or node.kind != "conv_wgrad":
         return ""
@@ -70,7 +70,7 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a convolution with what surrounds it."""
     (node,) = filter(is_anchor, graph.nodes)
     if conv_depthwise.is_depthwise(graph, node):
-        return _depthwise(graph, node)
+        return _depthwise(graph)
     more: Legal | None = None
     if can_have_more(graph, node):
         more = _candidate(graph, _pad_if_odd, first=add_channels)
@@ -92,19 +92,19 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     return tuple(way for way in ways if way is not None)
 
 
-def _depthwise(graph: Graph, node: Node) -> tuple[Legal, ...]:
+def _depthwise(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways for a depthwise convolution: by cuDNN's engine, if it has one."""
-    ways: list[Legal | None] = []
-    if len(graph.nodes) == 1:
-        if changed := conv_depthwise.rewriting(graph, node):
-            ways.append(_candidate(graph, _as_it_is, first=changed))
-        ways.append(_candidate(graph, _as_it_is))
-    merged = _candidate(graph, _merge_groups)
-    has_engine = conv_depthwise.has_engine(graph, node)
-    ways = [*ways, merged] if has_engine else [merged, *ways]
-    return tuple(
-        conv_depthwise.judged(way, graph, node) for way in ways if way is not None
-    )
+    changed = _candidate(graph, _as_it_is, first=conv_depthwise.rewrite)
+    as_it_is = _candidate(graph, _as_it_is)
+    assert changed is not None
+    assert as_it_is is not None
+    own = [as_it_is] if changed.graph == as_it_is.graph else [changed, as_it_is]
+    is_plain = any(map(conv_depthwise.has_engine, own))
+    if len(graph.nodes) > 1:
+        own = []
+    if (merged := _candidate(graph, _merge_groups)) is not None:
+        own = [*own, merged] if is_plain else [merged, *own]
+    return tuple(conv_depthwise.judged(way, is_plain=is_plain) for way in own)
 
 
 def _candidate(

@@ -15,13 +15,12 @@ faster engine, or any:
 For other windows, groups are merged. docs/benchmarks/depthwise.md has the times.
 """
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import jax
 
-from jax_cudnn.graph import ConvAttributes, Graph, Node, Target, is_anchor
+from jax_cudnn.graph import ConvAttributes, Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.windows import dilated
@@ -29,26 +28,32 @@ from jax_cudnn.legalize.conv_directions import exchange_directions
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal
 
-# What cuDNN 9.19 lists its engines for depthwise convolutions for, on an H100.
+# What cuDNN 9.19 lists its engines for depthwise convolutions for, on GPUs from sm_80
+# to sm_100. Images of one axis have another one before it, of size 1.
 _WINDOWS = (1, 3, 5, 7)
 _STEPS = (1, 2)
 _FEWEST_CHANNELS = 9
-_FILTER_DTYPES = ("bf16", "f16")
-# These engines, by what is computed, and those that are fast with merged groups. They
-# were measured with this GPU and cuDNN.
+_NARROW = ("bf16", "f16")
+# A gradient of wider filters takes longer the wider they are. This was measured.
+_WIDEST = 31
+# Engines for these alone by what is computed, and those that are fast with merged
+# groups. They were measured with this GPU and cuDNN.
 _ENGINES = {"conv_fprop": (5, 57), "conv_dgrad": (6,), "conv_wgrad": (16, 19)}
 _ENGINES_OF_MERGED = {"conv_fprop": (22,), "conv_dgrad": (22, 40, 46)}
 _SM_VERSION, _CUDNN = 90, 919
 
 _BEST = "plans.autotune finds the best of both"
-_NO_ENGINE = f"cuDNN has no engine for gradients of such depthwise filters: {_BEST}"
 _NOT_MEASURED = (
+    f"such depthwise convolutions were not measured beside XLA's code: {_BEST}"
+)
+_NOT_HERE = (
     "depthwise convolutions were not measured with this GPU and this version of cuDNN, "
     f"beside XLA's code: {_BEST}"
 )
+_NO_ENGINE = f"cuDNN has no engine of its own for such a depthwise convolution: {_BEST}"
 _SLOW_GRADIENT = (
-    "cuDNN's engine for gradients of depthwise convolutions with respect to images "
-    f"took up to 2.2 times as long as XLA's code (an H100, cuDNN 9.19): {_BEST}"
+    "cuDNN's kernels for such gradients of depthwise convolutions took up to 3.8 times "
+    f"as long as XLA's code (an H100, cuDNN 9.19): {_BEST}"
 )
 _SLOW_MERGED = (
     "where cuDNN has an engine of its own for a depthwise convolution, its first plans "
@@ -59,86 +64,22 @@ _SLOW_MERGED = (
 
 def is_depthwise(graph: Graph, node: Node) -> bool:
     """Whether each channel of the input has filters of its own."""
-    roles = roles_in(graph, node)
-    x, w, _ = (roles[role] for role in TRIPLES[node.kind])
+    x, w, _ = _arrays(graph, node)
     return w.dims[1] == 1 < x.dims[1]
 
 
-def has_engine(graph: Graph, node: Node) -> bool:
-    """Whether cuDNN has an engine of its own for a depthwise convolution.
-
-    It may be for the gradient of wider filters.
-    """
-    roles, attributes = roles_in(graph, node), conv_attributes(node)
-    x, w, _ = (roles[role] for role in TRIPLES[node.kind])
-    outer, _, *window = w.dims
-    steps = {*attributes.window_strides}
-    if (
-        outer != x.dims[1]
-        or outer < _FEWEST_CHANNELS
-        or {*attributes.lhs_dilation} != {1}
-        or len(steps) > 1
-        or not steps <= {*_STEPS}
-    ):
-        return False
-    if node.kind == "conv_wgrad":
-        is_narrow = {x.dtype, w.dtype} <= {*_FILTER_DTYPES}
-        return is_narrow and _wider(window, attributes) is not None
-    if {*attributes.rhs_dilation} != {1}:
-        return False
-    if len(window) == 1:
-        (low,), (high,) = attributes.padding_low, attributes.padding_high
-        return 2 * min(low, high) <= window[0]
-    return len(window) == 2 and len({*window}) == 1 and window[0] in _WINDOWS
-
-
-def slower(graph: Graph, node: Node, target: Target | None) -> str:
+def slower(node: Node, target: Target | None) -> str:
     """Say why "auto" leaves a depthwise convolution to XLA whichever way, if it does.
 
     The gradient of filters is cuDNN's without a GPU like the measured one, too. XLA's
     code for it may take 30 times as long.
     """
-    if node.kind == "conv_wgrad":
-        return "" if has_engine(graph, node) else _NO_ENGINE
-    return "" if _is_measured_on(target) else _NOT_MEASURED
+    is_cudnns = node.kind == "conv_wgrad" or is_measured_on(target)
+    return "" if is_cudnns else _NOT_HERE
 
 
-def judged(way: Legal, graph: Graph, node: Node) -> Legal:
-    """Say of a way to write the convolution of a node when it is slower than XLA."""
-    (main,) = filter(is_anchor, way.graph.nodes)
-    roles = roles_in(way.graph, main)
-    _, w, _ = (roles[role] for role in TRIPLES[main.kind])
-    is_merged = w.dims[1] > 1
-    if is_merged and has_engine(graph, node):
-        return replace(way, slower=_SLOW_MERGED)
-    if main.kind == "conv_dgrad" and not _is_along_one(node):
-        steps = {*conv_attributes(node).window_strides}
-        if not is_merged or steps != {1}:
-            return replace(way, slower=_SLOW_GRADIENT)
-    engines = _ENGINES_OF_MERGED if is_merged else _ENGINES
-    return replace(way, fast_engines=engines[main.kind])
-
-
-def rewriting(graph: Graph, node: Node) -> Callable[[GraphEditor], None] | None:
-    """Return what writes a depthwise convolution as another one, if that is faster.
-
-    It edits images of two spatial axes, the first of which may have been added.
-    """
-    if not has_engine(graph, node):
-        return None
-    attributes = conv_attributes(node)
-    if node.kind == "conv_dgrad":
-        is_plain = {*attributes.window_strides} == {1}
-        return _as_forward if is_plain and not _is_along_one(node) else None
-    if node.kind == "conv_wgrad":
-        window = roles_in(graph, node)["grad_w"].dims[2:]
-        axes = _wider(window, attributes)
-        if axes is not None and any(axis.size != axis.kept for axis in axes):
-            return functools.partial(_widen, axes)
-    return None
-
-
-def _is_measured_on(target: Target | None) -> bool:
+def is_measured_on(target: Target | None) -> bool:
+    """Whether engines are those that were measured."""
     return (
         target is not None
         and target.sm_version == _SM_VERSION
@@ -146,15 +87,114 @@ def _is_measured_on(target: Target | None) -> bool:
     )
 
 
-def _is_along_one(node: Node) -> bool:
-    return len(conv_attributes(node).window_strides) == 1
+def has_engine(way: Legal) -> bool:
+    """Whether cuDNN has an engine of its own for what a way has made of a convolution.
+
+    Such an engine computes nothing else.
+    """
+    node = _main(way)
+    x, w, _ = _arrays(way.graph, node)
+    attributes = conv_attributes(node)
+    is_like = _is_like_those_with_engines(x, w, attributes)
+    if not is_like or {*attributes.rhs_dilation} != {1}:
+        return False
+    is_gradient = node.kind == "conv_wgrad"
+    if is_gradient and not {x.dtype, w.dtype} <= {*_NARROW}:
+        return False
+    if not _is_along_one(x, w):
+        return _is_small_square(w)
+    padding, size = attributes.padding_low[-1], w.dims[-1]
+    if is_gradient:
+        return 2 * padding == size - 1 and {*attributes.window_strides} == {1}
+    return 2 * padding <= size
 
 
-def _as_forward(editor: GraphEditor) -> None:
-    exchange_directions(editor)
-    editor.notes.append(
-        "the filters are flipped: the gradient is a convolution to cuDNN"
+def judged(way: Legal, *, is_plain: bool) -> Legal:
+    """Say of a way to write a depthwise convolution when it is slower than XLA.
+
+    ``is_plain`` is whether cuDNN has an engine of its own for it, in some way.
+    """
+    node = _main(way)
+    x, w, _ = _arrays(way.graph, node)
+    is_narrow = {x.dtype, w.dtype} <= {*_NARROW}
+    if w.dims[1] > 1:
+        if is_plain:
+            return replace(way, slower=_SLOW_MERGED)
+        is_like = is_narrow and len(way.graph.nodes) == 1
+        if not is_like or x.dims[1] < _FEWEST_CHANNELS:
+            return replace(way, slower=_NOT_MEASURED)
+        if node.kind == "conv_dgrad" and {*conv_attributes(node).window_strides} != {1}:
+            return replace(way, slower=_SLOW_GRADIENT)
+        return replace(way, fast_engines=_ENGINES_OF_MERGED[node.kind])
+    if not has_engine(way):
+        # cuDNN's plans for gradients of dilated filters took 0.07 to 0.6 of XLA's time.
+        is_dilated = {*conv_attributes(node).rhs_dilation} != {1}
+        is_fast = node.kind == "conv_wgrad" and is_dilated and is_narrow
+        return replace(way, slower="" if is_fast else _NO_ENGINE)
+    is_along_one = _is_along_one(x, w)
+    if {*w.dims[2:]} == {1} or (is_along_one and not is_narrow):
+        return replace(way, slower=_NOT_MEASURED)
+    if node.kind == "conv_dgrad" and not is_along_one:
+        return replace(way, slower=_SLOW_GRADIENT)
+    return replace(way, fast_engines=_ENGINES[node.kind])
+
+
+def rewrite(editor: GraphEditor) -> None:
+    """Write a gradient as another one, or as a convolution, if that is faster.
+
+    Images have two spatial axes or more.
+    """
+    node = editor.main
+    x, w, _ = (editor.tensors[editor.roles[role]] for role in TRIPLES[node.kind])
+    attributes = conv_attributes(node)
+    if not _is_like_those_with_engines(x, w, attributes):
+        return
+    if node.kind == "conv_dgrad":
+        is_plain = {*attributes.window_strides, *attributes.rhs_dilation} == {1}
+        if is_plain and _is_small_square(w) and not _is_along_one(x, w):
+            exchange_directions(editor)
+            editor.notes.append(
+                "the filters are flipped: the gradient is a convolution to cuDNN"
+            )
+    elif node.kind == "conv_wgrad" and w.dtype in _NARROW:
+        axes = _wider(x, w, attributes)
+        if axes is not None and any(axis.size != axis.kept for axis in axes):
+            _widen(editor, axes)
+
+
+def _main(way: Legal) -> Node:
+    (node,) = filter(is_anchor, way.graph.nodes)
+    return node
+
+
+def _arrays(graph: Graph, node: Node) -> list[Tensor]:
+    """Return x, w and output of a convolution, or their gradients."""
+    roles = roles_in(graph, node)
+    return [roles[role] for role in TRIPLES[node.kind]]
+
+
+def _is_like_those_with_engines(
+    x: Tensor, w: Tensor, attributes: ConvAttributes
+) -> bool:
+    """Whether the axes, the channels and the steps are those of cuDNN's engines."""
+    outer, each, *window = w.dims
+    steps = {*attributes.window_strides[_is_along_one(x, w) :]}
+    return (
+        len(window) == 2
+        and each == 1
+        and outer == x.dims[1] >= _FEWEST_CHANNELS
+        and len(steps) == 1
+        and steps <= {*_STEPS}
     )
+
+
+def _is_small_square(w: Tensor) -> bool:
+    return len({*w.dims[2:]}) == 1 and w.dims[2] in _WINDOWS
+
+
+def _is_along_one(x: Tensor, w: Tensor) -> bool:
+    """Whether the first of two spatial axes is of size 1."""
+    return len(x.dims) == 4 and x.dims[2] == w.dims[2] == 1
 
 
 # --- wider filters --------------------------------------------------------------------
@@ -172,32 +212,33 @@ class _Axis:
     step: int
 
 
-def _wider(window: Sequence[int], attributes: ConvAttributes) -> list[_Axis] | None:
+def _wider(x: Tensor, w: Tensor, attributes: ConvAttributes) -> list[_Axis] | None:
     """Return the window of which cuDNN's engine computes the gradient, if there is one.
 
     Along one axis, that has to be padded so that the result is as long as x.
     """
-    steps, holes = attributes.window_strides, attributes.rhs_dilation
+    window, holes = w.dims[2:], attributes.rhs_dilation
     ends = [*zip(attributes.padding_low, attributes.padding_high, strict=True)]
     reach = [dilated(size, hole) for size, hole in zip(window, holes, strict=True)]
-    if len(window) == 1:
-        ((low, high),) = ends
-        if min(low, high) < 0 or low + high != reach[0] - 1 or steps != (1,):
+    firsts = [0, 0]
+    if _is_along_one(x, w):
+        low, high = ends[-1]
+        side = max(low, high)
+        is_kept = min(low, high) >= 0 and low + high == reach[-1] - 1
+        steps = {*attributes.window_strides}
+        if not is_kept or steps != {1} or 2 * side + 1 > _WIDEST:
             return None
-        sides = [(max(low, high), max(low, high))]
-        firsts = [max(low, high) - low]
-        sizes = [2 * max(low, high) + 1]
-    elif len(window) == 2:
+        sizes, firsts = [1, 2 * side + 1], [0, side - low]
+        sides = [ends[0], (side, side)]
+    else:
         size = next((size for size in _WINDOWS if size >= max(reach)), None)
         if size is None:
             return None
-        sizes, firsts = [size, size], [0, 0]
+        sizes = [size, size]
         sides = [
             (low, high + size - each)
             for (low, high), each in zip(ends, reach, strict=True)
         ]
-    else:
-        return None
     return [
         _Axis(size=size, low=low, high=high, first=first, kept=kept, step=hole)
         for size, (low, high), first, kept, hole in zip(
@@ -206,17 +247,18 @@ def _wider(window: Sequence[int], attributes: ConvAttributes) -> list[_Axis] | N
     ]
 
 
-def _widen(axes: Sequence[_Axis], editor: GraphEditor) -> None:
+def _widen(editor: GraphEditor, axes: Sequence[_Axis]) -> None:
     """Compute the gradient of wider filters without holes, and cut it."""
     attributes = conv_attributes(editor.main)
     name = editor.roles[TRIPLES[editor.main.kind][1]]
     filters = editor.tensors[name]
-    count = len(axes)
-    dims = (*filters.dims[:-count], *(axis.size for axis in axes))
-    starts, stops, steps = [0] * len(dims), list(dims), [1] * len(dims)
-    for place, axis in enumerate(axes, len(dims) - count):
-        starts[place], steps[place] = axis.first, axis.step
-        stops[place] = axis.first + dilated(axis.kept, axis.step)
+    dims = (*filters.dims[:2], *(axis.size for axis in axes))
+    starts = (0, 0, *(axis.first for axis in axes))
+    stops = (
+        *filters.dims[:2],
+        *(axis.first + dilated(axis.kept, axis.step) for axis in axes),
+    )
+    steps = (1, 1, *(axis.step for axis in axes))
 
     def back(w: jax.Array) -> jax.Array:
         start, stop, step = (
@@ -225,11 +267,13 @@ def _widen(axes: Sequence[_Axis], editor: GraphEditor) -> None:
         return jax.lax.slice(w, start, stop, step)
 
     editor.rearrange(name, replace(filters, dims=dims), back=back)
-    low = (*attributes.padding_low[:-count], *(axis.low for axis in axes))
-    high = (*attributes.padding_high[:-count], *(axis.high for axis in axes))
-    once = (1,) * len(attributes.rhs_dilation)
     editor.set_attributes(
-        replace(attributes, padding_low=low, padding_high=high, rhs_dilation=once)
+        replace(
+            attributes,
+            padding_low=tuple(axis.low for axis in axes),
+            padding_high=tuple(axis.high for axis in axes),
+            rhs_dilation=(1, 1),
+        )
     )
     told = " x ".join(str(axis.size) for axis in axes)
     editor.notes.append(f"the gradient is of windows of {told}, and {name} is cut")

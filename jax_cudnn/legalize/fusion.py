@@ -11,7 +11,7 @@ from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes, is_extreme
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize import conv, matmul, measured, reduction
-from jax_cudnn.legalize.conv_depthwise import is_depthwise
+from jax_cudnn.legalize.conv_depthwise import is_depthwise, is_measured_on
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
 from jax_cudnn.legalize.pointwise import rewrite_pointwise
@@ -77,7 +77,8 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         return _converted_by_xla(graph, _cast_in_kernel(graph, node, exact), target)
     fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
-    # cuDNN's engines for depthwise convolutions do nothing else.
+    # cuDNN's engines for depthwise convolutions do nothing else, and without these,
+    # merged groups were measured alone.
     is_alone_first = node.kind != "matmul" and is_depthwise(graph, node)
     order = [*alone, *fused] if is_alone_first else [*fused, *alone]
     if node.kind == "matmul":
@@ -86,6 +87,7 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         slower = conv.slower(graph, node, target)
     slower = slower or measured.slower(graph)
     slow = measured.slow_engines(graph, target)
+    is_measured = is_measured_on(target)
     first = measured.preference(graph, target)
     return Legalization(
         candidates=tuple(
@@ -93,6 +95,7 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
                 way,
                 slower=slower or way.slower,
                 slow_engines=slow,
+                fast_engines=way.fast_engines if is_measured else (),
                 preference=first,
             )
             for way in order

@@ -61,7 +61,7 @@ def class_of(part: Graph) -> str:
     row = kind_named(node.kind).row
     sizes = check_tensors(row, roles_in(part, node), node.attributes)
     if sizes.get("g", 1) > 1 and sizes["c"] == 1:
-        return ""  # Depthwise convolutions have a rule of their own (conv.py).
+        return ""  # Depthwise ones have rules of their own (conv_depthwise.py).
     words = [node.kind, bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
     if windows and (is_faster_with_more(part, node) or pairs(part, node)):

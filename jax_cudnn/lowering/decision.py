@@ -220,7 +220,8 @@ def decide_part(
                 attempts.append(Attempt(way=way, reasons=reasons))
                 continue
             if is_auto and not request and legal.is_slow_by(plan.engine):
-                told = _SLOW_ENGINE.format(plan.engine)
+                is_slow = plan.engine in legal.slow_engines
+                told = (_SLOW_ENGINE if is_slow else _OTHER_ENGINE).format(plan.engine)
                 attempts.append(Attempt(way=way, reasons=(told,)))
                 continue
         return Step(
@@ -253,6 +254,10 @@ def _contended(
 _SLOW_ENGINE = (
     "cuDNN's first plan is of engine {}, which XLA's code is faster than: "
     "plans.autotune finds the best of all"
+)
+_OTHER_ENGINE = (
+    "cuDNN's first plan is of engine {}, none of those that were measured to be as "
+    "fast as XLA's code: plans.autotune finds the best of all"
 )
 _ROUNDED = "the sums would be rounded, which the function does not do"
 
