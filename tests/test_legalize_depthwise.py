@@ -119,6 +119,7 @@ _LAYERS = {
     "one axis, large holes": _Layer((50,), (3,), hole=20),
     "longer than x": _Layer((3,), (6,)),
     "transposed": _Layer((5, 6), (3, 3), ((1, 2), (1, 2)), spread=2),
+    "transposed, 2 each": _Layer((5, 6), (3, 3), ((1, 2), (1, 2)), spread=2, each=2),
     "one axis, transposed": _Layer((7,), (4,), ((2, 2),), spread=2),
     "three axes": _Layer((4, 5, 3), (3, 3, 3)),
     "with silu": _Layer((7, 6), (3, 3), activation="silu"),
@@ -216,6 +217,14 @@ _NO_ENGINE = {**_MERGED, "conv_wgrad": ["as it is"]}
                 "conv_fprop": ["as it is", "merged"],
                 "conv_dgrad": ["as it is, auto", "merged"],
                 "conv_wgrad": ["as it is, auto"],
+            },
+        ),
+        (
+            "transposed, 2 each",
+            {
+                "conv_fprop": ["merged", "as it is"],
+                "conv_dgrad": ["merged, auto", "as it is"],
+                "conv_wgrad": ["as it is"],
             },
         ),
         ("steps of 3", {**_NO_ENGINE, "conv_dgrad": ["merged", "as it is"]}),

@@ -99,12 +99,12 @@ def _depthwise(graph: Graph) -> tuple[Legal, ...]:
     assert changed is not None
     assert as_it_is is not None
     own = [as_it_is] if changed.graph == as_it_is.graph else [changed, as_it_is]
-    is_plain = any(map(conv_depthwise.has_engine, own))
-    if len(graph.nodes) > 1:
-        own = []
+    has_own = any(map(conv_depthwise.has_engine, own))
+    ways = [conv_depthwise.judged(way) for way in own] if len(graph.nodes) == 1 else []
     if (merged := _candidate(graph, _merge_groups)) is not None:
-        own = [*own, merged] if is_plain else [merged, *own]
-    return tuple(conv_depthwise.judged(way, is_plain=is_plain) for way in own)
+        merged = conv_depthwise.judged_merged(merged, has_own=has_own)
+        ways.insert(len(ways) * has_own, merged)
+    return tuple(ways)
 
 
 def _candidate(

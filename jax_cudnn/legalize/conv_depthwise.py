@@ -109,23 +109,11 @@ def has_engine(way: Legal) -> bool:
     return 2 * padding <= size
 
 
-def judged(way: Legal, *, is_plain: bool) -> Legal:
-    """Say of a way to write a depthwise convolution when it is slower than XLA.
-
-    ``is_plain`` is whether cuDNN has an engine of its own for it, in some way.
-    """
+def judged(way: Legal) -> Legal:
+    """Say of a depthwise convolution as a way writes it when it is slower than XLA."""
     node = _main(way)
     x, w, _ = _arrays(way.graph, node)
     is_narrow = {x.dtype, w.dtype} <= {*_NARROW}
-    if w.dims[1] > 1:
-        if is_plain:
-            return replace(way, slower=_SLOW_MERGED)
-        is_like = is_narrow and len(way.graph.nodes) == 1
-        if not is_like or x.dims[1] < _FEWEST_CHANNELS:
-            return replace(way, slower=_NOT_MEASURED)
-        if node.kind == "conv_dgrad" and {*conv_attributes(node).window_strides} != {1}:
-            return replace(way, slower=_SLOW_GRADIENT)
-        return replace(way, fast_engines=_ENGINES_OF_MERGED[node.kind])
     if not has_engine(way):
         # cuDNN's plans for gradients of dilated filters took 0.07 to 0.6 of XLA's time.
         is_dilated = {*conv_attributes(node).rhs_dilation} != {1}
@@ -137,6 +125,24 @@ def judged(way: Legal, *, is_plain: bool) -> Legal:
     if node.kind == "conv_dgrad" and not is_along_one:
         return replace(way, slower=_SLOW_GRADIENT)
     return replace(way, fast_engines=_ENGINES[node.kind])
+
+
+def judged_merged(way: Legal, *, has_own: bool) -> Legal:
+    """Say of a way that merges groups when it is slower than XLA.
+
+    ``has_own`` is whether cuDNN has an engine of its own for the convolution.
+    """
+    if has_own:
+        return replace(way, slower=_SLOW_MERGED)
+    node = _main(way)
+    x, w, _ = _arrays(way.graph, node)
+    is_narrow = {x.dtype, w.dtype} <= {*_NARROW}
+    is_alone = len(way.graph.nodes) == 1
+    if not (is_narrow and is_alone and x.dims[1] >= _FEWEST_CHANNELS):
+        return replace(way, slower=_NOT_MEASURED)
+    if node.kind == "conv_dgrad" and {*conv_attributes(node).window_strides} != {1}:
+        return replace(way, slower=_SLOW_GRADIENT)
+    return replace(way, fast_engines=_ENGINES_OF_MERGED[node.kind])
 
 
 def rewrite(editor: GraphEditor) -> None:
