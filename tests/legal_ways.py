@@ -6,6 +6,7 @@ around it. That is compared with the part itself, in the operands' dtype.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +41,18 @@ def graphs_of(
     }
     given = [sources[source][index] for source, index in backward.operands]
     return [(full, stored), (backward.graph, given)]
+
+
+def kernels_of(function: Callable[..., jax.Array], *operands: Any) -> dict[str, Graph]:
+    """Return the kernels of a convolution and of all its gradients, by their kinds."""
+
+    def all_of_it(cotangent: Any, *operands: Any) -> Any:
+        result, pullback = jax.vjp(function, *operands)
+        return result, pullback(cotangent)
+
+    traced = traced_graphs(all_of_it, jax.eval_shape(function, *operands), *operands)
+    parts = [part for graph, _, _ in traced for part in partition(graph)]
+    return {node.kind: part for part in parts for node in part.nodes if is_anchor(node)}
 
 
 def run_way(way: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 import jax_cudnn
-from jax_cudnn.graph import Graph, Target, is_anchor
-from jax_cudnn.legalize import Legal, conv_depthwise, fusion, legalize, partition
-from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.graph import Graph, Target
+from jax_cudnn.legalize import Legal, conv_depthwise, fusion, legalize
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
-from tests.legal_ways import check_ways, run_way
+from tests.legal_ways import check_ways, kernels_of, run_way
 
 pytestmark = pytest.mark.once
 
@@ -82,15 +81,8 @@ class _Layer:
 
     def parts(self, dtype: Any = jnp.float64) -> dict[str, Graph]:
         """Return the kernels of the convolution and its gradients, by their kinds."""
-
-        def all_of_it(cotangent: Any, *operands: Any) -> Any:
-            result, pullback = jax.vjp(self, *operands)
-            return result, pullback(cotangent)
-
         types = [jax.ShapeDtypeStruct(shape, dtype) for shape in self.shapes]
-        traced = traced_graphs(all_of_it, jax.eval_shape(self, *types), *types)
-        parts = [part for graph, _, _ in traced for part in partition(graph)]
-        return {n.kind: part for part in parts for n in part.nodes if is_anchor(n)}
+        return kernels_of(self, *types)
 
 
 _CAUSAL = ((3, 0),)

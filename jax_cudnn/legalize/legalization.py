@@ -35,11 +35,10 @@ class Legal:
     sentence each, which parts run outside cuDNN and why. ``slower``, where not empty,
     says why "auto" leaves the graph to XLA all the same; with ``slow_engines``, it does
     so where one of these runs the first plan, and with ``fast_engines``, where none of
-    these does. ``preference``, where not empty, is the
-    request by which a plan is tried before that of cuDNN's. ``rounds_sums`` says that
-    sums in f32 have fewer digits on their way than the original graph gives them.
-    ``waits`` says that the host waits for operands, so that no command buffer can have
-    the launch.
+    these does. ``preference``, where not empty, is the request by which a plan is tried
+    before that of cuDNN's. ``rounds_sums`` says that sums in f32 have fewer digits on
+    their way than the original graph gives them. ``waits`` says that the host waits for
+    operands, so that no command buffer can have the launch.
     """
 
     graph: Graph

@@ -307,11 +307,8 @@ class _Tuner:
         choice = choices.table().get(part, self._target, options.plan.to_request())
         if choice is None or not choice.plan:
             return choice is not None
-        is_free = options.implementation == "auto" or not any(
-            map(is_anchor, part.nodes)
-        )
-        if choice.implementation == "xla" and is_free:
-            return True
+        if choice.implementation == "xla" and not any(map(is_anchor, part.nodes)):
+            return True  # cuDNN runs sums alone only where that was faster.
         return decide_part(part, gpu_for(options), options).why == "tuned"
 
     def settle(self, traced: TracedProgram) -> None:

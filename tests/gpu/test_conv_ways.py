@@ -16,11 +16,11 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn import plans
-from jax_cudnn.graph import Graph, is_anchor
-from jax_cudnn.legalize import conv_pairs, legalize, partition
-from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.graph import Graph
+from jax_cudnn.legalize import conv_pairs, legalize
 from tests.fused_functions import normal
 from tests.gpu.pinned import judge_every_plan
+from tests.legal_ways import kernels_of
 
 pytestmark = pytest.mark.gpu
 
@@ -42,14 +42,7 @@ def _parts(
             **options,
         )
 
-    def all_of_it(cotangent: Any, *operands: Any) -> Any:
-        result, pullback = jax.vjp(layer, *operands)
-        return result, pullback(cotangent)
-
-    operands = [normal(i, *shape).astype(dtype) for i, shape in enumerate(shapes)]
-    traced = traced_graphs(all_of_it, jax.eval_shape(layer, *operands), *operands)
-    parts = [part for graph, _, _ in traced for part in partition(graph)]
-    return {node.kind: part for part in parts for node in part.nodes if is_anchor(node)}
+    return kernels_of(layer, *(jax.ShapeDtypeStruct(x, dtype) for x in shapes))
 
 
 def _judge(parts: dict[str, Graph], told: str, kinds: Sequence[str]) -> None:
