@@ -26,8 +26,9 @@ from benchmarks.timing import Contender, alternate
 from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
-from jax_cudnn.graph.conv import conv_attributes
+from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize.nearest import LOSS
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device, local_target
@@ -40,6 +41,8 @@ from jax_cudnn.measuring.together import together
 
 _DATA, _PAGE = "conv_ways.json", "conv_ways.md"
 PLANS = 10
+# Microseconds by way and plan.
+Times = Mapping[str, float]
 _WAYS = ("as it is", "rewritten")
 
 
@@ -47,8 +50,8 @@ _WAYS = ("as it is", "rewritten")
 class Cell:
     """A convolution: images with channels last, a square window, channels made.
 
-    A depthwise one has a group for each channel. Windows are padded to keep sizes, but
-    those of even size are patches; ``ends`` are other paddings.
+    Windows are padded to keep sizes, but those of even size are patches; ``ends`` are
+    other paddings.
     """
 
     images: tuple[int, ...]
@@ -57,7 +60,7 @@ class Cell:
     outer: int
     activation: str | None = None
     dtype: str = "bfloat16"
-    is_depthwise: bool = False
+    groups: int = 1
     hole: int = 1
     ends: tuple[int, int] | None = None
 
@@ -67,7 +70,6 @@ class Cell:
         letters = "DHW"[-axes:]
         reach = self.hole * (self.window - 1)
         ends = self.ends or ((0, 0) if reach % 2 else (reach // 2, reach // 2))
-        groups = self.images[-1] if self.is_depthwise else 1
 
         def layer(x: Any, w: Any, *bias: Any) -> jax.Array:
             return jax_cudnn.conv(
@@ -77,7 +79,7 @@ class Cell:
                 [ends] * axes,
                 dimension_numbers=(f"N{letters}C", f"{letters}IO", f"N{letters}C"),
                 rhs_dilation=(self.hole,) * axes,
-                feature_group_count=groups,
+                feature_group_count=self.groups,
                 bias=bias[0] if bias else None,
                 activation=self.activation,  # type: ignore[arg-type]
             )
@@ -86,7 +88,7 @@ class Cell:
             result, pullback = jax.vjp(layer, x, w, *bias)
             return result, pullback(cotangent)
 
-        channels = self.images[-1] // groups
+        channels = self.images[-1] // self.groups
         shapes = [self.images, (*[self.window] * axes, channels, self.outer)]
         shapes += [(self.outer,)] if self.activation else []
         dtype = jnp.dtype(self.dtype)
@@ -204,6 +206,11 @@ def is_rewritten(legal: Legal) -> bool:
     return any(words in note for note in legal.notes for words in told)
 
 
+def is_merged(legal: Legal) -> bool:
+    """Whether groups are merged."""
+    return any("are merged" in note for note in legal.notes)
+
+
 def _way_of(legal: Legal) -> str:
     return _WAYS[is_rewritten(legal)]
 
@@ -249,10 +256,36 @@ def named_op(part: Graph) -> str:
     return ", ".join([label(part), *more])
 
 
+def first_plan_and_xla(times: Times) -> tuple[float | None, float | None]:
+    """Return the time of the fastest of the first plans, and of XLA's code."""
+    first = [us for name, us in times.items() if name.endswith(", first")]
+    return min(first, default=None), times["XLA"]
+
+
+def beside_xla(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Iterator[str]:
+    """Yield the lines of a table: cuDNN's first plan beside XLA, by kind and way."""
+    yield "| | kernels | mean | lowest | highest | over 1.05 |"
+    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
+    for kind in TRIPLES:
+        for way in ways:
+            ratios = [
+                row["us"][f"{way}, first"] / row["us"]["XLA"]
+                for row in rows
+                if row["op"].startswith(kind) and f"{way}, first" in row["us"]
+            ]
+            if ratios:
+                over = sum(ratio > LOSS for ratio in ratios)
+                yield (
+                    f"| {kind}, {way} | {len(ratios)} "
+                    f"| {statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} "
+                    f"| {max(ratios):.2f} | {over} |"
+                )
+
+
 def table(
     rows: Sequence[dict[str, Any]],
     ways: Sequence[str],
-    ratio_of: Callable[[Mapping[str, float]], tuple[float | None, float | None]],
+    ratio_of: Callable[[Times], tuple[float | None, float | None]],
 ) -> Iterator[str]:
     """Yield the lines of a table; its last column is the ratio of two of the times."""
     names = [f"{way}, {kind}" for way in ways for kind in ("first", "best")]
@@ -271,9 +304,7 @@ def table(
         yield f"| {row['op']} | {row['operands']} | {' | '.join(cells)} | {ratio} |"
 
 
-def _rewritten_and_not(
-    times: Mapping[str, float],
-) -> tuple[float | None, float | None]:
+def _rewritten_and_not(times: Times) -> tuple[float | None, float | None]:
     return times.get("rewritten, first"), times.get("as it is, first")
 
 

@@ -10,25 +10,30 @@ the fastest of the first ten, and by XLA. Times include the work on arrays aroun
 kernel. It writes depthwise.json and depthwise.md there.
 """
 
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from benchmarks.conv_ways import PLANS, Cell, measured_ways, table
+from benchmarks.conv_ways import (
+    PLANS,
+    Cell,
+    beside_xla,
+    first_plan_and_xla,
+    is_merged,
+    measured_ways,
+    table,
+)
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from jax_cudnn.legalize import Legal
-from jax_cudnn.legalize.nearest import LOSS
 
 _DATA, _PAGE = "depthwise.json", "depthwise.md"
 _WAYS = ("as it is", "rewritten", "merged")
-_KINDS = ("conv_fprop", "conv_wgrad", "conv_dgrad")
 
 
 def _cell(images: tuple[int, ...], window: int, step: int = 1, **more: Any) -> Cell:
     channels = images[-1]
     every = {"outer": channels, **more}
-    return Cell(images=images, window=window, step=step, is_depthwise=True, **every)
+    return Cell(images=images, window=window, step=step, groups=channels, **every)
 
 
 def cells(*, small: bool) -> list[Cell]:
@@ -78,7 +83,7 @@ def cells(*, small: bool) -> list[Cell]:
 
 def way_of(legal: Legal) -> str:
     """Return the name of a way of writing a convolution."""
-    if any("are merged" in note for note in legal.notes):
+    if is_merged(legal):
         return "merged"
     told = ("is a convolution to cuDNN", "the gradient is of windows")
     is_rewritten = any(words in note for note in legal.notes for words in told)
@@ -89,32 +94,6 @@ def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
     """Yield a row for each kernel."""
     parts = [part for cell in found for part in cell.parts()]
     yield from measured_ways(parts, way_of)
-
-
-def _fastest_and_xla(times: Mapping[str, float]) -> tuple[float | None, float | None]:
-    """Return the time of the fastest of the first plans, and of XLA's code."""
-    first = [us for name, us in times.items() if name.endswith(", first")]
-    return min(first, default=None), times["XLA"]
-
-
-def _summary(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield how cuDNN's first plan does beside XLA, by kind and way."""
-    yield "| | kernels | mean | lowest | highest | over 1.05 |"
-    yield "| --- | ---: | ---: | ---: | ---: | ---: |"
-    for kind in _KINDS:
-        for way in _WAYS:
-            ratios = [
-                row["us"][f"{way}, first"] / row["us"]["XLA"]
-                for row in rows
-                if row["op"].startswith(kind) and f"{way}, first" in row["us"]
-            ]
-            if ratios:
-                over = sum(ratio > LOSS for ratio in ratios)
-                yield (
-                    f"| {kind}, {way} | {len(ratios)} "
-                    f"| {statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} "
-                    f"| {max(ratios):.2f} | {over} |"
-                )
 
 
 def markdown(data: dict[str, Any]) -> str:
@@ -139,13 +118,13 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "The time of cuDNN's first plan over that of XLA's code, as a geometric mean:",
         "",
-        *_summary(rows),
+        *beside_xla(rows, _WAYS),
         "",
         f"Microseconds by cuDNN's first plan, by the fastest of its first {PLANS}, and",
         "by XLA. The work on arrays around the kernel is included. The last column is",
         "the time of the fastest of the first plans over XLA's.",
         "",
-        *table(rows, _WAYS, _fastest_and_xla),
+        *table(rows, _WAYS, first_plan_and_xla),
     ]
     return "\n".join(lines) + "\n"
 

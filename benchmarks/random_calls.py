@@ -22,6 +22,9 @@ _SEQUENCES = (1, 64)
 # Multiplications in a call, and bytes of its largest array.
 _WORK = (2**25, 2**38)
 _LARGEST = 2**29
+# Channels of a group, and the most of all groups, of convolutions in groups.
+_GROUP_WIDTHS = (2, 4, 4, 8, 8, 16, 16, 24, 32, 40, 48, 64, 112, 128)
+_MOST_IN_GROUPS = 2048
 _ACTIVATIONS = ("relu", "gelu", "silu")
 
 
@@ -171,6 +174,49 @@ def _of_few_rows(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]
     return _product(_Tail.drawn(draw), a, b, draw)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Convolution:
+    """A convolution with channels last, padded to keep the size of images."""
+
+    x: jax.ShapeDtypeStruct
+    w: jax.ShapeDtypeStruct
+    step: int
+    groups: int
+
+    @property
+    def axes(self) -> int:
+        return len(self.x.shape) - 2
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the result."""
+        images, *sides, _ = self.x.shape
+        return (images, *(math.ceil(s / self.step) for s in sides), self.w.shape[-1])
+
+    def fits(self, draw: _Draw) -> bool:
+        work = math.prod(self.shape) * math.prod(self.w.shape[:-1])
+        return _fits(work, self.x, self.w, draw.array(*self.shape))
+
+    def call(
+        self, tail: _Tail, draw: _Draw
+    ) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+        letters = "DHW"[-self.axes :]
+        layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+
+        def run(x: Any, w: Any, *terms: Any, implementation: Implementation) -> Any:
+            options: dict[str, Any] = tail.named(terms)
+            return jax_cudnn.conv(
+                x, w, window_strides=(self.step,) * self.axes, padding="SAME",
+                dimension_numbers=layout, feature_group_count=self.groups,
+                **options, implementation=implementation,
+            )  # fmt: skip
+
+        name = f"conv {'x'.join(map(str, self.w.shape[:-2]))}/{self.step}"
+        name += f", {self.groups} groups" if self.groups > 1 else ""
+        terms = tail.operands(draw, self.shape, self.shape[-1])
+        return tail.text(name), run, [self.x, self.w, *terms]
+
+
 def _conv(axes: int, draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
     tail = _Tail.drawn(draw)
     while True:
@@ -184,23 +230,28 @@ def _conv(axes: int, draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[A
             continue
         x = draw.array(images, *[side] * axes, inner)
         w = draw.array(*[window] * axes, inner // groups, outer)
-        shape = (images, *[math.ceil(side / step)] * axes, outer)
-        if _fits(math.prod(shape) * math.prod(w.shape[:-1]), x, w, draw.array(*shape)):
-            break
-    letters = "DHW"[-axes:]
-    layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+        found = _Convolution(x=x, w=w, step=step, groups=groups)
+        if found.fits(draw):
+            return found.call(tail, draw)
 
-    def run(x: Any, w: Any, *terms: Any, implementation: Implementation) -> jax.Array:
-        options: dict[str, Any] = tail.named(terms)
-        return jax_cudnn.conv(
-            x, w, window_strides=(step,) * axes, padding="SAME",
-            dimension_numbers=layout, feature_group_count=groups,
-            **options, implementation=implementation,
-        )  # fmt: skip
 
-    name = f"conv {'x'.join([str(window)] * axes)}/{step}"
-    name += f", {groups} groups" if groups > 1 else ""
-    return tail.text(name), run, [x, w, *tail.operands(draw, shape, outer)]
+def _conv_in_groups(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    """Draw a convolution in groups of widths as ResNeXts, RegNets and others have."""
+    tail = _Tail.drawn(draw)
+    axes = draw.one_of((1, *[2] * 7, 3))
+    while True:
+        window = draw.one_of((1, 3, 3, 3, 5))
+        step = draw.one_of((1, 1, 1, 2))
+        side = draw.size(7, {1: 4096, 2: 112, 3: 32}[axes], 7)
+        images = draw.size(1, {1: 64, 2: 128, 3: 8}[axes], 1)
+        width, groups = draw.one_of(_GROUP_WIDTHS), draw.size(2, 64, 1)
+        inner = width * groups
+        outer = inner * draw.one_of((1, 1, 1, 2))
+        x = draw.array(images, *[side] * axes, inner)
+        w = draw.array(*[window] * axes, width, outer)
+        found = _Convolution(x=x, w=w, step=step, groups=groups)
+        if inner <= _MOST_IN_GROUPS and found.fits(draw):
+            return found.call(tail, draw)
 
 
 def _norm(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
@@ -316,6 +367,14 @@ def drawn_mlp(number: int) -> Call:
     """Return the call of a number that is an MLP, whose products share kernels."""
     draw = _Draw(number)
     name, function, operands = draw.one_of((_plain_mlp, _plain_mlp, _gated_mlp))(draw)
+    return Call(
+        name=name, function=function, operands=tuple(operands), has_gradients=True
+    )
+
+
+def drawn_grouped(number: int) -> Call:
+    """Return the call of a number that is a convolution in groups."""
+    name, function, operands = _conv_in_groups(_Draw(number))
     return Call(
         name=name, function=function, operands=tuple(operands), has_gradients=True
     )

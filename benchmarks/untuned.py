@@ -13,10 +13,11 @@ the first plan of each engine, with each kernel of the first plan's engine, and 
 and writes untuned_parts.json. With
 `--few-rows`, the kernels are products of few rows, as those of programs that generate
 text, and are written to untuned_few_rows.json. With `--mlps`, they are those of MLPs
-and their gradients, and are written to untuned_mlps.json. With `--most 24` no class of
-kernels gets more rows with all of these times, and with `--fused` all have something
-around the contraction. From these files, `python -m scripts.default_rules` makes the
-rules that "auto" follows. Kernels and the calls above never share a call.
+and their gradients, and are written to untuned_mlps.json; with `--groups`, those of
+convolutions in groups, and are written to untuned_groups.json. With `--most 24` no
+class of kernels gets more rows with all of these times, and with `--fused` all have
+something around the contraction. From these files, `python -m scripts.default_rules`
+makes the rules that "auto" follows. Kernels and the calls above never share a call.
 
 Calls that go by other rules than when they were timed are named in the file as left
 out; `--left` times these.
@@ -41,7 +42,13 @@ import jax
 import numpy as np
 
 from benchmarks.call_times import batched, compare, timed
-from benchmarks.random_calls import Call, drawn_call, drawn_mlp, drawn_step
+from benchmarks.random_calls import (
+    Call,
+    drawn_call,
+    drawn_grouped,
+    drawn_mlp,
+    drawn_step,
+)
 from benchmarks.records import kept_rows, others_of, write_records
 from benchmarks.report import environment, versions_text
 from benchmarks.timing import summary
@@ -62,8 +69,13 @@ from jax_cudnn.measuring.stopwatch import (
 from jax_cudnn.measuring.together import together
 
 _DATA, _PAGE = "untuned.json", "untuned.md"
-_PARTS, _FEW_ROWS = "untuned_parts.json", "untuned_few_rows.json"
-_MLPS = "untuned_mlps.json"
+# Kernels by which rules are made: of which calls, and where they are written.
+_KERNELS = {
+    "parts": (drawn_call, "untuned_parts.json"),
+    "few_rows": (drawn_step, "untuned_few_rows.json"),
+    "mlps": (drawn_mlp, "untuned_mlps.json"),
+    "groups": (drawn_grouped, "untuned_groups.json"),
+}
 # The first number of the calls; the first whose kernels are timed is 0.
 _FIRST = 100_000
 
@@ -314,6 +326,7 @@ def main() -> None:
     kind.add_argument("--parts", action="store_true", help="time kernels for rules")
     kind.add_argument("--few-rows", action="store_true", help="and those of few rows")
     kind.add_argument("--mlps", action="store_true", help="and those of MLPs")
+    kind.add_argument("--groups", action="store_true", help="of convolutions in groups")
     parser.add_argument("--fused", action="store_true", help="no contraction alone")
     parser.add_argument("--kernel", default="", help="regex of a kernel's operations")
     parser.add_argument("--left", action="store_true", help="what the file leaves out")
@@ -322,11 +335,11 @@ def main() -> None:
     choices.table().clear()  # those that are shipped, too
     wanted = re.compile(options.only)
     numbers = range(options.first, options.first + options.count)
-    if options.parts or options.few_rows or options.mlps:
+    timed_kernels = [each for each in _KERNELS if getattr(options, each)]
+    if timed_kernels:
         if numbers.stop > _FIRST:
             parser.error(f"calls from {_FIRST} on are those that rules are judged by")
-        drawn, name = (drawn_call, _PARTS) if options.parts else (drawn_step, _FEW_ROWS)
-        drawn, name = (drawn_mlp, _MLPS) if options.mlps else (drawn, name)
+        drawn, name = _KERNELS[timed_kernels[0]]
         calls = [call for call in map(drawn, numbers) if wanted.search(call.title)]
         fewest = 2 if options.fused else 1
         parts = [

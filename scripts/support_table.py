@@ -54,7 +54,12 @@ _NOTES = (
     (
         r"groups are merged into",
         "groups merged",
-        "small groups are made larger ones, of filters with zeros in between",
+        "groups are made larger ones, of filters with zeros in between",
+    ),
+    (
+        r"groups are padded to",
+        "groups padded",
+        "channels of each group are padded to what cuDNN has fast engines for",
     ),
     (
         r"zeros of lhs_dilation are written",
@@ -64,7 +69,8 @@ _NOTES = (
     (
         r"^the filters are flipped",
         "flipped",
-        "the filters are flipped, and the convolution is the gradient of a strided one",
+        "the filters are flipped: a convolution is the gradient of another one, or a "
+        "gradient is a convolution",
     ),
     (
         r"^what surrounds the contraction",

@@ -497,7 +497,7 @@ def channels(graph: Graph) -> tuple[int, int, int]:
     return groups, w.dims[1], w.dims[0] // groups
 
 
-def _loads_whole(graph: Graph) -> bool:
+def loads_whole(graph: Graph) -> bool:
     """Whether channels of one pixel and group fill loads of 16 bytes."""
     name = dict(contraction(graph).inputs)["x"]
     size = _BYTES[graph.tensor(name).dtype]
@@ -505,13 +505,9 @@ def _loads_whole(graph: Graph) -> bool:
 
 
 def is_refused(graph: Graph, sm_version: int) -> bool:
-    """f8 on Ampere, products of u8, and gradients of filters in small groups."""
+    """f8 on Ampere, and products of u8."""
     node = contraction(graph)
     dtypes = {t.dtype for t in graph.tensors}
     if sm_version < 89 and dtypes & {"f8_e4m3fn", "f8_e5m2"}:
         return True
-    if {graph.tensor(name).dtype for _, name in node.inputs} == {"u8"}:
-        return True
-    if node.kind == "conv_wgrad" and channels(graph)[0] > 1:
-        return sm_version < 90 or not _loads_whole(graph)
-    return False
+    return {graph.tensor(name).dtype for _, name in node.inputs} == {"u8"}

@@ -5,20 +5,19 @@ In f64, as in test_legalize_fused.py.
 """
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jax_cudnn
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import Legal, conv_depthwise, fusion, legalize
 from jax_cudnn.reference import evaluate
 from tests.drawn_operands import draw_arrays
-from tests.legal_ways import check_ways, kernels_of, run_way
+from tests.grouped_layers import GroupedLayer
+from tests.legal_ways import check_ways, run_way
 
 pytestmark = pytest.mark.once
 
@@ -36,86 +35,39 @@ def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-class _Layer:
-    """A depthwise convolution, with channels last."""
-
-    def __init__(
-        self,
-        sizes: Sequence[int],
-        window: Sequence[int],
-        padding: Any = "SAME",
-        *,
-        step: int = 1,
-        hole: int = 1,
-        spread: int = 1,
-        channels: int = 16,
-        each: int = 1,
-        activation: Any = None,
-    ) -> None:
-        letters = "DHW"[-len(sizes) :]
-        self._activation = activation
-        self._options: dict[str, Any] = {
-            "window_strides": (step,) * len(sizes),
-            "padding": padding,
-            "rhs_dilation": (hole,) * len(sizes),
-            "lhs_dilation": (spread,) * len(sizes),
-            "dimension_numbers": (f"N{letters}C", f"{letters}IO", f"N{letters}C"),
-            "feature_group_count": channels,
-        }
-        self.shapes = ((2, *sizes, channels), (*window, 1, each * channels))
-        if activation is not None:
-            self.shapes += ((each * channels,),)
-
-    def __call__(self, x: Any, w: Any, *bias: Any) -> jax.Array:
-        return jax_cudnn.conv(
-            x,
-            w,
-            **self._options,
-            bias=bias[0] if bias else None,
-            activation=self._activation,
-        )
-
-    def draw(self, dtype: Any = jnp.float64) -> list[jax.Array]:
-        rng = np.random.default_rng(3)
-        return [jnp.asarray(rng.normal(size=shape), dtype) for shape in self.shapes]
-
-    def parts(self, dtype: Any = jnp.float64) -> dict[str, Graph]:
-        """Return the kernels of the convolution and its gradients, by their kinds."""
-        types = [jax.ShapeDtypeStruct(shape, dtype) for shape in self.shapes]
-        return kernels_of(self, *types)
-
-
 _CAUSAL = ((3, 0),)
 _LAYERS = {
-    "same": _Layer((7, 6), (3, 3)),
-    "valid": _Layer((9, 8), (5, 5), "VALID"),
-    "far padding": _Layer((5, 6), (3, 3), ((4, 3), (2, 5))),
-    "cut": _Layer((7, 6), (3, 3), ((-1, 2), (1, -1))),
-    "steps": _Layer((9, 8), (3, 3), step=2),
-    "steps of 3": _Layer((9, 8), (3, 3), step=3),
-    "even windows": _Layer((7, 6), (2, 2)),
-    "unequal windows": _Layer((7, 6), (1, 5)),
-    "large windows": _Layer((10, 11), (9, 9)),
-    "holes": _Layer((9, 8), (3, 3), hole=2),
-    "large holes": _Layer((11, 12), (3, 3), hole=4),
-    "2 each": _Layer((7, 6), (3, 3), each=2),
-    "few channels": _Layer((7, 6), (3, 3), channels=4),
-    "odd channels": _Layer((7, 6), (3, 3), channels=13),
-    "causal": _Layer((11,), (4,), _CAUSAL),
-    "anticausal": _Layer((11,), (4,), ((0, 3),)),
-    "one axis, same": _Layer((11,), (5,)),
-    "one axis, same, even": _Layer((11,), (6,)),
-    "one axis, valid": _Layer((11,), (4,), "VALID"),
-    "one axis, steps": _Layer((12,), (3,), step=2),
-    "one axis, holes": _Layer((12,), (3,), hole=3),
-    "one axis, large holes": _Layer((50,), (3,), hole=20),
-    "longer than x": _Layer((3,), (6,)),
-    "transposed": _Layer((5, 6), (3, 3), ((1, 2), (1, 2)), spread=2),
-    "transposed, 2 each": _Layer((5, 6), (3, 3), ((1, 2), (1, 2)), spread=2, each=2),
-    "one axis, transposed": _Layer((7,), (4,), ((2, 2),), spread=2),
-    "three axes": _Layer((4, 5, 3), (3, 3, 3)),
-    "with silu": _Layer((7, 6), (3, 3), activation="silu"),
-    "one axis, with silu": _Layer((11,), (4,), _CAUSAL, activation="silu"),
+    "same": GroupedLayer((7, 6), (3, 3)),
+    "valid": GroupedLayer((9, 8), (5, 5), "VALID"),
+    "far padding": GroupedLayer((5, 6), (3, 3), ((4, 3), (2, 5))),
+    "cut": GroupedLayer((7, 6), (3, 3), ((-1, 2), (1, -1))),
+    "steps": GroupedLayer((9, 8), (3, 3), step=2),
+    "steps of 3": GroupedLayer((9, 8), (3, 3), step=3),
+    "even windows": GroupedLayer((7, 6), (2, 2)),
+    "unequal windows": GroupedLayer((7, 6), (1, 5)),
+    "large windows": GroupedLayer((10, 11), (9, 9)),
+    "holes": GroupedLayer((9, 8), (3, 3), hole=2),
+    "large holes": GroupedLayer((11, 12), (3, 3), hole=4),
+    "2 each": GroupedLayer((7, 6), (3, 3), each=2),
+    "few channels": GroupedLayer((7, 6), (3, 3), groups=4),
+    "odd channels": GroupedLayer((7, 6), (3, 3), groups=13),
+    "causal": GroupedLayer((11,), (4,), _CAUSAL),
+    "anticausal": GroupedLayer((11,), (4,), ((0, 3),)),
+    "one axis, same": GroupedLayer((11,), (5,)),
+    "one axis, same, even": GroupedLayer((11,), (6,)),
+    "one axis, valid": GroupedLayer((11,), (4,), "VALID"),
+    "one axis, steps": GroupedLayer((12,), (3,), step=2),
+    "one axis, holes": GroupedLayer((12,), (3,), hole=3),
+    "one axis, large holes": GroupedLayer((50,), (3,), hole=20),
+    "longer than x": GroupedLayer((3,), (6,)),
+    "transposed": GroupedLayer((5, 6), (3, 3), ((1, 2), (1, 2)), spread=2),
+    "transposed, 2 each": GroupedLayer(
+        (5, 6), (3, 3), ((1, 2), (1, 2)), spread=2, each=2
+    ),
+    "one axis, transposed": GroupedLayer((7,), (4,), ((2, 2),), spread=2),
+    "three axes": GroupedLayer((4, 5, 3), (3, 3, 3)),
+    "with silu": GroupedLayer((7, 6), (3, 3), activation="silu"),
+    "one axis, with silu": GroupedLayer((11,), (4,), _CAUSAL, activation="silu"),
 }
 
 

@@ -534,31 +534,6 @@ def test_a_nan_of_a_pair_is_in_no_other_filter(rng: np.random.Generator) -> None
         np.testing.assert_allclose(run_way(way, arguments)[0], want, atol=1e-9)
 
 
-def test_small_groups_are_merged(rng: np.random.Generator) -> None:
-    groups = 16
-    x, bias = _draw(rng, 2, 5, 7, groups * 4), _draw(rng, groups * 2)
-    w = _draw(rng, 3, 3, 4, groups * 2)
-
-    def layer(x: Any, w: Any, bias: Any) -> jax.Array:
-        return jax_cudnn.conv(
-            x,
-            w,
-            padding="SAME",
-            feature_group_count=groups,
-            dimension_numbers=_NHWC,
-            bias=bias,
-            activation="gelu",
-        )
-
-    assert check_ways(layer, (x, w, bias)) > 5
-    ((graph, _, _),) = traced_graphs(layer, x, w, bias)
-    ways = legalize(graph, None).candidates
-    first = ways[0]
-    assert len(first.graph.nodes) == 3
-    assert "16 groups are merged into 2" in first.notes
-    assert first.graph.tensor("w").dims == (32, 32, 3, 3)
-
-
 def test_operands_that_broadcast_in_space_are_completed(
     rng: np.random.Generator,
 ) -> None:

@@ -8,8 +8,9 @@ What cuDNN's convolutions lack is added around them:
 * zeros between the elements of x make the convolution a gradient (dgrad) of another
   one, or are written out where that is not possible;
 * padding that differs between the two ends, or cuts, is done on the array;
-* channels are padded to what the engines load at once, and small groups merged, but
-  for most depthwise convolutions (conv_depthwise.py);
+* channels are padded to what the engines load at once;
+* groups are merged, or those of odd sizes padded (conv_groups.py), but for most
+  depthwise convolutions (conv_depthwise.py);
 * where channels are few, x is written with more of them (conv_channels.py);
 * filters' gradients of few channels are computed for pairs of places (conv_pairs.py);
 * operands of the epilogue have one value a channel, or one an element.
@@ -25,7 +26,7 @@ from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.windows import dilated
-from jax_cudnn.legalize import conv_depthwise
+from jax_cudnn.legalize import conv_depthwise, conv_groups
 from jax_cudnn.legalize.conv_channels import (
     MOST_MEASURED,
     add_channels,
@@ -34,6 +35,7 @@ from jax_cudnn.legalize.conv_channels import (
     is_faster_with_more,
 )
 from jax_cudnn.legalize.conv_directions import exchange_directions, is_transposed
+from jax_cudnn.legalize.conv_groups import as_it_is
 from jax_cudnn.legalize.conv_pairs import pair_places, pairs
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.images import (
@@ -71,39 +73,49 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     (node,) = filter(is_anchor, graph.nodes)
     if conv_depthwise.is_depthwise(graph, node):
         return _depthwise(graph)
+    if conv_groups.channels_of(GraphEditor.of(graph))[0] > 1:
+        return _in_groups(graph)
     more: Legal | None = None
     if can_have_more(graph, node):
         more = _candidate(graph, _pad_if_odd, first=add_channels)
     is_first = is_faster_with_more(graph, node)
     ways = [more] if is_first else []
     if pairs(graph, node):
-        paired = _candidate(graph, _as_it_is, first=pair_places)
+        paired = _candidate(graph, as_it_is, first=pair_places)
         # Both halves are rounded to the gradient's dtype before they are summed.
         ways.append(paired and replace(paired, rounds_sums=True))
-    ways.append(_candidate(graph, _merge_groups))
     # The engines that take channels which do not fill a load are slow, and some of
     # cuDNN 9.19's give wrong results on an H200 (tests/gpu/test_fusion_numerics.py).
     padded = _candidate(graph, _pad_channels)
-    if padded is not None:
-        ways.append(padded)
-    elif len(graph.nodes) == 1 or not _has_odd_groups(graph):
-        ways.append(_candidate(graph, _as_it_is))
+    ways.append(padded or _candidate(graph, as_it_is))
     ways += [] if is_first else [more]
     return tuple(way for way in ways if way is not None)
 
 
+def _in_groups(graph: Graph) -> tuple[Legal, ...]:
+    """Return the ways for a convolution in groups of several channels."""
+    found: dict[Graph, Legal] = {}
+    for way in conv_groups.ways(GraphEditor.of(graph)):
+        legal = _candidate(graph, way.change, first=way.first)
+        if legal is not None:
+            found.setdefault(legal.graph, legal)
+    return tuple(found.values())
+
+
 def _depthwise(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways for a depthwise convolution: by cuDNN's engine, if it has one."""
-    changed = _candidate(graph, _as_it_is, first=conv_depthwise.rewrite)
-    as_it_is = _candidate(graph, _as_it_is)
+    changed = _candidate(graph, as_it_is, first=conv_depthwise.rewrite)
+    same = _candidate(graph, as_it_is)
     assert changed is not None
-    assert as_it_is is not None
-    own = [as_it_is] if changed.graph == as_it_is.graph else [changed, as_it_is]
+    assert same is not None
+    own = [same] if changed.graph == same.graph else [changed, same]
     has_own = any(map(conv_depthwise.has_engine, own))
     ways = [conv_depthwise.judged(way) for way in own] if len(graph.nodes) == 1 else []
-    if (merged := _candidate(graph, _merge_groups)) is not None:
+    if (merged := _candidate(graph, conv_groups.merge)) is not None:
         merged = conv_depthwise.judged_merged(merged, has_own=has_own)
-        ways.insert(len(ways) * has_own, merged)
+        (node,) = filter(is_anchor, graph.nodes)
+        is_last = has_own or node.kind == "conv_wgrad"
+        ways.insert(len(ways) * is_last, merged)
     return tuple(ways)
 
 
@@ -129,11 +141,6 @@ def _candidate(
     return editor.finish()
 
 
-def _as_it_is(editor: GraphEditor) -> bool:
-    del editor
-    return True
-
-
 def _pad_if_odd(editor: GraphEditor) -> bool:
     _pad_channels(editor)
     return True
@@ -156,21 +163,6 @@ def _complete_operands(editor: GraphEditor) -> None:
         taken = (dims, vector, (1,) * len(dims))
         if name not in contracted and editor.tensors[name].dims not in taken:
             editor.expand(name, dims)
-
-
-def _channels_of(editor: GraphEditor) -> tuple[int, int, int]:
-    """Return groups, and in and out channels of each."""
-    x, w, _ = (editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind])
-    groups = x.dims[1] // w.dims[1]
-    return groups, w.dims[1], w.dims[0] // groups
-
-
-def _has_odd_groups(graph: Graph) -> bool:
-    editor = GraphEditor.of(graph)
-    groups, c, o = _channels_of(editor)
-    filters = editor.roles[TRIPLES[editor.main.kind][1]]
-    unit = ELEMENTS_PER_LOAD[editor.tensors[filters].dtype]
-    return groups > 1 and bool(c % unit or o % unit)
 
 
 def _set_attributes(editor: GraphEditor, **changes: tuple[int, ...]) -> None:
@@ -251,55 +243,6 @@ def _follows_result(
     return name not in apart and tensor.dims[2:] == dims[2:]
 
 
-# --- groups ---------------------------------------------------------------------------
-
-# Channels of a group at which an H200 was fastest (cuDNN 9.19, bf16, groups of 4 and 8
-# channels merged into groups of 16 to 256: benchmarks/fusion.py has such cells).
-_GROUP = 32
-
-
-def _merge_groups(editor: GraphEditor) -> bool:
-    """Make several small groups one, with zeros where they do not meet.
-
-    Tensor cores have multiplied the zeros before the engines for small groups are
-    done, which also are slow with an epilogue. Returns whether groups are small.
-    """
-    if editor.main.kind not in ("conv_fprop", "conv_dgrad"):
-        return False
-    groups, c, o = _channels_of(editor)
-    name = editor.roles["w"]
-    w = editor.tensors[name]
-    unit = ELEMENTS_PER_LOAD[w.dtype]
-    factors = [
-        factor
-        for factor in range(2, groups + 1)
-        if groups % factor == 0 and not (factor * c % unit or factor * o % unit)
-    ]
-    if groups == 1 or c >= _GROUP or not factors:
-        return False
-    factor = next((each for each in factors if each * c >= _GROUP), factors[-1])
-    order = tuple(range(len(w.dims)))
-    editor.rearrange(
-        name,
-        replace(w, dims=(w.dims[0], factor * c, *w.dims[2:]), order=order),
-        lambda stored: _spread(w, groups // factor, factor, stored),
-    )
-    editor.notes.append(f"{groups} groups are merged into {groups // factor}")
-    return True
-
-
-def _spread(w: Tensor, groups: int, factor: int, stored: jax.Array) -> jax.Array:
-    """Return filters of merged groups, zero but for each old group's own channels."""
-    inverse = tuple(w.order.index(axis) for axis in range(len(w.order)))
-    out, c, *window = w.dims
-    x = jnp.transpose(stored, inverse)
-    x = jnp.reshape(x, (groups, factor, out // (groups * factor), 1, c, *window))
-    own = jnp.eye(factor, dtype=jnp.bool_)
-    own = jnp.reshape(own, (1, factor, 1, factor, 1, *(1,) * len(window)))
-    x = jnp.where(own, x, jnp.zeros((), x.dtype))
-    return jnp.reshape(x, (out, factor * c, *window))
-
-
 # --- channels -------------------------------------------------------------------------
 
 
@@ -308,29 +251,13 @@ def _pad_channels(editor: GraphEditor) -> bool:
 
     Returns whether there was anything to pad.
     """
-    kind = editor.main.kind
-    x_name, w_name, out_name = (editor.roles[role] for role in TRIPLES[kind])
-    x, w = editor.tensors[x_name], editor.tensors[w_name]
-    if x.dims[1] != w.dims[1]:
-        return False
+    groups, c, o = conv_groups.channels_of(editor)
     # In a gradient, x is the result, which may have the dtype of the sums.
+    x, w, _ = (editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind])
     unit = ELEMENTS_PER_LOAD.get(x.dtype) or ELEMENTS_PER_LOAD[w.dtype]
-    c, o = x.dims[1], w.dims[0]
-    new_c, new_o = rounded_up(c, unit), rounded_up(o, unit)
-    if (new_c, new_o) == (c, o):
+    sizes = rounded_up(c, unit), rounded_up(o, unit)
+    if groups > 1 or sizes == (c, o):
         return False
-    sizes: dict[str, tuple[tuple[int, int], ...]] = {
-        w_name: ((0, new_o), (1, new_c)),
-        x_name: ((1, new_c),),
-    }
-    images = new_c if kind == "conv_dgrad" else new_o
-    size = c if kind == "conv_dgrad" else o
-    for name, tensor in editor.tensors.items():
-        if name not in (*sizes, *editor.constants) and tensor.dims[1] == size:
-            sizes[name] = ((1, images),)
-    if kind == "conv_dgrad":
-        sizes[out_name] = ((1, new_o),)
-    for name, changes in sizes.items():
-        editor.pad(name, dict(changes))
-    editor.notes.append(f"channels {c} -> {o} are padded to {new_c} -> {new_o}")
+    conv_groups.pad_each(editor, *sizes)
+    editor.notes.append(f"channels {c} -> {o} are padded to {sizes[0]} -> {sizes[1]}")
     return True

@@ -24,7 +24,7 @@ from jax_cudnn.graph import ConvAttributes, Graph, Node, Target, Tensor, is_anch
 from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.windows import dilated
-from jax_cudnn.legalize.conv_directions import exchange_directions
+from jax_cudnn.legalize.conv_directions import make_convolution
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal
 
@@ -138,7 +138,8 @@ def judged_merged(way: Legal, *, has_own: bool) -> Legal:
     x, w, _ = _arrays(way.graph, node)
     is_narrow = {x.dtype, w.dtype} <= {*_NARROW}
     is_alone = len(way.graph.nodes) == 1
-    if not (is_narrow and is_alone and x.dims[1] >= _FEWEST_CHANNELS):
+    is_gradient = node.kind == "conv_wgrad"
+    if is_gradient or not (is_narrow and is_alone and x.dims[1] >= _FEWEST_CHANNELS):
         return replace(way, slower=_NOT_MEASURED)
     if node.kind == "conv_dgrad" and {*conv_attributes(node).window_strides} != {1}:
         return replace(way, slower=_SLOW_GRADIENT)
@@ -156,12 +157,8 @@ def rewrite(editor: GraphEditor) -> None:
     if not _is_like_those_with_engines(x, w, attributes):
         return
     if node.kind == "conv_dgrad":
-        is_plain = {*attributes.window_strides, *attributes.rhs_dilation} == {1}
-        if is_plain and _is_small_square(w) and not _is_along_one(x, w):
-            exchange_directions(editor)
-            editor.notes.append(
-                "the filters are flipped: the gradient is a convolution to cuDNN"
-            )
+        if _is_small_square(w) and not _is_along_one(x, w):
+            make_convolution(editor)
     elif node.kind == "conv_wgrad" and w.dtype in _NARROW:
         axes = _wider(x, w, attributes)
         if axes is not None and any(axis.size != axis.kept for axis in axes):

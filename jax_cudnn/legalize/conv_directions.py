@@ -34,6 +34,17 @@ def is_transposed(editor: GraphEditor) -> bool:
     )
 
 
+def make_convolution(editor: GraphEditor) -> None:
+    """Make a gradient in steps of 1 a convolution, if the filters have no holes."""
+    attributes = conv_attributes(editor.main)
+    once = {*attributes.window_strides, *attributes.rhs_dilation}
+    if editor.main.kind == "conv_dgrad" and once == {1}:
+        exchange_directions(editor)
+        editor.notes.append(
+            "the filters are flipped: the gradient is a convolution to cuDNN"
+        )
+
+
 def exchange_directions(editor: GraphEditor) -> None:
     """Make fprop with a dilated x the dgrad of a strided convolution, and back.
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Edits a graph, with work on its arrays before and after the kernel."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -181,18 +182,37 @@ class GraphEditor:
             lambda x: jnp.transpose(x, back),
         )
 
-    def pad(self, name: str, sizes: dict[int, int]) -> None:
-        """Pad axes of a tensor with zeros to new sizes; a result is cut back."""
+    def pad(self, name: str, sizes: dict[int, int], *, groups: int = 1) -> None:
+        """Pad axes of a tensor with zeros to new sizes; a result is cut back.
+
+        Axes are of several ``groups``, each of which is padded.
+        """
         tensor = self.tensors[name]
         dims = tuple(sizes.get(axis, size) for axis, size in enumerate(tensor.dims))
-        extra = [(0, dims[axis] - tensor.dims[axis], 0) for axis in tensor.order]
-        shape = tensor.stored_shape
-        self.rearrange(
-            name,
-            replace(tensor, dims=dims),
-            lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), extra),
-            lambda x: jax.lax.slice(x, (0,) * x.ndim, shape),
-        )
+        padded = replace(tensor, dims=dims)
+        each = [groups if axis in sizes else 1 for axis in tensor.order]
+        old = [
+            (n, size // n) for n, size in zip(each, tensor.stored_shape, strict=True)
+        ]
+        new = [
+            (n, size // n) for n, size in zip(each, padded.stored_shape, strict=True)
+        ]
+        extra = [
+            (0, to - size, 0)
+            for pair, after in zip(old, new, strict=True)
+            for size, to in zip(pair, after, strict=True)
+        ]
+        split, wide = (tuple(itertools.chain(*pairs)) for pairs in (old, new))
+
+        def into(x: jax.Array) -> jax.Array:
+            x = jax.lax.pad(x.reshape(split), jnp.zeros((), x.dtype), extra)
+            return x.reshape(padded.stored_shape)
+
+        def back(x: jax.Array) -> jax.Array:
+            x = jax.lax.slice(x.reshape(wide), (0,) * len(wide), split)
+            return x.reshape(tensor.stored_shape)
+
+        self.rearrange(name, padded, into, back)
 
     def convert(self, name: str, dtype: DTypeName) -> None:
         """Give the kernel a tensor in another dtype."""

@@ -69,8 +69,16 @@ def _is_unfused(graph: Graph, sm_version: int) -> bool:
 
 
 def _is_second_choice(graph: Graph, sm_version: int) -> bool:
-    """Sums over a batch."""
-    del sm_version
+    """Sums over a batch, and some gradients of filters in groups.
+
+    Without its precompiled engines, cuDNN takes few of these but with merged groups,
+    which come first in 16 bits.
+    """
+    if fusion_cases.contraction(graph).kind == "conv_wgrad":
+        groups, channels, _ = fusion_cases.channels(graph)
+        comes_as_it_is = channels == 1 or graph.input_tensors[0].dtype == "f32"
+        is_taken = sm_version >= 90 and fusion_cases.loads_whole(graph)
+        return groups > 1 and comes_as_it_is and not is_taken
     return _sums_in_16_bits(graph)
 
 

@@ -1,0 +1,218 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions in groups: in which ways does cuDNN run them fast?
+
+cuDNN has fast engines for groups of 8 to 128 channels, a power of two, with as many in
+as out. Others may take ten times as long. So channels of a group are padded to such a
+number, or groups are merged into larger ones, or into one, of filters with zeros where
+old groups do not meet. Tensor cores have multiplied these zeros before an engine for
+odd or small groups is done. Gradients with respect to images in steps of 1 are
+convolutions with flipped filters: for some images, cuDNN lists a slow engine for
+gradients first.
+
+A zero times a NaN is a NaN: one in x gets into all results of its merged group. Of the
+gradient of merged filters, what is not of the old ones is left out, so that it stays
+where it belongs. Padding multiplies no element of x by a zero.
+
+docs/benchmarks/conv_groups.md has the times. Groups of one channel are in
+conv_depthwise.py.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Tensor
+from jax_cudnn.graph.conv import TRIPLES
+from jax_cudnn.legalize.conv_directions import make_convolution
+from jax_cudnn.legalize.editor import GraphEditor
+from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD
+
+_NARROW = ("bf16", "f16")
+# Channels of a group for which cuDNN 9.19 has fast engines in 16 bits, on an H100.
+_WIDTHS = (8, 16, 32, 64, 128)
+# It lists slow ones first if a window has more elements than this, with the channels.
+_DEEPEST = 1600
+# Channels that small groups are merged to. Groups of fewer are faster merged.
+_MERGED = 32
+_SMALL = {"conv_fprop": 16, "conv_dgrad": 16, "conv_wgrad": 8}
+# Multiplications for one element of the result up to which one group is faster than
+# padded ones, and those up to which it is worth trying.
+_FAST_AS_ONE, _MOST_AS_ONE = 1536, 8192
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """What is done to a convolution in groups.
+
+    ``change`` edits it, and returns whether there was anything to do. ``first`` does
+    so before that, while padding is as it was.
+    """
+
+    change: Callable[[GraphEditor], bool]
+    first: Callable[[GraphEditor], None] = lambda _: None
+
+
+def channels_of(editor: GraphEditor) -> tuple[int, int, int]:
+    """Return groups, and in and out channels of each."""
+    x, w, _ = (editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind])
+    groups = x.dims[1] // w.dims[1]
+    return groups, w.dims[1], w.dims[0] // groups
+
+
+def _filters_of(editor: GraphEditor) -> Tensor:
+    """Return the filters, or their gradient."""
+    return editor.tensors[editor.roles[TRIPLES[editor.main.kind][1]]]
+
+
+def _operand_dtype(editor: GraphEditor) -> str:
+    (_, name), *_ = editor.main.inputs
+    return editor.tensors[name].dtype
+
+
+def _is_odd(editor: GraphEditor) -> bool:
+    """Whether channels of a group do not fill what is loaded at once."""
+    _, c, o = channels_of(editor)
+    unit = ELEMENTS_PER_LOAD[_operand_dtype(editor)]
+    return bool(c % unit or o % unit)
+
+
+def ways(editor: GraphEditor) -> Iterator[Way]:
+    """Yield the ways in which cuDNN may run a convolution in groups, the fastest first.
+
+    They may be the same, or have nothing to do.
+    """
+    groups, c, o = channels_of(editor)
+    window = math.prod(_filters_of(editor).dims[2:])
+    depth = groups * c * window
+    own, merged = Way(change=as_it_is), Way(change=merge)
+    flipped, padded = (
+        Way(change=change, first=make_convolution) for change in (as_it_is, pad)
+    )
+    as_one = [Way(change=make_one)] if depth <= _MOST_AS_ONE else []
+    # cuDNN has no kernel for odd groups with something around them.
+    is_left_out = _is_odd(editor) and len(editor.nodes) > 1
+    alone = [] if is_left_out else [flipped, own]
+    dtype = _operand_dtype(editor)
+    if dtype not in _NARROW:
+        is_wide = dtype in ("f32", "f64")
+        yield from (*alone[1:], merged) if is_wide else (merged, *alone[1:])
+        yield from as_one
+    elif c == o and c < _SMALL[editor.main.kind] and _factor(editor) * c in _WIDTHS[1:]:
+        yield from (merged, *alone, *as_one)
+    elif c == o and c in _WIDTHS and window > 1:
+        yield from (*alone, merged, *as_one)
+    elif depth <= _FAST_AS_ONE:
+        yield from (*as_one, padded, *alone)
+    else:
+        yield from (padded, *as_one, *alone)
+
+
+def as_it_is(editor: GraphEditor) -> bool:
+    """Leave it."""
+    del editor
+    return True
+
+
+# --- larger groups --------------------------------------------------------------------
+
+
+def _factor(editor: GraphEditor) -> int:
+    """Return how many small groups become one of up to 32 channels.
+
+    It is a power of two, or 1 if such groups would not fill what is loaded at once.
+    """
+    groups, c, o = channels_of(editor)
+    unit = ELEMENTS_PER_LOAD[_operand_dtype(editor)]
+    factor = 1
+    while not groups % (2 * factor) and 2 * factor * c <= _MERGED:
+        factor *= 2
+    return 1 if factor * c % unit or factor * o % unit else factor
+
+
+def merge(editor: GraphEditor) -> bool:
+    """Make larger groups of several small ones."""
+    factor = _factor(editor)
+    return factor > 1 and _merge(editor, factor)
+
+
+def make_one(editor: GraphEditor) -> bool:
+    """Make one group of all, if they fill what is loaded at once."""
+    groups, c, o = channels_of(editor)
+    unit = ELEMENTS_PER_LOAD[_operand_dtype(editor)]
+    return not (groups * c % unit or groups * o % unit) and _merge(editor, groups)
+
+
+def _merge(editor: GraphEditor, factor: int) -> bool:
+    """Make so many groups one."""
+    groups, c, _ = channels_of(editor)
+    w = _filters_of(editor)
+    order = tuple(range(len(w.dims)))
+    editor.rearrange(
+        w.name,
+        replace(w, dims=(w.dims[0], factor * c, *w.dims[2:]), order=order),
+        lambda stored: _spread(w, groups // factor, factor, stored),
+        lambda stored: _gathered(w, groups // factor, factor, stored),
+    )
+    editor.notes.append(f"{groups} groups are merged into {groups // factor}")
+    return True
+
+
+def _spread(w: Tensor, groups: int, factor: int, stored: jax.Array) -> jax.Array:
+    """Return filters of merged groups, zero but for each old group's own channels."""
+    inverse = tuple(w.order.index(axis) for axis in range(len(w.order)))
+    out, c, *window = w.dims
+    x = jnp.transpose(stored, inverse)
+    x = jnp.reshape(x, (groups, factor, out // (groups * factor), 1, c, *window))
+    own = jnp.eye(factor, dtype=jnp.bool_)
+    own = jnp.reshape(own, (1, factor, 1, factor, 1, *(1,) * len(window)))
+    x = jnp.where(own, x, jnp.zeros((), x.dtype))
+    return jnp.reshape(x, (out, factor * c, *window))
+
+
+def _gathered(w: Tensor, groups: int, factor: int, merged: jax.Array) -> jax.Array:
+    """Return filters of the old groups, stored as ``w``: each group's own channels."""
+    out, c, *window = w.dims
+    x = jnp.reshape(merged, (groups, factor, out // (groups * factor), factor, c, -1))
+    x = jnp.transpose(x, (0, 2, 4, 5, 1, 3))
+    # A group's own channels are where both axes of groups have the same index.
+    x = jnp.reshape(x, (*x.shape[:-2], factor * factor))[..., :: factor + 1]
+    x = jnp.reshape(jnp.transpose(x, (0, 4, 1, 2, 3)), (out, c, *window))
+    return jnp.transpose(x, w.order)
+
+
+# --- padded groups --------------------------------------------------------------------
+
+
+def pad(editor: GraphEditor) -> bool:
+    """Pad each group's channels to a number for which cuDNN has fast engines."""
+    groups, c, o = channels_of(editor)
+    window = math.prod(_filters_of(editor).dims[2:])
+    size = next((each for each in _WIDTHS if each >= max(c, o)), None)
+    if size is None or c == o == size or size * window > _DEEPEST:
+        return False
+    pad_each(editor, size, size)
+    editor.notes.append(
+        f"channels {c} -> {o} of each of {groups} groups are padded to {size} -> {size}"
+    )
+    return True
+
+
+def pad_each(editor: GraphEditor, new_c: int, new_o: int) -> None:
+    """Pad in and out channels of each group."""
+    kind = editor.main.kind
+    groups, c, o = channels_of(editor)
+    x_name, w_name, out_name = (editor.roles[role] for role in TRIPLES[kind])
+    is_gradient = kind == "conv_dgrad"
+    new = {x_name: groups * new_c, out_name: groups * new_o}
+    old, wide = (c, new_c) if is_gradient else (o, new_o)
+    for name, tensor in editor.tensors.items():
+        apart = (x_name, w_name, out_name, *editor.constants)
+        if name not in apart and tensor.dims[1] == groups * old:
+            new[name] = groups * wide
+    for name, size in new.items():
+        editor.pad(name, {1: size}, groups=groups)
+    editor.pad(w_name, {0: groups * new_o}, groups=groups)
+    editor.pad(w_name, {1: new_c})
