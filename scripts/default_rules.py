@@ -3,10 +3,11 @@
 
     python -m scripts.default_rules
 
-reads docs/benchmarks/untuned_parts.json, untuned_few_rows.json and untuned_mlps.json,
-which `python -m benchmarks.untuned` writes on a GPU with `--parts`, `--few-rows` and
-`--mlps`, and the choices that are shipped for the cells of the fusion benchmarks. It
-writes jax_cudnn/data/rules/rules.json and docs/benchmarks/rules.md. It needs no GPU.
+reads docs/benchmarks/untuned_parts.json, untuned_few_rows.json, untuned_mlps.json and
+untuned_groups.json, which `python -m benchmarks.untuned` writes on a GPU with
+`--parts`, `--few-rows`, `--mlps` and `--groups`, and the choices that are shipped for
+the cells of the fusion benchmarks. It writes jax_cudnn/data/rules/rules.json and
+docs/benchmarks/rules.md. It needs no GPU.
 
 The kernels that were measured are written one by one, with the plans that are to go
 first and the engines that are slow (scripts/measured_rules.py). The page says how well
@@ -33,7 +34,7 @@ from scripts.measured_rules import (
 )
 
 _ROOT = Path(__file__).resolve().parent.parent
-_MEASURED = ("untuned_parts.json", "untuned_few_rows.json", "untuned_mlps.json")
+_MEASURED = ("parts", "few_rows", "mlps", "groups")
 _RULES = _ROOT / "jax_cudnn" / "data" / "rules" / "rules.json"
 _PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
 
@@ -136,16 +137,17 @@ def markdown(
     lines += [
         "",
         "Engines that go before another one where cuDNN lists that one first, for",
-        "convolutions without groups, with 32 channels or more. The ratio is that of",
-        "their first plans' times, for each kernel by engines that the others choose:",
+        "convolutions in groups and for others with 32 channels or more. The ratio is",
+        "that of their first plans' times, for each kernel by engines that the others",
+        "choose:",
         "",
-        "| | | windows | first by cuDNN | goes before it | ratio | kernels measured |",
-        "| --- | --- | --- | ---: | ---: | ---: | ---: |",
+        "| | | | windows | first by cuDNN | goes before it | ratio | measured |",
+        "| --- | --- | --- | --- | ---: | ---: | ---: | ---: |",
     ]
     for each in data["engines"]:
         engines = ", else ".join(map(str, each["before"]))
         lines.append(
-            f"| {each['kind']} | {each['bits']} "
+            f"| {each['kind']} | {each['bits']} | {'groups' if each['groups'] else ''} "
             f"| {'of 1' if each['windows_of_1'] else 'larger'} "
             f"| {each['first']} | {engines} "
             f"| {each['ratio']:.2f} | {each['count']} of {each['of']} |"
@@ -177,7 +179,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     environments: list[dict[str, str]] = []
     for name in _MEASURED:
-        measured = json.loads((folder / name).read_text())
+        measured = json.loads((folder / f"untuned_{name}.json").read_text())
         versions = measured["environment"]
         found_here = list(_each_once(on_this_gpu(measured["rows"], versions)))
         rows += found_here

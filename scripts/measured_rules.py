@@ -155,17 +155,18 @@ def engine_orders(
 ) -> Iterator[dict[str, Any]]:
     """Yield engines that come first for convolutions, with those to go before them.
 
-    Windows of 1 are judged by themselves, and groups are left out: they differ.
+    Windows of 1 are judged by themselves, and so are groups.
     """
     groups: defaultdict[tuple[Any, ...], list[Mapping[str, float]]] = defaultdict(list)
     for row in rows:
         name = row["class"]
         kind, bits = kind_and_bits(name)
-        if kind.startswith("conv") and not is_of_groups(name):
+        if kind.startswith("conv"):
             first = row["first_engine"]
             others = {e: x for e, x in row["engines"].items() if e != str(first)}
-            groups[kind, bits, is_of_ones(name), first].append(others)
-    for (kind, bits, is_ones, first), times in sorted(groups.items()):
+            key = kind, bits, is_of_groups(name), is_of_ones(name), first
+            groups[key].append(others)
+    for (kind, bits, has_groups, is_ones, first), times in sorted(groups.items()):
         names = _preferred(times, _is_faster_engine)
         ratio = _engine_ratio_in_others(times)
         if names and ratio <= _FASTER_IN_OTHERS:
@@ -173,6 +174,7 @@ def engine_orders(
                 "kind": kind,
                 "bits": bits,
                 "cudnn": cudnn,
+                "groups": has_groups,
                 "windows_of_1": is_ones,
                 "first": first,
                 "before": [int(name) for name in names],

@@ -169,7 +169,8 @@ def is_ordered(order: Mapping[str, Any], kernel: Kernel) -> bool:
     """Whether an order of engines is about a kernel."""
     is_like = kind_and_bits(kernel.name) == (order["kind"], order["bits"])
     has_ones = is_of_ones(kernel.name) == order["windows_of_1"]
-    return is_like and has_ones and not is_of_groups(kernel.name)
+    has_groups = is_of_groups(kernel.name) == order["groups"]
+    return is_like and has_ones and has_groups
 
 
 def is_of_groups(name: str) -> bool:
@@ -189,11 +190,14 @@ def kind_and_bits(name: str) -> tuple[str, str]:
 
 
 def _has_measured_channels(part: Graph) -> bool:
-    """Whether a convolution has as many channels as those that were measured."""
+    """Whether a convolution has as many channels as those that were measured.
+
+    Those in groups may have as few as 2 in each.
+    """
     node = _contraction(part)
     assert node is not None
     w = roles_in(part, node)[TRIPLES[node.kind][1]]
-    return min(w.dims[:2]) >= _FEWEST_CHANNELS
+    return is_of_groups(class_of(part)) or min(w.dims[:2]) >= _FEWEST_CHANNELS
 
 
 @functools.cache
