@@ -31,7 +31,7 @@ from benchmarks.fusion_cells import CELLS
 from jax_cudnn import choices
 from jax_cudnn.graph import label
 from jax_cudnn.legalize.measured import (
-    engines_name,
+    engines_names,
     is_of_groups,
     is_of_ones,
     is_ordered,
@@ -95,10 +95,10 @@ class Rules:
 
 
 def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the engines that XLA's code is faster than, by kind and bits."""
+    """Return the engines that XLA's code is faster than, by kind, bits and groups."""
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
-        name = engines_name(*kind_and_bits(row["class"]))
+        *_, name = engines_names(row["class"])
         for engine, ratio in ({str(row["first_engine"]): 1.0} | row["engines"]).items():
             ratios[name, int(engine)].append(ratio * row["ratio"])
     found: defaultdict[str, list[int]] = defaultdict(list)
@@ -295,7 +295,8 @@ def of_rows(
             names = [str(x) for x in order["before"] if str(x) in row["engines"]]
             if names:
                 engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
-        if engine not in rules.slow.get(engines_name(*kind_and_bits(row["class"])), ()):
+        slow = (rules.slow.get(name, ()) for name in engines_names(row["class"]))
+        if engine not in itertools.chain(*slow):
             yield kernel, round(ratio, 3)
 
 

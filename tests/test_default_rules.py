@@ -414,7 +414,8 @@ def test_engines_that_go_before_others_are_of_the_same_kind() -> None:
         assert wanted_before(part) == {
             each["first"]: [{"engine": engine} for engine in each["before"]]
             for each in rules
-            if (each["kind"], each["bits"], each["windows_of_1"]) == (kind, bits, False)
+            if (each["kind"], each["bits"]) == (kind, bits)
+            and not (each["windows_of_1"] or each["groups"])
         }
 
 

@@ -310,20 +310,21 @@ def test_channels_of_groups_are_rounded_up(fake: FakeProcess) -> None:
         y = jax_cudnn.conv(
             *(x, w, (1, 1), "SAME"),
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
-            feature_group_count=7,
+            feature_group_count=3,
         )
         return jnp.sum(y.astype(jnp.float32))
 
     def is_refused(question: dict[str, Any]) -> bool:
         graph = _graph(question)
         by_name = {t.name: t.dims for t in graph.tensors}
-        return graph.nodes[0].kind == "conv_wgrad" and by_name["grad_w"][1] != 8
+        return graph.nodes[0].kind == "conv_wgrad" and by_name["grad_w"][1] != 136
 
-    _refuse(fake, is_refused, "small groups")
-    operands = _S((2, 5, 11, 21), jnp.bfloat16), _S((3, 3, 3, 35), jnp.bfloat16)
+    _refuse(fake, is_refused, "odd groups")
+    operands = _S((2, 5, 11, 390), jnp.bfloat16), _S((3, 3, 130, 405), jnp.bfloat16)
     words = _change(fake, (jax.grad(loss, 1), *operands))
     assert words == (
-        "pad channels in per group from 3 to 8 and channels out per group from 5 to 8"
+        "pad channels in per group from 130 to 136 and channels out per group from 135 "
+        "to 136"
     )
 
 

@@ -100,7 +100,7 @@ def _told(way: Legal) -> str:
 _ENGINE = {
     "conv_fprop": ["as it is, auto", "merged"],
     "conv_dgrad": ["flipped, auto", "as it is", "merged"],
-    "conv_wgrad": ["as it is, auto"],
+    "conv_wgrad": ["as it is, auto", "merged"],
 }
 # No factor of 13 fills a load.
 _PRIME = {
@@ -111,16 +111,16 @@ _PRIME = {
 _ALONG_ONE = {
     "conv_fprop": ["as it is, auto", "merged"],
     "conv_dgrad": ["as it is, auto", "merged"],
-    "conv_wgrad": ["wider, auto", "as it is"],
+    "conv_wgrad": ["wider, auto", "as it is", "merged"],
 }
 # None but for the gradient of wider filters.
 _MERGED = {
     "conv_fprop": ["merged, auto", "as it is"],
     "conv_dgrad": ["merged, auto", "as it is"],
-    "conv_wgrad": ["wider, auto", "as it is"],
+    "conv_wgrad": ["wider, auto", "as it is", "merged"],
 }
-_DILATED = {**_MERGED, "conv_wgrad": ["wider, auto", "as it is, auto"]}
-_NO_ENGINE = {**_MERGED, "conv_wgrad": ["as it is"]}
+_DILATED = {**_MERGED, "conv_wgrad": ["wider, auto", "as it is, auto", "merged"]}
+_NO_ENGINE = {**_MERGED, "conv_wgrad": ["as it is", "merged"]}
 
 
 @pytest.mark.parametrize(
@@ -135,22 +135,25 @@ _NO_ENGINE = {**_MERGED, "conv_wgrad": ["as it is"]}
             {
                 "conv_fprop": ["as it is, auto", "merged"],
                 "conv_dgrad": ["as it is", "merged"],
-                "conv_wgrad": ["as it is, auto"],
+                "conv_wgrad": ["as it is, auto", "merged"],
             },
         ),
         ("causal", _ALONG_ONE),
         ("anticausal", _ALONG_ONE),
         ("one axis, same, even", _ALONG_ONE),
-        ("one axis, same", {**_ALONG_ONE, "conv_wgrad": ["as it is, auto"]}),
-        ("one axis, valid", {**_ALONG_ONE, "conv_wgrad": ["as it is"]}),
-        ("one axis, steps", {**_ALONG_ONE, "conv_wgrad": ["as it is"]}),
+        ("one axis, same", {**_ALONG_ONE, "conv_wgrad": ["as it is, auto", "merged"]}),
+        ("one axis, valid", {**_ALONG_ONE, "conv_wgrad": ["as it is", "merged"]}),
+        ("one axis, steps", {**_ALONG_ONE, "conv_wgrad": ["as it is", "merged"]}),
         ("even windows", _MERGED),
         ("unequal windows", _MERGED),
         ("holes", _DILATED),
         ("one axis, holes", _DILATED),
         # Windows of 9 x 9, or of 41 elements, do not get wider.
-        ("large holes", {**_DILATED, "conv_wgrad": ["as it is, auto"]}),
-        ("one axis, large holes", {**_DILATED, "conv_wgrad": ["as it is, auto"]}),
+        ("large holes", {**_DILATED, "conv_wgrad": ["as it is, auto", "merged"]}),
+        (
+            "one axis, large holes",
+            {**_DILATED, "conv_wgrad": ["as it is, auto", "merged"]},
+        ),
         ("large windows", _NO_ENGINE),
         ("three axes", _NO_ENGINE),
         ("2 each", _NO_ENGINE),
@@ -160,7 +163,7 @@ _NO_ENGINE = {**_MERGED, "conv_wgrad": ["as it is"]}
             {
                 "conv_fprop": ["as it is", "merged"],
                 "conv_dgrad": ["as it is, auto", "merged"],
-                "conv_wgrad": ["as it is, auto"],
+                "conv_wgrad": ["as it is, auto", "merged"],
             },
         ),
         (
@@ -168,7 +171,7 @@ _NO_ENGINE = {**_MERGED, "conv_wgrad": ["as it is"]}
             {
                 "conv_fprop": ["merged", "as it is"],
                 "conv_dgrad": ["merged, auto", "as it is"],
-                "conv_wgrad": ["as it is"],
+                "conv_wgrad": ["as it is", "merged"],
             },
         ),
         ("steps of 3", {**_NO_ENGINE, "conv_dgrad": ["merged", "as it is"]}),
@@ -184,14 +187,14 @@ def test_cudnns_own_engine_comes_first_where_it_has_one(
 @pytest.mark.parametrize(
     ("name", "ways"),
     [
-        ("same", {**_ENGINE, "conv_wgrad": ["as it is"]}),
+        ("same", {**_ENGINE, "conv_wgrad": ["as it is", "merged"]}),
         # What was not measured in f32 is XLA's.
         (
             "causal",
             {
                 "conv_fprop": ["as it is", "merged"],
                 "conv_dgrad": ["as it is", "merged"],
-                "conv_wgrad": ["as it is"],
+                "conv_wgrad": ["as it is", "merged"],
             },
         ),
         (
@@ -199,7 +202,7 @@ def test_cudnns_own_engine_comes_first_where_it_has_one(
             {
                 "conv_fprop": ["merged", "as it is"],
                 "conv_dgrad": ["merged", "as it is"],
-                "conv_wgrad": ["as it is"],
+                "conv_wgrad": ["as it is", "merged"],
             },
         ),
     ],

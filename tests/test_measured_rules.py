@@ -130,6 +130,7 @@ def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> No
             "kind": "conv_fprop",
             "bits": "16 bits",
             "cudnn": 91900,
+            "groups": False,
             "windows_of_1": False,
             "first": 7,
             "before": [4],
@@ -146,6 +147,11 @@ def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> No
     ones = "conv_fprop, 16 bits, more, 2 axes, windows of 1"
     (of_ones,) = found(*rows(*[0.5] * 9, **{"class": ones}))
     assert of_ones["windows_of_1"]
+    # Groups have an order of their own.
+    groups = "conv_fprop, 16 bits, more, 2 axes, groups"
+    (of_groups,) = found(*rows(*[0.5] * 9, **{"class": groups}), *rows(*[1.9] * 9))
+    assert of_groups["groups"]
+    assert of_groups["count"] == 9
     # Three are enough if it was faster for each, else six.
     assert found(*rows(0.1, 0.5, 0.89))
     assert not found(*rows(0.1, 0.5))
@@ -154,12 +160,10 @@ def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> No
     # The mean is 0.86 of both, but only the first is surely below 1.
     assert found(*rows(*[0.75, 0.99] * 4))
     assert not found(*rows(*[0.4, *[0.99] * 5]))
-    # Hardly faster; often slower; only for one; groups; a product.
+    # Hardly faster; often slower; only for one; a product.
     assert not found(*rows(*[0.97] * 20))
     assert not found(*rows(*[0.5, 1.9] * 10))
     assert not found(*rows(0.01, *[1.0] * 8))
-    groups = "conv_fprop, 16 bits, more, 2 axes, groups"
-    assert not found(*rows(*[0.5] * 9, **{"class": groups}))
     assert not found(*rows(*[0.5] * 9, **{"class": "matmul, 16 bits, more"}))
 
 
@@ -185,8 +189,9 @@ def test_ratios_are_with_the_plans_that_go_first(script: ModuleType) -> None:
 
 def test_ratios_are_with_the_engines_that_go_first(script: ModuleType) -> None:
     order = {
-        "kind": "conv_fprop", "bits": "16 bits", "cudnn": 91900, "windows_of_1": False,
-        "first": 7, "before": [4, 9], "ratio": 0.7, "count": 9, "of": 9,
+        "kind": "conv_fprop", "bits": "16 bits", "cudnn": 91900, "groups": False,
+        "windows_of_1": False, "first": 7, "before": [4, 9], "ratio": 0.7, "count": 9,
+        "of": 9,
     }  # fmt: skip
     slow = {"conv_fprop, 16 bits": [7, 9]}
     rules = script.Rules(

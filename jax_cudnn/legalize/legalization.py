@@ -55,8 +55,9 @@ class Legal:
 
     def is_slow_by(self, engine: int) -> bool:
         """Whether "auto" leaves the graph to XLA if this engine has the first plan."""
-        is_none_of_fast = bool(self.fast_engines) and engine not in self.fast_engines
-        return engine in self.slow_engines or is_none_of_fast
+        if self.fast_engines:
+            return engine not in self.fast_engines
+        return engine in self.slow_engines
 
     def run(
         self,

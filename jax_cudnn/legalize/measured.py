@@ -101,9 +101,13 @@ def kernel_of(part: Graph) -> Kernel | None:
     )
 
 
-def engines_name(kind: str, bits: str) -> str:
-    """Return what engines are told by: they are the same for all classes of these."""
-    return f"{kind}, {bits}"
+def engines_names(name: str) -> list[str]:
+    """Return what slow engines are told by for kernels of a class.
+
+    What is slow for others is so for groups, too.
+    """
+    every = ", ".join(kind_and_bits(name))
+    return [every, f"{every}, {_GROUPS}"] if is_of_groups(name) else [every]
 
 
 def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
@@ -115,9 +119,13 @@ def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
     node, data = _contraction(part), _read()
     if node is None or target is None or target.sm_version != data["sm_version"]:
         return ()
-    bits = _bits(part, node)
-    names = [engines_name(node.kind, each) for each in ([bits] if bits else _WIDTHS)]
-    found = [set(data["slow_engines"].get(name, ())) for name in names]
+    bits, slow = _bits(part, node), data["slow_engines"]
+    groups = f", {_GROUPS}" if is_of_groups(class_of(part)) else ""
+    found = [
+        {e for name in names for e in slow.get(name, ())}
+        for each in ([bits] if bits else _WIDTHS)
+        for names in [engines_names(f"{node.kind}, {each}{groups}")]
+    ]
     return tuple(sorted(set.intersection(*found)))
 
 
