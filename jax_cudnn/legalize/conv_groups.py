@@ -13,6 +13,9 @@ A zero times a NaN is a NaN: one in x gets into all results of its merged group.
 gradient of merged filters, what is not of the old ones is left out, so that it stays
 where it belongs. Padding multiplies no element of x by a zero.
 
+cuDNN's own kernels for groups that fill one load or less multiply two at once, so a NaN
+may get into a neighbour.
+
 docs/benchmarks/conv_groups.md has the times. Groups of one channel are in
 conv_depthwise.py.
 """
