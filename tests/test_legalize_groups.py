@@ -93,7 +93,8 @@ def _ways(part: Graph) -> list[str]:
         (8, 48, 48, (1, 1), ["into 1", "to 64", "flipped", "as it is"]),
         (8, 16, 16, (1, 1), ["into 1", "flipped", "as it is"]),
         (8, 16, 32, (3, 3), ["into 1", "to 32", "flipped", "as it is"]),
-        # Too many channels, or with too large windows, to be padded.
+        # Too many channels, too few of them, or with too large windows, to be padded.
+        (100, 2, 32, (3, 3), ["into 1", "flipped", "as it is"]),
         (8, 256, 256, (3, 3), ["flipped", "as it is"]),
         (2, 96, 96, (5, 5), ["into 1", "flipped", "as it is"]),
     ],

@@ -38,6 +38,8 @@ _NARROW = ("bf16", "f16")
 _WIDTHS = (8, 16, 32, 64, 128)
 # It lists slow ones first if a window has more elements than this, with the channels.
 _DEEPEST = 1600
+# An array gets so many times as large, at most: no more was measured.
+_MOST_PADDED = 4
 # Channels that small groups are merged to. Groups of fewer are faster merged.
 _MERGED = 32
 _SMALL = {"conv_fprop": 16, "conv_dgrad": 16, "conv_wgrad": 8}
@@ -195,6 +197,8 @@ def pad(editor: GraphEditor) -> bool:
     window = math.prod(_filters_of(editor).dims[2:])
     size = next((each for each in _WIDTHS if each >= max(c, o)), None)
     if size is None or c == o == size or size * window > _DEEPEST:
+        return False
+    if size > _MOST_PADDED * min(c, o):
         return False
     pad_each(editor, size, size)
     editor.notes.append(
