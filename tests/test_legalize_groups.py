@@ -118,6 +118,14 @@ def test_gradients_of_filters_of_8_channels_come_as_they_are() -> None:
     assert ways == ["as it is", "into 8", "into 1"]
 
 
+def test_odd_groups_have_a_way_with_something_around_them() -> None:
+    layer = GroupedLayer((8, 8), (3, 3), groups=128, width=9, each=9, activation="relu")
+    part = layer.parts(jnp.float32)["conv_fprop"]
+    first = legalize(part, None).candidates[0]
+    assert len(first.graph.nodes) > 1
+    assert _told(first) == "into 32"
+
+
 def test_f32_comes_as_it_is() -> None:
     for width in (8, 24):
         layer = GroupedLayer((8, 8), (3, 3), groups=4, width=width, each=width)

@@ -68,6 +68,12 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
     return w.dims[1] == 1 < x.dims[1]
 
 
+def own_engines(graph: Graph, node: Node) -> tuple[int, ...]:
+    """Return the numbers of cuDNN's engines for a convolution, if it is depthwise."""
+    is_own = node.kind in _ENGINES and is_depthwise(graph, node)
+    return _ENGINES[node.kind] if is_own else ()
+
+
 def slower(node: Node, target: Target | None) -> str:
     """Say why "auto" leaves a depthwise convolution to XLA whichever way, if it does.
 

@@ -11,7 +11,7 @@ gradients first.
 
 A zero times a NaN is a NaN: one in x gets into all results of its merged group. Of the
 gradient of merged filters, what is not of the old ones is left out, so that it stays
-where it belongs. Padding multiplies no element of x by a zero.
+where it belongs. Padding adds no zero to a sum that is kept.
 
 cuDNN's own kernels for groups that fill one load or less multiply two at once, so a NaN
 may get into a neighbour.
@@ -40,6 +40,8 @@ _WIDTHS = (8, 16, 32, 64, 128)
 _DEEPEST = 1600
 # An array gets so many times as large, at most: no more was measured.
 _MOST_PADDED = 4
+# Elements of an array that is padded, at most.
+_LARGEST = 2**30
 # Channels that small groups are merged to. Groups of fewer are faster merged.
 _MERGED = 32
 _SMALL = {"conv_fprop": 16, "conv_dgrad": 16, "conv_wgrad": 8}
@@ -111,8 +113,12 @@ def ways(editor: GraphEditor) -> Iterator[Way]:
         yield from (*alone, merged, *as_one)
     elif depth <= _FAST_AS_ONE:
         yield from (*as_one, padded, *alone)
+    elif c == o >= _WIDTHS[0] and c & (c - 1) == 0:  # A power of two.
+        yield from (*alone, *as_one)
     else:
         yield from (padded, *as_one, *alone)
+    if is_left_out and not as_one:
+        yield Way(change=fill)
 
 
 def as_it_is(editor: GraphEditor) -> bool:
@@ -140,6 +146,19 @@ def _factor(editor: GraphEditor) -> int:
 def merge(editor: GraphEditor) -> bool:
     """Make larger groups of several small ones."""
     factor = _factor(editor)
+    return factor > 1 and _merge(editor, factor)
+
+
+def fill(editor: GraphEditor) -> bool:
+    """Make larger groups of as few odd ones as fill what is loaded at once."""
+    groups, c, o = channels_of(editor)
+    unit = ELEMENTS_PER_LOAD[_operand_dtype(editor)]
+    factors = (
+        factor
+        for factor in range(2, groups + 1)
+        if not (groups % factor or factor * c % unit or factor * o % unit)
+    )
+    factor = next(factors, 1) if _is_odd(editor) else 1
     return factor > 1 and _merge(editor, factor)
 
 
@@ -198,7 +217,10 @@ def pad(editor: GraphEditor) -> bool:
     size = next((each for each in _WIDTHS if each >= max(c, o)), None)
     if size is None or c == o == size or size * window > _DEEPEST:
         return False
-    if size > _MOST_PADDED * min(c, o):
+    x, _, output = (editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind])
+    places = max(math.prod(each.dims) // each.dims[1] for each in (x, output))
+    is_large = places * groups * size > _LARGEST
+    if is_large or size > _MOST_PADDED * min(c, o):
         return False
     pad_each(editor, size, size)
     editor.notes.append(

@@ -19,6 +19,7 @@ from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
+from jax_cudnn.legalize import conv_depthwise
 from jax_cudnn.legalize.conv_channels import is_faster_with_more
 from jax_cudnn.legalize.conv_pairs import pairs
 from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured
@@ -126,7 +127,8 @@ def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
         for each in ([bits] if bits else _WIDTHS)
         for names in [engines_names(f"{node.kind}, {each}{groups}")]
     ]
-    return tuple(sorted(set.intersection(*found)))
+    own = conv_depthwise.own_engines(part, node)
+    return tuple(sorted(set.intersection(*found).difference(own)))
 
 
 def _bits(part: Graph, node: Node) -> str:
