@@ -228,6 +228,9 @@ def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -
             assert (not first.slower) == (kind == "conv_wgrad"), kind
             # Numbers of engines may stand for others there.
             assert not first.is_slow_by(77)
+            own = conv_depthwise.own_engines(part, part.nodes[0])
+            assert own
+            assert not any(map(first.is_slow_by, own))
 
 
 @pytest.mark.parametrize(
