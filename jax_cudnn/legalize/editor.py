@@ -190,27 +190,27 @@ class GraphEditor:
         tensor = self.tensors[name]
         dims = tuple(sizes.get(axis, size) for axis, size in enumerate(tensor.dims))
         padded = replace(tensor, dims=dims)
-        each = [groups if axis in sizes else 1 for axis in tensor.order]
-        old = [
-            (n, size // n) for n, size in zip(each, tensor.stored_shape, strict=True)
-        ]
-        new = [
-            (n, size // n) for n, size in zip(each, padded.stored_shape, strict=True)
-        ]
-        extra = [
-            (0, to - size, 0)
-            for pair, after in zip(old, new, strict=True)
-            for size, to in zip(pair, after, strict=True)
-        ]
-        split, wide = (tuple(itertools.chain(*pairs)) for pairs in (old, new))
+
+        def split(stored: Tensor) -> tuple[int, ...]:
+            """Return a shape in which groups have an axis of their own."""
+            pairs = (
+                (groups, size // groups) if axis in sizes and groups > 1 else (size,)
+                for axis, size in zip(stored.order, stored.stored_shape, strict=True)
+            )
+            return tuple(itertools.chain(*pairs))
+
+        old, new = split(tensor), split(padded)
+        extra = [(0, to - size, 0) for size, to in zip(old, new, strict=True)]
 
         def into(x: jax.Array) -> jax.Array:
-            x = jax.lax.pad(x.reshape(split), jnp.zeros((), x.dtype), extra)
-            return x.reshape(padded.stored_shape)
+            x = x if groups == 1 else x.reshape(old)
+            x = jax.lax.pad(x, jnp.zeros((), x.dtype), extra)
+            return x if groups == 1 else x.reshape(padded.stored_shape)
 
         def back(x: jax.Array) -> jax.Array:
-            x = jax.lax.slice(x.reshape(wide), (0,) * len(wide), split)
-            return x.reshape(tensor.stored_shape)
+            x = x if groups == 1 else x.reshape(new)
+            x = jax.lax.slice(x, (0,) * x.ndim, old)
+            return x if groups == 1 else x.reshape(tensor.stored_shape)
 
         self.rearrange(name, padded, into, back)
 
