@@ -15,12 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks.conv_ways import (
-    PLANS,
     Cell,
-    beside_xla,
-    first_plan_and_xla,
     measured_ways,
-    table,
+    tables_beside_xla,
 )
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
@@ -142,17 +139,7 @@ def markdown(data: dict[str, Any]) -> str:
         "said in [Memory and performance](../performance.md#shapes). Groups of one",
         "channel have [a table of their own](depthwise.md).",
         "",
-        "The time of cuDNN's first plan over that of XLA's code, as a geometric mean:",
-        "",
-        *beside_xla(rows, _WAYS),
-        "",
-        *_of_first_ways(rows),
-        "",
-        f"Microseconds by cuDNN's first plan, by the fastest of its first {PLANS}, and",
-        "by XLA. The work on arrays around the kernel is included. The last column is",
-        "the time of the fastest of the first plans over XLA's.",
-        "",
-        *table(rows, _WAYS, first_plan_and_xla),
+        *tables_beside_xla(rows, _WAYS, *_of_first_ways(rows), ""),
     ]
     return "\n".join(lines) + "\n"
 

@@ -40,7 +40,7 @@ from jax_cudnn.measuring.stopwatch import (
 from jax_cudnn.measuring.together import together
 
 _DATA, _PAGE = "conv_ways.json", "conv_ways.md"
-PLANS = 10
+_PLANS = 10
 # Microseconds by way and plan.
 Times = Mapping[str, float]
 _WAYS = ("as it is", "rewritten")
@@ -146,7 +146,7 @@ class _Kernel:
             is_like_first = len(legal.graph.nodes) == len(ways[0].graph.nodes)
             if name in self.plans or not is_like_first:
                 continue
-            if built := first_plans(legal.graph, PLANS):
+            if built := first_plans(legal.graph, _PLANS):
                 self.plans[name] = legal, built
         self._operands.compile()
 
@@ -256,13 +256,15 @@ def named_op(part: Graph) -> str:
     return ", ".join([label(part), *more])
 
 
-def first_plan_and_xla(times: Times) -> tuple[float | None, float | None]:
+def _first_plan_and_xla(times: Times) -> tuple[float | None, float | None]:
     """Return the time of the fastest of the first plans, and of XLA's code."""
     first = [us for name, us in times.items() if name.endswith(", first")]
     return min(first, default=None), times["XLA"]
 
 
-def beside_xla(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Iterator[str]:
+def _beside_xla(
+    rows: Sequence[Mapping[str, Any]], ways: Sequence[str]
+) -> Iterator[str]:
     """Yield the lines of a table: cuDNN's first plan beside XLA, by kind and way."""
     yield "| | kernels | mean | lowest | highest | over 1.05 |"
     yield "| --- | ---: | ---: | ---: | ---: | ---: |"
@@ -280,6 +282,22 @@ def beside_xla(rows: Sequence[Mapping[str, Any]], ways: Sequence[str]) -> Iterat
                     f"| {statistics.geometric_mean(ratios):.2f} | {min(ratios):.2f} "
                     f"| {max(ratios):.2f} | {over} |"
                 )
+
+
+def tables_beside_xla(
+    rows: Sequence[dict[str, Any]], ways: Sequence[str], *told: str
+) -> Iterator[str]:
+    """Yield the lines of both tables, with what is ``told`` between them."""
+    yield "The time of cuDNN's first plan over that of XLA's code, as a geometric mean:"
+    yield ""
+    yield from _beside_xla(rows, ways)
+    yield from ("", *told)
+    most = f"the fastest of its first {_PLANS}"
+    yield f"Microseconds by cuDNN's first plan, by {most}, and"
+    yield "by XLA. The work on arrays around the kernel is included. The last column is"
+    yield "the time of the fastest of the first plans over XLA's."
+    yield ""
+    yield from table(rows, ways, _first_plan_and_xla)
 
 
 def table(
@@ -325,7 +343,7 @@ def markdown(data: dict[str, Any]) -> str:
         "read, if x is then no larger than the other operand. The gradient of filters",
         "between few channels is computed for two neighbouring places at once. Here",
         "are microseconds by cuDNN's first plan, by the fastest of its first",
-        f"{PLANS}, and by XLA. The work on arrays around the kernel is included. The",
+        f"{_PLANS}, and by XLA. The work on arrays around the kernel is included. The",
         "last column is the time of the first plan, rewritten over as it is.",
         "",
         *table(data["rows"], _WAYS, _rewritten_and_not),

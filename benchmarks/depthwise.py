@@ -14,13 +14,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.conv_ways import (
-    PLANS,
     Cell,
-    beside_xla,
-    first_plan_and_xla,
     is_merged,
     measured_ways,
-    table,
+    tables_beside_xla,
 )
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
@@ -116,15 +113,7 @@ def markdown(data: dict[str, Any]) -> str:
         'is computed by XLA. Which of these ways "auto" takes is said in',
         "[Memory and performance](../performance.md#shapes).",
         "",
-        "The time of cuDNN's first plan over that of XLA's code, as a geometric mean:",
-        "",
-        *beside_xla(rows, _WAYS),
-        "",
-        f"Microseconds by cuDNN's first plan, by the fastest of its first {PLANS}, and",
-        "by XLA. The work on arrays around the kernel is included. The last column is",
-        "the time of the fastest of the first plans over XLA's.",
-        "",
-        *table(rows, _WAYS, first_plan_and_xla),
+        *tables_beside_xla(rows, _WAYS),
     ]
     return "\n".join(lines) + "\n"
 

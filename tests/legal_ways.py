@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.graph import ConvAttributes, Graph, derivative_of, is_anchor
+from jax_cudnn.graph import ConvAttributes, Graph, Target, derivative_of, is_anchor
 from jax_cudnn.legalize import Legal, legalize, partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
+from tests.drawn_operands import draw_arrays
 
 
 def graphs_of(
@@ -100,3 +101,19 @@ def check_ways(
             count += len(ways)
             values |= dict(zip(part.outputs, want, strict=True))
     return count
+
+
+def check_bad_numbers(
+    part: Graph, target: Target | None, bad: float, stays: Callable[[Legal], bool]
+) -> None:
+    """Compare ways in which a number has to stay in its channel and windows."""
+    operands = draw_arrays(part)
+    for i, x in enumerate(operands):
+        if part.inputs[i] == "w":
+            continue  # Filters meet the zeros that are written around x.
+        place = (*(size // 2 for size in x.shape[:-1]), 5)
+        given = [*operands[:i], x.at[place].set(bad), *operands[i + 1 :]]
+        want = evaluate(part, given)
+        for way in filter(stays, legalize(part, target).candidates):
+            for got, each in zip(run_way(way, given), want, strict=True):
+                np.testing.assert_allclose(got, each, rtol=1e-9, atol=1e-9)

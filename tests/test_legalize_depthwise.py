@@ -14,10 +14,8 @@ import pytest
 
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import Legal, conv_depthwise, fusion, legalize
-from jax_cudnn.reference import evaluate
-from tests.drawn_operands import draw_arrays
 from tests.grouped_layers import GroupedLayer
-from tests.legal_ways import check_ways, run_way
+from tests.legal_ways import check_bad_numbers, check_ways
 
 pytestmark = pytest.mark.once
 
@@ -258,15 +256,4 @@ def test_other_engines_are_left_to_xla(name: str, kind: str, fast: list[int]) ->
 @pytest.mark.usefixtures("_double")
 def test_bad_numbers_stay_in_their_channel_and_windows(name: str, bad: float) -> None:
     for part in _LAYERS[name].parts().values():
-        operands = draw_arrays(part)
-        for i, x in enumerate(operands):
-            if part.inputs[i] == "w":
-                continue  # Filters meet the zeros that are written around x.
-            place = (*(size // 2 for size in x.shape[:-1]), 5)
-            given = [*operands[:i], x.at[place].set(bad), *operands[i + 1 :]]
-            want = evaluate(part, given)
-            ways = legalize(part, _H100).candidates
-            for way in ways:
-                if _told(way) != "merged":
-                    for got, each in zip(run_way(way, given), want, strict=True):
-                        np.testing.assert_allclose(got, each, rtol=1e-9, atol=1e-9)
+        check_bad_numbers(part, _H100, bad, lambda way: _told(way) != "merged")

@@ -64,14 +64,14 @@ class Way:
 
 def channels_of(editor: GraphEditor) -> tuple[int, int, int]:
     """Return groups, and in and out channels of each."""
-    x, w, _ = (editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind])
+    x, w, _ = _arrays(editor)
     groups = x.dims[1] // w.dims[1]
     return groups, w.dims[1], w.dims[0] // groups
 
 
-def _filters_of(editor: GraphEditor) -> Tensor:
-    """Return the filters, or their gradient."""
-    return editor.tensors[editor.roles[TRIPLES[editor.main.kind][1]]]
+def _arrays(editor: GraphEditor) -> list[Tensor]:
+    """Return x, w and output, or their gradients."""
+    return [editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind]]
 
 
 def _operand_dtype(editor: GraphEditor) -> str:
@@ -79,11 +79,11 @@ def _operand_dtype(editor: GraphEditor) -> str:
     return editor.tensors[name].dtype
 
 
-def _is_odd(editor: GraphEditor) -> bool:
-    """Whether channels of a group do not fill what is loaded at once."""
+def _fills(editor: GraphEditor, factor: int) -> bool:
+    """Whether the channels of so many groups fill what is loaded at once."""
     _, c, o = channels_of(editor)
     unit = ELEMENTS_PER_LOAD[_operand_dtype(editor)]
-    return bool(c % unit or o % unit)
+    return not (factor * c % unit or factor * o % unit)
 
 
 def ways(editor: GraphEditor) -> Iterator[Way]:
@@ -92,7 +92,7 @@ def ways(editor: GraphEditor) -> Iterator[Way]:
     They may be the same, or have nothing to do.
     """
     groups, c, o = channels_of(editor)
-    window = math.prod(_filters_of(editor).dims[2:])
+    window = math.prod(_arrays(editor)[1].dims[2:])
     depth = groups * c * window
     own, merged = Way(change=as_it_is), Way(change=merge)
     flipped, padded = (
@@ -100,7 +100,7 @@ def ways(editor: GraphEditor) -> Iterator[Way]:
     )
     as_one = [Way(change=make_one)] if depth <= _MOST_AS_ONE else []
     # cuDNN has no kernel for odd groups with something around them.
-    is_left_out = _is_odd(editor) and len(editor.nodes) > 1
+    is_left_out = not _fills(editor, 1) and len(editor.nodes) > 1
     alone = [] if is_left_out else [flipped, own]
     dtype = _operand_dtype(editor)
     if dtype not in _NARROW:
@@ -135,12 +135,11 @@ def _factor(editor: GraphEditor) -> int:
 
     It is a power of two, or 1 if such groups would not fill what is loaded at once.
     """
-    groups, c, o = channels_of(editor)
-    unit = ELEMENTS_PER_LOAD[_operand_dtype(editor)]
+    groups, c, _ = channels_of(editor)
     factor = 1
     while not groups % (2 * factor) and 2 * factor * c <= _MERGED:
         factor *= 2
-    return 1 if factor * c % unit or factor * o % unit else factor
+    return factor if _fills(editor, factor) else 1
 
 
 def merge(editor: GraphEditor) -> bool:
@@ -151,28 +150,22 @@ def merge(editor: GraphEditor) -> bool:
 
 def fill(editor: GraphEditor) -> bool:
     """Make larger groups of as few odd ones as fill what is loaded at once."""
-    groups, c, o = channels_of(editor)
-    unit = ELEMENTS_PER_LOAD[_operand_dtype(editor)]
-    factors = (
-        factor
-        for factor in range(2, groups + 1)
-        if not (groups % factor or factor * c % unit or factor * o % unit)
-    )
-    factor = next(factors, 1) if _is_odd(editor) else 1
+    groups, _, _ = channels_of(editor)
+    factors = (f for f in range(2, groups + 1) if not groups % f and _fills(editor, f))
+    factor = next(factors, 1)
     return factor > 1 and _merge(editor, factor)
 
 
 def make_one(editor: GraphEditor) -> bool:
     """Make one group of all, if they fill what is loaded at once."""
-    groups, c, o = channels_of(editor)
-    unit = ELEMENTS_PER_LOAD[_operand_dtype(editor)]
-    return not (groups * c % unit or groups * o % unit) and _merge(editor, groups)
+    groups, _, _ = channels_of(editor)
+    return _fills(editor, groups) and _merge(editor, groups)
 
 
 def _merge(editor: GraphEditor, factor: int) -> bool:
     """Make so many groups one."""
     groups, c, _ = channels_of(editor)
-    w = _filters_of(editor)
+    _, w, _ = _arrays(editor)
     order = tuple(range(len(w.dims)))
     editor.rearrange(
         w.name,
@@ -213,11 +206,11 @@ def _gathered(w: Tensor, groups: int, factor: int, merged: jax.Array) -> jax.Arr
 def pad(editor: GraphEditor) -> bool:
     """Pad each group's channels to a number for which cuDNN has fast engines."""
     groups, c, o = channels_of(editor)
-    window = math.prod(_filters_of(editor).dims[2:])
+    x, w, output = _arrays(editor)
+    window = math.prod(w.dims[2:])
     size = next((each for each in _WIDTHS if each >= max(c, o)), None)
     if size is None or c == o == size or size * window > _DEEPEST:
         return False
-    x, _, output = (editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind])
     places = max(math.prod(each.dims) // each.dims[1] for each in (x, output))
     is_large = places * groups * size > _LARGEST
     if is_large or size > _MOST_PADDED * min(c, o):
