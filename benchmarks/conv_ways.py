@@ -27,6 +27,7 @@ from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
 from jax_cudnn.graph.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize.nearest import LOSS
 from jax_cudnn.lowering import traced_program
@@ -247,11 +248,18 @@ def measured_ways(
 
 
 def named_op(part: Graph) -> str:
-    """Return what a kernel computes, with steps and holes that are not 1."""
+    """Return what a kernel computes, with steps and holes that are not 1.
+
+    Of a gradient of filters also their shape, as none of its operands has it.
+    """
     (node,) = filter(is_anchor, part.nodes)
     attributes = conv_attributes(node)
     step, hole = max(attributes.window_strides), max(attributes.rhs_dilation)
-    more = [f"steps of {step}"] if step > 1 else []
+    more: list[str] = []
+    if node.kind == "conv_wgrad":
+        shape = roles_in(part, node)["grad_w"].stored_shape
+        more.append(f"filters [{','.join(map(str, shape))}]")
+    more += [f"steps of {step}"] if step > 1 else []
     more += [f"dilated by {hole}"] if hole > 1 else []
     return ", ".join([label(part), *more])
 

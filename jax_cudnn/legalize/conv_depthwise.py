@@ -12,7 +12,8 @@ faster engine, or any:
   squares of odd size, or what reaches as far to both sides along one axis. What is
   added to it is cut off, so it does not matter what is in it.
 
-For other windows, groups are merged. docs/benchmarks/depthwise.md has the times.
+For other windows, groups are merged, and along one axis for each gradient of filters.
+docs/benchmarks/depthwise.md has the times.
 """
 
 from collections.abc import Sequence
@@ -39,7 +40,11 @@ _WIDEST = 31
 # Engines for these alone by what is computed, and those that are fast with merged
 # groups. They were measured with this GPU and cuDNN.
 _ENGINES = {"conv_fprop": (5, 57), "conv_dgrad": (6,), "conv_wgrad": (16, 19)}
-_ENGINES_OF_MERGED = {"conv_fprop": (22,), "conv_dgrad": (22, 40, 46)}
+_ENGINES_OF_MERGED = {
+    "conv_fprop": (22,),
+    "conv_dgrad": (22, 40, 46),
+    "conv_wgrad": (9, 10, 65),
+}
 _SM_VERSION, _CUDNN = 90, 919
 
 _BEST = "plans.autotune finds the best of both"
@@ -133,19 +138,30 @@ def judged(way: Legal) -> Legal:
     return replace(way, fast_engines=_ENGINES[node.kind])
 
 
-def judged_merged(way: Legal, *, has_own: bool) -> Legal:
+def is_merged_first(merged: Legal, own: Sequence[Legal]) -> bool:
+    """Whether a way that merges groups comes before those that do not.
+
+    It does where cuDNN has no engine of its own. Along one axis, gradients of filters
+    are faster merged all the same.
+    """
+    node = _main(merged)
+    x, w, _ = _arrays(merged.graph, node)
+    is_gradient = node.kind == "conv_wgrad"
+    return (is_gradient and _is_along_one(x, w)) or not any(map(has_engine, own))
+
+
+def judged_merged(way: Legal, *, is_first: bool) -> Legal:
     """Say of a way that merges groups when it is slower than XLA.
 
-    ``has_own`` is whether cuDNN has an engine of its own for the convolution.
+    ``is_first`` is whether it comes before others.
     """
-    if has_own:
+    if not is_first:
         return replace(way, slower=_SLOW_MERGED)
     node = _main(way)
     x, w, _ = _arrays(way.graph, node)
     is_narrow = {x.dtype, w.dtype} <= {*_NARROW}
     is_alone = len(way.graph.nodes) == 1
-    is_gradient = node.kind == "conv_wgrad"
-    if is_gradient or not (is_narrow and is_alone and x.dims[1] >= _FEWEST_CHANNELS):
+    if not (is_narrow and is_alone and x.dims[1] >= _FEWEST_CHANNELS):
         return replace(way, slower=_NOT_MEASURED)
     if node.kind == "conv_dgrad" and {*conv_attributes(node).window_strides} != {1}:
         return replace(way, slower=_SLOW_GRADIENT)
