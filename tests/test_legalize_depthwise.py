@@ -5,14 +5,18 @@ In f64, as in test_legalize_fused.py.
 """
 
 import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cudnn.graph import Graph, Target
+from benchmarks import depthwise
+from benchmarks.conv_ways import named_op
+from jax_cudnn.graph import Graph, Target, operand_text
 from jax_cudnn.legalize import Legal, conv_depthwise, fusion, legalize
 from tests.grouped_layers import GroupedLayer
 from tests.legal_ways import check_bad_numbers, check_ways
@@ -20,6 +24,7 @@ from tests.legal_ways import check_bad_numbers, check_ways
 pytestmark = pytest.mark.once
 
 _H100 = Target(name="NVIDIA H100", sm_version=90, sm_count=132, cudnn_version=91900)
+_TABLE = "docs/benchmarks/depthwise.json"
 _A100 = dataclasses.replace(_H100, name="NVIDIA A100", sm_version=80)
 _NEWER = dataclasses.replace(_H100, cudnn_version=92000)
 _FLIPPED = "the filters are flipped: the gradient is a convolution to cuDNN"
@@ -252,14 +257,58 @@ def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -
         ("same", "conv_wgrad", [16, 19]),
         ("causal", "conv_dgrad", [6]),
         ("causal", "conv_wgrad", [9, 10, 65]),
-        ("holes", "conv_fprop", [22]),
-        ("holes", "conv_dgrad", [22, 40, 46]),
+        ("holes", "conv_fprop", [22, 62, 71]),
+        ("holes", "conv_dgrad", [22, 40, 46, 67]),
     ],
 )
 def test_other_engines_are_left_to_xla(name: str, kind: str, fast: list[int]) -> None:
     part = _LAYERS[name].parts(jnp.bfloat16)[kind]
     first = legalize(part, _H100).candidates[0]
     assert [e for e in range(80) if not first.is_slow_by(e)] == fast
+
+
+def test_auto_goes_by_what_was_measured() -> None:
+    """In each row of the table whose first way is clearly faster or slower."""
+    data = json.loads((Path(depthwise.__file__).parents[1] / _TABLE).read_text())
+    rows = {(row["op"], row["operands"]): row for row in data["rows"]}
+    assert data["environment"]["cuDNN"].startswith("9.19")
+    left, slow, judged = [], [], 0
+    for cell in depthwise.cells(small=False):
+        for part in cell.parts():
+            row = rows[named_op(part), operand_text(part)]
+            first = legalize(part, _H100).candidates[0]
+            name = f"{depthwise.way_of(first)}, first"
+            engine, us = row["engines"][name], row["us"]
+            ratio = us[name] / us["XLA"]
+            is_cudnns = not first.slower and not first.is_slow_by(engine)
+            judged += 1
+            if ratio < 0.8 and not is_cudnns:
+                left.append((row["op"], row["operands"].split("[")[0], engine))
+            if ratio > 1.2 and is_cudnns:
+                slow.append((row["op"], engine))
+    assert judged > 100
+    assert not slow
+    assert left == [
+        # Another one of its class took twice as long as XLA's code.
+        ("conv_dgrad, steps of 2", "bf16", 6),
+        # cuDNN's own engine goes before this one.
+        ("conv_wgrad, filters [3,3,1,192]", "f16", 61),
+        # Without an engine of its own for f32, a kernel takes 1.25 of XLA's time.
+        ("conv_wgrad, filters [3,3,1,192]", "f32", 61),
+    ]
+
+
+@pytest.mark.parametrize("target", [None, _H100, _NEWER])
+@pytest.mark.parametrize(
+    ("name", "kind", "first"),
+    [("same", "conv_wgrad", 61), ("large windows", "conv_fprop", 1)],
+)
+def test_a_faster_engine_goes_before_the_first(
+    name: str, kind: str, first: int, target: Target | None
+) -> None:
+    part = _LAYERS[name].parts(jnp.float16)[kind]
+    preferred = legalize(part, target).candidates[0].preference
+    assert (f'"first_engine":{first},' in preferred) == (target is _H100)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])

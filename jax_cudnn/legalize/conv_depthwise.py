@@ -41,9 +41,18 @@ _WIDEST = 31
 # groups. They were measured with this GPU and cuDNN.
 _ENGINES = {"conv_fprop": (5, 57), "conv_dgrad": (6,), "conv_wgrad": (16, 19)}
 _ENGINES_OF_MERGED = {
-    "conv_fprop": (22,),
-    "conv_dgrad": (22, 40, 46),
+    "conv_fprop": (22, 62, 71),
+    "conv_dgrad": (22, 40, 46, 67),
     "conv_wgrad": (9, 10, 65),
+}
+# What goes before the engine that cuDNN lists first: its own for gradients of filters
+# in f16, which took 0.84 to 0.89 of the time, and for merged groups and large windows
+# one that took 0.02 to 0.07.
+_OWN_FIRST = {
+    "conv_wgrad": '{"preferred":[{"first_engine":61,"wanted":[{"engine":16}]}]}'
+}
+_MERGED_FIRST = {
+    "conv_fprop": '{"preferred":[{"first_engine":1,"wanted":[{"engine":71}]}]}'
 }
 _SM_VERSION, _CUDNN = 90, 919
 
@@ -62,7 +71,7 @@ _SLOW_GRADIENT = (
 )
 _SLOW_MERGED = (
     "where cuDNN has an engine of its own for a depthwise convolution, its first plans "
-    "with merged groups took up to 178 times as long as XLA's code (an H100, cuDNN "
+    "with merged groups took up to 128 times as long as XLA's code (an H100, cuDNN "
     f"9.19): {_BEST}"
 )
 
@@ -98,11 +107,29 @@ def is_measured_on(target: Target | None) -> bool:
     )
 
 
-def has_engine(way: Legal) -> bool:
-    """Whether cuDNN has an engine of its own for what a way has made of a convolution.
+def in_order(own: Sequence[Legal], merged: Legal | None) -> list[Legal]:
+    """Return ways, the fastest first, and when "auto" leaves them to XLA.
 
-    Such an engine computes nothing else.
+    Merged groups come first where cuDNN has no engine of its own for what keeps groups
+    as they are, which are ``own``. Such engines compute nothing else. Along one axis,
+    merged gradients of filters are faster than these.
     """
+    is_alone = len(own[0].graph.nodes) == 1
+    ways = [_judged(way) for way in own] if is_alone else []
+    if merged is not None:
+        has_own = any(map(_has_engine, own))
+        node = _main(merged)
+        x, w, _ = _arrays(merged.graph, node)
+        is_first = not has_own
+        if node.kind == "conv_wgrad":
+            is_first = _is_narrow(x, w) and (is_first or _is_along_one(x, w))
+        merged = _judged_merged(merged, is_first=is_first, has_own=has_own)
+        ways.insert(0 if is_first else len(ways), merged)
+    return ways
+
+
+def _has_engine(way: Legal) -> bool:
+    """Whether cuDNN has an engine of its own for what a way made of a convolution."""
     node = _main(way)
     x, w, _ = _arrays(way.graph, node)
     attributes = conv_attributes(node)
@@ -110,7 +137,7 @@ def has_engine(way: Legal) -> bool:
     if not is_like or {*attributes.rhs_dilation} != {1}:
         return False
     is_gradient = node.kind == "conv_wgrad"
-    if is_gradient and not {x.dtype, w.dtype} <= {*_NARROW}:
+    if is_gradient and not _is_narrow(x, w):
         return False
     if not _is_along_one(x, w):
         return _is_small_square(w)
@@ -120,12 +147,12 @@ def has_engine(way: Legal) -> bool:
     return 2 * padding <= size
 
 
-def judged(way: Legal) -> Legal:
+def _judged(way: Legal) -> Legal:
     """Say of a depthwise convolution as a way writes it when it is slower than XLA."""
     node = _main(way)
     x, w, _ = _arrays(way.graph, node)
-    is_narrow = {x.dtype, w.dtype} <= {*_NARROW}
-    if not has_engine(way):
+    is_narrow = _is_narrow(x, w)
+    if not _has_engine(way):
         # cuDNN's plans for gradients of dilated filters took 0.07 to 0.6 of XLA's time.
         is_dilated = {*conv_attributes(node).rhs_dilation} != {1}
         is_fast = node.kind == "conv_wgrad" and is_dilated and is_narrow
@@ -135,37 +162,27 @@ def judged(way: Legal) -> Legal:
         return replace(way, slower=_NOT_MEASURED)
     if node.kind == "conv_dgrad" and not is_along_one:
         return replace(way, slower=_SLOW_GRADIENT)
-    return replace(way, fast_engines=_ENGINES[node.kind])
+    preference = _OWN_FIRST.get(node.kind, "")
+    return replace(way, fast_engines=_ENGINES[node.kind], preference=preference)
 
 
-def is_merged_first(merged: Legal, own: Sequence[Legal]) -> bool:
-    """Whether a way that merges groups comes before those that do not.
-
-    It does where cuDNN has no engine of its own. Along one axis, gradients of filters
-    are faster merged all the same.
-    """
-    node = _main(merged)
-    x, w, _ = _arrays(merged.graph, node)
-    is_gradient = node.kind == "conv_wgrad"
-    return (is_gradient and _is_along_one(x, w)) or not any(map(has_engine, own))
-
-
-def judged_merged(way: Legal, *, is_first: bool) -> Legal:
+def _judged_merged(way: Legal, *, is_first: bool, has_own: bool) -> Legal:
     """Say of a way that merges groups when it is slower than XLA.
 
-    ``is_first`` is whether it comes before others.
+    It may be the first way, and cuDNN may have an engine of its own for another one.
     """
     if not is_first:
-        return replace(way, slower=_SLOW_MERGED)
+        return replace(way, slower=_SLOW_MERGED if has_own else _NOT_MEASURED)
     node = _main(way)
     x, w, _ = _arrays(way.graph, node)
-    is_narrow = {x.dtype, w.dtype} <= {*_NARROW}
     is_alone = len(way.graph.nodes) == 1
-    if not (is_narrow and is_alone and x.dims[1] >= _FEWEST_CHANNELS):
+    is_like = is_alone and x.dims[1] >= _FEWEST_CHANNELS and {*w.dims[2:]} != {1}
+    if not (is_like and _is_narrow(x, w)):
         return replace(way, slower=_NOT_MEASURED)
     if node.kind == "conv_dgrad" and {*conv_attributes(node).window_strides} != {1}:
         return replace(way, slower=_SLOW_GRADIENT)
-    return replace(way, fast_engines=_ENGINES_OF_MERGED[node.kind])
+    fast, preference = _ENGINES_OF_MERGED[node.kind], _MERGED_FIRST.get(node.kind, "")
+    return replace(way, fast_engines=fast, preference=preference)
 
 
 def rewrite(editor: GraphEditor) -> None:
@@ -211,6 +228,10 @@ def _is_like_those_with_engines(
         and len(steps) == 1
         and steps <= {*_STEPS}
     )
+
+
+def _is_narrow(x: Tensor, w: Tensor) -> bool:
+    return {x.dtype, w.dtype} <= {*_NARROW}
 
 
 def _is_small_square(w: Tensor) -> bool:

@@ -96,7 +96,7 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
                 slower=slower or way.slower,
                 slow_engines=slow,
                 fast_engines=way.fast_engines if is_measured else (),
-                preference=first,
+                preference=first or (way.preference if is_measured else ""),
             )
             for way in order
         )

@@ -14,6 +14,10 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn import plans
+from jax_cudnn.config import Options
+from jax_cudnn.legalize import conv_depthwise
+from jax_cudnn.lowering.decision import decide_part
+from jax_cudnn.lowering.devices import LocalGpu, local_target
 from tests.fused_functions import normal
 from tests.gpu.conv_parts import conv_parts
 from tests.gpu.pinned import judge_every_plan
@@ -154,6 +158,35 @@ def _dense(
     return (
         result.reshape(cotangent.shape), by_x[:, *inner], np.reshape(by_w, w.shape)
     )  # fmt: skip
+
+
+# Depthwise convolutions that cuDNN runs faster, all by its first plans, and gradients.
+_FAST: dict[str, Any] = {
+    "windows of 3": ((64, 28, 28, 192), 3, {}),
+    "holes": ((64, 28, 28, 192), 3, {"rhs_dilation": (2, 2)}),
+    "even windows": ((64, 28, 28, 192), 2, {"padding": "VALID"}),
+    "windows of 13": ((32, 28, 28, 256), 13, {}),
+    "causal": ((8, 2048, 512), 4, {"padding": ((3, 0),)}),
+    "one axis, holes": ((16, 2048, 512), 3, {"rhs_dilation": (4,)}),
+    "three axes": ((2, 32, 32, 32, 64), 3, {}),
+}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("name", _FAST)
+def test_auto_takes_depthwise_plans(name: str, dtype: str) -> None:
+    local = local_target()
+    assert local is not None
+    if not conv_depthwise.is_measured_on(local[1]):
+        pytest.skip("not measured with this GPU and cuDNN")
+    gpu = LocalGpu(*local)
+    images, window, options = _FAST[name]
+    shapes = [images, (*[window] * (len(images) - 2), 1, images[-1])]
+    options = {"padding": "SAME", "feature_group_count": images[-1], **options}
+    parts = conv_parts(shapes, dtype, **options)
+    for kind in _KINDS:
+        step = decide_part(parts[kind], gpu, Options())
+        assert step.legal is not None, (kind, step.attempts)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
