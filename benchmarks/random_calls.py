@@ -25,6 +25,13 @@ _LARGEST = 2**29
 # Channels of a group, and the most of all groups, of convolutions in groups.
 _GROUP_WIDTHS = (2, 4, 4, 8, 8, 16, 16, 24, 32, 40, 48, 64, 112, 128)
 _MOST_IN_GROUPS = 2048
+# Depthwise ones: their windows by how many axes they have, and multiplications.
+_DEPTHWISE_WINDOWS = {
+    1: (3, 4, 4, 7, 15, 31),
+    2: (3, 3, 3, 5, 7, 7, 9, 13),
+    3: (3, 3, 5),
+}
+_MOST_DEPTHWISE = 2**33
 _ACTIVATIONS = ("relu", "gelu", "silu")
 
 
@@ -83,6 +90,11 @@ class _Draw:
         return jax.ShapeDtypeStruct(shape, jnp.dtype(self.dtype))
 
 
+# A call's name, its function and its operands.
+_Drawn = tuple[str, Callable[..., jax.Array], list[Any]]
+_Kind = Callable[[_Draw], _Drawn]
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Tail:
     """What follows a contraction: bias, residual, activation."""
@@ -123,7 +135,7 @@ class _Tail:
 
 def _product(
     tail: _Tail, a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct, draw: _Draw
-) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+) -> _Drawn:
     def run(a: Any, b: Any, *terms: Any, implementation: Implementation) -> jax.Array:
         options: dict[str, Any] = tail.named(terms)
         return jax_cudnn.matmul(a, b, **options, implementation=implementation)
@@ -132,9 +144,7 @@ def _product(
     return tail.text("matmul"), run, [a, b, *tail.operands(draw, shape, shape[-1])]
 
 
-def _gated_product(
-    a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct
-) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _gated_product(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> _Drawn:
     def run(a: Any, gate: Any, up: Any, *, implementation: Implementation) -> jax.Array:
         return jax_cudnn.gated_matmul(
             a, gate, up, activation="silu", implementation=implementation
@@ -148,7 +158,7 @@ def _fits(work: float, *arrays: jax.ShapeDtypeStruct) -> bool:
     return _WORK[0] <= work <= _WORK[1] and largest <= _LARGEST
 
 
-def _matmul(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _matmul(draw: _Draw) -> _Drawn:
     tail = _Tail.drawn(draw)
     while True:
         m, n, r = draw.size(8, 32768, 8), *(draw.size(64, 16384, 64) for _ in "nr")
@@ -157,7 +167,7 @@ def _matmul(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
             return _product(tail, a, b, draw)
 
 
-def _gated(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _gated(draw: _Draw) -> _Drawn:
     while True:
         m, n, r = draw.size(64, 16384, 8), *(draw.size(256, 16384, 64) for _ in "nr")
         a, b = draw.array(m, r), draw.array(r, n)
@@ -165,7 +175,7 @@ def _gated(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
             return _gated_product(a, b)
 
 
-def _of_few_rows(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _of_few_rows(draw: _Draw) -> _Drawn:
     """Draw a product of a step that generates text: it reads many more weights."""
     m, (n, r) = draw.size(*_SEQUENCES, 1), (draw.size(512, 16384, 64) for _ in "nr")
     a, b = draw.array(m, r), draw.array(r, n)
@@ -176,12 +186,17 @@ def _of_few_rows(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class _Convolution:
-    """A convolution with channels last, padded to keep the size of images."""
+    """A convolution with channels last, padded to keep the size of images.
+
+    A causal one is so at the front only.
+    """
 
     x: jax.ShapeDtypeStruct
     w: jax.ShapeDtypeStruct
     step: int
     groups: int
+    hole: int = 1
+    is_causal: bool = False
 
     @property
     def axes(self) -> int:
@@ -193,31 +208,37 @@ class _Convolution:
         images, *sides, _ = self.x.shape
         return (images, *(math.ceil(s / self.step) for s in sides), self.w.shape[-1])
 
-    def fits(self, draw: _Draw) -> bool:
-        work = math.prod(self.shape) * math.prod(self.w.shape[:-1])
-        return _fits(work, self.x, self.w, draw.array(*self.shape))
+    @property
+    def work(self) -> int:
+        return math.prod(self.shape) * math.prod(self.w.shape[:-1])
 
-    def call(
-        self, tail: _Tail, draw: _Draw
-    ) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+    def fits(self, draw: _Draw) -> bool:
+        return _fits(self.work, self.x, self.w, draw.array(*self.shape))
+
+    def call(self, tail: _Tail, draw: _Draw) -> _Drawn:
         letters = "DHW"[-self.axes :]
         layout = (f"N{letters}C", f"{letters}IO", f"N{letters}C")
+        front = [(self.hole * (size - 1), 0) for size in self.w.shape[:-2]]
+        padding = front if self.is_causal else "SAME"
 
         def run(x: Any, w: Any, *terms: Any, implementation: Implementation) -> Any:
             options: dict[str, Any] = tail.named(terms)
             return jax_cudnn.conv(
-                x, w, window_strides=(self.step,) * self.axes, padding="SAME",
-                dimension_numbers=layout, feature_group_count=self.groups,
-                **options, implementation=implementation,
+                x, w, window_strides=(self.step,) * self.axes, padding=padding,
+                rhs_dilation=(self.hole,) * self.axes, dimension_numbers=layout,
+                feature_group_count=self.groups, **options,
+                implementation=implementation,
             )  # fmt: skip
 
-        name = f"conv {'x'.join(map(str, self.w.shape[:-2]))}/{self.step}"
+        name = "causal conv" if self.is_causal else "conv"
+        name += f" {'x'.join(map(str, self.w.shape[:-2]))}/{self.step}"
+        name += f", dilated by {self.hole}" if self.hole > 1 else ""
         name += f", {self.groups} groups" if self.groups > 1 else ""
         terms = tail.operands(draw, self.shape, self.shape[-1])
         return tail.text(name), run, [self.x, self.w, *terms]
 
 
-def _conv(axes: int, draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _conv(axes: int, draw: _Draw) -> _Drawn:
     tail = _Tail.drawn(draw)
     while True:
         window = draw.one_of((1, 1, 3, 3, 3, 5) if axes > 1 else (3, 5, 7))
@@ -235,7 +256,7 @@ def _conv(axes: int, draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[A
             return found.call(tail, draw)
 
 
-def _conv_in_groups(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _conv_in_groups(draw: _Draw) -> _Drawn:
     """Draw a convolution in groups of widths as ResNeXts, RegNets and others have."""
     tail = _Tail.drawn(draw)
     axes = draw.one_of((1, *[2] * 7, 3))
@@ -254,7 +275,33 @@ def _conv_in_groups(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[An
             return found.call(tail, draw)
 
 
-def _norm(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _depthwise(draw: _Draw) -> _Drawn:
+    """Draw a depthwise convolution as models of images, sequences and videos have."""
+    tail = _Tail.drawn(draw)
+    axes = draw.one_of((1, 1, 2, 2, 2, 2, 3))
+    while True:
+        window = draw.one_of(_DEPTHWISE_WINDOWS[axes])
+        step = draw.one_of((1, 1, 1, 2))
+        hole = draw.one_of((1, 1, 1, 1, 2, 4)) if step == 1 else 1
+        side = draw.size(7, {1: 4096, 2: 112, 3: 32}[axes], 7)
+        images = draw.size(1, {1: 64, 2: 128, 3: 8}[axes], 1)
+        inner = draw.size(32, _MOST_IN_GROUPS, 8)
+        outer = inner * draw.one_of((1,) * 7 + (2,))
+        x = draw.array(images, *[side] * axes, inner)
+        w = draw.array(*[window] * axes, 1, outer)
+        found = _Convolution(
+            x=x,
+            w=w,
+            step=step,
+            groups=inner,
+            hole=hole,
+            is_causal=axes == step == 1 and draw.chance(0.7),
+        )
+        if found.work <= _MOST_DEPTHWISE and found.fits(draw):
+            return found.call(tail, draw)
+
+
+def _norm(draw: _Draw) -> _Drawn:
     name = draw.one_of(("layer_norm", "rms_norm"))
     while True:
         rows, features = draw.size(256, 65536, 8), draw.size(64, 16384, 64)
@@ -270,7 +317,7 @@ def _norm(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
     return name, run, [draw.array(rows, features), *factors]
 
 
-def _attention(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _attention(draw: _Draw) -> _Drawn:
     draw.dtype = draw.one_of(("bfloat16", "float16"))
     is_causal = draw.chance(0.6)
     while True:
@@ -293,7 +340,7 @@ def _attention(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
     return "causal sdpa" if is_causal else "sdpa", run, [q, key, key]
 
 
-_KINDS: Sequence[Callable[[_Draw], tuple[str, Callable[..., jax.Array], list[Any]]]] = (
+_KINDS: Sequence[_Kind] = (
     *[_matmul] * 8,
     *[_gated] * 2,
     *[functools.partial(_conv, 2)] * 6,
@@ -306,8 +353,17 @@ _KINDS: Sequence[Callable[[_Draw], tuple[str, Callable[..., jax.Array], list[Any
 
 def drawn_call(number: int) -> Call:
     """Return the call of a number."""
+    return _drawn_of(_KINDS, number)
+
+
+def drawn_conv_in_groups(number: int) -> Call:
+    """Return the call of a number that is a convolution in groups, or depthwise."""
+    return _drawn_of((_depthwise, _depthwise, _conv_in_groups), number)
+
+
+def _drawn_of(kinds: Sequence[_Kind], number: int) -> Call:
     draw = _Draw(number)
-    name, function, operands = draw.one_of(_KINDS)(draw)
+    name, function, operands = draw.one_of(kinds)(draw)
     return Call(
         name=name,
         function=function,
@@ -325,7 +381,7 @@ def _mlp_sizes(draw: _Draw) -> tuple[int, int, int]:
             return m, d, inner
 
 
-def _plain_mlp(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _plain_mlp(draw: _Draw) -> _Drawn:
     activation, (m, d, inner) = draw.one_of(_ACTIVATIONS), _mlp_sizes(draw)
 
     def run(
@@ -346,7 +402,7 @@ def _plain_mlp(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
     return f"MLP+{activation}", run, [draw.array(*shape) for shape in shapes]
 
 
-def _gated_mlp(draw: _Draw) -> tuple[str, Callable[..., jax.Array], list[Any]]:
+def _gated_mlp(draw: _Draw) -> _Drawn:
     activation, (m, d, inner) = draw.one_of(_ACTIVATIONS), _mlp_sizes(draw)
 
     def run(

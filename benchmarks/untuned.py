@@ -4,7 +4,8 @@
     python -m benchmarks.untuned --out docs/benchmarks
 
 times random calls as they run without any choice of the tuner, and with XLA's code, and
-writes untuned.json and untuned.md there.
+writes untuned.json and untuned.md there. With `--in-groups`, the calls are convolutions
+in groups and depthwise ones, and are written to untuned_in_groups.json and .md.
 
     python -m benchmarks.untuned --parts --out docs/benchmarks
 
@@ -34,7 +35,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ from benchmarks.call_times import batched, compare, timed
 from benchmarks.random_calls import (
     Call,
     drawn_call,
+    drawn_conv_in_groups,
     drawn_grouped,
     drawn_mlp,
     drawn_step,
@@ -68,7 +70,37 @@ from jax_cudnn.measuring.stopwatch import (
 )
 from jax_cudnn.measuring.together import together
 
-_DATA, _PAGE = "untuned.json", "untuned.md"
+
+@dataclass(frozen=True, kw_only=True)
+class _Calls:
+    """Whole calls: how they are drawn, and the files about them, by their name."""
+
+    drawn: Callable[[int], Call]
+    option: str
+    file: str
+    heading: str
+    told: str
+
+    @property
+    def data(self) -> str:
+        return f"{self.file}.json"
+
+
+_EVERY = _Calls(
+    drawn=drawn_call,
+    option="",
+    file="untuned",
+    heading="Without tuning",
+    told="calls of the sizes that models have (products, convolutions, norms, "
+    "attention)",
+)
+_IN_GROUPS = _Calls(
+    drawn=drawn_conv_in_groups,
+    option=" --in-groups",
+    file="untuned_in_groups",
+    heading="Convolutions in groups without tuning",
+    told="convolutions in groups of the sizes that models have, two of three depthwise",
+)
 # Kernels by which rules are made: of which calls, and where they are written.
 _KERNELS = {
     "parts": (drawn_call, "untuned_parts.json"),
@@ -89,14 +121,16 @@ def _text(call: Call, implementation: Implementation) -> str:
     return jax.jit(run).lower(*call.types()).as_text()
 
 
-def check(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
+def check(
+    numbers: Sequence[int], drawn: Callable[[int], Call]
+) -> Iterator[dict[str, Any]]:
     """Time calls without choices and by XLA; yield a row for each.
 
     What is over the goal is timed again, longer, and that time counts. Of a call for
     which XLA gets the same program both times, the ratio says how much XLA's own
     choices differ between two compilations.
     """
-    calls = [drawn_call(number) for number in numbers]
+    calls = [drawn(number) for number in numbers]
     compared = compare(calls, ("auto", "xla"))
     for number, call, times in zip(numbers, calls, compared, strict=True):
         report = plans.inspect(functools.partial(call.run, "auto"), *call.types())
@@ -109,7 +143,7 @@ def check(numbers: Sequence[int]) -> Iterator[dict[str, Any]]:
         }
 
 
-def markdown(data: dict[str, Any]) -> str:
+def markdown(data: dict[str, Any], of: _Calls) -> str:
     """Return the page."""
     every = [row for row in data["rows"] if "ratio" in row]
     same = [row["ratio"] for row in every if row["is_same"]]
@@ -122,16 +156,15 @@ def markdown(data: dict[str, Any]) -> str:
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
         '<!-- Random calls with "auto" and no tuning, beside XLA. -->',
         "",
-        "# Without tuning",
+        f"# {of.heading}",
         "",
-        "Printed by `python -m benchmarks.untuned --out docs/benchmarks`; do not edit. "
-        f"{versions_text(data['environment'])}.",
+        f"Printed by `python -m benchmarks.untuned{of.option} --out docs/benchmarks`; "
+        f"do not edit. {versions_text(data['environment'])}.",
         "",
-        f"{len(data['rows'])} random calls of the sizes that models have (products,",
-        "convolutions, norms, attention), half of them with all gradients, as they",
-        'run with `implementation="auto"` and no choice of the tuner. The ratio is to',
-        "XLA's code in the same run: below 1 is faster. The kernels by which rules",
-        "decide are of other calls.",
+        f"{len(data['rows'])} random {of.told},",
+        'half of them with all gradients, as they run with `implementation="auto"` and',
+        "no choice of the tuner. The ratio is to XLA's code in the same run: below 1 is",
+        "faster. The kernels by which rules decide are of other calls.",
         *(
             [f"{left} more calls go by rules made since they were timed: left out."]
             if left
@@ -327,6 +360,7 @@ def main() -> None:
     kind.add_argument("--few-rows", action="store_true", help="and those of few rows")
     kind.add_argument("--mlps", action="store_true", help="and those of MLPs")
     kind.add_argument("--groups", action="store_true", help="of convolutions in groups")
+    kind.add_argument("--in-groups", action="store_true", help="such calls, for a page")
     parser.add_argument("--fused", action="store_true", help="no contraction alone")
     parser.add_argument("--kernel", default="", help="regex of a kernel's operations")
     parser.add_argument("--left", action="store_true", help="what the file leaves out")
@@ -349,10 +383,11 @@ def main() -> None:
         ]
         _write_kernels(parts, options.out / name, options.most)
     else:
-        left = sorted(_left(options.out / _DATA))
+        of = _IN_GROUPS if options.in_groups else _EVERY
+        left = sorted(_left(options.out / of.data))
         shifted = left if options.left else [_FIRST + number for number in numbers]
-        chosen = [each for each in shifted if wanted.search(drawn_call(each).title)]
-        _write_calls(chosen, options.out)
+        chosen = [each for each in shifted if wanted.search(of.drawn(each).title)]
+        _write_calls(chosen, options.out, of)
 
 
 def _write_kernels(parts: Sequence[Graph], file: Path, most: int) -> None:
@@ -362,19 +397,21 @@ def _write_kernels(parts: Sequence[Graph], file: Path, most: int) -> None:
         write_records(file, data)
 
 
-def _write_calls(numbers: Sequence[int], folder: Path) -> None:
-    found = environment()
-    kept = others_of(folder / _DATA, numbers, found["GPU"])
-    data: dict[str, Any] = {"environment": found, "rows": kept}
-    left = _left(folder / _DATA)
-    for row in check(numbers):
+def _write_calls(numbers: Sequence[int], folder: Path, of: _Calls) -> None:
+    found, file = environment(), folder / of.data
+    data: dict[str, Any] = {
+        "environment": found,
+        "rows": others_of(file, numbers, found["GPU"]),
+    }
+    left = _left(file)
+    for row in check(numbers, of.drawn):
         _add(data, row)
         data["rows"].sort(key=lambda row: row["number"])
         left.discard(row["number"])
         data["left"] = sorted(left)
-        if any("ratio" in each for each in data["rows"]):
-            write_records(folder / _DATA, data)
-            (folder / _PAGE).write_text(markdown(data))
+        if any("ratio" in each and not each["is_same"] for each in data["rows"]):
+            write_records(file, data)
+            file.with_suffix(".md").write_text(markdown(data, of))
 
 
 def _left(file: Path) -> set[int]:

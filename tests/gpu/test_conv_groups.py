@@ -177,9 +177,10 @@ _FAST: dict[str, Any] = {
 def test_auto_takes_depthwise_plans(name: str, dtype: str) -> None:
     local = local_target()
     assert local is not None
-    if not conv_depthwise.is_measured_on(local[1]):
+    ordinal, target = local
+    if not conv_depthwise.is_measured_on(target):
         pytest.skip("not measured with this GPU and cuDNN")
-    gpu = LocalGpu(*local)
+    gpu = LocalGpu(ordinal=ordinal, target=target)
     images, window, options = _FAST[name]
     shapes = [images, (*[window] * (len(images) - 2), 1, images[-1])]
     options = {"padding": "SAME", "feature_group_count": images[-1], **options}
