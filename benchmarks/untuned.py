@@ -163,8 +163,8 @@ def markdown(data: dict[str, Any], of: _Calls) -> str:
         "",
         f"{len(data['rows'])} random {of.told},",
         'half of them with all gradients, as they run with `implementation="auto"` and',
-        "no choice of the tuner. The ratio is to XLA's code in the same run: below 1 is",
-        "faster. The kernels by which rules decide are of other calls.",
+        "no choice of the tuner. The ratio is to XLA's code in the same run: below 1",
+        "is faster. The kernels by which rules decide are of other calls.",
         *(
             [f"{left} more calls go by rules made since they were timed: left out."]
             if left

@@ -47,12 +47,14 @@ _ENGINES_OF_MERGED = {
 }
 # What goes before the engine that cuDNN lists first: its own for gradients of filters
 # in f16, which took 0.84 to 0.89 of the time, and for merged groups and large windows
-# one that took 0.02 to 0.07.
+# others than one that builds for some windows only.
 _OWN_FIRST = {
     "conv_wgrad": '{"preferred":[{"first_engine":61,"wanted":[{"engine":16}]}]}'
 }
 _MERGED_FIRST = {
-    "conv_fprop": '{"preferred":[{"first_engine":1,"wanted":[{"engine":71}]}]}'
+    "conv_fprop": (
+        '{"preferred":[{"first_engine":45,"wanted":[{"engine":22},{"engine":71}]}]}'
+    )
 }
 _SM_VERSION, _CUDNN = 90, 919
 
