@@ -102,7 +102,22 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
         (
             lambda x, w: conv(x, w, feature_group_count=3),
             [array(2, 9, 9, 6), array(3, 3, 2, 12)],
+            "conv_fprop, 16 bits, alone, 2 axes, groups, padded",
+        ),
+        (
+            lambda x, w: conv(x, w, feature_group_count=3),
+            [array(2, 9, 9, 48), array(3, 3, 16, 48)],
             "conv_fprop, 16 bits, alone, 2 axes, groups",
+        ),
+        (
+            lambda x, w: conv(x, w, feature_group_count=8),
+            [array(2, 9, 9, 32), array(3, 3, 4, 32)],
+            "conv_fprop, 16 bits, alone, 2 axes, groups, merged",
+        ),
+        (
+            lambda x, w: conv(x, w, feature_group_count=4),
+            [array(2, 9, 9, 96), array(3, 3, 24, 96)],
+            "conv_fprop, 16 bits, alone, 2 axes, groups, one group",
         ),
         (
             lambda a, b: jax_cudnn.matmul(a, b),
@@ -277,6 +292,11 @@ def test_families_are_judged_apart_and_too_few_say_nothing() -> None:
     assert Measured(slow).verdict(kernel("matmul, f32, alone")) is not None
     assert Measured(slow[:2]).verdict(kernel()) is None
     assert Measured([(few, 0.5)] * 3).verdict(few) is not None
+    groups = "conv_fprop, 16 bits, alone, 2 axes, groups"
+    kept = [(kernel(groups), 2.0)] * 3
+    assert Measured(kept).verdict(kernel(groups.replace("2", "3"))) is not None
+    for way in ("padded", "merged", "one group"):
+        assert Measured(kept).verdict(kernel(f"{groups}, {way}")) is None
 
 
 def test_what_is_far_from_all_that_was_measured_stays_cudnns() -> None:

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Tensor
+from jax_cudnn.graph import Graph, Tensor
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.legalize.conv_directions import make_convolution
 from jax_cudnn.legalize.editor import GraphEditor
@@ -50,14 +50,18 @@ _SMALL = {"conv_fprop": 16, "conv_dgrad": 16, "conv_wgrad": 8}
 _FAST_AS_ONE, _MOST_AS_ONE = 1536, 8192
 
 
+AS_IT_IS, MERGED, PADDED, ONE_GROUP = "as it is", "merged", "padded", "one group"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """What is done to a convolution in groups.
 
     ``change`` edits it, and returns whether there was anything to do. ``first`` does
-    so before that, while padding is as it was.
+    so before that, while padding is as it was. ``name`` is what becomes of groups.
     """
 
+    name: str
     change: Callable[[GraphEditor], bool]
     first: Callable[[GraphEditor], None] = lambda _: None
 
@@ -94,11 +98,12 @@ def ways(editor: GraphEditor) -> Iterator[Way]:
     groups, c, o = channels_of(editor)
     window = math.prod(_arrays(editor)[1].dims[2:])
     depth = groups * c * window
-    own, merged = Way(change=as_it_is), Way(change=merge)
-    flipped, padded = (
-        Way(change=change, first=make_convolution) for change in (as_it_is, pad)
-    )
-    as_one = [Way(change=make_one)] if depth <= _MOST_AS_ONE else []
+    own = Way(name=AS_IT_IS, change=as_it_is)
+    flipped = replace(own, first=make_convolution)
+    merged = Way(name=MERGED, change=merge)
+    padded = Way(name=PADDED, change=pad, first=make_convolution)
+    one = Way(name=ONE_GROUP, change=make_one)
+    as_one = [one] if depth <= _MOST_AS_ONE else []
     # cuDNN has no kernel for odd groups with something around them.
     is_left_out = not _fills(editor, 1) and len(editor.nodes) > 1
     alone = [] if is_left_out else [flipped, own]
@@ -118,7 +123,18 @@ def ways(editor: GraphEditor) -> Iterator[Way]:
     else:
         yield from (padded, *as_one, *alone)
     if is_left_out and not as_one:
-        yield Way(change=fill)
+        yield Way(name=MERGED, change=fill)
+
+
+def first_way(graph: Graph) -> str:
+    """Return what becomes of groups in the first way that there is for a graph.
+
+    With something around it that no way has, a convolution is passed alone, as it is.
+    """
+    for way in ways(GraphEditor.of(graph)):
+        if way.change(GraphEditor.of(graph)):
+            return way.name
+    return AS_IT_IS
 
 
 def as_it_is(editor: GraphEditor) -> bool:

@@ -19,7 +19,7 @@ from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
 from jax_cudnn.graph.conv import TRIPLES
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import check_tensors
-from jax_cudnn.legalize import conv_depthwise
+from jax_cudnn.legalize import conv_depthwise, conv_groups
 from jax_cudnn.legalize.conv_channels import is_faster_with_more
 from jax_cudnn.legalize.conv_pairs import pairs
 from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured
@@ -70,7 +70,9 @@ def class_of(part: Graph) -> str:
     if windows:
         words.append(f"{len(windows)} axes")
         words += [_OF_ONES] if max(windows) == 1 else []
-        words += [_GROUPS] if sizes["g"] > 1 else []
+        if sizes["g"] > 1:
+            way = conv_groups.first_way(part)
+            words += [_GROUPS] if way == conv_groups.AS_IT_IS else [_GROUPS, way]
     elif sizes["b"] > 1:
         words.append("batched")
     elif sizes["m"] <= _FEW_ROWS:

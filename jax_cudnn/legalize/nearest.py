@@ -14,6 +14,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from jax_cudnn.legalize.conv_groups import MERGED, ONE_GROUP, PADDED
+
 # What takes more than this of XLA's time is a loss.
 LOSS = 1.05
 # So many of the measured kernels speak for one, if there are so many.
@@ -35,8 +37,9 @@ _OTHER_CODE = 1.0
 # the distance is larger by this.
 _THREE_AXES = "3 axes"
 _OTHER_AXES = 1.5
-# Words without which kernels are of another family.
-_FAMILIES = frozenset({"groups", "few rows"})
+# Words without which kernels are of another family. Convolutions in groups are of one
+# only if the same becomes of their groups (conv_groups.py).
+_FAMILIES = frozenset({"few rows", "groups", MERGED, PADDED, ONE_GROUP})
 # The part of a time above a loss counts three times, and what takes more than twice
 # XLA's time counts as that: no single kernel decides for its neighbours.
 _MORE = 2.0
