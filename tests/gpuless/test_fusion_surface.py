@@ -71,12 +71,14 @@ def _is_unfused(graph: Graph, sm_version: int) -> bool:
 def _is_second_choice(graph: Graph, sm_version: int) -> bool:
     """Sums over a batch, and some gradients of filters in groups.
 
-    Without its precompiled engines, cuDNN takes few of these but with merged groups,
-    which come first in 16 bits.
+    Without its precompiled engines, cuDNN takes few of these but with merged groups.
+    These come first in 16 bits, but for depthwise convolutions along two axes.
     """
     if fusion_cases.contraction(graph).kind == "conv_wgrad":
-        groups, channels, _ = fusion_cases.channels(graph)
-        comes_as_it_is = channels == 1 or graph.input_tensors[0].dtype == "f32"
+        groups, channels, outputs = fusion_cases.channels(graph)
+        x = graph.input_tensors[0]
+        has_own = channels == outputs == 1 and len(x.dims) == 4
+        comes_as_it_is = has_own or x.dtype == "f32"
         is_taken = sm_version >= 90 and fusion_cases.loads_whole(graph)
         return groups > 1 and comes_as_it_is and not is_taken
     return _sums_in_16_bits(graph)
