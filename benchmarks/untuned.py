@@ -409,8 +409,8 @@ def _write_calls(numbers: Sequence[int], folder: Path, of: _Calls) -> None:
         data["rows"].sort(key=lambda row: row["number"])
         left.discard(row["number"])
         data["left"] = sorted(left)
+        write_records(file, data)
         if any("ratio" in each and not each["is_same"] for each in data["rows"]):
-            write_records(file, data)
             file.with_suffix(".md").write_text(markdown(data, of))
 
 

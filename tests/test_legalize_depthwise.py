@@ -239,13 +239,23 @@ def test_what_follows_is_computed_by_xla_behind_cudnns_engine() -> None:
 def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -> None:
     for name in ("same", "causal"):
         for kind, part in _LAYERS[name].parts(jnp.bfloat16).items():
-            first = legalize(part, target).candidates[0]
-            assert (not first.slower) == (kind == "conv_wgrad"), kind
+            ways = legalize(part, target).candidates
+            taken = [way for way in ways if not way.slower]
+            assert bool(taken) == (kind == "conv_wgrad"), kind
+            first, *_ = taken or ways
             # Numbers of engines may stand for others there.
             assert not first.is_slow_by(77)
             own = conv_depthwise.own_engines(part, part.nodes[0])
             assert own
             assert not any(map(first.is_slow_by, own))
+
+
+@pytest.mark.parametrize("target", [None, _A100, _NEWER])
+def test_elsewhere_merged_groups_are_left_to_xla(target: Target | None) -> None:
+    for name in _LAYERS:
+        for part in _LAYERS[name].parts(jnp.bfloat16).values():
+            for way in legalize(part, target).candidates:
+                assert way.slower or _told(way) != "merged", name
 
 
 @pytest.mark.parametrize(

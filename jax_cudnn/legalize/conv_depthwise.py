@@ -12,8 +12,8 @@ faster engine, or any:
   squares of odd size, or what reaches as far to both sides along one axis. What is
   added to it is cut off, so it does not matter what is in it.
 
-For other windows, groups are merged, and along one axis for each gradient of filters.
-docs/benchmarks/depthwise.md has the times.
+For other windows, groups are merged. In 16 bits, so are those of all gradients of
+filters along one axis. docs/benchmarks/depthwise.md has the times.
 """
 
 from collections.abc import Sequence
@@ -45,9 +45,10 @@ _ENGINES_OF_MERGED = {
     "conv_dgrad": (22, 40, 46, 67),
     "conv_wgrad": (9, 10, 65),
 }
-# What goes before the engine that cuDNN lists first: its own for gradients of filters
-# in f16, which took 0.84 to 0.89 of the time, and for merged groups and large windows
-# others than one that builds for some windows only.
+# What goes before the engine that cuDNN lists first. For gradients of filters in f16,
+# it is cuDNN's own, which took 0.84 to 0.89 of the time. For merged groups and large
+# windows, the one that is listed first often does not build, and the next takes up to 7
+# times as long as XLA's code.
 _OWN_FIRST = {
     "conv_wgrad": '{"preferred":[{"first_engine":61,"wanted":[{"engine":16}]}]}'
 }
@@ -114,7 +115,7 @@ def in_order(own: Sequence[Legal], merged: Legal | None) -> list[Legal]:
 
     Merged groups come first where cuDNN has no engine of its own for what keeps groups
     as they are, which are ``own``. Such engines compute nothing else. Along one axis,
-    merged gradients of filters are faster than these.
+    merged gradients of filters are faster than these in 16 bits.
     """
     is_alone = len(own[0].graph.nodes) == 1
     ways = [_judged(way) for way in own] if is_alone else []
@@ -183,8 +184,12 @@ def _judged_merged(way: Legal, *, is_first: bool, has_own: bool) -> Legal:
         return replace(way, slower=_NOT_MEASURED)
     if node.kind == "conv_dgrad" and {*conv_attributes(node).window_strides} != {1}:
         return replace(way, slower=_SLOW_GRADIENT)
-    fast, preference = _ENGINES_OF_MERGED[node.kind], _MERGED_FIRST.get(node.kind, "")
-    return replace(way, fast_engines=fast, preference=preference)
+    return replace(
+        way,
+        slower_elsewhere=_NOT_HERE,
+        fast_engines=_ENGINES_OF_MERGED[node.kind],
+        preference=_MERGED_FIRST.get(node.kind, ""),
+    )
 
 
 def rewrite(editor: GraphEditor) -> None:

@@ -89,11 +89,15 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     slow = measured.slow_engines(graph, target)
     is_measured = is_measured_on(target)
     first = measured.preference(graph, target)
+
+    def elsewhere(way: Legal) -> str:
+        return "" if is_measured else way.slower_elsewhere
+
     return Legalization(
         candidates=tuple(
             replace(
                 way,
-                slower=slower or way.slower,
+                slower=slower or way.slower or elsewhere(way),
                 slow_engines=slow,
                 fast_engines=way.fast_engines if is_measured else (),
                 preference=first or (way.preference if is_measured else ""),

@@ -33,7 +33,8 @@ class Legal:
     maps (original operands, results of ``graph``) to the original graph's results.
     ``usual`` is a shorter way for most operands, where there is one. ``notes`` says, a
     sentence each, which parts run outside cuDNN and why. ``slower``, where not empty,
-    says why "auto" leaves the graph to XLA all the same; with ``slow_engines``, it does
+    says why "auto" leaves the graph to XLA all the same, and ``slower_elsewhere`` on
+    another GPU or cuDNN than those that were measured; with ``slow_engines``, it does
     so where one of these runs the first plan, and with ``fast_engines``, where none of
     these does. ``preference``, where not empty, is the request by which a plan is tried
     before that of cuDNN's. ``rounds_sums`` says that sums in f32 have fewer digits on
@@ -47,6 +48,7 @@ class Legal:
     usual: Usual | None = None
     notes: tuple[str, ...] = ()
     slower: str = ""
+    slower_elsewhere: str = ""
     slow_engines: tuple[int, ...] = ()
     fast_engines: tuple[int, ...] = ()
     preference: str = ""
