@@ -40,6 +40,8 @@ def run_benchmark(
     rows: dict[str, dict[str, Any]] = {}
     if options.only is not None:
         chosen = [case for case in chosen if re.search(options.only, str(case))]
+        if not chosen:
+            parser.error(f"no case has {options.only} in it")
         earlier = _earlier_rows(options.out / data, versions)
         rows.update((_name(row), row) for row in earlier)
     for row in measure(chosen):

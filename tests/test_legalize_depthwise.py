@@ -121,6 +121,7 @@ _MERGED = {
     "conv_wgrad": ["merged, auto", "as it is"],
 }
 _DILATED = {**_MERGED, "conv_wgrad": ["merged, auto", "as it is, auto"]}
+_WIDER = {**_MERGED, "conv_wgrad": ["wider, auto", "as it is", "merged"]}
 
 
 @pytest.mark.parametrize(
@@ -147,14 +148,8 @@ _DILATED = {**_MERGED, "conv_wgrad": ["merged, auto", "as it is, auto"]}
         ),
         ("one axis, valid", {**_ALONG_ONE, "conv_wgrad": _MERGED["conv_wgrad"]}),
         ("one axis, steps", {**_ALONG_ONE, "conv_wgrad": _MERGED["conv_wgrad"]}),
-        (
-            "even windows",
-            {**_MERGED, "conv_wgrad": ["wider, auto", "as it is", "merged"]},
-        ),
-        (
-            "unequal windows",
-            {**_MERGED, "conv_wgrad": ["wider, auto", "as it is", "merged"]},
-        ),
+        ("even windows", _WIDER),
+        ("unequal windows", _WIDER),
         (
             "holes",
             {**_MERGED, "conv_wgrad": ["wider, auto", "as it is, auto", "merged"]},

@@ -22,7 +22,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
+from jax_cudnn.graph import Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.windows import dilated
@@ -54,10 +54,10 @@ _SLOW_FEW_CHANNELS = (
 )
 
 
-def slower(graph: Graph, node: Node, target: Target | None) -> str:
+def slower(graph: Graph, node: Node) -> str:
     """Say why "auto" leaves a convolution to XLA, if it does; the node computes it."""
     if conv_depthwise.is_depthwise(graph, node):
-        return conv_depthwise.slower(node, target)
+        return ""  # Each way says so for itself.
     dtypes = {graph.tensor(name).dtype for _, name in node.inputs}
     if not dtypes <= {"bf16", "f16"} or node.kind != "conv_wgrad":
         return ""

@@ -91,16 +91,6 @@ def own_engines(graph: Graph, node: Node) -> tuple[int, ...]:
     return _ENGINES[node.kind] if is_own else ()
 
 
-def slower(node: Node, target: Target | None) -> str:
-    """Say why "auto" leaves a depthwise convolution to XLA whichever way, if it does.
-
-    The gradient of filters is cuDNN's without a GPU like the measured one, too. XLA's
-    code for it may take 30 times as long.
-    """
-    is_cudnns = node.kind == "conv_wgrad" or is_measured_on(target)
-    return "" if is_cudnns else _NOT_HERE
-
-
 def is_measured_on(target: Target | None) -> bool:
     """Whether engines are those that were measured."""
     return (
@@ -165,8 +155,13 @@ def _judged(way: Legal) -> Legal:
         return replace(way, slower=_NOT_MEASURED)
     if node.kind == "conv_dgrad" and not is_along_one:
         return replace(way, slower=_SLOW_GRADIENT)
-    preference = _OWN_FIRST.get(node.kind, "")
-    return replace(way, fast_engines=_ENGINES[node.kind], preference=preference)
+    return replace(
+        way,
+        # XLA's code for gradients of filters may take 30 times as long on any GPU.
+        slower_elsewhere="" if node.kind == "conv_wgrad" else _NOT_HERE,
+        fast_engines=_ENGINES[node.kind],
+        preference=_OWN_FIRST.get(node.kind, ""),
+    )
 
 
 def _judged_merged(way: Legal, *, is_first: bool, has_own: bool) -> Legal:

@@ -33,6 +33,8 @@ from jax_cudnn.legalize.conv_directions import make_convolution
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.layout import ELEMENTS_PER_LOAD
 
+# What becomes of groups.
+AS_IT_IS, MERGED, PADDED, ONE_GROUP = "as it is", "merged", "padded", "one group"
 _NARROW = ("bf16", "f16")
 # Channels of a group for which cuDNN 9.19 has fast engines in 16 bits, on an H100.
 _WIDTHS = (8, 16, 32, 64, 128)
@@ -48,9 +50,6 @@ _SMALL = {"conv_fprop": 16, "conv_dgrad": 16, "conv_wgrad": 8}
 # Multiplications for one element of the result up to which one group is faster than
 # padded ones, and those up to which it is worth trying.
 _FAST_AS_ONE, _MOST_AS_ONE = 1536, 8192
-
-
-AS_IT_IS, MERGED, PADDED, ONE_GROUP = "as it is", "merged", "padded", "one group"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

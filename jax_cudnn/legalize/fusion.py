@@ -81,30 +81,29 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     # merged groups were measured alone.
     is_alone_first = node.kind != "matmul" and is_depthwise(graph, node)
     order = [*alone, *fused] if is_alone_first else [*fused, *alone]
-    if node.kind == "matmul":
-        slower = matmul.slower(graph, node)
-    else:
-        slower = conv.slower(graph, node, target)
+    if not is_measured_on(target):
+        order = [_elsewhere(way) for way in order]
+    slower = (matmul if node.kind == "matmul" else conv).slower(graph, node)
     slower = slower or measured.slower(graph)
     slow = measured.slow_engines(graph, target)
-    is_measured = is_measured_on(target)
     first = measured.preference(graph, target)
-
-    def elsewhere(way: Legal) -> str:
-        return "" if is_measured else way.slower_elsewhere
-
     return Legalization(
         candidates=tuple(
             replace(
                 way,
-                slower=slower or way.slower or elsewhere(way),
+                slower=slower or way.slower,
                 slow_engines=slow,
-                fast_engines=way.fast_engines if is_measured else (),
-                preference=first or (way.preference if is_measured else ""),
+                preference=first or way.preference,
             )
             for way in order
         )
     )
+
+
+def _elsewhere(way: Legal) -> Legal:
+    """Return a way for a GPU and a cuDNN that were not measured: engines are others."""
+    slower = way.slower or way.slower_elsewhere
+    return replace(way, slower=slower, fast_engines=(), preference="")
 
 
 def _reduces_rows(graph: Graph, node: Node) -> bool:
