@@ -54,6 +54,11 @@ def cells(*, small: bool) -> list[Cell]:
         _cell((64, 28, 28, 256), 32, window=2, step=2),
         _cell((64, 28, 28, 256), 32, window=5),
         _cell((64, 28, 28, 240), 15, window=1),
+        # Odd numbers of groups.
+        _cell((32, 128, 128, 136), 17),
+        _cell((32, 128, 128, 136), 17, activation="silu"),
+        _cell((8, 63, 63, 376), 47),
+        _cell((8, 63, 63, 376), 47, activation="silu"),
         # 24 channels, 40, 48, and others.
         _cell((64, 56, 56, 48), 2, activation="relu"),
         _cell((64, 28, 28, 120), 5),

@@ -131,8 +131,10 @@ def first_way(graph: Graph) -> str:
     With something around it that no way has, a convolution is passed alone, as it is.
     """
     for way in ways(GraphEditor.of(graph)):
-        if way.change(GraphEditor.of(graph)):
-            return way.name
+        editor = GraphEditor.of(graph)
+        if way.change(editor):
+            groups, _, _ = channels_of(editor)
+            return ONE_GROUP if groups == 1 else way.name
     return AS_IT_IS
 
 
