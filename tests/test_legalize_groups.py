@@ -47,6 +47,9 @@ _LAYERS = {
     "transposed": GroupedLayer((4, 5), (3, 3), ((1, 2), (1, 2)), spread=2, **_ODD),
     "one axis": GroupedLayer((9,), (5,), **_ODD),
     "three axes": GroupedLayer((4, 3, 5), (3, 3, 3), **_ODD),
+    "7 groups of 8, silu": GroupedLayer(
+        (5, 6), (3, 3), groups=7, width=8, each=8, activation="silu"
+    ),
     "even, silu": GroupedLayer((5, 6), (3, 3), activation="silu", **_EVEN),
     "small, relu": GroupedLayer((5, 6), (3, 3), activation="relu", **_SMALL),
     "odd, gelu": GroupedLayer((5, 6), (3, 3), activation="gelu", **_ODD),
@@ -122,6 +125,30 @@ def test_odd_groups_have_a_way_with_something_around_them() -> None:
     first = legalize(part, None).candidates[0]
     assert len(first.graph.nodes) > 1
     assert _told(first) == "into 32"
+
+
+@pytest.mark.parametrize(
+    ("groups", "width", "sizes", "is_alone"),
+    [
+        (17, 8, (8, 8), True),
+        (17, 8, (8,), True),
+        (17, 8, (4, 4, 4), False),
+        (18, 8, (8, 8), False),  # These can be merged.
+        (17, 16, (8, 8), False),
+        (1, 8, (8, 8), False),
+    ],
+)
+def test_odd_groups_of_8_channels_are_alone(
+    groups: int, width: int, sizes: tuple[int, ...], *, is_alone: bool
+) -> None:
+    layer = GroupedLayer(
+        sizes, (3,) * len(sizes), groups=groups, width=width, each=width,
+        activation="silu",
+    )  # fmt: skip
+    part = layer.parts(jnp.bfloat16)["conv_fprop"]
+    counts = [len(way.graph.nodes) for way in legalize(part, None).candidates]
+    assert (counts[0] == 1) == is_alone
+    assert max(counts) > 1  # That way is there as well, for the tuner.
 
 
 def test_f32_comes_as_it_is() -> None:

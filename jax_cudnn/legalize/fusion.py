@@ -10,7 +10,7 @@ import jax
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes, is_extreme
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
-from jax_cudnn.legalize import conv, matmul, measured, reduction
+from jax_cudnn.legalize import conv, conv_groups, matmul, measured, reduction
 from jax_cudnn.legalize.conv_depthwise import is_depthwise, is_measured_on
 from jax_cudnn.legalize.editor import GraphEditor
 from jax_cudnn.legalize.legalization import Legal, Legalization, too_old
@@ -79,7 +79,9 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
     alone = _alone(graph, node, ways)
     # cuDNN's engines for depthwise convolutions do nothing else, and without these,
     # merged groups were measured alone.
-    is_alone_first = node.kind != "matmul" and is_depthwise(graph, node)
+    is_alone_first = node.kind != "matmul" and (
+        is_depthwise(graph, node) or conv_groups.is_faster_alone(graph)
+    )
     order = [*alone, *fused] if is_alone_first else [*fused, *alone]
     if not is_measured_on(target):
         order = [_elsewhere(way) for way in order]
