@@ -4,7 +4,15 @@
 And how long does a whole program take with that?
 """
 
+from jax_cudnn.measuring.expected import expected_bytes
 from jax_cudnn.measuring.fastest import OutOfTimeError, measure, measure_each
 from jax_cudnn.measuring.programs import NotRunError, Programs
 
-__all__ = ["NotRunError", "OutOfTimeError", "Programs", "measure", "measure_each"]
+__all__ = [
+    "NotRunError",
+    "OutOfTimeError",
+    "Programs",
+    "expected_bytes",
+    "measure",
+    "measure_each",
+]

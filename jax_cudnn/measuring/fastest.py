@@ -52,6 +52,8 @@ _log = logging.getLogger("jax_cudnn")
 _SAMPLES = 7
 # For each core, so many parts have their programs and plans compiled at once.
 _TOGETHER = 2
+# Where time is short, so many for each core: these are done before others begin.
+_TOGETHER_IN_A_HURRY = 0.5
 # Processes that build plans take some seconds to start: for so many parts, on so many
 # cores, they save more.
 _ENOUGH_PARTS = 12
@@ -97,27 +99,51 @@ def measure_each(
     target: Target,
     deadline: float = math.inf,
     max_plans: int | None = None,
+    hurry: float = math.inf,
 ) -> Iterator[Choice]:
     """Yield what `measure` returns for each of the parts.
 
     What has to be compiled for a few parts is compiled at once. While one is timed,
     plans of others are built, by other processes.
 
+    ``hurry`` is when all should be done, by ``time.monotonic()``. Parts begin as long
+    as they would be done by then, as far as those before them say, and after it only
+    the first plan of each engine is timed. What has begun goes on until ``deadline``.
+
     Raises:
-      OutOfTimeError: as `measure`. The choices that were yielded before hold.
+      OutOfTimeError: as `measure`, or parts are left. The choices that were yielded
+        before hold.
     """
     cores, ordinal = workers(), local_device().local_hardware_id
-    is_worth_it = len(parts) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
+    each_core = _TOGETHER if hurry == math.inf else _TOGETHER_IN_A_HURRY
+    at_once = max(1, int(each_core * cores))
+    is_worth_it = min(at_once, len(parts)) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
     builders = plan_builders(target, ordinal, cores) if is_worth_it else nullcontext()
+    begun, done = time.monotonic(), 0
     with builders as others:
-        at_once = _TOGETHER * cores
-        for start in range(0, len(parts), at_once):
-            some = parts[start : start + at_once]
+        while done < len(parts):
+            if done and hurry < math.inf:
+                at_once = min(at_once, _fitting(done, begun, hurry))
+            some = parts[done : done + at_once]
             contests = [
-                _Contest(part, options, target, deadline, max_plans, others)
+                _Contest(part, options, target, deadline, max_plans, hurry, others)
                 for part, options in some
             ]
             yield from in_stages([contest.choice() for contest in contests])
+            done += len(some)
+
+
+def _fitting(done: int, begun: float, hurry: float) -> int:
+    """Return how many parts fit into the time that is left, as long as those before.
+
+    Raises:
+      OutOfTimeError: none does.
+    """
+    now = time.monotonic()
+    fitting = (hurry - now) * done / max(now - begun, 1e-9)
+    if fitting < 1:
+        raise OutOfTimeError
+    return int(fitting)
 
 
 class _Contest:
@@ -130,11 +156,12 @@ class _Contest:
         target: Target,
         deadline: float,
         max_plans: int | None,
+        hurry: float,
         builders: PlanBuilders | None,
     ) -> None:
         self._part, self._options, self._target = part, options, target
         self._deadline, self._max_plans = deadline, max_plans
-        self._builders = builders
+        self._hurry, self._builders = hurry, builders
         self._device = local_device()
         self._operands = OperandSets(part, self._device)
 
@@ -175,6 +202,8 @@ class _Contest:
         """Time the plans of engines that are near the fastest, those near it longer."""
         is_all = self._max_plans is None
         others = [(race.way, each) for race in races for each in race.others(is_all)]
+        if time.monotonic() > self._hurry:
+            others = []
         plans = yield [self._build_aside(*each) for each in others]
         self._check_time()
         self._look(races, others, plans, is_last=True)

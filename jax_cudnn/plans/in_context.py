@@ -94,21 +94,30 @@ def settle(
     runs: Mapping[Key, int] | None,
     deadline: float,
     say: Callable[[str], None],
+    left: Mapping[Key, Choice] | None = None,
 ) -> tuple[Chosen, ProgramTimes]:
     """Return the choices that make the program fastest, and its times.
 
     ``found`` are the winners of single kernels, ``before`` what was chosen until then.
-    ``runs`` says how many times the program runs each; None if that is not known.
+    ``runs`` says how many times the program runs each; None if that is not known. Those
+    that are ``left`` were not measured, and either stay as before or are XLA's, as the
+    choices there say.
 
     Raises:
       NotRunError: the program does not run with the kernels' winners.
     """
+    start = time.monotonic()
     contest = _Contest(programs, found, runs, say)
-    named = {
-        "kernels": dict(found),
-        "untuned": {key: before.get(key) for key in found},
-        "xla": {key: _by_xla(choice) for key, choice in found.items()},
-        "cudnn": {key: _by_cudnn(choice) for key, choice in found.items()},
+    left = left or {}
+    as_before = {key: before.get(key) for key in left}
+    named: dict[str, Chosen] = {
+        "kernels": {**found, **as_before},
+        "untuned": {**{key: before.get(key) for key in found}, **as_before},
+        "xla": {**{key: _by_xla(choice) for key, choice in found.items()}, **left},
+        "cudnn": {
+            **{key: _by_cudnn(choice) for key, choice in found.items()},
+            **as_before,
+        },
     }
     if contest.loses_far(named["cudnn"]):
         del named["cudnn"]
@@ -131,7 +140,11 @@ def settle(
         best = "kernels"
     chosen, us = numbers[best], took[best]
     spared_us = contest.spared_us(named["xla"], numbers, took)
-    improved = contest.improved(chosen, us, spared_us, deadline)
+    # Changing operations over takes about as long as what was done until now.
+    now = time.monotonic()
+    improved = chosen
+    if now + (now - start) <= deadline:
+        improved = contest.improved(chosen, us, spared_us, deadline)
     if improved != chosen:
         # Its gains were measured two by two, at other times: once more, all in turns.
         us, *again = contest.times([improved, *numbers.values()])
@@ -215,7 +228,10 @@ class _Contest:
         """Return how much faster XLA's program is than its calls say, from 0 on.
 
         They say how much longer it takes than the program with the kernels' winners.
+        What it spares of calls that were not measured is not known, and counts as 0.
         """
+        if by_xla.keys() != self._found.keys():
+            return 0.0
         for name, number in numbers.items():
             if self._chosen[number] == by_xla:
                 longer = took[name] - took["kernels"]
@@ -238,7 +254,11 @@ class _Contest:
 
         It is minus infinity where that is not known.
         """
-        moved = [key for key, x in new.items() if x is None or x.implementation == to]
+        moved = [
+            key
+            for key in self._found
+            if key in new and ((x := new[key]) is None or x.implementation == to)
+        ]
         before, after = self._sum_us(old, moved), self._sum_us(new, moved)
         return -math.inf if math.inf in (before, after) else after - before
 
@@ -249,8 +269,6 @@ class _Contest:
         nothing of it, or lose much more than ``spared_us`` by going to XLA.
         """
         old, slack_us = self._chosen[best], _SLACK * us
-        if time.monotonic() > deadline:
-            return best
         every = {op: self._changed(keys, old) for op, keys in self._operations()}
         changes = {
             op: change

@@ -9,7 +9,15 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -27,7 +35,13 @@ from jax_cudnn.graph import Graph, is_anchor, kind_named, label, operand_text
 from jax_cudnn.lowering import TracedGraph, TracedProgram, scoped, traced_program
 from jax_cudnn.lowering.decision import decide_part, precision_refusal
 from jax_cudnn.lowering.devices import gpu_for, local_device, local_target
-from jax_cudnn.measuring import NotRunError, OutOfTimeError, Programs, measure_each
+from jax_cudnn.measuring import (
+    NotRunError,
+    OutOfTimeError,
+    Programs,
+    expected_bytes,
+    measure_each,
+)
 from jax_cudnn.plans.calls import contenders_text
 from jax_cudnn.plans.in_context import ProgramTimes, settle
 from jax_cudnn.progress import followed, is_shown
@@ -41,6 +55,8 @@ _NO_PROGRAM = "the whole program was not measured"
 # Building plans takes most of the time. Of 99 graphs of GPT-2, a Llama and ConvNeXt on
 # an H200 (cuDNN 9.19), 92 have their best plan among these, and all one within 2.1 %.
 _MAX_PLANS = 10
+# So much of the time is for kernels, where the whole program is to be timed as well.
+_KERNELS_SHARE = 0.5
 
 
 @dataclass(kw_only=True, repr=False)
@@ -133,9 +149,12 @@ def autotune(
         that ``jax_cudnn.fuse`` has found in it.
       *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
         function takes.
-      budget_s: seconds to spend. A call that is not measured by then keeps the plan
-        that it had, and the ``Tuning`` says how many such calls there are. Default: no
-        limit.
+      budget_s: about how many seconds to spend. Half of them are for calls, those
+        first whose sizes let expect that they take longest, and the rest for the whole
+        program. A call that is not measured keeps the plan that it had, and the
+        ``Tuning`` says how many such calls there are; where the program is fastest by
+        XLA alone, they are XLA's, too. A compilation that has begun is waited for.
+        Default: no limit.
       max_plans: how many of cuDNN's plans to time of each way to run a call, in the
         order in which cuDNN names them. The first of each engine is timed in any case,
         and others only of engines whose first takes at most 1.5 times as long as the
@@ -161,9 +180,11 @@ def autotune(
     try:
         with scoped(tuner=_all_at_once):
             traced = traced_program(function, *args, **kwargs)
-        tuner.take(_parts(traced.graphs))
+        runs = tuner.runs(traced)
+        share = _KERNELS_SHARE if whole_program else 1.0
+        tuner.take(_parts(traced.graphs), runs=runs, share=share)
         if whole_program:
-            tuner.settle(traced)
+            tuner.settle(traced, runs)
     finally:
         tuner.finish()
     return tuner.tuning
@@ -256,19 +277,27 @@ class _Tuner:
             )
         self._target = local[1]
         self._start = time.monotonic()
-        self._deadline = self._start + budget_s
+        self._budget_s, self._deadline = budget_s, self._start + budget_s
         self._max_plans = max_plans
         self._progress = progress
         self._seen: set[_New] = set()
         self._before: dict[Key, Choice | None] = {}
+        self._left: dict[Key, Choice] = {}
         self.tuning = Tuning(device=self._target.name)
 
     def take(
-        self, parts: Iterable[tuple[Graph, Options]], *, repeat: bool = True
+        self,
+        parts: Iterable[tuple[Graph, Options]],
+        *,
+        repeat: bool = True,
+        runs: Mapping[Key, int] | None = None,
+        share: float = 1.0,
     ) -> None:
         """Measure those of the parts that are new, and use what is found at once.
 
-        Without ``repeat``, those that run by a choice from before are not new.
+        Without ``repeat``, those that run by a choice from before are not new. ``runs``
+        says how many times a program runs each: those that take it longest come first.
+        A ``share`` of the time is for them.
         """
         new: dict[_New, Options] = {}
         for part, options in parts:
@@ -277,19 +306,30 @@ class _Tuner:
             if is_new and (repeat or not self._is_settled(part, options)):
                 new[key] = options
         self._seen.update(new)
-        asked = [(part, options) for (part, *_), options in new.items()]
-        measured = measure_each(asked, self._target, self._deadline, self._max_plans)
-        for i, (part, allowed, _) in enumerate(self._followed(new)):
+
+        def taken(each: _New) -> float:
+            part, allowed, _ = each
+            key = self._key(part, allowed)
+            return (runs or {}).get(key, 1) * expected_bytes(part)
+
+        order = sorted(new, key=taken, reverse=True)
+        for part, allowed, _ in order:
+            before = choices.table().get(part, self._target, allowed)
+            self._before.setdefault(self._key(part, allowed), before)
+        measured = measure_each(
+            [(each[0], new[each]) for each in order],
+            self._target,
+            self._deadline,
+            self._max_plans,
+            self._start + share * self._budget_s,
+        )
+        for i, (part, allowed, _) in enumerate(self._followed(order)):
             try:
                 choice = next(measured)
             except OutOfTimeError:
-                left = len(new) - i
-                self.tuning.left_count += left
-                self._show(f"out of time: {left} calls are left as they were")
+                self._leave(order[i:])
                 break
-            key = choices.key_of(part, self._target, allowed)
-            before = choices.table().get(part, self._target, allowed)
-            self._before.setdefault(key, before)
+            key = self._key(part, allowed)
             found = {key: choice}
             self.tuning.choices.update(found)
             choices.table().add(found)
@@ -297,6 +337,18 @@ class _Tuner:
                 f"{choice.op} {choice.operands}: "
                 f"cuDNN {_text(choice.cudnn_us)} µs, XLA {_text(choice.xla_us)} µs"
                 + "".join(f", {name} {us:.1f} µs" for name, us in choice.contenders_us)
+            )
+
+    def _key(self, part: Graph, allowed: str) -> Key:
+        return choices.key_of(part, self._target, allowed)
+
+    def _leave(self, parts: Sequence[_New]) -> None:
+        """Leave parts as they were, for lack of time."""
+        self.tuning.left_count += len(parts)
+        self._show(f"out of time: {len(parts)} calls are left as they were")
+        for part, allowed, _ in parts:
+            self._left[self._key(part, allowed)] = Choice(
+                op=label(part), operands=operand_text(part), implementation="xla"
             )
 
     def _is_settled(self, part: Graph, options: Options) -> bool:
@@ -311,13 +363,13 @@ class _Tuner:
             return True  # cuDNN runs sums alone only where that was faster.
         return decide_part(part, gpu_for(options), options).why == "tuned"
 
-    def settle(self, traced: TracedProgram) -> None:
+    def settle(self, traced: TracedProgram, runs: Mapping[Key, int] | None) -> None:
         """Time the whole program, and use what makes that fastest."""
         tuning = self.tuning
-        if not tuning.choices:
+        if not self._seen:
             tuning.program = f"{_NO_PROGRAM}: it has no such calls"
             return
-        if tuning.left_count or time.monotonic() > self._deadline:
+        if not tuning.choices or time.monotonic() > self._deadline:
             tuning.program = f"{_NO_PROGRAM}, for lack of time"
             return
         if traced.is_divided:
@@ -328,7 +380,8 @@ class _Tuner:
                 Programs(traced.program, local_device(), traced.arrays),
                 tuning.choices,
                 self._before,
-                runs=self._runs(traced),
+                left=self._left,
+                runs=runs,
                 deadline=self._deadline,
                 say=self._show,
             )
@@ -341,15 +394,14 @@ class _Tuner:
             choices.table().add(tuning.choices)
         self._show(str(tuning.program))
 
-    def _runs(self, traced: TracedProgram) -> dict[Key, int] | None:
+    def runs(self, traced: TracedProgram) -> dict[Key, int] | None:
         """Return how many times a program runs each part; None if that is not known."""
         counted: Counter[Key] = Counter()
         for graph, runs in traced.counted():
             for part, options in _parts([graph]):
                 if runs is None:
                     return None
-                allowed = options.plan.to_request()
-                counted[choices.key_of(part, self._target, allowed)] += runs
+                counted[self._key(part, options.plan.to_request())] += runs
         return counted
 
     def finish(self) -> None:
