@@ -147,7 +147,7 @@ class _Kernel:
             is_like_first = len(legal.graph.nodes) == len(ways[0].graph.nodes)
             if name in self.plans or not is_like_first:
                 continue
-            if built := first_plans(legal.graph, _PLANS):
+            if built := first_plans(legal.graph, _PLANS, legal.preference):
                 self.plans[name] = legal, built
         self._operands.compile()
 
@@ -302,8 +302,9 @@ def tables_beside_xla(
     yield from ("", *told)
     most = f"the fastest of its first {_PLANS}"
     yield f"Microseconds by cuDNN's first plan, by {most}, and"
-    yield "by XLA. The work on arrays around the kernel is included. The last column is"
-    yield "the time of the fastest of the first plans over XLA's."
+    yield 'by XLA. The first is the one that "auto" tries first: some engines go before'
+    yield "those that cuDNN lists first. The work on arrays around the kernel is included."
+    yield "The last column is the time of the fastest of the first plans over XLA's."
     yield ""
     yield from table(rows, ways, _first_plan_and_xla)
 

@@ -11,14 +11,16 @@ from jax_cudnn.lowering.devices import local_device
 from jax_cudnn.measuring.stopwatch import PlanStopwatch
 
 
-def first_plans(graph: Graph, most: int) -> list[native.PlanInfo]:
+def first_plans(graph: Graph, most: int, request: str = "") -> list[native.PlanInfo]:
     """Return the plans of the first candidates, without those that do not build.
+
+    ``request`` may prefer some of them.
 
     Raises:
       UnsupportedError: cuDNN lists none.
     """
     text, ordinal = to_json(graph), local_device().local_hardware_id
-    listed = native.candidates(text, device=ordinal)
+    listed = native.candidates(text, request=request, device=ordinal)
     found: list[native.PlanInfo] = []
     for each in [x for x in listed if x.request and not x.refusal][:most]:
         try:

@@ -24,16 +24,16 @@ namespace {
 namespace fe = cudnn_frontend;
 using Knob = fe::KnobType_t;
 
-StatusOr<std::unordered_map<Knob, int64_t>> FrontendKnobs(const PlanPin& pin) {
-  std::unordered_map<Knob, int64_t> knobs;
-  for (const auto& [name, value] : pin.knobs) {
+StatusOr<std::unordered_map<Knob, int64_t>> FrontendKnobs(const Knobs& knobs) {
+  std::unordered_map<Knob, int64_t> found;
+  for (const auto& [name, value] : knobs) {
     const auto knob = FindKnob(name);
     if (!knob.has_value()) {
       return InvalidArgument("request.knobs." + name + ": unknown knob");
     }
-    knobs[*knob] = value;
+    found[*knob] = value;
   }
-  return knobs;
+  return found;
 }
 
 std::vector<fe::HeurMode_t> FrontendModes(const std::vector<HeuristicMode>& modes) {
@@ -54,15 +54,16 @@ std::vector<fe::HeurMode_t> FrontendModes(const std::vector<HeuristicMode>& mode
   return result;
 }
 
-// The text that asks for this candidate again, or nothing where it cannot be named.
-std::string PinText(const Candidate& candidate, bool deterministic) {
-  for (const auto& [name, value] : candidate.knobs) {
-    if (name == kUnknownKnob) return "";
-  }
-  PlanRequest request;
-  request.deterministic = deterministic;
-  request.pin = PlanPin{candidate.engine, candidate.knobs, candidate.variant};
-  return WritePlanRequest(request);
+bool HasUnknownKnob(const Candidate& candidate) {
+  return std::any_of(candidate.knobs.begin(), candidate.knobs.end(),
+                     [](const auto& knob) { return knob.first == kUnknownKnob; });
+}
+
+std::vector<std::string> NotesOf(const Candidate& candidate) {
+  std::vector<std::string> notes = candidate.behavior_notes;
+  notes.insert(notes.end(), candidate.numeric_notes.begin(),
+               candidate.numeric_notes.end());
+  return notes;
 }
 
 }  // namespace
@@ -87,6 +88,60 @@ StatusOr<Attempt> Attempt::Make(const GraphSpec& spec, const PlanRequest& reques
 }
 
 StatusOr<Candidate> Attempt::Describe(int64_t index) const {
+  ASSIGN_OR_RETURN(Candidate candidate, Listed(index));
+  ASSIGN_OR_RETURN(candidate.request, PinText(candidate, index));
+  candidate.refusal = FaultOf(*spec_, candidate.engine);
+  if (candidate.refusal.empty()) {
+    candidate.refusal = RefusalOf(request_, candidate.engine, NotesOf(candidate));
+  }
+  if (candidate.refusal.empty()) {
+    ASSIGN_OR_RETURN(candidate.refusal, PinRefusal(candidate, index));
+  }
+  if (const auto limit = request_.workspace_limit_bytes;
+      limit.has_value() && candidate.refusal.empty()) {
+    const auto bytes = graph_->WorkspaceAbove(*limit, index);
+    if (bytes.has_value()) candidate.refusal = WorkspaceRefusal(request_, *bytes);
+  }
+  return candidate;
+}
+
+StatusOr<std::string> Attempt::PinText(const Candidate& candidate,
+                                       int64_t index) const {
+  PlanRequest request;
+  const bool is_listed_so = request_.modes == request.modes;
+  request.deterministic = request_.deterministic;
+  request.pin = PlanPin{candidate.engine, candidate.knobs, 0, candidate.variant};
+  if (HasUnknownKnob(candidate)) {
+    if (!is_listed_so) return std::string();
+    request.pin->knobs.reset();
+    ASSIGN_OR_RETURN(request.pin->nth, NthOfEngine(candidate, index));
+  }
+  return WritePlanRequest(request);
+}
+
+StatusOr<int64_t> Attempt::NthOfEngine(const Candidate& candidate,
+                                       int64_t index) const {
+  int64_t nth = 0;
+  for (int64_t place = 0; place < index; ++place) {
+    ASSIGN_OR_RETURN(const Candidate other, Listed(place));
+    if (other.engine == candidate.engine) ++nth;
+  }
+  return nth;
+}
+
+StatusOr<std::string> Attempt::PinRefusal(const Candidate& candidate,
+                                          int64_t index) const {
+  const std::optional<PlanPin>& pin = request_.pin;
+  if (!pin.has_value() || pin->knobs.has_value()) return std::string();
+  bool is_pinned = candidate.engine == pin->engine;
+  if (is_pinned) {
+    ASSIGN_OR_RETURN(const int64_t nth, NthOfEngine(candidate, index));
+    is_pinned = nth == pin->nth;
+  }
+  return std::string(is_pinned ? "" : "it is not the one that is asked for");
+}
+
+StatusOr<Candidate> Attempt::Listed(int64_t index) const {
   Candidate candidate;
   candidate.variant = variant_;
   std::unordered_map<Knob, int64_t> knobs;
@@ -102,21 +157,8 @@ StatusOr<Candidate> Attempt::Describe(int64_t index) const {
     candidate.knobs.emplace_back(KnobName(knob), value);
   }
   std::sort(candidate.knobs.begin(), candidate.knobs.end());
-  candidate.request = PinText(candidate, request_.deterministic);
   candidate.behavior_notes = NoteNames(behavior);
   candidate.numeric_notes = NoteNames(graph_->numeric_notes(index));
-  std::vector<std::string> notes = candidate.behavior_notes;
-  notes.insert(notes.end(), candidate.numeric_notes.begin(),
-               candidate.numeric_notes.end());
-  candidate.refusal = FaultOf(*spec_, candidate.engine);
-  if (candidate.refusal.empty()) {
-    candidate.refusal = RefusalOf(request_, candidate.engine, notes);
-  }
-  if (const auto limit = request_.workspace_limit_bytes;
-      limit.has_value() && candidate.refusal.empty()) {
-    const auto bytes = graph_->WorkspaceAbove(*limit, index);
-    if (bytes.has_value()) candidate.refusal = WorkspaceRefusal(request_, *bytes);
-  }
   return candidate;
 }
 
@@ -150,8 +192,8 @@ Status Attempt::QueryCandidates(const PlanTarget& target) {
                            ? graph_->build_operation_graph()
                            : graph_->build_operation_graph(target.handle);
   if (lowered.is_bad()) return PlanningStatus(lowered);
-  if (request_.pin.has_value()) {
-    ASSIGN_OR_RETURN(const auto knobs, FrontendKnobs(*request_.pin));
+  if (request_.pin.has_value() && request_.pin->knobs.has_value()) {
+    ASSIGN_OR_RETURN(const auto knobs, FrontendKnobs(*request_.pin->knobs));
     const auto listed = graph_->create_execution_plan(request_.pin->engine, knobs);
     return listed.is_bad() ? PlanningStatus(listed) : Status();
   }

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <memory>
+#include <string>
 
 #include "base/status.h"
 #include "frontend/frontend_graph.h"
@@ -39,6 +40,18 @@ class Attempt {
   explicit Attempt(const GraphSpec& spec) : spec_(&spec) {}
 
   Status QueryCandidates(const PlanTarget& target);
+
+  // A candidate as cuDNN lists it.
+  StatusOr<Candidate> Listed(int64_t index) const;
+
+  // The text that asks for a candidate again, or nothing where there is none.
+  StatusOr<std::string> PinText(const Candidate& candidate, int64_t index) const;
+
+  // How many of its engine are listed before a candidate.
+  StatusOr<int64_t> NthOfEngine(const Candidate& candidate, int64_t index) const;
+
+  // Why a candidate is not the one that is pinned by its place; empty where it is.
+  StatusOr<std::string> PinRefusal(const Candidate& candidate, int64_t index) const;
 
   const GraphSpec* spec_;
   std::shared_ptr<FrontendGraph> graph_;

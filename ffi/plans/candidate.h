@@ -17,7 +17,7 @@ struct Candidate {
   int64_t engine = 0;
   std::vector<std::pair<std::string, int64_t>> knobs;  // sorted by name
   int variant = 0;      // which way of writing the graph; see graph_builder.h
-  std::string request;  // pins this candidate when given to Plan::Build
+  std::string request;  // pins this candidate when given to Plan::Build, if not empty
   std::vector<std::string> behavior_notes;
   std::vector<std::string> numeric_notes;
 

@@ -41,6 +41,8 @@ constexpr std::string_view kNondeterministic = "NONDETERMINISTIC";
 // wanted may have knobs, too: {"engine":4,"knobs":{"KERNEL_CFG":40}}.
 constexpr std::string_view kPreferred = "preferred";
 constexpr std::string_view kKnobs = "knobs";
+// A pin without knobs: {"engine":45,"nth":2,"variant":0}.
+constexpr std::string_view kNth = "nth";
 
 template <typename List, typename Value>
 bool Contains(const List& list, const Value& value) {
@@ -281,14 +283,23 @@ StatusOr<PlanRequest> ReadPreferences(const Json& json) {
 }
 
 StatusOr<PlanRequest> ReadPin(const Json& json, const JsonObject& object) {
-  std::vector<std::string_view> names = {"engine", "knobs", "variant"};
+  const bool has_nth = HasField(object, kNth);
+  std::vector<std::string_view> names = {"engine", has_nth ? kNth : kKnobs, "variant"};
   const bool has_deterministic = HasField(object, "deterministic");
   if (has_deterministic) names.emplace_back("deterministic");
   ASSIGN_OR_RETURN(const auto fields, ReadFields(json, "request", names));
   PlanRequest request;
   PlanPin pin;
   ASSIGN_OR_RETURN(pin.engine, ReadEngine(*fields[0], "request.engine"));
-  ASSIGN_OR_RETURN(pin.knobs, ReadKnobs(*fields[1], "request.knobs"));
+  if (has_nth) {
+    ASSIGN_OR_RETURN(pin.nth, ReadInteger(*fields[1], "request.nth"));
+    if (pin.nth < 0) {
+      return InvalidArgument("request.nth: " + std::to_string(pin.nth) +
+                             " is negative; the first of an engine is 0");
+    }
+  } else {
+    ASSIGN_OR_RETURN(pin.knobs, ReadKnobs(*fields[1], "request.knobs"));
+  }
   ASSIGN_OR_RETURN(pin.variant, ReadInteger(*fields[2], "request.variant"));
   request.pin = std::move(pin);
   request.refused_notes.clear();  // It may name a plan that none gets by default.
@@ -336,8 +347,9 @@ std::string KnobsObject(const Knobs& knobs) {
 
 std::string WritePin(const PlanPin& pin, bool deterministic) {
   std::string text = deterministic ? "{\"deterministic\":true," : "{";
-  text += "\"engine\":" + std::to_string(pin.engine) +
-          ",\"knobs\":" + KnobsObject(pin.knobs);
+  text += "\"engine\":" + std::to_string(pin.engine);
+  text += pin.knobs ? ",\"knobs\":" + KnobsObject(*pin.knobs)
+                    : ",\"nth\":" + std::to_string(pin.nth);
   return text + ",\"variant\":" + std::to_string(pin.variant) + "}";
 }
 

@@ -23,10 +23,13 @@ enum class HeuristicMode { kA, kB, kFallback };
 
 using Knobs = std::vector<std::pair<std::string, int64_t>>;  // sorted by name
 
-// One engine with its knobs, in one way of writing the graph.
+// One engine with its knobs, in one way of writing the graph. The frontend cannot name
+// each knob: without them, `nth` counts from 0 among the candidates of the engine that
+// the default request lists.
 struct PlanPin {
   int64_t engine = 0;
-  Knobs knobs;
+  std::optional<Knobs> knobs;
+  int64_t nth = 0;
   int64_t variant = 0;  // see graph_builder.h; whether it exists is not checked here
 };
 

@@ -27,8 +27,10 @@ class Candidate:
     """One engine with its knobs, as cuDNN lists it for a graph.
 
     ``knobs`` are (name, value) pairs sorted by name. ``request`` asks for this very
-    candidate when passed to ``plan``; it is empty where this version of the frontend
-    cannot name one of the knobs. ``variant`` counts the ways of writing the graph.
+    candidate when passed to ``plan``. Where this version of the frontend cannot name
+    one of the knobs, it asks for the candidate's place among those of the engine; it is
+    empty in other lists than cuDNN's first choices. ``variant`` counts the ways of
+    writing the graph.
     ``workspace_bytes`` and ``build_ms`` are known where ``is_built``; ``failure`` says
     why a candidate that was tried did not build, ``refusal`` why what was asked for
     does not allow it: such a one is not built.

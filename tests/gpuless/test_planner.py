@@ -3,13 +3,17 @@
 
 import functools
 import json
+from collections import Counter
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 
 from jax_cudnn.graph import to_json
+from jax_cudnn.legalize import legalize
 from tests.attention import SIZES, attention_graph, backward_graph
 from tests.gpuless import harness
+from tests.grouped_layers import GroupedLayer
 
 _SIZES = {**SIZES, "d": 64, "e": 64, "s": 65, "t": 129}
 _FORWARD = attention_graph(sizes=_SIZES, dtype="bf16", with_stats=True)
@@ -65,6 +69,24 @@ def test_a_choice_pins_the_engine_that_it_was_read_from() -> None:
     assert pinned["request"] == last["request"]
 
 
+def test_a_place_among_those_of_an_engine_pins_as_well() -> None:
+    layer = GroupedLayer((28, 28), (3, 3), groups=1, width=64, each=64)
+    part = layer.parts(jnp.bfloat16)["conv_fprop"]
+    graph = to_json(legalize(part, None).candidates[0].graph)
+    listed = harness.plan_all([graph], "h200", build=False)[0]["candidates"]
+    counts = Counter(each["engine"] for each in listed)
+    ((engine, count),) = counts.most_common(1)
+    assert count > 1
+    same = [each for each in listed if each["engine"] == engine]
+    requests = [f'{{"engine":{engine},"nth":{i},"variant":0}}' for i in range(count + 1)]
+    answers = harness.plan_all([graph] * len(requests), "h200", requests=requests)
+    for wanted, answer in zip(same, answers[:-1], strict=True):
+        (built,) = (each for each in answer["candidates"] if not each["refusal"])
+        assert built["is_built"]
+        assert (built["name"], built["request"]) == (wanted["name"], wanted["request"])
+    assert answers[-1]["error"] == "UnsupportedError"
+
+
 def test_a_choice_that_cannot_be_followed_is_refused() -> None:
     unknown_engine = '{"engine":12345,"knobs":{},"variant":0}'
     expected = {
@@ -74,6 +96,14 @@ def test_a_choice_that_cannot_be_followed_is_refused() -> None:
         '{"engine":1,"knobs":{"SIZE":1},"variant":0}': (
             "GraphError",
             "request.knobs.SIZE: unknown knob",
+        ),
+        '{"engine":1,"nth":-1,"variant":0}': (
+            "GraphError",
+            "request.nth: -1 is negative",
+        ),
+        '{"engine":1,"knobs":{},"nth":0,"variant":0}': (
+            "GraphError",
+            "request.knobs: unknown field",
         ),
         '{"engine":1.5,"knobs":{},"variant":0}': (
             "GraphError",
