@@ -303,8 +303,9 @@ def tables_beside_xla(
     most = f"the fastest of its first {_PLANS}"
     yield f"Microseconds by cuDNN's first plan, by {most}, and"
     yield 'by XLA. The first is the one that "auto" tries first: some engines go before'
-    yield "those that cuDNN lists first. The work on arrays around the kernel is included."
-    yield "The last column is the time of the fastest of the first plans over XLA's."
+    yield "those that cuDNN lists first. The work on arrays around the kernel is"
+    yield "included. The last column is the time of the fastest of the first plans over"
+    yield "XLA's."
     yield ""
     yield from table(rows, ways, _first_plan_and_xla)
 

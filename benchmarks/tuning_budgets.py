@@ -95,8 +95,8 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         "# Tuning for some seconds",
         "",
-        "Printed by `python -m benchmarks.tuning_budgets --out docs/benchmarks`; do not "
-        f"edit. {versions_text(data['environment'])}.",
+        "Printed by `python -m benchmarks.tuning_budgets --out docs/benchmarks`; do "
+        f"not edit. {versions_text(data['environment'])}.",
         "",
         "`plans.autotune(step, ..., budget_s=seconds)` of whole training steps, as in",
         "[Whole models](models.md), each in a process of its own. The program's times",

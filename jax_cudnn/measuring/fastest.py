@@ -100,11 +100,13 @@ def measure_each(
     deadline: float = math.inf,
     max_plans: int | None = None,
     hurry: float = math.inf,
+    beside: Sequence[Task] = (),
 ) -> Iterator[Choice]:
     """Yield what `measure` returns for each of the parts.
 
     What has to be compiled for a few parts is compiled at once. While one is timed,
-    plans of others are built, by other processes.
+    plans of others are built, by other processes. The tasks ``beside`` run while the
+    first programs are compiled.
 
     ``hurry`` is when all should be done, by ``time.monotonic()``. Parts begin as long
     as they would be done by then, as far as those before them say, and after it only
@@ -129,8 +131,21 @@ def measure_each(
                 _Contest(part, options, target, deadline, max_plans, hurry, others)
                 for part, options in some
             ]
-            yield from in_stages([contest.choice() for contest in contests])
+            works: list[Work[Any]] = [contest.choice() for contest in contests]
+            if done == 0:
+                works.insert(0, _beside(beside))
+            results = in_stages(works)
+            if done == 0:
+                next(results)
+            yield from results
             done += len(some)
+
+
+def _beside(tasks: Sequence[Task]) -> Work[None]:
+    """Run tasks with the first programs: before these, ways are looked for."""
+    yield []
+    # Those that are followed begin before all others.
+    yield [Followed(task, lambda result: result) for task in tasks]
 
 
 def _fitting(done: int, begun: float, hurry: float) -> int:

@@ -51,33 +51,59 @@ class Programs:
     def __init__(
         self, program: Traced, device: Any, arrays: Sequence[Any] = ()
     ) -> None:
-        """Draw the operands, given what the program was traced with, as far as known.
+        """Take a program, and what it was traced with, as far as known.
 
         Raises:
-          NotRunError: the program takes what cannot be drawn, or too much of it.
+          NotRunError: the program takes what cannot be drawn.
         """
         self._function, avals = constants_as_operands(program.jaxpr)
+        for aval in avals:
+            if not is_array_aval(aval):
+                raise NotRunError(f"it takes {aval}, which is no array")
+        self._avals = avals
         self._device = device
         self._calls: list[Callable[[], Any]] = []
+        self._ahead: list[tuple[Trial, jax.stages.Compiled | NotRunError]] = []
         constants = program.jaxpr.consts
-        known = [*constants, *(arrays or [None] * (len(avals) - len(constants)))]
-        with jax.default_device(device), _out_of_memory_is("its operands"):
-            self._operands = [
-                _operand(aval, i, array, device)
-                for i, (aval, array) in enumerate(zip(avals, known, strict=True))
+        self._known = [*constants, *(arrays or [None] * (len(avals) - len(constants)))]
+
+    @functools.cached_property
+    def _operands(self) -> list[jax.Array]:
+        """The operands, drawn: they take memory from when a program runs first."""
+        with jax.default_device(self._device), _out_of_memory_is("its operands"):
+            operands = [
+                _operand(aval, i, array, self._device)
+                for i, (aval, array) in enumerate(
+                    zip(self._avals, self._known, strict=True)
+                )
             ]
-            jax.block_until_ready(self._operands)
+            return jax.block_until_ready(operands)
+
+    def compile_ahead(self, trial: Trial) -> None:
+        """Compile the program with choices that `compile` will be asked for.
+
+        XLA tunes the program's own kernels, and remembers what it finds: versions that
+        are compiled after another one take much less than those beside it.
+        """
+        self._ahead.append((trial, self._compiled(trial)))
 
     def compile(self, trials: Sequence[Trial]) -> "list[int | NotRunError]":
         """Compile the program with each set of choices, all of them at once.
 
         Returns the numbers of the programs, or why one does not compile or run.
         """
-        tasks = [functools.partial(self._compiled, trial) for trial in trials]
+        tasks = [functools.partial(self._compiled_once, trial) for trial in trials]
         return [self._number(each) for each in together(tasks)]
 
+    def _compiled_once(self, trial: Trial) -> "jax.stages.Compiled | NotRunError":
+        for ahead, compiled in self._ahead:
+            if ahead.choices == trial.choices:
+                return compiled
+        return self._compiled(trial)
+
     def _compiled(self, trial: Trial) -> "jax.stages.Compiled | NotRunError":
-        function, operands = self._function, self._operands
+        function = self._function
+        types = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in self._avals]
 
         def program(*operands: jax.Array) -> list[jax.Array]:
             return function(*operands)
@@ -88,7 +114,7 @@ class Programs:
                 jax.default_device(self._device),
                 _out_of_memory_is("a compilation"),
             ):
-                return jax.jit(program).lower(*operands).compile()
+                return jax.jit(program).lower(*types).compile()
         except NotRunError as error:
             return error
 
@@ -97,8 +123,8 @@ class Programs:
     ) -> "int | NotRunError":
         if isinstance(program, NotRunError):
             return program
-        operands = self._operands
         try:
+            operands = self._operands
             # XLA would wait for memory, ten seconds long.
             needed, free = needed_bytes(program), free_bytes(self._device)
             if needed > free:
@@ -165,8 +191,6 @@ def _operand(aval: Any, number: int, array: Any, device: Any) -> jax.Array:
     Floats are from 0 to 1: second moments are not negative. Keys are 0, and so is what
     only its shape is known of: indices of 0 are inside of any array.
     """
-    if not is_array_aval(aval):
-        raise NotRunError(f"it takes {aval}, which is no array")
     dtype = aval.dtype
     if jnp.issubdtype(dtype, jnp.floating):
         uniform = tables(device).uniform

@@ -4,6 +4,7 @@
 `plans.autotuning` does so for whatever is compiled inside a `with` block.
 """
 
+import functools
 import logging
 import math
 import sys
@@ -27,7 +28,7 @@ import jax
 from jax.stages import Traced
 
 from jax_cudnn import choices
-from jax_cudnn.choices import Choice, Key
+from jax_cudnn.choices import Choice, Key, Trial
 from jax_cudnn.columns import Block, Heading, Page, Table, Text
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, LibraryError
@@ -180,11 +181,10 @@ def autotune(
     try:
         with scoped(tuner=_all_at_once):
             traced = traced_program(function, *args, **kwargs)
-        runs = tuner.runs(traced)
-        share = _KERNELS_SHARE if whole_program else 1.0
-        tuner.take(_parts(traced.graphs), runs=runs, share=share)
         if whole_program:
-            tuner.settle(traced, runs)
+            tuner.tune_program(traced)
+        else:
+            tuner.take(_parts(traced.graphs), runs=tuner.runs(traced))
     finally:
         tuner.finish()
     return tuner.tuning
@@ -292,12 +292,14 @@ class _Tuner:
         repeat: bool = True,
         runs: Mapping[Key, int] | None = None,
         share: float = 1.0,
+        programs: Programs | None = None,
     ) -> None:
         """Measure those of the parts that are new, and use what is found at once.
 
         Without ``repeat``, those that run by a choice from before are not new. ``runs``
         says how many times a program runs each: those that take it longest come first.
-        A ``share`` of the time is for them.
+        A ``share`` of the time is for them. Meanwhile, the whole program is compiled as
+        it is untuned.
         """
         new: dict[_New, Options] = {}
         for part, options in parts:
@@ -316,12 +318,17 @@ class _Tuner:
         for part, allowed, _ in order:
             before = choices.table().get(part, self._target, allowed)
             self._before.setdefault(self._key(part, allowed), before)
+        beside: list[Callable[[], Any]] = []
+        if programs is not None:
+            untuned = Trial(dict(self._before))
+            beside.append(functools.partial(programs.compile_ahead, untuned))
         measured = measure_each(
             [(each[0], new[each]) for each in order],
             self._target,
             self._deadline,
             self._max_plans,
             self._start + share * self._budget_s,
+            beside,
         )
         for i, (part, allowed, _) in enumerate(self._followed(order)):
             try:
@@ -363,7 +370,23 @@ class _Tuner:
             return True  # cuDNN runs sums alone only where that was faster.
         return decide_part(part, gpu_for(options), options).why == "tuned"
 
-    def settle(self, traced: TracedProgram, runs: Mapping[Key, int] | None) -> None:
+    def tune_program(self, traced: TracedProgram) -> None:
+        """Measure all parts of a program, and then the program."""
+        runs = self.runs(traced)
+        try:
+            if traced.is_divided:
+                raise NotRunError("it is divided among devices")
+            programs = Programs(traced.program, local_device(), traced.arrays)
+        except NotRunError as error:
+            self.take(_parts(traced.graphs), runs=runs)
+            self.tuning.program = f"{_NO_PROGRAM}: {error}"
+            return
+        self.take(
+            _parts(traced.graphs), runs=runs, share=_KERNELS_SHARE, programs=programs
+        )
+        self._settle(programs, runs)
+
+    def _settle(self, programs: Programs, runs: Mapping[Key, int] | None) -> None:
         """Time the whole program, and use what makes that fastest."""
         tuning = self.tuning
         if not self._seen:
@@ -372,12 +395,9 @@ class _Tuner:
         if not tuning.choices or time.monotonic() > self._deadline:
             tuning.program = f"{_NO_PROGRAM}, for lack of time"
             return
-        if traced.is_divided:
-            tuning.program = f"{_NO_PROGRAM}: it is divided among devices"
-            return
         try:
             chosen, times = settle(
-                Programs(traced.program, local_device(), traced.arrays),
+                programs,
                 tuning.choices,
                 self._before,
                 left=self._left,

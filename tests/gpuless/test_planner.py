@@ -78,7 +78,9 @@ def test_a_place_among_those_of_an_engine_pins_as_well() -> None:
     ((engine, count),) = counts.most_common(1)
     assert count > 1
     same = [each for each in listed if each["engine"] == engine]
-    requests = [f'{{"engine":{engine},"nth":{i},"variant":0}}' for i in range(count + 1)]
+    requests = [
+        f'{{"engine":{engine},"nth":{i},"variant":0}}' for i in range(count + 1)
+    ]
     answers = harness.plan_all([graph] * len(requests), "h200", requests=requests)
     for wanted, answer in zip(same, answers[:-1], strict=True):
         (built,) = (each for each in answer["candidates"] if not each["refusal"])
