@@ -52,8 +52,9 @@ _log = logging.getLogger("jax_cudnn")
 _SAMPLES = 7
 # For each core, so many parts have their programs and plans compiled at once.
 _TOGETHER = 2
-# Where time is short, so many for each core: these are done before others begin.
-_TOGETHER_IN_A_HURRY = 0.5
+# Where time is short, the first parts are one for so many cores: they are done soon, and
+# say how many others there is time for.
+_CORES_IN_A_HURRY = 2
 # Processes that build plans take some seconds to start: for so many parts, on so many
 # cores, they save more.
 _ENOUGH_PARTS = 12
@@ -117,15 +118,15 @@ def measure_each(
         before hold.
     """
     cores, ordinal = workers(), local_device().local_hardware_id
-    each_core = _TOGETHER if hurry == math.inf else _TOGETHER_IN_A_HURRY
-    at_once = max(1, int(each_core * cores))
+    most, is_in_a_hurry = _TOGETHER * cores, hurry < math.inf
+    at_once = max(1, cores // _CORES_IN_A_HURRY) if is_in_a_hurry else most
     is_worth_it = min(at_once, len(parts)) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
     builders = plan_builders(target, ordinal, cores) if is_worth_it else nullcontext()
     begun, done = time.monotonic(), 0
     with builders as others:
         while done < len(parts):
-            if done and hurry < math.inf:
-                at_once = min(at_once, _fitting(done, begun, hurry))
+            if done and is_in_a_hurry:
+                at_once = min(most, _fitting(done, begun, hurry))
             some = parts[done : done + at_once]
             contests = [
                 _Contest(part, options, target, deadline, max_plans, hurry, others)
