@@ -15,13 +15,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cudnn import choices, matmul
+from jax_cudnn import choices, conv, matmul, sdpa
 from jax_cudnn.choices import Choice, ChoiceTable, Key, Trial
 from jax_cudnn.config import Options
 from jax_cudnn.lowering import primitives, scoped, traced_graphs, traced_program
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.lowering.scope import scope
-from jax_cudnn.measuring import NotRunError, Programs, memory, programs
+from jax_cudnn.measuring import (
+    NotRunError,
+    OutOfTimeError,
+    Programs,
+    expected_bytes,
+    memory,
+    programs,
+)
 from jax_cudnn.plans import in_context, tuning
 from jax_cudnn.plans.in_context import Chosen, ProgramTimes, settle
 from tests.planner import H200, made_plan
@@ -110,6 +117,54 @@ def test_it_is_as_fast_as_the_fastest_contender(seed: int) -> None:
     for each in programs.compiled[:4]:
         assert least <= cost(each) * 1.005 + 1e-9
     assert len(programs.compiled) <= 5 + len({c.op for c in found.values()})
+
+
+@pytest.mark.parametrize("fastest", ["cudnn", "xla"])
+def test_what_was_left_stays_as_it_was_or_is_xlas(fastest: str) -> None:
+    found = {_key("n"): _choice("norm", 10, 12)}
+    left = {_key(name): Choice(op="matmul", operands="", implementation="xla")
+            for name in ("old", "new")}  # fmt: skip
+    before = {_key("old"): _choice("old")}
+
+    def cost(chosen: Chosen) -> float:
+        is_xlas = {each and each.implementation for each in chosen.values()} == {"xla"}
+        return 20 if is_xlas == (fastest == "xla") else 30
+
+    programs = _Made(cost)
+    chosen, times = settle(
+        programs, found, before, runs={_key("n"): 1}, deadline=math.inf,
+        say=lambda _: None, left=left,
+    )  # fmt: skip
+    assert (times.chosen_us, times.xla_us) == (20, 20 if fastest == "xla" else 30)
+    assert times.is_xla_alone
+    if fastest == "xla":
+        assert set(_who(chosen)) == {"xla"}
+        assert {key: chosen[key] for key in left} == left
+    else:
+        assert chosen == {**found, _key("old"): before[_key("old")], _key("new"): None}
+    # Of what XLA spares nothing is known: the norm loses by going there.
+    by_xla_alone = [each for each in programs.compiled if set(_who(each)) == {"xla"}]
+    assert len(by_xla_alone) == 1
+    assert len(programs.compiled) == 3
+
+
+@pytest.mark.parametrize(("deadline", "is_tried"), [(21.0, True), (19.0, False)])
+def test_operations_change_over_if_there_is_time_for_as_much_again(
+    deadline: float, is_tried: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+
+    class Slow(_Made):
+        def compile(self, trials: Sequence[Trial]) -> list[int | NotRunError]:
+            now[0] += 10
+            return super().compile(trials)
+
+    monkeypatch.setattr(in_context.time, "monotonic", lambda: now[0])
+    found = {_key("n"): _choice("norm", 10, 10.1), _key("m"): _choice("matmul", 10, 20)}
+    programs = Slow(lambda chosen: 20 - (_who(chosen) == ["xla", "cudnn"]))
+    chosen, _ = _settle(programs, found, deadline=deadline)
+    assert (_who(chosen) == ["xla", "cudnn"]) == is_tried
+    assert now == [20 if is_tried else 10]
 
 
 def test_an_operation_changes_over_where_that_helps_its_neighbours() -> None:
@@ -430,6 +485,26 @@ def test_a_trial_is_in_force_while_its_program_is_compiled(
     ]
 
 
+def test_what_was_compiled_ahead_is_not_compiled_again() -> None:
+    runs = itertools.count()
+
+    def step(x: jax.Array) -> jax.Array:
+        y = matmul(x, x.T, activation="relu")
+        return y + next(runs)  # which program it is
+
+    x = jnp.ones((4, 8))
+    contest = Programs(traced_program(step, x).program, jax.devices()[0])
+    assert "_operands" not in vars(contest), "they take no memory yet"
+    key, choice = _key("m"), _choice("matmul")
+    compiled: list[Any] = []
+    make = contest._compiled
+    contest._compiled = lambda trial: compiled.append(trial) or make(trial)
+    contest.compile_ahead(Trial({key: choice}))
+    trials = [Trial({key: None}), Trial({key: replace(choice)})]
+    assert contest.compile(trials) == [0, 1]
+    assert [each.choices for each in compiled] == [{key: choice}, {key: None}]
+
+
 def test_a_program_without_memory_for_it_is_not_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -514,8 +589,16 @@ def test_choices_of_a_trial_go_before_all_others(
 # --- autotune -------------------------------------------------------------------------
 
 
+def _measured(parts: Any, *_: Any) -> Any:
+    return (_choice("matmul") for _ in parts)
+
+
 def _tuned(
-    monkeypatch: pytest.MonkeyPatch, function: Any, *args: Any, **options: Any
+    monkeypatch: pytest.MonkeyPatch,
+    function: Any,
+    *args: Any,
+    measure_each: Any = _measured,
+    **options: Any,
 ) -> tuple[tuning.Tuning, ChoiceTable, list[Any]]:
     """Tune with a stand-in for an H200; programs run on the CPU."""
     table, kept = ChoiceTable(), []
@@ -523,9 +606,7 @@ def _tuned(
     monkeypatch.setattr(choices, "remember", kept.append)
     monkeypatch.setattr(tuning, "local_target", lambda: (0, H200))
     monkeypatch.setattr(tuning, "local_device", lambda: jax.devices("cpu")[0])
-    monkeypatch.setattr(
-        tuning, "measure_each", lambda parts, *_: (_choice("matmul") for _ in parts)
-    )
+    monkeypatch.setattr(tuning, "measure_each", measure_each)
     found = tuning.autotune(function, *args, progress=False, **options)
     return found, table, kept
 
@@ -607,3 +688,82 @@ def test_autotune_says_how_many_times_a_program_runs_each_part(
     for function in (layers, steps):
         _tuned(monkeypatch, function, x)
     assert [runs and list(runs.values()) for runs in told] == [[7], None]
+
+
+def test_what_takes_longest_is_measured_first_and_what_is_left_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    small, large = jnp.ones((8, 8)), jnp.ones((16, 16))
+
+    def program(x: jax.Array, y: jax.Array, z: jax.Array) -> Any:
+        # The product of the small ones runs 100 times.
+        x = jax.lax.scan(lambda x, _: (_step(x), None), x, length=100)[0]
+        return _step(y), x, matmul(z, y, activation="gelu")
+
+    asked: list[Any] = []
+
+    def measure_each(parts: Any, *_: Any) -> Any:
+        asked.extend(parts)
+        yield _choice("matmul")
+        raise OutOfTimeError
+
+    args = small, large, jnp.ones((64, 16))
+    times = {"xla": 1.0}
+
+    class Made(_Made):
+        def compile_ahead(self, trial: Trial) -> None:
+            del trial
+
+    monkeypatch.setattr(
+        tuning,
+        "Programs",
+        lambda *_: Made(
+            lambda chosen: times["xla"] if set(_who(chosen)) == {"xla"} else 2.0
+        ),
+    )
+    found, table, kept = _tuned(
+        monkeypatch, program, *args, measure_each=measure_each, budget_s=60
+    )
+    sizes = [part.output_tensors[0].dims for part, _ in asked]
+    assert sizes == [(1, 8, 8), (1, 64, 16), (1, 16, 16)]
+    assert "not measured, for lack of time: 2" in str(found)
+    assert isinstance(found.program, ProgramTimes)
+    # XLA alone is the fastest, with what was not measured.
+    assert set(_who(found.choices)) == {"xla"}
+    assert len(found.choices) == 3
+    assert table.all() == found.choices == kept[-1]
+    found.save(tmp_path / "choices.json")
+    assert choices.read(tmp_path / "choices.json") == found.choices
+    # Else only what was measured has a choice.
+    times["xla"] = 3.0
+    found, *_ = _tuned(
+        monkeypatch, program, *args, measure_each=measure_each, budget_s=60
+    )
+    assert _who(found.choices) == ["cudnn"]
+
+
+@pytest.mark.parametrize(
+    ("function", "shapes", "most", "moved"),
+    [
+        (matmul, [(64, 32), (32, 16)], 64 * 32 * 16, 2 * (64 * 32 + 32 * 16 + 64 * 16)),
+        (
+            lambda x, w: conv(x, w, (2, 2), "SAME"),
+            [(2, 8, 16, 16), (24, 8, 3, 3)],
+            2 * 24 * 8 * 8 * 8 * 9,
+            2 * (2 * 8 * 256 + 24 * 72 + 2 * 24 * 64),
+        ),
+        (
+            lambda q, k, v: sdpa(q, k, v),
+            [(2, 64, 4, 32), (2, 48, 4, 32), (2, 48, 4, 32)],
+            2 * 4 * 64 * 48 * 32,
+            2 * (2 * (64 + 48) * 2 * 4 * 32),
+        ),
+    ],
+    ids=["matmul", "conv", "sdpa"],
+)
+def test_what_a_kernel_moves_and_multiplies_is_expected(
+    function: Any, shapes: Any, most: int, moved: int
+) -> None:
+    types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    ((graph, _, _),) = traced_graphs(function, *types)
+    assert expected_bytes(graph) == pytest.approx(moved + most / 150)

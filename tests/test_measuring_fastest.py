@@ -20,7 +20,13 @@ from jax_cudnn.legalize import Legalization
 from jax_cudnn.legalize.legalization import Legal
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import Step
-from jax_cudnn.measuring import OutOfTimeError, fastest, measure, races
+from jax_cudnn.measuring import (
+    OutOfTimeError,
+    fastest,
+    measure,
+    races,
+    together,
+)
 from jax_cudnn.measuring.stopwatch import Measurement
 from jax_cudnn.native import Candidate, PlanInfo
 from jax_cudnn.reference.interpreter import evaluate
@@ -595,3 +601,79 @@ def test_a_contender_that_fails_is_passed_over(
     told = [record.message for record in caplog.records]
     assert bool(told) == is_warned_of
     assert all("it fails: KeyError: 'a'" in each for each in told)
+
+
+# --- little time ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hurry", "batches", "left"),
+    [
+        (float("inf"), [8, 2], 0),
+        (200.0, [2, 8], 0),
+        (30.0, [2, 5], 3),
+        (7.0, [2], 8),
+        (-1.0, [2], 8),
+    ],
+)
+def test_as_many_parts_are_begun_as_there_is_time_for(
+    hurry: float, batches: list[int], left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, begun, found = [0.0], [], []
+
+    class Contest:
+        def __init__(self, part: Any, *_: Any) -> None:
+            self.part = part
+
+        def choice(self) -> Any:
+            yield []
+            now[0] += 4
+            return self.part
+
+    def in_stages(works: Sequence[Any]) -> Any:
+        begun.append(len(works))
+        return together.in_stages(works)
+
+    monkeypatch.setattr(fastest, "_Contest", Contest)
+    monkeypatch.setattr(fastest, "in_stages", in_stages)
+    monkeypatch.setattr(fastest, "local_device", lambda: SimpleNamespace(
+        local_hardware_id=3
+    ))  # fmt: skip
+    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    parts: Any = [(i, None) for i in range(10)]
+    each = fastest.measure_each(parts, H200, hurry=hurry)
+    with pytest.raises(OutOfTimeError) if left else contextlib.nullcontext():
+        found.extend(each)
+    begun[0] -= 1  # what runs beside them
+    assert begun == batches
+    assert found == list(range(10 - left))
+
+
+@pytest.mark.parametrize("hurry", [float("inf"), -1.0])
+def test_in_a_hurry_only_the_first_plan_of_an_engine_is_built(
+    hurry: float, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    first, second = made_plan(_pin(10)), made_plan(_pin(10).replace(":2}", ":8}"))
+    assert first.request != second.request
+
+    def plan(text: str, *, request: str, device: int) -> PlanInfo:
+        asked.append(request)
+        return gpu.plan(text, request=request, device=device)
+
+    monkeypatch.setattr(native, "candidates", lambda *_, **__: (first, second))
+    monkeypatch.setattr(native, "plan", plan)
+    ((part, options, _),) = traced_graphs(
+        matmul,
+        jax.ShapeDtypeStruct((8, 16), jnp.bfloat16),
+        jax.ShapeDtypeStruct((16, 8), jnp.bfloat16),
+    )
+    ran: list[str] = []
+    beside = [lambda: ran.append(f"after {len(asked)} plans")]
+    (choice,) = fastest.measure_each(
+        [(part, options)], H200, hurry=hurry, beside=beside
+    )
+    assert choice.plan in (first.request, second.request)
+    assert (second.request in asked) == (hurry > 0)
+    assert ran == ["after 0 plans"]

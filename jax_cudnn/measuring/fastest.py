@@ -52,7 +52,7 @@ _log = logging.getLogger("jax_cudnn")
 _SAMPLES = 7
 # For each core, so many parts have their programs and plans compiled at once.
 _TOGETHER = 2
-# Where time is short, the first parts are one for so many cores: they are done soon, and
+# Where time is short, one part for so many cores comes first: these are done soon, and
 # say how many others there is time for.
 _CORES_IN_A_HURRY = 2
 # Processes that build plans take some seconds to start: for so many parts, on so many
