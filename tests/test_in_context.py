@@ -142,10 +142,9 @@ def test_what_was_left_stays_as_it_was_or_is_xlas(fastest: str) -> None:
         assert {key: chosen[key] for key in left} == left
     else:
         assert chosen == {**found, _key("old"): before[_key("old")], _key("new"): None}
-    # Of what XLA spares nothing is known: the norm loses by going there.
-    by_xla_alone = [each for each in programs.compiled if set(_who(each)) == {"xla"}]
-    assert len(by_xla_alone) == 1
-    assert len(programs.compiled) == 3
+    # The norm goes from XLA to cuDNN, where it is faster, and not there: of what XLA
+    # spares nothing is known.
+    assert len(programs.compiled) == (4 if fastest == "xla" else 3)
 
 
 @pytest.mark.parametrize(("deadline", "is_tried"), [(21.0, True), (19.0, False)])
