@@ -609,21 +609,23 @@ def test_a_contender_that_fails_is_passed_over(
 @pytest.mark.parametrize(
     ("hurry", "batches", "left"),
     [
-        (float("inf"), [8, 2], 0),
-        (200.0, [2, 8], 0),
-        (30.0, [2, 5], 3),
-        (7.0, [2], 8),
-        (-1.0, [2], 8),
+        (float("inf"), [8, 8, 4], 0),
+        (200.0, [2, 8, 8, 2], 0),
+        (30.0, [2, 5], 13),
+        (7.0, [2], 18),
+        (-1.0, [2], 18),
     ],
 )
 def test_as_many_parts_are_begun_as_there_is_time_for(
     hurry: float, batches: list[int], left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, begun, found = [0.0], [], []
+    by_others: list[bool] = []
 
     class Contest:
-        def __init__(self, part: Any, *_: Any) -> None:
+        def __init__(self, part: Any, *rest: Any) -> None:
             self.part = part
+            by_others.append(rest[-1] is not None)
 
         def choice(self) -> Any:
             yield []
@@ -639,15 +641,20 @@ def test_as_many_parts_are_begun_as_there_is_time_for(
     monkeypatch.setattr(fastest, "local_device", lambda: SimpleNamespace(
         local_hardware_id=3
     ))  # fmt: skip
+    monkeypatch.setattr(fastest, "plan_builders", lambda *_: contextlib.nullcontext(1))
+    monkeypatch.setattr(fastest, "_ENOUGH_PARTS", 8)
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
-    parts: Any = [(i, None) for i in range(10)]
+    parts: Any = [(i, None) for i in range(20)]
     each = fastest.measure_each(parts, H200, hurry=hurry)
     with pytest.raises(OutOfTimeError) if left else contextlib.nullcontext():
         found.extend(each)
     begun[0] -= 1  # what runs beside them
     assert begun == batches
-    assert found == list(range(10 - left))
+    assert found == list(range(20 - left))
+    # Other processes are there from the first large number of parts on.
+    before = sum(batches[: batches.index(8)] if 8 in batches else batches)
+    assert by_others == [i >= before for i in range(20 - left)]
 
 
 @pytest.mark.parametrize("hurry", [float("inf"), -1.0])

@@ -84,6 +84,7 @@ StatusOr<Attempt> Attempt::Make(const GraphSpec& spec, const PlanRequest& reques
   attempt.variant_ = variant;
   ASSIGN_OR_RETURN(attempt.graph_, BuildFrontendGraph(spec, style));
   RETURN_IF_ERROR(attempt.QueryCandidates(target));
+  RETURN_IF_ERROR(attempt.FindPlaces());
   return attempt;
 }
 
@@ -93,9 +94,6 @@ StatusOr<Candidate> Attempt::Describe(int64_t index) const {
   candidate.refusal = FaultOf(*spec_, candidate.engine);
   if (candidate.refusal.empty()) {
     candidate.refusal = RefusalOf(request_, candidate.engine, NotesOf(candidate));
-  }
-  if (candidate.refusal.empty()) {
-    ASSIGN_OR_RETURN(candidate.refusal, PinRefusal(candidate, index));
   }
   if (const auto limit = request_.workspace_limit_bytes;
       limit.has_value() && candidate.refusal.empty()) {
@@ -129,16 +127,20 @@ StatusOr<int64_t> Attempt::NthOfEngine(const Candidate& candidate,
   return nth;
 }
 
-StatusOr<std::string> Attempt::PinRefusal(const Candidate& candidate,
-                                          int64_t index) const {
+Status Attempt::FindPlaces() {
   const std::optional<PlanPin>& pin = request_.pin;
-  if (!pin.has_value() || pin->knobs.has_value()) return std::string();
-  bool is_pinned = candidate.engine == pin->engine;
-  if (is_pinned) {
-    ASSIGN_OR_RETURN(const int64_t nth, NthOfEngine(candidate, index));
-    is_pinned = nth == pin->nth;
+  int64_t nth = 0;
+  for (int64_t place = 0; place < graph_->get_execution_plan_count(); ++place) {
+    if (pin.has_value() && !pin->knobs.has_value()) {
+      ASSIGN_OR_RETURN(const Candidate candidate, Listed(place));
+      if (candidate.engine != pin->engine || nth++ != pin->nth) continue;
+    }
+    places_.push_back(place);
   }
-  return std::string(is_pinned ? "" : "it is not the one that is asked for");
+  if (!pin.has_value() || !places_.empty()) return {};
+  return Unimplemented("engine " + std::to_string(pin->engine) + " has " +
+                       std::to_string(nth) + " candidates, and nth, which counts " +
+                       "from 0, is " + std::to_string(pin->nth));
 }
 
 StatusOr<Candidate> Attempt::Listed(int64_t index) const {

@@ -7,6 +7,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "base/status.h"
 #include "frontend/frontend_graph.h"
@@ -23,10 +24,12 @@ class Attempt {
   static StatusOr<Attempt> Make(const GraphSpec& spec, const PlanRequest& request,
                                 const PlanTarget& target, int variant);
 
-  int64_t count() const { return graph_->get_execution_plan_count(); }
+  // The places of the candidates that the request leaves, in cuDNN's order: of those
+  // that are listed, a pin by its place leaves one.
+  const std::vector<int64_t>& places() const { return places_; }
 
-  // A candidate, and why it is not allowed, by the request or for a fault, as far as
-  // that can be known before it is built.
+  // A candidate by its place, and why it is not allowed, by the request or for a fault,
+  // as far as that can be known before it is built.
   StatusOr<Candidate> Describe(int64_t index) const;
 
   // Builds one candidate; a failure or a refusal is noted in it. Status is not OK where
@@ -50,13 +53,13 @@ class Attempt {
   // How many of its engine are listed before a candidate.
   StatusOr<int64_t> NthOfEngine(const Candidate& candidate, int64_t index) const;
 
-  // Why a candidate is not the one that is pinned by its place; empty where it is.
-  StatusOr<std::string> PinRefusal(const Candidate& candidate, int64_t index) const;
+  Status FindPlaces();
 
   const GraphSpec* spec_;
   std::shared_ptr<FrontendGraph> graph_;
   PlanRequest request_;
   int variant_ = 0;
+  std::vector<int64_t> places_;
 };
 
 }  // namespace jax_cudnn

@@ -9,6 +9,7 @@
 
 #include "base/log.h"
 #include "cudnn/cuda_device.h"
+#include "frontend/engine_names.h"
 #include "frontend/frontend_status.h"
 #include "plans/attempt.h"
 
@@ -59,7 +60,7 @@ StatusOr<std::unique_ptr<LaunchableGraph>> BuildMatmul(const GraphSpec& matmul,
       if (attempt.status().code() == StatusCode::kUnimplemented) continue;
       return attempt.status();
     }
-    for (int64_t i = 0; i < attempt->count(); ++i) {
+    for (const int64_t i : attempt->places()) {
       ASSIGN_OR_RETURN(Candidate candidate, attempt->Describe(i));
       if (!candidate.refusal.empty()) continue;
       if (!GroupProducts::RefusalOf(candidate).empty()) continue;
@@ -194,7 +195,12 @@ std::string_view GroupProducts::RefusalOf(const Candidate& candidate) {
   if (std::find(notes.begin(), notes.end(), kCompiles) != notes.end()) {
     return "it would be compiled for every number of rows that a group has";
   }
-  return candidate.request.empty() ? "it cannot be asked for by name" : "";
+  // Its place among others is that for one number of rows.
+  const auto& knobs = candidate.knobs;
+  const bool has_name = std::none_of(knobs.begin(), knobs.end(), [](const auto& knob) {
+    return knob.first == kUnknownKnob;
+  });
+  return has_name ? "" : "it cannot be asked for by name";
 }
 
 StatusOr<std::unique_ptr<GroupProducts>> GroupProducts::Make(const GraphSpec& graph,

@@ -6,7 +6,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <numeric>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -82,8 +81,7 @@ const std::vector<WantedPlan>* WantedBefore(const PlanRequest& request,
 // The places of an attempt's candidates in the order in which they are tried: cuDNN's
 // own, after those that the request prefers.
 std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& request) {
-  std::vector<int64_t> places(attempt.count());
-  std::iota(places.begin(), places.end(), 0);
+  std::vector<int64_t> places = attempt.places();
   if (request.preferences.empty()) return places;
   const std::vector<WantedPlan>* wanted = nullptr;
   std::vector<int64_t> found;  // for each wanted one; -1 where it is not listed

@@ -6,7 +6,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -120,14 +120,17 @@ def measure_each(
     cores, ordinal = workers(), local_device().local_hardware_id
     most, is_in_a_hurry = _TOGETHER * cores, hurry < math.inf
     at_once = max(1, cores // _CORES_IN_A_HURRY) if is_in_a_hurry else most
-    is_worth_it = min(at_once, len(parts)) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
-    builders = plan_builders(target, ordinal, cores) if is_worth_it else nullcontext()
+    others: PlanBuilders | None = None
     begun, done = time.monotonic(), 0
-    with builders as others:
+    with ExitStack() as stack:
         while done < len(parts):
             if done and is_in_a_hurry:
                 at_once = min(most, _fitting(done, begun, hurry))
             some = parts[done : done + at_once]
+            is_worth_it = len(some) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
+            if others is None and is_worth_it:
+                builders = plan_builders(target, ordinal, cores)
+                others = stack.enter_context(builders)
             contests = [
                 _Contest(part, options, target, deadline, max_plans, hurry, others)
                 for part, options in some

@@ -22,6 +22,7 @@ import numpy as np
 from jax.stages import Traced
 
 from jax_cudnn.choices import Trial
+from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 from jax_cudnn.lowering import (
     constants_as_operands,
     is_array_aval,
@@ -63,7 +64,7 @@ class Programs:
         self._avals = avals
         self._device = device
         self._calls: list[Callable[[], Any]] = []
-        self._ahead: list[tuple[Trial, jax.stages.Compiled | NotRunError]] = []
+        self._ahead: list[tuple[Trial, jax.stages.Compiled]] = []
         constants = program.jaxpr.consts
         self._known = [*constants, *(arrays or [None] * (len(avals) - len(constants)))]
 
@@ -85,7 +86,14 @@ class Programs:
         XLA tunes the program's own kernels, and remembers what it finds: versions that
         are compiled after another one take much less than those beside it.
         """
-        self._ahead.append((trial, self._compiled(trial)))
+        try:
+            compiled = self._compiled(trial)
+        except (GraphError, LibraryError, UnsupportedError) as error:
+            _log.debug("the program is not compiled ahead: %s", error)
+            return
+        # What fails beside others may not fail alone.
+        if not isinstance(compiled, NotRunError):
+            self._ahead.append((trial, compiled))
 
     def compile(self, trials: Sequence[Trial]) -> "list[int | NotRunError]":
         """Compile the program with each set of choices, all of them at once.

@@ -64,7 +64,8 @@ class ProgramTimes:
     ``chosen_us`` is with the choices that were made. Those beside it are None where the
     choices are the same as others', or the program could not run. So is ``cudnn_us``
     where cuDNN's calls alone take far longer. ``is_xla_alone`` says whether XLA ran all
-    calls for ``xla_us``, those too that take it far longer.
+    calls for ``xla_us``, those too that take it far longer, and ``is_all`` whether all
+    of them were measured: others ran as before.
     """
 
     chosen_us: float
@@ -73,11 +74,19 @@ class ProgramTimes:
     cudnn_us: float | None = None
     kernels_us: float | None = None
     is_xla_alone: bool = True
+    is_all: bool = True
+
+    @property
+    def _by_xla(self) -> str:
+        """What ``xla_us`` is the time of."""
+        if not self.is_all:
+            return "XLA where calls were measured"
+        return _XLA_ALONE if self.is_xla_alone else _XLA_WHERE_NEAR
 
     def __str__(self) -> str:
         others = {
             "untuned": self.untuned_us,
-            _XLA_ALONE if self.is_xla_alone else _XLA_WHERE_NEAR: self.xla_us,
+            self._by_xla: self.xla_us,
             "cuDNN alone": self.cudnn_us,
             "each kernel's winner": self.kernels_us,
         }
@@ -94,30 +103,24 @@ def settle(
     runs: Mapping[Key, int] | None,
     deadline: float,
     say: Callable[[str], None],
-    left: Mapping[Key, Choice] | None = None,
+    is_all: bool = True,
 ) -> tuple[Chosen, ProgramTimes]:
     """Return the choices that make the program fastest, and its times.
 
     ``found`` are the winners of single kernels, ``before`` what was chosen until then.
-    ``runs`` says how many times the program runs each; None if that is not known. Those
-    that are ``left`` were not measured, and either stay as before or are XLA's, as the
-    choices there say.
+    ``runs`` says how many times the program runs each; None if that is not known.
+    Parts that were not measured stay as before; ``is_all`` says that there are none.
 
     Raises:
       NotRunError: the program does not run with the kernels' winners.
     """
     start = time.monotonic()
     contest = _Contest(programs, found, runs, say)
-    left = left or {}
-    as_before = {key: before.get(key) for key in left}
     named: dict[str, Chosen] = {
-        "kernels": {**found, **as_before},
-        "untuned": {**{key: before.get(key) for key in found}, **as_before},
-        "xla": {**{key: _by_xla(choice) for key, choice in found.items()}, **left},
-        "cudnn": {
-            **{key: _by_cudnn(choice) for key, choice in found.items()},
-            **as_before,
-        },
+        "kernels": dict(found),
+        "untuned": {**dict.fromkeys(found), **before},
+        "xla": {key: _by_xla(choice) for key, choice in found.items()},
+        "cudnn": {key: _by_cudnn(choice) for key, choice in found.items()},
     }
     if contest.loses_far(named["cudnn"]):
         del named["cudnn"]
@@ -154,7 +157,12 @@ def settle(
             chosen, us = numbers[best], took[best]
     told = {f"{name}_us": round(each, 1) for name, each in took.items()}
     is_xla_alone = all(map(_is_near, found.values()))
-    times = ProgramTimes(chosen_us=round(us, 1), is_xla_alone=is_xla_alone, **told)
+    times = ProgramTimes(
+        chosen_us=round(us, 1),
+        is_xla_alone=is_xla_alone and is_all,
+        is_all=is_all,
+        **told,
+    )
     return contest.chosen(chosen), times
 
 
@@ -228,10 +236,7 @@ class _Contest:
         """Return how much faster XLA's program is than its calls say, from 0 on.
 
         They say how much longer it takes than the program with the kernels' winners.
-        What it spares of calls that were not measured is not known, and counts as 0.
         """
-        if by_xla.keys() != self._found.keys():
-            return 0.0
         for name, number in numbers.items():
             if self._chosen[number] == by_xla:
                 longer = took[name] - took["kernels"]

@@ -17,7 +17,6 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
-    Sequence,
 )
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -135,14 +134,14 @@ def autotune(
     Operations that lose more by that than XLA's fusions seem to save are not tried, nor
     are those that take less than 1 % of the time, nor cuDNN alone where its calls take
     over 10 % longer than the winners.
-    So the program is not slower than untuned or with XLA alone. A call that takes XLA
-    more than three times as long is left out of this: no fusion makes up for it. The
-    program runs on operands of its own, none of them donated: this takes memory for a
-    second set of them. Floats are drawn, from 0 to 1. Integers and booleans are copies
-    of the arguments, or 0 where only their shapes are given: sizes of groups and
-    lengths of sequences say how much work there is. Where that memory is not there, and
-    where a program is divided among several devices, the kernels' choices stay, and the
-    ``Tuning`` says so.
+    So the program is not slower than untuned, or with XLA alone where all calls were
+    measured. A call that takes XLA more than three times as long is left out of this:
+    no fusion makes up for it. The program runs on operands of its own, none of them
+    donated: this takes memory for a second set of them. Floats are drawn, from 0 to 1.
+    Integers and booleans are copies of the arguments, or 0 where only their shapes are
+    given: sizes of groups and lengths of sequences say how much work there is. Where
+    that memory is not there, and where a program is divided among several devices, the
+    kernels' choices stay, and the ``Tuning`` says so.
 
     Args:
       function: the function to trace, without running it; may be jitted, or
@@ -150,11 +149,11 @@ def autotune(
         that ``jax_cudnn.fuse`` has found in it.
       *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
         function takes.
-      budget_s: about how many seconds to spend. Half of them are for calls, those
-        first whose sizes let expect that they take longest, and the rest for the whole
-        program. A call that is not measured keeps the plan that it had, and the
-        ``Tuning`` says how many such calls there are; where the program is fastest by
-        XLA alone, they are XLA's, too. A compilation that has begun is waited for.
+      budget_s: about how many seconds to spend. Calls come first whose sizes let
+        expect that they take longest. Half of the time is for calls if the whole
+        program is timed after them, else all of it. A call that is not measured keeps
+        the plan that it had, in all versions of the program, and the ``Tuning`` says
+        how many such calls there are. A compilation that has begun is waited for.
         Default: no limit.
       max_plans: how many of cuDNN's plans to time of each way to run a call, in the
         order in which cuDNN names them. The first of each engine is timed in any case,
@@ -282,7 +281,6 @@ class _Tuner:
         self._progress = progress
         self._seen: set[_New] = set()
         self._before: dict[Key, Choice | None] = {}
-        self._left: dict[Key, Choice] = {}
         self.tuning = Tuning(device=self._target.name)
 
     def take(
@@ -334,7 +332,9 @@ class _Tuner:
             try:
                 choice = next(measured)
             except OutOfTimeError:
-                self._leave(order[i:])
+                left = len(order) - i
+                self.tuning.left_count += left
+                self._show(f"out of time: {left} calls are left as they were")
                 break
             key = self._key(part, allowed)
             found = {key: choice}
@@ -348,15 +348,6 @@ class _Tuner:
 
     def _key(self, part: Graph, allowed: str) -> Key:
         return choices.key_of(part, self._target, allowed)
-
-    def _leave(self, parts: Sequence[_New]) -> None:
-        """Leave parts as they were, for lack of time."""
-        self.tuning.left_count += len(parts)
-        self._show(f"out of time: {len(parts)} calls are left as they were")
-        for part, allowed, _ in parts:
-            self._left[self._key(part, allowed)] = Choice(
-                op=label(part), operands=operand_text(part), implementation="xla"
-            )
 
     def _is_settled(self, part: Graph, options: Options) -> bool:
         """Whether a part has a choice that is in force.
@@ -400,7 +391,7 @@ class _Tuner:
                 programs,
                 tuning.choices,
                 self._before,
-                left=self._left,
+                is_all=not tuning.left_count,
                 runs=runs,
                 deadline=self._deadline,
                 say=self._show,
@@ -409,8 +400,9 @@ class _Tuner:
             tuning.program = f"{_NO_PROGRAM}: {error}"
         else:
             tuning.program = times
-            choices.table().forget(key for key, each in chosen.items() if each is None)
-            tuning.choices = {k: each for k, each in chosen.items() if each is not None}
+            measured = {key: chosen[key] for key in tuning.choices}
+            choices.table().forget(key for key, x in measured.items() if x is None)
+            tuning.choices = {key: x for key, x in measured.items() if x is not None}
             choices.table().add(tuning.choices)
         self._show(str(tuning.program))
 

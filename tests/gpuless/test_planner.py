@@ -83,10 +83,14 @@ def test_a_place_among_those_of_an_engine_pins_as_well() -> None:
     ]
     answers = harness.plan_all([graph] * len(requests), "h200", requests=requests)
     for wanted, answer in zip(same, answers[:-1], strict=True):
-        (built,) = (each for each in answer["candidates"] if not each["refusal"])
+        (built,) = answer["candidates"]
         assert built["is_built"]
         assert (built["name"], built["request"]) == (wanted["name"], wanted["request"])
     assert answers[-1]["error"] == "UnsupportedError"
+    assert answers[-1]["reasons"] == [
+        f"engine {engine} has {count} candidates, and nth, which counts from 0, is "
+        f"{count}"
+    ]
 
 
 def test_a_choice_that_cannot_be_followed_is_refused() -> None:
