@@ -57,7 +57,7 @@ def made_plan(request: str) -> PlanInfo:
         _FIRST,
         name=f"eng{pinned['engine']}",
         engine=pinned["engine"],
-        knobs=tuple(sorted(pinned["knobs"].items())),
+        knobs=tuple(sorted(pinned.get("knobs", {"UNKNOWN": 1}).items())),
         request=request,
         failures=(),
     )

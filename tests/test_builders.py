@@ -94,6 +94,15 @@ def test_a_plan_is_built_elsewhere_and_found_here(extension: _Extension) -> None
     assert not Path(question["file"]).exists()
 
 
+def test_a_plan_that_is_pinned_by_its_place_is_built_here(
+    extension: _Extension,
+) -> None:
+    made, (process,) = _of(_builds)
+    place = '{"engine":45,"nth":1,"variant":0}'
+    assert made.plan("a graph", request=place) == made_plan(place)
+    assert (process.asked, extension.built) == ([], ["a graph"])
+
+
 def test_a_plan_file_is_written_now_and_taken_later(extension: _Extension) -> None:
     made, _ = _of(_builds)
     data = made.built_elsewhere("a graph", PIN)

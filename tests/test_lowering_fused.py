@@ -17,7 +17,7 @@ from jax_cudnn import UnsupportedError, choices, conv, matmul, native, plans
 from jax_cudnn.choices import Choice, key_of
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json
-from jax_cudnn.legalize import legalize
+from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import cuda, decide, decision, devices, traced_graphs
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans import PlanOptions
@@ -545,6 +545,28 @@ def test_a_stale_choice_is_ignored_and_said_once(
     messages = [r.getMessage() for r in caplog.records]
     (message,) = (each for each in messages if "stale" in each)
     assert f"): the measured choice is stale and ignored: {why}" in message
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_place_in_the_list_of_a_gpu_names_no_plan_for_one_elsewhere(
+    is_here: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = '{"engine":45,"nth":1,"variant":0}'
+    (graph, options, _), *_ = traced_graphs(_layer, *_operands())
+    (part,) = partition(graph)
+    gpu: Any = SimpleNamespace(
+        target=_H200,
+        is_here=is_here,
+        plan=lambda _, request: made_plan(request or place),
+    )
+    # cuDNN's first plan has no other name, either.
+    assert decision.decide_part(part, gpu, options).request == ""
+    _choose(part, implementation="cudnn", plan=place)
+    caplog.set_level(logging.INFO, "jax_cudnn")
+    step = decision.decide_part(part, gpu, options)
+    assert step.why == ("tuned" if is_here else "heuristic")
+    assert step.request == (place if is_here else "")
+    assert ("pinned by its place" in caplog.text) == (not is_here)
 
 
 def test_sums_without_a_contraction_go_to_cudnn_where_that_was_measured() -> None:

@@ -34,7 +34,7 @@ from jax_cudnn.legalize import (
 )
 from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.lowering.scope import scope
-from jax_cudnn.native import PlanInfo
+from jax_cudnn.native import PlanInfo, is_by_place
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -265,9 +265,12 @@ _ROUNDED = "the sums would be rounded, which the function does not do"
 def _pin(plan: PlanInfo | None, gpu: Gpu | None) -> str:
     """Return what names the plan in a program for a GPU elsewhere, else nothing.
 
-    There the plan is made again, and is to need the workspace that the program has.
+    There the plan is made again, and is to need the workspace that the program has. Its
+    place in the list of a GPU that is not here does not name it.
     """
-    return "" if plan is None or gpu is None or gpu.is_here else plan.request
+    if plan is None or gpu is None or gpu.is_here or is_by_place(plan.request):
+        return ""
+    return plan.request
 
 
 def _pinned(
@@ -283,6 +286,10 @@ def _pinned(
         _say_stale_once(summary(part), "this release rewrites the graph otherwise")
         return None
     if options.exact_dtypes and legal.rounds_sums:
+        return None
+    if is_by_place(measured.plan) and not gpu.is_here:
+        told = "its plan is pinned by its place in the list of a GPU that is here"
+        _say_stale_once(summary(part), told)
         return None
     try:
         json = to_json(legal.graph)

@@ -76,6 +76,14 @@ class CacheStats:
     disk_last_failure: str = ""
 
 
+def is_by_place(request: str) -> bool:
+    """Whether a request pins a plan by its place among those of an engine.
+
+    cuDNN may list others where the GPU is not there.
+    """
+    return '"nth":' in request
+
+
 def plan(graph_json: str, *, request: str = "", device: int = 0) -> PlanInfo:
     """Return the plan of a graph on a CUDA device; built once, then cached.
 

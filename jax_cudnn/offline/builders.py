@@ -62,12 +62,13 @@ class PlanBuilders:
     def built_elsewhere(self, graph_json: str, request: str) -> bytes | None:
         """Return the plan file that another process wrote; None if none could.
 
-        This needs neither the GPU nor much time of this process.
+        A plan that is pinned by its place is not asked for: they may list others. This
+        needs neither the GPU nor much time of this process.
 
         Raises:
           UnsupportedError: cuDNN crashed on it.
         """
-        if not (self._asks and self._imports):
+        if not (self._asks and self._imports) or native.is_by_place(request):
             return None
         with tempfile.TemporaryDirectory(prefix="jax_cudnn-") as folder:
             file = Path(folder) / "plan"
