@@ -112,6 +112,11 @@ def silu_of_bias(x: jax.Array, w: jax.Array) -> jax.Array:
         (
             lambda x, w: conv(x, w, feature_group_count=8),
             [array(2, 9, 9, 32), array(3, 3, 4, 32)],
+            "conv_fprop, 16 bits, alone, 2 axes, groups, one group",
+        ),
+        (
+            lambda x, w: conv(x, w, feature_group_count=16),
+            [array(2, 9, 9, 64), array(3, 3, 4, 64)],
             "conv_fprop, 16 bits, alone, 2 axes, groups, merged",
         ),
         (

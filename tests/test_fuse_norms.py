@@ -390,11 +390,10 @@ def test_autotune_measures_norms(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, **_: Any) -> None:
             self.tuning = plans.Tuning(device="none")
 
-        def take(self, parts: Any) -> None:
-            taken.extend(part.nodes[0].kind for part, _ in parts)
-
-        def settle(self, traced: Any) -> None:
-            del traced
+        def tune_program(self, traced: Any) -> None:
+            taken.extend(
+                part.nodes[0].kind for each in traced.graphs for part in each.parts
+            )
 
         def finish(self) -> None:
             pass
