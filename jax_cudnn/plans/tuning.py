@@ -289,15 +289,14 @@ class _Tuner:
         *,
         repeat: bool = True,
         runs: Mapping[Key, int] | None = None,
-        share: float = 1.0,
         programs: Programs | None = None,
     ) -> None:
         """Measure those of the parts that are new, and use what is found at once.
 
         Without ``repeat``, those that run by a choice from before are not new. ``runs``
         says how many times a program runs each: those that take it longest come first.
-        A ``share`` of the time is for them. Meanwhile, the whole program is compiled as
-        it is untuned.
+        Where there are ``programs``, a share of the time is for them, and the whole
+        program is compiled meanwhile as it is untuned.
         """
         new: dict[_New, Options] = {}
         for part, options in parts:
@@ -317,7 +316,9 @@ class _Tuner:
             before = choices.table().get(part, self._target, allowed)
             self._before.setdefault(self._key(part, allowed), before)
         beside: list[Callable[[], Any]] = []
+        share = 1.0
         if programs is not None:
+            share = _KERNELS_SHARE
             untuned = Trial(dict(self._before))
             beside.append(functools.partial(programs.compile_ahead, untuned))
         measured = measure_each(
@@ -372,9 +373,7 @@ class _Tuner:
             self.take(_parts(traced.graphs), runs=runs)
             self.tuning.program = f"{_NO_PROGRAM}: {error}"
             return
-        self.take(
-            _parts(traced.graphs), runs=runs, share=_KERNELS_SHARE, programs=programs
-        )
+        self.take(_parts(traced.graphs), runs=runs, programs=programs)
         self._settle(programs, runs)
 
     def _settle(self, programs: Programs, runs: Mapping[Key, int] | None) -> None:
