@@ -3,6 +3,7 @@
 
 import itertools
 import math
+import time
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -494,7 +495,9 @@ def test_what_was_compiled_ahead_is_not_compiled_again() -> None:
     compiled: list[Any] = []
     make = contest._compiled
     contest._compiled = lambda trial: compiled.append(trial) or make(trial)
+    assert contest.compilation_s == math.inf
     contest.compile_ahead(Trial({key: choice}))
+    assert 0 < contest.compilation_s < math.inf
     trials = [Trial({key: None}), Trial({key: replace(choice)})]
     assert contest.compile(trials) == [0, 1]
     assert [each.choices for each in compiled] == [{key: choice}, {key: None}]
@@ -513,6 +516,7 @@ def test_what_fails_ahead_is_tried_again(error: Exception) -> None:
     contest._compiled = fail
     contest.compile_ahead(Trial({}))
     contest._compiled = make
+    assert contest.compilation_s == math.inf
     assert contest.compile([Trial({})]) == [0]
 
 
@@ -715,17 +719,24 @@ def test_what_takes_longest_is_measured_first_and_what_is_left_is_said(
 
     def measure_each(parts: Any, *rest: Any) -> Any:
         asked.extend(parts)
-        for beside in rest[-1]:
+        *_, until, besides = rest
+        untils.append(until() - time.monotonic())
+        for beside in besides:
             beside()
+        untils.append(until() - time.monotonic())
         yield _choice("matmul")
         raise OutOfTimeError
 
     args = small, large, jnp.ones((64, 16))
     untuned: list[Any] = []
+    untils: list[float] = []
 
     class Made(_Made):
+        compilation_s = math.inf
+
         def compile_ahead(self, trial: Trial) -> None:
             untuned.append(trial.choices)
+            self.compilation_s = 5.0
 
     monkeypatch.setattr(
         tuning, "Programs", lambda *_: Made(lambda chosen: float(len(_who(chosen))))
@@ -735,6 +746,8 @@ def test_what_takes_longest_is_measured_first_and_what_is_left_is_said(
     )
     sizes = [part.output_tensors[0].dims for part, _ in asked]
     assert sizes == [(1, 8, 8), (1, 64, 16), (1, 16, 16)]
+    # Half of the time is the program's, until it is known how long it compiles.
+    assert untils == pytest.approx([30, 50], abs=5)
     (ahead,) = untuned
     assert list(ahead.values()) == [None] * 3
     assert "not measured, for lack of time: 2" in str(found)

@@ -2,6 +2,7 @@
 """Is the fastest found that computes what it should, without a GPU to race on?"""
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -607,17 +608,23 @@ def test_a_contender_that_fails_is_passed_over(
 
 
 @pytest.mark.parametrize(
-    ("hurry", "batches", "left"),
+    ("until", "batches", "left"),
     [
-        (float("inf"), [8, 8, 4], 0),
-        (200.0, [2, 8, 8, 2], 0),
-        (30.0, [2, 5], 13),
-        (7.0, [2], 18),
-        (-1.0, [2], 18),
+        # So many as cores, and twice that, if a part takes a core 15 s; then, as those
+        # before it, 4 s.
+        ([math.inf], [8, 8, 4], 0),
+        ([200], [8, 8, 4], 0),
+        ([40], [8, 2], 10),
+        ([16], [4], 16),
+        ([3], [1], 19),
+        ([-1], [1], 19),
+        # More time, or less, is seen when the next ones begin.
+        ([16, 48], [4, 8], 8),
+        ([40, 30], [8], 12),
     ],
 )
 def test_as_many_parts_are_begun_as_there_is_time_for(
-    hurry: float, batches: list[int], left: int, monkeypatch: pytest.MonkeyPatch
+    until: list[float], batches: list[int], left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now, begun, found = [0.0], [], []
     by_others: list[bool] = []
@@ -646,7 +653,8 @@ def test_as_many_parts_are_begun_as_there_is_time_for(
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     parts: Any = [(i, None) for i in range(20)]
-    each = fastest.measure_each(parts, H200, hurry=hurry)
+    ends = iter(until)
+    each = fastest.measure_each(parts, H200, until=lambda: next(ends, until[-1]))
     with pytest.raises(OutOfTimeError) if left else contextlib.nullcontext():
         found.extend(each)
     begun[0] -= 1  # what runs beside them
@@ -657,9 +665,9 @@ def test_as_many_parts_are_begun_as_there_is_time_for(
     assert by_others == [i >= before for i in range(20 - left)]
 
 
-@pytest.mark.parametrize("hurry", [float("inf"), -1.0])
-def test_in_a_hurry_only_the_first_plan_of_an_engine_is_built(
-    hurry: float, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("until", [math.inf, -1.0])
+def test_when_it_is_late_only_the_first_plan_of_an_engine_is_built(
+    until: float, gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[str] = []
     first, second = made_plan(_pin(10)), made_plan(_pin(10).replace(":2}", ":8}"))
@@ -679,8 +687,8 @@ def test_in_a_hurry_only_the_first_plan_of_an_engine_is_built(
     ran: list[str] = []
     beside = [lambda: ran.append(f"after {len(asked)} plans")]
     (choice,) = fastest.measure_each(
-        [(part, options)], H200, hurry=hurry, beside=beside
+        [(part, options)], H200, until=lambda: until, beside=beside
     )
     assert choice.plan in (first.request, second.request)
-    assert (second.request in asked) == (hurry > 0)
+    assert (second.request in asked) == (until > 0)
     assert ran == ["after 0 plans"]

@@ -3,10 +3,13 @@
 
 #include "frontend/engine_names.h"
 
+#include <algorithm>
 #include <utility>
 
 namespace jax_cudnn {
 namespace {
+
+constexpr std::string_view kUnknownKnob = "UNKNOWN";
 
 namespace fe = cudnn_frontend;
 using Knob = fe::KnobType_t;
@@ -109,6 +112,11 @@ std::string_view KnobName(Knob knob) {
     if (value == knob) return name;
   }
   return kUnknownKnob;
+}
+
+bool HasUnknownKnob(const std::vector<std::pair<std::string, int64_t>>& knobs) {
+  return std::any_of(knobs.begin(), knobs.end(),
+                     [](const auto& knob) { return knob.first == kUnknownKnob; });
 }
 
 std::optional<Knob> FindKnob(std::string_view name) {

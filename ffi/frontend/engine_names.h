@@ -4,19 +4,24 @@
 #ifndef JAX_CUDNN_ENGINE_NAMES_H_
 #define JAX_CUDNN_ENGINE_NAMES_H_
 
+#include <cstdint>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "frontend/frontend.h"
 
 namespace jax_cudnn {
 
-// A knob newer than the frontend: such a candidate cannot be pinned.
-inline constexpr std::string_view kUnknownKnob = "UNKNOWN";
-
+// "UNKNOWN" for a knob that the frontend cannot name.
 std::string_view KnobName(cudnn_frontend::KnobType_t knob);
+
+// Whether the frontend cannot name one of these: their candidate cannot be asked for by
+// its knobs.
+bool HasUnknownKnob(const std::vector<std::pair<std::string, int64_t>>& knobs);
+
 // The knob of that name; nothing where there is none.
 std::optional<cudnn_frontend::KnobType_t> FindKnob(std::string_view name);
 

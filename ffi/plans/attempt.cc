@@ -54,11 +54,6 @@ std::vector<fe::HeurMode_t> FrontendModes(const std::vector<HeuristicMode>& mode
   return result;
 }
 
-bool HasUnknownKnob(const Candidate& candidate) {
-  return std::any_of(candidate.knobs.begin(), candidate.knobs.end(),
-                     [](const auto& knob) { return knob.first == kUnknownKnob; });
-}
-
 std::vector<std::string> NotesOf(const Candidate& candidate) {
   std::vector<std::string> notes = candidate.behavior_notes;
   notes.insert(notes.end(), candidate.numeric_notes.begin(),
@@ -90,7 +85,7 @@ StatusOr<Attempt> Attempt::Make(const GraphSpec& spec, const PlanRequest& reques
 
 StatusOr<Candidate> Attempt::Describe(int64_t index) const {
   ASSIGN_OR_RETURN(Candidate candidate, Listed(index));
-  ASSIGN_OR_RETURN(candidate.request, PinText(candidate, index));
+  candidate.request = PinText(candidate, index);
   candidate.refusal = FaultOf(*spec_, candidate.engine);
   if (candidate.refusal.empty()) {
     candidate.refusal = RefusalOf(request_, candidate.engine, NotesOf(candidate));
@@ -103,44 +98,37 @@ StatusOr<Candidate> Attempt::Describe(int64_t index) const {
   return candidate;
 }
 
-StatusOr<std::string> Attempt::PinText(const Candidate& candidate,
-                                       int64_t index) const {
+std::string Attempt::PinText(const Candidate& candidate, int64_t index) const {
   PlanRequest request;
   const bool is_listed_so = request_.modes == request.modes;
   request.deterministic = request_.deterministic;
   request.pin = PlanPin{candidate.engine, candidate.knobs, 0, candidate.variant};
-  if (HasUnknownKnob(candidate)) {
-    if (!is_listed_so) return std::string();
+  if (HasUnknownKnob(candidate.knobs)) {
+    if (!is_listed_so) return {};
     request.pin->knobs.reset();
-    ASSIGN_OR_RETURN(request.pin->nth, NthOfEngine(candidate, index));
+    request.pin->nth = nth_of_engine_[index];
   }
   return WritePlanRequest(request);
 }
 
-StatusOr<int64_t> Attempt::NthOfEngine(const Candidate& candidate,
-                                       int64_t index) const {
-  int64_t nth = 0;
-  for (int64_t place = 0; place < index; ++place) {
-    ASSIGN_OR_RETURN(const Candidate other, Listed(place));
-    if (other.engine == candidate.engine) ++nth;
-  }
-  return nth;
-}
-
 Status Attempt::FindPlaces() {
   const std::optional<PlanPin>& pin = request_.pin;
-  int64_t nth = 0;
+  const bool is_by_place = pin.has_value() && !pin->knobs.has_value();
+  std::unordered_map<int64_t, int64_t> listed;  // of each engine
   for (int64_t place = 0; place < graph_->get_execution_plan_count(); ++place) {
-    if (pin.has_value() && !pin->knobs.has_value()) {
-      ASSIGN_OR_RETURN(const Candidate candidate, Listed(place));
-      if (candidate.engine != pin->engine || nth++ != pin->nth) continue;
-    }
-    places_.push_back(place);
+    int64_t engine = 0;
+    std::unordered_map<Knob, int64_t> knobs;
+    const auto error = graph_->get_engine_and_knobs_at_index(place, engine, knobs);
+    if (error.is_bad()) return Internal(Message(error));
+    nth_of_engine_.push_back(listed[engine]++);
+    const bool is_asked_for = !is_by_place || (engine == pin->engine &&
+                                               nth_of_engine_.back() == pin->nth);
+    if (is_asked_for) places_.push_back(place);
   }
   if (!pin.has_value() || !places_.empty()) return {};
   return Unimplemented("engine " + std::to_string(pin->engine) + " has " +
-                       std::to_string(nth) + " candidates, and nth, which counts " +
-                       "from 0, is " + std::to_string(pin->nth));
+                       std::to_string(listed[pin->engine]) + " candidates, and nth, " +
+                       "which counts from 0, is " + std::to_string(pin->nth));
 }
 
 StatusOr<Candidate> Attempt::Listed(int64_t index) const {

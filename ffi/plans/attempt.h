@@ -48,10 +48,7 @@ class Attempt {
   StatusOr<Candidate> Listed(int64_t index) const;
 
   // The text that asks for a candidate again, or nothing where there is none.
-  StatusOr<std::string> PinText(const Candidate& candidate, int64_t index) const;
-
-  // How many of its engine are listed before a candidate.
-  StatusOr<int64_t> NthOfEngine(const Candidate& candidate, int64_t index) const;
+  std::string PinText(const Candidate& candidate, int64_t index) const;
 
   Status FindPlaces();
 
@@ -60,6 +57,8 @@ class Attempt {
   PlanRequest request_;
   int variant_ = 0;
   std::vector<int64_t> places_;
+  // How many of the same engine are listed before each.
+  std::vector<int64_t> nth_of_engine_;
 };
 
 }  // namespace jax_cudnn

@@ -196,11 +196,7 @@ std::string_view GroupProducts::RefusalOf(const Candidate& candidate) {
     return "it would be compiled for every number of rows that a group has";
   }
   // Its place among others is that for one number of rows.
-  const auto& knobs = candidate.knobs;
-  const bool has_name = std::none_of(knobs.begin(), knobs.end(), [](const auto& knob) {
-    return knob.first == kUnknownKnob;
-  });
-  return has_name ? "" : "it cannot be asked for by name";
+  return HasUnknownKnob(candidate.knobs) ? "it cannot be asked for by name" : "";
 }
 
 StatusOr<std::unique_ptr<GroupProducts>> GroupProducts::Make(const GraphSpec& graph,

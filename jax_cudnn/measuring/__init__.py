@@ -5,7 +5,8 @@ And how long does a whole program take with that?
 """
 
 from jax_cudnn.measuring.expected import expected_bytes
-from jax_cudnn.measuring.fastest import OutOfTimeError, measure, measure_each
+from jax_cudnn.measuring.fastest import measure, measure_each
+from jax_cudnn.measuring.pace import OutOfTimeError
 from jax_cudnn.measuring.programs import NotRunError, Programs
 
 __all__ = [

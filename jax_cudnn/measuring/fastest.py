@@ -29,6 +29,7 @@ from jax_cudnn.measuring.correctness import (
     with_own_results,
 )
 from jax_cudnn.measuring.memory import free_bytes, needed_bytes
+from jax_cudnn.measuring.pace import OutOfTimeError, Pace
 from jax_cudnn.measuring.races import Race, Way, promising
 from jax_cudnn.measuring.stopwatch import (
     OperandSets,
@@ -50,11 +51,6 @@ _log = logging.getLogger("jax_cudnn")
 
 # Of a program.
 _SAMPLES = 7
-# For each core, so many parts have their programs and plans compiled at once.
-_TOGETHER = 2
-# Where time is short, one part for so many cores comes first: these are done soon, and
-# say how many others there is time for.
-_CORES_IN_A_HURRY = 2
 # Processes that build plans take some seconds to start: for so many parts, on so many
 # cores, they save more.
 _ENOUGH_PARTS = 12
@@ -69,10 +65,6 @@ _T = TypeVar("_T")
 _Sets = Sequence[Sequence[jax.Array]]
 # Operands, and what the reference gives for them.
 _Example = tuple[list[jax.Array], list[jax.Array]]
-
-
-class OutOfTimeError(Exception):
-    """The time was over before everything was measured."""
 
 
 def measure(
@@ -100,7 +92,7 @@ def measure_each(
     target: Target,
     deadline: float = math.inf,
     max_plans: int | None = None,
-    hurry: float = math.inf,
+    until: Callable[[], float] = lambda: math.inf,
     beside: Sequence[Task] = (),
 ) -> Iterator[Choice]:
     """Yield what `measure` returns for each of the parts.
@@ -109,30 +101,26 @@ def measure_each(
     plans of others are built, by other processes. The tasks ``beside`` run while the
     first programs are compiled.
 
-    ``hurry`` is when all should be done, by ``time.monotonic()``. Parts begin as long
-    as they would be done by then, as far as those before them say, and after it only
-    the first plan of each engine is timed. What has begun goes on until ``deadline``.
+    ``until`` says when all should be done, by ``time.monotonic()``. Parts begin as long
+    as they should be done by then (`Pace`), and after it only the first plan of each
+    engine is timed. What has begun goes on until ``deadline``.
 
     Raises:
       OutOfTimeError: as `measure`, or parts are left. The choices that were yielded
         before hold.
     """
     cores, ordinal = workers(), local_device().local_hardware_id
-    most, is_in_a_hurry = _TOGETHER * cores, hurry < math.inf
-    at_once = max(1, cores // _CORES_IN_A_HURRY) if is_in_a_hurry else most
+    pace, done = Pace(until), 0
     others: PlanBuilders | None = None
-    begun, done = time.monotonic(), 0
     with ExitStack() as stack:
         while done < len(parts):
-            if done and is_in_a_hurry:
-                at_once = min(most, _fitting(done, begun, hurry))
-            some = parts[done : done + at_once]
+            some = parts[done : done + pace.count()]
             is_worth_it = len(some) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
             if others is None and is_worth_it:
                 builders = plan_builders(target, ordinal, cores)
                 others = stack.enter_context(builders)
             contests = [
-                _Contest(part, options, target, deadline, max_plans, hurry, others)
+                _Contest(part, options, target, deadline, max_plans, pace, others)
                 for part, options in some
             ]
             works: list[Work[Any]] = [contest.choice() for contest in contests]
@@ -142,6 +130,7 @@ def measure_each(
             if done == 0:
                 next(results)
             yield from results
+            pace.took(len(some))
             done += len(some)
 
 
@@ -150,19 +139,6 @@ def _beside(tasks: Sequence[Task]) -> Work[None]:
     yield []
     # Those that are followed begin before all others.
     yield [Followed(task, lambda result: result) for task in tasks]
-
-
-def _fitting(done: int, begun: float, hurry: float) -> int:
-    """Return how many parts fit into the time that is left, as long as those before.
-
-    Raises:
-      OutOfTimeError: none does.
-    """
-    now = time.monotonic()
-    fitting = (hurry - now) * done / max(now - begun, 1e-9)
-    if fitting < 1:
-        raise OutOfTimeError
-    return int(fitting)
 
 
 class _Contest:
@@ -175,12 +151,12 @@ class _Contest:
         target: Target,
         deadline: float,
         max_plans: int | None,
-        hurry: float,
+        pace: Pace,
         builders: PlanBuilders | None,
     ) -> None:
         self._part, self._options, self._target = part, options, target
         self._deadline, self._max_plans = deadline, max_plans
-        self._hurry, self._builders = hurry, builders
+        self._pace, self._builders = pace, builders
         self._device = local_device()
         self._operands = OperandSets(part, self._device)
 
@@ -221,7 +197,7 @@ class _Contest:
         """Time the plans of engines that are near the fastest, those near it longer."""
         is_all = self._max_plans is None
         others = [(race.way, each) for race in races for each in race.others(is_all)]
-        if time.monotonic() > self._hurry:
+        if self._pace.is_late:
             others = []
         plans = yield [self._build_aside(*each) for each in others]
         self._check_time()

@@ -65,6 +65,8 @@ class Programs:
         self._device = device
         self._calls: list[Callable[[], Any]] = []
         self._ahead: list[tuple[Trial, jax.stages.Compiled]] = []
+        # How long the one ahead took, if any did.
+        self.compilation_s = math.inf
         constants = program.jaxpr.consts
         self._known = [*constants, *(arrays or [None] * (len(avals) - len(constants)))]
 
@@ -86,6 +88,7 @@ class Programs:
         XLA tunes the program's own kernels, and remembers what it finds: versions that
         are compiled after another one take much less than those beside it.
         """
+        start = time.monotonic()
         try:
             compiled = self._compiled(trial)
         except (GraphError, LibraryError, UnsupportedError) as error:
@@ -94,6 +97,7 @@ class Programs:
         # What fails beside others may not fail alone.
         if not isinstance(compiled, NotRunError):
             self._ahead.append((trial, compiled))
+            self.compilation_s = time.monotonic() - start
 
     def compile(self, trials: Sequence[Trial]) -> "list[int | NotRunError]":
         """Compile the program with each set of choices, all of them at once.

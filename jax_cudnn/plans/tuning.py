@@ -55,8 +55,11 @@ _NO_PROGRAM = "the whole program was not measured"
 # Building plans takes most of the time. Of 99 graphs of GPT-2, a Llama and ConvNeXt on
 # an H200 (cuDNN 9.19), 92 have their best plan among these, and all one within 2.1 %.
 _MAX_PLANS = 10
-# So much of the time is for kernels, where the whole program is to be timed as well.
-_KERNELS_SHARE = 0.5
+# Where the whole program is to be timed as well, this takes some times as long as it
+# takes to compile it once, which is known when that is done. No more than a share of
+# the time is kept for it.
+_PROGRAM_SHARE = 0.5
+_PROGRAM_COMPILATIONS = 2.0
 
 
 @dataclass(kw_only=True, repr=False)
@@ -150,8 +153,9 @@ def autotune(
       *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
         function takes.
       budget_s: about how many seconds to spend. Calls come first whose sizes let
-        expect that they take longest. Half of the time is for calls if the whole
-        program is timed after them, else all of it. A call that is not measured keeps
+        expect that they take longest. If the whole program is timed after them, twice
+        the time that it takes to compile is kept for that, half of the budget at most.
+        A call that is not measured keeps
         the plan that it had, in all versions of the program, and the ``Tuning`` says
         how many such calls there are. A compilation that has begun is waited for.
         Default: no limit.
@@ -295,8 +299,8 @@ class _Tuner:
 
         Without ``repeat``, those that run by a choice from before are not new. ``runs``
         says how many times a program runs each: those that take it longest come first.
-        Where there are ``programs``, a share of the time is for them, and the whole
-        program is compiled meanwhile as it is untuned.
+        Where there are ``programs``, time is kept for them, and the whole program is
+        compiled meanwhile as it is untuned.
         """
         new: dict[_New, Options] = {}
         for part, options in parts:
@@ -316,9 +320,7 @@ class _Tuner:
             before = choices.table().get(part, self._target, allowed)
             self._before.setdefault(self._key(part, allowed), before)
         beside: list[Callable[[], Any]] = []
-        share = 1.0
         if programs is not None:
-            share = _KERNELS_SHARE
             untuned = Trial(dict(self._before))
             beside.append(functools.partial(programs.compile_ahead, untuned))
         measured = measure_each(
@@ -326,7 +328,7 @@ class _Tuner:
             self._target,
             self._deadline,
             self._max_plans,
-            self._start + share * self._budget_s,
+            functools.partial(self._kernels_until, programs),
             beside,
         )
         for i, (part, allowed, _) in enumerate(self._followed(order)):
@@ -346,6 +348,13 @@ class _Tuner:
                 f"cuDNN {_text(choice.cudnn_us)} µs, XLA {_text(choice.xla_us)} µs"
                 + "".join(f", {name} {us:.1f} µs" for name, us in choice.contenders_us)
             )
+
+    def _kernels_until(self, programs: Programs | None) -> float:
+        """Return when kernels should be done, so that there is time for programs."""
+        if programs is None or self._deadline == math.inf:
+            return self._deadline
+        expected_s = _PROGRAM_COMPILATIONS * programs.compilation_s
+        return self._deadline - min(_PROGRAM_SHARE * self._budget_s, expected_s)
 
     def _key(self, part: Graph, allowed: str) -> Key:
         return choices.key_of(part, self._target, allowed)
