@@ -3,8 +3,8 @@
 
 import itertools
 import math
-import time
 import random
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
