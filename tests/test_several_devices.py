@@ -13,7 +13,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -286,6 +286,26 @@ def test_shardings_in_types_give_the_same(case: _Case) -> None:
     for x, gradient_of in zip(sharded, got, strict=True):
         full = (*x.sharding.spec, *(None,) * x.ndim)[: x.ndim]
         assert jax.typeof(gradient_of).sharding.spec == P(*full)
+
+
+def _specs_of(function: Function, operands: Sequence[jax.Array]) -> list[P]:
+    results = jax.tree.leaves(jax.eval_shape(function, *operands))
+    return [each.sharding.spec for each in results]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("sizes", [{"x": 1, "y": 1}, {"x": 1, "y": 2}], ids=str)
+@pytest.mark.parametrize("case", _CASES, ids=_label)
+def test_an_axis_of_one_device_is_in_types_as_larger_ones_are(
+    case: _Case, sizes: dict[str, int]
+) -> None:
+    """So that a program for many devices runs on one of them, too."""
+    operands = _OPERANDS[case.function]
+    many = placed(mesh_of(AxisType.Explicit, x=4, y=2), operands, case.specs)
+    few = placed(mesh_of(AxisType.Explicit, **sizes), operands, case.specs)
+    for function in (case.function, gradient(case.function)):
+        assert _specs_of(function, few) == _specs_of(function, many)
+        _assert_equal(jax.jit(function)(*few), function(*operands))
 
 
 def test_results_say_in_their_types_how_they_are_sharded() -> None:
@@ -932,6 +952,15 @@ def test_a_sum_with_a_residual_keeps_its_type(axis: int) -> None:
             functools.partial(step, scale=operands[1]), operands[0], None, 3
         )
         np.testing.assert_allclose(total, want, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("sizes", [{"x": 1, "y": 1}, {"x": 1, "y": 2}], ids=str)
+@pytest.mark.parametrize("case", _NORM_CASES, ids=_label)
+def test_an_axis_of_one_device_is_in_types_of_norms_as_well(
+    case: _Case, sizes: dict[str, int]
+) -> None:
+    test_an_axis_of_one_device_is_in_types_as_larger_ones_are(case, sizes)
 
 
 @pytest.mark.parametrize("case", _NORM_CASES, ids=_label)

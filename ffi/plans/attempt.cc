@@ -121,8 +121,8 @@ Status Attempt::FindPlaces() {
     const auto error = graph_->get_engine_and_knobs_at_index(place, engine, knobs);
     if (error.is_bad()) return Internal(Message(error));
     nth_of_engine_.push_back(listed[engine]++);
-    const bool is_asked_for = !is_by_place || (engine == pin->engine &&
-                                               nth_of_engine_.back() == pin->nth);
+    const bool is_asked_for =
+        !is_by_place || (engine == pin->engine && nth_of_engine_.back() == pin->nth);
     if (is_asked_for) places_.push_back(place);
   }
   if (!pin.has_value() || !places_.empty()) return {};

@@ -149,7 +149,7 @@ def divide(
     division = Division[Cut](factors)
     for name, cuts in sorted(given, key=elements, reverse=True):
         for product, cut in zip(factors.axes[name], cuts, strict=True):
-            if cut is not None and cut.count > 1:
+            if cut is not None:
                 division = _with_cut(division, product, cut, whole)
     return division
 
