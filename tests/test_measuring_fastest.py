@@ -610,17 +610,17 @@ def test_a_contender_that_fails_is_passed_over(
 @pytest.mark.parametrize(
     ("until", "batches", "left"),
     [
-        # So many as cores, and twice that, if a part takes a core 15 s; then, as those
-        # before it, 4 s.
+        # Up to twice as many as cores, if a part takes one of these 25 s; then, if a part
+        # takes as long as those before it, 4 s.
         ([math.inf], [8, 8, 4], 0),
         ([200], [8, 8, 4], 0),
-        ([40], [8, 2], 10),
-        ([16], [4], 16),
+        ([40], [6, 4], 10),
+        ([19], [3, 1], 16),
         ([3], [1], 19),
         ([-1], [1], 19),
         # More time, or less, is seen when the next ones begin.
-        ([16, 48], [4, 8], 8),
-        ([40, 30], [8], 12),
+        ([19, 44], [3, 8], 9),
+        ([40, 26], [6], 14),
     ],
 )
 def test_as_many_parts_are_begun_as_there_is_time_for(

@@ -8,9 +8,10 @@ from jax_cudnn.measuring.together import workers
 
 # For each core, so many parts have their programs and plans compiled at once.
 _TOGETHER = 2
-# How long a part takes one core, before any was measured: 18 kernels of GPT-2 took an
-# H100's host with 16 cores 16 s (cuDNN 9.19, JAX 0.11).
-_CORE_SECONDS = 15.0
+# How long a part takes one core, before any was measured: 32 kernels of ConvNeXt-T took
+# an H100's host with 16 cores 62 s, and nine of GPT-2 15 s, while each of the programs
+# was compiled as well (cuDNN 9.19, JAX 0.11).
+_CORE_SECONDS = 25.0
 
 
 class OutOfTimeError(Exception):
