@@ -610,7 +610,7 @@ def test_a_contender_that_fails_is_passed_over(
 @pytest.mark.parametrize(
     ("until", "batches", "left"),
     [
-        # Up to twice as many as cores, if a part takes one of these 25 s; then, if a part
+        # Up to twice as many as cores, if a part takes one of these 25 s; then, if one
         # takes as long as those before it, 4 s.
         ([math.inf], [8, 8, 4], 0),
         ([200], [8, 8, 4], 0),
