@@ -42,8 +42,9 @@ def run_benchmark(
         chosen = [case for case in chosen if re.search(options.only, str(case))]
         if not chosen:
             parser.error(f"no case has {options.only} in it")
-        earlier = _earlier_rows(options.out / data, versions)
+        earlier, before = _earlier_rows(options.out / data, versions)
         rows.update((_name(row), row) for row in earlier)
+        versions = _of_both(before, versions)
     for row in measure(chosen):
         rows[_name(row)] = row
         found = {"environment": versions, "rows": [*rows.values()]}
@@ -52,10 +53,12 @@ def run_benchmark(
         print(_name(row), flush=True)
 
 
-def _earlier_rows(file: Path, versions: dict[str, str]) -> list[dict[str, Any]]:
-    """Return the rows of a file, which has to be of the same GPU and packages."""
+def _earlier_rows(
+    file: Path, versions: dict[str, str]
+) -> tuple[list[dict[str, Any]], dict[str, str]]:
+    """Return a file's rows and versions; GPU and packages have to be the same."""
     if not file.exists():
-        return []
+        return [], versions
     earlier = json.loads(file.read_text(encoding="utf-8"))
     for name in ("GPU", "JAX", "cuDNN"):
         old, new = earlier["environment"][name], versions[name]
@@ -64,7 +67,17 @@ def _earlier_rows(file: Path, versions: dict[str, str]) -> list[dict[str, Any]]:
                 f"{file} was measured with {name} {old}, and this is {new}. Measure "
                 "all without --only, or write to another folder with --out."
             )
-    return earlier["rows"]
+    return earlier["rows"], earlier["environment"]
+
+
+def _of_both(before: dict[str, str], now: dict[str, str]) -> dict[str, str]:
+    """Return the versions, such as the driver's, of rows from before and from now."""
+    either = " or "
+    known = {name: before[name].split(either) for name in now if name in before}
+    return {
+        name: either.join(dict.fromkeys([*known.get(name, []), value]))
+        for name, value in now.items()
+    }
 
 
 def _name(row: dict[str, Any]) -> str:

@@ -240,6 +240,36 @@ def test_new_rows_replace_those_of_the_same_names(
     assert renewed(rows, new, ["model"], ["a", "b"]) == [*new, rows[0]]
 
 
+def test_rows_that_are_kept_say_their_driver_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    module = importlib.import_module("benchmarks.row_by_row")
+
+    def run(us: int, *flags: str, **versions: str) -> dict[str, Any]:
+        made = {"GPU": "H100", "driver": "580", "JAX": "0.11", "cuDNN": "9", **versions}
+        monkeypatch.setattr(module, "environment", lambda: made)
+        monkeypatch.setattr(sys, "argv", ["bench", "--out", str(tmp_path), *flags])
+        module.run_benchmark(
+            "What it asks.",
+            lambda small: ["a", "b"],
+            lambda cases: ({"case": each, "us": {"us": us}} for each in cases),
+            lambda found: "page",
+            data="data.json",
+            page="page.md",
+        )
+        return json.loads((tmp_path / "data.json").read_text())
+
+    run(1)
+    run(2, "--only", "b", driver="590")
+    found = run(3, "--only", "b")
+    assert [row["us"]["us"] for row in found["rows"]] == [1, 3]
+    assert found["environment"]["driver"] == "580 or 590"
+    assert run(4, driver="600")["environment"]["driver"] == "600"
+    with pytest.raises(SystemExit, match=r"measured with cuDNN 9, and this is 10\."):
+        run(5, "--only", "b", cuDNN="10")
+
+
 def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
     flags = ("--tiny", "--only", "convnext: matmul|^matmul.*i8", "--out", str(tmp_path))
     done = _run("benchmarks.untuned_cells", *flags)
