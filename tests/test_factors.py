@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import pytest
 
 import jax_cudnn
-from jax_cudnn.graph import Graph, all_kinds
-from jax_cudnn.lowering.cuts import DeviceCut, NamedCut, divide
+from jax_cudnn.graph import Factors, Graph, all_kinds
+from jax_cudnn.lowering.cuts import DeviceCut, Division, NamedCut, divide
 from jax_cudnn.lowering.primitives import graph_p
 from jax_cudnn.lowering.sharding_rule import factors_at, sharding_rule
 
@@ -105,6 +105,16 @@ def test_query_heads_of_one_key_head_stay_together() -> None:
     cut = NamedCut((("x", 3), ("y", 2)))
     found = _divided(graph, shapes, [("query", [None, None, cut, None])])
     assert found["query"] == (2, 9, 2, 8)  # y, which would cut a group, is dropped
+
+
+def test_a_device_may_have_one_of_each_factor() -> None:
+    factors = Factors(
+        sizes=(4, 2), axes={"x": ((0, 1),)}, whole=frozenset(), partial={}
+    )
+    given = [("x", [NamedCut((("x", 4), ("y", 2)))])]
+    assert divide(factors, given).local_shape("x") == (1,)
+    # With two of the slower one, it would have two pieces.
+    assert not Division(factors, {0: _named(x=2), 1: _named(y=2)}).is_contiguous()
 
 
 def test_the_larger_of_two_rivals_keeps_its_cut() -> None:

@@ -308,6 +308,33 @@ def test_an_axis_of_one_device_is_in_types_as_larger_ones_are(
         _assert_equal(jax.jit(function)(*few), function(*operands))
 
 
+def _kernels(function: Function, operands: Sequence[jax.Array]) -> list[Any]:
+    calls = plans.inspect(function, *operands).calls
+    return [(call.op, call.shapes, call.count) for call in calls]
+
+
+@pytest.mark.once
+@pytest.mark.parametrize("case", _CASES, ids=_label)
+def test_kernels_along_axes_of_one_device_are_those_of_a_single_one(
+    case: _Case,
+) -> None:
+    """Sums along these are complete: nothing that follows a sum waits for others."""
+    operands = _OPERANDS[case.function]
+    mesh = mesh_of(AxisType.Explicit, x=1, y=1)
+    few = placed(mesh, operands, case.specs)
+    assert _kernels(case.function, few) == _kernels(case.function, operands)
+
+
+def test_axes_of_one_device_contradict_no_other_sharding() -> None:
+    q, k, v = _draw(2, 8, 8, 4), _draw(2, 8, 4, 4), _draw(2, 8, 4, 4)
+    specs = [(None, None, ("x", "y")), (None, None, "x"), (None, None, "x")]
+    for sizes in ({"x": 1, "y": 1}, {"x": 1, "y": 2}, {"x": 4, "y": 1}):
+        sharded = placed(mesh_of(AxisType.Explicit, **sizes), (q, k, v), specs)
+        for function in (_sdpa, gradient(_sdpa)):
+            _assert_equal(jax.jit(function)(*sharded), function(q, k, v))
+        assert _specs_of(_sdpa, sharded) == [P(*specs[0], None)]
+
+
 def test_results_say_in_their_types_how_they_are_sharded() -> None:
     mesh = mesh_of(AxisType.Explicit, x=4, y=2)
     x, w, bias = placed(mesh, _OPERANDS[_matmul], [("x",), (None, "y"), ("y",)])

@@ -51,7 +51,11 @@ class DeviceCut:
 
 @dataclass(frozen=True, slots=True)
 class NamedCut:
-    """A division of an axis along axes of a mesh, given with sizes, slowest first."""
+    """A division of an axis along axes of a mesh, given with sizes, slowest first.
+
+    One along axes of a single device divides nothing, and is part of types all the
+    same.
+    """
 
     axes: tuple[tuple[str, int], ...]
 
@@ -59,6 +63,12 @@ class NamedCut:
     def count(self) -> int:
         """The number of parts."""
         return math.prod(size for _, size in self.axes)
+
+    @property
+    def effective(self) -> "NamedCut | None":
+        """The cut without axes of one device; None where nothing is left."""
+        axes = tuple((name, size) for name, size in self.axes if size > 1)
+        return NamedCut(axes) if axes else None
 
     def split(self, major: int) -> "tuple[NamedCut, NamedCut] | None":
         """Return it as `major` parts, each divided further, between two axes."""
@@ -109,8 +119,8 @@ class Division(Generic[Cut]):
         for name, products in self.factors.axes.items():
             cuts = self._cuts_at(name)
             for product, sizes in zip(products, self._local_sizes(name), strict=True):
-                first = next((i for i, size in enumerate(sizes) if size > 1), 0)
-                if not cuts.keys().isdisjoint(product[first + 1 :]):
+                several = [i for i, size in enumerate(sizes) if size > 1]
+                if several and not cuts.keys().isdisjoint(product[several[0] + 1 :]):
                     return False
         return True
 

@@ -16,7 +16,7 @@ from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.members import all_members
 from jax_cudnn.lowering.parts import RunPart, run_parts
 from jax_cudnn.lowering.share import Collectives, run_share
-from jax_cudnn.lowering.typed import placed, spec_of, typed_division
+from jax_cudnn.lowering.typed import effective, placed, spec_of, typed_division
 
 
 def is_one_kernel(graph: Graph) -> bool:
@@ -49,7 +49,8 @@ def _run_divided(
     """Run a graph of one kernel in `jax.shard_map`."""
     members = all_members(graph, tuple(x.shape for x in operands))
     mesh = _jax.explicit_mesh(operands)
-    division = typed_division(graph, operands)
+    typed = typed_division(graph, operands)
+    division = effective(typed)
     # Other axes of the mesh may be those of a vmap around.
     specs = map(_jax.explicit_spec, operands)
     names = {axis for spec in specs for entry in spec for axis in _axes(entry)}
@@ -72,7 +73,11 @@ def _run_divided(
         out_specs=[spec_of(division, name) for name in graph.outputs],
         axis_names=names,
     )
-    return jax.jit(mapped)(*placed(graph, operands, division))
+    results = jax.jit(mapped)(*placed(graph, operands, division))
+    return [
+        _jax.typed_as(x, spec_of(typed, name), like=operands)
+        for name, x in zip(graph.outputs, results, strict=True)
+    ]
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

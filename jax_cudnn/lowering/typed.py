@@ -44,6 +44,15 @@ def typed_division(
     return division
 
 
+def effective(division: Division[NamedCut]) -> Division[NamedCut]:
+    """Return what is divided of a division: not what is cut along axes of one device.
+
+    A sum along these is complete, so that its kernel is that of arrays on one device.
+    """
+    cuts = {factor: cut.effective for factor, cut in division.cuts.items()}
+    return Division(division.factors, {f: cut for f, cut in cuts.items() if cut})
+
+
 def placed(
     graph: Graph, operands: Sequence[jax.Array], division: Division[NamedCut]
 ) -> list[jax.Array]:
@@ -101,8 +110,9 @@ def _check(
         for i, (product, cut) in enumerate(
             zip(division.factors.axes[name], cuts, strict=True)
         ):
-            kept = [division.cuts[f] for f in product if f in division.cuts]
-            is_kept = cut is None or NamedCut(sum((c.axes for c in kept), ())) == cut
+            kept = [division.cuts[f].axes for f in product if f in division.cuts]
+            wanted = None if cut is None else cut.effective
+            is_kept = wanted in (None, NamedCut(sum(kept, ())).effective)
             if is_kept or not results.issuperset(product) or not product:
                 continue
             if division.factors.whole.isdisjoint(product):
