@@ -9,10 +9,10 @@
 namespace jax_cudnn {
 namespace {
 
-constexpr std::string_view kUnknownKnob = "UNKNOWN";
-
 namespace fe = cudnn_frontend;
 using Knob = fe::KnobType_t;
+
+constexpr std::string_view kUnknownKnob = "UNKNOWN";
 
 constexpr std::pair<Knob, std::string_view> kKnobNames[] = {
     {Knob::ARRAY_SIZE_PER_THREAD, "ARRAY_SIZE_PER_THREAD"},

@@ -24,6 +24,8 @@ namespace {
 namespace fe = cudnn_frontend;
 using Knob = fe::KnobType_t;
 
+constexpr int64_t kNoEngine = -1;
+
 StatusOr<std::unordered_map<Knob, int64_t>> FrontendKnobs(const Knobs& knobs) {
   std::unordered_map<Knob, int64_t> found;
   for (const auto& [name, value] : knobs) {
@@ -118,8 +120,10 @@ Status Attempt::FindPlaces() {
   for (int64_t place = 0; place < graph_->get_execution_plan_count(); ++place) {
     int64_t engine = 0;
     std::unordered_map<Knob, int64_t> knobs;
-    const auto error = graph_->get_engine_and_knobs_at_index(place, engine, knobs);
-    if (error.is_bad()) return Internal(Message(error));
+    // What has no engine to ask for is described when it comes to it.
+    if (graph_->get_engine_and_knobs_at_index(place, engine, knobs).is_bad()) {
+      engine = kNoEngine;
+    }
     nth_of_engine_.push_back(listed[engine]++);
     const bool is_asked_for =
         !is_by_place || (engine == pin->engine && nth_of_engine_.back() == pin->nth);

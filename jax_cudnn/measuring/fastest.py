@@ -114,7 +114,7 @@ def measure_each(
     others: PlanBuilders | None = None
     with ExitStack() as stack:
         while done < len(parts):
-            some = parts[done : done + pace.count()]
+            some = parts[done : done + pace.count(done)]
             is_worth_it = len(some) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
             if others is None and is_worth_it:
                 builders = plan_builders(target, ordinal, cores)
@@ -130,7 +130,6 @@ def measure_each(
             if done == 0:
                 next(results)
             yield from results
-            pace.took(len(some))
             done += len(some)
 
 

@@ -8,9 +8,9 @@ from jax_cudnn.measuring.together import workers
 
 # For each core, so many parts have their programs and plans compiled at once.
 _TOGETHER = 2
-# How long a part takes one core, before any was measured: 32 kernels of ConvNeXt-T took
-# an H100's host with 16 cores 62 s, and nine of GPT-2 15 s, while each of the programs
-# was compiled as well (cuDNN 9.19, JAX 0.11).
+# Seconds of a core that a part takes, before any was measured. On an H100's host with
+# 16 cores, 32 kernels of ConvNeXt-T took 62 s, and nine of GPT-2 15 s (cuDNN 9.19, JAX
+# 0.11): 31 and 27 seconds of cores each, the program's own compilation among them.
 _CORE_SECONDS = 25.0
 
 
@@ -19,38 +19,34 @@ class OutOfTimeError(Exception):
 
 
 class Pace:
-    """Begins as many parts as should be measured in time, but one in any case.
+    """Says how many parts should be measured in time.
 
-    ``until`` says when that is, by ``time.monotonic()``. It is asked again and again,
-    since it may become known better meanwhile.
+    ``until`` returns when the time is over, by ``time.monotonic()``. It is called again
+    and again, since that may become known better meanwhile.
     """
 
     def __init__(self, until: Callable[[], float]) -> None:
         self._until = until
         self._cores = workers()
         self._begun = time.monotonic()
-        self._measured = 0
 
     @property
     def is_late(self) -> bool:
         """Whether the time is over; what has begun should be brief from then on."""
         return time.monotonic() > self._until()
 
-    def count(self) -> int:
-        """Return how many parts may begin now.
+    def count(self, measured: int) -> int:
+        """Return how many parts may begin, after so many; at first, one in any case.
 
         Raises:
-          OutOfTimeError: none would be done in time, as long as those before took.
+          OutOfTimeError: if each took as long as those before, none would be done in
+            time.
         """
         now, most = time.monotonic(), _TOGETHER * self._cores
         seconds_each = _CORE_SECONDS / self._cores
-        if self._measured:
-            seconds_each = max((now - self._begun) / self._measured, 1e-9)
+        if measured:
+            seconds_each = max((now - self._begun) / measured, 1e-9)
         fitting = min(most, (self._until() - now) / seconds_each)
-        if fitting < 1 and self._measured:
+        if fitting < 1 and measured:
             raise OutOfTimeError
-        return max(1, int(fitting))
-
-    def took(self, count: int) -> None:
-        """Count parts that were measured until now."""
-        self._measured += count
+        return int(max(1, fitting))

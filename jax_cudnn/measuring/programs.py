@@ -65,7 +65,7 @@ class Programs:
         self._device = device
         self._calls: list[Callable[[], Any]] = []
         self._ahead: list[tuple[Trial, jax.stages.Compiled]] = []
-        # How long the one ahead took, if any did.
+        # How long the one ahead took; inf until it is there, and where it fails.
         self.compilation_s = math.inf
         constants = program.jaxpr.consts
         self._known = [*constants, *(arrays or [None] * (len(avals) - len(constants)))]

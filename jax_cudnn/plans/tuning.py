@@ -55,11 +55,10 @@ _NO_PROGRAM = "the whole program was not measured"
 # Building plans takes most of the time. Of 99 graphs of GPT-2, a Llama and ConvNeXt on
 # an H200 (cuDNN 9.19), 92 have their best plan among these, and all one within 2.1 %.
 _MAX_PLANS = 10
-# Where the whole program is to be timed as well, this takes some times as long as it
-# takes to compile it once, which is known when that is done. No more than a share of
-# the time is kept for it.
-_PROGRAM_SHARE = 0.5
+# Timing the whole program takes about so many times as long as compiling it once. This
+# share of the budget is kept for it at most, and until that is known.
 _PROGRAM_COMPILATIONS = 2.0
+_PROGRAM_SHARE = 0.5
 
 
 @dataclass(kw_only=True, repr=False)
@@ -153,12 +152,12 @@ def autotune(
       *args: as for ``plans.inspect``: arrays or shapes, and anything else that the
         function takes.
       budget_s: about how many seconds to spend. Calls come first whose sizes let
-        expect that they take longest. If the whole program is timed after them, twice
-        the time that it takes to compile is kept for that, half of the budget at most.
-        A call that is not measured keeps
-        the plan that it had, in all versions of the program, and the ``Tuning`` says
-        how many such calls there are. A compilation that has begun is waited for.
-        Default: no limit.
+        expect that they take longest. Where the whole program is timed after them,
+        twice the time of its compilation is kept for that, and half of the budget at
+        most. It is half until the program is compiled, which happens beside the first
+        calls. A call that is not measured keeps the plan that it had, in all versions
+        of the program, and the ``Tuning`` says how many such calls there are. A
+        compilation that has begun is waited for. Default: no limit.
       max_plans: how many of cuDNN's plans to time of each way to run a call, in the
         order in which cuDNN names them. The first of each engine is timed in any case,
         and others only of engines whose first takes at most 1.5 times as long as the
@@ -178,7 +177,7 @@ def autotune(
 
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
-      GraphError: ``max_plans`` is below 1.
+      GraphError: ``max_plans`` is below 1, or ``budget_s`` is nan.
     """
     tuner = _Tuner(budget_s=budget_s, max_plans=max_plans, progress=progress)
     try:
@@ -227,7 +226,7 @@ def autotuning(
 
     Raises:
       LibraryError: there is no NVIDIA GPU or no cuDNN here.
-      GraphError: ``max_plans`` is below 1.
+      GraphError: ``max_plans`` is below 1, or ``budget_s`` is nan.
 
     Example:
       >>> with plans.autotuning() as tuning:  # doctest: +SKIP
@@ -271,6 +270,10 @@ class _Tuner:
             raise GraphError(
                 f"max_plans is {max_plans}. Pass a number of plans from 1 on, or None "
                 "to time all of them."
+            )
+        if math.isnan(budget_s):
+            raise GraphError(
+                "budget_s is nan. Pass a number of seconds, or math.inf for no limit."
             )
         local = local_target()
         if local is None:
@@ -353,8 +356,9 @@ class _Tuner:
         """Return when kernels should be done, so that there is time for programs."""
         if programs is None or self._deadline == math.inf:
             return self._deadline
+        most_s = max(0.0, _PROGRAM_SHARE * self._budget_s)
         expected_s = _PROGRAM_COMPILATIONS * programs.compilation_s
-        return self._deadline - min(_PROGRAM_SHARE * self._budget_s, expected_s)
+        return self._deadline - min(most_s, expected_s)
 
     def _key(self, part: Graph, allowed: str) -> Key:
         return choices.key_of(part, self._target, allowed)

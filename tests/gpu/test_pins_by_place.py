@@ -34,6 +34,7 @@ _RESULTS = (*_IMAGES[:-1], _FILTERS[-1])
 def own_choices() -> Iterator[None]:
     """Give each test a table of its own."""
     before = choices.table().all()
+    choices.table().clear()
     yield
     choices.table().clear()
     choices.table().add(before)
@@ -85,8 +86,8 @@ def _drawn(*shapes: tuple[int, ...]) -> list[np.ndarray]:
     return [np.round(8 * rng.standard_normal(s)).clip(-32, 32) / 8 for s in shapes]
 
 
-def _choose(nth: int, function: Callable[..., Any], *args: Any) -> list[str]:
-    """Choose plans that only their places name, for those kernels that have any.
+def _choose(nth: int, program: Callable[..., Any], *args: Any) -> list[str]:
+    """Choose plans that only their places name, for kernels of a program that have any.
 
     Each gets the first one, or the last; returned is what they are asked for by.
     """
@@ -94,7 +95,9 @@ def _choose(nth: int, function: Callable[..., Any], *args: Any) -> list[str]:
     assert local is not None
     ordinal, target = local
     chosen: list[str] = []
-    for call in plans.inspect(function, *args).calls:
+    # All of its kernels, also those that are XLA's without a choice.
+    layer = functools.partial(_ours, implementation="cudnn")
+    for call in plans.inspect(functools.partial(program, layer), *args).calls:
         if call.part is None or call.graph is None:
             continue
         named = [
@@ -142,7 +145,7 @@ def test_a_program_runs_by_them_and_is_right(name: str, dtype: str, nth: int) ->
     arrays = _drawn(*shapes)
     operands = [jnp.asarray(x, dtype) for x in arrays]
     ours = functools.partial(program, _ours)
-    chosen = _choose(nth, ours, *operands)
+    chosen = _choose(nth, program, *operands)
     assert _are_tuned(chosen, ours, *operands)
     found = jax.jit(ours)(*operands)
     own, truth = _truth(program, arrays, dtype)
@@ -157,7 +160,8 @@ def test_what_is_not_finite_stays_where_it_belongs(value: float, nth: int) -> No
     arrays[2][2, 9, 8, 1] = value
     operands = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
     ours = functools.partial(_gradients, _ours)
-    _choose(nth, ours, *operands)
+    chosen = _choose(nth, _gradients, *operands)
+    assert _are_tuned(chosen, ours, *operands)
     found = jax.jit(ours)(*operands)
     own, truth = _truth(_gradients, arrays, jnp.bfloat16)
     judge(("y", "dx", "dw"), found, own, truth)
@@ -174,12 +178,8 @@ def test_a_sharded_program_runs_by_them(nth: int) -> None:
         for x, sharding in zip(arrays, shardings, strict=True)
     ]
     ours = functools.partial(_gradients, _ours)
-    # Choices are for a device's share.
-    local = [
-        jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in operands
-    ]
-    chosen = _choose(nth, ours, *local)
-    assert _are_tuned(chosen, ours, *local)
+    chosen = _choose(nth, _gradients, *operands)
+    assert _are_tuned(chosen, ours, *operands)
     found = jax.jit(ours)(*operands)
     own, truth = _truth(_gradients, arrays, jnp.bfloat16)
     judge(("y", "dx", "dw"), found, own, truth)
