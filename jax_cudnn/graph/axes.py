@@ -2,7 +2,8 @@
 """Which axes of a graph's tensors are one and the same?
 
 The letters of its nodes say so. An axis of size 1 beside a larger one is none of them:
-it is broadcast, or what a sum leaves.
+it is broadcast, or what a sum leaves. Those of size 1 are the same where all axes of
+their letters have that size.
 """
 
 import functools
@@ -18,10 +19,11 @@ Axis = tuple[str, int]
 
 
 @functools.lru_cache(maxsize=4096)
-def axis_classes(graph: Graph) -> Mapping[Axis, int]:
+def axis_classes(graph: Graph, *, with_ones: bool = False) -> Mapping[Axis, int]:
     """Return a number for each axis of each tensor: equal for axes that are the same.
 
-    Such axes have equal sizes.
+    Such axes have equal sizes. Each axis of size 1 is one of its own, unless those are
+    asked for as well.
     """
     joined = _Union()
     for i, node in enumerate(graph.nodes):
@@ -31,7 +33,7 @@ def axis_classes(graph: Graph) -> Mapping[Axis, int]:
         for role, tensor in roles.items():
             for axis, letters in enumerate(letters_of(row, role, roles)):
                 size = math.prod(sizes[letter] for letter in letters)
-                if letters and tensor.dims[axis] == size != 1:
+                if letters and tensor.dims[axis] == size and (with_ones or size != 1):
                     joined.join((tensor.name, axis), (i, letters))
     axes = [(t.name, axis) for t in graph.tensors for axis in range(len(t.dims))]
     numbers: dict[Hashable, int] = {}

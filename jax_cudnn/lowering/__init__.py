@@ -12,6 +12,7 @@ from jax_cudnn.lowering._jax import (
     is_array_aval,
     is_explicitly_sharded,
     is_known_array,
+    ones_typed_like,
     sharded_as,
     weakly_typed,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "is_known_array",
     "is_tuning",
     "linear_call",
+    "ones_typed_like",
     "run_by_hand",
     "run_contender",
     "run_cudnn",

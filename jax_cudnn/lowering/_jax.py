@@ -58,6 +58,7 @@ __all__ = [
     "jvp_where_nonzero",
     "lower_function",
     "max_over_groups",
+    "ones_typed_like",
     "output_aval",
     "packed",
     "partitioned_region",
@@ -293,6 +294,18 @@ def typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
     if not any(map(is_explicitly_sharded, both)):
         return x
     return typed_as(x, explicit_spec(other), like=both)
+
+
+def ones_typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
+    """Return an array whose axes of size 1 are sharded as those of one of its shape.
+
+    Only along axes of the mesh that have one device, and that a reshape forgets.
+    """
+    if not is_explicitly_sharded(other):
+        return x
+    both = zip(x.shape, explicit_spec(x), explicit_spec(other), strict=True)
+    spec = (theirs if size == 1 else own for size, own, theirs in both)
+    return typed_as(x, spec, like=(other,))
 
 
 def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:

@@ -7,7 +7,6 @@ whole graphs. What is not a kernel is differentiated by JAX.
 """
 
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 
@@ -16,7 +15,7 @@ from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.members import all_members
 from jax_cudnn.lowering.parts import RunPart, run_parts
 from jax_cudnn.lowering.share import Collectives, run_share
-from jax_cudnn.lowering.typed import effective, placed, spec_of, typed_division
+from jax_cudnn.lowering.typed import axes_in, spec_of, typed_as, types_of
 
 
 def is_one_kernel(graph: Graph) -> bool:
@@ -49,11 +48,11 @@ def _run_divided(
     """Run a graph of one kernel in `jax.shard_map`."""
     members = all_members(graph, tuple(x.shape for x in operands))
     mesh = _jax.explicit_mesh(operands)
-    typed = typed_division(graph, operands)
-    division = effective(typed)
+    types = types_of(graph, operands)
+    division = types.effective
     # Other axes of the mesh may be those of a vmap around.
     specs = map(_jax.explicit_spec, operands)
-    names = {axis for spec in specs for entry in spec for axis in _axes(entry)}
+    names = {axis for spec in specs for entry in spec for axis in axes_in(entry)}
 
     def axes_of(over: frozenset[int]) -> tuple[str, ...]:
         return tuple(name for f in sorted(over) for name, _ in division.cuts[f].axes)
@@ -66,22 +65,13 @@ def _run_divided(
     def share(*parts: jax.Array) -> list[jax.Array]:
         return run_share(graph, members, division, parts, run, collectives)
 
+    in_specs = tuple(spec_of(division, name) for name in graph.inputs)
     mapped = jax.shard_map(
         share,
         mesh=mesh,
-        in_specs=tuple(spec_of(division, name) for name in graph.inputs),
+        in_specs=in_specs,
         out_specs=[spec_of(division, name) for name in graph.outputs],
         axis_names=names,
     )
-    results = jax.jit(mapped)(*placed(graph, operands, division))
-    return [
-        _jax.typed_as(x, spec_of(typed, name), like=operands)
-        for name, x in zip(graph.outputs, results, strict=True)
-    ]
-
-
-def _axes(entry: Any) -> tuple[str, ...]:
-    """Return the axes of the mesh that an entry of a sharding names."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
+    results = jax.jit(mapped)(*typed_as(operands, in_specs, like=operands))
+    return typed_as(results, map(types.spec, graph.outputs), like=operands)

@@ -24,7 +24,7 @@ from jax_cudnn.lowering.members import (
     unmerged,
 )
 from jax_cudnn.lowering.parts import run_parts
-from jax_cudnn.lowering.typed import placed, spec_of, typed_division
+from jax_cudnn.lowering.typed import typed_as, types_of
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep
@@ -52,8 +52,9 @@ def run_graph(
 
     def bind(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
         if may_gather and any(map(_jax.is_explicitly_sharded, operands)):
-            division = typed_division(graph, operands, may_gather=True)
-            operands = placed(graph, operands, division)
+            types = types_of(graph, operands, may_gather=True)
+            specs = map(types.spec, graph.inputs)
+            operands = typed_as(operands, specs, like=operands)
         return graph_p.bind(*operands, graph=graph, options=options)
 
     def around(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -141,8 +142,8 @@ def graph_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
         assert (aval.size, aval.dtype) == expected, (tensor, aval)
     specs: dict[str, Any] = {}
     if any(map(_jax.is_explicitly_sharded, primals)):
-        division = typed_division(graph, primals)
-        specs = {name: spec_of(division, name) for name in graph.outputs}
+        types = types_of(graph, primals)
+        specs = {name: types.spec(name) for name in graph.outputs}
     return [
         _jax.output_aval(
             shape, jax_dtype(tensor.dtype), operands, specs.get(tensor.name)

@@ -5,23 +5,54 @@ By the rule that XLA's partitioner is given as well (partitioned.py). How the re
 are sharded follows from it, and is part of their types.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec
 
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Factors, Graph, derivative_of
+from jax_cudnn.graph import Factors, Graph, axis_classes, derivative_of
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import Division, NamedCut, divide
+from jax_cudnn.lowering.members import all_members
 from jax_cudnn.lowering.sharding_rule import factors_at
 
 
-def typed_division(
+@dataclass(frozen=True, kw_only=True)
+class Types:
+    """How the types of a kernel's arrays say that they are sharded.
+
+    ``division``: along which axes of the mesh, also those of one device. ``ones``: for
+    each tensor, those along which an axis of size 1 is sharded, by the axis of its
+    array. They have one device, and such an axis has no factor to be divided.
+    """
+
+    division: Division[NamedCut]
+    ones: Mapping[str, Mapping[int, tuple[str, ...]]]
+
+    @property
+    def effective(self) -> Division[NamedCut]:
+        """What is divided among devices: not what is cut along axes of one device.
+
+        A sum along these is complete, so its kernel is that of arrays on one device.
+        """
+        cuts = {factor: cut.effective for factor, cut in self.division.cuts.items()}
+        found = {factor: cut for factor, cut in cuts.items() if cut is not None}
+        return Division(self.division.factors, found)
+
+    def spec(self, name: str) -> PartitionSpec:
+        """Return how a tensor's array is sharded."""
+        ones = self.ones.get(name, {})
+        entries = spec_of(self.division, name)
+        return PartitionSpec(*(ones.get(i, each) for i, each in enumerate(entries)))
+
+
+def types_of(
     graph: Graph, operands: Sequence[Any], *, may_gather: bool = False
-) -> Division[NamedCut]:
-    """Return how a kernel's graph is divided, given its operands or their types.
+) -> Types:
+    """Return how a kernel's arrays are sharded, given its operands or their types.
 
     Raises (unless `may_gather`, for kernels that the user did not write):
       UnsupportedError: two axes of the result would be sharded along the same axis of
@@ -41,26 +72,50 @@ def typed_division(
     division = divide(_without_strays(graph, factors), given)
     if not may_gather:
         _check(graph, division, given)
-    return division
+    return Types(division=division, ones=_ones(graph, operands, division))
 
 
-def effective(division: Division[NamedCut]) -> Division[NamedCut]:
-    """Return what is divided of a division: not what is cut along axes of one device.
+def _ones(
+    graph: Graph, operands: Sequence[Any], division: Division[NamedCut]
+) -> dict[str, dict[int, tuple[str, ...]]]:
+    """Return how axes of size 1 are sharded: as one that is the same in an operand."""
+    classes = axis_classes(graph, with_ones=True)
+    members = all_members(graph, tuple(x.shape for x in operands))
+    # For each tensor, the class of each axis of size 1, by the axis of its array.
+    at: dict[str, dict[int, int]] = {}
+    for tensor in graph.tensors:
+        axes = [(i, each) for i, own in enumerate(members[tensor.name]) for each in own]
+        at[tensor.name] = {
+            axis: classes[tensor.name, tensor.order[i]]
+            for axis, (i, size) in enumerate(axes)
+            if size == 1
+        }
+    given: dict[int, tuple[str, ...]] = {}
+    for name, x in zip(graph.inputs, operands, strict=True):
+        spec = _jax.explicit_spec(x)
+        for axis, number in at[name].items():
+            if (entry := spec[axis]) is not None:
+                given.setdefault(number, axes_in(entry))
+    found: dict[str, dict[int, tuple[str, ...]]] = {}
+    for name, axes_of_one in at.items():
+        taken = {axis for each in spec_of(division, name) for axis in axes_in(each)}
+        found[name] = {}
+        for axis, number in axes_of_one.items():
+            names = given.get(number, ())
+            if names and taken.isdisjoint(names):
+                found[name][axis] = names
+                taken.update(names)
+    return found
 
-    A sum along these is complete, so that its kernel is that of arrays on one device.
-    """
-    cuts = {factor: cut.effective for factor, cut in division.cuts.items()}
-    return Division(division.factors, {f: cut for f, cut in cuts.items() if cut})
 
-
-def placed(
-    graph: Graph, operands: Sequence[jax.Array], division: Division[NamedCut]
+def typed_as(
+    arrays: Iterable[jax.Array],
+    specs: Iterable[PartitionSpec],
+    like: Sequence[jax.Array],
 ) -> list[jax.Array]:
-    """Return a kernel's operands, sharded as a division says."""
-    return [
-        _jax.typed_as(x, spec_of(division, name), like=operands)
-        for x, name in zip(operands, graph.inputs, strict=True)
-    ]
+    """Return arrays sharded so, on the mesh of other arrays."""
+    pairs = zip(arrays, specs, strict=True)
+    return [_jax.typed_as(x, spec, like=like) for x, spec in pairs]
 
 
 def spec_of(division: Division[NamedCut], name: str) -> PartitionSpec:
@@ -72,11 +127,17 @@ def spec_of(division: Division[NamedCut], name: str) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in entries))
 
 
+def axes_in(entry: Any) -> tuple[str, ...]:
+    """Return the axes of the mesh that an entry of a sharding names."""
+    if entry is None:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
 def _cut(mesh: Any, entry: Any) -> NamedCut | None:
     if entry is None:
         return None
-    names = entry if isinstance(entry, tuple) else (entry,)
-    return NamedCut(tuple((name, mesh.shape[name]) for name in names))
+    return NamedCut(tuple((name, mesh.shape[name]) for name in axes_in(entry)))
 
 
 def _without_strays(graph: Graph, factors: Factors) -> Factors:
