@@ -24,7 +24,7 @@ from jax_cudnn.fusing.program import (
     program_of,
 )
 from jax_cudnn.graph import Graph, is_anchor, joined
-from jax_cudnn.lowering import graph_of, run_graph
+from jax_cudnn.lowering import graph_of, run_graph, typed_like
 
 
 def run_chained(
@@ -55,7 +55,8 @@ class _Joined:
         """Add the results to the arrays."""
         operands = [arrays[x] for x in self.reads]
         results = run_graph(self.graph, operands, self.options)
-        arrays.update(zip(self.outputs, results, strict=True))
+        for output, x in zip(self.outputs, results, strict=True):
+            arrays[output] = typed_like(x, output.aval)
 
 
 class _Chains:

@@ -23,7 +23,7 @@ from jax_cudnn.fusing.program import Arrays, Atom, Number, Operation, Value
 from jax_cudnn.fusing.views import View
 from jax_cudnn.graph import DTypeName, Graph
 from jax_cudnn.graph.pointwise import COMPARISONS
-from jax_cudnn.lowering import equation_place, is_explicitly_sharded
+from jax_cudnn.lowering import equation_place, is_explicitly_sharded, typed_like
 from jax_cudnn.ops.fusion import Fusion, Result
 from jax_cudnn.ops.outside import Beside
 from jax_cudnn.ops.tracing import (
@@ -284,7 +284,8 @@ class Kernel:
         for x in (main, *others):
             name = names[self.made[x].position]
             stored = self.views[x].array(by_name[name], orders[name])
-            arrays[x] = stored.astype(x.dtype)
+            # Sharded as in the program that was traced, by which the rest goes.
+            arrays[x] = typed_like(stored.astype(x.dtype), x.aval)
         for x, source in self.casts.items():
             if source in arrays:
                 arrays[x] = arrays[source].astype(x.dtype)

@@ -20,7 +20,13 @@ from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.fusing.norms import Norm
 from jax_cudnn.fusing.program import Arrays, Operation, Value
 from jax_cudnn.graph import Graph
-from jax_cudnn.lowering import TracedGraph, graph_of, is_tuning, subprograms
+from jax_cudnn.lowering import (
+    TracedGraph,
+    graph_of,
+    is_tuning,
+    subprograms,
+    typed_like,
+)
 from jax_cudnn.ops.arguments import Precision, options, strongly_typed
 from jax_cudnn.ops.norms import layer_norm, rms_norm
 
@@ -85,7 +91,8 @@ class Whole:
             self.work.run(arrays)
             return
         (output,) = self.work.outputs
-        arrays[output] = self._norm(*(arrays[x] for x in self.reads))
+        result = self._norm(*(arrays[x] for x in self.reads))
+        arrays[output] = typed_like(result, output.aval)
 
     def _norm(self, *arrays: jax.Array) -> jax.Array:
         norm = self.work

@@ -5,6 +5,7 @@ from jax_cudnn.lowering import batching, differentiation  # noqa: F401 the rules
 from jax_cudnn.lowering._jax import (
     align_varying,
     constants_as_operands,
+    divisible,
     equation_function,
     equation_name,
     equation_place,
@@ -14,6 +15,7 @@ from jax_cudnn.lowering._jax import (
     is_known_array,
     ones_typed_like,
     sharded_as,
+    typed_like,
     weakly_typed,
 )
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
@@ -44,6 +46,7 @@ __all__ = [
     "check_bare",
     "constants_as_operands",
     "decide",
+    "divisible",
     "equation_function",
     "equation_name",
     "equation_place",
@@ -68,5 +71,6 @@ __all__ = [
     "subprograms",
     "traced_graphs",
     "traced_program",
+    "typed_like",
     "weakly_typed",
 ]

@@ -38,6 +38,7 @@ __all__ = [
     "bytecode",
     "constants_as_operands",
     "custom_call",
+    "divisible",
     "elements",
     "equation_function",
     "equation_name",
@@ -69,6 +70,7 @@ __all__ = [
     "set_jvp",
     "set_lowering",
     "set_transpose",
+    "shape_of",
     "sharded_as",
     "sum_over_groups",
     "typed_as",
@@ -288,6 +290,27 @@ def gathered(x: jax.Array) -> jax.Array:
     return typed_as(x, (), [x]) if is_explicitly_sharded(x) else x
 
 
+def shape_of(x: jax.Array | ShapedArray) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype, with its sharding where its type says it."""
+    sharding = _type(x).sharding if is_explicitly_sharded(x) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+
+def divisible(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Return an array whose axis can be reshaped into so many parts and what these are.
+
+    It is gathered along the axis where devices have other parts of it.
+    """
+    spec = list(explicit_spec(x))
+    if not is_explicitly_sharded(x) or spec[axis] is None:
+        return x
+    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
+    if count % math.prod(explicit_mesh([x]).shape[name] for name in names) == 0:
+        return x
+    spec[axis] = None
+    return typed_as(x, spec, like=[x])
+
+
 def typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
     """Return an array, sharded as another one of its shape where types say so."""
     both = (x, other)
@@ -328,9 +351,12 @@ def output_aval(
 
     `spec` says how it is sharded where the types of operands say so.
     """
-    like = max(
-        operands, key=lambda aval: len(aval.manual_axis_type.varying), default=None
-    )
+
+    def knows(aval: Any) -> tuple[bool, int]:
+        """Whether an operand is on a mesh, and along how many axes it varies."""
+        return not aval.sharding.mesh.empty, len(aval.manual_axis_type.varying)
+
+    like = max(operands, key=knows, default=None)
     if like is None or like.sharding.mesh.empty:
         return ShapedArray(shape, dtype)
     if spec is None:

@@ -15,6 +15,7 @@ from jax_cudnn.lowering.differentiation import (
     saved_of,
     split_operands,
 )
+from jax_cudnn.lowering.explicit import is_one_kernel
 from jax_cudnn.lowering.fold import Fold, fold_graph
 from jax_cudnn.lowering.members import result_shapes
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
@@ -142,9 +143,16 @@ def _linear_batch(
     full = graph if derivative is None else derivative.with_residuals(graph, wanted)
     fold = fold_graph(full, _axis_size(args, axes), tuple(is_batched), shapes)
     saved_tensors = [full.output_tensors[i] for i in saved_of(graph, wanted)]
-    if fold is None or any(
-        axis is not None and tensor.name not in fold.rule.axes
-        for tensor, axis in zip(saved_tensors, saved_axes, strict=True)
+    # Only graphs of one kernel say how their results are sharded.
+    is_typed = any(map(_jax.is_explicitly_sharded, args))
+    is_refused = fold is not None and is_typed and not is_one_kernel(fold.graph)
+    if (
+        fold is None
+        or is_refused
+        or any(
+            axis is not None and tensor.name not in fold.rule.axes
+            for tensor, axis in zip(saved_tensors, saved_axes, strict=True)
+        )
     ):
         function = functools.partial(
             linear_by_reference, graph=graph, wanted=wanted, options=options

@@ -142,12 +142,14 @@ def divide(
     given: Sequence[tuple[str, Sequence[Cut | None]]],
     *,
     may_sum: bool = True,
+    before: frozenset[int] = frozenset(),
 ) -> Division[Cut]:
     """Return a division that keeps as much of the arrays where it is as it can.
 
     `given` has the cuts of the axes of operands and results. Where two claim the same
-    devices for different factors, the larger array keeps its cut. A cut that does not
-    divide its factors is dropped. Without `may_sum`, nothing is cut that a result sums.
+    devices for different factors, the larger array keeps its cut, but those of axes
+    with factors `before` others come first. A cut that does not divide its factors is
+    dropped. Without `may_sum`, nothing is cut that a result sums.
     """
     whole = set(factors.whole)
     if not may_sum:
@@ -156,11 +158,15 @@ def divide(
     def elements(entry: tuple[str, Sequence[Cut | None]]) -> int:
         return math.prod(factors.sizes[factor] for factor in factors.of(entry[0]))
 
+    claims = [
+        (product, cut)
+        for name, cuts in sorted(given, key=elements, reverse=True)
+        for product, cut in zip(factors.axes[name], cuts, strict=True)
+        if cut is not None
+    ]
     division = Division[Cut](factors)
-    for name, cuts in sorted(given, key=elements, reverse=True):
-        for product, cut in zip(factors.axes[name], cuts, strict=True):
-            if cut is not None:
-                division = _with_cut(division, product, cut, whole)
+    for product, cut in sorted(claims, key=lambda claim: before.isdisjoint(claim[0])):
+        division = _with_cut(division, product, cut, whole)
     return division
 
 

@@ -63,7 +63,9 @@ def _graph_jvp(
 
 def _sum(tangents: Sequence[Any], like: jax.Array) -> Any:
     terms = [jnp.reshape(t, like.shape) for t in tangents if not _jax.is_zero(t)]
-    return functools.reduce(jnp.add, terms) if terms else _jax.zero_like(like)
+    if not terms:
+        return _jax.zero_like(like)
+    return _jax.typed_like(functools.reduce(jnp.add, terms), like)
 
 
 def _linear(
@@ -247,8 +249,7 @@ def _graph_transpose(
             operands[index] = value
         return run_by_reference(graph, operands, options)
 
-    avals = (args[i].aval for i in linear)
-    shapes = (jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals)
+    shapes = (_jax.shape_of(args[i].aval) for i in linear)
     transposed = jax.linear_transpose(function, *shapes)
     gradients = transposed(tuple(_jax.instantiate_zero(ct) for ct in cotangents))
     by_index = dict(zip(linear, gradients, strict=True))

@@ -24,12 +24,12 @@ import jax
 import numpy as np
 
 from jax_cudnn.config import MatmulPrecision, Options, PlanOptions
-from jax_cudnn.graph import Graph, from_json, is_anchor, kind_named, to_json
+from jax_cudnn.graph import Graph, from_json, is_anchor, to_json
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
 from jax_cudnn.lowering.explicit import run_explicit
 from jax_cudnn.lowering.members import all_members
-from jax_cudnn.lowering.parts import run_parts
+from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.primitives import (
     graph_avals,
     graph_p,
@@ -153,9 +153,7 @@ def _run_divided(
     """Run a graph's kernels each by a custom call, and the rest in XLA's operations."""
 
     def kernel(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        rows = (kind_named(node.kind).row for node in part.nodes)
-        is_xlas = any(row.is_divided_by_xla for row in rows)
-        if is_xlas and options.implementation != "cudnn":
+        if options.implementation != "cudnn" and is_divided_by_xla(part):
             return around(part, arguments)
         settings = {"platform": platform, "may_sum": may_sum}
         return _kernel_p.bind(*arguments, graph=part, options=options, **settings)

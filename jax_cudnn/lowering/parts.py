@@ -5,12 +5,18 @@ from collections.abc import Callable, Sequence
 
 import jax
 
-from jax_cudnn.graph import Graph, is_anchor
+from jax_cudnn.graph import Graph, is_anchor, kind_named
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering.members import all_members, flat, reshaped, spread
 
 # Computes a part's results, in the shapes in which a primitive would give them.
 RunPart = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
+
+
+def is_divided_by_xla(graph: Graph) -> bool:
+    """Whether a graph has a kernel that XLA runs where it is on several devices."""
+    rows = (kind_named(node.kind).row for node in graph.nodes)
+    return any(row.is_divided_by_xla for row in rows)
 
 
 def run_parts(

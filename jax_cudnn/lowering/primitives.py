@@ -23,8 +23,8 @@ from jax_cudnn.lowering.members import (
     result_shapes,
     unmerged,
 )
-from jax_cudnn.lowering.parts import run_parts
-from jax_cudnn.lowering.typed import typed_as, types_of
+from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
+from jax_cudnn.lowering.typed import is_divided, typed_as, types_of
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep
@@ -48,9 +48,16 @@ def run_graph(
     results then have them as well. Operands whose types contradict each other in how
     they are sharded are refused, or gathered in a graph that no user has written.
     """
+    if graph.has_empty_tensor:
+        # There is nothing to gather, and nothing of it can be divided.
+        operands = [_jax.gathered(x) for x in operands]
     operands = _jax.align_varying(unmerged(graph, operands))
 
-    def bind(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    def bind(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        may_be_xlas = options.implementation != "cudnn" and is_divided_by_xla(graph)
+        if may_be_xlas and is_divided(operands):
+            # As XLA's partitioner does, where types say nothing of devices.
+            return around(graph, operands)
         if may_gather and any(map(_jax.is_explicitly_sharded, operands)):
             types = types_of(graph, operands, may_gather=True)
             specs = map(types.spec, graph.inputs)
@@ -64,7 +71,7 @@ def run_graph(
     if is_explicit and not is_one_kernel(graph):
         # The types of each kernel's results follow from those of its operands.
         return run_parts(graph, operands, bind, around)
-    return bind(graph, operands)
+    return [*bind(graph, operands)]
 
 
 def run_reference(

@@ -6,7 +6,7 @@ are sharded follows from it, and is part of their types.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -17,6 +17,7 @@ from jax_cudnn.graph import Factors, Graph, axis_classes, derivative_of
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.cuts import Division, NamedCut, divide
 from jax_cudnn.lowering.members import all_members
+from jax_cudnn.lowering.parts import is_divided_by_xla
 from jax_cudnn.lowering.sharding_rule import factors_at
 
 
@@ -66,13 +67,36 @@ def types_of(
     factors = factors_at(graph, tuple(x.shape for x in operands))
     mesh = _jax.explicit_mesh(operands)
     given = [
-        (name, [_cut(mesh, entry) for entry in _jax.explicit_spec(x)])
-        for name, x in zip(graph.inputs, operands, strict=True)
+        (name, _cuts(mesh, x)) for name, x in zip(graph.inputs, operands, strict=True)
     ]
-    division = divide(_without_strays(graph, factors), given)
+    # What is contracted is gathered, before results are: weights that are sharded to
+    # save memory are so along axes of the mesh that divide the batch, too.
+    results = factors.of(*graph.outputs)
+    cut = {
+        factor
+        for name, cuts in given
+        for product, cut in zip(factors.axes[name], cuts, strict=True)
+        for factor in product
+        if cut is not None and cut.effective is not None
+    }
+    strays = _strays(graph, factors) & cut
+    if is_divided_by_xla(graph):
+        # On several devices XLA runs it, and leaves all as it is: so it is on one.
+        factors = replace(factors, whole=factors.whole & cut)
+    division = divide(factors.with_whole(strays), given, before=results)
     if not may_gather:
         _check(graph, division, given)
     return Types(division=division, ones=_ones(graph, operands, division))
+
+
+def is_divided(operands: Sequence[Any]) -> bool:
+    """Whether types say that an operand is on several devices in parts."""
+    return any(
+        cut is not None and cut.effective is not None
+        for x in operands
+        if _jax.is_explicitly_sharded(x)
+        for cut in _cuts(_jax.explicit_mesh([x]), x)
+    )
 
 
 def _ones(
@@ -134,17 +158,22 @@ def axes_in(entry: Any) -> tuple[str, ...]:
     return entry if isinstance(entry, tuple) else (entry,)
 
 
-def _cut(mesh: Any, entry: Any) -> NamedCut | None:
-    if entry is None:
-        return None
-    return NamedCut(tuple((name, mesh.shape[name]) for name in axes_in(entry)))
+def _cuts(mesh: Any, x: Any) -> list[NamedCut | None]:
+    """Return how each axis of an array is cut, by its type."""
+
+    def cut(entry: Any) -> NamedCut | None:
+        if entry is None:
+            return None
+        return NamedCut(tuple((name, mesh.shape[name]) for name in axes_in(entry)))
+
+    return [cut(entry) for entry in _jax.explicit_spec(x)]
 
 
-def _without_strays(graph: Graph, factors: Factors) -> Factors:
-    """Return the factors, whole where a result neither has them nor sums them.
+def _strays(graph: Graph, factors: Factors) -> set[int]:
+    """Return the factors that a result neither has nor sums.
 
-    Devices would all compute that result, but its type would not say that they agree:
-    what comes from one graph varies as all of the graph's operands do.
+    If they were divided, devices would all compute that result, but its type would not
+    say that they agree: what comes from one graph varies as all of its operands do.
     """
     given = factors.of(*graph.inputs)
     strays = set[int]()
@@ -157,7 +186,7 @@ def _without_strays(graph: Graph, factors: Factors) -> Factors:
             summed[name] = before | factors.partial[name]
     for name in graph.outputs:
         strays |= given - factors.of(name) - summed[name]
-    return factors.with_whole(strays)
+    return strays
 
 
 def _check(
