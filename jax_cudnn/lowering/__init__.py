@@ -5,18 +5,20 @@ from jax_cudnn.lowering import batching, differentiation  # noqa: F401 the rules
 from jax_cudnn.lowering._jax import (
     align_varying,
     constants_as_operands,
-    divisible,
     equation_function,
     equation_name,
     equation_place,
-    gathered,
     is_array_aval,
-    is_explicitly_sharded,
     is_known_array,
+    weakly_typed,
+)
+from jax_cudnn.lowering.array_types import (
+    divisible,
+    gathered,
+    is_explicitly_sharded,
     ones_typed_like,
     sharded_as,
     typed_like,
-    weakly_typed,
 )
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide

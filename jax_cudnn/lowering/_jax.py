@@ -11,7 +11,7 @@ import functools
 import io
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,28 +38,22 @@ __all__ = [
     "bytecode",
     "constants_as_operands",
     "custom_call",
-    "divisible",
     "elements",
     "equation_function",
     "equation_name",
     "equation_place",
     "exchange_in_groups",
-    "explicit_mesh",
-    "explicit_spec",
-    "gathered",
     "hlo_sharding",
     "inner_jaxprs",
     "inner_runs",
     "instantiate_zero",
     "is_array_aval",
-    "is_explicitly_sharded",
     "is_known_array",
     "is_linear_input",
     "is_zero",
     "jvp_where_nonzero",
     "lower_function",
     "max_over_groups",
-    "ones_typed_like",
     "output_aval",
     "packed",
     "partitioned_region",
@@ -70,11 +64,7 @@ __all__ = [
     "set_jvp",
     "set_lowering",
     "set_transpose",
-    "shape_of",
-    "sharded_as",
     "sum_over_groups",
-    "typed_as",
-    "typed_like",
     "weakly_typed",
     "without_mesh",
     "zero_like",
@@ -251,94 +241,6 @@ def weakly_typed(x: jax.Array) -> jax.Array:
     return jax.lax.convert_element_type_p.bind(
         x, new_dtype=x.dtype, weak_type=True, sharding=None
     )
-
-
-def _type(x: jax.Array | ShapedArray) -> Any:
-    return x if isinstance(x, ShapedArray) else jax.typeof(x)
-
-
-def is_explicitly_sharded(x: jax.Array | ShapedArray) -> bool:
-    """Whether an array's type says that it is sharded along axes of a mesh."""
-    return any(entry is not None for entry in explicit_spec(x))
-
-
-def explicit_spec(x: jax.Array | ShapedArray) -> tuple[Any, ...]:
-    """Return along which axes of the mesh an array's type says that it is sharded."""
-    return tuple(_type(x).sharding.spec)
-
-
-def explicit_mesh(operands: Sequence[jax.Array | ShapedArray]) -> Any:
-    """Return the mesh of operands of which some say how they are sharded."""
-    return next(_type(x).sharding.mesh for x in operands if is_explicitly_sharded(x))
-
-
-def typed_as(
-    x: jax.Array, spec: Iterable[Any], like: Sequence[jax.Array | ShapedArray]
-) -> jax.Array:
-    """Return an array that is sharded so in its type, on the mesh of other arrays."""
-    full = (*spec, *(None,) * x.ndim)[: x.ndim]
-    if explicit_spec(x) == full:
-        return x
-    sharding = jax.sharding.NamedSharding(
-        explicit_mesh(like), jax.sharding.PartitionSpec(*full)
-    )
-    return jax.sharding.reshard(x, sharding)
-
-
-def gathered(x: jax.Array) -> jax.Array:
-    """Return an array whose type does not say that it is sharded."""
-    return typed_as(x, (), [x]) if is_explicitly_sharded(x) else x
-
-
-def shape_of(x: jax.Array | ShapedArray) -> jax.ShapeDtypeStruct:
-    """Return an array's shape and dtype, with its sharding where its type says it."""
-    sharding = _type(x).sharding if is_explicitly_sharded(x) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
-
-
-def divisible(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Return an array whose axis can be reshaped into so many parts and what these are.
-
-    It is gathered along the axis where devices have other parts of it.
-    """
-    spec = list(explicit_spec(x))
-    if not is_explicitly_sharded(x) or spec[axis] is None:
-        return x
-    names = spec[axis] if isinstance(spec[axis], tuple) else (spec[axis],)
-    if count % math.prod(explicit_mesh([x]).shape[name] for name in names) == 0:
-        return x
-    spec[axis] = None
-    return typed_as(x, spec, like=[x])
-
-
-def typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
-    """Return an array, sharded as another one of its shape where types say so."""
-    both = (x, other)
-    if not any(map(is_explicitly_sharded, both)):
-        return x
-    return typed_as(x, explicit_spec(other), like=both)
-
-
-def ones_typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
-    """Return an array whose axes of size 1 are sharded as those of one of its shape.
-
-    Only along axes of the mesh that have one device, and that a reshape forgets.
-    """
-    if not is_explicitly_sharded(other):
-        return x
-    both = zip(x.shape, explicit_spec(x), explicit_spec(other), strict=True)
-    spec = (theirs if size == 1 else own for size, own, theirs in both)
-    return typed_as(x, spec, like=(other,))
-
-
-def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:
-    """Return an array with a sharding, in its type if the mesh has it there."""
-    if sharding is None:
-        return x
-    kinds = jax.typeof(x).sharding.mesh.axis_types
-    if AxisType.Explicit in kinds:
-        return jax.sharding.reshard(x, sharding)
-    return jax.lax.with_sharding_constraint(x, sharding)
 
 
 def output_aval(

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, derivative_of, is_apart
 from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.array_types import is_explicitly_sharded
 from jax_cudnn.lowering.differentiation import (
     linear_by_reference,
     saved_of,
@@ -144,7 +145,7 @@ def _linear_batch(
     fold = fold_graph(full, _axis_size(args, axes), tuple(is_batched), shapes)
     saved_tensors = [full.output_tensors[i] for i in saved_of(graph, wanted)]
     # Only graphs of one kernel say how their results are sharded.
-    is_typed = any(map(_jax.is_explicitly_sharded, args))
+    is_typed = any(map(is_explicitly_sharded, args))
     is_refused = fold is not None and is_typed and not is_one_kernel(fold.graph)
     if (
         fold is None

@@ -21,6 +21,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, added_first, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.array_types import shape_of, typed_like
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
 
 # --- forward mode ---------------------------------------------------------------------
@@ -65,7 +66,7 @@ def _sum(tangents: Sequence[Any], like: jax.Array) -> Any:
     terms = [jnp.reshape(t, like.shape) for t in tangents if not _jax.is_zero(t)]
     if not terms:
         return _jax.zero_like(like)
-    return _jax.typed_like(functools.reduce(jnp.add, terms), like)
+    return typed_like(functools.reduce(jnp.add, terms), like)
 
 
 def _linear(
@@ -231,7 +232,7 @@ def _run_backward(
     )
     # XLA drops the zeros that are not used.
     by_input = zeros | {
-        i: _jax.typed_like(jnp.reshape(x, primals[i].shape), primals[i])
+        i: typed_like(jnp.reshape(x, primals[i].shape), primals[i])
         for i, x in zip(backward.gradients, results, strict=True)
     }
     return [by_input[i] for i, is_wanted in enumerate(wanted) if is_wanted]
@@ -249,7 +250,7 @@ def _graph_transpose(
             operands[index] = value
         return run_by_reference(graph, operands, options)
 
-    shapes = (_jax.shape_of(args[i].aval) for i in linear)
+    shapes = (shape_of(args[i].aval) for i in linear)
     transposed = jax.linear_transpose(function, *shapes)
     gradients = transposed(tuple(_jax.instantiate_zero(ct) for ct in cotangents))
     by_index = dict(zip(linear, gradients, strict=True))

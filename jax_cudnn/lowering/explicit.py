@@ -11,11 +11,16 @@ from collections.abc import Sequence
 import jax
 
 from jax_cudnn.graph import Graph, is_anchor
-from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.array_types import (
+    axes_in,
+    explicit_mesh,
+    explicit_spec,
+    is_explicitly_sharded,
+)
 from jax_cudnn.lowering.members import all_members
 from jax_cudnn.lowering.parts import RunPart, run_parts
 from jax_cudnn.lowering.share import Collectives, run_share
-from jax_cudnn.lowering.typed import axes_in, spec_of, typed_as, types_of
+from jax_cudnn.lowering.typed import all_typed_as, spec_of, types_of
 
 
 def is_one_kernel(graph: Graph) -> bool:
@@ -33,7 +38,7 @@ def run_explicit(
     """
 
     def divided(part: Graph, arguments: Sequence[jax.Array]) -> Sequence[jax.Array]:
-        if any(map(_jax.is_explicitly_sharded, arguments)):
+        if any(map(is_explicitly_sharded, arguments)):
             return _run_divided(part, arguments, kernel)
         return kernel(part, arguments)
 
@@ -47,11 +52,11 @@ def _run_divided(
 ) -> list[jax.Array]:
     """Run a graph of one kernel in `jax.shard_map`."""
     members = all_members(graph, tuple(x.shape for x in operands))
-    mesh = _jax.explicit_mesh(operands)
+    mesh = explicit_mesh(operands)
     types = types_of(graph, operands)
     division = types.effective
     # Other axes of the mesh may be those of a vmap around.
-    specs = map(_jax.explicit_spec, operands)
+    specs = map(explicit_spec, operands)
     names = {axis for spec in specs for entry in spec for axis in axes_in(entry)}
 
     def axes_of(over: frozenset[int]) -> tuple[str, ...]:
@@ -73,5 +78,5 @@ def _run_divided(
         out_specs=[spec_of(division, name) for name in graph.outputs],
         axis_names=names,
     )
-    results = jax.jit(mapped)(*typed_as(operands, in_specs, like=operands))
-    return typed_as(results, map(types.spec, graph.outputs), like=operands)
+    results = jax.jit(mapped)(*all_typed_as(operands, in_specs, like=operands))
+    return all_typed_as(results, map(types.spec, graph.outputs), like=operands)

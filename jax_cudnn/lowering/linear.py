@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.array_types import typed_like
 
 Arrays = Sequence[jax.Array]
 
@@ -92,7 +93,7 @@ def _transpose(
     else:
         given = [None if _jax.is_zero(ct) else ct for ct in cotangents]
         gradients = [
-            _jax.typed_like(gradient, x.aval)
+            typed_like(gradient, x.aval)
             for gradient, x in zip(
                 function.gradients(primals, results, given), tangents, strict=True
             )

@@ -26,6 +26,7 @@ import numpy as np
 from jax_cudnn.config import MatmulPrecision, Options, PlanOptions
 from jax_cudnn.graph import Graph, from_json, is_anchor, to_json
 from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.array_types import is_explicitly_sharded
 from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
 from jax_cudnn.lowering.explicit import run_explicit
 from jax_cudnn.lowering.members import all_members
@@ -70,7 +71,7 @@ def set_lowering(platform: str, program: Program, xla_program: Program) -> None:
     def lower(ctx: Any, *operands: Any, graph: Graph, options: Options) -> Any:
         region = _jax.partitioned_region(ctx)
         record = _RECORDS.get(scope().record)
-        if any(map(_jax.is_explicitly_sharded, ctx.avals_in)):
+        if any(map(is_explicitly_sharded, ctx.avals_in)):
             if record is not None:
                 record.is_divided = True
             function = functools.partial(_run_typed, graph=graph, options=options)

@@ -16,6 +16,7 @@ import jax
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.array_types import gathered, is_explicitly_sharded
 from jax_cudnn.lowering.explicit import is_one_kernel, run_explicit
 from jax_cudnn.lowering.members import (
     as_results,
@@ -24,7 +25,7 @@ from jax_cudnn.lowering.members import (
     unmerged,
 )
 from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
-from jax_cudnn.lowering.typed import is_divided, typed_as, types_of
+from jax_cudnn.lowering.typed import all_typed_as, is_divided, types_of
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep
@@ -50,7 +51,7 @@ def run_graph(
     """
     if graph.has_empty_tensor:
         # There is nothing to gather, and nothing of it can be divided.
-        operands = [_jax.gathered(x) for x in operands]
+        operands = [gathered(x) for x in operands]
     operands = _jax.align_varying(unmerged(graph, operands))
 
     def bind(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -58,16 +59,16 @@ def run_graph(
         if may_be_xlas and is_divided(operands):
             # As XLA's partitioner does, where types say nothing of devices.
             return around(graph, operands)
-        if may_gather and any(map(_jax.is_explicitly_sharded, operands)):
+        if may_gather and any(map(is_explicitly_sharded, operands)):
             types = types_of(graph, operands, may_gather=True)
             specs = map(types.spec, graph.inputs)
-            operands = typed_as(operands, specs, like=operands)
+            operands = all_typed_as(operands, specs, like=operands)
         return graph_p.bind(*operands, graph=graph, options=options)
 
     def around(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         return run_reference(graph, operands, options)
 
-    is_explicit = any(map(_jax.is_explicitly_sharded, operands))
+    is_explicit = any(map(is_explicitly_sharded, operands))
     if is_explicit and not is_one_kernel(graph):
         # The types of each kernel's results follow from those of its operands.
         return run_parts(graph, operands, bind, around)
@@ -118,7 +119,7 @@ def run_by_reference(
     def run(graph: Graph, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return run_reference(graph, operands, options)
 
-    if any(map(_jax.is_explicitly_sharded, operands)):
+    if any(map(is_explicitly_sharded, operands)):
         return tuple(run_explicit(graph, unmerged(graph, operands), run, run))
     return run(graph, operands)
 
@@ -148,7 +149,7 @@ def graph_avals(*operands: Any, graph: Graph, **_: Any) -> list[Any]:
         expected = (math.prod(tensor.dims), jax_dtype(tensor.dtype))
         assert (aval.size, aval.dtype) == expected, (tensor, aval)
     specs: dict[str, Any] = {}
-    if any(map(_jax.is_explicitly_sharded, primals)):
+    if any(map(is_explicitly_sharded, primals)):
         types = types_of(graph, primals)
         specs = {name: types.spec(name) for name in graph.outputs}
     return [

@@ -14,7 +14,13 @@ from jax.sharding import PartitionSpec
 
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Factors, Graph, axis_classes, derivative_of
-from jax_cudnn.lowering import _jax
+from jax_cudnn.lowering.array_types import (
+    axes_in,
+    explicit_mesh,
+    explicit_spec,
+    is_explicitly_sharded,
+    typed_as,
+)
 from jax_cudnn.lowering.cuts import Division, NamedCut, divide
 from jax_cudnn.lowering.members import all_members
 from jax_cudnn.lowering.parts import is_divided_by_xla
@@ -65,24 +71,25 @@ def types_of(
     if derivative is not None:
         graph = derivative.with_residuals(graph, (True,) * len(graph.inputs))
     factors = factors_at(graph, tuple(x.shape for x in operands))
-    mesh = _jax.explicit_mesh(operands)
+    mesh = explicit_mesh(operands)
     given = [
         (name, _cuts(mesh, x)) for name, x in zip(graph.inputs, operands, strict=True)
     ]
     # What is contracted is gathered, before results are: weights that are sharded to
     # save memory are so along axes of the mesh that divide the batch, too.
     results = factors.of(*graph.outputs)
-    cut = {
+    # On a device alone, a factor may be cut along its axis that else has to be whole.
+    on_several = {
         factor
         for name, cuts in given
         for product, cut in zip(factors.axes[name], cuts, strict=True)
         for factor in product
         if cut is not None and cut.effective is not None
     }
-    strays = _strays(graph, factors) & cut
+    strays = _strays(graph, factors) & on_several
     if is_divided_by_xla(graph):
-        # On several devices XLA runs it, and leaves all as it is: so it is on one.
-        factors = replace(factors, whole=factors.whole & cut)
+        # As XLA leaves it, which runs this on several devices.
+        factors = replace(factors, whole=factors.whole & on_several)
     division = divide(factors.with_whole(strays), given, before=results)
     if not may_gather:
         _check(graph, division, given)
@@ -94,8 +101,8 @@ def is_divided(operands: Sequence[Any]) -> bool:
     return any(
         cut is not None and cut.effective is not None
         for x in operands
-        if _jax.is_explicitly_sharded(x)
-        for cut in _cuts(_jax.explicit_mesh([x]), x)
+        if is_explicitly_sharded(x)
+        for cut in _cuts(explicit_mesh([x]), x)
     )
 
 
@@ -116,7 +123,7 @@ def _ones(
         }
     given: dict[int, tuple[str, ...]] = {}
     for name, x in zip(graph.inputs, operands, strict=True):
-        spec = _jax.explicit_spec(x)
+        spec = explicit_spec(x)
         for axis, number in at[name].items():
             if (entry := spec[axis]) is not None:
                 given.setdefault(number, axes_in(entry))
@@ -132,14 +139,14 @@ def _ones(
     return found
 
 
-def typed_as(
+def all_typed_as(
     arrays: Iterable[jax.Array],
     specs: Iterable[PartitionSpec],
     like: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """Return arrays sharded so, on the mesh of other arrays."""
     pairs = zip(arrays, specs, strict=True)
-    return [_jax.typed_as(x, spec, like=like) for x, spec in pairs]
+    return [typed_as(x, spec, like=like) for x, spec in pairs]
 
 
 def spec_of(division: Division[NamedCut], name: str) -> PartitionSpec:
@@ -151,13 +158,6 @@ def spec_of(division: Division[NamedCut], name: str) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in entries))
 
 
-def axes_in(entry: Any) -> tuple[str, ...]:
-    """Return the axes of the mesh that an entry of a sharding names."""
-    if entry is None:
-        return ()
-    return entry if isinstance(entry, tuple) else (entry,)
-
-
 def _cuts(mesh: Any, x: Any) -> list[NamedCut | None]:
     """Return how each axis of an array is cut, by its type."""
 
@@ -166,7 +166,7 @@ def _cuts(mesh: Any, x: Any) -> list[NamedCut | None]:
             return None
         return NamedCut(tuple((name, mesh.shape[name]) for name in axes_in(entry)))
 
-    return [cut(entry) for entry in _jax.explicit_spec(x)]
+    return [cut(entry) for entry in explicit_spec(x)]
 
 
 def _strays(graph: Graph, factors: Factors) -> set[int]:

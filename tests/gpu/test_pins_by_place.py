@@ -137,6 +137,20 @@ def _truth(
         return list(own), [np.asarray(x) for x in truth]
 
 
+def _choose_and_judge(
+    nth: int,
+    program: Callable[..., Any],
+    arrays: list[np.ndarray],
+    operands: list[jax.Array],
+) -> None:
+    ours = functools.partial(program, _ours)
+    chosen = _choose(nth, program, *operands)
+    assert _are_tuned(chosen, ours, *operands)
+    found = jax.jit(ours)(*operands)
+    own, truth = _truth(program, arrays, operands[0].dtype)
+    judge(("y", "dx", "dw"), found, own, truth)
+
+
 @pytest.mark.parametrize("nth", [0, -1], ids=["first", "last"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", _PROGRAMS)
@@ -144,12 +158,7 @@ def test_a_program_runs_by_them_and_is_right(name: str, dtype: str, nth: int) ->
     program, shapes = _PROGRAMS[name]
     arrays = _drawn(*shapes)
     operands = [jnp.asarray(x, dtype) for x in arrays]
-    ours = functools.partial(program, _ours)
-    chosen = _choose(nth, program, *operands)
-    assert _are_tuned(chosen, ours, *operands)
-    found = jax.jit(ours)(*operands)
-    own, truth = _truth(program, arrays, dtype)
-    judge(("y", "dx", "dw"), found, own, truth)
+    _choose_and_judge(nth, program, arrays, operands)
 
 
 @pytest.mark.parametrize("nth", [0, -1], ids=["first", "last"])
@@ -159,27 +168,16 @@ def test_what_is_not_finite_stays_where_it_belongs(value: float, nth: int) -> No
     arrays[0][3, 5, 6, 7] = value
     arrays[2][2, 9, 8, 1] = value
     operands = [jnp.asarray(x, jnp.bfloat16) for x in arrays]
-    ours = functools.partial(_gradients, _ours)
-    chosen = _choose(nth, _gradients, *operands)
-    assert _are_tuned(chosen, ours, *operands)
-    found = jax.jit(ours)(*operands)
-    own, truth = _truth(_gradients, arrays, jnp.bfloat16)
-    judge(("y", "dx", "dw"), found, own, truth)
+    _choose_and_judge(nth, _gradients, arrays, operands)
 
 
 @pytest.mark.parametrize("nth", [0, -1], ids=["first", "last"])
 def test_a_sharded_program_runs_by_them(nth: int) -> None:
-    devices = jax.devices()
-    mesh = jax.make_mesh((len(devices),), ("data",))
+    mesh = jax.make_mesh((len(jax.devices()),), ("data",))
     arrays = _drawn(_IMAGES, _FILTERS, _RESULTS)
     shardings = [NamedSharding(mesh, spec) for spec in (P("data"), P(), P("data"))]
     operands = [
         jax.device_put(jnp.asarray(x, jnp.bfloat16), sharding)
         for x, sharding in zip(arrays, shardings, strict=True)
     ]
-    ours = functools.partial(_gradients, _ours)
-    chosen = _choose(nth, _gradients, *operands)
-    assert _are_tuned(chosen, ours, *operands)
-    found = jax.jit(ours)(*operands)
-    own, truth = _truth(_gradients, arrays, jnp.bfloat16)
-    judge(("y", "dx", "dw"), found, own, truth)
+    _choose_and_judge(nth, _gradients, arrays, operands)
