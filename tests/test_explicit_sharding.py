@@ -191,6 +191,19 @@ def test_batch_norm_gathers_no_batch() -> None:
         assert sent.keys() == ({"all-reduce"} if sizes["x"] > 1 else set())
 
 
+@pytest.mark.parametrize(
+    "spec", [(None, "x"), ("y", "x"), (None, None, ("x", "y")), ("x", None, None, "y")]
+)
+def test_batch_norm_of_positions_on_several_devices(spec: Spec) -> None:
+    operands = _draw((4, 8, 8, 8), (8,), (8,))
+    mesh = _explicit(x=4, y=2)
+    sharded = placed(mesh, operands, [spec, (), ()])
+    for each in (jax_cudnn.batch_norm, _gradients(jax_cudnn.batch_norm, 3)):
+        found, want = _run(mesh, each, sharded), each(*operands)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
 @pytest.mark.parametrize("axes", [(None, 0), (0, None)])
 def test_either_term_of_a_norm_may_have_examples(axes: Any) -> None:
     def plain(x: jax.Array, residual: jax.Array) -> tuple[jax.Array, jax.Array]:

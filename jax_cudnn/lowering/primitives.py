@@ -25,7 +25,7 @@ from jax_cudnn.lowering.members import (
     unmerged,
 )
 from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
-from jax_cudnn.lowering.typed import all_typed_as, is_divided, types_of
+from jax_cudnn.lowering.typed import all_typed_as, is_divided, mergeable, types_of
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep
@@ -58,7 +58,7 @@ def run_graph(
         may_be_xlas = options.implementation != "cudnn" and is_divided_by_xla(graph)
         if may_be_xlas and is_divided(operands):
             # As XLA's partitioner does, where types say nothing of devices.
-            return around(graph, operands)
+            return around(graph, mergeable(graph, operands))
         if may_gather and any(map(is_explicitly_sharded, operands)):
             types = types_of(graph, operands, may_gather=True)
             specs = map(types.spec, graph.inputs)

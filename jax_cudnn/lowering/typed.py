@@ -106,6 +106,22 @@ def is_divided(operands: Sequence[Any]) -> bool:
     )
 
 
+def mergeable(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+    """Return a graph's operands, gathered along members that are not the slowest.
+
+    Only along that one may an axis be sharded that is merged of several.
+    """
+    members = all_members(graph, tuple(x.shape for x in operands))
+
+    def spec(name: str, x: jax.Array) -> PartitionSpec:
+        places = (i for own in members[name] for i in range(len(own)))
+        both = zip(explicit_spec(x), places, strict=True)
+        return PartitionSpec(*(entry if i == 0 else None for entry, i in both))
+
+    specs = map(spec, graph.inputs, operands)
+    return all_typed_as(operands, specs, like=operands)
+
+
 def _ones(
     graph: Graph, operands: Sequence[Any], division: Division[NamedCut]
 ) -> dict[str, dict[int, tuple[str, ...]]]:
