@@ -168,6 +168,31 @@ def test_what_is_linear_is_transposed_with_its_type(op: str) -> None:
     _check(_explicit(x=2), ours, plain, [x, cotangent], specs, with_gradients=False)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("manual", [("x",), ("x", "y")])
+def test_what_is_linear_is_transposed_in_shard_map(
+    manual: tuple[str, ...], kind: AxisType
+) -> None:
+    mesh = mesh_of(kind, x=2, y=2)
+    operands = _draw((4, 8, 16), (4, 8, 16), (16, 16))
+
+    def transposed(multiply: _Function) -> _Function:
+        def run(x: jax.Array, ct: jax.Array, w: jax.Array) -> jax.Array:
+            return jax.linear_transpose(lambda x: multiply(x, w), x)(ct)[0]
+
+        return jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=(P("x"), P("x"), P()),
+            out_specs=P("x"),
+            axis_names={*manual},
+        )
+
+    specs = [("x",), ("x",), ()]
+    pair = map(transposed, (jax_cudnn.matmul, jnp.matmul))
+    _check(mesh, *pair, operands, specs, with_gradients=False)
+
+
 # --- norms and convolutions -----------------------------------------------------------
 
 
@@ -202,6 +227,17 @@ def test_batch_norm_of_positions_on_several_devices(spec: Spec) -> None:
         found, want = _run(mesh, each, sharded), each(*operands)
         for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
             np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+def test_examples_of_batch_norm_on_several_devices() -> None:
+    def plain(x: jax.Array) -> jax.Array:
+        return _normed(x, (0, 1, 2))
+
+    ours = functools.partial(jax_cudnn.batch_norm, epsilon=1e-5)
+    (x,) = _draw((4, 4, 4, 4, 8))
+    for spec in (("x",), ("x", "y")):
+        pair = [jax.vmap(each) for each in (ours, plain)]
+        _check(_explicit(x=2, y=2), *pair, [x], [spec])
 
 
 @pytest.mark.parametrize("axes", [(None, 0), (0, None)])

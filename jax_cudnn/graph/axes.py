@@ -2,8 +2,7 @@
 """Which axes of a graph's tensors are one and the same?
 
 The letters of its nodes say so. An axis of size 1 beside a larger one is none of them:
-it is broadcast, or what a sum leaves. Those of size 1 are the same where all axes of
-their letters have that size.
+it is broadcast, or what a sum leaves.
 """
 
 import functools
@@ -22,8 +21,8 @@ Axis = tuple[str, int]
 def axis_classes(graph: Graph, *, with_ones: bool = False) -> Mapping[Axis, int]:
     """Return a number for each axis of each tensor: equal for axes that are the same.
 
-    Such axes have equal sizes. Each axis of size 1 is one of its own, unless those are
-    asked for as well.
+    Such axes have equal sizes. Each axis of size 1 is one of its own. ``with_ones``,
+    they are the same as others whose letters have that size.
     """
     joined = _Union()
     for i, node in enumerate(graph.nodes):

@@ -13,11 +13,11 @@ from jax_cudnn.lowering._jax import (
     weakly_typed,
 )
 from jax_cudnn.lowering.array_types import (
-    divisible,
     gathered,
     is_explicitly_sharded,
     ones_typed_like,
     sharded_as,
+    splittable,
     typed_like,
 )
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
@@ -48,7 +48,6 @@ __all__ = [
     "check_bare",
     "constants_as_operands",
     "decide",
-    "divisible",
     "equation_function",
     "equation_name",
     "equation_place",
@@ -69,6 +68,7 @@ __all__ = [
     "same_parameters",
     "scoped",
     "sharded_as",
+    "splittable",
     "stage_of",
     "subprograms",
     "traced_graphs",

@@ -54,16 +54,21 @@ def gathered(x: jax.Array) -> jax.Array:
     return typed_as(x, (), [x]) if is_explicitly_sharded(x) else x
 
 
-def shape_of(x: jax.Array | ShapedArray) -> jax.ShapeDtypeStruct:
-    """Return an array's shape and dtype, with its sharding where its type says it."""
-    sharding = _type(x).sharding if is_explicitly_sharded(x) else None
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+def struct_of(x: jax.Array | ShapedArray) -> jax.ShapeDtypeStruct:
+    """Return an array's shape and dtype, and all else that its type says."""
+    kind = _type(x)
+    return jax.ShapeDtypeStruct(
+        x.shape,
+        x.dtype,
+        sharding=None if kind.sharding.mesh.empty else kind.sharding,
+        manual_axis_type=kind.manual_axis_type,
+    )
 
 
-def divisible(x: jax.Array, axis: int, count: int) -> jax.Array:
-    """Return an array whose axis can be reshaped into so many parts and what these are.
+def splittable(x: jax.Array, axis: int, count: int) -> jax.Array:
+    """Return an array whose axis can be reshaped into so many parts of equal size.
 
-    It is gathered along the axis where devices have other parts of it.
+    It is gathered along the axis where a device's share is no whole number of parts.
     """
     spec = list(explicit_spec(x))
     if not is_explicitly_sharded(x) or spec[axis] is None:
@@ -84,14 +89,15 @@ def typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
 
 
 def ones_typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
-    """Return an array whose axes of size 1 are sharded as those of one of its shape.
+    """Return an array whose axes of size 1 are sharded as another's of its shape.
 
-    Only along axes of the mesh that have one device, and that a reshape forgets.
+    A reshape forgets this, which is only along axes of the mesh that have one device.
+    So it is with axes of size 0, along any.
     """
     if not is_explicitly_sharded(other):
         return x
     both = zip(x.shape, explicit_spec(x), explicit_spec(other), strict=True)
-    spec = (theirs if size == 1 else own for size, own, theirs in both)
+    spec = (theirs if size < 2 else own for size, own, theirs in both)
     return typed_as(x, spec, like=(other,))
 
 

@@ -146,10 +146,10 @@ def _linear_batch(
     saved_tensors = [full.output_tensors[i] for i in saved_of(graph, wanted)]
     # Only graphs of one kernel say how their results are sharded.
     is_typed = any(map(is_explicitly_sharded, args))
-    is_refused = fold is not None and is_typed and not is_one_kernel(fold.graph)
+    has_no_type = fold is not None and is_typed and not is_one_kernel(fold.graph)
     if (
         fold is None
-        or is_refused
+        or has_no_type
         or any(
             axis is not None and tensor.name not in fold.rule.axes
             for tensor, axis in zip(saved_tensors, saved_axes, strict=True)

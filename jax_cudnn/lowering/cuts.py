@@ -117,7 +117,7 @@ class Division(Generic[Cut]):
         A factor may be cut only if a device has no more than one of each slower one.
         """
         for name, products in self.factors.axes.items():
-            cuts = self._cuts_at(name)
+            cuts = {f: cut for f, cut in self._cuts_at(name).items() if cut.count > 1}
             for product, sizes in zip(products, self._local_sizes(name), strict=True):
                 several = [i for i, size in enumerate(sizes) if size > 1]
                 if several and not cuts.keys().isdisjoint(product[several[0] + 1 :]):
@@ -142,13 +142,13 @@ def divide(
     given: Sequence[tuple[str, Sequence[Cut | None]]],
     *,
     may_sum: bool = True,
-    before: frozenset[int] = frozenset(),
+    first: frozenset[int] = frozenset(),
 ) -> Division[Cut]:
     """Return a division that keeps as much of the arrays where it is as it can.
 
     `given` has the cuts of the axes of operands and results. Where two claim the same
-    devices for different factors, the larger array keeps its cut, but those of axes
-    with factors `before` others come first. A cut that does not divide its factors is
+    devices for different factors, the larger array keeps its cut. But axes that have a
+    factor of `first` come before all others. A cut that does not divide its factors is
     dropped. Without `may_sum`, nothing is cut that a result sums.
     """
     whole = set(factors.whole)
@@ -165,7 +165,7 @@ def divide(
         if cut is not None
     ]
     division = Division[Cut](factors)
-    for product, cut in sorted(claims, key=lambda claim: before.isdisjoint(claim[0])):
+    for product, cut in sorted(claims, key=lambda claim: first.isdisjoint(claim[0])):
         division = _with_cut(division, product, cut, whole)
     return division
 

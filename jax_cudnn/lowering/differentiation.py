@@ -21,7 +21,7 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, added_first, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import shape_of, typed_like
+from jax_cudnn.lowering.array_types import struct_of, typed_like
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
 
 # --- forward mode ---------------------------------------------------------------------
@@ -250,7 +250,7 @@ def _graph_transpose(
             operands[index] = value
         return run_by_reference(graph, operands, options)
 
-    shapes = (shape_of(args[i].aval) for i in linear)
+    shapes = (struct_of(args[i].aval) for i in linear)
     transposed = jax.linear_transpose(function, *shapes)
     gradients = transposed(tuple(_jax.instantiate_zero(ct) for ct in cotangents))
     by_index = dict(zip(linear, gradients, strict=True))

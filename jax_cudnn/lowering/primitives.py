@@ -25,7 +25,12 @@ from jax_cudnn.lowering.members import (
     unmerged,
 )
 from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
-from jax_cudnn.lowering.typed import all_typed_as, is_divided, mergeable, types_of
+from jax_cudnn.lowering.typed import (
+    all_typed_as,
+    gathered_to_merge,
+    types_of,
+    would_gather,
+)
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep
@@ -50,15 +55,15 @@ def run_graph(
     they are sharded are refused, or gathered in a graph that no user has written.
     """
     if graph.has_empty_tensor:
-        # There is nothing to gather, and nothing of it can be divided.
+        # Each device computes nothing, or zeros.
         operands = [gathered(x) for x in operands]
     operands = _jax.align_varying(unmerged(graph, operands))
 
     def bind(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         may_be_xlas = options.implementation != "cudnn" and is_divided_by_xla(graph)
-        if may_be_xlas and is_divided(operands):
+        if may_be_xlas and would_gather(graph, operands):
             # As XLA's partitioner does, where types say nothing of devices.
-            return around(graph, mergeable(graph, operands))
+            return around(graph, gathered_to_merge(graph, operands))
         if may_gather and any(map(is_explicitly_sharded, operands)):
             types = types_of(graph, operands, may_gather=True)
             specs = map(types.spec, graph.inputs)

@@ -31,9 +31,9 @@ from jax_cudnn.lowering.sharding_rule import factors_at
 class Types:
     """How the types of a kernel's arrays say that they are sharded.
 
-    ``division``: along which axes of the mesh, also those of one device. ``ones``: for
-    each tensor, those along which an axis of size 1 is sharded, by the axis of its
-    array. They have one device, and such an axis has no factor to be divided.
+    ``division``: along which axes of the mesh, also those of one device. ``ones``: how
+    axes of size 1 are sharded, for each tensor by the number of its array's axis. They
+    have no factor that is divided, and can only be sharded along axes of one device.
     """
 
     division: Division[NamedCut]
@@ -79,34 +79,42 @@ def types_of(
     # save memory are so along axes of the mesh that divide the batch, too.
     results = factors.of(*graph.outputs)
     # On a device alone, a factor may be cut along its axis that else has to be whole.
-    on_several = {
+    on_several = _on_several(factors, given)
+    strays = _strays(graph, factors) & on_several
+    if is_divided_by_xla(graph):
+        # As XLA leaves it, which runs this on several devices.
+        factors = replace(factors, whole=factors.whole & on_several)
+    division = divide(factors.with_whole(strays), given, first=results)
+    if not may_gather:
+        _check(graph, division, given)
+    return Types(division=division, ones=_ones(graph, operands, division))
+
+
+def would_gather(graph: Graph, operands: Sequence[Any]) -> bool:
+    """Whether a kernel needs whole what types say is on several devices in parts."""
+    if not any(map(is_explicitly_sharded, operands)):
+        return False
+    factors = factors_at(graph, tuple(x.shape for x in operands))
+    mesh = explicit_mesh(operands)
+    pairs = zip(graph.inputs, operands, strict=True)
+    given = [(name, _cuts(mesh, x)) for name, x in pairs]
+    return not factors.whole.isdisjoint(_on_several(factors, given))
+
+
+def _on_several(
+    factors: Factors, given: Sequence[tuple[str, Sequence[NamedCut | None]]]
+) -> set[int]:
+    """Return the factors of axes that are cut along several devices."""
+    return {
         factor
         for name, cuts in given
         for product, cut in zip(factors.axes[name], cuts, strict=True)
         for factor in product
         if cut is not None and cut.effective is not None
     }
-    strays = _strays(graph, factors) & on_several
-    if is_divided_by_xla(graph):
-        # As XLA leaves it, which runs this on several devices.
-        factors = replace(factors, whole=factors.whole & on_several)
-    division = divide(factors.with_whole(strays), given, before=results)
-    if not may_gather:
-        _check(graph, division, given)
-    return Types(division=division, ones=_ones(graph, operands, division))
 
 
-def is_divided(operands: Sequence[Any]) -> bool:
-    """Whether types say that an operand is on several devices in parts."""
-    return any(
-        cut is not None and cut.effective is not None
-        for x in operands
-        if is_explicitly_sharded(x)
-        for cut in _cuts(explicit_mesh([x]), x)
-    )
-
-
-def mergeable(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+def gathered_to_merge(graph: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
     """Return a graph's operands, gathered along members that are not the slowest.
 
     Only along that one may an axis be sharded that is merged of several.

@@ -174,7 +174,7 @@ def batch_norm(
     Notes:
       In a program for several devices whose batch is sharded, the statistics are those
       of the whole batch: each device sums its share, and XLA adds the sums up. Nothing
-      is gathered, except under "cudnn", and where types carry shardings.
+      is gathered, except under "cudnn". Where types carry shardings, positions are.
       In `jax.shard_map` they are those of a device, unless `axis_name` is given.
 
       Without elements the statistics are NaN. Of a single row the variance is 0.

@@ -11,7 +11,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.lowering import divisible
+from jax_cudnn.lowering import splittable
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.ops.fusion import Operand
@@ -275,7 +275,7 @@ def _of_groups(
     is_first = (*images, channel, *space) == tuple(range(x.ndim))
     axes = (*images, channel, *space) if is_first else (*images, *space, channel)
     is_moved = axes != tuple(range(x.ndim))
-    moved = divisible(x, channel, groups)
+    moved = splittable(x, channel, groups)
     if is_moved:
         moved = jnp.transpose(moved, axes)
     outer, positions = (tuple(x.shape[i] for i in each) for each in (images, space))

@@ -138,7 +138,7 @@ class Norm(NamedTuple):
         self, output: jax.Array, total: jax.Array, statistics: Sequence[jax.Array]
     ) -> jax.Array | tuple[jax.Array, ...]:
         """Return what the call returns, given all of it in its shapes."""
-        output = ones_typed_like(output, self.x)
+        output = ones_typed_like(output, total)
         if self.activation is not None:
             wide = output.astype(accumulator(self.dtype))
             output = on_array(self.op, self.activation, wide)

@@ -105,7 +105,7 @@ def _sharded_alike(x: jax.Array, y: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return arrays whose types say that they are sharded as their sum would be."""
     if jax.typeof(x).sharding.spec == jax.typeof(y).sharding.spec:
         return x, y
-    sharding = jax.typeof(x + y).sharding  # XLA drops the sum, which nothing reads.
+    sharding = jax.typeof(x + y).sharding  # A compiled program drops the sum.
     return jax.sharding.reshard(x, sharding), jax.sharding.reshard(y, sharding)
 
 
