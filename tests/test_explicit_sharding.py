@@ -19,8 +19,6 @@ from jax.sharding import PartitionSpec as P
 import jax_cudnn
 from tests.devices import Spec, collectives, mesh_of, placed
 
-pytestmark = pytest.mark.once
-
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
 _Function = Callable[..., Any]
 

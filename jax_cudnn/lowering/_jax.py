@@ -34,6 +34,7 @@ from jaxlib import xla_client
 __all__ = [
     "Groups",
     "Primitive",
+    "ShapedArray",
     "align_varying",
     "bytecode",
     "constants_as_operands",

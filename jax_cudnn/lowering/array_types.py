@@ -6,8 +6,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
-from jax.core import ShapedArray
 from jax.sharding import AxisType
+
+from jax_cudnn.lowering._jax import ShapedArray
 
 
 def _type(x: jax.Array | ShapedArray) -> Any:
