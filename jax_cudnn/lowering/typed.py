@@ -71,10 +71,7 @@ def types_of(
     if derivative is not None:
         graph = derivative.with_residuals(graph, (True,) * len(graph.inputs))
     factors = factors_at(graph, tuple(x.shape for x in operands))
-    mesh = explicit_mesh(operands)
-    given = [
-        (name, _cuts(mesh, x)) for name, x in zip(graph.inputs, operands, strict=True)
-    ]
+    given = _given(graph, operands)
     # What is contracted is gathered, before results are: weights that are sharded to
     # save memory are so along axes of the mesh that divide the batch, too.
     results = factors.of(*graph.outputs)
@@ -95,10 +92,8 @@ def would_gather(graph: Graph, operands: Sequence[Any]) -> bool:
     if not any(map(is_explicitly_sharded, operands)):
         return False
     factors = factors_at(graph, tuple(x.shape for x in operands))
-    mesh = explicit_mesh(operands)
-    pairs = zip(graph.inputs, operands, strict=True)
-    given = [(name, _cuts(mesh, x)) for name, x in pairs]
-    return not factors.whole.isdisjoint(_on_several(factors, given))
+    on_several = _on_several(factors, _given(graph, operands))
+    return not factors.whole.isdisjoint(on_several)
 
 
 def _on_several(
@@ -182,15 +177,21 @@ def spec_of(division: Division[NamedCut], name: str) -> PartitionSpec:
     return PartitionSpec(*(entry or None for entry in entries))
 
 
-def _cuts(mesh: Any, x: Any) -> list[NamedCut | None]:
-    """Return how each axis of an array is cut, by its type."""
+def _given(
+    graph: Graph, operands: Sequence[Any]
+) -> list[tuple[str, list[NamedCut | None]]]:
+    """Return how each axis of the operands is cut, by their types."""
+    sizes = explicit_mesh(operands).shape
 
     def cut(entry: Any) -> NamedCut | None:
         if entry is None:
             return None
-        return NamedCut(tuple((name, mesh.shape[name]) for name in axes_in(entry)))
+        return NamedCut(tuple((name, sizes[name]) for name in axes_in(entry)))
 
-    return [cut(entry) for entry in explicit_spec(x)]
+    return [
+        (name, [cut(entry) for entry in explicit_spec(x)])
+        for name, x in zip(graph.inputs, operands, strict=True)
+    ]
 
 
 def _strays(graph: Graph, factors: Factors) -> set[int]:
