@@ -36,7 +36,7 @@ def attend_by_heads(
     if shares.mask is not None:
         of_scores["mask"] = shares.mask
     given = {
-        role: _of_own_heads(problem, x, is_natural=is_natural)
+        role: _of_own_heads(problem, x, query.shape[1], is_natural=is_natural)
         for role, x in of_scores.items()
     }
     tokens = (
@@ -111,12 +111,15 @@ def _swapped(
     return from_zigzag(x, problem.count, concat) if from_order else x
 
 
-def _of_own_heads(problem: Problem, x: jax.Array, *, is_natural: bool) -> jax.Array:
+def _of_own_heads(
+    problem: Problem, x: jax.Array, queries: int, *, is_natural: bool
+) -> jax.Array:
     """Return a bias or mask for all tokens and this device's heads.
 
-    Given are all heads of the rows of this device's queries.
+    Given are all heads of the rows of this device's queries. One row is shared by all
+    queries, unless a device has one query: then the row may be its own.
     """
-    has_heads, has_rows = x.shape[1] != 1, x.shape[2] != 1
+    has_heads, has_rows = x.shape[1] != 1, x.shape[2] != 1 or queries == 1
     found: jax.Array = x
     if has_heads and has_rows:
         found = _swapped(problem, x, split=1, concat=2)
