@@ -3,6 +3,7 @@
 
 import functools
 import itertools
+import re
 from typing import Any
 
 import jax
@@ -389,6 +390,47 @@ def test_groups_of_a_named_axis_share_statistics() -> None:
     )(x)
     want = jnp.concatenate([jax_cudnn.batch_norm(x[:2]), jax_cudnn.batch_norm(x[2:])])
     np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "groups", [[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[1], [0, 2, 3]]]
+)
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_groups_of_a_vmapped_axis_share_statistics(
+    groups: Any, is_jitted: bool
+) -> None:
+    x = jax.random.normal(jax.random.key(0), (4, 5, 3))
+
+    def each(x: jax.Array) -> jax.Array:
+        return jax_cudnn.batch_norm(x, axis_name="i", axis_index_groups=groups)
+
+    def apart(x: jax.Array) -> jax.Array:
+        own = [jax_cudnn.batch_norm(x[np.array(group)]) for group in groups]
+        return jnp.concatenate(own)[np.argsort(np.concatenate(groups))]
+
+    together = jax.vmap(each, axis_name="i")
+    together = jax.jit(together) if is_jitted else together
+    np.testing.assert_allclose(together(x), apart(x), atol=1e-5)
+    # What is not finite stays within its group.
+    bad = x.at[3].set(jnp.nan)
+    np.testing.assert_allclose(together(bad), apart(bad), atol=1e-5)
+    got, want = (
+        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(x) * f(x) ** 2))(x)
+        for f in (together, apart)
+    )
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1, 2, 4]]])
+def test_groups_that_are_no_partition_of_the_axis_are_refused(groups: Any) -> None:
+    run = functools.partial(
+        jax_cudnn.batch_norm, axis_name="i", axis_index_groups=groups
+    )
+    message = (
+        "does not have each index of axis 'i' once. Pass groups of the indices 0 to 3"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.vmap(run, axis_name="i")(jnp.ones((4, 5, 3)))
 
 
 # --- many positions, which are summed in blocks ---------------------------------------

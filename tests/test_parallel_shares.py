@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention over several devices of which each holds one query, key, head or batch entry.
+"""Attention over devices that hold one query, key, head or batch entry each.
 
 An axis of size 1 means "shared" in a bias or mask, and its size on one device must not
 be taken for that. The truth is dense attention of the whole arrays (tests/dense.py).

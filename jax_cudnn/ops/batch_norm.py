@@ -258,7 +258,29 @@ class _NamedAxis(NamedTuple):
     groups: Sequence[Sequence[int]] | None
 
     def mean(self, x: jax.Array) -> jax.Array:
-        return jax.lax.pmean(x, self.name, axis_index_groups=self.groups)
+        """Return the mean over the axis, or over this index's group of it."""
+        if self.groups is None or self._is_manual:
+            return jax.lax.pmean(x, self.name, axis_index_groups=self.groups)
+        # vmap has no collectives within groups.
+        every = jax.lax.all_gather(x, self.name)
+        count = every.shape[0]
+        if sorted(i for group in self.groups for i in group) != [*range(count)]:
+            raise ValueError(
+                f"{_OP}: axis_index_groups={self.groups} does not have each index of "
+                f"axis {self.name!r} once. Pass groups of the indices 0 to {count - 1}."
+            )
+        group_of = np.empty(count, np.int32)
+        for number, group in enumerate(self.groups):
+            group_of[[*group]] = number
+        own = jnp.asarray(group_of)[jax.lax.axis_index(self.name)]
+        is_own = jnp.reshape(group_of == own, (-1,) + (1,) * x.ndim)
+        return jnp.mean(every, 0, where=is_own)
+
+    @property
+    def _is_manual(self) -> bool:
+        """Whether the axis is one of `jax.shard_map`."""
+        names = self.name if isinstance(self.name, tuple) else (self.name,)
+        return {*names} <= {*jax.sharding.get_abstract_mesh().manual_axes}
 
 
 def _check_running(mean: jax.Array | None, var: jax.Array | None) -> _Running | None:

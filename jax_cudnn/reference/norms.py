@@ -51,7 +51,7 @@ def _forward(
         results["mean"], variance = moments
         centred = x - results["mean"]
     else:
-        variance = jnp.mean(jnp.square(x), axes, keepdims=True)
+        variance = _mean_square(x, axes)
     rstd = jax.lax.rsqrt(variance + jnp.asarray(attributes.epsilon, x.dtype))
     output = centred * rstd
     if "scale" in wide:
@@ -93,7 +93,7 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     shift = jax.lax.stop_gradient(jnp.where(is_near, sampled, 0))
     moved = x - shift
     offset = jnp.mean(moved, 0, keepdims=True)
-    square = jnp.mean(jnp.square(moved), 0, keepdims=True)
+    square = _mean_square(moved, (0,))
     # Squares beyond the dtype's range leave an infinite variance, not a NaN.
     is_too_large = jnp.isposinf(square) & jnp.isfinite(offset)
     variance = square - jnp.where(is_too_large, 0, jnp.square(offset))
@@ -104,11 +104,25 @@ def _centred_moments(
     x: jax.Array, axes: tuple[int, ...]
 ) -> tuple[jax.Array, jax.Array]:
     """Return the means along some axes, and the variances, by two passes."""
-    count = _count(x, axes)
     (total,) = _sums((x,), axes)
-    mean = total / count
-    (square,) = _sums((jnp.square(x - mean),), axes)
-    return mean, square / count
+    mean = total / _count(x, axes)
+    return mean, _mean_square(x - mean, axes)
+
+
+def _mean_square(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return the mean of the squares along some axes.
+
+    Values are multiplied by a power of two near 1/sqrt(count) before they are squared.
+    So the sum is in range wherever the largest square is, whatever the count.
+    """
+    count = _count(x, axes)
+    if isinstance(count, float):
+        factor = 2.0 ** -((math.frexp(count)[1] + 1) // 2)
+        rest = count * factor**2
+    else:  # A symbolic size.
+        factor, rest = jax.lax.rsqrt(jnp.asarray(count, x.dtype)), 1.0
+    (total,) = _sums((jnp.square(x * jnp.asarray(factor, x.dtype)),), axes)
+    return total / rest
 
 
 def _count(x: jax.Array, axes: tuple[int, ...]) -> Any:
