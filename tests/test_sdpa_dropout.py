@@ -290,6 +290,32 @@ def test_examples_of_a_vmap_have_the_mask_of_their_key(
             np.testing.assert_allclose(x[i], y, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg", "unsafe_rbg"])
+@pytest.mark.parametrize("is_raw", [False, True])
+@pytest.mark.parametrize("way", ["vmap", "vmap of vmap", "scan", "jit"])
+def test_what_is_dropped_follows_from_the_key_alone(
+    draw: Draw, impl: str, is_raw: bool, way: str
+) -> None:
+    operands = _operands(draw)
+    keys = jax.random.split(jax.random.key(3, impl=impl), 4)
+    keys = jax.random.key_data(keys) if is_raw else keys
+
+    def one(key: jax.Array) -> jax.Array:
+        return _call(key, *operands)
+
+    with jax.default_prng_impl(impl):
+        want = jnp.stack([one(key) for key in keys])
+        if way == "scan":
+            got = jax.lax.map(one, keys)
+        elif way == "vmap of vmap":
+            pairs = jnp.reshape(keys, (2, 2, *keys.shape[1:]))
+            got = jnp.reshape(jax.vmap(jax.vmap(one))(pairs), want.shape)
+        else:
+            got = (jax.jit if way == "jit" else lambda f: f)(jax.vmap(one))(keys)
+    assert len({x.tobytes() for x in np.asarray(want)}) == 4
+    np.testing.assert_allclose(got, want, rtol=1e-12)
+
+
 def test_a_part_of_batch_and_heads_drops_what_it_drops_in_the_whole() -> None:
     mask = _weights(_KEY)
     b, h = _SIZES["b"], _SIZES["h"]

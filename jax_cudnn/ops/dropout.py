@@ -113,10 +113,27 @@ def _seed_and_offsets(
             f"{op}: dropout takes at most {_MOST_HEADS} heads in all, but there are "
             f"{b} batch entries of {h} heads. Divide the batch."
         )
-    words = jax.lax.bitcast_convert_type(
-        jax.random.bits(key, (2,), jnp.uint32), jnp.int32
-    )
+    words = jax.lax.bitcast_convert_type(_bits(key), jnp.int32)
     seed, first = words[0], words[1]
     # From 0 to 2^30, in steps of 4: a counter serves four lanes.
     first = first & np.int32(2**30 - 4)
     return jnp.reshape(seed, (1, 1, 1, 1)), numbered(first, b, h)
+
+
+# Under vmap, JAX draws the bits of all of these keys from the first one.
+_DEPENDING_ON_VMAP = ("rbg", "unsafe_rbg")
+
+
+def _bits(key: jax.Array) -> jax.Array:
+    """Return two words that follow from the key alone, also under vmap."""
+    is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+    key = key if is_typed else jax.random.wrap_key_data(key)
+    if str(jax.random.key_impl(key)) not in _DEPENDING_ON_VMAP:
+        return jax.random.bits(key, (2,), jnp.uint32)
+
+    def hashed(words: jax.Array) -> jax.Array:
+        own = jax.random.wrap_key_data(words, impl="threefry2x32")
+        return jax.random.bits(own, (2,), jnp.uint32)
+
+    first, second = jnp.reshape(jax.random.key_data(key), (2, 2))
+    return hashed(hashed(first) ^ second)
