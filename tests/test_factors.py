@@ -47,11 +47,11 @@ def test_a_product_with_rows_of_two_axes() -> None:
     )
 
 
-def test_attention_divides_key_heads_with_their_query_heads() -> None:
+def test_attention_divides_key_heads_and_the_query_heads_of_each() -> None:
     rule = _rule(jax_cudnn.sdpa, (2, 9, 6, 8), (2, 7, 3, 8), (2, 7, 3, 4))
     assert rule == (
         "([i, j, kl, m], [i, n, k, m], [i, n, k, o])->([i, j, kl, o]) "
-        "{i=2, j=9, k=3, l=2, m=8, n=7, o=4} need_replication={j, l, m, n}"
+        "{i=2, j=9, k=3, l=2, m=8, n=7, o=4} need_replication={j, m, n}"
     )
 
 
@@ -98,13 +98,18 @@ def test_one_table_of_cuts_divides_all_tensors() -> None:
     assert found["output"] == (2, 9, 2, 4)
 
 
-def test_query_heads_of_one_key_head_stay_together() -> None:
+def test_query_heads_of_one_key_head_are_divided_where_key_heads_are() -> None:
     ((graph, shapes),) = _traced(
         jax_cudnn.sdpa, (2, 9, 6, 8), (2, 7, 3, 8), (2, 7, 3, 4)
     )
     cut = NamedCut((("x", 3), ("y", 2)))
     found = _divided(graph, shapes, [("query", [None, None, cut, None])])
-    assert found["query"] == (2, 9, 2, 8)  # y, which would cut a group, is dropped
+    assert found["query"] == (2, 9, 1, 8)
+    assert found["key"] == (2, 7, 1, 8)
+    # Alone, parts of groups would be on one device with parts of others.
+    cut = NamedCut((("y", 2),))
+    found = _divided(graph, shapes, [("query", [None, None, cut, None])])
+    assert found["query"] == (2, 9, 6, 8)
 
 
 def test_a_device_may_have_one_of_each_factor() -> None:

@@ -6,6 +6,8 @@ divides them, with shardings in types, in a loop with remat, exported, and under
 """
 
 import functools
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -148,6 +150,40 @@ def test_divided_by_xla(name: str, way: str) -> None:
     program = jax.jit(functools.partial(WAYS[way], feature.function))
     want = program(*_operands(feature))
     _assert_same(program(*_placed(feature, mesh_of(x=4, y=2))), want)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2])
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", FEATURES)
+def test_query_heads_on_more_devices_than_key_heads(
+    name: str, way: str, key_heads: int
+) -> None:
+    """Each device takes the key heads of its own queries, and sums their gradients."""
+    feature = FEATURES[name]
+    operands = _operands(feature)
+    operands[1:3] = [x[:, :, :key_heads] for x in operands[1:3]]
+    mesh = mesh_of(x=2, y=4)
+    specs = [*feature.specs]
+    specs[1:3] = [(*spec[:2], None, None) for spec in specs[1:3]]
+    placed = [
+        jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+        for x, spec in zip(operands, specs, strict=True)
+    ]
+    program = jax.jit(functools.partial(WAYS[way], feature.function))
+    got, want = program(*placed), program(*operands)
+    if name == "quantized":
+        # Four devices each round their share of a gradient to bf16, by 2^-9 of it.
+        for x, y in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+            atol = 4 * 2.0**-9 * float(jnp.abs(y).max())
+            np.testing.assert_allclose(x, y, rtol=0, atol=atol)
+    else:
+        _assert_same(got, want)
+    forward = jax.jit(feature.function).lower(*placed).compile()
+    # Nothing as large as a device's part of the queries is gathered.
+    gathered = re.findall(r"= \w+\[([\d,]*)\]\S* all-gather", forward.as_text())
+    sizes = [math.prod(map(int, filter(None, x.split(",")))) for x in gathered]
+    assert max(sizes, default=0) < operands[0].size // 8
+    assert forward.output_shardings.is_equivalent_to(placed[0].sharding, 4)
 
 
 @pytest.mark.parametrize("name", FEATURES)

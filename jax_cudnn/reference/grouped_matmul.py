@@ -148,15 +148,27 @@ def gradient_of_b(
         products = a[0][:, :, None].astype(sums) * grad[0][:, None, :].astype(sums)
         ids = _groups_of_rows(sizes[0], a.shape[1])
         return jax.ops.segment_sum(products, ids, sizes.shape[1])
-    own = Groups.of_sizes(sizes[0]).have(a.shape[1])
+    own, sums = Groups.of_sizes(sizes[0]).have(a.shape[1]), _sums(a.dtype)
     # Both: the one may have a NaN in a row of another group where the other has 0.
     ours = jnp.where(own, a, jnp.zeros((), a.dtype))
     theirs = jnp.where(own, grad, jnp.zeros((), a.dtype))
-    return jnp.matmul(
-        jnp.swapaxes(ours, 1, 2),
+    return jax.lax.platform_dependent(
+        ours,
         theirs,
-        precision=precision,
-        preferred_element_type=_sums(a.dtype),
+        cpu=lambda x, y: _over_rows(x.astype(sums), y.astype(sums), sums, precision),
+        default=lambda x, y: _over_rows(x, y, sums, precision),
+    )
+
+
+def _over_rows(x: jax.Array, y: jax.Array, sums: np.dtype, precision: Any) -> jax.Array:
+    """Return (g, k, n) for (g, m, k) and (g, m, n).
+
+    XLA for a CPU has no code for some of these products of bf16 with sums in f32, which
+    vmap makes (jaxlib 0.10.2: "Unsupported element type for DotThunk").
+    """
+    numbers = (([1], [1]), ([0], [0]))
+    return jax.lax.dot_general(
+        x, y, numbers, precision=precision, preferred_element_type=sums
     )
 
 
