@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.config import Options
-from jax_cudnn.graph import Graph, derivative_of, is_apart
+from jax_cudnn.graph import Graph, derivative_of, fold_rule, is_anchor, is_apart
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.array_types import is_explicitly_sharded
 from jax_cudnn.lowering.differentiation import (
@@ -19,7 +20,14 @@ from jax_cudnn.lowering.differentiation import (
 from jax_cudnn.lowering.explicit import is_one_kernel
 from jax_cudnn.lowering.fold import Fold, fold_graph
 from jax_cudnn.lowering.members import result_shapes
-from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
+from jax_cudnn.lowering.parts import run_parts
+from jax_cudnn.lowering.primitives import (
+    graph_p,
+    linear_p,
+    run_by_reference,
+    run_graph,
+    run_reference,
+)
 from jax_cudnn.reference.dtypes import jax_dtype
 
 
@@ -50,6 +58,8 @@ def _graph_batch(
     if _axis_size(args, axes) == 0:
         return _no_examples(graph, shapes)
     is_batched = tuple(axis is not None for axis in axes)
+    if _folds_better_in_parts(graph, is_batched):
+        return _batch_of_parts(args, axes, graph, options)
     fold = None
     if options.implementation != "cudnn" or not is_apart(graph):
         fold = fold_graph(graph, _axis_size(args, axes), is_batched, shapes)
@@ -61,6 +71,52 @@ def _graph_batch(
     ]
     results = run_graph(fold.graph, operands, options)
     return _unfold(fold, results)
+
+
+@functools.lru_cache(maxsize=4096)
+def _folds_better_in_parts(graph: Graph, is_batched: tuple[bool, ...]) -> bool:
+    """Whether a kernel folds by itself into another letter than the whole graph does.
+
+    An example: of a convolution with shared filters, the gradient by the filters needs
+    a group for each example, and the gradient by the images takes them as more images.
+    """
+    kernels = [part for part in partition(graph) if any(map(is_anchor, part.nodes))]
+    if len(kernels) < 2:
+        return False
+    names = zip(graph.inputs, is_batched, strict=True)
+    batched = {name for name, is_in in names if is_in}
+    whole = fold_rule(graph, frozenset(batched))
+    for part in partition(graph):
+        own = batched.intersection(part.inputs)
+        if not own:
+            continue
+        rule = fold_rule(part, frozenset(own))
+        is_kernel = part in kernels
+        if is_kernel and rule and (not whole or rule.letter != whole.letter):
+            return True
+        batched.update(part.outputs)
+    return False
+
+
+def _batch_of_parts(
+    args: Sequence[jax.Array],
+    axes: Sequence[int | None],
+    graph: Graph,
+    options: Options,
+) -> tuple[list[jax.Array], list[int | None]]:
+    """Run a graph of several kernels, each of which folds its examples by itself."""
+
+    def kernel(part: Graph, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        return run_graph(part, operands, options)
+
+    def around(part: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        return run_reference(part, operands, options)
+
+    def each(*operands: jax.Array) -> list[jax.Array]:
+        return run_parts(graph, operands, kernel, around)
+
+    results = jax.vmap(each, in_axes=tuple(axes))(*args)
+    return results, [0] * len(results)
 
 
 def _no_examples(
