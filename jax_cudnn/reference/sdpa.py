@@ -221,8 +221,9 @@ def combined(
 
 
 def _read(attributes: SdpaAttributes, inputs: Operands) -> Operands:
-    """Return the operands without what is padding beside several sequences of a row."""
-    if not sequences.is_packed(attributes, inputs):
+    """Return the operands without what is padding, which may be NaN."""
+    has_lengths = any(f"{kind}_lengths" in inputs for kind in sequences.ALONG)
+    if not has_lengths and not sequences.is_packed(attributes, inputs):
         return inputs
     return sequences.without_padding(attributes, inputs)
 
