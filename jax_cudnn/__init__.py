@@ -14,7 +14,15 @@ try:
     from jax.export import DisabledSafetyCheck
 
     from jax_cudnn import cache as _cache
-    from jax_cudnn import f8, kv_cache, masks, parallel, plans, score_mods
+    from jax_cudnn import (
+        checkpoint_policies,
+        f8,
+        kv_cache,
+        masks,
+        parallel,
+        plans,
+        score_mods,
+    )
     from jax_cudnn.fusing.explanation import FuseExplanation
     from jax_cudnn.fusing.function import Fused, fuse
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
@@ -66,6 +74,7 @@ __all__ = [
     "avg_pool",
     "batch_norm",
     "cached_sdpa",
+    "checkpoint_policies",
     "conv",
     "dot_general",
     "f8",

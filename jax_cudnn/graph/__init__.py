@@ -21,6 +21,7 @@ from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.norms import NORMALISED, NormAttributes, norm_graph
 from jax_cudnn.graph.pool import AvgPoolAttributes, MaxPoolAttributes, pool_graph
 from jax_cudnn.graph.printing import label, operand_text, summary
+from jax_cudnn.graph.saving import saved_results
 from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
 from jax_cudnn.graph.sdpa_cached import CachedAttributes, sdpa_cached_graph
 from jax_cudnn.graph.sdpa_f8 import sdpa_f8_graph, sdpa_f8_output
@@ -76,6 +77,7 @@ __all__ = [
     "operand_text",
     "pool_graph",
     "register_kind",
+    "saved_results",
     "sdpa_backward_graph",
     "sdpa_cached_graph",
     "sdpa_f8_graph",

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs under JAX: the primitives, their transformations and their lowerings."""
 
-from jax_cudnn.lowering import batching, differentiation  # noqa: F401 the rules
+from jax_cudnn.lowering import batching, differentiation, remat  # noqa: F401 the rules
 from jax_cudnn.lowering._jax import (
     align_varying,
     constants_as_operands,
@@ -25,6 +25,7 @@ from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.linear import linear_call, run_by_hand
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
+from jax_cudnn.lowering.remat import attention_results, kernels_of
 from jax_cudnn.lowering.sameness import CustomCall, same_function, same_parameters
 from jax_cudnn.lowering.scope import call_options, is_tuning, scoped
 from jax_cudnn.lowering.tracing import (
@@ -44,6 +45,7 @@ __all__ = [
     "TracedGraph",
     "TracedProgram",
     "align_varying",
+    "attention_results",
     "call_options",
     "check_bare",
     "constants_as_operands",
@@ -57,6 +59,7 @@ __all__ = [
     "is_explicitly_sharded",
     "is_known_array",
     "is_tuning",
+    "kernels_of",
     "linear_call",
     "ones_typed_like",
     "run_by_hand",

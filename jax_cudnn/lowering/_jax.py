@@ -28,6 +28,7 @@ from jax.extend.core import (
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import stablehlo
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType
 from jaxlib import xla_client
 
@@ -64,6 +65,7 @@ __all__ = [
     "set_batching",
     "set_jvp",
     "set_lowering",
+    "set_saving",
     "set_transpose",
     "sum_over_groups",
     "weakly_typed",
@@ -92,6 +94,20 @@ def set_lowering(
 ) -> None:
     """Set the lowering rule for one platform, or the default for all others."""
     mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def set_saving(
+    primitive: Primitive,
+    rule: Callable[[Callable[..., Any], Sequence[bool], Sequence[bool], Any], Any],
+) -> None:
+    """Set the rule by which `jax.checkpoint` saves results or computes them again.
+
+    rule(policy, unknown, available, equation) returns the equation of the forward pass,
+    that of the backward pass (either may be None), for each result whether it is
+    unknown before the backward pass, and whether it is available in it, and the
+    variables to save. The two sequences say the same of the operands.
+    """
+    pe.partial_eval_jaxpr_custom_rules[primitive] = rule
 
 
 def lower_function(function: Callable[..., Sequence[jax.Array]]) -> Callable[..., Any]:

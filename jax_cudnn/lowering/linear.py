@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jax_cudnn.lowering import _jax
@@ -156,17 +155,16 @@ class ByHand(Protocol):
     """
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the results, for remat policies."""
-        ...
-
-    @property
     def differentiable(self) -> tuple[str, ...]:
         """The operands that have a gradient."""
         ...
 
     def forward(self, given: Mapping[str, jax.Array]) -> Arrays:
         """Return the results."""
+        ...
+
+    def kept(self, results: Arrays) -> tuple[jax.Array, ...]:
+        """Return the results as remat policies know them."""
         ...
 
     def gradients(
@@ -193,7 +191,7 @@ def _by_hand_jvp(
     tangents: tuple[dict[str, Any]],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     (given,), (moved,) = primals, tangents
-    results = tuple(map(checkpoint_name, run_by_hand(function, given), function.names))
+    results = function.kept(run_by_hand(function, given))
     moving = tuple(
         role
         for role in function.differentiable

@@ -15,13 +15,12 @@ from typing import Any, Literal, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.lowering import linear_call
+from jax_cudnn.lowering import attention_results, linear_call
 from jax_cudnn.ops.arguments import check_flag, describe, options
 from jax_cudnn.ops.attend import Operands, attend, by_rows, of_rows
 from jax_cudnn.ops.f8_scaling import (
@@ -279,10 +278,7 @@ def _attend(
 @functools.partial(_attend.defjvp, symbolic_zeros=True)
 def _attend_jvp(attention: _Attention, primals: Any, tangents: Any) -> Any:
     (given, scales), (moved, _) = primals, tangents
-    results = _attend(attention, given, scales)
-    # Those of sdpa, so that the same remat policies keep them.
-    names = ("cudnn_sdpa_output", "cudnn_sdpa_stats")
-    results = tuple(map(checkpoint_name, results, names))
+    results = attention_results(_attend(attention, given, scales))
     moving = tuple(r for r in _MOVING if not isinstance(moved[r], SymbolicZero))
     if not moving:
         return results, tuple(map(jnp.zeros_like, results))

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.lowering import run_by_hand
+from jax_cudnn.lowering import attention_results, run_by_hand
 from jax_cudnn.ops.attend import of_rows
 from jax_cudnn.ops.sinks import sink_slopes, with_sinks
 from jax_cudnn.parallel.blocks import Cotangents, Partial
@@ -54,8 +54,6 @@ class _Attention:
     method: Method
     problem: Problem
 
-    # Those of sdpa, so that the same remat policies keep them.
-    names = ("cudnn_sdpa_output", "cudnn_sdpa_stats")
     differentiable = ("query", "key", "value", *SCORES, "sinks")
 
     def forward(self, given: Mapping[str, jax.Array]) -> Partial:
@@ -65,6 +63,10 @@ class _Attention:
             return result
         sinks, base = _from_base(shares.sinks)
         return Partial(*with_sinks(result.output, result.stats - base, sinks))
+
+    def kept(self, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+        """Return the results, which the same remat policies keep as those of `sdpa`."""
+        return attention_results(results)
 
     def gradients(
         self,
