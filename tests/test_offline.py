@@ -23,6 +23,7 @@ from jax_cudnn import (
     LibraryError,
     UnsupportedError,
     choices,
+    native,
     offline,
     plans,
 )
@@ -174,11 +175,13 @@ def test_the_stand_in_has_both_spellings_and_pretends_to_load() -> None:
 def test_a_missing_stand_in_says_where_it_is_made(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(offline, "__path__", [str(tmp_path)])
-    with pytest.raises(LibraryError, match=re.escape(f"is not in {tmp_path}")):
+    monkeypatch.setattr(native, "extension_directory", lambda: tmp_path / "native")
+    folder = tmp_path / "offline"
+    with pytest.raises(LibraryError, match=re.escape(f"is not in {folder}. It is")):
         worker.stand_in()
-    (tmp_path / worker.STAND_IN).touch()
-    assert worker.stand_in() == tmp_path / worker.STAND_IN
+    folder.mkdir()
+    (folder / worker.STAND_IN).touch()
+    assert worker.stand_in() == folder / worker.STAND_IN
 
 
 def _no_library(name: str, mode: int) -> None:

@@ -15,10 +15,13 @@ from typing import Any
 import pytest
 
 import jax_cudnn
+from jax_cudnn import native
+from jax_cudnn.offline import worker
 
 pytestmark = pytest.mark.once
 
 _PACKAGE = Path(jax_cudnn.__file__).parent
+_SOURCES = Path(__file__).parents[1]
 _COMMAND = ("-m", "jax_cudnn", "doctor")
 
 
@@ -27,7 +30,7 @@ def tree(tmp_path: Path) -> Path:
     """Return a source tree as it comes from git: nothing in it is compiled."""
     root = tmp_path / "tree"
     _copy(root)
-    (root / "ffi").mkdir()
+    shutil.copytree(_SOURCES / "ffi", root / "ffi")
     (root / "pyproject.toml").touch()
     return root
 
@@ -37,9 +40,15 @@ def site(tmp_path: Path) -> Path:
     """Return a directory of installed packages with a whole jax_cudnn in it."""
     root = tmp_path / "site"
     _copy(root)
-    for file in (_PACKAGE / "native").glob("_ffi*.so"):
-        (root / "jax_cudnn" / "native" / file.name).symlink_to(file)
+    for file in compiled():
+        (root / "jax_cudnn" / file.parent.name / file.name).symlink_to(file)
     return root
+
+
+def compiled() -> list[Path]:
+    """Return what CMake installs: the extension and the stand-in for the driver."""
+    stand_in = native.extension_directory().parent / "offline" / worker.STAND_IN
+    return [*native.extension_directory().glob("_ffi*.so"), stand_in]
 
 
 def _copy(root: Path) -> None:
@@ -76,31 +85,91 @@ def _told(**where: Any) -> dict[str, dict[str, str]]:
     return {each["name"]: each for each in found if each["severity"] == "error"}
 
 
-def test_a_source_tree_names_itself_and_the_copy_that_is_installed(
-    tree: Path, site: Path
-) -> None:
-    what = (
+_IMPORT = ("-c", "import jax_cudnn; print(jax_cudnn.__file__)")
+_ELSEWHERE = "run Python in another directory, or set PYTHONSAFEPATH=1."
+_BUILD = "To use the tree itself, run pip install . (in jax_cudnn's source folder)."
+
+
+def _not_compiled(tree: Path) -> str:
+    return (
         f"jax_cudnn is imported from a source tree, {tree}, in which its C++ extension "
         "is not compiled."
     )
-    copy = f"A whole jax_cudnn is installed in {site}: to import that, "
-    elsewhere = "run Python in another directory, or set PYTHONSAFEPATH=1."
-    build = "To use the tree itself, run `make build` in it."
-    program = ("-c", "import jax_cudnn; print(jax_cudnn.__file__)")
-    status, _, error = _python(*program, cwd=tree, path=(site,))
+
+
+def test_a_source_tree_that_is_not_installed_says_what_to_run(tree: Path) -> None:
+    status, _, error = _python(*_IMPORT, cwd=tree)
     assert status == 1
-    assert error == f"ImportError: {what} {copy}{elsewhere} {build}"
-    _, _, error = _python(*program, cwd=site.parent, path=(tree, site))
-    assert f"{copy}take {tree} off PYTHONPATH. {build}" in error
+    assert error == f"ImportError: {_not_compiled(tree)} {_BUILD}"
+
+
+def test_a_source_tree_takes_the_extension_that_was_compiled_from_it(
+    tree: Path, site: Path
+) -> None:
+    program = """
+import jax_cudnn, jax, jax.numpy as jnp
+from jax_cudnn import native
+from jax_cudnn.offline import worker
+from jax_cudnn.native import _ffi
+x = jnp.ones((3, 5))
+print(jax.jit(jax_cudnn.matmul)(x, x.T).shape)
+print(jax_cudnn.__file__, _ffi.__file__, worker.stand_in(), sep="\\n")
+"""
+    (extension, stand_in) = compiled()
+    status, told, error = _python("-c", program, cwd=tree, path=(site,))
+    assert (status, error) == (0, "")
+    assert told.splitlines() == [
+        "(3, 3)",
+        str(tree / "jax_cudnn" / "__init__.py"),
+        str(site / "jax_cudnn" / "native" / extension.name),
+        str(site / "jax_cudnn" / "offline" / stand_in.name),
+    ]
+    assert _python(*_COMMAND, cwd=tree, path=(site,))[0] == 0
+    # The tree may be named, too, from anywhere.
+    assert _python(*_IMPORT, cwd=site.parent, path=(tree, site))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "changed", ["ffi/base/log.cc", "jax_cudnn/graph/node_kinds.json"]
+)
+def test_a_source_tree_refuses_an_extension_of_other_sources(
+    tree: Path, site: Path, changed: str
+) -> None:
+    with (tree / changed).open("a") as file:
+        file.write("\n")
+    what = (
+        f"{_not_compiled(tree)} That of the jax_cudnn in {site} was compiled from "
+        "other sources than the tree has."
+    )
+    copy = f"A whole jax_cudnn is installed in {site}: to import that, "
+    status, _, error = _python(*_IMPORT, cwd=tree, path=(site,))
+    assert status == 1
+    assert error == f"ImportError: {what} {copy}{_ELSEWHERE} {_BUILD}"
+    _, _, error = _python(*_IMPORT, cwd=site.parent, path=(tree, site))
+    assert f"{copy}take {tree} off PYTHONPATH. {_BUILD}" in error
     # The advice helps.
-    status, found, error = _python(*program, cwd=tree, path=(site,), PYTHONSAFEPATH="1")
+    status, found, error = _python(*_IMPORT, cwd=tree, path=(site,), PYTHONSAFEPATH="1")
     assert (status, error) == (0, "")
     assert found.strip() == str(site / "jax_cudnn" / "__init__.py")
 
     told = _told(cwd=tree, path=(site,))
     assert set(told) == {"no-extension"}
     assert told["no-extension"]["what"] == what
-    assert told["no-extension"]["fix"] == f"{copy}{elsewhere} {build}"
+    assert told["no-extension"]["fix"] == f"{copy}{_ELSEWHERE} {_BUILD}"
+
+
+def test_a_source_tree_says_why_an_extension_is_not_for_it(
+    tree: Path, site: Path
+) -> None:
+    (file, _) = compiled()
+    link = site / "jax_cudnn" / "native" / file.name
+    link.unlink()
+    link.write_bytes(b"no library")
+    _, _, error = _python(*_IMPORT, cwd=tree, path=(site,))
+    assert f"That of the jax_cudnn in {site} does not load: {link}: " in error
+    link.rename(link.with_name("_ffi.cpython-37m-x86_64-linux-gnu.so"))
+    _, _, error = _python(*_IMPORT, cwd=tree, path=(site,))
+    assert f"That of the jax_cudnn in {site} is not for Python 3." in error
 
 
 def test_other_commands_say_why_they_do_not_run(tree: Path) -> None:

@@ -5,7 +5,11 @@
 itself. Everything that plans opens cuDNN on first use; see library.py.
 """
 
-from jax_cudnn.native._extension import extension_problem, library_directories
+from jax_cudnn.native._extension import (
+    extension_directory,
+    extension_problem,
+    library_directories,
+)
 from jax_cudnn.native.library import (
     LibraryInfo,
     cudnn_version,
@@ -68,6 +72,7 @@ __all__ = [
     "device_target",
     "export_plan",
     "export_plan_offline",
+    "extension_directory",
     "extension_problem",
     "import_plan",
     "import_plan_offline",

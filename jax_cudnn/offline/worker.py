@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn import native
-from jax_cudnn.errors import LibraryError
+from jax_cudnn.errors import LibraryError, install_command
 from jax_cudnn.graph import Target
 
 DRIVER = "libcuda.so.1"
@@ -37,15 +37,14 @@ def stand_in() -> Path:
     Raises:
       LibraryError: it is not there, in a source tree that was never installed.
     """
-    # An editable installation has one directory for Python's files, another for built.
-    directories = sys.modules["jax_cudnn.offline"].__path__
-    for directory in directories:
-        if (path := Path(directory) / STAND_IN).is_file():
-            return path
+    # CMake installs it beside the extension, which may be another copy's than Python's.
+    directory = native.extension_directory().parent / "offline"
+    if (path := directory / STAND_IN).is_file():
+        return path
     raise LibraryError(
-        f"{STAND_IN}, the stand-in for NVIDIA's driver, is not in "
-        f"{', '.join(directories)}. It is built and installed with jax_cudnn's C++ "
-        "extension: install a wheel, or `pip install .` (or `pip install -e .`)."
+        f"{STAND_IN}, the stand-in for NVIDIA's driver, is not in {directory}. It is "
+        "built and installed with jax_cudnn's C++ extension: install a wheel, or run "
+        f"{install_command()}."
     )
 
 
