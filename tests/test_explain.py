@@ -17,6 +17,7 @@ import pytest
 import jax_cudnn
 from jax_cudnn import LibraryError, choices, offline, plans
 from jax_cudnn.cli import explain as command
+from jax_cudnn.cli import main
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, from_json, is_anchor
 from jax_cudnn.legalize import partition
@@ -178,13 +179,21 @@ def test_what_was_measured_to_be_slower_is_told(fake: FakeProcess) -> None:
     key = choices.key_of(graph, offline.find("H200").target(91900))
     slow = {"implementation": "xla", "cudnn_us": 9.5, "xla_us": 3.25}
     choices.table().add({key: choices.Choice(op="", operands="", **slow)})
-    (refused,) = plans.explain(*call, device="H200").refused
-    (attempt,) = refused.attempts
-    assert attempt.way == "by measurement"
+    told = plans.explain(*call, device="H200")
+    (left,) = told.calls
+    (attempt,) = left.attempts
+    assert (attempt.way, attempt.is_refusal) == ("by measurement", False)
     assert "XLA was measured to be faster: 3.2 µs, cuDNN 9.5 µs" in attempt.reasons[0]
-    assert refused.change == 'pass implementation="cudnn"'
-    assert refused.change_plan == "eng2"
+    assert left.change == 'pass implementation="cudnn"'
+    assert left.change_plan == "eng2"
     assert len(fake.asked) == 1
+    assert not told.refused
+    assert (
+        "  runs in XLA\n"
+        "  left to XLA (by measurement):\n"
+        "    - XLA was measured to be faster: 3.2 µs, cuDNN 9.5 µs\n"
+        '  what would run it in cuDNN: pass implementation="cudnn" (then eng2)\n'
+    ) in str(told)
 
 
 def test_a_first_plan_of_a_slow_engine_leaves_a_norm_to_xla(fake: FakeProcess) -> None:
@@ -216,14 +225,89 @@ def test_a_first_plan_of_a_slow_engine_leaves_a_norm_to_xla(fake: FakeProcess) -
     assert [call.implementation for call in runs("auto", plan=chosen)] == ["cudnn"] * 2
 
 
+# --- what is left to XLA on purpose ---------------------------------------------------
+
+_F32 = _S((2, 5, 3, 8), jnp.float32)
+_IMAGE = _S((2, 9, 7, 16), jnp.bfloat16)
+
+
+def _depthwise(x: jax.Array, w: jax.Array, **options: Any) -> jax.Array:
+    return jax_cudnn.conv(
+        *(x, w, (1, 1), "SAME"),
+        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        feature_group_count=16,
+        **options,
+    )
+
+
+# Calls that "auto" leaves to XLA, though cuDNN plans them by name.
+_LEFT = {
+    "a norm": (jax_cudnn.layer_norm, _S((32, 64), jnp.bfloat16)),
+    "a pool": (functools.partial(jax_cudnn.max_pool, window_shape=(2, 2)), _IMAGE),
+    "f32 attention": (jax_cudnn.sdpa, *[_F32] * 3),
+    "a depthwise convolution": (_depthwise, _IMAGE, _S((3, 3, 1, 16), jnp.bfloat16)),
+}
+
+
+@pytest.mark.parametrize("name", _LEFT)
+def test_what_is_left_to_xla_on_purpose_is_not_refused(
+    fake: FakeProcess, name: str
+) -> None:
+    function, *operands = _LEFT[name]
+    told = plans.explain(function, *operands, device="H200")
+    (call,) = told.calls
+    assert (call.implementation, call.is_refused) == ("xla", False)
+    assert not any(attempt.is_refusal for attempt in call.attempts)
+    assert call.change_plan == "eng2"
+    for absent in ("refused", "what would work"):
+        assert absent not in str(told)
+    # By name, it is refused where cuDNN cannot.
+    _refuse(fake, lambda question: True, "no engine")
+    by_name = functools.partial(function, implementation="cudnn")
+    (call,) = plans.explain(by_name, *operands, device="A100").refused
+    assert call.implementation == "none"
+    assert "refused" in str(plans.explain(by_name, *operands, device="A100"))
+
+
+def test_a_precision_that_cudnn_lacks_is_xlas_unless_asked_for_by_name(
+    fake: FakeProcess,
+) -> None:
+    del fake
+    told = plans.explain(*_matmul(jnp.float32, precision="highest"), device="H200")
+    (call,) = told.calls
+    assert (call.implementation, call.is_refused) == ("xla", False)
+    assert "  left to XLA (by the precision asked for):\n" in str(told)
+    by_name = _matmul(jnp.float32, precision="highest", implementation="cudnn")
+    told = plans.explain(*by_name, device="H200")
+    (call,) = told.refused
+    assert call.implementation == "none"
+    assert "  refused (by the precision asked for):\n" in str(told)
+
+
+def test_the_command_ends_with_1_for_what_is_refused_alone(
+    fake: FakeProcess, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(function: str, *operands: str) -> tuple[int, str]:
+        text = ["explain", f"jax_cudnn:{function}", "--device", "H200", "--args"]
+        return main([*text, *operands]), capsys.readouterr().out
+
+    status, told = run("layer_norm", "bf16[32,64]")
+    assert (status, "refused" in told) == (0, False)
+    _refuse(fake, lambda question: True, "no engine")
+    status, told = run("matmul", "bf16[24,16]", "bf16[16,40]")
+    assert (status, "refused" in told) == (1, True)
+
+
 # --- what would work ------------------------------------------------------------------
 
 
 def _change(fake: FakeProcess, call: tuple[Any, ...], device: str = "H200") -> str:
-    (refused,) = plans.explain(*call, device=device).refused
-    assert bool(refused.change) == (refused.change_plan is not None)
+    calls = plans.explain(*call, device=device).calls
+    (found,) = [each for each in calls if each.attempts]
+    assert found.implementation != "cudnn"
+    assert bool(found.change) == (found.change_plan is not None)
     del fake
-    return refused.change
+    return found.change
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "f16"])
@@ -446,7 +530,8 @@ def test_an_explanation_is_plain_data(fake: FakeProcess) -> None:
     assert json.loads(json.dumps(data)) == data
     assert (data["schema"], data["device"]) == (1, "NVIDIA H200")
     (call,) = data["calls"]
-    assert call["attempts"] == [{"way": "as one kernel", "reasons": ["dtype"]}]
+    attempt = {"way": "as one kernel", "reasons": ["dtype"], "is_refusal": True}
+    assert call["attempts"] == [attempt]
     assert call["change"] == "cast the operands from f32 to bf16"
 
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax-cudnn explain`: does cuDNN run a function's calls, or why not?
 
-Exit status 0 where it runs all that is meant for it, and 1 where it does not.
+Exit status 0 where it can run all that is meant for it, and 1 where it cannot.
 """
 
 import argparse
@@ -28,7 +28,8 @@ def add_command(commands: Any) -> None:
         help="whether cuDNN runs a function's calls on a GPU, which need not be here",
         description="Asks cuDNN for a plan of each call that a function makes. Where "
         "there is none, it says why, and what would work. The exit status is 1 if "
-        "cuDNN does not run all that is meant for it, and 0 otherwise. For example: "
+        "cuDNN cannot run a call that is meant for it, and 0 otherwise. Calls that are "
+        "left to XLA, because it is faster, count as well. For example: "
         'explain jax_cudnn:sdpa --device A100 --args "bf16[4,128,8,64]" '
         '"bf16[4,128,8,64]" "bf16[4,128,8,64]" --gradient',
     )

@@ -52,10 +52,20 @@ def operation(graph: Graph) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attempt:
-    """A way of rewriting a part for cuDNN that was not taken, with all that failed."""
+    """A way of rewriting a part for cuDNN that was not taken, with all that failed.
+
+    ``is_refusal`` is whether cuDNN cannot run it. Otherwise the part is left to XLA on
+    purpose: XLA is faster, or has the precision that the call asks for.
+    """
 
     way: str
     reasons: tuple[str, ...]
+    is_refusal: bool = True
+
+    @classmethod
+    def left_to_xla(cls, way: str, reason: str) -> "Attempt":
+        """Return a way that is not taken on purpose."""
+        return cls(way=way, reasons=(reason,), is_refusal=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,12 +198,12 @@ def decide_part(
     if not has_contraction and (measured is None or measured.implementation == "xla"):
         return Step(part=part)
     if (reason := precision_refusal(part, options)) is not None:
-        refused = Attempt(way="by the precision asked for", reasons=(reason,))
-        return Step(part=part, attempts=(refused,))
+        exact = Attempt.left_to_xla("by the precision asked for", reason)
+        return Step(part=part, attempts=(exact,))
     legalization = legalize(part, target)
     is_auto = options.implementation == "auto"
     if measured is not None and measured.implementation == "xla" and is_auto:
-        slower = Attempt(way="by measurement", reasons=(_measured_reason(measured),))
+        slower = Attempt.left_to_xla("by measurement", _measured_reason(measured))
         return Step(part=part, attempts=(slower,), why="tuned")
     if measured is not None and measured.plan and gpu is not None:
         step = _pinned(part, legalization, measured, gpu, options)
@@ -206,10 +216,10 @@ def decide_part(
     for legal in legalization.candidates:
         way = "; ".join(legal.notes) or "as one kernel"
         if is_auto and legal.slower:
-            attempts.append(Attempt(way=way, reasons=(legal.slower,)))
+            attempts.append(Attempt.left_to_xla(way, legal.slower))
             continue
         if options.exact_dtypes and legal.rounds_sums:
-            attempts.append(Attempt(way=way, reasons=(_ROUNDED,)))
+            attempts.append(Attempt.left_to_xla(way, _ROUNDED))
             continue
         plan, asked = None, request or legal.preference
         if gpu is not None:
@@ -222,7 +232,7 @@ def decide_part(
             if is_auto and not request and legal.is_slow_by(plan.engine):
                 is_slow = plan.engine in legal.slow_engines
                 told = (_SLOW_ENGINE if is_slow else _OTHER_ENGINE).format(plan.engine)
-                attempts.append(Attempt(way=way, reasons=(told,)))
+                attempts.append(Attempt.left_to_xla(way, told))
                 continue
         return Step(
             part=part,

@@ -45,7 +45,7 @@ class ExplainedCall(CallSummary):
       attempts: the ways of rewriting that failed, in order, before the one that is
         taken if there is one.
       change: the nearest change that would let cuDNN run it; "" where none was found
-        or none is needed.
+        or cuDNN runs it as it is.
       change_plan: the plan that it would then have.
     """
 
@@ -56,8 +56,15 @@ class ExplainedCall(CallSummary):
 
     @property
     def is_refused(self) -> bool:
-        """Whether it is meant for cuDNN, and cuDNN does not run it."""
-        return self.implementation != "cudnn" and bool(self.attempts)
+        """Whether it is meant for cuDNN, and cuDNN cannot run it.
+
+        A call is not meant for cuDNN where "auto" leaves it to XLA, which is faster, or
+        has the precision that the call asks for. The attempts say so.
+        """
+        if self.implementation == "none":
+            return True
+        is_left = not all(attempt.is_refusal for attempt in self.attempts)
+        return self.implementation == "xla" and bool(self.attempts) and not is_left
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -75,7 +82,7 @@ class Explanation(Page):
 
     @property
     def refused(self) -> tuple[ExplainedCall, ...]:
-        """The calls that are meant for cuDNN and that cuDNN does not run."""
+        """The calls that are meant for cuDNN and that cuDNN cannot run."""
         return tuple(call for call in self.calls if call.is_refused)
 
     def _blocks(self) -> Iterator[Block]:
@@ -322,28 +329,34 @@ def _told(call: ExplainedCall) -> Iterator[Block]:
     yield Text(f"  {_who(call)}")
     yield Details(title="notes", notes=call.notes, mark="  - ")
     for attempt in call.attempts:
-        title = f"refused ({attempt.way})"
+        title = f"{_verdict(call, attempt)} ({attempt.way})"
         yield Details(
             title=title,
             notes=attempt.reasons,
             heading=f"  {title}:",
             mark="    - ",
-            is_open=call.is_refused,
+            is_open=call.implementation != "cudnn",
         )
     if call.change:
-        yield Text(f"  what would work: {call.change} (then {call.change_plan})")
+        what = "what would work" if call.is_refused else "what would run it in cuDNN"
+        yield Text(f"  {what}: {call.change} (then {call.change_plan})")
     elif call.is_refused:
         yield Text("  what would work: none of the changes that were tried")
+
+
+def _verdict(call: ExplainedCall, attempt: Attempt) -> str:
+    """Return what became of an attempt, in words."""
+    if attempt.is_refusal or call.implementation == "none":
+        return "refused"
+    return "left to XLA" if call.implementation == "xla" else "not taken"
 
 
 def _who(call: ExplainedCall) -> str:
     """Return who runs a call, in words."""
     if call.implementation == "cudnn":
         return f"runs in cuDNN: {call.plan}, workspace {call.workspace_bytes:,} B"
-    if not call.attempts:
-        return (
-            f"runs in {'XLA' if call.implementation == 'xla' else call.implementation}"
-        )
-    if call.implementation == "xla":
+    if call.implementation == "none":
+        return "does not run: cuDNN was asked for and cannot (UnsupportedError)"
+    if call.is_refused:
         return "runs in XLA, not in cuDNN"
-    return "does not run: cuDNN was asked for and cannot (UnsupportedError)"
+    return f"runs in {'XLA' if call.implementation == 'xla' else call.implementation}"
