@@ -4,6 +4,8 @@
 The doctor runs where the package cannot be imported; other commands say why it cannot.
 """
 
+import os
+import signal
 import sys
 
 from jax_cudnn import startup
@@ -12,7 +14,27 @@ _OLDEST_PYTHON = (3, 11)
 
 
 def main() -> int:
-    """Run the command line; return its exit status."""
+    """Run the command line; return its exit status.
+
+    Where the reader of the output has gone, as `head` does, this is what a shell says
+    of other programs then.
+    """
+    output = sys.stdout
+    try:
+        try:
+            return _run()
+        finally:
+            if output is not None:
+                output.flush()
+    except BrokenPipeError:
+        if output is not None:
+            # Python flushes once more as it ends: see the note on SIGPIPE in
+            # https://docs.python.org/3/library/signal.html.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), output.fileno())
+        return 128 + signal.SIGPIPE
+
+
+def _run() -> int:
     if sys.version_info < _OLDEST_PYTHON:
         oldest, found = (
             ".".join(map(str, v[:3])) for v in (_OLDEST_PYTHON, sys.version_info)

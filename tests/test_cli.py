@@ -3,7 +3,9 @@
 
 import argparse
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,7 +17,7 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn.choices import Choice
-from jax_cudnn.cli import bench, main
+from jax_cudnn.cli import bench, explain, main
 from jax_cudnn.cli.problems import Problem, add_problems
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import traced_graphs
@@ -272,6 +274,91 @@ def test_help_begins_with_what_a_command_does(
     assert "\n\nTimes an instance norm of images.\n\n" in told
 
 
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Return what an installation writes for the entry of pyproject.toml."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    path = folder / "jax-cudnn"
+    path.write_text(
+        "import sys\nfrom jax_cudnn.__main__ import main\nsys.exit(main())\n"
+    )
+    return path
+
+
+def test_explain_imports_from_the_current_folder(script: Path, tmp_path: Path) -> None:
+    here = tmp_path / "mine"
+    here.mkdir()
+    (here / "beside.py").write_text("SIZE = 3")
+    (here / "mymod.py").write_text(
+        "import jax_cudnn, beside\n"
+        "def f(x):\n"
+        "    print('traced', x.shape, beside.SIZE)\n"
+        "    return jax_cudnn.matmul(x, x.T)\n"
+    )
+    for command in ((str(script),), ("-m", "jax_cudnn")):
+        arguments = ["explain", "mymod:f", "--device", "H200", "--args", "f32[3,5]"]
+        told = subprocess.run(
+            [sys.executable, *command, *arguments],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert "traced (3, 5) 3\n" in told.stdout, told.stderr
+
+
+def test_the_current_folder_comes_last_once_the_module_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "module_of_mine.py").write_text("import sys\nFIRST = sys.path[0]\n")
+    monkeypatch.setattr(sys, "path", [x for x in sys.path if x])
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    first = explain._imported("module_of_mine").FIRST
+    assert first == str(tmp_path)
+    assert sys.path == [*before, str(tmp_path)]
+
+
+def test_a_module_that_fails_says_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "module_that_fails.py").write_text("int('three')")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit):
+        main(["explain", "module_that_fails:f"])
+    told = "'module_that_fails:f' cannot be imported: ValueError: invalid literal"
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("command", "buffered"),
+    [
+        ("doctor", True),
+        ("doctor --json", False),
+        ("explain --help", True),
+        ("bench --help", False),
+    ],
+)
+def test_a_reader_that_goes_away_is_no_error(command: str, buffered: bool) -> None:
+    arguments = command.split()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "jax_cudnn", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "" if buffered else "1"},
+    )
+    assert process.stdout is not None
+    process.stdout.close()
+    _, errors = process.communicate()
+    assert errors == ""
+    # argparse does not look whether its help can be written.
+    is_help = "--help" in arguments and not buffered
+    assert process.returncode == (0 if is_help else 128 + signal.SIGPIPE)
+
+
 def test_bench_needs_a_gpu(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -373,12 +460,7 @@ def test_bench_says_where_cudnn_has_no_plan(
     ]
 
 
-def test_the_package_runs_as_a_program(tmp_path: Path) -> None:
-    # What an installation writes for the entry of pyproject.toml.
-    script = tmp_path / "jax-cudnn"
-    script.write_text(
-        "import sys\nfrom jax_cudnn.__main__ import main\nsys.exit(main())\n"
-    )
+def test_the_package_runs_as_a_program(script: Path) -> None:
     for command, name in (
         (("-m", "jax_cudnn"), "python -m jax_cudnn"),
         ((str(script),), "jax-cudnn"),

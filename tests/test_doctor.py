@@ -5,6 +5,8 @@ import ctypes
 import json
 import os
 import platform
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,6 +234,40 @@ def test_jax_that_fails_on_cuda_or_is_kept_from_it() -> None:
     assert not examine(replace(_GOOD, environment=(("JAX_PLATFORMS", "cuda,cpu"),)))
 
 
+def test_jax_that_finds_nothing_to_run_on() -> None:
+    nothing = replace(_CPU_ONLY, jax_backends=(), jax_error="AssertionError")
+    named = replace(nothing, environment=(("JAX_PLATFORMS", "cuda"),))
+    finding, note = examine(named)
+    assert (finding.severity, finding.name) == ("error", "no-backend")
+    assert finding.what == (
+        "JAX_PLATFORMS='cuda' leaves JAX nothing to run on: there is no such device "
+        "here (AssertionError)."
+    )
+    assert finding.fix == "Unset JAX_PLATFORMS, or set it to cuda,cpu."
+    assert note.name == "no-gpu"
+    verdict = _diagnosis(named).verdict
+    assert verdict == "jax_cudnn cannot be used here: no-backend."
+    finding, _ = examine(nothing)
+    assert finding.what == "JAX 0.12.0 finds nothing to run on: AssertionError"
+    # JAX's devices were not read: that is a finding of its own.
+    assert [x.name for x in examine(replace(nothing, jax_error=""))] == ["no-gpu"]
+
+
+@pytest.mark.parametrize("platforms", ["cuda", "nonsense"])
+@pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there may be a GPU")
+def test_platforms_that_are_not_here_are_named(platforms: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "jax_cudnn", "doctor"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "JAX_PLATFORMS": platforms},
+    )
+    assert (result.returncode, result.stderr) == (1, "")
+    assert f"error: JAX_PLATFORMS={platforms!r} leaves JAX nothing" in result.stdout
+    assert "could not be read" not in result.stdout
+
+
 def test_parts_of_jax_that_do_not_match() -> None:
     finding = _only(jaxlib="0.12.1")
     assert (finding.severity, finding.name) == ("warning", "jax-parts")
@@ -360,7 +396,9 @@ def test_what_could_not_be_read_is_a_finding() -> None:
     finding = _only(unread=(("the driver", "OSError: it hides"),))
     assert (finding.severity, finding.name) == ("warning", "unread")
     assert finding.what == "The driver could not be read: OSError: it hides"
-    assert "permissions" in finding.fix
+    assert finding.fix == "Report it with this text; the rest of it is as it should be."
+    closed = _only(unread=(("/x", "PermissionError: [Errno 13] /x"),))
+    assert closed.fix.startswith("Let this user read it. ")
     assert _diagnosis(replace(_GOOD, unread=(("x", "y"),))).exit_status == 0
 
 

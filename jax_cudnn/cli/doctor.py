@@ -17,7 +17,7 @@ def add_command(commands: Any) -> None:
         help="say what cuDNN has to work with here, and what is wrong with it",
         description="Looks at this machine's GPUs, driver, JAX and cuDNN, says what is "
         "wrong with them, and what to do about it. The exit status is 1 if something "
-        "keeps cuDNN from a GPU that is there, or jax_cudnn from being imported, and 0 "
+        "keeps cuDNN from a GPU that is there, or jax_cudnn or JAX from running, and 0 "
         "otherwise.",
     )
     form = parser.add_mutually_exclusive_group()

@@ -10,7 +10,10 @@ import importlib
 import inspect
 import json
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import jax
@@ -37,7 +40,8 @@ def add_command(commands: Any) -> None:
         "function",
         type=_function,
         metavar="MODULE:FUNCTION",
-        help="The function to trace. Its module is imported, and nothing is run.",
+        help="The function to trace. Its module is imported, from the current folder "
+        "or from what is installed, and nothing is run.",
     )
     parser.add_argument(
         "--args",
@@ -73,14 +77,31 @@ def _function(text: str) -> Callable[..., Any]:
     if not colon:
         raise argparse.ArgumentTypeError(f"{text!r} is not MODULE:FUNCTION")
     try:
-        found = functools.reduce(
-            getattr, name.split("."), importlib.import_module(module)
-        )
+        found = functools.reduce(getattr, name.split("."), _imported(module))
     except (ImportError, AttributeError) as error:
         raise argparse.ArgumentTypeError(f"{text!r} is not there: {error}") from error
+    except Exception as error:  # argparse drops the words of some
+        raise argparse.ArgumentTypeError(
+            f"{text!r} cannot be imported: {type(error).__name__}: {error}"
+        ) from error
     if not callable(found):
         raise argparse.ArgumentTypeError(f"{text!r} is not a function")
     return found
+
+
+def _imported(module: str) -> ModuleType:
+    """Import a module of the current folder, as `python -m` would, or any other."""
+    here = str(Path.cwd())
+    if here in sys.path or "" in sys.path:
+        return importlib.import_module(module)
+    sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module)
+    finally:
+        # The last from now on: the process that plans is to find the same packages as
+        # this one, also where the current folder is a source tree.
+        sys.path.remove(here)
+        sys.path.append(here)
 
 
 def operand(text: str) -> jax.ShapeDtypeStruct:

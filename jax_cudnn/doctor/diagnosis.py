@@ -29,8 +29,8 @@ class Diagnosis(Page):
 
     @property
     def exit_status(self) -> int:
-        """1 where something keeps cuDNN from a GPU that is there, or jax_cudnn from
-        being imported; 0 otherwise.
+        """1 where something keeps cuDNN from a GPU that is there, or jax_cudnn or JAX
+        from running; 0 otherwise.
         """
         return 1 if self._errors else 0
 

@@ -15,8 +15,8 @@ from jax_cudnn.doctor.machine import Facts
 from jax_cudnn.errors import install_command
 from jax_cudnn.native import version_text
 
-# An error keeps cuDNN from a GPU that is there, or the package from being imported. A
-# warning costs results, memory or time. A note explains.
+# An error keeps cuDNN from a GPU that is there, or the package or JAX from running at
+# all. A warning costs results, memory or time. A note explains.
 Severity = Literal["error", "warning", "note"]
 
 
@@ -169,6 +169,26 @@ def _gpus(facts: Facts) -> Iterator[Finding]:
         )
 
 
+_UNSET_PLATFORMS = "Unset JAX_PLATFORMS, or set it to cuda,cpu."
+
+
+def _no_backend(facts: Facts) -> Iterator[Finding]:
+    """Say why JAX runs nothing on a machine without a GPU."""
+    is_known = facts.jax_error and not facts.jax_import_error
+    if facts.has_gpu or facts.jax_backends or not is_known:
+        return
+    if platforms := dict(facts.environment).get("JAX_PLATFORMS", ""):
+        what = (
+            f"JAX_PLATFORMS={platforms!r} leaves JAX nothing to run on: there is no "
+            f"such device here ({facts.jax_error})."
+        )
+        fix = _UNSET_PLATFORMS
+    else:
+        what = f"JAX {facts.jax} finds nothing to run on: {facts.jax_error}"
+        fix = f'pip install --upgrade "jax[{_extra(facts)}]" jaxlib'
+    yield Finding(severity="error", name="no-backend", what=what, fix=fix)
+
+
 def _jax(facts: Facts) -> Iterator[Finding]:
     has_gpu = facts.driver and facts.driver.gpus
     if not has_gpu or facts.jax_gpu_count or facts.jax_import_error:
@@ -176,7 +196,7 @@ def _jax(facts: Facts) -> Iterator[Finding]:
     platforms = dict(facts.environment).get("JAX_PLATFORMS", "")
     if platforms and not {"cuda", "gpu"} & set(platforms.split(",")):
         what = f"JAX_PLATFORMS={platforms!r} keeps JAX from the GPU."
-        fix = "Unset JAX_PLATFORMS, or set it to cuda,cpu."
+        fix = _UNSET_PLATFORMS
     elif not facts.jax_cuda_majors:
         what = f"JAX {facts.jax} has no CUDA plugin, so it sees no GPU."
         fix = install_command(_extra(facts))
@@ -363,12 +383,14 @@ def _environment(facts: Facts) -> Iterator[Finding]:
 
 def _unread(facts: Facts) -> Iterator[Finding]:
     for what, error in facts.unread:
+        is_closed = error.startswith(PermissionError.__name__)
         yield Finding(
             severity="warning",
             name="unread",
             what=f"{what[0].upper()}{what[1:]} could not be read: {error}",
-            fix="If it is a matter of permissions, mend them. Else report it with this "
-            "text; the rest of it is as it should be.",
+            fix="Let this user read it. The rest of this text is as it should be."
+            if is_closed
+            else "Report it with this text; the rest of it is as it should be.",
         )
 
 
@@ -382,6 +404,7 @@ _RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _package,
     _driver,
     _gpus,
+    _no_backend,
     _jax,
     _jax_parts,
     _cuda_versions,

@@ -109,7 +109,8 @@ class Facts:
       jax: version of JAX, "" where it is not installed.
       jaxlib: version of jaxlib, likewise.
       jax_import_error: what importing JAX raised, "" where it did not.
-      jax_backends: platforms that JAX can use, as "cuda" and "cpu".
+      jax_backends: platforms that JAX can use, as "cuda" and "cpu"; without these,
+        the one that it uses.
       jax_gpu_count: CUDA devices of this process that JAX sees.
       jax_error: what JAX says where it sees none, "" otherwise.
       cudnn: None where it does not load, for the reason in ``cudnn_error``, or where
@@ -350,16 +351,20 @@ def _jax_devices() -> tuple[tuple[str, ...], int, str]:
     import jax
 
     local_devices: Any = getattr(jax, "local_devices")  # noqa: B009  (untyped)
-    try:
-        count, error = len(local_devices(backend="cuda")), ""
-    except RuntimeError as refusal:
-        count, error = 0, str(refusal)
-    backends = ("cuda",) if count else ()
-    try:
-        local_devices(backend="cpu")
-    except RuntimeError:  # JAX_PLATFORMS=cuda
-        return backends, count, error
-    return (*backends, "cpu"), count, error
+
+    def devices(platform: str | None) -> tuple[tuple[str, ...], str]:
+        """Return the platform of each device, or none and what JAX says."""
+        # JAX_PLATFORMS may leave out any. JAX 0.10 then raises AssertionError, too.
+        try:
+            found = local_devices(backend=platform)
+            return tuple(platform or each.platform for each in found), ""
+        except Exception as refusal:  # whatever it is, it is the answer
+            return (), str(refusal) or type(refusal).__name__
+
+    cuda, error = devices("cuda")
+    cpu, _ = devices("cpu")
+    others = () if cuda or cpu else devices(None)[0]
+    return tuple(dict.fromkeys((*cuda, *cpu, *others))), len(cuda), error
 
 
 def _packages() -> tuple[tuple[str, str], ...]:
