@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """NVIDIA cuDNN's graph API under JAX's transformations."""
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn import startup as _startup
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
 
@@ -96,3 +97,5 @@ __all__ = [
     "score_mods",
     "sdpa",
 ]
+
+_keywords.hint_on(globals(), __all__)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention and norms in f8, and the scales that they take. See docs/f8.md."""
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn.ops.f8_scaling import (
     Quantized,
     amax,
@@ -29,3 +30,5 @@ __all__ = [
     "sdpa",
     "update_history",
 ]
+
+_keywords.hint_on(globals(), __all__)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Masks for `jax_cudnn.sdpa`: which keys a query may see, as data that combines."""
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn.ops.masks import (
     Additive,
     Alignment,
@@ -30,3 +31,5 @@ __all__ = [
     "Where",
     "Window",
 ]
+
+_keywords.hint_on(globals(), __all__)

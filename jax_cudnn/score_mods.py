@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of attention's scores, for `score_mod` of `jax_cudnn.sdpa`."""
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn.ops.score_mod import ScoreMod
 from jax_cudnn.ops.score_mods import (
     alibi,
@@ -20,3 +21,5 @@ __all__ = [
     "softcap",
     "t5_buckets",
 ]
+
+_keywords.hint_on(globals(), __all__)

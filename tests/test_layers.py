@@ -24,6 +24,7 @@ _MACHINE = {
 _ALLOWED = {
     "errors": set[str](),
     "startup": set[str](),
+    "keywords": set[str](),
     "columns": set[str](),
     "progress": set[str](),
     "config": set[str](),
@@ -39,22 +40,28 @@ _ALLOWED = {
     "lowering": {*_MEANING, "native", "offline", "config", "choices", "contenders"},
     "checkpoint_policies": {"lowering"},
     "ops": _MACHINE,
-    "kv_cache": {"ops"},
-    "f8": {"ops"},
-    "masks": {"ops"},
-    "score_mods": {"ops"},
+    "kv_cache": {"ops", "keywords"},
+    "f8": {"ops", "keywords"},
+    "masks": {"ops", "keywords"},
+    "score_mods": {"ops", "keywords"},
     "measuring": {*_MACHINE, "progress"},
-    "plans": {*_MACHINE, "columns", "progress", "doctor", "ops", "measuring"},
+    "plans": {
+        *_MACHINE,
+        *("columns", "progress", "doctor", "keywords", "ops", "measuring"),
+    },
     # Of what computes, the public operations only.
-    "flax": {"errors", "config", "ops"},
+    "flax": {"errors", "config", "ops", "keywords"},
     # Attention over several devices, of the operation's own parts.
-    "parallel": {"errors", "config", "graph", "reference", "lowering", "ops"},
+    "parallel": {
+        *("errors", "config", "graph", "reference", "lowering", "ops", "keywords"),
+    },
     # A function's kernels, of the operations' own parts.
     "fusing": {*_MACHINE, "columns", "ops", "plans"},
     "cli": {*_MACHINE, "startup", "progress", "ops", "measuring", "plans"},
     "__init__": {
         *_MACHINE,
         "startup",
+        "keywords",
         "ops",
         "checkpoint_policies",
         "f8",

@@ -13,6 +13,7 @@ except ModuleNotFoundError as error:
         f"dependency of jax_cudnn. Run: {install_command('flax')}"
     ) from error
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn.flax import linen, nnx
 from jax_cudnn.flax.attention import AttentionFn, attention_fn, make_attention_fn
 from jax_cudnn.flax.products import (
@@ -40,3 +41,5 @@ __all__ = [
     "make_dot_general",
     "nnx",
 ]
+
+_keywords.hint_on(globals(), __all__)

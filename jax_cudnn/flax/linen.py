@@ -10,6 +10,7 @@ import jax
 from flax import linen
 from jax.typing import ArrayLike
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn.config import Implementation
 from jax_cudnn.flax.fusion import (
     FusedProduct,
@@ -199,3 +200,6 @@ def _call(
     changes: dict[str, Any] = {"use_bias": False, "promote_dtype": promote_dtype}
     changes[name] = fused
     return call_with(flax_class, layer, inputs, **changes)
+
+
+_keywords.hint_on(globals(), __all__)

@@ -11,6 +11,7 @@ import jax
 from flax import nnx
 from jax.typing import ArrayLike
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.flax.fusion import (
     FusedProduct,
@@ -246,3 +247,6 @@ def _call(
     changes: dict[str, Any] = {"bias": None, "use_bias": False}
     changes |= {"promote_dtype": promote_dtype, name: fused}
     return call_with(flax_class, layer, inputs, out_sharding, **changes)
+
+
+_keywords.hint_on(globals(), __all__)

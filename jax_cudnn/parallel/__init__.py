@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention over sequences that are sharded over several devices."""
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn.parallel.attention import sdpa
 from jax_cudnn.parallel.combining import combine
 from jax_cudnn.parallel.order import from_zigzag, to_zigzag, token_positions
@@ -14,3 +15,5 @@ __all__ = [
     "to_zigzag",
     "token_positions",
 ]
+
+_keywords.hint_on(globals(), __all__)

@@ -8,6 +8,7 @@ want few of them, and `import jax_cudnn` is to be quick.
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from jax_cudnn import keywords as _keywords
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.config import PlanOptions
 from jax_cudnn.native import CacheStats, Candidate
@@ -53,7 +54,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f"{__name__}.{name}")
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_MODULES[name]), name)
+    found = getattr(importlib.import_module(_MODULES[name]), name)
+    value = _keywords.with_hints(found) if name.islower() else found
     globals()[name] = value
     return value
 
@@ -98,3 +100,5 @@ __all__ = [
     "using",
     "warmup",
 ]
+
+_keywords.hint_on(globals(), ["PlanOptions"])
