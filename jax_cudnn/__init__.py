@@ -1,9 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NVIDIA cuDNN's graph API under JAX's transformations."""
+"""NVIDIA cuDNN's graph API under JAX's transformations.
+
+``jax_cudnn.flax`` is imported when it is first asked for: it imports Flax, which is an
+optional dependency.
+"""
+
+import importlib as _importlib
+import importlib.util as _importlib_util
+import typing as _typing
 
 from jax_cudnn import keywords as _keywords
 from jax_cudnn import startup as _startup
 from jax_cudnn.errors import GraphError, LibraryError, UnsupportedError
+
+if _typing.TYPE_CHECKING:
+    from jax_cudnn import flax as flax
 
 __version__ = "0.1.0"
 
@@ -62,6 +73,20 @@ except Exception as _error:
         raise
     _startup.failure = _error  # which __main__.py tells of
 
+if not _typing.TYPE_CHECKING:  # a type checker would take any name for an attribute
+
+    def __getattr__(name: str) -> _typing.Any:
+        if name == "flax":
+            return _importlib.import_module(f"{__name__}.flax")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    has_flax = _importlib_util.find_spec("flax") is not None
+    return sorted({*globals(), *(("flax",) if has_flax else ())})
+
+
+# Without "flax": a star import would import Flax.
 __all__ = [
     "EXPORT_SAFETY_CHECKS",
     "FuseExplanation",

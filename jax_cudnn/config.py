@@ -108,7 +108,8 @@ class PlanOptions:
         for name in names:
             value = getattr(self, name)
             if isinstance(value, str) or not hasattr(value, "__iter__"):
-                raise ValueError(f"{name}={value!r} is not a tuple.")
+                meant = () if value is None else (value,)
+                raise ValueError(f"{name}={value!r} is not a tuple. Pass {meant!r}.")
             value = tuple(value)
             if is_sorted:
                 value = tuple(sorted(dict.fromkeys(map(_hashable, value)), key=repr))

@@ -2,21 +2,24 @@
 """Do activations in a graph, named or traced, have JAX's values and derivatives?"""
 
 import functools
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cudnn import matmul
+from jax_cudnn import matmul, plans
 from jax_cudnn.graph.pointwise import PointwiseAttributes
+from jax_cudnn.ops.activations import ActivationName
 from tests.fused import assert_close, graphs, nodes
 
 _NAMED = {
     "elu": jax.nn.elu,
     "gelu": jax.nn.gelu,
+    "gelu_erf": functools.partial(jax.nn.gelu, approximate=False),
     "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": jax.nn.gelu,
     "leaky_relu": jax.nn.leaky_relu,
     "relu": jax.nn.relu,
     "relu6": jax.nn.relu6,
@@ -190,3 +193,15 @@ def test_repeated_squares_are_written_in_no_time() -> None:
 def test_nan_stays_nan(name: Any) -> None:
     x = jnp.full((3, 2), jnp.nan)
     assert jnp.isnan(matmul(x, jnp.ones((2, 5)), activation=name)).all()
+
+
+def test_the_names_that_reports_print_are_taken() -> None:
+    x, w = jnp.ones((3, 5)), jnp.ones((5, 7))
+    for name in get_args(ActivationName):
+        report = plans.inspect(functools.partial(matmul, activation=name), x, w)
+        (call,) = report.calls
+        printed = call.op.removeprefix("matmul+")
+        assert printed in _NAMED, printed
+        again = plans.inspect(functools.partial(matmul, activation=printed), x, w)
+        assert again.calls[0].op == call.op
+    assert set(get_args(ActivationName)) == set(_NAMED)

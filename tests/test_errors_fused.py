@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does a wrong argument of conv or matmul get a message that says what to do?"""
 
+import functools
 import re
 from typing import Any
 
@@ -9,7 +10,14 @@ import jax.numpy as jnp
 import pytest
 from jax import export
 
-from jax_cudnn import UnsupportedError, conv, dot_general, matmul
+from jax_cudnn import (
+    UnsupportedError,
+    avg_pool,
+    conv,
+    dot_general,
+    matmul,
+    max_pool,
+)
 
 _FLOATS = "Supported dtypes are bf16, f16, f32, f64. Convert it to one of them."
 _INSTEAD = "Apply the function to the result instead."
@@ -132,11 +140,66 @@ def test_wrong_arguments_of_conv(
 @pytest.mark.parametrize("name", ["window_strides", "lhs_dilation", "rhs_dilation"])
 @pytest.mark.parametrize("value", [(1,), (2, 1, 1), (0, 1), (1.5, 1), 2, ("2", 1)])
 def test_steps_are_ints_above_0_for_each_spatial_axis(name: str, value: Any) -> None:
+    example = (2, 2) if value == 2 else (1, 1)
     message = (
         f"conv: {name}={value!r} is not 2 ints above 0, one for each spatial axis of "
-        "lhs. Pass for example (1, 1)."
+        f"lhs. Pass for example {example}."
     )
     _check(_conv, {name: value}, ValueError, message)
+
+
+@pytest.mark.parametrize(
+    ("padding", "example"),
+    [
+        *(
+            (1, ((1, 1), (1, 1))),
+            ((2, 1), ((2, 2), (1, 1))),
+            ([0, 3], ((0, 0), (3, 3))),
+        ),
+        *((x, ((1, 1), (1, 1))) for x in (None, 1.5, ((0, 0),), (1,), True, ("a", 2))),
+    ],
+)
+def test_a_padding_of_ints_is_told_its_pairs_by_convolution_and_pooling(
+    padding: Any, example: Any
+) -> None:
+    told = (
+        f"padding={padding!r} is not a (low, high) pair of ints for each of the 2 "
+        f"spatial axes. Pass for example {example}."
+    )
+    _check(_conv, {"padding": padding}, ValueError, f"conv: {told}")
+    image = _zeros(2, 9, 7, 3)
+    for pool in (max_pool, avg_pool):
+        window = functools.partial(pool, image, (2, 2))
+        _check(window, {"padding": padding}, ValueError, f"{pool.__name__}: {told}")
+        assert window(padding=example).ndim == 4  # type: ignore[arg-type]
+    _conv(padding=example)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "layouts"),
+    [
+        ("NHWC", ("NHWC", "HWIO", "NHWC")),
+        ("NCHW", ("NCHW", "OIHW", "NCHW")),
+        ("NWC", ("NWC", "WIO", "NWC")),
+        ("NCDHW", ("NCDHW", "OIDHW", "NCDHW")),
+        (("NHWC",), ("NHWC", "HWIO", "NHWC")),
+        (("NCHW", "OIHW"), ("NCHW", "OIHW", "NCHW")),
+        *((x, ("NHWC", "HWIO", "NHWC")) for x in ("channels_last", "HWIO", "")),
+        ("NC", ("NC", "IO", "NC")),
+    ],
+)
+def test_a_layout_of_one_array_is_told_those_of_three(
+    numbers: Any, layouts: tuple[str, ...]
+) -> None:
+    told = (
+        f"conv: dimension_numbers={numbers!r} is not a layout for each of lhs, rhs and "
+        f"the result. Pass for example {layouts}."
+    )
+    _check(_conv, {"dimension_numbers": numbers}, TypeError, told)
+    # The advice helps.
+    sizes = {"N": 2, "C": 4, "I": 4, "O": 3, "W": 5, "H": 6, "D": 7}
+    lhs, rhs = (_zeros(*map(sizes.__getitem__, layout)) for layout in layouts[:2])
+    assert conv(lhs, rhs, dimension_numbers=layouts).ndim == len(layouts[0])
 
 
 @pytest.mark.parametrize(
@@ -144,7 +207,6 @@ def test_steps_are_ints_above_0_for_each_spatial_axis(name: str, value: Any) -> 
     [
         ({"rhs": _zeros(7, 4, 2, 3)}, ValueError, "feature_group_count"),
         ({"padding": "FULL"}, (ValueError, RuntimeError), "[Pp]adding"),
-        ({"padding": ((0, 0),)}, (ValueError, TypeError), "pad"),
         (
             {"dimension_numbers": ("NCHW", "OIHW", "NC")},
             (ValueError, TypeError),
@@ -336,7 +398,8 @@ def test_symbolic_dimensions_are_refused_to_cudnn(op: str, call: Any) -> None:
 
 
 _NAMES = (
-    "'elu', 'gelu', 'gelu_exact', 'leaky_relu', 'relu', 'relu6', 'sigmoid', 'silu', "
+    "'elu', 'gelu', 'gelu_erf', 'gelu_exact', 'gelu_tanh', 'leaky_relu', 'relu', "
+    "'relu6', 'sigmoid', 'silu', "
     "'softplus', 'swish', 'tanh'"
 )
 

@@ -74,6 +74,45 @@ print("same")
     assert _run(program) == "same"
 
 
+def test_flax_is_there_and_is_imported_when_it_is_asked_for() -> None:
+    program = """
+import sys, jax_cudnn
+assert "flax" in dir(jax_cudnn)
+assert "flax" not in sys.modules
+from jax_cudnn import *
+assert "flax" not in sys.modules
+assert jax_cudnn.flax.attention_fn and jax_cudnn.flax.nnx.Linear
+import jax_cudnn.flax as again
+assert jax_cudnn.flax is again
+try:
+    jax_cudnn.flux
+except AttributeError as error:
+    print(error)
+"""
+    assert _run(program) == "module 'jax_cudnn' has no attribute 'flux'"
+
+
+def test_flax_that_is_not_installed_says_what_to_run() -> None:
+    program = """
+import sys
+sys.modules["flax"] = None
+import jax_cudnn
+for ask in (lambda: jax_cudnn.flax, lambda: __import__("jax_cudnn.flax")):
+    try:
+        ask()
+    except ImportError as error:
+        print(error)
+print("flax" in dir(jax_cudnn))
+"""
+    told = (
+        "jax_cudnn.flax: the package flax is not installed. It is an optional "
+        'dependency of jax_cudnn. Run: pip install ".[flax]" (in jax_cudnn\'s source '
+        "folder)"
+    )
+    # Tools that go through all attributes meet no error.
+    assert _run(program).splitlines() == [told, told, "False"]
+
+
 def test_import_brings_no_optional_dependency() -> None:
     program = """
 import sys, jax_cudnn

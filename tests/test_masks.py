@@ -384,6 +384,11 @@ def test_their_arrays_may_be_sharded(kind: AxisType) -> None:
             TypeError,
             "Causal & ",
         ),
+        (
+            lambda: np.ones((5, 5), bool) & masks.Causal(),
+            TypeError,
+            "Causal & ndarray: a mask is combined with masks. Write masks.Where(",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(
@@ -391,3 +396,57 @@ def test_what_makes_no_sense_is_refused(
 ) -> None:
     with pytest.raises(error, match=f"^{re.escape(message)}"):
         make()
+
+
+_EACH = (
+    masks.Causal(),
+    masks.Window(2, 3),
+    masks.Lengths(key=jnp.array([3])),
+    masks.Segments(jnp.zeros((1, 5), jnp.int32)),
+    masks.Prefix(2),
+    masks.Blocks(jnp.ones((1, 1), bool), 5),
+    masks.Where(jnp.ones((5, 5), bool)),
+    masks.Additive(jnp.ones((5, 5))),
+    masks.Packed([0, 5]),
+    masks.Causal() & masks.Window(2, 3),
+)
+
+
+def test_all_kinds_of_masks_are_tried() -> None:
+    kinds = {type(mask).__name__ for mask in _EACH}
+    assert kinds == {*masks.__all__} - {"Alignment", "Mask"}
+
+
+@pytest.mark.parametrize("mask", _EACH, ids=lambda mask: type(mask).__name__)
+@pytest.mark.parametrize(
+    "others", [[masks.Causal()], [jnp.ones((5, 5), bool), np.ones((5, 5), bool), True]]
+)
+def test_no_operator_combines_masks_but_one(mask: Any, others: list[Any]) -> None:
+    """Python's `or`, `and` and `not` would take one of the two in silence."""
+    remedy = (
+        "masks are combined with & alone, which lets a query see what both let it "
+        "see. For another condition, compute an array of bools, which broadcasts to "
+        "(batch, heads, query length, key length), and pass it as masks.Where(array)."
+    )
+    name = type(mask).__name__
+
+    def check(made: Any, what: str) -> None:
+        with pytest.raises(TypeError) as raised:
+            made()
+        assert str(raised.value) == f"{what}: {remedy}"
+
+    for other in others:
+        kind = type(other).__name__
+        check(lambda other=other: mask | other, f"{name} | {kind}")
+        check(lambda other=other: mask ^ other, f"{name} ^ {kind}")
+        check(lambda other=other: mask or other, _TRUTH.format(name))
+        check(lambda other=other: mask and other, _TRUTH.format(name))
+        if not isinstance(other, masks.Mask):
+            check(lambda other=other: other | mask, f"{name} | {kind}")
+            check(lambda other=other: other ^ mask, f"{name} ^ {kind}")
+    check(lambda: ~mask, f"~{name}")
+    check(lambda: not mask, _TRUTH.format(name))
+    check(lambda: 1 if mask else 2, _TRUTH.format(name))
+
+
+_TRUTH = "`or`, `and`, `not` or `if` of {}"

@@ -87,10 +87,21 @@ def test_equal_options_are_equal_however_written():
         ({"required_notes": ("FAST",)}, "required_notes has 'FAST'. cuDNN's notes are"),
         ({"refused_notes": (5, "x")}, "refused_notes has 'x', 5. cuDNN's notes are"),
         ({"deterministic": "yes"}, "deterministic='yes' is neither True nor False"),
-        ({"heuristic_modes": "A"}, "heuristic_modes='A' is not a tuple"),
-        ({"heuristic_modes": 3}, "heuristic_modes=3 is not a tuple"),
+        *(
+            (
+                {name: value},
+                rf"{name}={value!r} is not a tuple\. Pass \({value!r},\)\.$",
+            )
+            for name, value in (
+                *(("heuristic_modes", "A"), ("engines", 3), ("denied_engines", 5)),
+                *(("required_notes", "FFT"), ("refused_notes", "FFT")),
+            )
+        ),
+        (
+            {"denied_engines": None},
+            r"denied_engines=None is not a tuple\. Pass \(\)\.$",
+        ),
         ({"engines": ([1],)}, r"engines has '\[1\]'. Engines are ints"),
-        ({"refused_notes": "FFT"}, "refused_notes='FFT' is not a tuple"),
         (
             {"required_notes": ("FFT",), "refused_notes": ("FFT",)},
             "FFT is both required and refused. No plan",

@@ -8,6 +8,7 @@ is needed.
 import functools
 import inspect
 import logging
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -390,6 +391,46 @@ def test_huge_scores_stay_finite() -> None:
 def test_what_is_no_score_mod_is_refused(function: Any, message: str) -> None:
     with pytest.raises(TypeError, match=re.escape(message)):
         sdpa(*_operands(), score_mod=function)
+
+
+_CHOICE = (
+    "In place of `if`, `and`, `or`, `not`, `min` and `max`, write "
+    "jnp.where(condition, a, b), &, |, ~, jnp.minimum and jnp.maximum."
+)
+_INDEX = "To look a number up by an index, write jnp.asarray(numbers)[index]."
+_NUMPY = "In place of float(), int(), math and NumPy, write jax.numpy, and"
+
+
+@pytest.mark.parametrize(
+    ("function", "remedy"),
+    [
+        (lambda x, b, h, i, j: x if i >= j else -jnp.inf, _CHOICE),
+        (lambda x, b, h, i, j: jnp.where(i >= j and j > 0, x, 0.0), _CHOICE),
+        (lambda x, b, h, i, j: jnp.where(i >= j or j > 0, x, 0.0), _CHOICE),
+        (lambda x, b, h, i, j: jnp.where(not i > j, x, 0.0), _CHOICE),
+        (lambda x, b, h, i, j: x * min(i, j), _CHOICE),
+        (lambda x, b, h, i, j: max(x, 0.0), _CHOICE),
+        (lambda x, b, h, i, j: x * [1.0, 2.0][h], _INDEX),
+        (lambda x, b, h, i, j: x + sum(range(i)), _INDEX),
+        (lambda x, b, h, i, j: x * np.ones(2, np.float32)[h], _NUMPY),
+        (lambda x, b, h, i, j: np.tanh(x), _NUMPY),
+        (lambda x, b, h, i, j: math.tanh(x), _NUMPY),
+        (lambda x, b, h, i, j: float(x), _NUMPY),
+    ],
+)
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_python_that_asks_for_values_is_told_its_remedy(
+    function: Any, remedy: str, is_jitted: bool
+) -> None:
+    call = functools.partial(sdpa, score_mod=function)
+    with pytest.raises(TypeError) as raised:
+        (jax.jit(call) if is_jitted else call)(*_operands())
+    told = str(raised.value)
+    assert told.startswith(
+        "sdpa: score_mod uses the value of an argument, or of an array that it "
+        "captures, which is not known while it is traced: it is called once, for all "
+        f"scores. {remedy}"
+    )
 
 
 def test_what_kernels_lack_is_said_and_runs_by_xla(

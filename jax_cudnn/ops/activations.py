@@ -20,7 +20,9 @@ from jax_cudnn.ops.tracing import Step, UntraceableError, steps_of
 ActivationName = Literal[
     "elu",
     "gelu",
+    "gelu_erf",
     "gelu_exact",
+    "gelu_tanh",
     "leaky_relu",
     "relu",
     "relu6",
@@ -45,7 +47,9 @@ class Form(NamedTuple):
 _NAMED = {
     "elu": Form("elu", 1.0),
     "gelu": Form("gelu_tanh"),
+    "gelu_erf": Form("gelu_erf"),  # as graphs call it, and so reports
     "gelu_exact": Form("gelu_erf"),
+    "gelu_tanh": Form("gelu_tanh"),
     "leaky_relu": Form("relu", 0.01),
     "relu": Form("relu"),
     "relu6": Form("relu6"),
@@ -55,11 +59,14 @@ _NAMED = {
     "swish": Form("silu"),
     "tanh": Form("tanh"),
 }
+_gelu_exact = functools.partial(jax.nn.gelu, approximate=False)
 # What the names stand for.
 _FUNCTIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "elu": jax.nn.elu,
     "gelu": jax.nn.gelu,
-    "gelu_exact": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_erf": _gelu_exact,
+    "gelu_exact": _gelu_exact,
+    "gelu_tanh": jax.nn.gelu,
     "leaky_relu": jax.nn.leaky_relu,
     "relu": jax.nn.relu,
     "relu6": jax.nn.relu6,

@@ -39,6 +39,7 @@ from jax_cudnn.ops.arguments import (
 )
 from jax_cudnn.ops.fusion import Begun, Fusion, Operand
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
+from jax_cudnn.ops.windows import meant_sizes, refuse_pads
 
 
 class Layout(NamedTuple):
@@ -120,12 +121,12 @@ def conv(
       bias: (o,), or an array that broadcasts to the result. Differentiable.
       residual: added before the activation; broadcasts to the result. Differentiable.
       activation: "relu", "relu6", "leaky_relu" (slope 0.01), "elu", "gelu"
-        (tanh form, as jax.nn.gelu), "gelu_exact" (erf form), "silu" or "swish",
-        "tanh", "sigmoid", "softplus", or a function of one array that returns one of
-        the same shape. A function is part of the kernel if each of its operations is
-        one of cuDNN's pointwise operations with the same meaning. Any other function
-        is applied to the kernel's result, before rounding, as JAX code
-        (docs/performance.md; `plans.inspect` says why). Default None: none.
+        or "gelu_tanh" (tanh form, as jax.nn.gelu), "gelu_exact" or "gelu_erf" (erf
+        form), "silu" or "swish", "tanh", "sigmoid", "softplus", or a function of one
+        array that returns one of the same shape. A function is part of the kernel if
+        each of its operations is one of cuDNN's pointwise operations with the same
+        meaning. Any other function is applied to the kernel's result, before rounding,
+        as JAX code (docs/performance.md; `plans.inspect` says why). Default None: none.
       scale: multiplies the convolution: a number, or an array () or (o,).
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
@@ -336,6 +337,9 @@ def _problem(
             "dtype. Convert one of them."
         )
     numbers: Any = dimension_numbers
+    _check_numbers(numbers)
+    if not _are_pads(options["padding"], x.ndim - 2):
+        refuse_pads("conv", options["padding"], x.ndim - 2)
     options |= {
         "window_strides": _steps("window_strides", window_strides, x.ndim - 2),
         "lhs_dilation": _steps("lhs_dilation", lhs_dilation, x.ndim - 2),
@@ -398,6 +402,31 @@ def _channels_last_hint(
     )
 
 
+def _check_numbers(numbers: Any) -> None:
+    """Raise TypeError for the layout of one array, where lax wants those of three."""
+    is_some = isinstance(numbers, tuple | list) and len(numbers) in (1, 2)
+    if not (isinstance(numbers, str) or is_some):
+        return
+    first = str(numbers[0] if is_some else numbers)
+    space = first.strip("NC")
+    if {"N", "C"} <= set(first) and first in (f"N{space}C", f"NC{space}"):
+        filters = f"{space}IO" if first.endswith("C") else f"OI{space}"
+    else:
+        first, filters = "NHWC", "HWIO"
+    raise TypeError(
+        f"conv: dimension_numbers={numbers!r} is not a layout for each of lhs, rhs and "
+        f"the result. Pass for example {(first, filters, first)}."
+    )
+
+
+def _are_pads(padding: Any, count: int) -> bool:
+    """Whether this is a padding by name, or a pair for each axis; lax looks further."""
+    try:
+        return isinstance(padding, str) or list(map(len, padding)) == [2] * count
+    except TypeError:
+        return False
+
+
 def _groups(name: str, value: int) -> int:
     try:
         return operator.index(value)
@@ -418,7 +447,7 @@ def _steps(name: str, value: Sequence[int] | None, count: int) -> tuple[int, ...
     if len(steps) != count or min(steps, default=1) < 1:
         raise ValueError(
             f"conv: {name}={value!r} is not {count} ints above 0, one for each spatial "
-            f"axis of lhs. Pass for example {(1,) * count}."
+            f"axis of lhs. Pass for example {meant_sizes(value, count, default=1)}."
         )
     return steps
 

@@ -10,7 +10,15 @@ import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeVar, dataclass_transform, get_args
+from typing import (
+    Any,
+    ClassVar,
+    Literal,
+    NoReturn,
+    TypeVar,
+    dataclass_transform,
+    get_args,
+)
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +67,31 @@ class Mask:
         return Intersection((*self._parts(), *other._parts()))
 
     __rand__ = __and__
+    # NumPy would combine a mask with each element of an array.
+    __array_ufunc__ = None
+
+    def __or__(self, other: object) -> NoReturn:
+        self._refuse(f"{type(self).__name__} | {type(other).__name__}")
+
+    def __xor__(self, other: object) -> NoReturn:
+        self._refuse(f"{type(self).__name__} ^ {type(other).__name__}")
+
+    __ror__, __rxor__ = __or__, __xor__
+
+    def __invert__(self) -> NoReturn:
+        self._refuse(f"~{type(self).__name__}")
+
+    def __bool__(self) -> NoReturn:
+        # `or` and `and` would return one of the two.
+        self._refuse(f"`or`, `and`, `not` or `if` of {type(self).__name__}")
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise TypeError(
+            f"{what}: masks are combined with & alone, which lets a query see what "
+            "both let it see. For another condition, compute an array of bools, which "
+            "broadcasts to (batch, heads, query length, key length), and pass it as "
+            "masks.Where(array)."
+        )
 
     def __repr__(self) -> str:
         fields = dataclasses.fields(self)  # type: ignore[arg-type]

@@ -54,9 +54,12 @@ def check_score_mod(function: ScoreMod | None, dtype: Any) -> Any:
     score = jax.ShapeDtypeStruct((), dtype)
     # JAX caches traces by the identity of the function, and a callable object may have
     # changed since it was traced. A new lambda is never found in that cache.
-    closed, result = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)(
-        score, index, index, index, index
-    )
+    try:
+        closed, result = jax.make_jaxpr(
+            lambda *args: function(*args), return_shape=True
+        )(score, index, index, index, index)
+    except _UNKNOWN as error:
+        raise TypeError(f"{_NEEDS_VALUE} {_remedy(error)}") from error
     is_number = isinstance(result, jax.ShapeDtypeStruct) and result.shape == ()
     if not is_number or not jnp.issubdtype(result.dtype, jnp.floating):
         leaves = ", ".join(describe(x) for x in jax.tree.leaves(result))
@@ -67,6 +70,36 @@ def check_score_mod(function: ScoreMod | None, dtype: Any) -> Any:
             "return one float without axes, the new score. (It is called with scalars.)"
         )
     return closed
+
+
+# What JAX raises where Python or NumPy asks for the value of a traced array.
+_UNKNOWN = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+_NEEDS_VALUE = (
+    "sdpa: score_mod uses the value of an argument, or of an array that it captures, "
+    "which is not known while it is traced: it is called once, for all scores."
+)
+
+
+def _remedy(error: Exception) -> str:
+    """Return what to write instead of what asked for a value."""
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return (
+            "In place of `if`, `and`, `or`, `not`, `min` and `max`, write "
+            "jnp.where(condition, a, b), &, |, ~, jnp.minimum and jnp.maximum."
+        )
+    if isinstance(error, jax.errors.TracerIntegerConversionError):
+        return (
+            "To look a number up by an index, write jnp.asarray(numbers)[index]. "
+            "A Python loop cannot have a length that depends on it."
+        )
+    return (
+        "In place of float(), int(), math and NumPy, write jax.numpy, and "
+        "jnp.asarray(array) for an array of NumPy's."
+    )
 
 
 def on_scores(function: ScoreMod) -> Callable[[jax.Array], jax.Array]:

@@ -5,7 +5,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -145,9 +145,35 @@ def _sizes(op: str, name: str, value: Sequence[int]) -> tuple[int, ...]:
     if min(sizes, default=1) < 1:
         raise ValueError(
             f"{op}: {name}={value!r} is not a sequence of ints above 0, one for each "
-            "spatial axis. Pass for example (2, 2)."
+            f"spatial axis. Pass for example {meant_sizes(value, 2, default=2)}."
         )
     return sizes
+
+
+def meant_sizes(value: Any, count: int, *, default: int) -> tuple[int, ...]:
+    """Return what may be meant by sizes that are refused: an int is one for each axis.
+
+    So it is in other libraries.
+    """
+    is_size = isinstance(value, int) and not isinstance(value, bool) and value > 0
+    return ((value if is_size else default),) * count
+
+
+def refuse_pads(op: str, padding: Any, count: int) -> NoReturn:
+    """Raise ValueError for a padding that is no (low, high) pair for each axis.
+
+    An int for all axes, or one for each, is what other libraries take.
+    """
+    given = (padding,) * count if isinstance(padding, int) else padding
+    is_each = isinstance(given, tuple | list) and len(given) == count
+    if is_each and all(isinstance(size, int) for size in given):
+        pairs = tuple((int(size), int(size)) for size in given)
+    else:
+        pairs = ((1, 1),) * count
+    raise ValueError(
+        f"{op}: padding={padding!r} is not a (low, high) pair of ints for each of the "
+        f"{count} spatial axes. Pass for example {pairs}."
+    )
 
 
 def _letters(op: str, dimension_numbers: str | None, count: int) -> str:
@@ -192,11 +218,7 @@ def _padding(
     except (TypeError, ValueError):
         pairs = None
     if pairs is None or len(pairs) != len(shape):
-        raise ValueError(
-            f"{op}: padding={padding!r} is not a (low, high) pair of ints for each of "
-            f"the {len(shape)} spatial axes. Pass for example "
-            f"{((1, 1),) * len(shape)}."
-        )
+        refuse_pads(op, padding, len(shape))
     for (low, high), size in zip(pairs, sizes, strict=True):
         if isinstance(size, int) and min(low, 0) + min(high, 0) + size < 0:
             raise ValueError(
