@@ -100,6 +100,8 @@ def run(path: Path) -> bool:
         exported = jax.export.deserialize(bytearray(path.read_bytes()))
     except OSError as error:
         sys.exit(f"{path} cannot be read: {error.strerror}")
+    except ImportError as error:  # of flatbuffers
+        sys.exit(f"{error}: pip install flatbuffers")
     except Exception as error:  # of flatbuffers or JAX, which do not say which
         sys.exit(f"{path} is not a program that --write wrote: {error}")
     here = jax.devices()[0]

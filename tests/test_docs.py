@@ -8,8 +8,12 @@ of docs/plan_files.md, and `make docs` the notebooks.
 
 import importlib
 import inspect
+import os
 import re
 import shlex
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -156,3 +160,35 @@ def test_pictures_show_what_the_data_say() -> None:
         assert pictures.digest(shown) in text, (name, advice)
     for page in pictures.PAGES:
         assert pictures.with_gain(page.read_text()) == page.read_text(), advice
+
+
+def test_every_extra_for_users_is_in_the_guide_to_installing() -> None:
+    root = DOCS.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    table = (DOCS / "install.md").read_text().partition("| extra | adds |")[2]
+    told = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", table, re.M)))
+    # What those need who change the package.
+    assert set(told) == set(extras["optional-dependencies"]) - {"docs", "test"}
+
+
+def test_jax_says_which_package_a_serialised_program_needs() -> None:
+    program = """
+import sys
+sys.modules["flatbuffers"] = None
+import jax, jax.numpy as jnp, jax_cudnn
+checks = jax_cudnn.EXPORT_SAFETY_CHECKS
+f = jax.jit(lambda x: jax_cudnn.matmul(x, x))
+exported = jax.export.export(f, disabled_checks=checks)(jnp.ones((4, 4)))
+try:
+    exported.serialize()
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert "Please install 'flatbuffers'" in result.stdout

@@ -71,6 +71,7 @@ _ALLOWED = {
         "plans",
         "parallel",
         "fusing",
+        "flax",  # for type checkers, and when it is asked for
     },
     "__main__": {"startup", "cli"},
 }
