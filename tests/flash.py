@@ -176,6 +176,9 @@ def _check_score_mod(attributes: Any, given: dict[str, Any]) -> None:
         rows += t == 1 and s != 1
     assert rows <= 1 or "grad_output" not in given
     words = [step.split(" ") for step in attributes.score_mod]
+    gradient = [step.split(" ") for step in attributes.score_mod_grad]
+    for _, *read in words + gradient:  # with 9.28.1 on an H100
+        assert len({*read}) == len(read), read
     assert not any(each[1] == "-inf" for each in words)
 
 

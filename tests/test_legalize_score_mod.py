@@ -36,6 +36,12 @@ _SOFTCAP = ("div score 2", "tanh %0", "mul %1 2")
 _MODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "softcap": (_SOFTCAP, ()),
     "gated": (("sigmoid score", "mul score %0"), ()),
+    "square": (("mul score score",), ()),
+    "twins": (
+        ("mul mod_a mod_a", "add score score", "mul %1 %0", "tanh %2", "eq %3 %3")
+        + ("select %3 %3 %4", "div 1 %2", "max %5 -1"),
+        ("1h11",),
+    ),
     "temperatures": (("mul score mod_a",), ("b111",)),
     "two_arrays": (("mul score mod_a", "add %0 mod_b", "tanh %1"), ("bh11", "1h1t")),
     "two_rows": (("mul score mod_a", "add %0 mod_b"), ("b1s1", "11s1")),

@@ -33,6 +33,8 @@ from jax_cudnn.reference.interpreter import to_logical
 _OLDEST = 91900
 # A multiple of the tiles of cuDNN's gradient kernels.
 _TILE = 128
+# What has a number for each score.
+_FULL = ("score", "grad", "query", "key")
 
 
 def why_not_score_mod(editor: GraphEditor, target: Target | None) -> list[str]:
@@ -157,10 +159,10 @@ def finish_score_mod(editor: GraphEditor) -> None:
             sees = f"{mode} {gap} {number_text(bound)}"
             hidden = f"select %{len(steps) - 1} -inf %{len(steps) + 1}"
             _set_steps(editor, (*steps, "sub key query", sees, hidden))
-    steps = _with_full_first(attributes_of(editor).score_mod)
+    steps = _for_a_kernel(attributes_of(editor).score_mod)
     gradient: Steps = ()
     if editor.main.kind == "sdpa_backward":
-        gradient = _with_full_first(gradient_steps(steps), steps)
+        gradient = _for_a_kernel(gradient_steps(steps), steps)
     editor.set_attributes(
         replace(
             attributes,
@@ -172,10 +174,12 @@ def finish_score_mod(editor: GraphEditor) -> None:
     )
 
 
-def _with_full_first(steps: Steps, before: Steps = ()) -> Steps:
-    """Return steps whose first word has full scores, unless it may come second.
+def _for_a_kernel(steps: Steps, before: Steps = ()) -> Steps:
+    """Return steps that cuDNN plans and computes, which mean the same.
 
-    cuDNN has no plan for others (9.19 and 9.27).
+    The first word has full scores, unless it may come second: cuDNN has no plan for
+    others (9.19 and 9.27). No step reads a value twice: a kernel of 9.28.1 on an H100
+    then reads memory that is not its own, and 9.19 does not (docs/known_bugs.md).
     """
     made = [*before]
     places = [*range(len(before))]
@@ -190,9 +194,12 @@ def _with_full_first(steps: Steps, before: Steps = ()) -> Steps:
             word if (index := result_index(word)) is None else f"%{places[index]}"
             for word in words
         ]
-        is_full = new[0][0] == "%" or new[0] in ("score", "grad", "query", "key")
+        is_full = new[0][0] == "%" or new[0] in _FULL
         if not is_full and mode not in ("add", "mul", "max", "min"):
             new[0] = emit(f"add {emit('mul key 0')} {new[0]}")
+        for i, word in enumerate(new):
+            if word in new[:i] and (word[0] == "%" or word in (*OPERANDS, *_FULL)):
+                new[i] = emit(f"mul {word} 1")
         made.append(" ".join((mode, *new)))
         places.append(len(made) - 1)
     return tuple(made[len(before) :])
