@@ -173,7 +173,8 @@ def _gpu(name: str | None) -> Gpu:
     if gpu is None:
         raise ValueError(
             "plans.explain: JAX sees no NVIDIA GPU here. Name one to ask for with "
-            f"device=: {', '.join(each.short_name for each in offline.known())}."
+            'device="H200" (on the command line, --device H200). Known are '
+            f"{', '.join(each.short_name for each in offline.known())}."
         )
     return gpu
 
