@@ -119,7 +119,9 @@ def _causal(rng: Rng, z: Sizes, alignment: str) -> Option:
 
 
 def _window(rng: Rng, z: Sizes, alignment: str) -> Option:
-    left, right = (int(x) for x in rng.integers(-1, 6, 2))
+    # Not one that shows no key to any query, causality beside it or not.
+    left = int(rng.integers(0, 6))
+    right = int(rng.integers(-min(left, 2), 6))
 
     def seen(p: Places) -> Any:
         distance = p.column - p.row - p.ends[alignment]

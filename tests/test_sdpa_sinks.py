@@ -19,7 +19,7 @@ from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import jax_cudnn
-from jax_cudnn import parallel, sdpa
+from jax_cudnn import cached_sdpa, paged_sdpa, parallel, sdpa
 from tests.attention import BROADCASTS, SIZES, shape_of
 from tests.devices import collectives, gradient, mesh_of, placed
 from tests.examples import examples
@@ -28,6 +28,7 @@ from tests.sinks import dense_with_sinks
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _NAMES = ("query", "key", "value", "sinks", "bias")
+_METHODS = ("ring", "all_gather", "all_to_all")
 
 
 def _operands(
@@ -346,3 +347,38 @@ def test_the_cotangent_of_padding_is_not_read() -> None:
     assert output.shape == grad.shape
     (got,) = pull(jnp.asarray(spoiled))
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["sdpa", "cached_sdpa", "paged_sdpa", *_METHODS])
+def test_a_query_that_sees_no_key_has_the_sink_as_its_log_sum_exp(name: str) -> None:
+    """So have queries that are padding; without sinks it is -inf."""
+    q, k, v = (jax.random.normal(jax.random.key(i), (3, 6, 2, 8)) for i in range(3))
+    sinks = jnp.array([-0.5, 2.5])
+    # The second entry has no key, and the third one no query.
+    keys, queries = jnp.array([6, 0, 6]), jnp.array([6, 6, 0])
+    lengths = {"key_value_seq_lengths": keys, "query_seq_lengths": queries}
+    mesh = jax.make_mesh(
+        (2,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices()[:2]
+    )
+    call = {
+        "sdpa": lambda **given: sdpa(q, k, v, **lengths, **given),
+        "cached_sdpa": lambda **given: cached_sdpa(
+            q, k, v, keys, query_seq_lengths=queries, **given
+        ),
+        "paged_sdpa": lambda **given: paged_sdpa(
+            q, k, v, jnp.arange(3)[:, None], keys, query_seq_lengths=queries, **given
+        ),
+    }.get(
+        name,
+        lambda **given: parallel.sharded_sdpa(
+            q, k, v, mesh=mesh, axis="s", method=name, **lengths, **given  # type: ignore[arg-type]
+        ),
+    )  # fmt: skip
+    _, lse = call(return_residual=True)
+    _, with_sinks = call(return_residual=True, sinks=sinks)
+    assert np.isfinite(lse[0]).all()
+    assert (np.asarray(lse[1:]) == -np.inf).all()
+    np.testing.assert_allclose(with_sinks[0], np.logaddexp(lse[0], sinks), rtol=1e-5)
+    np.testing.assert_array_equal(
+        with_sinks[1:], np.broadcast_to(sinks, (2, 6, 2)).astype(np.float32)
+    )

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.ops import kv_cache
 from jax_cudnn.ops.arguments import as_operand, describe, in_front
+from jax_cudnn.ops.bands import NO_BOUND, is_empty
 from jax_cudnn.ops.masks import (
     Blocks,
     Causal,
@@ -192,6 +193,12 @@ def visible(layer: str, mask: Mask | None, cache: Cache, new: NewTokens) -> Mask
     most = cache.key.shape[-3]
     entries = math.prod(cache.key.shape[:-3])
     left, right = _band(mask)
+    if is_empty(left, right):
+        raise ValueError(
+            f"{layer}: the windows of the mask show no key to any token that is added "
+            f"to the cache: a token sees those before it and itself, and of these none "
+            f"that is nearer than {-right} or further than {left}. {NO_BOUND}"
+        )
     parts: list[Mask] = []
     for part in _parts(mask):
         if isinstance(part, Prefix | Blocks):

@@ -17,7 +17,7 @@ from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.flax.decoding import Sequences
 from jax_cudnn.ops.arguments import options
-from jax_cudnn.ops.masks import Mask
+from jax_cudnn.ops.masks import Causal, Mask
 from jax_cudnn.ops.score_mod import ScoreMod
 
 _log = logging.getLogger("jax_cudnn")
@@ -161,7 +161,8 @@ def _in_words_of_flax(
     if request.hiding is None:
         return q, request
     s, t = q.shape[-3], k.shape[-3]
-    given = request.hiding.arguments(s, t)
+    hiding = request.hiding
+    given = (hiding & Causal() if request.is_causal else hiding).arguments(s, t)
     mask, bias = (
         None if x is None else _unfold_batch(x, q.shape[:-3])
         for x in (_dense(given, s, t), given.get("bias"))

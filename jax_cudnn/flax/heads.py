@@ -19,11 +19,12 @@ from jax_cudnn.flax.attention import attend, check_shapes, scores_like
 from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.delegate import Request
 from jax_cudnn.ops.arguments import check_flag
+from jax_cudnn.ops.bands import WindowSize, bounds_of
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Mask, Window
 from jax_cudnn.ops.rotary import Rotary
 from jax_cudnn.ops.score_mod import ScoreMod
-from jax_cudnn.ops.sdpa_operands import check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import check_scale
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,7 +37,7 @@ class Settings:
     layer: str
     implementation: Implementation = "auto"
     is_causal: bool = False
-    local_window_size: int | tuple[int, int] | None = None
+    local_window_size: WindowSize = None
     scale: float | None = None
     rotary: Rotary | None = None
     score_mod: ScoreMod | None = None
@@ -45,10 +46,11 @@ class Settings:
         Options(implementation=self.implementation)  # refuses unknown names
         check_flag(self.layer, "is_causal", self.is_causal)
         with on_behalf_of(self.layer, "sdpa"):
-            window = check_window(self.local_window_size)
+            bounds = bounds_of(self.local_window_size, is_causal=self.is_causal)
             if self.scale is not None:
                 check_scale(self.scale, 1, jnp.dtype(jnp.float32))
-        object.__setattr__(self, "local_window_size", window or None)
+        window = None if bounds == (None, None) else bounds
+        object.__setattr__(self, "local_window_size", window)
         if not (self.score_mod is None or callable(self.score_mod)):
             raise TypeError(
                 f"{self.layer}: score_mod is {self.score_mod!r}. It must be a function "
@@ -107,8 +109,9 @@ class Heads:
         self._check_call(q, k, is_causal=is_causal)
         hiding, mask = (mask, None) if isinstance(mask, Mask) else (None, mask)
         if settings.local_window_size is not None:
-            left, right = check_window(settings.local_window_size)
-            window = Window(left, right)
+            with on_behalf_of(layer, "sdpa"):
+                bounds = bounds_of(settings.local_window_size, is_causal=is_causal)
+            window = Window(*bounds)
             hiding = window if hiding is None else hiding & window
         cache, new, sequences = self.cache, None, None
         score_mod = settings.score_mod

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation
 from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
+from jax_cudnn.ops.bands import WindowSize
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.rotary import Rotary
 from jax_cudnn.ops.score_mod import ScoreMod
@@ -69,7 +70,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
 
     num_kv_heads: int | None = None
     is_causal: bool = False
-    local_window_size: int | tuple[int, int] | None = None
+    local_window_size: WindowSize = None
     scale: float | None = None
     rotary: Rotary | None = None
     use_sinks: bool = False

@@ -13,6 +13,7 @@ from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.fusion import call_with
 from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
 from jax_cudnn.ops.arguments import check_flag
+from jax_cudnn.ops.bands import WindowSize
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.rotary import Rotary
 from jax_cudnn.ops.score_mod import ScoreMod
@@ -91,7 +92,7 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         in_kv_features: int | None = None,
         *,
         is_causal: bool = False,
-        local_window_size: int | tuple[int, int] | None = None,
+        local_window_size: WindowSize = None,
         scale: float | None = None,
         rotary: Rotary | None = None,
         use_sinks: bool = False,

@@ -24,10 +24,11 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.attend import by_rows, stored_order
+from jax_cudnn.ops.bands import WindowSize, check_window
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.layouts import PAGE_LAYOUTS, Layout, check_layout, order_of, sizes_in
 from jax_cudnn.ops.plain import check_implementation
-from jax_cudnn.ops.sdpa_operands import check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import check_scale
 from jax_cudnn.ops.sinks import check_sinks, with_sinks
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sdpa_cached import forward as attention
@@ -40,7 +41,7 @@ class CachedCall:
     query_seq_lengths: ArrayLike | None
     scale: float | None
     is_causal: bool
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: WindowSize
     sinks: ArrayLike | None
     layout: str
     implementation: Implementation | None
@@ -66,10 +67,15 @@ class CachedCall:
         )
         with on_behalf_of(op, "sdpa"):
             d, dtype = operands.query.shape[3], operands.query.dtype
+            is_causal = check_flag("sdpa", "is_causal", self.is_causal)
             attributes = CachedAttributes(
                 scale=check_scale(self.scale, d, dtype),
-                is_causal=check_flag("sdpa", "is_causal", self.is_causal),
-                window=check_window(self.local_window_size),
+                is_causal=is_causal,
+                window=check_window(
+                    self.local_window_size,
+                    *(operands.room, operands.room),
+                    is_causal=is_causal,
+                ),
             )
         sinks = check_sinks(op, self.sinks, sizes_in(layout, operands.query)[2])
         with_residual = check_flag(op, "return_residual", self.return_residual)
@@ -102,6 +108,12 @@ class _Operands(NamedTuple):
         roles = self._asdict()
         del roles["layout"]
         return {role: x for role, x in roles.items() if x is not None}
+
+    @property
+    def room(self) -> int:
+        """How many tokens a sequence has at most."""
+        pages = 1 if self.page_table is None else self.page_table.shape[2]
+        return sizes_in(self.layout, self.key)[1] * pages
 
     @property
     def orders(self) -> dict[str, tuple[int, ...]]:

@@ -7,6 +7,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.ops.bands import WindowSize
 from jax_cudnn.ops.cached_call import CachedCall
 from jax_cudnn.ops.layouts import Layout
 
@@ -21,7 +22,7 @@ def cached_sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     scale: float | None = ...,
     is_causal: bool = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     layout: Layout = ...,
     implementation: Implementation | None = ...,
@@ -40,7 +41,7 @@ def cached_sdpa(
     query_seq_lengths: ArrayLike | None = ...,
     scale: float | None = ...,
     is_causal: bool = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     layout: Layout = ...,
     implementation: Implementation | None = ...,
@@ -58,7 +59,7 @@ def cached_sdpa(
     query_seq_lengths: ArrayLike | None = None,
     scale: float | None = None,
     is_causal: bool = True,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     sinks: ArrayLike | None = None,
     layout: Layout = "bshd",
     implementation: Implementation | None = "auto",
@@ -105,8 +106,8 @@ def cached_sdpa(
       scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether a query sees no token after its own. Default True.
       local_window_size: (left, right): the query that is token x sees tokens x - left
-        to x + right only. An int n means (n, n). It adds to `is_causal`. Default
-        None: no window.
+        to x + right only. An int n means (n, n), and None for one of the two is no
+        bound. It adds to `is_causal`. Default None: no window.
       sinks: (h,), a score for each query head of one more token, which every query
         sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
         Default None: no such token.
@@ -128,13 +129,13 @@ def cached_sdpa(
     Returns:
       (b, s, h, e), or as `layout` says, of query's dtype. With `return_residual`, a
       pair of this array and the log-sum-exp (natural logarithm), (b, s, h) in each
-      layout, f32 (f64 for f64), -inf for queries that see no token. The sinks are part
-      of it.
+      layout, f32 (f64 for f64). The sinks are part of it. For queries that see no
+      token, padding among them, it is the sink of the head, and -inf without sinks.
 
     Raises:
       ValueError: shapes that do not fit, query heads that are not a multiple of the
         key heads, an unknown `implementation` or `layout`, a `scale` that is not
-        finite.
+        finite, a window in which no query sees a token.
       TypeError: dtypes that are not supported or differ, lengths that are not integers,
         a `scale` that is not a Python number.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised

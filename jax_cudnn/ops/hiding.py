@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jax.typing import ArrayLike
 
+from jax_cudnn.ops.bands import WindowSize, bounds_of
 from jax_cudnn.ops.masks import (
     Additive,
     Causal,
@@ -18,7 +19,6 @@ from jax_cudnn.ops.masks import (
     sorted_sentences,
 )
 from jax_cudnn.ops.packing import Packed
-from jax_cudnn.ops.sdpa_operands import check_window
 from jax_cudnn.ops.sentences import Sentence
 
 
@@ -30,7 +30,7 @@ class Hiding(NamedTuple):
     is_causal: bool = False
     query_seq_lengths: ArrayLike | None = None
     key_value_seq_lengths: ArrayLike | None = None
-    local_window_size: int | tuple[int, int] | None = None
+    local_window_size: WindowSize = None
     packed: Packed | None = None
     is_bottom_right: bool = False
     # What no argument stands for.
@@ -49,9 +49,9 @@ def joined_sentences(mask: Mask, beside: Hiding, s: int, t: int) -> Hiding:
 
 
 def _all(mask: Mask, beside: Hiding) -> Mask:
-    window = check_window(beside.local_window_size)
+    left, right = bounds_of(beside.local_window_size, is_causal=beside.is_causal)
     parts: list[Mask] = [Causal()] if beside.is_causal else []
-    parts += [Window(window[0], window[1])] if window else []
+    parts += [] if left is right is None else [Window(left, right)]
     parts += [Additive(beside.bias)] if beside.bias is not None else []
     parts += [Where(beside.mask)] if beside.mask is not None else []
     parts += [Lengths(beside.query_seq_lengths, beside.key_value_seq_lengths)]

@@ -22,7 +22,6 @@ from typing import (
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.arguments import (
@@ -32,6 +31,7 @@ from jax_cudnn.ops.arguments import (
     describe,
     in_front,
 )
+from jax_cudnn.ops.bands import NO_BOUND, Bounds, as_bound, closed, is_empty
 from jax_cudnn.ops.sentences import (
     InBand,
     InBlocks,
@@ -178,6 +178,10 @@ class Window(Mask):
       alignment: its own position is i for "top-left" (default), and i + t - s for
         "bottom-right", with s queries and t keys. For "cache" it is that with the
         lengths of the batch entry in place of t and s.
+
+    Raises:
+      ValueError: no query sees a key in it, as with left = right = -1. Masks that show
+        no key together are refused by the function that gets them.
     """
 
     left: int | None
@@ -187,17 +191,19 @@ class Window(Mask):
     def __post_init__(self) -> None:
         for name in ("left", "right"):
             size = getattr(self, name)
-            if size is None:
-                continue
             try:
-                if isinstance(size, bool | np.bool_):
-                    raise TypeError
-                object.__setattr__(self, name, operator.index(size))
+                object.__setattr__(self, name, as_bound(size))
             except TypeError:  # A traced value is one of its causes.
                 raise TypeError(
                     f"Window: {name} is {size!r}. Pass an int that is known when the "
                     "program is traced, or None for no bound."
                 ) from None
+        if is_empty(self.left, self.right):
+            raise ValueError(
+                f"Window: left={self.left} and right={self.right} show no key to any "
+                "query. A query at position i sees the keys i - left to i + right. "
+                f"{NO_BOUND}"
+            )
         _check_alignment(self)
 
 
@@ -365,15 +371,17 @@ def sorted_sentences(
         if _is_from_ends(packings[0], parts):
             given["is_bottom_right"] = True
         most = (s + t, s + t)
-    if (band := _band(parts, *((0, 0) if packings else (s, t)))) != (None, None):
-        left, right = band
-        if right == 0:
-            given["is_causal"] = True
-        if (left, right) != (None, 0):
-            given["local_window_size"] = (
-                most[0] if left is None else left,
-                most[1] if right is None else right,
-            )
+    band = _band(parts, *((0, 0) if packings else (s, t)))
+    if is_empty(*band) or is_empty(*at_ends):
+        bands = [part for part in parts if isinstance(part, Causal | Window)]
+        raise ValueError(
+            f"sdpa: {' & '.join(map(repr, bands))} show no key to any of {s} queries "
+            f"with {t} keys: those that one shows are hidden by another. {NO_BOUND}"
+        )
+    if band[1] == 0:
+        given["is_causal"] = True
+    if band != (None, 0) and (window := closed(band, *most)):
+        given["local_window_size"] = window
     given |= lengths
     arrays = [_bools("Where.mask", x.mask) for x in parts if isinstance(x, Where)]
     if arrays:
@@ -434,16 +442,14 @@ def _is_from_ends(packed: Any, parts: Sequence[Mask]) -> bool:
     return "bottom-right" in found
 
 
-def _band(parts: Sequence[Mask], s: int, t: int) -> tuple[int | None, int | None]:
+def _band(parts: Sequence[Mask], s: int, t: int) -> Bounds:
     """Return how far before and after its own number a query sees, at most."""
     bands = [_bounds(parts, "top-left", 0), _bounds(parts, "bottom-right", t - s)]
     lefts, rights = zip(*bands, strict=True)
     return _least(lefts), _least(rights)
 
 
-def _bounds(
-    parts: Sequence[Mask], alignment: Alignment, offset: int
-) -> tuple[int | None, int | None]:
+def _bounds(parts: Sequence[Mask], alignment: Alignment, offset: int) -> Bounds:
     """Return the band of all parts of an alignment, moved by an offset."""
     lefts: list[int | None] = []
     rights: list[int | None] = []
@@ -468,7 +474,7 @@ def _with_full_caches(part: Mask) -> Mask:
 
 
 def _at_ends(
-    band: tuple[int | None, int | None], lengths: dict[str, jax.Array], s: int, t: int
+    band: Bounds, lengths: dict[str, jax.Array], s: int, t: int
 ) -> Sentence | None:
     """Return a band around the ends of caches; None if it hides nothing."""
     left, right = band

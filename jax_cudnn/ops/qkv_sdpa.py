@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.arguments import as_operand, options
+from jax_cudnn.ops.bands import WindowSize
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.qkv import QkvLayout, check_qkv
@@ -27,7 +28,7 @@ def qkv_sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -51,7 +52,7 @@ def qkv_sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -75,7 +76,7 @@ def qkv_sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -98,7 +99,7 @@ def qkv_sdpa(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
@@ -133,7 +134,8 @@ def qkv_sdpa(
       is_causal: whether query s sees keys 0 to s only.
       query_seq_lengths: integers (b,).
       key_value_seq_lengths: integers (b,).
-      local_window_size: (left, right), or an int for both.
+      local_window_size: (left, right), or an int for both; None for one of the two
+        is no bound.
       sinks: (h,).
       dropout_rate: the share of attention weights that is dropped.
       dropout_key: a key of :func:`jax.random.key`.

@@ -8,6 +8,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.arguments import options
+from jax_cudnn.ops.bands import WindowSize
 from jax_cudnn.ops.layouts import Layout, check_layout
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.score_mod import ScoreMod
@@ -26,7 +27,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -51,7 +52,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -76,7 +77,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -100,7 +101,7 @@ def sdpa(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
@@ -154,8 +155,10 @@ def sdpa(
         axis's size count as its size.
       local_window_size: (left, right): query s sees keys s - left to s + right only,
         counted from the first query and key, also where s and t differ. An int n means
-        (n, n). It adds to what `is_causal`, the lengths, `mask` and `bias` hide.
-        Default None: no window.
+        (n, n), and None for one of the two is no bound: (None, 3). A negative number
+        hides near keys: with (3, -1) a query sees the 3 keys before its own position.
+        It adds to what `is_causal`, the lengths, `mask` and `bias` hide. Default None:
+        no window.
       sinks: (h,), a score for each query head of one more key, which every query sees
         and whose value is 0. It is not scaled; bf16, f16, f32 or f64. Differentiable.
         Default None: no such key. See the notes.
@@ -191,15 +194,17 @@ def sdpa(
     Returns:
       (b, s, h, e) or (s, h, e), or as `layout` says, of query's dtype. With
       `return_residual`, a tuple of this array and the log-sum-exp (natural logarithm).
-      The log-sum-exp is (b, s, h) or (s, h) in each layout, f32 (f64 for f64), -inf
-      for queries that see no key, and differentiable. The sinks are part of it. With
+      The log-sum-exp is (b, s, h) or (s, h) in each layout, f32 (f64 for f64), and
+      differentiable. The sinks are part of it. For queries that see no key, padding
+      among them, it is the sink of the head, and -inf without sinks. With
       `return_max_logit`, the last of the tuple is the maximum of the scores, of the
       same shape and dtype, -inf for queries that see no key.
 
     Raises:
       ValueError: shapes that do not fit, query heads that are not a multiple of the
         key heads, an unknown `implementation` or `layout`, a `scale` that is not
-        finite, a `dropout_rate` outside of [0, 1) or above 0 without a key, more than
+        finite, a window in which no query sees a key, with `is_causal` where it is
+        given, a `dropout_rate` outside of [0, 1) or above 0 without a key, more than
         one key, 2^25 heads or more in all batch entries with dropout.
       TypeError: dtypes that are not supported or differ, a `mask` that is not bool, a
         `scale` or a `dropout_rate` that is not a Python number, a `dropout_key` that

@@ -14,6 +14,7 @@ from jax_cudnn.graph.score_mod import Steps
 from jax_cudnn.graph.sdpa import row_results
 from jax_cudnn.ops.arguments import check_flag, why_symbolic
 from jax_cudnn.ops.attend import Operands, attend_by_rows, by_rows, stored_order
+from jax_cudnn.ops.bands import WindowSize, check_window
 from jax_cudnn.ops.dropout import with_dropout
 from jax_cudnn.ops.hiding import Hiding, joined
 from jax_cudnn.ops.layouts import Layout, order_of
@@ -22,12 +23,7 @@ from jax_cudnn.ops.packing import Packed, longest
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.qkv import Qkv
 from jax_cudnn.ops.score_mod import ScoreMod, check_score_mod, on_scores, with_score_mod
-from jax_cudnn.ops.sdpa_operands import (
-    as_typed,
-    canonicalize,
-    check_scale,
-    check_window,
-)
+from jax_cudnn.ops.sdpa_operands import as_typed, canonicalize, check_scale
 from jax_cudnn.ops.sinks import check_sinks
 from jax_cudnn.ops.tracing import UntraceableError
 from jax_cudnn.reference.sdpa import forward as attention
@@ -43,7 +39,7 @@ class Arguments:
     is_causal: bool
     query_seq_lengths: ArrayLike | None
     key_value_seq_lengths: ArrayLike | None
-    local_window_size: int | tuple[int, int] | None
+    local_window_size: WindowSize
     sinks: ArrayLike | None
     dropout_rate: float
     dropout_key: ArrayLike | None
@@ -94,10 +90,15 @@ def run_sdpa(
         layout=layout,
     )
     operands = operands._replace(qkv=qkv)
+    _, s, _, d = operands.query_sizes
     attributes = SdpaAttributes(
-        scale=check_scale(given.scale, operands.query_sizes[3], operands.query.dtype),
+        scale=check_scale(given.scale, d, operands.query.dtype),
         is_causal=hiding.is_causal,
-        window=check_window(hiding.local_window_size),
+        window=check_window(
+            hiding.local_window_size,
+            *(s, operands.key_count),
+            is_causal=hiding.is_causal,
+        ),
         is_bottom_right=hiding.is_bottom_right,
         longest=_longest(hiding.packed, operands),
     )

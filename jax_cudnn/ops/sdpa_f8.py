@@ -22,9 +22,10 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.attend import by_rows, sdpa_tensors, stored_order
+from jax_cudnn.ops.bands import WindowSize, check_window
 from jax_cudnn.ops.layouts import Layout, check_layout, order_of
 from jax_cudnn.ops.plain import check_implementation
-from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sdpa_f8 import attention
 
@@ -48,7 +49,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     preferred_element_type: DTypeLike | None = ...,
     layout: Layout = ...,
     implementation: Implementation | None = ...,
@@ -72,7 +73,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     preferred_element_type: DTypeLike | None = ...,
     layout: Layout = ...,
     implementation: Implementation | None = ...,
@@ -96,7 +97,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     preferred_element_type: DTypeLike | None = ...,
     layout: Layout = ...,
     implementation: Implementation | None = ...,
@@ -119,7 +120,7 @@ def sdpa(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     preferred_element_type: DTypeLike | None = None,
     layout: Layout = "bshd",
     implementation: Implementation | None = "auto",
@@ -171,7 +172,8 @@ def sdpa(
       key_value_seq_lengths: integers (b,); keys past their length are padding. Default
         None: t. What lies there must not be inf or NaN.
       local_window_size: (left, right): query s sees keys s - left to s + right only.
-        An int n means (n, n). Default None: no window.
+        An int n means (n, n), and None for one of the two is no bound. Default None: no
+        window.
       preferred_element_type: dtype of the result: f8_e4m3fn, f8_e5m2, bf16 or f16.
         Default None: query's. In bf16 and f16, the result is O itself.
       layout: the order of the axes of query, key, value and the output, as in
@@ -247,10 +249,14 @@ def sdpa(
     of_output = scales["value"] if dtype.itemsize == 1 else jnp.float32(1)
     if output_scale is not None:
         of_output = check_tensor_scale(_OP, "output_scale", output_scale)
+    is_causal = check_flag(_OP, "is_causal", is_causal)
+    _, s, _, d = canonical.query_sizes
     attributes = SdpaAttributes(
-        scale=check_scale(scale, operands["query"].shape[3], np.dtype(np.float32)),
-        is_causal=check_flag(_OP, "is_causal", is_causal),
-        window=check_window(local_window_size),
+        scale=check_scale(scale, d, np.dtype(np.float32)),
+        is_causal=is_causal,
+        window=check_window(
+            local_window_size, s, canonical.key_count, is_causal=is_causal
+        ),
     )
     with_lse = check_flag(_OP, "return_residual", return_residual)
     with_amax = check_flag(_OP, "return_amax", return_amax)

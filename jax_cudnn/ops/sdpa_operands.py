@@ -2,8 +2,7 @@
 """Are attention's arguments what they must be? Returns them as graphs have them."""
 
 import math
-import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -47,36 +46,6 @@ def check_scale(scale: float | None, d: int, dtype: np.dtype) -> float:
     if not math.isfinite(value):
         raise ValueError(f"sdpa: scale={scale} is not finite. Pass a finite number.")
     return value
-
-
-def check_window(window: int | tuple[int, int] | None) -> tuple[int, ...]:
-    """Return the window as (left, right), or () for none."""
-    if window is None:
-        return ()
-    try:
-        sizes = [
-            operator.index(size)
-            for size in (window if isinstance(window, Sequence) else [window])
-            if not isinstance(size, bool | np.bool_)
-        ]
-    except TypeError:  # A traced value is one of its causes.
-        sizes = []
-    if isinstance(window, Sequence) and len(sizes) == len(window) == 2:
-        left, right = sizes
-    elif not isinstance(window, Sequence) and sizes:
-        left = right = sizes[0]
-    else:
-        raise TypeError(
-            f"sdpa: local_window_size={window!r} is neither an int nor two. Pass "
-            "(left, right), ints known when the program is traced: how many keys "
-            "before and after its own position a query sees."
-        )
-    if not all(-(2**62) <= size < 2**62 for size in (left, right)):
-        raise ValueError(
-            f"sdpa: local_window_size={window!r} does not fit in 63 bits. Pass at most "
-            "the length of the sequences."
-        )
-    return (left, right)
 
 
 def _not_a_number(scale: object) -> TypeError:

@@ -23,6 +23,7 @@ from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.lowering import attention_results, linear_call
 from jax_cudnn.ops.arguments import check_flag, describe, options
 from jax_cudnn.ops.attend import Operands, attend, by_rows, of_rows
+from jax_cudnn.ops.bands import WindowSize, check_window
 from jax_cudnn.ops.f8_scaling import (
     amax,
     check_f8,
@@ -32,7 +33,7 @@ from jax_cudnn.ops.f8_scaling import (
 )
 from jax_cudnn.ops.layouts import Layout, check_layout
 from jax_cudnn.ops.sdpa_f8 import attend_f8, check_tensor_scale
-from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale
 from jax_cudnn.ops.sdpa_parts import part_gradients
 from jax_cudnn.reference.dtypes import dtype_name
 
@@ -54,7 +55,7 @@ def quantized_sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
@@ -77,7 +78,7 @@ def quantized_sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     layout: Layout = ...,
     implementation: Implementation | None = ...,
     plan: PlanOptions | None = ...,
@@ -99,7 +100,7 @@ def quantized_sdpa(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     layout: Layout = "bshd",
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
@@ -131,7 +132,8 @@ def quantized_sdpa(
       is_causal: as in :func:`jax_cudnn.sdpa`, and so are the arguments that follow.
       query_seq_lengths: integers (b,). Default None: s.
       key_value_seq_lengths: integers (b,). Default None: t.
-      local_window_size: (left, right), or an int for both. Default None: no window.
+      local_window_size: (left, right), or an int for both; None for one of the two
+        is no bound. Default None: no window.
       layout: the order of the axes of query, key, value and the output: "bshd"
         (default), "bhsd" or "sbhd".
       implementation: "auto" (default), "cudnn" or "xla".
@@ -189,11 +191,15 @@ def quantized_sdpa(
         scales["output_scale"] = _given_scale("output_scale", output_scale, f8)
     for role in ("query", "key", "value"):
         given[role] = _rounded(f8, given[role], scales[f"{role}_scale"])
+    is_causal = check_flag(_OP, "is_causal", is_causal)
+    _, s, _, d = canonical.query_sizes
     attention = _Attention(
         attributes=SdpaAttributes(
-            scale=check_scale(scale, canonical.query_sizes[3], np.dtype(np.float32)),
-            is_causal=check_flag(_OP, "is_causal", is_causal),
-            window=check_window(local_window_size),
+            scale=check_scale(scale, d, np.dtype(np.float32)),
+            is_causal=is_causal,
+            window=check_window(
+                local_window_size, s, canonical.key_count, is_causal=is_causal
+            ),
         ),
         call=call,
         dtype=str(f8),

@@ -25,13 +25,14 @@ from jax_cudnn.ops.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.attend import Operands
+from jax_cudnn.ops.bands import WindowSize, check_window
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.dropout import drawn
 from jax_cudnn.ops.hiding import Hiding, joined_sentences
 from jax_cudnn.ops.masks import Intersection, Mask, Segments
 from jax_cudnn.ops.packing import Packed, longest, packing
 from jax_cudnn.ops.score_mod import Positions, ScoreMod, check_score_mod, with_score_mod
-from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale, check_window
+from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale
 from jax_cudnn.ops.sentences import InSequence
 from jax_cudnn.ops.sinks import check_sinks
 from jax_cudnn.ops.tracing import UntraceableError
@@ -81,7 +82,7 @@ class Settings:
     order: Order
     scale: float | None
     is_causal: bool
-    local_window_size: int | tuple[int, ...] | None
+    local_window_size: WindowSize | tuple[int, ...]
     implementation: Implementation | None
     plan: PlanOptions | None
     return_residual: bool
@@ -103,7 +104,7 @@ class Settings:
             order=self.order,
             scale=self.scale,
             is_causal=self.is_causal,
-            window=check_window(self.local_window_size),  # type: ignore[arg-type]
+            window=self.local_window_size or (),  # type: ignore[arg-type]
             call=call,
             longest=self.longest,
             dropout=self.dropout_rate,
@@ -138,12 +139,18 @@ def check_arguments(
             *(hiding.query_seq_lengths, hiding.key_value_seq_lengths),
             shares=layout.shares,
         )
-        _, _, h, d = operands.query.shape
+        _, s, h, d = operands.query.shape
+        t = operands.key_count
+        window = check_window(
+            hiding.local_window_size,
+            *(s * layout.shares, t * layout.shares),
+            is_causal=hiding.is_causal,
+        )
         settings = dataclasses.replace(
             settings,
             scale=check_scale(settings.scale, d, operands.query.dtype),
             is_causal=hiding.is_causal,
-            local_window_size=check_window(hiding.local_window_size) or None,
+            local_window_size=window or None,  # type: ignore[arg-type]
             return_residual=check_flag(
                 "sdpa", "return_residual", settings.return_residual
             ),
@@ -255,7 +262,7 @@ def _unpacked(
     if is_movable or not has_band:
         settings = dataclasses.replace(settings, longest=most)
         return operands._replace(**found), hiding, settings
-    left, right = check_window(settings.local_window_size) or (None, None)  # type: ignore[arg-type]
+    left, right = settings.local_window_size or (None, None)  # type: ignore[misc]
     if settings.is_causal:
         right = 0 if right is None else min(right, 0)
     bounds = [None if x is None else max(-s - t, min(x, s + t)) for x in (left, right)]

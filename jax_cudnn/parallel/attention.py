@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.lowering import align_varying
 from jax_cudnn.ops.attend import of_rows
+from jax_cudnn.ops.bands import WindowSize
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.score_mod import Positions, ScoreMod
@@ -51,7 +52,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -77,7 +78,7 @@ def sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -102,7 +103,7 @@ def sdpa(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
@@ -183,7 +184,8 @@ def sdpa(
       query_seq_lengths: integers (b,), the lengths of whole sequences, the same on all
         devices. Default None: all queries.
       key_value_seq_lengths: likewise, of keys.
-      local_window_size: (left, right) or an int, in positions of the whole sequence.
+      local_window_size: (left, right) or an int, in positions of the whole sequence;
+        None for one of the two is no bound.
       sinks: (h,), the scores of one more key, the same on all devices, as in
         :func:`jax_cudnn.sdpa`.
       dropout_rate: as in :func:`jax_cudnn.sdpa`. See the notes.
@@ -200,8 +202,9 @@ def sdpa(
 
     Returns:
       (b, s, h, e) or (s, h, e), of query's dtype. With `return_residual`, a pair of
-      this array and the log-sum-exp (b, s, h) or (s, h), f32 (f64 for f64), -inf for
-      queries that see no key, and differentiable.
+      this array and the log-sum-exp (b, s, h) or (s, h), f32 (f64 for f64) and
+      differentiable. For queries that see no key, padding among them, it is the sink
+      of the head, and -inf without sinks.
 
     Raises:
       ValueError: an axis that is not there; an unknown `method` or `order`; in zigzag

@@ -20,6 +20,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.arguments import as_operand, describe, in_front
+from jax_cudnn.ops.bands import WindowSize
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.score_mod import Positions, ScoreMod
 from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
@@ -50,7 +51,7 @@ def sharded_sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -79,7 +80,7 @@ def sharded_sdpa(
     is_causal: bool = ...,
     query_seq_lengths: ArrayLike | None = ...,
     key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: int | tuple[int, int] | None = ...,
+    local_window_size: WindowSize = ...,
     sinks: ArrayLike | None = ...,
     dropout_rate: float = ...,
     dropout_key: ArrayLike | None = ...,
@@ -107,7 +108,7 @@ def sharded_sdpa(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int, int] | None = None,
+    local_window_size: WindowSize = None,
     sinks: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_key: ArrayLike | None = None,
@@ -146,7 +147,7 @@ def sharded_sdpa(
       is_causal: whether a query sees the keys up to its own position only.
       query_seq_lengths: integers (b,).
       key_value_seq_lengths: integers (b,).
-      local_window_size: (left, right) or an int.
+      local_window_size: (left, right) or an int; None for one of the two is no bound.
       sinks: (h,), sharded like h.
       dropout_rate: as in :func:`jax_cudnn.sdpa`, with the same weights dropped.
       dropout_key: as in :func:`jax_cudnn.sdpa`.
@@ -158,7 +159,8 @@ def sharded_sdpa(
 
     Returns:
       (b, s, h, e) or (s, h, e), sharded as query is meant to be. With
-      `return_residual`, a pair of this array and the log-sum-exp (b, s, h) or (s, h).
+      `return_residual`, a pair of this array and the log-sum-exp (b, s, h) or (s, h),
+      as in :func:`jax_cudnn.parallel.sdpa`.
 
     Raises:
       ValueError: no mesh; an axis that the mesh lacks, or that is named twice; sizes
