@@ -68,6 +68,12 @@ class Operands(NamedTuple):
         return {role: x for role, x in roles.items() if x is not None}
 
     @property
+    def may_hide_keys(self) -> bool:
+        """Whether some array may hide keys; a bias does with -inf."""
+        roles = ("bias", "mask", "query_lengths", "key_lengths")
+        return any(getattr(self, role) is not None for role in roles)
+
+    @property
     def apart(self) -> "Operands":
         """The same with query, key and value as arrays of their own."""
         if self.qkv is None:

@@ -9,6 +9,7 @@ the function captured.
 
 import inspect
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import jax
@@ -18,6 +19,7 @@ from jax_cudnn.graph.score_mod import OPERANDS, Steps, number_text
 from jax_cudnn.ops.arguments import describe
 from jax_cudnn.ops.attend import Operands
 from jax_cudnn.ops.outside import Beside, Given
+from jax_cudnn.ops.reads import Scores, check_reads
 from jax_cudnn.ops.tracing import (
     Step,
     UntraceableError,
@@ -32,10 +34,23 @@ ScoreMod = Callable[[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array], jax
 Positions = tuple[jax.Array | None, jax.Array | None]
 
 
-def check_score_mod(function: ScoreMod | None, dtype: Any) -> Any:
-    """Return the jaxpr of a function of scores, or raise TypeError for what is none."""
-    if function is None:
-        return None
+# How many query heads the call has that traces a function of scores.
+_HEADS: ContextVar[Any] = ContextVar("_HEADS", default=None)
+
+
+def heads_of_call() -> int | None:
+    """Return how many query heads the call has; None where no score_mod is traced."""
+    heads = _HEADS.get()
+    return heads if isinstance(heads, int) else None  # A symbolic size is none.
+
+
+def check_score_mod(function: ScoreMod, dtype: Any, scores: Scores) -> Any:
+    """Return the jaxpr of a function of scores.
+
+    Raises:
+      TypeError: it is none.
+      ValueError: it reads an array beyond its end.
+    """
     if not callable(function):
         raise TypeError(
             f"sdpa: score_mod is {type(function).__name__}. It must be a function of "
@@ -54,12 +69,14 @@ def check_score_mod(function: ScoreMod | None, dtype: Any) -> Any:
     score = jax.ShapeDtypeStruct((), dtype)
     # JAX caches traces by the identity of the function, and a callable object may have
     # changed since it was traced. A new lambda is never found in that cache.
+    trace = jax.make_jaxpr(lambda *args: function(*args), return_shape=True)
+    token = _HEADS.set(scores.sizes[1])
     try:
-        closed, result = jax.make_jaxpr(
-            lambda *args: function(*args), return_shape=True
-        )(score, index, index, index, index)
+        closed, result = trace(score, index, index, index, index)
     except _UNKNOWN as error:
         raise TypeError(f"{_NEEDS_VALUE} {_remedy(error)}") from error
+    finally:
+        _HEADS.reset(token)
     is_number = isinstance(result, jax.ShapeDtypeStruct) and result.shape == ()
     if not is_number or not jnp.issubdtype(result.dtype, jnp.floating):
         leaves = ", ".join(describe(x) for x in jax.tree.leaves(result))
@@ -69,6 +86,7 @@ def check_score_mod(function: ScoreMod | None, dtype: Any) -> Any:
             f"sdpa: score_mod returns {leaves or 'nothing'} for one score. It must "
             "return one float without axes, the new score. (It is called with scalars.)"
         )
+    check_reads(closed, scores)
     return closed
 
 

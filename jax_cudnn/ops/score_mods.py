@@ -4,6 +4,7 @@
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.arguments import as_operand, describe
-from jax_cudnn.ops.score_mod import ScoreMod
+from jax_cudnn.ops.score_mod import ScoreMod, heads_of_call
 
 # Of the relative position key - query, an int32 scalar; returns a row of a table.
 Bucket = Callable[[jax.Array], jax.Array]
@@ -91,7 +92,7 @@ def alibi(slopes: ArrayLike) -> ScoreMod:
       slopes: (h,), one for each query head; see :func:`alibi_slopes`.
 
     Raises:
-      ValueError: slopes with other axes.
+      ValueError: slopes with other axes; in the call, another number of query heads.
     """
     array = as_operand("alibi", "slopes", slopes)
     if array.ndim != 1:
@@ -108,6 +109,11 @@ def alibi(slopes: ArrayLike) -> ScoreMod:
         key_index: jax.Array,
     ) -> jax.Array:
         del batch
+        if (heads := heads_of_call()) not in (None, array.shape[0]):
+            raise ValueError(
+                f"alibi: slopes is {describe(array)}, and there are {heads} query "
+                f"heads. Pass one slope for each, such as alibi_slopes({heads})."
+            )
         distance = jnp.abs(query_index - key_index).astype(score.dtype)
         return score - array.astype(score.dtype)[head] * distance
 
@@ -149,12 +155,19 @@ def relative_bias(table: ArrayLike, bucket: Bucket | None = None) -> ScoreMod:
         beyond its ends take the end's. :func:`t5_buckets` gives that of T5.
 
     Raises:
-      ValueError: a table with other axes.
+      ValueError: a table with other axes, or with another number of rows than
+        `t5_buckets` has; in the call, another number of query heads.
     """
     array = as_operand("relative_bias", "table", table)
     if array.ndim != 2:
         raise ValueError(
             f"relative_bias: table is {describe(array)}. It must be (positions, heads)."
+        )
+    if isinstance(bucket, _T5Buckets) and array.shape[0] != bucket.count:
+        raise ValueError(
+            f"relative_bias: table is {describe(array)}, and there are {bucket.count} "
+            f"buckets. It must be (buckets, heads), with {bucket.count} rows. "
+            "Transpose it, or pass its number of rows to t5_buckets."
         )
     row = functools.partial(_centred, array.shape[0]) if bucket is None else bucket
 
@@ -166,6 +179,11 @@ def relative_bias(table: ArrayLike, bucket: Bucket | None = None) -> ScoreMod:
         key_index: jax.Array,
     ) -> jax.Array:
         del batch
+        if (heads := heads_of_call()) not in (None, array.shape[1]):
+            raise ValueError(
+                f"relative_bias: table is {describe(array)}, and there are {heads} "
+                f"query heads. It must be (positions, heads), with {heads} columns."
+            )
         return score + array[row(key_index - query_index), head].astype(score.dtype)
 
     return biased
@@ -188,16 +206,41 @@ def t5_buckets(
       farthest: the distance from which on all share a bucket.
       bidirectional: whether keys after the query have buckets of their own, as in
         encoders. Without, they share that of distance 0, as in decoders.
-    """
 
-    def bucket(position: jax.Array) -> jax.Array:
-        half = count // 2 if bidirectional else count
-        offset = jnp.where(position > 0, half, 0) if bidirectional else 0
-        distance = jnp.abs(position) if bidirectional else jnp.maximum(-position, 0)
-        exact = half // 2
+    Raises:
+      ValueError: no bucket is for a single position, or `farthest` is one of these.
+    """
+    return _T5Buckets(count, farthest, bidirectional)
+
+
+@dataclass(frozen=True)
+class _T5Buckets:
+    count: int
+    farthest: int
+    bidirectional: bool
+
+    def __post_init__(self) -> None:
+        if self._exact < 1 or self.farthest <= self._exact:
+            least = 4 if self.bidirectional else 2
+            raise ValueError(
+                f"t5_buckets: count={self.count} and farthest={self.farthest}. There "
+                f"must be at least {least} buckets, and farthest must be more than "
+                f"{max(self._exact, 1)}, the distances with a bucket of their own."
+            )
+
+    @property
+    def _half(self) -> int:
+        return self.count // 2 if self.bidirectional else self.count
+
+    @property
+    def _exact(self) -> int:
+        return self._half // 2
+
+    def __call__(self, position: jax.Array) -> jax.Array:
+        half, exact, is_both = self._half, self._exact, self.bidirectional
+        offset = jnp.where(position > 0, half, 0) if is_both else 0
+        distance = jnp.abs(position) if is_both else jnp.maximum(-position, 0)
         ratio = jnp.maximum(distance, 1).astype(jnp.float32) / exact
-        growth = jnp.log(ratio) / math.log(farthest / exact) * (half - exact)
+        growth = jnp.log(ratio) / math.log(self.farthest / exact) * (half - exact)
         far = jnp.minimum(exact + growth.astype(jnp.int32), half - 1)
         return offset + jnp.where(distance < exact, distance, far)
-
-    return bucket

@@ -22,6 +22,7 @@ from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.packing import Packed, longest
 from jax_cudnn.ops.plain import check_implementation
 from jax_cudnn.ops.qkv import Qkv
+from jax_cudnn.ops.reads import Scores
 from jax_cudnn.ops.score_mod import ScoreMod, check_score_mod, on_scores, with_score_mod
 from jax_cudnn.ops.sdpa_operands import as_typed, canonicalize, check_scale
 from jax_cudnn.ops.sinks import check_sinks
@@ -110,7 +111,7 @@ def run_sdpa(
         operands = operands._replace(sinks=jnp.reshape(sinks, (1, -1, 1, 1)))
     with_lse = check_flag("sdpa", "return_residual", given.return_residual)
     with_max = check_flag("sdpa", "return_max_logit", given.return_max_logit)
-    modified = _modified(given.score_mod, operands, call)
+    modified = _modified(given.score_mod, operands, attributes, call)
     output, *rows = _attend(
         modified.operands,
         replace(attributes, score_mod=modified.steps),
@@ -152,12 +153,22 @@ class _Modified(NamedTuple):
 
 
 def _modified(
-    function: ScoreMod | None, operands: Operands, call: Options
+    function: ScoreMod | None,
+    operands: Operands,
+    attributes: SdpaAttributes,
+    call: Options,
 ) -> _Modified:
     if function is None:
         return _Modified(operands)
     wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
-    closed = check_score_mod(function, wide)
+    b, s, h, _ = operands.query_sizes
+    scores = Scores(
+        sizes=(b, h, s, operands.key_count),
+        is_causal=attributes.is_causal,
+        window=attributes.window,
+        is_hidden=operands.may_hide_keys,
+    )
+    closed = check_score_mod(function, wide, scores)
     if why_symbolic(**operands.given):
         return _Modified(operands, plain=function)
     try:

@@ -6,7 +6,7 @@ whole arrays. What differs is a `Layout`.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,9 +31,10 @@ from jax_cudnn.ops.dropout import drawn
 from jax_cudnn.ops.hiding import Hiding, joined_sentences
 from jax_cudnn.ops.masks import Intersection, Mask, Segments
 from jax_cudnn.ops.packing import Packed, longest, packing
+from jax_cudnn.ops.reads import Scores
 from jax_cudnn.ops.score_mod import Positions, ScoreMod, check_score_mod, with_score_mod
 from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale
-from jax_cudnn.ops.sentences import InSequence
+from jax_cudnn.ops.sentences import InSequence, Sentence
 from jax_cudnn.ops.sinks import check_sinks
 from jax_cudnn.ops.tracing import UntraceableError
 from jax_cudnn.parallel.axes import AxisName, axis_size
@@ -163,7 +164,9 @@ def check_arguments(
                 hiding.packed, operands, hiding, settings, layout
             )
         operands, settings = _with_dropout(given, operands, settings)
-        operands, settings = _with_score_mod(given, operands, settings, layout)
+        operands, settings = _with_score_mod(
+            given, operands, settings, layout, hiding.sentences
+        )
         sinks = check_sinks("sdpa", given.sinks, h)
     arrays = operands.given
     if sinks is not None:
@@ -290,7 +293,11 @@ def _with_dropout(
 
 
 def _with_score_mod(
-    given: Arguments, operands: Operands, settings: Settings, layout: Layout
+    given: Arguments,
+    operands: Operands,
+    settings: Settings,
+    layout: Layout,
+    sentences: Sequence[Sentence],
 ) -> tuple[Operands, Settings]:
     """Return operands and settings with what a function of the scores is made of.
 
@@ -300,7 +307,14 @@ def _with_score_mod(
     if function is None:
         return operands, settings
     wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
-    closed = check_score_mod(function, wide)
+    b, s, h, _ = operands.query_sizes
+    scores = Scores(
+        sizes=(b, h, s * layout.shares, operands.key_count * layout.shares),
+        is_causal=settings.is_causal,
+        window=settings.local_window_size or (),  # type: ignore[arg-type]
+        is_hidden=operands.may_hide_keys or bool(sentences),
+    )
+    closed = check_score_mod(function, wide, scores)
     own = (
         x.shape[1] * layout.shares // layout.count
         for x in (operands.query, operands.key)
