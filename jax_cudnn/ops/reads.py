@@ -405,12 +405,22 @@ def _concatenated(params: Any, *parts: np.ndarray) -> np.ndarray | None:
     return np.concatenate(whole, axis=3 + params["dimension"])
 
 
+def _iota(params: Any) -> np.ndarray | None:
+    shape, axis = params["shape"], params["dimension"]
+    if not all(isinstance(size, int) for size in shape):
+        return None
+    own = [size if i == axis else 1 for i, size in enumerate(shape)]
+    numbers = np.reshape(np.arange(shape[axis], dtype=params["dtype"]), own)
+    return np.broadcast_to(numbers, shape)[None, None, None]
+
+
 # Of numbers of all dtypes, which they leave as they are, or convert.
 _SHAPED: dict[str, Callable[..., Any]] = {
     "broadcast_in_dim": _broadcast,
     "concatenate": _concatenated,
     "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
     "copy": lambda _, x: x,
+    "iota": _iota,
     "reshape": _reshaped,
     "squeeze": _squeezed,
     "stop_gradient": lambda _, x: x,

@@ -171,8 +171,9 @@ def sdpa(
       score_mod: a function of scalars, `score_mod(score, batch, head, query_index,
         key_index)`, that returns the new score. The score is the scaled one in f32
         (f64 for f64 operands), before the bias; the indices are int32. It may capture
-        arrays and index them; they get gradients. Default None: scores stay as they
-        are. See the notes and :mod:`jax_cudnn.score_mods`.
+        arrays and index them; they get gradients. A read beyond an array's end is
+        refused where it is seen. Default None: scores stay as they are. See the notes
+        and :mod:`jax_cudnn.score_mods`.
       layout: the order of the axes of query, key, value and the output: "bshd"
         (default), "bhsd" or "sbhd", with s standing for the tokens, queries or keys,
         and h for the heads. Kernels read and write each of them as it lies. Without
@@ -205,7 +206,8 @@ def sdpa(
         key heads, an unknown `implementation` or `layout`, a `scale` that is not
         finite, a window in which no query sees a key, with `is_causal` where it is
         given, a `dropout_rate` outside of [0, 1) or above 0 without a key, more than
-        one key, 2^25 heads or more in all batch entries with dropout.
+        one key, 2^25 heads or more in all batch entries with dropout, a `score_mod`
+        that reads an array beyond its end.
       TypeError: dtypes that are not supported or differ, a `mask` that is not bool, a
         `scale` or a `dropout_rate` that is not a Python number, a `dropout_key` that
         is not one, a `score_mod` that is no function or returns anything but one float.
@@ -297,6 +299,13 @@ def sdpa(
       backward kernel takes almost five times as long. So it is for the examples of a
       vmap, which are one call of the kernel. With "cudnn", they run one by one, each as
       above: prefer that for long sequences.
+
+      A `score_mod` is refused that reads an array beyond its end for a score that some
+      query sees, such as slopes of 4 heads for 6: JAX would read the nearest element.
+      This is found where an index follows from the positions by whole numbers, and the
+      sizes are known. Clip the index, or select by :func:`jax.numpy.where`, where such
+      a read is meant. Where lengths, a mask or a bias may hide keys, reads that depend
+      on the query or the key are taken as they are; they read the nearest element.
 
       With `score_mod`, S is score_mod(scale QK^T) + bias, and what the other arguments
       hide is hidden afterwards. The gradient of an array that it reads is not a number
