@@ -172,8 +172,8 @@ def sdpa(
         key_index)`, that returns the new score. The score is the scaled one in f32
         (f64 for f64 operands), before the bias; the indices are int32. It may capture
         arrays and index them; they get gradients. A read beyond an array's end is
-        refused where it is seen. Default None: scores stay as they are. See the notes
-        and :mod:`jax_cudnn.score_mods`.
+        refused, as the notes say. Default None: scores stay as they are. See also
+        :mod:`jax_cudnn.score_mods`.
       layout: the order of the axes of query, key, value and the output: "bshd"
         (default), "bhsd" or "sbhd", with s standing for the tokens, queries or keys,
         and h for the heads. Kernels read and write each of them as it lies. Without
