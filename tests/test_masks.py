@@ -468,3 +468,21 @@ def test_no_operator_combines_masks_but_one(mask: Any, others: list[Any]) -> Non
 
 
 _TRUTH = "`or`, `and`, `not` or `if` of {}"
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.int64])
+@pytest.mark.parametrize("length", [-3, 5, 100])
+def test_lengths_of_few_bits_count_beyond_what_they_hold(
+    dtype: Any, length: int
+) -> None:
+    """300 tokens are more than 8 bits hold."""
+    q = jax.random.normal(jax.random.key(0), (1, 300, 1, 4))
+    length = max(length, 0) if np.iinfo(dtype).min == 0 else length
+    narrow, wide = (np.array([length], x) for x in (dtype, np.int32))
+    for make in (
+        masks.Prefix,
+        lambda x: masks.Lengths(key=x),
+        lambda x: masks.Causal("cache") & masks.Lengths(key=x),
+    ):
+        found, expected = (sdpa(q, q, q, mask=make(x)) for x in (narrow, wide))
+        np.testing.assert_array_equal(found, expected)

@@ -53,9 +53,9 @@ _BIAS = np.where(
     _RNG.integers(0, 4, (1, H, S, T)) > 0, _RNG.standard_normal((1, H, S, T)), -np.inf
 )
 _LENGTHS = (np.array([S, 13]), np.array([11, 33]))
-_OFFSETS = np.array([[0, 9, 9, 17, 24], [2, 3, 15, 16, 23]])
+_OFFSETS = np.array([[0, 9, 9, 17, 24], [0, 3, 15, 16, 23]])
 _KEY_OFFSETS = np.array([[0, 4, 20, 31, 40], [0, 7, 7, 25, 39]])
-_PACKED = np.array([[0, 7, 7, 31, 40], [3, 4, 20, 21, 38]])
+_PACKED = np.array([[0, 7, 7, 31, 40], [0, 4, 20, 21, 38]])
 
 
 def _sequence(offsets: np.ndarray, i: int) -> int:

@@ -166,9 +166,13 @@ def _blocks(rng: Rng, z: Sizes, alignment: str) -> Option:
 def _packed(rng: Rng, z: Sizes, alignment: str) -> Option:
     n = int(rng.integers(1, 4))
     offsets = [np.sort(rng.integers(0, x + 1, (z.b, n + 1)), 1) for x in (z.s, z.t)]
+    has_lengths = bool(rng.integers(2))
+    if not has_lengths:  # Then the first sequence begins with the first token.
+        for x in offsets:
+            x[:, 0] = 0
     starts, counts = [x[:, :-1] for x in offsets], [np.diff(x, axis=1) for x in offsets]
     mask = masks.Packed(offsets[0], offsets[1])
-    if rng.integers(2):
+    if has_lengths:
         counts = [rng.integers(0, x + 1) for x in counts]
         mask = masks.Packed(starts[0], starts[1], counts[0], counts[1])
     return Option(mask=mask, sequences=[*zip(starts, counts, strict=True)])

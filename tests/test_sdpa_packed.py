@@ -184,9 +184,7 @@ def test_cumulative_lengths_are_shared_by_rows_or_given_for_each() -> None:
         masks.Packed([0, 3, 8, 8, 99], query_lengths=[3, 5, -1, 2]),
         masks.Packed.from_segment_ids(ids[0], 5, padding=-1),
         masks.Packed.from_segment_ids(jnp.asarray(ids), 3, padding=-1, max_length=5),
-        # Decreasing offsets count as the largest so far; lengths end with their row.
-        masks.Packed([0, 3, 8, 4, 10]),
-        masks.Packed([0, 3, 8, 8, 50]) & masks.Lengths([10, 10], [10, 10]),
+        masks.Packed([0, 3, 8, 8, 11]) & masks.Lengths([10, 10], [10, 10]),
     ):
         found = _self_attention(packed, is_causal=True)
         np.testing.assert_allclose(found[:, :10], expected, rtol=1e-6, atol=1e-6)
@@ -204,14 +202,96 @@ def test_segments_of_any_contiguous_ids_are_runs() -> None:
 
 
 def test_runs_beyond_the_most_are_padding() -> None:
+    """For ids that are traced; those that the host has are refused."""
     ids = jnp.asarray([4, 4, 4, 2, 2, 9, 9, 9, 9, 1, 1])
-    found = _self_attention(masks.Packed.from_segment_ids(ids, 2))
+    found = jax.jit(lambda ids: _self_attention(masks.Packed.from_segment_ids(ids, 2)))(
+        ids
+    )
     expected = _self_attention(masks.Packed.from_lengths([3, 2]))
     np.testing.assert_array_equal(found, expected)
     assert np.any(found[:, 4])
     assert not np.any(found[:, 5:])
-    with pytest.raises(ValueError, match="have 4 runs in a row, but max_segments is 2"):
-        masks.Packed.from_segment_ids(np.asarray(ids), 2)
+    told = "have 4 runs in a row, but max_segments is 2. Raise it, or sort the ids."
+    for each in (ids, np.asarray(ids), ids.tolist(), jnp.stack([ids * 0, ids])):
+        with pytest.raises(ValueError, match=told):
+            masks.Packed.from_segment_ids(each, 2)
+        # Padding is no run.
+        masks.Packed.from_segment_ids(each, 3, padding=9)
+
+
+def test_ids_of_the_host_are_taken_where_a_function_is_traced() -> None:
+    ids = np.array([4, 4, 4, 2, 2, 9, 9, 9, 9, 1, 1])
+    expected = _self_attention(masks.Segments(ids))
+    for each in (ids, jnp.asarray(ids)):
+        found = jax.jit(
+            lambda x=each: _self_attention(masks.Packed.from_segment_ids(x, 4))
+        )()
+        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def _are_right(offsets: list[int], size: int) -> bool:
+    return offsets[0] == 0 and sorted(offsets) == offsets and offsets[-1] <= size
+
+
+_MAKERS: dict[str, Any] = {
+    "list": list,
+    "numpy": np.asarray,
+    "jax": jnp.asarray,
+    "rows": lambda x: jnp.asarray([[0] * len(x), x]),
+    "bytes": lambda x: np.asarray(x, np.int8),
+}
+
+
+@given(
+    offsets=st.lists(st.integers(-1, 13), min_size=1, max_size=6)
+    | st.lists(st.integers(0, 11), min_size=1, max_size=6).map(
+        lambda x: [0, *sorted(x)]
+    ),
+    maker=st.sampled_from([*_MAKERS]),
+    role=st.sampled_from(["query", "key", "both"]),
+    is_jitted=st.booleans(),
+)
+def test_offsets_that_the_host_has_are_refused_just_where_they_are_wrong(
+    offsets: list[int], maker: str, role: str, is_jitted: bool
+) -> None:
+    """Closed over by a function that is traced, they are there, too."""
+    given_, none = _MAKERS[maker](offsets), [0] * len(offsets)
+    packed = {
+        "query": lambda: masks.Packed(given_, none),
+        "key": lambda: masks.Packed(none, given_),
+        "both": lambda: masks.Packed(given_),
+    }[role]()
+    q = jnp.ones((2, 11, 2, 4))
+
+    def call(q: jax.Array) -> jax.Array:
+        return jax_cudnn.sdpa(q, q, q, mask=packed)
+
+    def run() -> None:
+        if is_jitted:
+            jax.eval_shape(call, q)
+        else:
+            call(q)
+
+    if _are_right(offsets, 11):
+        run()
+        return
+    with pytest.raises(ValueError, match=r"Packed: \w+_offsets .* Packed.from_lengths"):
+        run()
+
+
+def test_what_is_traced_is_not_checked() -> None:
+    """An offset below the largest before it counts as that; rows end with tokens."""
+    attend = jax.jit(lambda x: _self_attention(masks.Packed(x)))
+    for wrong, right in (
+        ([0, 3, 8, 4, 10], [0, 3, 8, 8, 10]),
+        ([0, 3, 50], [0, 3, 11]),
+    ):
+        found = attend(jnp.array(wrong))
+        np.testing.assert_array_equal(found, _self_attention(masks.Packed(right)))
+    late = attend(jnp.array([2, 5, 11]))
+    assert not np.any(late[:, :2])
+    expected = masks.Packed([2, 5], query_lengths=[3, 6])
+    np.testing.assert_array_equal(late, _self_attention(expected))
 
 
 def test_an_id_that_comes_again_begins_another_sequence() -> None:
@@ -563,6 +643,23 @@ def test_one_sequence_of_a_row_is_as_it_was() -> None:
          r"query_offsets is i32\[1,4\] beside 2 lengths. Pass as many"),
         (lambda: masks.Packed([0, 3], query_lengths=[4, 1]), ValueError,
          "the query sequences overlap: one ends at token 4 and another begins at 3"),
+        (lambda: masks.Packed(jnp.array([0, 3]), query_lengths=jnp.array([4, 1])),
+         ValueError, "the query sequences overlap: one ends at token 4"),
+        (lambda: masks.Packed([0, 3], query_lengths=[3, 9]), ValueError,
+         "a query sequence has the tokens from 3 to 12, and a row has 11. Packed.from"),
+        (lambda: masks.Packed([0, 3], [-1, 3], [3, 2], [3, 2]), ValueError,
+         "a key sequence has the tokens from -1 to 2, and a row has 11. Packed.from"),
+        (lambda: masks.Packed([5, 4, 2]), ValueError,
+         r"query_offsets begins with 5. Offsets are cumulative lengths that begin with "
+         r"0, as 0, 5, 9, 12 for lengths of 5, 4 and 3. Packed.from_lengths makes them "
+         r"of lengths. For tokens of no sequence in front, pass lengths in addition"),
+        (lambda: masks.Packed(jnp.array([0, 9, 5, 11])), ValueError,
+         "query_offsets has 5 after 9, and must not decrease. Offsets are cumulative"),
+        (lambda: masks.Packed([0, 5], np.array([0, 40])), ValueError,
+         "key_offsets ends with 40, and a row has 11 tokens. Offsets are cumulative .*"
+         "Packed.from_lengths makes them of lengths. Tokens after the last sequence"),
+        (lambda: masks.Packed.from_lengths([7, 8]), ValueError,
+         "query_offsets ends with 15, and a row has 11 tokens"),
         (lambda: masks.Packed([]), TypeError, "They must be integers"),
         (lambda: masks.Packed(np.zeros((0,), np.int32)), ValueError,
          r"Pass n \+ 1 cumulative lengths"),

@@ -53,7 +53,7 @@ _SEGMENTS = _RNG.integers(0, 2, (B, S)), _RNG.integers(0, 2, (B, T))
 _TABLE = _RNG.integers(0, 3, (H, 3, 3)) > 0
 _LENGTHS = np.array([4, 3]), np.array([6, 0])
 _PREFIX = np.array([2, 4])
-_STARTS = np.array([[0, 2, 5], [1, 1, 4]]), np.array([[0, 3, 7], [0, 2, 6]])
+_STARTS = np.array([[0, 2, 5], [0, 1, 4]]), np.array([[0, 3, 7], [0, 2, 6]])
 _KEY, _RATE, _CAP, _SCALE = jax.random.key(11), 0.25, 0.7, -0.6
 
 

@@ -102,7 +102,7 @@ def _quantized(q: Any, k: Any, v: Any) -> jax.Array:
 def _all_in_one(q: Any, k: Any, v: Any, bias: Any, sinks: Any) -> jax.Array:
     return jax_cudnn.sdpa(
         *(q, k, v, bias),
-        mask=masks.Packed(jnp.array([0, 2, 6]), jnp.array([1, 5, 9])),
+        mask=masks.Packed(jnp.array([0, 2, 6]), jnp.array([0, 5, 9])),
         sinks=sinks,
         dropout_rate=0.25,
         dropout_key=_KEY,

@@ -16,7 +16,7 @@ from flax import linen, nnx
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.flax.decoding import Sequences
-from jax_cudnn.ops.arguments import options
+from jax_cudnn.ops.arguments import check_integers, clipped, options
 from jax_cudnn.ops.masks import Causal, Mask
 from jax_cudnn.ops.score_mod import ScoreMod
 
@@ -191,8 +191,8 @@ def _dense(given: dict[str, Any], s: int, t: int) -> jax.Array | None:
         ("key_value_seq_lengths", columns),
     ):
         if name in given:
-            lengths = jnp.reshape(given[name], (-1, 1, 1, 1))
-            conditions.append(numbers.astype(lengths.dtype) < lengths)
+            lengths = clipped(check_integers("sdpa", name, given[name]), numbers.size)
+            conditions.append(numbers < jnp.reshape(lengths, (-1, 1, 1, 1)))
     if "mask" in given:
         conditions.append(given["mask"])
     return functools.reduce(jnp.logical_and, conditions) if conditions else None

@@ -10,6 +10,7 @@ from jax_cudnn.lowering._jax import (
     equation_place,
     is_array_aval,
     is_known_array,
+    is_on_host,
     weakly_typed,
 )
 from jax_cudnn.lowering.array_types import (
@@ -58,6 +59,7 @@ __all__ = [
     "is_array_aval",
     "is_explicitly_sharded",
     "is_known_array",
+    "is_on_host",
     "is_tuning",
     "kernels_of",
     "linear_call",

@@ -52,6 +52,7 @@ __all__ = [
     "is_array_aval",
     "is_known_array",
     "is_linear_input",
+    "is_on_host",
     "is_zero",
     "jvp_where_nonzero",
     "lower_function",
@@ -145,6 +146,23 @@ def is_known_array(value: Any, aval: Any) -> bool:
     if isinstance(value, Tracer) or not isinstance(aval, ShapedArray):
         return False
     return getattr(value, "is_fully_addressable", True)
+
+
+def is_on_host(*given: Any) -> bool:
+    """Whether all numbers can be looked at without a copy from an accelerator.
+
+    Those of NumPy and Python can, and those of JAX's arrays on CPUs; traced ones not.
+    """
+    return all(map(_is_on_host, jax.tree.leaves(given)))
+
+
+def _is_on_host(x: Any) -> bool:
+    if isinstance(x, Tracer):
+        return False
+    if not isinstance(x, jax.Array):
+        return True
+    is_cpu = all(device.platform == "cpu" for device in x.devices())
+    return is_cpu and x.is_fully_addressable
 
 
 def equation_place(equation: Any) -> str:

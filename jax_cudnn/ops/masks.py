@@ -211,6 +211,8 @@ class Window(Mask):
 class Lengths(Mask):
     """Queries and keys at or past their batch entry's length are padding.
 
+    Lengths below 0 count as 0, and lengths above the axis's size as its size.
+
     Attributes:
       query: integers (b,), or None (default): no query is padding.
       key: integers (b,), or None (default): no key is padding.
@@ -240,7 +242,8 @@ class Prefix(Mask):
     """Every query sees the first keys, and the others up to its own position.
 
     Attributes:
-      length: integers (b,) or (), how many keys all queries see.
+      length: integers (b,) or (), how many keys all queries see. Below 0 counts as 0,
+        and above t as t.
     """
 
     _arrays = ("length",)
@@ -534,14 +537,14 @@ def _segments(part: Segments, s: int, t: int) -> Sentence:
 
 
 def _prefix(part: Prefix, s: int, t: int) -> Sentence:
-    del s, t  # A length of keys past the end is all of them.
+    del s
     length = _integers("Prefix.length", part.length)
     if length.ndim > 1:
         raise ValueError(
             f"Prefix: length is {describe(length)}. It must be one number, or one per "
             "batch entry."
         )
-    return InPrefix(jnp.reshape(length, (-1,)))
+    return InPrefix(jnp.reshape(clipped(length, t), (-1,)))
 
 
 def _blocks(part: Blocks, s: int, t: int) -> Sentence:

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_cudnn.lowering import is_on_host
 from jax_cudnn.ops.arguments import as_operand, describe
 from jax_cudnn.ops.masks import Mask, mask_class
 
@@ -26,12 +27,19 @@ class Packed(Mask):
     Sequence j of a row has the tokens from ``offsets[j]`` to ``offsets[j + 1]``: the
     cumulative lengths, beginning with 0. Tokens of no sequence are padding. They are
     not read, also where they are NaN; their outputs and gradients are 0. A sequence may
-    be empty. Offsets below the largest before them count as that.
+    be empty.
 
     With lengths, sequence j has the tokens from ``offsets[j]`` on, as many as its
     length says. So there may be gaps, and the sequences may be in any order; they must
     not overlap: the results of sequences that do are not defined. The last of n + 1
     offsets is not read then.
+
+    Offsets and lengths that the host has are checked by the call that gets the mask:
+    those of NumPy, of Python, and of JAX on a CPU. Others are not, since the host would
+    have to wait for them: those that are traced, and those on a GPU. Of these, tokens
+    before the first offset belong to no sequence, an offset below the largest before it
+    counts as that, and what lies beyond the tokens is left out. So outputs are 0 where
+    lengths are given as offsets: make masks by :meth:`from_lengths`.
 
     Beside it, `is_causal`, windows, `Causal` and `Window` count positions within each
     sequence. Masks that are arrays, and a bias, count from the row's start.
@@ -108,12 +116,16 @@ class Packed(Mask):
 
         Args:
           ids: integers (s,) or (b, s), the segment of each token.
-          max_segments: the most runs that a row has, an int. The tokens of further runs
-            are padding: their outputs are 0. For ids that are no JAX arrays, further
-            runs are refused.
+          max_segments: the most runs that a row has, an int. Further runs are refused
+            where the host has the ids (see the class). Of ids that are traced or on a
+            GPU, tokens of further runs are padding: their outputs are 0.
           padding: the number of tokens that are padding, often 0. Default None: there
             are none.
           max_length: as in the class.
+
+        Raises:
+          ValueError: ids with other axes, or with more runs than `max_segments`.
+          TypeError: ids that are no integers.
         """
         array = _integers("segment ids", ids)
         if array.ndim not in (1, 2):
@@ -122,16 +134,16 @@ class Packed(Mask):
                 "token, shape [length] or [batch, length]."
             )
         count = _count("max_segments", max_segments)
+        if is_on_host(ids) and (found := _most_runs(np.asarray(ids), padding)) > count:
+            raise ValueError(
+                f"Packed: the segment ids have {found} runs in a row, but max_segments "
+                f"is {count}. Raise it, or sort the ids."
+            )
         rows = array if array.ndim == 2 else array[None]
         is_own = jnp.ones(rows.shape, bool) if padding is None else rows != padding
         is_first = jnp.arange(rows.shape[1], dtype=jnp.int32)[None] == 0
         is_new = is_own & ((rows != jnp.roll(rows, 1, axis=1)) | is_first)
         run = jnp.cumsum(is_new, axis=1, dtype=jnp.int32) - 1
-        if _is_at_hand(ids) and np.max(run, initial=-1) >= count:
-            raise ValueError(
-                f"Packed: the segment ids have {int(np.max(run)) + 1} runs in a row, "
-                f"but max_segments is {count}. Raise it, or sort the ids."
-            )
         numbers = jnp.arange(count, dtype=jnp.int32)[None, None]
         is_in = is_own[:, :, None] & (run[:, :, None] == numbers)
         lengths = jnp.sum(is_in, axis=1, dtype=jnp.int32)
@@ -157,7 +169,11 @@ def packing(
         given["key"] = (packed.query_offsets, own)
     found: dict[str, jax.Array] = {}
     for kind, size, end in zip(given, lengths, row_lengths, strict=True):
-        starts, counts = _spans(kind, *given[kind])
+        offsets, own = given[kind]
+        name = "query" if packed.key_offsets is None else kind
+        starts, counts = _spans(kind, f"{name}_offsets", offsets, own, size)
+        if starts.shape[1] == 0:  # An empty sequence stands for none at all.
+            starts = counts = jnp.zeros((starts.shape[0], 1), jnp.int32)
         most = jnp.asarray(size, jnp.int32)
         starts = jnp.clip(starts, 0, most)
         counts = jnp.clip(counts, 0, most - starts)
@@ -190,10 +206,9 @@ def longest(packed: Packed, s: int, t: int) -> tuple[int, ...]:
 
 
 def _spans(
-    kind: str, offsets: ArrayLike, lengths: ArrayLike | None
+    kind: str, name: str, offsets: ArrayLike, lengths: ArrayLike | None, size: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Return starts and lengths (b or 1, n)."""
-    name = f"{kind}_offsets"
+    """Return starts and lengths (b or 1, n) of sequences among so many tokens."""
     array = _rows(name, offsets)
     if lengths is None:
         if array.shape[1] < 1:
@@ -201,6 +216,8 @@ def _spans(
                 f"Packed: {name} is {describe(array)}. Pass n + 1 cumulative lengths "
                 "for n sequences, beginning with 0."
             )
+        if is_on_host(offsets):
+            _check_offsets(name, np.atleast_2d(np.asarray(offsets)), size)
         array = jax.lax.cummax(jnp.maximum(array, 0), axis=1)
         return array[:, :-1], jnp.diff(array, axis=1)
     counts = _rows(f"{kind}_lengths", lengths)
@@ -210,19 +227,45 @@ def _spans(
             f"Packed: {name} is {describe(array)} beside {n} lengths. Pass as many "
             "offsets as lengths, or one more."
         )
-    _check_apart(kind, offsets, lengths)
+    if is_on_host(offsets, lengths):
+        _check_apart(kind, offsets, lengths, size)
     return array[:, :n], counts
 
 
-def _check_apart(kind: str, offsets: ArrayLike, lengths: ArrayLike) -> None:
-    """Refuse sequences that overlap, where their numbers are at hand."""
-    if not _is_at_hand(offsets, lengths):
-        return
+def _check_offsets(name: str, offsets: np.ndarray, size: int) -> None:
+    """Refuse offsets that are no cumulative lengths of some of the tokens."""
+    advice = (
+        "Offsets are cumulative lengths that begin with 0, as 0, 5, 9, 12 for lengths "
+        "of 5, 4 and 3. Packed.from_lengths makes them of lengths."
+    )
+    for row in offsets.tolist():
+        if row[0] != 0:
+            raise ValueError(
+                f"Packed: {name} begins with {row[0]}. {advice} For tokens of no "
+                "sequence in front, pass lengths in addition to the offsets."
+            )
+        for before, after in itertools.pairwise(row):
+            if after < before:
+                raise ValueError(
+                    f"Packed: {name} has {after} after {before}, and must not "
+                    f"decrease. {advice}"
+                )
+        if isinstance(size, int) and row[-1] > size:
+            raise ValueError(
+                f"Packed: {name} ends with {row[-1]}, and a row has {size} tokens. "
+                f"{advice} Tokens after the last sequence are padding."
+            )
+
+
+def _check_apart(kind: str, offsets: ArrayLike, lengths: ArrayLike, size: int) -> None:
+    """Refuse sequences that overlap, or that have tokens which a row lacks."""
     counts = np.atleast_2d(np.asarray(lengths))
     starts = np.atleast_2d(np.asarray(offsets))[:, : counts.shape[1]]
     for first, count in zip(*np.broadcast_arrays(starts, counts), strict=True):
         own = sorted(
-            (int(a), int(a + c)) for a, c in zip(first, count, strict=True) if c > 0
+            (int(a), int(a) + int(c))
+            for a, c in zip(first, count, strict=True)
+            if c > 0
         )
         for (_, end), (start, _) in itertools.pairwise(own):
             if start < end:
@@ -230,11 +273,23 @@ def _check_apart(kind: str, offsets: ArrayLike, lengths: ArrayLike) -> None:
                     f"Packed: the {kind} sequences overlap: one ends at token {end} "
                     f"and another begins at {start}. Each token belongs to one at most."
                 )
+        if own and (own[0][0] < 0 or (isinstance(size, int) and own[-1][1] > size)):
+            start, end = own[0] if own[0][0] < 0 else own[-1]
+            raise ValueError(
+                f"Packed: a {kind} sequence has the tokens from {start} to {end}, and "
+                f"a row has {size}. Packed.from_lengths puts sequences of these "
+                "lengths one after another."
+            )
 
 
-def _is_at_hand(*given: Any) -> bool:
-    """Whether numbers are the host's own, to be looked at without waiting."""
-    return not any(isinstance(x, jax.Array) for x in jax.tree.leaves(given))
+def _most_runs(ids: np.ndarray, padding: int | None) -> int:
+    """Return how many runs of equal ids a row has at most."""
+    rows = np.atleast_2d(ids)
+    is_new = np.ones(rows.shape, bool)
+    is_new[:, 1:] = rows[:, 1:] != rows[:, :-1]
+    if padding is not None:
+        is_new &= rows != padding
+    return int(np.max(np.sum(is_new, axis=1), initial=0))
 
 
 def _rows(name: str, x: ArrayLike) -> jax.Array:
@@ -252,8 +307,12 @@ def _rows(name: str, x: ArrayLike) -> jax.Array:
     return array if array.ndim == 2 else array[None]
 
 
-def _cumulative(name: str, lengths: ArrayLike) -> jax.Array:
+def _cumulative(name: str, lengths: ArrayLike) -> jax.Array | np.ndarray:
     array = _rows(name, lengths)
+    if is_on_host(lengths):  # Their sums stay there, where they are checked.
+        counts = np.atleast_2d(np.asarray(lengths)).astype(np.int64)
+        sums = np.cumsum(np.maximum(counts, 0), axis=1)
+        return np.pad(np.minimum(sums, 2**31 - 1), ((0, 0), (1, 0))).astype(np.int32)
     ends = jnp.cumsum(jnp.maximum(array, 0), axis=1, dtype=jnp.int32)
     return jnp.pad(ends, ((0, 0), (1, 0)))
 

@@ -100,7 +100,7 @@ class SameSegment:
 
 @_sentence
 class InPrefix:
-    """Every query sees the keys below a length, (b,), and those up to itself."""
+    """Every query sees the keys below a length, i32 (b,), and those up to itself."""
 
     static: ClassVar = ()
     length: jax.Array
@@ -109,14 +109,12 @@ class InPrefix:
         """Return whether queries see keys."""
         columns = _columns(keys.numbers)
         length = jnp.reshape(self.length, (-1, 1, 1, 1))
-        is_first = columns.astype(length.dtype) < length
-        return is_first | (columns <= _rows(queries.numbers))
+        return (columns < length) | (columns <= _rows(queries.numbers))
 
     def may_be_seen(self, queries: Tokens, keys: Tokens) -> jax.Array:
         """Return whether some query may see some key."""
         first, last = keys.ends[0], queries.ends[1]
-        is_first = jnp.any(first.astype(self.length.dtype) < self.length)
-        return is_first | (first <= last)
+        return jnp.any(first < self.length) | (first <= last)
 
 
 @_sentence
