@@ -58,7 +58,8 @@ def truth(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return output (b, s, h, e) and log-sum-exp, for keys (b, t, k, d) without pages.
 
-    Nothing past a length is read.
+    Nothing past a length is read. A query that sees a token past the end of the cache
+    gives NaN.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (query, key, value))
     b, s, h, d = q.shape
@@ -67,18 +68,22 @@ def truth(
     output = np.zeros((b, s, h, v.shape[3]))
     lse = np.full((b, s, h), -np.inf)
     for i, row, head in np.ndindex(b, s, h):
-        length = min(max(problem.lengths[i], 0), k.shape[1])
+        length = max(problem.lengths[i], 0)
         count = s if problem.query_lengths is None else problem.query_lengths[i]
         count = min(max(count, 0), s)
         position = length - count + row
-        seen = [j for j in range(length) if row < count]
+        first, last = 0, length - 1
         if problem.is_causal:
-            seen = [j for j in seen if j <= position]
+            last = min(last, position)
         if problem.window is not None:
             left, right = problem.window
-            seen = [j for j in seen if position - left <= j <= position + right]
-        scores = scale * (k[i, seen, head // group] @ q[i, row, head])
-        values = v[i, seen, head // group]
+            first, last = max(first, position - left), min(last, position + right)
+        if row < count and first <= last and last >= k.shape[1]:
+            output[i, row, head] = lse[i, row, head] = np.nan
+            continue
+        seen = range(first, last + 1) if row < count else ()
+        scores = scale * (k[i, [*seen], head // group] @ q[i, row, head])
+        values = v[i, [*seen], head // group]
         if sinks is not None:
             scores = np.append(scores, np.float64(sinks[head]))
             values = np.concatenate([values, np.zeros((1, v.shape[3]))])

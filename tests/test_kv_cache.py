@@ -16,12 +16,21 @@ from jax_cudnn import kv_cache
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
+# Lengths to which int32 cannot add much.
+_FAR = st.sampled_from([2**30, 2**31 - 1, -(2**31)])
+
+
+def _counts(data: st.DataObject, b: int, s: int, room: int) -> tuple[int, ...] | None:
+    """Draw how many of s new tokens are written; not all, where there is no room."""
+    counts = st.tuples(*[st.integers(-1, s + 1)] * b)
+    return data.draw(counts if s > room else st.none() | counts)
+
 
 @given(data=st.data())
 def test_tokens_reach_their_places_and_no_others(data: st.DataObject) -> None:
     b, s, t = (data.draw(st.integers(0, 4)) for _ in "bst")
-    lengths = data.draw(st.tuples(*[st.integers(-2, t + 2)] * b))
-    counts = data.draw(st.none() | st.tuples(*[st.integers(-1, s + 1)] * b))
+    lengths = data.draw(st.tuples(*[st.integers(-2, t + 2) | _FAR] * b))
+    counts = _counts(data, b, s, t)
     cache = np.arange(b * t * 3, dtype=np.float32).reshape(b, t, 3)
     new = -1 - np.arange(b * s * 3, dtype=np.float32).reshape(b, s, 3)
     want = cache.copy()
@@ -51,8 +60,8 @@ def test_tokens_reach_their_pages_and_no_others(data: st.DataObject) -> None:
         if data.draw(st.booleans()):
             table[place] = data.draw(st.sampled_from([-1, pages, 2**31 - 1, -(2**31)]))
     room = m * size
-    lengths = data.draw(st.tuples(*[st.integers(-2, room + 2)] * b))
-    counts = data.draw(st.none() | st.tuples(*[st.integers(-1, s + 1)] * b))
+    lengths = data.draw(st.tuples(*[st.integers(-2, room + 2) | _FAR] * b))
+    counts = _counts(data, b, s, room)
     old = np.arange(pages * size * 2, dtype=np.float32).reshape(pages, size, 2)
     new = -1 - np.arange(b * s * 2, dtype=np.float32).reshape(b, s, 2)
     want = old.copy()
@@ -221,6 +230,35 @@ _L, _T = jnp.array([1, 2]), jnp.array([[0, 1], [2, 3]])
             TypeError,
             "kv_cache.update: new is i32[2,1,3] but cache f32[2,5,3]. Both must have "
             "one dtype. Convert new to float32.",
+        ),
+        (
+            lambda: kv_cache.update(_C, jnp.ones((2, 6, 3)), _L),
+            ValueError,
+            "kv_cache.update: new has 6 tokens and cache room for 5: cache is "
+            "f32[2,5,3] and new f32[2,6,3]. Make room for all of them, or pass "
+            "new_lengths, the tokens of each sequence that are written, if the others "
+            "are padding.",
+        ),
+        (
+            jax.jit(lambda: kv_cache.update(_C, jnp.ones((2, 6, 3)), _L)),
+            ValueError,
+            "kv_cache.update: new has 6 tokens and cache room for 5: ",
+        ),
+        (
+            lambda: kv_cache.update(
+                jnp.ones((2, 3, 5)), jnp.ones((2, 3, 6)), _L, layout="bhsd"
+            ),
+            ValueError,
+            "kv_cache.update: new has 6 tokens and cache room for 5: cache is "
+            "f32[2,3,5] and new f32[2,3,6]. Make room",
+        ),
+        (
+            lambda: kv_cache.update_pages(_P, jnp.ones((2, 9, 3)), _T, _L),
+            ValueError,
+            "kv_cache.update_pages: new has 9 tokens of a sequence, and its 2 pages of "
+            "4 tokens room for 8: pages is f32[7,4,3], new f32[2,9,3] and page_table "
+            "i32[2,2]. Make room for all of them, or pass new_lengths, the tokens of "
+            "each sequence that are written, if the others are padding.",
         ),
         (
             lambda: kv_cache.update(_C, _N, _L[:1]),

@@ -92,6 +92,36 @@ def test_legal_graphs_keep_the_meaning(
 
 
 @pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("is_paged", [False, True])
+@pytest.mark.parametrize("query_lengths", [False, True])
+@pytest.mark.parametrize("window", [(), (2, 1), (4, 0), (99, 1)])
+@pytest.mark.parametrize("s", [1, 3])
+def test_more_tokens_than_there_is_room_for_keep_the_meaning(
+    s: int, window: tuple[int, ...], query_lengths: bool, is_paged: bool
+) -> None:
+    sizes = {"b": 9, "s": s, "t": 8, "i": 4, "m": 2}
+    lengths = jnp.array([7, 8, 9, 10, 11, 12, 16, 2**30, 2**31 - 1], jnp.int32)
+    for is_causal in (True, False):
+        graph = cached_graph(
+            is_paged=is_paged,
+            sizes=sizes,
+            query_lengths=query_lengths,
+            is_causal=is_causal,
+            window=window,
+        )
+        operands = draw_arrays(graph)
+        place = graph.inputs.index("key_lengths")
+        operands[place] = lengths.reshape(operands[place].shape)
+        want = evaluate(graph, operands)
+        lost = np.isnan(want[1])
+        assert lost.any()
+        assert not lost.all()
+        for legal in legalize(graph, _HOPPER).candidates:
+            for x, y in zip(_run(legal, operands), want, strict=True):
+                np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.usefixtures("_allow_f32")
 @pytest.mark.parametrize(
     "order", [(0, 1, 2, 3), (0, 2, 1, 3), (2, 0, 1, 3), (3, 2, 1, 0)]
 )

@@ -15,7 +15,7 @@ from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import jax_cudnn
-from jax_cudnn import masks
+from jax_cudnn import kv_cache, masks
 from jax_cudnn.errors import UnsupportedError
 from tests.cached import Drawn, Problem, draw, in_pages
 from tests.devices import mesh_of, placed
@@ -23,6 +23,8 @@ from tests.devices import mesh_of, placed
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _CLOSE: dict[str, Any] = {"rtol": 2e-5, "atol": 2e-6}
+# Lengths to which int32 cannot add much.
+_FAR = st.sampled_from([2**30, 2**31 - 1])
 _RAGGED = Problem(lengths=(0, 1, 23, 9, 17), s=3, query_lengths=(3, 1, 2, 0, 9))
 
 
@@ -33,8 +35,12 @@ def problems(draw: st.DrawFn) -> Problem:
     page = draw(st.sampled_from([0, 1, 2, 3, 4, 8, 32]))
     layouts = ("bshd", "bhsd") if page else ("bshd", "bhsd", "sbhd")
     counts = st.tuples(*[st.integers(-1, s + 1)] * b)
+    is_causal = draw(st.booleans())
+    window = draw(st.none() | st.tuples(st.integers(-2, 9), st.integers(-2, 4)))
+    has_room = s <= t or not (is_causal or window)
     return Problem(
-        lengths=draw(st.tuples(*[st.integers(-2, t)] * b)),
+        # Up to twice the tokens that there is room for, and more.
+        lengths=draw(st.tuples(*[st.integers(-2, 2 * t) | _FAR] * b)),
         page=page,
         s=s,
         t=t,
@@ -42,9 +48,9 @@ def problems(draw: st.DrawFn) -> Problem:
         g=draw(st.integers(1, 3)),
         d=draw(st.sampled_from([1, 5, 8])),
         e=draw(st.sampled_from([1, 3, 8])),
-        query_lengths=draw(st.none() | counts),
-        is_causal=draw(st.booleans()),
-        window=draw(st.none() | st.tuples(st.integers(-2, 9), st.integers(-2, 4))),
+        query_lengths=draw(st.none() | counts if has_room else counts),
+        is_causal=is_causal,
+        window=window,
         scale=draw(st.sampled_from([None, 0.7, -1.25, 0.0])),
         sinks=draw(st.booleans()),
         layout=draw(st.sampled_from(layouts)),
@@ -55,6 +61,35 @@ def problems(draw: st.DrawFn) -> Problem:
 def test_it_is_numpys_answer(problem: Problem, seed: int) -> None:
     drawn = draw(problem, seed)
     for x, y in zip(drawn.call(), drawn.truth, strict=True):
+        np.testing.assert_allclose(x, y, **_CLOSE)
+
+
+@pytest.mark.parametrize("page", [0, 4])
+def test_tokens_past_the_room_are_nan_and_the_others_right(page: int) -> None:
+    """The update drops these tokens; all others have their keys, and no other's."""
+    b, s, t, held = 3, 5, 12, (4, 9, 12)
+    whole = Problem(lengths=tuple(n + s for n in held), s=s, t=t + s)
+    drawn = draw(whole, poison=False)
+    truth = [np.array(x) for x in drawn.truth]
+    places = np.array(held)[:, None] + np.arange(s)
+    for x in truth:
+        x[places >= t] = np.nan
+    room = -(-t // page) * page if page else t
+    assert room == t
+    starts = jnp.array(held)
+    caches, each = [], t // page if page else 0
+    table = jnp.arange(b * each, dtype=jnp.int32)[::-1].reshape(b, each)
+    for x in drawn.dense:
+        new = jnp.asarray(x[np.arange(b)[:, None], places])
+        if page:
+            pages = jnp.asarray(x[:, :t].reshape(b * each, page, *x.shape[2:])[::-1])
+            caches.append(kv_cache.update_pages(pages, new, table, starts))
+        else:
+            caches.append(kv_cache.update(jnp.asarray(x[:, :t]), new, starts))
+    run = jax_cudnn.paged_sdpa if page else jax_cudnn.cached_sdpa
+    where = (table, drawn.lengths) if page else (drawn.lengths,)
+    found = run(drawn.query, *caches, *where, return_residual=True)
+    for x, y in zip(found, truth, strict=True):
         np.testing.assert_allclose(x, y, **_CLOSE)
 
 
@@ -185,6 +220,27 @@ def test_what_is_past_a_length_has_no_gradient(page: int) -> None:
         assert np.isfinite(gradient).all()
         assert not np.asarray(gradient)[np.isnan(x)].any()
     assert all(np.asarray(gradient).any() for gradient in grads)
+
+
+@pytest.mark.parametrize("page", [0, 4])
+def test_gradients_are_nan_where_a_token_has_no_room(page: int) -> None:
+    """Those of its own query and of its sequence, so that no sum is short of it."""
+    problem = Problem(lengths=(8, 10, 9), s=2, t=8, k=2, page=page)
+    drawn = draw(problem, poison=False)
+
+    def loss(query: Any, key: Any, value: Any) -> jax.Array:
+        return jnp.sum(jnp.sin(drawn.call(query=query, key=key, value=value)[0]))
+
+    operands = (drawn.query, drawn.key, drawn.value)
+    of_query, *of_cache = jax.grad(loss, argnums=(0, 1, 2))(*operands)
+    is_nan = np.isnan(of_query).all((2, 3))
+    assert is_nan.tolist() == [[False, False], [True, True], [False, True]]
+    assert np.isfinite(of_query[~is_nan]).all()
+    for x in of_cache:
+        if drawn.page_table is not None:
+            x = x[drawn.page_table].reshape(3, 8, *x.shape[2:])
+        assert np.isnan(x).all((1, 2, 3)).tolist() == [False, True, True]
+        assert np.isfinite(x[0]).all()
 
 
 def test_sinks_have_a_gradient() -> None:
@@ -369,6 +425,28 @@ def _paged(
             _paged(v=_P[:, :, :1]),
             ValueError,
             "paged_sdpa: key_pages has 2 heads but value_pages 1: ",
+        ),
+        (
+            _cached(jnp.ones((2, 9, 4, 8))),
+            ValueError,
+            "cached_sdpa: 9 queries of a sequence are tokens of it, and there is room "
+            "for 7: query is f32[2,9,4,8], key_cache f32[2,7,2,8]. Make room for all "
+            "of them, or pass query_seq_lengths if some are padding.",
+        ),
+        (
+            jax.jit(
+                _paged(
+                    jnp.ones((2, 4, 9, 8)),
+                    *[jnp.ones((5, 2, 4, 8))] * 2,
+                    is_causal=False,
+                    local_window_size=3,
+                    layout="bhsd",
+                )
+            ),
+            ValueError,
+            "paged_sdpa: 9 queries of a sequence are tokens of it, and there is room "
+            "for 8: query is f32[2,4,9,8], key_pages f32[5,2,4,8], with 2 pages of a "
+            'sequence in page_table (layout="bhsd"). Make room for all of them, or ',
         ),
         (
             _cached(_Q[:1]),

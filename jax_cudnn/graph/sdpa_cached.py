@@ -7,7 +7,8 @@ is token ``j % i`` of page ``page_table[b, j // i]``.
 
 Sequence b has ``key_lengths[b]`` tokens, the last ``query_lengths[b]`` of which are its
 queries: the position of query s is ``key_lengths - query_lengths + s``. What lies past
-a length means nothing, and may be NaN.
+a length means nothing, and may be NaN. A key length may exceed the cache's room: then
+the last tokens are in no cache, and a query that sees one of them gives NaN.
 """
 
 from collections.abc import Mapping

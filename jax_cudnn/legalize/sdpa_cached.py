@@ -5,14 +5,17 @@ The cache is never copied: what would need that is left to XLA. Around the kerne
 
 * page numbers are cut to pages that there are, past the lengths as well, since a kernel
   may read further than it uses;
-* both lengths are given, and at least one key;
-* rows that see no key get their defined result, 0 and log-sum-exp -inf;
+* both lengths are given, and at least one key. Tokens that the cache has no room for
+  are left out of both, so that positions stay;
+* rows that see no key get their defined result, 0 and log-sum-exp -inf, and rows that
+  see a token that is not in the cache get NaN;
 * a scale that is not positive moves into the query;
 * several queries of a sequence become query heads of one query (see ``_as_heads``).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +25,12 @@ from jax_cudnn.graph.sdpa_cached import room, sdpa_cached_graph
 from jax_cudnn.legalize.editor import Env, GraphEditor
 from jax_cudnn.legalize.legalization import Arrays, Legal, Legalization
 from jax_cudnn.legalize.sdpa import keep_layout, make_scale_positive, refuse_target
-from jax_cudnn.legalize.sdpa_masks import where_logical
 from jax_cudnn.reference import sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.sdpa import combined
 from jax_cudnn.reference.sdpa_cached import Ends
+from jax_cudnn.reference.sequences import FARTHEST
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
@@ -114,15 +117,30 @@ def _hide_dead_rows(editor: GraphEditor) -> None:
     tensors, attributes = dict(editor.tensors), _attributes(editor)
 
     def after(env: Env, results: Env) -> None:
-        _hide(tensors, results, _ends(tensors, env).live_rows(attributes))
+        ends = _ends(tensors, env)
+        for role in results:
+            defined = _Defined.of(role, ends, attributes)
+            is_computed, fill = (to_stored(tensors[role], x) for x in defined)
+            x = results[role]
+            results[role] = jnp.where(is_computed, x, fill.astype(x.dtype))
 
     editor.after.append(after)
 
 
-def _hide(tensors: Mapping[str, Tensor], results: Env, is_live: jax.Array) -> None:
-    for role, fill in (("output", 0), ("stats", -jnp.inf)):
-        if role in results:
-            results[role] = where_logical(tensors[role], is_live, results[role], fill)
+class _Defined(NamedTuple):
+    """Which rows a kernel computes, and what the others are, as (b, 1, s, 1)."""
+
+    is_computed: jax.Array
+    fill: jax.Array
+
+    @classmethod
+    def of(cls, role: str, ends: Ends, attributes: CachedAttributes) -> "_Defined":
+        """Return them for a result."""
+        is_lost = ends.lost_rows(attributes)
+        empty = -jnp.inf if role == "stats" else 0.0
+        return cls(
+            ends.live_rows(attributes) & ~is_lost, jnp.where(is_lost, jnp.nan, empty)
+        )
 
 
 def _complete_integers(editor: GraphEditor) -> None:
@@ -141,7 +159,9 @@ def _complete_integers(editor: GraphEditor) -> None:
         )
 
     def before(env: Env) -> None:
-        ends = _ends(tensors, env)
+        # No window has a negative bound here. So queries that are left out see
+        # themselves, and their rows are NaN.
+        ends = _ends(tensors, env).in_cache
         env["query_lengths"] = ends.query_lengths
         # Zero keys gave NaN before cuDNN 9.25 (cudnn-frontend issue #943).
         env["key_lengths"] = jnp.maximum(ends.key_lengths, 1)
@@ -200,6 +220,7 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Legal:
 
     def as_single(env: Env, ends: Ends) -> list[jax.Array]:
         query = to_logical(roles["query"], env["query"])
+        ends = ends.in_cache
         before = ends.key_lengths
         if attributes.is_causal:
             before = jnp.maximum(before - ends.query_lengths, 0)
@@ -217,11 +238,10 @@ def _as_heads(graph: Graph, roles: Mapping[str, Tensor]) -> Legal:
             own, own_stats = _over_other_tokens(roles, attributes, env, ends)
             output, stats = combined((output, own), (stats[..., 0], own_stats[..., 0]))
             stats = stats[..., None]
-        is_live = ends.live_rows(attributes)
-        found = {
-            "output": jnp.where(is_live, output, 0),
-            "stats": jnp.where(is_live, stats, -jnp.inf),
-        }
+        found = {"output": output, "stats": stats}
+        for role, x in found.items():
+            defined = _Defined.of(role, ends, attributes)
+            found[role] = jnp.where(defined.is_computed, x, defined.fill)
         results = (
             (tensor, found[role_of[tensor.name]]) for tensor in graph.output_tensors
         )
@@ -261,12 +281,13 @@ def _over_other_tokens(
 ) -> tuple[jax.Array, jax.Array]:
     """Return attention over tokens that not all queries see, and its log-sum-exp."""
     s = roles["query"].dims[2]
+    ends = ends.in_cache
     before = jnp.maximum(ends.key_lengths - ends.query_lengths, 0)
     tokens = before + jnp.arange(s, dtype=jnp.int32)[None, None, None, :]
     is_inside = tokens < ends.key_lengths
     if attributes.window:
         # Those that the last queries do not see any more.
-        left = min(attributes.window[0], 2**30)
+        left = min(attributes.window[0], FARTHEST)
         far = tokens[..., : s - 1] - left
         tokens = jnp.concatenate([far, tokens], 3)
         is_inside = jnp.concatenate([(far >= 0) & (far < before), is_inside], 3)

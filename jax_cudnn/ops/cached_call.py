@@ -19,6 +19,8 @@ from jax_cudnn.ops.arguments import (
     check_integers,
     clipped,
     describe,
+    farthest,
+    is_more,
     options,
     tensor,
     why_symbolic,
@@ -77,6 +79,10 @@ class CachedCall:
                     is_causal=is_causal,
                 ),
             )
+        if self.query_seq_lengths is None and (
+            attributes.is_causal or attributes.window
+        ):
+            _check_room(op, operands, caches)
         sinks = check_sinks(op, self.sinks, sizes_in(layout, operands.query)[2])
         with_residual = check_flag(op, "return_residual", self.return_residual)
         with_stats = with_residual or sinks is not None
@@ -184,7 +190,7 @@ def _canonicalize(
         key=k,
         value=v,
         page_table=table,
-        key_lengths=_lengths(op, "key_value_seq_lengths", lengths, b, t),
+        key_lengths=_lengths(op, "key_value_seq_lengths", lengths, b, farthest(t)),
         query_lengths=None
         if query_lengths is None
         else _lengths(op, "query_seq_lengths", query_lengths, b, s),
@@ -264,6 +270,25 @@ def _check_shapes(
             f"{op}: {h} query heads are not a multiple of {heads} key heads: {shapes}. "
             f"Repeat the heads of {key} and {value}, or change the number of query "
             "heads."
+        )
+
+
+def _check_room(op: str, operands: _Operands, caches: dict[str, ArrayLike]) -> None:
+    """Raise ValueError for more queries than tokens that there is room for."""
+    (name, _), *_ = caches.items()
+    query, key, table = operands.query, operands.key, operands.page_table
+    s, t = (sizes_in(operands.layout, x)[1] for x in (query, key))
+    shapes = f"query is {describe(query)}, {name} {describe(key)}"
+    if table is not None:
+        t = t * table.shape[2]
+        shapes += f", with {table.shape[2]} pages of a sequence in page_table"
+    if operands.layout != "bshd":
+        shapes += f' (layout="{operands.layout}")'
+    if is_more(s, t):
+        raise ValueError(
+            f"{op}: {s} queries of a sequence are tokens of it, and there is room for "
+            f"{t}: {shapes}. Make room for all of them, or pass query_seq_lengths if "
+            "some are padding."
         )
 
 

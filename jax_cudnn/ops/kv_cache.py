@@ -7,7 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops.arguments import as_operand, check_integers, clipped, describe
+from jax_cudnn.ops.arguments import (
+    as_operand,
+    check_integers,
+    clipped,
+    describe,
+    is_more,
+)
 from jax_cudnn.ops.layouts import PAGE_LAYOUTS, Layout, PageLayout, check_layout
 
 
@@ -68,6 +74,11 @@ def update(
             "only."
         )
     sequences, t = old.shape[places.first], old.shape[places.tokens]
+    if new_lengths is None and is_more(tokens.shape[places.tokens], t):
+        raise ValueError(
+            f"{op}: new has {tokens.shape[places.tokens]} tokens and cache room for "
+            f"{t}: cache is {describe(old)} and new {describe(tokens)}. {_NO_ROOM}"
+        )
     tokens = places.in_front(tokens)
     positions = _positions(op, tokens, lengths, new_lengths, t)
     rows = jnp.arange(sequences, dtype=jnp.int32)[:, None]
@@ -141,9 +152,16 @@ def update_pages(
             f"must have the pages of each sequence, shape [{sequences}, most pages of "
             "a sequence]."
         )
-    tokens = places.in_front(tokens)
     p, size = old.shape[places.first], old.shape[places.tokens]
     most = table.shape[1]
+    if new_lengths is None and is_more(tokens.shape[places.tokens], most * size):
+        raise ValueError(
+            f"{op}: new has {tokens.shape[places.tokens]} tokens of a sequence, and "
+            f"its {most} pages of {size} tokens room for {most * size}: pages is "
+            f"{describe(old)}, new {describe(tokens)} and page_table "
+            f"{describe(table)}. {_NO_ROOM}"
+        )
+    tokens = places.in_front(tokens)
     if 0 in (p, size, most):
         return old
     positions = _positions(op, tokens, lengths, new_lengths, most * size)
@@ -153,6 +171,12 @@ def update_pages(
     none = p + jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
     number = jnp.where(is_page, number.astype(jnp.int32), none)
     return places.put(old, (number, positions % size), tokens)
+
+
+_NO_ROOM = (
+    "Make room for all of them, or pass new_lengths, the tokens of each sequence that "
+    "are written, if the others are padding."
+)
 
 
 def _arrays(

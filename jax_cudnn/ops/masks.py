@@ -29,6 +29,7 @@ from jax_cudnn.ops.arguments import (
     check_integers,
     clipped,
     describe,
+    farthest,
     in_front,
 )
 from jax_cudnn.ops.bands import NO_BOUND, Bounds, as_bound, closed, is_empty
@@ -486,11 +487,13 @@ def _at_ends(
     right = None if right is None or right >= s - 1 else right
     if left is None and right is None:
         return None
+    # A sequence may have more tokens than there are keys: its true end counts.
+    limits = {"key_value_seq_lengths": (t, farthest(t)), "query_seq_lengths": (s, s)}
     keys, queries = (
-        _clipped(name, lengths[name], size)
+        _clipped(name, lengths[name], most)
         if name in lengths
         else jnp.full((1,), size, jnp.int32)
-        for name, size in (("key_value_seq_lengths", t), ("query_seq_lengths", s))
+        for name, (size, most) in limits.items()
     )
     # Bounds are cut to what int32 holds beside any position.
     bounds = (None if x is None else max(x, -s - t) for x in (left, right))
@@ -517,7 +520,8 @@ def _lengths(parts: Sequence[Mask], s: int, t: int) -> dict[str, jax.Array]:
 def _shortest(name: str, lengths: Sequence[ArrayLike], size: int) -> jax.Array:
     if len(lengths) == 1:
         return as_operand("sdpa", name, lengths[0])
-    return _combined(name, jnp.minimum, [_clipped(name, x, size) for x in lengths])
+    most = farthest(size)
+    return _combined(name, jnp.minimum, [_clipped(name, x, most) for x in lengths])
 
 
 def _clipped(name: str, lengths: ArrayLike, size: int) -> jax.Array:

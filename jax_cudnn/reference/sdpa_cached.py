@@ -15,6 +15,7 @@ from jax_cudnn.graph.sdpa import SdpaAttributes
 from jax_cudnn.graph.sdpa_cached import CachedAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.reference import sdpa
+from jax_cudnn.reference.sequences import FARTHEST, cut_window
 
 Operands = Mapping[str, jax.Array]
 
@@ -24,8 +25,9 @@ def forward(
 ) -> dict[str, jax.Array]:
     """Return output and log-sum-exp; a row that sees no key gives 0 and -inf.
 
-    A page number that is none is taken for the nearest one. Nothing of what lies past a
-    length is read: it may be NaN, and its gradient is 0.
+    A row that sees a token that the cache has no room for gives NaN, and so do its
+    derivatives. A page number that is none is taken for the nearest one. Nothing of
+    what lies past a length is read: it may be NaN, and its gradient is 0.
     """
     assert isinstance(attributes, CachedAttributes)
     key, value = (_per_sequence(inputs, role) for role in ("key", "value"))
@@ -43,7 +45,10 @@ def forward(
         "query_lengths": ends.query_lengths,
     }
     plain = SdpaAttributes(scale=attributes.scale, is_causal=False)
-    return sdpa.forward(plain, given, outputs)
+    results = sdpa.forward(plain, given, outputs)
+    # A factor, so that derivatives are NaN as well.
+    factor = jnp.where(ends.lost_rows(attributes), jnp.nan, 1)
+    return {role: x * factor.astype(x.dtype) for role, x in results.items()}
 
 
 def _per_sequence(inputs: Operands, role: str) -> jax.Array:
@@ -58,26 +63,39 @@ def _per_sequence(inputs: Operands, role: str) -> jax.Array:
 
 
 class Ends(NamedTuple):
-    """Where sequences end, within what their axes hold, and where their queries are.
+    """Where sequences end, and where their queries are.
 
-    All are (b, 1, 1, 1), but ``positions`` (b, 1, s, 1).
+    A sequence may have more tokens than the ``room`` of the cache: positions count from
+    its true end. All arrays are (b, 1, 1, 1), but ``positions`` (b, 1, s, 1).
     """
 
     key_lengths: jax.Array
     query_lengths: jax.Array
     positions: jax.Array
+    room: int
 
     @classmethod
     def of(
         cls, key_lengths: jax.Array, query_lengths: jax.Array | None, s: int, t: int
     ) -> "Ends":
         """Return them for lengths (b, 1, 1, 1); None stands for s queries each."""
-        keys = jnp.clip(key_lengths, 0, t)
+        most = max(t, FARTHEST) if isinstance(t, int) else FARTHEST
+        keys = jnp.clip(key_lengths, 0, most)
         queries = jnp.full_like(keys, s)
         if query_lengths is not None:
             queries = jnp.clip(query_lengths, 0, s)
         rows = jnp.arange(s, dtype=jnp.int32)[None, None, :, None]
-        return cls(keys, queries, keys - queries + rows)
+        return cls(keys, queries, keys - queries + rows, t)
+
+    @property
+    def in_cache(self) -> "Ends":
+        """The same without the tokens that the cache has no room for.
+
+        These are the last ones of a sequence, so they are the last of its queries.
+        """
+        keys = jnp.minimum(self.key_lengths, self.room)
+        queries = self.query_lengths - (self.key_lengths - keys)
+        return self._replace(key_lengths=keys, query_lengths=jnp.maximum(queries, 0))
 
     def band(self, attributes: CachedAttributes) -> tuple[jax.Array, jax.Array]:
         """Return the first and the last key that each query sees."""
@@ -86,8 +104,7 @@ class Ends(NamedTuple):
         if attributes.is_causal:
             last = jnp.minimum(last, self.positions)
         if attributes.window:
-            # Cut to what int32 holds beside any position.
-            left, right = (max(-(2**30), min(x, 2**30)) for x in attributes.window)
+            left, right = cut_window(attributes.window)
             first = jnp.maximum(first, self.positions - left)
             last = jnp.minimum(last, self.positions + right)
         return first, last
@@ -97,3 +114,8 @@ class Ends(NamedTuple):
         first, last = self.band(attributes)
         rows = self.positions - self.key_lengths + self.query_lengths
         return (first <= last) & (rows < self.query_lengths)
+
+    def lost_rows(self, attributes: CachedAttributes) -> jax.Array:
+        """Return, as (b, 1, s, 1), which queries see a key that is in no cache."""
+        _, last = self.band(attributes)
+        return self.live_rows(attributes) & (last >= self.room)

@@ -15,6 +15,9 @@ from jax_cudnn.graph.spec import Tensor
 
 Operands = Mapping[str, jax.Array]
 
+# Lengths and windows are cut to this, so that int32 holds the sum of both.
+FARTHEST = 2**30
+
 # What has an axis of queries, and of keys.
 ALONG = {
     "query": (
@@ -139,7 +142,7 @@ def visible(
 
 def cut_window(window: tuple[int, ...]) -> tuple[int, int]:
     """Return a window cut to what int32 holds beside any row."""
-    left, right = (max(-(2**30), min(size, 2**30)) for size in window)
+    left, right = (max(-FARTHEST, min(size, FARTHEST)) for size in window)
     return left, right
 
 
