@@ -86,16 +86,25 @@ def _seen(conditions: list[Any], s: int, t: int) -> np.ndarray:
 
 
 def _check_with_gradients(
-    rng: np.random.Generator, mask: masks.Mask, seen: np.ndarray
+    rng: np.random.Generator,
+    mask: masks.Mask,
+    seen: np.ndarray,
+    lost: np.ndarray | None = None,
 ) -> None:
-    """Compare results and gradients with NumPy's, given what the mask lets see."""
+    """Compare results and gradients with NumPy's, given what the mask lets see.
+
+    Queries that are `lost`, (b, s), have NaN. It reaches their gradients, and those of
+    the values, if they see a key.
+    """
     s, t = seen.shape[2:]
+    lost = np.zeros((B, s), bool) if lost is None else lost
     q, k, v, pull = (
         rng.standard_normal((B, size, H, 4)).astype(np.float32) for size in (s, t, t, s)
     )
     call = functools.partial(sdpa, mask=mask, return_residual=True)
     found, transpose = jax.vjp(call, q, k, v)
     for x, y in zip(found, numpy_sdpa(q, k, v, mask=seen), strict=True):
+        y[lost] = np.nan
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
     pull_lse = rng.standard_normal((B, s, H)).astype(np.float32)
     operands = {"query": q, "key": k, "value": v}
@@ -107,7 +116,15 @@ def _check_with_gradients(
     )
     for name, x in zip(operands, transpose((pull, pull_lse)), strict=True):
         y = np.swapaxes(want[name], 1, 2)
-        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5, err_msg=name)
+        is_loud = lost & seen.any((1, 3))
+        is_lost, is_loud = (
+            each if name == "query" else each.any(1) for each in (lost, is_loud)
+        )
+        if name != "key":
+            assert np.isnan(x[is_loud]).all(), name
+        np.testing.assert_allclose(
+            x[~is_lost], y[~is_lost], rtol=1e-4, atol=1e-5, err_msg=name
+        )
 
 
 @pytest.mark.once
@@ -128,7 +145,10 @@ def test_masks_hide_what_they_say_alone_and_combined(
 
 
 def _check_unless_empty(
-    rng: np.random.Generator, mask: masks.Mask, seen: np.ndarray
+    rng: np.random.Generator,
+    mask: masks.Mask,
+    seen: np.ndarray,
+    lost: np.ndarray | None = None,
 ) -> None:
     """Compare with NumPy, unless bands that no query sees a key in are refused."""
     try:
@@ -138,7 +158,7 @@ def _check_unless_empty(
         with pytest.raises(ValueError, match="show no key to any of"):
             mask.arguments(*seen.shape[2:])
         return
-    _check_with_gradients(rng, mask, seen)
+    _check_with_gradients(rng, mask, seen, lost)
 
 
 @pytest.mark.once
@@ -159,31 +179,38 @@ def test_positions_at_the_end_of_a_cache(
     rng = np.random.default_rng(number)
     s, t = sizes
     queries, keys = (
-        rng.integers(-1, size + 2, B).astype(np.int32) if is_given else None
-        for size, is_given in zip(sizes, given_lengths, strict=True)
+        rng.integers(-1, most, B).astype(np.int32) if is_given else None
+        for most, is_given in zip((s + 2, 2 * t + 1), given_lengths, strict=True)
     )
-    mask: masks.Mask = masks.Causal("cache") & masks.Lengths(queries, keys)
+    if keys is not None and rng.integers(2):
+        keys[0] = rng.choice([2**30, 2**31 - 1])
+    lengths = [masks.Lengths(queries, keys)]
+    if keys is not None and rng.integers(2):  # The shortest of several is the length.
+        lengths.append(masks.Lengths(key=np.maximum(keys, rng.integers(0, t, B))))
+    mask = functools.reduce(operator.and_, lengths, masks.Causal("cache"))
     for left, right in bounds:
         if left is not None and right is not None:
             assume(left + right >= 0)
         mask = mask & masks.Window(left, right, "cache")
 
-    def sees(b: int, h: int, i: int, j: int) -> bool:
-        key_length = t if keys is None else int(np.clip(keys[b], 0, t))
+    def span(b: int, i: int) -> tuple[int, int]:
+        """Return the first and the last token that a query sees, in a cache or not."""
+        key_length = t if keys is None else max(int(keys[b]), 0)
         count = s if queries is None else int(np.clip(queries[b], 0, s))
         own = key_length - count + i
-        return (
-            j < key_length
-            and i < count
-            and j <= own
-            and all(
-                (left is None or j >= own - left)
-                and (right is None or j <= own + right)
-                for left, right in bounds
-            )
-        )
+        first, last = 0, min(key_length - 1, own) if i < count else -1
+        for left, right in bounds:
+            first = first if left is None else max(first, own - left)
+            last = last if right is None else min(last, own + right)
+        return first, last
 
-    _check_unless_empty(rng, mask, _seen([sees], s, t))
+    def sees(b: int, h: int, i: int, j: int) -> bool:
+        first, last = span(b, i)
+        return first <= j <= last
+
+    spans = [[span(b, i) for i in range(s)] for b in range(B)]
+    lost = np.array([[first <= last >= t for first, last in each] for each in spans])
+    _check_unless_empty(rng, mask, _seen([sees], s, t), lost)
 
 
 def test_a_mask_at_the_end_of_a_cache_is_an_array_only_where_it_hides_something() -> (
@@ -199,6 +226,9 @@ def test_a_mask_at_the_end_of_a_cache_is_an_array_only_where_it_hides_something(
     assert [*(far & lengths).arguments(1, 9)] == ["key_value_seq_lengths"]
     near = masks.Window(7, None, "cache")
     assert [*(near & lengths).arguments(1, 9)] == ["key_value_seq_lengths", "mask"]
+    # Key 0 is behind the window of the fourth token in a cache of 3, which is not lost.
+    behind = masks.Window(2, -1, "cache") & masks.Lengths(key=np.array([4], np.int32))
+    assert "mask" in behind.arguments(1, 3)
     # Without lengths the cache is full.
     assert cache.arguments(4, 9) == masks.Causal("bottom-right").arguments(4, 9)
 

@@ -17,8 +17,9 @@ from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.flax.decoding import Sequences
 from jax_cudnn.ops.arguments import check_integers, clipped, options
-from jax_cudnn.ops.masks import Causal, Mask
+from jax_cudnn.ops.masks import Causal, Mask, sorted_arguments
 from jax_cudnn.ops.score_mod import ScoreMod
+from jax_cudnn.ops.sentences import Overrun, Tokens
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -163,9 +164,15 @@ def _in_words_of_flax(
     s, t = q.shape[-3], k.shape[-3]
     hiding = request.hiding
     given = (hiding & Causal() if request.is_causal else hiding).arguments(s, t)
+    bias = given.get("bias")
+    overrun: Overrun | None = sorted_arguments(hiding, s, t).get("overrun")
+    if overrun is not None:
+        is_lost = overrun.lost(Tokens(s))[:, None, :, None]
+        own = jnp.where(is_lost, jnp.nan, 0).astype((q if bias is None else bias).dtype)
+        bias = own if bias is None else bias + own
     mask, bias = (
         None if x is None else _unfold_batch(x, q.shape[:-3])
-        for x in (_dense(given, s, t), given.get("bias"))
+        for x in (_dense(given, s, t), bias)
     )
     if request.mask is not None:
         own = _rank_of_scores(as_bools(request.mask), q)

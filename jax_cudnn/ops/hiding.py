@@ -19,7 +19,7 @@ from jax_cudnn.ops.masks import (
     sorted_sentences,
 )
 from jax_cudnn.ops.packing import Packed
-from jax_cudnn.ops.sentences import Sentence
+from jax_cudnn.ops.sentences import Overrun, Sentence
 
 
 class Hiding(NamedTuple):
@@ -35,6 +35,7 @@ class Hiding(NamedTuple):
     is_bottom_right: bool = False
     # What no argument stands for.
     sentences: tuple[Sentence, ...] = ()
+    overrun: Overrun | None = None
 
 
 def joined(mask: Mask, beside: Hiding, s: int, t: int) -> Hiding:

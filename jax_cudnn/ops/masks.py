@@ -37,10 +37,12 @@ from jax_cudnn.ops.sentences import (
     InBand,
     InBlocks,
     InPrefix,
+    Overrun,
     SameSegment,
     Sentence,
     Tokens,
 )
+from jax_cudnn.reference.sequences import FARTHEST
 
 Alignment = Literal["top-left", "bottom-right", "cache"]
 
@@ -114,9 +116,11 @@ class Mask:
         This is the form in which the kernel gets the mask. `is_causal` and
         `local_window_size` are a band, and lengths are padding; neither takes memory,
         nor do packed sequences, which are given as `mask`. All else in a `mask`, and a
-        `bias`, is an array, which is read by the kernel.
+        `bias`, is an array, which is read by the kernel. No argument stands for the NaN
+        of tokens that a cache has no room for.
         """
         given = sorted_arguments(self, query_length, key_length)
+        given.pop("overrun", None)
         if (packed := given.pop("packed", None)) is None:
             return given
         mask: Mask = packed
@@ -337,8 +341,9 @@ _BAND = ("is_causal", "local_window_size")
 def sorted_arguments(mask: Mask, s: int, t: int) -> dict[str, Any]:
     """Return the arguments of `sdpa` that stand for a mask, and what has none.
 
-    That is `packed`, where the mask has packed sequences, and `is_bottom_right`, where
-    positions count from the ends of these.
+    That is `packed`, where the mask has packed sequences, `is_bottom_right`, where
+    positions count from the ends of these, and `overrun`, where they count from the
+    ends of caches.
     """
     given, sentences = sorted_sentences(mask, s, t)
     conditions = [x.seen(Tokens(s), Tokens(t)) for x in sentences]
@@ -403,8 +408,12 @@ def sorted_sentences(
         for part in parts
         if (make := _SENTENCES.get(type(part))) is not None
     ]
-    if (at_end := _at_ends(at_ends, lengths, s, t)) is not None:
-        sentences.append(at_end)
+    if at_ends != (None, None):
+        ends = _ends(lengths, s, t)
+        if (at_end := _at_ends(at_ends, *ends, s, t)) is not None:
+            sentences.append(at_end)
+        if "key_value_seq_lengths" in lengths:
+            given["overrun"] = Overrun(*ends, *at_ends, most=s, room=t)
     return given, sentences
 
 
@@ -477,17 +486,11 @@ def _with_full_caches(part: Mask) -> Mask:
     return part
 
 
-def _at_ends(
-    band: Bounds, lengths: dict[str, jax.Array], s: int, t: int
-) -> Sentence | None:
-    """Return a band around the ends of caches; None if it hides nothing."""
-    left, right = band
-    # The last query has no key after it, and none has more than t keys before it.
-    left = None if left is None or left >= t - 1 else left
-    right = None if right is None or right >= s - 1 else right
-    if left is None and right is None:
-        return None
-    # A sequence may have more tokens than there are keys: its true end counts.
+def _ends(lengths: dict[str, jax.Array], s: int, t: int) -> tuple[jax.Array, jax.Array]:
+    """Return the numbers of keys and queries that caches end with, (b,) or (1,).
+
+    A sequence may have more tokens than there are keys: its true end counts.
+    """
     limits = {"key_value_seq_lengths": (t, farthest(t)), "query_seq_lengths": (s, s)}
     keys, queries = (
         _clipped(name, lengths[name], most)
@@ -495,8 +498,29 @@ def _at_ends(
         else jnp.full((1,), size, jnp.int32)
         for name, (size, most) in limits.items()
     )
-    # Bounds are cut to what int32 holds beside any position.
-    bounds = (None if x is None else max(x, -s - t) for x in (left, right))
+    return keys, queries
+
+
+def _at_ends(
+    band: Bounds,
+    keys: jax.Array,
+    queries: jax.Array,
+    s: int,
+    t: int,
+) -> Sentence | None:
+    """Return a band around the ends of caches; None if it hides nothing."""
+    left, right = band
+    # The last query has no key after it. All that a query sees is in the cache, or else
+    # its results are NaN: so it is the last key or before it, but for a right bound
+    # below 0.
+    behind = 0 if right is None else max(-right, 0)
+    left = None if left is None or left >= t - 1 + behind else left
+    right = None if right is None or right >= s - 1 else right
+    if left is None and right is None:
+        return None
+    bounds = (
+        None if x is None else max(-FARTHEST, min(x, FARTHEST)) for x in (left, right)
+    )
     return InBand(keys - queries, *bounds)
 
 

@@ -25,6 +25,7 @@ from jax_cudnn.ops.qkv import Qkv
 from jax_cudnn.ops.reads import Scores
 from jax_cudnn.ops.score_mod import ScoreMod, check_score_mod, on_scores, with_score_mod
 from jax_cudnn.ops.sdpa_operands import as_typed, canonicalize, check_scale
+from jax_cudnn.ops.sentences import Tokens
 from jax_cudnn.ops.sinks import check_sinks
 from jax_cudnn.ops.tracing import UntraceableError
 from jax_cudnn.reference.sdpa import forward as attention
@@ -120,6 +121,9 @@ def run_sdpa(
         with_max=with_max,
         plain=modified.plain,
     )
+    if hiding.overrun is not None:
+        tokens = Tokens(operands.query_sizes[1])
+        output, *rows = hiding.overrun.put(tokens, output, rows, layout)
     if not (has_batch if qkv is None else qkv.had_batch):
         output = jnp.squeeze(output, layout.index("b"))
         rows = [x[0] for x in rows]

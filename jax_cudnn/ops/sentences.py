@@ -7,13 +7,17 @@ the part of a mask that belongs to its own tokens.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar, dataclass_transform
 
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.reference.sequences import Spans, places
+from jax_cudnn.graph import CachedAttributes
+from jax_cudnn.ops.layouts import Layout, rows_to
+from jax_cudnn.reference.sdpa_cached import Ends
+from jax_cudnn.reference.sequences import FARTHEST, Spans, places
 
 
 class Tokens(NamedTuple):
@@ -150,6 +154,50 @@ class InBand:
         (first, last), (start, end) = queries.ends, keys.ends
         lowest, highest = start - last - self.offset, end - first - self.offset
         return jnp.any(self._holds(lowest, highest))
+
+
+@_sentence
+class Overrun:
+    """The queries that see a token which is not in the cache. Their results are NaN.
+
+    Positions are those of `InBand`, whose bounds these are. A cache of ``room`` keys
+    holds sequences of lengths (b,), with the numbers of their queries, (b,), among
+    ``most`` rows.
+    """
+
+    static: ClassVar = ("left", "right", "most", "room")
+    key_lengths: jax.Array
+    query_lengths: jax.Array
+    left: int | None
+    right: int | None
+    most: int
+    room: int
+
+    def put(
+        self,
+        queries: Tokens,
+        output: jax.Array,
+        rows: Sequence[jax.Array],
+        layout: Layout = "bshd",
+    ) -> tuple[jax.Array, ...]:
+        """Return an output in its layout and numbers of rows (b, s, h), with NaN."""
+        factor = jnp.where(self.lost(queries), jnp.nan, 1)[..., None]
+        of_output = rows_to(layout, factor)[..., None]
+        return (
+            output * of_output.astype(output.dtype),
+            *(x * factor.astype(x.dtype) for x in rows),
+        )
+
+    def lost(self, queries: Tokens) -> jax.Array:
+        """Return which queries these are, as bool (b, s)."""
+        keys, count = (
+            jnp.reshape(x, (-1, 1, 1, 1))
+            for x in (self.key_lengths, self.query_lengths)
+        )
+        ends = Ends.of(keys, count, self.most, self.room, queries.numbers)
+        window = tuple(FARTHEST if x is None else x for x in (self.left, self.right))
+        band = CachedAttributes(scale=1.0, is_causal=False, window=window)
+        return ends.lost_rows(band)[:, 0, :, 0]
 
 
 @_sentence

@@ -171,8 +171,9 @@ def check_arguments(
     arrays = operands.given
     if sinks is not None:
         arrays["sinks"] = sinks
-    if hiding.sentences:
-        leaves, structure = jax.tree.flatten(hiding.sentences)
+    overrun = () if hiding.overrun is None else (hiding.overrun,)
+    if said := (*hiding.sentences, *overrun):
+        leaves, structure = jax.tree.flatten(said)
         arrays |= named(leaves)
         settings = dataclasses.replace(settings, sentences=structure)
     return Checked(arrays=arrays, settings=settings, has_batch=has_batch)

@@ -15,6 +15,7 @@ from jax_cudnn.ops.bands import WindowSize
 from jax_cudnn.ops.callers import on_behalf_of
 from jax_cudnn.ops.masks import Mask
 from jax_cudnn.ops.score_mod import Positions, ScoreMod
+from jax_cudnn.ops.sentences import Tokens
 from jax_cudnn.ops.sinks import with_sinks
 from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
 from jax_cudnn.parallel.axes import AxisName, axis_size
@@ -30,6 +31,7 @@ from jax_cudnn.parallel.problem import (
     base_of,
     bias_shift,
     of_stats,
+    overrun_of,
     with_row_bias,
     without_row_bias,
 )
@@ -320,9 +322,15 @@ def attend_shares(
     with_lse = settings.return_residual
     if settings.method == "all_to_all":
         with on_behalf_of(op, "sdpa"):
-            return attend_by_heads(op, problem, shares, with_lse=with_lse)
-    result = _by_blocks(settings.method, problem, shares)
-    return tuple(result) if with_lse else (result.output,)
+            results = attend_by_heads(op, problem, shares, with_lse=with_lse)
+    else:
+        results = tuple(_by_blocks(settings.method, problem, shares))
+    output, *rows = results[: 1 + with_lse]
+    if (overrun := overrun_of(problem, shares)) is None:
+        return (output, *rows)
+    own = shares.query.shape[1]
+    positions = positions_of(problem.device, problem.count, own, settings.order)
+    return overrun.put(Tokens(own, positions), output, rows)
 
 
 def _aligned(problem: Problem, arrays: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.graph.score_mod import OPERANDS, Steps
-from jax_cudnn.ops.sentences import InSequence, Sentence, Tokens
+from jax_cudnn.ops.sentences import InSequence, Overrun, Sentence, Tokens
 from jax_cudnn.parallel.axes import AxisName
 from jax_cudnn.parallel.order import all_positions, positions_of
 from jax_cudnn.parallel.schedule import Band, Order
@@ -142,6 +142,16 @@ def sentence_arrays(given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
 
 def sentences_of(problem: Problem, shares: Shares) -> tuple[Sentence, ...]:
     """Return the mask's sentences."""
+    return tuple(x for x in _said(problem, shares) if not isinstance(x, Overrun))
+
+
+def overrun_of(problem: Problem, shares: Shares) -> Overrun | None:
+    """Return which queries see a token that is not in the cache; None for none."""
+    said = _said(problem, shares)
+    return next((x for x in said if isinstance(x, Overrun)), None)
+
+
+def _said(problem: Problem, shares: Shares) -> tuple[Any, ...]:
     if problem.sentences is None:
         return ()
     return jax.tree.unflatten(problem.sentences, shares.sentences)

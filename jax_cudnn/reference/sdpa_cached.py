@@ -76,16 +76,24 @@ class Ends(NamedTuple):
 
     @classmethod
     def of(
-        cls, key_lengths: jax.Array, query_lengths: jax.Array | None, s: int, t: int
+        cls,
+        key_lengths: jax.Array,
+        query_lengths: jax.Array | None,
+        s: int,
+        t: int,
+        rows: jax.Array | None = None,
     ) -> "Ends":
-        """Return them for lengths (b, 1, 1, 1); None stands for s queries each."""
+        """Return them for lengths (b, 1, 1, 1); None stands for s queries each.
+
+        The queries are some `rows`, or all.
+        """
         most = max(t, FARTHEST) if isinstance(t, int) else FARTHEST
         keys = jnp.clip(key_lengths, 0, most)
         queries = jnp.full_like(keys, s)
         if query_lengths is not None:
             queries = jnp.clip(query_lengths, 0, s)
-        rows = jnp.arange(s, dtype=jnp.int32)[None, None, :, None]
-        return cls(keys, queries, keys - queries + rows, t)
+        rows = jnp.arange(s, dtype=jnp.int32) if rows is None else rows
+        return cls(keys, queries, keys - queries + rows[None, None, :, None], t)
 
     @property
     def in_cache(self) -> "Ends":
