@@ -437,6 +437,21 @@ def test_masks_reach_flaxs_attention_too(case):
     assert_trees_close(ours, flax)
 
 
+def test_tokens_that_a_cache_has_no_room_for_are_nan_by_flaxs_attention_too():
+    x = normal(4, B, S, F)
+    lengths = np.arange(S, S + B).astype(np.int32)
+    mask = masks.Causal("cache") & masks.Lengths(key=lengths)
+    biased = mask & masks.Additive(normal(5, 1, H, S, S))
+    for each in (mask, biased):
+        (run, _), params = layers()
+        (exact, apply), _ = layers(precision="highest")
+        want = run(params, x, mask=each)
+        lost = np.isnan(want).all(-1)
+        assert (lost == (np.arange(S) + lengths[:, None] >= 2 * S)).all()
+        for function in (exact, apply):
+            assert_trees_close(function(params, x, mask=each), want, atol=1e-5)
+
+
 def test_scale_and_biases_reach_flaxs_attention_too():
     x, bias = normal(4, B, S, F), normal(5, 1, H, S, S)
     options = {"scale": 0.7, "use_sinks": False}

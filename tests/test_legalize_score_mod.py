@@ -38,8 +38,10 @@ _MODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "gated": (("sigmoid score", "mul score %0"), ()),
     "square": (("mul score score",), ()),
     "twins": (
-        ("mul mod_a mod_a", "add score score", "mul %1 %0", "tanh %2", "eq %3 %3")
-        + ("select %3 %3 %4", "div 1 %2", "max %5 -1"),
+        (
+            *("mul mod_a mod_a", "add score score", "mul %1 %0", "tanh %2"),
+            *("eq %3 %3", "select %3 %3 %4", "div 1 %2", "max %5 -1"),
+        ),
         ("1h11",),
     ),
     "temperatures": (("mul score mod_a",), ("b111",)),

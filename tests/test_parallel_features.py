@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_cudnn import UnsupportedError, masks, parallel, score_mods
+from jax_cudnn import UnsupportedError, masks, parallel, score_mods, sdpa
 from jax_cudnn.ops.dropout import drawn
 from jax_cudnn.reference.dropout import kept, kept_at
 from tests.dense import dense_attention, seen_by, with_gradients
@@ -244,6 +244,21 @@ def test_masks_hide_what_they_say(name: str, method: str, order: str) -> None:
         truth["bias"] = _BIAS
     seen = seen_by(condition, (B, H, s, t))
     _check(_operands(s, t), seen, method, order, truth=truth, mask=mask)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("method", METHODS)
+def test_tokens_that_a_cache_has_no_room_for_are_nan(method: str, order: str) -> None:
+    operands = _operands()
+    lengths = masks.Lengths(np.array([S, 13]), np.array([T + 3, T + 30]))
+    mask = masks.Causal("cache") & masks.Window(17, None, "cache") & lengths
+    got = _spread(operands, method, order, mask=mask)
+    want = sdpa(**operands, mask=mask, return_residual=True)
+    for x, y in zip(got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-9, atol=1e-9)
+    lost = np.isnan(got[1][..., 0])
+    rows = np.arange(S)
+    assert (lost == [rows >= S - 3, rows < 13]).all()
 
 
 def _causal(b: int, h: int, i: int, j: int) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops import kv_cache
-from jax_cudnn.ops.arguments import as_operand, describe, in_front
+from jax_cudnn.ops.arguments import as_operand, clipped, describe, in_front
 from jax_cudnn.ops.bands import NO_BOUND, is_empty
 from jax_cudnn.ops.masks import (
     Blocks,
@@ -28,6 +28,7 @@ from jax_cudnn.ops.masks import (
     Window,
 )
 from jax_cudnn.ops.score_mod import ScoreMod
+from jax_cudnn.reference.sequences import FARTHEST
 
 
 class Cache(NamedTuple):
@@ -88,7 +89,7 @@ def new_tokens(
             f"{layer}: cache_index is {describe(index)}. It must be one number, or one "
             f"for each batch entry, shape {batch}."
         )
-    start = index.astype(jnp.int32)
+    start = clipped(index, FARTHEST)
     if lengths is None:
         return NewTokens(count=count, start=start, lengths=None)
     own = as_operand(layer, "input_lengths", lengths)
@@ -108,9 +109,7 @@ def new_tokens(
             "all batch entries. Make the cache with ragged=True in init_cache of nnx, "
             "or in a linen layer with ragged_cache=True."
         )
-    # Clipped in its own dtype: a longer one would wrap.
-    own = jnp.clip(own, 0, min(count, int(jnp.iinfo(own.dtype).max)))
-    return NewTokens(count=count, start=start, lengths=own.astype(jnp.int32))
+    return NewTokens(count=count, start=start, lengths=clipped(own, count))
 
 
 def append(cache: Cache, key: jax.Array, value: jax.Array, new: NewTokens) -> Cache:
