@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops import kv_cache
-from jax_cudnn.ops.arguments import as_operand, clipped, describe, in_front
+from jax_cudnn.ops.arguments import as_operand, clipped, describe, farthest, in_front
 from jax_cudnn.ops.bands import NO_BOUND, is_empty
 from jax_cudnn.ops.masks import (
     Blocks,
@@ -28,7 +28,6 @@ from jax_cudnn.ops.masks import (
     Window,
 )
 from jax_cudnn.ops.score_mod import ScoreMod
-from jax_cudnn.reference.sequences import FARTHEST
 
 
 class Cache(NamedTuple):
@@ -89,7 +88,7 @@ def new_tokens(
             f"{layer}: cache_index is {describe(index)}. It must be one number, or one "
             f"for each batch entry, shape {batch}."
         )
-    start = clipped(index, FARTHEST)
+    start = clipped(index, farthest(most))
     if lengths is None:
         return NewTokens(count=count, start=start, lengths=None)
     own = as_operand(layer, "input_lengths", lengths)

@@ -14,11 +14,15 @@ from jax_cudnn.lowering._jax import (
     weakly_typed,
 )
 from jax_cudnn.lowering.array_types import (
+    axes_in,
+    explicit_mesh,
+    explicit_spec,
     gathered,
     is_explicitly_sharded,
     ones_typed_like,
     sharded_as,
     splittable,
+    typed_as,
     typed_like,
 )
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
@@ -47,6 +51,7 @@ __all__ = [
     "TracedProgram",
     "align_varying",
     "attention_results",
+    "axes_in",
     "call_options",
     "check_bare",
     "constants_as_operands",
@@ -54,6 +59,8 @@ __all__ = [
     "equation_function",
     "equation_name",
     "equation_place",
+    "explicit_mesh",
+    "explicit_spec",
     "gathered",
     "graph_of",
     "is_array_aval",
@@ -78,6 +85,7 @@ __all__ = [
     "subprograms",
     "traced_graphs",
     "traced_program",
+    "typed_as",
     "typed_like",
     "weakly_typed",
 ]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How do new tokens enter a cache of keys or values, without a copy of the cache?"""
 
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from jax_cudnn.ops.arguments import (
     describe,
     is_more,
 )
+from jax_cudnn.ops.cache_scatter import Places, typed_for, written
 from jax_cudnn.ops.layouts import PAGE_LAYOUTS, Layout, PageLayout, check_layout
 
 
@@ -64,7 +65,7 @@ def update(
       [[0, 1, 0, 0], [0, 0, 0, 1]]
     """
     op = "kv_cache.update"
-    places = _Places.of(check_layout(op, layout))
+    places = Places.of(check_layout(op, layout))
     old, tokens = _arrays(op, "cache", cache, new)
     is_like = places.are_alike(old, tokens)
     if not is_like or old.shape[places.first] != tokens.shape[places.first]:
@@ -74,15 +75,16 @@ def update(
             "only."
         )
     sequences, t = old.shape[places.first], old.shape[places.tokens]
-    if new_lengths is None and is_more(tokens.shape[places.tokens], t):
+    s = tokens.shape[places.tokens]
+    if new_lengths is None and is_more(s, t):
         raise ValueError(
-            f"{op}: new has {tokens.shape[places.tokens]} tokens and cache room for "
-            f"{t}: cache is {describe(old)} and new {describe(tokens)}. {_NO_ROOM}"
+            f"{op}: new has {s} tokens and cache room for {t}: cache is "
+            f"{describe(old)} and new {describe(tokens)}. {_NO_ROOM}"
         )
-    tokens = places.in_front(tokens)
-    positions = _positions(op, tokens, lengths, new_lengths, t)
-    rows = jnp.arange(sequences, dtype=jnp.int32)[:, None]
-    return places.put(old, (rows, positions), tokens)
+    counts = _counts(op, lengths, new_lengths, sequences, s, t)
+    tokens, *counts = typed_for(old, places, tokens, counts, is_paged=False)
+    positions = _positions(counts, s)
+    return written(places, old, tokens, positions)
 
 
 def update_pages(
@@ -135,7 +137,7 @@ def update_pages(
       [[0, 1], [0, 0], [0, 0]]
     """
     op = "kv_cache.update_pages"
-    places = _Places.of(check_layout(op, layout, *PAGE_LAYOUTS))
+    places = Places.of(check_layout(op, layout, *PAGE_LAYOUTS))
     old, tokens = _arrays(op, "pages", pages, new)
     if not places.are_alike(old, tokens):
         raise ValueError(
@@ -154,23 +156,25 @@ def update_pages(
         )
     p, size = old.shape[places.first], old.shape[places.tokens]
     most = table.shape[1]
-    if new_lengths is None and is_more(tokens.shape[places.tokens], most * size):
+    s, room = tokens.shape[places.tokens], most * size
+    if new_lengths is None and is_more(s, room):
         raise ValueError(
-            f"{op}: new has {tokens.shape[places.tokens]} tokens of a sequence, and "
-            f"its {most} pages of {size} tokens room for {most * size}: pages is "
-            f"{describe(old)}, new {describe(tokens)} and page_table "
-            f"{describe(table)}. {_NO_ROOM}"
+            f"{op}: new has {s} tokens of a sequence, and its {most} pages of {size} "
+            f"tokens room for {room}: pages is {describe(old)}, new {describe(tokens)} "
+            f"and page_table {describe(table)}. {_NO_ROOM}"
         )
-    tokens = places.in_front(tokens)
+    counts = _counts(op, lengths, new_lengths, sequences, s, room)
     if 0 in (p, size, most):
         return old
-    positions = _positions(op, tokens, lengths, new_lengths, most * size)
-    number = jnp.take_along_axis(table, jnp.minimum(positions // size, most - 1), 1)
-    is_page = (number >= 0) & (number < p) & (positions < most * size)
-    # An index below 0 would count from the end. These lie past it, and differ.
-    none = p + jnp.arange(positions.size, dtype=jnp.int32).reshape(positions.shape)
-    number = jnp.where(is_page, number.astype(jnp.int32), none)
-    return places.put(old, (number, positions % size), tokens)
+    tokens, table, *counts = typed_for(
+        old, places, tokens, [table, *counts], is_paged=True
+    )
+    positions = _positions(counts, s)
+    place = jnp.clip(positions // size, 0, most - 1)
+    number = jnp.take_along_axis(table, place, axis=1)
+    is_page = (number >= 0) & (number < p) & (positions >= 0) & (positions < room)
+    number = jnp.where(is_page, number.astype(jnp.int32), -1)
+    return written(places, old, tokens, positions % size, number)
 
 
 _NO_ROOM = (
@@ -191,68 +195,38 @@ def _arrays(
     return old, tokens
 
 
-class _Places(NamedTuple):
-    """The axes of sequences, or pages, and of tokens."""
-
-    first: int
-    tokens: int
-
-    @classmethod
-    def of(cls, layout: Layout) -> "_Places":
-        return cls(layout.index("b"), layout.index("s"))
-
-    def are_alike(self, x: jax.Array, y: jax.Array) -> bool:
-        """Whether both have these axes, and all others in common."""
-
-        def others(x: jax.Array) -> list[int]:
-            return [n for i, n in enumerate(x.shape) if i not in self]
-
-        return x.ndim == y.ndim > max(self) and others(x) == others(y)
-
-    def in_words(self, first: str, tokens: str) -> str:
-        """Return the axes, in words."""
-        names = {self.first: first, self.tokens: tokens}
-        found = (names.get(i, "heads") for i in range(max(self) + 1))
-        return ", ".join((*found, "..."))
-
-    def in_front(self, x: jax.Array) -> jax.Array:
-        """Return new tokens as (sequences, tokens, ...)."""
-        return jnp.moveaxis(x, self, (0, 1))
-
-    def put(
-        self, old: jax.Array, where: tuple[jax.Array, jax.Array], new: jax.Array
-    ) -> jax.Array:
-        """Return `old` with tokens (sequences, tokens, ...) put where they belong."""
-        indices: list[slice | jax.Array] = [slice(None)] * (max(self) + 1)
-        indices[self.first], indices[self.tokens] = where
-        return old.at[tuple(indices)].set(new, mode="drop", unique_indices=True)
-
-
-def _positions(
+def _counts(
     op: str,
-    tokens: jax.Array,
     lengths: ArrayLike,
     new_lengths: ArrayLike | None,
+    sequences: int,
+    s: int,
     room: int,
-) -> jax.Array:
-    """Return where in its sequence each new token goes, (b, s); past `room` if nowhere.
+) -> list[jax.Array]:
+    """Return the lengths, and the new ones if there are any, as i32 (b,).
 
-    No two of a sequence are equal.
+    Those above the room, and above the number of new tokens, count as these.
     """
-    b, s = tokens.shape[:2]
+    given = {"lengths": (lengths, room)}
+    if new_lengths is not None:
+        given["new_lengths"] = (new_lengths, s)
+    found: list[jax.Array] = []
+    for name, (value, most) in given.items():
+        array = check_integers(op, name, value)
+        if array.shape not in ((), (sequences,)):
+            raise ValueError(
+                f"{op}: {name} is {describe(array)}. It must be one number, or one per "
+                f"sequence, shape [{sequences}]."
+            )
+        found.append(jnp.broadcast_to(clipped(array, most), (sequences,)))
+    return found
+
+
+def _positions(counts: Sequence[jax.Array], s: int) -> jax.Array:
+    """Return where in its sequence each of s tokens goes, (b, s); -1 for nowhere."""
     numbers = jnp.arange(s, dtype=jnp.int32)[None]
-    positions = _counts(op, "lengths", lengths, b, room) + numbers
-    if new_lengths is None:
-        return positions
-    counts = _counts(op, "new_lengths", new_lengths, b, s)
-    return jnp.where(numbers < counts, positions, room + s + numbers)
-
-
-def _counts(op: str, name: str, value: ArrayLike, b: int, most: int) -> jax.Array:
-    array = check_integers(op, name, value)
-    if array.shape not in ((), (b,)):
-        raise ValueError(
-            f"{op}: {name} is {describe(array)}. It must be one number, or one per "
-            f"sequence, shape [{b}]."
-        )
-    return jnp.broadcast_to(clipped(array, most), (b,))[:, None]
+    lengths, *new_lengths = (x[:, None] for x in counts)
+    positions = lengths + numbers
+    for most in new_lengths:
+        positions = jnp.where(numbers < most, positions, -1)
+    return positions
