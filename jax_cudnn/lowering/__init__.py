@@ -22,6 +22,7 @@ from jax_cudnn.lowering.array_types import (
     ones_typed_like,
     sharded_as,
     splittable,
+    typed_along,
     typed_as,
     typed_like,
 )
@@ -85,6 +86,7 @@ __all__ = [
     "subprograms",
     "traced_graphs",
     "traced_program",
+    "typed_along",
     "typed_as",
     "typed_like",
     "weakly_typed",

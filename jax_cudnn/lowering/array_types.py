@@ -89,6 +89,14 @@ def typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
     return typed_as(x, explicit_spec(other), like=both)
 
 
+def typed_along(x: jax.Array, other: jax.Array, axis: int) -> jax.Array:
+    """Return an array of one axis, sharded as that axis of another one."""
+    both = (x, other)
+    if not any(map(is_explicitly_sharded, both)):
+        return x
+    return typed_as(x, (explicit_spec(other)[axis],), like=both)
+
+
 def ones_typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
     """Return an array whose axes of size 1 are sharded as another's of its shape.
 

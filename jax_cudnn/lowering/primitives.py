@@ -8,7 +8,7 @@ their derivatives, batching.py their examples.
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,7 @@ import jax
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import gathered, is_explicitly_sharded
+from jax_cudnn.lowering.array_types import gathered, is_explicitly_sharded, typed_as
 from jax_cudnn.lowering.explicit import is_one_kernel, run_explicit
 from jax_cudnn.lowering.members import (
     as_results,
@@ -26,7 +26,6 @@ from jax_cudnn.lowering.members import (
 )
 from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.typed import (
-    all_typed_as,
     gathered_to_merge,
     types_of,
     would_gather,
@@ -47,27 +46,40 @@ def run_graph(
     options: Options,
     *,
     may_gather: bool = False,
+    movable: Collection[str] = (),
 ) -> list[jax.Array]:
     """Return the graph's results; differentiable, batchable, on any platform.
 
     An operand may have several axes in place of one of its tensor's (members.py). The
     results then have them as well. Operands whose types contradict each other in how
-    they are sharded are refused, or gathered in a graph that no user has written.
+    they are sharded are refused, or gathered in a graph that no user has written. The
+    ``movable`` inputs are sent to where the others need them: a few numbers each.
     """
     if graph.has_empty_tensor:
         # Each device computes nothing, or zeros.
         operands = [gathered(x) for x in operands]
     operands = _jax.align_varying(unmerged(graph, operands))
 
+    def typed(
+        graph: Graph, operands: Sequence[jax.Array], names: Collection[str]
+    ) -> list[jax.Array]:
+        """Return operands, those of some names sharded as their kernel needs them."""
+        types = types_of(graph, operands, may_gather=True)
+        pairs = zip(graph.inputs, operands, strict=True)
+        return [
+            typed_as(x, types.spec(name), like=operands) if name in names else x
+            for name, x in pairs
+        ]
+
     def bind(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        if movable and any(map(is_explicitly_sharded, operands)):
+            operands = typed(graph, operands, movable)
         may_be_xlas = options.implementation != "cudnn" and is_divided_by_xla(graph)
         if may_be_xlas and would_gather(graph, operands):
             # As XLA's partitioner does, where types say nothing of devices.
             return around(graph, gathered_to_merge(graph, operands))
         if may_gather and any(map(is_explicitly_sharded, operands)):
-            types = types_of(graph, operands, may_gather=True)
-            specs = map(types.spec, graph.inputs)
-            operands = all_typed_as(operands, specs, like=operands)
+            operands = typed(graph, operands, graph.inputs)
         return graph_p.bind(*operands, graph=graph, options=options)
 
     def around(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:

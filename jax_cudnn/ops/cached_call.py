@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import CachedAttributes, sdpa_cached_graph
-from jax_cudnn.lowering import run_graph
+from jax_cudnn.lowering import run_graph, typed_along
 from jax_cudnn.ops.arguments import (
     as_operand,
     check_dtype,
@@ -91,6 +91,7 @@ class CachedCall:
             return output
         lse = by_rows(stats[0])
         if sinks is not None:
+            sinks = typed_along(sinks, lse, 2)
             output, lse = with_sinks(output, lse, sinks, layout)
         return (output, lse) if with_residual else output
 
@@ -156,7 +157,9 @@ def _attend(
         output_order=output_order,
         with_stats=with_stats,
     )
-    return run_graph(graph, list(given.values()), call)
+    # Where lengths and page numbers are is no one's choice: they follow the others.
+    movable = given.keys() - {"query", "key", "value"}
+    return run_graph(graph, list(given.values()), call, movable=movable)
 
 
 # --- checks ---------------------------------------------------------------------------
