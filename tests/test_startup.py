@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,19 @@ def site(tmp_path: Path) -> Path:
     _copy(root)
     for file in compiled():
         (root / "jax_cudnn" / file.parent.name / file.name).symlink_to(file)
+    return root
+
+
+@pytest.fixture
+def others(tmp_path: Path) -> Path:
+    """Return a directory with all installed packages but jax_cudnn, for Python's -S."""
+    root = tmp_path / "others"
+    root.mkdir()
+    for name in ("purelib", "platlib"):
+        for entry in Path(sysconfig.get_path(name)).iterdir():
+            link = root / entry.name
+            if "jax_cudnn" not in entry.name and not link.exists():
+                link.symlink_to(entry)
     return root
 
 
@@ -97,8 +111,10 @@ def _not_compiled(tree: Path) -> str:
     )
 
 
-def test_a_source_tree_that_is_not_installed_says_what_to_run(tree: Path) -> None:
-    status, _, error = _python(*_IMPORT, cwd=tree)
+def test_a_source_tree_that_is_not_installed_says_what_to_run(
+    tree: Path, others: Path
+) -> None:
+    status, _, error = _python("-S", *_IMPORT, cwd=tree, path=(others,))
     assert status == 1
     assert error == f"ImportError: {_not_compiled(tree)} {_BUILD}"
 
@@ -172,8 +188,9 @@ def test_a_source_tree_says_why_an_extension_is_not_for_it(
     assert f"That of the jax_cudnn in {site} is not for Python 3." in error
 
 
-def test_other_commands_say_why_they_do_not_run(tree: Path) -> None:
-    status, text, error = _python(*_COMMAND[:-1], "explain", "math:sin", cwd=tree)
+def test_other_commands_say_why_they_do_not_run(tree: Path, others: Path) -> None:
+    command = ("-S", *_COMMAND[:-1], "explain", "math:sin")
+    status, text, error = _python(*command, cwd=tree, path=(others,))
     assert (status, text) == (1, "")
     assert error == "`python -m jax_cudnn doctor` looks for what is wrong."
 
@@ -217,13 +234,14 @@ def test_the_doctor_answers_where_jax_is_not_installed(site: Path) -> None:
 
 
 def test_a_program_that_imports_a_broken_package_fails(
-    tree: Path, tmp_path: Path
+    tree: Path, others: Path, tmp_path: Path
 ) -> None:
     # Run as `python -m`, too, whose sys.argv looks like the doctor's.
     package = tmp_path / "user"
     package.mkdir()
     (package / "__init__.py").write_text("import jax_cudnn")
     (package / "__main__.py").touch()
-    status, _, error = _python("-m", "user", cwd=tmp_path, path=(tree,))
+    path = (tree, others)
+    status, _, error = _python("-S", "-m", "user", cwd=tmp_path, path=path)
     assert status == 1
     assert "ImportError: jax_cudnn is imported from a source tree" in error
