@@ -33,14 +33,15 @@ class Block(nnx.Module):
         self.down = our_nnx.Linear(F, W, rngs=rngs)
 
     def __call__(self, x):
-        x = x + self.attention(self.norm(x))
+        y: Any = self.norm(x)
+        x = x + self.attention(y)
         return x + self.down(self.up(x))
 
 
 class LinenBlock(linen.Module):
     @linen.compact
     def __call__(self, x, _=None):
-        y = our_linen.LayerNorm()(x)
+        y: Any = our_linen.LayerNorm()(x)
         x = x + our_linen.MultiHeadDotProductAttention(H)(y, y)
         y = our_linen.Dense(F, activation="gelu")(x)
         return x + our_linen.Dense(W)(y), None

@@ -89,8 +89,8 @@ def _gradient(loss: _Function, count: int) -> _Function:
 
 def _assert_close(found: Any, want: Any, tolerance: float = 2e-5) -> None:
     def check(x: jax.Array, y: jax.Array) -> None:
-        x, y = (np.asarray(each.astype(jnp.float32)) for each in (x, y))
-        np.testing.assert_allclose(x, y, rtol=tolerance, atol=tolerance)
+        both = (np.asarray(each.astype(jnp.float32)) for each in (x, y))
+        np.testing.assert_allclose(*both, rtol=tolerance, atol=tolerance)
 
     jax.tree.map(check, found, want)
 
