@@ -81,6 +81,10 @@ def cached_sdpa(
     Scores, softmax and sums are kept in f32 (f64 for f64 operands). A query that sees
     no token, or that lies at or past its query length, gives 0 with gradient 0.
 
+    A sequence may have more tokens than there is room for. A query that sees one of
+    those without room, as it sees itself, gives NaN, and NaN reaches the gradients.
+    All other queries are right.
+
     The key length counts the queries' own tokens: write their keys and values into the
     cache first (:func:`jax_cudnn.kv_cache.update`). What the cache holds past it is not
     used; see the notes for NaN there.
@@ -100,9 +104,11 @@ def cached_sdpa(
       key_cache: (b, t, k, d), of query's dtype.
       value_cache: (b, t, k, e), of query's dtype; e may differ from d.
       key_value_seq_lengths: integers (b,), the tokens of each sequence, those of the
-        queries included. Lengths below 0 count as 0, and above t as t.
+        queries included, also where there is room for t tokens only. Lengths below 0
+        count as 0.
       query_seq_lengths: integers (b,); queries at or past their sequence's length are
-        padding. Default None: s.
+        padding. Default None: s, which must then be t at most, unless no position
+        matters (`is_causal=False` without a window).
       scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether a query sees no token after its own. Default True.
       local_window_size: (left, right): the query that is token x sees tokens x - left
@@ -133,9 +139,10 @@ def cached_sdpa(
       token, padding among them, it is the sink of the head, and -inf without sinks.
 
     Raises:
-      ValueError: shapes that do not fit, query heads that are not a multiple of the
-        key heads, an unknown `implementation` or `layout`, a `scale` that is not
-        finite, a window in which no query sees a token.
+      ValueError: shapes that do not fit, more queries than there is room for, query
+        heads that are not a multiple of the key heads, an unknown `implementation` or
+        `layout`, a `scale` that is not finite,
+        a window in which no query sees a token.
       TypeError: dtypes that are not supported or differ, lengths that are not integers,
         a `scale` that is not a Python number.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
@@ -155,7 +162,8 @@ def cached_sdpa(
 
       All of JAX's transformations apply. The derivatives are those of XLA's code.
       Examples of `jax.vmap` become more sequences of one call. Operands that are
-      sharded over devices stay so along the sequences and the key heads.
+      sharded over devices stay so along the sequences and the key heads. Lengths and
+      sinks may be sharded in any way: they follow the others.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn

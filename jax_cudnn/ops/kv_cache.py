@@ -29,11 +29,16 @@ def update(
     """Return a cache with new tokens written behind those that it holds.
 
     ``new[b, i]`` becomes ``cache[b, lengths[b] + i]``. What would lie past the end of
-    the cache is dropped. Keys and values have a cache each.
+    the cache is dropped: :func:`jax_cudnn.cached_sdpa`, given the lengths with these
+    tokens, returns NaN for their queries. Keys and values have a cache each.
 
     XLA writes into the cache's own memory where that is not needed otherwise: within a
     jitted function, or where the cache is an argument that is donated
     (``jax.jit(step, donate_argnames=...)``).
+
+    A cache that is sharded over devices, along any axes, stays where it is: each device
+    writes what belongs to its part, and new tokens are sent there if need be. The
+    result is sharded as the cache.
 
     Axis letters: b sequences, s new tokens, t tokens that the cache has room for.
 
@@ -44,7 +49,8 @@ def update(
       lengths: integers (b,), or one for all sequences: how many tokens the cache
         holds. Lengths below 0 count as 0.
       new_lengths: integers (b,), or one for all: how many of the new tokens are
-        written, for example of prompts that were padded to s. Default None: s.
+        written, for example of prompts that were padded to s. Default None: s, which
+        must then be t at most.
       layout: where the tokens are: "bshd" (default) as above, "bhsd" for a cache
         (b, k, t, ...) and new tokens (b, k, s, ...), or "sbhd" for (t, b, ...) and
         (s, b, ...). As in :func:`jax_cudnn.cached_sdpa`.
@@ -54,7 +60,8 @@ def update(
       ``lengths + new_lengths``.
 
     Raises:
-      ValueError: shapes that do not fit, an unknown `layout`.
+      ValueError: shapes that do not fit, more new tokens than the cache has room for,
+        an unknown `layout`.
       TypeError: lengths that are not integers; `new` in another dtype than `cache`.
 
     Example:
@@ -101,7 +108,8 @@ def update_pages(
     ``new[b, j]`` is token ``x = lengths[b] + j`` of its sequence, and becomes
     ``pages[page_table[b, x // i], x % i]`` for pages of i tokens. A token for which the
     table has no page is dropped. Keys and values have pages each, and may share the
-    table. As for :func:`update`, nothing is copied where the pages are donated.
+    table. As for :func:`update`, nothing is copied where the pages are donated, and
+    pages that are sharded over devices stay where they are.
 
     Axis letters: b sequences, s new tokens, p pages, i tokens of a page, m pages of a
     sequence at most.
@@ -116,7 +124,8 @@ def update_pages(
       lengths: integers (b,), or one for all: how many tokens each sequence has.
         Lengths below 0 count as 0.
       new_lengths: integers (b,), or one for all: how many of the new tokens are
-        written, for example of prompts that were padded to s. Default None: s.
+        written, for example of prompts that were padded to s. Default None: s, which
+        must then be m*i at most.
       layout: "bshd" (default) as above, or "bhsd" for pages (p, k, i, ...) and new
         tokens (b, k, s, ...). As in :func:`jax_cudnn.paged_sdpa`.
 
@@ -124,7 +133,8 @@ def update_pages(
       An array of the shape and dtype of `pages`.
 
     Raises:
-      ValueError: shapes that do not fit, an unknown `layout`.
+      ValueError: shapes that do not fit, more new tokens than the pages of a sequence
+        have room for, an unknown `layout`.
       TypeError: page numbers or lengths that are not integers; `new` in another dtype
         than `pages`.
 

@@ -164,7 +164,8 @@ class Causal(Mask):
         that the last query sees the last key, for s queries and t keys. "cache": the
         same with the lengths of the batch entry, of its keys and of its queries, in
         place of t and s: the queries are the last tokens of a cache that is filled up
-        to the key length.
+        to the key length. A key length may be above t: a query that sees a key which is
+        not there, as it sees its own, gives NaN.
     """
 
     alignment: Alignment = "top-left"

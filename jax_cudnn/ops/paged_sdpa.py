@@ -87,6 +87,10 @@ def paged_sdpa(
     rounded once. A query that sees no token, or that lies at or past its query length,
     gives 0 with gradient 0.
 
+    A sequence may have more tokens than there is room for. A query that sees one of
+    those without room, as it sees itself, gives NaN, and NaN reaches the gradients.
+    All other queries are right.
+
     The key length counts the queries' own tokens: write their keys and values into the
     pages first (:func:`jax_cudnn.kv_cache.update_pages`).
 
@@ -103,9 +107,11 @@ def paged_sdpa(
         past a sequence's length are not used and may be any number, such as -1. A
         number below the length that is no page is taken for the nearest one.
       key_value_seq_lengths: integers (b,), the tokens of each sequence, those of the
-        queries included. Lengths below 0 count as 0, and above m*i as m*i.
+        queries included, also where there is room for m*i tokens only. Lengths below 0
+        count as 0.
       query_seq_lengths: integers (b,); queries at or past their sequence's length are
-        padding. Default None: s.
+        padding. Default None: s, which must then be m*i at most, unless no position
+        matters (`is_causal=False` without a window).
       scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether a query sees no token after its own. Default True.
       local_window_size: (left, right): the query that is token x sees tokens x - left
@@ -135,9 +141,10 @@ def paged_sdpa(
       token, padding among them, it is the sink of the head, and -inf without sinks.
 
     Raises:
-      ValueError: shapes that do not fit, pages without tokens or no page at all, query
-        heads that are not a multiple of the key heads, an unknown `implementation` or
-        `layout`, a `scale` that is not finite, a window in which no query sees a token.
+      ValueError: shapes that do not fit, more queries than there is room for, pages
+        without tokens or no page at all, query heads that are not a multiple of the key
+        heads, an unknown `implementation` or `layout`, a `scale` that is not finite,
+        a window in which no query sees a token.
       TypeError: dtypes that are not supported or differ, page numbers or lengths that
         are not integers, a `scale` that is not a Python number.
       UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
@@ -161,8 +168,9 @@ def paged_sdpa(
       other with `implementation="cudnn"`.
 
       Operands that are sharded over devices stay so along the sequences and the key
-      heads; pages are gathered otherwise. For pages that are spread over devices with
-      their sequences, use `jax.shard_map`.
+      heads; pages are gathered otherwise. Lengths, page numbers and sinks may be
+      sharded in any way: they follow the others. For pages that are spread over devices
+      with their sequences, use `jax.shard_map`.
 
     Example:
       >>> import jax, jax.numpy as jnp, jax_cudnn
