@@ -109,6 +109,24 @@ def test_updates_are_batched_and_differentiated() -> None:
     assert of_cache[..., 0].tolist() == [[6, 6, 6, 0], [6, 6, 6, 6]]
 
 
+@pytest.mark.parametrize("is_paged", [False, True])
+def test_symbolic_sizes(is_paged: bool) -> None:
+    b, t = jax.export.symbolic_shape("b, t")
+    new, lengths = jnp.ones((2, 3, 2, 8)), jnp.array([1, 4])
+    operands = [jnp.zeros((7, 4, 2, 8) if is_paged else (2, 5, 2, 8)), new, lengths]
+    shapes = [(t, 4, 2, 8) if is_paged else (b, t, 2, 8), (b, 3, 2, 8), (b,)]
+    update = kv_cache.update_pages if is_paged else kv_cache.update
+    if is_paged:
+        operands.insert(2, jnp.array([[3, 1], [0, -1]]))
+        shapes.insert(2, (b, 2))
+    specs = [
+        jax.ShapeDtypeStruct(shape, x.dtype)
+        for shape, x in zip(shapes, operands, strict=True)
+    ]
+    exported = jax.export.export(jax.jit(update))(*specs)
+    np.testing.assert_array_equal(exported.call(*operands), update(*operands))
+
+
 # --- nothing is copied ----------------------------------------------------------------
 
 _CACHE = jax.ShapeDtypeStruct((4, 512, 2, 64), jnp.float32)
