@@ -111,7 +111,8 @@ def draw_problem(
         scale=None if rng.random() < 0.8 else float(rng.choice([0.3, -0.2, 0.0, 1.0])),
         is_causal=bool(rng.random() < 0.85),
         window=window if rng.random() < 0.25 else None,
-        with_query_lengths=bool(s > 1 and rng.random() < 0.4),
+        # More queries than there is room for are padding in part.
+        with_query_lengths=bool(s > 1 and (rng.random() < 0.4 or s > t)),
         with_sinks=bool(rng.random() < 0.2),
         returns_lse=bool(rng.random() < 0.4),
         with_update=bool(s <= t and rng.random() < 0.3),
