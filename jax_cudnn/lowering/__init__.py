@@ -13,12 +13,17 @@ from jax_cudnn.lowering._jax import (
     weakly_typed,
 )
 from jax_cudnn.lowering.array_types import (
+    entries_of,
+    explicit_part,
     gathered,
     is_explicitly_sharded,
+    is_on_explicit_mesh,
     ones_typed_like,
+    partial_axes,
     sharded_as,
     splittable,
     typed_like,
+    unreduced_in,
 )
 from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import decide
@@ -48,17 +53,21 @@ __all__ = [
     "check_bare",
     "constants_as_operands",
     "decide",
+    "entries_of",
     "equation_function",
     "equation_name",
     "equation_place",
+    "explicit_part",
     "gathered",
     "graph_of",
     "is_array_aval",
     "is_explicitly_sharded",
     "is_known_array",
+    "is_on_explicit_mesh",
     "is_tuning",
     "linear_call",
     "ones_typed_like",
+    "partial_axes",
     "run_by_hand",
     "run_contender",
     "run_cudnn",
@@ -74,5 +83,6 @@ __all__ = [
     "traced_graphs",
     "traced_program",
     "typed_like",
+    "unreduced_in",
     "weakly_typed",
 ]

@@ -22,7 +22,24 @@ def is_explicitly_sharded(x: jax.Array | ShapedArray) -> bool:
 
 def explicit_spec(x: jax.Array | ShapedArray) -> tuple[Any, ...]:
     """Return along which axes of the mesh an array's type says that it is sharded."""
-    return tuple(_type(x).sharding.spec)
+    return _entries(_type(x).sharding.spec)
+
+
+def partial_axes(x: jax.Array | ShapedArray) -> frozenset[str]:
+    """Return the axes of the mesh along which an array, or its gradient, is unreduced.
+
+    JAX calls an array reduced along axes if its gradient is to stay unreduced: devices
+    then have shares of it, and nobody has added them up yet.
+    """
+    kind = _type(x)
+    both = (kind.sharding.spec, kind.manual_axis_type)
+    return frozenset[str]().union(*(x.unreduced | x.reduced for x in both))
+
+
+def _entries(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
+    if spec.unreduced or spec.reduced:  # JAX then refuses to iterate over it
+        spec = spec.update(unreduced=frozenset(), reduced=frozenset())
+    return tuple(spec)
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
@@ -106,7 +123,44 @@ def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:
     """Return an array with a sharding, in its type if the mesh has it there."""
     if sharding is None:
         return x
-    kinds = jax.typeof(x).sharding.mesh.axis_types
-    if AxisType.Explicit in kinds:
+    if is_on_explicit_mesh(sharding):
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def is_on_explicit_mesh(sharding: Any) -> bool:
+    """Whether a sharding, or the mesh that is set, has axes that types speak of."""
+    mesh = getattr(sharding, "mesh", None) or jax.sharding.get_abstract_mesh()
+    return AxisType.Explicit in mesh.axis_types
+
+
+def unreduced_in(sharding: Any) -> frozenset[str]:
+    """Return the axes along which a sharding says that devices keep shares of a sum."""
+    return frozenset(getattr(_spec(sharding), "unreduced", ()))
+
+
+def entries_of(sharding: Any, rank: int) -> tuple[Any, ...]:
+    """Return how a sharding, of an array of that rank, says that each axis is."""
+    unconstrained = jax.sharding.PartitionSpec.UNCONSTRAINED
+    found = (None if x is unconstrained else x for x in _entries(_spec(sharding)))
+    return (*found, *(None,) * rank)[:rank]
+
+
+def explicit_part(sharding: Any, axes: Sequence[int] = (), rank: int = 0) -> Any:
+    """Return a sharding as JAX's own operations take it: None unless types speak of it.
+
+    It may be made that of an array with further axes of size 1, counted from the end,
+    and with them of that rank.
+    """
+    if sharding is None or not is_on_explicit_mesh(sharding):
+        return None
+    if not axes:
+        return sharding
+    own = iter(entries_of(sharding, rank - len(axes)))
+    entries = (None if i in axes else next(own) for i in range(-rank, 0))
+    spec = _spec(sharding).update(partitions=tuple(entries))
+    return spec if sharding is _spec(sharding) else sharding.update(spec=spec)
+
+
+def _spec(sharding: Any) -> Any:
+    return getattr(sharding, "spec", sharding)

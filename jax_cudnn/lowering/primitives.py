@@ -14,9 +14,14 @@ from typing import Any
 import jax
 
 from jax_cudnn.config import Options
+from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import gathered, is_explicitly_sharded
+from jax_cudnn.lowering.array_types import (
+    gathered,
+    is_explicitly_sharded,
+    partial_axes,
+)
 from jax_cudnn.lowering.explicit import is_one_kernel, run_explicit
 from jax_cudnn.lowering.members import (
     as_results,
@@ -47,13 +52,24 @@ def run_graph(
     options: Options,
     *,
     may_gather: bool = False,
+    wanted: Sequence[Any] | None = None,
 ) -> list[jax.Array]:
     """Return the graph's results; differentiable, batchable, on any platform.
 
     An operand may have several axes in place of one of its tensor's (members.py). The
     results then have them as well. Operands whose types contradict each other in how
     they are sharded are refused, or gathered in a graph that no user has written.
+    What decides between them, if it is given, is how the result is `wanted`: the
+    entries of its sharding, for its axes that are not of size 1.
     """
+    for name, x in zip(graph.inputs, operands, strict=True):
+        if axes := ", ".join(sorted(partial_axes(x))):
+            raise UnsupportedError(
+                f"{graph.nodes[0].kind}: {name} is {jax.typeof(x)}, reduced or "
+                f"unreduced along {axes} of the mesh. Only the two factors of matmul "
+                "and dot_general may be reduced, and none unreduced. Pass "
+                "jax.sharding.reshard(x, PartitionSpec(...)), which is neither."
+            )
     if graph.has_empty_tensor:
         # Each device computes nothing, or zeros.
         operands = [gathered(x) for x in operands]
@@ -64,8 +80,9 @@ def run_graph(
         if may_be_xlas and would_gather(graph, operands):
             # As XLA's partitioner does, where types say nothing of devices.
             return around(graph, gathered_to_merge(graph, operands))
-        if may_gather and any(map(is_explicitly_sharded, operands)):
-            types = types_of(graph, operands, may_gather=True)
+        may_reshard = may_gather or wanted is not None
+        if may_reshard and any(map(is_explicitly_sharded, operands)):
+            types = types_of(graph, operands, may_gather=may_gather, wanted=wanted)
             specs = map(types.spec, graph.inputs)
             operands = all_typed_as(operands, specs, like=operands)
         return graph_p.bind(*operands, graph=graph, options=options)

@@ -16,7 +16,7 @@ from jax_cudnn.graph import ConvAttributes
 from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.graph.shapes import result_dims
-from jax_cudnn.lowering import sharded_as, weakly_typed
+from jax_cudnn.lowering import explicit_part, sharded_as, weakly_typed
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import (
     Precision,
@@ -191,9 +191,9 @@ def conv(
     dtype = result_dtype("conv", preferred_element_type, x.dtype)
     if reason := why_plain(x, w, dtype):
         check_implementation("conv", reason, call)
-        output = _plain(problem, epilogue, preferred_element_type, call)
+        output = _plain(problem, epilogue, preferred_element_type, call, out_sharding)
     else:
-        output = _fused(problem, epilogue, dtype, call)
+        output = _fused(problem, epilogue, dtype, call, out_sharding)
     output = weakly_typed(output) if weak else output
     return sharded_as(output, out_sharding)
 
@@ -220,14 +220,21 @@ def why_plain(x: jax.Array, w: jax.Array, dtype: np.dtype) -> str:
 
 
 def _plain(
-    problem: Problem, epilogue: Epilogue, preferred: object, call: Options
+    problem: Problem,
+    epilogue: Epilogue,
+    preferred: object,
+    call: Options,
+    out_sharding: Any,
 ) -> jax.Array:
+    where = explicit_part(out_sharding)
+
     def contraction(dtype: Any) -> jax.Array:
         return jax.lax.conv_general_dilated(
             problem.x,
             problem.w,
             precision=call.matmul_precision,  # type: ignore[arg-type]
             preferred_element_type=dtype,
+            out_sharding=where,
             **problem.options,
         )
 
@@ -240,7 +247,11 @@ def _plain(
 
 
 def _fused(
-    problem: Problem, epilogue: Epilogue, dtype: np.dtype, call: Options
+    problem: Problem,
+    epilogue: Epilogue,
+    dtype: np.dtype,
+    call: Options,
+    out_sharding: object,
 ) -> jax.Array:
     (fusion, product, rounded), order = begin_conv(problem, dtype)
     layout, sums = problem.layout, fusion.writer.accumulator
@@ -266,6 +277,7 @@ def _fused(
         dtype=rounded,
         order=order,
         options=call,
+        out_sharding=out_sharding,
     ).astype(dtype)
 
 
