@@ -17,7 +17,7 @@ from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.lowering import explicit_part, sharded_as, weakly_typed
-from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.activations import Activation, is_weak_after
 from jax_cudnn.ops.arguments import (
     Precision,
     as_array,
@@ -137,8 +137,8 @@ def conv(
         :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
 
     Returns:
-      The result, in the layout of `dimension_numbers`. It is weakly typed if all
-      operands are.
+      The result, in the layout of `dimension_numbers`. It is weakly typed as
+      that of :func:`matmul` is, whatever `preferred_element_type`.
 
     Raises:
       ValueError: shapes or options that do not fit, an unknown activation, an
@@ -194,7 +194,8 @@ def conv(
         output = _plain(problem, epilogue, preferred_element_type, call, out_sharding)
     else:
         output = _fused(problem, epilogue, dtype, call, out_sharding)
-    output = weakly_typed(output) if weak else output
+    if weak and is_weak_after(activation, output):
+        output = weakly_typed(output)
     return sharded_as(output, out_sharding)
 
 

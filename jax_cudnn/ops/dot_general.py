@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.lowering import explicit_part, sharded_as, weakly_typed
-from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.activations import Activation, is_weak_after
 from jax_cudnn.ops.arguments import (
     Precision,
     as_operand,
@@ -83,7 +83,8 @@ def dot_general(
 
     Returns:
       The batch axes, the free axes of lhs, and the free axes of rhs, in this order. The
-      result is weakly typed if all operands are.
+      result is weakly typed as that of :func:`matmul` is, whatever
+      `preferred_element_type`.
 
     Raises:
       ValueError, TypeError, UnsupportedError, LibraryError: as :func:`matmul`.
@@ -120,7 +121,8 @@ def dot_general(
     else:
         product = as_product("dot_general", x, y, numbers)
         output = run_product(product, dtypes, epilogue, dtype, call, out_sharding)
-    output = weakly_typed(output) if weak else output
+    if weak and is_weak_after(activation, output):
+        output = weakly_typed(output)
     return sharded_as(output, out_sharding)
 
 

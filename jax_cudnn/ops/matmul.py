@@ -13,7 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.lowering import explicit_part, sharded_as, weakly_typed
-from jax_cudnn.ops.activations import Activation
+from jax_cudnn.ops.activations import Activation, is_weak_after
 from jax_cudnn.ops.arguments import (
     Precision,
     as_factor,
@@ -114,7 +114,8 @@ def matmul(
 
     Returns:
       (..., m, n), without m or n for an operand of rank 1. It is weakly typed if all
-      operands are and `preferred_element_type` is not given.
+      operands are, `preferred_element_type` is not given, and the activation leaves it
+      so: of the named ones, "gelu" and "gelu_exact" do not.
 
     Raises:
       ValueError: shapes that do not fit, an unknown activation or `implementation`, an
@@ -189,6 +190,7 @@ def matmul_with(
         output = _plain_matmul(a, b, *rest, preferred, call, out_sharding)
     else:
         output = _fused_matmul(a, b, *rest, dtype, call, out_sharding)
+    weak = weak and is_weak_after(epilogue.activation, output)
     return weakly_typed(output) if weak else output
 
 

@@ -148,11 +148,14 @@ def max_pool(
         )
         check_implementation("max_pool", reason, call)
         return _largest_with_indices(windows, x)
+    strong = strongly_typed(x)
     if reason := _why_plain(windows, x):
         check_implementation("max_pool", reason, call)
-        return _largest(windows, x)
-    attributes = MaxPoolAttributes(**_fields(windows))
-    return _pooled(windows, x, attributes, call)
+        output = _largest(windows, strong)
+    else:
+        attributes = MaxPoolAttributes(**_fields(windows))
+        output = _pooled(windows, strong, attributes, call)
+    return weakly_typed(output) if is_weak(x) else output
 
 
 def avg_pool(
@@ -225,11 +228,18 @@ def avg_pool(
     windows = windows_of(
         "avg_pool", x, window_shape, strides, padding, dimension_numbers
     )
+    strong = strongly_typed(x)
     if reason := _why_plain(windows, x):
         check_implementation("avg_pool", reason, call)
-        return _average(windows, x, counts_padding=counts_padding)
-    attributes = AvgPoolAttributes(**_fields(windows), count_include_pad=counts_padding)
-    return _pooled(windows, x, attributes, call)
+        output = _average(windows, strong, counts_padding=counts_padding)
+    else:
+        attributes = AvgPoolAttributes(
+            **_fields(windows), count_include_pad=counts_padding
+        )
+        output = _pooled(windows, strong, attributes, call)
+    # As Flax's, which divides by an array where padding does not count.
+    is_like_input = counts_padding and output.dtype == x.dtype
+    return weakly_typed(output) if is_like_input and is_weak(x) else output
 
 
 def _operand(op: str, inputs: ArrayLike) -> jax.Array:
@@ -272,15 +282,12 @@ def _pooled(
     attributes: MaxPoolAttributes | AvgPoolAttributes,
     call: Options,
 ) -> jax.Array:
-    if weak := is_weak(x):
-        x = strongly_typed(x)
     graph = pool_graph(
         tensor("x", x, windows.order, windows.merged_shape(x.shape)),
         attributes=attributes,
     )
     (output,) = run_graph(graph, [x], call)
-    output = jnp.reshape(output, windows.result_shape(x.shape))
-    return weakly_typed(output) if weak else output
+    return jnp.reshape(output, windows.result_shape(x.shape))
 
 
 # --- in JAX's own operations ----------------------------------------------------------
