@@ -106,17 +106,35 @@ def typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
     return typed_as(x, explicit_spec(other), like=both)
 
 
-def ones_typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
-    """Return an array whose axes of size 1 are sharded as another's of its shape.
+def sharded_where_free(
+    x: jax.Array, other: jax.Array, axes: Iterable[tuple[int, int]] | None = None
+) -> jax.Array:
+    """Return an array sharded as another one along axes along which it is not.
 
-    A reshape forgets this, which is only along axes of the mesh that have one device.
-    So it is with axes of size 0, along any.
+    `axes` are pairs of such axes, by default the same ones of both. This gives no
+    device more than it has: kernels gather axes that they need whole, and reshapes
+    forget how axes of size 1 and 0 are sharded.
     """
     if not is_explicitly_sharded(other):
         return x
-    both = zip(x.shape, explicit_spec(x), explicit_spec(other), strict=True)
-    spec = (theirs if size < 2 else own for size, own, theirs in both)
+    sizes, theirs = explicit_mesh([other]).shape, explicit_spec(other)
+    spec = [*explicit_spec(x)]
+    taken = {name for entry in spec for name in axes_in(entry)}
+    for own, source in axes or [(i, i) for i in range(x.ndim)]:
+        names = axes_in(theirs[source])
+        count = math.prod(sizes[name] for name in names)
+        if spec[own] is None and taken.isdisjoint(names) and x.shape[own] % count == 0:
+            spec[own] = theirs[source]
+            taken.update(names)
     return typed_as(x, spec, like=(other,))
+
+
+def gathered_along(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Return an array whose type does not say that it is sharded along some axes."""
+    if not is_explicitly_sharded(x):
+        return x
+    spec = (None if i in axes else each for i, each in enumerate(explicit_spec(x)))
+    return typed_as(x, spec, like=[x])
 
 
 def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:

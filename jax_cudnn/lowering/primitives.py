@@ -83,8 +83,9 @@ def run_graph(
         may_reshard = may_gather or wanted is not None
         if may_reshard and any(map(is_explicitly_sharded, operands)):
             types = types_of(graph, operands, may_gather=may_gather, wanted=wanted)
-            specs = map(types.spec, graph.inputs)
-            operands = all_typed_as(operands, specs, like=operands)
+            if may_gather or types.is_settled:
+                specs = map(types.spec, graph.inputs)
+                operands = all_typed_as(operands, specs, like=operands)
         return graph_p.bind(*operands, graph=graph, options=options)
 
     def around(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:

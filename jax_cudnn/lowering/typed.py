@@ -34,10 +34,13 @@ class Types:
     ``division``: along which axes of the mesh, also those of one device. ``ones``: how
     axes of size 1 are sharded, for each tensor by the number of its array's axis. They
     have no factor that is divided, and can only be sharded along axes of one device.
+    ``is_settled``: whether the operands contradict each other, and the result that is
+    wanted has decided.
     """
 
     division: Division[NamedCut]
     ones: Mapping[str, Mapping[int, tuple[str, ...]]]
+    is_settled: bool = False
 
     @property
     def effective(self) -> Division[NamedCut]:
@@ -91,12 +94,14 @@ def types_of(
     factors = factors.with_whole(strays)
     division = divide(factors, given, first=results)
     conflict = "" if may_gather else _conflict(graph, division, given)
-    if conflict:
+    is_settled = bool(conflict)
+    if is_settled:
         if wanted is None:
             raise UnsupportedError(conflict)
         start = divide(factors, [_result(graph, operands, wanted)])
         division = divide(factors, given, first=results, start=start)
-    return Types(division=division, ones=_ones(graph, operands, division))
+    ones = _ones(graph, operands, division)
+    return Types(division=division, ones=ones, is_settled=is_settled)
 
 
 def would_gather(graph: Graph, operands: Sequence[Any]) -> bool:

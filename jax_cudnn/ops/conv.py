@@ -16,7 +16,12 @@ from jax_cudnn.graph import ConvAttributes
 from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.graph.shapes import result_dims
-from jax_cudnn.lowering import explicit_part, sharded_as, weakly_typed
+from jax_cudnn.lowering import (
+    explicit_part,
+    sharded_as,
+    sharded_where_free,
+    weakly_typed,
+)
 from jax_cudnn.ops.activations import Activation, is_weak_after
 from jax_cudnn.ops.arguments import (
     Precision,
@@ -271,7 +276,7 @@ def _fused(
     elif epilogue.scale is not None:
         factors.append(float(epilogue.scale))
     terms = [operand(name, value) for name, value in epilogue.terms]
-    return fusion.run(
+    output = fusion.run(
         fusion.added(fusion.scaled(product, factors), terms),
         epilogue.activation,
         shape=shape,
@@ -280,6 +285,8 @@ def _fused(
         options=call,
         out_sharding=out_sharding,
     ).astype(dtype)
+    spatial = zip(layout.out_spec[2:], layout.lhs_spec[2:], strict=True)
+    return sharded_where_free(output, problem.x, [*spatial])
 
 
 def begin_conv(

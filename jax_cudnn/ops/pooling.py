@@ -12,7 +12,12 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import AvgPoolAttributes, MaxPoolAttributes, pool_graph
-from jax_cudnn.lowering import run_graph, weakly_typed
+from jax_cudnn.lowering import (
+    gathered_along,
+    run_graph,
+    sharded_where_free,
+    weakly_typed,
+)
 from jax_cudnn.ops.arguments import (
     FLOATS,
     as_operand,
@@ -287,7 +292,8 @@ def _pooled(
         attributes=attributes,
     )
     (output,) = run_graph(graph, [x], call)
-    return jnp.reshape(output, windows.result_shape(x.shape))
+    output = jnp.reshape(output, windows.result_shape(x.shape))
+    return sharded_where_free(output, x)
 
 
 # --- in JAX's own operations ----------------------------------------------------------
@@ -332,6 +338,7 @@ def _largest_with_indices(
     none = (least(x.dtype), np.asarray(-1, np.int32))
     operands = (jax.lax.stop_gradient(x), places)
     _, indices = windows.reduce(operands, none, _larger)
+    x, indices = (gathered_along(each, axes) for each in (x, indices))
     last = windows.spatial_last(x)
     flat = jnp.reshape(last, (*last.shape[: -len(sizes)], math.prod(sizes)))
     at = windows.spatial_last(indices)
