@@ -142,8 +142,14 @@ def run_by_reference(
     def run(graph: Graph, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return run_reference(graph, operands, options)
 
+    def kernel(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        # So that its derivative reads operands only. JAX's `shard_map` within another
+        # one that is manual along some axes does not hand over other residuals.
+        function = functools.partial(run, graph)
+        return jax.checkpoint(function, prevent_cse=False)(operands)
+
     if any(map(is_explicitly_sharded, operands)):
-        return tuple(run_explicit(graph, unmerged(graph, operands), run, run))
+        return tuple(run_explicit(graph, unmerged(graph, operands), kernel, run))
     return run(graph, operands)
 
 
