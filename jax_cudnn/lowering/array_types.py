@@ -141,7 +141,7 @@ def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:
     """Return an array with a sharding, in its type if the mesh has it there."""
     if sharding is None:
         return x
-    if is_on_explicit_mesh(sharding):
+    if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
 

@@ -33,6 +33,7 @@ from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.typed import (
     all_typed_as,
     gathered_to_merge,
+    operation_in,
     types_of,
     would_gather,
 )
@@ -65,7 +66,7 @@ def run_graph(
     for name, x in zip(graph.inputs, operands, strict=True):
         if axes := ", ".join(sorted(partial_axes(x))):
             raise UnsupportedError(
-                f"{graph.nodes[0].kind}: {name} is {jax.typeof(x)}, reduced or "
+                f"{operation_in(graph)}: {name} is {jax.typeof(x)}, reduced or "
                 f"unreduced along {axes} of the mesh. Only the two factors of matmul "
                 "and dot_general may be reduced, and none unreduced. Pass "
                 "jax.sharding.reshard(x, PartitionSpec(...)), which is neither."

@@ -13,7 +13,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Factors, Graph, axis_classes, derivative_of
+from jax_cudnn.graph import (
+    Factors,
+    Graph,
+    axis_classes,
+    derivative_of,
+    is_anchor,
+)
 from jax_cudnn.lowering.array_types import (
     axes_in,
     explicit_mesh,
@@ -242,6 +248,12 @@ def _strays(graph: Graph, factors: Factors) -> set[int]:
     return strays
 
 
+def operation_in(graph: Graph) -> str:
+    """Return which operation a graph of one kernel is, as messages begin."""
+    kernel = next(filter(is_anchor, graph.nodes), graph.nodes[0])
+    return kernel.kind.removesuffix("_fprop")
+
+
 def _conflict(
     graph: Graph,
     division: Division[NamedCut],
@@ -261,7 +273,7 @@ def _conflict(
             if division.factors.whole.isdisjoint(product):
                 shown = ", ".join(axis for axis, _ in cut.axes) if cut else ""
                 return (
-                    f"{graph.nodes[0].kind}: axis {i} of {name} is sharded along "
+                    f"{operation_in(graph)}: axis {i} of {name} is sharded along "
                     f"{shown} of the mesh, and another operand's sharding along the "
                     "same axes of the mesh, or of the same axis, contradicts it. "
                     "Reshard one of the operands with jax.sharding.reshard, or use a "
