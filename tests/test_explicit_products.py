@@ -206,7 +206,7 @@ def test_results_may_stay_unreduced() -> None:
         _check(*pair, operands)
         # What JAX refuses to compute of shares, it refuses here.
         for more in ({"bias": jnp.ones(8)}, {"scale_out": 2.0}):
-            with pytest.raises(Exception, match="is unreduced|LHS is unreduced on"):
+            with pytest.raises(Exception, match=r"is unreduced|LHS is unreduced on"):
                 ours(*operands, **more)
         with pytest.raises(jax_cudnn.UnsupportedError, match="unreduced along y of"):
             ours(*operands, implementation="cudnn")

@@ -338,6 +338,7 @@ def _largest_with_indices(
     none = (least(x.dtype), np.asarray(-1, np.int32))
     operands = (jax.lax.stop_gradient(x), places)
     _, indices = windows.reduce(operands, none, _larger)
+    given = x
     x, indices = (gathered_along(each, axes) for each in (x, indices))
     last = windows.spatial_last(x)
     flat = jnp.reshape(last, (*last.shape[: -len(sizes)], math.prod(sizes)))
@@ -349,7 +350,7 @@ def _largest_with_indices(
         picked = jnp.take_along_axis(flat, jnp.maximum(chosen, 0), axis=-1)
         picked = jnp.where(chosen >= 0, picked, least(x.dtype))
     values = windows.spatial_back(jnp.reshape(picked, at.shape))
-    return values, indices
+    return sharded_where_free(values, given), sharded_where_free(indices, given)
 
 
 def _larger(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, Any]:
