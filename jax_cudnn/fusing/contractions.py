@@ -16,6 +16,7 @@ import numpy as np
 from jax_cudnn.fusing.broadcasts import Makers
 from jax_cudnn.fusing.program import Arrays, Atom, Operation, Value
 from jax_cudnn.fusing.views import View
+from jax_cudnn.lowering import partial_axes
 from jax_cudnn.ops.arguments import strongly_typed
 from jax_cudnn.ops.conv import Layout, Problem, begin_conv, why_plain
 from jax_cudnn.ops.dot_general import Numbers, as_product
@@ -54,11 +55,12 @@ class Contraction:
 
 def contraction_of(operation: Operation, makers: Makers) -> Contraction | str | None:
     """Return a contraction, or why no graph has it; None for another operation."""
-    if operation.name == "dot_general":
-        return _dot(operation, makers)
-    if operation.name == "conv_general_dilated":
-        return _conv(operation, makers)
-    return None
+    kinds = {"dot_general": _dot, "conv_general_dilated": _conv}
+    if (kind := kinds.get(operation.name)) is None:
+        return None
+    if any(partial_axes(x.aval) for x in operation.reads):
+        return "the type of an operand is reduced or unreduced along axes of the mesh"
+    return kind(operation, makers)
 
 
 class _Side(NamedTuple):

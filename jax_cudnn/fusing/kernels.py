@@ -23,7 +23,12 @@ from jax_cudnn.fusing.program import Arrays, Atom, Number, Operation, Value
 from jax_cudnn.fusing.views import View
 from jax_cudnn.graph import DTypeName, Graph
 from jax_cudnn.graph.pointwise import COMPARISONS
-from jax_cudnn.lowering import equation_place, is_explicitly_sharded, typed_like
+from jax_cudnn.lowering import (
+    equation_place,
+    is_explicitly_sharded,
+    partial_axes,
+    typed_like,
+)
 from jax_cudnn.ops.fusion import Fusion, Result
 from jax_cudnn.ops.outside import Beside
 from jax_cudnn.ops.tracing import (
@@ -259,6 +264,8 @@ class Kernel:
         if isinstance(source, Number):
             return source.value
         self._check_dtype(source)
+        if partial_axes(source.aval):
+            raise UntraceableError("it reads what is reduced or unreduced by its type")
         return Read(value=source, shape=shape, view=view)
 
     # --- running ----------------------------------------------------------------------

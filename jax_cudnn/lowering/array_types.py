@@ -22,7 +22,24 @@ def is_explicitly_sharded(x: jax.Array | ShapedArray) -> bool:
 
 def explicit_spec(x: jax.Array | ShapedArray) -> tuple[Any, ...]:
     """Return along which axes of the mesh an array's type says that it is sharded."""
-    return tuple(_type(x).sharding.spec)
+    return _entries(_type(x).sharding.spec)
+
+
+def partial_axes(x: jax.Array | ShapedArray) -> frozenset[str]:
+    """Return the axes of the mesh along which an array, or its gradient, is unreduced.
+
+    JAX calls an array reduced along axes if its gradient is to stay unreduced: devices
+    then have shares of it, and nobody has added them up yet.
+    """
+    kind = _type(x)
+    both = (kind.sharding.spec, kind.manual_axis_type)
+    return frozenset[str]().union(*(x.unreduced | x.reduced for x in both))
+
+
+def _entries(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
+    if spec.unreduced or spec.reduced:  # JAX then refuses to iterate over it
+        spec = spec.update(unreduced=frozenset(), reduced=frozenset())
+    return tuple(spec)
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
@@ -97,24 +114,79 @@ def typed_along(x: jax.Array, other: jax.Array, axis: int) -> jax.Array:
     return typed_as(x, (explicit_spec(other)[axis],), like=both)
 
 
-def ones_typed_like(x: jax.Array, other: jax.Array | ShapedArray) -> jax.Array:
-    """Return an array whose axes of size 1 are sharded as another's of its shape.
+def sharded_where_free(
+    x: jax.Array, other: jax.Array, axes: Iterable[tuple[int, int]] | None = None
+) -> jax.Array:
+    """Return an array sharded as another one along axes along which it is not.
 
-    A reshape forgets this, which is only along axes of the mesh that have one device.
-    So it is with axes of size 0, along any.
+    `axes` are pairs of such axes, by default the same ones of both. This gives no
+    device more than it has: kernels gather axes that they need whole, and reshapes
+    forget how axes of size 1 and 0 are sharded.
     """
     if not is_explicitly_sharded(other):
         return x
-    both = zip(x.shape, explicit_spec(x), explicit_spec(other), strict=True)
-    spec = (theirs if size < 2 else own for size, own, theirs in both)
+    sizes, theirs = explicit_mesh([other]).shape, explicit_spec(other)
+    spec = [*explicit_spec(x)]
+    taken = {name for entry in spec for name in axes_in(entry)}
+    for own, source in axes or [(i, i) for i in range(x.ndim)]:
+        names = axes_in(theirs[source])
+        count = math.prod(sizes[name] for name in names)
+        if spec[own] is None and taken.isdisjoint(names) and x.shape[own] % count == 0:
+            spec[own] = theirs[source]
+            taken.update(names)
     return typed_as(x, spec, like=(other,))
+
+
+def gathered_along(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """Return an array whose type does not say that it is sharded along some axes."""
+    if not is_explicitly_sharded(x):
+        return x
+    spec = (None if i in axes else each for i, each in enumerate(explicit_spec(x)))
+    return typed_as(x, spec, like=[x])
 
 
 def sharded_as(x: jax.Array, sharding: Any) -> jax.Array:
     """Return an array with a sharding, in its type if the mesh has it there."""
     if sharding is None:
         return x
-    kinds = jax.typeof(x).sharding.mesh.axis_types
-    if AxisType.Explicit in kinds:
+    if AxisType.Explicit in jax.typeof(x).sharding.mesh.axis_types:
         return jax.sharding.reshard(x, sharding)
     return jax.lax.with_sharding_constraint(x, sharding)
+
+
+def is_on_explicit_mesh(sharding: Any) -> bool:
+    """Whether a sharding, or the mesh that is set, has axes that types speak of."""
+    mesh = getattr(sharding, "mesh", None) or jax.sharding.get_abstract_mesh()
+    return AxisType.Explicit in mesh.axis_types
+
+
+def unreduced_in(sharding: Any) -> frozenset[str]:
+    """Return the axes along which a sharding says that devices keep shares of a sum."""
+    return frozenset(getattr(_spec(sharding), "unreduced", ()))
+
+
+def entries_of(sharding: Any, rank: int) -> tuple[Any, ...]:
+    """Return how a sharding, of an array of that rank, says that each axis is."""
+    unconstrained = jax.sharding.PartitionSpec.UNCONSTRAINED
+    found = (None if x is unconstrained else x for x in _entries(_spec(sharding)))
+    return (*found, *(None,) * rank)[:rank]
+
+
+def explicit_part(sharding: Any, axes: Sequence[int] = (), rank: int = 0) -> Any:
+    """Return a sharding as JAX's own operations take it: None unless types speak of it.
+
+    It may be made that of an array with further axes of size 1, counted from the end,
+    and with them of that rank.
+    """
+    if sharding is None or not is_on_explicit_mesh(sharding):
+        return None
+    if not axes:
+        return sharding
+    own = iter(entries_of(sharding, rank - len(axes)))
+    entries = (None if i in axes else next(own) for i in range(-rank, 0))
+    spec = _spec(sharding).update(partitions=tuple(entries))
+    return spec if sharding is _spec(sharding) else sharding.update(spec=spec)
+
+
+def _spec(sharding: Any) -> Any:
+    return getattr(sharding, "spec", sharding)

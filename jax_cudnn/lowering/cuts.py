@@ -143,13 +143,15 @@ def divide(
     *,
     may_sum: bool = True,
     first: frozenset[int] = frozenset(),
+    start: Division[Cut] | None = None,
 ) -> Division[Cut]:
     """Return a division that keeps as much of the arrays where it is as it can.
 
     `given` has the cuts of the axes of operands and results. Where two claim the same
     devices for different factors, the larger array keeps its cut. But axes that have a
     factor of `first` come before all others. A cut that does not divide its factors is
-    dropped. Without `may_sum`, nothing is cut that a result sums.
+    dropped. Without `may_sum`, nothing is cut that a result sums. What `start` has cut
+    stays.
     """
     whole = set(factors.whole)
     if not may_sum:
@@ -164,7 +166,7 @@ def divide(
         for product, cut in zip(factors.axes[name], cuts, strict=True)
         if cut is not None
     ]
-    division = Division[Cut](factors)
+    division = start or Division[Cut](factors)
     for product, cut in sorted(claims, key=lambda claim: first.isdisjoint(claim[0])):
         division = _with_cut(division, product, cut, whole)
     return division

@@ -14,9 +14,15 @@ from typing import Any
 import jax
 
 from jax_cudnn.config import Options
+from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import gathered, is_explicitly_sharded, typed_as
+from jax_cudnn.lowering.array_types import (
+    gathered,
+    is_explicitly_sharded,
+    partial_axes,
+    typed_as,
+)
 from jax_cudnn.lowering.explicit import is_one_kernel, run_explicit
 from jax_cudnn.lowering.members import (
     as_results,
@@ -26,7 +32,9 @@ from jax_cudnn.lowering.members import (
 )
 from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.typed import (
+    Types,
     gathered_to_merge,
+    operation_in,
     types_of,
     would_gather,
 )
@@ -47,24 +55,37 @@ def run_graph(
     *,
     may_gather: bool = False,
     movable: Collection[str] = (),
+    wanted: Sequence[Any] | None = None,
 ) -> list[jax.Array]:
     """Return the graph's results; differentiable, batchable, on any platform.
 
     An operand may have several axes in place of one of its tensor's (members.py). The
     results then have them as well. Operands whose types contradict each other in how
-    they are sharded are refused, or gathered in a graph that no user has written. The
-    ``movable`` inputs are sent to where the others need them: a few numbers each.
+    they are sharded are refused, or gathered in a graph that no user has written.
+    What decides between them, if it is given, is how the result is `wanted`: the
+    entries of its sharding, for its axes that are not of size 1. The ``movable`` inputs
+    are sent to where the others need them: a few numbers each.
     """
+    for name, x in zip(graph.inputs, operands, strict=True):
+        if axes := ", ".join(sorted(partial_axes(x))):
+            raise UnsupportedError(
+                f"{operation_in(graph)}: {name} is {jax.typeof(x)}, reduced or "
+                f"unreduced along {axes} of the mesh. Only the two factors of matmul "
+                "and dot_general may be reduced, and none unreduced. Pass "
+                "jax.sharding.reshard(x, PartitionSpec(...)), which is neither."
+            )
     if graph.has_empty_tensor:
         # Each device computes nothing, or zeros.
         operands = [gathered(x) for x in operands]
     operands = _jax.align_varying(unmerged(graph, operands))
 
     def typed(
-        graph: Graph, operands: Sequence[jax.Array], names: Collection[str]
+        graph: Graph,
+        operands: Sequence[jax.Array],
+        types: Types,
+        names: Collection[str],
     ) -> list[jax.Array]:
         """Return operands, those of some names sharded as their kernel needs them."""
-        types = types_of(graph, operands, may_gather=True)
         pairs = zip(graph.inputs, operands, strict=True)
         return [
             typed_as(x, types.spec(name), like=operands) if name in names else x
@@ -73,13 +94,17 @@ def run_graph(
 
     def bind(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
         if movable and any(map(is_explicitly_sharded, operands)):
-            operands = typed(graph, operands, movable)
+            types = types_of(graph, operands, may_gather=True)
+            operands = typed(graph, operands, types, movable)
         may_be_xlas = options.implementation != "cudnn" and is_divided_by_xla(graph)
         if may_be_xlas and would_gather(graph, operands):
             # As XLA's partitioner does, where types say nothing of devices.
             return around(graph, gathered_to_merge(graph, operands))
-        if may_gather and any(map(is_explicitly_sharded, operands)):
-            operands = typed(graph, operands, graph.inputs)
+        may_reshard = may_gather or wanted is not None
+        if may_reshard and any(map(is_explicitly_sharded, operands)):
+            types = types_of(graph, operands, may_gather=may_gather, wanted=wanted)
+            if may_gather or types.is_settled:
+                operands = typed(graph, operands, types, graph.inputs)
         return graph_p.bind(*operands, graph=graph, options=options)
 
     def around(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
@@ -136,8 +161,14 @@ def run_by_reference(
     def run(graph: Graph, operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         return run_reference(graph, operands, options)
 
+    def kernel(graph: Graph, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
+        # So that its derivative reads operands only. JAX's `shard_map` within another
+        # one that is manual along some axes does not hand over other residuals.
+        function = functools.partial(run, graph)
+        return jax.checkpoint(function, prevent_cse=False)(operands)
+
     if any(map(is_explicitly_sharded, operands)):
-        return tuple(run_explicit(graph, unmerged(graph, operands), run, run))
+        return tuple(run_explicit(graph, unmerged(graph, operands), kernel, run))
     return run(graph, operands)
 
 

@@ -13,7 +13,13 @@ import jax
 from jax.sharding import PartitionSpec
 
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph import Factors, Graph, axis_classes, derivative_of
+from jax_cudnn.graph import (
+    Factors,
+    Graph,
+    axis_classes,
+    derivative_of,
+    is_anchor,
+)
 from jax_cudnn.lowering.array_types import (
     axes_in,
     explicit_mesh,
@@ -22,7 +28,7 @@ from jax_cudnn.lowering.array_types import (
     typed_as,
 )
 from jax_cudnn.lowering.cuts import Division, NamedCut, divide
-from jax_cudnn.lowering.members import all_members
+from jax_cudnn.lowering.members import all_members, result_shapes
 from jax_cudnn.lowering.parts import is_divided_by_xla
 from jax_cudnn.lowering.sharding_rule import factors_at
 
@@ -34,10 +40,13 @@ class Types:
     ``division``: along which axes of the mesh, also those of one device. ``ones``: how
     axes of size 1 are sharded, for each tensor by the number of its array's axis. They
     have no factor that is divided, and can only be sharded along axes of one device.
+    ``is_settled``: whether the operands contradict each other, and the result that is
+    wanted has decided.
     """
 
     division: Division[NamedCut]
     ones: Mapping[str, Mapping[int, tuple[str, ...]]]
+    is_settled: bool = False
 
     @property
     def effective(self) -> Division[NamedCut]:
@@ -57,9 +66,16 @@ class Types:
 
 
 def types_of(
-    graph: Graph, operands: Sequence[Any], *, may_gather: bool = False
+    graph: Graph,
+    operands: Sequence[Any],
+    *,
+    may_gather: bool = False,
+    wanted: Sequence[Any] | None = None,
 ) -> Types:
     """Return how a kernel's arrays are sharded, given its operands or their types.
+
+    `wanted` has the entries of the result's sharding for its axes that are not of size
+    1. It decides where operands contradict each other.
 
     Raises (unless `may_gather`, for kernels that the user did not write):
       UnsupportedError: two axes of the result would be sharded along the same axis of
@@ -81,10 +97,17 @@ def types_of(
     if is_divided_by_xla(graph):
         # As XLA leaves it, which runs this on several devices.
         factors = replace(factors, whole=factors.whole & on_several)
-    division = divide(factors.with_whole(strays), given, first=results)
-    if not may_gather:
-        _check(graph, division, given)
-    return Types(division=division, ones=_ones(graph, operands, division))
+    factors = factors.with_whole(strays)
+    division = divide(factors, given, first=results)
+    conflict = "" if may_gather else _conflict(graph, division, given)
+    is_settled = bool(conflict)
+    if is_settled:
+        if wanted is None:
+            raise UnsupportedError(conflict)
+        start = divide(factors, [_result(graph, operands, wanted)])
+        division = divide(factors, given, first=results, start=start)
+    ones = _ones(graph, operands, division)
+    return Types(division=division, ones=ones, is_settled=is_settled)
 
 
 def would_gather(graph: Graph, operands: Sequence[Any]) -> bool:
@@ -181,17 +204,28 @@ def _given(
     graph: Graph, operands: Sequence[Any]
 ) -> list[tuple[str, list[NamedCut | None]]]:
     """Return how each axis of the operands is cut, by their types."""
-    sizes = explicit_mesh(operands).shape
-
-    def cut(entry: Any) -> NamedCut | None:
-        if entry is None:
-            return None
-        return NamedCut(tuple((name, sizes[name]) for name in axes_in(entry)))
-
+    mesh = explicit_mesh(operands)
     return [
-        (name, [cut(entry) for entry in explicit_spec(x)])
+        (name, [_cut(entry, mesh) for entry in explicit_spec(x)])
         for name, x in zip(graph.inputs, operands, strict=True)
     ]
+
+
+def _result(
+    graph: Graph, operands: Sequence[Any], wanted: Sequence[Any]
+) -> tuple[str, list[NamedCut | None]]:
+    """Return how the axes of the first result are wanted to be cut."""
+    shape = result_shapes(graph, [x.shape for x in operands])[0]
+    entries = iter(wanted)
+    mesh = explicit_mesh(operands)
+    cuts = [None if size == 1 else _cut(next(entries), mesh) for size in shape]
+    return graph.outputs[0], cuts
+
+
+def _cut(entry: Any, mesh: Any) -> NamedCut | None:
+    if entry is None:
+        return None
+    return NamedCut(tuple((name, mesh.shape[name]) for name in axes_in(entry)))
 
 
 def _strays(graph: Graph, factors: Factors) -> set[int]:
@@ -214,12 +248,18 @@ def _strays(graph: Graph, factors: Factors) -> set[int]:
     return strays
 
 
-def _check(
+def operation_in(graph: Graph) -> str:
+    """Return which operation a graph of one kernel is, as messages begin."""
+    kernel = next(filter(is_anchor, graph.nodes), graph.nodes[0])
+    return kernel.kind.removesuffix("_fprop")
+
+
+def _conflict(
     graph: Graph,
     division: Division[NamedCut],
     given: Sequence[tuple[str, Sequence[NamedCut | None]]],
-) -> None:
-    """Refuse operands whose shardings contradict each other."""
+) -> str:
+    """Return how the operands' shardings contradict each other; "" if they do not."""
     results = division.factors.of(*graph.outputs)
     for name, cuts in given:
         for i, (product, cut) in enumerate(
@@ -232,10 +272,11 @@ def _check(
                 continue
             if division.factors.whole.isdisjoint(product):
                 shown = ", ".join(axis for axis, _ in cut.axes) if cut else ""
-                raise UnsupportedError(
-                    f"{graph.nodes[0].kind}: axis {i} of {name} is sharded along "
+                return (
+                    f"{operation_in(graph)}: axis {i} of {name} is sharded along "
                     f"{shown} of the mesh, and another operand's sharding along the "
                     "same axes of the mesh, or of the same axis, contradicts it. "
                     "Reshard one of the operands with jax.sharding.reshard, or use a "
                     "mesh with AxisType.Auto."
                 )
+    return ""

@@ -150,6 +150,19 @@ def on_array(op: str, activation: Activation, x: jax.Array) -> jax.Array:
     return result
 
 
+def is_weak_after(activation: Activation | None, x: jax.Array) -> bool:
+    """Whether an activation leaves an array weakly typed that was so before it."""
+    if activation is None:
+        return True
+    function = _FUNCTIONS[activation] if isinstance(activation, str) else activation
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype, weak_type=True)
+    try:
+        return jax.eval_shape(lambda x: function(x), like).weak_type
+    except Exception:
+        # One that takes arrays only whose values are known gives those of its own.
+        return False
+
+
 def _check(op: str, activation: object) -> None:
     """Raise ValueError or TypeError unless `activation` is a known name or function."""
     if isinstance(activation, str):

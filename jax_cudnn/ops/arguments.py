@@ -19,7 +19,7 @@ from jax_cudnn.config import (
 )
 from jax_cudnn.graph import DTypeName, Tensor
 from jax_cudnn.graph.rules import accumulator
-from jax_cudnn.lowering import call_options
+from jax_cudnn.lowering import call_options, partial_axes, unreduced_in
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sequences import FARTHEST
 
@@ -300,6 +300,27 @@ def why_symbolic(**arrays: jax.Array | None) -> str:
                 f"{name} has symbolic dimensions, {describe(x)}. A cuDNN plan is made "
                 "for one shape."
             )
+    return ""
+
+
+def why_partial(out_sharding: object = None, **arrays: jax.Array) -> str:
+    """Return which array devices have shares of, in a sentence; "" if none.
+
+    So it may be with the gradients of `arrays` that their types call reduced, and with
+    the result by the sharding that is asked for.
+    """
+    for name, x in arrays.items():
+        if axes := partial_axes(x):
+            return (
+                f"The type of {name}, {jax.typeof(x)}, is reduced or unreduced along "
+                f"{', '.join(sorted(axes))} of the mesh. Graphs give devices no shares "
+                "of gradients."
+            )
+    if axes := unreduced_in(out_sharding):
+        return (
+            f"out_sharding leaves the result unreduced along {', '.join(sorted(axes))} "
+            "of the mesh. Graphs give devices no shares of results."
+        )
     return ""
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph, sdpa_qkv_graph
-from jax_cudnn.lowering import run_graph
+from jax_cudnn.lowering import explicit_spec, run_graph, sharded_where_free
 from jax_cudnn.ops.arguments import tensor
 from jax_cudnn.ops.layouts import Layout, order_of, sizes_in
 from jax_cudnn.ops.qkv import Qkv
@@ -144,7 +144,24 @@ def attend(
             with_stats=with_stats,
             with_max=with_max,
         )
-    return run_graph(graph, list(given.values()), call)
+    arrays = [*given.values()]
+    if qkv is not None:
+        return run_graph(graph, arrays, call)
+    wanted = _sharding_of_query(given)
+    output, *rows = run_graph(graph, arrays, call, wanted=wanted)
+    axes = [(i, i) for i in range(output.ndim - 1)]
+    return [sharded_where_free(output, given["query"], axes), *rows]
+
+
+def _sharding_of_query(given: Mapping[str, jax.Array]) -> tuple[Any, ...]:
+    """Return how the output's axes that are not of size 1 are sharded: as queries are.
+
+    This decides where keys or values are sharded otherwise, as in JAX's products.
+    """
+    query = given["query"]
+    shape = (*query.shape[:-1], given["value"].shape[-1])
+    spec = (*explicit_spec(query)[:-1], None)
+    return tuple(e for e, size in zip(spec, shape, strict=True) if size != 1)
 
 
 def sdpa_tensors(

@@ -12,6 +12,7 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.lowering import gathered_along
 from jax_cudnn.ops.activations import Activation
 from jax_cudnn.ops.arguments import check_flag, describe
 from jax_cudnn.ops.fusion import Operand
@@ -380,6 +381,8 @@ def _epsilon(norm: Norm, dtype: Any) -> jax.Array:
 @functools.partial(jax.checkpoint, prevent_cse=False)
 def _statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     *outer, channels = x.shape
+    # Axes are merged where the first is the only one that is sharded.
+    x = gathered_along(x, range(1, len(outer)))
     rows = jnp.reshape(x.astype(accumulator(x.dtype)), (math.prod(outer), channels))
     mean, var = column_moments(rows)
     return mean[0], var[0]

@@ -16,8 +16,13 @@ from jax_cudnn.graph import ConvAttributes
 from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.rules import broadcasts_to
 from jax_cudnn.graph.shapes import result_dims
-from jax_cudnn.lowering import sharded_as, weakly_typed
-from jax_cudnn.ops.activations import Activation
+from jax_cudnn.lowering import (
+    explicit_part,
+    sharded_as,
+    sharded_where_free,
+    weakly_typed,
+)
+from jax_cudnn.ops.activations import Activation, is_weak_after
 from jax_cudnn.ops.arguments import (
     Precision,
     as_array,
@@ -138,8 +143,8 @@ def conv(
         :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
 
     Returns:
-      The result, in the layout of `dimension_numbers`. It is weakly typed if all
-      operands are.
+      The result, in the layout of `dimension_numbers`. It is weakly typed as
+      that of :func:`matmul` is, whatever `preferred_element_type`.
 
     Raises:
       ValueError: shapes or options that do not fit, an unknown activation, an
@@ -192,10 +197,11 @@ def conv(
     dtype = result_dtype("conv", preferred_element_type, x.dtype)
     if reason := why_plain(x, w, dtype):
         check_implementation("conv", reason, call)
-        output = _plain(problem, epilogue, preferred_element_type, call)
+        output = _plain(problem, epilogue, preferred_element_type, call, out_sharding)
     else:
-        output = _fused(problem, epilogue, dtype, call)
-    output = weakly_typed(output) if weak else output
+        output = _fused(problem, epilogue, dtype, call, out_sharding)
+    if weak and is_weak_after(activation, output):
+        output = weakly_typed(output)
     return sharded_as(output, out_sharding)
 
 
@@ -221,14 +227,21 @@ def why_plain(x: jax.Array, w: jax.Array, dtype: np.dtype) -> str:
 
 
 def _plain(
-    problem: Problem, epilogue: Epilogue, preferred: object, call: Options
+    problem: Problem,
+    epilogue: Epilogue,
+    preferred: object,
+    call: Options,
+    out_sharding: Any,
 ) -> jax.Array:
+    where = explicit_part(out_sharding)
+
     def contraction(dtype: Any) -> jax.Array:
         return jax.lax.conv_general_dilated(
             problem.x,
             problem.w,
             precision=call.matmul_precision,  # type: ignore[arg-type]
             preferred_element_type=dtype,
+            out_sharding=where,
             **problem.options,
         )
 
@@ -241,7 +254,11 @@ def _plain(
 
 
 def _fused(
-    problem: Problem, epilogue: Epilogue, dtype: np.dtype, call: Options
+    problem: Problem,
+    epilogue: Epilogue,
+    dtype: np.dtype,
+    call: Options,
+    out_sharding: object,
 ) -> jax.Array:
     (fusion, product, rounded), order = begin_conv(problem, dtype)
     layout, sums = problem.layout, fusion.writer.accumulator
@@ -260,14 +277,17 @@ def _fused(
     elif epilogue.scale is not None:
         factors.append(float(epilogue.scale))
     terms = [operand(name, value) for name, value in epilogue.terms]
-    return fusion.run(
+    output = fusion.run(
         fusion.added(fusion.scaled(product, factors), terms),
         epilogue.activation,
         shape=shape,
         dtype=rounded,
         order=order,
         options=call,
+        out_sharding=out_sharding,
     ).astype(dtype)
+    spatial = zip(layout.out_spec[2:], layout.lhs_spec[2:], strict=True)
+    return sharded_where_free(output, problem.x, [*spatial])
 
 
 def begin_conv(

@@ -12,8 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
-from jax_cudnn.lowering import sharded_as, weakly_typed
-from jax_cudnn.ops.activations import Activation
+from jax_cudnn.lowering import explicit_part, sharded_as, weakly_typed
+from jax_cudnn.ops.activations import Activation, is_weak_after
 from jax_cudnn.ops.arguments import (
     Precision,
     as_operand,
@@ -23,6 +23,7 @@ from jax_cudnn.ops.arguments import (
     result_dtype,
     strongly_typed,
     struct,
+    why_partial,
 )
 from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
@@ -82,7 +83,8 @@ def dot_general(
 
     Returns:
       The batch axes, the free axes of lhs, and the free axes of rhs, in this order. The
-      result is weakly typed if all operands are.
+      result is weakly typed as that of :func:`matmul` is, whatever
+      `preferred_element_type`.
 
     Raises:
       ValueError, TypeError, UnsupportedError, LibraryError: as :func:`matmul`.
@@ -110,15 +112,17 @@ def dot_general(
         )
     dtypes = common_dtypes("dot_general", x, y, result.dtype)
     dtype = result_dtype("dot_general", preferred_element_type, result.dtype)
-    if reason := dtypes.why_plain(dtype, lhs=x, rhs=y):
+    reason = why_partial(out_sharding) or dtypes.why_plain(dtype, lhs=x, rhs=y)
+    if reason:
         check_implementation("dot_general", reason, call)
         output = _plain_dot_general(
-            x, y, numbers, epilogue, preferred_element_type, call
+            x, y, numbers, epilogue, preferred_element_type, call, out_sharding
         )
     else:
         product = as_product("dot_general", x, y, numbers)
-        output = run_product(product, dtypes, epilogue, dtype, call)
-    output = weakly_typed(output) if weak else output
+        output = run_product(product, dtypes, epilogue, dtype, call, out_sharding)
+    if weak and is_weak_after(activation, output):
+        output = weakly_typed(output)
     return sharded_as(output, out_sharding)
 
 
@@ -147,10 +151,13 @@ def _plain_dot_general(
     epilogue: Epilogue,
     preferred: object,
     call: Options,
+    out_sharding: Any,
 ) -> jax.Array:
+    where = explicit_part(out_sharding)
+
     def contraction(dtype: Any) -> jax.Array:
         precision: Any = call.matmul_precision
-        return jax.lax.dot_general(x, y, numbers, precision, dtype)
+        return jax.lax.dot_general(x, y, numbers, precision, dtype, out_sharding=where)
 
     def place(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         return undropped("dot_general", name, x, shape)

@@ -4,14 +4,14 @@
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import DTypeName, Graph, GraphWriter, Tensor
-from jax_cudnn.lowering import run_graph
+from jax_cudnn.lowering import entries_of, is_on_explicit_mesh, run_graph
 from jax_cudnn.ops.activations import (
     Activation,
     Held,
@@ -111,6 +111,7 @@ class Fusion:
         dtype: DTypeName,
         order: tuple[int, ...],
         options: Options,
+        out_sharding: object = None,
     ) -> jax.Array:
         """Return the activation times a factor, rounded to a dtype, stored in `order`.
 
@@ -118,8 +119,10 @@ class Fusion:
         activation that the graph cannot hold is applied to the graph's result, and
         gives the same numbers: it gets the sums before they are rounded, and its result
         is multiplied by the factor and rounded once. A factor's array broadcasts to
-        `shape`. A ``gate`` is an activation of this array, within the graph.
+        `shape`. A ``gate`` is an activation of this array, within the graph. Where the
+        operands' shardings contradict each other, ``out_sharding`` decides.
         """
+        wanted = _wanted(out_sharding, shape)
         written = value
         if activation is not None:
             wide = jax_dtype(self.writer.accumulator)
@@ -128,7 +131,8 @@ class Fusion:
             if isinstance(found, Outside):
                 assert gate is None, "it would be outside of its graph"
                 remarked = replace(options, remark=found.remark)
-                sums = self._launch(value, self.writer.accumulator, order, remarked)
+                wide_name = self.writer.accumulator
+                sums = self._launch(value, wide_name, order, remarked, wanted)
                 result = found.function(jnp.reshape(sums, shape))
                 check_result(self._op, result, like)
                 return _rounded(result, sums, factor, dtype)
@@ -139,13 +143,19 @@ class Fusion:
             factors.append(name if gate is None else write(self.writer, gate, name))
         elif factor is not None:
             factors.append(factor)
-        return self._launch(self.scaled(written, factors), dtype, order, options)
+        value = self.scaled(written, factors)
+        return self._launch(value, dtype, order, options, wanted)
 
     def _launch(
-        self, value: str, dtype: DTypeName, order: tuple[int, ...], options: Options
+        self,
+        value: str,
+        dtype: DTypeName,
+        order: tuple[int, ...],
+        options: Options,
+        wanted: tuple[Any, ...] | None,
     ) -> jax.Array:
         graph = self.graph(Result(value, dtype, order))
-        return self.compute(graph, options)[0]
+        return self.compute(graph, options, wanted)[0]
 
     def graph(self, main: Result, others: Sequence[str] = ()) -> Graph:
         """Return the graph of the main result, and of other values as they are."""
@@ -157,9 +167,20 @@ class Fusion:
         )
         return self.writer.finish([self.writer.result(value, final), *others])
 
-    def compute(self, graph: Graph, options: Options) -> list[jax.Array]:
+    def compute(
+        self, graph: Graph, options: Options, wanted: tuple[Any, ...] | None = None
+    ) -> list[jax.Array]:
         """Return the results of a graph of the operands."""
-        return run_graph(graph, [self._arrays[x] for x in graph.inputs], options)
+        operands = [self._arrays[x] for x in graph.inputs]
+        return run_graph(graph, operands, options, wanted=wanted)
+
+
+def _wanted(out_sharding: Any, shape: tuple[int, ...]) -> tuple[Any, ...] | None:
+    """Return how the axes of a result that are not of size 1 are to be sharded."""
+    if out_sharding is None or not is_on_explicit_mesh(out_sharding):
+        return None
+    entries = zip(entries_of(out_sharding, len(shape)), shape, strict=True)
+    return tuple(entry for entry, size in entries if size != 1)
 
 
 class Begun(NamedTuple):

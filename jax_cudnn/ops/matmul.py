@@ -12,8 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
-from jax_cudnn.lowering import sharded_as, weakly_typed
-from jax_cudnn.ops.activations import Activation
+from jax_cudnn.lowering import explicit_part, sharded_as, weakly_typed
+from jax_cudnn.ops.activations import Activation, is_weak_after
 from jax_cudnn.ops.arguments import (
     Precision,
     as_factor,
@@ -24,6 +24,7 @@ from jax_cudnn.ops.arguments import (
     options,
     result_dtype,
     strongly_typed,
+    why_partial,
 )
 from jax_cudnn.ops.fusion import Operand
 from jax_cudnn.ops.plain import Contraction, Epilogue, check_implementation, run_plain
@@ -113,7 +114,8 @@ def matmul(
 
     Returns:
       (..., m, n), without m or n for an operand of rank 1. It is weakly typed if all
-      operands are and `preferred_element_type` is not given.
+      operands are, `preferred_element_type` is not given, and the activation leaves it
+      so: of the named ones, "gelu" and "gelu_exact" do not.
 
     Raises:
       ValueError: shapes that do not fit, an unknown activation or `implementation`, an
@@ -152,7 +154,9 @@ def matmul(
         name: as_factor("matmul", name, value)
         for name, value in (("scale_a", scale_a), ("scale_b", scale_b))
     }
-    output = matmul_with(a, b, epilogue, preferred_element_type, call, scales)
+    output = matmul_with(
+        a, b, epilogue, preferred_element_type, call, scales, out_sharding
+    )
     return sharded_as(output, out_sharding)
 
 
@@ -163,6 +167,7 @@ def matmul_with(
     preferred: object,
     call: Options,
     scales: Mapping[str, jax.Array | float | None] | None = None,
+    out_sharding: object = None,
 ) -> jax.Array:
     """Return a product with any epilogue, and the factors `scale_a` and `scale_b`."""
     scales = scales or {"scale_a": None, "scale_b": None}
@@ -179,11 +184,13 @@ def matmul_with(
         a, b = strongly_typed(a), strongly_typed(b)
     dtypes = common_dtypes("matmul", a, b)
     dtype = result_dtype("matmul", preferred, dtypes.result)
-    if reason := dtypes.why_plain(dtype, a=a, b=b):
+    rest = (dtypes, scales, epilogue)
+    if reason := why_partial(out_sharding) or dtypes.why_plain(dtype, a=a, b=b):
         check_implementation("matmul", reason, call)
-        output = _plain_matmul(a, b, dtypes, scales, epilogue, preferred, call)
+        output = _plain_matmul(a, b, *rest, preferred, call, out_sharding)
     else:
-        output = _fused_matmul(a, b, dtypes, scales, epilogue, dtype, call)
+        output = _fused_matmul(a, b, *rest, dtype, call, out_sharding)
+    weak = weak and is_weak_after(epilogue.activation, output)
     return weakly_typed(output) if weak else output
 
 
@@ -195,6 +202,7 @@ def _fused_matmul(
     epilogue: Epilogue,
     dtype: np.dtype,
     call: Options,
+    out_sharding: object,
 ) -> jax.Array:
     left, right, dropped = _as_matrices(a, b)
     if left.shape[-1] != right.shape[-2]:
@@ -226,7 +234,7 @@ def _fused_matmul(
         scale_b=_scale("scale_b", scale_b, b_sizes, is_vector=b.ndim == 1),
         dropped=dropped,
     )
-    return run_product(product, dtypes, epilogue, dtype, call)
+    return run_product(product, dtypes, epilogue, dtype, call, out_sharding)
 
 
 def _as_matrices(
@@ -246,9 +254,11 @@ def _plain_matmul(
     epilogue: Epilogue,
     preferred: object,
     call: Options,
+    out_sharding: object,
 ) -> jax.Array:
     *matrices, dropped = _as_matrices(a, b)
     rank = max(x.ndim for x in matrices)
+    where = explicit_part(out_sharding, dropped, rank)
     factors: list[jax.Array] = []
     for i, axis, (name, value) in zip((0, 1), (-1, -2), scales.items(), strict=True):
         if value is None:
@@ -268,7 +278,12 @@ def _plain_matmul(
 
     def contraction(dtype: Any) -> jax.Array:
         precision: Any = call.matmul_precision
-        return jnp.matmul(*matrices, precision=precision, preferred_element_type=dtype)
+        return jnp.matmul(
+            *matrices,
+            precision=precision,
+            preferred_element_type=dtype,
+            out_sharding=where,
+        )
 
     def place(name: str, x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         gone = () if name == "scale" else dropped

@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import NormAttributes, norm_graph
-from jax_cudnn.lowering import ones_typed_like, run_graph
+from jax_cudnn.lowering import run_graph, sharded_where_free
 from jax_cudnn.ops.activations import Activation, on_array
 from jax_cudnn.ops.arguments import (
     FLOATS,
@@ -138,7 +138,7 @@ class Norm(NamedTuple):
         self, output: jax.Array, total: jax.Array, statistics: Sequence[jax.Array]
     ) -> jax.Array | tuple[jax.Array, ...]:
         """Return what the call returns, given all of it in its shapes."""
-        output = ones_typed_like(output, total)
+        output = sharded_where_free(output, total)
         if self.activation is not None:
             wide = output.astype(accumulator(self.dtype))
             output = on_array(self.op, self.activation, wide)

@@ -12,7 +12,12 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import AvgPoolAttributes, MaxPoolAttributes, pool_graph
-from jax_cudnn.lowering import run_graph, weakly_typed
+from jax_cudnn.lowering import (
+    gathered_along,
+    run_graph,
+    sharded_where_free,
+    weakly_typed,
+)
 from jax_cudnn.ops.arguments import (
     FLOATS,
     as_operand,
@@ -148,11 +153,14 @@ def max_pool(
         )
         check_implementation("max_pool", reason, call)
         return _largest_with_indices(windows, x)
+    strong = strongly_typed(x)
     if reason := _why_plain(windows, x):
         check_implementation("max_pool", reason, call)
-        return _largest(windows, x)
-    attributes = MaxPoolAttributes(**_fields(windows))
-    return _pooled(windows, x, attributes, call)
+        output = _largest(windows, strong)
+    else:
+        attributes = MaxPoolAttributes(**_fields(windows))
+        output = _pooled(windows, strong, attributes, call)
+    return weakly_typed(output) if is_weak(x) else output
 
 
 def avg_pool(
@@ -225,11 +233,18 @@ def avg_pool(
     windows = windows_of(
         "avg_pool", x, window_shape, strides, padding, dimension_numbers
     )
+    strong = strongly_typed(x)
     if reason := _why_plain(windows, x):
         check_implementation("avg_pool", reason, call)
-        return _average(windows, x, counts_padding=counts_padding)
-    attributes = AvgPoolAttributes(**_fields(windows), count_include_pad=counts_padding)
-    return _pooled(windows, x, attributes, call)
+        output = _average(windows, strong, counts_padding=counts_padding)
+    else:
+        attributes = AvgPoolAttributes(
+            **_fields(windows), count_include_pad=counts_padding
+        )
+        output = _pooled(windows, strong, attributes, call)
+    # As Flax's, which divides by an array where padding does not count.
+    is_like_input = counts_padding and output.dtype == x.dtype
+    return weakly_typed(output) if is_like_input and is_weak(x) else output
 
 
 def _operand(op: str, inputs: ArrayLike) -> jax.Array:
@@ -272,15 +287,13 @@ def _pooled(
     attributes: MaxPoolAttributes | AvgPoolAttributes,
     call: Options,
 ) -> jax.Array:
-    if weak := is_weak(x):
-        x = strongly_typed(x)
     graph = pool_graph(
         tensor("x", x, windows.order, windows.merged_shape(x.shape)),
         attributes=attributes,
     )
     (output,) = run_graph(graph, [x], call)
     output = jnp.reshape(output, windows.result_shape(x.shape))
-    return weakly_typed(output) if weak else output
+    return sharded_where_free(output, x)
 
 
 # --- in JAX's own operations ----------------------------------------------------------
@@ -325,6 +338,8 @@ def _largest_with_indices(
     none = (least(x.dtype), np.asarray(-1, np.int32))
     operands = (jax.lax.stop_gradient(x), places)
     _, indices = windows.reduce(operands, none, _larger)
+    given = x
+    x, indices = (gathered_along(each, axes) for each in (x, indices))
     last = windows.spatial_last(x)
     flat = jnp.reshape(last, (*last.shape[: -len(sizes)], math.prod(sizes)))
     at = windows.spatial_last(indices)
@@ -335,7 +350,7 @@ def _largest_with_indices(
         picked = jnp.take_along_axis(flat, jnp.maximum(chosen, 0), axis=-1)
         picked = jnp.where(chosen >= 0, picked, least(x.dtype))
     values = windows.spatial_back(jnp.reshape(picked, at.shape))
-    return values, indices
+    return sharded_where_free(values, given), sharded_where_free(indices, given)
 
 
 def _larger(a: Sequence[Any], b: Sequence[Any]) -> tuple[Any, Any]:

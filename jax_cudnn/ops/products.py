@@ -19,6 +19,7 @@ from jax_cudnn.ops.arguments import (
     graph_dtype,
     in_front,
     sums_dtype,
+    why_partial,
     why_symbolic,
     why_without_graph,
 )
@@ -47,7 +48,7 @@ class Dtypes(NamedTuple):
 
     def why_plain(self, result: np.dtype, **given: jax.Array) -> str:
         """Return why no graph has the product, in sentences; "" if one has."""
-        if reason := why_symbolic(**given):
+        if reason := why_symbolic(**given) or why_partial(**given):
             return reason
         if not self.has_graph:
             return (
@@ -138,6 +139,7 @@ def run_product(
     epilogue: Epilogue,
     dtype: np.dtype,
     call: Options,
+    out_sharding: object = None,
 ) -> jax.Array:
     """Return the product with what follows it, in a dtype that a graph can give."""
     fusion, value, rounded = begin_product(product, dtypes, dtype)
@@ -160,6 +162,7 @@ def run_product(
         dtype=rounded,
         order=PLAIN,
         options=call,
+        out_sharding=out_sharding,
     ).astype(dtype)
     return jnp.reshape(output, product.shape)
 

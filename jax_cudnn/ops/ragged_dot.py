@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import DTypeName, grouped_matmul_graph
-from jax_cudnn.lowering import is_explicitly_sharded, run_graph, weakly_typed
+from jax_cudnn.lowering import is_explicitly_sharded, run_graph
 from jax_cudnn.ops.activations import Activation, on_array
 from jax_cudnn.ops.arguments import (
     FLOATS,
@@ -21,7 +21,6 @@ from jax_cudnn.ops.arguments import (
     check_integers,
     clipped,
     describe,
-    is_weak,
     options,
     result_dtype,
     strongly_typed,
@@ -93,8 +92,7 @@ def ragged_dot(
       plan: as for :func:`jax_cudnn.conv`. Default None.
 
     Returns:
-      (m, n). It is weakly typed if all operands are and `preferred_element_type` is not
-      given.
+      (m, n).
 
     Raises:
       ValueError: shapes that do not fit, an unknown activation or `implementation`.
@@ -128,8 +126,7 @@ def ragged_dot(
     epilogue = Epilogue.of(
         "ragged_dot", bias=bias, residual=None, activation=activation
     )
-    if weak := preferred_element_type is None and is_weak(a, b, bias):
-        a, b = strongly_typed(a), strongly_typed(b)
+    a, b = strongly_typed(a), strongly_typed(b)
     with on_behalf_of("ragged_dot", "ragged_dot", a="lhs", b="rhs"):
         dtypes = common_dtypes("ragged_dot", a, b)
     dtype = result_dtype("ragged_dot", preferred_element_type, dtypes.result)
@@ -140,7 +137,7 @@ def ragged_dot(
         output = _plain(product, preferred, epilogue)
     else:
         output = _grouped(product, dtypes, dtype, epilogue)
-    return weakly_typed(output) if weak else output
+    return output
 
 
 class _Product(NamedTuple):

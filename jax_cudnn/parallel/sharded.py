@@ -262,10 +262,24 @@ def _program(
         return jax.jit(sharded)
 
     def moved(*arrays: jax.Array) -> Any:
-        shardings = (NamedSharding(mesh, spec) for spec in in_specs)
+        shardings = (NamedSharding(mesh, _typed(mesh, spec)) for spec in in_specs)
         return sharded(*map(reshard, arrays, shardings))
 
     return jax.jit(moved)
+
+
+def _typed(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
+    """Return the part of a sharding that is in types: along the mesh's explicit axes.
+
+    Along the others, `jax.shard_map` moves arrays by itself.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def explicit(entry: Any) -> tuple[str, ...] | None:
+        names = () if entry is None else _names(entry)
+        return tuple(x for x in names if kinds[x] == AxisType.Explicit) or None
+
+    return PartitionSpec(*map(explicit, spec))
 
 
 def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
