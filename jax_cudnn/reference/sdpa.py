@@ -107,11 +107,13 @@ def gradients(
     wanted: Collection[str],
     first_row: int | jax.Array = 0,
     row_count: int | None = None,
+    is_rare: bool = False,
 ) -> dict[str, jax.Array]:
     """Return `backward`'s gradients for rows of the queries from `first_row` on.
 
     There are `row_count` of them in all; None for those that are given. The gradients
-    of bias and sinks are computed where they are `wanted`.
+    of bias and sinks are computed where they are `wanted`. What ``is_rare`` is to
+    compile fast rather than to run fast.
     """
     # Of a row in no sequence too, whose sink is all that it has.
     every_grad_stats = inputs.get("grad_stats", 0)
@@ -127,6 +129,9 @@ def gradients(
         read,
     )
     scores = _hidden(attributes, inputs, modified, first_row)
+    # XLA weighs for long which of these belong in one kernel with the softmax.
+    apart = jax.lax.optimization_barrier if is_rare else lambda x: x
+    scores = apart(scores)
     is_kept = _kept(attributes, inputs, first_row, row_count)
     grad_probabilities = _of_pairs(grad_output, value)
     grad_probabilities = _dropped(grad_probabilities, attributes, is_kept)
@@ -137,6 +142,7 @@ def gradients(
         )
     else:
         probabilities, stats, is_dead = _softmax(scores, inputs.get("sinks"))
+        probabilities = apart(probabilities)
         products = probabilities * grad_probabilities
     delta = jnp.sum(products, axis=-1, keepdims=True)
     if "grad_stats" in inputs:
@@ -385,6 +391,8 @@ def _modified(
     attributes: SdpaAttributes, inputs: Operands, first_row: int | jax.Array
 ) -> ScoreMod:
     """Return the function that the attributes' steps are."""
+    if not attributes.score_mod:
+        return lambda scores: scores
 
     def function(scores: jax.Array) -> jax.Array:
         _, _, s, t = scores.shape
@@ -400,7 +408,7 @@ def _modified(
         for mode, words in map(read_step, attributes.score_mod):
             operands = (_value(word, values, results) for word in words)
             results.append(apply_mode(mode, *operands))
-        return jnp.broadcast_to(results[-1], scores.shape) if results else scores
+        return jnp.broadcast_to(results[-1], scores.shape)
 
     return function
 
@@ -445,28 +453,43 @@ def _visible(
     shape: tuple[int, ...],
     first_row: int | jax.Array,
 ) -> jax.Array | None:
-    _, _, s, t = shape
-    rows = first_row + jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
-    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
     conditions: list[jax.Array] = []
     if sequences.is_packed(attributes, inputs):
         conditions.append(sequences.visible(attributes, inputs, shape, first_row))
     else:
-        if attributes.is_causal:
-            conditions.append(columns <= rows)
-        if attributes.window:
-            left, right = sequences.cut_window(attributes.window)
-            conditions += [rows <= columns + left, rows >= columns - right]
-        if "query_lengths" in inputs:
-            conditions.append(rows < inputs["query_lengths"])
-        if "key_lengths" in inputs:
-            conditions.append(columns < inputs["key_lengths"])
+        conditions += _seen_positions(attributes, inputs, shape, first_row)
     if "mask" in inputs:
         conditions.append(inputs["mask"])
     if not conditions:
         return None
     is_visible = functools.reduce(jnp.logical_and, conditions)
     return jnp.broadcast_to(is_visible, shape)
+
+
+def _seen_positions(
+    attributes: SdpaAttributes,
+    inputs: Operands,
+    shape: tuple[int, ...],
+    first_row: int | jax.Array,
+) -> list[jax.Array]:
+    """Return what causality, a window and lengths say of rows and columns."""
+    lengths = {"query_lengths", "key_lengths"}.intersection(inputs)
+    if not (attributes.is_causal or attributes.window or lengths):
+        return []
+    _, _, s, t = shape
+    rows = first_row + jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
+    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
+    conditions: list[jax.Array] = []
+    if attributes.is_causal:
+        conditions.append(columns <= rows)
+    if attributes.window:
+        left, right = sequences.cut_window(attributes.window)
+        conditions += [rows <= columns + left, rows >= columns - right]
+    if "query_lengths" in inputs:
+        conditions.append(rows < inputs["query_lengths"])
+    if "key_lengths" in inputs:
+        conditions.append(columns < inputs["key_lengths"])
+    return conditions
 
 
 def _mix(weights: jax.Array, value: jax.Array) -> jax.Array:
