@@ -10,6 +10,9 @@ reading and writing all of it in each call.
 So the kernel gets a log-sum-exp for such rows that makes their probabilities 0, and the
 reference adds their gradients, a few heads and rows at a time, where a cotangent is not
 0. Whether there are such rows, the log-sum-exp tells before the kernel runs.
+
+All of this is in every program with a bias and rarely runs, so it is written to compile
+fast: docs/internals/design.md says how.
 """
 
 import functools
