@@ -61,6 +61,47 @@ def test_models_compute_the_same_by_each_kit(tmp_path: Path) -> None:
     assert all(f"| {model} |" in page for model, *_ in found)
 
 
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(3))
+def test_models_that_compile_for_long_compute_the_same_by_each_kit(number: int) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    jax_steps, kits, biased = (
+        importlib.import_module(f"benchmarks.models.{name}")
+        for name in ("jax_steps", "kits", "biased")
+    )
+    model = biased.slow_to_compile(small=True)[number]
+    losses: list[float] = []
+    for kit in (kits.PlainKit(), kits.CudnnKit()):
+        step, *operands = jax_steps.program(
+            model, kit, *jax_steps.drawn(model), rate=1e-3, is_training=True
+        )
+        step = jax.jit(step)
+        state, first = step(*operands)
+        losses += [float(first), float(step(state, operands[1])[1])]
+    first, second = losses[:2]
+    assert first != second
+    assert losses[2:] == pytest.approx(losses[:2], rel=0.03)
+
+
+@pytest.mark.thorough
+def test_compile_times_are_told_of_each_model(tmp_path: Path) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    flags = ("--small", "--only", "T5|GPT", "--out", str(tmp_path))
+    done = _run("benchmarks.compile_times", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "compile_times.json").read_text())["rows"]
+    found = [(row["model"], row["contender"]) for row in rows]
+    assert found == [
+        (model, contender)
+        for model in ("GPT-2 small", "T5-like")
+        for contender in ("plain JAX", "jax_cudnn")
+    ]
+    assert all(row["compile_s"] > 0 and row["characters"] > 1000 for row in rows)
+    page = (tmp_path / "compile_times.md").read_text()
+    assert "| T5-like | 2 x 16 |" in page
+    assert "Goal, at most 1.2 of plain JAX's time or 2 s more: " in page
+
+
 @pytest.mark.parametrize(
     ("name", "cell", "other", "contenders"),
     [

@@ -455,11 +455,46 @@ def test_the_loop_is_left_out_where_no_row_is_far(
     results = kernel(legal.before(operands))
     text = str(jax.make_jaxpr(legal.usual.after)(operands, results))
     assert "while" not in text
+    # Nothing hides rows from the kernel that there are not.
+    assert "clamp" in str(jax.make_jaxpr(legal.before)(operands))
+    assert "clamp" not in str(jax.make_jaxpr(legal.usual.before)(operands))
     with jax.disable_jit():  # the kernel is NumPy's
         found = legal.run(kernel, operands)
         expected = legal.after(operands, results)
     for x, y in zip(found, expected, strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def _lowered(layers: int, *, is_causal: bool = False, with_bias: bool = True) -> str:
+    """Return the "cuda" text of the gradients of attentions that share a bias."""
+
+    def loss(x: jax.Array, bias: jax.Array) -> jax.Array:
+        for _ in range(layers):
+            given = bias if with_bias else None
+            x = sdpa(x, x, x, given, is_causal=is_causal)
+        return jnp.sum(x.astype(jnp.float32)) + jnp.sum(bias.astype(jnp.float32))
+
+    x = jax.ShapeDtypeStruct((16, 512, 12, 64), jnp.bfloat16)
+    bias = jax.ShapeDtypeStruct((1, 12, 512, 512), jnp.bfloat16)
+    traced = jax.jit(jax.grad(loss, (0, 1))).trace(x, bias)
+    return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_calls_of_a_program_share_the_branch(is_causal: bool) -> None:
+    one, four = (_lowered(layers, is_causal=is_causal) for layers in (1, 4))
+    for text in (one, four):
+        assert text.count("stablehlo.while") == text.count("stablehlo.case") == 1
+        assert text.count("stablehlo.dot_general") == 5
+    # Each further call is little more than one without a bias.
+    bare = [len(_lowered(layers, with_bias=False)) for layers in (1, 4)]
+    assert len(four) - len(one) < 1.2 * (bare[1] - bare[0])
+
+
+def test_the_branch_is_short() -> None:
+    text = _lowered(1)
+    assert len(text) < 6 * len(_lowered(1, with_bias=False))
+    assert text.count("\n") < 300
 
 
 def test_a_gradient_without_bias_has_no_loop() -> None:

@@ -116,6 +116,34 @@ class PlainKit(Composed):
             q, k, v, is_causal=is_causal, implementation="cudnn" if on_gpu else "xla"
         )
 
+    def biased_attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        bias: Any,
+        *,
+        mask: Any = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        """Return attention with a bias, a mask or neither."""
+        # JAX's cuDNN takes even lengths alone beside a bias.
+        is_taken = q.shape[1] % 2 == k.shape[1] % 2 == 0
+        on_gpu = jax.default_backend() == "gpu" and is_taken
+        return jax.nn.dot_product_attention(
+            q, k, v, bias, mask,
+            is_causal=is_causal,
+            implementation="cudnn" if on_gpu else "xla",
+        )  # fmt: skip
+
+    def bias(self, x: jax.Array) -> jax.Array:
+        """Return a bias (1, h, s, t), of one whose heads are the last axis."""
+        return jnp.transpose(x, (2, 0, 1))[None]
+
+    def rolled(self, x: jax.Array, places: int) -> jax.Array:
+        """Return images, moved around along both axes of space."""
+        return jnp.roll(x, (places, places), (1, 2))
+
     def written(self, cache: jax.Array, x: jax.Array) -> jax.Array:
         """Return a cache with its last token replaced."""
         return jax.lax.dynamic_update_slice_in_dim(cache, x, cache.shape[1] - 1, 1)
@@ -137,6 +165,16 @@ class PlainKit(Composed):
         variance = jnp.mean(jnp.square(wide - mean), -1, keepdims=True)
         y = (wide - mean) * jax.lax.rsqrt(variance + 1e-6)
         return (y * scale + bias).astype(x.dtype)
+
+    def group_norm(
+        self, x: Any, scale: Any, bias: Any, groups: int, activation: Any
+    ) -> jax.Array:
+        """Return activation(group norm of images)."""
+        wide = x.astype(jnp.float32).reshape(*x.shape[:-1], groups, -1)
+        mean = jnp.mean(wide, (1, 2, 4), keepdims=True)
+        variance = jnp.mean(jnp.square(wide - mean), (1, 2, 4), keepdims=True)
+        y = ((wide - mean) * jax.lax.rsqrt(variance + 1e-6)).reshape(x.shape)
+        return _ACTIVATIONS[activation](y * scale + bias).astype(x.dtype)
 
     def rms_norm(self, x: jax.Array, scale: jax.Array) -> jax.Array:
         """Return the RMS norm over the last axis."""
@@ -267,6 +305,19 @@ class CudnnKit(PlainKit):
         output = jax_cudnn.qkv_sdpa(parts, is_causal=is_causal)
         return output.reshape(b, s, d // 3)
 
+    def biased_attention(
+        self,
+        q: Any,
+        k: Any,
+        v: Any,
+        bias: Any,
+        *,
+        mask: Any = None,
+        is_causal: bool = False,
+    ) -> jax.Array:
+        """Return attention with a bias, a mask or neither."""
+        return jax_cudnn.sdpa(q, k, v, bias, mask, is_causal=is_causal)
+
     def attend_lengths(self, q: Any, k: Any, v: Any, lengths: Any) -> jax.Array:
         """Return attention of a token over caches of some lengths."""
         return jax_cudnn.sdpa(q, k, v, key_value_seq_lengths=lengths)
@@ -274,6 +325,14 @@ class CudnnKit(PlainKit):
     def layer_norm(self, x: jax.Array, scale: jax.Array, bias: jax.Array) -> Any:
         """Return the layer norm over the last axis."""
         return jax_cudnn.layer_norm(x, scale, bias)
+
+    def group_norm(
+        self, x: Any, scale: Any, bias: Any, groups: int, activation: Any
+    ) -> Any:
+        """Return activation(group norm of images)."""
+        return jax_cudnn.group_norm(
+            x, scale, bias, groups=groups, activation=activation
+        )
 
     def rms_norm(self, x: jax.Array, scale: jax.Array) -> Any:
         """Return the RMS norm over the last axis."""

@@ -57,10 +57,13 @@ class Weights:
     def _next(self, shape: Shape, kind: Kind, spread: float, mean: float = 0.0) -> Any:
         if self._given is not None:
             return self._kit.weight(next(self._given))
-        drawn = mean + spread * self._rng.standard_normal(shape, np.float32)
+        drawn = self._drawn(shape, spread, mean)
         self.drawn.append(drawn)
         self.kinds.append(kind)
         return self._kit.weight(self._kit.array(drawn))
+
+    def _drawn(self, shape: Shape, spread: float, mean: float) -> np.ndarray:
+        return mean + spread * self._rng.standard_normal(shape, np.float32)
 
 
 class Composed:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Attributes, DTypeName, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.walks import made_by
-from jax_cudnn.legalize.legalization import After, Arrays, Legal, Usual
+from jax_cudnn.legalize.legalization import After, Arrays, Before, Legal, Usual
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # Arrays by the names of their tensors.
@@ -26,13 +26,15 @@ def _as_it_is(x: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rare:
-    """A last step on the results, for operands of which ``happens`` is true.
+    """A first and a last step, for operands of which ``happens`` is true.
 
-    ``after`` gets the original operands and the results, which it edits.
+    ``before`` edits the original operands. ``after`` gets the original operands and the
+    results, which it edits.
     """
 
     happens: Callable[[Env], jax.Array]
     after: _AfterStep
+    before: _BeforeStep | None = None
 
 
 @dataclass(slots=True)
@@ -40,7 +42,7 @@ class GraphEditor:
     """A graph while it is edited; its tensors keep their names.
 
     ``before`` steps edit the operands, in order. ``after`` steps edit the results, the
-    last added first, and get the original operands as well. ``rare`` comes after these.
+    last added first, and get the original operands as well. ``rare`` is around these.
     ``operands`` and ``results`` are what the original graph takes and gives.
     """
 
@@ -241,11 +243,14 @@ class GraphEditor:
             # fusion.py has none to give to a contraction's steps, which read none.
             return dict(zip(names, operands, strict=bool(operands)))
 
-        def before(operands: Sequence[jax.Array]) -> Arrays:
-            env = given(operands)
-            for step in first:
-                step(env)
-            return tuple(env[name] for name in graph.inputs)
+        def before_by(steps: tuple[_BeforeStep, ...]) -> Before:
+            def before(operands: Sequence[jax.Array]) -> Arrays:
+                env = given(operands)
+                for step in steps:
+                    step(env)
+                return tuple(env[name] for name in graph.inputs)
+
+            return before
 
         def after_by(steps: tuple[_AfterStep, ...]) -> After:
             def after(
@@ -261,13 +266,21 @@ class GraphEditor:
 
         legal = Legal(
             graph=graph,
-            before=before,
+            before=before_by(first),
             after=after_by(last),
             notes=tuple(self.notes),
         )
         if (rare := self.rare) is None:
             return legal
         usual = Usual(
-            holds=lambda operands: ~rare.happens(given(operands)), after=legal.after
+            holds=lambda operands: ~rare.happens(given(operands)),
+            before=legal.before,
+            after=legal.after,
         )
-        return replace(legal, after=after_by((*last, rare.after)), usual=usual)
+        start = () if rare.before is None else (rare.before,)
+        return replace(
+            legal,
+            before=before_by((*start, *first)),
+            after=after_by((*last, rare.after)),
+            usual=usual,
+        )

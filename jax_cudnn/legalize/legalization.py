@@ -9,19 +9,22 @@ import jax
 from jax_cudnn.graph import Graph, Target
 
 Arrays = tuple[jax.Array, ...]
+# Maps the original operands to those of the kernel.
+Before = Callable[[Sequence[jax.Array]], Arrays]
 # Maps (original operands, results of the kernel) to the original graph's results.
 After = Callable[[Sequence[jax.Array], Sequence[jax.Array]], Arrays]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usual:
-    """What suffices after the kernel for operands that need no special care.
+    """What suffices around the kernel for operands that need no special care.
 
     ``holds`` says of the original operands, as a bool computed with them, whether
-    ``after`` gives the results that the whole of ``Legal.after`` would give.
+    ``before`` and ``after`` give the results that those of ``Legal`` would give.
     """
 
     holds: Callable[[Sequence[jax.Array]], jax.Array]
+    before: Before
     after: After
 
 
@@ -43,7 +46,7 @@ class Legal:
     """
 
     graph: Graph
-    before: Callable[[Sequence[jax.Array]], Arrays]
+    before: Before
     after: After
     usual: Usual | None = None
     notes: tuple[str, ...] = ()
@@ -72,16 +75,14 @@ class Legal:
         reads the answer, and then only until the kernel starts.
         """
 
-        def by(after: After) -> Arrays:
-            return after(operands, kernel(self.before(operands)))
+        def by(way: Legal | Usual) -> Arrays:
+            return way.after(operands, kernel(way.before(operands)))
 
         if self.usual is None:
-            return by(self.after)
+            return by(self)
         usual = self.usual
         kernel = jax.jit(kernel)  # One launch in the program's text for both ways.
-        return jax.lax.cond(
-            usual.holds(operands), lambda: by(usual.after), lambda: by(self.after)
-        )
+        return jax.lax.cond(usual.holds(operands), lambda: by(usual), lambda: by(self))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +99,9 @@ def given_more(
 ) -> Legal:
     """Return a rewriting that makes some of its operands itself."""
 
+    def before_of(before: Before) -> Before:
+        return lambda operands: before(more(operands))
+
     def after_of(after: After) -> After:
         return lambda operands, results: after(more(operands), results)
 
@@ -105,11 +109,13 @@ def given_more(
     if usual is not None:
         holds = usual.holds
         usual = Usual(
-            holds=lambda operands: holds(more(operands)), after=after_of(usual.after)
+            holds=lambda operands: holds(more(operands)),
+            before=before_of(usual.before),
+            after=after_of(usual.after),
         )
     return replace(
         legal,
-        before=lambda operands: legal.before(more(operands)),
+        before=before_of(legal.before),
         after=after_of(legal.after),
         usual=usual,
     )

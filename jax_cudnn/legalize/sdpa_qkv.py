@@ -21,6 +21,7 @@ from jax_cudnn.legalize import sdpa
 from jax_cudnn.legalize.legalization import (
     After,
     Arrays,
+    Before,
     Legal,
     Legalization,
     Rule,
@@ -123,11 +124,14 @@ class _Divided:
 
             return own
 
+        def before_of(before: Before) -> Before:
+            return lambda operands: before(self._operands(operands))
+
         return replace(
             legal,
-            before=lambda operands: legal.before(self._operands(operands)),
+            before=before_of(legal.before),
             after=after_of(legal.after),
-            usual=self._usual(legal, after_of),
+            usual=self._usual(legal, before_of, after_of),
             notes=(*legal.notes, note),
         )
 
@@ -145,11 +149,14 @@ class _Divided:
         unread = look.unread(self.graph.inputs)
         others = [name for name in legal.graph.inputs if name not in _ROLES]
 
-        def before(operands: Sequence[jax.Array]) -> Arrays:
-            made = legal.before(self._operands(operands, unread))
-            values = dict(zip(legal.graph.inputs, made, strict=True))
-            qkv = operands[self._inputs.index("qkv")]
-            return (qkv, *(values[name] for name in others))
+        def before_of(before: Before) -> Before:
+            def own(operands: Sequence[jax.Array]) -> Arrays:
+                made = before(self._operands(operands, unread))
+                values = dict(zip(legal.graph.inputs, made, strict=True))
+                qkv = operands[self._inputs.index("qkv")]
+                return (qkv, *(values[name] for name in others))
+
+            return own
 
         def after_of(after: After) -> After:
             return self._after_in_place(after, legal.graph, graph)
@@ -157,9 +164,9 @@ class _Divided:
         return replace(
             legal,
             graph=graph,
-            before=before,
+            before=before_of(legal.before),
             after=after_of(legal.after),
-            usual=self._usual(legal, after_of),
+            usual=self._usual(legal, before_of, after_of),
         )
 
     def _after_in_place(self, after: After, divided: Graph, graph: Graph) -> After:
@@ -195,7 +202,12 @@ class _Divided:
 
         return own
 
-    def _usual(self, legal: Legal, after_of: Callable[[After], After]) -> Usual | None:
+    def _usual(
+        self,
+        legal: Legal,
+        before_of: Callable[[Before], Before],
+        after_of: Callable[[After], After],
+    ) -> Usual | None:
         if (usual := legal.usual) is None:
             return None
         look = _Look(
@@ -204,6 +216,7 @@ class _Divided:
         unread = look.unread(self.graph.inputs)
         return Usual(
             holds=lambda operands: usual.holds(self._operands(operands, unread)),
+            before=before_of(usual.before),
             after=after_of(usual.after),
         )
 

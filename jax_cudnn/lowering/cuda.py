@@ -144,7 +144,17 @@ def _read_by_sums(graph: Graph) -> dict[str, Keep]:
 def run_cudnn(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """Return the part's results by cuDNN, with the array work before and after it."""
     assert step.legal is not None, "XLA runs the others"
+    run = _run_cudnn if step.legal.usual is None else _run_shared
+    return run(step, *operands)
+
+
+def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+    assert step.legal is not None
     return step.legal.run(functools.partial(_launch, step), operands)
+
+
+# A step with two ways is long. A program has it once, for all of its calls.
+_run_shared = jax.jit(_run_cudnn, static_argnums=0)
 
 
 def _launch(step: Step, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:

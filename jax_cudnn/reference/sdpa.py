@@ -26,7 +26,7 @@ ScoreMod = Callable[[jax.Array], jax.Array]
 
 
 class Weights(NamedTuple):
-    """exp(logits - their maximum) of each row, their sum and their log-sum-exp.
+    """exp(logits - top) of each row, where top is their maximum, and their sum.
 
     Of a row that sees no key the sum is given as 1/2, and the log-sum-exp is -inf. A
     sink is part of sum and log-sum-exp; the weights may then be relative to it.
@@ -34,15 +34,22 @@ class Weights(NamedTuple):
 
     unnormalised: jax.Array
     total: jax.Array
-    stats: jax.Array
+    top: jax.Array
     is_dead: jax.Array
+
+    @property
+    def probabilities(self) -> jax.Array:
+        """The softmax."""
+        return self.unnormalised / self.total
+
+    @property
+    def stats(self) -> jax.Array:
+        """The log-sum-exp."""
+        return jnp.where(self.is_dead, -jnp.inf, self.top + jnp.log(self.total))
 
 
 class _Softmax(NamedTuple):
-    """The softmax of the logits over keys; ``stats`` is their log-sum-exp.
-
-    A sink takes its share of the softmax and is part of the log-sum-exp.
-    """
+    """The part of a softmax that some keys have; ``stats`` is that of all keys."""
 
     probabilities: jax.Array
     stats: jax.Array
@@ -67,7 +74,7 @@ def forward(
     scores = _scores(attributes, inputs)
     modified = _modified(attributes, inputs, 0) if score_mod is None else score_mod
     hidden = _hidden(attributes, inputs, modified(scores))
-    softmax = _softmax(hidden, inputs.get("sinks"))
+    softmax = weights_of(hidden, inputs.get("sinks"))
     dropped = _dropped(softmax.probabilities, attributes, _kept(attributes, inputs))
     largest = largest_logits(hidden)
     shift = jnp.where(largest == -jnp.inf, 0, largest)
@@ -107,11 +114,13 @@ def gradients(
     wanted: Collection[str],
     first_row: int | jax.Array = 0,
     row_count: int | None = None,
+    is_rare: bool = False,
 ) -> dict[str, jax.Array]:
     """Return `backward`'s gradients for rows of the queries from `first_row` on.
 
     There are `row_count` of them in all; None for those that are given. The gradients
-    of bias and sinks are computed where they are `wanted`.
+    of bias and sinks are computed where they are `wanted`. What ``is_rare`` is to
+    compile fast rather than to run fast.
     """
     # Of a row in no sequence too, whose sink is all that it has.
     every_grad_stats = inputs.get("grad_stats", 0)
@@ -127,20 +136,26 @@ def gradients(
         read,
     )
     scores = _hidden(attributes, inputs, modified, first_row)
+    # XLA weighs for long which of these belong in one kernel with the softmax.
+    apart = jax.lax.optimization_barrier if is_rare else lambda x: x
+    scores = apart(scores)
     is_kept = _kept(attributes, inputs, first_row, row_count)
     grad_probabilities = _of_pairs(grad_output, value)
     grad_probabilities = _dropped(grad_probabilities, attributes, is_kept)
+    softmax: _Softmax | Weights
     if attributes.is_partial:
-        probabilities, stats, is_dead = _part_of_softmax(scores, inputs["stats"])
+        softmax = _part_of_softmax(scores, inputs["stats"])
+        probabilities = softmax.probabilities
         products = inputs["output"].astype(scores.dtype) * grad_output.astype(
             scores.dtype
         )
     else:
-        probabilities, stats, is_dead = _softmax(scores, inputs.get("sinks"))
+        softmax = weights_of(scores, inputs.get("sinks"))
+        probabilities = apart(softmax.probabilities)
         products = probabilities * grad_probabilities
     delta = jnp.sum(products, axis=-1, keepdims=True)
     if "grad_stats" in inputs:
-        delta = delta - jnp.where(is_dead, 0, inputs["grad_stats"])
+        delta = delta - jnp.where(softmax.is_dead, 0, inputs["grad_stats"])
     grad_logits = probabilities * (grad_probabilities - delta)
     if "grad_max_logit" in inputs:
         grad_logits += _slopes_of_largest(scores, inputs["grad_max_logit"])
@@ -170,7 +185,7 @@ def gradients(
         # The cotangent of a row without keys is that of its log-sum-exp alone.
         has_keys = jnp.any(scores != -jnp.inf, axis=-1, keepdims=True)
         slope = jnp.where(has_keys, -delta, every_grad_stats)
-        share = share_of_sinks(inputs["sinks"], stats)
+        share = share_of_sinks(inputs["sinks"], softmax.stats)
         results["grad_sinks"] = summed_like(inputs["sinks"], share * slope)
     return results
 
@@ -321,14 +336,9 @@ def weights_of(logits: jax.Array, sinks: jax.Array | None = None) -> Weights:
     return Weights(
         unnormalised=weights,
         total=total,
-        stats=jnp.where(is_dead, -jnp.inf, top + jnp.log(total)),
+        top=top,
         is_dead=is_dead,
     )
-
-
-def _softmax(logits: jax.Array, sinks: jax.Array | None = None) -> _Softmax:
-    weights, total, stats, is_dead = weights_of(logits, sinks)
-    return _Softmax(probabilities=weights / total, stats=stats, is_dead=is_dead)
 
 
 def _part_of_softmax(logits: jax.Array, stats: jax.Array) -> _Softmax:
@@ -386,6 +396,8 @@ def _modified(
     attributes: SdpaAttributes, inputs: Operands, first_row: int | jax.Array
 ) -> ScoreMod:
     """Return the function that the attributes' steps are."""
+    if not attributes.score_mod:
+        return lambda scores: scores
 
     def function(scores: jax.Array) -> jax.Array:
         _, _, s, t = scores.shape
@@ -401,7 +413,7 @@ def _modified(
         for mode, words in map(read_step, attributes.score_mod):
             operands = (_value(word, values, results) for word in words)
             results.append(apply_mode(mode, *operands))
-        return jnp.broadcast_to(results[-1], scores.shape) if results else scores
+        return jnp.broadcast_to(results[-1], scores.shape)
 
     return function
 
@@ -446,28 +458,43 @@ def _visible(
     shape: tuple[int, ...],
     first_row: int | jax.Array,
 ) -> jax.Array | None:
-    _, _, s, t = shape
-    rows = first_row + jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
-    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
     conditions: list[jax.Array] = []
     if sequences.is_packed(attributes, inputs):
         conditions.append(sequences.visible(attributes, inputs, shape, first_row))
     else:
-        if attributes.is_causal:
-            conditions.append(columns <= rows)
-        if attributes.window:
-            left, right = sequences.cut_window(attributes.window)
-            conditions += [rows <= columns + left, rows >= columns - right]
-        if "query_lengths" in inputs:
-            conditions.append(rows < inputs["query_lengths"])
-        if "key_lengths" in inputs:
-            conditions.append(columns < inputs["key_lengths"])
+        conditions += _seen_positions(attributes, inputs, shape, first_row)
     if "mask" in inputs:
         conditions.append(inputs["mask"])
     if not conditions:
         return None
     is_visible = functools.reduce(jnp.logical_and, conditions)
     return jnp.broadcast_to(is_visible, shape)
+
+
+def _seen_positions(
+    attributes: SdpaAttributes,
+    inputs: Operands,
+    shape: tuple[int, ...],
+    first_row: int | jax.Array,
+) -> list[jax.Array]:
+    """Return what causality, a window and lengths say of rows and columns."""
+    lengths = {"query_lengths", "key_lengths"}.intersection(inputs)
+    if not (attributes.is_causal or attributes.window or lengths):
+        return []
+    _, _, s, t = shape
+    rows = first_row + jnp.arange(s, dtype=jnp.int32).reshape(1, 1, s, 1)
+    columns = jnp.arange(t, dtype=jnp.int32).reshape(1, 1, 1, t)
+    conditions: list[jax.Array] = []
+    if attributes.is_causal:
+        conditions.append(columns <= rows)
+    if attributes.window:
+        left, right = sequences.cut_window(attributes.window)
+        conditions += [rows <= columns + left, rows >= columns - right]
+    if "query_lengths" in inputs:
+        conditions.append(rows < inputs["query_lengths"])
+    if "key_lengths" in inputs:
+        conditions.append(columns < inputs["key_lengths"])
+    return conditions
 
 
 def _mix(weights: jax.Array, value: jax.Array) -> jax.Array:
@@ -495,6 +522,9 @@ def _of_pairs(x: jax.Array, y: jax.Array) -> jax.Array:
 
 def grouped_einsum(formula: str, x: jax.Array, y: jax.Array) -> jax.Array:
     """Contract x (b, h, s, .) with y (b, k, t, .), each key head serving h/k heads."""
+    if x.shape[1] == y.shape[1]:
+        formula = formula.replace("g", "")
+        return jnp.einsum(formula, x, y, preferred_element_type=_accumulator(x))
     b, h, s, _ = x.shape
     product = jnp.einsum(
         formula,
@@ -510,6 +540,9 @@ def _sum_over_group(
 ) -> jax.Array:
     """Contract x and y, both (b, h, s, .), over s and each group of query heads."""
     k = like.shape[1]
+    if x.shape[1] == k:
+        formula = formula.replace("g", "")
+        return jnp.einsum(formula, x, y, preferred_element_type=_accumulator(x))
     return jnp.einsum(
         formula,
         _split_heads(x, k),
