@@ -186,6 +186,48 @@ def test_query_heads_on_more_devices_than_key_heads(
     assert forward.output_shardings.is_equivalent_to(placed[0].sharding, 4)
 
 
+_GROUPED = {
+    "bshd": lambda q, k, v: jax_cudnn.sdpa(q, k, v, is_causal=True),
+    "bhsd": lambda q, k, v: jax_cudnn.sdpa(
+        q, k, v, jnp.cos(jnp.arange(8.0))[None, :, None, None], layout="bhsd"
+    ),
+    "sbhd": lambda q, k, v: jax_cudnn.sdpa(q, k, v, local_window_size=2, layout="sbhd"),
+    "cached": lambda q, k, v: jax_cudnn.cached_sdpa(q[:, :2], k, v, jnp.array([5, 7])),
+}
+
+
+@pytest.mark.parametrize("name", _GROUPED)
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "sizes", [{"x": 8}, {"x": 2, "y": 4}, {"x": 4, "y": 2}], ids=str
+)
+def test_query_heads_in_types_on_more_devices_than_key_heads(
+    name: str, key_heads: int, sizes: dict[str, int]
+) -> None:
+    function, layout = _GROUPED[name], name if name != "cached" else "bshd"
+    rng = np.random.default_rng(key_heads)
+    shapes = [{"b": 2, "s": 7, "h": h, "d": 8} for h in (8, key_heads, key_heads)]
+    operands = [
+        jnp.asarray(rng.standard_normal([x[axis] for axis in layout]), jnp.float32)
+        for x in shapes
+    ]
+    mesh = mesh_of(AxisType.Explicit, **sizes)
+    heads = PartitionSpec(*(tuple(sizes) if x == "h" else None for x in layout))
+    specs = (heads, PartitionSpec(), PartitionSpec())
+    program = jax.jit(functools.partial(run, function))
+    want = program(*operands)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, spec) for x, spec in zip(operands, specs, strict=True)
+        ]
+        _assert_same(program(*placed), want)
+        forward = jax.jit(function).lower(*placed).compile().as_text()
+        output = jax.typeof(jax.jit(function)(*placed)).sharding.spec
+    if name != "cached" or key_heads in (1, sizes["x"]):
+        assert "all-gather" not in forward
+        assert output == PartitionSpec(*heads, *(None,) * (4 - len(heads)))
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_with_shardings_in_types(name: str) -> None:
     feature = FEATURES[name]

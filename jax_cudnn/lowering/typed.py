@@ -20,6 +20,7 @@ from jax_cudnn.graph import (
     derivative_of,
     is_anchor,
 )
+from jax_cudnn.graph.factors import Product
 from jax_cudnn.lowering.array_types import (
     axes_in,
     explicit_mesh,
@@ -265,13 +266,14 @@ def _conflict(
         for i, (product, cut) in enumerate(
             zip(division.factors.axes[name], cuts, strict=True)
         ):
-            kept = [division.cuts[f].axes for f in product if f in division.cuts]
-            wanted = None if cut is None else cut.effective
-            is_kept = wanted in (None, NamedCut(sum(kept, ())).effective)
-            if is_kept or not results.issuperset(product) or not product:
+            if cut is None or _keeps(division, product, cut):
                 continue
-            if division.factors.whole.isdisjoint(product):
-                shown = ", ".join(axis for axis, _ in cut.axes) if cut else ""
+            if not product or not results.issuperset(product):
+                continue
+            # A cut that its axis does not take at all is nobody else's fault.
+            alone = divide(division.factors, [(name, _only(cuts, i))])
+            if _keeps(alone, product, cut):
+                shown = ", ".join(axis for axis, _ in cut.axes)
                 return (
                     f"{operation_in(graph)}: axis {i} of {name} is sharded along "
                     f"{shown} of the mesh, and another operand's sharding along the "
@@ -280,3 +282,13 @@ def _conflict(
                     "mesh with AxisType.Auto."
                 )
     return ""
+
+
+def _keeps(division: Division[NamedCut], product: Product, cut: NamedCut) -> bool:
+    """Whether an axis that has these factors is cut among devices as it should be."""
+    kept = [division.cuts[f].axes for f in product if f in division.cuts]
+    return cut.effective in (None, NamedCut(sum(kept, ())).effective)
+
+
+def _only(cuts: Sequence[NamedCut | None], axis: int) -> list[NamedCut | None]:
+    return [cut if i == axis else None for i, cut in enumerate(cuts)]

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs attention's graph on operands that are checked, as `jax_cudnn.sdpa` has them."""
 
+import itertools
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -9,7 +11,14 @@ import jax.numpy as jnp
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes, Tensor, sdpa_graph, sdpa_qkv_graph
-from jax_cudnn.lowering import explicit_spec, run_graph, sharded_where_free
+from jax_cudnn.lowering import (
+    axes_in,
+    explicit_mesh,
+    explicit_spec,
+    run_graph,
+    sharded_where_free,
+    typed_as,
+)
 from jax_cudnn.ops.arguments import tensor
 from jax_cudnn.ops.layouts import Layout, order_of, sizes_in
 from jax_cudnn.ops.qkv import Qkv
@@ -126,6 +135,8 @@ def attend(
 
     These two are (b, h, s, 1).
     """
+    if operands.qkv is None:
+        operands = _with_heads_of_devices(operands)
     given, qkv = operands.given, operands.qkv
     tensors = sdpa_tensors(given, operands.layout)
     if qkv is None:
@@ -151,6 +162,37 @@ def attend(
     output, *rows = run_graph(graph, arrays, call, wanted=wanted)
     axes = [(i, i) for i in range(output.ndim - 1)]
     return [sharded_where_free(output, given["query"], axes), *rows]
+
+
+def _with_heads_of_devices(operands: Operands) -> Operands:
+    """Return operands with a key head for each device that has query heads by its type.
+
+    Where several devices share a key head, each gets a copy of it. The name of an axis
+    of a mesh does not say which of them these are.
+    """
+    query, axis = operands.query, operands.layout.index("h")
+    names = axes_in(explicit_spec(query)[axis])
+    if not names:
+        return operands
+    sizes, heads = explicit_mesh([query]).shape, operands.key.shape[axis]
+    counts = [*itertools.accumulate((sizes[name] for name in names), operator.mul)]
+    is_shared = counts[-1] % max(heads, 1) == 0 and query.shape[axis] % counts[-1] == 0
+    if not is_shared or heads in (0, 1, *counts):
+        return operands
+
+    def of_devices(x: jax.Array) -> jax.Array:
+        spec = [*explicit_spec(x)]
+        spec[axis] = names
+        repeated = jnp.repeat(x, counts[-1] // heads, axis)
+        return typed_as(repeated, spec, like=[query])
+
+    own = [explicit_spec(x) for x in (operands.key, operands.value)]
+    taken = {name for spec in own for entry in spec for name in axes_in(entry)}
+    if any(spec[axis] for spec in own) or not taken.isdisjoint(names):
+        return operands
+    return operands._replace(
+        key=of_devices(operands.key), value=of_devices(operands.value)
+    )
 
 
 def _sharding_of_query(given: Mapping[str, jax.Array]) -> tuple[Any, ...]:
