@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_cudnn import masks, parallel
+from jax_cudnn import UnsupportedError, masks, parallel
 from tests.dense import dense_attention
 from tests.devices import mesh_of
 
@@ -111,3 +111,78 @@ def test_a_bias_of_one_row_on_a_device_with_one_query(
     want = jax.value_and_grad(dense, (0, 1, 2, 3))(q, k, v, bias)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
     jax.tree.map(close, got, want)
+
+
+_READS: dict[str, Any] = {
+    "query": lambda x, b, h, i, j, table: x + table[i],
+    "key": lambda x, b, h, i, j, table: x * table[j],
+    "distance": lambda x, b, h, i, j, table: x + table[jnp.abs(i - j)],
+    "chosen": lambda x, b, h, i, j, table: jnp.where(i % 3 == 0, x, x * table[h]),
+    "clipped": lambda x, b, h, i, j, table: x + table[jnp.clip(i - j, 0, 3)],
+    "remainder": lambda x, b, h, i, j, table: x + jnp.sin(table[(i * j) % 8]),
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", _READS)
+def test_a_score_mod_reads_arrays_by_positions_of_a_device(
+    name: str, method: Any
+) -> None:
+    rng = np.random.default_rng(7)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, 8, 2, 3))) for _ in range(3))
+    table = jnp.asarray(rng.standard_normal(8))
+    tokens = P(None, "seq")
+
+    def loss(q: Any, k: Any, v: Any, table: Any) -> jax.Array:
+        def attend(q: Any, k: Any, v: Any, table: Any) -> jax.Array:
+            def score_mod(*args: jax.Array) -> jax.Array:
+                return _READS[name](*args, table)
+
+            options: dict[str, Any] = {"axis_name": "seq", "method": method}
+            return parallel.sdpa(q, k, v, score_mod=score_mod, **options)
+
+        specs = (tokens, tokens, tokens, P())
+        spread = jax.shard_map(
+            attend, mesh=mesh_of(seq=2), in_specs=specs, out_specs=tokens
+        )
+        return jnp.sum(jnp.sin(spread(q, k, v, table)))
+
+    def dense(q: Any, k: Any, v: Any, table: Any) -> jax.Array:
+        heads, rows, columns = jnp.meshgrid(
+            *map(jnp.arange, (2, 8, 8)), indexing="ij", sparse=True
+        )
+        places = (jnp.zeros((1, 1, 1, 1), int), heads[None], rows[None], columns[None])
+        seen = np.ones((2, 2, 8, 8), bool)
+        output, _ = dense_attention(
+            q, k, v, seen=seen, score_mod=lambda x: _READS[name](x, *places, table)
+        )
+        return jnp.sum(jnp.sin(output))
+
+    numbers = (0, 1, 2, 3)
+    got = jax.jit(jax.value_and_grad(loss, numbers))(q, k, v, table)
+    want = jax.value_and_grad(dense, numbers)(q, k, v, table)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-9, atol=1e-9)
+    jax.tree.map(close, got, want)
+
+
+_CALLS: dict[str, Any] = {
+    "cond": lambda i: jax.lax.cond(i > 1, lambda: 1.0, lambda: 2.0),
+    "custom_jvp_call": lambda i: jax.nn.relu(jnp.cos(i)),
+}
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_calls_of_positions_of_a_device_are_refused(name: str) -> None:
+    x = jnp.ones((1, 4, 2, 3))
+
+    def attend(x: jax.Array) -> jax.Array:
+        return parallel.sdpa(
+            *(x, x, x),
+            axis_name="seq",
+            score_mod=lambda score, b, h, i, j: score + _CALLS[name](i),
+        )
+
+    tokens = P(None, "seq")
+    message = f"{name} cannot be part of a function of positions that differ between"
+    with pytest.raises(UnsupportedError, match=message):
+        jax.shard_map(attend, mesh=mesh_of(seq=2), in_specs=tokens, out_specs=tokens)(x)

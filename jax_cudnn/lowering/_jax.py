@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.extend import source_info_util
@@ -31,6 +32,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.interpreters import partial_eval as pe
 from jax.sharding import AxisType
 from jaxlib import xla_client
+
+from jax_cudnn.errors import UnsupportedError
 
 __all__ = [
     "Groups",
@@ -197,7 +200,48 @@ def equation_function(jaxpr: Any, equation: Any) -> Callable[..., list[jax.Array
         outvars=equation.outvars,
         eqns=[equation],
     )
-    return jaxpr_as_fun(ClosedJaxpr(alone, []))
+    function = jaxpr_as_fun(ClosedJaxpr(alone, []))
+
+    def run(*args: jax.Array) -> list[jax.Array]:
+        if any(jax.typeof(x).manual_axis_type.varying for x in args):
+            return _run_varying(alone, args)
+        return function(*args)
+
+    return run
+
+
+def _run_varying(jaxpr: Any, args: Sequence[jax.Array]) -> list[jax.Array]:
+    """Run a jaxpr that was traced outside of shard_map on operands that vary in it.
+
+    All operands of an equation vary alike, literals too, or JAX refuses them. What a
+    call returns would have the types that its jaxpr was traced with, so functions that
+    are jitted are inlined, and other calls are refused.
+    """
+    values: dict[Any, Any] = dict(zip(jaxpr.invars, args, strict=True))
+
+    def value(x: Any) -> Any:
+        return jnp.asarray(x.val, x.aval.dtype) if hasattr(x, "val") else values[x]
+
+    for equation in jaxpr.eqns:
+        primitive, params = equation.primitive, equation.params
+        given = align_varying([value(x) for x in equation.invars])
+        if primitive.name in ("jit", "pjit"):
+            inner = params["jaxpr"]
+            constants = inner.jaxpr.replace(
+                constvars=[], invars=[*inner.jaxpr.constvars, *inner.jaxpr.invars]
+            )
+            results = _run_varying(constants, [*inner.consts, *given])
+        elif next(inner_jaxprs(params), None) is not None:
+            raise UnsupportedError(
+                f"{primitive.name} cannot be part of a function of positions that "
+                "differ between devices, inside of jax.shard_map. Compute an array with "
+                "it before, and index that."
+            )
+        else:
+            found = primitive.bind(*given, **primitive.get_bind_params(params))
+            results = found if primitive.multiple_results else [found]
+        values |= zip(equation.outvars, results, strict=True)
+    return [value(x) for x in jaxpr.outvars]
 
 
 def constants_as_operands(closed: Any) -> tuple[Callable[..., list[jax.Array]], Any]:
