@@ -56,7 +56,7 @@ def test_rows_of_one_device_are_not_shared_by_all(seed: int, method: Any) -> Non
     (b, s, h, _), t = operands["query"].shape, operands["key"].shape[1]
     ramp = jnp.asarray(np.random.default_rng(seed).standard_normal((h, s, t)))
 
-    def spread(x: dict[str, jax.Array]) -> jax.Array:
+    def spread(x: dict[str, Any]) -> jax.Array:
         return parallel.sharded_sdpa(
             **x,
             mask=masks.Where(seen) if seed % 2 else seen,
@@ -68,7 +68,7 @@ def test_rows_of_one_device_are_not_shared_by_all(seed: int, method: Any) -> Non
             head_axis="model",
         )
 
-    def dense(x: dict[str, jax.Array]) -> jax.Array:
+    def dense(x: dict[str, Any]) -> jax.Array:
         whole = np.broadcast_to(seen, (b, h, s, t))
         return dense_attention(**x, seen=whole, score_mod=lambda y: y + ramp[None])[0]
 
@@ -167,7 +167,7 @@ def test_a_score_mod_reads_arrays_by_positions_of_a_device(
 
 _CALLS: dict[str, Any] = {
     "cond": lambda i: jax.lax.cond(i > 1, lambda: 1.0, lambda: 2.0),
-    "custom_jvp_call": lambda i: jax.nn.relu(jnp.cos(i)),
+    "custom_jvp_call": lambda i: jax.nn.relu(jnp.cos(i.astype(float))),
 }
 
 
