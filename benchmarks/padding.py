@@ -153,6 +153,9 @@ def rows() -> Iterator[dict[str, Any]]:
 def page(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
     """Return the page."""
     lines = [
+        "<!-- SPDX-License-Identifier: Apache-2.0 -->",
+        "<!-- What attention would take if NaN in padding were excluded. -->",
+        "",
         "# What it costs not to read padding",
         "",
         "Written by `python -m benchmarks.padding`; do not edit. Ratios are to the "

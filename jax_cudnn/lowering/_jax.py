@@ -234,8 +234,8 @@ def _run_varying(jaxpr: Any, args: Sequence[jax.Array]) -> list[jax.Array]:
         elif next(inner_jaxprs(params), None) is not None:
             raise UnsupportedError(
                 f"{primitive.name} cannot be part of a function of positions that "
-                "differ between devices, inside of jax.shard_map. Compute an array with "
-                "it before, and index that."
+                "differ between devices, inside of jax.shard_map. Compute an array "
+                "with it before, and index that."
             )
         else:
             found = primitive.bind(*given, **primitive.get_bind_params(params))

@@ -123,8 +123,9 @@ def layer_norm(
       A row that holds NaN or inf gives NaN. A constant row gives the bias, up to the
       rounding of its mean; with an epsilon of 0 that rounding, or NaN, is all it gives.
       A row of one element is constant. Where the standard deviation is above 1.8e19,
-      the variance overflows f32 and rstd is 0. A row without elements has statistics
-      that are NaN.
+      the variance overflows f32 and rstd is 0; with cuDNN's kernels, where it is above
+      about 1e19/sqrt(n) for n features (9.19 on an H100). A row without elements has
+      statistics that are NaN.
 
       cuDNN plans every number of features, for sm_80 and newer (9.19 and 9.27;
       tests/gpuless/test_norm_surface.py). Its first plan may be slower than XLA, so
@@ -242,8 +243,9 @@ def rms_norm(
     Notes:
       A row that holds NaN gives NaN; one that holds inf gives NaN there, and 0
       elsewhere. A row of zeros gives the bias, or NaN with an epsilon of 0. Where
-      the root mean square is above 1.8e19, its square overflows f32 and rstd is 0. What
-      cuDNN plans, and what "auto" does, is as for :func:`layer_norm`.
+      the root mean square is above 1.8e19, its square overflows f32 and rstd is 0; with
+      cuDNN's kernels, where it is above about 1e19/sqrt(n). What cuDNN plans, and what
+      "auto" does, is as for :func:`layer_norm`.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn

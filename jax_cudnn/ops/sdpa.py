@@ -236,6 +236,11 @@ def sdpa(
       Packed sequences run in cuDNN one by one, on sm_90 and sm_100. Elsewhere, and
       beside a bias or an array as a mask, they are part of the mask (docs/packed.md).
 
+      Values of hidden keys must be finite, and for gradients hidden keys and padded
+      queries as well: a weight of 0 times NaN is NaN, as in
+      :func:`jax.nn.dot_product_attention`. :class:`~jax_cudnn.masks.Packed` excludes
+      what padding holds, and so do lengths where XLA runs (docs/attention.md).
+
       f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for f32,
       which is slower than XLA, and no gradient. f64 runs with XLA. The gradient of an
       f32 bias is computed by XLA, since cuDNN gives it in the operands' dtype only.
