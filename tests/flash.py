@@ -179,6 +179,7 @@ def _check_score_mod(attributes: Any, given: dict[str, Any]) -> None:
     gradient = [step.split(" ") for step in attributes.score_mod_grad]
     for _, *read in words + gradient:  # with 9.28.1 on an H100
         assert len({*read}) == len(read), read
+    assert not any("score" in others for _, _, *others in words)
     assert not any(each[1] == "-inf" for each in words)
 
 

@@ -37,6 +37,7 @@ _MODS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "softcap": (_SOFTCAP, ()),
     "gated": (("sigmoid score", "mul score %0"), ()),
     "square": (("mul score score",), ()),
+    "last": (("gt score 0.5", "select 0 score %0", "add 1 score", "mul %1 %2"), ()),
     "twins": (
         (
             *("mul mod_a mod_a", "add score score", "mul %1 %0", "tanh %2"),

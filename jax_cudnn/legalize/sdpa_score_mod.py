@@ -178,8 +178,10 @@ def _for_a_kernel(steps: Steps, before: Steps = ()) -> Steps:
     """Return steps that cuDNN plans and computes, which mean the same.
 
     The first word has full scores, unless it may come second: cuDNN has no plan for
-    others (9.19 and 9.27). No step reads a value twice: a kernel of 9.28.1 on an H100
-    then reads memory that is not its own, and 9.19 does not (docs/known_bugs.md).
+    others (9.19 and 9.27). In 9.28.1 on an H100, a forward step that has the score as
+    its second or third word reads memory that is not the kernel's own, as in
+    "mul score score" or "select 0 score %0"; 9.19 does not (docs/known_bugs.md). There,
+    the score times 1 is read instead, and wherever a step reads one value twice.
     """
     made = [*before]
     places = [*range(len(before))]
@@ -198,7 +200,9 @@ def _for_a_kernel(steps: Steps, before: Steps = ()) -> Steps:
         if not is_full and mode not in ("add", "mul", "max", "min"):
             new[0] = emit(f"add {emit('mul key 0')} {new[0]}")
         for i, word in enumerate(new):
-            if word in new[:i] and (word[0] == "%" or word in (*OPERANDS, *_FULL)):
+            is_value = word[0] == "%" or word in (*OPERANDS, *_FULL)
+            is_late_score = i > 0 and word == "score" and not before
+            if is_late_score or (is_value and word in new[:i]):
                 new[i] = emit(f"mul {word} 1")
         made.append(" ".join((mode, *new)))
         places.append(len(made) - 1)

@@ -43,12 +43,13 @@ _FUNCTIONS = {
     ),
     "chosen": _chosen,
     "clipped": lambda c: lambda x, b, h, q, k: jnp.clip(x, -jnp.abs(c)[h], 1.5),
-    # Steps that read one value twice, forward or in the gradient.
+    # Steps that read one value twice, or the score last, forward or in the gradient.
     "square": lambda c: lambda x, *_: x * x,
     "twice": lambda c: lambda x, *_: x + x,
     "gelu": lambda c: lambda x, *_: jax.nn.gelu(x),
     "erf": lambda c: lambda x, *_: jax.lax.erf(x),
     "quotient": lambda c: lambda x, *_: 1 / (2 + jnp.abs(x)),
+    "hidden_above": lambda c: lambda x, *_: jnp.where(x > 0.5, x * 0.5, x),
     "not_nan": lambda c: lambda x, *_: jnp.where(jnp.isnan(x), 0.0, x),
 }
 
