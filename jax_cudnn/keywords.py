@@ -13,6 +13,7 @@ import difflib
 import functools
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, TypeVar
 
@@ -138,7 +139,11 @@ def hint_on(namespace: MutableMapping[str, Any], names: Iterable[str]) -> None:
     """Give the functions and classes of a module, by their names in it, hints."""
     for name in names:
         if name in namespace:
-            namespace[name] = with_hints(namespace[name])
+            own, made = namespace[name], with_hints(namespace[name])
+            if made is not own and (home := sys.modules.get(own.__module__)):
+                # Where pickle looks for the function that it is given.
+                setattr(home, own.__name__, made)
+            namespace[name] = made
 
 
 def with_hints(value: _Object) -> _Object:

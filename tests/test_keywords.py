@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Do calls with other libraries' keywords say what is meant, in every public name?"""
 
+import functools
 import importlib
 import inspect
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -256,3 +258,14 @@ def test_a_subclass_of_a_layer_has_the_hints_of_its_base() -> None:
     with pytest.raises(TypeError, match=r"'bias'\. Did you mean use_bias\?"):
         Mine(4, bias=True, rngs=nnx.Rngs(0))
     assert Mine(4, rngs=nnx.Rngs(0))(jnp.ones((2, 4))).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    "module", [jax_cudnn, jax_cudnn.parallel, jax_cudnn.score_mods]
+)
+def test_functions_are_found_by_pickle(module: Any) -> None:
+    for name in module.__all__:
+        value = getattr(module, name)
+        if inspect.isfunction(value) or inspect.isclass(value):
+            assert pickle.loads(pickle.dumps(value)) is value, name
+            assert pickle.loads(pickle.dumps(functools.partial(value))).func is value

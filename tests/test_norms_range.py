@@ -103,3 +103,15 @@ def test_a_symbolic_number_of_features_has_the_same_range() -> None:
         spec = jax.ShapeDtypeStruct((3, 2, count), jnp.float32)
         exported = jax.export.export(jax.jit(function))(spec)
         np.testing.assert_allclose(exported.call(x), function(x), rtol=1e-6)
+
+
+@_EACH
+@pytest.mark.parametrize("size", [1e-17, 1e-12, 1.0])
+def test_small_numbers_without_an_epsilon_are_normalised(
+    call: Call, size: float
+) -> None:
+    x = np.random.default_rng(3).standard_normal(call.shape) * size
+    given = jnp.asarray(x, jnp.float32)
+    want = call.truth(given, epsilon=0)["output"]
+    got = np.asarray(call.run(given, epsilon=0), np.float64)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)

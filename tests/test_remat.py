@@ -657,3 +657,17 @@ def test_the_fewest_results_are_saved(
     others = tuple(name for name in results if name not in saved)
     assert (rest.outputs if rest else ()) == others
     assert rest is None or not any(map(is_anchor, rest.nodes))
+
+
+@pytest.mark.parametrize("name", ["dots_saveable", "nothing_saveable"])
+def test_without_jit(name: str) -> None:
+    x, w = jnp.ones((8, 16)), jnp.ones((16, 32)) / 7
+
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.sin(jax_cudnn.matmul(x, w, activation="gelu")))
+
+    policy = getattr(jax.checkpoint_policies, name)
+    with jax.disable_jit():
+        got = jax.grad(jax.checkpoint(loss, policy=policy), (0, 1))(x, w)
+    for mine, true in zip(got, jax.grad(loss, (0, 1))(x, w), strict=True):
+        np.testing.assert_allclose(mine, true, rtol=1e-5, atol=1e-6)

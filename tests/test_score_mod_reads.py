@@ -163,7 +163,8 @@ def test_the_message_says_what_is_read_where() -> None:
         match=r"sdpa: score_mod reads f32\[1,6\] at index 1 of axis 0, for batch entry "
         r"1 of 2 \(.*test_score_mod_reads\.py.*per_entry.*\)\. That is beyond its end, "
         r"where JAX reads the nearest element\. Pass an array with an element for each "
-        r"index\. If the nearest one is meant, clip the index \(jnp\.clip\)\.",
+        r"index\. If the nearest one is meant, clip the index \(jnp\.clip\), or use "
+        r"jnp\.take\(\.\.\., mode=\"clip\"\): x\.at\[i\]\.get\(mode=\"clip\"\) cannot",
     ):
         sdpa(*_operands(), score_mod=per_entry)
     with pytest.raises(

@@ -228,6 +228,24 @@ def test_query_heads_in_types_on_more_devices_than_key_heads(
         assert output == PartitionSpec(*heads, *(None,) * (4 - len(heads)))
 
 
+def test_key_heads_along_another_axis_than_query_heads() -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (
+        jnp.asarray(rng.standard_normal((2, 6, heads, 8)), jnp.float32)
+        for heads in (8, 2, 2)
+    )
+    want = jax.jit(functools.partial(run, _GROUPED["bshd"]))(q, k, v)
+    with jax.set_mesh(mesh_of(AxisType.Explicit, x=2, y=4)):
+        placed = [
+            jax.device_put(x, PartitionSpec(None, None, axis))
+            for x, axis in zip((q, k, v), "yxx", strict=True)
+        ]
+        got = jax.jit(functools.partial(run, _GROUPED["bshd"]))(*placed)
+        # The output is sharded as the query, so that they add up.
+        assert (got[0] + placed[0]).shape == q.shape
+    _assert_same(got, want)
+
+
 @pytest.mark.parametrize("name", FEATURES)
 def test_with_shardings_in_types(name: str) -> None:
     feature = FEATURES[name]

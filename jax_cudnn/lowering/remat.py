@@ -241,7 +241,9 @@ def _divided(equation: Any, saved: _Saved, answer: Any) -> tuple[Any, Any, list[
         kept = results[count:] if moves else [results[i] for i in saved.places]
         return results, jax.jit(from_saved)(kept, [operands[i] for i in saved.read])
 
-    jaxpr = jax.make_jaxpr(both)(*(struct_of(x.aval) for x in equation.invars)).jaxpr
+    types = [struct_of(x.aval) for x in equation.invars]
+    with jax.disable_jit(disable=False):  # Each half has to be one equation.
+        jaxpr = jax.make_jaxpr(both)(*types).jaxpr
     first, second = jaxpr.eqns
     copies = first.outvars[count:]
     names = dict(zip(jaxpr.invars, equation.invars, strict=True))

@@ -15,6 +15,7 @@ from jax_cudnn.lowering import (
     axes_in,
     explicit_mesh,
     explicit_spec,
+    gathered_along,
     run_graph,
     sharded_where_free,
     typed_as,
@@ -180,15 +181,18 @@ def _with_heads_of_devices(operands: Operands) -> Operands:
     if not is_shared or heads in (0, 1, *counts):
         return operands
 
+    def others(x: jax.Array) -> set[str]:
+        entries = (e for i, e in enumerate(explicit_spec(x)) if i != axis)
+        return {name for entry in entries for name in axes_in(entry)}
+
     def of_devices(x: jax.Array) -> jax.Array:
-        spec = [*explicit_spec(x)]
+        whole = gathered_along(x, (axis,))
+        spec = [*explicit_spec(whole)]
         spec[axis] = names
-        repeated = jnp.repeat(x, counts[-1] // heads, axis)
+        repeated = jnp.repeat(whole, counts[-1] // heads, axis)
         return typed_as(repeated, spec, like=[query])
 
-    own = [explicit_spec(x) for x in (operands.key, operands.value)]
-    taken = {name for spec in own for entry in spec for name in axes_in(entry)}
-    if any(spec[axis] for spec in own) or not taken.isdisjoint(names):
+    if not (others(operands.key) | others(operands.value)).isdisjoint(names):
         return operands
     return operands._replace(
         key=of_devices(operands.key), value=of_devices(operands.value)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jax_cudnn.lowering import equation_place
+from jax_cudnn.lowering import equation_place, inner_jaxprs
 from jax_cudnn.ops.arguments import describe
 
 
@@ -37,7 +37,7 @@ class Scores:
 def check_reads(closed: Any, scores: Scores) -> None:
     """Raise ValueError if a traced score_mod reads an array beyond its end."""
     b, h, s, t = (x if isinstance(x, int) else None for x in scores.sizes)
-    if 0 in (b, h, s, t):
+    if 0 in (b, h, s, t) or not _reads_arrays(closed.jaxpr):
         return
     queries, keys = _pairs(s, t)
     batch, heads = (None if x is None else np.arange(x, dtype=np.int32) for x in (b, h))
@@ -114,7 +114,17 @@ def _refusal(
         f"sdpa: score_mod reads {describe(read.array)} at index {int(index)} of axis "
         f"{read.axis}, for {', '.join(told) or 'every score'}{at}. That is beyond its "
         "end, where JAX reads the nearest element. Pass an array with an element for "
-        "each index. If the nearest one is meant, clip the index (jnp.clip)."
+        "each index. If the nearest one is meant, clip the index (jnp.clip), or use "
+        'jnp.take(..., mode="clip"): x.at[i].get(mode="clip") cannot be told from x[i].'
+    )
+
+
+def _reads_arrays(jaxpr: Any) -> bool:
+    """Whether a program, or one that it calls, reads elements of arrays."""
+    return any(
+        equation.primitive.name in ("gather", "dynamic_slice")
+        or any(map(_reads_arrays, inner_jaxprs(equation.params)))
+        for equation in jaxpr.eqns
     )
 
 
@@ -122,7 +132,7 @@ def _refusal(
 
 _NONE = np.zeros((1, 1, 1), bool)
 # Larger arrays of indices are not computed.
-_MOST = 2**24
+_MOST = 2**20
 
 
 class _Value(NamedTuple):

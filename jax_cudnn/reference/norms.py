@@ -112,8 +112,9 @@ def _centred_moments(
 def _mean_square(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     """Return the mean of the squares along some axes.
 
-    Values are multiplied by a power of two near 1/sqrt(count) before they are squared.
-    So the sum is in range wherever the largest square is, whatever the count.
+    Where the sum of the squares is beyond the range, values are multiplied by a power
+    of two near 1/sqrt(count) before they are squared. So the sum is in range wherever
+    the largest square is, whatever the count. Small squares would vanish by this.
     """
     count = _count(x, axes)
     if isinstance(count, float):
@@ -121,8 +122,9 @@ def _mean_square(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
         rest = count * factor**2
     else:  # A symbolic size.
         factor, rest = jax.lax.rsqrt(jnp.asarray(count, x.dtype)), 1.0
-    (total,) = _sums((jnp.square(x * jnp.asarray(factor, x.dtype)),), axes)
-    return total / rest
+    scaled = jnp.square(x * jnp.asarray(factor, x.dtype))
+    total, small = _sums((jnp.square(x), scaled), axes)
+    return jnp.where(jnp.isfinite(total), total / count, small / rest)
 
 
 def _count(x: jax.Array, axes: tuple[int, ...]) -> Any:
