@@ -23,6 +23,8 @@ _Function = Callable[..., Any]
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
 _ROWS = (((1,), (0,)), ((), ()))
 
+pytestmark = pytest.mark.sampled
+
 
 def _mesh() -> Mesh:
     return mesh_of(AxisType.Explicit, x=2, y=2)

@@ -22,7 +22,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax_cudnn import masks, parallel, qkv_sdpa, score_mods, sdpa
 from jax_cudnn.flax import nnx
 
-pytestmark = pytest.mark.sampled
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _BEYOND = r"score_mod reads .* That is beyond its end"
 

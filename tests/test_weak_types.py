@@ -13,7 +13,7 @@ from flax import linen as nn
 
 import jax_cudnn
 
-pytestmark = [pytest.mark.once]
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _Function = Callable[..., Any]
 _NUMBERS = ("NHWC", "HWIO", "NHWC")
