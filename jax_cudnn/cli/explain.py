@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`jax-cudnn explain`: does cuDNN run a function's calls, or why not?
+"""`jax-cudnn explain`: says which calls of a function cuDNN runs, and why not.
 
 Exit status 0 where it can run all that is meant for it, and 1 where it cannot.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plans.doctor`: can cuDNN be used on this machine, and if not, what is to be done?"""
+"""`plans.doctor`: says whether this machine can use cuDNN, and what to do if not."""
 
 import dataclasses
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do a machine's facts mean for cuDNN under JAX, and what is to be done?
+"""What a machine's facts mean for cuDNN under JAX, and what to do about them.
 
 ``examine`` is a pure function of the facts: one rule per function, each of which yields
 a ``Finding`` with its fix.

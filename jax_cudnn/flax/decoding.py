@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a layer's cache hold after a call, and which of it may a new token see?
+"""What a layer's cache holds after a call, and which of it a new token may see.
 
 A cache is Flax's: keys and values of all positions, and the number of those that are
 there. Beyond Flax, a call may bring many tokens, and each batch entry may have its own
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops import kv_cache
-from jax_cudnn.ops.arguments import as_operand, clipped, describe, farthest, in_front
+from jax_cudnn.ops.arguments import as_operand, clipped, describe, in_front
 from jax_cudnn.ops.bands import NO_BOUND, is_empty
 from jax_cudnn.ops.masks import (
     Blocks,
@@ -26,6 +26,7 @@ from jax_cudnn.ops.masks import (
     Prefix,
     Where,
     Window,
+    farthest,
 )
 from jax_cudnn.ops.score_mod import ScoreMod
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs between the projections of an attention layer, of nnx and of linen?
+"""What runs between the projections of an attention layer, of nnx and of linen.
 
 Rotary embedding, cache and attention. Parameters and projections are Flax's.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which contractions of a function can be the heart of a kernel, and from which arrays?
+"""Finds the contractions of a function around which kernels are made, and their arrays.
 
 An operand that the function transposes is read as it lies there, and one of 8 bits that
 it converts is converted in the kernel.

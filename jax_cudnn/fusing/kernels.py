@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operations of a function become one kernel, and why do others not?
+"""Finds which operations of a function become one kernel, and why others do not.
 
 A kernel is a contraction with the operations that follow it element by element, and
 sums and extremes of these at its end. Each is written as nodes with exactly the meaning

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How does attention reach cuDNN whose queries, keys and values are one array?
+"""Attention whose queries, keys and values are one array, as cuDNN takes it.
 
 As that of three operands, which legalize/sdpa.py rewrites. Where all three would enter
 the kernel as they are, it gets the one array instead: the C++ builder tells cuDNN where

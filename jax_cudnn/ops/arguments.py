@@ -21,7 +21,6 @@ from jax_cudnn.graph import DTypeName, Tensor
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.lowering import call_options, partial_axes, unreduced_in
 from jax_cudnn.reference.dtypes import dtype_name
-from jax_cudnn.reference.sequences import FARTHEST
 
 FLOATS = ("bf16", "f16", "f32", "f64")
 # The dtypes that the operands of a contraction may have.
@@ -249,14 +248,6 @@ def clipped(array: jax.Array, largest: Any) -> jax.Array:
     else:  # A symbolic size.
         largest = jnp.asarray(largest, array.dtype)
     return jnp.clip(array, 0, largest).astype(jnp.int32)
-
-
-def farthest(size: Any) -> Any:
-    """Return the length to cut to where positions count from a sequence's true end.
-
-    It is beyond all that an axis of that size holds.
-    """
-    return max(size, FARTHEST) if isinstance(size, int) else FARTHEST
 
 
 def is_more(count: Any, room: Any) -> bool:

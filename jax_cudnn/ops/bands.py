@@ -11,14 +11,13 @@ from typing import Any
 
 import numpy as np
 
+from jax_cudnn.reference.sequences import FARTHEST
+
 # As the public functions take it: (left, right), or one int for both.
 WindowSize = int | tuple[int | None, int | None] | None
 # (left, right), with None for a side without a bound.
 Bounds = tuple[int | None, int | None]
 
-# Stands for no bound where the length of the sequences is symbolic. Windows are cut to
-# it anyway, since int32 holds it beside any position.
-_FARTHEST = 2**30
 NO_BOUND = (
     "Pass None for a side without a bound, as in (None, 3) or (3, None); other "
     "libraries write -1 for it."
@@ -30,7 +29,8 @@ def check_window(
 ) -> tuple[int, ...]:
     """Return the window of a call as graphs have it: (left, right), or () for none.
 
-    No query has more than `s` keys before its own position, or `t` after it.
+    No query has more than `s` keys before its own position, or `t` after it. Where
+    these are symbolic, windows are cut to FARTHEST anyway.
     """
     return closed(bounds_of(window, is_causal=is_causal), s, t)
 
@@ -40,7 +40,7 @@ def closed(bounds: Bounds, s: int, t: int) -> tuple[int, ...]:
     if bounds == (None, None):
         return ()
     left, right = (
-        (size if isinstance(size, int) else _FARTHEST) if bound is None else bound
+        (size if isinstance(size, int) else FARTHEST) if bound is None else bound
         for bound, size in zip(bounds, (s, t), strict=True)
     )
     return (left, right)

@@ -19,7 +19,6 @@ from jax_cudnn.ops.arguments import (
     check_integers,
     clipped,
     describe,
-    farthest,
     is_more,
     options,
     tensor,
@@ -34,6 +33,7 @@ from jax_cudnn.ops.sdpa_operands import check_scale
 from jax_cudnn.ops.sinks import check_sinks, with_sinks
 from jax_cudnn.reference.dtypes import dtype_name
 from jax_cudnn.reference.sdpa_cached import forward as attention
+from jax_cudnn.reference.sequences import farthest
 
 
 @dataclass(frozen=True, kw_only=True)

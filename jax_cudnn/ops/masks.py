@@ -29,7 +29,6 @@ from jax_cudnn.ops.arguments import (
     check_integers,
     clipped,
     describe,
-    farthest,
     in_front,
 )
 from jax_cudnn.ops.bands import NO_BOUND, Bounds, as_bound, closed, is_empty
@@ -42,7 +41,7 @@ from jax_cudnn.ops.sentences import (
     Sentence,
     Tokens,
 )
-from jax_cudnn.reference.sequences import FARTHEST
+from jax_cudnn.reference.sequences import FARTHEST, farthest
 
 Alignment = Literal["top-left", "bottom-right", "cache"]
 

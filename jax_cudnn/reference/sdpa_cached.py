@@ -15,7 +15,7 @@ from jax_cudnn.graph.sdpa import SdpaAttributes
 from jax_cudnn.graph.sdpa_cached import CachedAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.reference import sdpa
-from jax_cudnn.reference.sequences import FARTHEST, cut_window
+from jax_cudnn.reference.sequences import cut_window, farthest
 
 Operands = Mapping[str, jax.Array]
 
@@ -87,8 +87,7 @@ class Ends(NamedTuple):
 
         The queries are some `rows`, or all.
         """
-        most = max(t, FARTHEST) if isinstance(t, int) else FARTHEST
-        keys = jnp.clip(key_lengths, 0, most)
+        keys = jnp.clip(key_lengths, 0, farthest(t))
         queries = jnp.full_like(keys, s)
         if query_lengths is not None:
             queries = jnp.clip(query_lengths, 0, s)

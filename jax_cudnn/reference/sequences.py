@@ -5,7 +5,7 @@ Letters as in graph/sdpa.py, with n sequences in each of b rows of s queries and
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,15 @@ Operands = Mapping[str, jax.Array]
 
 # Lengths and windows are cut to this, so that int32 holds the sum of both.
 FARTHEST = 2**30
+
+
+def farthest(size: Any) -> Any:
+    """Return the length to cut to where positions count from a sequence's true end.
+
+    It is beyond all that an axis of that size holds.
+    """
+    return max(size, FARTHEST) if isinstance(size, int) else FARTHEST
+
 
 # What has an axis of queries, and of keys.
 ALONG = {
