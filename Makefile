@@ -41,12 +41,15 @@ PACKAGE_FILES = $(shell find jax_cudnn -type f -not -path '*/__pycache__/*' -not
 # which has no extension. (pytest's importlib mode, in pyproject.toml, is for that too.)
 pytest = PYTHONSAFEPATH=1 $(1)/bin/python -m pytest $(2)
 
+# The folders of all families whose tests need a GPU, or the real cuDNN without one.
+folders = $(wildcard tests/*/$(1))
+
 # The rings of tests in the environment $(1), with the flags $(2), but for gpuless: what
 # cuDNN plans does not depend on JAX, so it is asked once. The largest comes last, so that
 # the output ends with its summary.
 define rings
-$(if $(GPU_EXTRA),$(call pytest,$(1),tests/gpu))
-$(call pytest,$(1),$(PYTEST_FLAGS) $(2) --ignore=tests/gpuless $(if $(GPU_EXTRA),--ignore=tests/gpu) tests)
+$(if $(GPU_EXTRA),$(call pytest,$(1),$(call folders,gpu)))
+$(call pytest,$(1),$(PYTEST_FLAGS) $(2) --ignore-glob='*/gpuless' $(if $(GPU_EXTRA),--ignore-glob='*/gpu') tests)
 endef
 
 # Tests marked `sampled` have many cases. Each JAX gets another part of them, but at least
@@ -159,7 +162,7 @@ endif
 
 .PHONY: gpuless
 gpuless: .venv-oldest/.installed  ## the real cuDNN plans every graph, without a GPU
-	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/10) tests/gpuless)
+	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/10) $(call folders,gpuless))
 
 .PHONY: gpu
 gpu: .venv/.installed  ## the GPU ring, with its report

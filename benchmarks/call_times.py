@@ -11,9 +11,9 @@ import jax.numpy as jnp
 
 from benchmarks.timing import Contender, Timing, alternate, summary
 from jax_cudnn.config import Implementation
-from jax_cudnn.legalize.nearest import LOSS
-from jax_cudnn.measuring.stopwatch import compile_over_sets, set_count
-from jax_cudnn.measuring.together import together
+from jax_cudnn.legalize.products.nearest import LOSS
+from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
+from jax_cudnn.tuning.together import together
 
 _AT_ONCE = 16
 

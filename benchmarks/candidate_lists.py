@@ -27,10 +27,11 @@ from jax_cudnn import native
 from jax_cudnn.config import PlanOptions
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
-from jax_cudnn.legalize import legalize, measured
+from jax_cudnn.legalize import legalize
+from jax_cudnn.legalize.products import measured
 from jax_cudnn.lowering.devices import local_device, local_target
-from jax_cudnn.measuring.stopwatch import OperandSets, PlanStopwatch
-from jax_cudnn.measuring.together import together
+from jax_cudnn.tuning.stopwatch import OperandSets, PlanStopwatch
+from jax_cudnn.tuning.together import together
 
 _DATA, _PAGE = "candidate_lists.json", "candidate_lists.md"
 _REQUESTS = {

@@ -25,7 +25,7 @@ from benchmarks.timing import Contender, alternate, summary
 from benchmarks.torch_side import torch
 from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice, Key
-from jax_cudnn.measuring.stopwatch import compile_over_sets
+from jax_cudnn.tuning.stopwatch import compile_over_sets
 
 FORWARD, BOTH = "forward", "with gradients"
 

@@ -28,12 +28,12 @@ from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, from_json
 from jax_cudnn.lowering.devices import local_device
-from jax_cudnn.measuring.stopwatch import (
+from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     PlanStopwatch,
     compile_over_sets,
 )
-from jax_cudnn.measuring.together import together
+from jax_cudnn.tuning.together import together
 
 _DATA, _PAGE = "conv_chains.json", "conv_chains.md"
 _PLANS = 12

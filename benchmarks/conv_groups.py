@@ -4,10 +4,10 @@
     python -m benchmarks.conv_groups --out docs/benchmarks
 
 times convolutions in groups and their gradients on one GPU, as ResNeXts, RegNets and
-ShuffleNets have them: in each way of writing them (legalize/conv_groups.py), by cuDNN's
-first plan and by the fastest of the first ten, and by XLA. Times include the work on
-arrays around the kernel. It writes conv_groups.json and conv_groups.md there. Groups of
-one channel are in depthwise.py.
+ShuffleNets have them: in each way of writing them (legalize/products/conv_groups.py),
+by cuDNN's first plan and by the fastest of the first ten, and by XLA. Times include the
+work on arrays around the kernel. It writes conv_groups.json and conv_groups.md there.
+Groups of one channel are in depthwise.py.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from benchmarks.conv_ways import (
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from jax_cudnn.legalize import Legal
-from jax_cudnn.legalize.nearest import LOSS
+from jax_cudnn.legalize.products.nearest import LOSS
 
 _DATA, _PAGE = "conv_groups.json", "conv_groups.md"
 _WAYS = ("as it is", "flipped", "padded", "merged", "one group")

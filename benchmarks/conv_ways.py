@@ -4,9 +4,9 @@
     python -m benchmarks.conv_ways --out docs/benchmarks
 
 times convolutions of few channels and their gradients on one GPU: as they are and as
-they are rewritten (legalize/conv_channels.py, conv_pairs.py), each by cuDNN's first
-plan and by the fastest of the first ten, and by XLA. Times include the work on arrays
-around the kernel. It writes conv_ways.json and conv_ways.md there.
+they are rewritten (legalize/products/conv_channels.py, conv_pairs.py), each by cuDNN's
+first plan and by the fastest of the first ten, and by XLA. Times include the work on
+arrays around the kernel. It writes conv_ways.json and conv_ways.md there.
 """
 
 import functools
@@ -26,19 +26,19 @@ from benchmarks.timing import Contender, alternate
 from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
-from jax_cudnn.graph.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.legalize.nearest import LOSS
+from jax_cudnn.legalize.products.nearest import LOSS
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device, local_target
-from jax_cudnn.measuring.stopwatch import (
+from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     PlanStopwatch,
     compile_over_sets,
 )
-from jax_cudnn.measuring.together import together
+from jax_cudnn.tuning.together import together
 
 _DATA, _PAGE = "conv_ways.json", "conv_ways.md"
 _PLANS = 10

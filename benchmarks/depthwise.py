@@ -5,9 +5,9 @@
 
 times depthwise convolutions and their gradients on one GPU, as MobileNets,
 EfficientNets, ConvNeXts and models of sequences have them: as they are, rewritten
-(legalize/conv_depthwise.py) and with merged groups, each by cuDNN's first plan and by
-the fastest of the first ten, and by XLA. Times include the work on arrays around the
-kernel. It writes depthwise.json and depthwise.md there.
+(legalize/products/conv_depthwise.py) and with merged groups, each by cuDNN's first plan
+and by the fastest of the first ten, and by XLA. Times include the work on arrays around
+the kernel. It writes depthwise.json and depthwise.md there.
 """
 
 from collections.abc import Iterator, Sequence

@@ -5,8 +5,8 @@
 
 times one product and one convolution on one GPU with each activation behind it, and
 the product with each activation's gradient. An activation is a node of cuDNN's, or is
-written as other nodes where these are better (legalize/pointwise.py): where both are
-there, both are timed. It writes epilogues.json and epilogues.md there.
+written as other nodes where these are better (legalize/products/pointwise.py): where
+both are there, both are timed. It writes epilogues.json and epilogues.md there.
 """
 
 import functools
@@ -26,8 +26,8 @@ from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_device, local_target
-from jax_cudnn.measuring.stopwatch import OperandSets, PlanStopwatch
-from jax_cudnn.measuring.together import together
+from jax_cudnn.tuning.stopwatch import OperandSets, PlanStopwatch
+from jax_cudnn.tuning.together import together
 
 _DATA, _PAGE = "epilogues.json", "epilogues.md"
 _PLANS = 5

@@ -8,7 +8,7 @@ from jax_cudnn import native
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.lowering.devices import local_device
-from jax_cudnn.measuring.stopwatch import PlanStopwatch
+from jax_cudnn.tuning.stopwatch import PlanStopwatch
 
 
 def first_plans(graph: Graph, most: int, request: str = "") -> list[native.PlanInfo]:

@@ -43,7 +43,7 @@ from benchmarks.torch_side import torch
 from jax_cudnn import choices, native, plans
 from jax_cudnn.choices import Choice, Key
 from jax_cudnn.lowering.devices import local_target
-from jax_cudnn.measuring.stopwatch import call_over_sets, time_calls
+from jax_cudnn.tuning.stopwatch import call_over_sets, time_calls
 
 # Sets of operands in turn, so that none is still in the cache: 60 MB on an H200.
 _ROTATED_BYTES = 2**27

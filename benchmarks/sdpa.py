@@ -14,8 +14,8 @@ how times are taken.
     python -m benchmarks.sdpa --only bias --out docs/benchmarks
 
 times calls with a bias or a mask alone, with and without the array work that keeps rows
-exact which a bias moves far from 0 (jax_cudnn/legalize/far_rows.py), and writes
-sdpa_bias.json and sdpa_bias.md.
+exact which a bias moves far from 0 (jax_cudnn/legalize/attention/far_rows.py), and
+writes sdpa_bias.json and sdpa_bias.md.
 """
 
 import argparse
@@ -38,8 +38,8 @@ from benchmarks.timing import Contender, Timing, compare
 from benchmarks.torch_side import torch
 from jax_cudnn import native
 from jax_cudnn.config import Implementation
-from jax_cudnn.legalize import sdpa as legalize_sdpa
-from jax_cudnn.legalize import sdpa_masks
+from jax_cudnn.legalize.attention import masks as sdpa_masks
+from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.lowering.decision import forget_decisions
 
 

@@ -6,7 +6,7 @@
 times random attention with few scores by cuDNN's first plan and by XLA's code, and
 writes small_attention.json and small_attention.md there. XLA need not transpose arrays
 of one head or of one sequence, so half of the calls have one of these. From this table
-are the bounds by which "auto" leaves attention to XLA (legalize/sdpa_defaults.py).
+are the bounds by which "auto" leaves attention to XLA (legalize/attention/defaults.py).
 
 `--first 1000` draws other calls. What the file has of others is kept, if it is of the
 same GPU.
@@ -24,7 +24,7 @@ from benchmarks.random_calls import Call, drawn_call
 from benchmarks.records import others_of, write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices
-from jax_cudnn.legalize.sdpa_defaults import MOST_SCORES, MOST_TRAINED_SCORES
+from jax_cudnn.legalize.attention.defaults import MOST_SCORES, MOST_TRAINED_SCORES
 
 _DATA, _PAGE = "small_attention.json", "small_attention.md"
 # Calls from here on are others than those that `benchmarks.untuned` times.

@@ -27,8 +27,8 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
 from jax_cudnn.lowering.devices import local_target
-from jax_cudnn.measuring import measure
-from jax_cudnn.measuring.candidate_times import time_candidates_of
+from jax_cudnn.tuning import measure
+from jax_cudnn.tuning.candidate_times import time_candidates_of
 
 _CELLS = (
     r"conv 3x3 \(64,56,56,64->64\)\+bias\+silu|groups 32 .*relu|3x3x3|"

@@ -26,7 +26,7 @@ from benchmarks.models.zoo import models
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from jax_cudnn import choices, plans
-from jax_cudnn.plans.in_context import ProgramTimes
+from jax_cudnn.tuning.in_context import ProgramTimes
 
 _DATA, _PAGE = "tuning_budgets.json", "tuning_budgets.md"
 _BUDGETS = {

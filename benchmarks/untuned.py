@@ -58,17 +58,17 @@ from jax_cudnn import choices, native, plans
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, is_anchor, label, operand_text, to_json
-from jax_cudnn.legalize import measured
-from jax_cudnn.legalize.nearest import LOSS
+from jax_cudnn.legalize.products import measured
+from jax_cudnn.legalize.products.nearest import LOSS
 from jax_cudnn.lowering import run_cudnn, run_xla, traced_program
 from jax_cudnn.lowering.decision import Step, decide_part
 from jax_cudnn.lowering.devices import LocalGpu, local_device, local_target
-from jax_cudnn.measuring.stopwatch import (
+from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     PlanStopwatch,
     compile_over_sets,
 )
-from jax_cudnn.measuring.together import together
+from jax_cudnn.tuning.together import together
 
 
 @dataclass(frozen=True, kw_only=True)

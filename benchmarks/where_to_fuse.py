@@ -29,8 +29,8 @@ from jax_cudnn.lowering import run_cudnn, run_xla, traced_graphs
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
-from jax_cudnn.measuring import measure as measure_part
-from jax_cudnn.measuring.stopwatch import (
+from jax_cudnn.tuning import measure as measure_part
+from jax_cudnn.tuning.stopwatch import (
     PlanStopwatch,
     call_over_sets,
     draw_sets,

@@ -38,21 +38,21 @@ try:
     from jax_cudnn.fusing.explanation import FuseExplanation
     from jax_cudnn.fusing.function import Fused, fuse
     from jax_cudnn.lowering import PARTITIONED_TARGET as _PARTITIONED_TARGET
-    from jax_cudnn.ops.adaptive_norm import adaptive_layer_norm
-    from jax_cudnn.ops.batch_norm import batch_norm
-    from jax_cudnn.ops.cached_sdpa import cached_sdpa
-    from jax_cudnn.ops.conv import conv
-    from jax_cudnn.ops.dot_general import dot_general
-    from jax_cudnn.ops.gated import gated_matmul
-    from jax_cudnn.ops.group_norm import group_norm, instance_norm
-    from jax_cudnn.ops.matmul import matmul
-    from jax_cudnn.ops.norms import layer_norm, rms_norm
-    from jax_cudnn.ops.paged_sdpa import paged_sdpa
+    from jax_cudnn.ops.attention.caches.cached_sdpa import cached_sdpa
+    from jax_cudnn.ops.attention.caches.paged_sdpa import paged_sdpa
+    from jax_cudnn.ops.attention.qkv_sdpa import qkv_sdpa
+    from jax_cudnn.ops.attention.rotary import apply_rotary
+    from jax_cudnn.ops.attention.sdpa import sdpa
+    from jax_cudnn.ops.norms.adaptive import adaptive_layer_norm
+    from jax_cudnn.ops.norms.batch import batch_norm
+    from jax_cudnn.ops.norms.groups import group_norm, instance_norm
+    from jax_cudnn.ops.norms.rows import layer_norm, rms_norm
     from jax_cudnn.ops.pooling import avg_pool, max_pool
-    from jax_cudnn.ops.qkv_sdpa import qkv_sdpa
-    from jax_cudnn.ops.ragged_dot import ragged_dot
-    from jax_cudnn.ops.rotary import apply_rotary
-    from jax_cudnn.ops.sdpa import sdpa
+    from jax_cudnn.ops.products.conv import conv
+    from jax_cudnn.ops.products.dot_general import dot_general
+    from jax_cudnn.ops.products.gated import gated_matmul
+    from jax_cudnn.ops.products.matmul import matmul
+    from jax_cudnn.ops.products.ragged_dot import ragged_dot
 
     _cache.connect()
 

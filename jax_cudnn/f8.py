@@ -2,7 +2,9 @@
 """Attention and norms in f8, and the scales that they take. See docs/f8.md."""
 
 from jax_cudnn import keywords as _keywords
-from jax_cudnn.ops.f8_scaling import (
+from jax_cudnn.ops.attention.f8 import sdpa
+from jax_cudnn.ops.attention.quantized import quantized_sdpa
+from jax_cudnn.ops.common.f8_scaling import (
     Quantized,
     amax,
     dequantize,
@@ -12,9 +14,7 @@ from jax_cudnn.ops.f8_scaling import (
     scale_from_history,
     update_history,
 )
-from jax_cudnn.ops.norms_f8 import layer_norm, rms_norm
-from jax_cudnn.ops.sdpa_f8 import sdpa
-from jax_cudnn.ops.sdpa_quantized import quantized_sdpa
+from jax_cudnn.ops.norms.f8 import layer_norm, rms_norm
 
 __all__ = [
     "Quantized",

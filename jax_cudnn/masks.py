@@ -2,7 +2,7 @@
 """Masks for `jax_cudnn.sdpa`: which keys a query may see, as data that combines."""
 
 from jax_cudnn import keywords as _keywords
-from jax_cudnn.ops.masks import (
+from jax_cudnn.ops.attention.visibility.masks import (
     Additive,
     Alignment,
     Blocks,
@@ -15,7 +15,7 @@ from jax_cudnn.ops.masks import (
     Where,
     Window,
 )
-from jax_cudnn.ops.packing import Packed
+from jax_cudnn.ops.attention.visibility.packing import Packed
 
 __all__ = [
     "Additive",

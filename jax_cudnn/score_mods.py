@@ -2,8 +2,8 @@
 """Functions of attention's scores, for `score_mod` of `jax_cudnn.sdpa`."""
 
 from jax_cudnn import keywords as _keywords
-from jax_cudnn.ops.score_mod import ScoreMod
-from jax_cudnn.ops.score_mods import (
+from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.score_mods import (
     alibi,
     alibi_slopes,
     compose,

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import on_this_gpu, write_records
-from jax_cudnn.legalize.nearest import LOSS
+from jax_cudnn.legalize.products.nearest import LOSS
 from scripts.measured_rules import (
     Judged,
     judged,

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/gpu"))
 _PREFIX = "error ratio of "
 
 
@@ -84,9 +85,9 @@ _SHARED_GPU = {
 }
 # These tests look at memory, threads and command buffers, and need the GPU alone.
 _ALONE = (
-    "tests/gpu/test_sdpa_execution.py",
-    "tests/gpu/test_sdpa_long.py",
-    "tests/gpu/test_sdpa_several_gpus.py",
+    "tests/attention/gpu/test_sdpa_execution.py",
+    "tests/attention/gpu/test_sdpa_long.py",
+    "tests/attention/gpu/test_sdpa_several_gpus.py",
 )
 
 
@@ -94,7 +95,7 @@ def run_tests(tests: list[str], arguments: list[str]) -> list[dict[str, Any]]:
     """Run pytest on the tests and return one record per test."""
     alone = [test for test in tests if test.startswith(_ALONE)]
     together = [test for test in tests if test not in alone]
-    if "tests/gpu" in together:
+    if together == FOLDERS:
         together += [f"--ignore={path}" for path in _ALONE]
         alone = [*_ALONE]
     processes = ["-n", str(min(20, os.cpu_count() or 1))]
@@ -137,7 +138,7 @@ def _record(case: ElementTree.Element) -> dict[str, Any]:
     properties = [
         (p.get("name", ""), p.get("value", "")) for p in case.iter("property")
     ]
-    # tests/gpu/conftest.py says which tests came to their end.
+    # tests/conftest.py says which tests came to their end.
     is_done = outcome != "passed" or ("finished", "yes") in properties
     return {
         "is_done": is_done,
@@ -205,8 +206,9 @@ def markdown(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
         "",
         "## Launch matrix",
         "",
-        f"Of the kernels that the tests plan without a GPU (tests/fusion_cases.py), "
-        f"{launched} were launched, and right against float64; {refused} are refused, "
+        "Of the kernels that the tests plan without a GPU "
+        f"(tests/products/shared/fusion_cases.py), {launched} were "
+        f"launched, and right against float64; {refused} are refused, "
         "as docs/support.md says. Planned and never launched:",
         "",
         *(f"- {key}" for key in missing or ["none"]),
@@ -227,7 +229,7 @@ def as_json(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
     return f'{{"environment": {json.dumps(versions)},\n"tests": [\n{lines}\n]}}\n'
 
 
-# Of what is planned without a GPU: see tests/gpu/test_launch_matrix.py.
+# Of what is planned without a GPU: see tests/products/gpu/test_launch_matrix.py.
 _LISTED = ("planned", "launched", "refused")
 
 
@@ -286,7 +288,7 @@ def main() -> int:
     if not options.merge:
         versions = environment()
         own = {name: versions[name] for name in _OWN}
-        found = run_tests(options.again or ["tests/gpu"], rest)
+        found = run_tests(options.again or FOLDERS, rest)
         records = merged(records, [{**record, **own} for record in found])
     _write(options.out, records, versions)
     return int(any(map(_has_failed, records)))

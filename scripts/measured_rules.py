@@ -2,11 +2,11 @@
 """What do measured times say of other kernels, and of which plans are to go first?
 
 A row is what `benchmarks/untuned.py` measured of a kernel. For another kernel, those
-most like it decide (legalize/nearest.py). Some kernels of an engine are tried before
-the engine's own choice, for contractions with something around them, if they were
-faster: on the whole, and in blocks that had no part in choosing them. So is an engine
-before another one that cuDNN lists first, for convolutions. Contractions are then
-written with these plans' times.
+most like it decide (legalize/products/nearest.py). Some kernels of an engine are tried
+before the engine's own choice, for contractions with something around them, if they
+were faster: on the whole, and in blocks that had no part in choosing them. So is an
+engine before another one that cuDNN lists first, for convolutions. Contractions are
+then written with these plans' times.
 
 Engines that were slower than XLA's code for nearly all kernels, and much slower on the
 whole, are left to XLA where they come first.
@@ -30,7 +30,7 @@ import jax
 from benchmarks.fusion_cells import CELLS
 from jax_cudnn import choices
 from jax_cudnn.graph import label
-from jax_cudnn.legalize.measured import (
+from jax_cudnn.legalize.products.measured import (
     engines_names,
     is_of_groups,
     is_of_ones,
@@ -39,7 +39,7 @@ from jax_cudnn.legalize.measured import (
     kernel_of,
     kind_and_bits,
 )
-from jax_cudnn.legalize.nearest import LOSS, Kernel, Measured, cost_of
+from jax_cudnn.legalize.products.nearest import LOSS, Kernel, Measured, cost_of
 from jax_cudnn.lowering import traced_program
 
 # Kernels that are measured in a row may be of one call: so many are judged together.

@@ -5,8 +5,8 @@
 
 from the repository's root, on a machine without a GPU, with the "gpuless" extra. Each
 version of cuDNN in `VERSIONS` is fetched with pip into build/cudnn, and asked in a
-process of its own for a plan of each feature in tests/attention_features.py and
-tests/operation_features.py.
+process of its own for a plan of each feature in tests/attention/shared/features.py and
+tests/plans/operation_features.py.
 """
 
 import argparse
@@ -31,8 +31,9 @@ from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import Attempt, Step, decide_part
 from jax_cudnn.offline import find
 from jax_cudnn.offline.planner import NamedGpu, greeting
-from tests import attention_features, operation_features
-from tests.plan_features import Feature
+from tests.attention.shared import features as attention_features
+from tests.plans import operation_features
+from tests.plans.features import Feature
 
 _ROOT = Path(__file__).parent.parent
 _WHEELS = _ROOT / "build" / "cudnn"
@@ -77,7 +78,7 @@ PAGES = (
     Page(
         name="attention_support",
         title="What cuDNN plans of attention",
-        source="tests/attention_features.py",
+        source="tests/attention/shared/features.py",
         features=attention_features.FEATURES,
         about="""\
 What is asked for is what "auto" would ask for.""",
@@ -85,7 +86,7 @@ What is asked for is what "auto" would ask for.""",
     Page(
         name="operation_support",
         title="What cuDNN plans of norms, pooling and grouped products",
-        source="tests/operation_features.py",
+        source="tests/plans/operation_features.py",
         features=operation_features.FEATURES,
         about="""\
 They are called with `implementation="cudnn"`: "auto" leaves most of them to XLA until

@@ -296,8 +296,8 @@ def _measure_attention(target: Any) -> Iterator[Entry]:
 
     from benchmarks.sdpa import CELLS
     from jax_cudnn.lowering import traced_graphs
-    from jax_cudnn.measuring import measure as measure_part
-    from jax_cudnn.measuring.candidate_times import time_candidates
+    from jax_cudnn.tuning import measure as measure_part
+    from jax_cudnn.tuning.candidate_times import time_candidates
 
     for cell in CELLS:
         for graph, options, _ in traced_graphs(*_step(cell)):

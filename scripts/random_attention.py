@@ -23,7 +23,7 @@ from benchmarks.torch_side import torch
 from jax_cudnn.errors import UnsupportedError
 from scripts import random_runs
 from scripts.random_runs import Key, Record, Suite
-from tests import random_attentions, random_decode
+from tests.attention.shared import random_attentions, random_decode
 
 # What is no gradient, as the page calls it.
 _RESULTS = {"output": "output", "lse": "log-sum-exp", "max": "largest score"}
@@ -87,15 +87,16 @@ def _head_size(text: str) -> int:
 
 
 _ABOUT = """\
-Each problem is drawn from its number (`tests/random_attentions.py`): batch 1 to 16,
-lengths 1 to 2048, head sizes to 256 and some to 576, MHA, GQA and MQA as 1 to 4 to 1,
-bf16 or f16, and a mixture of masks and other arguments. `implementation="cudnn"`
-computes it. Memory is filled with NaN before. Padding is NaN between packed sequences,
-and 1e4 past other lengths. Caches, with pages and without, are drawn by
-`tests/random_decode.py`: NaN lies past the lengths and in pages of no sequence where
-the kernel is made for decoding, else 1e4. Results are compared with float64. Each entry
-has a bound of its own, made of what a kernel rounds to 16 bits. A problem is right if
-all entries of all results are within it.""".splitlines()
+Each problem is drawn from its number (`tests/attention/shared/random_attentions.py`):
+batch 1 to 16, lengths 1 to 2048, head sizes to 256 and some to 576, MHA, GQA and MQA as
+1 to 4 to 1, bf16 or f16, and a mixture of masks and other arguments.
+`implementation="cudnn"` computes it. Memory is filled with NaN before. Padding is NaN
+between packed sequences, and 1e4 past other lengths. Caches, with pages and without,
+are drawn by `tests/attention/shared/random_decode.py`: NaN lies past the lengths and in
+pages of no sequence where the kernel is made for decoding, else 1e4. Results are
+compared with float64. Each entry has a bound of its own, made of what a kernel rounds
+to 16 bits. A problem is right if all entries of all results are within it.
+""".splitlines()
 _FEATURES: dict[str, Callable[[str], bool]] = {
     "all": lambda _: True,
     "causal": lambda x: "band=causal" in x,

@@ -22,8 +22,8 @@ from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from scripts import random_runs
 from scripts.random_runs import Key, Record, Suite
-from tests import random_operations
-from tests.operation_problems import Problem
+from tests.lowering import random_operations
+from tests.lowering.operation_problems import Problem
 
 _AMOUNTS: dict[random_operations.Family, int] = {
     "norms": 300,
@@ -85,11 +85,12 @@ def _begin(arguments: argparse.Namespace, key: Key) -> tuple[str, Callable[[], R
 # --- the page -------------------------------------------------------------------------
 
 _ABOUT = """\
-Each problem is drawn from its family and its number (`tests/random_operations.py`);
-every other one has gradients. Norms: up to five axes, of which any are normalised,
-groups, residuals, statistics with cotangents, and results in f8. Pooling: windows,
-strides, padding that differs or cuts, layouts; a third of the arrays has ties, or NaN
-and infinities. ragged_dot: up to 100 groups, some empty, NaN in rows that are in none.
+Each problem is drawn from its family and its number
+(`tests/lowering/random_operations.py`); every other one has gradients. Norms: up to
+five axes, of which any are normalised, groups, residuals, statistics with cotangents,
+and results in f8. Pooling: windows, strides, padding that differs or cuts, layouts; a
+third of the arrays has ties, or NaN and infinities. ragged_dot: up to 100 groups, some
+empty, NaN in rows that are in none.
 fuse: programs of up to nine steps beside a product; those with gradients have no
 operation whose derivative jumps. Operands are bf16, f16 or f32.
 

@@ -3,7 +3,7 @@
 
 Run from the repository's root on a machine without a GPU, with the "gpuless" extra:
 `python -m scripts.support_table`. The real cuDNN is asked for plans of the graphs of
-tests/fusion_cases.py; tests/gpuless/test_fusion_surface.py holds the same verdicts.
+tests/products/shared/fusion_cases.py; test_fusion_surface.py holds the same verdicts.
 """
 
 import re
@@ -15,9 +15,9 @@ from typing import NamedTuple
 import jax
 
 import jax_cudnn
-from tests.gpuless import harness
-from tests.gpuless.harness import CUDNN, target
-from tests.gpuless.verdicts import Verdict, verdicts
+from tests.common.gpuless import harness
+from tests.common.gpuless.harness import CUDNN, target
+from tests.products.gpuless.verdicts import Verdict, verdicts
 
 FILE = Path(__file__).parent.parent / "docs" / "support.md"
 _GPUS = ("a100", "h200", "b200")
@@ -200,11 +200,12 @@ Written by `python -m scripts.support_table`, on a machine without a GPU; do not
 jax_cudnn {jax_cudnn.__version__}, cuDNN {version}.
 
 The real cuDNN (nvidia-cudnn-jit: the engines that it compiles at run time) was asked
-for a plan of each part of the graphs of `tests/fusion_cases.py`, for the descriptions
-of an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) in `jax_cudnn/data/gpus`. The
-full cuDNN has precompiled engines besides, for convolutions with groups among others,
-and may plan more than this. Plans were listed; `tests/gpuless` builds a sample of them.
-Nothing ran. Sizes are small, and channels multiples of 16 unless said.
+for a plan of each part of the graphs of `tests/products/shared/fusion_cases.py`, for
+the descriptions of an A100 (sm_80), an H200 (sm_90) and a B200 (sm_100) in
+`jax_cudnn/data/gpus`. The full cuDNN has precompiled engines besides, for convolutions
+with groups among others, and may plan more than this. Plans were listed; `make gpuless`
+builds a sample of them. Nothing ran. Sizes are small, and channels multiples of 16
+unless said.
 [What cuDNN plans of attention](attention_support.md) is a table of its own.
 
 - **part**: "forward" is the call, "training" the same with what its gradient needs

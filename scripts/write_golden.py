@@ -20,10 +20,10 @@ from jax_cudnn.graph import (
     to_json,
 )
 from jax_cudnn.legalize import legalize
-from tests.attention import attention_graph, backward_graph
-from tests.cached import cached_graph
-from tests.norms import KINDS, Problem, backward_of
-from tests.qkv import graph_of
+from tests.attention.shared.cached import cached_graph
+from tests.attention.shared.oracle import attention_graph, backward_graph
+from tests.attention.shared.qkv import graph_of
+from tests.norms.problems import KINDS, Problem, backward_of
 
 _FOLDER = Path(__file__).parent.parent / "tests" / "golden"
 _LENGTHS = ("query_lengths", "key_lengths")

@@ -15,7 +15,11 @@ import numpy as np
 import pytest
 
 from jax_cudnn import choices
-from tests.attention import SIZES, shape_of
+from tests.attention.shared.oracle import SIZES, shape_of
+from tests.common.gpuless import harness
+from tests.common.without_rules import without_rules
+
+__all__ = ["without_rules"]
 
 # Tests, and the processes that they start, see no plans and choices of other runs.
 os.environ["JAX_CUDNN_CACHE_DIR"] = "off"
@@ -26,7 +30,8 @@ gc.set_threshold(200_000, 50, 100)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
-# For tests of programs for several devices (tests/devices.py); others use the first.
+# For tests of programs for several devices (tests/common/devices.py); others use the
+# first.
 jax.config.update("jax_num_cpu_devices", 8)
 
 # Examples are the same in every run. The first one of a shape compiles: no deadline.
@@ -59,6 +64,24 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
+    """Mark the tests that need a GPU or the real cuDNN, and deal out a sample."""
+    for item in items:
+        if ring := _ring(item):
+            item.add_marker(ring)
+    planned = [item for item in items if _ring(item) == "gpuless"]
+    if planned and (reason := harness.missing()):
+        for item in planned:
+            item.add_marker(pytest.mark.skip(reason=f"gpuless: {reason}"))
+    _leave_out(config, items)
+
+
+def _ring(item: pytest.Item) -> str | None:
+    """Return what a test needs, "gpu" or "gpuless": the name of its folder."""
+    folder = item.path.parent.name
+    return folder if folder in ("gpu", "gpuless") else None
+
+
+def _leave_out(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the cases that are not in the sample."""
     if (sample := config.getoption("--sample")) is None:
         return
@@ -80,15 +103,26 @@ def _kept(cases: list[pytest.Item], part: int, parts: int) -> list[pytest.Item]:
     if cases[0].get_closest_marker("sampled") is None:
         return cases
     dealt = [
-        case for case in cases if zlib.crc32(case.nodeid.encode()) % parts + 1 == part
+        case for case in cases if zlib.crc32(_name(case).encode()) % parts + 1 == part
     ]
     return dealt or [cases[part % len(cases)]]
+
+
+def _name(case: pytest.Item) -> str:
+    """Return the file and the case, whatever folder the file is in."""
+    return case.nodeid.rpartition("/")[2]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip the GPU ring where there is no GPU."""
     if item.get_closest_marker("gpu") and not _has_gpu():
         pytest.skip("no CUDA device: jax.local_devices(backend='cuda') finds none")
+
+
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Tell scripts/gpu_report.py which tests ended, and were not cut short."""
+    if _ring(item) == "gpu":
+        item.user_properties.append(("finished", "yes"))
 
 
 @functools.cache
@@ -117,6 +151,13 @@ def _run_on_cpu(
         return
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
+
+
+@pytest.fixture(autouse=True)
+def _ask_for_plans(request: pytest.FixtureRequest) -> None:
+    """Let tests of the real cuDNN ask whether there is a plan, not who is faster."""
+    if _ring(request.node):
+        request.getfixturevalue("without_rules")
 
 
 @pytest.fixture(autouse=True)

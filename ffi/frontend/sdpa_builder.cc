@@ -71,7 +71,7 @@ TensorPtr Scalar(double value) {
 // draws 16 bits and keeps what is not above (1 - rate) 2^16, so one number more than
 // the rate says: it gets the rate with one number more to drop. The gradient with a
 // mask leaves out the last factor, which belongs to rowsum(O dO) (9.19); the output
-// that it is given has it (legalize/sdpa_dropout.py).
+// that it is given has it (legalize/attention/dropout.py).
 template <typename SdpaAttributes>
 Status SetDropout(NodeWriter& writer, SdpaAttributes& attributes) {
   constexpr double kStep = 1.0 / 65536;

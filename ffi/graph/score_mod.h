@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Attention's score_mod: steps that the scores go through, as words.
 //
-// jax_cudnn/graph/score_mod.py says what the words mean.
+// jax_cudnn/graph/attention/score_mod.py says what the words mean.
 
 #ifndef JAX_CUDNN_SCORE_MOD_H_
 #define JAX_CUDNN_SCORE_MOD_H_

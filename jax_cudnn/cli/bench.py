@@ -15,9 +15,9 @@ from jax_cudnn.graph import Graph, is_anchor, operand_text
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import operation
 from jax_cudnn.lowering.devices import local_target
-from jax_cudnn.measuring import measure
-from jax_cudnn.measuring.candidate_times import Timed, time_candidates
 from jax_cudnn.progress import waiting
+from jax_cudnn.tuning import measure
+from jax_cudnn.tuning.candidate_times import Timed, time_candidates
 
 # The version of what --json prints. A change of meaning raises it.
 SCHEMA = 1

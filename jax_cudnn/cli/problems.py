@@ -12,12 +12,12 @@ import jax.numpy as jnp
 
 from jax_cudnn.cli.dtypes import dtype_named, spellings
 from jax_cudnn.graph.rules import EIGHT_BIT
-from jax_cudnn.ops.batch_norm import batch_norm
-from jax_cudnn.ops.conv import conv
-from jax_cudnn.ops.group_norm import group_norm, instance_norm
-from jax_cudnn.ops.matmul import matmul
-from jax_cudnn.ops.norms import layer_norm, rms_norm
-from jax_cudnn.ops.sdpa import sdpa
+from jax_cudnn.ops.attention.sdpa import sdpa
+from jax_cudnn.ops.norms.batch import batch_norm
+from jax_cudnn.ops.norms.groups import group_norm, instance_norm
+from jax_cudnn.ops.norms.rows import layer_norm, rms_norm
+from jax_cudnn.ops.products.conv import conv
+from jax_cudnn.ops.products.matmul import matmul
 from jax_cudnn.reference.dtypes import jax_dtype
 
 _DTYPES = ("bf16", "f16", "f32")

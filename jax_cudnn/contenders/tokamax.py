@@ -23,12 +23,12 @@ import jax.numpy as jnp
 from jax_cudnn.contenders.registry import Program
 from jax_cudnn.errors import LibraryError, UnsupportedError
 from jax_cudnn.graph import Graph, SdpaAttributes
-from jax_cudnn.graph.score_mod import Steps, read_step
+from jax_cudnn.graph.attention.score_mod import Steps, read_step
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 # Beyond it, in size, f32 has too few digits for the log-sum-exp of a row: see
-# legalize/far_rows.py.
+# legalize/attention/far_rows.py.
 _LARGEST_BIAS = 2.0**11
 
 # By role, on logical axes.

@@ -24,7 +24,7 @@ from jax_cudnn.flax.products import (
     make_conv_general_dilated,
     make_dot_general,
 )
-from jax_cudnn.ops.rotary import Rotary, apply_rotary
+from jax_cudnn.ops.attention.rotary import Rotary, apply_rotary
 
 __all__ = [
     "AttentionFn",

@@ -24,13 +24,13 @@ from jax_cudnn.flax.delegate import (
     reasons_for_flax,
 )
 from jax_cudnn.flax.shared_dropout import drop_alike
-from jax_cudnn.ops.arguments import as_operand
-from jax_cudnn.ops.cached_sdpa import cached_sdpa
-from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.dropout import check_rate
-from jax_cudnn.ops.masks import Where
-from jax_cudnn.ops.sdpa import sdpa
-from jax_cudnn.ops.sdpa_operands import axes_hint
+from jax_cudnn.ops.attention.caches.cached_sdpa import cached_sdpa
+from jax_cudnn.ops.attention.dropout import check_rate
+from jax_cudnn.ops.attention.operands import axes_hint
+from jax_cudnn.ops.attention.sdpa import sdpa
+from jax_cudnn.ops.attention.visibility.masks import Where
+from jax_cudnn.ops.common.arguments import as_operand
+from jax_cudnn.ops.common.callers import on_behalf_of
 
 Einsum = Callable[..., jax.Array]
 

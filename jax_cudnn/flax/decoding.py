@@ -14,10 +14,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops import kv_cache
-from jax_cudnn.ops.arguments import as_operand, clipped, describe, in_front
-from jax_cudnn.ops.bands import NO_BOUND, is_empty
-from jax_cudnn.ops.masks import (
+from jax_cudnn.ops.attention.caches import kv_cache
+from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.visibility.bands import NO_BOUND, is_empty
+from jax_cudnn.ops.attention.visibility.masks import (
     Blocks,
     Causal,
     Intersection,
@@ -28,7 +28,7 @@ from jax_cudnn.ops.masks import (
     Window,
     farthest,
 )
-from jax_cudnn.ops.score_mod import ScoreMod
+from jax_cudnn.ops.common.arguments import as_operand, clipped, describe, in_front
 
 
 class Cache(NamedTuple):

@@ -16,10 +16,10 @@ from flax import linen, nnx
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.flax.decoding import Sequences
-from jax_cudnn.ops.arguments import check_integers, clipped, options
-from jax_cudnn.ops.masks import Causal, Mask, sorted_arguments
-from jax_cudnn.ops.score_mod import ScoreMod
-from jax_cudnn.ops.sentences import Overrun, Tokens
+from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.visibility.masks import Causal, Mask, sorted_arguments
+from jax_cudnn.ops.attention.visibility.sentences import Overrun, Tokens
+from jax_cudnn.ops.common.arguments import check_integers, clipped, options
 
 _log = logging.getLogger("jax_cudnn")
 

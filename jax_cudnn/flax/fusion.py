@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
-from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import as_operand
-from jax_cudnn.ops.callers import on_behalf_of
+from jax_cudnn.ops.common.activations import Activation
+from jax_cudnn.ops.common.arguments import as_operand
+from jax_cudnn.ops.common.callers import on_behalf_of
 
 # For each product, a layer's own names of the product's operands.
 _ARGUMENTS = {

@@ -18,13 +18,13 @@ from jax_cudnn.flax import decoding
 from jax_cudnn.flax.attention import attend, check_shapes, scores_like
 from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.delegate import Request
-from jax_cudnn.ops.arguments import check_flag
-from jax_cudnn.ops.bands import WindowSize, bounds_of
-from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.masks import Mask, Window
-from jax_cudnn.ops.rotary import Rotary
-from jax_cudnn.ops.score_mod import ScoreMod
-from jax_cudnn.ops.sdpa_operands import check_scale
+from jax_cudnn.ops.attention.operands import check_scale
+from jax_cudnn.ops.attention.rotary import Rotary
+from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.visibility.bands import WindowSize, bounds_of
+from jax_cudnn.ops.attention.visibility.masks import Mask, Window
+from jax_cudnn.ops.common.arguments import check_flag
+from jax_cudnn.ops.common.callers import on_behalf_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

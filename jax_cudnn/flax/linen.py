@@ -29,10 +29,10 @@ from jax_cudnn.flax.linen_norms import (
     LayerNorm,
     RMSNorm,
 )
-from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.arguments import as_operand
-from jax_cudnn.ops.conv import conv
-from jax_cudnn.ops.dot_general import dot_general
+from jax_cudnn.ops.common.activations import Activation
+from jax_cudnn.ops.common.arguments import as_operand
+from jax_cudnn.ops.products.conv import conv
+from jax_cudnn.ops.products.dot_general import dot_general
 
 __all__ = [
     "BatchNorm",

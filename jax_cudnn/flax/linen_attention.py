@@ -17,10 +17,10 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation
 from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
-from jax_cudnn.ops.bands import WindowSize
-from jax_cudnn.ops.masks import Mask
-from jax_cudnn.ops.rotary import Rotary
-from jax_cudnn.ops.score_mod import ScoreMod
+from jax_cudnn.ops.attention.rotary import Rotary
+from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.visibility.bands import WindowSize
+from jax_cudnn.ops.attention.visibility.masks import Mask
 
 
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):

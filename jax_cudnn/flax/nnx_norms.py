@@ -22,10 +22,10 @@ from jax_cudnn.flax.norms import (
     normalised_axes,
     result_dtype,
 )
-from jax_cudnn.ops.activations import Activation
-from jax_cudnn.ops.batch_norm import batch_norm
-from jax_cudnn.ops.group_norm import group_norm, instance_norm
-from jax_cudnn.ops.norms import layer_norm, rms_norm
+from jax_cudnn.ops.common.activations import Activation
+from jax_cudnn.ops.norms.batch import batch_norm
+from jax_cudnn.ops.norms.groups import group_norm, instance_norm
+from jax_cudnn.ops.norms.rows import layer_norm, rms_norm
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 

@@ -18,8 +18,8 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.ops.activations import Activation, on_array
-from jax_cudnn.ops.arguments import as_operand, describe
+from jax_cudnn.ops.common.activations import Activation, on_array
+from jax_cudnn.ops.common.arguments import as_operand, describe
 
 _log = logging.getLogger("jax_cudnn")
 

@@ -12,10 +12,10 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.ops.arguments import Precision
-from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.conv import conv
-from jax_cudnn.ops.dot_general import dot_general as fused_dot_general
+from jax_cudnn.ops.common.arguments import Precision
+from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.products.conv import conv
+from jax_cudnn.ops.products.dot_general import dot_general as fused_dot_general
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

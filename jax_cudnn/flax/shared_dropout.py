@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.ops.masks import Mask, Where
+from jax_cudnn.ops.attention.visibility.masks import Mask, Where
 
 # The fewest columns of values that need no padding.
 _COLUMNS = 8

@@ -17,11 +17,11 @@ from jax_cudnn.fusing.broadcasts import Makers
 from jax_cudnn.fusing.program import Arrays, Atom, Operation, Value
 from jax_cudnn.fusing.views import View
 from jax_cudnn.lowering import partial_axes
-from jax_cudnn.ops.arguments import strongly_typed
-from jax_cudnn.ops.conv import Layout, Problem, begin_conv, why_plain
-from jax_cudnn.ops.dot_general import Numbers, as_product
-from jax_cudnn.ops.fusion import Begun
-from jax_cudnn.ops.products import PLAIN, Dtypes, begin_product, common_dtypes
+from jax_cudnn.ops.common.arguments import strongly_typed
+from jax_cudnn.ops.common.fusion import Begun
+from jax_cudnn.ops.products.conv import Layout, Problem, begin_conv, why_plain
+from jax_cudnn.ops.products.dot_general import Numbers, as_product
+from jax_cudnn.ops.products.operands import PLAIN, Dtypes, begin_product, common_dtypes
 from jax_cudnn.reference.dtypes import dtype_name
 
 _NARROW = ("i8", "u8", "f8_e4m3fn", "f8_e5m2")

@@ -18,7 +18,7 @@ from jax_cudnn.fusing.whole import Whole
 from jax_cudnn.graph import Graph, label, operand_text
 from jax_cudnn.graph.printing import in_mermaid
 from jax_cudnn.lowering import equation_name, run_graph
-from jax_cudnn.ops.arguments import describe
+from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.reference.dtypes import jax_dtype
 
 if TYPE_CHECKING:

@@ -29,9 +29,9 @@ from jax_cudnn.lowering import (
     partial_axes,
     typed_like,
 )
-from jax_cudnn.ops.fusion import Fusion, Result
-from jax_cudnn.ops.outside import Beside
-from jax_cudnn.ops.tracing import (
+from jax_cudnn.ops.common.fusion import Fusion, Result
+from jax_cudnn.ops.common.outside import Beside
+from jax_cudnn.ops.common.tracing import (
     Made,
     Step,
     UntraceableError,

@@ -16,7 +16,7 @@ import numpy as np
 
 from jax_cudnn.fusing.program import Arrays, Atom, Operation, Program, Value, program_of
 from jax_cudnn.lowering import same_parameters
-from jax_cudnn.ops.activations import Form, known_forms
+from jax_cudnn.ops.common.activations import Form, known_forms
 
 
 @dataclass(frozen=True, eq=False, slots=True)

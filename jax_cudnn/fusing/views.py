@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.ops.fusion import Operand, in_groups
+from jax_cudnn.ops.common.fusion import Operand, in_groups
 
 Shape = tuple[int, ...]
 

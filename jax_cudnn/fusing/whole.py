@@ -27,8 +27,8 @@ from jax_cudnn.lowering import (
     subprograms,
     typed_like,
 )
-from jax_cudnn.ops.arguments import Precision, options, strongly_typed
-from jax_cudnn.ops.norms import layer_norm, rms_norm
+from jax_cudnn.ops.common.arguments import Precision, options, strongly_typed
+from jax_cudnn.ops.norms.rows import layer_norm, rms_norm
 
 
 class Asked(NamedTuple):

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Graphs as pure data: what cuDNN is to compute, with its canonical JSON form."""
 
+from jax_cudnn.graph.attention.cached import CachedAttributes, sdpa_cached_graph
+from jax_cudnn.graph.attention.f8 import sdpa_f8_graph, sdpa_f8_output
+from jax_cudnn.graph.attention.qkv import sdpa_qkv_graph
+from jax_cudnn.graph.attention.sdpa import (
+    SdpaAttributes,
+    sdpa_backward_graph,
+    sdpa_graph,
+)
 from jax_cudnn.graph.axes import axis_classes
 from jax_cudnn.graph.codec import from_json, to_json
-from jax_cudnn.graph.conv import ConvAttributes
-from jax_cudnn.graph.derivative import added_first, derivative_of
 from jax_cudnn.graph.factors import Factors, factors_of
-from jax_cudnn.graph.folding import FoldRule, fold_rule, is_apart
-from jax_cudnn.graph.gradient_kernel import forward_graph
-from jax_cudnn.graph.grouped_matmul import grouped_matmul_graph
-from jax_cudnn.graph.joining import joined
 from jax_cudnn.graph.kinds import (
     NodeKind,
     all_kinds,
@@ -17,15 +19,12 @@ from jax_cudnn.graph.kinds import (
     kind_named,
     register_kind,
 )
-from jax_cudnn.graph.matmul import MatmulAttributes
 from jax_cudnn.graph.norms import NORMALISED, NormAttributes, norm_graph
-from jax_cudnn.graph.pool import AvgPoolAttributes, MaxPoolAttributes, pool_graph
+from jax_cudnn.graph.pooling import AvgPoolAttributes, MaxPoolAttributes, pool_graph
 from jax_cudnn.graph.printing import label, operand_text, summary
-from jax_cudnn.graph.saving import saved_results
-from jax_cudnn.graph.sdpa import SdpaAttributes, sdpa_backward_graph, sdpa_graph
-from jax_cudnn.graph.sdpa_cached import CachedAttributes, sdpa_cached_graph
-from jax_cudnn.graph.sdpa_f8 import sdpa_f8_graph, sdpa_f8_output
-from jax_cudnn.graph.sdpa_qkv import sdpa_qkv_graph
+from jax_cudnn.graph.products.conv import ConvAttributes
+from jax_cudnn.graph.products.grouped_matmul import grouped_matmul_graph
+from jax_cudnn.graph.products.matmul import MatmulAttributes
 from jax_cudnn.graph.spec import (
     MAX_RANK,
     SCHEMA,
@@ -36,6 +35,11 @@ from jax_cudnn.graph.spec import (
     Tensor,
 )
 from jax_cudnn.graph.target import Target
+from jax_cudnn.graph.transforms.derivative import added_first, derivative_of
+from jax_cudnn.graph.transforms.folding import FoldRule, fold_rule, is_apart
+from jax_cudnn.graph.transforms.gradient_kernel import forward_graph
+from jax_cudnn.graph.transforms.joining import joined
+from jax_cudnn.graph.transforms.saving import saved_results
 from jax_cudnn.graph.writer import GraphWriter
 
 __all__ = [

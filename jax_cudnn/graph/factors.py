@@ -4,7 +4,8 @@
 A factor is a size that can be divided among devices by itself, as the letters of an
 einsum can: the batch, key heads, rows, ... An axis that multiplies letters consists of
 several factors, the slowest first, and so does an axis with members
-(lowering/members.py). What the table says of the letters holds for their factors.
+(lowering/sharding/members.py). What the table says of the letters holds for their
+factors.
 """
 
 import functools

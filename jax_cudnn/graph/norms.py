@@ -24,10 +24,13 @@ from dataclasses import dataclass, replace
 
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import describe
-from jax_cudnn.graph.gradient_kernel import gradient_kernel, single_node_graph
 from jax_cudnn.graph.kinds import NodeKind, Roles, kind_named, register_kind
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.graph.spec import Attributes, Graph, Tensor
+from jax_cudnn.graph.transforms.gradient_kernel import (
+    gradient_kernel,
+    single_node_graph,
+)
 
 # The axes of x that are normalised, by kind.
 NORMALISED: Mapping[str, tuple[int, ...]] = {

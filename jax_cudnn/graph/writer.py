@@ -373,7 +373,8 @@ def residual_tensor(graph: Graph, name: str) -> Tensor:
     Not in 8 bits: those are for values that have been scaled to them; and sums over
     8-bit integers, which are yet to be scaled, in full. A tensor that
     has the dtype already is a result itself. (cuDNN 9.19 gives wrong values for a copy
-    of f32 to f32 beside another result: an H200, tests/gpu/test_fusion_numerics.py.)
+    of f32 to f32 beside another result: an H200,
+    tests/products/gpu/test_fusion_numerics.py.)
     """
     tensor = graph.tensor(name)
     dtype = graph.output_tensors[0].dtype

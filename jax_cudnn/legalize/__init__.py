@@ -8,42 +8,36 @@ limits and asks no library.
 """
 
 from jax_cudnn.graph import NORMALISED, Graph, Target
-from jax_cudnn.legalize import (
-    fusion,
-    grouped_matmul,
-    norms,
-    pool,
-    sdpa,
-    sdpa_cached,
-    sdpa_f8,
-    sdpa_qkv,
-)
-from jax_cudnn.legalize.legalization import Legal, Legalization, Rule
+from jax_cudnn.legalize import pooling
+from jax_cudnn.legalize.attention import cached, f8, qkv, sdpa
+from jax_cudnn.legalize.common.legalization import Legal, Legalization, Rule
+from jax_cudnn.legalize.norms import rows as norm_rows
 from jax_cudnn.legalize.partition import partition, subgraph
+from jax_cudnn.legalize.products import fusion, grouped_matmul
 
 __all__ = ["Legal", "Legalization", "legalize", "partition", "subgraph"]
 
 # Kinds with a rule of their own, which are alone in their graph.
 RULES: dict[str, Rule] = {
-    "avg_pool": pool.legalize,
-    "avg_pool_backward": pool.legalize,
+    "avg_pool": pooling.legalize,
+    "avg_pool_backward": pooling.legalize,
     "grouped_matmul": grouped_matmul.legalize,
     "grouped_matmul_backward": grouped_matmul.legalize,
-    "max_pool": pool.legalize,
+    "max_pool": pooling.legalize,
     **{
-        name: norms.legalize
+        name: norm_rows.legalize
         for kind in NORMALISED
         for name in (kind, f"{kind}_backward")
     },
     "sdpa": sdpa.legalize_forward,
     "sdpa_backward": sdpa.legalize_backward,
-    "sdpa_cached": sdpa_cached.legalize,
+    "sdpa_cached": cached.legalize,
     "sdpa_dropout": sdpa.legalize_forward,
     "sdpa_dropout_backward": sdpa.legalize_backward,
-    "sdpa_f8": sdpa_f8.legalize,
-    "sdpa_paged": sdpa_cached.legalize,
-    "sdpa_qkv": sdpa_qkv.legalize_forward,
-    "sdpa_qkv_backward": sdpa_qkv.legalize_backward,
+    "sdpa_f8": f8.legalize,
+    "sdpa_paged": cached.legalize,
+    "sdpa_qkv": qkv.legalize_forward,
+    "sdpa_qkv_backward": qkv.legalize_backward,
 }
 
 

@@ -14,7 +14,15 @@ from jax_cudnn.lowering._jax import (
     is_on_host,
     weakly_typed,
 )
-from jax_cudnn.lowering.array_types import (
+from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
+from jax_cudnn.lowering.decision import decide
+from jax_cudnn.lowering.linear import linear_call, run_by_hand
+from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
+from jax_cudnn.lowering.primitives import run_graph
+from jax_cudnn.lowering.remat import attention_results, kernels_of
+from jax_cudnn.lowering.sameness import CustomCall, same_function, same_parameters
+from jax_cudnn.lowering.scope import call_options, is_tuning, scoped
+from jax_cudnn.lowering.sharding.array_types import (
     axes_in,
     entries_of,
     explicit_mesh,
@@ -33,14 +41,6 @@ from jax_cudnn.lowering.array_types import (
     typed_like,
     unreduced_in,
 )
-from jax_cudnn.lowering.cuda import run_contender, run_cudnn, run_xla
-from jax_cudnn.lowering.decision import decide
-from jax_cudnn.lowering.linear import linear_call, run_by_hand
-from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
-from jax_cudnn.lowering.primitives import run_graph
-from jax_cudnn.lowering.remat import attention_results, kernels_of
-from jax_cudnn.lowering.sameness import CustomCall, same_function, same_parameters
-from jax_cudnn.lowering.scope import call_options, is_tuning, scoped
 from jax_cudnn.lowering.tracing import (
     TracedGraph,
     TracedProgram,

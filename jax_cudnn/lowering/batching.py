@@ -11,16 +11,12 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, derivative_of, fold_rule, is_anchor, is_apart
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import is_explicitly_sharded
 from jax_cudnn.lowering.differentiation import (
     linear_by_reference,
     saved_of,
     split_operands,
 )
-from jax_cudnn.lowering.explicit import is_one_kernel
 from jax_cudnn.lowering.fold import Fold, fold_graph
-from jax_cudnn.lowering.members import result_shapes
-from jax_cudnn.lowering.parts import run_parts
 from jax_cudnn.lowering.primitives import (
     graph_p,
     linear_p,
@@ -28,6 +24,10 @@ from jax_cudnn.lowering.primitives import (
     run_graph,
     run_reference,
 )
+from jax_cudnn.lowering.sharding.array_types import is_explicitly_sharded
+from jax_cudnn.lowering.sharding.explicit import is_one_kernel
+from jax_cudnn.lowering.sharding.members import result_shapes
+from jax_cudnn.lowering.sharding.parts import run_parts
 from jax_cudnn.reference.dtypes import jax_dtype
 
 

@@ -19,10 +19,10 @@ from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, kind_named, summary, to_json
 from jax_cudnn.lowering import _jax
 from jax_cudnn.lowering.decision import Step, decide
-from jax_cudnn.lowering.members import as_results, merged
 from jax_cudnn.lowering.partitioned import set_lowering
 from jax_cudnn.lowering.primitives import run_reference
 from jax_cudnn.lowering.scope import scope
+from jax_cudnn.lowering.sharding.members import as_results, merged
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import Keep, to_logical, to_stored
 

@@ -21,8 +21,8 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, added_first, derivative_of
 from jax_cudnn.graph.kinds import Derivative
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import struct_of, typed_like
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_by_reference, run_graph
+from jax_cudnn.lowering.sharding.array_types import struct_of, typed_like
 
 # --- forward mode ---------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vmap of a graph: folds the examples into axes of its tensors.
 
-The node kinds say which axes (graph/folding.py); here is what that means for
+The node kinds say which axes (graph/transforms/folding.py); here is what that means for
 arrays.
 """
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import FoldRule, Graph, Tensor, fold_rule
-from jax_cudnn.lowering.members import Members, Shape, all_members, flat
+from jax_cudnn.lowering.sharding.members import Members, Shape, all_members, flat
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

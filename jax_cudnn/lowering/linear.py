@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import typed_like
+from jax_cudnn.lowering.sharding.array_types import typed_like
 
 Arrays = Sequence[jax.Array]
 

@@ -26,11 +26,6 @@ import numpy as np
 from jax_cudnn.config import MatmulPrecision, Options, PlanOptions
 from jax_cudnn.graph import Graph, from_json, is_anchor, to_json
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import is_explicitly_sharded
-from jax_cudnn.lowering.cuts import DeviceCut, Division, divide
-from jax_cudnn.lowering.explicit import run_explicit
-from jax_cudnn.lowering.members import all_members
-from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
 from jax_cudnn.lowering.primitives import (
     graph_avals,
     graph_p,
@@ -38,9 +33,14 @@ from jax_cudnn.lowering.primitives import (
     run_graph,
 )
 from jax_cudnn.lowering.scope import scope, scoped
-from jax_cudnn.lowering.sharding_rule import factors_at, sharding_rule
-from jax_cudnn.lowering.share import Collectives, run_share
-from jax_cudnn.lowering.sums import scattering
+from jax_cudnn.lowering.sharding.array_types import is_explicitly_sharded
+from jax_cudnn.lowering.sharding.cuts import DeviceCut, Division, divide
+from jax_cudnn.lowering.sharding.explicit import run_explicit
+from jax_cudnn.lowering.sharding.members import all_members
+from jax_cudnn.lowering.sharding.parts import is_divided_by_xla, run_parts
+from jax_cudnn.lowering.sharding.sharding_rule import factors_at, sharding_rule
+from jax_cudnn.lowering.sharding.share import Collectives, run_share
+from jax_cudnn.lowering.sharding.sums import scattering
 from jax_cudnn.reference.dtypes import jax_dtype
 
 _log = logging.getLogger("jax_cudnn")

@@ -17,21 +17,21 @@ from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import (
+from jax_cudnn.lowering.sharding.array_types import (
     gathered,
     is_explicitly_sharded,
     partial_axes,
     typed_as,
 )
-from jax_cudnn.lowering.explicit import is_one_kernel, run_explicit
-from jax_cudnn.lowering.members import (
+from jax_cudnn.lowering.sharding.explicit import is_one_kernel, run_explicit
+from jax_cudnn.lowering.sharding.members import (
     as_results,
     merged,
     result_shapes,
     unmerged,
 )
-from jax_cudnn.lowering.parts import is_divided_by_xla, run_parts
-from jax_cudnn.lowering.typed import (
+from jax_cudnn.lowering.sharding.parts import is_divided_by_xla, run_parts
+from jax_cudnn.lowering.sharding.typed import (
     Types,
     gathered_to_merge,
     operation_in,

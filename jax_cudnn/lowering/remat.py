@@ -20,9 +20,9 @@ from jax.ad_checkpoint import Offloadable, Recompute, Saveable, checkpoint_name
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, is_anchor, saved_results
 from jax_cudnn.lowering import _jax
-from jax_cudnn.lowering.array_types import struct_of, typed_like
-from jax_cudnn.lowering.parts import run_parts
 from jax_cudnn.lowering.primitives import graph_p, linear_p, run_reference
+from jax_cudnn.lowering.sharding.array_types import struct_of, typed_like
+from jax_cudnn.lowering.sharding.parts import run_parts
 from jax_cudnn.reference.dtypes import jax_dtype
 
 Policy = Callable[..., Any]

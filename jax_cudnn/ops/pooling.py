@@ -18,7 +18,7 @@ from jax_cudnn.lowering import (
     sharded_where_free,
     weakly_typed,
 )
-from jax_cudnn.ops.arguments import (
+from jax_cudnn.ops.common.arguments import (
     FLOATS,
     as_operand,
     check_flag,
@@ -29,10 +29,10 @@ from jax_cudnn.ops.arguments import (
     tensor,
     why_symbolic,
 )
-from jax_cudnn.ops.plain import check_implementation
-from jax_cudnn.ops.windows import Windows, windows_of
+from jax_cudnn.ops.common.plain import check_implementation
+from jax_cudnn.ops.common.windows import Windows, windows_of
 from jax_cudnn.reference.dtypes import dtype_name
-from jax_cudnn.reference.pool import least, maxima
+from jax_cudnn.reference.pooling import least, maxima
 
 
 @overload

@@ -16,27 +16,32 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph.score_mod import Steps
-from jax_cudnn.ops.arguments import (
+from jax_cudnn.graph.attention.score_mod import Steps
+from jax_cudnn.ops.attention.attend import Operands
+from jax_cudnn.ops.attention.dropout import drawn
+from jax_cudnn.ops.attention.operands import canonicalize, check_scale
+from jax_cudnn.ops.attention.reads import Scores
+from jax_cudnn.ops.attention.score_mod import (
+    Positions,
+    ScoreMod,
+    check_score_mod,
+    with_score_mod,
+)
+from jax_cudnn.ops.attention.sinks import check_sinks
+from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
+from jax_cudnn.ops.attention.visibility.hiding import Hiding, joined_sentences
+from jax_cudnn.ops.attention.visibility.masks import Intersection, Mask, Segments
+from jax_cudnn.ops.attention.visibility.packing import Packed, longest, packing
+from jax_cudnn.ops.attention.visibility.sentences import InSequence, Sentence
+from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_flag,
     describe,
     options,
     why_symbolic,
 )
-from jax_cudnn.ops.attend import Operands
-from jax_cudnn.ops.bands import WindowSize, check_window
-from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.dropout import drawn
-from jax_cudnn.ops.hiding import Hiding, joined_sentences
-from jax_cudnn.ops.masks import Intersection, Mask, Segments
-from jax_cudnn.ops.packing import Packed, longest, packing
-from jax_cudnn.ops.reads import Scores
-from jax_cudnn.ops.score_mod import Positions, ScoreMod, check_score_mod, with_score_mod
-from jax_cudnn.ops.sdpa_operands import canonicalize, check_scale
-from jax_cudnn.ops.sentences import InSequence, Sentence
-from jax_cudnn.ops.sinks import check_sinks
-from jax_cudnn.ops.tracing import UntraceableError
+from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.common.tracing import UntraceableError
 from jax_cudnn.parallel.axes import AxisName, axis_size
 from jax_cudnn.parallel.order import check_order
 from jax_cudnn.parallel.problem import Method, Problem, named

@@ -10,13 +10,13 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.lowering import align_varying
-from jax_cudnn.ops.attend import of_rows
-from jax_cudnn.ops.bands import WindowSize
-from jax_cudnn.ops.callers import on_behalf_of
-from jax_cudnn.ops.masks import Mask
-from jax_cudnn.ops.score_mod import Positions, ScoreMod
-from jax_cudnn.ops.sentences import Tokens
-from jax_cudnn.ops.sinks import with_sinks
+from jax_cudnn.ops.attention.attend import of_rows
+from jax_cudnn.ops.attention.score_mod import Positions, ScoreMod
+from jax_cudnn.ops.attention.sinks import with_sinks
+from jax_cudnn.ops.attention.visibility.bands import WindowSize
+from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.attention.visibility.sentences import Tokens
+from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
 from jax_cudnn.parallel.axes import AxisName, axis_size
 from jax_cudnn.parallel.blocks import Partial, accumulator

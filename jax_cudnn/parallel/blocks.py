@@ -15,16 +15,16 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.graph.score_mod import Steps, largest
+from jax_cudnn.graph.attention.score_mod import Steps, largest
 from jax_cudnn.lowering import align_varying
-from jax_cudnn.ops.attend import Operands, attend
-from jax_cudnn.ops.sdpa_parts import part_gradients
-from jax_cudnn.ops.sentences import Sentence, Tokens
+from jax_cudnn.ops.attention.attend import Operands, attend
+from jax_cudnn.ops.attention.parts import part_gradients
+from jax_cudnn.ops.attention.visibility.sentences import Sentence, Tokens
 from jax_cudnn.parallel.combining import combine
 from jax_cudnn.parallel.order import run_length
 from jax_cudnn.parallel.problem import Problem, Shares, membership, sentences_of
 from jax_cudnn.parallel.schedule import Call, Step
-from jax_cudnn.reference.dropout import kept_at
+from jax_cudnn.reference.attention.dropout import kept_at
 
 _State = TypeVar("_State")
 # The first column of a call: known while tracing, or depending on the device.
@@ -404,7 +404,8 @@ def _indices(x: jax.Array, starts: tuple[_First, ...]) -> list[jax.Array]:
     return [jnp.asarray(each, jnp.int32) for each in (*starts, *zeros)]
 
 
-# As in legalize/far_rows.py: rows further from 0, and a log-sum-exp above every score.
+# As in legalize/attention/far_rows.py: rows further from 0, and a log-sum-exp above
+# every score.
 _FAR = 2.0**11
 _ABOVE_ALL = 1e30
 

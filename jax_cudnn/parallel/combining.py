@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops.arguments import as_operand, check_dtype, describe
-from jax_cudnn.reference.sdpa import combined
+from jax_cudnn.ops.common.arguments import as_operand, check_dtype, describe
+from jax_cudnn.reference.attention.sdpa import combined
 
 
 def combine(

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.lowering import attention_results, run_by_hand
-from jax_cudnn.ops.attend import of_rows
-from jax_cudnn.ops.sinks import sink_slopes, with_sinks
+from jax_cudnn.ops.attention.attend import of_rows
+from jax_cudnn.ops.attention.sinks import sink_slopes, with_sinks
 from jax_cudnn.parallel.blocks import Cotangents, Partial
 from jax_cudnn.parallel.problem import SCORES, Problem, Shares, base_of
 

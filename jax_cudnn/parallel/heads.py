@@ -5,8 +5,8 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.ops.attend import Operands, attend_by_rows
-from jax_cudnn.ops.sentences import Tokens
+from jax_cudnn.ops.attention.attend import Operands, attend_by_rows
+from jax_cudnn.ops.attention.visibility.sentences import Tokens
 from jax_cudnn.parallel.order import from_zigzag, to_zigzag
 from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shares, sentences_of
 

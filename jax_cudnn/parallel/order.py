@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops.arguments import as_operand, describe
+from jax_cudnn.ops.common.arguments import as_operand, describe
 from jax_cudnn.parallel.axes import AxisName, axis_size
 from jax_cudnn.parallel.schedule import Order
 

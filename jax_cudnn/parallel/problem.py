@@ -10,8 +10,13 @@ import jax.numpy as jnp
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.graph.score_mod import OPERANDS, Steps
-from jax_cudnn.ops.sentences import InSequence, Overrun, Sentence, Tokens
+from jax_cudnn.graph.attention.score_mod import OPERANDS, Steps
+from jax_cudnn.ops.attention.visibility.sentences import (
+    InSequence,
+    Overrun,
+    Sentence,
+    Tokens,
+)
 from jax_cudnn.parallel.axes import AxisName
 from jax_cudnn.parallel.order import all_positions, positions_of
 from jax_cudnn.parallel.schedule import Band, Order
@@ -209,8 +214,8 @@ def of_stats(rows: jax.Array) -> jax.Array:
 
 
 # Log-sum-exps that are further than this from 0 lose digits that matter, see
-# legalize/far_rows.py. In every float dtype, numbers that are larger differ by numbers
-# that it holds exactly, as far as these matter beside the largest.
+# legalize/attention/far_rows.py. In every float dtype, numbers that are larger differ
+# by numbers that it holds exactly, as far as these matter beside the largest.
 _FAR = 2.0**10
 
 

@@ -19,10 +19,10 @@ from jax.sharding import (
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.arguments import as_operand, describe, in_front
-from jax_cudnn.ops.bands import WindowSize
-from jax_cudnn.ops.masks import Mask
-from jax_cudnn.ops.score_mod import Positions, ScoreMod
+from jax_cudnn.ops.attention.score_mod import Positions, ScoreMod
+from jax_cudnn.ops.attention.visibility.bands import WindowSize
+from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.common.arguments import as_operand, describe, in_front
 from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
 from jax_cudnn.parallel.attention import attend_shares, check_method
 from jax_cudnn.parallel.axes import AxisName

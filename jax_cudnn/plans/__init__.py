@@ -18,18 +18,18 @@ if TYPE_CHECKING:
     from jax_cudnn.doctor.findings import Finding
     from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
     from jax_cudnn.plans.calls import Call, Report
-    from jax_cudnn.plans.competing import (
-        add_contender,
-        add_tokamax,
-        remove_contender,
-    )
     from jax_cudnn.plans.explanation import Attempt, ExplainedCall, Explanation, explain
-    from jax_cudnn.plans.in_context import ProgramTimes
     from jax_cudnn.plans.inspection import inspect
     from jax_cudnn.plans.logs import log
     from jax_cudnn.plans.scoping import using
     from jax_cudnn.plans.shipping import Shipment, Warmup, load, save, warmup
     from jax_cudnn.plans.tuning import Tuning, autotune, autotuning, load_choices
+    from jax_cudnn.tuning.competing import (
+        add_contender,
+        add_tokamax,
+        remove_contender,
+    )
+    from jax_cudnn.tuning.in_context import ProgramTimes
 
 # The module of each name that is not imported at once.
 _HOMES = {
@@ -37,14 +37,18 @@ _HOMES = {
     "jax_cudnn.doctor.findings": ("Finding",),
     f"{__name__}.caching": ("CacheInfo", "cache_info", "clear_cache", "set_cache"),
     f"{__name__}.calls": ("Call", "Report"),
-    f"{__name__}.competing": ("add_contender", "add_tokamax", "remove_contender"),
     f"{__name__}.explanation": ("Attempt", "ExplainedCall", "Explanation", "explain"),
-    f"{__name__}.in_context": ("ProgramTimes",),
     f"{__name__}.inspection": ("inspect",),
     f"{__name__}.logs": ("log",),
     f"{__name__}.scoping": ("using",),
     f"{__name__}.shipping": ("Shipment", "Warmup", "load", "save", "warmup"),
     f"{__name__}.tuning": ("Tuning", "autotune", "autotuning", "load_choices"),
+    "jax_cudnn.tuning.competing": (
+        "add_contender",
+        "add_tokamax",
+        "remove_contender",
+    ),
+    "jax_cudnn.tuning.in_context": ("ProgramTimes",),
 }
 _MODULES = {name: module for module, names in _HOMES.items() for name in names}
 

@@ -35,16 +35,16 @@ from jax_cudnn.graph import Graph, is_anchor, kind_named, label, operand_text
 from jax_cudnn.lowering import TracedGraph, TracedProgram, scoped, traced_program
 from jax_cudnn.lowering.decision import decide_part, precision_refusal
 from jax_cudnn.lowering.devices import gpu_for, local_device, local_target
-from jax_cudnn.measuring import (
+from jax_cudnn.plans.calls import contenders_text
+from jax_cudnn.progress import followed, is_shown
+from jax_cudnn.tuning import (
     NotRunError,
     OutOfTimeError,
     Programs,
     expected_bytes,
     measure_each,
 )
-from jax_cudnn.plans.calls import contenders_text
-from jax_cudnn.plans.in_context import ProgramTimes, settle
-from jax_cudnn.progress import followed, is_shown
+from jax_cudnn.tuning.in_context import ProgramTimes, settle
 
 _log = logging.getLogger("jax_cudnn")
 

@@ -12,18 +12,10 @@ import jax.numpy as jnp
 from jax_cudnn.graph import DTypeName, Graph, Node, Tensor, kind_named
 from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
-from jax_cudnn.reference import (
-    contraction,
-    grouped_matmul,
-    norms,
-    pointwise,
-    pool,
-    sdpa,
-    sdpa_cached,
-    sdpa_f8,
-    sdpa_qkv,
-)
+from jax_cudnn.reference import norms, pointwise, pooling
+from jax_cudnn.reference.attention import cached, f8, qkv, sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.products import contraction, grouped_matmul
 
 # A rule takes the attributes, the input arrays by role in logical axis order, and the
 # output tensors that are asked for. A contraction's rule takes a precision as well. The
@@ -33,8 +25,8 @@ Rule = Callable[..., Mapping[str, Any]]
 Keep = Callable[[jax.Array], jax.Array]
 
 RULES: dict[str, Rule] = {
-    "avg_pool": pool.avg_pool,
-    "avg_pool_backward": pool.avg_pool_backward,
+    "avg_pool": pooling.avg_pool,
+    "avg_pool_backward": pooling.avg_pool_backward,
     "adaptive_layer_norm": norms.forward("adaptive_layer_norm"),
     "adaptive_layer_norm_backward": norms.backward("adaptive_layer_norm"),
     "batch_norm": norms.forward("batch_norm"),
@@ -50,20 +42,20 @@ RULES: dict[str, Rule] = {
     "layer_norm": norms.forward("layer_norm"),
     "layer_norm_backward": norms.backward("layer_norm"),
     "matmul": contraction.matmul,
-    "max_pool": pool.max_pool,
+    "max_pool": pooling.max_pool,
     "pointwise": pointwise.pointwise,
     "reduction": pointwise.reduction,
     "rms_norm": norms.forward("rms_norm"),
     "rms_norm_backward": norms.backward("rms_norm"),
     "sdpa": sdpa.forward,
     "sdpa_backward": sdpa.backward,
-    "sdpa_cached": sdpa_cached.forward,
+    "sdpa_cached": cached.forward,
     "sdpa_dropout": sdpa.forward,
     "sdpa_dropout_backward": sdpa.backward,
-    "sdpa_f8": sdpa_f8.forward,
-    "sdpa_paged": sdpa_cached.forward,
-    "sdpa_qkv": sdpa_qkv.forward,
-    "sdpa_qkv_backward": sdpa_qkv.backward,
+    "sdpa_f8": f8.forward,
+    "sdpa_paged": cached.forward,
+    "sdpa_qkv": qkv.forward,
+    "sdpa_qkv_backward": qkv.backward,
 }
 
 

@@ -14,8 +14,8 @@ from jax_cudnn.graph import (
     MatmulAttributes,
     Tensor,
 )
-from jax_cudnn.graph.conv import CONV_FPROP
 from jax_cudnn.graph.pointwise import ARITY, COMPARISONS
+from jax_cudnn.graph.products.conv import CONV_FPROP
 from jax_cudnn.graph.shapes import result_dims
 
 _DTYPES: tuple[DTypeName, ...] = (

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jax_cudnn import GraphError
+from tests.common.planner import ALL_ALLOWED
 from tests.native.readers import parse_request
-from tests.planner import ALL_ALLOWED
 
 pytestmark = pytest.mark.once
 

@@ -17,7 +17,7 @@ from jax_cudnn.graph import Graph, from_json, kind_named, kinds, to_json
 from jax_cudnn.graph.description import table
 from jax_cudnn.graph.pointwise import ARITY
 from jax_cudnn.graph.spec import DTYPE_NAMES
-from tests.attention import attention_graph, graphs
+from tests.attention.shared.oracle import attention_graph, graphs
 from tests.native.drawn_graphs import fused_graphs
 from tests.native.readers import parse_graph
 

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention nodes: `sdpa`, `sdpa_dropout` and the gradient of each.
+
+Their tensors are described in node_kinds.json. ``bias`` is added to the scaled scores;
+a ``mask`` is False where a key is hidden from a query; queries and keys at or past
+``query_lengths`` and ``key_lengths`` are hidden; ``stats`` is the log-sum-exp of the
+scores.
+
+A row may hold n sequences, each with a length and a start (``query_starts``,
+``key_starts``; without these, one begins where the one before it ends). Query i belongs
+to the first sequence j with starts[j] <= i < starts[j] + lengths[j], and sees keys of
+the same sequence. Causality and windows count positions within it. What belongs to no
+sequence gives 0, log-sum-exp -inf and gradient 0, and is not read. In place of starts,
+cuDNN gets offsets: where in the array of a tensor each sequence begins, counted in
+elements, all rows one after another, and the number of elements at the end.
+
+With dropout, probabilities are dropped after the softmax, and ``stats`` is that without
+it. Which ones are dropped follows from a seed, and an offset for each batch entry and
+head: reference/attention/dropout.py. In the kinds with dropout each batch entry and
+head is given its offset, so devices can share them out, and each entry may have its
+seed, so examples of a vmap fold into the batch. The plain kinds have what a kernel
+takes: one seed and one offset, from which a kernel counts on, or the mask that follows,
+1 where a probability is kept.
+
+``mod_a`` to ``mod_d`` are what ``score_mod`` reads beside the scores.
+
+``sinks`` are scores of one more key for each head, whose value is 0. Every query sees
+it; it is part of ``stats``, and neither scaled nor modified nor dropped.
+
+``max_logit`` is the largest of a row's scores as the softmax of its keys reads them:
+scaled, modified and biased, without hidden keys and the sink. ``sum_exp`` is the sum
+of exp(score - max_logit) over these keys, which kernels give in place of ``stats``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from jax_cudnn.graph.attention.score_mod import Steps, check_score_mod
+from jax_cudnn.graph.description import describe
+from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
+from jax_cudnn.graph.shapes import result_like
+from jax_cudnn.graph.spec import Attributes, Graph, Tensor
+from jax_cudnn.graph.transforms.gradient_kernel import (
+    gradient_kernel,
+    single_node_graph,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SdpaAttributes(Attributes):
+    """Static configuration of attention, forward and backward.
+
+    ``scale`` multiplies query-key products before the bias is added; with
+    ``is_causal`` a query at position i sees keys 0 to i (top-left alignment). A
+    ``window`` of (left, right) lets it see keys i - left to i + right; () is none.
+
+    With ``is_bottom_right`` the last query of a sequence has the position of its last
+    key, so i is the query's number plus its sequence's key length minus query length.
+    ``longest`` is the most tokens that a sequence has, of queries and of keys; what is
+    beyond is padding, and () is no limit.
+
+    ``is_partial`` means something to the gradient only. The keys are then a part of
+    those that the queries see, and ``output`` and ``stats`` are those of all of them:
+    with P = exp(S - stats) and delta = rowsum(output * grad_output), the gradients of
+    all parts add up to that of the whole. Without it, both follow from the operands.
+
+    ``dropout`` is the share of probabilities that is dropped, a multiple of 2^-16, and
+    ``dropout_heads`` and ``dropout_batch`` are the numbers of query heads and batch
+    entries that offsets are counted over (0 for all entries that there are). A device
+    may have some of these only. Where examples were folded it is 1 entry: a device may
+    have some entries of each example, so that two which meet are not counted on.
+
+    ``score_mod`` are the steps of a function that the scaled scores go through before
+    the bias is added (see graph/attention/score_mod.py); () is none. ``score_mod_grad``
+    are the steps to its gradient, which follow from it: legalisation writes them for
+    kernels.
+    """
+
+    scale: float
+    is_causal: bool
+    window: tuple[int, ...] = ()
+    is_partial: bool = False
+    is_bottom_right: bool = False
+    longest: tuple[int, ...] = ()
+    dropout: float = 0
+    dropout_heads: int = 0
+    dropout_batch: int = 0
+    score_mod: Steps = ()
+    score_mod_grad: Steps = ()
+
+    def folded(self, letter: str) -> "SdpaAttributes":
+        """Return the attributes where examples are the slower part of a letter."""
+        is_counted = letter == "b" and bool(self.dropout_batch)
+        return replace(self, dropout_batch=1) if is_counted else self
+
+
+def sdpa_graph(
+    inputs: Mapping[str, Tensor],
+    *,
+    attributes: SdpaAttributes,
+    output_order: tuple[int, ...] = (0, 1, 2, 3),
+    with_stats: bool = False,
+    with_max: bool = False,
+) -> Graph:
+    """Build the one-node forward graph; tensors are named by their roles.
+
+    ``inputs`` maps roles to tensors of the same name, in operand order.
+    """
+    kind = SDPA_DROPOUT if "dropout_seed" in inputs else SDPA
+    roles = ("output", *row_results(with_stats=with_stats, with_max=with_max))
+    outputs = {role: result_like(kind.row, role, inputs, attributes) for role in roles}
+    outputs["output"] = replace(outputs["output"], order=output_order)
+    return single_node_graph(kind.name, inputs, outputs, attributes)
+
+
+def row_results(*, with_stats: bool, with_max: bool) -> tuple[str, ...]:
+    """Return the roles of the results with a number for each row that are asked for."""
+    asked = {"stats": with_stats, "max_logit": with_max}
+    return tuple(role for role, is_asked in asked.items() if is_asked)
+
+
+def sdpa_backward_graph(
+    inputs: Mapping[str, Tensor],
+    *,
+    attributes: SdpaAttributes,
+    gradients_of: tuple[str, ...] = (),
+) -> Graph:
+    """Build the one-node gradient graph; tensors are named by their roles.
+
+    ``inputs`` maps roles to tensors of the same name, in operand order. A gradient is
+    stored as its operand is. Beside those of query, key and value, there are those of
+    the roles asked for, in the order of the table.
+    """
+    kind = SDPA_DROPOUT_BACKWARD if "dropout_seed" in inputs else SDPA_BACKWARD
+    roles = ["query", "key", "value", *gradients_of]
+    outputs = {f"grad_{x}": replace(inputs[x], name=f"grad_{x}") for x in roles}
+    return single_node_graph(kind.name, inputs, outputs, attributes)
+
+
+def _check(roles: Roles, attributes: Attributes) -> None:
+    assert isinstance(attributes, SdpaAttributes)
+    check_score_mod(attributes.score_mod, attributes.score_mod_grad, roles)
+
+
+def _cancelled(roles: Roles) -> frozenset[str]:
+    """Return the gradients that are sums of terms which cancel.
+
+    They do where output and log-sum-exp are those of the row: for a bias that all keys
+    of a row share, and with a single key for all that makes its score. A sink is
+    another key, and the maximum follows a score that all keys share.
+    """
+    found: set[str] = set()
+    if "sinks" in roles or "grad_max_logit" in roles:
+        return frozenset()
+    if "bias" in roles and roles["bias"].dims[3] == 1:
+        found.add("grad_bias")
+    if roles["key"].dims[2] == 1 and "grad_stats" not in roles:
+        found |= {"grad_query", "grad_key", "grad_bias"}
+    return frozenset(found & roles.keys())
+
+
+SDPA = register_kind(
+    NodeKind(
+        row=describe("sdpa"),
+        attributes=SdpaAttributes,
+        check=_check,
+        derivative=gradient_kernel("sdpa_backward"),
+    )
+)
+
+SDPA_BACKWARD = register_kind(
+    NodeKind(
+        row=describe("sdpa_backward"),
+        attributes=SdpaAttributes,
+        check=_check,
+        gradient_of="sdpa",
+        cancelled=_cancelled,
+    )
+)
+
+SDPA_DROPOUT = register_kind(
+    NodeKind(
+        row=describe("sdpa_dropout"),
+        attributes=SdpaAttributes,
+        derivative=gradient_kernel("sdpa_dropout_backward"),
+    )
+)
+
+SDPA_DROPOUT_BACKWARD = register_kind(
+    NodeKind(
+        row=describe("sdpa_dropout_backward"),
+        attributes=SdpaAttributes,
+        gradient_of="sdpa_dropout",
+        cancelled=_cancelled,
+    )
+)

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `grouped_matmul` node, a matrix for each group of rows, and its gradient.
+
+Their tensors are described in node_kinds.json. The rows of a lie group by group, and
+those of group g are multiplied by b[g]. Group g has ``group_sizes[g]`` rows and begins
+where the one before it ends. Rows beyond the last group give 0, and are in no gradient
+but their own, which is 0.
+
+In place of sizes, cuDNN gets ``starts``: a group reaches to the start of the next one,
+and the last to the end of a. Sums are kept in f32 (f64 for f64).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax_cudnn.errors import GraphError
+from jax_cudnn.graph.description import describe
+from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
+from jax_cudnn.graph.shapes import result_dims
+from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Tensor
+from jax_cudnn.graph.transforms.gradient_kernel import (
+    gradient_kernel,
+    single_node_graph,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupedMatmulAttributes(Attributes):
+    """No options: a transposed operand has its dims in another order."""
+
+
+def grouped_matmul_graph(inputs: Mapping[str, Tensor], dtype: DTypeName) -> Graph:
+    """Build the one-node graph with a result of that dtype.
+
+    ``inputs`` maps roles to tensors of the same name, in operand order.
+    """
+    attributes = GroupedMatmulAttributes()
+    dims = result_dims(GROUPED_MATMUL.row, "output", inputs, attributes)
+    output = Tensor(name="output", dtype=dtype, dims=dims, order=(0, 1, 2))
+    return single_node_graph("grouped_matmul", inputs, {"output": output}, attributes)
+
+
+def _check(roles: Roles, attributes: Attributes) -> None:
+    del attributes
+    if ("group_sizes" in roles) == ("starts" in roles):
+        found = "both" if "starts" in roles else "neither"
+        raise GraphError(
+            f"grouped_matmul: {found} of group_sizes and starts given, not one of them"
+        )
+
+
+GROUPED_MATMUL = register_kind(
+    NodeKind(
+        row=describe("grouped_matmul"),
+        attributes=GroupedMatmulAttributes,
+        check=_check,
+        derivative=gradient_kernel("grouped_matmul_backward"),
+    )
+)
+GROUPED_MATMUL_BACKWARD = register_kind(
+    NodeKind(
+        row=describe("grouped_matmul_backward"),
+        attributes=GroupedMatmulAttributes,
+        gradient_of="grouped_matmul",
+    )
+)

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention over f8 operands as cuDNN takes it; roles as in graph/attention/f8.py.
+
+Lengths, rows that see no key and the sign of the scale are handled as in sdpa.py. Head
+sizes are padded to multiples of 16.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Graph, Target
+from jax_cudnn.legalize.attention.masks import (
+    attributes_of,
+    complete_lengths,
+    hide_dead_rows,
+)
+from jax_cudnn.legalize.attention.padding import pad_head
+from jax_cudnn.legalize.attention.sdpa import keep_layout, make_scale_positive
+from jax_cudnn.legalize.attention.windows import is_band, without_idle_window
+from jax_cudnn.legalize.common.editor import GraphEditor
+from jax_cudnn.legalize.common.layout import rounded_up
+from jax_cudnn.legalize.common.legalization import Legalization
+
+# cudnn-frontend 1.28, sdpa_support_surface.h, "should be multiple of 16".
+_HEAD_MULTIPLE = 16
+
+
+def legalize(graph: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can run attention over f8 operands."""
+    graph = without_idle_window(graph)
+    reasons = _reasons(graph, target)
+    if reasons:
+        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+    editor = GraphEditor.by_role(graph)
+    keep_layout(editor)
+    hide_dead_rows(editor)
+    # An entry without keys gives 0 (9.19 on an H200). With a key, it would count for
+    # the amax.
+    complete_lengths(editor, target, least_keys=0)
+    make_scale_positive(editor)
+    if _needs_two_queries(target):
+        _repeat_single_query(editor)
+    pad_head(editor, ("query", "key"), multiple=_HEAD_MULTIPLE)
+    pad_head(editor, ("value", "output"), multiple=_HEAD_MULTIPLE)
+    return Legalization(candidates=(editor.finish(),))
+
+
+def _needs_two_queries(target: Target | None) -> bool:
+    """Whether cuDNN has no plan for a single query: 9.19 and 9.27, on sm_90."""
+    return target is None or target.sm_version < 100
+
+
+def _repeat_single_query(editor: GraphEditor) -> None:
+    """Give cuDNN two equal queries in place of a single one, for which it has no plan.
+
+    Of zeros in its place, the output would count for the amax.
+    """
+    if editor.tensors["query"].dims[2] != 1:
+        return
+    for role in ("query", "output", "stats"):
+        if role not in editor.tensors:
+            continue
+        tensor = editor.tensors[role]
+        b, h, _, d = tensor.dims
+        axis = tensor.order.index(2)
+        editor.rearrange(
+            role,
+            replace(tensor, dims=(b, h, 2, d)),
+            functools.partial(jnp.repeat, repeats=2, axis=axis),
+            functools.partial(
+                jax.lax.slice_in_dim, start_index=0, limit_index=1, axis=axis
+            ),
+        )
+
+
+_ADVICE = (
+    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the call '
+    "as the reasons say."
+)
+
+
+def _reasons(graph: Graph, target: Target | None) -> list[str]:
+    """Return the limits that the graph breaks, all of them."""
+    editor = GraphEditor.by_role(graph)
+    roles = editor.tensors
+    query, value, output = (roles[role] for role in ("query", "value", "output"))
+    reasons: list[str] = []
+    if attributes_of(editor).window and not is_band(graph):
+        reasons.append(
+            f"the window {list(attributes_of(editor).window)} leaves queries without a "
+            "key, or stands beside lengths; cuDNN's f8 attention takes no mask to hold "
+            "it"
+        )
+    b, h, s, _ = query.dims
+    attributes = attributes_of(editor)
+    has_band = attributes.is_causal or bool(attributes.window)
+    if s == 1 and has_band and _needs_two_queries(target):
+        reasons.append(
+            "a single query with is_causal or a window; cuDNN's f8 attention takes two "
+            "or more on sm_90. Leave these out, and the keys that they hide"
+        )
+    # They are dimensions y and z of a launch grid (CUDA C++ Programming Guide, table
+    # of technical specifications).
+    if max(b, h) > 65535:
+        reasons.append(f"batch {b} or heads {h} exceed 65535")
+    if target is None:
+        return reasons
+    sm, cudnn = target.sm_version, target.cudnn_version
+    # All from cudnn-frontend 1.28, sdpa_support_surface.h, "FP8 specific validation".
+    if sm < 90:
+        reasons.append(
+            f"{target.name} is sm_{sm}; cuDNN's f8 attention needs sm_90 (Hopper) or "
+            "newer"
+        )
+    if cudnn == 91000:
+        reasons.append("cuDNN 9.10.0 has no f8 attention; use a newer one")
+    if output.dtype in ("bf16", "f16") and (sm < 100 or cudnn < 91300):
+        reasons.append(
+            f"the result is {output.dtype}; cuDNN gives 16-bit results of f8 operands "
+            "on sm_100 (Blackwell) and newer, from 9.13 on. Ask for f8 and dequantize"
+        )
+    d, e = (rounded_up(x.dims[3], _HEAD_MULTIPLE) for x in (query, value))
+    if sm >= 100:
+        is_wide = (d, e) == (192, 128) and cudnn >= 91900
+        if max(d, e) > 128 and not is_wide:
+            reasons.append(
+                f"head sizes d={query.dims[3]}, e={value.dims[3]}; on sm_{sm}, cuDNN's "
+                "f8 attention takes at most 128, and d=192 with e=128 from 9.19 on"
+            )
+    elif max(d, e) > 256:
+        reasons.append(
+            f"head sizes d={query.dims[3]}, e={value.dims[3]}; cuDNN's f8 attention "
+            "takes at most 256"
+        )
+    return reasons

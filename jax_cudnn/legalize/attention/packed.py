@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How does attention reach cuDNN where a row holds several sequences?
+
+cuDNN takes them one behind another ("ragged", THD): each tensor comes with the places
+in memory where its sequences begin, and nothing is padded. Beside a bias or a mask, and
+where a GPU or a version has no plan for that, the sequences become a mask of s * t.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Graph, Node, SdpaAttributes, Target, Tensor
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.legalize.attention.masks import DEAD_STATS, attributes_of, where_logical
+from jax_cudnn.legalize.common.editor import Env, GraphEditor
+from jax_cudnn.legalize.common.layout import rounded_up
+from jax_cudnn.legalize.common.legalization import Legal, Legalization, Rule, given_more
+from jax_cudnn.reference.attention import sequences
+from jax_cudnn.reference.attention.sequences import Spans
+from jax_cudnn.reference.interpreter import to_logical, to_stored
+
+# To which the gradient's head sizes are padded: the frontend sizes the gradient's
+# workspace by the tokens of a row, and not by sequences times the longest one, for head
+# sizes in multiples of 16 only (cudnn-frontend 1.28,
+# scaled_dot_product_flash_attention.h, "max_total_seq_len").
+HEAD_MULTIPLE = 16
+# Sizes of tiles divide it, so no kernel has fewer tiles than for the sequences alone.
+# Counts of keys with t % 128 = 64 and a single query, which kernels compute wrongly
+# (sdpa_padding.py), are none of its multiples.
+_LENGTH_MULTIPLE = 128
+_DTYPES = ("bf16", "f16")
+_BSHD = (0, 2, 1, 3)
+# The tensors of a graph that share the offsets of a role.
+_WITH_OFFSETS = {
+    "query": ("query", "grad_query"),
+    "key": ("key", "grad_key"),
+    "value": ("value", "grad_value"),
+    "output": ("output", "grad_output"),
+    "stats": ("stats", "max_logit"),
+}
+_GRADIENTS = {"query": ("grad_query",), "key": ("grad_key", "grad_value")}
+
+
+def by_packing(
+    graph: Graph,
+    target: Target | None,
+    *,
+    rule: Rule,
+    ragged: Callable[[Graph], Legal],
+) -> Legalization:
+    """Legalise a graph by a rule for rows of one sequence, and one for several."""
+    attributes, roles = _attributes(graph), roles_in(graph, graph.nodes[0])
+    if not sequences.is_packed(attributes, roles):
+        return rule(graph, target)
+    masked, with_mask = _as_mask(graph)
+    folded = rule(masked, target)
+    reason = _why_not_ragged(attributes, roles, target)
+    note = (
+        "the sequences of a row are a mask, whose memory grows with s*t: "
+        f"{reason or 'cuDNN has no plan for packed ones'}"
+    )
+    candidates = tuple(
+        replace(given_more(legal, with_mask), notes=(*legal.notes, note))
+        for legal in folded.candidates
+    )
+    if candidates and not reason:
+        candidates = (ragged(graph), *candidates)
+    return replace(folded, candidates=candidates)
+
+
+def _attributes(graph: Graph) -> SdpaAttributes:
+    attributes = graph.nodes[0].attributes
+    assert isinstance(attributes, SdpaAttributes)
+    return attributes
+
+
+def _why_not_ragged(
+    attributes: SdpaAttributes, roles: Mapping[str, Tensor], target: Target | None
+) -> str:
+    """Return why cuDNN cannot take the sequences as they are; "" if it may."""
+    query = roles["query"]
+    if found := [role for role in ("bias", "mask") if role in roles]:
+        return f"beside a {found[0]} cuDNN takes no packed ones"
+    if not roles.keys().isdisjoint(("dropout_seed", "dropout_mask")):
+        return "dropout is drawn by the positions of whole rows"
+    if attributes.score_mod:
+        return "beside a score_mod cuDNN takes no packed ones"
+    if query.dtype not in _DTYPES:
+        return f"query is {query.dtype}, and cuDNN packs bf16 and f16"
+    if any(bound < 0 for bound in attributes.window):
+        return f"cuDNN has no band for the window {list(attributes.window)}"
+    # The log-sum-exp of packed queries is refused for sm_8x and sm_12x by
+    # cudnn-frontend 1.28 ("Packed/ragged LSE is not supported").
+    if target is not None and target.sm_version // 10 not in (9, 10):
+        return f"sm_{target.sm_version} has no packed log-sum-exp in cuDNN"
+    largest = max(math.prod(tensor.dims) for tensor in roles.values())
+    if largest * _most_padding(query, roles["value"]) >= 2**31:
+        return "their offsets would be 2^31 or more"
+    n = _count(roles)
+    # A dimension of a launch grid.
+    if query.dims[0] * n > 65535:
+        return f"{query.dims[0]} rows of {n} sequences exceed 65535"
+    return ""
+
+
+def _most_padding(query: Tensor, value: Tensor) -> float:
+    """Return how much larger head sizes may become by padding."""
+    return max(
+        (x.dims[3] + 2 * HEAD_MULTIPLE) / max(x.dims[3], 1) for x in (query, value)
+    )
+
+
+def _count(roles: Mapping[str, Tensor]) -> int:
+    found = [
+        roles[f"{kind}_lengths"] for kind in _GRADIENTS if f"{kind}_lengths" in roles
+    ]
+    return max((tensor.dims[1] for tensor in found), default=1)
+
+
+# --- as cuDNN's packed sequences ------------------------------------------------------
+
+
+def pack_tokens(editor: GraphEditor) -> None:
+    """Store tokens one behind another, and give padding its defined results.
+
+    Kernels leave what is in no sequence as it was. Queries that see no key are not
+    among the kernel's: it gets the others only.
+    """
+    for role in (*editor.inputs, *editor.outputs):
+        if len(editor.tensors[role].dims) == 4 and role not in _COUNTS:
+            editor.reorder(role, _BSHD)
+    tensors = dict(editor.tensors)
+    sizes = {kind: tensors[kind].dims[2] for kind in _GRADIENTS}
+    attributes = attributes_of(editor)
+
+    def before(env: Env) -> None:
+        seen = _seen(attributes, tensors, env)
+        is_live = sequences.is_inside(sizes["query"], seen["query"])
+        for role, fill in (("stats", DEAD_STATS), ("grad_stats", 0)):
+            if role in env:
+                env[role] = where_logical(tensors[role], is_live, env[role], fill)
+
+    def after(env: Env, results: Env) -> None:
+        seen = _seen(attributes, tensors, env)
+        for kind, spans in seen.items():
+            is_live = sequences.is_inside(sizes[kind], spans)
+            fills = dict.fromkeys(_GRADIENTS[kind], 0.0)
+            if kind == "query":
+                fills |= {"output": 0.0, "stats": -math.inf, "max_logit": -math.inf}
+            for role, fill in fills.items():
+                if role in results:
+                    results[role] = where_logical(
+                        tensors[role], is_live, results[role], fill
+                    )
+
+    editor.before.append(before)
+    editor.after.append(after)
+
+
+_COUNTS = ("query_lengths", "key_lengths", "query_starts", "key_starts")
+
+
+def put_offsets(editor: GraphEditor) -> None:
+    """Give the kernel offsets in place of starts; the last step, with all sizes final.
+
+    The frontend takes a tensor of b * n + 1 offsets for each tensor, in elements.
+    """
+    tensors, attributes = dict(editor.tensors), attributes_of(editor)
+    b, n = tensors["query"].dims[0], _count(tensors)
+    for role in ("query_starts", "key_starts"):
+        if role in tensors:
+            editor.drop(role)
+    for kind in _GRADIENTS:
+        editor.put_operand(
+            Tensor(
+                name=f"{kind}_lengths",
+                dtype="i32",
+                dims=(b, n, 1, 1),
+                order=(0, 1, 2, 3),
+            )
+        )
+    strides: dict[str, int] = {}
+    for role, names in _WITH_OFFSETS.items():
+        if found := [tensors[name] for name in names if name in tensors]:
+            _, heads, _, width = found[0].dims
+            strides[role] = heads * width
+            editor.put_operand(
+                Tensor(
+                    name=f"{role}_offsets",
+                    dtype="i32",
+                    dims=(b * n + 1, 1, 1, 1),
+                    order=(0, 1, 2, 3),
+                )
+            )
+    sizes = {kind: tensors[kind].dims[2] for kind in _GRADIENTS}
+    longest = attributes.longest or tuple(sizes.values())
+    longest = tuple(
+        rounded_up(max(min(most, size), 1), _LENGTH_MULTIPLE)
+        for most, size in zip(longest, sizes.values(), strict=True)
+    )
+    editor.set_attributes(replace(attributes, longest=longest))
+
+    def before(env: Env) -> None:
+        seen = _seen(attributes, tensors, env)
+        for kind, spans in seen.items():
+            env[f"{kind}_lengths"] = spans.lengths[:, :, None, None]
+            rows = jnp.arange(b, dtype=jnp.int32)[:, None] * sizes[kind]
+            tokens = jnp.ravel(rows + spans.starts)
+            tokens = jnp.append(tokens, jnp.int32(b * sizes[kind]))
+            for role, stride in strides.items():
+                if (role in ("key", "value")) == (kind == "key"):
+                    offsets = tokens * jnp.int32(stride)
+                    env[f"{role}_offsets"] = offsets[:, None, None, None]
+
+    editor.before.append(before)
+
+
+def _seen(
+    attributes: SdpaAttributes, tensors: Mapping[str, Tensor], env: Env
+) -> dict[str, Spans]:
+    """Return the sequences of queries and keys, without queries that see no key.
+
+    With bounds that are not negative these are the first or last of their sequence. A
+    sequence that lacks queries or keys is empty: cuDNN gave NaN for those without keys
+    before 9.25 (cudnn-frontend issue #943).
+    """
+    arrays = {
+        role: to_logical(tensors[role], env[role]) for role in _COUNTS if role in env
+    }
+    shaped = {kind: _Shaped(tensors[kind].dims) for kind in _GRADIENTS}
+    queries, keys = sequences.spans(attributes, {**arrays, **shaped})  # type: ignore[arg-type]
+    left, right = _bounds(attributes)
+    more = jnp.zeros((), jnp.int32)
+    if attributes.is_bottom_right:
+        more = keys.lengths - queries.lengths
+    first, end = jnp.zeros_like(queries.lengths), queries.lengths
+    if right is not None:
+        first = jnp.clip(-more - right, 0, end)
+    if left is not None:
+        end = jnp.clip(keys.lengths - more + left, first, end)
+    is_used = (end > first) & (keys.lengths > 0)
+    return {
+        "query": Spans(
+            starts=queries.starts + first, lengths=jnp.where(is_used, end - first, 0)
+        ),
+        "key": Spans(starts=keys.starts, lengths=jnp.where(is_used, keys.lengths, 0)),
+    }
+
+
+class _Shaped(NamedTuple):
+    """What has a shape and nothing else that is asked for."""
+
+    shape: tuple[int, ...]
+
+
+def _bounds(attributes: SdpaAttributes) -> tuple[int | None, int | None]:
+    left = right = None
+    if attributes.window:
+        left, right = sequences.cut_window(attributes.window)
+    if attributes.is_causal:
+        right = 0
+    return left, right
+
+
+# --- as a mask ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Masked:
+    """A graph with packed sequences, and the same with a mask in their place."""
+
+    graph: Graph
+    masked: Graph
+    mask: Tensor
+
+    def operands(self, operands: Sequence[jax.Array]) -> list[jax.Array]:
+        """Return the operands of the graph with a mask; padding is 0 there."""
+        graph, (node,) = self.graph, self.graph.nodes
+        given = dict(zip(graph.inputs, operands, strict=True))
+        logical = {
+            role: to_logical(graph.tensor(name), given[name])
+            for role, name in node.inputs
+        }
+        attributes = _attributes(graph)
+        b, _, s, t = self.mask.dims
+        is_seen = sequences.visible(attributes, logical, (b, 1, s, t))
+        if "mask" in logical:
+            is_seen = is_seen & logical["mask"]
+        cleaned = dict(sequences.without_padding(attributes, logical))
+        if "sinks" in logical:
+            # Padding has these too: the log-sum-exp of the sink alone.
+            of_sinks = ("stats", "grad_stats")
+            cleaned |= {role: logical[role] for role in of_sinks if role in logical}
+        for role, name in node.inputs:
+            if cleaned[role] is not logical[role]:
+                given[name] = to_stored(graph.tensor(name), cleaned[role])
+        given[self.mask.name] = jnp.broadcast_to(is_seen, self.mask.dims)
+        return [given[name] for name in self.masked.inputs]
+
+
+def _as_mask(
+    graph: Graph,
+) -> tuple[Graph, Callable[[Sequence[jax.Array]], list[jax.Array]]]:
+    """Return a graph whose mask says which keys a query sees, and how to make it."""
+    (node,) = graph.nodes
+    roles = roles_in(graph, node)
+    old = roles.get("mask")
+    name = "mask" if old is None else old.name
+    b, _, s, _ = roles["query"].dims
+    mask = Tensor(
+        name=name,
+        dtype="bool",
+        dims=(b, 1 if old is None else old.dims[1], s, roles["key"].dims[2]),
+        order=(0, 1, 2, 3),
+    )
+    names = dict(node.inputs)
+    gone = {names[role] for role in _COUNTS if role in names} | {name}
+    kept = {role: each for role, each in node.inputs if each not in gone}
+    attributes = replace(
+        _attributes(graph),
+        is_causal=False,
+        window=(),
+        is_bottom_right=False,
+        longest=(),
+    )
+    masked = Graph(
+        tensors=(*(t for t in graph.tensors if t.name not in gone), mask),
+        nodes=(
+            Node.make(
+                node.kind, {**kept, "mask": name}, dict(node.outputs), attributes
+            ),
+        ),
+        inputs=(*(each for each in graph.inputs if each not in gone), name),
+        outputs=graph.outputs,
+    )
+    return masked, _Masked(graph=graph, masked=masked, mask=mask).operands

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What do rows of attention have that a kernel has not: sinks, and a maximum?
+
+A sink is one more key without a value. It needs no kernel of its own: the output of the
+keys is scaled by their share of the softmax. The gradient's kernel computes exp(S - L)
+for whatever log-sum-exp L it is given, so with that of keys and sink it computes the
+gradient of the keys beside the sink. A sink's own gradient is a sum over rows.
+
+A kernel gives a row's maximum and sum in place of the log-sum-exp, which follows from
+both. The gradient of a maximum is the reference's.
+
+Each step edits attention by role; letters as in graph/attention/sdpa.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Graph, Node, Target, Tensor
+from jax_cudnn.graph.attention.sdpa import SDPA, SdpaAttributes
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.shapes import result_like
+from jax_cudnn.legalize.attention.far_rows import is_far, may_be_far
+from jax_cudnn.legalize.common.editor import Env, GraphEditor
+from jax_cudnn.legalize.common.legalization import (
+    After,
+    Arrays,
+    Legal,
+    Legalization,
+    Rule,
+    given_more,
+)
+from jax_cudnn.reference.attention import sdpa
+from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import to_logical, to_stored
+
+# --- sinks ----------------------------------------------------------------------------
+
+
+def take_sinks(editor: GraphEditor) -> None:
+    """Take sinks from the graph; the first step, which sees what the user gets."""
+    if "sinks" not in editor.tensors:
+        return
+    if "grad_output" in editor.tensors:
+        _take_gradient_of_sinks(editor)
+    else:
+        _scale_by_share(editor)
+
+
+def _scale_by_share(editor: GraphEditor) -> None:
+    if "stats" not in editor.tensors:
+        roles = dict(editor.tensors)
+        attributes = editor.main.attributes
+        editor.put_result(result_like(SDPA.row, "stats", roles, attributes))
+    tensors = dict(editor.tensors)
+    editor.drop("sinks")
+
+    def after(env: Env, results: Env) -> None:
+        stats = to_logical(tensors["stats"], results["stats"])
+        sinks = to_logical(tensors["sinks"], env["sinks"])
+        share, both = sdpa.share_and_sum(stats, sinks)
+        scaled = results["output"].astype(stats.dtype) * to_stored(
+            tensors["output"], share
+        )
+        results["output"] = scaled.astype(results["output"].dtype)
+        results["stats"] = to_stored(tensors["stats"], both)
+
+    editor.after.append(after)
+
+
+def _take_gradient_of_sinks(editor: GraphEditor) -> None:
+    tensors = dict(editor.tensors)
+    # Their part is the reference's, which has digits that the log-sum-exp has lost.
+    leaves_far_rows = may_be_far(editor)
+    editor.drop("sinks")
+    if "grad_sinks" not in tensors:
+        return
+    editor.drop("grad_sinks")
+
+    def after(env: Env, results: Env) -> None:
+        share, delta, grad_stats = terms_of_sinks(tensors, env)
+        slope = share * (grad_stats - delta)
+        if leaves_far_rows:
+            stats = to_logical(tensors["stats"], env["stats"])
+            slope = jnp.where(is_far(stats), 0, slope)
+        gradient = tensors["grad_sinks"]
+        total = sdpa.summed_like(to_logical(tensors["sinks"], env["sinks"]), slope)
+        results["grad_sinks"] = to_stored(
+            gradient, total.astype(jax_dtype(gradient.dtype))
+        )
+
+    editor.after.append(after)
+
+
+def terms_of_sinks(
+    tensors: Mapping[str, Tensor], env: Env
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Return the share of the sinks, rowsum(O dO) and dL, each (b, h, s, 1).
+
+    Of the operands of a gradient as the user gave them. Of a row that sees no key, the
+    cotangent of the output is not read.
+    """
+
+    def logical(role: str) -> jax.Array:
+        return to_logical(tensors[role], env[role])
+
+    stats, sinks = logical("stats"), logical("sinks").astype(env["stats"].dtype)
+    delta = sdpa.output_products(
+        logical("output"), logical("grad_output"), stats, sinks
+    )
+    grad_stats = jnp.zeros_like(stats)
+    if "grad_stats" in tensors:
+        grad_stats = logical("grad_stats")
+    return sdpa.share_of_sinks(sinks, stats), delta, grad_stats
+
+
+# --- the maximum ----------------------------------------------------------------------
+
+
+def ask_for_sum(editor: GraphEditor) -> None:
+    """Ask for maximum and sum in place of the log-sum-exp, the last of the steps.
+
+    Up to cuDNN 9.20 a kernel has both or the log-sum-exp, and newer ones have all three
+    (cudnn-frontend 1.28, softmax.h; planned with 9.19 and 9.27).
+    """
+    if "max_logit" not in editor.tensors:
+        return
+    largest = editor.tensors["max_logit"]
+    has_stats = "stats" in editor.tensors
+    if has_stats:
+        editor.drop("stats")
+    editor.put_result(replace(largest, name="sum_exp"))
+
+    def after(_: Env, results: Env) -> None:
+        total, top = results.pop("sum_exp"), results["max_logit"]
+        # A maximum of f32 instructions leaves NaN out; the sum has it.
+        top = jnp.where(jnp.isnan(total), jnp.nan, top)
+        results["max_logit"] = top
+        if has_stats:
+            results["stats"] = top + jnp.log(total)
+
+    editor.after.append(after)
+
+
+def by_maximum(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
+    """Legalise a gradient graph whose rows have a cotangent of their maximum."""
+    (node,) = graph.nodes
+    roles = roles_in(graph, node)
+    if "grad_max_logit" not in roles:
+        return rule(graph, target)
+    gone = dict(node.inputs)["grad_max_logit"]
+    kept = {role: name for role, name in node.inputs if name != gone}
+    without = Graph(
+        tensors=tuple(each for each in graph.tensors if each.name != gone),
+        nodes=(Node.make(node.kind, kept, dict(node.outputs), node.attributes),),
+        inputs=tuple(name for name in graph.inputs if name != gone),
+        outputs=graph.outputs,
+    )
+    folded = rule(without, target)
+    place = graph.inputs.index(gone)
+
+    def fewer(operands: Sequence[jax.Array]) -> list[jax.Array]:
+        return [x for i, x in enumerate(operands) if i != place]
+
+    note = (
+        "the gradient of max_logit is computed by XLA: cuDNN has none; its memory "
+        "grows with s*t"
+    )
+
+    def added(legal: Legal) -> Legal:
+        legal = given_more(legal, fewer)
+        usual = legal.usual
+        if usual is not None:
+            usual = replace(usual, after=_adding(graph, usual.after))
+        return replace(
+            legal,
+            after=_adding(graph, legal.after),
+            usual=usual,
+            notes=(*legal.notes, note),
+        )
+
+    return replace(folded, candidates=tuple(map(added, folded.candidates)))
+
+
+def _adding(graph: Graph, after: After) -> After:
+    """Return what gives the results of `after`, and the part of the maximum in them."""
+    (node,) = graph.nodes
+    attributes = node.attributes
+    assert isinstance(attributes, SdpaAttributes)
+
+    def with_part(operands: Sequence[jax.Array], made: Sequence[jax.Array]) -> Arrays:
+        given = dict(zip(graph.inputs, operands, strict=True))
+        inputs = {
+            role: to_logical(graph.tensor(name), given[name])
+            for role, name in node.inputs
+        }
+        role_of = {name: role for role, name in node.outputs}
+        found = sdpa.max_gradients(attributes, inputs, list(role_of.values()))
+        results: list[jax.Array] = []
+        for name, x in zip(graph.outputs, after(operands, made), strict=True):
+            if (part := found.get(role_of[name])) is not None:
+                part = to_stored(graph.tensor(name), part)
+                wide = x.astype(jnp.float32) + part.astype(jnp.float32)
+                x = wide.astype(x.dtype)
+            results.append(x)
+        return tuple(results)
+
+    return with_part

@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Attention as cuDNN takes it; axis letters and roles as in graph/attention/sdpa.py.
+
+What cuDNN's attention lacks is added around it:
+
+* head sizes are padded with zeros to multiples of 8;
+* a boolean mask becomes an additive bias, and a bias gets full rows and columns;
+* a scale that is not positive moves into the query;
+* rows that see no key are given keys to see, so that the kernel meets no 0/0, and
+  their result is set to 0 (log-sum-exp -inf, gradients 0) afterwards;
+* the cotangent of the log-sum-exp rides in spare value columns (see
+  ``carry_grad_stats``);
+* a window is cuDNN's band where every query sees a key in it, and else part of the
+  mask;
+* dropout's numbers, where a kernel would draw others, are given to it as a mask (see
+  ``sdpa_dropout``);
+* a sink takes its share of the output beside the kernel, and a row's maximum comes
+  with the sum (see ``sdpa_rows``);
+* rows that a bias moves far from 0 get their gradient beside the kernel (see
+  ``far_rows``), unless the gradient is partial;
+* several sequences of a row are cuDNN's packed ones, or else a mask (see
+  ``sdpa_packed``);
+* beside a score_mod, causality, lengths and a window become more of its steps (see
+  ``sdpa_score_mod``).
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import (
+    CachedAttributes,
+    Graph,
+    SdpaAttributes,
+    Target,
+)
+from jax_cudnn.graph.attention.score_mod import OPERANDS
+from jax_cudnn.legalize.attention.defaults import slower
+from jax_cudnn.legalize.attention.dropout import Step, dropout_steps, plain_editor
+from jax_cudnn.legalize.attention.far_rows import take_far_rows
+from jax_cudnn.legalize.attention.masks import (
+    absorb_row_bias,
+    attributes_of,
+    complete_bias,
+    complete_lengths,
+    hide_dead_rows,
+)
+from jax_cudnn.legalize.attention.packed import (
+    HEAD_MULTIPLE,
+    by_packing,
+    pack_tokens,
+    put_offsets,
+)
+from jax_cudnn.legalize.attention.padding import (
+    STATS_COLUMNS,
+    carry_grad_stats,
+    pad_head,
+    pad_key_count,
+    pad_single_query,
+)
+from jax_cudnn.legalize.attention.rows import (
+    ask_for_sum,
+    by_maximum,
+    take_sinks,
+    terms_of_sinks,
+)
+from jax_cudnn.legalize.attention.score_mod import (
+    complete_operands,
+    finish_score_mod,
+    pad_to_tiles,
+    take_lengths,
+    why_not_score_mod,
+)
+from jax_cudnn.legalize.attention.windows import by_window
+from jax_cudnn.legalize.common.editor import Env, GraphEditor
+from jax_cudnn.legalize.common.legalization import (
+    Legal,
+    Legalization,
+)
+from jax_cudnn.reference import evaluate
+from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import to_logical, to_stored
+
+
+def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can run a forward attention graph."""
+    return by_packing(
+        graph,
+        target,
+        rule=lambda graph, target: by_window(graph, target, _forward),
+        ragged=_ragged_forward,
+    )
+
+
+def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can run a gradient graph, with other ways to dbias."""
+    return by_maximum(
+        graph,
+        target,
+        lambda graph, target: by_packing(
+            graph,
+            target,
+            rule=lambda graph, target: by_window(graph, target, _backward),
+            ragged=_ragged_backward,
+        ),
+    )
+
+
+def _forward(graph: Graph, target: Target | None) -> Legalization:
+    first = plain_editor(graph)
+    if refusal := _refuse(first, target):
+        return refusal
+
+    def edited(drop: Step) -> Legal:
+        editor = plain_editor(graph)
+        take_sinks(editor)
+        drop(editor)
+        _edit_scores(editor, target)
+        finish_score_mod(editor)
+        pad_head(editor, ("query", "key"))
+        pad_head(editor, ("value", "output"))
+        ask_for_sum(editor)
+        return replace(editor.finish(), slower=slower(graph))
+
+    return Legalization(candidates=tuple(map(edited, dropout_steps(first, target))))
+
+
+def _backward(graph: Graph, target: Target | None) -> Legalization:
+    first = plain_editor(graph)
+    if refusal := _refuse(first, target):
+        return refusal
+    tensors = first.tensors
+    if "grad_bias" not in tensors:
+        ways = [plain_editor]
+    elif tensors["bias"].dims[3] == 1:
+        is_partial = attributes_of(first).is_partial
+        ways = [
+            _with_reference_bias_gradient if is_partial else _with_row_bias_gradient
+        ]
+    else:
+        ways = [_with_reference_bias_gradient]
+        # cuDNN has no gradient of a bias beside a score_mod (9.19 and 9.27).
+        has_score_mod = bool(attributes_of(first).score_mod)
+        if tensors["bias"].dtype == tensors["query"].dtype and not has_score_mod:
+            ways.insert(0, plain_editor)
+
+    def edited(way: Callable[[Graph], GraphEditor], drop: Step) -> Legal:
+        editor = way(graph)
+        _take_operand_gradients(editor, graph)
+        legal = _edited_backward(editor, target, drop)
+        return replace(legal, slower=slower(graph))
+
+    steps = dropout_steps(first, target)
+    candidates = [edited(way, drop) for drop in steps for way in ways]
+    return Legalization(candidates=tuple(candidates))
+
+
+def _edited_backward(editor: GraphEditor, target: Target | None, drop: Step) -> Legal:
+    attributes = attributes_of(editor)
+    if attributes.is_partial:
+        # A kernel reads output and log-sum-exp anyway. Rows far from 0 have no gradient
+        # beside it: the reference would need the log-sum-exp that has lost its digits.
+        editor.set_attributes(replace(attributes, is_partial=False))
+    else:
+        take_far_rows(editor)
+    take_sinks(editor)
+    drop(editor)
+    _edit_scores(editor, target)
+    if attributes.score_mod:
+        pad_to_tiles(editor)
+    else:
+        pad_key_count(editor)
+    finish_score_mod(editor)
+    pad_head(editor, ("query", "key"))
+    if "grad_stats" in editor.tensors:
+        carry_grad_stats(editor)
+    else:
+        pad_head(editor, ("value", "output"))
+    return editor.finish()
+
+
+def _ragged_forward(graph: Graph) -> Legal:
+    editor = GraphEditor.by_role(graph)
+    take_sinks(editor)
+    pack_tokens(editor)
+    make_scale_positive(editor)
+    pad_head(editor, ("query", "key"))
+    pad_head(editor, ("value", "output"))
+    ask_for_sum(editor)
+    put_offsets(editor)
+    return editor.finish()
+
+
+def _ragged_backward(graph: Graph) -> Legal:
+    editor = GraphEditor.by_role(graph)
+    # As in `_edited_backward`; there is no bias.
+    editor.set_attributes(replace(attributes_of(editor), is_partial=False))
+    take_sinks(editor)
+    pack_tokens(editor)
+    make_scale_positive(editor)
+    pad_head(editor, ("query", "key"), multiple=HEAD_MULTIPLE)
+    if "grad_stats" in editor.tensors:
+        carry_grad_stats(editor, HEAD_MULTIPLE)
+    else:
+        pad_head(editor, ("value", "output"), multiple=HEAD_MULTIPLE)
+    put_offsets(editor)
+    return editor.finish()
+
+
+def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
+    """Give layout, masks, lengths, bias and scale the form that cuDNN takes."""
+    keep_layout(editor)
+    hide_dead_rows(editor)
+    complete_lengths(editor, target)
+    absorb_row_bias(editor)
+    complete_bias(editor)
+    attributes = attributes_of(editor)
+    if (
+        editor.main.kind == "sdpa_backward"
+        or attributes.score_mod
+        or attributes.dropout
+    ):
+        pad_single_query(editor)
+    take_lengths(editor)
+    complete_operands(editor)
+    make_scale_positive(editor)
+
+
+def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
+    """Have dbias computed by the reference, and the other gradients by cuDNN."""
+    editor = plain_editor(graph)
+    index = editor.results.index("grad_bias")
+    bias = editor.tensors["bias"]
+    editor.notes.append(
+        f"the gradient of bias {bias.dtype}{list(bias.dims)} is computed by XLA: cuDNN "
+        f"has no plan for it; its memory grows with s*t"
+    )
+
+    def compute(env: Env) -> jax.Array:
+        # XLA removes the parts of the reference that only the other gradients need.
+        return evaluate(graph, [env[name] for name in editor.operands])[index]
+
+    return _with_bias_gradient(editor, compute)
+
+
+def _take_operand_gradients(editor: GraphEditor, graph: Graph) -> None:
+    """Have the gradients of what a score_mod reads computed by the reference."""
+    names = [f"grad_{role}" for role in OPERANDS if f"grad_{role}" in editor.tensors]
+    if not names:
+        return
+    places = [editor.results.index(name) for name in names]
+    for name in names:
+        editor.drop(name)
+    editor.notes.append(
+        "the gradients of arrays that score_mod reads are computed by XLA: cuDNN has "
+        "none of them; their memory grows with s*t"
+    )
+
+    def after(env: Env, results: Env) -> None:
+        found = evaluate(graph, [env[name] for name in editor.operands])
+        results.update(zip(names, (found[i] for i in places), strict=True))
+
+    editor.after.append(after)
+
+
+def _with_row_bias_gradient(graph: Graph) -> GraphEditor:
+    """Have the gradient computed of a bias that is the same for all keys of a row.
+
+    Such a bias moves the log-sum-exp and nothing else, so its gradient is the
+    cotangent of that, where there is one. cuDNN's sum over keys would be the rounding
+    errors of terms that cancel. Beside a sink it moves the share p of the sink too:
+    the gradient is p rowsum(O dO) + (1 - p) dL.
+    """
+    editor = plain_editor(graph)
+    tensors = dict(editor.tensors)
+
+    def compute(env: Env) -> jax.Array:
+        bias, stats = tensors["bias"], tensors["stats"]
+        is_dead = to_logical(stats, env["stats"]) == -jnp.inf
+        total = jnp.zeros(stats.dims, jax_dtype(stats.dtype))
+        if "grad_stats" in tensors:
+            cotangent = to_logical(tensors["grad_stats"], env["grad_stats"])
+            total = jnp.where(is_dead, total, cotangent)
+        if "sinks" in tensors:
+            share, delta, cotangent = terms_of_sinks(tensors, env)
+            total = jnp.where(is_dead, 0, share * delta + (1 - share) * cotangent)
+        axes = tuple(i for i, dim in enumerate(bias.dims) if dim == 1)
+        total = jnp.sum(total, axis=axes, keepdims=True)
+        return to_stored(bias, total.astype(jax_dtype(bias.dtype)))
+
+    return _with_bias_gradient(editor, compute)
+
+
+def _with_bias_gradient(
+    editor: GraphEditor, compute: Callable[[Env], jax.Array]
+) -> GraphEditor:
+    """Take dbias out of the graph and compute it of the original operands."""
+    editor.drop("grad_bias")
+    editor.after.append(lambda env, results: results.update(grad_bias=compute(env)))
+    return editor
+
+
+# --- layout and scale -----------------------------------------------------------------
+
+
+def keep_layout(editor: GraphEditor) -> None:
+    """Bring the last axis to the end of storage, where cuDNN wants stride 1."""
+    for role in (*editor.inputs, *editor.outputs):
+        order = editor.tensors[role].order
+        if order[-1] != 3 and role not in _HANDLED_ELSEWHERE:
+            editor.reorder(role, (*(axis for axis in order if axis != 3), 3))
+
+
+# Operands that cuDNN does not see as they are: sdpa_masks.py, sdpa_cached.py.
+_HANDLED_ELSEWHERE = ("mask", "query_lengths", "key_lengths", "page_table")
+
+
+def make_scale_positive(editor: GraphEditor) -> None:
+    """Move the sign of the scale, or 0, into the query.
+
+    cuDNN gives NaN for a scale that is not positive: it scales hidden scores of -inf
+    like all others (seen with 9.19 on an H200).
+    """
+    attributes = editor.main.attributes
+    assert isinstance(attributes, SdpaAttributes | CachedAttributes)
+    scale = attributes.scale
+    if scale > 0:
+        return
+    factor = -1.0 if scale < 0 else 0.0
+    editor.set_attributes(replace(attributes, scale=-scale if factor else 1.0))
+
+    def before(env: Env) -> None:
+        env["query"] = env["query"] * jnp.asarray(factor, env["query"].dtype)
+
+    def after(_: Env, results: Env) -> None:
+        if "grad_query" in results:
+            gradient = results["grad_query"]
+            results["grad_query"] = gradient * jnp.asarray(factor, gradient.dtype)
+
+    editor.before.append(before)
+    editor.after.append(after)
+
+
+# --- refusals -------------------------------------------------------------------------
+
+
+# Asked of cuDNN 9.19 and 9.27 for sm_80, sm_90 and sm_100: tests/attention/gpuless.
+_DTYPES = {"sdpa": ("bf16", "f16", "f32"), "sdpa_backward": ("bf16", "f16")}
+
+
+def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:
+    """Return the documented limits that the graph breaks, all of them."""
+    reasons: list[str] = []
+    roles = editor.tensors
+    query, value = roles["query"], roles["value"]
+    taken = _DTYPES[editor.main.kind]
+    if query.dtype not in taken:
+        reasons.append(
+            f"query is {query.dtype}; cuDNN's {editor.main.kind} takes "
+            f"{', '.join(taken)}"
+        )
+    if "bias" in roles and roles["bias"].dtype not in (query.dtype, "f32"):
+        reasons.append(
+            f"bias is {roles['bias'].dtype}; cuDNN takes {query.dtype} or f32 here"
+        )
+    b, h, _, _ = query.dims
+    # They are dimensions y and z of a launch grid (CUDA C++ Programming Guide, table
+    # of technical specifications).
+    if max(b, h) > 65535:
+        reasons.append(f"batch {b} or heads {h} exceed 65535")
+    reasons += why_not_score_mod(editor, target)
+    if target is not None:
+        reasons += _refuse_for(editor, target, query.dims[3], value.dims[3])
+    if not reasons:
+        return None
+    return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+
+
+_ADVICE = (
+    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
+    "operands as the reasons say."
+)
+
+
+def _refuse_for(editor: GraphEditor, target: Target, d: int, e: int) -> list[str]:
+    reasons = refuse_target(target)
+    # See carry_grad_stats: the cotangent of the log-sum-exp takes columns of the value.
+    extra = STATS_COLUMNS if "grad_stats" in editor.tensors else 0
+    if editor.main.kind == "sdpa_backward" and max(d, e + extra) > 256:
+        plus = f" and {extra} for the gradient of the log-sum-exp" if extra else ""
+        reasons.append(
+            f"head sizes d={d}, e={e}{plus}; cuDNN's gradient takes at most 256"
+        )
+    return reasons
+
+
+def refuse_target(target: Target) -> list[str]:
+    """Return why no attention of cuDNN runs on a target; an empty list if it does."""
+    reasons: list[str] = []
+    if target.sm_version < 80:
+        reasons.append(
+            f"{target.name} is sm_{target.sm_version}; cuDNN's attention needs sm_80 "
+            "(Ampere) or newer"
+        )
+    # cudnn-frontend refuses both (scaled_dot_product_flash_attention.h, "known bugs").
+    if target.cudnn_version in (91000, 91001):
+        reasons.append("cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2")
+    return reasons

@@ -1,0 +1,336 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Norms as cuDNN takes them: with scale, bias and all statistics; roles as there.
+
+cuDNN's norms have no form without scale and bias, and give all statistics or none; the
+gradients give all of theirs. They take no cotangent of the statistics: what it adds to
+the gradient of x is computed after the kernel. A residual is added in the kernel where
+scale and bias have the dtype of x.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import cast
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import DTypeName, Graph, Target, Tensor
+from jax_cudnn.graph.kinds import kind_named
+from jax_cudnn.graph.shapes import result_dims
+from jax_cudnn.legalize.common.editor import Env, GraphEditor
+from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
+from jax_cudnn.legalize.common.legalization import Legal, Legalization, too_old
+from jax_cudnn.legalize.norms import groups
+from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import to_logical, to_stored
+from jax_cudnn.reference.norms import with_statistics
+
+# Only a measurement says otherwise: see choices.py, and `_is_measured` (docs/norms.md).
+_SLOWER = (
+    "norms are XLA's until cuDNN was measured to be faster: plans.autotune finds the "
+    "best of both"
+)
+# Below Ampere, cuDNN has a plan for few sizes and not for bf16 (9.19 and 9.27, sm_75).
+_OLDEST_SM = 80
+_OLDEST_CUDNN = 90800
+# "!hardware_fp8_supported" in the reasons of 9.19 and 9.27 for sm_80.
+_OLDEST_F8_SM = 89
+# There it took 0.44 to 0.93 of the time of XLA's code in training, and with a residual
+# in the kernel 0.66 to 1.01 (benchmarks/norm_plans.py). With 128 features it took 1.5
+# times as long (docs/benchmarks/random_norms.md). Scales in f32 get the plan for any
+# size.
+_H100, _H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
+_MEASURED = frozenset({(_H100, 919), (_H200, 919)})
+_MEASURED_WITH_RESIDUAL = frozenset({(_H100, 919)})
+_FEATURES = range(768, 8192 + 1, 128)
+_ENOUGH = 2**24
+# The engine for any size took up to 70 times as long as others. cuDNN lists it first
+# for some of these sizes, too.
+_FOR_ANY_SIZE = (1,)
+
+_ADVICE = 'Pass implementation="xla" or "auto".'
+
+
+def legalize(graph: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can run a graph of one norm or its gradient."""
+    if reasons := _reasons(graph, target):
+        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+    return Legalization(
+        candidates=tuple(
+            replace(
+                way,
+                slower="" if _is_measured(graph, way, target) else _SLOWER,
+                slow_engines=_FOR_ANY_SIZE,
+            )
+            for way in candidates(graph)
+        )
+    )
+
+
+def _is_measured(graph: Graph, way: Legal, target: Target | None) -> bool:
+    """Whether cuDNN's first plan was measured to be faster than XLA's code.
+
+    So it was in training: for gradients, and where the statistics are results, which
+    XLA computes in a kernel of their own. It was with a residual, too, which XLA adds
+    in a kernel of its own. It takes rows of a number of features for which cuDNN has
+    more than its one plan for any size, and enough rows.
+    """
+    if target is None:
+        return False
+    (node,), (emitted,) = graph.nodes, way.graph.nodes
+    roles = {**dict(node.inputs), **dict(node.outputs)}
+    rows, features = graph.tensor(roles["x"]).dims[:2]
+    adds = "residual" in dict(emitted.inputs)
+    is_training = node.kind.endswith("_backward") or "rstd" in roles
+    dtypes = {
+        graph.tensor(name).dtype
+        for role, name in roles.items()
+        if role not in ("mean", "rstd")
+    }
+    measured = _MEASURED_WITH_RESIDUAL if adds else _MEASURED
+    return (
+        (target.name, target.cudnn_version // 100) in measured
+        and node.kind.removesuffix("_backward") in ("layer_norm", "rms_norm")
+        and (is_training or adds)
+        and dtypes == {"bf16"}
+        and features in _FEATURES
+        and rows * features >= _ENOUGH
+    )
+
+
+def candidates(graph: Graph) -> tuple[Legal, ...]:
+    """Return the ways in which cuDNN may run a norm with what follows it."""
+    whole, apart = GraphEditor.of(graph), GraphEditor.of(graph)
+    kind = whole.main.kind.removesuffix("_backward")
+    x, residual = _role(whole, "x"), _role(whole, "residual")
+    assert x is not None
+    if kind == "group_norm" and x.dims[2] != 1:
+        return (groups.as_layer_norm(graph),)
+    ways = [whole]
+    if residual is not None:
+        _add_before(apart, residual)
+        ways = [whole, apart] if _may_add(whole) else [apart]
+    return tuple(_completed(way, kind) for way in ways)
+
+
+def _completed(editor: GraphEditor, kind: str) -> Legal:
+    """Return the norm with all that cuDNN wants of its operands and results."""
+    _take_statistics_gradients(editor)  # first: its arrays are those of the call
+    _keep_layout(editor, _instances_last if kind == "group_norm" else _plain)
+    _complete_factors(editor)
+    _complete_results(editor)
+    if kind in ("batch_norm", "group_norm"):
+        _use_one_dtype(editor)
+    if kind == "batch_norm":
+        _fill_loads(editor)
+    return editor.finish()
+
+
+def _may_add(editor: GraphEditor) -> bool:
+    """Whether a kernel may add the residual.
+
+    Only where scale and bias are in the dtype of x does cuDNN plan it (9.19 and 9.27,
+    tests/norms/gpuless/test_norm_surface.py). The output is then in that dtype as well.
+    """
+    roles = ("x", "scale", "bias", "output")
+    found = [t for t in (_role(editor, role) for role in roles) if t is not None]
+    return len({tensor.dtype for tensor in found}) == 1
+
+
+def _add_before(editor: GraphEditor, residual: Tensor) -> None:
+    x, total = _role(editor, "x"), _role(editor, "total")
+    assert x is not None
+    assert total is not None
+
+    def added(env: Env) -> jax.Array:
+        return to_logical(x, env[x.name]) + to_logical(residual, env[residual.name])
+
+    editor.drop(residual.name)
+    editor.drop(total.name)
+    editor.before.append(lambda env: env.update({x.name: to_stored(x, added(env))}))
+    editor.after.append(
+        lambda env, found: found.update({total.name: to_stored(total, added(env))})
+    )
+    editor.notes.append("the residual is added by XLA")
+
+
+def _reasons(graph: Graph, target: Target | None) -> list[str]:
+    reasons: list[str] = []
+    (node,) = graph.nodes
+    scaled = (
+        dict(node.outputs).get("output") if "scale_output" in dict(node.inputs) else ""
+    )
+    for tensor in graph.tensors:
+        is_f8 = tensor.dtype.startswith("f8") and tensor.name == scaled
+        if is_f8 and target is not None and target.sm_version < _OLDEST_F8_SM:
+            reasons.append(
+                f"sm_{target.sm_version} writes no f8; sm_{_OLDEST_F8_SM} does"
+            )
+        if tensor.dtype not in ("bf16", "f16", "f32") and not is_f8:
+            reasons.append(
+                f"{tensor.name} is {tensor.dtype}: cuDNN's norms take bf16, f16 and f32"
+            )
+            break
+    if target is None:
+        return reasons
+    reasons += too_old(target, "norms", _OLDEST_SM, _OLDEST_CUDNN)
+    return reasons
+
+
+def _role(editor: GraphEditor, role: str) -> Tensor | None:
+    """Return the tensor that the norm has in a role."""
+    main = editor.main
+    name = dict((*main.inputs, *main.outputs)).get(role)
+    return None if name is None else editor.tensors[name]
+
+
+def _keep_layout(
+    editor: GraphEditor, wanted: Callable[[Tensor], tuple[int, ...]]
+) -> None:
+    """Store operands and results with their axes in the order that cuDNN takes."""
+    for name, tensor in list(editor.tensors.items()):
+        order = wanted(tensor)
+        if tensor.order != order and name in (*editor.inputs, *editor.outputs):
+            editor.reorder(name, order)
+
+
+def _plain(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(range(len(tensor.dims)))
+
+
+def _instances_last(tensor: Tensor) -> tuple[int, ...]:
+    """Return the order of an image with its channels first or last, as it is stored."""
+    first, *others = (axis for axis in tensor.order if axis != 2)
+    return (0, 3, 1, 2) if (first, *others) == (0, 3, 1) else (0, 1, 2, 3)
+
+
+def _use_one_dtype(editor: GraphEditor) -> None:
+    """Have x, the output and their gradients in one dtype, which holds them all.
+
+    cuDNN has no plan for two in a batch norm or an instance norm (9.19 and 9.27).
+    """
+    roles = ("x", "output", "grad_output", "grad_x")
+    found = [t for t in (_role(editor, role) for role in roles) if t is not None]
+    dtype = _widest([tensor.dtype for tensor in found])
+    for tensor in found:
+        if tensor.dtype != dtype:
+            editor.convert(tensor.name, dtype)
+
+
+def _fill_loads(editor: GraphEditor) -> None:
+    """Pad channels to full loads: "c % elements_per_ldg" in the reasons of 9.19."""
+    x = _role(editor, "x")
+    assert x is not None
+    channels = rounded_up(x.dims[1], ELEMENTS_PER_LOAD[x.dtype])
+    for name, tensor in list(editor.tensors.items()):
+        if tensor.dims[1] != channels:
+            editor.pad(name, {1: channels})
+
+
+def _complete_factors(editor: GraphEditor) -> None:
+    """Give scale and bias, in one dtype: ones and zeros where there are none."""
+    main = editor.main
+    is_backward = main.kind.endswith("_backward")
+    roles = ("scale", "grad_scale", "grad_bias") if is_backward else ("scale", "bias")
+    found = [t for t in (_role(editor, role) for role in roles) if t is not None]
+    x = _role(editor, "x")
+    assert x is not None
+    dtype = _widest([t.dtype for t in found]) if found else x.dtype
+    if not is_backward and main.kind != "rms_norm":
+        _give(editor, "bias", dtype, 0)
+    _give(editor, "scale", dtype, 1)
+    for role in roles:
+        tensor = _role(editor, role)
+        if tensor is not None and tensor.dtype != dtype:
+            editor.convert(tensor.name, dtype)
+
+
+def _give(editor: GraphEditor, role: str, dtype: DTypeName, number: int) -> None:
+    """Give the norm a scale or bias that changes nothing, if it has none."""
+    if _role(editor, role) is not None:
+        return
+    dims = _factor_dims(editor)
+    editor.put_operand(
+        Tensor(name=role, dtype=dtype, dims=dims, order=tuple(range(len(dims))))
+    )
+    full = editor.tensors[role]
+    editor.before.append(
+        lambda env: env.update(
+            {role: jnp.full(full.stored_shape, number, jax_dtype(dtype))}
+        )
+    )
+
+
+def _factor_dims(editor: GraphEditor) -> tuple[int, ...]:
+    """Return the dims of scale and bias: those of x along their letters, else 1."""
+    main = editor.main
+    row = kind_named(main.kind).row
+    x = _role(editor, "x")
+    assert x is not None
+    letters = [axis.letters for axis in row.roles["x"].axes]
+    sizes = dict(zip(letters, x.dims, strict=True))
+    return tuple(sizes.get(axis.letters, 1) for axis in row.roles["scale"].axes)
+
+
+def _widest(dtypes: Sequence[DTypeName]) -> DTypeName:
+    """Return the dtype that holds all of them."""
+    return dtypes[0] if len(set(dtypes)) == 1 else "f32"
+
+
+def _complete_results(editor: GraphEditor) -> None:
+    """Ask for all statistics where one is asked for, and for all gradients."""
+    main = editor.main
+    row = kind_named(main.kind).row
+    roles = {role: editor.tensors[n] for role, n in (*main.inputs, *main.outputs)}
+    statistics = [role.name for role in row.outputs if role.is_sum]
+    if main.kind.endswith("_backward"):
+        names = ["grad_x", "grad_scale"]
+        names += [] if main.kind == "rms_norm_backward" else ["grad_bias"]
+    else:
+        is_asked = main.kind == "batch_norm" or any(s in roles for s in statistics)
+        names = statistics if is_asked else []
+    for role in names:
+        if role in roles:
+            continue
+        like = "x" if role == "grad_x" else "scale"
+        dims = result_dims(row, role, roles, main.attributes)
+        dtype = "f32" if role in statistics else roles[like].dtype
+        editor.put_result(
+            Tensor(
+                name=role,
+                dtype=cast("DTypeName", dtype),
+                dims=dims,
+                order=tuple(range(len(dims))),
+            )
+        )
+
+
+def _take_statistics_gradients(editor: GraphEditor) -> None:
+    """Take the cotangents of the statistics to where the kernel is done."""
+    kind = editor.main.kind.removesuffix("_backward")
+    taken = {
+        role: name
+        for role, name in editor.main.inputs
+        if role in ("grad_mean", "grad_rstd")
+    }
+    if not taken:
+        return
+    kept = {role: name for role, name in editor.main.inputs if role in _READ}
+    names = {**taken, **kept}
+    tensors = {role: editor.tensors[name] for role, name in names.items()}
+    total = _role(editor, "grad_x")
+    for name in taken.values():
+        editor.drop(name)
+    if total is None:
+        return
+
+    def after(env: Env, found: Env) -> None:
+        inputs = {role: to_logical(tensors[role], env[n]) for role, n in names.items()}
+        grad_x = to_logical(total, found[total.name])
+        found[total.name] = to_stored(total, with_statistics(kind, grad_x, inputs))
+
+    editor.after.append(after)
+    editor.notes.append("the gradient of the statistics is added by XLA")
+
+
+_READ = ("x", "mean", "rstd")

@@ -1,0 +1,261 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Convolutions as cuDNN takes them; letters and roles as in graph/products/conv.py.
+
+What cuDNN's convolutions lack is added around them:
+
+* one spatial axis becomes two, the first of size 1;
+* arrays are transposed to channels-last, the layout of the fused engines;
+* zeros between the elements of x make the convolution a gradient (dgrad) of another
+  one, or are written out where that is not possible;
+* padding that differs between the two ends, or cuts, is done on the array;
+* channels are padded to what the engines load at once;
+* groups are merged, or those of odd sizes padded (conv_groups.py), but for most
+  depthwise convolutions (conv_depthwise.py);
+* where channels are few, x is written with more of them (conv_channels.py);
+* filters' gradients of few channels are computed for pairs of places (conv_pairs.py);
+* operands of the epilogue have one value a channel, or one an element.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Graph, Node, Tensor, is_anchor
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.windows import dilated
+from jax_cudnn.legalize.common.editor import GraphEditor
+from jax_cudnn.legalize.common.images import (
+    add_ends,
+    add_spatial_axis,
+    store_channels_last,
+)
+from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
+from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.products import conv_depthwise, conv_groups
+from jax_cudnn.legalize.products.conv_channels import (
+    MOST_MEASURED,
+    add_channels,
+    can_have_more,
+    can_have_rows,
+    is_faster_with_more,
+)
+from jax_cudnn.legalize.products.conv_directions import (
+    exchange_directions,
+    is_transposed,
+)
+from jax_cudnn.legalize.products.conv_groups import as_it_is
+from jax_cudnn.legalize.products.conv_pairs import pair_places, pairs
+
+# See docs/benchmarks/conv_ways.md, the rows that do not become products.
+_SLOW_FEW_CHANNELS = (
+    "cuDNN's first plans of the gradients of filters over 1 to 4 channels, in steps of "
+    "1, took 0.9 to 1.4 times as long as XLA's code (an H100, cuDNN 9.19): "
+    "plans.autotune finds the best of both"
+)
+
+
+def slower(graph: Graph, node: Node) -> str:
+    """Say why "auto" leaves a convolution to XLA, if it does; the node computes it."""
+    if conv_depthwise.is_depthwise(graph, node):
+        return ""  # Each way says so for itself.
+    dtypes = {graph.tensor(name).dtype for _, name in node.inputs}
+    if not dtypes <= {"bf16", "f16"} or node.kind != "conv_wgrad":
+        return ""
+    attributes = conv_attributes(node)
+    few = roles_in(graph, node)["grad_w"].dims[1] <= MOST_MEASURED
+    is_like = few and max(attributes.window_strides) == 1 and can_have_rows(graph, node)
+    is_slow = is_like and not is_faster_with_more(graph, node)
+    return _SLOW_FEW_CHANNELS if is_slow else ""
+
+
+def candidates(graph: Graph) -> tuple[Legal, ...]:
+    """Return the ways in which cuDNN may run a convolution with what surrounds it."""
+    (node,) = filter(is_anchor, graph.nodes)
+    if conv_depthwise.is_depthwise(graph, node):
+        return _depthwise(graph)
+    if conv_groups.channels_of(GraphEditor.of(graph))[0] > 1:
+        return _in_groups(graph)
+    more: Legal | None = None
+    if can_have_more(graph, node):
+        more = _candidate(graph, _pad_if_odd, first=add_channels)
+    is_first = is_faster_with_more(graph, node)
+    ways = [more] if is_first else []
+    if pairs(graph, node):
+        paired = _candidate(graph, as_it_is, first=pair_places)
+        # Both halves are rounded to the gradient's dtype before they are summed.
+        ways.append(paired and replace(paired, rounds_sums=True))
+    # The engines that take channels which do not fill a load are slow, and some of
+    # cuDNN 9.19's give wrong results on an H200
+    # (tests/products/gpu/test_fusion_numerics.py).
+    padded = _candidate(graph, _pad_channels)
+    ways.append(padded or _candidate(graph, as_it_is))
+    ways += [] if is_first else [more]
+    return tuple(way for way in ways if way is not None)
+
+
+def _in_groups(graph: Graph) -> tuple[Legal, ...]:
+    """Return the ways for a convolution in groups of several channels."""
+    found: dict[Graph, Legal] = {}
+    for way in conv_groups.ways(GraphEditor.of(graph)):
+        legal = _candidate(graph, way.change, first=way.first)
+        if legal is not None:
+            found.setdefault(legal.graph, legal)
+    return tuple(found.values())
+
+
+def _depthwise(graph: Graph) -> tuple[Legal, ...]:
+    """Return the ways for a depthwise convolution."""
+    changed = _candidate(graph, as_it_is, first=conv_depthwise.rewrite)
+    same = _candidate(graph, as_it_is)
+    assert changed is not None
+    assert same is not None
+    own = [same] if changed.graph == same.graph else [changed, same]
+    merged = _candidate(graph, conv_groups.merge)
+    return tuple(conv_depthwise.in_order(own, merged))
+
+
+def _candidate(
+    graph: Graph,
+    change: Callable[[GraphEditor], bool],
+    *,
+    first: Callable[[GraphEditor], None] = lambda _: None,
+) -> Legal | None:
+    """Return a way; None where the change has nothing to change.
+
+    What comes ``first`` sees the padding as the graph has it.
+    """
+    editor = GraphEditor.of(graph)
+    add_spatial_axis(editor)
+    _complete_operands(editor)
+    _write_out_lhs_dilation(editor)
+    first(editor)
+    _even_padding(editor)
+    if not change(editor):
+        return None
+    store_channels_last(editor)
+    return editor.finish()
+
+
+def _pad_if_odd(editor: GraphEditor) -> bool:
+    _pad_channels(editor)
+    return True
+
+
+def _complete_operands(editor: GraphEditor) -> None:
+    """Broadcast what surrounds the kernel, but for one value a channel or in all.
+
+    Operands with 1 along other axes plan, and give wrong results (cuDNN 9.19 on an
+    H200: tests/products/gpu/test_fusion_numerics.py).
+    """
+    node = editor.main
+    role = "grad_x" if node.kind == "conv_dgrad" else "output"
+    if role not in editor.roles:
+        return
+    dims = editor.tensors[editor.roles[role]].dims
+    vector = (1, dims[1], *(1,) * (len(dims) - 2))
+    contracted = dict(node.inputs).values()
+    for name in editor.inputs:
+        taken = (dims, vector, (1,) * len(dims))
+        if name not in contracted and editor.tensors[name].dims not in taken:
+            editor.expand(name, dims)
+
+
+def _set_attributes(editor: GraphEditor, **changes: tuple[int, ...]) -> None:
+    editor.set_attributes(replace(conv_attributes(editor.main), **changes))
+
+
+# --- dilation of x --------------------------------------------------------------------
+
+
+def _write_out_lhs_dilation(editor: GraphEditor) -> None:
+    attributes = conv_attributes(editor.main)
+    if all(step == 1 for step in attributes.lhs_dilation):
+        return
+    node = editor.main
+    if node.kind in ("conv_fprop", "conv_dgrad") and is_transposed(editor):
+        exchange_directions(editor)
+        editor.notes.append(
+            "the filters are flipped: a dilated x is a gradient to cuDNN"
+        )
+        return
+    # Zeros between the elements of x, written out; dgrad's are cut out again.
+    name = editor.roles[TRIPLES[node.kind][0]]
+    tensor = editor.tensors[name]
+    spread = attributes.lhs_dilation
+    dims = tuple(
+        dilated(size, spread[axis - 2]) if axis >= 2 else size
+        for axis, size in enumerate(tensor.dims)
+    )
+    gaps = [(0, 0, spread[axis - 2] - 1 if axis >= 2 else 0) for axis in tensor.order]
+    steps = [spread[axis - 2] if axis >= 2 else 1 for axis in tensor.order]
+    if name in editor.outputs or name in editor.inputs:
+        editor.notes.append(f"the zeros of lhs_dilation are written into {name}")
+    editor.rearrange(
+        name,
+        replace(tensor, dims=dims),
+        lambda x: jax.lax.pad(x, jnp.zeros((), x.dtype), gaps),
+        lambda x: jax.lax.slice(x, (0,) * x.ndim, x.shape, steps),
+    )
+    _set_attributes(editor, lhs_dilation=(1,) * len(spread))
+
+
+# --- padding --------------------------------------------------------------------------
+
+
+def _even_padding(editor: GraphEditor) -> None:
+    """Pad x on the array where its two ends differ, and cut where padding is negative.
+
+    What both ends have in common stays with cuDNN. x's gradient is cut, or filled up
+    with zeros, to undo it.
+    """
+    attributes = conv_attributes(editor.main)
+    pairs = list(zip(attributes.padding_low, attributes.padding_high, strict=True))
+    common = tuple(max(min(low, high), 0) for low, high in pairs)
+    ends = [(low - c, high - c) for (low, high), c in zip(pairs, common, strict=True)]
+    if all(pair == (0, 0) for pair in ends):
+        return
+    if editor.main.kind == "conv_dgrad":
+        name, done = editor.roles["grad_x"], "fitted"
+        dims = editor.tensors[name].dims
+        names = [
+            each
+            for each, tensor in editor.tensors.items()
+            if _follows_result(editor, each, tensor, dims)
+        ]
+    else:
+        name, done = editor.roles["x"], "padded"
+        names = [name]
+    for each in names:
+        add_ends(editor, each, ends)
+    editor.notes.append(f"{name} is {done} outside the kernel: its two ends differ")
+    _set_attributes(editor, padding_low=common, padding_high=common)
+
+
+def _follows_result(
+    editor: GraphEditor, name: str, tensor: Tensor, dims: tuple[int, ...]
+) -> bool:
+    apart = {n for _, n in editor.main.inputs} | editor.constants
+    return name not in apart and tensor.dims[2:] == dims[2:]
+
+
+# --- channels -------------------------------------------------------------------------
+
+
+def _pad_channels(editor: GraphEditor) -> bool:
+    """Pad channels of an ungrouped convolution to what is loaded at once.
+
+    Returns whether there was anything to pad.
+    """
+    groups, c, o = conv_groups.channels_of(editor)
+    # In a gradient, x is the result, which may have the dtype of the sums.
+    x, w, _ = (editor.tensors[editor.roles[r]] for r in TRIPLES[editor.main.kind])
+    unit = ELEMENTS_PER_LOAD.get(x.dtype) or ELEMENTS_PER_LOAD[w.dtype]
+    sizes = rounded_up(c, unit), rounded_up(o, unit)
+    if groups > 1 or sizes == (c, o):
+        return False
+    conv_groups.pad_each(editor, *sizes)
+    editor.notes.append(f"channels {c} -> {o} are padded to {sizes[0]} -> {sizes[1]}")
+    return True

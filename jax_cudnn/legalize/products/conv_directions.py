@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When is a convolution the gradient of another one, and how is it written so?
+
+Steps of x and zeros between its elements change places, and filters are flipped.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import ConvAttributes, Node, Tensor
+from jax_cudnn.graph.products.conv import conv_attributes
+from jax_cudnn.graph.windows import dilated
+from jax_cudnn.legalize.common.editor import GraphEditor
+
+
+def is_transposed(editor: GraphEditor) -> bool:
+    """Whether the convolution is the gradient of a strided one.
+
+    With more padding than the window reaches, part of the result sees zeros only, for
+    which the gradient of a convolution has no place.
+    """
+    attributes = conv_attributes(editor.main)
+    window = editor.tensors[editor.roles["w"]].dims[2:]
+    reach = (
+        dilated(size, hole) - 1
+        for size, hole in zip(window, attributes.rhs_dilation, strict=True)
+    )
+    pads = zip(attributes.padding_low, attributes.padding_high, strict=True)
+    is_plain = all(step == 1 for step in attributes.window_strides)
+    return is_plain and all(
+        max(pair) <= most for pair, most in zip(pads, reach, strict=True)
+    )
+
+
+def make_convolution(editor: GraphEditor) -> None:
+    """Make a gradient in steps of 1 a convolution, if the filters have no holes."""
+    attributes = conv_attributes(editor.main)
+    once = {*attributes.window_strides, *attributes.rhs_dilation}
+    if editor.main.kind == "conv_dgrad" and once == {1}:
+        exchange_directions(editor)
+        editor.notes.append(
+            "the filters are flipped: the gradient is a convolution to cuDNN"
+        )
+
+
+def exchange_directions(editor: GraphEditor) -> None:
+    """Make fprop with a dilated x the dgrad of a strided convolution, and back.
+
+    The filters are flipped, and their in and out channels change places.
+    """
+    node = editor.main
+    attributes = conv_attributes(editor.main)
+    roles = editor.roles
+    is_forward = node.kind == "conv_fprop"
+    source = editor.tensors[roles["x" if is_forward else "grad_output"]]
+    result = editor.tensors[roles["output" if is_forward else "grad_x"]]
+    x = (source if is_forward else result).dims
+    filters = editor.tensors[roles["w"]]
+    groups = x[1] // filters.dims[1]
+    window = [
+        dilated(size, hole)
+        for size, hole in zip(filters.dims[2:], attributes.rhs_dilation, strict=True)
+    ]
+    flipped = replace(
+        filters,
+        dims=(groups * filters.dims[1], filters.dims[0] // groups, *filters.dims[2:]),
+        order=tuple(range(len(filters.dims))),
+    )
+    editor.rearrange(
+        roles["w"],
+        flipped,
+        lambda w: _flip(filters, groups, w),
+    )
+    low = tuple(
+        size - 1 - pad for size, pad in zip(window, attributes.padding_low, strict=True)
+    )
+    high = tuple(
+        size - 1 - pad
+        for size, pad in zip(window, attributes.padding_high, strict=True)
+    )
+    editor.replace_main(
+        Node.make(
+            "conv_dgrad" if is_forward else "conv_fprop",
+            {
+                "grad_output" if is_forward else "x": source.name,
+                "w": roles["w"],
+            },
+            {"grad_x" if is_forward else "output": result.name},
+            ConvAttributes(
+                window_strides=attributes.lhs_dilation,
+                padding_low=low,
+                padding_high=high,
+                lhs_dilation=attributes.window_strides,
+                rhs_dilation=attributes.rhs_dilation,
+            ),
+        ),
+    )
+
+
+def _flip(filters: Tensor, groups: int, stored: jax.Array) -> jax.Array:
+    """Return filters flipped in space, in and out channels of each group exchanged."""
+    inverse = tuple(filters.order.index(axis) for axis in range(len(filters.order)))
+    w = jnp.transpose(stored, inverse)
+    out, channels, *window = filters.dims
+    w = jnp.flip(w, axis=tuple(range(2, w.ndim)))
+    w = jnp.reshape(w, (groups, out // groups, channels, *window))
+    w = jnp.swapaxes(w, 1, 2)
+    return jnp.reshape(w, (groups * channels, out // groups, *window))

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Grouped matmuls as cuDNN takes them; axis letters and roles as in the table.
+
+cuDNN gets where each group starts. Its last group reaches to the end, so rows that are
+in no group are set to 0 after the kernel. A single group is a matmul. The gradient of
+the rows is one more grouped matmul. For that of the matrices, cuDNN has no operation
+before 9.22 and listed no plan without a device (9.28, sm_80 to sm_100): it is XLA's.
+
+Each group as a matmul of its own is another way, of group_products.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Graph, MatmulAttributes, Node, Target, Tensor
+from jax_cudnn.graph.kinds import Roles, roles_in
+from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
+from jax_cudnn.legalize.common.editor import Env, GraphEditor
+from jax_cudnn.legalize.common.legalization import Arrays, Legal, Legalization, too_old
+from jax_cudnn.legalize.products import fusion
+from jax_cudnn.legalize.products.group_products import by_group, fill_loads
+from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.reference.interpreter import to_logical, to_stored
+from jax_cudnn.reference.products.grouped_matmul import gradient_of_b
+
+_SLOWER = (
+    "small grouped matmuls are XLA's until cuDNN was measured to be faster: "
+    "plans.autotune finds the best of both"
+)
+# In XLA's loop over tiles (reference/products/grouped_tiles.py) up to three times as
+# many rows are multiplied as there are, in cuDNN each row once. Microseconds on an
+# H100, forward and with gradients (docs/benchmarks/operations.md has the last run):
+#
+#     groups, rows x k x n       XLA's loop     cuDNN's kernel  a matmul a group
+#     8, 16384 x 4096 x 4096     2,447, 9,262   2,861 (H200)    889, 2,725
+#     64, 16384 x 2048 x 2048    2,526          1,663, 7,473    1,137, 3,335
+#
+# At a quarter of the work, a launch is still little. The host takes 11 us to launch a
+# matmul: groups of less than 256 rows are better left to cuDNN's kernel.
+_MEASURED_SM = 90
+_MANY_GROUPS = 32
+_ENOUGH_WORK = 2**34
+_ROWS_OF_A_GROUP = 256
+_GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for it"
+_OLDEST_SM = 80
+# "Moe grouped matmul requires cuDNN v9.15.0": cudnn-frontend 1.28.0.
+_OLDEST_CUDNN = 91500
+_ADVICE = 'Pass implementation="xla" or "auto".'
+
+
+def legalize(graph: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can run a graph of one grouped matmul or its gradient."""
+    if reasons := _reasons(graph, target):
+        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+    (node,) = graph.nodes
+    is_gradient = node.kind.endswith("_backward")
+    ways = _of_gradient(graph, target) if is_gradient else _ways(graph, target)
+    size = _Size.of(graph, target)
+    is_faster = size.is_measured and size.groups >= _MANY_GROUPS
+    ways = tuple(replace(way, slower="" if is_faster else _SLOWER) for way in ways)
+    if size.groups == 1:
+        return Legalization(candidates=ways)
+    one_by_one = _by_group(graph)
+    if _is_fastest_by_group(size):
+        return Legalization(candidates=(one_by_one, *ways))
+    return Legalization(candidates=(*ways, replace(one_by_one, slower=_SLOWER)))
+
+
+class _Size(NamedTuple):
+    """What of a grouped product decides who runs it fastest."""
+
+    rows: int
+    groups: int
+    is_measured: bool  # large, of 16 bits, on the GPU that was measured
+
+    @classmethod
+    def of(cls, graph: Graph, target: Target | None) -> "_Size":
+        (node,) = graph.nodes
+        roles = roles_in(graph, node)
+        rows = roles["a"].dims[1]
+        groups, depth, columns = roles["b"].dims
+        is_measured = (
+            target is not None
+            and target.sm_version == _MEASURED_SM
+            and roles["a"].dtype in ("bf16", "f16")
+            and rows * depth * columns >= _ENOUGH_WORK
+        )
+        return cls(rows, groups, is_measured)
+
+
+def _is_fastest_by_group(size: _Size) -> bool:
+    """Whether a matmul for each group was measured to be the fastest."""
+    return size.is_measured and size.rows >= size.groups * _ROWS_OF_A_GROUP
+
+
+def _by_group(graph: Graph) -> Legal:
+    """Return the way to run a matmul for each group, the gradient of b included."""
+    (node,) = graph.nodes
+    if not node.kind.endswith("_backward") or "grad_b" in dict(node.outputs):
+        return by_group(graph)
+    # Then a is not read.
+    return _with_gradient_of_b(graph, by_group(_product(roles_in(graph, node), node)))
+
+
+def _reasons(graph: Graph, target: Target | None) -> list[str]:
+    reasons: list[str] = []
+    if any(tensor.dtype == "f64" for tensor in graph.tensors):
+        reasons.append("f64: cuDNN's grouped matmul takes bf16, f16 and f32")
+    if target is None:
+        return reasons
+    reasons += too_old(target, "grouped matmuls", _OLDEST_SM, _OLDEST_CUDNN)
+    return reasons
+
+
+# --- forward --------------------------------------------------------------------------
+
+
+def _ways(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
+    editor = GraphEditor.by_role(graph)
+    if editor.tensors["b"].dims[0] == 1:
+        return _as_matmul(graph, target)
+    is_stored_so = editor.tensors["b"].order == (0, 2, 1)
+    if is_stored_so:
+        return (_kernel(graph, (0, 2, 1)),)
+    ways = (_kernel(graph, (0, 1, 2)), _kernel(graph, (0, 2, 1)))
+    # The plan is made where the program runs, and the second has one everywhere.
+    return ways if target is not None else ways[::-1]
+
+
+def _kernel(graph: Graph, order: tuple[int, ...]) -> Legal:
+    """Return the way that stores b in an order."""
+    editor = GraphEditor.by_role(graph)
+    _hide_rows(editor)
+    _take_starts(editor)
+    if editor.tensors["b"].order != order:
+        editor.notes.append(
+            "b is transposed: some of cuDNN's versions take it only with the "
+            "contraction stored last"
+        )
+        editor.reorder("b", order)
+    for name in ("a", "output"):
+        if editor.tensors[name].order != (0, 1, 2):
+            editor.reorder(name, (0, 1, 2))
+    fill_loads(editor)
+    return editor.finish()
+
+
+def _take_starts(editor: GraphEditor) -> None:
+    """Replace the sizes of groups by where they start."""
+    if "group_sizes" not in editor.tensors:
+        return
+    rows = editor.tensors["a"].dims[1]
+    sizes = editor.drop("group_sizes")
+    starts = replace(sizes, name="starts")
+
+    def step(env: Env) -> None:
+        given = env["group_sizes"]
+        ends = jnp.cumsum(given, axis=sizes.order.index(1), dtype=given.dtype)
+        # An address follows from them.
+        env["starts"] = jnp.clip(ends - given, 0, rows)
+
+    editor.before.append(step)
+    editor.put_operand(starts)
+
+
+def _hide_rows(editor: GraphEditor) -> None:
+    """Set rows that are in no group to 0 after the kernel, which gave them to the last.
+
+    A row of the result follows from no other row of a.
+    """
+    output = editor.tensors["output"]
+    if "group_sizes" not in editor.tensors:
+        return
+    place = output.order.index(1)
+
+    def step(env: Env, results: Env) -> None:
+        x = results["output"]
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, place)
+        kept = row < jnp.sum(env["group_sizes"], dtype=jnp.int32)
+        results["output"] = jnp.where(kept, x, jnp.zeros((), x.dtype))
+
+    editor.after.append(step)
+    editor.notes.append("rows beyond the last group are set to 0 after the kernel")
+
+
+def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
+    """Return the ways to run a single group, of which cuDNN makes an error (9.27)."""
+    editor = GraphEditor.by_role(graph)
+    _hide_rows(editor)
+    for name in ("group_sizes", "starts"):
+        if name in editor.tensors:
+            editor.drop(name)
+    inputs = {"a": "a", "b": "b"}
+    outputs = {"output": "output"}
+    product = Node.make("matmul", inputs, outputs, MatmulAttributes())
+    editor.replace_main(product)
+    editor.notes.append("a single group is a matmul")
+    outer = editor.finish()
+    inner = fusion.legalize(outer.graph, target).candidates
+    return tuple(_composed(outer, way) for way in inner)
+
+
+def _composed(outer: Legal, inner: Legal) -> Legal:
+    """Return two rewritings in a row."""
+
+    def before(operands: Sequence[jax.Array]) -> Arrays:
+        return inner.before(outer.before(operands))
+
+    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
+        return outer.after(operands, inner.after(outer.before(operands), results))
+
+    notes = (*outer.notes, *inner.notes)
+    # `after` is right for all operands; a shorter way would be that of inner ones.
+    return replace(inner, before=before, after=after, usual=None, notes=notes)
+
+
+# --- gradient -------------------------------------------------------------------------
+
+
+def _of_gradient(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
+    """Return the ways to run the gradient of a, with that of b by XLA beside it."""
+    (node,) = graph.nodes
+    product = _product(roles_in(graph, node), node)
+    return tuple(_with_gradient_of_b(graph, way) for way in _ways(product, target))
+
+
+def _with_gradient_of_b(graph: Graph, way: Legal) -> Legal:
+    """Return the way to run a gradient, given that to run its product."""
+    (node,) = graph.nodes
+    roles = roles_in(graph, node)
+    names = [{name: role for role, name in x} for x in (node.inputs, node.outputs)]
+    role_of = names[0] | names[1]
+    dtype = jax_dtype(roles["a"].dtype)
+
+    def by_role(operands: Sequence[jax.Array]) -> Env:
+        pairs = zip(graph.inputs, operands, strict=True)
+        return {role_of[name]: x for name, x in pairs}
+
+    def given(operands: Sequence[jax.Array]) -> Arrays:
+        env = by_role(operands)
+        return env["grad_output"].astype(dtype), env["b"], env["group_sizes"]
+
+    def gradient_of_matrices(operands: Sequence[jax.Array]) -> jax.Array:
+        env = {
+            role: to_logical(roles[role], x) for role, x in by_role(operands).items()
+        }
+        inputs = (env[role] for role in ("a", "grad_output", "group_sizes"))
+        grad = gradient_of_b(*inputs, by_lax=True).astype(dtype)
+        return to_stored(roles["grad_b"], grad)
+
+    def before(operands: Sequence[jax.Array]) -> Arrays:
+        return way.before(given(operands))
+
+    def after(operands: Sequence[jax.Array], results: Sequence[jax.Array]) -> Arrays:
+        (grad_a,) = way.after(given(operands), results)
+        found = {"grad_a": grad_a}
+        if "grad_b" in roles:
+            found["grad_b"] = gradient_of_matrices(operands)
+        return tuple(found[role_of[name]] for name in graph.outputs)
+
+    more = (_GRADIENT_OF_B,) if "grad_b" in roles else ()
+    return replace(way, before=before, after=after, notes=(*way.notes, *more))
+
+
+def _product(roles: Roles, node: Node) -> Graph:
+    """Return the grouped matmul that gives the gradient of a."""
+    swap = (0, 2, 1)
+    b = roles["b"]
+    inputs: dict[str, Tensor] = {
+        # The cotangent is rounded to the dtype of the operands.
+        "a": replace(roles["grad_output"], name="a", dtype=b.dtype),
+        "b": replace(
+            b,
+            name="b",
+            dims=tuple(b.dims[axis] for axis in swap),
+            order=tuple(swap.index(axis) for axis in b.order),
+        ),
+        "group_sizes": replace(roles["group_sizes"], name="group_sizes"),
+    }
+    output = replace(roles["grad_a"], name="output")
+    return single_node_graph(
+        "grouped_matmul", inputs, {"output": output}, node.attributes
+    )

@@ -1,0 +1,259 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs a contraction by default, and by which plan, as others like it were faster?
+
+"auto" leaves a contraction to XLA where cuDNN's first plan was not faster for the
+measured ones most like it (nearest.py), and that plan gives way to another one where
+that was faster. data/rules/rules.json has the measured ones.
+`python -m scripts.default_rules` writes it, from times of random calls on a GPU
+(benchmarks/untuned.py). What was measured for a graph itself goes before (choices.py).
+"""
+
+import functools
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.products.conv import TRIPLES
+from jax_cudnn.graph.shapes import check_tensors
+from jax_cudnn.legalize.products import conv_depthwise, conv_groups
+from jax_cudnn.legalize.products.conv_channels import is_faster_with_more
+from jax_cudnn.legalize.products.conv_pairs import pairs
+from jax_cudnn.legalize.products.nearest import LOSS, Kernel, Measured
+
+_FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
+_KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
+_BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
+_WIDTHS = ("16 bits", "f32")
+# XLA has kernels that add to a contraction's result, and that take its relu.
+_SUMS = frozenset({"add", "identity"})
+_OF_ONES, _GROUPS = "windows of 1", "groups"
+# Of random calls, those that are not in groups have as many channels, in and out.
+_FEWEST_CHANNELS = 32
+# Products of so few rows are bound by reading the other matrix. Text is generated so.
+_FEW_ROWS = 64
+
+
+def slower(part: Graph) -> str:
+    """Say why "auto" leaves a part with one contraction to XLA, if it does."""
+    kernel = kernel_of(part)
+    verdict = kernels().verdict(kernel) if kernel is not None else None
+    if kernel is None or verdict is None or verdict.is_faster:
+        return ""
+    return (
+        f"cuDNN's first plan may be slower: for {verdict.losses} of the "
+        f"{verdict.count} measured kernels most like this one ({kernel.name}) it took "
+        f"more than {LOSS} of the time of XLA's code, and {verdict.ratio:.2f} in the "
+        "mean; plans.autotune finds the best of both"
+    )
+
+
+def class_of(part: Graph) -> str:
+    """Return which kernels are like a part, "" where nothing says so."""
+    node = _contraction(part)
+    if node is None or part.has_empty_tensor:
+        return ""
+    bits = _bits(part, node)
+    if not bits:
+        return ""
+    row = kind_named(node.kind).row
+    sizes = check_tensors(row, roles_in(part, node), node.attributes)
+    if sizes.get("g", 1) > 1 and sizes["c"] == 1:
+        return ""  # Depthwise ones have rules of their own (conv_depthwise.py).
+    words = [node.kind, bits, _tail(part)]
+    windows = [size for letter, size in sizes.items() if letter.startswith("f")]
+    if windows and (is_faster_with_more(part, node) or pairs(part, node)):
+        return ""  # Another convolution runs, which was faster wherever measured.
+    if windows:
+        words.append(f"{len(windows)} axes")
+        words += [_OF_ONES] if max(windows) == 1 else []
+        if sizes["g"] > 1:
+            way = conv_groups.first_way(part)
+            words += [_GROUPS] if way == conv_groups.AS_IT_IS else [_GROUPS, way]
+    elif sizes["b"] > 1:
+        words.append("batched")
+    elif sizes["m"] <= _FEW_ROWS:
+        words.append("few rows")
+    return ", ".join(words)
+
+
+def kernel_of(part: Graph) -> Kernel | None:
+    """Return the class and the sizes of a part, None where nothing says so.
+
+    A product of (m, r) and (r, n) has arrays of mr, rn and mn elements, and each of m,
+    n and r follows from these three numbers. So they do for a convolution. Products in
+    a batch are like one of all their rows.
+    """
+    node, name = _contraction(part), class_of(part)
+    if node is None or not name:
+        return None
+    names = (*node.inputs, *node.outputs)
+    one, other, result = (part.tensor(name).dims for _, name in names)
+    if node.kind == "matmul":
+        batch, rows, columns = result
+        return Kernel(name=name, rows=batch * rows, columns=columns, depth=one[2])
+    a, b, c = map(math.prod, (one, other, result))
+    return Kernel(
+        name=name,
+        rows=math.sqrt(a * c / b),
+        columns=math.sqrt(b * c / a),
+        depth=math.sqrt(a * b / c),
+    )
+
+
+def engines_names(name: str) -> list[str]:
+    """Return what slow engines are told by for kernels of a class.
+
+    What is slow for others is so for groups, too.
+    """
+    every = ", ".join(kind_and_bits(name))
+    return [every, f"{every}, {_GROUPS}"] if is_of_groups(name) else [every]
+
+
+def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
+    """Return engines of cuDNN that XLA's code was faster than, for such kernels.
+
+    Operands of widths that were not measured have those that all others have. A number
+    stands for another engine on another architecture.
+    """
+    node, data = _contraction(part), _read()
+    if node is None or target is None or target.sm_version != data["sm_version"]:
+        return ()
+    bits, slow = _bits(part, node), data["slow_engines"]
+    groups = f", {_GROUPS}" if is_of_groups(class_of(part)) else ""
+    found = [
+        {e for name in names for e in slow.get(name, ())}
+        for each in ([bits] if bits else _WIDTHS)
+        for names in [engines_names(f"{node.kind}, {each}{groups}")]
+    ]
+    own = conv_depthwise.own_engines(part, node)
+    return tuple(sorted(set.intersection(*found).difference(own)))
+
+
+def _bits(part: Graph, node: Node) -> str:
+    """Return how wide a contraction's operands are, "" where nothing was measured."""
+    bits = {_BITS.get(part.tensor(name).dtype, "") for _, name in node.inputs}
+    return bits.pop() if len(bits) == 1 else ""
+
+
+def preference(part: Graph, target: Target | None) -> str:
+    """Return the request for the plan that is to be tried first, "" for cuDNN's own.
+
+    Numbers stand for other engines and knobs in another cuDNN, or for another GPU.
+    """
+    kernel, data = kernel_of(part), _read()
+    if kernel is None or target is None or target.sm_version != data["sm_version"]:
+        return ""
+    wanted: dict[int, list[dict[str, Any]]] = {}
+    for each in data["engines"]:
+        is_like = is_ordered(each, kernel) and _has_measured_channels(part)
+        if is_like and is_measured(each, target):
+            wanted[each["first"]] = [{"engine": x} for x in each["before"]]
+    for each in data["preferred"]:
+        if is_preferred(each, kernel, label(part)) and is_measured(each, target):
+            engine = each["engine"]
+            wanted[engine] = [{"engine": engine, "knobs": x} for x in each["knobs"]]
+    if not wanted:
+        return ""
+    preferred = [
+        {"first_engine": engine, "wanted": each}
+        for engine, each in sorted(wanted.items())
+    ]
+    return json.dumps({"preferred": preferred}, sort_keys=True, separators=(",", ":"))
+
+
+def is_measured(rule: Mapping[str, Any], target: Target) -> bool:
+    """Whether a rule was measured with a target's cuDNN, by major and minor version."""
+    return target.cudnn_version // 100 == rule["cudnn"] // 100
+
+
+def is_preferred(preferred: Mapping[str, Any], kernel: Kernel, op: str) -> bool:
+    """Whether a preference is about a kernel: those with something around them."""
+    low, high = preferred["work"]
+    is_like = kind_and_bits(kernel.name) == (preferred["kind"], preferred["bits"])
+    return is_like and "+" in op and low <= kernel.work < high
+
+
+def is_ordered(order: Mapping[str, Any], kernel: Kernel) -> bool:
+    """Whether an order of engines is about a kernel."""
+    is_like = kind_and_bits(kernel.name) == (order["kind"], order["bits"])
+    has_ones = is_of_ones(kernel.name) == order["windows_of_1"]
+    has_groups = is_of_groups(kernel.name) == order["groups"]
+    return is_like and has_ones and has_groups
+
+
+def is_of_groups(name: str) -> bool:
+    """Whether a class is of convolutions in groups."""
+    return _GROUPS in name
+
+
+def is_of_ones(name: str) -> bool:
+    """Whether a class is of convolutions with windows of 1."""
+    return _OF_ONES in name
+
+
+def kind_and_bits(name: str) -> tuple[str, str]:
+    """Return the kind of contractions in a class, and the bits of their operands."""
+    kind, bits, *_ = name.split(", ")
+    return kind, bits
+
+
+def _has_measured_channels(part: Graph) -> bool:
+    """Whether a convolution has as many channels as those that were measured.
+
+    Those in groups may have as few as 2 in each.
+    """
+    node = _contraction(part)
+    assert node is not None
+    w = roles_in(part, node)[TRIPLES[node.kind][1]]
+    return is_of_groups(class_of(part)) or min(w.dims[:2]) >= _FEWEST_CHANNELS
+
+
+@functools.cache
+def kernels() -> Measured:
+    """Return the kernels that were measured."""
+    return Measured(
+        (Kernel(name=name, rows=rows, columns=columns, depth=depth), ratio)
+        for name, rows, columns, depth, ratio in _read()["kernels"]
+    )
+
+
+@functools.cache
+def _read() -> dict[str, Any]:
+    return json.loads(_FILE.read_text())
+
+
+def _contraction(part: Graph) -> Node | None:
+    found = [node for node in part.nodes if is_anchor(node)]
+    return found[0] if len(found) == 1 and found[0].kind in _KINDS else None
+
+
+def _mode(node: Node) -> str:
+    """Return the mode of a pointwise node or a reduction; "" where there is none."""
+    mode = getattr(node.attributes, "mode", "")
+    is_leaky = getattr(node.attributes, "alpha", 0) != 0 and mode.startswith("relu")
+    return f"leaky_{mode}" if is_leaky else mode
+
+
+def _tail(part: Graph) -> str:
+    """Return what is around the contraction, in a word or two."""
+    modes = {_mode(node) for node in part.nodes if not is_anchor(node)}
+    modes.discard("")
+    gradients = [mode for mode in modes if mode.endswith("_grad")]
+    if gradients:
+        tail = f"gradient of {gradients[0].removesuffix('_grad')}"
+    elif rest := modes - _SUMS:
+        tail = "relu" if rest == {"relu"} else "more"
+    else:
+        tail = "sums" if "add" in modes else "alone"
+    node = _contraction(part)
+    assert node is not None
+    (result,) = (math.prod(part.tensor(name).dims) for _, name in node.outputs)
+    own = {name for _, name in node.inputs}
+    arrays = [t for t in part.input_tensors if t.name not in own]
+    sizes = [math.prod(each.dims) for each in (*arrays, *part.output_tensors)]
+    more = max(0, sizes.count(result) - 1)
+    return tail + (f", {more} more arrays" if more else "")

@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How fast is cuDNN's first plan for a kernel, by those most like it?
+
+A kernel is like a product of (rows, depth) and (depth, columns). It has a class, which
+says what else matters (measured.py). The distance of two kernels is that of the
+logarithms of their sizes, and more where their classes differ.
+"""
+
+import functools
+import heapq
+import math
+import operator
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jax_cudnn.legalize.products.conv_groups import MERGED, ONE_GROUP, PADDED
+
+# What takes more than this of XLA's time is a loss.
+LOSS = 1.05
+# So many of the measured kernels speak for one, if there are so many.
+_NEAREST = 8
+# Fewer than this say too little. Those whose sizes are further away than this, a factor
+# of 20 in one of them, say nothing.
+_FEWEST = 3
+_FAR = 3.0
+# The weight of a kernel is 1 / (this + its distance).
+_NEAR = 0.5
+# What differs in classes of one family counts as a factor of e in one size, or of its
+# root where one class has it and the other has not.
+_WORD = 0.5
+# With this after a contraction or nothing, XLA runs it as one kernel. What else follows
+# is a kernel of its own: between these two, the distance is larger by this.
+_XLAS_OWN = frozenset({"alone", "sums", "relu"})
+_OTHER_CODE = 1.0
+# XLA runs convolutions along three axes by other algorithms: between these and others,
+# the distance is larger by this.
+_THREE_AXES = "3 axes"
+_OTHER_AXES = 1.5
+# Words without which kernels are of another family. Convolutions in groups are of one
+# only if the same becomes of their groups (conv_groups.py).
+_FAMILIES = frozenset({"few rows", "groups", MERGED, PADDED, ONE_GROUP})
+# The part of a time above a loss counts three times, and what takes more than twice
+# XLA's time counts as that: no single kernel decides for its neighbours.
+_MORE = 2.0
+_MOST = 2.0
+# By how much cuDNN has to be faster, after that. If kernels are judged by others, 0.1
+# gives cuDNN 15 % fewer losses than 0.06, and takes 1.5 % of what it gains.
+_MARGIN = 0.1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """A kernel: its class, and the sizes of the product that it is like."""
+
+    name: str
+    rows: float
+    columns: float
+    depth: float
+
+    @property
+    def work(self) -> float:
+        """The multiplications."""
+        return self.rows * self.columns * self.depth
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the measured kernels most like one say of it.
+
+    ``ratio`` is the geometric mean of the time of cuDNN's first plan over that of XLA's
+    code, in which near kernels weigh more. Of ``count`` kernels, ``losses`` took cuDNN
+    more than 1.05 of XLA's time. ``is_faster`` says whether cuDNN is to run it.
+    """
+
+    ratio: float
+    count: int
+    losses: int
+    is_faster: bool
+
+
+class Measured:
+    """Kernels that were measured, each with cuDNN's time over XLA's."""
+
+    def __init__(self, kernels: Iterable[tuple[Kernel, float]]) -> None:
+        families: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
+        for kernel, ratio in kernels:
+            families[_family(kernel.name)].append((kernel, ratio))
+        self._families: Mapping[str, Sequence[tuple[Kernel, float]]] = families
+
+    def verdict(self, kernel: Kernel) -> Verdict | None:
+        """Return what is known of a kernel, None where too few are near it."""
+        near: list[tuple[float, float]] = []
+        for each, ratio in self._families.get(_family(kernel.name), ()):
+            apart = between_sizes(kernel, each)
+            if apart <= _FAR:
+                near.append((apart + between_names(kernel.name, each.name), ratio))
+        if len(near) < _FEWEST:
+            return None
+        near = heapq.nsmallest(_NEAREST, near, key=operator.itemgetter(0))
+        weights = [1 / (_NEAR + distance) for distance, _ in near]
+        ratios = [ratio for _, ratio in near]
+        return Verdict(
+            ratio=math.exp(_mean(map(math.log, ratios), weights)),
+            count=len(near),
+            losses=sum(ratio > LOSS for ratio in ratios),
+            is_faster=_mean(map(cost_of, ratios), weights) < -_MARGIN,
+        )
+
+
+def cost_of(ratio: float) -> float:
+    """Return what it costs to take a plan, given its time over another's."""
+    capped = min(ratio, _MOST)
+    return math.log(capped) + _MORE * max(0.0, math.log(capped / LOSS))
+
+
+def between_sizes(one: Kernel, other: Kernel) -> float:
+    """Return how far apart the sizes of two kernels are."""
+    return math.hypot(
+        math.log(one.rows / other.rows),
+        math.log(one.columns / other.columns),
+        math.log(one.depth / other.depth),
+    )
+
+
+@functools.cache
+def between_names(one: str, other: str) -> float:
+    """Return how far apart two classes of a family are."""
+    words, others = {*one.split(", ")}, {*other.split(", ")}
+    apart = _WORD * len(words ^ others)
+    if _XLAS_OWN.isdisjoint(words) != _XLAS_OWN.isdisjoint(others):
+        apart += _OTHER_CODE
+    if _THREE_AXES in words ^ others:
+        apart += _OTHER_AXES
+    return apart
+
+
+@functools.cache
+def _family(name: str) -> str:
+    """Return what kernels have to have in common: kind, bits, and how they are run."""
+    words = name.split(", ")
+    return ", ".join([*words[:2], *sorted(_FAMILIES.intersection(words))])
+
+
+def _mean(values: Iterable[float], weights: Sequence[float]) -> float:
+    products = (value * weight for value, weight in zip(values, weights, strict=True))
+    return sum(products) / sum(weights)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What does each device compute of a kernel's graph that is divided among devices?
+
+The graph of its own sizes. Where what was divided is summed, each device has its share
+of the sum. The shares are added up before anything that follows reads them, in the
+dtype in which sums are kept.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph import Graph, Tensor
+from jax_cudnn.legalize import subgraph
+from jax_cudnn.lowering.sharding.cuts import Division
+from jax_cudnn.lowering.sharding.members import Members, reshaped
+from jax_cudnn.lowering.sharding.sums import (
+    rounded_sums,
+    shares,
+    stages,
+    sum_dtype,
+    summed,
+)
+from jax_cudnn.reference.dtypes import jax_dtype
+
+# Runs a graph on one device.
+Run = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collectives:
+    """How devices that have shares along some factors send them to each other.
+
+    ``total``: returns the sum of the shares. ``most``: their maximum. ``scatter``: the
+    device's part of the sum along an axis. ``exchange``: an array of the same shape
+    whose parts along an axis are the device's own part of each share. The last two are
+    for divisions that scatter.
+    """
+
+    total: Callable[[jax.Array, frozenset[int]], jax.Array]
+    most: Callable[[jax.Array, frozenset[int]], jax.Array]
+    scatter: Callable[[jax.Array, frozenset[int], int], jax.Array] | None = None
+    exchange: Callable[[jax.Array, frozenset[int], int], jax.Array] | None = None
+
+
+def run_share(
+    graph: Graph,
+    members: Mapping[str, Members],
+    division: Division[Any],
+    operands: Sequence[jax.Array],
+    run: Run,
+    collectives: Collectives,
+) -> list[jax.Array]:
+    """Return a device's part of the results, given its part of the operands."""
+    values = dict(zip(graph.inputs, operands, strict=True))
+    parts = [frozenset(nodes) for nodes in stages(graph, division)]
+    for i, part in enumerate(parts):
+        stage = subgraph(graph, part, [other for other in parts if other != part])
+        if stage is None:
+            continue
+        own = division if i else replace(division, scattered={})
+        stage = _with_wide_sums(_local_graph(stage, members, own), division)
+        arguments = [values[name] for name in stage.inputs]
+        for name, x in zip(stage.outputs, run(stage, arguments), strict=True):
+            share = reshaped(x, own.local_shape(name))
+            values[name] = _sum(graph.tensor(name), share, division, collectives)
+    return [values[name] for name in graph.outputs]
+
+
+def _sum(
+    tensor: Tensor,
+    share: jax.Array,
+    division: Division[Any],
+    collectives: Collectives,
+) -> jax.Array:
+    """Return a device's part of a tensor, given its share of a sum or maximum."""
+    dtype = jax_dtype(tensor.dtype)
+    over = summed(division, tensor.name)
+    if not over:
+        return share.astype(dtype)
+    if tensor.name in division.factors.maxima:
+        return collectives.most(share, over).astype(dtype)
+    wide = jax_dtype(sum_dtype(tensor.dtype))
+    scattered = division.scattered.get(tensor.name)
+    if scattered is None:
+        # Sums of more than two are not rounded on the way.
+        if shares(division, tensor.name) > 2:
+            share = share.astype(wide)
+        return collectives.total(share, over).astype(dtype)
+    assert collectives.scatter is not None
+    assert collectives.exchange is not None
+    (factor,) = scattered
+    axes = division.factors.axes[tensor.name]
+    (axis,) = (i for i, product in enumerate(axes) if factor in product)
+    if share.dtype == wide:
+        return collectives.scatter(share, over, axis).astype(dtype)
+    # Shares that a kernel has rounded are sent as they are.
+    count, shape = scattered[factor].count, share.shape
+    parts = collectives.exchange(share, over, axis)
+    parts = jnp.reshape(parts, (*shape[:axis], count, -1, *shape[axis + 1 :]))
+    return jnp.sum(parts, axis, dtype=wide).astype(dtype)
+
+
+def _local_graph(
+    graph: Graph, members: Mapping[str, Members], division: Division[Any]
+) -> Graph:
+    """Return the graph with the sizes that a device has."""
+
+    def own(tensor: Tensor) -> Tensor:
+        sizes = iter(division.local_shape(tensor.name))
+        stored = [math.prod(next(sizes) for _ in each) for each in members[tensor.name]]
+        dims = [0] * len(stored)
+        for axis, size in zip(tensor.order, stored, strict=True):
+            dims[axis] = size
+        return replace(tensor, dims=tuple(dims))
+
+    return replace(graph, tensors=tuple(map(own, graph.tensors)))
+
+
+def _with_wide_sums(graph: Graph, division: Division[Any]) -> Graph:
+    """Return the graph with shares of sums as results in the dtype of sums."""
+    rounded = rounded_sums(graph)
+
+    def own(tensor: Tensor) -> Tensor:
+        is_share = tensor.name in graph.outputs and summed(division, tensor.name)
+        if not is_share or tensor.name in rounded:
+            return tensor
+        return replace(tensor, dtype=sum_dtype(tensor.dtype))
+
+    return replace(graph, tensors=tuple(map(own, graph.tensors)))

@@ -1,0 +1,173 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is a sum over devices in a kernel's graph, what waits for it, what is scattered?
+
+A sum that every device gets is sent whole. One that is scattered is sent in parts: each
+device has the sum of its own part, computes on it what follows, and XLA gathers the
+results where the program wants them whole. What is faster was measured
+(docs/internals/design.md, 26): where the program wants the parts it is scattering, and
+where the results are fewer bytes than the sum. Shares in 16 bits are sent as they are,
+and added up in 32 bits where they arrive.
+"""
+
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from jax_cudnn.graph import DTypeName, Graph, Node, is_anchor, kind_named
+from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
+from jax_cudnn.lowering.sharding.cuts import DeviceCut, Division
+from jax_cudnn.reference.dtypes import jax_dtype
+
+# Elements of a device's share of a sum, other than one whose parts the program wants.
+# Below the first, a second collective costs more than it saves. From the second, where
+# nothing follows the sum: the first collective runs beside other kernels for so long
+# that none is left for the second one.
+LEAST_SCATTERED, MOST_SCATTERED = 1 << 16, 1 << 26
+
+# The cuts of the axes of an array.
+Cuts = Sequence[DeviceCut | None]
+
+
+def summed(division: Division, name: str) -> frozenset[int]:
+    """Return the factors along which devices have shares of a tensor."""
+    partial = division.factors.partial.get(name, frozenset[int]())
+    return partial.intersection(division.cuts)
+
+
+def shares(division: Division, name: str) -> int:
+    """Return how many shares a tensor is the sum of."""
+    return math.prod(division.cuts[factor].count for factor in summed(division, name))
+
+
+def sum_dtype(dtype: DTypeName) -> DTypeName:
+    """Return the dtype in which shares of a tensor of a dtype are added up."""
+    return dtype if dtype == "i32" else accumulator(dtype)
+
+
+def stages(graph: Graph, division: Division) -> list[list[Node]]:
+    """Return all nodes, or the kernel and what follows it, which waits for its sums."""
+    (kernel,) = (node for node in graph.nodes if is_anchor(node))
+    made = made_by([kernel])
+    waits = any(made & read_by([node]) for node in graph.nodes)
+    if not waits or not any(summed(division, name) for name in made):
+        return [[*graph.nodes]]
+    first = leading_to(graph.nodes, made)
+    rest = [node for node in graph.nodes if node not in first]
+    # Constants and the like that both need are computed twice.
+    return [first, [*leading_to(first, read_by(rest) - made), *rest]]
+
+
+def rounded_sums(graph: Graph) -> set[str]:
+    """Return the sums that a node gives in the dtype of its result.
+
+    A kernel does so where it has to, or where another dtype would be slow: a
+    convolution's gradient kernels take up to three times as long (9.19 on an H200,
+    docs/internals/design.md).
+    """
+    return {
+        name
+        for node in graph.nodes
+        for _, name in node.outputs
+        if not (row := kind_named(node.kind).row).has_wide_sums and not row.is_sum
+    }
+
+
+def scattering(
+    graph: Graph, division: Division[DeviceCut], wanted: Mapping[str, Cuts]
+) -> Division[DeviceCut]:
+    """Return the division with sums scattered, and what follows from them.
+
+    `wanted` has the cuts of the axes of results, as the program wants them.
+    """
+    first, *rest = stages(graph, division)
+    for name in sorted(made_by(first)):
+        if not summed(division, name):
+            continue
+        after = rest[0] if rest and name in read_by(rest[0]) else []
+        ways = [*_ways(division, name, first, after)]
+        if not ways:
+            continue
+        results = following(after, {name}).intersection(graph.outputs)
+        hits = [_hits(way, results, wanted) for way in ways]
+        is_wanted = max(hits) == len(results)
+        size = math.prod(division.local_shape(name))
+        most = math.inf if after else MOST_SCATTERED
+        is_medium = LEAST_SCATTERED <= size < most
+        if is_wanted or (is_medium and _sends_less(graph, division, name, results)):
+            division = ways[hits.index(max(hits))]
+    return division
+
+
+def _sends_less(
+    graph: Graph, division: Division[DeviceCut], name: str, results: Iterable[str]
+) -> bool:
+    """Whether results that are gathered are fewer bytes than a sum that is not.
+
+    As many are fine as well: what follows the sum is then computed once.
+    """
+    if name in rounded_sums(graph):
+        # The sum of two is rounded once, wherever it is computed.
+        return shares(division, name) > 2
+    gathered = sum(_bytes(graph.tensor(each).dtype) for each in results)
+    total = _bytes(sum_dtype(graph.tensor(name).dtype))
+    return gathered < total or (gathered == total and {name} != {*results})
+
+
+def _bytes(dtype: DTypeName) -> int:
+    return np.dtype(jax_dtype(dtype)).itemsize
+
+
+def _ways(
+    division: Division[DeviceCut],
+    name: str,
+    first: Sequence[Node],
+    after: Sequence[Node],
+) -> Iterator[Division[DeviceCut]]:
+    """Yield divisions in which a sum and what follows it are scattered.
+
+    What the kernel reads as well has to stay as it is.
+    """
+    factors = division.factors
+    cut = functools.reduce(
+        DeviceCut.then, (division.cuts[f] for f in sorted(summed(division, name)))
+    )
+    depend = following(after, {name})
+    if any(summed(division, each) for each in depend - {name}):
+        return
+    for factor in (f for product in factors.axes[name] for f in product):
+        names = {
+            each
+            for each in {name} | made_by(after) | read_by(after)
+            if factor in factors.of(each)
+        }
+        taken = read_by(first) | made_by(first) | division.scattered.keys()
+        if (
+            factor in division.cuts
+            or factor in factors.whole
+            or factors.sizes[factor] % cut.count
+            or not depend <= names
+            or not taken.isdisjoint(names - {name})
+        ):
+            continue
+        further = {each: {factor: cut} for each in names}
+        found = replace(division, scattered={**division.scattered, **further})
+        if found.is_contiguous():
+            yield found
+
+
+def _hits(
+    division: Division[DeviceCut], results: Iterable[str], wanted: Mapping[str, Cuts]
+) -> int:
+    """Return how many of the results are as the program wants them."""
+    found = 0
+    for name in results:
+        own = [
+            functools.reduce(DeviceCut.then, cuts) if cuts else None
+            for cuts in division.cuts_of(name)
+        ]
+        found += own == [*wanted.get(name, ())]
+    return found

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.cached_sdpa`: attention over keys and values in a cache."""
+
+from typing import Literal, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.ops.attention.caches.call import CachedCall
+from jax_cudnn.ops.attention.layouts import Layout
+from jax_cudnn.ops.attention.visibility.bands import WindowSize
+
+
+@overload
+def cached_sdpa(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    key_value_seq_lengths: ArrayLike,
+    *,
+    query_seq_lengths: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def cached_sdpa(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    key_value_seq_lengths: ArrayLike,
+    *,
+    query_seq_lengths: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def cached_sdpa(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    key_value_seq_lengths: ArrayLike,
+    *,
+    query_seq_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: WindowSize = None,
+    sinks: ArrayLike | None = None,
+    layout: Layout = "bshd",
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Return attention of the last tokens of sequences over a cache, for decoding.
+
+    For each sequence and head,
+
+    .. math::
+
+        S_{st} = \mathrm{scale} \sum_d Q_{sd} K_{td}, \qquad
+        O_{se} = \sum_t \frac{e^{S_{st}}}{\sum_{t'} e^{S_{st'}}} V_{te}
+
+    where the sums over t include the tokens below the sequence's key length that query
+    s may see. The queries are the last tokens of their sequence: query s is token
+    ``x = key length - query length + s``. With `is_causal` it sees the tokens 0 to x.
+    Scores, softmax and sums are kept in f32 (f64 for f64 operands). A query that sees
+    no token, or that lies at or past its query length, gives 0 with gradient 0.
+
+    A sequence may have more tokens than there is room for. A query that sees one of
+    those without room, as it sees itself, gives NaN, and NaN reaches the gradients.
+    All other queries are right.
+
+    The key length counts the queries' own tokens: write their keys and values into the
+    cache first (:func:`jax_cudnn.kv_cache.update`). What the cache holds past it is not
+    used; see the notes for NaN there.
+
+    This is :func:`jax_cudnn.sdpa` with ``mask=masks.Causal("cache")`` and the key
+    lengths, in a form that knows where the queries are: a few of them (tokens that were
+    drafted) take about as long as one. For many queries whose gradient is wanted,
+    `sdpa` has cuDNN's backward kernel.
+
+    Axis letters: b sequences, s query length, t tokens that the cache has room for,
+    h query heads, k key heads, d head size, e value head size.
+
+    Args:
+      query: (b, s, h, d); bf16, f16, f32 or f64. s is 1, or more with tokens that
+        were drafted. h must be a multiple of k: each key head serves h/k consecutive
+        query heads.
+      key_cache: (b, t, k, d), of query's dtype.
+      value_cache: (b, t, k, e), of query's dtype; e may differ from d.
+      key_value_seq_lengths: integers (b,), the tokens of each sequence, those of the
+        queries included, also where there is room for t tokens only. Lengths below 0
+        count as 0.
+      query_seq_lengths: integers (b,); queries at or past their sequence's length are
+        padding. Default None: s, which must then be t at most, unless no position
+        matters (`is_causal=False` without a window).
+      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
+      is_causal: whether a query sees no token after its own. Default True.
+      local_window_size: (left, right): the query that is token x sees tokens x - left
+        to x + right only. An int n means (n, n), and None for one of the two is no
+        bound. It adds to `is_causal`. Default None: no window.
+      sinks: (h,), a score for each query head of one more token, which every query
+        sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
+        Default None: no such token.
+      layout: the order of the axes of query, caches and output: "bshd" (default),
+        "bhsd" or "sbhd", with s standing for tokens and h for heads: caches of "bhsd"
+        are (b, k, t, d). Kernels read each as it lies; write such caches by
+        ``update(..., layout="bhsd")``.
+      implementation: "auto" (default) uses cuDNN where it has a plan and XLA
+        elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
+        cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
+        all three run XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean
+        the implementation that is set there.
+      plan: which of cuDNN's execution plans may run the call, a
+        :class:`jax_cudnn.plans.PlanOptions`. Default None: the options of
+        :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
+      return_residual: whether to return the log-sum-exp of the scores as well.
+        Default False.
+
+    Returns:
+      (b, s, h, e), or as `layout` says, of query's dtype. With `return_residual`, a
+      pair of this array and the log-sum-exp (natural logarithm), (b, s, h) in each
+      layout, f32 (f64 for f64). The sinks are part of it. For queries that see no
+      token, padding among them, it is the sink of the head, and -inf without sinks.
+
+    Raises:
+      ValueError: shapes that do not fit, more queries than there is room for, query
+        heads that are not a multiple of the key heads, an unknown `implementation` or
+        `layout`, a `scale` that is not finite,
+        a window in which no query sees a token.
+      TypeError: dtypes that are not supported or differ, lengths that are not integers,
+        a `scale` that is not a Python number.
+      UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
+        when the function is compiled for a GPU), or symbolic dimensions, which cuDNN
+        has no plan for (raised at once); operands whose types have shardings that
+        contradict each other.
+      LibraryError: likewise, if cuDNN itself is missing or too old.
+
+    Notes:
+      cuDNN takes bf16 and f16, and head sizes that are multiples of 8. Two to 16
+      queries run as query heads of one query, which read the cache once. Tokens that
+      not all of them see are then added by the log-sum-exp, so that the output is
+      rounded twice. More queries run in cuDNN's kernel for prompts, and so do several
+      with a window of fewer tokens than queries, or one without causality. This kernel
+      multiplies what it reads past a length by 0 (9.19 on an H200): NaN or infinities
+      there reach the output. All others may have them there.
+
+      All of JAX's transformations apply. The derivatives are those of XLA's code.
+      Examples of `jax.vmap` become more sequences of one call. Operands that are
+      sharded over devices stay so along the sequences and the key heads. Lengths and
+      sinks may be sharded in any way: they follow the others.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_cudnn
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 2, 48, 2, 8))
+      >>> q = jax.random.normal(jax.random.key(1), (2, 1, 4, 8))
+      >>> jax_cudnn.cached_sdpa(q, k, v, jnp.array([20, 47])).shape
+      (2, 1, 4, 8)
+    """
+    call = CachedCall(
+        query_seq_lengths=query_seq_lengths,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        sinks=sinks,
+        layout=layout,
+        implementation=implementation,
+        plan=plan,
+        return_residual=return_residual,
+    )
+    caches = {"key_cache": key_cache, "value_cache": value_cache}
+    return call.run("cached_sdpa", query, caches, key_value_seq_lengths)

@@ -1,0 +1,195 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.paged_sdpa`: attention over keys and values in pages."""
+
+from typing import Literal, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.ops.attention.caches.call import CachedCall
+from jax_cudnn.ops.attention.layouts import PageLayout
+from jax_cudnn.ops.attention.visibility.bands import WindowSize
+
+
+@overload
+def paged_sdpa(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    key_value_seq_lengths: ArrayLike,
+    *,
+    query_seq_lengths: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    layout: PageLayout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def paged_sdpa(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    key_value_seq_lengths: ArrayLike,
+    *,
+    query_seq_lengths: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    layout: PageLayout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def paged_sdpa(
+    query: ArrayLike,
+    key_pages: ArrayLike,
+    value_pages: ArrayLike,
+    page_table: ArrayLike,
+    key_value_seq_lengths: ArrayLike,
+    *,
+    query_seq_lengths: ArrayLike | None = None,
+    scale: float | None = None,
+    is_causal: bool = True,
+    local_window_size: WindowSize = None,
+    sinks: ArrayLike | None = None,
+    layout: PageLayout = "bshd",
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Return attention over keys and values that lie in pages, for serving.
+
+    Token j of sequence b lies in slot ``j % i`` of page ``page_table[b, j // i]``, for
+    pages of i tokens. With :math:`K_{bj}` and :math:`V_{bj}` for what lies there,
+    :func:`jax_cudnn.sdpa` is what is computed for each sequence and head:
+
+    .. math::
+
+        S_{sj} = \mathrm{scale} \sum_d Q_{sd} K_{jd}, \qquad
+        O_{se} = \sum_j \frac{e^{S_{sj}}}{\sum_{j'} e^{S_{sj'}}} V_{je}
+
+    where the sums over j include the tokens below the sequence's key length that query
+    s may see. The queries are the last tokens of their sequence: query s is token
+    ``x = key length - query length + s``. With `is_causal` it sees the tokens 0 to x.
+    Scores, softmax and sums are kept in f32 (f64 for f64 operands); the result is
+    rounded once. A query that sees no token, or that lies at or past its query length,
+    gives 0 with gradient 0.
+
+    A sequence may have more tokens than there is room for. A query that sees one of
+    those without room, as it sees itself, gives NaN, and NaN reaches the gradients.
+    All other queries are right.
+
+    The key length counts the queries' own tokens: write their keys and values into the
+    pages first (:func:`jax_cudnn.kv_cache.update_pages`).
+
+    Axis letters: b sequences, s query length, h query heads, k key heads, d head size,
+    e value head size, p pages, i tokens of a page, m pages of a sequence at most.
+
+    Args:
+      query: (b, s, h, d); bf16, f16, f32 or f64. s is 1, or more with tokens that
+        were drafted. h must be a multiple of k: each key head serves h/k consecutive
+        query heads.
+      key_pages: (p, i, k, d), of query's dtype.
+      value_pages: (p, i, k, e), of query's dtype; e may differ from d.
+      page_table: integers (b, m), the pages of each sequence in their order. Entries
+        past a sequence's length are not used and may be any number, such as -1. A
+        number below the length that is no page is taken for the nearest one.
+      key_value_seq_lengths: integers (b,), the tokens of each sequence, those of the
+        queries included, also where there is room for m*i tokens only. Lengths below 0
+        count as 0.
+      query_seq_lengths: integers (b,); queries at or past their sequence's length are
+        padding. Default None: s, which must then be m*i at most, unless no position
+        matters (`is_causal=False` without a window).
+      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
+      is_causal: whether a query sees no token after its own. Default True.
+      local_window_size: (left, right): the query that is token x sees tokens x - left
+        to x + right only. An int n means (n, n), and None for one of the two is no
+        bound. It adds to `is_causal`. Default None: no window.
+      sinks: (h,), a score for each query head of one more token, which every query
+        sees and whose value is 0, as in :func:`jax_cudnn.sdpa`. Differentiable.
+        Default None: no such token.
+      layout: the order of the axes of query, pages and output: "bshd" (default), or
+        "bhsd" for queries (b, h, s, d) and pages (p, k, i, d). Kernels read each as it
+        lies; with "bhsd" write pages by ``update_pages(..., layout="bhsd")``.
+      implementation: "auto" (default) uses cuDNN where it has a plan and XLA
+        elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
+        cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
+        all three run XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean
+        the implementation that is set there.
+      plan: which of cuDNN's execution plans may run the call, a
+        :class:`jax_cudnn.plans.PlanOptions`. Default None: the options of
+        :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
+      return_residual: whether to return the log-sum-exp of the scores as well.
+        Default False.
+
+    Returns:
+      (b, s, h, e), or as `layout` says, of query's dtype. With `return_residual`, a
+      pair of this array and the log-sum-exp (natural logarithm), (b, s, h) in each
+      layout, f32 (f64 for f64). The sinks are part of it. For queries that see no
+      token, padding among them, it is the sink of the head, and -inf without sinks.
+
+    Raises:
+      ValueError: shapes that do not fit, more queries than there is room for, pages
+        without tokens or no page at all, query heads that are not a multiple of the key
+        heads, an unknown `implementation` or `layout`, a `scale` that is not finite,
+        a window in which no query sees a token.
+      TypeError: dtypes that are not supported or differ, page numbers or lengths that
+        are not integers, a `scale` that is not a Python number.
+      UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
+        when the function is compiled for a GPU), or symbolic dimensions, which cuDNN
+        has no plan for (raised at once); operands whose types have shardings that
+        contradict each other.
+      LibraryError: likewise, if cuDNN itself is missing or too old.
+
+    Notes:
+      cuDNN reads the pages where they are. It takes bf16 and f16, pages whose number of
+      tokens is a power of two, and head sizes that are multiples of 8, from cuDNN 9.5
+      on (NVIDIA cuDNN frontend, "Attention", paged attention). XLA gathers the pages of
+      all sequences first, in memory for b*m*i tokens, and keeps the scores, b*h*s*m*i
+      numbers of f32. Several queries run as :func:`jax_cudnn.cached_sdpa` says; so do
+      NaN past a length.
+
+      All of JAX's transformations apply. cuDNN has no backward kernel over pages: the
+      derivatives are those of XLA's code. The gradient of the pages is as large as
+      all pages. Under `jax.vmap`, examples that share the pages become more sequences
+      of one call; examples with pages of their own run XLA's code, or one after the
+      other with `implementation="cudnn"`.
+
+      Operands that are sharded over devices stay so along the sequences and the key
+      heads; pages are gathered otherwise. Lengths, page numbers and sinks may be
+      sharded in any way: they follow the others. For pages that are spread over devices
+      with their sequences, use `jax.shard_map`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_cudnn
+      >>> k, v = jax.random.normal(jax.random.key(0), (2, 9, 16, 2, 8))  # 9 pages
+      >>> q = jax.random.normal(jax.random.key(1), (2, 1, 4, 8))
+      >>> table = jnp.array([[3, 8, -1], [0, 5, 2]])
+      >>> jax_cudnn.paged_sdpa(q, k, v, table, jnp.array([20, 47])).shape
+      (2, 1, 4, 8)
+    """
+    call = CachedCall(
+        query_seq_lengths=query_seq_lengths,
+        scale=scale,
+        is_causal=is_causal,
+        local_window_size=local_window_size,
+        sinks=sinks,
+        layout=layout,
+        implementation=implementation,
+        plan=plan,
+        return_residual=return_residual,
+    )
+    caches = {"key_pages": key_pages, "value_pages": value_pages}
+    return call.run("paged_sdpa", query, caches, key_value_seq_lengths, page_table)

@@ -1,0 +1,239 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From the arguments of attention to its results: what the public functions share."""
+
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Options
+from jax_cudnn.graph import SdpaAttributes
+from jax_cudnn.graph.attention.score_mod import Steps
+from jax_cudnn.graph.attention.sdpa import row_results
+from jax_cudnn.ops.attention.attend import (
+    Operands,
+    attend_by_rows,
+    by_rows,
+    stored_order,
+)
+from jax_cudnn.ops.attention.dropout import with_dropout
+from jax_cudnn.ops.attention.layouts import Layout, order_of
+from jax_cudnn.ops.attention.operands import as_typed, canonicalize, check_scale
+from jax_cudnn.ops.attention.qkv import Qkv
+from jax_cudnn.ops.attention.reads import Scores
+from jax_cudnn.ops.attention.score_mod import (
+    ScoreMod,
+    check_score_mod,
+    on_scores,
+    with_score_mod,
+)
+from jax_cudnn.ops.attention.sinks import check_sinks
+from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
+from jax_cudnn.ops.attention.visibility.hiding import Hiding, joined
+from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.attention.visibility.packing import Packed, longest
+from jax_cudnn.ops.attention.visibility.sentences import Tokens
+from jax_cudnn.ops.common.arguments import check_flag, why_symbolic
+from jax_cudnn.ops.common.plain import check_implementation
+from jax_cudnn.ops.common.tracing import UntraceableError
+from jax_cudnn.reference.attention.sdpa import forward as attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """The arguments of `jax_cudnn.sdpa` beside the operands and the implementation."""
+
+    bias: ArrayLike | None
+    mask: ArrayLike | Mask | None
+    scale: float | None
+    is_causal: bool
+    query_seq_lengths: ArrayLike | None
+    key_value_seq_lengths: ArrayLike | None
+    local_window_size: WindowSize
+    sinks: ArrayLike | None
+    dropout_rate: float
+    dropout_key: ArrayLike | None
+    score_mod: ScoreMod | None
+    return_residual: bool
+    return_max_logit: bool
+
+
+def run_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    arguments: Arguments,
+    call: Options,
+    layout: Layout,
+    qkv: Qkv | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
+    """Return the output in the layout; log-sum-exp and maximum if asked for.
+
+    With ``qkv``, which holds query, key and value, these are types with a batch axis.
+    """
+    given = arguments
+    hiding = Hiding(
+        bias=given.bias,
+        mask=given.mask,
+        is_causal=check_flag("sdpa", "is_causal", given.is_causal),
+        query_seq_lengths=given.query_seq_lengths,
+        key_value_seq_lengths=given.key_value_seq_lengths,
+        local_window_size=given.local_window_size,
+    )
+    if isinstance(given.mask, type) and issubclass(given.mask, Mask):
+        name = given.mask.__name__
+        raise TypeError(
+            f"sdpa: mask is the class masks.{name}. Pass a mask, such as "
+            f"masks.{name}()."
+        )
+    if isinstance(given.mask, Mask):
+        hiding = _joined(given.mask, hiding, query, key, layout)
+    operands, has_batch = canonicalize(
+        query,
+        key,
+        value,
+        hiding.bias,
+        hiding.mask,
+        hiding.query_seq_lengths,
+        hiding.key_value_seq_lengths,
+        packed=hiding.packed,
+        layout=layout,
+    )
+    operands = operands._replace(qkv=qkv)
+    _, s, _, d = operands.query_sizes
+    attributes = SdpaAttributes(
+        scale=check_scale(given.scale, d, operands.query.dtype),
+        is_causal=hiding.is_causal,
+        window=check_window(
+            hiding.local_window_size,
+            *(s, operands.key_count),
+            is_causal=hiding.is_causal,
+        ),
+        is_bottom_right=hiding.is_bottom_right,
+        longest=_longest(hiding.packed, operands),
+    )
+    operands, attributes = with_dropout(
+        "sdpa", operands, attributes, given.dropout_rate, given.dropout_key
+    )
+    sinks = check_sinks("sdpa", given.sinks, operands.query_sizes[2])
+    if sinks is not None:
+        operands = operands._replace(sinks=jnp.reshape(sinks, (1, -1, 1, 1)))
+    with_lse = check_flag("sdpa", "return_residual", given.return_residual)
+    with_max = check_flag("sdpa", "return_max_logit", given.return_max_logit)
+    modified = _modified(given.score_mod, operands, attributes, call)
+    output, *rows = _attend(
+        modified.operands,
+        replace(attributes, score_mod=modified.steps),
+        call,
+        with_lse=with_lse,
+        with_max=with_max,
+        plain=modified.plain,
+    )
+    if hiding.overrun is not None:
+        tokens = Tokens(operands.query_sizes[1])
+        output, *rows = hiding.overrun.put(tokens, output, rows, layout)
+    if not (has_batch if qkv is None else qkv.had_batch):
+        output = jnp.squeeze(output, layout.index("b"))
+        rows = [x[0] for x in rows]
+    return (output, *rows) if rows else output
+
+
+def _joined(
+    mask: Mask, beside: Hiding, query: ArrayLike, key: ArrayLike, layout: Layout
+) -> Hiding:
+    """Return the arguments that a mask and others beside it stand for."""
+    arrays = [as_typed(name, x) for name, x in (("query", query), ("key", key))]
+    if not all(x.ndim in (3, 4) for x in arrays):
+        return Hiding()  # They are refused next.
+    tokens = layout.replace("b", "").index("s")
+    lengths = (x.shape[tokens if x.ndim == 3 else layout.index("s")] for x in arrays)
+    return joined(mask, beside._replace(mask=None), *lengths)
+
+
+def _longest(packed: Packed | None, operands: Operands) -> tuple[int, ...]:
+    if packed is None:
+        return ()
+    return longest(packed, operands.query_sizes[1], operands.key_count)
+
+
+class _Modified(NamedTuple):
+    """The operands and steps of a score_mod, or the function itself for XLA."""
+
+    operands: Operands
+    steps: Steps = ()
+    plain: ScoreMod | None = None
+
+
+def _modified(
+    function: ScoreMod | None,
+    operands: Operands,
+    attributes: SdpaAttributes,
+    call: Options,
+) -> _Modified:
+    if function is None:
+        return _Modified(operands)
+    wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
+    b, s, h, _ = operands.query_sizes
+    scores = Scores(
+        sizes=(b, h, s, operands.key_count),
+        is_causal=attributes.is_causal,
+        window=attributes.window,
+        is_hidden=operands.may_hide_keys,
+    )
+    closed = check_score_mod(function, wide, scores)
+    if why_symbolic(**operands.given):
+        return _Modified(operands, plain=function)
+    try:
+        return _Modified(*with_score_mod(closed, operands))
+    except UntraceableError as error:
+        name = getattr(function, "__name__", type(function).__name__)
+        reason = f"score_mod {name} cannot be part of a kernel: {error}."
+        check_implementation("sdpa", reason, call)
+        return _Modified(operands, plain=function)
+
+
+def _attend(
+    operands: Operands,
+    attributes: SdpaAttributes,
+    call: Options,
+    *,
+    with_lse: bool,
+    with_max: bool,
+    plain: ScoreMod | None,
+) -> tuple[jax.Array, ...]:
+    """Return the output in the layout; log-sum-exp and maximum (b, s, h) if asked for.
+
+    ``plain`` is a score_mod that only XLA can run.
+    """
+    reason = why_symbolic(**operands.given)
+    if not reason and plain is None:
+        return attend_by_rows(
+            operands, attributes, call, with_lse=with_lse, with_max=with_max
+        )
+    if reason:
+        check_implementation("sdpa", reason, call)
+    results = _plain(attributes, operands.apart, plain)
+    roles = row_results(with_stats=with_lse, with_max=with_max)
+    return (results["output"], *(by_rows(results[role]) for role in roles))
+
+
+def _plain(
+    attributes: SdpaAttributes,
+    operands: Operands,
+    score_mod: ScoreMod | None,
+) -> dict[str, jax.Array]:
+    """Return the results by the reference, for what no graph can hold."""
+    tensors = {
+        role: (x, stored_order(role, operands.layout))
+        for role, x in operands.given.items()
+    }
+    inputs = {
+        role: jnp.transpose(x, [order.index(axis) for axis in range(4)])
+        for role, (x, order) in tensors.items()
+    }
+    function = None if score_mod is None else on_scores(score_mod)
+    results = attention(attributes, inputs, {}, function)
+    output = jnp.transpose(results["output"], order_of(operands.layout))
+    return {**results, "output": output.astype(operands.query.dtype)}

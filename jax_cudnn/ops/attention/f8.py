@@ -1,0 +1,439 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.f8.sdpa`: checks the arguments of f8 attention and builds its graph."""
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.graph import Graph, SdpaAttributes, sdpa_f8_graph, sdpa_f8_output
+from jax_cudnn.lowering import run_graph
+from jax_cudnn.ops.attention.attend import by_rows, sdpa_tensors, stored_order
+from jax_cudnn.ops.attention.layouts import Layout, check_layout, order_of
+from jax_cudnn.ops.attention.operands import canonicalize, check_scale
+from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
+from jax_cudnn.ops.common.arguments import (
+    as_operand,
+    check_flag,
+    describe,
+    options,
+    why_symbolic,
+)
+from jax_cudnn.ops.common.plain import check_implementation
+from jax_cudnn.reference.attention.f8 import attention
+from jax_cudnn.reference.dtypes import dtype_name
+
+_F8 = ("f8_e4m3fn", "f8_e5m2")
+_RESULTS = (*_F8, "bf16", "f16")
+# The largest powers of two in each dtype: weights exp(S - max) are at most 1.
+_WEIGHT_SCALES = {"f8_e4m3fn": 2.0**8, "f8_e5m2": 2.0**15}
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    output_scale: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+    return_amax: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    output_scale: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+    return_amax: bool = ...,
+) -> tuple[jax.Array, ...]: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    output_scale: ArrayLike | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: bool = ...,
+    return_amax: Literal[True],
+) -> tuple[jax.Array, ...]: ...
+
+
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    output_scale: ArrayLike | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    preferred_element_type: DTypeLike | None = None,
+    layout: Layout = "bshd",
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+    return_residual: bool = False,
+    return_amax: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
+    r"""Return attention over f8 operands, through cuDNN on Hopper GPUs and newer.
+
+    A stored number times its tensor's scale is what it stands for, as in
+    `jax.nn.scaled_matmul`; TransformerEngine calls this scale `scale_inv`. With the
+    stored Q, K and V, and R rounding to their dtype,
+
+    .. math::
+
+        S_{st} &= \mathrm{scale} \cdot \mathrm{query\_scale} \cdot
+            \mathrm{key\_scale} \sum_d Q_{sd} K_{td}, \qquad
+            E_{st} = e^{S_{st} - \max_t S_{st}} \\
+        O_{se} &= \mathrm{value\_scale} \cdot
+            \frac{\sum_t R(c E_{st}) V_{te}}{c \sum_t E_{st}}, \qquad
+            \mathrm{result} = O / \mathrm{output\_scale}
+
+    where c is the largest power of two that the dtype holds, and the sums over t
+    include only keys that query s may see, as in :func:`jax_cudnn.sdpa`. Sums are kept
+    in f32. Rounding to f8 saturates: it gives the largest number of the dtype instead
+    of NaN or inf. Rows that see no key, or lie past their length, give 0.
+
+    Not differentiable: see :func:`jax_cudnn.f8.quantized_sdpa`. All else of JAX's
+    transformations applies.
+
+    Axis letters: b batch, s query length, t key length, h query heads, k key heads,
+    d head size, e value head size.
+
+    Args:
+      query: (b, s, h, d) or (s, h, d); f8_e4m3fn or f8_e5m2.
+      key: (b, t, k, d) or (t, k, d), of query's dtype; h is a multiple of k.
+      value: (b, t, k, e) or (t, k, e), of query's dtype.
+      query_scale: a number above 0, or an array of shape (), f32: one for the tensor.
+        It may be traced, as all four scales. One that is not above 0 gives NaN.
+      key_scale: likewise, of key.
+      value_scale: likewise, of value.
+      output_scale: of a result in f8. Default None: value_scale. With this nothing
+        saturates, but for rounding: an output is a mean of values. A smaller one keeps
+        more of small outputs.
+      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
+      is_causal: whether query s sees keys 0 to s only. Default False.
+      query_seq_lengths: integers (b,); queries past their length are padding. Default
+        None: s.
+      key_value_seq_lengths: integers (b,); keys past their length are padding. Default
+        None: t. What lies there must not be inf or NaN.
+      local_window_size: (left, right): query s sees keys s - left to s + right only.
+        An int n means (n, n), and None for one of the two is no bound. Default None: no
+        window.
+      preferred_element_type: dtype of the result: f8_e4m3fn, f8_e5m2, bf16 or f16.
+        Default None: query's. In bf16 and f16, the result is O itself.
+      layout: the order of the axes of query, key, value and the output, as in
+        :func:`jax_cudnn.sdpa`: "bshd" (default), "bhsd" or "sbhd".
+      implementation: as in :func:`jax_cudnn.sdpa`. XLA computes in bf16.
+      plan: as in :func:`jax_cudnn.sdpa`.
+      return_residual: whether to return the log-sum-exp of the scores. Default False.
+      return_amax: whether to return max|O|, for delayed scaling. Default False.
+
+    Returns:
+      (b, s, h, e) or (s, h, e), or as `layout` says. With `return_residual` a tuple
+      that has the log-sum-exp next, f32, (b, s, h) or (s, h) in each layout, -inf for
+      rows that see no key. With `return_amax`
+      a tuple that has max|O| last: an f32 scalar, before the result is divided by
+      output_scale and saturates, over all devices, NaN left out.
+
+    Raises:
+      TypeError: operands that are not f8 or differ in dtype, a scale that is not a
+        scalar of real numbers, a result dtype other than these, and differentiation.
+      ValueError: shapes that do not fit, an `output_scale` beside a result in 16 bits.
+      UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here.
+
+    Notes:
+      cuDNN runs it on sm_90 (Hopper) and newer, from 9.1 on except for 9.10.0, without
+      bias or mask. On sm_90 the result has to be f8, and d and e are at most 256; on
+      sm_100 they are at most 128, or 192 and 128 from 9.19 on, and the result may be
+      bf16 or f16 from 9.13 on (cudnn-frontend 1.28, sdpa_support_surface.h). Other head
+      sizes than multiples of 16 are padded. A single query is run as two equal ones,
+      since 9.19 has no plan for one.
+
+      On sm_90 a result in 16 bits is XLA's under "auto", and refused under "cudnn":
+      converted from f8 it would have 3 bits behind the point.
+      Hopper's f8 tensor cores keep sums of products in fewer bits than f32: on an H200
+      (9.19), with scores of standard deviation 8.4, log-sum-exps were off by 0.015.
+
+      The examples of a vmap fold into the batch while they share the scales, and no
+      amax is asked for. Otherwise each example is a call.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn import f8
+      >>> x = f8.quantize_current(jax.random.normal(jax.random.key(0), (2, 5, 4, 16)))
+      >>> scales = dict.fromkeys(("query_scale", "key_scale", "value_scale"), x.scale)
+      >>> output = f8.sdpa(x.values, x.values, x.values, **scales)
+      >>> output.shape, str(output.dtype)
+      ((2, 5, 4, 16), 'float8_e4m3fn')
+    """
+    call = options(_OP, implementation, plan)
+    layout = check_layout(_OP, layout)
+    canonical, has_batch = canonicalize(
+        query,
+        key,
+        value,
+        None,
+        None,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        layout=layout,
+        check_dtypes=_check_dtypes,
+    )
+    operands = canonical.given
+    dtype = _result_dtype(preferred_element_type, operands["query"])
+    if output_scale is not None and dtype.itemsize != 1:
+        raise ValueError(
+            f"{_OP}: output_scale with a result in {dtype_name(dtype)}, which has no "
+            "scale. Leave it out, or ask for a result in f8."
+        )
+    scales = {
+        "query": check_tensor_scale(_OP, "query_scale", query_scale),
+        "key": check_tensor_scale(_OP, "key_scale", key_scale),
+        "value": check_tensor_scale(_OP, "value_scale", value_scale),
+    }
+    of_output = scales["value"] if dtype.itemsize == 1 else jnp.float32(1)
+    if output_scale is not None:
+        of_output = check_tensor_scale(_OP, "output_scale", output_scale)
+    is_causal = check_flag(_OP, "is_causal", is_causal)
+    _, s, _, d = canonical.query_sizes
+    attributes = SdpaAttributes(
+        scale=check_scale(scale, d, np.dtype(np.float32)),
+        is_causal=is_causal,
+        window=check_window(
+            local_window_size, s, canonical.key_count, is_causal=is_causal
+        ),
+    )
+    with_lse = check_flag(_OP, "return_residual", return_residual)
+    with_amax = check_flag(_OP, "return_amax", return_amax)
+    output, *others = attend_f8(
+        operands,
+        {f"{role}_scale": x for role, x in (*scales.items(), ("output", of_output))},
+        attributes,
+        call,
+        dtype,
+        layout=layout,
+        with_lse=with_lse,
+        with_amax=with_amax,
+    )
+    results = [output if has_batch else jnp.squeeze(output, layout.index("b"))]
+    if with_lse:
+        lse = by_rows(others.pop(0))
+        results.append(lse if has_batch else lse[0])
+    if with_amax:
+        results.append(jnp.reshape(others.pop(0), ()))
+    return tuple(results) if len(results) > 1 else results[0]
+
+
+_OP = "f8.sdpa"
+
+
+def attend_f8(
+    stored: Mapping[str, jax.Array],
+    scales: Mapping[str, jax.Array],
+    attributes: SdpaAttributes,
+    call: Options,
+    dtype: np.dtype,
+    *,
+    layout: Layout = "bshd",
+    with_lse: bool = False,
+    with_amax: bool = False,
+) -> Sequence[jax.Array]:
+    """Return the output in the layout; log-sum-exp (b, h, s, 1) and amax if asked for.
+
+    Args:
+      stored: the operands by role, with a batch axis.
+      scales: "query_scale" and so on, "output_scale" among them.
+      attributes: those of attention.
+      call: how to run it.
+      dtype: of the output.
+      layout: that of query, key, value and output.
+      with_lse: whether to return the log-sum-exp.
+      with_amax: whether to return the amax, (1, 1, 1, 1).
+    """
+    weight_scale = _WEIGHT_SCALES[str(dtype_name(stored["query"].dtype))]
+    numbers = {
+        "descale_query": scales["query_scale"],
+        "descale_key": scales["key_scale"],
+        "descale_value": scales["value_scale"],
+        "descale_probabilities": jnp.float32(1 / weight_scale),
+        "scale_probabilities": jnp.float32(weight_scale),
+        "scale_output": 1 / scales["output_scale"],
+    }
+    given = {
+        **stored,
+        **{role: jnp.reshape(x, (1, 1, 1, 1)) for role, x in numbers.items()},
+    }
+    if reason := why_symbolic(**given):
+        check_implementation(_OP, reason, call)
+        roles = ["output"] + ["stats"] * with_lse + ["amax_output"] * with_amax
+        return _plain(attributes, given, dtype, roles, layout)
+    tensors = sdpa_tensors(given, layout)
+    output = sdpa_f8_output(
+        tensors,
+        attributes=attributes,
+        dtype=dtype_name(dtype),  # type: ignore[arg-type]
+        order=order_of(layout),
+    )
+    graph = sdpa_f8_graph(
+        tensors,
+        attributes=attributes,
+        output=output,
+        with_stats=with_lse,
+        with_amax=with_amax,
+    )
+    return _run_without_gradient(graph, call, list(given.values()))
+
+
+def _plain(
+    attributes: SdpaAttributes,
+    operands: Mapping[str, jax.Array],
+    dtype: np.dtype,
+    roles: Sequence[str],
+    layout: Layout,
+) -> list[jax.Array]:
+    """Return the results in these roles by the reference, for shapes graphs lack."""
+    orders = {role: stored_order(role, layout) for role in operands}
+    inputs = {
+        role: jnp.transpose(x, [orders[role].index(axis) for axis in range(4)])
+        for role, x in operands.items()
+    }
+    results = dict(attention(attributes, inputs, dtype))
+    results["output"] = jnp.transpose(results["output"], order_of(layout))
+    return [results[role] for role in roles]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _run_without_gradient(
+    graph: Graph, call: Options, operands: list[jax.Array]
+) -> list[jax.Array]:
+    return run_graph(graph, operands, call)
+
+
+_ARGUMENTS = {f"descale_{role}": f"{role}_scale" for role in ("query", "key", "value")}
+_ARGUMENTS |= {"scale_output": "output_scale"}
+
+
+@functools.partial(_run_without_gradient.defjvp, symbolic_zeros=True)
+def _refuse_tangents(
+    graph: Graph, call: Options, primals: Any, tangents: Any
+) -> tuple[list[jax.Array], list[jax.Array]]:
+    ((operands,), (moved,)) = primals, tangents
+    for name, tangent in zip(graph.inputs, moved, strict=True):
+        if not isinstance(tangent, SymbolicZero):
+            raise TypeError(
+                f"{_OP}: it is differentiated with respect to "
+                f"{_ARGUMENTS.get(name, name)}. It has no "
+                "derivative: a cotangent in f8 would need a scale of its own. Call "
+                "f8.quantized_sdpa, whose operands are bf16 or f16, or apply "
+                "jax.lax.stop_gradient to the operands and scales."
+            )
+    results = _run_without_gradient(graph, call, operands)
+    return results, [jnp.zeros_like(x) for x in results]
+
+
+# --- checks ---------------------------------------------------------------------------
+
+
+def check_tensor_scale(op: str, name: str, value: ArrayLike) -> jax.Array:
+    """Return a tensor's scale as f32; NaN in place of what is not above 0.
+
+    cuDNN takes such scales and gives zeros for them (9.19 on an H200).
+    """
+    array = as_operand(op, name, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(
+        array.dtype, jnp.integer
+    ):
+        raise TypeError(
+            f"{op}: {name} is {describe(array)}. A scale must be a real number."
+        )
+    if array.size != 1:
+        raise TypeError(
+            f"{op}: {name} is {describe(array)}. It must be one number for the whole "
+            "tensor, of shape []: cuDNN has no scales by head or block on sm_90."
+        )
+    scale = jnp.reshape(array, ()).astype(jnp.float32)
+    return jnp.where(scale > 0, scale, jnp.nan)
+
+
+def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if dtype_name(x.dtype) not in _F8:
+            raise TypeError(
+                f"{_OP}: {name} is {describe(x)}. Supported dtypes are "
+                f"{', '.join(_F8)}. Convert it with f8.quantize, or call "
+                "f8.quantized_sdpa, which does."
+            )
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{_OP}: {name} is {describe(x)} but query is {describe(q)}. cuDNN "
+                f"takes one dtype. Quantize {name} to {dtype_name(q.dtype)}."
+            )
+
+
+def _result_dtype(preferred: DTypeLike | None, query: jax.Array) -> np.dtype:
+    try:
+        dtype = query.dtype if preferred is None else np.dtype(preferred)
+    except TypeError:
+        dtype = None
+    if dtype is None or dtype_name(dtype) not in _RESULTS:
+        shown = repr(preferred) if dtype is None else str(dtype)
+        raise TypeError(
+            f"{_OP}: preferred_element_type={shown} is not one of "
+            f"{', '.join(_RESULTS)}. Convert the result instead."
+        )
+    return dtype

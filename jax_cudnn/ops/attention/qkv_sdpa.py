@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.qkv_sdpa`: attention over queries, keys and values in one array."""
+
+from typing import Literal, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.ops.attention.call import Arguments, run_sdpa
+from jax_cudnn.ops.attention.qkv import QkvLayout, check_qkv
+from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.visibility.bands import WindowSize
+from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.common.arguments import as_operand, options
+from jax_cudnn.ops.common.callers import on_behalf_of
+
+
+@overload
+def qkv_sdpa(
+    qkv: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    layout: QkvLayout = ...,
+    key_value_heads: int | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def qkv_sdpa(
+    qkv: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    layout: QkvLayout = ...,
+    key_value_heads: int | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+    return_max_logit: Literal[False] = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def qkv_sdpa(
+    qkv: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    layout: QkvLayout = ...,
+    key_value_heads: int | None = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: bool = ...,
+    return_max_logit: Literal[True],
+) -> tuple[jax.Array, ...]: ...
+
+
+def qkv_sdpa(
+    qkv: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    layout: QkvLayout = "bs3hd",
+    key_value_heads: int | None = None,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+    return_residual: bool = False,
+    return_max_logit: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
+    r"""Return the attention of tokens to each other, given one array of q, k and v.
+
+    A projection that makes queries, keys and values at once has them in one array.
+    cuDNN's kernel reads all three out of this array as they lie, and writes the
+    gradients of all three into one array of the same shape. Nothing is sliced, copied
+    or put together around the kernels. The meaning is that of :func:`jax_cudnn.sdpa`
+    over the three parts, with as many keys as queries, s = t.
+
+    Axis letters: b batch, s length, h query heads, k key heads, d head size; 3 is an
+    axis of size 3, for query, key and value in this order.
+
+    Args:
+      qkv: queries, keys and values, with the axes that `layout` says; bf16, f16, f32 or
+        f64. Without a batch axis, b is left out.
+      bias: as in :func:`jax_cudnn.sdpa`; broadcasts to (b, h, s, s).
+      mask: as in :func:`jax_cudnn.sdpa`; broadcasts to (b, h, s, s).
+      layout: the order of qkv's axes. "bs3hd" (default), "bsh3d", "sb3hd", "sbh3d" and
+        "b3hsd" have as many key heads as query heads. "bshd", "sbhd" and "bhsd" have
+        h + 2k heads side by side: those of queries, then of keys, then of values (GQA).
+      key_value_heads: k, for the last three layouts; h must be a multiple of it.
+        Default None: as many as query heads, a third of all.
+      scale: as in :func:`jax_cudnn.sdpa`, like all that follow.
+      is_causal: whether query s sees keys 0 to s only.
+      query_seq_lengths: integers (b,).
+      key_value_seq_lengths: integers (b,).
+      local_window_size: (left, right), or an int for both; None for one of the two
+        is no bound.
+      sinks: (h,).
+      dropout_rate: the share of attention weights that is dropped.
+      dropout_key: a key of :func:`jax.random.key`.
+      score_mod: a function of scores.
+      implementation: "auto", "cudnn" or "xla".
+      plan: which execution plans may run the call.
+      return_residual: whether to return the log-sum-exp of the scores as well.
+      return_max_logit: whether to return the largest score of each query as well.
+
+    Returns:
+      The output, in `layout` without its 3 and with h heads: (b, s, h, d) for "bs3hd".
+      With `return_residual` or `return_max_logit`, a tuple of this array and what they
+      ask for, (b, s, h) in each layout, as in :func:`jax_cudnn.sdpa`.
+
+    Raises:
+      ValueError: a `layout` that is unknown or does not fit the array, heads that do
+        not fit `key_value_heads`, and what :func:`jax_cudnn.sdpa` refuses.
+      TypeError: a `key_value_heads` that is not an int, and what
+        :func:`jax_cudnn.sdpa` refuses.
+      UnsupportedError: as :func:`jax_cudnn.sdpa` does.
+      LibraryError: likewise.
+
+    Notes:
+      Queries, keys and values are copied out of the array first, as a slice of it
+      would be, where the kernel takes them in another form: head sizes that are not
+      multiples of 8, a scale that is not positive, packed sequences, the gradient of
+      the log-sum-exp, a key count of 128 n + 64 in the gradient, `score_mod` with steps
+      of its own in the gradient where keys are padded; and with dropout.
+      :func:`jax_cudnn.plans.inspect` says so of each call. The output is an array of
+      its own.
+
+      Over several devices, a layout with a 3 is divided along the batch and the heads.
+      Heads side by side are not divided, since a part of them would mix queries with
+      keys: use a layout with a 3, or three arrays.
+
+      A layout of (k, h/k + 2, d), as in Megatron's GQA, has no one stride for the query
+      heads. Slice it, and pass the parts to :func:`jax_cudnn.sdpa`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_cudnn
+      >>> x = jax.random.normal(jax.random.key(0), (2, 5, 16))
+      >>> w = jax.random.normal(jax.random.key(1), (16, 3, 4, 8))
+      >>> qkv = jnp.einsum("bsm,mchd->bschd", x, w)
+      >>> jax_cudnn.qkv_sdpa(qkv, is_causal=True).shape
+      (2, 5, 4, 8)
+    """
+    arguments = Arguments(
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        score_mod=score_mod,
+        return_residual=return_residual,
+        return_max_logit=return_max_logit,
+    )
+    call = options("qkv_sdpa", implementation, plan)
+    array = as_operand("qkv_sdpa", "qkv", qkv)
+    given = check_qkv("qkv_sdpa", array, layout, key_value_heads)
+    with on_behalf_of("qkv_sdpa", "sdpa"):
+        return run_sdpa(*given.types(), arguments, call, given.part_layout, given)

@@ -1,0 +1,349 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.f8.quantized_sdpa`: f8 attention of 16-bit operands, with a gradient.
+
+The forward pass runs in f8 on rounded operands. The derivative is that of `sdpa` at the
+rounded operands, with rounding taken for the identity ("straight through"). Scales are
+powers of two, so that the rounded operands are exact in 16 bits, and the gradient
+kernel computes the probabilities of the forward pass again.
+"""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.graph import SdpaAttributes
+from jax_cudnn.lowering import attention_results, linear_call
+from jax_cudnn.ops.attention.attend import Operands, attend, by_rows, of_rows
+from jax_cudnn.ops.attention.f8 import attend_f8, check_tensor_scale
+from jax_cudnn.ops.attention.layouts import Layout, check_layout
+from jax_cudnn.ops.attention.operands import canonicalize, check_scale
+from jax_cudnn.ops.attention.parts import part_gradients
+from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
+from jax_cudnn.ops.common.arguments import check_flag, describe, options
+from jax_cudnn.ops.common.f8_scaling import (
+    amax,
+    check_f8,
+    dequantize,
+    quantize,
+    scale_from_amax,
+)
+from jax_cudnn.reference.dtypes import dtype_name
+
+Arrays = Sequence[jax.Array]
+
+
+@overload
+def quantized_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike | None = ...,
+    key_scale: ArrayLike | None = ...,
+    value_scale: ArrayLike | None = ...,
+    output_scale: ArrayLike | None = ...,
+    dtype: DTypeLike = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def quantized_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike | None = ...,
+    key_scale: ArrayLike | None = ...,
+    value_scale: ArrayLike | None = ...,
+    output_scale: ArrayLike | None = ...,
+    dtype: DTypeLike = ...,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+def quantized_sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    output_scale: ArrayLike | None = None,
+    dtype: DTypeLike = jnp.float8_e4m3fn,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    layout: Layout = "bshd",
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+    return_residual: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Return attention of 16-bit operands, computed in f8, with a 16-bit gradient.
+
+    Query, key and value are quantised (:func:`jax_cudnn.f8.quantize`),
+    :func:`jax_cudnn.f8.sdpa` runs, and its f8 result is dequantised.
+
+    Differentiable in query, key and value, in both modes and any order. The derivative
+    is that of :func:`jax_cudnn.sdpa` at the rounded operands, where rounding and
+    saturation count as the identity. First-order reverse mode runs cuDNN's 16-bit
+    backward kernel on the rounded operands, the f8 output and the log-sum-exp of the
+    forward pass. Scales have no gradient.
+
+    Args:
+      query: (b, s, h, d) or (s, h, d); bf16 or f16. Axis letters as in `f8.sdpa`.
+      key: (b, t, k, d) or (t, k, d), of query's dtype.
+      value: (b, t, k, e) or (t, k, e), of query's dtype.
+      query_scale: scale of the tensor in f8, a scalar above 0. It is rounded up to a
+        power of two. Default None: from the tensor's amax ("current scaling").
+      key_scale: likewise, of key.
+      value_scale: likewise, of value.
+      output_scale: likewise, of the output in f8. Default None: that of value, with
+        which no output saturates.
+      dtype: f8_e4m3fn (default) or f8_e5m2.
+      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
+      is_causal: as in :func:`jax_cudnn.sdpa`, and so are the arguments that follow.
+      query_seq_lengths: integers (b,). Default None: s.
+      key_value_seq_lengths: integers (b,). Default None: t.
+      local_window_size: (left, right), or an int for both; None for one of the two
+        is no bound. Default None: no window.
+      layout: the order of the axes of query, key, value and the output: "bshd"
+        (default), "bhsd" or "sbhd".
+      implementation: "auto" (default), "cudnn" or "xla".
+      plan: which of cuDNN's execution plans may run the call.
+      return_residual: whether to return the log-sum-exp as well. Default False.
+
+    Returns:
+      (b, s, h, e) or (s, h, e), or as `layout` says, of query's dtype. With
+      `return_residual`, a pair with the log-sum-exp, (b, s, h) or (s, h) in each
+      layout, f32, differentiable.
+
+    Raises:
+      TypeError: operands that are not bf16 or f16 or differ in dtype, a dtype other
+        than f8_e4m3fn and f8_e5m2.
+      ValueError, UnsupportedError: as `f8.sdpa`.
+
+    Notes:
+      On sm_90 cuDNN gives the output in f8, with 3 bits behind the point (2 in e5m2),
+      so this is less exact than f8 operands alone would be: see docs/f8.md. The
+      gradient's term rowsum(O dO) has the output's rounding error.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn import f8
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 16), jnp.bfloat16)
+      >>> grad = jax.grad(lambda q: f8.quantized_sdpa(q, k, v).sum().astype(float))(q)
+      >>> str(grad.dtype)
+      'bfloat16'
+    """
+    call = options(_OP, implementation, plan)
+    layout = check_layout(_OP, layout)
+    canonical, has_batch = canonicalize(
+        query,
+        key,
+        value,
+        None,
+        None,
+        query_seq_lengths,
+        key_value_seq_lengths,
+        layout=layout,
+        check_dtypes=_check_dtypes,
+    )
+    f8 = check_f8(_OP, dtype)
+    given = canonical.given
+    scales: dict[str, jax.Array] = {}
+    for role, scale_of in (
+        ("query", query_scale),
+        ("key", key_scale),
+        ("value", value_scale),
+    ):
+        name = f"{role}_scale"
+        scales[name] = _scale(name, scale_of, given[role], f8)
+    scales["output_scale"] = scales["value_scale"]
+    if output_scale is not None:
+        scales["output_scale"] = _given_scale("output_scale", output_scale, f8)
+    for role in ("query", "key", "value"):
+        given[role] = _rounded(f8, given[role], scales[f"{role}_scale"])
+    is_causal = check_flag(_OP, "is_causal", is_causal)
+    _, s, _, d = canonical.query_sizes
+    attention = _Attention(
+        attributes=SdpaAttributes(
+            scale=check_scale(scale, d, np.dtype(np.float32)),
+            is_causal=is_causal,
+            window=check_window(
+                local_window_size, s, canonical.key_count, is_causal=is_causal
+            ),
+        ),
+        call=call,
+        dtype=str(f8),
+        layout=layout,
+    )
+    with_lse = check_flag(_OP, "return_residual", return_residual)
+    output, lse = _attend(attention, given, scales)
+    if not has_batch:
+        output, lse = jnp.squeeze(output, layout.index("b")), lse[0]
+    return (output, lse) if with_lse else output
+
+
+_OP = "f8.quantized_sdpa"
+
+
+def _scale(
+    name: str, value: ArrayLike | None, x: jax.Array, dtype: np.dtype
+) -> jax.Array:
+    if value is not None:
+        return _given_scale(name, value, dtype)
+    return scale_from_amax(amax(jax.lax.stop_gradient(x)), dtype, power_of_2=True)
+
+
+def _given_scale(name: str, value: ArrayLike, dtype: np.dtype) -> jax.Array:
+    scale = jax.lax.stop_gradient(check_tensor_scale(_OP, name, value))
+    largest = scale * float(jnp.finfo(dtype).max)
+    return scale_from_amax(largest, dtype, power_of_2=True, previous=jnp.nan)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _rounded(dtype: np.dtype, x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return x as f8 holds it, in x's dtype; its derivative is the identity."""
+    return dequantize(quantize(x, scale, dtype), scale, x.dtype)
+
+
+@_rounded.defjvp
+def _rounded_jvp(dtype: np.dtype, primals: Any, tangents: Any) -> Any:
+    return _rounded(dtype, *primals), tangents[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attention:
+    """Attention of operands that f8 holds, forward in f8; see `linear_call`."""
+
+    attributes: SdpaAttributes
+    call: Options
+    dtype: str
+    layout: Layout
+
+    def forward(
+        self, given: dict[str, jax.Array], scales: dict[str, jax.Array]
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return the output in the layout and log-sum-exp (b, s, h)."""
+        dtype = np.dtype(self.dtype)
+        wide = given["query"].dtype
+        stored = {
+            role: quantize(x, scales[f"{role}_scale"], dtype) if role in _MOVING else x
+            for role, x in given.items()
+        }
+        output, stats = attend_f8(
+            stored,
+            scales,
+            self.attributes,
+            self.call,
+            dtype,
+            layout=self.layout,
+            with_lse=True,
+        )
+        return dequantize(output, scales["output_scale"], wide), by_rows(stats)
+
+
+_MOVING = ("query", "key", "value")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _attend(
+    attention: _Attention, given: dict[str, jax.Array], scales: dict[str, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    return attention.forward(given, scales)
+
+
+@functools.partial(_attend.defjvp, symbolic_zeros=True)
+def _attend_jvp(attention: _Attention, primals: Any, tangents: Any) -> Any:
+    (given, scales), (moved, _) = primals, tangents
+    results = attention_results(_attend(attention, given, scales))
+    moving = tuple(r for r in _MOVING if not isinstance(moved[r], SymbolicZero))
+    if not moving:
+        return results, tuple(map(jnp.zeros_like, results))
+    derivative = _Derivative(attention=attention, roles=tuple(given), moving=moving)
+    along = [moved[role] for role in moving]
+    return results, tuple(linear_call(derivative, [*given.values()], results, along))
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Derivative:
+    """The derivative of `sdpa` along the operands that move, and its transpose."""
+
+    attention: _Attention
+    roles: tuple[str, ...]
+    moving: tuple[str, ...]
+
+    def _operands(self, primals: Arrays) -> Operands:
+        given = dict(zip(self.roles, primals, strict=True))
+        return Operands.of(given, self.attention.layout)
+
+    def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
+        operands, attention = self._operands(primals), self.attention
+
+        def along(*values: jax.Array) -> Arrays:
+            moved = operands._replace(**dict(zip(self.moving, values, strict=True)))
+            output, stats = attend(
+                moved, attention.attributes, attention.call, with_stats=True
+            )
+            return output, by_rows(stats)
+
+        values = tuple(operands.given[role] for role in self.moving)
+        return jax.jvp(along, values, tuple(tangents))[1]
+
+    def gradients(
+        self, primals: Arrays, results: Arrays, cotangents: Sequence[jax.Array | None]
+    ) -> Arrays:
+        (output, lse), (grad_output, grad_lse) = results, cotangents
+        found = part_gradients(
+            self._operands(primals),
+            self.attention.attributes,
+            self.attention.call,
+            output=output,
+            stats=of_rows(lse),
+            grad_output=jnp.zeros_like(output) if grad_output is None else grad_output,
+            grad_stats=None if grad_lse is None else of_rows(grad_lse),
+        )
+        return [found[role] for role in self.moving]
+
+
+def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:
+    for name, x in (("query", q), ("key", k), ("value", v)):
+        if dtype_name(x.dtype) not in ("bf16", "f16"):
+            raise TypeError(
+                f"{_OP}: {name} is {describe(x)}. Supported dtypes are bf16, f16, in "
+                "which the gradient is computed. Convert query, key and value to one "
+                "of them; for operands in f8 call f8.sdpa."
+            )
+        if x.dtype != q.dtype:
+            raise TypeError(
+                f"{_OP}: {name} is {describe(x)} but query is {describe(q)}. All three "
+                f"must have one dtype. Convert {name} to {dtype_name(q.dtype)}."
+            )

@@ -1,0 +1,361 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.sdpa`: attention over queries, keys and values."""
+
+from typing import Literal, overload
+
+import jax
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.ops.attention.call import Arguments, run_sdpa
+from jax_cudnn.ops.attention.layouts import Layout, check_layout
+from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.visibility.bands import WindowSize
+from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.common.arguments import options
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
+) -> jax.Array: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: Literal[True],
+    return_max_logit: Literal[False] = ...,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    scale: float | None = ...,
+    is_causal: bool = ...,
+    query_seq_lengths: ArrayLike | None = ...,
+    key_value_seq_lengths: ArrayLike | None = ...,
+    local_window_size: WindowSize = ...,
+    sinks: ArrayLike | None = ...,
+    dropout_rate: float = ...,
+    dropout_key: ArrayLike | None = ...,
+    score_mod: ScoreMod | None = ...,
+    layout: Layout = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+    return_residual: bool = ...,
+    return_max_logit: Literal[True],
+) -> tuple[jax.Array, ...]: ...
+
+
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | Mask | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    sinks: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_key: ArrayLike | None = None,
+    score_mod: ScoreMod | None = None,
+    layout: Layout = "bshd",
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+    return_residual: bool = False,
+    return_max_logit: bool = False,
+) -> jax.Array | tuple[jax.Array, ...]:
+    r"""Return scaled dot-product attention, through cuDNN on NVIDIA GPUs.
+
+    A drop-in for :func:`jax.nn.dot_product_attention`, except that the log-sum-exp is
+    f32 and has a gradient. For each batch entry and head,
+
+    .. math::
+
+        S_{st} = \mathrm{scale} \sum_d Q_{sd} K_{td} + \mathrm{bias}_{st}, \qquad
+        O_{se} = \sum_t \frac{e^{S_{st}}}{\sum_{t'} e^{S_{st'}}} V_{te}
+
+    where the sums over t include only the keys that query s may see. These are the
+    keys that `mask` allows, with t <= s if `is_causal` (top-left alignment, also where
+    the lengths differ), and with t below the batch entry's key length. Scores, softmax
+    and sums are kept in f32 (f64 for f64 operands); the result is rounded once. A query
+    that sees no key, or that lies at or past its query length, gives 0 with gradient 0.
+
+    All of JAX's transformations apply. First-order reverse mode runs cuDNN's backward
+    kernel. Forward mode and higher orders run the jax.numpy reference.
+
+    Axis letters: b batch, s query length, t key length, h query heads, k key heads,
+    d head size, e value head size.
+
+    Args:
+      query: (b, s, h, d) or (s, h, d), or as `layout` says; bf16, f16, f32 or f64.
+      key: (b, t, k, d) or (t, k, d), of query's dtype. h must be a multiple of k:
+        each key head serves h/k consecutive query heads (GQA; MQA for k = 1).
+      value: (b, t, k, e) or (t, k, e), of query's dtype; e may differ from d.
+      bias: added to the scaled scores; broadcasts to (b, h, s, t), and missing axes
+        are inserted in front; bf16, f16, f32, f64 or integers. Differentiable. Default
+        None: nothing added.
+      mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Or one of
+        :mod:`jax_cudnn.masks`, which adds to the other arguments that hide keys.
+        With :class:`jax_cudnn.masks.Packed`, rows hold several sequences.
+        Default None: every query sees every key.
+      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
+      is_causal: whether query s sees keys 0 to s only. Default False.
+      query_seq_lengths: integers (b,); queries at or past their entry's length are
+        padding. Default None: s.
+      key_value_seq_lengths: integers (b,); keys at or past their entry's length are
+        padding. Default None: t. Lengths below 0 count as 0, and lengths above the
+        axis's size count as its size.
+      local_window_size: (left, right): query s sees keys s - left to s + right only,
+        counted from the first query and key, also where s and t differ. An int n means
+        (n, n), and None for one of the two is no bound: (None, 3). A negative number
+        hides near keys: with (3, -1) a query sees the 3 keys before its own position.
+        It adds to what `is_causal`, the lengths, `mask` and `bias` hide. Default None:
+        no window.
+      sinks: (h,), a score for each query head of one more key, which every query sees
+        and whose value is 0. It is not scaled; bf16, f16, f32 or f64. Differentiable.
+        Default None: no such key. See the notes.
+      dropout_rate: the share of attention weights that is dropped, a Python number
+        from 0 to below 1; it is rounded to a multiple of 2^-16. Default 0: none, and
+        then the result is that of a call without it, bit by bit. See the notes.
+      dropout_key: a key of :func:`jax.random.key`, from which alone follows which
+        weights are dropped. Use another one for each call. Default None, which is for
+        a rate of 0.
+      score_mod: a function of scalars, `score_mod(score, batch, head, query_index,
+        key_index)`, that returns the new score. The score is the scaled one in f32
+        (f64 for f64 operands), before the bias; the indices are int32. It may capture
+        arrays and index them; they get gradients. A read beyond an array's end is
+        refused, as the notes say. Default None: scores stay as they are. See also
+        :mod:`jax_cudnn.score_mods`.
+      layout: the order of the axes of query, key, value and the output: "bshd"
+        (default), "bhsd" or "sbhd", with s standing for the tokens, queries or keys,
+        and h for the heads. Kernels read and write each of them as it lies. Without
+        a batch axis, b is left out. All else keeps its axes: bias, mask, lengths and
+        the log-sum-exp do not depend on it.
+      implementation: "auto" (default) uses cuDNN where it has a plan and XLA
+        elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
+        cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
+        all three run XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean
+        the implementation that is set there.
+      plan: which of cuDNN's execution plans may run the call, a
+        :class:`jax_cudnn.plans.PlanOptions`. Default None: the options of
+        :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
+      return_residual: whether to return the log-sum-exp of the scores as well.
+        Default False.
+      return_max_logit: whether to return the largest score of each query as well.
+        Default False. See the notes.
+
+    Returns:
+      (b, s, h, e) or (s, h, e), or as `layout` says, of query's dtype. With
+      `return_residual`, a tuple of this array and the log-sum-exp (natural logarithm).
+      The log-sum-exp is (b, s, h) or (s, h) in each layout, f32 (f64 for f64), and
+      differentiable. The sinks are part of it. For queries that see no key, padding
+      among them, it is the sink of the head, and -inf without sinks. With
+      `return_max_logit`, the last of the tuple is the maximum of the scores, of the
+      same shape and dtype, -inf for queries that see no key.
+
+    Raises:
+      ValueError: shapes that do not fit, query heads that are not a multiple of the
+        key heads, an unknown `implementation` or `layout`, a `scale` that is not
+        finite, a window in which no query sees a key, with `is_causal` where it is
+        given, a `dropout_rate` outside of [0, 1) or above 0 without a key, more than
+        one key, 2^25 heads or more in all batch entries with dropout, a `score_mod`
+        that reads an array beyond its end.
+      TypeError: dtypes that are not supported or differ, a `mask` that is not bool, a
+        `scale` or a `dropout_rate` that is not a Python number, a `dropout_key` that
+        is not one, a `score_mod` that is no function or returns anything but one float.
+      UnsupportedError: `implementation="cudnn"` and cuDNN has no plan here (raised
+        when the function is compiled for a GPU), or symbolic dimensions or a
+        `score_mod` that no graph can hold (raised at once); operands whose types have
+        shardings that contradict each other.
+      LibraryError: likewise, if cuDNN itself is missing or too old.
+
+    Notes:
+      cuDNN runs bf16 and f16 on sm_80 (Ampere) and newer, from cuDNN 9.8 on except for
+      9.10.0 and 9.10.1, whose attention has known bugs (cudnn-frontend 1.28). Head
+      sizes that are not multiples of 8 are padded. The backward kernel takes head sizes
+      up to 256 on sm_90, and up to 128 on sm_80 (NVIDIA cuDNN frontend, "Attention"
+      support matrix). On sm_100 it takes sizes up to 128, d = 192 with e = 128, and
+      from cuDNN 9.24 on d = e = 256. So other large heads run there if operands are
+      padded with zeros to 256, with `scale` of the old size (planned, not run). On
+      sm_80 and sm_100, the gradient of the log-sum-exp needs e of 120 or less.
+      docs/attention_support.md has what each version of cuDNN plans.
+
+      A window is a band of cuDNN's kernel, which takes no memory. Beside a mask or
+      lengths, or where a query sees no key in its window, the window is written into
+      the mask instead, an array of s * t. So it is for cuDNN 9.14.0 beyond 1024 keys
+      without `is_causal`, whose band is wrong (cudnn-frontend 1.28).
+
+      Packed sequences run in cuDNN one by one, on sm_90 and sm_100. Elsewhere, and
+      beside a bias or an array as a mask, they are part of the mask (docs/packed.md).
+
+      Values of hidden keys must be finite, and for gradients hidden keys and padded
+      queries as well: a weight of 0 times NaN is NaN, as in
+      :func:`jax.nn.dot_product_attention`. :class:`~jax_cudnn.masks.Packed` excludes
+      what padding holds, and so do lengths where XLA runs (docs/attention.md).
+
+      f32 runs with XLA, unless "cudnn" is asked for: cuDNN has a forward plan for f32,
+      which is slower than XLA, and no gradient. f64 runs with XLA. The gradient of an
+      f32 bias is computed by XLA, since cuDNN gives it in the operands' dtype only.
+      `jax.default_matmul_precision` applies to what XLA runs.
+
+      A bias may hide a whole row, for example by -1e9 for every key. Such a row attends
+      to all these keys alike: beside 1e9, f32 has no digits left for scores. XLA
+      computes the gradient of such a row, and of every row whose log-sum-exp a bias
+      moves further than 2048 from 0, since kernels lose the number of keys there. Rows
+      whose cotangent is 0 are left out; padding that the loss leaves out is an example.
+      The host asks the GPU whether there are such rows. So a gradient with a bias takes
+      3 to 8 % longer for (8, 1024, 16, 64), and at most 3 % for 2048 tokens or more, on
+      an H200 (docs/benchmarks/sdpa_bias.md). With lengths or a mask in place of such a
+      bias, padding costs nothing.
+
+      With `sinks`, head h has the softmax
+
+      .. math::
+
+          P_{st} = \frac{e^{S_{st}}}{e^{\mathrm{sinks}_h} + \sum_{t'} e^{S_{st'}}}
+
+      so a query need not attend to any key. The output is computed without the sinks
+      and then multiplied by the share that the keys have, sigmoid(L - sinks), with the
+      log-sum-exp L of the scores; so it is rounded twice. All that `sdpa` takes can be
+      combined with them. Reverse mode runs the backward kernel once, on the output and
+      the log-sum-exp with the sinks.
+
+      With `return_max_logit`, the maximum of a query is that of S over the keys that it
+      sees: scaled, through `score_mod`, with the bias, and without the sink. It does
+      not depend on dropout. The sum of exp(S - maximum), which other libraries return
+      beside it, is exp(log-sum-exp - maximum). cuDNN's kernel writes both as it goes
+      (planned with 9.13 to 9.27, run with 9.19 on an H200: docs/random_attention.md).
+      The derivative is that of the largest score, of the first one where several are
+      equal. cuDNN has no gradient of it: XLA computes that part, in memory that grows
+      with s * t, where a loss depends on the maximum. docs/attention.md has an example,
+      QK-clip.
+
+      With a `dropout_rate` of p, weights are dropped after the softmax, and those that
+      are kept are divided by 1 - p:
+
+      .. math::
+
+          O_{se} = \sum_t \frac{D_{st}}{1 - p} P_{st} V_{te}, \qquad
+          \Pr(D_{st} = 1) = 1 - p
+
+      The log-sum-exp is that without dropout. D is the same in each transformation of
+      a call, on each platform, and however its operands are sharded. It differs
+      between batch entries and heads. Within these, queries share it: of queries 8n to
+      8n + 7, those with even numbers drop the same keys, and so do those with odd ones.
+      This is how cuDNN's kernels draw it (9.19), and the reference draws it alike. A
+      weight's own probability is 1 - p all the same. Under :func:`jax.vmap` each
+      example has the D of its key. In a :func:`jax.shard_map` of your own, each device
+      would draw the same D for its part: fold :func:`jax.lax.axis_index` into the key.
+
+      cuDNN's kernels draw D themselves on sm_90 with cuDNN 9.19, where they were
+      compared bit by bit, in memory that does not grow with s * t; a forward and
+      backward pass took 1.5 times as long as without dropout, for bf16 (4, 2048, 16,
+      128) on an H200. With other versions and GPUs, for rates above 0.96, and where a
+      device has a part of the heads of several batch entries, XLA writes D for the
+      kernel, an array of the operands' dtype with b * h * s * t numbers, and the
+      backward kernel takes almost five times as long. So it is for the examples of a
+      vmap, which are one call of the kernel. With "cudnn", they run one by one, each as
+      above: prefer that for long sequences.
+
+      A `score_mod` is refused that reads an array beyond its end for a score that some
+      query sees, such as slopes of 4 heads for 6: JAX would read the nearest element.
+      This is found where an index follows from the positions by whole numbers, and the
+      sizes are known. Clip the index, or select by :func:`jax.numpy.where`, where such
+      a read is meant. Where lengths, a mask or a bias may hide keys, reads that depend
+      on the query or the key are taken as they are; they read the nearest element.
+
+      With `score_mod`, S is score_mod(scale QK^T) + bias, and what the other arguments
+      hide is hidden afterwards. The gradient of an array that it reads is not a number
+      where the function has no finite slope at a hidden key. The function is traced
+      once, at each call that is traced. What it adds last and does not depend on the
+      score is a bias, with all that is said of biases here; where it selects -inf last,
+      by the indices, it is a mask. Any other operation on the score runs inside the
+      kernel if it is one of cuDNN's pointwise operations; the gradient of arrays that
+      such operations read is computed by XLA, in memory that grows with s*t, and so is
+      that of a bias beside them. Beside such operations, causality, lengths and a
+      window take no memory, but the kernel skips nothing for them. A function with
+      other operations on the score, or more than four arrays, runs with XLA, as the log
+      says. This needs cuDNN 9.19, and the gradient sm_90 or sm_100 (planned with 9.19
+      and 9.27, run with 9.19 on an H200). docs/score_mods.md has examples.
+
+      cuDNN keeps scores times log2(e) in f32 (seen with 9.19 on sm_90). So it takes a
+      bias below -2.3e38 for -inf if each head has its own bias, with full rows and
+      columns. For other biases below -2.3e38 the log-sum-exp has three digits.
+
+      Operands that are sharded over devices stay so along the batch, and along the
+      heads where the key heads divide; other axes are gathered (docs/several_gpus.md).
+      :mod:`jax_cudnn.parallel` shards the sequence. A call with symbolic dimensions of
+      `jax.export` runs XLA's code.
+
+    Example:
+      >>> import jax, jax.numpy as jnp, jax_cudnn
+      >>> q, k, v = jax.random.normal(jax.random.key(0), (3, 2, 5, 4, 8))
+      >>> jax_cudnn.sdpa(q, k, v, is_causal=True).shape
+      (2, 5, 4, 8)
+    """
+    arguments = Arguments(
+        bias=bias,
+        mask=mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        sinks=sinks,
+        dropout_rate=dropout_rate,
+        dropout_key=dropout_key,
+        score_mod=score_mod,
+        return_residual=return_residual,
+        return_max_logit=return_max_logit,
+    )
+    call = options("sdpa", implementation, plan)
+    layout = check_layout("sdpa", layout)
+    return run_sdpa(query, key, value, arguments, call, layout)

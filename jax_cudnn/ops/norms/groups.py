@@ -1,0 +1,320 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.group_norm` and `jax_cudnn.instance_norm`: norms over positions."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike, DTypeLike
+
+from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.lowering import splittable
+from jax_cudnn.ops.common.activations import Activation
+from jax_cudnn.ops.common.arguments import describe
+from jax_cudnn.ops.common.fusion import Operand
+from jax_cudnn.ops.norms.call import (
+    Norm,
+    check_axes,
+    check_axis,
+    check_factor,
+    given,
+)
+
+# Stored (n, y, g, c) or (n, g, c, y) for logical (n, g, c, y).
+_LAST = (0, 3, 1, 2)
+_FIRST = (0, 1, 2, 3)
+
+
+@overload
+def group_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    groups: int,
+    channel_axis: int = ...,
+    batch_axes: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def group_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    groups: int,
+    channel_axis: int = ...,
+    batch_axes: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    residual: ArrayLike | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: bool = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, ...]: ...
+
+
+def group_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    groups: int,
+    channel_axis: int = -1,
+    batch_axes: int | Sequence[int] = 0,
+    epsilon: float = 1e-6,
+    residual: ArrayLike | None = None,
+    activation: Activation | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    return_statistics: bool = False,
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
+    r"""Return x normalised over groups of channels, through cuDNN on NVIDIA GPUs.
+
+    With s = x + residual, and E the mean over the channels of a group at all positions
+    of an image,
+
+    .. math::
+
+        \mathrm{mean} = E\, s, \qquad
+        \mathrm{rstd} = 1 / \sqrt{E (s - \mathrm{mean})^2 + \mathrm{epsilon}} \\
+        \mathrm{output} = \mathrm{activation}\big(
+            (s - \mathrm{mean}) \cdot \mathrm{rstd} \cdot \mathrm{scale}
+            + \mathrm{bias}\big)
+
+    This is what `flax.nnx.GroupNorm` computes. Dtypes and transformations are those of
+    :func:`layer_norm`.
+
+    Axis letters: n images, y positions, g groups, c channels of a group.
+
+    Args:
+      x: (n, \*y, g c); bf16, f16, f32 or f64. There need not be positions.
+      scale: (g c,), one for each channel. Default None: 1.
+      bias: likewise. Default None: 0.
+      groups: g, a divisor of the number of channels. As many as there are channels is
+        :func:`instance_norm`.
+      channel_axis: which axis of x the channels are. Default -1. Where it follows the
+        axes of the images, x is read as it is; elsewhere it is moved to the end first.
+      batch_axes: the axes of the images, one or several. Default 0. All others are
+        positions.
+      epsilon: a Python number, 0 or more. Default 1e-6, as in Flax.
+      residual: added to x before; the sum is returned as well. Default None.
+      activation: as for :func:`layer_norm`. Default None: none.
+      preferred_element_type: dtype of the output. Default None: x's.
+      return_statistics: whether to return mean and rstd. Default False.
+      implementation: as for :func:`layer_norm`.
+      plan: as for :func:`jax_cudnn.conv`.
+
+    Returns:
+      The output, with x's shape. With `residual` or `return_statistics` a tuple of the
+      output, the sum with `residual`, and mean and rstd with `return_statistics`: f32
+      (f64 for f64), (\*n, g).
+
+    Raises:
+      ValueError: a number of groups that does not divide the channels, and as
+        :func:`layer_norm`.
+      TypeError, UnsupportedError, LibraryError: as :func:`layer_norm`.
+
+    Notes:
+      cuDNN has no group norm. Under "cudnn" one with several channels in a group is a
+      layer norm of the groups, stored as rows; XLA multiplies by scale and adds bias
+      afterwards, from the rounded result. In the one size that was timed, in f32 on an
+      H200, it took twice as long as XLA's code (docs/benchmarks/random_norms.md).
+
+    Example:
+      >>> import jax.numpy as jnp, jax_cudnn
+      >>> jax_cudnn.group_norm(jnp.ones((2, 5, 5, 6)), jnp.ones(6), groups=3).shape
+      (2, 5, 5, 6)
+    """
+    norm = Norm.of(
+        "group_norm",
+        x,
+        residual=residual,
+        activation=activation,
+        epsilon=epsilon,
+        preferred_element_type=preferred_element_type,
+        return_statistics=return_statistics,
+        implementation=implementation,
+        plan=plan,
+    )
+    return _of_groups(norm, scale, bias, groups, channel_axis, batch_axes)
+
+
+@overload
+def instance_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    channel_axis: int = ...,
+    batch_axes: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: Literal[False] = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> jax.Array: ...
+
+
+@overload
+def instance_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = ...,
+    bias: ArrayLike | None = ...,
+    *,
+    channel_axis: int = ...,
+    batch_axes: int | Sequence[int] = ...,
+    epsilon: float = ...,
+    residual: ArrayLike | None = ...,
+    activation: Activation | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    return_statistics: bool = ...,
+    implementation: Implementation | None = ...,
+    plan: PlanOptions | None = ...,
+) -> tuple[jax.Array, ...]: ...
+
+
+def instance_norm(
+    x: ArrayLike,
+    scale: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    *,
+    channel_axis: int = -1,
+    batch_axes: int | Sequence[int] = 0,
+    epsilon: float = 1e-6,
+    residual: ArrayLike | None = None,
+    activation: Activation | None = None,
+    preferred_element_type: DTypeLike | None = None,
+    return_statistics: bool = False,
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+) -> jax.Array | tuple[jax.Array, ...]:
+    r"""Return x normalised over the positions of an image, each channel by itself.
+
+    This is :func:`group_norm` with as many groups as channels, and what
+    `flax.linen.InstanceNorm` computes. cuDNN has a kernel for it.
+
+    Axis letters: n images, y positions, g channels.
+
+    Args:
+      x: (n, \*y, g); bf16, f16, f32 or f64.
+      scale: (g,). Default None: 1.
+      bias: (g,). Default None: 0.
+      channel_axis: as for :func:`group_norm`, like all that follow.
+      batch_axes: see there.
+      epsilon: see there.
+      residual: see there.
+      activation: see there.
+      preferred_element_type: see there.
+      return_statistics: see there.
+      implementation: see there.
+      plan: see there.
+
+    Returns:
+      As :func:`group_norm`; the statistics are (\*n, g).
+
+    Raises:
+      ValueError, TypeError, UnsupportedError, LibraryError: as :func:`layer_norm`.
+
+    Notes:
+      cuDNN takes channels first and last, and every number of them (9.19 and 9.27;
+      tests/norms/gpuless/test_norm_surface.py). None of its plans was timed yet.
+
+    Example:
+      >>> import jax.numpy as jnp, jax_cudnn
+      >>> jax_cudnn.instance_norm(jnp.ones((2, 5, 5, 6)), jnp.ones(6)).shape
+      (2, 5, 5, 6)
+    """
+    norm = Norm.of(
+        "instance_norm",
+        x,
+        residual=residual,
+        activation=activation,
+        epsilon=epsilon,
+        preferred_element_type=preferred_element_type,
+        return_statistics=return_statistics,
+        implementation=implementation,
+        plan=plan,
+    )
+    return _of_groups(norm, scale, bias, None, channel_axis, batch_axes)
+
+
+def _of_groups(
+    norm: Norm,
+    scale: ArrayLike | None,
+    bias: ArrayLike | None,
+    groups: int | None,
+    channel_axis: int,
+    batch_axes: int | Sequence[int],
+) -> jax.Array | tuple[jax.Array, ...]:
+    x, op = norm.total, norm.op
+    channel = check_axis(op, "channel_axis", channel_axis, x.ndim)
+    images = check_axes(op, "batch_axes", batch_axes, x.ndim)
+    if channel in images:
+        raise ValueError(
+            f"{op}: channel_axis={channel_axis} is among batch_axes={batch_axes!r} of "
+            f"{describe(x)}. Name the axes of the images only."
+        )
+    channels = x.shape[channel]
+    groups = channels if groups is None else _check_groups(op, groups, channels)
+    each = channels // groups if groups else 1
+    space = tuple(i for i in range(x.ndim) if i != channel and i not in images)
+    is_first = (*images, channel, *space) == tuple(range(x.ndim))
+    axes = (*images, channel, *space) if is_first else (*images, *space, channel)
+    is_moved = axes != tuple(range(x.ndim))
+    moved = splittable(x, channel, groups)
+    if is_moved:
+        moved = jnp.transpose(moved, axes)
+    outer, positions = (tuple(x.shape[i] for i in each) for each in (images, space))
+    split = (groups, each)
+    n, y = math.prod(outer), math.prod(positions)
+    if is_first:
+        shape, order, sizes = (*outer, *split, *positions), _FIRST, (n, *split, y)
+    else:
+        shape, order, sizes = (*outer, *positions, *split), _LAST, (n, y, *split)
+
+    def factor(name: str, value: ArrayLike | None) -> Operand | None:
+        what = f"one for each channel of {describe(x)}"
+        array = check_factor(op, name, value, (channels,), what)
+        if array is None:
+            return None
+        own = (1, *split, 1) if is_first else (1, 1, *split)
+        return Operand(jnp.reshape(array, split), order, own)
+
+    operands = given(
+        x=Operand(jnp.reshape(moved, shape), order, sizes),
+        scale=factor("scale", scale),
+        bias=factor("bias", bias),
+    )
+    results = norm.run("group_norm", operands)
+    output = jnp.reshape(results["output"], moved.shape)
+    if is_moved:
+        output = jnp.transpose(output, [axes.index(i) for i in range(x.ndim)])
+    return norm.finish(output, x, norm.statistics(results, (*outer, groups)))
+
+
+def _check_groups(op: str, groups: int, channels: int) -> int:
+    if not isinstance(groups, int | np.integer) or isinstance(groups, bool):
+        raise TypeError(
+            f"{op}: groups is {type(groups).__name__}. It must be an int, since it is "
+            "part of the compiled program."
+        )
+    if groups < 1 or channels % groups:
+        raise ValueError(
+            f"{op}: groups={groups} for {channels} channels. It must divide them. Pass "
+            "a divisor, 1 or more."
+        )
+    return int(groups)

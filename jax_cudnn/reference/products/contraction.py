@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Matmul, convolution and the convolution's gradients in jax.numpy and jax.lax.
+
+Sums are returned in the dtype of the output tensor that the interpreter asks for. The
+interpreter passes the precision, as JAX takes it. Roles and axis letters are those of
+graph/products/matmul.py and graph/products/conv.py.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_cudnn.graph.products.conv import ConvAttributes
+from jax_cudnn.graph.spec import Attributes, Tensor
+from jax_cudnn.graph.windows import dilated
+from jax_cudnn.reference.dtypes import DTYPES
+
+Operands = Mapping[str, jax.Array]
+
+
+def matmul(
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
+) -> dict[str, jax.Array]:
+    """Return the matrix product of a and b for each batch entry."""
+    del attributes
+    dtype = outputs["output"].dtype
+    sums = jnp.matmul(
+        inputs["a"],
+        inputs["b"],
+        preferred_element_type=DTYPES[dtype],
+        precision=precision,
+    )
+    return {"output": sums}
+
+
+def conv_fprop(
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
+) -> dict[str, jax.Array]:
+    """Return the convolution of x with w."""
+    assert isinstance(attributes, ConvAttributes)
+    x, w = inputs["x"], inputs["w"]
+    if _has_empty(inputs, outputs):
+        return _zeros(outputs)
+    result = _conv(
+        x,
+        w,
+        outputs["output"],
+        _natural(x.ndim),
+        window_strides=attributes.window_strides,
+        padding=_pairs(attributes.padding_low, attributes.padding_high),
+        lhs_dilation=attributes.lhs_dilation,
+        rhs_dilation=attributes.rhs_dilation,
+        feature_group_count=_groups(x.shape, w.shape),
+        precision=precision,
+    )
+    return {"output": result}
+
+
+def conv_dgrad(
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
+) -> dict[str, jax.Array]:
+    """Return the gradient of x: the cotangent with w, flipped and transposed.
+
+    This is the form that JAX gives it. XLA knows a gradient of cuDNN's by a filter that
+    is flipped last. Others are convolutions of a cotangent with zeros between its rows.
+    """
+    assert isinstance(attributes, ConvAttributes)
+    w, grad = inputs["w"], inputs["grad_output"]
+    if _has_empty(inputs, outputs):
+        return _zeros(outputs)
+    dims = outputs["grad_x"].dims
+    groups = _groups(dims, w.shape)
+    low: list[int] = []
+    high: list[int] = []
+    for i, size in enumerate(dims[2:]):
+        window = dilated(w.shape[i + 2], attributes.rhs_dilation[i])
+        low.append(window - 1 - attributes.padding_low[i])
+        grown = dilated(grad.shape[i + 2], attributes.window_strides[i])
+        full = dilated(size, attributes.lhs_dilation[i])
+        high.append(full + window - 1 - grown - low[i])
+    natural = tuple(range(w.ndim))
+    result = _conv(
+        grad,
+        jax.lax.rev(_by_output(w, groups), natural[2:]),
+        outputs["grad_x"],
+        jax.lax.ConvDimensionNumbers(natural, _swapped(w.ndim), natural),
+        window_strides=attributes.lhs_dilation,
+        padding=_pairs(low, high),
+        lhs_dilation=attributes.window_strides,
+        rhs_dilation=attributes.rhs_dilation,
+        feature_group_count=groups,
+        precision=precision,
+    )
+    return {"grad_x": result}
+
+
+def conv_wgrad(
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    precision: Any = None,
+) -> dict[str, jax.Array]:
+    """Return the gradient of w: x with the cotangent, contracted over images."""
+    assert isinstance(attributes, ConvAttributes)
+    x, grad = inputs["x"], inputs["grad_output"]
+    if _has_empty(inputs, outputs):
+        return _zeros(outputs)
+    dims = outputs["grad_w"].dims
+    groups = _groups(x.shape, dims)
+    high: list[int] = []
+    for i, size in enumerate(dims[2:]):
+        window = dilated(size, attributes.rhs_dilation[i])
+        grown = dilated(grad.shape[i + 2], attributes.window_strides[i])
+        full = dilated(x.shape[i + 2], attributes.lhs_dilation[i])
+        high.append(window - 1 + grown - full - attributes.padding_low[i])
+    swapped = _swapped(x.ndim)
+    result = _conv(
+        x,
+        grad,
+        outputs["grad_w"],
+        jax.lax.ConvDimensionNumbers(swapped, swapped, swapped),
+        window_strides=attributes.rhs_dilation,
+        padding=_pairs(attributes.padding_low, high),
+        lhs_dilation=attributes.lhs_dilation,
+        rhs_dilation=attributes.window_strides,
+        batch_group_count=groups,
+        precision=precision,
+    )
+    return {"grad_w": result}
+
+
+def _has_empty(inputs: Operands, outputs: Mapping[str, Tensor]) -> bool:
+    """Whether all sums are empty. XLA does not take a window without elements."""
+    has_empty_result = any(tensor.is_empty for tensor in outputs.values())
+    return has_empty_result or any(x.size == 0 for x in inputs.values())
+
+
+def _zeros(outputs: Mapping[str, Tensor]) -> dict[str, jax.Array]:
+    return {
+        role: jnp.zeros(tensor.dims, DTYPES[tensor.dtype])
+        for role, tensor in outputs.items()
+    }
+
+
+def _conv(
+    x: jax.Array,
+    w: jax.Array,
+    output: Tensor,
+    numbers: jax.lax.ConvDimensionNumbers,
+    **options: object,
+) -> jax.Array:
+    """Return a convolution, with x in the order in which the output is stored.
+
+    ``numbers`` names the axes of the arrays that are given. Without a transpose in
+    between, XLA adds up a convolution and another array in one kernel.
+    """
+    order = output.order
+    back = [order.index(axis) for axis in range(len(order))]
+    lhs, out = (
+        tuple(back[axis] for axis in spec)
+        for spec in (numbers.lhs_spec, numbers.out_spec)
+    )
+    result = jax.lax.conv_general_dilated(
+        jnp.transpose(x, order),
+        w,
+        preferred_element_type=DTYPES[output.dtype],
+        dimension_numbers=jax.lax.ConvDimensionNumbers(lhs, numbers.rhs_spec, out),
+        **options,  # type: ignore[arg-type]
+    )
+    return jnp.transpose(result, back)
+
+
+def _natural(rank: int) -> jax.lax.ConvDimensionNumbers:
+    axes = tuple(range(rank))
+    return jax.lax.ConvDimensionNumbers(axes, axes, axes)
+
+
+def _pairs(low: Sequence[int], high: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip(low, high, strict=True))
+
+
+def _groups(x: Sequence[int], w: Sequence[int]) -> int:
+    return x[1] // w[1] if w[1] else 1
+
+
+def _swapped(rank: int) -> tuple[int, ...]:
+    """Return the axes of an array, the second one first."""
+    return (1, 0, *range(2, rank))
+
+
+def _by_output(w: jax.Array, groups: int) -> jax.Array:
+    """Turn (g o', c', *f) into (o', g c', *f): a group's outputs, all inputs."""
+    if groups == 1:
+        return w
+    out, channels, *window = w.shape
+    split = jnp.reshape(w, (groups, out // groups, channels, *window))
+    moved = jnp.swapaxes(split, 0, 1)
+    return jnp.reshape(moved, (out // groups, groups * channels, *window))

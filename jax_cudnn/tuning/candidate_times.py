@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How long does each of cuDNN's candidates for a part of a graph take, by itself?
+
+fastest.py looks for the fastest and drops the rest early; here all are timed.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jax_cudnn import native
+from jax_cudnn.errors import GraphError, UnsupportedError
+from jax_cudnn.graph import Graph, Target, to_json
+from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.native import Candidate
+from jax_cudnn.progress import followed
+from jax_cudnn.tuning.stopwatch import Measurement, PlanStopwatch, draw_sets
+
+_SAMPLES = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """A candidate with its kernels' time, or with the failure of its build.
+
+    ``candidate`` is the built plan where it builds: its workspace is then known.
+    """
+
+    candidate: Candidate
+    time: Measurement | None
+    failure: str
+
+
+def time_candidates(part: Graph, target: Target) -> list[Timed]:
+    """Return all of cuDNN's candidates for a part, in cuDNN's order, with their times.
+
+    They are those of the first way of rewriting the part that cuDNN takes; array work
+    around the kernel is not in their times. Empty where cuDNN takes none.
+    """
+    for legal in legalize(part, target).candidates:
+        try:
+            return time_candidates_of(part, legal)
+        except UnsupportedError:
+            continue
+    return []
+
+
+def time_candidates_of(part: Graph, legal: Legal) -> list[Timed]:
+    """Return the candidates for one way of rewriting a part, with their times.
+
+    Raises:
+      UnsupportedError: cuDNN has none.
+    """
+    device = jax.local_devices(backend="cuda")[0]
+    text, ordinal = to_json(legal.graph), device.local_hardware_id
+    return list(_times(part, legal, native.candidates(text, device=ordinal), device))
+
+
+def _times(
+    part: Graph, legal: Legal, listed: tuple[Candidate, ...], device: Any
+) -> Iterator[Timed]:
+    sets = draw_sets(part, device)
+    changed = [list(jax.jit(legal.before)(operands)) for operands in sets]
+    stopwatch = PlanStopwatch(legal.graph, changed, device)
+    text, ordinal = to_json(legal.graph), device.local_hardware_id
+    for candidate in followed(
+        listed, "Timing", count=len(listed), name=lambda each: each.name
+    ):
+        if not candidate.request:
+            failure = "this version of cudnn-frontend cannot name it"
+            yield Timed(candidate=candidate, time=None, failure=failure)
+            continue
+        if candidate.refusal:
+            yield Timed(candidate=candidate, time=None, failure=candidate.refusal)
+            continue
+        try:
+            plan = native.plan(text, request=candidate.request, device=ordinal)
+        except (GraphError, UnsupportedError) as error:
+            yield Timed(candidate=candidate, time=None, failure=str(error))
+            continue
+        measured = stopwatch.time(plan, samples=_SAMPLES)
+        yield Timed(candidate=plan, time=measured, failure="")

@@ -1,0 +1,527 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which of cuDNN's plans, or XLA's code, runs a part of a graph fastest?"""
+
+import functools
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import jax
+
+from jax_cudnn import contenders, native
+from jax_cudnn.choices import Choice, digest_of
+from jax_cudnn.config import Options
+from jax_cudnn.errors import GraphError, UnsupportedError
+from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
+from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import run_contender, run_cudnn, run_xla
+from jax_cudnn.lowering.decision import Step
+from jax_cudnn.lowering.devices import local_device
+from jax_cudnn.offline.builders import PlanBuilders, plan_builders
+from jax_cudnn.reference.dtypes import jax_dtype
+from jax_cudnn.tuning.correctness import (
+    bound,
+    comparable,
+    largest_error,
+    reference_results,
+    with_own_results,
+)
+from jax_cudnn.tuning.memory import free_bytes, needed_bytes
+from jax_cudnn.tuning.pace import OutOfTimeError, Pace
+from jax_cudnn.tuning.races import Race, Way, promising
+from jax_cudnn.tuning.stopwatch import (
+    OperandSets,
+    compile_over_sets,
+    time_calls,
+)
+from jax_cudnn.tuning.together import (
+    Aside,
+    Followed,
+    Task,
+    Work,
+    in_stages,
+    workers,
+)
+
+_log = logging.getLogger("jax_cudnn")
+
+# Of a program.
+_SAMPLES = 7
+# Processes that build plans take some seconds to start: for so many parts, on so many
+# cores, they save more.
+_ENOUGH_PARTS = 12
+_ENOUGH_CORES = 4
+
+# A program runs once while others are compiled if so many times its memory is free.
+_AMPLE = 4
+
+_UNTUNED: dict[str, str | bool] = {"xla_gpu_autotune_level": "0"}
+
+_T = TypeVar("_T")
+_Sets = Sequence[Sequence[jax.Array]]
+# Operands, and what the reference gives for them.
+_Example = tuple[list[jax.Array], list[jax.Array]]
+
+
+def measure(
+    part: Graph,
+    options: Options,
+    target: Target,
+    deadline: float = math.inf,
+    max_plans: int | None = None,
+) -> Choice:
+    """Time everything that may run a part of a graph, and return the fastest.
+
+    Plans of one graph race by the device's events. The fastest whose results agree with
+    the reference, of each way of rewriting the part, then meets XLA's code, each with
+    all its array work, in compiled programs. So do the contenders that were added, if
+    they agree, where the options leave it open who runs the part.
+
+    Raises:
+      OutOfTimeError: ``time.monotonic()`` went past the deadline before the end.
+    """
+    return next(measure_each([(part, options)], target, deadline, max_plans))
+
+
+def measure_each(
+    parts: Sequence[tuple[Graph, Options]],
+    target: Target,
+    deadline: float = math.inf,
+    max_plans: int | None = None,
+    until: Callable[[], float] = lambda: math.inf,
+    beside: Sequence[Task] = (),
+) -> Iterator[Choice]:
+    """Yield what `measure` returns for each of the parts.
+
+    What has to be compiled for a few parts is compiled at once. While one is timed,
+    plans of others are built, by other processes. The tasks ``beside`` run while the
+    first programs are compiled.
+
+    ``until`` says when all should be done, by ``time.monotonic()``. Parts begin as long
+    as they should be done by then (`Pace`), and after it only the first plan of each
+    engine is timed. What has begun goes on until ``deadline``.
+
+    Raises:
+      OutOfTimeError: as `measure`, or parts are left. The choices that were yielded
+        before hold.
+    """
+    cores, ordinal = workers(), local_device().local_hardware_id
+    pace, done = Pace(until), 0
+    others: PlanBuilders | None = None
+    with ExitStack() as stack:
+        while done < len(parts):
+            some = parts[done : done + pace.count(done)]
+            is_worth_it = len(some) >= _ENOUGH_PARTS and cores >= _ENOUGH_CORES
+            if others is None and is_worth_it:
+                builders = plan_builders(target, ordinal, cores)
+                others = stack.enter_context(builders)
+            contests = [
+                _Contest(part, options, target, deadline, max_plans, pace, others)
+                for part, options in some
+            ]
+            works: list[Work[Any]] = [contest.choice() for contest in contests]
+            if done == 0:
+                works.insert(0, _beside(beside))
+            results = in_stages(works)
+            if done == 0:
+                next(results)
+            yield from results
+            done += len(some)
+
+
+def _beside(tasks: Sequence[Task]) -> Work[None]:
+    """Run tasks with the first programs: before these, ways are looked for."""
+    yield []
+    # Those that are followed begin before all others.
+    yield [Followed(task, lambda result: result) for task in tasks]
+
+
+class _Contest:
+    """What may run a part, all of it timed on the same operands."""
+
+    def __init__(
+        self,
+        part: Graph,
+        options: Options,
+        target: Target,
+        deadline: float,
+        max_plans: int | None,
+        pace: Pace,
+        builders: PlanBuilders | None,
+    ) -> None:
+        self._part, self._options, self._target = part, options, target
+        self._deadline, self._max_plans = deadline, max_plans
+        self._pace, self._builders = pace, builders
+        self._device = local_device()
+        self._operands = OperandSets(part, self._device)
+
+    def choice(self) -> Work[Choice]:
+        """Measure; what is yielded is compiled before the next line."""
+        self._check_time()
+        (ways,) = yield [self._ways]
+        races, by_xla, example_of = yield from self._first_looks(ways)
+        yield from self._last_looks(races)
+        return (yield from self._chosen(races, by_xla, example_of))
+
+    def _first_looks(self, ways: Sequence[Way]) -> Work[tuple[list[Race], Any, Any]]:
+        """Look at the first plan of each engine of each way.
+
+        Returns the races, XLA's program, and the one that makes an example; None for a
+        program that does not compile.
+        """
+        firsts = [(way, each) for way in ways for each in way.firsts]
+        compile_xla = functools.partial(self._compiled_over_sets, self._run_xla)
+        by_xla, example_of, _, *rest = yield [
+            Followed(compile_xla, self._started),
+            functools.partial(self._compiled, functools.partial(_example, self._part)),
+            self._operands.compile,
+            *(functools.partial(self._compiled, way.prepared) for way in ways),
+            *(functools.partial(self._build, *each) for each in firsts),
+        ]
+        prepare, plans = rest[: len(ways)], rest[len(ways) :]
+        self._check_time()
+        races = [
+            Race(way=way, prepare=program)
+            for way, program in zip(ways, prepare, strict=True)
+            if program is not None
+        ]
+        self._look(races, firsts, plans, is_last=False)
+        return races, by_xla, example_of
+
+    def _last_looks(self, races: Sequence[Race]) -> Work[None]:
+        """Time the plans of engines that are near the fastest, those near it longer."""
+        is_all = self._max_plans is None
+        others = [(race.way, each) for race in races for each in race.others(is_all)]
+        if self._pace.is_late:
+            others = []
+        plans = yield [self._build_aside(*each) for each in others]
+        self._check_time()
+        self._look(races, others, plans, is_last=True)
+
+    def _chosen(
+        self,
+        races: Sequence[Race],
+        by_xla: Callable[..., Any] | None,
+        example_of: Callable[..., Any] | None,
+    ) -> Work[Choice]:
+        """Let each race's winner meet XLA's code, if it agrees, and so contenders.
+
+        All of these are timed one after the other, while nothing else runs.
+        """
+        races = [race for race in races if race.looks]
+        ordered = [self._in_order(race) for race in races]
+        winners = [functools.partial(_run_cudnn, steps[0][0]) for steps in ordered]
+        of_one = [functools.partial(self._compiled_error, run) for run in winners]
+        of_sets = [functools.partial(self._compiled_over_sets, run) for run in winners]
+        programs = yield [*of_one, *of_sets]
+
+        self._check_time()
+        sets = self._operands.draw()
+        xla_us = self._time(by_xla, sets)
+        example: _Example | None = None
+        if example_of is not None:
+            example = _unless_it_fails(lambda: example_of(*sets[0]))
+        compiled = zip(programs[: len(races)], programs[len(races) :], strict=True)
+        best: tuple[float, Step] | None = None
+        first_ratio: float | None = None
+        for race, steps, (error_of, over_sets) in zip(
+            races, ordered, compiled, strict=True
+        ):
+            step, us = self._agreed(steps, error_of, example)
+            if step is None:
+                continue
+            if first_ratio is None:
+                first_ratio = race.first_us / us
+            if step is not steps[0][0]:
+                over_sets = self._compiled_over_sets(
+                    functools.partial(_run_cudnn, step)
+                )
+            program_us = self._time(over_sets, sets)
+            if program_us is not None and (best is None or program_us < best[0]):
+                best = program_us, step
+        choice = Choice(
+            op=label(self._part),
+            operands=operand_text(self._part),
+            implementation="",
+            plan=best[1].request if best else "",
+            rewritten=_digest_of(best[1]) if best else "",
+            cudnn_us=round(best[0], 2) if best else None,
+            first_ratio=None if first_ratio is None else round(first_ratio, 3),
+            xla_us=None if xla_us is None else round(xla_us, 2),
+            contenders_us=tuple(self._contenders_us(sets, example)),
+        )
+        return replace(choice, implementation=choice.fastest)
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise OutOfTimeError
+
+    def _run_xla(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        return run_xla(self._part, operands, self._options)
+
+    # --- what is compiled -----------------------------------------------------------
+
+    def _ways(self) -> list[Way]:
+        ordinal = self._device.local_hardware_id
+        request = self._options.plan.to_request()
+        ways: list[Way] = []
+        for legal in legalize(self._part, self._target).candidates:
+            if self._options.exact_dtypes and legal.rounds_sums:
+                continue
+            text, asked = to_json(legal.graph), request or legal.preference
+            try:
+                listed = native.candidates(text, request=asked, device=ordinal)
+            except UnsupportedError:
+                continue
+            few = promising(listed, self._max_plans)
+            ways.append(Way(legal=legal, text=text, listed=few))
+        return ways
+
+    def _build(self, way: Way, request: str) -> native.PlanInfo | None:
+        if self._builders is not None:
+            return self._allowed(self._builders.plan, way.text, request)
+        ordinal = self._device.local_hardware_id
+        plan = functools.partial(native.plan, device=ordinal)
+        return self._allowed(plan, way.text, request=request)
+
+    def _build_aside(self, way: Way, request: str) -> Task | Aside:
+        """Return what builds a plan, by other processes while others are timed."""
+        if self._builders is None:
+            return functools.partial(self._build, way, request)
+        asked = (way.text, request)
+        return Aside(
+            functools.partial(self._builders.built_elsewhere, *asked),
+            functools.partial(self._allowed, self._builders.taken, *asked),
+        )
+
+    def _allowed(
+        self, plan: Callable[..., native.PlanInfo], *args: Any, **options: Any
+    ) -> native.PlanInfo | None:
+        """Return a plan, None if it does not build or needs too much memory."""
+        try:
+            found = plan(*args, **options)
+        except (UnsupportedError, GraphError):
+            return None
+        limit = self._options.plan.workspace_limit_bytes
+        return found if limit is None or found.workspace_bytes <= limit else None
+
+    def _compiled_error(self, run: Callable[..., Any]) -> Callable[..., Any] | None:
+        """Compile what runs a part, and compares it with what is expected."""
+        expected = [
+            jax.ShapeDtypeStruct(t.stored_shape, jax_dtype(t.dtype))
+            for t in self._part.output_tensors
+        ]
+        error = functools.partial(_error_of, self._part, run)
+        return self._compiled(error, expected)
+
+    def _compiled(
+        self, function: Callable[..., Any], more: Sequence[Any] = ()
+    ) -> Callable[..., Any] | None:
+        """Compile what is not timed, and so needs no tuning of XLA's own.
+
+        ``more`` are the types of what it takes after a part's operands.
+        """
+        types = *self._operands.types[0], *more
+        is_gpu = self._device.platform == "gpu"
+
+        def compile_it() -> Callable[..., Any]:
+            with jax.default_device(self._device):
+                lowered = jax.jit(function).lower(*types)
+                try:
+                    return lowered.compile(_UNTUNED if is_gpu else None)
+                except jax.errors.JaxRuntimeError:  # XLA's options come and go.
+                    return lowered.compile()
+
+        return _unless_it_fails(compile_it)
+
+    def _compiled_over_sets(
+        self, function: Callable[..., Any]
+    ) -> Callable[..., Any] | None:
+        def compile_it() -> Callable[..., Any]:
+            with jax.default_device(self._device):
+                return compile_over_sets(function, self._operands.types)
+
+        return _unless_it_fails(compile_it)
+
+    def _started(self, program: jax.stages.Compiled | None) -> Any:
+        """Run a program once, and return it.
+
+        XLA builds convolutions when they run first, which may take seconds. There has
+        to be ample memory, since other programs are compiled meanwhile, and tuned by
+        XLA.
+        """
+        if program is not None and time.monotonic() <= self._deadline:
+            needed = needed_bytes(program) + self._operands.size
+            if needed * _AMPLE <= free_bytes(self._device):
+                _unless_it_fails(lambda: program(self._operands.draw()))
+        return program
+
+    # --- what is timed --------------------------------------------------------------
+
+    def _time(self, program: Callable[..., Any] | None, sets: _Sets) -> float | None:
+        """Return a program's microseconds for a set, None if it does not run."""
+        self._check_time()
+        if program is None:
+            return None
+        call = functools.partial(program, sets)
+        return _unless_it_fails(
+            lambda: time_calls(call, len(sets), samples=_SAMPLES).median_us
+        )
+
+    def _look(
+        self,
+        races: Sequence[Race],
+        asked: Sequence[tuple[Way, str]],
+        plans: Sequence[native.PlanInfo | None],
+        *,
+        is_last: bool,
+    ) -> None:
+        """Time plans in their races; they are None where what was asked has none."""
+        built = [
+            (way, request, plan)
+            for (way, request), plan in zip(asked, plans, strict=True)
+            if plan is not None
+        ]
+        sets = self._operands.draw() if races else []
+        for race in races:
+            new = {request: plan for way, request, plan in built if way is race.way}
+            race.look(
+                new,
+                sets,
+                self._device,
+                is_last=is_last,
+                before_each=self._check_time,
+            )
+
+    def _in_order(self, race: Race) -> list[tuple[Step, float]]:
+        """Return a race's plans as steps with their times, the fastest first."""
+        return [
+            (
+                Step(
+                    part=self._part,
+                    legal=race.way.legal,
+                    plan=plan,
+                    target=self._target,
+                    request=plan.request,
+                ),
+                us,
+            )
+            for plan, us in race.in_order
+        ]
+
+    def _agreed(
+        self,
+        steps: Sequence[tuple[Step, float]],
+        error_of: Callable[..., Any] | None,
+        example: _Example | None,
+    ) -> tuple[Step | None, float]:
+        """Return the fastest step that agrees with the reference, and its time.
+
+        ``error_of`` is the program that says how far off the fastest of all is.
+        """
+        for step, us in steps:
+            self._check_time()
+            if step is not steps[0][0]:
+                error_of = self._compiled_error(functools.partial(_run_cudnn, step))
+            if _agrees(step, error_of, example):
+                return step, us
+        return None, math.inf
+
+    def _contenders_us(
+        self, sets: _Sets, example: _Example | None
+    ) -> Iterator[tuple[str, float]]:
+        """Yield the contenders that agree with the reference, and their times."""
+        if self._options.plan.to_request():
+            return  # which is about cuDNN's plans
+        for contender, program in contenders.all_of(self._part):
+            step = Step(part=self._part, contender=contender.title, program=program)
+            run = functools.partial(_run_contender, step)
+            with _failures_told(step):
+                us = self._time(self._compiled_over_sets(run), sets)
+                if us is not None and _agrees(step, self._compiled_error(run), example):
+                    yield contender.title, round(us, 2)
+
+
+def _run_cudnn(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+    return run_cudnn(step, operands)
+
+
+def _run_contender(step: Step, *operands: jax.Array) -> Sequence[jax.Array]:
+    return run_contender(step, operands)
+
+
+def _digest_of(step: Step) -> str:
+    return "" if step.legal is None else digest_of(step.legal.graph)
+
+
+@contextmanager
+def _failures_told(step: Step) -> Iterator[None]:
+    """Say what a contender raises, and go on: it is not ours, and does not run."""
+    try:
+        yield
+    except OutOfTimeError:
+        raise
+    except NotImplementedError as error:
+        _log.debug("%s does not run %s: %s", step.contender, label(step.part), error)
+    except Exception as error:
+        _log.warning(
+            "%s is not chosen for %s(%s), where it fails: %s: %s",
+            step.contender, label(step.part), operand_text(step.part),
+            type(error).__name__, error,
+        )  # fmt: skip
+
+
+def _unless_it_fails(run: Callable[[], _T]) -> _T | None:
+    """Return what a contender's run returns; None, with a line of log, if it cannot.
+
+    XLA's attention may be out of memory where cuDNN's is not, for one.
+    """
+    try:
+        # What fails on the device may do so after the call.
+        return jax.block_until_ready(run())
+    except jax.errors.JaxRuntimeError as error:
+        _log.debug("a contender does not run: %s", error)
+        return None
+
+
+def _example(part: Graph, *operands: jax.Array) -> _Example:
+    """Return operands that go together, and what the reference gives for them."""
+    fitting = with_own_results(part, operands)
+    return fitting, reference_results(part, fitting)
+
+
+def _error_of(
+    part: Graph, run: Callable[..., Sequence[jax.Array]], *given: jax.Array
+) -> jax.Array:
+    """Return how far off a run is, given a part's operands and what is expected."""
+    count = len(part.inputs)
+    found = comparable(part, run(*given[:count]))
+    return largest_error(found, comparable(part, given[count:]))
+
+
+def _agrees(
+    step: Step, error_of: Callable[..., Any] | None, example: _Example | None
+) -> bool:
+    """Whether a step computes what is expected; one that does not is warned of."""
+    if error_of is None:
+        return False
+    if example is None:
+        return True
+    operands, expected = example
+    error = _unless_it_fails(lambda: error_of(*operands, *expected))
+    if error is None:
+        return False
+    part, most = step.part, bound(step.part)
+    if error <= most:
+        return True
+    name = f"cuDNN's plan {step.plan.name}" if step.plan else step.contender
+    _log.warning(
+        "%s for %s(%s) is not chosen: its results differ from the "
+        "reference's by %.2g of their norm, where rounding explains %.2g",
+        name, label(part), operand_text(part), error, most,
+    )  # fmt: skip
+    return False

@@ -1,0 +1,870 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does the graph that cuDNN gets mean the same as the one that the user wrote?
+
+The user's graph is evaluated by the reference, and cuDNN's graph as a flash kernel
+computes it. Both are in f32, so that rounding hides few mistakes; the refusal of f32 is
+switched off for this. Whether cuDNN takes the graphs is asked of cuDNN itself, in
+tests/attention/gpuless and tests/attention/gpu.
+"""
+
+import dataclasses
+import functools
+import itertools
+import os
+import subprocess
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn
+from jax_cudnn.graph import Graph, Target, from_json, to_json
+from jax_cudnn.graph.attention.sdpa import SDPA
+from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.reference import evaluate
+from jax_cudnn.reference.dtypes import jax_dtype
+from tests.attention.shared.flash import flash
+from tests.attention.shared.oracle import attention_graph, backward_graph
+from tests.common.drawn_operands import draw_arrays
+
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
+
+_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
+# The last version for which lengths are always given; see the rule.
+_OLD = dataclasses.replace(_HOPPER, cudnn_version=91500)
+_SIZES = {"b": 2, "s": 5, "t": 7, "h": 6, "k": 3, "d": 5, "e": 3}
+_BSHD = (0, 2, 1, 3)
+_LENGTHS = [(), ("query_lengths",), ("key_lengths",), ("query_lengths", "key_lengths")]
+
+
+@pytest.fixture
+def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)
+
+
+def _check_form(graph: Graph) -> None:
+    """Assert what cuDNN is known to want of every attention graph."""
+    assert from_json(to_json(graph)) == graph
+    by_name = {tensor.name: tensor for tensor in graph.tensors}
+    assert not {"mask", "grad_stats", "grad_max_logit", "sinks"} & set(by_name)
+    # Up to 9.20, cuDNN has the maximum beside the sum, and no log-sum-exp then.
+    assert ("max_logit" in by_name) == ("sum_exp" in by_name)
+    if "max_logit" in by_name:
+        assert "stats" not in graph.outputs
+    assert ("query_lengths" in by_name) == ("key_lengths" in by_name)
+    for tensor in graph.tensors:
+        assert tensor.order[-1] == 3, tensor
+    assert by_name["query"].dims[3] % 8 == by_name["value"].dims[3] % 8 == 0
+    attributes: Any = graph.nodes[0].attributes
+    assert attributes.scale > 0
+    if "bias" in by_name:
+        rows, columns = by_name["query"].dims[2], by_name["key"].dims[2]
+        assert by_name["bias"].dims[2:] == (rows, columns)
+
+
+def _run(legal: Legal, operands: list[jax.Array]) -> tuple[jax.Array, ...]:
+    _check_form(legal.graph)
+    changed = legal.before(operands)
+    for tensor, x in zip(legal.graph.input_tensors, changed, strict=True):
+        assert x.shape == tensor.stored_shape, tensor
+        # A key is hidden by -inf, but never all keys of a row: cuDNN would get 0/0.
+        worst = np.max(x, axis=-1) if tensor.name == "bias" else x
+        assert np.isfinite(worst).all(), tensor
+    # Loops of the array work run in Python, compiled once for each case otherwise.
+    with jax.disable_jit():
+        return legal.after(operands, flash(legal.graph, changed))
+
+
+def _assert_close(graph: Graph, got: Any, want: Any) -> None:
+    for name, x, y in zip(graph.outputs, got, want, strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5, err_msg=name)
+
+
+def _check_meaning(
+    graph: Graph, target: Target | None, *, with_grad_stats: bool = False
+) -> tuple[Legal, ...]:
+    """Compare forward and gradient, before and after legalisation; return all used."""
+    operands = draw_arrays(graph)
+    (forward,) = legalize(graph, target).candidates
+    outputs = evaluate(graph, operands)
+    _assert_close(graph, _run(forward, operands), outputs)
+
+    assert SDPA.derivative is not None
+    wanted = tuple(tensor.dtype == "f32" for tensor in graph.input_tensors)
+    nonzero = {"output": True, "stats": with_grad_stats, "max_logit": True}
+    backward = SDPA.derivative.backward(
+        graph, wanted, tuple(nonzero[name] for name in graph.outputs)
+    )
+    rng = np.random.default_rng(1)
+    source = {
+        "input": operands,
+        "output": list(outputs),
+        "cotangent": [
+            jnp.asarray(rng.standard_normal(x.shape), jnp.float32) for x in outputs
+        ],
+    }
+    operands = [source[kind][i] for kind, i in backward.operands]
+    want = evaluate(backward.graph, operands)
+    candidates = legalize(backward.graph, target).candidates
+    # The gradient of a bias has a second way, unless it needs no kernel at all.
+    has_two = "bias" in graph.inputs and graph.tensor("bias").dims[3] != 1
+    assert len(candidates) == (2 if has_two else 1)
+    for legal in candidates:
+        _assert_close(backward.graph, _run(legal, operands), want)
+    return (forward, *candidates)
+
+
+# --- the meaning is kept --------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("lengths", _LENGTHS, ids=lambda x: "-".join(x) or "full")
+@pytest.mark.parametrize("mask", [None, "b1st", "1h1t", "bhst"])
+@pytest.mark.parametrize("bias", [None, "bhst", "1hst", "111t", "b1s1"])
+def test_legal_graphs_keep_the_meaning(
+    bias: str | None, mask: str | None, lengths: tuple[str, ...]
+) -> None:
+    # The other options take turns, so that each meets each in some case.
+    turn = sum(map(ord, f"{bias}{mask}{lengths}"))
+    _check_meaning(
+        attention_graph(
+            sizes=_SIZES,
+            bias=bias,
+            mask=mask,
+            lengths=lengths,
+            is_causal=turn % 2 == 1,
+            scale=(0.3, -0.7, 0.0)[turn % 3],
+            with_stats=True,
+            with_max=turn % 3 < 2 and turn % 11 < 6,
+            sinks=(None, "1h11", "bh11", None)[turn // 2 % 4],
+            order=_BSHD if turn % 5 else (0, 1, 3, 2),
+        ),
+        _OLD if turn % 7 < 3 else _HOPPER,
+        with_grad_stats=turn % 4 < 2,
+    )
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("with_grad_stats", [False, True])
+@pytest.mark.parametrize(
+    "order",
+    [*itertools.permutations((0, 1, 2, 3))][::3],
+    ids=lambda o: "".join(map(str, o)),
+)
+def test_every_layout_keeps_the_meaning(
+    order: tuple[int, ...], with_grad_stats: bool
+) -> None:
+    graph = attention_graph(
+        sizes=_SIZES, lengths=("key_lengths",), with_stats=True, order=order
+    )
+    for legal in _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats):
+        # Only the last axis moves: the others stay in the caller's order.
+        others = [axis for axis in order if axis != 3]
+        assert legal.graph.tensor("query").order == (*others, 3)
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("with_grad_stats", [False, True])
+@pytest.mark.parametrize(
+    ("t", "bias", "mask", "lengths"),
+    [
+        (1, None, None, ()),
+        (9, "bhst", None, ("key_lengths",)),
+        (9, "b11t", "b11t", _LENGTHS[3]),
+    ],
+)
+def test_a_single_query_keeps_the_meaning_with_a_second_row(
+    t: int,
+    bias: str | None,
+    mask: str | None,
+    lengths: tuple[str, ...],
+    with_grad_stats: bool,
+) -> None:
+    graph = attention_graph(
+        sizes={**_SIZES, "s": 1, "t": t},
+        bias=bias,
+        mask=mask,
+        lengths=lengths,
+        is_causal=t == 1,
+        with_stats=True,
+    )
+    forward, *backward = _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats)
+    assert forward.graph.tensor("query").dims[2] == 1
+    for legal in backward:
+        for name in ("query", "output", "grad_output", "grad_query", "stats"):
+            assert legal.graph.tensor(name).dims[2] == 2, name
+
+
+@pytest.mark.usefixtures("_allow_f32")
+def test_a_row_without_keys_meets_finite_numbers_and_gives_zero() -> None:
+    graph = attention_graph(
+        sizes=_SIZES, mask="b1st", lengths=_LENGTHS[3], is_causal=True, with_stats=True
+    )
+    (legal,) = legalize(graph, _HOPPER).candidates
+    operands = draw_arrays(graph)
+    operands[graph.inputs.index("mask")] = jnp.zeros((2, 1, 5, 7), bool)
+    operands[graph.inputs.index("key_lengths")] = jnp.zeros((2, 1, 1, 1), jnp.int32)
+    changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    # Zero keys gave NaN in some versions: at least one is passed.
+    np.testing.assert_array_equal(changed["key_lengths"], 1)
+    output, stats = _run(legal, operands)
+    np.testing.assert_array_equal(output, 0)
+    np.testing.assert_array_equal(stats, -np.inf)
+
+
+@pytest.mark.usefixtures("_allow_f32")
+def test_lengths_beyond_the_axis_are_cut_to_it() -> None:
+    graph = attention_graph(sizes=_SIZES, lengths=_LENGTHS[3])
+    (legal,) = legalize(graph, _HOPPER).candidates
+    operands = draw_arrays(graph)
+    operands[3:] = [jnp.array([-4, 99], jnp.int32).reshape(2, 1, 1, 1)] * 2
+    changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    assert changed["query_lengths"].ravel().tolist() == [0, 5]
+    assert changed["key_lengths"].ravel().tolist() == [1, 7]
+
+
+def test_what_the_kernel_leaves_in_hidden_places_does_not_come_out() -> None:
+    forward = attention_graph(
+        sizes=_SIZES, dtype="bf16", lengths=_LENGTHS[3], with_stats=True
+    )
+    for graph in (forward, backward_graph(forward)):
+        (legal,) = legalize(graph, _HOPPER).candidates
+        lengths = jnp.array([2, 3], jnp.int32).reshape(2, 1, 1, 1)
+        operands = [
+            lengths if tensor.dtype == "i32" else x
+            for tensor, x in zip(graph.input_tensors, draw_arrays(graph), strict=True)
+        ]
+        left = [
+            jnp.full(t.stored_shape, jnp.nan, jax_dtype(t.dtype))
+            for t in legal.graph.output_tensors
+        ]
+        for tensor, x in zip(
+            graph.output_tensors, legal.after(operands, left), strict=True
+        ):
+            logical = np.moveaxis(np.asarray(x, np.float32), tensor.order, range(4))
+            hidden = [logical[0, :, 2:], logical[1, :, 3:]]
+            seen = [logical[0, :, :2], logical[1, :, :3]]
+            fill = -np.inf if tensor.name == "stats" else 0
+            assert all((part == fill).all() for part in hidden), tensor.name
+            assert all(np.isnan(part).all() for part in seen), tensor.name
+
+
+# --- what is added --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("size", "padded"), [(1, 8), (8, 8), (77, 80), (251, 256)])
+def test_head_sizes_are_padded_to_multiples_of_8(size: int, padded: int) -> None:
+    graph = attention_graph(
+        sizes={**_SIZES, "d": size, "e": size + 16}, dtype="bf16", with_stats=True
+    )
+    (legal,) = legalize(graph, _HOPPER).candidates
+    for name in ("query", "key"):
+        assert legal.graph.tensor(name).dims[3] == padded
+    for name in ("value", "output"):
+        assert legal.graph.tensor(name).dims[3] == padded + 16
+
+
+@pytest.mark.parametrize(("e", "padded"), [(3, 8), (5, 8), (6, 16), (8, 16), (64, 72)])
+def test_the_cotangent_of_statistics_takes_three_spare_columns(
+    e: int, padded: int
+) -> None:
+    forward = attention_graph(sizes={**_SIZES, "e": e}, dtype="bf16", with_stats=True)
+    graph = backward_graph(forward, with_grad_stats=True)
+    (legal,) = legalize(graph, _HOPPER).candidates
+    for name in ("value", "output", "grad_output", "grad_value"):
+        assert legal.graph.tensor(name).dims[3] == padded
+    assert legal.graph.tensor("query").dims[3] == 8
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_the_cotangent_of_statistics_keeps_f32_accuracy(dtype: Any) -> None:
+    # Two keys with equal scores and values 1 and -1: the output is 0, and the slope of
+    # the first score is (g + sum of dO) / 2. With g = 192 + 3/16 + 2^-15 and dO = -192,
+    # -3/16 it is g's last bits alone, which two 16-bit parts would lose.
+    last = 2.0**-15
+    sizes = {"b": 1, "s": 3, "t": 2, "h": 1, "k": 1, "d": 8, "e": 2}
+    name = "bf16" if dtype == jnp.bfloat16 else "f16"
+    forward = attention_graph(sizes=sizes, dtype=name, scale=1.0, with_stats=True)
+    graph = backward_graph(forward, with_grad_stats=True)
+    grad_output = jnp.array([-192, -3 / 16], dtype)
+    values = {
+        "query": jnp.ones((1, 3, 1, 8), dtype),
+        "key": jnp.zeros((1, 2, 1, 8), dtype),
+        "value": jnp.array([[1, 1], [-1, -1]], dtype).reshape(1, 2, 1, 2),
+        "output": jnp.zeros((1, 3, 1, 2), dtype),
+        "stats": jnp.full((1, 1, 3, 1), np.log(2), jnp.float32),
+        "grad_output": jnp.tile(grad_output.reshape(1, 1, 1, 2), (1, 3, 1, 1)),
+        "grad_stats": jnp.full((1, 1, 3, 1), 192 + 3 / 16 + last, jnp.float32),
+    }
+    operands = [values[name] for name in graph.inputs]
+    (legal,) = legalize(graph, _HOPPER).candidates
+    results = legal.after(operands, flash(legal.graph, legal.before(operands)))
+    grad_key = dict(zip(graph.outputs, results, strict=True))["grad_key"]
+    # Three queries of ones, each with the slope last / 2.
+    got = np.asarray(grad_key[0, 0, 0], np.float64)
+    np.testing.assert_allclose(got, 3 * last / 2, rtol=float(jnp.finfo(dtype).eps))
+
+
+@pytest.mark.parametrize("size", [0.0, 2.0**-12, 3.0, 2.0**20])
+def test_the_cotangent_of_statistics_may_have_any_size_in_f16(size: float) -> None:
+    forward = attention_graph(sizes=_SIZES, dtype="f16", with_stats=True)
+    graph = backward_graph(forward, with_grad_stats=True)
+    operands = draw_arrays(graph)
+    index = graph.inputs.index("grad_stats")
+    operands[index] = size * operands[index]
+    (legal,) = legalize(graph, _HOPPER).candidates
+    given = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    e = _SIZES["e"]
+    columns = np.s_[..., e : e + 3]
+    products = np.prod(
+        [np.asarray(given[name], np.float64) for name in ("output", "grad_output")], 0
+    )
+    carried = -products[columns].sum(-1).transpose(0, 2, 1)
+    wanted = np.asarray(operands[index], np.float64)[..., 0]
+    largest = np.abs(wanted).max()
+    np.testing.assert_allclose(carried, wanted, rtol=0, atol=1e-6 * largest)
+
+
+@pytest.mark.parametrize(
+    ("cudnn_version", "t", "is_given"),
+    [
+        (91500, 100, True),
+        (91500, 129, True),
+        (91500, 128, False),
+        (91500, 256, False),
+        (91501, 100, False),
+        (91900, 100, False),
+    ],
+)
+def test_old_cudnn_gets_lengths_where_the_frontend_would_add_its_own(
+    cudnn_version: int, t: int, is_given: bool
+) -> None:
+    target = dataclasses.replace(_HOPPER, cudnn_version=cudnn_version)
+    forward = attention_graph(sizes={**_SIZES, "t": t}, dtype="bf16", with_stats=True)
+    for graph in (forward, backward_graph(forward)):
+        (legal,) = legalize(graph, target).candidates
+        assert ("query_lengths" in legal.graph.inputs) == is_given
+        assert ("key_lengths" in legal.graph.inputs) == is_given
+        if is_given:
+            changed = legal.before(draw_arrays(graph))
+            given = dict(zip(legal.graph.inputs, changed, strict=True))
+            assert given["query_lengths"].ravel().tolist() == [5, 5]
+            assert given["key_lengths"].ravel().tolist() == [t, t]
+
+
+@pytest.mark.parametrize(
+    ("cudnn_version", "sm_version", "t", "is_padded"),
+    [
+        (92000, 90, 64, True),
+        (92501, 90, 192, True),
+        (92300, 90, 128, False),
+        (92300, 100, 64, True),
+        (91900, 90, 320, True),
+        (91900, 90, 100, False),
+        (92600, 80, 64, True),
+        (None, None, 64, True),
+    ],
+)
+def test_key_counts_whose_gradient_is_nan_are_padded(
+    cudnn_version: int | None, sm_version: int | None, t: int, is_padded: bool
+) -> None:
+    target = None
+    if cudnn_version is not None and sm_version is not None:
+        target = dataclasses.replace(
+            _HOPPER, cudnn_version=cudnn_version, sm_version=sm_version
+        )
+    forward = attention_graph(sizes={**_SIZES, "t": t}, dtype="bf16", with_stats=True)
+    (legal,) = legalize(forward, target).candidates
+    assert legal.graph.tensor("key").dims[2] == t
+    (legal,) = legalize(backward_graph(forward), target).candidates
+    for name in ("key", "value", "grad_key", "grad_value"):
+        assert legal.graph.tensor(name).dims[2] == (t + 64 if is_padded else t)
+    assert ("key_lengths" in legal.graph.inputs) == is_padded
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("lengths", [(), ("query_lengths", "key_lengths")])
+@pytest.mark.parametrize("mask", [None, "b1st"])
+@pytest.mark.parametrize("bias", [None, "1hst"])
+def test_padded_key_counts_keep_the_meaning(
+    bias: str | None, mask: str | None, lengths: tuple[str, ...]
+) -> None:
+    _check_meaning(
+        attention_graph(
+            sizes={**_SIZES, "t": 64},
+            bias=bias,
+            mask=mask,
+            lengths=lengths,
+            with_stats=True,
+        ),
+        _HOPPER,
+        with_grad_stats=True,
+    )
+
+
+def test_an_unknown_gpu_gets_no_lengths() -> None:
+    (legal,) = legalize(attention_graph(dtype="bf16"), None).candidates
+    assert set(legal.graph.inputs) == {"query", "key", "value"}
+
+
+@pytest.mark.parametrize(
+    ("mask", "bias", "bias_dtype", "dims", "dtype"),
+    [
+        ("b11t", None, None, (2, 1, 5, 7), "bf16"),
+        ("b11t", "1h1t", "bf16", (2, 6, 5, 7), "bf16"),
+        ("11st", "111t", "f32", (1, 1, 5, 7), "f32"),
+        ("11s1", "1hs1", "f32", (1, 1, 5, 7), "bf16"),
+        (None, "1h1t", "bf16", (1, 6, 5, 7), "bf16"),
+        (None, "b11t", "f32", (2, 1, 5, 7), "f32"),
+    ],
+)
+def test_mask_and_bias_become_one_bias_with_full_rows_and_columns(
+    mask: str | None,
+    bias: str | None,
+    bias_dtype: str | None,
+    dims: tuple[int, ...],
+    dtype: str,
+) -> None:
+    graph = attention_graph(
+        sizes=_SIZES, dtype="bf16", mask=mask, bias=bias, bias_dtype=bias_dtype
+    )
+    (legal,) = legalize(graph, _HOPPER).candidates
+    tensor = legal.graph.tensor("bias")
+    assert (tensor.dims, tensor.dtype) == (dims, dtype)
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("lengths", [(), ("key_lengths",)])
+@pytest.mark.parametrize("lowest", [-1e4, -1e30, float(jnp.finfo(jnp.float32).min)])
+def test_a_mask_hides_keys_below_any_bias(
+    lowest: float, lengths: tuple[str, ...]
+) -> None:
+    graph = attention_graph(
+        sizes=_SIZES, mask="11st", bias="1hst", lengths=lengths, with_stats=True
+    )
+    operands = dict(zip(graph.inputs, draw_arrays(graph), strict=True))
+    # Where the mask lets a query look, there the bias nearly forbids it.
+    low = jnp.where(operands["mask"], jnp.float32(lowest), operands["bias"])
+    operands["bias"] = low
+    (legal,) = legalize(graph, _HOPPER).candidates
+    ordered = [operands[name] for name in graph.inputs]
+    # Scores are rounded to what f32 has beside the bias, the kernel's times log2(e).
+    spacing = float(
+        np.spacing(np.float32(lowest * np.log2(np.e) if lowest > -1e9 else 0))
+    )
+    for x, y in zip(_run(legal, ordered), evaluate(graph, ordered), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5 + abs(spacing))
+
+
+@pytest.mark.parametrize("bias", ["1111", "b1s1", "bhs1"])
+def test_a_bias_that_all_keys_of_a_row_share_does_not_reach_cudnn(bias: str) -> None:
+    forward = attention_graph(sizes=_SIZES, dtype="bf16", bias=bias, with_stats=True)
+    for graph in (forward, backward_graph(forward)):
+        (legal,) = legalize(graph, _HOPPER).candidates
+        assert "bias" not in legal.graph.inputs
+        assert "grad_bias" not in legal.graph.outputs
+        assert not legal.notes
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("axes", ["bhs1", "1111"])
+@pytest.mark.parametrize("with_grad_stats", [False, True])
+def test_a_bias_of_whole_rows_is_added_to_the_statistics_only(
+    axes: str, with_grad_stats: bool
+) -> None:
+    graph = attention_graph(sizes=_SIZES, bias=axes, with_stats=True)
+    for legal in _check_meaning(graph, _HOPPER, with_grad_stats=with_grad_stats):
+        assert "bias" not in legal.graph.inputs
+        assert legal.notes == ()
+
+
+@pytest.mark.usefixtures("_allow_f32")
+def test_minus_infinity_in_a_bias_of_whole_rows_hides_the_row() -> None:
+    forward = attention_graph(sizes=_SIZES, bias="b1s1", with_stats=True)
+    values = dict(zip(forward.inputs, draw_arrays(forward, 2), strict=True))
+    values["bias"] = values["bias"].at[0, 0, 1].set(-jnp.inf).at[1].set(-jnp.inf)
+    for graph in (forward, backward_graph(forward)):
+        for tensor in graph.input_tensors:
+            if tensor.name not in values:  # the cotangent
+                values[tensor.name] = jnp.ones(tensor.stored_shape, jnp.float32)
+        operands = [values[name] for name in graph.inputs]
+        want = evaluate(graph, operands)
+        (legal,) = legalize(graph, _HOPPER).candidates
+        _assert_close(graph, _run(legal, operands), want)
+        values |= dict(zip(graph.outputs, want, strict=True))
+    assert np.isneginf(values["stats"]).sum() == 6 + 6 * 5
+
+
+@pytest.mark.parametrize(
+    ("scale", "legal_scale", "factor"),
+    [(0.25, 0.25, 1), (-0.25, 0.25, -1), (0.0, 1.0, 0), (-0.0, 1.0, 0)],
+)
+def test_a_scale_that_is_not_positive_moves_into_the_query(
+    scale: float, legal_scale: float, factor: int
+) -> None:
+    graph = attention_graph(dtype="bf16", sizes=_SIZES, scale=scale)
+    (legal,) = legalize(graph, _HOPPER).candidates
+    attributes: Any = legal.graph.nodes[0].attributes
+    assert attributes.scale == legal_scale
+    operands = draw_arrays(graph)
+    changed = dict(zip(legal.graph.inputs, legal.before(operands), strict=True))
+    np.testing.assert_array_equal(changed["query"][..., :5], factor * operands[0])
+
+
+def test_graphs_that_cudnn_takes_are_left_alone() -> None:
+    graph = attention_graph(
+        sizes={**_SIZES, "d": 64, "e": 128}, dtype="f16", bias="1hst", bias_dtype="f32"
+    )
+    (legal,) = legalize(graph, _HOPPER).candidates
+    operands = draw_arrays(graph)
+    assert {t.name: t for t in legal.graph.tensors} == {
+        t.name: t for t in graph.tensors
+    }
+    by_name = dict(zip(graph.inputs, operands, strict=True))
+    for name, x in zip(legal.graph.inputs, legal.before(operands), strict=True):
+        assert x is by_name[name]
+    assert legal.notes == ()
+
+
+# --- the gradient of a bias -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("bias_dtype", "with_grad_bias", "notes"),
+    [
+        ("bf16", False, [0]),
+        ("f32", False, [0]),
+        ("bf16", True, [0, 1]),
+        ("f32", True, [1]),
+    ],
+)
+def test_a_bias_gradient_falls_back_to_xla_alone_with_a_note(
+    bias_dtype: str, with_grad_bias: bool, notes: list[int]
+) -> None:
+    forward = attention_graph(
+        sizes=_SIZES, dtype="bf16", bias="1hst", bias_dtype=bias_dtype, with_stats=True
+    )
+    graph = backward_graph(forward, with_grad_bias=with_grad_bias)
+    candidates = legalize(graph, _HOPPER).candidates
+    assert [len(legal.notes) for legal in candidates] == notes
+    for legal in candidates:
+        in_cudnn = with_grad_bias and not legal.notes
+        assert ("grad_bias" in legal.graph.outputs) == in_cudnn
+        if legal.notes:
+            assert legal.notes == (
+                f"the gradient of bias {bias_dtype}[1, 6, 5, 7] is computed by XLA: "
+                "cuDNN has no plan for it; its memory grows with s*t",
+            )
+
+
+# --- refusals -------------------------------------------------------------------------
+
+_ADVICE = (
+    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
+    "operands as the reasons say."
+)
+
+
+def _target(**changes: Any) -> Target:
+    return dataclasses.replace(_HOPPER, **changes)
+
+
+@pytest.mark.parametrize(
+    ("options", "target", "reasons"),
+    [
+        ({"dtype": "f64"}, None, ["query is f64; cuDNN's {kind} takes {dtypes}"]),
+        (
+            {"dtype": "bf16", "bias": "1hst", "bias_dtype": "f16"},
+            None,
+            ["bias is f16; cuDNN takes bf16 or f32 here"],
+        ),
+        (
+            {"dtype": "f16", "bias": "1hst", "bias_dtype": "f64"},
+            _HOPPER,
+            ["bias is f64; cuDNN takes f16 or f32 here"],
+        ),
+        (
+            {"dtype": "f16", "sizes": {**_SIZES, "b": 65536}},
+            None,
+            ["batch 65536 or heads 6 exceed 65535"],
+        ),
+        (
+            {"dtype": "f16", "sizes": {**_SIZES, "h": 65538}},
+            _HOPPER,
+            ["batch 2 or heads 65538 exceed 65535"],
+        ),
+        (
+            {"dtype": "bf16"},
+            _target(name="Tesla T4", sm_version=75),
+            ["Tesla T4 is sm_75; cuDNN's attention needs sm_80 (Ampere) or newer"],
+        ),
+        (
+            {"dtype": "bf16"},
+            _target(cudnn_version=91000),
+            ["cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2"],
+        ),
+        (
+            {"dtype": "f64", "bias": "1hst", "bias_dtype": "f16"},
+            _target(name="Tesla T4", sm_version=75, cudnn_version=91001),
+            [
+                "query is f64; cuDNN's {kind} takes {dtypes}",
+                "bias is f16; cuDNN takes f64 or f32 here",
+                "Tesla T4 is sm_75; cuDNN's attention needs sm_80 (Ampere) or newer",
+                "cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2",
+            ],
+        ),
+    ],
+)
+def test_what_cudnn_cannot_do_is_refused_with_all_reasons(
+    options: dict[str, Any], target: Target | None, reasons: list[str]
+) -> None:
+    forward = attention_graph(**{"sizes": _SIZES, **options}, with_stats=True)
+    for graph, dtypes in (
+        (forward, "bf16, f16, f32"),
+        (backward_graph(forward), "bf16, f16"),
+    ):
+        refusal = legalize(graph, target)
+        kind = graph.nodes[0].kind
+        assert refusal.candidates == ()
+        assert list(refusal.reasons) == [
+            reason.format(kind=kind, dtypes=dtypes) for reason in reasons
+        ]
+        assert refusal.advice == _ADVICE
+
+
+def test_f32_is_taken_forward_as_slower_and_refused_backward() -> None:
+    forward = attention_graph(sizes=_SIZES, with_stats=True)
+    (legal,) = legalize(forward, _HOPPER).candidates
+    assert legal.slower == (
+        "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
+        'tokens) and has no gradient; implementation="cudnn" uses it, in memory that '
+        "does not grow with s*t"
+    )
+    refusal = legalize(backward_graph(forward), None)
+    assert refusal.reasons == ("query is f32; cuDNN's sdpa_backward takes bf16, f16",)
+    (legal,) = legalize(attention_graph(sizes=_SIZES, dtype="f16"), None).candidates
+    assert legal.slower == ""
+
+
+_CALLS: dict[str, Any] = {
+    "plain": jax_cudnn.sdpa,
+    "dropout": functools.partial(
+        jax_cudnn.sdpa, dropout_rate=0.1, dropout_key=jax.random.key(0)
+    ),
+    "one array": lambda q, k, v: jax_cudnn.qkv_sdpa(jnp.stack([q, k, v], axis=2)),
+}
+
+
+@pytest.mark.parametrize("name", _CALLS)
+def test_f32_and_small_attention_are_slower_by_the_call(name: str) -> None:
+    def reasons(dtype: str) -> set[str]:
+        operand = jax.ShapeDtypeStruct((8, 256, 1, 64), jnp.dtype(dtype))
+        (traced,) = traced_graphs(_CALLS[name], *[operand] * 3)
+        return {each.slower for each in legalize(traced.graph, _HOPPER).candidates}
+
+    (f32,) = reasons("float32")
+    assert f32.startswith("cuDNN's f32 attention takes up to twice XLA's time")
+    (small,) = reasons("bfloat16")
+    assert small.startswith("with one head") == (name == "plain")
+    assert small == "" or name == "plain"
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_trained", "is_slower"),
+    [
+        # One head or one sequence, up to 2 and with gradients 3 million scores.
+        ({"b": 8, "h": 1}, False, True),
+        ({"b": 1, "h": 8}, False, True),
+        ({"b": 8, "h": 1, "s": 513, "t": 513}, False, False),
+        ({"b": 8, "h": 1, "s": 513, "t": 513}, True, True),
+        ({"b": 12, "h": 1}, True, True),
+        ({"b": 12, "h": 1, "s": 513, "t": 513}, True, False),
+        ({"b": 1, "h": 8, "is_causal": True}, True, True),
+        ({"b": 8, "h": 1, "d": 256, "e": 256}, False, True),
+        # Several of both.
+        ({"b": 2, "h": 2}, False, False),
+        ({"b": 2, "h": 2}, True, False),
+        # What was not measured: few tokens, keys of another number or size, other
+        # layouts and head sizes, and what is more than causal.
+        ({"b": 8, "h": 1, "s": 127, "t": 127}, False, False),
+        ({"b": 8, "h": 1, "t": 256}, True, False),
+        ({"b": 8, "h": 1, "e": 128}, True, False),
+        ({"b": 8, "h": 1, "d": 32, "e": 32}, True, False),
+        ({"b": 8, "h": 1, "order": (2, 0, 1, 3)}, False, False),
+        ({"b": 8, "h": 1, "order": (0, 1, 2, 3)}, True, False),
+        ({"b": 1, "h": 8, "k": 2}, False, False),
+        ({"b": 8, "h": 1, "window": (64, 0)}, False, False),
+        ({"b": 8, "h": 1, "bias": "1hst"}, True, False),
+        ({"b": 8, "h": 1, "lengths": ("key_lengths",)}, False, False),
+    ],
+)
+def test_small_attention_is_left_to_xla_where_it_was_faster(
+    changes: dict[str, Any], is_trained: bool, is_slower: bool
+) -> None:
+    sizes = {"b": 8, "s": 512, "t": 512, "h": 1, "d": 64, "e": 64}
+    sizes |= {name: x for name, x in changes.items() if name in "bsthde"}
+    sizes["k"] = changes.get("k", sizes["h"])
+    others = {name: x for name, x in changes.items() if name not in "bsthkde"}
+    forward = attention_graph(
+        sizes=sizes, dtype="bf16", with_stats=is_trained, **others
+    )
+    graphs = [forward, *([backward_graph(forward)] if is_trained else [])]
+    for graph in graphs:
+        ways = legalize(graph, _HOPPER).candidates
+        assert ways
+        assert {way.slower != "" for way in ways} == {is_slower}
+        if is_slower:
+            million = 3 if is_trained else 2
+            assert f"up to {million} million scores" in ways[0].slower
+
+
+@pytest.mark.parametrize(("d", "e"), [(264, 64), (64, 257)])
+def test_gradients_with_heads_over_256_are_refused_where_the_gpu_is_known(
+    d: int, e: int
+) -> None:
+    forward = attention_graph(
+        sizes={**_SIZES, "d": d, "e": e}, dtype="bf16", with_stats=True
+    )
+    assert legalize(forward, _HOPPER).candidates
+    graph = backward_graph(forward)
+    assert legalize(graph, None).candidates
+    (reason,) = legalize(graph, _HOPPER).reasons
+    assert reason == f"head sizes d={d}, e={e}; cuDNN's gradient takes at most 256"
+
+
+@pytest.mark.parametrize("size", [65535, 3])
+def test_what_is_at_a_limit_is_taken(size: int) -> None:
+    graph = attention_graph(
+        sizes={**_SIZES, "b": size, "h": 65535, "k": 3, "d": 256}, dtype="bf16"
+    )
+    for version in (90999, 91002):
+        target = _target(sm_version=80, cudnn_version=version)
+        assert legalize(graph, target).candidates
+
+
+# --- the program ----------------------------------------------------------------------
+
+
+def test_every_process_writes_the_same_program() -> None:
+    # XLA's cache on disk knows a program by its text. Padding made it differ once.
+    program = """
+import jax, jax.numpy as jnp, jax_cudnn
+q = jnp.ones((2, 5, 6, 13), jnp.bfloat16)
+grad = jax.grad(lambda q, k, v: jax_cudnn.sdpa(q, k, v).sum(), argnums=(0, 1, 2))
+print(jax.jit(grad).trace(q, q, q).lower(lowering_platforms=("cuda",)).as_text())
+"""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", program],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(texts) == 1
+    assert "jax_cudnn.graph" in texts.pop()
+
+
+# --- gradients of a part of the keys --------------------------------------------------
+
+
+def _part_of(
+    backward: Graph, operands: list[jax.Array], columns: slice
+) -> tuple[Graph, list[jax.Array]]:
+    """Return the partial gradient graph of some keys, with its operands."""
+    axis_of_keys = {"key": 2, "value": 2, "bias": 3, "mask": 3}
+    tensors, arrays = {}, dict(zip(backward.inputs, operands, strict=True))
+    for tensor in backward.tensors:
+        axis = axis_of_keys.get(tensor.name.removeprefix("grad_"))
+        if axis is not None and tensor.dims[axis] != 1:
+            dims = list(tensor.dims)
+            dims[axis] = len(range(*columns.indices(dims[axis])))
+            if tensor.name in arrays:
+                index = [slice(None)] * 4
+                index[tensor.order.index(axis)] = columns
+                arrays[tensor.name] = arrays[tensor.name][tuple(index)]
+            tensor = dataclasses.replace(tensor, dims=tuple(dims))
+        tensors[tensor.name] = tensor
+    (node,) = backward.nodes
+    attributes: Any = node.attributes
+    node = dataclasses.replace(
+        node, attributes=dataclasses.replace(attributes, is_partial=True)
+    )
+    if "key_lengths" in arrays:
+        arrays["key_lengths"] = arrays["key_lengths"] - columns.start
+    part = dataclasses.replace(backward, tensors=tuple(tensors.values()), nodes=(node,))
+    return part, [arrays[name] for name in backward.inputs]
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("with_grad_stats", [False, True])
+@pytest.mark.parametrize("lengths", [(), ("query_lengths", "key_lengths")])
+@pytest.mark.parametrize("mask", [None, "b1st"])
+@pytest.mark.parametrize("bias", [None, "bhst", "1h1t", "b1s1"])
+def test_gradients_of_parts_of_the_keys_add_up(
+    bias: str | None, mask: str | None, lengths: tuple[str, ...], with_grad_stats: bool
+) -> None:
+    graph = attention_graph(
+        sizes=_SIZES,
+        bias=bias,
+        mask=mask,
+        lengths=lengths,
+        with_stats=True,
+        order=(0, 1, 2, 3),
+    )
+    given = draw_arrays(graph)
+    backward = backward_graph(graph, with_grad_stats=with_grad_stats)
+    rng = np.random.default_rng(5)
+    known = {
+        **dict(zip(graph.inputs, given, strict=True)),
+        **dict(zip(graph.outputs, evaluate(graph, given), strict=True)),
+    }
+    operands = [
+        known[tensor.name]
+        if tensor.name in known
+        else jnp.asarray(rng.standard_normal(tensor.stored_shape), jnp.float32)
+        for tensor in backward.input_tensors
+    ]
+    whole = dict(zip(backward.outputs, evaluate(backward, operands), strict=True))
+    # Each way to a part's gradient in turn; the reference of the part is the last one.
+    columns = (slice(0, 1), slice(1, 3), slice(3, 7))
+    parts = [_part_of(backward, operands, x) for x in columns]
+    ways = len(legalize(parts[2][0], _HOPPER).candidates)
+    assert ways == (1 if bias in (None, "b1s1") else 2)
+    for way in range(ways + 1):
+        found: dict[str, list[Any]] = {name: [] for name in backward.outputs}
+        for part, arrays in parts:
+            if way == ways:
+                results = evaluate(part, arrays)
+            else:
+                candidates = legalize(part, _HOPPER).candidates
+                legal = candidates[min(way, len(candidates) - 1)]
+                assert not legal.graph.nodes[0].attributes.is_partial  # type: ignore[attr-defined]
+                arrays = _within_lengths(part, arrays)
+                results = _run(legal, arrays)
+            for name, x in zip(part.outputs, results, strict=True):
+                found[name].append(x)
+        for name, want in whole.items():
+            axis = {"grad_key": 2, "grad_value": 2, "grad_bias": 3}.get(name)
+            is_along_keys = axis is not None and want.shape[axis] != 1
+            got = (
+                jnp.concatenate(found[name], axis)
+                if is_along_keys
+                else sum(found[name])
+            )
+            np.testing.assert_allclose(got, want, rtol=2e-4, atol=2e-4, err_msg=name)
+
+
+def _within_lengths(part: Graph, arrays: list[jax.Array]) -> list[jax.Array]:
+    """Return operands whose lengths are within the axes, as `sdpa` has them."""
+    return [
+        jnp.clip(x, 0) if tensor.dtype == "i32" else x
+        for tensor, x in zip(part.input_tensors, arrays, strict=True)
+    ]

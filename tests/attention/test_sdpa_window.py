@@ -1,0 +1,517 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Does `local_window_size` mean what jax.nn means by it, in each form that it takes?"""
+
+import functools
+import itertools
+import operator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax.nnx import Rngs
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, PartitionSpec
+
+from jax_cudnn import (
+    cached_sdpa,
+    f8,
+    masks,
+    paged_sdpa,
+    parallel,
+    plans,
+    qkv_sdpa,
+    sdpa,
+)
+from jax_cudnn.flax import linen, nnx
+from jax_cudnn.graph import Graph, SdpaAttributes, Target, from_json, to_json
+from jax_cudnn.legalize import legalize
+from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
+from jax_cudnn.lowering import traced_graphs
+from tests.attention.shared.flash import flash
+from tests.attention.shared.oracle import (
+    attention_graph,
+    backward_graph,
+    by_role,
+    numpy_results,
+    to_logical,
+)
+from tests.common.drawn_operands import draw_operands
+
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
+
+_HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
+_LENGTHS = [(7, 7), (5, 9), (9, 5)]
+_WINDOWS: list[Any] = [
+    *[(2, 1), (0, 0), 3, (1, 0), (0, 3), (100, 2), (4, 50), (10**6, 1)],
+    *[(-1, 3), (3, -2), (None, 2), (2, None), (None, -1), (None, None)],
+]
+# No query sees a key in them.
+_EMPTY: list[Any] = [(-1, -1), -1, (-1, 0), (0, -1), (-2, 1), (2, -3), (-5, -4)]
+
+
+def _pair(window: Any) -> tuple[int, int]:
+    """Return a window as graphs have it: 64 is as long as anything here."""
+    pair = (window, window) if isinstance(window, int) else window
+    left, right = (64 if size is None else size for size in pair)
+    return left, right
+
+
+def _seen(s: int, t: int, window: Any, is_causal: bool = False) -> np.ndarray:
+    left, right = _pair(window)
+    rows, columns = np.arange(s)[:, None], np.arange(t)
+    seen = (columns >= rows - left) & (columns <= rows + right)
+    return seen & (columns <= rows) if is_causal else seen
+
+
+def _operands(s: int, t: int) -> list[jax.Array]:
+    shapes = (2, s, 4, 8), (2, t, 2, 8), (2, t, 2, 8), (1, 4, s, t)
+    return [
+        jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("form", ["alone", "is_causal", "bias", "mask", "lengths"])
+@pytest.mark.parametrize(("s", "t"), _LENGTHS)
+def test_values_and_gradients_are_those_of_jax_nn(s: int, t: int, form: str) -> None:
+    """For queries that see a key; jax.nn gives the others a mean of hidden values."""
+    q, k, v, bias = _operands(s, t)
+    options: dict[str, Any] = {
+        "alone": {},
+        "is_causal": {"is_causal": True},
+        "bias": {"bias": bias},
+        "mask": {"mask": bias > -0.5},
+        "lengths": {
+            "query_seq_lengths": jnp.array([s, s - 1]),
+            "key_value_seq_lengths": jnp.array([t - 2, t]),
+        },
+    }[form]
+    for window in _WINDOWS[(s + len(form)) % 3 :: 3]:
+        if form == "is_causal" and window == (-1, 3):
+            continue  # It is refused.
+        seen = _seen(s, t, window, form == "is_causal")[None, None]
+        if form == "mask":
+            seen = seen & np.asarray(options["mask"])
+        if form == "lengths":
+            length = np.asarray(options["key_value_seq_lengths"]).reshape(2, 1, 1, 1)
+            seen = seen & (np.arange(t) < length)
+        live = np.broadcast_to(seen.any(-1), (2, 4, s)).swapaxes(1, 2)
+        if form == "lengths":
+            live = live & (np.arange(s)[:, None] < np.array([[[s]], [[s - 1]]]))
+        kwargs = options | {"local_window_size": window}
+        theirs = functools.partial(
+            jax.nn.dot_product_attention,
+            **(kwargs | {"local_window_size": _pair(window)}),
+            implementation="xla",
+        )
+        found, pull = jax.vjp(lambda *x, kw=kwargs: sdpa(*x, **kw), q, k, v)
+        expected, their_pull = jax.vjp(theirs, q, k, v)
+        np.testing.assert_allclose(found[live], expected[live], atol=1e-5)
+        assert not found[~live].any()
+        cotangent = jax.random.normal(jax.random.key(9), found.shape)
+        cotangent = jnp.where(live[..., None], cotangent, 0)
+        for x, y in zip(pull(cotangent), their_pull(cotangent), strict=True):
+            np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+_FORMS: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "causal": {"is_causal": True},
+    "bias": {"bias": "1hst"},
+    "bias of keys": {"bias": "b11t", "is_causal": True},
+    "mask": {"mask": "b1st"},
+    "mask of keys": {"mask": "b11t", "bias": "11st"},
+    "lengths": {"lengths": ("query_lengths", "key_lengths")},
+    "length and negative scale": {"lengths": ("key_lengths",), "scale": -0.5},
+}
+
+
+@pytest.mark.parametrize("form", _FORMS.values(), ids=_FORMS)
+@pytest.mark.parametrize(("s", "t"), [*_LENGTHS, (5, 64)])
+def test_rewritten_graphs_give_what_windows_mean(
+    s: int, t: int, form: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(legalize_sdpa, "_refuse", lambda *_: None)  # f32, for the truth
+    sizes = {"b": 2, "s": s, "t": t, "h": 4, "k": 2, "d": 8, "e": 5}
+    # A graph may have an empty window.
+    for window in [*_WINDOWS, (-2, -2), -1][(s + t + len(form)) % 3 :: 3]:
+        forward = attention_graph(
+            sizes=sizes, window=_pair(window), with_stats=True, **form
+        )
+        backward = backward_graph(forward, with_grad_stats=True)
+        given = dict(zip(backward.inputs, draw_operands(backward, 3), strict=True))
+        options = {
+            name: getattr(forward.nodes[0].attributes, name)
+            for name in ("scale", "is_causal", "window")
+        }
+        truth = numpy_results(
+            by_role(backward, [given[name] for name in backward.inputs]), **options
+        )
+        operands = [jnp.asarray(given[name]) for name in forward.inputs]
+        for legal in legalize(forward, _HOPPER).candidates:
+            with jax.disable_jit():
+                results = legal.run(lambda x, g=legal.graph: flash(g, x), operands)
+            _check(forward, results, truth)
+            given |= dict(zip(forward.outputs, map(np.asarray, results), strict=True))
+        operands = [jnp.asarray(given[name]) for name in backward.inputs]
+        for legal in legalize(backward, _HOPPER).candidates:
+            with jax.disable_jit():
+                results = legal.run(lambda x, g=legal.graph: flash(g, x), operands)
+            _check(backward, results, truth)
+
+
+def _check(graph: Graph, results: Any, truth: dict[str, np.ndarray]) -> None:
+    for tensor, x in zip(graph.output_tensors, results, strict=True):
+        np.testing.assert_allclose(
+            to_logical(tensor, x), truth[tensor.name], rtol=2e-4, atol=2e-4
+        )
+
+
+# --- which form it takes --------------------------------------------------------------
+
+
+def _forms(**options: Any) -> list[tuple[int, ...]]:
+    """Return the windows that the candidates' kernels get; () beside a mask."""
+    graph = attention_graph(dtype="bf16", **options)
+    found = [way.graph.nodes[0].attributes for way in legalize(graph, None).candidates]
+    return [x.window for x in found if isinstance(x, SdpaAttributes)]
+
+
+def test_a_band_is_used_where_every_query_sees_a_key_in_it() -> None:
+    assert _forms(window=(2, 1)) == [(2, 1), ()]
+    assert _forms(window=(2, 0), is_causal=True) == [(2, 0), ()]
+    assert _forms(window=(2, 1), bias="1hst") == [(2, 1), ()]
+    # No key beside a negative bound, lengths, a mask, or for the last queries.
+    assert _forms(window=(-1, 3)) == [()]
+    assert _forms(window=(2, 1), lengths=("key_lengths",)) == [()]
+    assert _forms(window=(2, 1), mask="b1st") == [()]
+    sizes = {"b": 2, "s": 9, "t": 5, "h": 4, "k": 2, "d": 8, "e": 8}
+    assert _forms(window=(3, 1), sizes=sizes) == [()]
+    assert _forms(window=(4, 1), sizes=sizes) == [(4, 1), ()]
+
+
+def test_a_window_that_hides_nothing_is_none() -> None:
+    assert _forms(window=(100, 100)) == [()]
+    graph = attention_graph(dtype="bf16", window=(100, 0), is_causal=True)
+    (way,) = legalize(graph, None).candidates
+    assert not way.notes
+    assert "mask" not in dict(way.graph.nodes[0].inputs)
+    assert (
+        way.graph
+        == legalize(attention_graph(dtype="bf16", is_causal=True), None)
+        .candidates[0]
+        .graph
+    )
+
+
+def test_a_window_in_the_mask_is_told() -> None:
+    graph = attention_graph(dtype="bf16", window=(2, 1), mask="b1st")
+    (way,) = legalize(graph, None).candidates
+    assert way.notes == (
+        "the window [2, 1] is part of the mask: cuDNN has no band for it",
+    )
+
+
+# --- what a new attribute does not change ---------------------------------------------
+
+
+def test_a_graph_without_a_window_has_the_text_that_it_had() -> None:
+    text = to_json(attention_graph())
+    assert "window" not in text
+    written = to_json(attention_graph(window=(2, 1)))
+    assert ',"scale":0.29999999999999999,"window":[2,1]}' in written
+    assert from_json(written) == attention_graph(window=(2, 1))
+    with pytest.raises(Exception, match="not in canonical form"):
+        from_json(written.replace("[2,1]", "[]"))
+
+
+# --- transformations ------------------------------------------------------------------
+
+
+def test_examples_of_vmap_fold_into_the_batch() -> None:
+    q, k, v, _ = _operands(7, 9)
+    function = functools.partial(sdpa, local_window_size=(2, 1))
+    many = [jnp.stack([x, 2 * x, -x]) for x in (q, k, v)]
+    found = jax.vmap(function)(*many)
+    for i in range(3):
+        np.testing.assert_allclose(found[i], function(*(x[i] for x in many)), atol=1e-6)
+    ((graph, *_),) = [
+        (each.graph,) for each in traced_graphs(jax.vmap(function), *many)
+    ]
+    assert graph.tensor("query").dims[0] == 6
+
+
+def test_jvp_and_vjp_agree() -> None:
+    q, k, v, _ = _operands(7, 5)
+    function = functools.partial(sdpa, local_window_size=(2, 1))
+    tangents = tuple(jnp.cos(x) for x in (q, k, v))
+    out, moved = jax.jvp(function, (q, k, v), tangents)
+    pulled = jax.vjp(function, q, k, v)[1](jnp.sin(out))
+    left = jnp.vdot(jnp.sin(out), moved)
+    right = sum(jnp.vdot(x, y) for x, y in zip(pulled, tangents, strict=True))
+    np.testing.assert_allclose(left, right, rtol=1e-4)
+
+
+def test_the_window_is_static_under_jit_and_in_what_is_inspected() -> None:
+    q, k, v, _ = _operands(7, 7)
+    compiled = jax.jit(sdpa, static_argnames="local_window_size")
+    for window in ((2, 1), 3):
+        found = compiled(q, k, v, local_window_size=window)
+        np.testing.assert_allclose(found, sdpa(q, k, v, local_window_size=window))
+    x = jax.ShapeDtypeStruct((2, 128, 4, 64), jnp.bfloat16)
+    report = plans.inspect(compiled, x, x, x, local_window_size=(16, 0))
+    assert [call.op for call in report.calls] == ["sdpa"]
+
+
+# --- errors ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "window", [1.5, (1,), (1, 2, 3), "21", True, (1, "2"), (None, 1.5), ()]
+)
+def test_what_is_no_window_is_refused(window: Any) -> None:
+    q, k, v, _ = _operands(5, 5)
+    with pytest.raises(TypeError, match="is neither an int nor two"):
+        sdpa(q, k, v, local_window_size=window)
+
+
+def test_a_traced_window_is_refused() -> None:
+    q, k, v, _ = _operands(5, 5)
+    with pytest.raises(TypeError, match="ints known when the program is traced"):
+        jax.jit(lambda n: sdpa(q, k, v, local_window_size=n))(2)
+
+
+def test_a_window_beyond_64_bits_is_refused() -> None:
+    q, k, v, _ = _operands(5, 5)
+    with pytest.raises(ValueError, match="does not fit in 63 bits"):
+        sdpa(q, k, v, local_window_size=(2**63, 0))
+
+
+def test_integers_of_numpy_are_taken() -> None:
+    q, k, v, _ = _operands(5, 5)
+    sizes = itertools.product((np.int32(2), 2), (np.int64(1), 1))
+    results = [sdpa(q, k, v, local_window_size=pair) for pair in sizes]
+    for result in results[1:]:
+        np.testing.assert_array_equal(result, results[0])
+
+
+# --- windows that show no key, and sides without a bound ------------------------------
+
+
+def _paged(q: jax.Array, k: jax.Array, v: jax.Array, lengths: Any, **given: Any) -> Any:
+    table = jnp.arange(q.shape[0])[:, None]
+    return paged_sdpa(q, k, v, table, lengths, **given)
+
+
+def _mesh() -> jax.sharding.Mesh:
+    return jax.make_mesh((2,), ("s",), axis_types=(AxisType.Auto,), devices=_two())
+
+
+def _two() -> list[jax.Device]:
+    return jax.devices()[:2]
+
+
+def _in_shard_map(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> jax.Array:
+    call = functools.partial(parallel.sdpa, axis_name="s", **given)
+    spec = PartitionSpec(None, "s")
+    shared = jax.shard_map(
+        lambda *x: call(*x), mesh=_mesh(), in_specs=(spec,) * 3, out_specs=spec
+    )
+    return jax.jit(shared)(q, k, v)
+
+
+def _of_f8(function: Any) -> Any:
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> Any:
+        x = [each.astype(jnp.float8_e4m3fn) for each in (q, k, v)]
+        one = jnp.float32(1)
+        scales = {"query_scale": one, "key_scale": one, "value_scale": one}
+        return function(*x, **scales, preferred_element_type=jnp.bfloat16, **given)
+
+    return call
+
+
+def _layer(kind: str) -> Any:
+    """Return a layer of Flax as a function of its input and settings."""
+
+    def call(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> Any:
+        x = jnp.reshape(q, (*q.shape[:2], -1))
+        if kind == "linen":
+            layer = linen.MultiHeadDotProductAttention(num_heads=2, **given)
+            return layer.init_with_output(jax.random.key(0), x)[0]
+        layer = nnx.MultiHeadAttention(
+            num_heads=2, in_features=x.shape[-1], decode=False, rngs=Rngs(0),
+            **given,
+        )  # fmt: skip
+        return layer(x)
+
+    return call
+
+
+def _as_mask(q: jax.Array, k: jax.Array, v: jax.Array, **given: Any) -> Any:
+    window = given["local_window_size"]
+    left, right = (window, window) if isinstance(window, int) else window
+    mask: masks.Mask = masks.Window(left, right)
+    if given.get("is_causal"):
+        mask = masks.Causal() & mask
+    return sdpa(q, k, v, mask=mask)
+
+
+# All functions that take a window, as functions of q, k, v and settings, and whether
+# they are causal without being told so.
+_TAKERS: dict[str, Any] = {
+    "sdpa": sdpa,
+    "sdpa with a mask": functools.partial(sdpa, mask=masks.Prefix(2)),
+    "sdpa with packed sequences": functools.partial(sdpa, mask=masks.Packed([0, 3, 6])),
+    "masks.Window": _as_mask,
+    "qkv_sdpa": lambda q, k, v, **given: qkv_sdpa(jnp.stack([q, k, v], 2), **given),
+    "cached_sdpa": lambda *x, **given: cached_sdpa(*x, jnp.array([6, 5]), **given),
+    "paged_sdpa": lambda *x, **given: _paged(*x, jnp.array([6, 5]), **given),
+    "f8.sdpa": _of_f8(f8.sdpa),
+    "f8.quantized_sdpa": lambda *x, **given: f8.quantized_sdpa(
+        *(each.astype(jnp.bfloat16) for each in x), **given
+    ),
+    "parallel.sdpa": _in_shard_map,
+    "sharded_sdpa": lambda *x, **given: parallel.sharded_sdpa(
+        *x, mesh=_mesh(), axis="s", **given
+    ),
+    "sharded_sdpa with packed sequences": lambda *x, **given: parallel.sharded_sdpa(
+        *x, mesh=_mesh(), axis="s", mask=masks.Packed([0, 3, 6]), **given
+    ),
+    "linen": _layer("linen"),
+    "nnx": _layer("nnx"),
+}
+
+
+def _same_sizes() -> list[jax.Array]:
+    return [jax.random.normal(jax.random.key(i), (2, 6, 2, 8)) for i in range(3)]
+
+
+@pytest.mark.parametrize("name", _TAKERS)
+def test_a_window_that_shows_no_key_is_refused_wherever_one_is_taken(name: str) -> None:
+    operands = _same_sizes()
+    told = r"show(s)? no key to any.*Pass None for a side without a bound.*write -1"
+    for window in _EMPTY:
+        with pytest.raises(ValueError, match=told):
+            _TAKERS[name](*operands, is_causal=False, local_window_size=window)
+    for window in [*_EMPTY, (-1, 5), (-3, 4)]:
+        with pytest.raises(ValueError, match=told):
+            _TAKERS[name](*operands, is_causal=True, local_window_size=window)
+
+
+@pytest.mark.parametrize("name", _TAKERS)
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_side_without_a_bound_is_one_beyond_all_tokens(
+    name: str, is_causal: bool
+) -> None:
+    operands, call = _same_sizes(), _TAKERS[name]
+    given = {"is_causal": is_causal}
+    for open_, far in (
+        ((None, 1), (9, 1)),
+        ((2, None), (2, 9)),
+        ((None, -1), (9, -1)),
+        ((None, None), (9, 9)),
+    ):
+        found = call(*operands, **given, local_window_size=open_)
+        expected = call(*operands, **given, local_window_size=far)
+        np.testing.assert_allclose(
+            np.asarray(found, np.float32), np.asarray(expected, np.float32), atol=1e-6
+        )
+    past = call(*operands, **given, local_window_size=(3, -1))
+    assert np.asarray(past, np.float32).any()
+
+
+@given(
+    sizes=st.tuples(st.integers(1, 5), st.integers(1, 5)),
+    bounds=st.lists(
+        st.tuples(
+            *[st.none() | st.integers(-4, 4)] * 2,
+            st.sampled_from(["top-left", "bottom-right"]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    is_causal=st.booleans(),
+)
+def test_masks_are_refused_just_where_no_position_sees_a_key(
+    sizes: tuple[int, int], bounds: list[Any], is_causal: bool
+) -> None:
+    """Of positions without an end, as in a row of which s and t are a part."""
+    s, t = sizes
+    distances = np.arange(-40, 40)
+    seen = distances <= 0 if is_causal else np.ones(80, bool)
+    parts: list[masks.Mask] = [masks.Causal()] if is_causal else []
+    is_refused = False
+    for left, right, alignment in bounds:
+        own = distances - (t - s if alignment == "bottom-right" else 0)
+        low = -100 if left is None else -left
+        high = 100 if right is None else right
+        seen = seen & (low <= own) & (own <= high)
+        try:
+            parts.append(masks.Window(left, right, alignment))
+        except ValueError:
+            assert low > high
+            is_refused = True
+    if not is_refused:
+        mask = functools.reduce(operator.and_, parts)
+        try:
+            mask.arguments(s, t)
+        except ValueError:
+            is_refused = True
+    assert is_refused == (not seen.any())
+
+
+def test_masks_that_show_no_key_together_are_named() -> None:
+    q, k, v = (x[:, :size] for x, size in zip(_same_sizes(), (4, 6, 6), strict=True))
+    ahead = masks.Window(-1, 5)
+    with pytest.raises(
+        ValueError,
+        match=r"sdpa: Window\(left=-1, right=5\) & Causal\(\) show no key to any of 4 "
+        r"queries with 6 keys: those that one shows are hidden by another\. Pass None",
+    ):
+        sdpa(q, k, v, mask=ahead, is_causal=True)
+    with pytest.raises(ValueError, match=r"Causal.*'cache'.*show no key to any of 4"):
+        sdpa(
+            q, k, v, key_value_seq_lengths=jnp.array([3, 5]),
+            mask=masks.Causal("cache") & masks.Window(-1, 5, "cache"),
+        )  # fmt: skip
+    # Positions of different alignments, of which the last 2 are as far apart as needed.
+    assert sdpa(q, k, v, mask=masks.Causal() & masks.Window(2, 0, "bottom-right")).any()
+    with pytest.raises(ValueError, match=r"Causal.* & Window.*show no key to any of 4"):
+        sdpa(q, k, v, mask=masks.Causal() & masks.Window(1, 0, "bottom-right"))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_a_window_of_a_layer_shows_the_tokens_that_it_adds_to_a_cache_some_key(
+    is_causal: bool,
+) -> None:
+    """Tokens that are added to a cache see none after themselves."""
+    layer = nnx.MultiHeadAttention(
+        num_heads=2, in_features=8, decode=True, rngs=Rngs(0), is_causal=is_causal
+    )
+    layer.init_cache((2, 5, 8))
+    x = jnp.ones((2, 1, 8))
+    with pytest.raises(
+        ValueError,
+        match=r"MultiHeadAttention: the windows of the mask show no key to any token "
+        r"that is added to the cache.*Pass None for a side without a bound",
+    ):
+        layer(x, mask=masks.Window(-1, 3))
+    with pytest.raises(ValueError, match="show no key to any token"):
+        layer(x, mask=masks.Window(2, -1) & masks.Window(0, 3))
+    assert layer(x, mask=masks.Window(2, None)).shape == (2, 1, 8)
+
+
+def test_symbolic_lengths_take_a_side_without_a_bound() -> None:
+    b, s = jax.export.symbolic_shape("b, s")
+    x = jax.ShapeDtypeStruct((b, s, 2, 8), jnp.float32)
+    q = _same_sizes()[0]
+    for options in (
+        {"local_window_size": (None, 1)},
+        {"mask": masks.Window(2, None)},
+        {"mask": masks.Window(None, -1)},
+    ):
+        call = functools.partial(sdpa, **options)  # type: ignore[arg-type]
+        program = jax.export.export(jax.jit(lambda x, f=call: f(x, x, x)))(x)
+        np.testing.assert_allclose(program.call(q), call(q, q, q), atol=1e-6)

@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How is a part compiled so that it runs by one of cuDNN's plans? Is each one right?"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn import native
+from jax_cudnn.graph import Graph, Target, to_json
+from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.lowering.cuda import run_cudnn
+from jax_cudnn.lowering.decision import Step
+from jax_cudnn.reference import evaluate
+from tests.common.drawn_operands import draw_arrays
+from tests.common.gpu.numerics import judge
+
+
+def pinned(
+    part: Graph, legal: Legal, target: Target, request: str
+) -> Callable[..., Sequence[jax.Array]]:
+    """Return the compiled part, written in one way, with the plan of a request."""
+    step = Step(
+        part=part,
+        legal=legal,
+        plan=native.plan(to_json(legal.graph), request=request),
+        target=target,
+        request=request,
+    )
+    return jax.jit(lambda *operands: run_cudnn(step, operands))
+
+
+def judge_every_plan(part: Graph, *, fewest: int = 2) -> None:
+    """Compare what each plan of a part gives with the reference in f64 on the CPU.
+
+    There have to be as many plans as the fewest.
+    """
+    target = native.device_target(0)
+    arrays = draw_arrays(part)
+    reference = evaluate(part, arrays)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        tensors = tuple(replace(t, dtype="f64") for t in part.tensors)
+        truth = [np.asarray(x) for x in evaluate(replace(part, tensors=tensors), wide)]
+    launched = 0
+    for legal in legalize(part, target).candidates:
+        for candidate in native.candidates(to_json(legal.graph)):
+            if candidate.refusal:
+                continue
+            found = pinned(part, legal, target, candidate.request)(*arrays)
+            try:
+                judge(part.outputs, found, reference, truth)
+            except AssertionError as error:
+                told = f"by {candidate.name}, {candidate.numeric_notes}: {error}"
+                raise AssertionError(told) from error
+            launched += 1
+    assert launched >= fewest

@@ -1,0 +1,759 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the norms compute what NumPy computes in float64, and what Flax does?"""
+
+import functools
+import itertools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.test_util import check_grads
+
+import jax_cudnn
+from tests.norms.calls import CALLS, Call, operands
+from tests.norms.problems import gradients, truth
+
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
+
+_EACH = pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+_WITH_A_MEAN = {name: call for name, call in CALLS.items() if call.is_centred}
+_CENTRED = pytest.mark.parametrize("call", _WITH_A_MEAN.values(), ids=_WITH_A_MEAN)
+# A rounding of a value of the output's size, and of the f32 arithmetic before.
+_TOLERANCE = {"float32": 3e-6, "bfloat16": 5e-3, "float16": 7e-4, "float64": 1e-12}
+
+
+def _assert_close(got: Any, want: Any, dtype: str) -> None:
+    assert str(got.dtype) == dtype
+    got, want = np.asarray(got, np.float64), np.asarray(want)
+    assert got.shape == want.shape
+    scale = max(1.0, float(np.max(np.abs(want), initial=0)))
+    np.testing.assert_allclose(got, want, rtol=0, atol=_TOLERANCE[dtype] * scale)
+
+
+@_EACH
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_output_and_statistics_are_numpys(call: Call, dtype: str) -> None:
+    x, scale, bias = operands(call, dtype=dtype)
+    for factors in ((scale, bias), (scale, None), (None, bias), (None, None)):
+        want = call.truth(x, *factors)
+        output, *statistics = call.run(x, *factors, return_statistics=True)
+        _assert_close(output, want.pop("output"), dtype)
+        names = ["mean", "rstd"] if call.is_centred else ["rstd"]
+        for name, got in zip(names, statistics, strict=True):
+            _assert_close(got, want[name], "float32")
+        assert jnp.array_equal(call.run(x, *factors), output)
+
+
+@_EACH
+def test_double_precision(call: Call) -> None:
+    with jax.enable_x64(True):
+        x, scale, bias = operands(call, dtype=np.float64)
+        want = call.truth(x, scale, bias)
+        output, *statistics = call.run(x, scale, bias, return_statistics=True)
+        _assert_close(output, want["output"], "float64")
+        _assert_close(statistics[-1], want["rstd"], "float64")
+
+
+@_EACH
+def test_factors_may_be_wider_than_x(call: Call) -> None:
+    x, scale, bias = operands(call)
+    narrow = x.astype(jnp.bfloat16)
+    want = call.truth(narrow, scale, bias)["output"]
+    _assert_close(call.run(narrow, scale, bias), want, "bfloat16")
+    wide = call.run(narrow, scale, bias, preferred_element_type=jnp.float32)
+    _assert_close(wide, want, "float32")
+    short = call.run(x, scale.astype(jnp.float16), preferred_element_type=jnp.float16)
+    want = call.truth(x, scale.astype(jnp.float16))["output"]
+    _assert_close(short, want, "float16")
+
+
+@_EACH
+def test_a_residual_is_added_before_and_the_sum_returned(call: Call) -> None:
+    x, scale, bias = operands(call)
+    other = operands(call, 1)[0]
+    output, total = call.run(x, scale, bias, residual=other)
+    assert jnp.array_equal(total, x + other)
+    # XLA may order the sums otherwise where it fuses them with the addition.
+    np.testing.assert_allclose(
+        output, call.run(total, scale, bias), rtol=2e-6, atol=2e-6
+    )
+    both = call.run(x, scale, bias, residual=other, return_statistics=True)
+    assert len(both) == 3 + call.is_centred
+    # The sum has the dtype to which both promote, and is rounded to it.
+    narrow = x.astype(jnp.bfloat16)
+    output, total = call.run(narrow, scale, bias, residual=other)
+    assert (output.dtype, total.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+@_EACH
+def test_an_activation_follows(call: Call) -> None:
+    x, scale, bias = operands(call)
+    plain = call.run(x, scale, bias)
+    for activation, function in (
+        ("silu", jax.nn.silu),
+        (jax.nn.relu, jax.nn.relu),
+        (lambda y: jnp.sin(y) * 2, lambda y: jnp.sin(y) * 2),
+    ):
+        got = call.run(x, scale, bias, activation=activation)
+        np.testing.assert_allclose(got, function(plain), rtol=1e-6, atol=1e-6)
+    narrow = call.run(x.astype(jnp.bfloat16), scale, bias, activation="gelu")
+    assert narrow.dtype == jnp.bfloat16
+
+
+@_EACH
+@pytest.mark.parametrize("implementation", ["xla", "cudnn", "auto"])
+def test_every_implementation_is_the_reference_on_a_cpu(
+    call: Call, implementation: str
+) -> None:
+    x, scale, bias = operands(call)
+    got = call.run(x, scale, bias, implementation=implementation)
+    assert jnp.array_equal(got, call.run(x, scale, bias))
+
+
+# --- the ends of what there is --------------------------------------------------------
+
+
+@_EACH
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_what_is_not_finite_stays_with_its_statistics(call: Call, bad: float) -> None:
+    x, scale, bias = operands(call)
+    x = x.at[(0,) * x.ndim].set(bad)
+    with np.errstate(invalid="ignore"):
+        want = call.truth(x, scale, bias)["output"]
+    got = np.asarray(call.run(x, scale, bias))
+    assert np.isnan(got).any()
+    np.testing.assert_array_equal(np.isnan(got), np.isnan(want))
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
+
+
+@_CENTRED
+def test_constant_rows_give_the_bias(call: Call) -> None:
+    x, scale, bias = operands(call)
+    x = jnp.full_like(x, 5.25)
+    want = call.truth(x, scale, bias)["output"]
+    # The mean is rounded: by 2^-21, times 1 / sqrt(epsilon) and the scale.
+    np.testing.assert_allclose(call.run(x, scale, bias), want, atol=1e-4)
+    # 0 / 0.
+    zeros = jnp.zeros_like(x)
+    assert np.isnan(call.run(zeros, scale, bias, epsilon=0)).all()
+
+
+@_EACH
+def test_epsilon_of_0(call: Call) -> None:
+    x, scale, bias = operands(call)
+    want = call.truth(x, scale, bias, epsilon=0)["output"]
+    _assert_close(call.run(x, scale, bias, epsilon=0), want, "float32")
+
+
+@_CENTRED
+@pytest.mark.parametrize("length", [300, 3])
+@pytest.mark.parametrize("where", ["everywhere", "first", "all but the first"])
+def test_a_large_mean_does_not_cancel(call: Call, length: int, where: str) -> None:
+    """E x^2 - (E x)^2 would have no digit left of the variance.
+
+    The first of many positions is far from the others, or no guide to them.
+    """
+    shape = tuple(
+        length if axis in call.normalised else size
+        for axis, size in enumerate(call.shape)
+    )
+    x = np.random.default_rng(0).standard_normal(shape)
+    places = np.indices(shape)[list(call.normalised)]
+    first = np.all(places == 0, axis=0)
+    x += 3e3 * {"everywhere": True, "first": first, "all but the first": ~first}[where]
+    x = x.astype(np.float32)
+    want = call.truth(x, None, None)["output"]
+    np.testing.assert_allclose(call.run(jnp.asarray(x)), want, atol=3e-3)
+
+
+def test_large_f16_sums_are_kept_in_f32() -> None:
+    x = np.random.default_rng(0).standard_normal((4, 4099)) * 2e4
+    x = np.clip(x, -6e4, 6e4).astype(np.float16)
+    for call in (CALLS["layer"], CALLS["rms"]):
+        want = truth(x, axes=(1,), epsilon=1e-3, is_centred=call.is_centred)["output"]
+        got = np.asarray(call.run(jnp.asarray(x)), np.float64)
+        np.testing.assert_allclose(got, want, rtol=2e-3, atol=2e-3)
+
+
+def test_squares_beyond_f32_give_a_rstd_of_0() -> None:
+    x = jnp.asarray([[1e20, -1e20, 3e20]], jnp.float32)
+    output, rstd = jax_cudnn.rms_norm(x, return_statistics=True)
+    assert not rstd.any()
+    assert not output.any()
+
+
+@_EACH
+@pytest.mark.parametrize("size", [1e21, 1e36])
+def test_gradients_where_squares_are_beyond_f32_are_0(call: Call, size: float) -> None:
+    x, scale, bias = operands(call)
+    _, pull = jax.vjp(call.run, size * x, scale, bias)
+    for factor in (1, 1e4):
+        grad_x, grad_scale, grad_bias = pull(factor * jnp.cos(x))
+        np.testing.assert_array_equal(grad_x, jnp.zeros_like(x))
+        np.testing.assert_array_equal(grad_scale, jnp.zeros_like(scale))
+        assert np.isfinite(grad_bias).all()
+
+
+@_EACH
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("where", ["x", "cotangent"])
+def test_gradients_of_what_is_not_finite(call: Call, bad: float, where: str) -> None:
+    """NaN is what the statistics and the values themselves share with it, no more."""
+    x, scale, bias = operands(call)
+    cotangent = jnp.cos(x)
+    first = (0,) * x.ndim
+
+    def gradients(x: jax.Array, cotangent: jax.Array) -> Any:
+        return jax.vjp(call.run, x, scale, bias)[1](cotangent)
+
+    clean = gradients(x, cotangent)
+    if where == "x":
+        got = gradients(x.at[first].set(bad), cotangent)
+    else:
+        got = gradients(x, cotangent.at[first].set(bad))
+    is_same = call.truth(x.at[first].set(np.nan), scale, bias)["output"]
+    is_same = np.isfinite(is_same)
+    assert not np.isfinite(got[0][first])
+    np.testing.assert_allclose(
+        np.asarray(got[0])[is_same], np.asarray(clean[0])[is_same], rtol=1e-5, atol=1e-6
+    )
+
+
+@_EACH
+def test_without_elements(call: Call) -> None:
+    for axis in range(len(call.shape)):
+        shape = list(call.shape)
+        shape[axis] = 0
+        x = jnp.zeros(shape)
+        factors = [jnp.ones([shape[i] for i in call.along])] * 2
+        if call.groups and axis in call.along:
+            continue  # 0 channels are 3 groups of 0, and that is covered by the next
+        output, *statistics = call.run(x, *factors, return_statistics=True)
+        assert output.shape == tuple(shape)
+        is_normalised = axis in call.normalised
+        for each in statistics:
+            assert np.isnan(each).all() if is_normalised else each.size == 0
+        grads = jax.grad(lambda *a: call.run(*a).sum(), argnums=(0, 1, 2))(x, *factors)
+        assert all(not g.any() for g in grads)
+
+
+def test_single_elements() -> None:
+    x = jnp.full((1,), 3.0)
+    assert jax_cudnn.layer_norm(x) == 0
+    np.testing.assert_allclose(jax_cudnn.rms_norm(x), 1, rtol=1e-6)
+    ones = jnp.full((1, 1, 1, 1), 3.0)
+    for function in (jax_cudnn.instance_norm, jax_cudnn.batch_norm):
+        assert not function(ones).any()
+    assert not jax_cudnn.adaptive_layer_norm(ones).any()
+    assert not jax_cudnn.group_norm(ones, groups=1).any()
+
+
+# --- Flax -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("is_fast", [False, True])
+def test_layer_norm_is_flaxs(dtype: str, is_fast: bool) -> None:
+    x, scale, bias = operands(CALLS["layer"], dtype=dtype)
+    layer = nnx.LayerNorm(7, use_fast_variance=is_fast, dtype=dtype, rngs=nnx.Rngs(0))
+    layer.scale[...], layer.bias[...] = (v.astype(jnp.float32) for v in (scale, bias))
+    got = jax_cudnn.layer_norm(x, scale, bias)
+    with jax.numpy_dtype_promotion("standard"):
+        want = layer(x)
+    tolerance = 2e-2 if dtype == "bfloat16" else 2e-5
+    np.testing.assert_allclose(
+        *(np.asarray(v, np.float32) for v in (got, want)), atol=tolerance
+    )
+
+
+def test_rms_norm_is_flaxs() -> None:
+    x, scale, _ = operands(CALLS["rms"])
+    layer = nnx.RMSNorm(7, rngs=nnx.Rngs(0))
+    layer.scale[...] = scale
+    np.testing.assert_allclose(jax_cudnn.rms_norm(x, scale), layer(x), atol=1e-6)
+
+
+def test_group_norm_is_flaxs() -> None:
+    x, scale, bias = operands(CALLS["group"])
+    layer = nnx.GroupNorm(6, 3, rngs=nnx.Rngs(0))
+    layer.scale[...], layer.bias[...] = scale, bias
+    got = jax_cudnn.group_norm(x, scale, bias, groups=3)
+    np.testing.assert_allclose(got, layer(x), atol=1e-5)
+
+
+def test_instance_norm_is_linens() -> None:
+    x, scale, bias = operands(CALLS["instance"])
+    layer = linen.InstanceNorm()
+    want = layer.apply({"params": {"scale": scale, "bias": bias}}, x)
+    got = jax_cudnn.instance_norm(x, scale, bias)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+def test_batch_norm_is_flaxs() -> None:
+    x, scale, bias = operands(CALLS["batch"])
+    layer = nnx.BatchNorm(7, momentum=0.9, use_running_average=False, rngs=nnx.Rngs(0))
+    layer.scale[...], layer.bias[...] = scale, bias
+    running = layer.mean[...] + 0.5, layer.var[...] * 2
+    layer.mean[...], layer.var[...] = running
+    want = layer(x)
+    got, *new = jax_cudnn.batch_norm(x, scale, bias, *running, momentum=0.9)
+    np.testing.assert_allclose(got, want, atol=1e-5)
+    np.testing.assert_allclose(new[0], layer.mean[...], atol=1e-6)
+    np.testing.assert_allclose(new[1], layer.var[...], atol=1e-6)
+    layer.eval()
+    got = jax_cudnn.batch_norm(x, scale, bias, *new, use_running_average=True)
+    np.testing.assert_allclose(got, layer(x), atol=1e-5)
+
+
+# --- running values of batch norm -----------------------------------------------------
+
+
+def test_running_values_keep_their_dtypes() -> None:
+    x, scale, bias = operands(CALLS["batch"], dtype=jnp.bfloat16)
+    mean, var = jnp.zeros(7, jnp.bfloat16), jnp.ones(7, jnp.float32)
+    _, *new = jax_cudnn.batch_norm(x, scale, bias, mean, var)
+    assert [v.dtype for v in new] == [jnp.bfloat16, jnp.float32]
+
+
+@pytest.mark.parametrize("size", [1e-8, 1.0, 1e15])
+def test_the_variance_is_kept_over_all_sizes(size: float) -> None:
+    x = operands(CALLS["batch"])[0] * np.float32(size)
+    _, mean, var = jax_cudnn.batch_norm(
+        x, None, None, jnp.zeros(7), jnp.zeros(7), momentum=0.0, epsilon=0
+    )
+    x = np.asarray(x, np.float64)
+    np.testing.assert_allclose(mean, x.mean((0, 1)), rtol=1e-5)
+    np.testing.assert_allclose(var, x.var((0, 1)), rtol=1e-5)
+
+
+@pytest.mark.parametrize("epsilon", [1e-5, 1.0])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e-5, 1e-7, 0.0])
+def test_a_variance_far_below_epsilon_is_kept(size: float, epsilon: float) -> None:
+    x = operands(CALLS["batch"])[0] * np.float32(size)
+
+    def variance(x: jax.Array) -> jax.Array:
+        running = jnp.zeros(7), jnp.zeros(7)
+        return jax_cudnn.batch_norm(
+            x, None, None, *running, momentum=0.0, epsilon=epsilon
+        )[2]
+
+    wide = np.asarray(x, np.float64)
+    want = wide.var((0, 1))
+    np.testing.assert_allclose(variance(x), want, rtol=1e-5)
+    (grad,) = jax.vjp(variance, x)[1](jnp.ones(7))
+    slope = 2 * (wide - wide.mean((0, 1))) / (wide.size / 7)
+    scale = np.abs(slope).max()
+    np.testing.assert_allclose(grad, slope, rtol=1e-3, atol=1e-3 * scale)
+
+
+def test_a_named_axis_shares_statistics() -> None:
+    x, scale, bias = operands(CALLS["batch"])
+    x = x * jnp.arange(1, 4, dtype=jnp.float32)[:, None, None] + 7
+    mean, var = jnp.zeros(7), jnp.ones(7)
+
+    def run(x: jax.Array, **options: Any) -> Any:
+        return jax_cudnn.batch_norm(
+            x, scale, bias, mean, var, return_statistics=True, **options
+        )
+
+    whole = run(x)
+    each = jax.vmap(lambda x: run(x, axis_name="i"), axis_name="i")(x)
+    for got, want in zip(each, whole, strict=True):
+        want = jnp.broadcast_to(want, got.shape)
+        np.testing.assert_allclose(got, want, rtol=2e-5, atol=2e-5)
+
+    def gradient(function: Any) -> Any:
+        cotangent = jnp.cos(jnp.arange(x.size, dtype=jnp.float32)).reshape(x.shape)
+        return jax.grad(lambda x: jnp.sum(function(x)[0] * cotangent))(x)
+
+    named = jax.vmap(lambda x: run(x, axis_name="i"), axis_name="i")
+    np.testing.assert_allclose(gradient(named), gradient(run), atol=1e-5)
+
+
+def test_groups_of_a_named_axis_share_statistics() -> None:
+    x = operands(CALLS["batch"])[0][:2]
+    x = jnp.concatenate([x, x * 3 + 1])
+    mesh = jax.sharding.Mesh(np.array(jax.devices("cpu")[:4]), ("i",))
+    spec = jax.sharding.PartitionSpec("i")
+
+    def run(x: jax.Array) -> jax.Array:
+        return jax_cudnn.batch_norm(
+            x, axis_name="i", axis_index_groups=[[0, 1], [2, 3]]
+        )
+
+    got = jax.jit(
+        jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
+    )(x)
+    want = jnp.concatenate([jax_cudnn.batch_norm(x[:2]), jax_cudnn.batch_norm(x[2:])])
+    np.testing.assert_allclose(got, want, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "groups", [[[0, 1], [2, 3]], [[3, 0], [1, 2]], [[1], [0, 2, 3]]]
+)
+@pytest.mark.parametrize("is_jitted", [False, True])
+def test_groups_of_a_vmapped_axis_share_statistics(
+    groups: Any, is_jitted: bool
+) -> None:
+    x = jax.random.normal(jax.random.key(0), (4, 5, 3))
+
+    def each(x: jax.Array) -> jax.Array:
+        return jax_cudnn.batch_norm(x, axis_name="i", axis_index_groups=groups)
+
+    def apart(x: jax.Array) -> jax.Array:
+        own = [jax_cudnn.batch_norm(x[np.array(group)]) for group in groups]
+        return jnp.concatenate(own)[np.argsort(np.concatenate(groups))]
+
+    together = jax.vmap(each, axis_name="i")
+    together = jax.jit(together) if is_jitted else together
+    np.testing.assert_allclose(together(x), apart(x), atol=1e-5)
+    # What is not finite stays within its group.
+    bad = x.at[3].set(jnp.nan)
+    np.testing.assert_allclose(together(bad), apart(bad), atol=1e-5)
+    got, want = (
+        jax.grad(lambda x, f=f: jnp.sum(jnp.sin(x) * f(x) ** 2))(x)
+        for f in (together, apart)
+    )
+    np.testing.assert_allclose(got, want, atol=2e-5)
+
+
+@pytest.mark.parametrize("groups", [[[0, 1], [2]], [[0, 1], [1, 2, 3]], [[0, 1, 2, 4]]])
+def test_groups_that_are_no_partition_of_the_axis_are_refused(groups: Any) -> None:
+    run = functools.partial(
+        jax_cudnn.batch_norm, axis_name="i", axis_index_groups=groups
+    )
+    message = (
+        "does not have each index of axis 'i' once. Pass groups of the indices 0 to 3"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.vmap(run, axis_name="i")(jnp.ones((4, 5, 3)))
+
+
+# --- many positions, which are summed in blocks ---------------------------------------
+
+
+def _of_many(
+    x: Any, scale: Any, bias: Any, groups: int, is_first: bool, dtype: Any = None
+) -> Any:
+    axis = 1 if is_first else -1
+    return jax_cudnn.group_norm(
+        x,
+        scale,
+        bias,
+        groups=groups,
+        channel_axis=axis,
+        preferred_element_type=dtype,
+    )
+
+
+@pytest.mark.parametrize("positions", [(32, 32), (8, 256), (33, 32)])
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("groups", [2, 6])
+def test_many_positions_match_float64(
+    positions: tuple[int, int], is_first: bool, groups: int
+) -> None:
+    rng = np.random.default_rng(sum(positions))
+    n, c = 3, 6
+    x, cotangent = 1.5 * rng.standard_normal((2, n, c, *positions)).astype("f4") + 20
+    cotangent -= 20
+    scale, bias = rng.standard_normal((2, c)).astype("f4")
+    split = (n, groups, c // groups, np.prod(positions))
+
+    def shaped(x: Any) -> Any:
+        return x if is_first else jnp.moveaxis(x, 1, -1)
+
+    def run(x: Any, scale: Any, bias: Any) -> Any:
+        return _of_many(x, scale, bias, groups, is_first)
+
+    factors = [v.reshape(1, groups, c // groups, 1) for v in (scale, bias)]
+    options: Any = {"axes": (2, 3), "epsilon": 1e-6}
+    want = truth(x.reshape(split), *factors, **options)["output"]
+    got, pull = jax.vjp(run, shaped(x), scale, bias)
+    np.testing.assert_allclose(got, shaped(want.reshape(x.shape)), rtol=1e-4, atol=1e-4)
+    grads = gradients(
+        x.reshape(split),
+        cotangent.reshape(split),
+        factors[0],
+        along=(1, 2),
+        **options,
+    )
+    grad_x, grad_scale, grad_bias = pull(shaped(jnp.asarray(cotangent)))
+    wanted = shaped(grads["x"].reshape(x.shape))
+    np.testing.assert_allclose(grad_x, wanted, rtol=1e-3, atol=1e-3)
+    for got, name in ((grad_scale, "scale"), (grad_bias, "bias")):
+        np.testing.assert_allclose(got, grads[name].ravel(), rtol=1e-3, atol=1e-2)
+    # One image by itself, whatever is in the others.
+    spoilt = jnp.asarray(x).at[0].set(jnp.nan)
+    np.testing.assert_array_equal(
+        run(shaped(spoilt), scale, bias)[1:], run(shaped(x), scale, bias)[1:]
+    )
+
+
+def test_many_positions_have_both_modes_vmap_and_second_derivatives() -> None:
+    with jax.enable_x64(True):
+        rng = np.random.default_rng(2)
+        x, along = rng.standard_normal((2, 2, 32, 32, 4))
+        scale, bias = rng.standard_normal((2, 4))
+
+        def loss(x: Any, scale: Any) -> Any:
+            return jnp.sum(_of_many(x, scale, bias, 2, is_first=False) ** 3)
+
+        step = 1e-5
+        _, slope = jax.jvp(loss, (x, scale), (along, scale))
+        wide = loss(x + step * along, scale * (1 + step))
+        narrow = loss(x - step * along, scale * (1 - step))
+        np.testing.assert_allclose(slope, (wide - narrow) / (2 * step), rtol=1e-6)
+        grads = jax.grad(loss, (0, 1))(x, scale)
+        total = jnp.vdot(grads[0], along) + jnp.vdot(grads[1], scale)
+        np.testing.assert_allclose(slope, total, rtol=1e-9)
+        grad = jax.grad(loss)
+        _, curved = jax.jvp(grad, (x, scale), (along, scale))
+        change = grad(x + step * along, scale * (1 + step))
+        change -= grad(x - step * along, scale * (1 - step))
+        np.testing.assert_allclose(curved, change / (2 * step), rtol=1e-4, atol=1e-6)
+        many = jax.vmap(grad, (0, None))(jnp.stack([x, along]), scale)
+        np.testing.assert_allclose(many[1], grad(along, scale), rtol=1e-9, atol=1e-12)
+
+
+def test_groups_of_more_elements_than_i32_has_numbers() -> None:
+    x = jax.ShapeDtypeStruct((1, 1, 2**10, 2**22), jnp.bfloat16)
+
+    def run(x: Any) -> Any:
+        y = _of_many(x, None, None, 1, is_first=True)
+        return jnp.sum(y, dtype=jnp.float32)
+
+    for function in (run, jax.grad(run)):
+        jax.jit(function).lower(x)
+
+
+@pytest.mark.parametrize("shape", ["2, s, 32, 4", "2, s, s, 4", "s, 32, 32, 4"])
+def test_positions_may_be_symbolic(shape: str) -> None:
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 32, 32, 4)), "f4")
+    if shape.startswith("s"):
+        x = jnp.concatenate([x] * 16)
+
+    def gradient(x: Any) -> Any:
+        return jax.grad(lambda x: jnp.sum(_of_many(x, None, None, 2, False) ** 3))(x)
+
+    given = jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), x.dtype)
+    exported = jax.export.export(jax.jit(gradient))(given)
+    np.testing.assert_allclose(exported.call(x), gradient(x), rtol=1e-4, atol=1e-4)
+
+
+# --- symbolic sizes -------------------------------------------------------------------
+
+
+@_EACH
+def test_symbolic_sizes_are_xlas(call: Call) -> None:
+    if call.groups or call.function is jax_cudnn.instance_norm:
+        axis = 0
+    else:
+        axis = next((i for i in range(len(call.shape)) if i not in call.along), None)
+    if axis is None:
+        pytest.skip("all sizes are those of scale and bias")
+    symbols = jax.export.symbolic_shape("s")
+    shape = [*call.shape]
+    shape[axis] = symbols[0]
+    x, scale, bias = operands(call)
+    exported = jax.export.export(
+        jax.jit(call.run), disabled_checks=jax_cudnn.EXPORT_SAFETY_CHECKS
+    )(jax.ShapeDtypeStruct(shape, x.dtype), scale, bias)
+    got = exported.call(x, scale, bias)
+    np.testing.assert_allclose(got, call.run(x, scale, bias), rtol=1e-5, atol=1e-5)
+    with pytest.raises(jax_cudnn.UnsupportedError, match="symbolic dimensions"):
+        jax.export.export(
+            jax.jit(lambda *a: call.run(*a, implementation="cudnn")),
+        )(jax.ShapeDtypeStruct(shape, x.dtype), scale, bias)
+
+
+# Those whose kernel may add a residual.
+_ROWS = pytest.mark.parametrize(
+    "call",
+    [call for name, call in CALLS.items() if name.startswith(("layer", "rms"))],
+    ids=[name for name in CALLS if name.startswith(("layer", "rms"))],
+)
+
+# --- transformations ------------------------------------------------------------------
+
+_TWICE = [CALLS[name] for name in ("layer", "rms", "adaptive", "group", "batch")]
+
+
+@_EACH
+def test_derivatives_agree_in_both_modes_and_twice(call: Call) -> None:
+    with jax.enable_x64(True):
+        x, scale, bias = operands(call, dtype=np.float64)
+        other = operands(call, 1, np.float64)[0] / 4
+
+        def run(x: Any, scale: Any, bias: Any, other: Any) -> Any:
+            return call.run(
+                x,
+                scale,
+                bias,
+                residual=other,
+                activation="tanh",
+                return_statistics=True,
+            )
+
+        order = 2 if call in _TWICE else 1
+        check_grads(run, (x, scale, bias, other), order=order, modes=("fwd", "rev"))
+
+
+@_EACH
+def test_the_gradient_of_bf16_is_near_that_of_f64(call: Call) -> None:
+    arrays = operands(call, dtype=jnp.bfloat16)
+
+    def run(*arrays: Any) -> Any:
+        output, *more = call.run(*arrays, return_statistics=True)
+        wide = output.astype(more[0].dtype)
+        return sum(jnp.sum(jnp.sin(each)) for each in (wide, *more))
+
+    got = jax.grad(run, argnums=(0, 1, 2))(*arrays)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x, np.float64)) for x in arrays]
+        want = jax.grad(run, argnums=(0, 1, 2))(*wide)
+    for one, two in zip(got, want, strict=True):
+        assert one.dtype == jnp.bfloat16
+        two = np.asarray(two)
+        error = np.linalg.norm(np.asarray(one, np.float64) - two)
+        assert error <= 2e-2 * np.linalg.norm(two)
+
+
+@_ROWS
+def test_the_gradient_of_the_sum_alone_is_that_of_a_sum(call: Call) -> None:
+    """Whatever the norm is: NaN of a row that is constant or not finite stays there."""
+    x, scale, _ = operands(call)
+    x = jnp.zeros_like(x).at[(0,) * x.ndim].set(jnp.inf)
+    other = jnp.ones_like(x)
+    cotangent = operands(call, 1)[0]
+
+    def total(x: Any, other: Any, scale: Any) -> Any:
+        return call.run(x, scale, residual=other, epsilon=0.0)[1]
+
+    _, pull = jax.vjp(total, x, other, scale)
+    for grad in pull(cotangent)[:2]:
+        np.testing.assert_array_equal(grad, cotangent)
+    np.testing.assert_array_equal(pull(cotangent)[2], jnp.zeros_like(scale))
+    text = str(
+        jax.make_jaxpr(lambda *args: jax.vjp(total, *args)[1](cotangent))(
+            x, other, scale
+        )
+    )
+    assert "_backward" not in text
+
+
+@_ROWS
+def test_only_the_sum_is_kept_for_the_gradient(call: Call) -> None:
+    x, scale, bias = operands(call)
+
+    def run(x: Any, other: Any, scale: Any, bias: Any) -> Any:
+        return call.run(x * 2, scale, bias, residual=other * 3)
+
+    _, pull = jax.vjp(run, x, x, scale, bias)
+    kept = {id(each): each for each in jax.tree.leaves(pull)}
+    large = [each for each in kept.values() if getattr(each, "size", 0) == x.size]
+    has_large_factors = scale.size == x.size
+    assert len(large) <= 1 + 2 * has_large_factors
+
+
+_SUBSETS = [s for s in itertools.product((False, True), repeat=6) if any(s)]
+
+
+def _with_derivatives(
+    call: Call,
+    x: Any,
+    scale: Any,
+    bias: Any,
+    cotangent: Any,
+    residual: Any,
+    of_sum: Any,
+) -> Any:
+    """Return results, gradients for cotangents, and the derivative along one.
+
+    ``of_sum`` is the cotangent of the sum with the residual.
+    """
+
+    def run(x: Any, scale: Any, bias: Any, residual: Any) -> Any:
+        return call.run(x, scale, bias, residual=residual, return_statistics=True)
+
+    output, pull = jax.vjp(run, x, scale, bias, residual)
+    more = [jnp.ones_like(each) for each in output[2:]]
+    moved = jax.jvp(lambda x: run(x, scale, bias, residual), (x,), (cotangent,))
+    return output, pull((cotangent, of_sum, *more)), moved
+
+
+@_EACH
+@pytest.mark.parametrize("seed", range(2))
+def test_vmap_of_any_operands_and_cotangents(call: Call, seed: int) -> None:
+    """Examples of random subsets, on random axes, against a loop over them."""
+    rng = np.random.default_rng(seed)
+    run = functools.partial(_with_derivatives, call)
+    for _ in range(2):
+        batched = _SUBSETS[rng.integers(len(_SUBSETS))]
+        full = [*operands(call, seed)]
+        full += [operands(call, seed + more)[0] for more in (9, 10, 11)]
+        axes = [
+            int(rng.integers(x.ndim + 1)) if is_in else None
+            for x, is_in in zip(full, batched, strict=True)
+        ]
+        examples = [
+            x if axis is None else jnp.stack([x, x * 2 + 1, 3 - x], axis)
+            for x, axis in zip(full, axes, strict=True)
+        ]
+        got = jax.tree.leaves(jax.vmap(run, in_axes=axes)(*examples))
+        for i in range(3):
+            one = [
+                x if axis is None else jnp.take(x, i, axis)
+                for x, axis in zip(examples, axes, strict=True)
+            ]
+            for a, b in zip(got, jax.tree.leaves(run(*one)), strict=True):
+                scale = float(jnp.max(jnp.abs(b)))
+                np.testing.assert_allclose(a[i], b, rtol=2e-5, atol=2e-5 * scale + 1e-6)
+
+
+def test_examples_share_a_kernel() -> None:
+    """Of x they fold into rows, and where all has examples into groups or channels."""
+    for name, axes, is_one in (
+        ("layer", (0, None, None), True),
+        ("layer", (0, 0, None), False),
+        ("rms", (0, None, None), True),
+        ("adaptive", (0, 0, 0), True),
+        ("group", (0, None, None), True),
+        ("group", (0, 0, 0), True),
+        ("instance", (0, 0, None), True),
+        ("batch", (0, 0, 0), True),
+        ("batch", (0, None, None), True),
+    ):
+        call = CALLS[name]
+        examples = [
+            x if axis is None else jnp.stack([x] * 3)
+            for x, axis in zip(operands(call), axes, strict=True)
+        ]
+        text = str(jax.make_jaxpr(jax.vmap(call.run, in_axes=axes))(*examples))
+        assert (text.count("cudnn_graph[") == 1) == is_one, name
+
+
+def test_the_gradient_is_two_graphs() -> None:
+    for name, call in CALLS.items():
+
+        def loss(*arrays: Any, call: Call = call) -> jax.Array:
+            return jnp.sum(call.run(*arrays) ** 2)
+
+        jaxpr = jax.make_jaxpr(jax.grad(loss, argnums=(0, 1, 2)))(*operands(call))
+        assert str(jaxpr).count("cudnn_graph[") == 2, name
+
+
+def test_remat_keeps_the_statistics_by_name() -> None:
+    call = CALLS["layer"]
+    x, scale, bias = operands(call)
+    names = ("cudnn_layer_norm_mean", "cudnn_layer_norm_rstd")
+    policy = jax.checkpoint_policies.save_only_these_names(*names)
+    run = jax.checkpoint(lambda x: call.run(x, scale, bias), policy=policy)
+    jaxpr = str(jax.make_jaxpr(jax.grad(lambda x: jnp.sum(run(x) ** 2)))(x))
+    assert all(name in jaxpr for name in names)
+    want = jax.grad(lambda x: jnp.sum(call.run(x, scale, bias) ** 2))(x)
+    got = jax.grad(lambda x: jnp.sum(run(x) ** 2))(x)
+    np.testing.assert_allclose(got, want, rtol=1e-6)

@@ -1,0 +1,337 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are depthwise convolutions what they were in every way, and which way is first?
+
+In f64, as in test_legalize_fused.py.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_cudnn.graph import Graph, Target, operand_text
+from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize.products import conv_depthwise, fusion
+from tests.common.legal_ways import check_bad_numbers, check_ways
+from tests.products.shared.grouped_layers import GroupedLayer
+
+pytestmark = pytest.mark.once
+
+_H100 = Target(name="NVIDIA H100", sm_version=90, sm_count=132, cudnn_version=91900)
+_ROOT = Path(__file__).parents[2]
+_A100 = dataclasses.replace(_H100, name="NVIDIA A100", sm_version=80)
+_NEWER = dataclasses.replace(_H100, cudnn_version=92000)
+_FLIPPED = "the filters are flipped: the gradient is a convolution to cuDNN"
+
+
+@pytest.fixture
+def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(fusion, "_refusals", lambda *_: [])
+    monkeypatch.setattr(conv_depthwise, "_NARROW", ("f64", "bf16", "f16"))
+    with jax.enable_x64(True):
+        yield
+
+
+_CAUSAL = ((3, 0),)
+_LAYERS = {
+    "same": GroupedLayer((7, 6), (3, 3)),
+    "valid": GroupedLayer((9, 8), (5, 5), "VALID"),
+    "far padding": GroupedLayer((5, 6), (3, 3), ((4, 3), (2, 5))),
+    "cut": GroupedLayer((7, 6), (3, 3), ((-1, 2), (1, -1))),
+    "steps": GroupedLayer((9, 8), (3, 3), step=2),
+    "steps of 3": GroupedLayer((9, 8), (3, 3), step=3),
+    "even windows": GroupedLayer((7, 6), (2, 2)),
+    "unequal windows": GroupedLayer((7, 6), (1, 5)),
+    "large windows": GroupedLayer((10, 11), (9, 9)),
+    "holes": GroupedLayer((9, 8), (3, 3), hole=2),
+    "large holes": GroupedLayer((11, 12), (3, 3), hole=4),
+    "2 each": GroupedLayer((7, 6), (3, 3), each=2),
+    "few channels": GroupedLayer((7, 6), (3, 3), groups=4),
+    "odd channels": GroupedLayer((7, 6), (3, 3), groups=13),
+    "causal": GroupedLayer((11,), (4,), _CAUSAL),
+    "anticausal": GroupedLayer((11,), (4,), ((0, 3),)),
+    "one axis, same": GroupedLayer((11,), (5,)),
+    "one axis, same, even": GroupedLayer((11,), (6,)),
+    "one axis, valid": GroupedLayer((11,), (4,), "VALID"),
+    "one axis, steps": GroupedLayer((12,), (3,), step=2),
+    "one axis, holes": GroupedLayer((12,), (3,), hole=3),
+    "one axis, large holes": GroupedLayer((50,), (3,), hole=20),
+    "longer than x": GroupedLayer((3,), (6,)),
+    "transposed": GroupedLayer((5, 6), (3, 3), ((1, 2), (1, 2)), spread=2),
+    "transposed, 2 each": GroupedLayer(
+        (5, 6), (3, 3), ((1, 2), (1, 2)), spread=2, each=2
+    ),
+    "one axis, transposed": GroupedLayer((7,), (4,), ((2, 2),), spread=2),
+    "three axes": GroupedLayer((4, 5, 3), (3, 3, 3)),
+    "with silu": GroupedLayer((7, 6), (3, 3), activation="silu"),
+    "one axis, with silu": GroupedLayer((11,), (4,), _CAUSAL, activation="silu"),
+}
+
+
+@pytest.mark.parametrize("name", _LAYERS)
+@pytest.mark.usefixtures("_double")
+def test_every_way_keeps_the_meaning(name: str) -> None:
+    layer = _LAYERS[name]
+    assert check_ways(layer, layer.draw()) >= 3
+
+
+def _ways(part: Graph, target: Target | None = _H100) -> list[str]:
+    """Return how each way is told apart, and "auto" where auto may take it."""
+    return [
+        f"{_told(way)}{'' if way.slower else ', auto'}"
+        for way in legalize(part, target).candidates
+    ]
+
+
+def _told(way: Legal) -> str:
+    for words, told in (
+        ("are merged", "merged"),
+        (_FLIPPED, "flipped"),
+        ("the gradient is of windows", "wider"),
+    ):
+        if any(words in note for note in way.notes):
+            return told
+    return "as it is"
+
+
+_ENGINE = {
+    "conv_fprop": ["as it is, auto", "merged"],
+    "conv_dgrad": ["flipped, auto", "as it is", "merged"],
+    "conv_wgrad": ["as it is, auto", "merged"],
+}
+# No factor of 13 fills a load.
+_PRIME = {
+    "conv_fprop": ["as it is, auto"],
+    "conv_dgrad": ["flipped, auto", "as it is"],
+    "conv_wgrad": ["as it is, auto"],
+}
+_ALONG_ONE = {
+    "conv_fprop": ["as it is, auto", "merged"],
+    "conv_dgrad": ["as it is, auto", "merged"],
+    "conv_wgrad": ["merged, auto", "wider, auto", "as it is"],
+}
+_MERGED = {
+    "conv_fprop": ["merged, auto", "as it is"],
+    "conv_dgrad": ["merged, auto", "as it is"],
+    "conv_wgrad": ["merged, auto", "as it is"],
+}
+_DILATED = {**_MERGED, "conv_wgrad": ["merged, auto", "as it is, auto"]}
+_WIDER = {**_MERGED, "conv_wgrad": ["wider, auto", "as it is", "merged"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("same", _ENGINE),
+        ("valid", _ENGINE),
+        ("far padding", _ENGINE),
+        ("odd channels", _PRIME),
+        (
+            "steps",
+            {
+                "conv_fprop": ["as it is, auto", "merged"],
+                "conv_dgrad": ["as it is", "merged"],
+                "conv_wgrad": ["as it is, auto", "merged"],
+            },
+        ),
+        ("causal", _ALONG_ONE),
+        ("anticausal", _ALONG_ONE),
+        ("one axis, same, even", _ALONG_ONE),
+        (
+            "one axis, same",
+            {**_ALONG_ONE, "conv_wgrad": ["merged, auto", "as it is, auto"]},
+        ),
+        ("one axis, valid", {**_ALONG_ONE, "conv_wgrad": _MERGED["conv_wgrad"]}),
+        ("one axis, steps", {**_ALONG_ONE, "conv_wgrad": _MERGED["conv_wgrad"]}),
+        ("even windows", _WIDER),
+        ("unequal windows", _WIDER),
+        (
+            "holes",
+            {**_MERGED, "conv_wgrad": ["wider, auto", "as it is, auto", "merged"]},
+        ),
+        (
+            "one axis, holes",
+            {
+                **_MERGED,
+                "conv_wgrad": ["merged, auto", "wider, auto", "as it is, auto"],
+            },
+        ),
+        # Windows of 9 x 9, or of 41 elements, do not get wider.
+        ("large holes", _DILATED),
+        ("one axis, large holes", _DILATED),
+        ("large windows", _MERGED),
+        ("three axes", _MERGED),
+        ("2 each", _MERGED),
+        # The convolution is a gradient in steps of 2, and the other way round.
+        (
+            "transposed",
+            {
+                "conv_fprop": ["as it is", "merged"],
+                "conv_dgrad": ["as it is, auto", "merged"],
+                "conv_wgrad": ["as it is, auto", "merged"],
+            },
+        ),
+        (
+            "transposed, 2 each",
+            {
+                "conv_fprop": ["merged", "as it is"],
+                "conv_dgrad": ["merged, auto", "as it is"],
+                "conv_wgrad": ["merged, auto", "as it is"],
+            },
+        ),
+        ("steps of 3", {**_MERGED, "conv_dgrad": ["merged", "as it is"]}),
+    ],
+)
+def test_cudnns_own_engine_comes_first_where_it_has_one(
+    name: str, ways: dict[str, list[str]]
+) -> None:
+    parts = _LAYERS[name].parts(jnp.bfloat16)
+    assert {kind: _ways(part) for kind, part in parts.items()} == ways
+
+
+@pytest.mark.parametrize(
+    ("name", "ways"),
+    [
+        ("same", {**_ENGINE, "conv_wgrad": ["as it is", "merged"]}),
+        # What was not measured in f32 is XLA's.
+        (
+            "causal",
+            {
+                "conv_fprop": ["as it is", "merged"],
+                "conv_dgrad": ["as it is", "merged"],
+                "conv_wgrad": ["as it is", "merged"],
+            },
+        ),
+        (
+            "holes",
+            {
+                "conv_fprop": ["merged", "as it is"],
+                "conv_dgrad": ["merged", "as it is"],
+                "conv_wgrad": ["as it is", "merged"],
+            },
+        ),
+    ],
+)
+def test_f32(name: str, ways: dict[str, list[str]]) -> None:
+    parts = _LAYERS[name].parts(jnp.float32)
+    assert {kind: _ways(part) for kind, part in parts.items()} == ways
+
+
+def test_what_follows_is_computed_by_xla_behind_cudnns_engine() -> None:
+    part = _LAYERS["one axis, with silu"].parts(jnp.bfloat16)["conv_fprop"]
+    assert _ways(part) == ["as it is, auto", "merged", "merged"]
+    alone, merged, whole = legalize(part, _H100).candidates
+    assert len(alone.graph.nodes) == len(merged.graph.nodes) == 1
+    assert len(whole.graph.nodes) > 1
+
+
+@pytest.mark.parametrize("target", [None, _A100, _NEWER])
+def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -> None:
+    for name in ("same", "causal"):
+        for kind, part in _LAYERS[name].parts(jnp.bfloat16).items():
+            ways = legalize(part, target).candidates
+            taken = [way for way in ways if not way.slower]
+            assert bool(taken) == (kind == "conv_wgrad"), kind
+            first, *_ = taken or ways
+            # Numbers of engines may stand for others there.
+            assert not first.is_slow_by(77)
+            own = conv_depthwise.own_engines(part, part.nodes[0])
+            assert own
+            assert not any(map(first.is_slow_by, own))
+
+
+@pytest.mark.parametrize("target", [None, _A100, _NEWER])
+def test_elsewhere_merged_groups_are_left_to_xla(target: Target | None) -> None:
+    for name in _LAYERS:
+        for part in _LAYERS[name].parts(jnp.bfloat16).values():
+            for way in legalize(part, target).candidates:
+                assert way.slower or _told(way) != "merged", name
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "fast"),
+    [
+        ("same", "conv_fprop", [5, 57]),
+        ("same", "conv_dgrad", [5, 57]),
+        ("same", "conv_wgrad", [16, 19]),
+        ("causal", "conv_dgrad", [6]),
+        ("causal", "conv_wgrad", [9, 10, 65]),
+        ("holes", "conv_fprop", [22, 62, 71]),
+        ("holes", "conv_dgrad", [22, 40, 46, 67]),
+    ],
+)
+def test_other_engines_are_left_to_xla(name: str, kind: str, fast: list[int]) -> None:
+    part = _LAYERS[name].parts(jnp.bfloat16)[kind]
+    first = legalize(part, _H100).candidates[0]
+    assert [e for e in range(80) if not first.is_slow_by(e)] == fast
+
+
+def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each row of the table whose first way is clearly faster or slower."""
+    # Last on the path, so that the package is the installed one.
+    monkeypatch.setattr(sys, "path", [*sys.path, str(_ROOT)])
+    from benchmarks import depthwise
+    from benchmarks.conv_ways import named_op
+
+    data = json.loads((_ROOT / "docs/benchmarks/depthwise.json").read_text())
+    rows = {(row["op"], row["operands"]): row for row in data["rows"]}
+    assert data["environment"]["cuDNN"].startswith("9.19")
+    left, slow, judged = [], [], 0
+    for cell in depthwise.cells(small=False):
+        for part in cell.parts():
+            row = rows[named_op(part), operand_text(part)]
+            first = legalize(part, _H100).candidates[0]
+            name = f"{depthwise.way_of(first)}, first"
+            engine, us = row["engines"][name], row["us"]
+            ratio = us[name] / us["XLA"]
+            is_cudnns = not first.slower and not first.is_slow_by(engine)
+            judged += 1
+            if ratio < 0.8 and not is_cudnns:
+                left.append((row["op"], row["operands"].split("[")[0], engine))
+            if ratio > 1.2 and is_cudnns:
+                slow.append((row["op"], engine))
+    assert judged > 100
+    assert not slow
+    # Without an engine of its own for f32, another kernel takes 1.25 of XLA's time.
+    assert left == [("conv_wgrad, filters [3,3,1,192]", "f32", 61)]
+
+
+@pytest.mark.parametrize("target", [None, _H100, _NEWER])
+@pytest.mark.parametrize(
+    ("name", "kind", "first"),
+    [
+        ("same", "conv_wgrad", 61),
+        ("large windows", "conv_fprop", 45),
+        ("large windows", "conv_wgrad", 49),
+        ("causal", "conv_wgrad", 33),
+    ],
+)
+def test_a_faster_engine_goes_before_the_first(
+    name: str, kind: str, first: int, target: Target | None
+) -> None:
+    part = _LAYERS[name].parts(jnp.float16)[kind]
+    preferred = legalize(part, target).candidates[0].preference
+    assert (f'"first_engine":{first},' in preferred) == (target is _H100)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+@pytest.mark.parametrize(
+    "name",
+    ["same", "steps", "causal", "anticausal", "holes", "even windows", "far padding"],
+)
+@pytest.mark.usefixtures("_double")
+def test_bad_numbers_stay_in_their_channel_and_windows(name: str, bad: float) -> None:
+    for kind, part in _LAYERS[name].parts().items():
+        # What a gradient of merged filters gets of other channels is left out.
+        check_bad_numbers(
+            part,
+            _H100,
+            bad,
+            lambda way, kind=kind: kind == "conv_wgrad" or _told(way) != "merged",
+        )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the snippets of a page of docs/, runs them, and returns their outcomes."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+DOCS = Path(__file__).parents[2] / "docs"
+GUIDES = (
+    "plans.md",
+    "performance.md",
+    "sequence_parallel.md",
+    "masks.md",
+    "decode.md",
+    "packed.md",
+    "score_mods.md",
+    "f8.md",
+    "norms.md",
+    "fuse.md",
+    "pooling.md",
+    "quick_start.md",
+    "attention.md",
+    "products.md",
+    "export.md",
+    "troubleshooting.md",
+    "ragged_dot.md",
+    "reductions.md",
+)
+# Ring 5 does not run these: the first makes eight devices of the CPU, the second needs
+# a library that jax_cudnn does not, and the third compares f32 results more closely
+# than a GPU multiplies by default.
+OFF_GPU = ("several_gpus.md", "recipes.md", "flax.md")
+
+_GPU_MARK = "# needs a GPU\n"
+_CUDNN_MARK = "# needs cuDNN\n"
+_BLOCK = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?", re.M | re.S
+)
+
+# Runs snippets in one namespace, in a folder, and says of each what came of it.
+_PROGRAM = """
+import contextlib, io, json, os, sys
+
+folder, page = sys.argv[1:]
+os.chdir(folder)
+names, told = {"__name__": "__main__"}, []
+for line, code in json.load(sys.stdin):
+    output, error, kind = io.StringIO(), "", ""
+    try:
+        with contextlib.redirect_stdout(output):
+            # Its lines are those of the page.
+            exec(compile("\\n" * line + code, page, "exec"), names)
+    except Exception as raised:
+        import traceback
+        error, kind = traceback.format_exc(), type(raised).__name__
+    told.append({"output": output.getvalue(), "error": error, "kind": kind})
+print(json.dumps(told))
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snippet:
+    """A block of Python, with the block of text behind it, which is its output."""
+
+    line: int
+    code: str
+    output: str | None
+
+    @property
+    def needs_gpu(self) -> bool:
+        """Whether it says so in its first line."""
+        return self.code.startswith(_GPU_MARK)
+
+    @property
+    def needs_cudnn(self) -> bool:
+        """Whether it says so: a cuDNN that plans without a GPU."""
+        return self.code.startswith(_CUDNN_MARK)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What a snippet printed, and the traceback and type of what it raised."""
+
+    output: str
+    error: str
+    kind: str
+
+
+def snippets(page: Path) -> list[Snippet]:
+    """Return the snippets of a page in their order."""
+    text = page.read_text(encoding="utf-8")
+    return [
+        Snippet(
+            line=text.count("\n", 0, match.start("code")),
+            code=match["code"],
+            output=match["output"],
+        )
+        for match in _BLOCK.finditer(text)
+    ]
+
+
+def run(page: Path, folder: Path, platforms: str) -> list[Outcome]:
+    """Run all snippets of a page in a folder, where they find an empty cache."""
+    environment = {
+        **os.environ,
+        "JAX_CUDNN_CACHE_DIR": str(folder / "cache"),
+        "JAX_PLATFORMS": platforms,
+        # The process that runs the tests may have memory on the GPU as well.
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "PYTHONIOENCODING": "utf-8",
+    }
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", _PROGRAM, str(folder), page.name],
+        input=json.dumps([(each.line, each.code) for each in snippets(page)]),
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    return [Outcome(**told) for told in json.loads(done.stdout)]

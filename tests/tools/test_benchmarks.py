@@ -1,0 +1,374 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do benchmarks and scripts import, and do their contenders compute the same?
+
+Benchmarks run on a GPU, so nothing else here says that what they import is still there.
+"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+ROOT = Path(__file__).parents[2]
+_MODULES = sorted(
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("benchmarks", "scripts")
+    for path in (ROOT / folder).rglob("*.py")
+)
+
+pytestmark = pytest.mark.once
+
+
+def _run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    # Last on the path, so that the package is the installed one.
+    code = (
+        "import runpy, sys; sys.path.append(sys.argv.pop(1)); "
+        "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+    )
+    command = [sys.executable, "-c", code, str(ROOT), *arguments]
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize("name", _MODULES)
+def test_it_imports(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("flax", "optax", "matplotlib"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    importlib.import_module(name)
+
+
+@pytest.mark.thorough
+def test_models_compute_the_same_by_each_kit(tmp_path: Path) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    flags = ("--small", "--steps", "3", "--no-torch", "--out", str(tmp_path))
+    done = _run("benchmarks.models", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "models.json").read_text())["rows"]
+    found = {(row["model"], row["what"], row["contender"]) for row in rows}
+    assert len(found) == len(rows) == 26
+    assert {contender for *_, contender in found} == {"plain JAX", "untuned"}
+    page = (tmp_path / "models.md").read_text()
+    assert all(f"| {model} |" in page for model, *_ in found)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(3))
+def test_models_that_compile_for_long_compute_the_same_by_each_kit(number: int) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    jax_steps, kits, biased = (
+        importlib.import_module(f"benchmarks.models.{name}")
+        for name in ("jax_steps", "kits", "biased")
+    )
+    model = biased.slow_to_compile(small=True)[number]
+    losses: list[float] = []
+    for kit in (kits.PlainKit(), kits.CudnnKit()):
+        step, *operands = jax_steps.program(
+            model, kit, *jax_steps.drawn(model), rate=1e-3, is_training=True
+        )
+        step = jax.jit(step)
+        state, first = step(*operands)
+        losses += [float(first), float(step(state, operands[1])[1])]
+    first, second = losses[:2]
+    assert first != second
+    assert losses[2:] == pytest.approx(losses[:2], rel=0.03)
+
+
+@pytest.mark.thorough
+def test_compile_times_are_told_of_each_model(tmp_path: Path) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    flags = ("--small", "--only", "T5|GPT", "--out", str(tmp_path))
+    done = _run("benchmarks.compile_times", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "compile_times.json").read_text())["rows"]
+    found = [(row["model"], row["contender"]) for row in rows]
+    assert found == [
+        (model, contender)
+        for model in ("GPT-2 small", "T5-like")
+        for contender in ("plain JAX", "jax_cudnn")
+    ]
+    assert all(row["compile_s"] > 0 and row["characters"] > 1000 for row in rows)
+    page = (tmp_path / "compile_times.md").read_text()
+    assert "| T5-like | 2 x 16 |" in page
+    assert "Goal, at most 1.2 of plain JAX's time or 2 s more: " in page
+
+
+@pytest.mark.parametrize(
+    ("name", "cell", "other", "contenders"),
+    [
+        (
+            "norms",
+            ("rms_norm", "5 x 8"),
+            ("layer_norm", "4 x 8"),
+            {"xla", "jax_cudnn by xla", "untuned", "cudnn"},
+        ),
+        (
+            "operations",
+            ("average pool 2x2/2", "2 x 12 x 12 x 8"),
+            ("max pool 3x3/2", "2 x 12 x 12 x 8"),
+            {"xla", "untuned"},
+        ),
+    ],
+)
+def test_a_contest_writes_rows_and_keeps_those_of_other_cells(
+    name: str,
+    cell: tuple[str, str],
+    other: tuple[str, str],
+    contenders: set[str],
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / f"{name}.json"
+    rows = [
+        {
+            "operation": operation,
+            "size": other[1],
+            "what": "forward",
+            "contender": "xla",
+            "failure": "old",
+        }
+        for operation in (other[0], "of an older script")
+    ]
+    file.write_text(json.dumps({"environment": {"GPU": "NVIDIA A7"}, "rows": rows}))
+    only = "^" + " ".join(cell)
+    flags = ("--small", "--no-torch", "--only", only, "--out", str(tmp_path))
+    done = _run(f"benchmarks.{name}", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    kept, *new = json.loads(file.read_text())["rows"]
+    assert kept == {"GPU": "NVIDIA A7", **rows[0]}
+    assert {(row["operation"], row["size"]) for row in new} == {cell}
+    assert {row["what"] for row in new} == {"forward", "with gradients"}
+    assert {row["contender"] for row in new} == contenders
+    assert len(new) == 2 * len(contenders)
+    page = (tmp_path / f"{name}.md").read_text()
+    assert all(f"| {' | '.join(each)} |" in page for each in (cell, other))
+    assert "of an older script" not in page
+
+
+def test_a_contender_that_fails_has_its_reason_and_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from benchmarks import contest, contest_report
+
+    def refuses(x: Any) -> Any:
+        raise NotImplementedError("not of this size\nand more")
+
+    cell = contest.Cell(
+        operation="sine",
+        size="5 x 7",
+        operands=(contest.Operand((5, 7)),),
+        rivals={
+            "xla": contest.Way(function=jnp.sin),
+            "tokamax": contest.Way(function=refuses),
+        },
+        ours=lambda: lambda x: jnp.sin(x) * 1.5,
+        first=lambda x: -jnp.sin(-x),
+        has_gradients=False,
+        goals={"forward": {"cudnn": 1e9}},
+    )
+    settings = contest.Settings(
+        with_torch=False, with_tuning=False, most_sets=2, rounds=1, round_ms=0.1
+    )
+    rows = {row["contender"]: row for row in contest.measure(cell, settings, {})}
+    assert list(rows) == ["xla", "tokamax", "untuned", "cudnn"]
+    assert rows["tokamax"]["failure"] == "NotImplementedError: not of this size"
+    assert rows["untuned"]["failure"].startswith(
+        "WrongError: results are wrong by 5.0e-01"
+    )
+    assert rows["xla"]["ratio"] == 1
+    assert rows["xla"]["errors"] < [1e-2]
+    verdicts = [contest_report.verdict(row) for row in rows.values()]
+    assert verdicts == ["", "", "≤ 1.05 failed", "≤ 1000000000.00 met"]
+
+    report = contest_report.Report(
+        name="sines", command="sine", title="Sines", comment="Of sines.", about=()
+    )
+    named = [{"GPU": "NVIDIA A7", **row} for row in rows.values()]
+    data = {"environment": {"GPU": "NVIDIA A7"}, "rows": named}
+    page = contest_report.markdown(report, data)
+    assert "- `untuned` meets 0 of 1 goals. Missed: sine 5 x 7 forward failed." in page
+    assert "in the table: 2." in page
+    assert "| sine | 5 x 7 | A7 | forward | xla |" in page
+    assert "| failed: NotImplementedError: not of this size |  |  |" in page
+
+
+@pytest.mark.parametrize(("ratio", "told"), [(0.554, "met"), (0.556, "missed")])
+def test_a_goal_is_met_to_two_digits(
+    ratio: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    from benchmarks.contest_report import verdict
+
+    assert verdict({"goal": 0.55, "ratio": ratio}) == f"≤ 0.55 {told}"
+
+
+# A program as XLA prints it: a fusion that reads every 256th row, and a kernel of two
+# results, of which one is copied.
+_PROGRAM = """HloModule jit_run, is_scheduled=true
+
+%rows (p.1: f32[1024,8], p.2: f32[8]) -> f32[4,8] {
+  %p.1 = f32[1024,8]{1,0} parameter(0)
+  %p.2 = f32[8]{0} parameter(1)
+  %some.1 = f32[4,8]{1,0} slice(%p.1), slice={[0:1024:256], [0:8]}
+  %along.1 = f32[4,8]{1,0} broadcast(%p.2), dimensions={1}
+  ROOT %add.1 = f32[4,8]{1,0} add(%some.1, %along.1)
+}
+
+ENTRY %main (x: f32[1024,8], y: f32[8]) -> (f32[4,8], bf16[16]) {
+  %x = f32[1024,8]{1,0} parameter(0), sharding={replicated}
+  %y = f32[8]{0} parameter(1), sharding={replicated}
+  %fusion = f32[4,8]{1,0} fusion(%x, %y), kind=kLoop, calls=%rows
+  %call = (bf16[16]{0}, /*index=1*/s8[3]{0}) custom-call(%fusion, %y, %y), target="f"
+  %one = bf16[16]{0} get-tuple-element(%call), index=0
+  %copy = bf16[16]{0} copy(%one)
+  ROOT %all = (f32[4,8]{1,0}, bf16[16]{0}) tuple(%fusion, %copy)
+}
+"""
+
+
+def test_bytes_of_a_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    code = importlib.import_module("benchmarks.xla_code")
+    assert code.kernels(_PROGRAM) == [
+        code.Kernel(name=f"%{name}", op=op, read=read, written=written)
+        for name, op, read, written in (
+            ("fusion", "fusion", 4 * 8 * 4 + 8 * 4, 4 * 8 * 4),
+            ("call", "custom-call", 4 * 8 * 4 + 8 * 4, 16 * 2 + 3),
+            ("copy", "copy", 16 * 2, 16 * 2),
+        )
+    ]
+
+
+def test_workloads_whose_bytes_are_counted_have_the_same_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So they are all made, which needs no compiler for a GPU."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    pytest.importorskip("flax", reason="flax is not installed")
+    code = importlib.import_module("benchmarks.xla_code")
+    found = code.workloads()
+    assert len(found) > 60
+    for work in found:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            results = [
+                jax.tree.leaves(jax.eval_shape(function, *work.operands))
+                for function in (work.ours, *work.plain)
+            ]
+        first, *others = ([x.shape for x in each] for each in results)
+        assert all(each == first for each in others), work.name
+
+
+def test_new_rows_replace_those_of_the_same_names(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    renewed = importlib.import_module("benchmarks.records").renewed
+    texts = ["b train 1", "a infer 1", "a train 1", "a train 2"]
+    rows = [dict(zip(("model", "what", "us"), x.split(), strict=True)) for x in texts]
+    new = [{"model": "a", "what": "train", "us": "3"}]
+    found = renewed(rows, new, ["model", "what"], ["b", "a"])
+    told = [" ".join(row.values()) for row in found]
+    assert told == ["b train 1", "a infer 1", "a train 3"]
+    assert renewed(rows, new, ["model"], ["a", "b"]) == [*new, rows[0]]
+
+
+def test_rows_that_are_kept_say_their_driver_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    module = importlib.import_module("benchmarks.row_by_row")
+
+    def run(us: int, *flags: str, **versions: str) -> dict[str, Any]:
+        made = {"GPU": "H100", "driver": "580", "JAX": "0.11", "cuDNN": "9", **versions}
+        monkeypatch.setattr(module, "environment", lambda: made)
+        monkeypatch.setattr(sys, "argv", ["bench", "--out", str(tmp_path), *flags])
+        module.run_benchmark(
+            "What it asks.",
+            lambda small: ["a", "b"],
+            lambda cases: ({"case": each, "us": {"us": us}} for each in cases),
+            lambda found: "page",
+            data="data.json",
+            page="page.md",
+        )
+        return json.loads((tmp_path / "data.json").read_text())
+
+    run(1)
+    run(2, "--only", "b", driver="590")
+    found = run(3, "--only", "b")
+    assert [row["us"]["us"] for row in found["rows"]] == [1, 3]
+    assert found["environment"]["driver"] == "580 or 590"
+    assert run(4, driver="600")["environment"]["driver"] == "600"
+    with pytest.raises(SystemExit, match=r"measured with cuDNN 9, and this is 10\."):
+        run(5, "--only", "b", cuDNN="10")
+
+
+def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
+    flags = ("--tiny", "--only", "convnext: matmul|^matmul.*i8", "--out", str(tmp_path))
+    done = _run("benchmarks.untuned_cells", *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "untuned_cells.json").read_text())["rows"]
+    found = {(row["cell"], row["direction"], row["XLA's form"]) for row in rows}
+    product = "matmul: matmul (24,16,40) bf16 x i8"
+    assert {(product, "fwd", f"scaled {x}") for x in ("before", "after")} < found
+    layer = "convnext: matmul (24,16,40)+bias+gelu"
+    assert {(layer, x, "jnp.matmul") for x in ("fwd", "fwd+bwd")} < found
+    assert all(row["ratio"] > 0 for row in rows)
+    page = (tmp_path / "untuned_cells.md").read_text()
+    assert f"Of {len(rows)} rows, " in page
+    assert f"| {product} | fwd, scaled after | xla |" in page
+
+
+def test_kernels_for_rules_are_each_measured_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    untuned = importlib.import_module("benchmarks.untuned")
+    drawn = importlib.import_module("benchmarks.random_calls").drawn_call
+    parts = untuned.parts_of(map(drawn, range(40)))
+    every = untuned.lacking(parts, [], 10**6)
+    assert every == parts
+    rows = [untuned.named(part) for part in parts]
+    assert untuned.lacking(parts, rows, 10**6) == []
+    assert untuned.lacking(parts, rows[:3], 10**6) == parts[3:]
+    names = [row["class"] for row in map(untuned.named, untuned.lacking(parts, [], 2))]
+    assert max(map(names.count, names)) == 2
+    some = untuned.lacking(parts, rows[:3], 2)
+    both = [row["class"] for row in (*rows[:3], *map(untuned.named, some))]
+    assert max(both.count(name) for name in {*both} - {*both[:3]}) == 2
+
+
+def test_small_attention_is_drawn_for_each_case(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    benchmark = importlib.import_module("benchmarks.small_attention")
+    calls = [call for _, call in benchmark.chosen(0, 2)]
+    cases = [(call.has_gradients, benchmark.is_one(call)) for call in calls]
+    assert {case: cases.count(case) for case in cases} == dict.fromkeys(
+        [(False, False), (False, True), (True, False), (True, True)], 2
+    )
+    rows = [
+        {
+            "call": call.title,
+            "has_gradients": call.has_gradients,
+            "is_one": benchmark.is_one(call),
+            "scores": scores,
+            **{"xla_us": 2.0, "ratio": 0.5, "ratio_low": 0.5, "ratio_high": 0.5},
+        }
+        for call in calls
+        for scores in (2**20, 2**23)
+    ]
+    environment = importlib.import_module("benchmarks.report").environment()
+    page = benchmark.markdown({"environment": environment, "rows": rows})
+    assert page.count("| 2 | 0.50 | 0.50 | 0.50 |") == 8
+    heads = 2 * 2  # and the lines below them
+    assert page.count("\n| ") == 8 + len(rows) + heads

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are the outputs in the guides of docs/ true without a GPU?
+
+tests/tools/gpu/test_docs.py runs the same snippets on a GPU, but for those that need
+several devices. test_examples.py runs those of README.md and docs/index.md,
+test_cache.py those of docs/plan_files.md, and `make docs` the notebooks.
+"""
+
+import importlib
+import inspect
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import jax_cudnn
+from jax_cudnn import cli, offline, startup
+from tests.tools.script import load_script
+from tests.tools.snippets import DOCS, GUIDES, OFF_GPU, run, snippets
+
+PAGES = (*GUIDES, *OFF_GPU)
+
+
+# Once, since all pages together take 157 s of CPU (with JAX 0.10).
+@pytest.mark.once
+@pytest.mark.parametrize("name", PAGES)
+def test_snippets_do_what_the_page_shows(name: str, tmp_path: Path) -> None:
+    page = DOCS / name
+    found, outcomes = snippets(page), run(page, tmp_path, "cpu")
+    obstacle = offline.obstacle()
+    assert len(found) == page.read_text().count("```python\n") == len(outcomes)
+    assert found
+    for snippet, outcome in zip(found, outcomes, strict=True):
+        where = f"{name}, line {snippet.line}"
+        if snippet.needs_gpu:
+            assert outcome.kind == "LibraryError", (where, outcome)
+            assert "JAX sees none" in outcome.error, where
+            continue
+        if snippet.needs_cudnn:
+            if obstacle is None:
+                assert not outcome.error, f"{where}\n{outcome.error}"
+            else:
+                assert outcome.kind == "LibraryError", (where, outcome)
+                assert obstacle in outcome.error, where
+            continue
+        assert not outcome.error, f"{where}\n{outcome.error}"
+        assert outcome.output == (snippet.output or ""), where
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_text_block_is_a_snippet_s_output(name: str) -> None:
+    found = [each for each in snippets(DOCS / name) if each.output is not None]
+    assert len(found) == (DOCS / name).read_text().count("```text\n")
+    assert not any(each.needs_gpu or each.needs_cudnn for each in found)
+
+
+def _commands(name: str) -> list[str]:
+    blocks = re.findall(r"^```sh\n(.*?)^```", (DOCS / name).read_text(), re.M | re.S)
+    return [line for block in blocks for line in block.splitlines()]
+
+
+def test_commands_are_taken(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("jax_cudnn.cli.bench.local_target", lambda: None)
+    commands = [command for name in PAGES for command in _commands(name)]
+    assert len(commands) == 8
+    for command in commands:
+        program, *arguments = shlex.split(command)
+        assert program == startup.COMMAND
+        if arguments == ["doctor"]:
+            continue  # test_cli.py runs it
+        # 2 would be for arguments that are wrong on every machine.
+        assert cli.main(arguments) == 1, command
+        told = capsys.readouterr()
+        if arguments[0] == "bench":
+            assert "bench needs an NVIDIA GPU" in told.err
+        elif offline.obstacle() is None:
+            assert "what would work: cast the operands" in told.out
+        else:
+            assert 'pip install ".[gpuless]"' in told.err
+
+
+def test_every_page_with_snippets_is_run() -> None:
+    elsewhere = {"index.md", "plan_files.md"}  # see the docstring
+    pages = {page.name for page in DOCS.glob("*.md") if snippets(page)}
+    assert pages == {*PAGES, *elsewhere}
+
+
+@pytest.mark.once
+def test_how_to_cite_names_the_version() -> None:
+    text = (DOCS / "cite.md").read_text()
+    assert re.findall(r"version = \{(.*)\}", text) == [jax_cudnn.__version__]
+
+
+def test_links_lead_somewhere() -> None:
+    root = DOCS.parent
+    pages = [*DOCS.rglob("*.md"), *root.glob("*.md")]
+    assert len(pages) > 60
+    for page in pages:
+        for link in re.findall(r"\]\(((?!https:)[^)\s]+)\)", page.read_text()):
+            target, _, anchor = link.partition("#")
+            path = page.parent / target if target else page
+            assert path.exists(), (page, link)
+            if anchor:
+                # Sphinx includes these where they are to be read.
+                source = _INCLUDED.get(path.name, path)
+                headings = re.findall(r"^#+ (.*)$", source.read_text(), re.M)
+                assert anchor in map(_anchor, headings), (page, link)
+
+
+_INCLUDED = {
+    "contributing.md": DOCS.parent / "CONTRIBUTING.md",
+    "changelog.md": DOCS.parent / "CHANGELOG.md",
+}
+
+
+def _anchor(heading: str) -> str:
+    kept = re.sub(r"[^\w\- ]", "", heading.lower())
+    return kept.replace(" ", "-")
+
+
+# --- tables ---------------------------------------------------------------------------
+
+
+def test_the_tables_of_plans_are_what_the_data_say() -> None:
+    tables = load_script("plan_tables")
+    advice = "run python -m scripts.plan_tables"
+    assert (DOCS / "benchmarks" / "plans.md").read_text() == tables.written(), advice
+    text = (DOCS / "plans.md").read_text()
+    assert tables.guide(text) == text, advice
+
+
+# --- site -----------------------------------------------------------------------------
+
+
+@pytest.mark.once
+def test_every_public_name_is_in_the_reference() -> None:
+    pytest.importorskip("flax", reason="Flax is not installed")
+    shown = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    packages = ("f8", "flax", "flax.linen", "flax.nnx", "kv_cache", "masks", "parallel")
+    for name in ("", "checkpoint_policies", *packages, "plans", "score_mods"):
+        module = importlib.import_module(f"jax_cudnn.{name}".removesuffix("."))
+        for public in module.__all__:
+            full = f"{module.__name__}.{public}"
+            is_entry = re.search(rf":: {re.escape(full)}$", shown, re.M)
+            assert is_entry or inspect.ismodule(getattr(module, public)), full
+
+
+@pytest.mark.once
+def test_pictures_show_what_the_data_say() -> None:
+    pictures, advice = load_script("pictures"), "run python -m scripts.pictures"
+    for name, shown in pictures.contents().items():
+        text = (pictures.FOLDER / f"{name}.svg").read_text()
+        assert pictures.digest(shown) in text, (name, advice)
+    for page in pictures.PAGES:
+        assert pictures.with_gain(page.read_text()) == page.read_text(), advice
+
+
+def test_every_extra_for_users_is_in_the_guide_to_installing() -> None:
+    root = DOCS.parent
+    extras = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    table = (DOCS / "install.md").read_text().partition("| extra | adds |")[2]
+    told = re.findall(r"`(\w+)`", "".join(re.findall(r"^\| (.*?) \|", table, re.M)))
+    # What those need who change the package.
+    assert set(told) == set(extras["optional-dependencies"]) - {"docs", "test"}
+
+
+def test_jax_says_which_package_a_serialised_program_needs() -> None:
+    program = """
+import sys
+sys.modules["flatbuffers"] = None
+import jax, jax.numpy as jnp, jax_cudnn
+checks = jax_cudnn.EXPORT_SAFETY_CHECKS
+f = jax.jit(lambda x: jax_cudnn.matmul(x, x))
+exported = jax.export.export(f, disabled_checks=checks)(jnp.ones((4, 4)))
+try:
+    exported.serialize()
+except ImportError as error:
+    print(error)
+"""
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu"},
+    )
+    assert "Please install 'flatbuffers'" in result.stdout

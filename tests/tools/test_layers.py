@@ -1,0 +1,338 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are imports and includes those allowed, and do files say what they are for?"""
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.once
+
+_ROOT = Path(__file__).parents[2]
+_PACKAGE = _ROOT / "jax_cudnn"
+
+# What each layer may import from; itself always.
+_DATA = {"errors", "graph"}
+_MEANING = {*_DATA, "reference", "legalize"}
+_MACHINE = {
+    *_MEANING,
+    *("native", "offline", "config", "cache", "choices", "contenders", "lowering"),
+}
+_ALLOWED = {
+    "errors": set[str](),
+    "startup": set[str](),
+    "keywords": set[str](),
+    "columns": set[str](),
+    "progress": set[str](),
+    "config": set[str](),
+    "cache": {"native"},
+    "choices": {"errors", "graph", "cache"},
+    "contenders": {"errors", "graph", "reference", "choices"},
+    "graph": {"errors"},
+    "reference": {"errors", "graph"},
+    "legalize": {"errors", "graph", "reference"},
+    "native": {"errors", "graph"},
+    "doctor": {"errors", "startup", "columns", "native"},
+    "offline": {"errors", "graph", "native", "progress"},
+    "lowering": {*_MEANING, "native", "offline", "config", "choices", "contenders"},
+    "checkpoint_policies": {"lowering"},
+    "ops": _MACHINE,
+    "kv_cache": {"ops", "keywords"},
+    "f8": {"ops", "keywords"},
+    "masks": {"ops", "keywords"},
+    "score_mods": {"ops", "keywords"},
+    "measuring": {*_MACHINE, "progress"},
+    "plans": {
+        *_MACHINE,
+        *("columns", "progress", "doctor", "keywords", "ops", "measuring"),
+    },
+    # Of what computes, the public operations only.
+    "flax": {"errors", "config", "ops", "keywords"},
+    # Attention over several devices, of the operation's own parts.
+    "parallel": {
+        *("errors", "config", "graph", "reference", "lowering", "ops", "keywords"),
+    },
+    # A function's kernels, of the operations' own parts.
+    "fusing": {*_MACHINE, "columns", "ops", "plans"},
+    "cli": {*_MACHINE, "startup", "progress", "ops", "measuring", "plans"},
+    "__init__": {
+        *_MACHINE,
+        "startup",
+        "keywords",
+        "ops",
+        "checkpoint_policies",
+        "f8",
+        "kv_cache",
+        "masks",
+        "score_mods",
+        "plans",
+        "parallel",
+        "fusing",
+        "flax",  # for type checkers, and when it is asked for
+    },
+    "__main__": {"startup", "cli"},
+}
+# Names outside JAX's compatibility promise, and the one module that may import them.
+_SEMI_PUBLIC = ("jax.extend", "jax.interpreters", "jax.core")
+_SEMI_PUBLIC_HOME = "lowering/_jax.py"
+# Layers that are pure data and must not know of JAX's tracing.
+_WITHOUT_JAX = ("errors", "config", "graph")
+
+
+@dataclass(frozen=True)
+class Import:
+    """One name that a module of the package imports."""
+
+    module: str
+    layer: str
+    name: str
+
+
+def _modules() -> list[Path]:
+    return sorted(_PACKAGE.rglob("*.py"))
+
+
+def _imported_names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            assert node.module is not None
+            for alias in node.names:
+                yield f"{node.module}.{alias.name}"
+        elif isinstance(node, ast.Attribute):
+            # `jax.interpreters.ad` after `import jax`
+            chain = _attribute_chain(node)
+            yield from [chain] if chain.startswith("jax.") else []
+
+
+def _attribute_chain(node: ast.expr) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{_attribute_chain(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _imports() -> list[Import]:
+    found: list[Import] = []
+    for path in _modules():
+        module = path.relative_to(_PACKAGE).as_posix()
+        layer = module.removesuffix(".py").split("/")[0]
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found += [Import(module, layer, name) for name in _imported_names(tree)]
+    return found
+
+
+def _own_layer(name: str) -> str | None:
+    """Return the layer that an imported name of this package belongs to."""
+    parts = name.split(".")
+    if parts[0] != "jax_cudnn" or len(parts) < 2:
+        return None
+    return parts[1]
+
+
+def _is_within(name: str, prefix: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def test_every_layer_has_a_place_in_the_order() -> None:
+    assert {found.layer for found in _imports()} <= set(_ALLOWED)
+
+
+def test_the_order_has_no_cycle() -> None:
+    _check_order(_ALLOWED)
+
+
+def _check_order(allowed: dict[str, set[str]]) -> None:
+    places: list[str] = []
+    while len(places) < len(allowed):
+        ready = [x for x in allowed if x not in places and allowed[x] <= {*places}]
+        assert ready, f"the layers above {places} import one another"
+        places += ready
+
+
+def test_modules_import_from_lower_layers_only() -> None:
+    wrong = [
+        found
+        for found in _imports()
+        if (layer := _own_layer(found.name)) is not None
+        and layer != found.layer
+        and layer not in _ALLOWED[found.layer]
+    ]
+    assert not wrong
+
+
+def test_the_reader_of_imports_sees_what_there_is() -> None:
+    found = _imports()
+    assert (
+        Import("ops/attention/attend.py", "ops", "jax_cudnn.lowering.run_graph")
+        in found
+    )
+    assert Import("lowering/_jax.py", "lowering", "jax.interpreters.mlir") in found
+    chains = _imported_names(ast.parse("import jax\njax._src.core.x"))
+    assert {"jax", "jax._src.core", "jax._src"} <= set(chains)
+
+
+# JAX tells plugins of partitioners through it, and has no other way (lowering/_jax.py).
+_PRIVATE = "jax._src.xla_bridge.register_plugin_callbacks"
+
+
+def test_private_jax_is_one_name_in_one_module() -> None:
+    for path in (*_modules(), *sorted((_ROOT / "tests").rglob("*.py"))):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        found = [x for x in _imported_names(tree) if _is_within(x, "jax._src")]
+        is_bridge = path.parts[-2:] == ("lowering", "_jax.py")
+        assert found == ([_PRIVATE] if is_bridge else []), path
+
+
+def test_semi_public_jax_is_imported_in_one_module() -> None:
+    users = {
+        found.module
+        for found in _imports()
+        if any(_is_within(found.name, prefix) for prefix in _SEMI_PUBLIC)
+    }
+    assert users == {_SEMI_PUBLIC_HOME}
+
+
+def test_pure_data_does_not_import_jax() -> None:
+    wrong = [
+        found
+        for found in _imports()
+        if found.layer in _WITHOUT_JAX and _is_within(found.name, "jax")
+    ]
+    assert not wrong
+
+
+def test_names_with_an_underscore_stay_in_their_folder() -> None:
+    wrong = []
+    for found in _imports():
+        parts = found.name.split(".")
+        if parts[0] != "jax_cudnn":
+            continue
+        folder = "/".join(found.module.split("/")[:-1])
+        private = [i for i, part in enumerate(parts) if part.startswith("_")]
+        if private and "/".join(parts[1 : private[0]]) != folder:
+            wrong.append(found)
+    assert not wrong
+
+
+# --- the C++ sources ------------------------------------------------------------------
+
+# What each folder of ffi/ may include from; itself always.
+_FFI = _ROOT / "ffi"
+_INCLUDES_ALLOWED = {
+    "base": set[str](),
+    "graph": {"base"},
+    "cudnn": {"base"},
+    "frontend": {"base", "graph", "cudnn"},
+    "plans": {"base", "graph", "cudnn", "frontend"},
+    "keeping": {"base", "graph", "cudnn", "frontend", "plans"},
+    "handler": {"base", "graph", "cudnn", "plans", "keeping"},
+    "bindings": {"base", "graph", "cudnn", "frontend", "plans", "keeping", "handler"},
+}
+# Stands in for a header of CUDA's; the frontend includes it.
+_FOREIGN = {"compat"}
+# Libraries that only these folders may include.
+_LIBRARY_HOMES = {
+    "nanobind/": {"bindings"},
+    "cudnn_frontend.h": {"frontend"},
+    "xla/": {"handler"},
+}
+_INCLUDE = re.compile(r'^#include ["<]([^">]+)[">]', re.MULTILINE)
+
+
+def _includes() -> list[tuple[Path, str]]:
+    """Return each file of ffi/ with each name that it includes."""
+    return [
+        (path.relative_to(_FFI), name)
+        for path in _sources("*.cc", "*.h")
+        if path.is_relative_to(_FFI) and path.parent.name not in _FOREIGN
+        for name in _INCLUDE.findall(path.read_text(encoding="utf-8"))
+    ]
+
+
+def _own_folder(name: str) -> str | None:
+    """Return the folder of ffi/ that an included name is in."""
+    return name.split("/")[0] if (_FFI / name).is_file() else None
+
+
+def _wrong_includes(includes: list[tuple[Path, str]]) -> list[tuple[Path, str]]:
+    return [
+        (path, name)
+        for path, name in includes
+        if (folder := _own_folder(name)) is not None
+        and folder != path.parts[0]
+        and folder not in _INCLUDES_ALLOWED[path.parts[0]]
+    ]
+
+
+def test_every_folder_of_ffi_has_a_place_in_the_order() -> None:
+    assert {path.name for path in _FFI.iterdir()} == {*_INCLUDES_ALLOWED, *_FOREIGN}
+
+
+def test_the_order_of_ffi_has_no_cycle() -> None:
+    _check_order(_INCLUDES_ALLOWED)
+
+
+def test_files_of_ffi_include_from_lower_folders_only() -> None:
+    assert not _wrong_includes(_includes())
+
+
+def test_the_reader_of_includes_sees_what_there_is() -> None:
+    found = _includes()
+    assert (Path("plans/plan.cc"), "plans/plan.h") in found
+    assert (Path("frontend/frontend.h"), "cudnn_frontend.h") in found
+    upward = (Path("graph/graph_spec.cc"), "plans/plan.h")
+    assert _wrong_includes([*found, upward]) == [upward]
+
+
+def test_own_files_are_included_by_their_path_below_ffi() -> None:
+    own = {path.name for path, _ in _includes()}
+    assert not [(path, name) for path, name in _includes() if name in own]
+
+
+def test_libraries_are_included_in_their_folders_only() -> None:
+    wrong = [
+        (path, name)
+        for path, name in _includes()
+        for library, homes in _LIBRARY_HOMES.items()
+        if name.startswith(library) and path.parts[0] not in homes
+    ]
+    assert not wrong
+
+
+# --- first lines ----------------------------------------------------------------------
+
+
+def _sources(*patterns: str) -> list[Path]:
+    folders = ("jax_cudnn", "tests", "scripts", "benchmarks", "examples", "ffi")
+    return sorted(
+        path
+        for folder in folders
+        for pattern in patterns
+        for path in (_ROOT / folder).rglob(pattern)
+        if path.stat().st_size
+    )
+
+
+def _label(path: Path) -> str:
+    return path.relative_to(_ROOT).as_posix()
+
+
+@pytest.mark.parametrize("path", _sources("*.py"), ids=_label)
+def test_python_files_begin_with_licence_and_docstring(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if lines[0].startswith("#!"):
+        del lines[0]
+    assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
+    assert lines[1].startswith(('"""', 'r"""'))
+
+
+@pytest.mark.parametrize("path", _sources("*.cc", "*.h"), ids=_label)
+def test_cxx_files_begin_with_licence_and_purpose(path: Path) -> None:
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "// SPDX-License-Identifier: Apache-2.0"
+    assert lines[1].startswith("// ")

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Do the benchmarks of several GPUs run, and report what programs really hold?"""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+pytestmark = [pytest.mark.once, pytest.mark.thorough]
+
+# As `python -m` does it, with the installed package ahead of the working tree.
+_RUN = """
+import runpy, sys
+sys.path.append(sys.argv.pop(1))
+sys.argv[0] = sys.argv.pop(1)
+runpy.run_module(sys.argv[0], run_name="__main__")
+"""
+# What each split sends, in the result and beside its gradients.
+_SENT = {
+    "batch": ("", ""),
+    "heads": ("", ""),
+    "rows": ("", "all-reduce"),
+    "columns": ("", "all-reduce"),
+    "contraction": ("all-reduce", "all-reduce"),
+    "tensors": ("all-reduce", "all-reduce"),
+    "tokens": ("", "all-reduce"),
+    "images": ("", "all-reduce"),
+    "output channels": ("", "all-reduce"),
+}
+
+
+def _run(name: str, *arguments: str, devices: int) -> subprocess.CompletedProcess[str]:
+    command = ["-W", "error", "-c", _RUN, str(ROOT), f"benchmarks.{name}", *arguments]
+    return subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": str(devices),
+            "PYTHONIOENCODING": "utf-8",
+        },
+    )
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    return importlib.import_module("benchmarks.several_gpus")
+
+
+def test_every_cell_is_timed_beside_plain_jax(tmp_path):
+    done = _run("several_gpus", "--tiny", "--out", str(tmp_path), devices=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "several_gpus.json").read_text())
+    assert not data["failures"]
+    found = {(row["split"], row["what"], row["contender"]): row for row in data["rows"]}
+    assert len(found) == len(data["rows"])
+    assert set(found) == {
+        (split, what, name)
+        for split in _SENT
+        for what in ("fwd", "fwd+bwd")
+        for name in ("jax_cudnn", "plain JAX")
+    }
+    for (split, what, _), row in found.items():
+        assert " ".join(row["collectives"]) == _SENT[split][what == "fwd+bwd"]
+        assert len(row["sent"]) == sum(row["collectives"].values())
+        assert 0 < row["low_ms"] <= row["median_ms"] <= row["high_ms"]
+        assert row["ratio_low"] <= row["ratio"] <= row["ratio_high"]
+        assert row["cudnn_calls"] == {}  # no GPU
+        assert len(row["errors"]) == len(row["results_split"])
+    page = (tmp_path / "several_gpus.md").read_text()
+    assert page.count("+bias+silu | output channels | fwd+bwd |") == 2
+    assert "GPU 2 x cpu" in page
+
+
+def test_one_device_is_too_few(tmp_path):
+    done = _run("several_gpus", "--tiny", "--out", str(tmp_path), devices=1)
+    assert done.returncode == 1
+    assert done.stderr == "benchmarks.several_gpus needs two devices or more\n"
+    assert not [*tmp_path.iterdir()]
+
+
+def test_what_is_sent_is_read_from_the_text_of_a_gpu_program(benchmark_module):
+    text = """
+  %x = bf16[8,5]{1,0} parameter(0), metadata={op_name="a all-reduce(b)"}
+  %y = (f32[2]{0}, f32[7]{0}) fusion(%x), metadata={op_name="(a) all-gather(b)"}
+  %s.1 = (f32[3,2]{1,0}, /*index=1*/f32[7]{0:T(8)}) all-reduce-start(%y), channel_id=1
+  %d.1 = (f32[3,2]{1,0}, f32[7]{0}) all-reduce-done(%s.1), channel_id=1
+  ROOT %all-gather.2 = bf16[16,5]{1,0} all-gather(%x), dimensions={0}
+"""
+    assert benchmark_module.sent(text) == [
+        "all-reduce (f32[3,2], f32[7])",
+        "all-gather bf16[16,5]",
+    ]
+
+
+def test_calls_of_cudnn_are_read_from_the_text_of_a_gpu_program(benchmark_module):
+    text = """
+  %a = (bf16[8]{0}, u8[0]{0}) custom-call(%x), custom_call_target="jax_cudnn.graph", api_version=API_VERSION_TYPED_FFI
+  %b = (bf16[8]{0}, u8[0]{0}) custom-call(%x), custom_call_target="__cudnn$convForward"
+  %c = bf16[8]{0} fusion(%x), kind=kCustom, backend_config={"fusion_backend_config":{"kind":"__cudnn$fusion"}}
+  %d = bf16[8]{0} custom-call(%x), custom_call_target="__cublas$gemm"
+"""  # noqa: E501
+    assert benchmark_module.cudnn_calls(text) == [
+        "jax_cudnn.graph",
+        "__cudnn$convForward",
+        "__cudnn$fusion",
+    ]
+
+
+def test_wrong_results_fail(benchmark_module):
+    benchmark_module.check([0.02])
+    benchmark_module.check([0.02, 0.2, 0.2])
+    for errors in ([0.04], [0.04, 0.2], [0.02, 0.2, 0.5], [0.02, float("nan")]):
+        with pytest.raises(benchmark_module.WrongError, match=r"^relative errors \["):
+            benchmark_module.check(errors)
+
+
+def test_a_training_step_is_timed_beside_plain_jax(tmp_path):
+    arguments = ("--size", "tiny", "--ways", "none", "--rounds", "2")
+    done = _run("train_gpt", *arguments, "--out", str(tmp_path), devices=2)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "train_gpt.json").read_text())["rows"]
+    assert [(row["way"], row["contender"]) for row in rows] == [
+        ("one GPU", "jax_cudnn"),
+        ("one GPU", "plain JAX"),
+    ]
+    for row in rows:
+        assert row["scaling"] == 1
+        assert row["collectives"] == {}
+        assert row["losses"][-1] < row["losses"][0]
+    assert "| one GPU | 8 | plain JAX |" in (tmp_path / "train_gpt.md").read_text()
+
+
+def test_a_step_is_divided_in_every_way(benchmark_module):
+    del benchmark_module  # It finds the folder of the benchmarks.
+    train_gpt = importlib.import_module("benchmarks.train_gpt")
+    one, same, more, *others = train_gpt.ways(train_gpt.SIZES["tiny"])
+    assert (one.mesh, one.batch) == ("1x1", 8)
+    assert (same.mesh, same.batch) == ("8x1", 8)
+    assert (more.mesh, more.batch) == ("8x1", 64)
+    assert [each.parallel for each in others] == ["fsdp", "tensor"]
