@@ -18,6 +18,7 @@ from jax_cudnn.graph.pooling import AvgPoolAttributes, MaxPoolAttributes, PoolAt
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.reference.dtypes import DTYPES
+from jax_cudnn.reference.windows import cut
 
 Operands = Mapping[str, jax.Array]
 
@@ -231,20 +232,6 @@ def _counts(attributes: AvgPoolAttributes, space: tuple[int, ...]) -> np.ndarray
         )
     ]
     return functools.reduce(np.multiply.outer, axes)[None, None]
-
-
-def cut(
-    x: jax.Array, padding: Sequence[tuple[int, int]]
-) -> tuple[jax.Array, list[tuple[int, int]]]:
-    """Return an array without what negative padding cuts, and the padding left.
-
-    JAX cannot differentiate windows with negative padding.
-    """
-    if all(low >= 0 and high >= 0 for low, high in padding):
-        return x, list(padding)
-    widths = [(min(low, 0), min(high, 0), 0) for low, high in padding]
-    x = jax.lax.pad(x, np.zeros((), x.dtype), widths)
-    return x, [(max(low, 0), max(high, 0)) for low, high in padding]
 
 
 def _over_windows(

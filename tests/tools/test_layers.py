@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are imports and includes those allowed, and do files say what they are for?"""
+"""Imports and includes are those allowed, and files say what they are for."""
 
 import ast
 import re
@@ -44,10 +44,10 @@ _ALLOWED = {
     "f8": {"ops", "keywords"},
     "masks": {"ops", "keywords"},
     "score_mods": {"ops", "keywords"},
-    "measuring": {*_MACHINE, "progress"},
+    "tuning": {*_MACHINE, "progress"},
     "plans": {
         *_MACHINE,
-        *("columns", "progress", "doctor", "keywords", "ops", "measuring"),
+        *("columns", "progress", "doctor", "keywords", "ops", "tuning"),
     },
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops", "keywords"},
@@ -57,7 +57,7 @@ _ALLOWED = {
     },
     # A function's kernels, of the operations' own parts.
     "fusing": {*_MACHINE, "columns", "ops", "plans"},
-    "cli": {*_MACHINE, "startup", "progress", "ops", "measuring", "plans"},
+    "cli": {*_MACHINE, "startup", "progress", "ops", "tuning", "plans"},
     "__init__": {
         *_MACHINE,
         "startup",
@@ -214,9 +214,89 @@ def test_names_with_an_underscore_stay_in_their_folder() -> None:
             continue
         folder = "/".join(found.module.split("/")[:-1])
         private = [i for i, part in enumerate(parts) if part.startswith("_")]
-        if private and "/".join(parts[1 : private[0]]) != folder:
+        if private and not _is_below(folder, "/".join(parts[1 : private[0]])):
             wrong.append(found)
     assert not wrong
+
+
+def _is_below(folder: str, other: str) -> bool:
+    return f"{folder}/".startswith(f"{other}/") if other else not folder
+
+
+# --- families -------------------------------------------------------------------------
+
+# Each floor has a folder, or a module, for each family of operations. What families
+# share lies beside them: in the floor itself, or in its folder `common`.
+_FAMILIES = ("attention", "products", "norms", "pooling")
+_FLOORS = ("graph", "reference", "legalize", "ops")
+# The modules that name every family's parts for the floors above.
+_FACES = {"graph/__init__.py", "reference/interpreter.py", "legalize/__init__.py"}
+
+
+def _family(floor: str, name: str) -> str | None:
+    return name if floor in _FLOORS and name in _FAMILIES else None
+
+
+def _families_met(imports: list[Import]) -> Iterator[tuple[Import, str]]:
+    """Yield the imports of a family's parts, on the floors that have families."""
+    homes = _homes_of_faces(imports)
+    for found in imports:
+        parts = homes.get(found.name, found.name).split(".")
+        if found.layer not in _FLOORS or parts[0] != "jax_cudnn" or len(parts) < 3:
+            continue
+        if (family := _family(parts[1], parts[2])) is not None:
+            yield found, family
+
+
+def _homes_of_faces(imports: list[Import]) -> dict[str, str]:
+    """Return where what a face hands on is from: it is imported by the face's name."""
+    return {
+        f"jax_cudnn.{found.layer}.{found.name.rpartition('.')[2]}": found.name
+        for found in imports
+        if found.module in _FACES and found.module.endswith("__init__.py")
+    }
+
+
+def _meets_another_family(found: Import, family: str) -> bool:
+    floor, _, rest = found.module.partition("/")
+    own = _family(floor, rest.split("/")[0].removesuffix(".py"))
+    return own != family and found.module not in _FACES
+
+
+def test_a_family_imports_no_other_familys_parts() -> None:
+    met = list(_families_met(_imports()))
+    assert len(met) > 100
+    assert not [each for each in met if _meets_another_family(*each)]
+
+
+def test_the_reader_of_families_sees_what_there_is() -> None:
+    wrong = [
+        Import("ops/norms/f8.py", "ops", "jax_cudnn.ops.attention.f8.attend_f8"),
+        Import("ops/common/windows.py", "ops", "jax_cudnn.reference.pooling.cut"),
+        Import("ops/pooling.py", "ops", "jax_cudnn.graph.SdpaAttributes"),
+    ]
+    met = list(_families_met([*_imports(), *wrong]))
+    assert [found for found, family in met if _meets_another_family(found, family)] == (
+        wrong
+    )
+
+
+# The largest number of files in a folder that a reader still takes in.
+_MOST_FILES = 20
+
+
+def test_no_folder_is_a_hall() -> None:
+    folders = [
+        folder
+        for top in ("jax_cudnn", "tests")
+        for folder in (_ROOT / top).rglob("*")
+        if folder.is_dir()
+    ]
+    counts = {
+        str(folder.relative_to(_ROOT)): len([*folder.glob("*.py")])
+        for folder in folders
+    }
+    assert not {name: n for name, n in counts.items() if n > _MOST_FILES}
 
 
 # --- the C++ sources ------------------------------------------------------------------

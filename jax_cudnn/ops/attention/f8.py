@@ -19,12 +19,12 @@ from jax_cudnn.ops.attention.layouts import Layout, check_layout, order_of
 from jax_cudnn.ops.attention.operands import canonicalize, check_scale
 from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
 from jax_cudnn.ops.common.arguments import (
-    as_operand,
     check_flag,
     describe,
     options,
     why_symbolic,
 )
+from jax_cudnn.ops.common.f8_scaling import check_tensor_scale
 from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.reference.attention.f8 import attention
 from jax_cudnn.reference.dtypes import dtype_name
@@ -387,27 +387,6 @@ def _refuse_tangents(
 
 
 # --- checks ---------------------------------------------------------------------------
-
-
-def check_tensor_scale(op: str, name: str, value: ArrayLike) -> jax.Array:
-    """Return a tensor's scale as f32; NaN in place of what is not above 0.
-
-    cuDNN takes such scales and gives zeros for them (9.19 on an H200).
-    """
-    array = as_operand(op, name, value)
-    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(
-        array.dtype, jnp.integer
-    ):
-        raise TypeError(
-            f"{op}: {name} is {describe(array)}. A scale must be a real number."
-        )
-    if array.size != 1:
-        raise TypeError(
-            f"{op}: {name} is {describe(array)}. It must be one number for the whole "
-            "tensor, of shape []: cuDNN has no scales by head or block on sm_90."
-        )
-    scale = jnp.reshape(array, ()).astype(jnp.float32)
-    return jnp.where(scale > 0, scale, jnp.nan)
 
 
 def _check_dtypes(q: jax.Array, k: jax.Array, v: jax.Array) -> None:

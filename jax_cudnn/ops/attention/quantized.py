@@ -22,7 +22,7 @@ from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.lowering import attention_results, linear_call
 from jax_cudnn.ops.attention.attend import Operands, attend, by_rows, of_rows
-from jax_cudnn.ops.attention.f8 import attend_f8, check_tensor_scale
+from jax_cudnn.ops.attention.f8 import attend_f8
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
 from jax_cudnn.ops.attention.operands import canonicalize, check_scale
 from jax_cudnn.ops.attention.parts import part_gradients
@@ -31,6 +31,7 @@ from jax_cudnn.ops.common.arguments import check_flag, describe, options
 from jax_cudnn.ops.common.f8_scaling import (
     amax,
     check_f8,
+    check_tensor_scale,
     dequantize,
     quantize,
     scale_from_amax,

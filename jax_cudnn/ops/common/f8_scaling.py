@@ -270,3 +270,24 @@ def _margin(op: str, margin: int) -> int:
             "powers of two to leave free."
         )
     return value
+
+
+def check_tensor_scale(op: str, name: str, value: ArrayLike) -> jax.Array:
+    """Return a tensor's scale as f32; NaN in place of what is not above 0.
+
+    cuDNN takes such scales and gives zeros for them (9.19 on an H200).
+    """
+    array = as_operand(op, name, value)
+    if not jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(
+        array.dtype, jnp.integer
+    ):
+        raise TypeError(
+            f"{op}: {name} is {describe(array)}. A scale must be a real number."
+        )
+    if array.size != 1:
+        raise TypeError(
+            f"{op}: {name} is {describe(array)}. It must be one number for the whole "
+            "tensor, of shape []: cuDNN has no scales by head or block on sm_90."
+        )
+    scale = jnp.reshape(array, ()).astype(jnp.float32)
+    return jnp.where(scale > 0, scale, jnp.nan)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph.windows import window_count
 from jax_cudnn.ops.common.arguments import describe
-from jax_cudnn.reference.pooling import cut
+from jax_cudnn.reference.windows import cut
 
 _PADDINGS = ("SAME", "SAME_LOWER", "VALID")
 Pairs = tuple[tuple[int, int], ...]

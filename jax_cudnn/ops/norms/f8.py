@@ -12,8 +12,8 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.attention.f8 import check_tensor_scale
 from jax_cudnn.ops.common.arguments import as_operand
+from jax_cudnn.ops.common.f8_scaling import check_tensor_scale
 from jax_cudnn.ops.norms.call import Norm
 from jax_cudnn.ops.norms.rows import run_rows
 from jax_cudnn.reference.dtypes import dtype_name
