@@ -24,7 +24,7 @@ from jax_cudnn.legalize.products.conv_channels import is_faster_with_more
 from jax_cudnn.legalize.products.conv_pairs import pairs
 from jax_cudnn.legalize.products.nearest import LOSS, Kernel, Measured
 
-_FILE = Path(__file__).parent.parent / "data" / "rules" / "rules.json"
+_FILE = Path(__file__).parents[2] / "data" / "rules" / "rules.json"
 _KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
 _WIDTHS = ("16 bits", "f32")
