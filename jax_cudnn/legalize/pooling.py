@@ -23,11 +23,6 @@ from jax_cudnn.legalize.common.legalization import Legalization
 from jax_cudnn.reference.interpreter import evaluate
 from jax_cudnn.reference.pooling import elements_in_windows
 
-_SLOWER = (
-    "cuDNN was not measured to pool faster than XLA, which fuses pooling with what is "
-    "around it; plans.autotune measures both"
-)
-
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one pooling node."""
@@ -44,7 +39,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
         _widen(editor)
     if editor.main.kind == "max_pool" and graph.output_tensors[0].dtype == "f32":
         _take_infinities(editor, graph)
-    return Legalization(candidates=(replace(editor.finish(), slower=_SLOWER),))
+    return Legalization(candidates=(editor.finish(),))
 
 
 def _refusals(editor: GraphEditor) -> tuple[str, ...]:

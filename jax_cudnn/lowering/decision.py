@@ -35,6 +35,7 @@ from jax_cudnn.legalize import (
 from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import PlanInfo, is_by_place
+from jax_cudnn.policy import rank
 
 _log = logging.getLogger("jax_cudnn")
 
@@ -213,15 +214,16 @@ def decide_part(
     if legalization.reasons:
         way = "before cuDNN is asked"
         attempts.append(Attempt(way=way, reasons=legalization.reasons))
-    for legal in legalization.candidates:
+    for ranked in rank(part, legalization.candidates, target):
+        legal = ranked.legal
         way = "; ".join(legal.notes) or "as one kernel"
-        if is_auto and legal.slower:
-            attempts.append(Attempt.left_to_xla(way, legal.slower))
+        if is_auto and ranked.slower:
+            attempts.append(Attempt.left_to_xla(way, ranked.slower))
             continue
         if options.exact_dtypes and legal.rounds_sums:
             attempts.append(Attempt.left_to_xla(way, _ROUNDED))
             continue
-        plan, asked = None, request or legal.preference
+        plan, asked = None, request or ranked.preference
         if gpu is not None:
             try:
                 plan = gpu.plan(to_json(legal.graph), asked)
@@ -229,8 +231,8 @@ def decide_part(
                 reasons = error.reasons or (error.summary,)
                 attempts.append(Attempt(way=way, reasons=reasons))
                 continue
-            if is_auto and not request and legal.is_slow_by(plan.engine):
-                is_slow = plan.engine in legal.slow_engines
+            if is_auto and not request and ranked.is_slow_by(plan.engine):
+                is_slow = plan.engine in ranked.slow_engines
                 told = (_SLOW_ENGINE if is_slow else _OTHER_ENGINE).format(plan.engine)
                 attempts.append(Attempt.left_to_xla(way, told))
                 continue

@@ -18,6 +18,7 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering.decision import Why
 from jax_cudnn.lowering.devices import gpu_for
 from jax_cudnn.native import Candidate
+from jax_cudnn.policy import rank
 
 # The version of what `Report.to_json` returns. A change of meaning raises it.
 SCHEMA = 1
@@ -132,7 +133,8 @@ class Call(CallSummary):
         graphs, reasons = [self.graph] if self.graph else [], list[str]()
         if not graphs and self.part:
             legalization = legalize(self.part, gpu.target)
-            graphs = [legal.graph for legal in legalization.candidates]
+            ranked = rank(self.part, legalization.candidates, gpu.target)
+            graphs = [each.legal.graph for each in ranked]
             reasons += legalization.reasons
         for graph in graphs:
             try:

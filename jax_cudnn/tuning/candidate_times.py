@@ -10,10 +10,10 @@ from typing import Any
 
 import jax
 
-from jax_cudnn import native
+from jax_cudnn import native, policy
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, to_json
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Legal
 from jax_cudnn.native import Candidate
 from jax_cudnn.progress import followed
 from jax_cudnn.tuning.stopwatch import Measurement, PlanStopwatch, draw_sets
@@ -39,9 +39,9 @@ def time_candidates(part: Graph, target: Target) -> list[Timed]:
     They are those of the first way of rewriting the part that cuDNN takes; array work
     around the kernel is not in their times. Empty where cuDNN takes none.
     """
-    for legal in legalize(part, target).candidates:
+    for ranked in policy.ranked(part, target):
         try:
-            return time_candidates_of(part, legal)
+            return time_candidates_of(part, ranked.legal)
         except UnsupportedError:
             continue
     return []

@@ -12,12 +12,11 @@ from typing import Any, TypeVar
 
 import jax
 
-from jax_cudnn import contenders, native
+from jax_cudnn import contenders, native, policy
 from jax_cudnn.choices import Choice, digest_of
 from jax_cudnn.config import Options
 from jax_cudnn.errors import GraphError, UnsupportedError
 from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
-from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import run_contender, run_cudnn, run_xla
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device
@@ -269,10 +268,11 @@ class _Contest:
         ordinal = self._device.local_hardware_id
         request = self._options.plan.to_request()
         ways: list[Way] = []
-        for legal in legalize(self._part, self._target).candidates:
+        for ranked in policy.ranked(self._part, self._target):
+            legal = ranked.legal
             if self._options.exact_dtypes and legal.rounds_sums:
                 continue
-            text, asked = to_json(legal.graph), request or legal.preference
+            text, asked = to_json(legal.graph), request or ranked.preference
             try:
                 listed = native.candidates(text, request=asked, device=ordinal)
             except UnsupportedError:

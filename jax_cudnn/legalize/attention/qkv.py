@@ -18,7 +18,6 @@ from jax_cudnn.graph import Graph, Node, Target, Tensor, kind_named
 from jax_cudnn.graph.attention.qkv import PARTS, Part, as_sdpa, part_tensor, parts_of
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.attention import sdpa
-from jax_cudnn.legalize.attention.defaults import slower
 from jax_cudnn.legalize.common.legalization import (
     After,
     Arrays,
@@ -50,11 +49,8 @@ def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
 def _legalize(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
     divided = _Divided(graph)
     found = rule(divided.graph, target)
-    # Where this is "", XLA has to divide the array first: nothing was measured.
-    reason = slower(graph)
     candidates: list[Legal] = []
-    for each in found.candidates:
-        legal = replace(each, slower=reason and each.slower)
+    for legal in found.candidates:
         in_place = divided.in_place(legal)
         why = _PADDED
         if in_place is not None:

@@ -37,7 +37,6 @@ from jax_cudnn.graph import (
     Target,
 )
 from jax_cudnn.graph.attention.score_mod import OPERANDS
-from jax_cudnn.legalize.attention.defaults import slower
 from jax_cudnn.legalize.attention.dropout import Step, dropout_steps, plain_editor
 from jax_cudnn.legalize.attention.far_rows import take_far_rows
 from jax_cudnn.legalize.attention.masks import (
@@ -122,7 +121,7 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
         pad_head(editor, ("query", "key"))
         pad_head(editor, ("value", "output"))
         ask_for_sum(editor)
-        return replace(editor.finish(), slower=slower(graph))
+        return replace(editor.finish(), problem=graph)
 
     return Legalization(candidates=tuple(map(edited, dropout_steps(first, target))))
 
@@ -150,7 +149,7 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
         editor = way(graph)
         _take_operand_gradients(editor, graph)
         legal = _edited_backward(editor, target, drop)
-        return replace(legal, slower=slower(graph))
+        return replace(legal, problem=graph)
 
     steps = dropout_steps(first, target)
     candidates = [edited(way, drop) for drop in steps for way in ways]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a legalisation is: candidates in order of preference, or reasons."""
+"""What a legalisation is: the ways to run a graph by cuDNN, or the reasons for none."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,14 +35,15 @@ class Legal:
     ``before`` maps the operands of the original graph to those of ``graph``; ``after``
     maps (original operands, results of ``graph``) to the original graph's results.
     ``usual`` is a shorter way for most operands, where there is one. ``notes`` says, a
-    sentence each, which parts run outside cuDNN and why. ``slower``, where not empty,
-    says why "auto" leaves the graph to XLA all the same, and ``slower_elsewhere`` on
-    another GPU or cuDNN than those that were measured; with ``slow_engines``, it does
-    so where one of these runs the first plan, and with ``fast_engines``, where none of
-    these does. ``preference``, where not empty, is the request by which a plan is tried
-    before that of cuDNN's. ``rounds_sums`` says that sums in f32 have fewer digits on
-    their way than the original graph gives them. ``waits`` says that the host waits for
-    operands, so that no command buffer can have the launch.
+    sentence each, which parts run outside cuDNN and why. ``rounds_sums`` says that sums
+    in f32 have fewer digits on their way than the original graph gives them. ``waits``
+    says that the host waits for operands, so that no command buffer can have the
+    launch.
+
+    For jax_cudnn.policy, which decides whether the way is taken: ``names`` says in
+    words what was done to the graph. ``problem`` is the graph whose kernel is chosen,
+    where that is not the original one; ``core`` is what of it the kernel computes,
+    before it was rewritten, where that is not all of it.
     """
 
     graph: Graph
@@ -50,19 +51,15 @@ class Legal:
     after: After
     usual: Usual | None = None
     notes: tuple[str, ...] = ()
-    slower: str = ""
-    slower_elsewhere: str = ""
-    slow_engines: tuple[int, ...] = ()
-    fast_engines: tuple[int, ...] = ()
-    preference: str = ""
     rounds_sums: bool = False
     waits: bool = False
+    names: tuple[str, ...] = ()
+    problem: Graph | None = None
+    core: Graph | None = None
 
-    def is_slow_by(self, engine: int) -> bool:
-        """Whether "auto" leaves the graph to XLA if this engine has the first plan."""
-        if self.fast_engines:
-            return engine not in self.fast_engines
-        return engine in self.slow_engines
+    def named(self, *names: str) -> "Legal":
+        """Return the same with more said of what was done."""
+        return replace(self, names=(*self.names, *names))
 
     def run(
         self,
@@ -87,7 +84,7 @@ class Legal:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Legalization:
-    """The candidates in order of preference, or the reasons why there is none."""
+    """The ways to run a graph, or the reasons why there is none."""
 
     candidates: tuple[Legal, ...] = ()
     reasons: tuple[str, ...] = ()

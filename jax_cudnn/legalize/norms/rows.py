@@ -8,7 +8,6 @@ scale and bias have the dtype of x.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import cast
 
 import jax
@@ -25,29 +24,11 @@ from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.norms import with_statistics
 
-# Only a measurement says otherwise: see choices.py, and `_is_measured` (docs/norms.md).
-_SLOWER = (
-    "norms are XLA's until cuDNN was measured to be faster: plans.autotune finds the "
-    "best of both"
-)
 # Below Ampere, cuDNN has a plan for few sizes and not for bf16 (9.19 and 9.27, sm_75).
 _OLDEST_SM = 80
 _OLDEST_CUDNN = 90800
 # "!hardware_fp8_supported" in the reasons of 9.19 and 9.27 for sm_80.
 _OLDEST_F8_SM = 89
-# There it took 0.44 to 0.93 of the time of XLA's code in training, and with a residual
-# in the kernel 0.66 to 1.01 (benchmarks/norm_plans.py). With 128 features it took 1.5
-# times as long (docs/benchmarks/random_norms.md). Scales in f32 get the plan for any
-# size.
-_H100, _H200 = "NVIDIA H100 80GB HBM3", "NVIDIA H200"
-_MEASURED = frozenset({(_H100, 919), (_H200, 919)})
-_MEASURED_WITH_RESIDUAL = frozenset({(_H100, 919)})
-_FEATURES = range(768, 8192 + 1, 128)
-_ENOUGH = 2**24
-# The engine for any size took up to 70 times as long as others. cuDNN lists it first
-# for some of these sizes, too.
-_FOR_ANY_SIZE = (1,)
-
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
 
@@ -55,47 +36,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one norm or its gradient."""
     if reasons := _reasons(graph, target):
         return Legalization(reasons=tuple(reasons), advice=_ADVICE)
-    return Legalization(
-        candidates=tuple(
-            replace(
-                way,
-                slower="" if _is_measured(graph, way, target) else _SLOWER,
-                slow_engines=_FOR_ANY_SIZE,
-            )
-            for way in candidates(graph)
-        )
-    )
-
-
-def _is_measured(graph: Graph, way: Legal, target: Target | None) -> bool:
-    """Whether cuDNN's first plan was measured to be faster than XLA's code.
-
-    So it was in training: for gradients, and where the statistics are results, which
-    XLA computes in a kernel of their own. It was with a residual, too, which XLA adds
-    in a kernel of its own. It takes rows of a number of features for which cuDNN has
-    more than its one plan for any size, and enough rows.
-    """
-    if target is None:
-        return False
-    (node,), (emitted,) = graph.nodes, way.graph.nodes
-    roles = {**dict(node.inputs), **dict(node.outputs)}
-    rows, features = graph.tensor(roles["x"]).dims[:2]
-    adds = "residual" in dict(emitted.inputs)
-    is_training = node.kind.endswith("_backward") or "rstd" in roles
-    dtypes = {
-        graph.tensor(name).dtype
-        for role, name in roles.items()
-        if role not in ("mean", "rstd")
-    }
-    measured = _MEASURED_WITH_RESIDUAL if adds else _MEASURED
-    return (
-        (target.name, target.cudnn_version // 100) in measured
-        and node.kind.removesuffix("_backward") in ("layer_norm", "rms_norm")
-        and (is_training or adds)
-        and dtypes == {"bf16"}
-        and features in _FEATURES
-        and rows * features >= _ENOUGH
-    )
+    return Legalization(candidates=candidates(graph))
 
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:

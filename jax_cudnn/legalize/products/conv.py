@@ -22,8 +22,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Node, Tensor, is_anchor
-from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph import Graph, Tensor, is_anchor
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.windows import dilated
 from jax_cudnn.legalize.common.editor import GraphEditor
@@ -35,40 +34,16 @@ from jax_cudnn.legalize.common.images import (
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.legalize.products import conv_depthwise, conv_groups
-from jax_cudnn.legalize.products.conv_channels import (
-    MOST_MEASURED,
-    add_channels,
-    can_have_more,
-    can_have_rows,
-    is_faster_with_more,
-)
+from jax_cudnn.legalize.products.conv_channels import add_channels, more_channels
 from jax_cudnn.legalize.products.conv_directions import (
     exchange_directions,
     is_transposed,
 )
 from jax_cudnn.legalize.products.conv_groups import as_it_is
-from jax_cudnn.legalize.products.conv_pairs import pair_places, pairs
+from jax_cudnn.legalize.products.conv_pairs import PAIRS, pair_places, pairs
 
-# See docs/benchmarks/conv_ways.md, the rows that do not become products.
-_SLOW_FEW_CHANNELS = (
-    "cuDNN's first plans of the gradients of filters over 1 to 4 channels, in steps of "
-    "1, took 0.9 to 1.4 times as long as XLA's code (an H100, cuDNN 9.19): "
-    "plans.autotune finds the best of both"
-)
-
-
-def slower(graph: Graph, node: Node) -> str:
-    """Say why "auto" leaves a convolution to XLA, if it does; the node computes it."""
-    if conv_depthwise.is_depthwise(graph, node):
-        return ""  # Each way says so for itself.
-    dtypes = {graph.tensor(name).dtype for _, name in node.inputs}
-    if not dtypes <= {"bf16", "f16"} or node.kind != "conv_wgrad":
-        return ""
-    attributes = conv_attributes(node)
-    few = roles_in(graph, node)["grad_w"].dims[1] <= MOST_MEASURED
-    is_like = few and max(attributes.window_strides) == 1 and can_have_rows(graph, node)
-    is_slow = is_like and not is_faster_with_more(graph, node)
-    return _SLOW_FEW_CHANNELS if is_slow else ""
+# What a way is called that leaves groups and places as they are.
+PLAIN = "plain"
 
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
@@ -78,32 +53,30 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
         return _depthwise(graph)
     if conv_groups.channels_of(GraphEditor.of(graph))[0] > 1:
         return _in_groups(graph)
-    more: Legal | None = None
-    if can_have_more(graph, node):
-        more = _candidate(graph, _pad_if_odd, first=add_channels)
-    is_first = is_faster_with_more(graph, node)
-    ways = [more] if is_first else []
+    ways: list[Legal | None] = []
+    if (more := more_channels(graph, node)) is not None:
+        way = _candidate(graph, _pad_if_odd, first=add_channels)
+        ways.append(way and way.named(more))
     if pairs(graph, node):
         paired = _candidate(graph, as_it_is, first=pair_places)
         # Both halves are rounded to the gradient's dtype before they are summed.
-        ways.append(paired and replace(paired, rounds_sums=True))
+        ways.append(paired and replace(paired, rounds_sums=True).named(PAIRS))
     # The engines that take channels which do not fill a load are slow, and some of
     # cuDNN 9.19's give wrong results on an H200
     # (tests/products/gpu/test_fusion_numerics.py).
-    padded = _candidate(graph, _pad_channels)
-    ways.append(padded or _candidate(graph, as_it_is))
-    ways += [] if is_first else [more]
+    plain = _candidate(graph, _pad_channels) or _candidate(graph, as_it_is)
+    ways.append(plain and plain.named(PLAIN))
     return tuple(way for way in ways if way is not None)
 
 
 def _in_groups(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways for a convolution in groups of several channels."""
-    found: dict[Graph, Legal] = {}
+    found: list[Legal] = []
     for way in conv_groups.ways(GraphEditor.of(graph)):
         legal = _candidate(graph, way.change, first=way.first)
         if legal is not None:
-            found.setdefault(legal.graph, legal)
-    return tuple(found.values())
+            found.append(legal.named(way.name))
+    return tuple(found)
 
 
 def _depthwise(graph: Graph) -> tuple[Legal, ...]:
@@ -113,8 +86,13 @@ def _depthwise(graph: Graph) -> tuple[Legal, ...]:
     assert changed is not None
     assert same is not None
     own = [same] if changed.graph == same.graph else [changed, same]
+    if len(same.graph.nodes) > 1:
+        own = []  # Such engines compute nothing else.
     merged = _candidate(graph, conv_groups.merge)
-    return tuple(conv_depthwise.in_order(own, merged))
+    return (
+        *(way.named(conv_depthwise.OWN) for way in own),
+        *([merged.named(conv_groups.MERGED)] if merged is not None else []),
+    )
 
 
 def _candidate(

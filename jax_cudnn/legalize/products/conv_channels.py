@@ -38,44 +38,12 @@ from jax_cudnn.legalize.common.layout import (
     rounded_up,
 )
 
-_Way = Literal["patches", "windows", "rows"]
+Way = Literal["patches", "windows", "rows"]
 
 # Longer rows make an array of many times x's size, and a program of as many slices.
 _LONGEST_ROW = 7
 # Places in an image are counted in 32 bits.
 _LARGEST_IMAGE = 2**31 - 1
-# What was measured: dtypes, channels, and elements of a window over all channels.
-_DTYPES = ("bf16", "f16")
-MOST_MEASURED = 4
-_LARGEST_WINDOW = 40
-
-
-def can_have_more(graph: Graph, node: Node) -> bool:
-    """Whether x can be written with more channels; the node computes the convolution.
-
-    x has to be an operand of the kernel, or its only result.
-    """
-    return _way(graph, node) is not None
-
-
-def is_faster_with_more(graph: Graph, node: Node) -> bool:
-    """Whether x can be written so, and convolutions like this one were faster so.
-
-    These were patches, convolutions over rows, and gradients of filters over windows of
-    up to 40 elements, of 1 to 4 channels in 16 bits. For other gradients of filters,
-    and for windows of one channel along two axes in steps of 1, cuDNN's first plan is
-    often a slow one (docs/benchmarks/conv_ways.md).
-    """
-    attributes = conv_attributes(node)
-    filters = roles_in(graph, node)[TRIPLES[node.kind][1]]
-    _, c, *window = filters.dims
-    if filters.dtype not in _DTYPES or c > MOST_MEASURED or len(window) < 2:
-        return False
-    way = _way(graph, node)
-    if way == "windows":
-        is_like = c > 1 or len(window) > 2 or max(attributes.window_strides) > 1
-        return is_like and c * math.prod(window) <= _LARGEST_WINDOW
-    return way == "patches" or (way == "rows" and node.kind == "conv_fprop")
 
 
 def can_have_rows(graph: Graph, node: Node) -> bool:
@@ -91,8 +59,11 @@ def can_have_rows(graph: Graph, node: Node) -> bool:
     return not is_sum and is_short and rows < whole and _is_of_few(graph, node, x, w)
 
 
-def _way(graph: Graph, node: Node) -> _Way | None:
-    """Return how x can be written with more channels."""
+def more_channels(graph: Graph, node: Node) -> Way | None:
+    """Return how x can be written with more channels; the node is the convolution.
+
+    x has to be an operand of the kernel, or its only result.
+    """
     attributes = conv_attributes(node)
     x, w, output = (roles_in(graph, node)[role] for role in TRIPLES[node.kind])
     if not _is_of_few(graph, node, x, w):
@@ -148,7 +119,7 @@ def _reach(attributes: ConvAttributes, w: Tensor, output: Tensor) -> list[int]:
 
 def add_channels(editor: GraphEditor) -> None:
     """Write x and the filters with more channels."""
-    way = _way(editor.graph, editor.main)
+    way = more_channels(editor.graph, editor.main)
     x, w, _ = names = [editor.roles[role] for role in TRIPLES[editor.main.kind]]
     for name in (x, w):
         editor.reorder(name, channels_last(len(editor.tensors[name].dims)))

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 
 import jax
 
-from jax_cudnn.graph import ConvAttributes, Graph, Node, Target, Tensor, is_anchor
+from jax_cudnn.graph import ConvAttributes, Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.windows import dilated
@@ -37,50 +37,8 @@ _FEWEST_CHANNELS = 9
 _NARROW = ("bf16", "f16")
 # A gradient of wider filters takes longer the wider they are. This was measured.
 _WIDEST = 31
-# Engines for these alone by what is computed, and those that are fast with merged
-# groups. They were measured with this GPU and cuDNN.
-_ENGINES = {"conv_fprop": (5, 57), "conv_dgrad": (6,), "conv_wgrad": (16, 19)}
-_ENGINES_OF_MERGED = {
-    "conv_fprop": (22, 62, 71),
-    "conv_dgrad": (22, 40, 46, 67),
-    "conv_wgrad": (9, 10, 65),
-}
-# What goes before the engine that cuDNN lists first. For gradients of filters in f16,
-# it is cuDNN's own, which took 0.84 to 0.89 of the time. For merged groups and large
-# windows, cuDNN lists one first that takes up to 7 times as long as XLA's code, and for
-# gradients of their filters two that take up to 9 times as long as those here.
-_OWN_FIRST = {
-    "conv_wgrad": '{"preferred":[{"first_engine":61,"wanted":[{"engine":16}]}]}'
-}
-_MERGED_FIRST = {
-    "conv_fprop": (
-        '{"preferred":[{"first_engine":45,"wanted":[{"engine":22},{"engine":71}]}]}'
-    ),
-    "conv_wgrad": (
-        '{"preferred":[{"first_engine":33,"wanted":[{"engine":10},{"engine":9}]},'
-        '{"first_engine":49,"wanted":[{"engine":9},{"engine":10}]}]}'
-    ),
-}
-_SM_VERSION, _CUDNN = 90, 919
-
-_BEST = "plans.autotune finds the best of both"
-_NOT_MEASURED = (
-    f"such depthwise convolutions were not measured beside XLA's code: {_BEST}"
-)
-_NOT_HERE = (
-    "depthwise convolutions were not measured with this GPU and this version of cuDNN, "
-    f"beside XLA's code: {_BEST}"
-)
-_NO_ENGINE = f"cuDNN has no engine of its own for such a depthwise convolution: {_BEST}"
-_SLOW_GRADIENT = (
-    "cuDNN's kernels for such gradients of depthwise convolutions took up to 3.8 times "
-    f"as long as XLA's code (an H100, cuDNN 9.19): {_BEST}"
-)
-_SLOW_MERGED = (
-    "where cuDNN has an engine of its own for a depthwise convolution, its first plans "
-    "with merged groups took up to 128 times as long as XLA's code (an H100, cuDNN "
-    f"9.19): {_BEST}"
-)
+# What a way is called that keeps groups as they are.
+OWN = "own"
 
 
 def is_depthwise(graph: Graph, node: Node) -> bool:
@@ -89,43 +47,7 @@ def is_depthwise(graph: Graph, node: Node) -> bool:
     return w.dims[1] == 1 < x.dims[1]
 
 
-def own_engines(graph: Graph, node: Node) -> tuple[int, ...]:
-    """Return the numbers of cuDNN's engines for a convolution, if it is depthwise."""
-    is_own = node.kind in _ENGINES and is_depthwise(graph, node)
-    return _ENGINES[node.kind] if is_own else ()
-
-
-def is_measured_on(target: Target | None) -> bool:
-    """Whether engines are those that were measured."""
-    return (
-        target is not None
-        and target.sm_version == _SM_VERSION
-        and target.cudnn_version // 100 == _CUDNN
-    )
-
-
-def in_order(own: Sequence[Legal], merged: Legal | None) -> list[Legal]:
-    """Return ways, the fastest first, and when "auto" leaves them to XLA.
-
-    Merged groups come first where cuDNN has no engine of its own for what keeps groups
-    as they are, which are ``own``. Such engines compute nothing else. Along one axis,
-    merged gradients of filters are faster than these in 16 bits.
-    """
-    is_alone = len(own[0].graph.nodes) == 1
-    ways = [_judged(way) for way in own] if is_alone else []
-    if merged is not None:
-        has_own = any(map(_has_engine, own))
-        node = _main(merged)
-        x, w, _ = _arrays(merged.graph, node)
-        is_first = not has_own
-        if node.kind == "conv_wgrad":
-            is_first = _is_narrow(x, w) and (is_first or _is_along_one(x, w))
-        merged = _judged_merged(merged, is_first=is_first, has_own=has_own)
-        ways.insert(0 if is_first else len(ways), merged)
-    return ways
-
-
-def _has_engine(way: Legal) -> bool:
+def has_engine(way: Legal) -> bool:
     """Whether cuDNN has an engine of its own for what a way made of a convolution."""
     node = _main(way)
     x, w, _ = _arrays(way.graph, node)
@@ -136,59 +58,12 @@ def _has_engine(way: Legal) -> bool:
     is_gradient = node.kind == "conv_wgrad"
     if is_gradient and not _is_narrow(x, w):
         return False
-    if not _is_along_one(x, w):
+    if not is_along_one(x, w):
         return _is_small_square(w)
     padding, size = attributes.padding_low[-1], w.dims[-1]
     if is_gradient:
         return 2 * padding == size - 1 and {*attributes.window_strides} == {1}
     return 2 * padding <= size
-
-
-def _judged(way: Legal) -> Legal:
-    """Say of a depthwise convolution as a way writes it when it is slower than XLA."""
-    node = _main(way)
-    x, w, _ = _arrays(way.graph, node)
-    is_narrow = _is_narrow(x, w)
-    if not _has_engine(way):
-        # cuDNN's plans for gradients of dilated filters took 0.07 to 0.6 of XLA's time.
-        is_dilated = {*conv_attributes(node).rhs_dilation} != {1}
-        is_fast = node.kind == "conv_wgrad" and is_dilated and is_narrow
-        return replace(way, slower="" if is_fast else _NO_ENGINE)
-    is_along_one = _is_along_one(x, w)
-    if {*w.dims[2:]} == {1} or (is_along_one and not is_narrow):
-        return replace(way, slower=_NOT_MEASURED)
-    if node.kind == "conv_dgrad" and not is_along_one:
-        return replace(way, slower=_SLOW_GRADIENT)
-    return replace(
-        way,
-        # XLA's code for gradients of filters may take 30 times as long on any GPU.
-        slower_elsewhere="" if node.kind == "conv_wgrad" else _NOT_HERE,
-        fast_engines=_ENGINES[node.kind],
-        preference=_OWN_FIRST.get(node.kind, ""),
-    )
-
-
-def _judged_merged(way: Legal, *, is_first: bool, has_own: bool) -> Legal:
-    """Say of a way that merges groups when it is slower than XLA.
-
-    It may be the first way, and cuDNN may have an engine of its own for another one.
-    """
-    if not is_first:
-        return replace(way, slower=_SLOW_MERGED if has_own else _NOT_MEASURED)
-    node = _main(way)
-    x, w, _ = _arrays(way.graph, node)
-    is_alone = len(way.graph.nodes) == 1
-    is_like = is_alone and x.dims[1] >= _FEWEST_CHANNELS and {*w.dims[2:]} != {1}
-    if not (is_like and _is_narrow(x, w)):
-        return replace(way, slower=_NOT_MEASURED)
-    if node.kind == "conv_dgrad" and {*conv_attributes(node).window_strides} != {1}:
-        return replace(way, slower=_SLOW_GRADIENT)
-    return replace(
-        way,
-        slower_elsewhere=_NOT_HERE,
-        fast_engines=_ENGINES_OF_MERGED[node.kind],
-        preference=_MERGED_FIRST.get(node.kind, ""),
-    )
 
 
 def rewrite(editor: GraphEditor) -> None:
@@ -202,7 +77,7 @@ def rewrite(editor: GraphEditor) -> None:
     if not _is_like_those_with_engines(x, w, attributes):
         return
     if node.kind == "conv_dgrad":
-        if _is_small_square(w) and not _is_along_one(x, w):
+        if _is_small_square(w) and not is_along_one(x, w):
             make_convolution(editor)
     elif node.kind == "conv_wgrad" and w.dtype in _NARROW:
         axes = _wider(x, w, attributes)
@@ -226,7 +101,7 @@ def _is_like_those_with_engines(
 ) -> bool:
     """Whether the axes, the channels and the steps are those of cuDNN's engines."""
     outer, each, *window = w.dims
-    steps = {*attributes.window_strides[_is_along_one(x, w) :]}
+    steps = {*attributes.window_strides[is_along_one(x, w) :]}
     return (
         len(window) == 2
         and each == 1
@@ -244,7 +119,7 @@ def _is_small_square(w: Tensor) -> bool:
     return len({*w.dims[2:]}) == 1 and w.dims[2] in _WINDOWS
 
 
-def _is_along_one(x: Tensor, w: Tensor) -> bool:
+def is_along_one(x: Tensor, w: Tensor) -> bool:
     """Whether the first of two spatial axes is of size 1."""
     return len(x.dims) == 4 and x.dims[2] == w.dims[2] == 1
 
@@ -273,7 +148,7 @@ def _wider(x: Tensor, w: Tensor, attributes: ConvAttributes) -> list[_Axis] | No
     ends = [*zip(attributes.padding_low, attributes.padding_high, strict=True)]
     reach = [dilated(size, hole) for size, hole in zip(window, holes, strict=True)]
     firsts = [0, 0]
-    if _is_along_one(x, w):
+    if is_along_one(x, w):
         low, high = ends[-1]
         side = max(low, high)
         is_kept = min(low, high) >= 0 and low + high == reach[-1] - 1

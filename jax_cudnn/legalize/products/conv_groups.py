@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Convolutions in groups: in which ways does cuDNN run them fast?
+"""Convolutions in groups, and the ways in which cuDNN may run them.
 
 cuDNN has fast engines for groups of 8 to 128 channels, a power of two, with as many in
 as out. Others may take ten times as long. So channels of a group are padded to such a
@@ -27,15 +27,16 @@ from dataclasses import dataclass, replace
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Graph, Tensor
+from jax_cudnn.graph import Tensor
 from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD
 from jax_cudnn.legalize.products.conv_directions import make_convolution
 
-# What becomes of groups.
-AS_IT_IS, MERGED, PADDED, ONE_GROUP = "as it is", "merged", "padded", "one group"
-_NARROW = ("bf16", "f16")
+# What becomes of groups. They stay as they are where a gradient is written as a
+# convolution with flipped filters.
+AS_IT_IS, FLIPPED, ONE_GROUP = "as it is", "flipped", "one group"
+MERGED, PADDED, FILLED = "merged", "padded", "filled"
 # Channels of a group for which cuDNN 9.19 has fast engines in 16 bits, on an H100.
 _WIDTHS = (8, 16, 32, 64, 128)
 # It lists slow ones first if a window has more elements than this, with the channels.
@@ -44,12 +45,8 @@ _DEEPEST = 1600
 _MOST_PADDED = 4
 # Elements of an array that is padded, at most.
 _LARGEST = 2**30
-# Channels that small groups are merged to. Groups of fewer are faster merged.
+# Channels that small groups are merged to.
 _MERGED = 32
-_SMALL = {"conv_fprop": 16, "conv_dgrad": 16, "conv_wgrad": 8}
-# Multiplications for one element of the result up to which one group is faster than
-# padded ones, and those up to which it is worth trying.
-_FAST_AS_ONE, _MOST_AS_ONE = 1536, 8192
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,66 +87,19 @@ def _fills(editor: GraphEditor, factor: int) -> bool:
 
 
 def ways(editor: GraphEditor) -> Iterator[Way]:
-    """Yield the ways in which cuDNN may run a convolution in groups, the fastest first.
+    """Yield the ways in which cuDNN may run a convolution in groups.
 
-    They may be the same, or have nothing to do.
+    Each has a name of its own. They may be the same, or have nothing to do.
     """
-    groups, c, o = channels_of(editor)
-    window = math.prod(_arrays(editor)[1].dims[2:])
-    depth = groups * c * window
-    own = Way(name=AS_IT_IS, change=as_it_is)
-    flipped = replace(own, first=make_convolution)
-    merged = Way(name=MERGED, change=merge)
-    padded = Way(name=PADDED, change=pad, first=make_convolution)
-    one = Way(name=ONE_GROUP, change=make_one)
-    as_one = [one] if depth <= _MOST_AS_ONE else []
     # cuDNN has no kernel for odd groups with something around them.
-    is_left_out = not _fills(editor, 1) and len(editor.nodes) > 1
-    alone = [] if is_left_out else [flipped, own]
-    dtype = _operand_dtype(editor)
-    if dtype not in _NARROW:
-        is_wide = dtype in ("f32", "f64")
-        yield from (*alone[1:], merged) if is_wide else (merged, *alone[1:])
-        yield from as_one
-    elif c == o and c < _SMALL[editor.main.kind] and _factor(editor) * c in _WIDTHS[1:]:
-        yield from (merged, *alone, *as_one)
-    elif c == o and c in _WIDTHS and window > 1:
-        yield from (*alone, merged, *as_one)
-    elif depth <= _FAST_AS_ONE:
-        yield from (*as_one, padded, *alone)
-    elif c == o >= _WIDTHS[0] and c & (c - 1) == 0:  # A power of two.
-        yield from (*alone, *as_one)
+    if _fills(editor, 1) or len(editor.nodes) == 1:
+        yield Way(name=FLIPPED, change=as_it_is, first=make_convolution)
+        yield Way(name=AS_IT_IS, change=as_it_is)
     else:
-        yield from (padded, *as_one, *alone)
-    if is_left_out and not as_one:
-        yield Way(name=MERGED, change=fill)
-
-
-def is_faster_alone(graph: Graph) -> bool:
-    """Whether cuDNN's kernels are slow with something around such a convolution.
-
-    Groups of 8 channels along two axes, in an odd number, so that they cannot be
-    merged, took cuDNN 2.3 to 7.4 times as long as XLA's code with an activation, and
-    0.99 to 1.11 alone (an H100, cuDNN 9.19).
-    """
-    editor = GraphEditor.of(graph)
-    groups, c, o = channels_of(editor)
-    axes = len(_arrays(editor)[0].dims) - 2
-    is_small = groups > 1 and c == o == _WIDTHS[0] and axes <= 2
-    return is_small and _operand_dtype(editor) in _NARROW and _factor(editor) == 1
-
-
-def first_way(graph: Graph) -> str:
-    """Return what becomes of groups in the first way that there is for a graph.
-
-    With something around it that no way has, a convolution is passed alone, as it is.
-    """
-    for way in ways(GraphEditor.of(graph)):
-        editor = GraphEditor.of(graph)
-        if way.change(editor):
-            groups, _, _ = channels_of(editor)
-            return ONE_GROUP if groups == 1 else way.name
-    return AS_IT_IS
+        yield Way(name=FILLED, change=fill)
+    yield Way(name=MERGED, change=merge)
+    yield Way(name=PADDED, change=pad, first=make_convolution)
+    yield Way(name=ONE_GROUP, change=make_one)
 
 
 def as_it_is(editor: GraphEditor) -> bool:
@@ -161,7 +111,7 @@ def as_it_is(editor: GraphEditor) -> bool:
 # --- larger groups --------------------------------------------------------------------
 
 
-def _factor(editor: GraphEditor) -> int:
+def merged_at_once(editor: GraphEditor) -> int:
     """Return how many small groups become one of up to 32 channels.
 
     It is a power of two, or 1 if such groups would not fill what is loaded at once.
@@ -175,7 +125,7 @@ def _factor(editor: GraphEditor) -> int:
 
 def merge(editor: GraphEditor) -> bool:
     """Make larger groups of several small ones."""
-    factor = _factor(editor)
+    factor = merged_at_once(editor)
     return factor > 1 and _merge(editor, factor)
 
 

@@ -22,6 +22,8 @@ from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import channels_last
 
+# What a way with pairs is called.
+PAIRS = "pairs"
 # Channels that leave a tile half empty and fill loads. With 16, pairs were slower.
 _LEAST, _MOST, _UNIT = 24, 32, 8
 # What was measured: dtypes, windows of so many places, and so many multiplications.

@@ -12,8 +12,7 @@ from jax_cudnn.graph.pointwise import PointwiseAttributes, is_extreme
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import Legal, Legalization, too_old
-from jax_cudnn.legalize.products import conv, conv_groups, matmul, measured, reduction
-from jax_cudnn.legalize.products.conv_depthwise import is_depthwise, is_measured_on
+from jax_cudnn.legalize.products import conv, matmul, reduction
 from jax_cudnn.legalize.products.pointwise import rewrite_pointwise
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -25,12 +24,9 @@ _CANDIDATES: dict[str, Callable[[Graph], tuple[Legal, ...]]] = {
     "matmul": matmul.candidates,
 }
 
-# Only a measurement says otherwise: see docs/reductions.md.
-_SLOW_REDUCTION = (
-    "sums and extremes of a product are XLA's until cuDNN was measured to be faster: "
-    "plans.autotune finds the best of both"
-)
-
+# What ways are called: what surrounds the contraction is computed by XLA, or the sums
+# of its result within the kernel.
+ALONE, WITHIN = "alone", "sums within"
 # Below Ampere cuDNN has no engines that compile a fusion at run time.
 _OLDEST_SM = 80
 _OLDEST_CUDNN = 90800
@@ -77,35 +73,12 @@ def _legalize(graph: Graph, target: Target | None) -> Legalization:
         return _converted_by_xla(graph, _cast_in_kernel(graph, node, exact), target)
     fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
-    # cuDNN's engines for depthwise convolutions do nothing else, and without these,
-    # merged groups were measured alone.
-    is_alone_first = node.kind != "matmul" and (
-        is_depthwise(graph, node) or conv_groups.is_faster_alone(graph)
-    )
-    order = [*alone, *fused] if is_alone_first else [*fused, *alone]
-    if not is_measured_on(target):
-        order = [_elsewhere(way) for way in order]
-    slower = (matmul if node.kind == "matmul" else conv).slower(graph, node)
-    slower = slower or measured.slower(graph)
-    slow = measured.slow_engines(graph, target)
-    first = measured.preference(graph, target)
     return Legalization(
         candidates=tuple(
-            replace(
-                way,
-                slower=slower or way.slower,
-                slow_engines=slow,
-                preference=first or way.preference,
-            )
-            for way in order
+            replace(way, problem=graph, core=way.core or graph)
+            for way in (*fused, *alone)
         )
     )
-
-
-def _elsewhere(way: Legal) -> Legal:
-    """Return a way for a GPU and a cuDNN that were not measured: engines are others."""
-    slower = way.slower or way.slower_elsewhere
-    return replace(way, slower=slower, fast_engines=(), preference="")
 
 
 def _reduces_rows(graph: Graph, node: Node) -> bool:
@@ -139,9 +112,7 @@ def _with_reductions(graph: Graph, target: Target | None) -> Legalization:
     note = "sums of the kernel's result are computed by XLA"
     by_xla = [_wrap(graph, way, [], middle, last, note) for way in without.candidates]
     is_alone = made.isdisjoint(graph.outputs)
-    within = [
-        replace(way, slower=_SLOW_REDUCTION) for way in matmul.with_reductions(graph)
-    ]
+    within = [way.named(WITHIN) for way in matmul.with_reductions(graph)]
     ways = [*within, *by_xla] if is_alone else [*by_xla, *within]
     return replace(without, candidates=tuple(ways))
 
@@ -263,7 +234,10 @@ def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]
     rest = [each for each in graph.nodes if each not in first]
     middle = _part(graph.tensors, _with_constants(graph, rest), graph.outputs)
     note = "8-bit operands are converted by XLA before the kernel"
-    return tuple(_wrap(graph, way, first, middle, [], note) for way in ways(middle))
+    return tuple(
+        replace(_wrap(graph, way, first, middle, [], note), core=middle)
+        for way in ways(middle)
+    )
 
 
 def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
@@ -288,7 +262,11 @@ def _alone(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
     last = _with_constants(graph, last)
     note = "what surrounds the contraction is computed by XLA, from rounded sums"
     return tuple(
-        replace(_wrap(graph, way, first, middle, last, note), rounds_sums=rounds_sums)
+        replace(
+            _wrap(graph, way, first, middle, last, note).named(ALONE),
+            core=middle,
+            rounds_sums=rounds_sums,
+        )
         for way in ways(middle)
     )
 

@@ -11,7 +11,6 @@ Each group as a matmul of its own is another way, of group_products.py.
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,25 +26,9 @@ from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.products.grouped_matmul import gradient_of_b
 
-_SLOWER = (
-    "small grouped matmuls are XLA's until cuDNN was measured to be faster: "
-    "plans.autotune finds the best of both"
-)
-# In XLA's loop over tiles (reference/products/grouped_tiles.py) up to three times as
-# many rows are multiplied as there are, in cuDNN each row once. Microseconds on an
-# H100, forward and with gradients (docs/benchmarks/operations.md has the last run):
-#
-#     groups, rows x k x n       XLA's loop     cuDNN's kernel  a matmul a group
-#     8, 16384 x 4096 x 4096     2,447, 9,262   2,861 (H200)    889, 2,725
-#     64, 16384 x 2048 x 2048    2,526          1,663, 7,473    1,137, 3,335
-#
-# At a quarter of the work, a launch is still little. The host takes 11 us to launch a
-# matmul: groups of less than 256 rows are better left to cuDNN's kernel.
-_MEASURED_SM = 90
-_MANY_GROUPS = 32
-_ENOUGH_WORK = 2**34
-_ROWS_OF_A_GROUP = 256
 _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for it"
+# What ways are called: one kernel for all groups, or a matmul for each.
+ONE_KERNEL, BY_GROUP = "one kernel", "by group"
 _OLDEST_SM = 80
 # "Moe grouped matmul requires cuDNN v9.15.0": cudnn-frontend 1.28.0.
 _OLDEST_CUDNN = 91500
@@ -59,42 +42,10 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     (node,) = graph.nodes
     is_gradient = node.kind.endswith("_backward")
     ways = _of_gradient(graph, target) if is_gradient else _ways(graph, target)
-    size = _Size.of(graph, target)
-    is_faster = size.is_measured and size.groups >= _MANY_GROUPS
-    ways = tuple(replace(way, slower="" if is_faster else _SLOWER) for way in ways)
-    if size.groups == 1:
+    ways = tuple(way.named(ONE_KERNEL) for way in ways)
+    if roles_in(graph, node)["b"].dims[0] == 1:
         return Legalization(candidates=ways)
-    one_by_one = _by_group(graph)
-    if _is_fastest_by_group(size):
-        return Legalization(candidates=(one_by_one, *ways))
-    return Legalization(candidates=(*ways, replace(one_by_one, slower=_SLOWER)))
-
-
-class _Size(NamedTuple):
-    """What of a grouped product decides who runs it fastest."""
-
-    rows: int
-    groups: int
-    is_measured: bool  # large, of 16 bits, on the GPU that was measured
-
-    @classmethod
-    def of(cls, graph: Graph, target: Target | None) -> "_Size":
-        (node,) = graph.nodes
-        roles = roles_in(graph, node)
-        rows = roles["a"].dims[1]
-        groups, depth, columns = roles["b"].dims
-        is_measured = (
-            target is not None
-            and target.sm_version == _MEASURED_SM
-            and roles["a"].dtype in ("bf16", "f16")
-            and rows * depth * columns >= _ENOUGH_WORK
-        )
-        return cls(rows, groups, is_measured)
-
-
-def _is_fastest_by_group(size: _Size) -> bool:
-    """Whether a matmul for each group was measured to be the fastest."""
-    return size.is_measured and size.rows >= size.groups * _ROWS_OF_A_GROUP
+    return Legalization(candidates=(*ways, _by_group(graph).named(BY_GROUP)))
 
 
 def _by_group(graph: Graph) -> Legal:
@@ -201,7 +152,7 @@ def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     editor.notes.append("a single group is a matmul")
     outer = editor.finish()
     inner = fusion.legalize(outer.graph, target).candidates
-    return tuple(_composed(outer, way) for way in inner)
+    return tuple(replace(_composed(outer, way), problem=outer.graph) for way in inner)
 
 
 def _composed(outer: Legal, inner: Legal) -> Legal:

@@ -18,27 +18,6 @@ from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.common.legalization import Arrays, Legal
 
-# See docs/benchmarks/where_to_fuse.md. XLA converts u8 before the product.
-_SLOW_WEIGHTS = (
-    "8-bit weights: XLA converts them within the product, mostly in less time than the "
-    "first of cuDNN's plans; plans.autotune finds the best of both"
-)
-
-# XLA computes small products of one operand together (benchmarks/untuned.py, an H100
-# with cuDNN 9.19). Between 7e8 and 2.8e9 multiplications, none was measured.
-_SMALL_GATE = 2**30
-_SLOW_SMALL_GATE = (
-    "a small gated product: XLA computes it together with the gate's, and cuDNN took "
-    "1.12 to 1.6 times as long; plans.autotune finds the best of both"
-)
-
-# (1769472, 32) times (32, 1) in bf16 took cuDNN's fastest plan 2.1 times as long as
-# XLA's code on an H100 (cuDNN 9.19).
-_SLOW_COLUMN = (
-    "a product with one column: XLA needs one pass over the matrix, and cuDNN pads the "
-    "column to a whole load first; plans.autotune finds the best of both"
-)
-
 
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a matmul with what surrounds it.
@@ -50,7 +29,7 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     product: the weights' columns are then the rows that its tiles are made of, which is
     faster where the other operand has few.
     """
-    ways = (graph, _transposed(graph)) if _narrow_side(graph) == "b" else (graph,)
+    ways = (graph, _transposed(graph)) if narrow_side(graph) == "b" else (graph,)
     edited = (editor for editor in map(_edited, ways) if editor is not None)
     return tuple(_padded(editor) or editor.finish() for editor in edited)
 
@@ -130,50 +109,7 @@ def _with_counts(graph: Graph) -> tuple[Graph, dict[str, tuple[str, float]]]:
     return writer.finish(outputs), counts
 
 
-def slower(graph: Graph, node: Node) -> str:
-    """Say why "auto" leaves a product to XLA, if it does; the node is the product."""
-    dtypes = {tensor.dtype for tensor in graph.input_tensors}
-    wide = {graph.tensor(name).dtype for _, name in node.inputs}
-    if not wide <= {"bf16", "f16", "f32"}:
-        return ""
-    is_narrow = "f32" not in wide
-    if is_narrow and "u8" not in dtypes and _narrow_side(graph) is not None:
-        return _SLOW_WEIGHTS
-    (result,) = (graph.tensor(name) for _, name in node.outputs)
-    if result.dims[2] == 1:
-        return _SLOW_COLUMN
-    is_small = is_narrow and _work(graph, node) < _SMALL_GATE
-    return _SLOW_SMALL_GATE if is_small and _is_gated(graph, node) else ""
-
-
-def _work(graph: Graph, node: Node) -> int:
-    """Return the number of multiplications of a product."""
-    (result,) = (graph.tensor(name) for _, name in node.outputs)
-    return math.prod(result.dims) * graph.tensor(dict(node.inputs)["a"]).dims[2]
-
-
-def _is_gated(graph: Graph, node: Node) -> bool:
-    """Whether the product is multiplied by an activation of an array.
-
-    Gradients are not gated products: the products of theirs have no operand in common.
-    """
-    operands, after = read_by([node]), made_by([node])
-    activated: set[str] = set()
-    is_gated = False
-    for each in graph.nodes:
-        mode = getattr(each.attributes, "mode", "")
-        if mode.endswith("_grad"):
-            return False
-        read, made = read_by([each]), made_by([each])
-        if not read.isdisjoint(after):
-            after |= made
-            is_gated |= mode == "mul" and not activated.isdisjoint(read)
-        elif each is not node and mode != "identity":
-            activated |= made - operands
-    return is_gated
-
-
-def _narrow_side(graph: Graph) -> str | None:
+def narrow_side(graph: Graph) -> str | None:
     """Return the operand, "a" or "b", that alone has 8 bits: weights, for most."""
     family = families(graph)
     narrow = {family.get(t.name) for t in graph.input_tensors if t.dtype in EIGHT_BIT}

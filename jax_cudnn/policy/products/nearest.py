@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast is cuDNN's first plan for a kernel, by those most like it?
+"""How fast cuDNN's first plan is for a kernel, by those most like it.
 
 A kernel is like a product of (rows, depth) and (depth, columns). It has a class, which
-says what else matters (measured.py). The distance of two kernels is that of the
+says what else matters (kernels.py). The distance of two kernels is that of the
 logarithms of their sizes, and more where their classes differ.
 """
 

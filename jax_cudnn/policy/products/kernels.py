@@ -1,18 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs a contraction by default, and by which plan, as others like it were faster?
+"""Who runs a contraction by default, and by which plan, as others like it were faster.
 
 "auto" leaves a contraction to XLA where cuDNN's first plan was not faster for the
 measured ones most like it (nearest.py), and that plan gives way to another one where
-that was faster. data/rules/rules.json has the measured ones.
-`python -m scripts.default_rules` writes it, from times of random calls on a GPU
-(benchmarks/untuned.py). What was measured for a graph itself goes before (choices.py).
+that was faster. A table's ``kernels``, ``slow_engines``, ``preferred`` and ``engines``
+have the measured ones. `python -m scripts.default_rules` writes them, from times of
+random calls on a GPU (benchmarks/untuned.py).
 """
 
 import functools
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
@@ -20,12 +19,12 @@ from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv_depthwise, conv_groups
-from jax_cudnn.legalize.products.conv_channels import is_faster_with_more
 from jax_cudnn.legalize.products.conv_pairs import pairs
-from jax_cudnn.legalize.products.nearest import LOSS, Kernel, Measured
+from jax_cudnn.policy.products.nearest import LOSS, Kernel, Measured
+from jax_cudnn.policy.products.orders import becomes_of_groups, is_first_with_more
+from jax_cudnn.policy.tables import Table
 
-_FILE = Path(__file__).parents[2] / "data" / "rules" / "rules.json"
-_KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
+KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
 _WIDTHS = ("16 bits", "f32")
 # XLA has kernels that add to a contraction's result, and that take its relu.
@@ -37,10 +36,10 @@ _FEWEST_CHANNELS = 32
 _FEW_ROWS = 64
 
 
-def slower(part: Graph) -> str:
+def slower(part: Graph, table: Table) -> str:
     """Say why "auto" leaves a part with one contraction to XLA, if it does."""
-    kernel = kernel_of(part)
-    verdict = kernels().verdict(kernel) if kernel is not None else None
+    kernel = kernel_of(part, table)
+    verdict = kernels(table).verdict(kernel) if kernel is not None else None
     if kernel is None or verdict is None or verdict.is_faster:
         return ""
     return (
@@ -51,7 +50,7 @@ def slower(part: Graph) -> str:
     )
 
 
-def class_of(part: Graph) -> str:
+def class_of(part: Graph, table: Table) -> str:
     """Return which kernels are like a part, "" where nothing says so."""
     node = _contraction(part)
     if node is None or part.has_empty_tensor:
@@ -62,16 +61,16 @@ def class_of(part: Graph) -> str:
     row = kind_named(node.kind).row
     sizes = check_tensors(row, roles_in(part, node), node.attributes)
     if sizes.get("g", 1) > 1 and sizes["c"] == 1:
-        return ""  # Depthwise ones have rules of their own (conv_depthwise.py).
+        return ""  # Depthwise ones have rows of their own.
     words = [node.kind, bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
-    if windows and (is_faster_with_more(part, node) or pairs(part, node)):
+    if windows and (is_first_with_more(part, table) or pairs(part, node)):
         return ""  # Another convolution runs, which was faster wherever measured.
     if windows:
         words.append(f"{len(windows)} axes")
         words += [_OF_ONES] if max(windows) == 1 else []
         if sizes["g"] > 1:
-            way = conv_groups.first_way(part)
+            way = becomes_of_groups(part, table)
             words += [_GROUPS] if way == conv_groups.AS_IT_IS else [_GROUPS, way]
     elif sizes["b"] > 1:
         words.append("batched")
@@ -80,14 +79,14 @@ def class_of(part: Graph) -> str:
     return ", ".join(words)
 
 
-def kernel_of(part: Graph) -> Kernel | None:
+def kernel_of(part: Graph, table: Table) -> Kernel | None:
     """Return the class and the sizes of a part, None where nothing says so.
 
     A product of (m, r) and (r, n) has arrays of mr, rn and mn elements, and each of m,
     n and r follows from these three numbers. So they do for a convolution. Products in
     a batch are like one of all their rows.
     """
-    node, name = _contraction(part), class_of(part)
+    node, name = _contraction(part), class_of(part, table)
     if node is None or not name:
         return None
     names = (*node.inputs, *node.outputs)
@@ -113,24 +112,36 @@ def engines_names(name: str) -> list[str]:
     return [every, f"{every}, {_GROUPS}"] if is_of_groups(name) else [every]
 
 
-def slow_engines(part: Graph, target: Target | None) -> tuple[int, ...]:
+def slow_engines(part: Graph, target: Target | None, table: Table) -> tuple[int, ...]:
     """Return engines of cuDNN that XLA's code was faster than, for such kernels.
 
     Operands of widths that were not measured have those that all others have. A number
     stands for another engine on another architecture.
     """
-    node, data = _contraction(part), _read()
-    if node is None or target is None or target.sm_version != data["sm_version"]:
+    node = _contraction(part)
+    if node is None or not table.is_of_architecture(target):
         return ()
-    bits, slow = _bits(part, node), data["slow_engines"]
-    groups = f", {_GROUPS}" if is_of_groups(class_of(part)) else ""
+    bits, slow = _bits(part, node), table.data.get("slow_engines", {})
+    groups = f", {_GROUPS}" if is_of_groups(class_of(part, table)) else ""
     found = [
         {e for name in names for e in slow.get(name, ())}
         for each in ([bits] if bits else _WIDTHS)
         for names in [engines_names(f"{node.kind}, {each}{groups}")]
     ]
-    own = conv_depthwise.own_engines(part, node)
+    own = own_engines(part, table)
     return tuple(sorted(set.intersection(*found).difference(own)))
+
+
+def own_engines(part: Graph, table: Table) -> tuple[int, ...]:
+    """Return the numbers of cuDNN's engines for a convolution, if it is depthwise."""
+    node = _contraction(part)
+    if node is None or node.kind not in TRIPLES:
+        return ()
+    if not conv_depthwise.is_depthwise(part, node):
+        return ()
+    wanted = {"way": conv_depthwise.OWN, "kind": node.kind}
+    rows = (x for x in table.rows if x.of == "depthwise" and x.when == wanted)
+    return next((row.fast_engines for row in rows), ())
 
 
 def _bits(part: Graph, node: Node) -> str:
@@ -139,20 +150,20 @@ def _bits(part: Graph, node: Node) -> str:
     return bits.pop() if len(bits) == 1 else ""
 
 
-def preference(part: Graph, target: Target | None) -> str:
+def preference(part: Graph, target: Target | None, table: Table) -> str:
     """Return the request for the plan that is to be tried first, "" for cuDNN's own.
 
     Numbers stand for other engines and knobs in another cuDNN, or for another GPU.
     """
-    kernel, data = kernel_of(part), _read()
-    if kernel is None or target is None or target.sm_version != data["sm_version"]:
+    kernel, data = kernel_of(part, table), table.data
+    if kernel is None or target is None or not table.is_of_architecture(target):
         return ""
     wanted: dict[int, list[dict[str, Any]]] = {}
-    for each in data["engines"]:
-        is_like = is_ordered(each, kernel) and _has_measured_channels(part)
+    for each in data.get("engines", ()):
+        is_like = is_ordered(each, kernel) and _has_measured_channels(part, table)
         if is_like and is_measured(each, target):
             wanted[each["first"]] = [{"engine": x} for x in each["before"]]
-    for each in data["preferred"]:
+    for each in data.get("preferred", ()):
         if is_preferred(each, kernel, label(part)) and is_measured(each, target):
             engine = each["engine"]
             wanted[engine] = [{"engine": engine, "knobs": x} for x in each["knobs"]]
@@ -201,7 +212,7 @@ def kind_and_bits(name: str) -> tuple[str, str]:
     return kind, bits
 
 
-def _has_measured_channels(part: Graph) -> bool:
+def _has_measured_channels(part: Graph, table: Table) -> bool:
     """Whether a convolution has as many channels as those that were measured.
 
     Those in groups may have as few as 2 in each.
@@ -209,26 +220,21 @@ def _has_measured_channels(part: Graph) -> bool:
     node = _contraction(part)
     assert node is not None
     w = roles_in(part, node)[TRIPLES[node.kind][1]]
-    return is_of_groups(class_of(part)) or min(w.dims[:2]) >= _FEWEST_CHANNELS
+    return is_of_groups(class_of(part, table)) or min(w.dims[:2]) >= _FEWEST_CHANNELS
 
 
 @functools.cache
-def kernels() -> Measured:
+def kernels(table: Table) -> Measured:
     """Return the kernels that were measured."""
     return Measured(
         (Kernel(name=name, rows=rows, columns=columns, depth=depth), ratio)
-        for name, rows, columns, depth, ratio in _read()["kernels"]
+        for name, rows, columns, depth, ratio in table.data.get("kernels", ())
     )
-
-
-@functools.cache
-def _read() -> dict[str, Any]:
-    return json.loads(_FILE.read_text())
 
 
 def _contraction(part: Graph) -> Node | None:
     found = [node for node in part.nodes if is_anchor(node)]
-    return found[0] if len(found) == 1 and found[0].kind in _KINDS else None
+    return found[0] if len(found) == 1 and found[0].kind in KINDS else None
 
 
 def _mode(node: Node) -> str:

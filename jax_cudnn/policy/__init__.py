@@ -1,0 +1,12 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Who runs a part of a graph where nothing was tuned, and by which way of writing it.
+
+Legalisation says how a part can be written for cuDNN. Here alone is decided whether
+cuDNN or XLA runs it, and which way is tried first: by tables of what was measured, one
+for each architecture and version of cuDNN (``jax_cudnn/data/policy``). What was tuned
+for a graph itself goes before (choices.py).
+"""
+
+from jax_cudnn.policy.ranking import Ranked, rank, ranked
+
+__all__ = ["Ranked", "rank", "ranked"]

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The properties of attention that the tables' rows name."""
+
+import functools
+from collections.abc import Mapping
+
+from jax_cudnn.graph import Graph, SdpaAttributes, Tensor
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.legalize.common.legalization import Legal
+
+# Operands and results of attention with nothing but causality.
+_PLAIN = frozenset({"query", "key", "value", "output", "stats"})
+_GRADIENTS = frozenset(
+    {"grad_output", "grad_stats", "grad_query", "grad_key", "grad_value"}
+)
+
+
+class Attention:
+    """Attention of one node, as it is once packing and windows are written out."""
+
+    def __init__(self, part: Graph, way: Legal) -> None:
+        graph = way.problem or part
+        node = graph.sole_node()
+        assert node is not None
+        self._roles: Mapping[str, Tensor] = roles_in(graph, node)
+        self._attributes = node.attributes
+        # XLA has to divide such an array first.
+        self.is_in_one_array = "qkv" in part.nodes[0].kind
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the output."""
+        return self._roles["output"].dtype
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing hides keys or moves scores, but for causality."""
+        attributes = self._attributes
+        if not isinstance(attributes, SdpaAttributes):
+            return False
+        plain = SdpaAttributes(scale=attributes.scale, is_causal=attributes.is_causal)
+        return attributes == plain and self._roles.keys() <= _PLAIN | _GRADIENTS
+
+    @functools.cached_property
+    def _query(self) -> Tensor:
+        return self._roles["query"]
+
+    @property
+    def is_self_attention(self) -> bool:
+        """Whether keys and values have the query's shape and order."""
+        query = self._query
+        others = (self._roles[role] for role in ("key", "value"))
+        return all((x.dims, x.order) == (query.dims, query.order) for x in others)
+
+    @property
+    def layout(self) -> str:
+        """How the query is stored, such as "bshd"."""
+        return "".join("bhsd"[axis] for axis in self._query.order)
+
+    @property
+    def tokens(self) -> int:
+        """The queries of a sequence."""
+        return self._query.dims[2]
+
+    @property
+    def head_size(self) -> int:
+        """The size of a query."""
+        return self._query.dims[3]
+
+    @property
+    def has_one_head_or_sequence(self) -> bool:
+        """Whether XLA need not transpose the operands."""
+        return min(self._query.dims[:2]) == 1
+
+    @property
+    def scores(self) -> int:
+        """The scores of all heads and sequences."""
+        batch, heads, tokens, _ = self._query.dims
+        return batch * heads * tokens**2
+
+    @property
+    def gives_stats(self) -> bool:
+        """Whether the log-sum-exp, which gradients need, is read or written."""
+        return "stats" in self._roles

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What rows are about a contraction, and what the kernels of a table say of it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jax_cudnn.graph import Graph, Target, is_anchor
+from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.products.fusion import WITHIN
+from jax_cudnn.policy.products import kernels
+from jax_cudnn.policy.products.orders import (
+    depthwise_of,
+    is_first_with_more,
+    order_of,
+)
+from jax_cudnn.policy.products.properties import (
+    Convolution,
+    GroupedProduct,
+    Matmul,
+    contraction_in,
+)
+from jax_cudnn.policy.tables import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Contraction:
+    """A graph with one contraction: all of a part, or what is left of it."""
+
+    graph: Graph
+    is_whole: bool
+
+    def slower(self, table: Table) -> str:
+        """Say why "auto" leaves it to XLA, if kernels like it were slower."""
+        return kernels.slower(self.graph, table) if self.is_whole else ""
+
+    def slow_engines(self, target: Target | None, table: Table) -> tuple[int, ...]:
+        """Return engines of cuDNN that XLA's code was faster than."""
+        return kernels.slow_engines(self.graph, target, table)
+
+    def preference(self, target: Target | None, table: Table) -> str:
+        """Return the request for the plan that is to be tried first."""
+        return kernels.preference(self.graph, target, table)
+
+
+def contraction_of(part: Graph, way: Legal) -> Contraction | None:
+    """Return the contraction whose kernel a way of running a part chooses, if any."""
+    if way.core is None or way.problem is None or WITHIN in way.names:
+        return None
+    is_whole = any(node.kind in kernels.KINDS for node in filter(is_anchor, part.nodes))
+    return Contraction(way.problem, is_whole)
+
+
+def properties_of(
+    part: Graph, way: Legal, ways: Sequence[Legal], table: Table
+) -> tuple[str, object]:
+    """Return what rows are about a way of running a product, and its properties."""
+    if part.nodes and part.nodes[0].kind.startswith("grouped_matmul"):
+        return "grouped products", GroupedProduct(part, way)
+    if WITHIN in way.names:
+        return "products with sums", None
+    if way.core is None or way.problem is None:
+        return "", None
+    if contraction_in(way.problem).kind == "matmul":
+        return "matmuls", Matmul(way.problem)
+    convolution = Convolution(way.problem)
+    if not convolution.is_depthwise:
+        is_more = is_first_with_more(way.problem, table)
+        return "convolutions", Convolution(way.problem, is_first_with_more=is_more)
+    alike = [each for each in ways if each.core == way.core]
+    is_first = order_of(way.core, alike, table)[0] == way.names[0]
+    return "depthwise", depthwise_of(way, alike, is_first=is_first)

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The properties of convolutions and products that the tables' rows name."""
+
+import math
+
+from jax_cudnn.graph import Graph, Node, Tensor, is_anchor
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.walks import made_by, read_by
+from jax_cudnn.legalize.common.editor import GraphEditor
+from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.products import conv_depthwise, conv_groups, matmul
+from jax_cudnn.legalize.products.conv_channels import can_have_rows, more_channels
+
+NARROW = frozenset({"bf16", "f16"})
+_FLOATS = NARROW | {"f32"}
+
+
+def contraction_in(graph: Graph) -> Node:
+    """Return the contraction of a graph that has one."""
+    (node,) = filter(is_anchor, graph.nodes)
+    return node
+
+
+class Convolution:
+    """A convolution, or a gradient of one, before it is rewritten."""
+
+    def __init__(self, graph: Graph, *, is_first_with_more: bool = False) -> None:
+        self._graph, self._node = graph, contraction_in(graph)
+        self.kind = self._node.kind
+        self.is_first_with_more = is_first_with_more
+        roles = roles_in(graph, self._node)
+        self._x, self._w, self._output = (roles[role] for role in TRIPLES[self.kind])
+
+    @property
+    def is_depthwise(self) -> bool:
+        """Whether each channel has filters of its own."""
+        return conv_depthwise.is_depthwise(self._graph, self._node)
+
+    @property
+    def groups(self) -> int:
+        """The groups of channels."""
+        return self._x.dims[1] // self._w.dims[1]
+
+    @property
+    def channels(self) -> int:
+        """The input channels of a group."""
+        return self._w.dims[1]
+
+    @property
+    def has_equal_channels(self) -> bool:
+        """Whether a group has as many channels in as out."""
+        return self._w.dims[0] == self.groups * self.channels
+
+    @property
+    def has_power_of_2_channels(self) -> bool:
+        """Whether the input channels of a group are a power of two."""
+        return self.channels.bit_count() == 1
+
+    @property
+    def merged_channels(self) -> int:
+        """The input channels of a group, if as many are merged as go together."""
+        editor = GraphEditor.of(self._graph)
+        return conv_groups.merged_at_once(editor) * self.channels
+
+    @property
+    def axes(self) -> int:
+        """The spatial axes."""
+        return len(self._w.dims) - 2
+
+    @property
+    def window(self) -> int:
+        """The places of a window."""
+        return math.prod(self._w.dims[2:])
+
+    @property
+    def window_elements(self) -> int:
+        """The elements of a window over a group's channels."""
+        return self.window * self.channels
+
+    @property
+    def depth(self) -> int:
+        """The multiplications for an element of the result, if there were one group."""
+        return self.groups * self.window_elements
+
+    @property
+    def longest_step(self) -> int:
+        """The longest step between windows."""
+        return max(conv_attributes(self._node).window_strides)
+
+    @property
+    def dtype(self) -> str:
+        """The dtype of the filters, or of their gradient."""
+        return self._w.dtype
+
+    @property
+    def operand_dtype(self) -> str:
+        """The dtype of the first operand."""
+        return self._graph.tensor(self._node.inputs[0][1]).dtype
+
+    @property
+    def is_of_16_bits(self) -> bool:
+        """Whether both operands are."""
+        return {
+            self._graph.tensor(name).dtype for _, name in self._node.inputs
+        } <= NARROW
+
+    @property
+    def more(self) -> str:
+        """How x can be written with more channels, "" if it cannot."""
+        return more_channels(self._graph, self._node) or ""
+
+    @property
+    def may_have_rows(self) -> bool:
+        """Whether rows of a window can be channels."""
+        return can_have_rows(self._graph, self._node)
+
+
+class Depthwise:
+    """A depthwise convolution as a way of writing it passes it to cuDNN."""
+
+    def __init__(self, way: Legal, *, has_own_engine: bool, is_first: bool) -> None:
+        self._way, self._node = way, contraction_in(way.graph)
+        self.way, self.kind = way.names[0], self._node.kind
+        # Of all ways of writing it.
+        self.has_own_engine, self.is_first = has_own_engine, is_first
+        roles = roles_in(way.graph, self._node)
+        self._x, self._w = (roles[role] for role in TRIPLES[self.kind][:2])
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether cuDNN has an engine for such convolutions alone."""
+        return conv_depthwise.has_engine(self._way)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the kernel computes nothing else."""
+        return len(self._way.graph.nodes) == 1
+
+    @property
+    def channels(self) -> int:
+        """The channels of all groups."""
+        return self._x.dims[1]
+
+    @property
+    def is_narrow(self) -> bool:
+        """Whether x and the filters are of 16 bits."""
+        return {self._x.dtype, self._w.dtype} <= NARROW
+
+    @property
+    def is_along_one(self) -> bool:
+        """Whether there is one spatial axis."""
+        return conv_depthwise.is_along_one(self._x, self._w)
+
+    @property
+    def has_windows_of_1(self) -> bool:
+        """Whether a window is one place."""
+        return {*self._w.dims[2:]} == {1}
+
+    @property
+    def is_dilated(self) -> bool:
+        """Whether filters have holes."""
+        return {*conv_attributes(self._node).rhs_dilation} != {1}
+
+    @property
+    def longest_step(self) -> int:
+        """The longest step between windows."""
+        return max(conv_attributes(self._node).window_strides)
+
+
+class Matmul:
+    """A product of matrices with what surrounds it."""
+
+    def __init__(self, graph: Graph) -> None:
+        self._graph, self._node = graph, contraction_in(graph)
+        self._dtypes = {graph.tensor(name).dtype for _, name in self._node.inputs}
+        ((_, result),) = self._node.outputs
+        self._result: Tensor = graph.tensor(result)
+
+    @property
+    def is_of_floats(self) -> bool:
+        """Whether the operands are of 16 bits or f32, once 8-bit ones are converted."""
+        return self._dtypes <= _FLOATS
+
+    @property
+    def is_of_16_bits(self) -> bool:
+        """Whether the operands are, once 8-bit ones are converted."""
+        return self._dtypes <= NARROW
+
+    @property
+    def has_8_bit_weights(self) -> bool:
+        """Whether one operand alone has 8 bits, with a sign or as a float."""
+        dtypes = {tensor.dtype for tensor in self._graph.input_tensors}
+        return "u8" not in dtypes and matmul.narrow_side(self._graph) is not None
+
+    @property
+    def columns(self) -> int:
+        """The columns of the result."""
+        return self._result.dims[2]
+
+    @property
+    def work(self) -> int:
+        """The multiplications."""
+        depth = self._graph.tensor(dict(self._node.inputs)["a"]).dims[2]
+        return math.prod(self._result.dims) * depth
+
+    @property
+    def is_gated(self) -> bool:
+        """Whether the product is multiplied by an activation of an array.
+
+        Gradients are not gated products: theirs have no operand in common.
+        """
+        operands, after = read_by([self._node]), made_by([self._node])
+        activated: set[str] = set()
+        is_gated = False
+        for each in self._graph.nodes:
+            mode = getattr(each.attributes, "mode", "")
+            if mode.endswith("_grad"):
+                return False
+            read, made = read_by([each]), made_by([each])
+            if not read.isdisjoint(after):
+                after |= made
+                is_gated |= mode == "mul" and not activated.isdisjoint(read)
+            elif each is not self._node and mode != "identity":
+                activated |= made - operands
+        return is_gated
+
+
+class GroupedProduct:
+    """A product of groups of rows, each with a matrix of its own, or its gradient."""
+
+    def __init__(self, part: Graph, way: Legal | None = None) -> None:
+        (node,) = part.nodes
+        roles = roles_in(part, node)
+        self.way = way.names[-1] if way is not None else ""
+        self.is_of_16_bits = roles["a"].dtype in NARROW
+        self._rows = roles["a"].dims[1]
+        self.groups, self._depth, self._columns = roles["b"].dims
+
+    @property
+    def work(self) -> int:
+        """The multiplications."""
+        return self._rows * self._depth * self._columns
+
+    @property
+    def rows_of_a_group(self) -> float:
+        """The rows of a group, in the mean."""
+        return self._rows / self.groups

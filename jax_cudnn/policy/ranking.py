@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ranks the ways to run a part: their order, and whether "auto" takes each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from jax_cudnn.graph import NORMALISED, Graph, Target
+from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.policy import products
+from jax_cudnn.policy.attention import Attention
+from jax_cudnn.policy.norms import Norm
+from jax_cudnn.policy.tables import Row, Table, table_for
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ranked:
+    """A way to run a part, and whether "auto" takes it.
+
+    ``slower``, where not empty, says why "auto" leaves the part to XLA all the same. It
+    does so too where one of ``slow_engines`` has cuDNN's first plan, and, where there
+    are ``fast_engines``, where none of these has it. ``preference``, where not empty,
+    is the request by which a plan is tried before that one.
+    """
+
+    legal: Legal
+    slower: str = ""
+    slow_engines: tuple[int, ...] = ()
+    fast_engines: tuple[int, ...] = ()
+    preference: str = ""
+
+    def is_slow_by(self, engine: int) -> bool:
+        """Whether "auto" leaves the part to XLA if this engine has the first plan."""
+        if self.fast_engines:
+            return engine not in self.fast_engines
+        return engine in self.slow_engines
+
+
+def rank(
+    part: Graph, ways: Sequence[Legal], target: Target | None
+) -> tuple[Ranked, ...]:
+    """Return the ways to run a part in the order in which they are tried.
+
+    A way that was never worth trying is left out. A target of None stands for a GPU
+    that is not known.
+    """
+    table = table_for(target)
+    ordered = products.in_order(part, ways, table)
+    return tuple(_ranked(part, way, ways, target, table) for way in ordered)
+
+
+def ranked(part: Graph, target: Target | None) -> tuple[Ranked, ...]:
+    """Return all ways to run a part by cuDNN, ranked; none where it cannot."""
+    return rank(part, legalize(part, target).candidates, target)
+
+
+def _ranked(
+    part: Graph,
+    way: Legal,
+    ways: Sequence[Legal],
+    target: Target | None,
+    table: Table,
+) -> Ranked:
+    row = table.row(*_properties(part, way, ways, target, table))
+    found = Ranked(legal=way) if row is None else _by_row(row, way, target, table)
+    contraction = products.contraction_of(part, way)
+    if contraction is None:
+        return found
+    return replace(
+        found,
+        slower=found.slower or contraction.slower(table),
+        slow_engines=found.slow_engines or contraction.slow_engines(target, table),
+        preference=contraction.preference(target, table) or found.preference,
+    )
+
+
+def _by_row(row: Row, way: Legal, target: Target | None, table: Table) -> Ranked:
+    """Return what a row says of a way.
+
+    Its fast and preferred engines are others, or none, where it was not measured.
+    """
+    slower = row.why if row.runs == "xla" else ""
+    names_engines = bool(row.fast_engines or row.preferred)
+    if names_engines and not table.is_of(target):
+        slower = row.why_elsewhere if row.elsewhere == "xla" else slower
+        row = replace(row, fast_engines=(), preferred="")
+    return Ranked(
+        legal=way,
+        slower=slower,
+        slow_engines=row.slow_engines,
+        fast_engines=row.fast_engines,
+        preference=row.preferred,
+    )
+
+
+def _properties(
+    part: Graph,
+    way: Legal,
+    ways: Sequence[Legal],
+    target: Target | None,
+    table: Table,
+) -> tuple[str, object]:
+    """Return what rows are about a way of running a part, and its properties."""
+    kind = part.nodes[0].kind.removesuffix("_backward") if len(part.nodes) == 1 else ""
+    if kind in _ATTENTION:
+        return "attention", Attention(part, way)
+    if kind in NORMALISED:
+        return "norms", Norm(part, way, target)
+    if kind in _POOLING:
+        return "pooling", None
+    return products.properties_of(part, way, ways, table)
+
+
+# Attention over caches and over f8 operands is cuDNN's wherever it has a plan.
+_ATTENTION = ("sdpa", "sdpa_dropout", "sdpa_qkv")
+_POOLING = ("avg_pool", "max_pool")

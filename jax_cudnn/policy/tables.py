@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of what was measured: one for each architecture and version of cuDNN.
+
+A table is a JSON file in ``jax_cudnn/data/policy``. Its ``rows`` say of the parts that
+they are about whether cuDNN or XLA runs them, and its ``orders`` which way of writing a
+part goes first. The first row that holds decides. A row has
+
+* ``of``: what it is about, such as "attention" (ranking.py);
+* ``when``: conditions on properties of a part and a way, by name: a value, a list of
+  values, or bounds (``at_least``, ``at_most``, ``below``, ``multiple_of``);
+* ``runs``: "cudnn" or "xla", with ``why`` where it is XLA;
+* ``slow_engines``: where one of these has cuDNN's first plan, XLA runs the part;
+* ``fast_engines``: where none of these has it, XLA runs the part;
+* ``preferred``: the request for the plan that is tried before cuDNN's first one;
+* ``elsewhere``: "cudnn" or "xla", where the row's engines are not those of the target,
+  with ``why_elsewhere``;
+* ``by``: the command that measured it.
+
+The other entries, written by ``python -m scripts.default_rules``, are the kernels that
+contractions are compared with (products/kernels.py).
+
+One rule holds for a target that nobody measured: the table of the nearest architecture,
+and of the nearest cuDNN on it, decides. An engine's number means another engine on
+another architecture, and engines come and go with cuDNN's versions. So a row that names
+fast or preferred engines decides on its own architecture and version alone. Slow ones
+count on all versions of their architecture.
+"""
+
+import functools
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from jax_cudnn.graph import Target
+
+_FOLDER = Path(__file__).parent.parent / "data" / "policy"
+_BOUNDS = ("at_least", "at_most", "below", "multiple_of")
+
+Runner = Literal["cudnn", "xla"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Row:
+    """A row of a table; its fields are described at the top of this module."""
+
+    of: str
+    when: Mapping[str, Any]
+    by: str
+    runs: Runner = "cudnn"
+    why: str = ""
+    slow_engines: tuple[int, ...] = ()
+    fast_engines: tuple[int, ...] = ()
+    preferred: str = ""
+    elsewhere: Runner = "xla"
+    why_elsewhere: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Order:
+    """Which ways of writing a part there are, by name, the first one first.
+
+    Ways that are not named are left out.
+    """
+
+    of: str
+    when: Mapping[str, Any]
+    by: str
+    ways: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Table:
+    """What was measured on an architecture with a cuDNN, such as 90 and 919."""
+
+    sm_version: int
+    cudnn: int
+    rows: Sequence[Row]
+    orders: Sequence[Order]
+    data: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> "Table":
+        """Read a table from the data of its file."""
+        return cls(
+            sm_version=data["sm_version"],
+            cudnn=data["cudnn"],
+            rows=[_row(each) for each in data["rows"]],
+            orders=[
+                Order(**{**each, "ways": tuple(each["ways"])})
+                for each in data["orders"]
+            ],
+            data=data,
+        )
+
+    def is_of_architecture(self, target: Target | None) -> bool:
+        """Whether the table was measured on a target's architecture."""
+        return target is not None and target.sm_version == self.sm_version
+
+    def is_of(self, target: Target | None) -> bool:
+        """Whether it was measured there with the target's cuDNN, by minor version."""
+        return self.is_of_architecture(target) and self.cudnn == _minor(target)
+
+    def row(self, of: str, properties: object) -> Row | None:
+        """Return the first row about something that holds for its properties."""
+        return next((x for x in self.rows if x.of == of and holds(x, properties)), None)
+
+    def order(self, of: str, properties: object) -> tuple[str, ...]:
+        """Return the names of ways in their order, by the first order that holds."""
+        found = (x for x in self.orders if x.of == of and holds(x, properties))
+        return next(found).ways
+
+
+def _row(data: Mapping[str, Any]) -> Row:
+    engines = {name: tuple(data.get(name, ())) for name in _ENGINES}
+    preferred = data.get("preferred")
+    text = json.dumps({"preferred": preferred}, sort_keys=True, separators=(",", ":"))
+    return Row(**{**data, **engines, "preferred": text if preferred else ""})
+
+
+_ENGINES = ("slow_engines", "fast_engines")
+
+
+def holds(row: Row | Order, properties: object) -> bool:
+    """Whether all conditions of a row hold for the properties of a part and a way."""
+    return all(
+        _is_met(wanted, getattr(properties, name)) for name, wanted in row.when.items()
+    )
+
+
+def _is_met(wanted: Any, value: Any) -> bool:
+    if isinstance(wanted, list):
+        return value in wanted
+    if not isinstance(wanted, dict):
+        return value == wanted
+    assert wanted.keys() <= {*_BOUNDS}
+    return (
+        wanted.get("at_least", value) <= value <= wanted.get("at_most", value)
+        and not ("below" in wanted and value >= wanted["below"])
+        and value % wanted.get("multiple_of", 1) == 0
+    )
+
+
+def _minor(target: Target | None) -> int:
+    """Return a target's cuDNN without its patch, such as 919."""
+    return target.cudnn_version // 100 if target is not None else 0
+
+
+@functools.cache
+def shipped() -> tuple[Table, ...]:
+    """Return the tables of the package. The first is for a GPU that is not known."""
+    return tuple(
+        Table.of(json.loads(file.read_text()))
+        for file in sorted(_FOLDER.glob("*.json"))
+    )
+
+
+def table_for(target: Target | None) -> Table:
+    """Return the table that decides for a target: the nearest one."""
+    tables = shipped()
+    if target is None:
+        return tables[0]
+    return min(
+        tables,
+        key=lambda table: (
+            abs(table.sm_version - target.sm_version),
+            abs(table.cudnn - _minor(target)),
+        ),
+    )
