@@ -29,10 +29,10 @@ from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.legalize.products.nearest import LOSS
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device, local_target
+from jax_cudnn.policy.products.nearest import LOSS
 from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     PlanStopwatch,

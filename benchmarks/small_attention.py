@@ -6,7 +6,7 @@
 times random attention with few scores by cuDNN's first plan and by XLA's code, and
 writes small_attention.json and small_attention.md there. XLA need not transpose arrays
 of one head or of one sequence, so half of the calls have one of these. From this table
-are the bounds by which "auto" leaves attention to XLA (legalize/attention/defaults.py).
+are the bounds by which "auto" leaves attention to XLA (jax_cudnn/data/policy).
 
 `--first 1000` draws other calls. What the file has of others is kept, if it is of the
 same GPU.
@@ -24,8 +24,14 @@ from benchmarks.random_calls import Call, drawn_call
 from benchmarks.records import others_of, write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices
-from jax_cudnn.legalize.attention.defaults import MOST_SCORES, MOST_TRAINED_SCORES
+from jax_cudnn.policy.tables import table_for
 
+# The scores up to which "auto" leaves attention to XLA, with gradients and without.
+_MOST = {
+    row.when["gives_stats"]: row.when["scores"]["at_most"]
+    for row in table_for(None).rows
+    if "scores" in row.when
+}
 _DATA, _PAGE = "small_attention.json", "small_attention.md"
 # Calls from here on are others than those that `benchmarks.untuned` times.
 _FIRST = 110_000
@@ -99,15 +105,15 @@ def markdown(data: dict[str, Any]) -> str:
         "of all heads and sequences, and a million of them is 2^20. XLA runs attention",
         "as two products in a batch. It need not transpose arrays of one head or of",
         'one sequence. Without tuning, "auto" leaves such attention to XLA up to',
-        f"{_millions(MOST_SCORES)} million scores, and with gradients up to "
-        f"{_millions(MOST_TRAINED_SCORES)} million.",
+        f"{_millions(_MOST[False])} million scores, and with gradients up to "
+        f"{_millions(_MOST[True])} million.",
         "",
         "| | million scores | calls | ratio, mean | lowest | highest |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     timed = [row for row in data["rows"] if "ratio" in row]
     for (has_gradients, one), title in _CASES.items():
-        bound = MOST_TRAINED_SCORES if has_gradients else MOST_SCORES
+        bound = _MOST[has_gradients]
         of_case = [
             row
             for row in timed

@@ -58,11 +58,12 @@ from jax_cudnn import choices, native, plans
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, is_anchor, label, operand_text, to_json
-from jax_cudnn.legalize.products import measured
-from jax_cudnn.legalize.products.nearest import LOSS
 from jax_cudnn.lowering import run_cudnn, run_xla, traced_program
 from jax_cudnn.lowering.decision import Step, decide_part
 from jax_cudnn.lowering.devices import LocalGpu, local_device, local_target
+from jax_cudnn.policy.products.kernels import class_of, kernel_of
+from jax_cudnn.policy.products.nearest import LOSS
+from jax_cudnn.policy.tables import table_for
 from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     PlanStopwatch,
@@ -202,7 +203,7 @@ def parts_of(calls: Iterable[Call]) -> list[Graph]:
         traced = traced_program(functools.partial(call.run, "auto"), *call.types())
         for graph in traced.graphs:
             for part in graph.parts:
-                if any(map(is_anchor, part.nodes)) and measured.class_of(part):
+                if any(map(is_anchor, part.nodes)) and class_of(part, table_for(None)):
                     found.setdefault(part)
     return list(found)
 
@@ -295,7 +296,7 @@ def by_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
 
 def named(part: Graph) -> dict[str, Any]:
     """Return what tells a kernel from others, and its class."""
-    like = measured.kernel_of(part)
+    like = kernel_of(part, table_for(None))
     assert like is not None
     sizes = (like.rows, like.columns, like.depth, like.work)
     return {
@@ -317,7 +318,7 @@ def lacking(
     counts = Counter(row["class"] for row in rows if "kernels" in row)
     found: list[Graph] = []
     for part in parts:
-        name = measured.class_of(part)
+        name = class_of(part, table_for(None))
         if (label(part), operand_text(part)) not in known and counts[name] < most:
             counts[name] += 1
             found.append(part)

@@ -6,8 +6,8 @@
 reads docs/benchmarks/untuned_parts.json, untuned_few_rows.json, untuned_mlps.json and
 untuned_groups.json, which `python -m benchmarks.untuned` writes on a GPU with
 `--parts`, `--few-rows`, `--mlps` and `--groups`, and the choices that are shipped for
-the cells of the fusion benchmarks. It writes jax_cudnn/data/rules/rules.json and
-docs/benchmarks/rules.md. It needs no GPU.
+the cells of the fusion benchmarks. It writes the kernels of
+jax_cudnn/data/policy/sm90-cudnn9.19.json and docs/benchmarks/rules.md. It needs no GPU.
 
 The kernels that were measured are written one by one, with the plans that are to go
 first and the engines that are slow (scripts/measured_rules.py). The page says how well
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import on_this_gpu, write_records
-from jax_cudnn.legalize.products.nearest import LOSS
+from jax_cudnn.policy.products.nearest import LOSS
 from scripts.measured_rules import (
     Judged,
     judged,
@@ -35,7 +35,7 @@ from scripts.measured_rules import (
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MEASURED = ("parts", "few_rows", "mlps", "groups")
-_RULES = _ROOT / "jax_cudnn" / "data" / "rules" / "rules.json"
+_TABLE = _ROOT / "jax_cudnn" / "data" / "policy" / "sm90-cudnn9.19.json"
 _PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
 
 
@@ -189,9 +189,8 @@ def main() -> None:
     (cudnn,) = {each["cuDNN"] for each in environments}  # all of one version
     rules = rules_of(rows, slow, _number(cudnn))
     kernels = [*of_rows(rows, rules), *of_cells(rules)]
-    _RULES.parent.mkdir(exist_ok=True)
     data = {
-        "sm_version": 90,
+        **json.loads(_TABLE.read_text()),
         "slow_engines": slow,
         "preferred": rules.preferred,
         "engines": rules.engines,
@@ -200,7 +199,7 @@ def main() -> None:
             for each, ratio in kernels
         ),
     }
-    write_records(_RULES, data)
+    write_records(_TABLE, data)
     found = list(judged(rows, slow, _number(cudnn)))
     _PAGE.write_text(markdown(data, found, environments))
     slower = [each for each in found if each.ratio > LOSS]

@@ -2,7 +2,7 @@
 """What do measured times say of other kernels, and of which plans are to go first?
 
 A row is what `benchmarks/untuned.py` measured of a kernel. For another kernel, those
-most like it decide (legalize/products/nearest.py). Some kernels of an engine are tried
+most like it decide (policy/products/nearest.py). Some kernels of an engine are tried
 before the engine's own choice, for contractions with something around them, if they
 were faster: on the whole, and in blocks that had no part in choosing them. So is an
 engine before another one that cuDNN lists first, for convolutions. Contractions are
@@ -30,7 +30,8 @@ import jax
 from benchmarks.fusion_cells import CELLS
 from jax_cudnn import choices
 from jax_cudnn.graph import label
-from jax_cudnn.legalize.products.measured import (
+from jax_cudnn.lowering import traced_program
+from jax_cudnn.policy.products.kernels import (
     engines_names,
     is_of_groups,
     is_of_ones,
@@ -39,8 +40,8 @@ from jax_cudnn.legalize.products.measured import (
     kernel_of,
     kind_and_bits,
 )
-from jax_cudnn.legalize.products.nearest import LOSS, Kernel, Measured, cost_of
-from jax_cudnn.lowering import traced_program
+from jax_cudnn.policy.products.nearest import LOSS, Kernel, Measured, cost_of
+from jax_cudnn.policy.tables import table_for
 
 # Kernels that are measured in a row may be of one call: so many are judged together.
 _TOGETHER = 16
@@ -318,7 +319,7 @@ def _cells() -> Sequence[tuple[Kernel, str, float]]:
     for cell in CELLS:
         for part in _parts_of(cell):
             digest = choices.digest_of(part)
-            choice, kernel = times.get(digest), kernel_of(part)
+            choice, kernel = times.get(digest), kernel_of(part, table_for(None))
             if choice is None or digest in found or kernel is None:
                 continue
             if choice.cudnn_us and choice.xla_us and choice.first_ratio:

@@ -1,27 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fixture for tests that ask whether cuDNN has a plan, not whether "auto" takes it.
 
-tests/products/test_default_rules.py is about the rules by which "auto" leaves a
-contraction to XLA, and tests/attention/legalize/test_legalize_sdpa.py about small
-attention.
+What "auto" goes by is asked in tests/policy and in each family's tests.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from jax_cudnn.legalize.attention import defaults as sdpa_defaults
-from jax_cudnn.legalize.products import measured
 from jax_cudnn.lowering.decision import forget_decisions
+from jax_cudnn.policy import tables
 
 
 @pytest.fixture
 def without_rules(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Leave no contraction or small attention to XLA by what was measured of others."""
-    monkeypatch.setattr(sdpa_defaults, "MOST_SCORES", 0)
-    monkeypatch.setattr(sdpa_defaults, "MOST_TRAINED_SCORES", 0)
-    monkeypatch.setattr(measured, "slower", lambda part: "")
-    monkeypatch.setattr(measured, "slow_engines", lambda part, target: ())
+    found = tuple(
+        replace(
+            table,
+            rows=[row for row in table.rows if "scores" not in row.when],
+            data={**table.data, "kernels": [], "slow_engines": {}},
+        )
+        for table in tables.shipped()
+    )
+    monkeypatch.setattr(tables, "shipped", lambda: found)
     forget_decisions()
     yield
     forget_decisions()

@@ -17,23 +17,26 @@ from jax_cudnn.config import Options, PlanOptions
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize import legalize
-from jax_cudnn.legalize.products import measured
-from jax_cudnn.legalize.products.nearest import (
+from jax_cudnn.lowering import traced_program
+from jax_cudnn.lowering.decision import decide_part
+from jax_cudnn.native import PlanInfo
+from jax_cudnn.plans.inspection import why_of
+from jax_cudnn.policy import ranked
+from jax_cudnn.policy.products import kernels
+from jax_cudnn.policy.products.nearest import (
     Kernel,
     Measured,
     between_names,
     between_sizes,
     cost_of,
 )
-from jax_cudnn.lowering import traced_program
-from jax_cudnn.lowering.decision import decide_part
-from jax_cudnn.native import PlanInfo
-from jax_cudnn.plans.inspection import why_of
+from jax_cudnn.policy.tables import table_for
 from tests.native.readers import parse_request
 
 pytestmark = pytest.mark.once
 
-_DATA = Path(jax_cudnn.__file__).parent / "data" / "rules" / "rules.json"
+_TABLE = table_for(None)
+_DATA = Path(jax_cudnn.__file__).parent / "data/policy/sm90-cudnn9.19.json"
 
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -137,7 +140,7 @@ def test_kernels_have_classes(
     function: Callable[..., Any], args: list[Any], expected: str
 ) -> None:
     (part,) = parts_of(function, *args)
-    assert measured.class_of(part) == expected
+    assert kernels.class_of(part, _TABLE) == expected
 
 
 def test_gradients_have_classes_of_their_own() -> None:
@@ -145,7 +148,9 @@ def test_gradients_have_classes_of_their_own() -> None:
         return jax.vjp(conv, x, w)[1](cotangent)
 
     shapes = array(2, 9, 9, 9), array(3, 3, 9, 7), array(2, 9, 9, 7)
-    assert {measured.class_of(part) for part in parts_of(gradients, *shapes)} == {
+    assert {
+        kernels.class_of(part, _TABLE) for part in parts_of(gradients, *shapes)
+    } == {
         "conv_fprop, 16 bits, alone, 2 axes",
         "conv_dgrad, 16 bits, alone, 2 axes",
         "conv_wgrad, 16 bits, alone, 2 axes",
@@ -157,7 +162,9 @@ def test_gradients_of_activations_have_classes_by_their_names(
 ) -> None:
     judged: set[str] = set()
     monkeypatch.setattr(
-        measured, "slower", lambda graph: judged.add(measured.class_of(graph)) or ""
+        kernels,
+        "slower",
+        lambda graph, table: judged.add(kernels.class_of(graph, table)) or "",
     )
 
     def classes(activation: str) -> set[str]:
@@ -174,8 +181,8 @@ def test_gradients_of_activations_have_classes_by_their_names(
         # Such a part sums the gradient of the bias. It belongs to the same class
         # without the sum, which is how it is judged.
         for part in parts:
-            legalize(part, None)
-        found = {measured.class_of(part) for part in parts}
+            ranked(part, None)
+        found = {kernels.class_of(part, _TABLE) for part in parts}
         gradients = {name for name in found if "gradient of" in name}
         assert gradients <= judged
         return gradients
@@ -189,9 +196,9 @@ def test_gradients_of_activations_have_classes_by_their_names(
 
 def test_sizes_are_those_of_the_product() -> None:
     (part,) = parts_of(jax_cudnn.matmul, array(5, 7), array(7, 3))
-    like = measured.kernel_of(part)
+    like = kernels.kernel_of(part, _TABLE)
     assert like is not None
-    assert like.name == measured.class_of(part)
+    assert like.name == kernels.class_of(part, _TABLE)
     assert (like.rows, like.columns, like.depth) == pytest.approx((5, 3, 7))
     assert like.work == pytest.approx(105)
 
@@ -199,12 +206,12 @@ def test_sizes_are_those_of_the_product() -> None:
 def test_products_in_a_batch_are_like_one_of_all_their_rows() -> None:
     for shapes in (((3, 65, 7), (3, 7, 4)), ((1, 65, 7), (3, 7, 4))):
         (part,) = parts_of(jax_cudnn.matmul, *(array(*shape) for shape in shapes))
-        like = measured.kernel_of(part)
+        like = kernels.kernel_of(part, _TABLE)
         assert like is not None
         assert like.name == "matmul, 16 bits, alone, batched"
         assert (like.rows, like.columns, like.depth) == (195, 4, 7)
     (part,) = parts_of(jax_cudnn.matmul, array(8, 1024, 1024), array(8, 1024, 1024))
-    assert "(matmul, 16 bits, alone, batched)" in measured.slower(part)
+    assert "(matmul, 16 bits, alone, batched)" in kernels.slower(part, _TABLE)
 
 
 @pytest.mark.parametrize("sizes", [(0, 64, 64), (64, 0, 64), (64, 64, 0)])
@@ -213,8 +220,12 @@ def test_nothing_is_said_of_empty_arrays(sizes: tuple[int, int, int]) -> None:
     for dtype in (jnp.bfloat16, jnp.float32):
         args = array(m, r, dtype=dtype), array(r, n, dtype=dtype)
         (part,) = parts_of(gelu, *args)
-        assert measured.kernel_of(part) is None
-        assert measured.slower(part) == measured.preference(part, _H100) == ""
+        assert kernels.kernel_of(part, _TABLE) is None
+        assert (
+            kernels.slower(part, _TABLE)
+            == kernels.preference(part, _H100, _TABLE)
+            == ""
+        )
         legalize(part, _H100)
 
 
@@ -311,7 +322,7 @@ def test_what_is_far_from_all_that_was_measured_stays_cudnns() -> None:
     assert known.verdict(kernel(rows=64 * 20)) is not None
     assert known.verdict(kernel(rows=64 * 21)) is None
     (part,) = parts_of(jax_cudnn.matmul, array(5, 24), array(24, 8))
-    assert measured.slower(part) == ""
+    assert kernels.slower(part, _TABLE) == ""
     assert decide_part(part, None, Options()).runs_on == "cudnn"
 
 
@@ -327,7 +338,7 @@ def test_the_file_is_read_whole_and_its_kernels_are_known_by_the_others() -> Non
     for i in range(0, len(ours), 97):
         others = Measured([*ours[:i], *ours[i + 1 :]])
         assert others.verdict(ours[i][0]) is not None
-    every = measured.kernels()
+    every = kernels.kernels(_TABLE)
     plain, fused = (
         every.verdict(kernel(f"matmul, 16 bits, {tail}", 4096, 4096, 4096))
         for tail in ("alone", "more")
@@ -346,8 +357,8 @@ _H100 = Target(
 def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
     def preference(m: int, target: Target | None, function: Any = gelu) -> str:
         (part,) = parts_of(function, array(m, 768), array(768, 3072))
-        asked = measured.preference(part, target)
-        ways = legalize(part, target).candidates
+        asked = kernels.preference(part, target, _TABLE)
+        ways = ranked(part, target)
         assert {way.preference for way in ways} == {asked}
         return asked
 
@@ -372,7 +383,7 @@ def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
 
 def wanted_before(part: Graph, target: Target = _H100) -> dict[int, Any]:
     """Return what goes before the first plan of an engine."""
-    asked = measured.preference(part, target)
+    asked = kernels.preference(part, target, _TABLE)
     assert parse_request(asked) == asked
     preferred = json.loads(asked)["preferred"] if asked else []
     return {each["first_engine"]: each["wanted"] for each in preferred}
@@ -433,10 +444,12 @@ def test_engines_that_go_before_others_are_of_the_same_kind() -> None:
         y, pullback = jax.vjp(conv, x, w)
         return pullback(y)
 
-    parts = [part for part in parts_of(gradients, x, w) if measured.class_of(part)]
+    parts = [
+        part for part in parts_of(gradients, x, w) if kernels.class_of(part, _TABLE)
+    ]
     assert len(parts) == 3
     for part in parts:
-        kind, bits = measured.kind_and_bits(measured.class_of(part))
+        kind, bits = kernels.kind_and_bits(kernels.class_of(part, _TABLE))
         assert wanted_before(part) == {
             each["first"]: [{"engine": engine} for engine in each["before"]]
             for each in rules
@@ -464,7 +477,7 @@ def test_a_call_that_says_which_plans_are_allowed_gets_no_other_order() -> None:
     (part,) = parts_of(gelu, array(32768, 768), array(768, 3072))
     plain, filtered = _Gpu(), _Gpu()
     decide_part(part, plain, Options())  # type: ignore[arg-type]
-    assert plain.asked[0] == measured.preference(part, _H100) != ""
+    assert plain.asked[0] == kernels.preference(part, _H100, _TABLE) != ""
     plan = PlanOptions(deterministic=True)
     decide_part(part, filtered, Options(plan=plan))  # type: ignore[arg-type]
     assert set(filtered.asked) == {plan.to_request()}
@@ -519,7 +532,7 @@ def test_small_gated_products_are_xlas(gated: Callable[..., Any]) -> None:
     def why(function: Callable[..., Any], *sizes: int) -> set[str]:
         m, r, n = sizes
         parts = parts_of(function, array(m, r), array(r, n), array(r, n))
-        ways = (way for part in parts for way in legalize(part, None).candidates)
+        ways = (way for part in parts for way in ranked(part, None))
         return {way.slower for way in ways if way.slower.startswith("a small gated")}
 
     assert why(gated, 256, 512, 1024)
@@ -531,7 +544,7 @@ def test_small_gated_products_are_xlas(gated: Callable[..., Any]) -> None:
 def test_products_with_one_column_are_xlas() -> None:
     def why(*shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> set[str]:
         (part,) = parts_of(gelu, *(array(*shape, dtype=dtype) for shape in shapes))
-        ways = legalize(part, None).candidates
+        ways = ranked(part, None)
         return {each.slower for each in ways if each.slower.startswith("a product")}
 
     for dtype in (jnp.bfloat16, jnp.float16, jnp.float32):
@@ -548,10 +561,10 @@ def test_what_is_only_converted_has_nothing_around_it() -> None:
 
     args = array(8192, 768), array(768, 3072, dtype=jnp.int8)
     for part in parts_of(jax_cudnn.fuse(converted), *args):
-        assert measured.preference(part, _H100) == ""
+        assert kernels.preference(part, _H100, _TABLE) == ""
 
 
 def test_a_fused_product_stays_cudnns() -> None:
     (part,) = parts_of(gelu, array(8192, 1024), array(1024, 4096))
-    assert measured.slower(part) == ""
-    assert all(way.slower == "" for way in legalize(part, None).candidates)
+    assert kernels.slower(part, _TABLE) == ""
+    assert all(way.slower == "" for way in ranked(part, None))

@@ -16,8 +16,11 @@ import numpy as np
 import pytest
 
 from jax_cudnn.graph import Graph, Target, operand_text
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Legal
 from jax_cudnn.legalize.products import conv_depthwise, fusion
+from jax_cudnn.policy import ranked
+from jax_cudnn.policy.products import kernels
+from jax_cudnn.policy.tables import table_for
 from tests.common.legal_ways import check_bad_numbers, check_ways
 from tests.products.shared.grouped_layers import GroupedLayer
 
@@ -84,8 +87,8 @@ def test_every_way_keeps_the_meaning(name: str) -> None:
 def _ways(part: Graph, target: Target | None = _H100) -> list[str]:
     """Return how each way is told apart, and "auto" where auto may take it."""
     return [
-        f"{_told(way)}{'' if way.slower else ', auto'}"
-        for way in legalize(part, target).candidates
+        f"{_told(way.legal)}{'' if way.slower else ', auto'}"
+        for way in ranked(part, target)
     ]
 
 
@@ -226,7 +229,7 @@ def test_f32(name: str, ways: dict[str, list[str]]) -> None:
 def test_what_follows_is_computed_by_xla_behind_cudnns_engine() -> None:
     part = _LAYERS["one axis, with silu"].parts(jnp.bfloat16)["conv_fprop"]
     assert _ways(part) == ["as it is, auto", "merged", "merged"]
-    alone, merged, whole = legalize(part, _H100).candidates
+    alone, merged, whole = (way.legal for way in ranked(part, _H100))
     assert len(alone.graph.nodes) == len(merged.graph.nodes) == 1
     assert len(whole.graph.nodes) > 1
 
@@ -235,13 +238,13 @@ def test_what_follows_is_computed_by_xla_behind_cudnns_engine() -> None:
 def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -> None:
     for name in ("same", "causal"):
         for kind, part in _LAYERS[name].parts(jnp.bfloat16).items():
-            ways = legalize(part, target).candidates
+            ways = ranked(part, target)
             taken = [way for way in ways if not way.slower]
             assert bool(taken) == (kind == "conv_wgrad"), kind
             first, *_ = taken or ways
             # Numbers of engines may stand for others there.
             assert not first.is_slow_by(77)
-            own = conv_depthwise.own_engines(part, part.nodes[0])
+            own = kernels.own_engines(part, table_for(target))
             assert own
             assert not any(map(first.is_slow_by, own))
 
@@ -250,8 +253,8 @@ def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -
 def test_elsewhere_merged_groups_are_left_to_xla(target: Target | None) -> None:
     for name in _LAYERS:
         for part in _LAYERS[name].parts(jnp.bfloat16).values():
-            for way in legalize(part, target).candidates:
-                assert way.slower or _told(way) != "merged", name
+            for way in ranked(part, target):
+                assert way.slower or _told(way.legal) != "merged", name
 
 
 @pytest.mark.parametrize(
@@ -268,7 +271,7 @@ def test_elsewhere_merged_groups_are_left_to_xla(target: Target | None) -> None:
 )
 def test_other_engines_are_left_to_xla(name: str, kind: str, fast: list[int]) -> None:
     part = _LAYERS[name].parts(jnp.bfloat16)[kind]
-    first = legalize(part, _H100).candidates[0]
+    first = ranked(part, _H100)[0]
     assert [e for e in range(80) if not first.is_slow_by(e)] == fast
 
 
@@ -286,8 +289,8 @@ def test_auto_goes_by_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None
     for cell in depthwise.cells(small=False):
         for part in cell.parts():
             row = rows[named_op(part), operand_text(part)]
-            first = legalize(part, _H100).candidates[0]
-            name = f"{depthwise.way_of(first)}, first"
+            first = ranked(part, _H100)[0]
+            name = f"{depthwise.way_of(first.legal)}, first"
             engine, us = row["engines"][name], row["us"]
             ratio = us[name] / us["XLA"]
             is_cudnns = not first.slower and not first.is_slow_by(engine)
@@ -316,7 +319,7 @@ def test_a_faster_engine_goes_before_the_first(
     name: str, kind: str, first: int, target: Target | None
 ) -> None:
     part = _LAYERS[name].parts(jnp.float16)[kind]
-    preferred = legalize(part, target).candidates[0].preference
+    preferred = ranked(part, target)[0].preference
     assert (f'"first_engine":{first},' in preferred) == (target is _H100)
 
 

@@ -29,6 +29,7 @@ from jax_cudnn.legalize.products import conv_channels, conv_pairs, fusion, reduc
 from jax_cudnn.legalize.products import pointwise as rewriting
 from jax_cudnn.legalize.products.pointwise import rewrite_pointwise
 from jax_cudnn.lowering import traced_graphs, traced_program
+from jax_cudnn.policy import ranked
 from jax_cudnn.reference import evaluate
 from tests.common.drawn_operands import draw_arrays
 from tests.common.legal_ways import check_ways, graphs_of, run_way
@@ -353,7 +354,7 @@ def test_auto_leaves_filters_over_few_channels_to_xla_in_steps_of_1() -> None:
         traced = traced_graphs(jax.grad(loss), w)
         parts = [part for graph, _, _ in traced for part in partition(graph)]
         (part,) = [each for each in parts if each.nodes[0].kind == "conv_wgrad"]
-        said = {way.slower for way in legalize(part, None).candidates}
+        said = {way.slower for way in ranked(part, None)}
         return all("over 1 to 4 channels" in text for text in said)
 
     assert slower(1, 3)

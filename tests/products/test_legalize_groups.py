@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 
 from jax_cudnn.graph import Graph
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Legal
 from jax_cudnn.legalize.products import conv_groups, fusion
+from jax_cudnn.policy import ranked
 from tests.common.legal_ways import check_bad_numbers, check_ways
 from tests.products.shared.grouped_layers import GroupedLayer
 
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.once
 @pytest.fixture
 def _double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(fusion, "_refusals", lambda *_: [])
-    monkeypatch.setattr(conv_groups, "_NARROW", ("f64", "bf16", "f16"))
     monkeypatch.setitem(conv_groups.ELEMENTS_PER_LOAD, "f64", 8)
     with jax.enable_x64(True):
         yield
@@ -75,7 +75,7 @@ def _told(way: Legal) -> str:
 
 
 def _ways(part: Graph) -> list[str]:
-    return list(dict.fromkeys(map(_told, legalize(part, None).candidates)))
+    return list(dict.fromkeys(_told(way.legal) for way in ranked(part, None)))
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,7 @@ def test_gradients_of_filters_of_8_channels_come_as_they_are() -> None:
 def test_odd_groups_have_a_way_with_something_around_them() -> None:
     layer = GroupedLayer((8, 8), (3, 3), groups=128, width=9, each=9, activation="relu")
     part = layer.parts(jnp.float32)["conv_fprop"]
-    first = legalize(part, None).candidates[0]
+    first = ranked(part, None)[0].legal
     assert len(first.graph.nodes) > 1
     assert _told(first) == "into 32"
 
@@ -147,7 +147,7 @@ def test_odd_groups_of_8_channels_are_alone(
         activation="silu",
     )  # fmt: skip
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
-    counts = [len(way.graph.nodes) for way in legalize(part, None).candidates]
+    counts = [len(way.legal.graph.nodes) for way in ranked(part, None)]
     assert (counts[0] == 1) == is_alone
     assert max(counts) > 1  # That way is there as well, for the tuner.
 

@@ -15,10 +15,13 @@ import pytest
 
 from jax_cudnn import choices, conv
 from jax_cudnn.legalize import legalize
-from jax_cudnn.legalize.products import measured
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
+from jax_cudnn.policy.products import kernels
+from jax_cudnn.policy.tables import table_for
 from tests.common.planner import H200
+
+_TABLE = table_for(None)
 
 pytestmark = pytest.mark.once
 
@@ -97,11 +100,10 @@ def test_an_engine_is_slow_that_xla_is_faster_than(
     [("bfloat16", (1, 5)), ("float32", (1, 9)), ("int8", (1,))],
 )
 def test_engines_are_slow_for_operands_of_a_width(
-    dtype: str, slow: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    dtype: str, slow: tuple[int, ...]
 ) -> None:
     engines = {"conv_fprop, 16 bits": [1, 5], "conv_fprop, f32": [1, 9]}
-    data = {**measured._read(), "slow_engines": engines}
-    monkeypatch.setattr(measured, "_read", lambda: data)
+    table = replace(_TABLE, data={**_TABLE.data, "slow_engines": engines})
     x, w = (
         jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 8, 8, 16), (3, 3, 16, 16))
     )
@@ -111,9 +113,9 @@ def test_engines_are_slow_for_operands_of_a_width(
         return conv(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
     ((graph, _, _),) = traced_graphs(layer, x, w)
-    assert measured.slow_engines(graph, H200) == slow
+    assert kernels.slow_engines(graph, H200, table) == slow
     ampere = replace(H200, sm_version=80)
-    assert measured.slow_engines(graph, ampere) == ()
+    assert kernels.slow_engines(graph, ampere, table) == ()
 
 
 def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> None:

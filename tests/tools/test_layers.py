@@ -19,6 +19,7 @@ _DATA = {"errors", "graph"}
 _MEANING = {*_DATA, "reference", "legalize"}
 _MACHINE = {
     *_MEANING,
+    "policy",
     *("native", "offline", "config", "cache", "choices", "contenders", "lowering"),
 }
 _ALLOWED = {
@@ -34,10 +35,14 @@ _ALLOWED = {
     "graph": {"errors"},
     "reference": {"errors", "graph"},
     "legalize": {"errors", "graph", "reference"},
+    "policy": {"graph", "legalize"},
     "native": {"errors", "graph"},
     "doctor": {"errors", "startup", "columns", "native"},
     "offline": {"errors", "graph", "native", "progress"},
-    "lowering": {*_MEANING, "native", "offline", "config", "choices", "contenders"},
+    "lowering": {
+        *_MEANING,
+        *("policy", "native", "offline", "config", "choices", "contenders"),
+    },
     "checkpoint_policies": {"lowering"},
     "ops": _MACHINE,
     "kv_cache": {"ops", "keywords"},
@@ -228,9 +233,14 @@ def _is_below(folder: str, other: str) -> bool:
 # Each floor has a folder, or a module, for each family of operations. What families
 # share lies beside them: in the floor itself, or in its folder `common`.
 _FAMILIES = ("attention", "products", "norms", "pooling")
-_FLOORS = ("graph", "reference", "legalize", "ops")
+_FLOORS = ("graph", "reference", "legalize", "policy", "ops")
 # The modules that name every family's parts for the floors above.
-_FACES = {"graph/__init__.py", "reference/interpreter.py", "legalize/__init__.py"}
+_FACES = {
+    "graph/__init__.py",
+    "reference/interpreter.py",
+    "legalize/__init__.py",
+    "policy/ranking.py",
+}
 
 
 def _family(floor: str, name: str) -> str | None:

@@ -26,6 +26,7 @@ from jax_cudnn.graph.attention.sdpa import SDPA
 from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.policy import ranked
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.attention.shared.flash import flash
@@ -639,16 +640,16 @@ def test_what_cudnn_cannot_do_is_refused_with_all_reasons(
 
 def test_f32_is_taken_forward_as_slower_and_refused_backward() -> None:
     forward = attention_graph(sizes=_SIZES, with_stats=True)
-    (legal,) = legalize(forward, _HOPPER).candidates
-    assert legal.slower == (
+    (way,) = ranked(forward, _HOPPER)
+    assert way.slower == (
         "cuDNN's f32 attention takes up to twice XLA's time (9.19 on an H200, 4 x 4096 "
         'tokens) and has no gradient; implementation="cudnn" uses it, in memory that '
         "does not grow with s*t"
     )
     refusal = legalize(backward_graph(forward), None)
     assert refusal.reasons == ("query is f32; cuDNN's sdpa_backward takes bf16, f16",)
-    (legal,) = legalize(attention_graph(sizes=_SIZES, dtype="f16"), None).candidates
-    assert legal.slower == ""
+    (way,) = ranked(attention_graph(sizes=_SIZES, dtype="f16"), None)
+    assert way.slower == ""
 
 
 _CALLS: dict[str, Any] = {
@@ -665,7 +666,7 @@ def test_f32_and_small_attention_are_slower_by_the_call(name: str) -> None:
     def reasons(dtype: str) -> set[str]:
         operand = jax.ShapeDtypeStruct((8, 256, 1, 64), jnp.dtype(dtype))
         (traced,) = traced_graphs(_CALLS[name], *[operand] * 3)
-        return {each.slower for each in legalize(traced.graph, _HOPPER).candidates}
+        return {each.slower for each in ranked(traced.graph, _HOPPER)}
 
     (f32,) = reasons("float32")
     assert f32.startswith("cuDNN's f32 attention takes up to twice XLA's time")
@@ -715,7 +716,7 @@ def test_small_attention_is_left_to_xla_where_it_was_faster(
     )
     graphs = [forward, *([backward_graph(forward)] if is_trained else [])]
     for graph in graphs:
-        ways = legalize(graph, _HOPPER).candidates
+        ways = ranked(graph, _HOPPER)
         assert ways
         assert {way.slower != "" for way in ways} == {is_slower}
         if is_slower:
