@@ -161,10 +161,10 @@ def table_for(target: Target | None) -> Table:
     tables = shipped()
     if target is None:
         return tables[0]
-    return min(
-        tables,
-        key=lambda table: (
-            abs(table.sm_version - target.sm_version),
-            abs(table.cudnn - _minor(target)),
-        ),
-    )
+    sm_version, cudnn = target.sm_version, _minor(target)
+
+    def distance(table: Table) -> tuple[int, int, int]:
+        generations = abs(table.sm_version // 10 - sm_version // 10)
+        return generations, abs(table.sm_version - sm_version), abs(table.cudnn - cudnn)
+
+    return min(tables, key=distance)

@@ -1,0 +1,198 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tables decide whether cuDNN runs a part, for the nearest GPU that was measured."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_cudnn
+from jax_cudnn.config import Options
+from jax_cudnn.graph import Graph, Target
+from jax_cudnn.lowering import traced_program
+from jax_cudnn.lowering.decision import decide_part, forget_decisions
+from jax_cudnn.policy import ranked, tables
+from jax_cudnn.policy.attention import Attention
+from jax_cudnn.policy.norms import Norm
+from jax_cudnn.policy.products.properties import (
+    Convolution,
+    Depthwise,
+    GroupedProduct,
+    Matmul,
+)
+from jax_cudnn.policy.tables import Row, Table, table_for
+from tests.policy import answers
+from tests.policy.answers import H100
+from tests.products.shared.grouped_layers import GroupedLayer
+
+pytestmark = pytest.mark.once
+
+_A100 = Target(name="A100", sm_version=80, sm_count=108, cudnn_version=91900)
+_NEWER = replace(H100, cudnn_version=92801)
+_PROPERTIES: dict[str, type | None] = {
+    "attention": Attention,
+    "norms": Norm,
+    "pooling": None,
+    "grouped products": GroupedProduct,
+    "products with sums": None,
+    "matmuls": Matmul,
+    "convolutions": Convolution,
+    "around convolutions": Convolution,
+    "groups": Convolution,
+    "depthwise": Depthwise,
+}
+
+
+def _part(function: Any, *shapes: tuple[int, ...], dtype: Any = jnp.bfloat16) -> Graph:
+    operands = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+    (graph,) = traced_program(function, *operands).graphs
+    (part,) = graph.parts
+    return part
+
+
+def _attention() -> Graph:
+    return _part(jax_cudnn.sdpa, *[(2, 256, 4, 64)] * 3)
+
+
+def test_what_was_measured_is_answered_as_ever() -> None:
+    """On an H100: `python -m tests.policy.answers` writes the file."""
+    expected = json.loads(answers.FILE.read_text())
+    found = answers.answers()
+    assert found.keys() == expected.keys()
+    assert {k: v for k, v in found.items() if v != expected[k]} == {}
+
+
+@pytest.mark.parametrize("table", tables.shipped(), ids=lambda t: f"sm_{t.sm_version}")
+def test_every_row_names_properties_that_there_are_and_what_measured_it(
+    table: Table,
+) -> None:
+    for row in (*table.rows, *table.orders):
+        kind = _PROPERTIES[row.of]
+        assert all(_has(kind, name) for name in row.when), row
+        assert row.by.startswith("python -m benchmarks."), row
+    for row in table.rows:
+        assert bool(row.why) == (row.runs == "xla"), row
+        names_engines = bool(row.fast_engines or row.preferred)
+        assert names_engines or not row.why_elsewhere, row
+
+
+def _has(kind: type | None, name: str) -> bool:
+    # A property, or what __init__ sets.
+    assert kind is not None
+    code = kind.__init__.__code__
+    return hasattr(kind, name) or name in code.co_names
+
+
+def _only(table: Table, *rows: dict[str, Any]) -> Table:
+    data = {**table.data, "rows": list(rows), "kernels": []}
+    return Table.of(data)
+
+
+@pytest.fixture
+def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
+    """A made-up table of another architecture, beside the shipped ones."""
+    (first, *_) = tables.shipped()
+    made = _only(
+        first,
+        {"of": "attention", "when": {"tokens": {"at_most": 256}}, "runs": "xla",
+         "why": "made up", "by": "nothing"},
+        {"of": "norms", "when": {}, "runs": "cudnn", "by": "nothing"},
+        {"of": "depthwise", "when": {}, "runs": "cudnn", "fast_engines": [77],
+         "by": "nothing"},
+    )  # fmt: skip
+    made = replace(made, sm_version=80, cudnn=928)
+    monkeypatch.setattr(tables, "shipped", lambda: (first, made))
+    forget_decisions()
+    yield made
+    forget_decisions()
+
+
+def test_a_table_for_another_architecture_decides_there_alone(ampere: Table) -> None:
+    part = _attention()
+    assert table_for(_A100) is ampere
+    assert [way.slower for way in ranked(part, _A100)] == ["made up"]
+    assert all(not way.slower for way in ranked(part, H100))
+    norm = _part(jax_cudnn.rms_norm, (64, 256))
+    assert [bool(way.slower) for way in ranked(norm, _A100)] == [False]
+    assert all(way.slower for way in ranked(norm, H100))
+    # Engines are those of its own version of cuDNN alone.
+    conv = GroupedLayer((9, 8), (3, 3)).parts(jnp.bfloat16)["conv_fprop"]
+    own = replace(_A100, cudnn_version=92801)
+    assert {way.fast_engines for way in ranked(conv, own)} == {(77,)}
+    assert {way.fast_engines for way in ranked(conv, _A100)} == {()}
+
+
+def test_the_decision_goes_by_the_table(ampere: Table) -> None:
+    del ampere
+    step = decide_part(_attention(), None, Options())
+    assert step.runs_on == "cudnn"  # A GPU that is not known has the first table.
+
+
+@pytest.mark.parametrize("target", [None, _A100, _NEWER])
+def test_one_rule_holds_where_nobody_measured(target: Target | None) -> None:
+    """The nearest table decides, in every family, but for rows that name engines."""
+    assert table_for(target) is tables.shipped()[0]
+    name = "" if target is None else target.name
+    for key, part in answers.parts():
+        if not key.startswith(("sdpa", "layer_norm", "ragged_dot", "avg_pool")):
+            continue
+        if "norm" in key and name != H100.name:
+            continue  # These rows are of GPUs by their names.
+        told = [bool(way.slower) for way in ranked(part, target)]
+        assert told == [bool(way.slower) for way in ranked(part, H100)], key
+    conv = GroupedLayer((9, 8), (3, 3)).parts(jnp.bfloat16)
+    assert all(way.slower for way in ranked(conv["conv_fprop"], target))
+    # XLA's code for these may take 30 times as long on any GPU.
+    assert not ranked(conv["conv_wgrad"], target)[0].slower
+    assert all(not way.preference for way in ranked(conv["conv_wgrad"], target))
+
+
+def test_the_nearest_architecture_goes_before_the_nearest_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (first, *_) = tables.shipped()
+    made = tuple(
+        replace(first, sm_version=sm, cudnn=cudnn)
+        for sm, cudnn in ((90, 919), (80, 928), (90, 930), (120, 928))
+    )
+    monkeypatch.setattr(tables, "shipped", lambda: made)
+    for sm, cudnn, expected in (
+        (90, 92801, 2),
+        (90, 92000, 0),
+        (89, 91900, 1),  # of the generation of sm_80
+        (100, 92800, 2),
+    ):
+        target = replace(H100, sm_version=sm, cudnn_version=cudnn)
+        assert table_for(target) is made[expected], (sm, cudnn)
+    assert table_for(None) is made[0]
+
+
+@pytest.mark.parametrize(
+    ("when", "value", "is_met"),
+    [
+        (3, 3, True),
+        (3, 4, False),
+        (True, False, False),
+        (["a", "b"], "b", True),
+        (["a", "b"], "c", False),
+        ({"at_least": 3}, 3, True),
+        ({"at_least": 3}, 2, False),
+        ({"at_most": 3}, 4, False),
+        ({"below": 3}, 3, False),
+        ({"at_least": 2, "below": 3}, 2, True),
+        ({"multiple_of": 4}, 12, True),
+        ({"multiple_of": 4}, 13, False),
+    ],
+)
+def test_conditions(when: Any, value: Any, is_met: bool) -> None:
+    class _Properties:
+        size = value
+
+    row = Row(of="", when={"size": when}, by="")
+    assert tables.holds(row, _Properties()) == is_met
+    with pytest.raises(AttributeError):
+        tables.holds(Row(of="", when={"no_such": 1}, by=""), _Properties())
