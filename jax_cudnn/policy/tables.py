@@ -16,8 +16,9 @@ part goes first. The first row that holds decides. A row has
   with ``why_elsewhere``;
 * ``by``: the command that measured it.
 
-The other entries, written by ``python -m scripts.default_rules``, are the kernels that
-contractions are compared with (products/kernels.py).
+``scattered`` is about sums over devices (see `Scattered`). The other entries, written
+by ``python -m scripts.default_rules``, are the kernels that contractions are compared
+with (products/kernels.py).
 
 One rule holds for a target that nobody measured: the table of the nearest architecture,
 and of the nearest cuDNN on it, decides. An engine's number means another engine on
@@ -31,7 +32,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from jax_cudnn.graph import Target
 
@@ -70,6 +71,19 @@ class Order:
     ways: tuple[str, ...]
 
 
+class Scattered(NamedTuple):
+    """Elements of a device's share of a sum that is scattered, and gathered later.
+
+    A program that wants the parts of a sum gets them whatever their size. For others, a
+    second collective costs more than it saves below ``least``. From ``most_alone`` it
+    does so where nothing follows the sum: the first collective runs beside other
+    kernels for so long that none is left for the second one.
+    """
+
+    least: int
+    most_alone: int
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
     """What was measured on an architecture with a cuDNN, such as 90 and 919."""
@@ -93,6 +107,11 @@ class Table:
             ],
             data=data,
         )
+
+    @property
+    def scattered(self) -> Scattered:
+        """Which sums over devices are scattered."""
+        return Scattered(*(self.data["scattered"][x] for x in Scattered._fields))
 
     def is_of_architecture(self, target: Target | None) -> bool:
         """Whether the table was measured on a target's architecture."""

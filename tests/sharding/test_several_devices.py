@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 import jax_cudnn
 from jax_cudnn import plans
 from jax_cudnn.lowering import partitioned
-from jax_cudnn.lowering.sharding import sums
+from jax_cudnn.policy.tables import Scattered, Table
 from tests.common.devices import Function, Spec, collectives, gradient, mesh_of, placed
 
 pytestmark = pytest.mark.sampled
@@ -527,7 +527,7 @@ def _on(function: Function) -> Callable[..., Any]:
 def test_sums_are_scattered_where_that_sends_less(
     case: _Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sums, "LEAST_SCATTERED", 1)
+    monkeypatch.setattr(Table, "scattered", Scattered(least=1, most_alone=1 << 26))
     operands = [x.astype(jnp.bfloat16) for x in _OPERANDS[case.function]]
     sharded = placed(mesh_of(x=4, y=2), operands, case.specs)
     for function, sent in (
@@ -547,7 +547,7 @@ def test_sums_are_scattered_where_that_sends_less(
 def test_random_shardings_of_operands_and_results_give_the_same_sums(
     function: Function, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sums, "LEAST_SCATTERED", 1)
+    monkeypatch.setattr(Table, "scattered", Scattered(least=1, most_alone=1 << 26))
     operands = [x.astype(jnp.bfloat16) for x in _OPERANDS[function]]
     want = jax.jit(_on(gradient(function)))(*operands)
     rng = np.random.default_rng(len(function.__name__))

@@ -20,13 +20,8 @@ from jax_cudnn.graph import DTypeName, Graph, Node, is_anchor, kind_named
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.lowering.sharding.cuts import DeviceCut, Division
+from jax_cudnn.policy.tables import table_for
 from jax_cudnn.reference.dtypes import jax_dtype
-
-# Elements of a device's share of a sum, other than one whose parts the program wants.
-# Below the first, a second collective costs more than it saves. From the second, where
-# nothing follows the sum: the first collective runs beside other kernels for so long
-# that none is left for the second one.
-LEAST_SCATTERED, MOST_SCATTERED = 1 << 16, 1 << 26
 
 # The cuts of the axes of an array.
 Cuts = Sequence[DeviceCut | None]
@@ -95,8 +90,8 @@ def scattering(
         hits = [_hits(way, results, wanted) for way in ways]
         is_wanted = max(hits) == len(results)
         size = math.prod(division.local_shape(name))
-        most = math.inf if after else MOST_SCATTERED
-        is_medium = LEAST_SCATTERED <= size < most
+        bounds = table_for(None).scattered
+        is_medium = bounds.least <= size and (bool(after) or size < bounds.most_alone)
         if is_wanted or (is_medium and _sends_less(graph, division, name, results)):
             division = ways[hits.index(max(hits))]
     return division

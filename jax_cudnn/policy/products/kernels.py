@@ -18,10 +18,9 @@ from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.graph.shapes import check_tensors
-from jax_cudnn.legalize.products import conv_depthwise, conv_groups
-from jax_cudnn.legalize.products.conv_pairs import pairs
+from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
 from jax_cudnn.policy.products.nearest import LOSS, Kernel, Measured
-from jax_cudnn.policy.products.orders import becomes_of_groups, is_first_with_more
+from jax_cudnn.policy.products.orders import becomes_of_groups, first_way
 from jax_cudnn.policy.tables import Table
 
 KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
@@ -64,7 +63,7 @@ def class_of(part: Graph, table: Table) -> str:
         return ""  # Depthwise ones have rows of their own.
     words = [node.kind, bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
-    if windows and (is_first_with_more(part, table) or pairs(part, node)):
+    if windows and (first_way(part, table) != conv.PLAIN):
         return ""  # Another convolution runs, which was faster wherever measured.
     if windows:
         words.append(f"{len(windows)} axes")

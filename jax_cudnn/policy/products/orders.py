@@ -75,9 +75,14 @@ def depthwise_of(way: Legal, ways: Sequence[Legal], *, is_first: bool) -> Depthw
     return Depthwise(way, has_own_engine=has_own, is_first=is_first)
 
 
+def first_way(core: Graph, table: Table) -> str:
+    """Return the first way to write a convolution that is not in groups."""
+    return table.order("convolutions", Convolution(core))[0]
+
+
 def is_first_with_more(core: Graph, table: Table) -> bool:
     """Whether x is first written with more channels, for this convolution."""
-    return table.order("convolutions", Convolution(core))[0] in _MORE
+    return first_way(core, table) in _MORE
 
 
 def becomes_of_groups(core: Graph, table: Table) -> str:

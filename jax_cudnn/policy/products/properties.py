@@ -9,7 +9,12 @@ from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
 from jax_cudnn.graph.walks import made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import Legal
-from jax_cudnn.legalize.products import conv_depthwise, conv_groups, matmul
+from jax_cudnn.legalize.products import (
+    conv_depthwise,
+    conv_groups,
+    conv_pairs,
+    matmul,
+)
 from jax_cudnn.legalize.products.conv_channels import can_have_rows, more_channels
 
 NARROW = frozenset({"bf16", "f16"})
@@ -109,6 +114,16 @@ class Convolution:
     def more(self) -> str:
         """How x can be written with more channels, "" if it cannot."""
         return more_channels(self._graph, self._node) or ""
+
+    @property
+    def has_pairs(self) -> bool:
+        """Whether neighbouring places can be taken in pairs."""
+        return conv_pairs.pairs(self._graph, self._node)
+
+    @property
+    def work(self) -> int:
+        """The multiplications."""
+        return math.prod(self._output.dims) * self.window_elements
 
     @property
     def may_have_rows(self) -> bool:
