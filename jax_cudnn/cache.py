@@ -137,7 +137,7 @@ def replace_file(
     Raises:
         OSError: it cannot be written; what was there stays.
     """
-    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix="tmp-")
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=_unfinished(path))
     try:
         with os.fdopen(descriptor, "wb") as file:
             if not is_private:
@@ -149,6 +149,22 @@ def replace_file(
     except BaseException:
         Path(name).unlink(missing_ok=True)
         raise
+
+
+def remove_unfinished(path: Path) -> None:
+    """Remove what ``replace_file`` left of a file where its process was killed.
+
+    No other process may be writing the file: hold the folder's lock.
+
+    Raises:
+        OSError: the folder cannot be read or written.
+    """
+    for left_over in path.parent.glob(f"{_unfinished(path)}*"):
+        left_over.unlink()
+
+
+def _unfinished(path: Path) -> str:
+    return f"tmp-{path.name}-"
 
 
 def _umask() -> int:

@@ -13,6 +13,7 @@ import functools
 import hashlib
 import json
 import logging
+import sys
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -233,6 +234,7 @@ def remember(found: Mapping[Key, Choice]) -> None:
         return
     try:
         with cache.exclusive(path.parent):
+            cache.remove_unfinished(path)
             text = to_text(_within_bounds(kept(), found), "plans.autotune")
             cache.replace_file(path, lambda file: file.write(text.encode("ascii")))
     except OSError as error:
@@ -308,6 +310,9 @@ _NAMES = [field.name for field in dataclasses.fields(Key)]
 def _read_entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
     key = Key(**{name: entry.pop(name) for name in _NAMES})
     times = entry.pop("contenders_us", {})
+    if not isinstance(times, dict):
+        raise TypeError(f"contenders_us is {times!r}")
+    times = cast("dict[str, Any]", times)
     choice = Choice(**entry, contenders_us=tuple(sorted(times.items())))
     if choice.implementation not in (*OWN, *times):
         raise ValueError(f"implementation {choice.implementation!r}")
@@ -318,7 +323,7 @@ def _read_entry(entry: dict[str, Any]) -> tuple[Key, Choice]:
     if type(key.cudnn) is not int or key.cudnn < 0:
         raise ValueError(f"{key.cudnn!r} is not a version")
     own = (choice.cudnn_us, choice.first_ratio, choice.xla_us)
-    for time in (*own, *times.values()):
-        if time is not None and type(time) not in (int, float):
+    for time in (*(each for each in own if each is not None), *times.values()):
+        if type(time) not in (int, float) or not 0 <= time <= sys.float_info.max:
             raise TypeError(f"{time!r} is not a time")
     return key, choice

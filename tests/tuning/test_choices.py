@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Is a choices file read back as it was written, and is any other file refused?"""
 
+import copy
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
@@ -81,6 +84,9 @@ def _entry_text(**changes: object) -> str:
         (_entry_text(cudnn=True), "True is not a version"),
         (_entry_text(rewritten=0), r"TypeError\(.* are strings"),
         (_entry_text(xla_us="fast"), "'fast' is not a time"),
+        (_entry_text(xla_us=math.nan), "nan is not a time"),
+        (_entry_text(contenders_us={"other": None}), "None is not a time"),
+        (_entry_text(contenders_us=[]), r"contenders_us is \[\]"),
         (_entry_text(colour="blue"), "is not a choices file"),
         ("[" * 100_000, "is not a choices file: RecursionError"),
         ('{"schema": 2, "choices": [3]}', "is not a choices file"),
@@ -129,20 +135,69 @@ def test_tuning_needs_a_gpu() -> None:
         plans.autotune(lambda x: matmul(x, x), jnp.ones((4, 4)))
 
 
+_DAMAGEABLE = choices.to_text(
+    {
+        Key("H200", 91900, graph): Choice(
+            op="matmul",
+            operands="bf16[2,3]",
+            implementation="xla",
+            xla_us=2.5,
+            contenders_us=(("other 1.0", 3.5),),
+        )
+        for graph in "ab"
+    },
+    "by hand",
+)
+_ODD = (
+    *(None, True, 0, -1, 10**400, 1.5, math.inf, math.nan, "", "x"),
+    *([], ["a"], [["a", 1]], {}, {"a": 1}, {"a": None}, {"a": {}}),
+)
+
+
+def _assert_refused_or_well_formed(data: bytes) -> None:
+    try:
+        found = choices.from_bytes(data, "here")
+    except GraphError as error:
+        assert str(error).startswith("here")  # noqa: PT017
+        return
+    again = choices.to_text(found, "").encode()
+    assert choices.from_bytes(again, "here") == found
+    for choice in found.values():
+        assert choice.without_contenders().implementation in choices.OWN
+        assert all(f"{us:.2f}" for us in choice.times_us.values())
+
+
+def _with_odd_values(tree: Any) -> Iterator[Any]:
+    """Yield a JSON tree again and again, each time with one other value in it."""
+    yield from _ODD
+    for place in tree if isinstance(tree, dict) else range(len(tree)):
+        inner = tree[place]
+        odd = _with_odd_values(inner) if isinstance(inner, dict | list) else _ODD
+        for value in odd:
+            changed = copy.copy(tree)
+            changed[place] = value
+            yield changed
+
+
+def test_a_value_of_another_type_anywhere_is_refused_or_taken_for_good() -> None:
+    for tree in _with_odd_values(json.loads(_DAMAGEABLE)):
+        _assert_refused_or_well_formed(json.dumps(tree).encode())
+
+
+def test_a_file_cut_short_anywhere_is_refused() -> None:
+    whole = _DAMAGEABLE.strip().encode()
+    for length in range(len(whole)):
+        with pytest.raises(GraphError, match=r"^here is not a choices file"):
+            choices.from_bytes(whole[:length], "here")
+
+
 @hypothesis.given(st.binary(max_size=50), st.integers(0, 400), st.booleans())
 def test_a_damaged_file_is_refused_or_well_formed(
     patch: bytes, place: int, cuts: bool
 ) -> None:
-    choice = Choice(op="matmul", operands="bf16[2,3]", implementation="xla", xla_us=2.5)
-    text = choices.to_text({Key("H200", 91900, "a"): choice}, "by hand").encode()
+    text = _DAMAGEABLE.encode()
     damaged = text[:place] + patch + (b"" if cuts else text[place + len(patch) :])
-    try:
-        found = choices.from_bytes(damaged, "here")
-    except GraphError as error:
-        assert str(error).startswith("here")  # noqa: PT017
-    else:
-        again = choices.to_text(found, "").encode()
-        assert choices.from_bytes(again, "here") == found
+    _assert_refused_or_well_formed(damaged)
 
 
 # --- what is kept between processes ---------------------------------------------------
