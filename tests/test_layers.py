@@ -33,9 +33,10 @@ _ALLOWED = {
     "contenders": {"errors", "graph", "reference", "choices"},
     "graph": {"errors"},
     "reference": {"errors", "graph"},
-    "legalize": {"errors", "graph", "reference"},
+    "limits": {"graph"},
+    "legalize": {"errors", "graph", "reference", "limits"},
     "native": {"errors", "graph"},
-    "doctor": {"errors", "startup", "columns", "native"},
+    "doctor": {"errors", "startup", "columns", "native", "limits"},
     "offline": {"errors", "graph", "native", "progress"},
     "lowering": {*_MEANING, "native", "offline", "config", "choices", "contenders"},
     "checkpoint_policies": {"lowering"},
@@ -79,7 +80,7 @@ _ALLOWED = {
 _SEMI_PUBLIC = ("jax.extend", "jax.interpreters", "jax.core")
 _SEMI_PUBLIC_HOME = "lowering/_jax.py"
 # Layers that are pure data and must not know of JAX's tracing.
-_WITHOUT_JAX = ("errors", "config", "graph")
+_WITHOUT_JAX = ("errors", "config", "graph", "limits")
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ from jax_cudnn.graph.spec import (
     Node,
     Tensor,
 )
-from jax_cudnn.graph.target import Target
+from jax_cudnn.graph.target import Target, version_text
 from jax_cudnn.graph.writer import GraphWriter
 
 __all__ = [
@@ -86,4 +86,5 @@ __all__ = [
     "sdpa_qkv_graph",
     "summary",
     "to_json",
+    "version_text",
 ]

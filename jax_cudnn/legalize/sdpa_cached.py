@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import CachedAttributes, Graph, SdpaAttributes, Target, Tensor
 from jax_cudnn.graph.sdpa_cached import room, sdpa_cached_graph
 from jax_cudnn.legalize.editor import Env, GraphEditor
-from jax_cudnn.legalize.legalization import Arrays, Legal, Legalization
+from jax_cudnn.legalize.legalization import ADVICE, Arrays, Legal, Legalization
 from jax_cudnn.legalize.sdpa import keep_layout, make_scale_positive, refuse_target
 from jax_cudnn.reference import sdpa
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -37,7 +37,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of attention over a cache."""
     editor = GraphEditor.by_role(graph)
     if reasons := _reasons(editor, target):
-        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+        return Legalization(reasons=tuple(reasons), advice=ADVICE)
     as_heads = _fits_as_heads(editor)
     ways = [_as_heads(graph, dict(editor.tensors))] if as_heads else []
     return Legalization(candidates=(*ways, _edited(editor)))
@@ -53,10 +53,6 @@ def _edited(editor: GraphEditor) -> Legal:
 
 # --- refusals -------------------------------------------------------------------------
 
-_ADVICE = (
-    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
-    "operands as the reasons say."
-)
 _DTYPES = ("bf16", "f16")
 
 
@@ -89,10 +85,6 @@ def _reasons(editor: GraphEditor, target: Target | None) -> list[str]:
     window = _attributes(editor).window
     if window and min(window) < 0:
         reasons.append(f"the window {list(window)} has a negative bound")
-    b, h, _, _ = query.dims
-    # See legalize/sdpa.py.
-    if max(b, h) > 65535:
-        reasons.append(f"batch {b} or heads {h} exceed 65535")
     if target is not None:
         reasons += refuse_target(target)
         if is_paged and target.cudnn_version < 90500:
