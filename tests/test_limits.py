@@ -11,20 +11,18 @@ import pytest
 import jax_cudnn
 from jax_cudnn import limits
 from jax_cudnn.graph import (
-    ConvAttributes,
     DTypeName,
     Graph,
-    Node,
     Target,
     Tensor,
     grouped_matmul_graph,
     is_anchor,
 )
 from jax_cudnn.graph.conv import TRIPLES
-from jax_cudnn.graph.pointwise import PointwiseAttributes
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.reference import evaluate
+from tests.conv_graphs import conv_graph
 from tests.drawn_operands import draw_arrays
 from tests.script import load_script
 
@@ -36,50 +34,6 @@ _CHANNELS_LAST = ("NDHWC", "DHWIO", "NDHWC")
 
 def _target(cudnn: int, sm: int = 90) -> Target:
     return Target(name=f"sm_{sm}", sm_version=sm, sm_count=132, cudnn_version=cudnn)
-
-
-def _conv(
-    kind: str,
-    dtype: DTypeName,
-    *,
-    axes: int = 3,
-    window: int = 3,
-    channels: int = 16,
-    groups: int = 1,
-    size: int = 6,
-    batch: int = 2,
-    prologue: str = "",
-) -> Graph:
-    """Return a convolution of padded images, or a gradient, alone or after a mode."""
-    images = (batch, channels, *(size,) * axes)
-    filters = (channels, channels // groups, *(window,) * axes)
-    dims = dict(zip(TRIPLES[kind], (images, filters, images), strict=True))
-    order = (0, *range(2, axes + 2), 1)
-    tensors = [
-        Tensor(name=role, dtype=dtype, dims=each, order=order)
-        for role, each in dims.items()
-    ]
-    results = {"conv_fprop": "output", "conv_dgrad": "grad_x", "conv_wgrad": "grad_w"}
-    result = results[kind]
-    inputs = {role: role for role in dims if role != result}
-    names, nodes = tuple(inputs), []
-    if prologue:
-        mode = PointwiseAttributes(mode=prologue)
-        made = Tensor(name="made", dtype=dtype, dims=dims["x"], order=order)
-        tensors.append(made)
-        nodes = [Node.make("pointwise", {"a": "x"}, {"output": "made"}, mode)]
-        inputs["x"] = "made"
-    attributes = ConvAttributes(
-        window_strides=(1,) * axes,
-        padding_low=(window // 2,) * axes,
-        padding_high=(window // 2,) * axes,
-        lhs_dilation=(1,) * axes,
-        rhs_dilation=(1,) * axes,
-    )
-    nodes.append(Node.make(kind, inputs, {result: result}, attributes))
-    return Graph(
-        tensors=tuple(tensors), nodes=tuple(nodes), inputs=names, outputs=(result,)
-    )
 
 
 def _runs(graph: Graph, target: Target | None) -> bool:
@@ -101,7 +55,7 @@ def _runs(graph: Graph, target: Target | None) -> bool:
 def test_3d_convolutions_are_left_to_xla_by_versions_that_are_wrong(
     kind: str, dtype: DTypeName, first: int, last: int, sentence: str
 ) -> None:
-    graph = _conv(kind, dtype)
+    graph = conv_graph(kind, dtype)
     for sm in (80, 90, 100, 120):
         for version in (first, (first + last) // 2, last):
             refused = legalize(graph, _target(version, sm))
@@ -121,7 +75,7 @@ def test_3d_convolutions_are_left_to_xla_by_versions_that_are_wrong(
 @pytest.mark.parametrize("axes", [1, 2])
 def test_fewer_axes_are_right(kind: str, dtype: DTypeName, axes: int) -> None:
     """One axis becomes two, not three."""
-    legalization = legalize(_conv(kind, dtype, axes=axes), _target(91300))
+    legalization = legalize(conv_graph(kind, dtype, axes=axes), _target(91300))
     assert legalization.candidates
     for way in legalization.candidates:
         assert all(len(tensor.dims) <= 4 for tensor in way.graph.tensors)
@@ -129,8 +83,8 @@ def test_fewer_axes_are_right(kind: str, dtype: DTypeName, axes: int) -> None:
 
 @pytest.mark.parametrize("kind", _KINDS)
 def test_windows_of_one_element_are_right_in_16_bits(kind: str) -> None:
-    assert _runs(_conv(kind, "bf16", window=1), _target(91300))
-    assert not _runs(_conv(kind, "f32", window=1), _target(91300))
+    assert _runs(conv_graph(kind, "bf16", window=1), _target(91300))
+    assert not _runs(conv_graph(kind, "f32", window=1), _target(91300))
 
 
 def test_patches_in_three_axes_are_windows_of_one_element() -> None:
@@ -183,7 +137,7 @@ def test_what_surrounds_a_convolution_makes_no_difference(activation: Any) -> No
 @pytest.mark.parametrize("kind", _KINDS)
 def test_large_depthwise_convolutions_are_left_to_xla(kind: str) -> None:
     def graph(size: int, groups: int) -> Graph:
-        return _conv(
+        return conv_graph(
             kind, "bf16", axes=2, channels=32, groups=groups, size=size, batch=16
         )
 
@@ -216,7 +170,7 @@ def test_large_depthwise_convolutions_are_left_to_xla(kind: str) -> None:
 def test_no_relu_goes_before_a_filter_s_gradient_on_blackwell(
     mode: str, dtype: DTypeName
 ) -> None:
-    graph = _conv("conv_wgrad", dtype, axes=2, prologue=mode)
+    graph = conv_graph("conv_wgrad", dtype, axes=2, prologue=mode)
     for sm in (80, 90, 100, 103, 120):
         ways = legalize(graph, _target(92801, sm)).candidates
         within = [way for way in ways if len(way.graph.nodes) > 1]
@@ -280,7 +234,7 @@ def test_an_unknown_gpu_has_general_limits_only() -> None:
     for limit in limits.LIMITS:
         if not limit.is_general:
             for kind in _KINDS:
-                graph = _conv(kind, "bf16")
+                graph = conv_graph(kind, "bf16")
                 assert not limit.is_met(graph, None)
 
 
