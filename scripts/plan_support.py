@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes docs/attention_support.md and operation_support.md: what cuDNN plans.
 
-    python -m scripts.plan_support
+    python -m scripts.plan_support             # all versions
+    python -m scripts.plan_support 9.28.1.4    # one; the others' answers are kept
 
 from the repository's root, on a machine without a GPU, with the "gpuless" extra. Each
 version of cuDNN in `VERSIONS` is fetched with pip into build/cudnn, and asked in a
@@ -38,17 +39,21 @@ from tests.plans.features import Feature
 _ROOT = Path(__file__).parent.parent
 _WHEELS = _ROOT / "build" / "cudnn"
 # The small wheel of cuDNN, which has the engines that are compiled when planned: those
-# of attention. Of versions before 9.13 it does not open without a GPU.
-_PACKAGE = "nvidia-cudnn-jit-cu13"
-VERSIONS = (
-    "9.13.1.26",
-    "9.15.1.9",
-    "9.17.1.4",
-    "9.19.1.2",
-    "9.21.1.3",
-    "9.24.1.1",
-    "9.27.0.42",
-)
+# of attention. Of versions before 9.13 it does not open without a GPU. There is none of
+# 9.28; the full wheel of 9.19 answers as the small one.
+_SMALL, _FULL = "nvidia-cudnn-jit-cu13", "nvidia-cudnn-cu13"
+VERSIONS = {
+    "9.13.1.26": _SMALL,
+    "9.15.1.9": _SMALL,
+    "9.17.1.4": _SMALL,
+    "9.19.1.2": _SMALL,
+    "9.21.1.3": _SMALL,
+    "9.24.1.1": _SMALL,
+    "9.27.0.42": _SMALL,
+    "9.28.1.4": _FULL,
+}
+# The version that the newest one is compared with: most was measured with it.
+_MEASURED = "9.19.1"
 GPUS = ("a100", "h200", "b200")
 _DIRECTIONS = ("forward", "gradient")
 
@@ -167,7 +172,8 @@ def _folder(version: str) -> Path:
     if not (folder / "nvidia").is_dir():
         command = ("pip", "install", "--quiet", "--no-deps", "--target", str(folder))
         subprocess.run(
-            (sys.executable, "-m", *command, f"{_PACKAGE}=={version}"), check=True
+            (sys.executable, "-m", *command, f"{VERSIONS[version]}=={version}"),
+            check=True,
         )
     return folder
 
@@ -250,8 +256,30 @@ def text(page: Page, data: list[dict[str, Any]]) -> str:
             lines.append(f"| {' | '.join(cells)} |")
     lines += ["", "## Remarks", ""]
     lines += [f"{i}. {text}" for i, text in enumerate(remarks.texts, 1)]
+    lines += ["", *_changes(page, data)]
     versions = ", ".join(_short(each["cudnn"]) for each in data)
     return "\n".join([_head(page, versions), *lines]) + "\n"
+
+
+def _changes(page: Page, data: list[dict[str, Any]]) -> list[str]:
+    """Return what the newest version plans otherwise than the one that was measured."""
+    old, new = next(x for x in data if x["cudnn"] == _MEASURED), data[-1]
+    found: dict[bool, list[str]] = {True: [], False: []}
+    for gpu in GPUS:
+        name = f"sm_{find(gpu).target(90000).sm_version}"
+        for feature in page.features:
+            before, now = (each["gpus"][gpu][feature.key] for each in (old, new))
+            for what in before:
+                if before[what]["planned"] != now[what]["planned"]:
+                    told = f"{feature.name} ({feature.group}), {what}, {name}"
+                    found[now[what]["planned"]].append(told)
+    old_text, new_text = _short(_MEASURED), _short(new["cudnn"])
+    return [
+        f"## What {new_text} changed since {old_text}",
+        "",
+        f"- **planned by {new_text} only**: {'; '.join(found[True]) or 'nothing'}.",
+        f"- **planned by {old_text} only**: {'; '.join(found[False]) or 'nothing'}.",
+    ]
 
 
 def _short(version: str) -> str:
@@ -281,7 +309,9 @@ edit. jax_cudnn {jax_cudnn.__version__}, cuDNN {versions}.
 - **no**: "auto" runs XLA, and "cudnn" raises `UnsupportedError`.
 - **gradient**: the kernel of the gradients. The remarks of a "yes" say what is done
   around a kernel, by the newest version.
-- GPUs below sm_80 have no plan, and f64 is always XLA's."""
+- GPUs below sm_80 have no plan, and f64 is always XLA's.
+- 9.28.1 was asked as the full wheel, the others as the small one (`nvidia-cudnn-jit`),
+  which has the engines that are compiled when they are planned."""
 
 
 def main() -> None:
@@ -295,16 +325,31 @@ def main() -> None:
         action="store_true",
         help="write the page from the data that is there",
     )
+    parser.add_argument(
+        "versions",
+        nargs="*",
+        help="The versions to ask. By default all are asked, and else the answers of "
+        "others are kept.",
+    )
     arguments = parser.parse_args()
+    if unknown := ", ".join({*arguments.versions}.difference(VERSIONS)):
+        parser.error(f"{unknown}: not of {', '.join(VERSIONS)}")
     if arguments.ask:
         version = native.version_text(greeting()["cudnn_version"])
         found = {page.name: {gpu: answers(page, gpu) for gpu in GPUS} for page in PAGES}
         print(json.dumps({"cudnn": version, **found}))
         return
     if not arguments.again:
-        asked = [_asked(version) for version in VERSIONS]
+        asked = [_asked(version) for version in arguments.versions or VERSIONS]
         for page in PAGES:
-            data = [{"cudnn": x["cudnn"], "gpus": x[page.name]} for x in asked]
+            found = {x["cudnn"]: x for x in json.loads(page.data.read_text())}
+            if not arguments.versions:
+                found.clear()
+            found |= {
+                x["cudnn"]: {"cudnn": x["cudnn"], "gpus": x[page.name]} for x in asked
+            }
+            order = [version.rpartition(".")[0] for version in VERSIONS]
+            data = [found[version] for version in order]
             page.data.write_text(_lines_of(data))
     for page in PAGES:
         page.path.write_text(text(page, json.loads(page.data.read_text())))

@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from jax_cudnn.doctor.machine import Facts
+from jax_cudnn import limits
+from jax_cudnn.doctor.machine import Cudnn, Facts
 from jax_cudnn.errors import install_command
 from jax_cudnn.native import version_text
 
@@ -261,9 +262,8 @@ def _cuda_versions(facts: Facts) -> Iterator[Finding]:
         )
 
 
-# What pyproject.toml asks for; and the versions whose attention cudnn-frontend refuses.
+# What pyproject.toml asks for.
 _OLDEST_CUDNN = 91200
-_WRONG_CUDNN = (91000, 91001)
 
 
 def _cudnn(facts: Facts) -> Iterator[Finding]:
@@ -278,15 +278,50 @@ def _cudnn(facts: Facts) -> Iterator[Finding]:
             )
         return
     if cudnn.version < _OLDEST_CUDNN:
-        text = version_text(cudnn.version)
-        told = f"is older than {version_text(_OLDEST_CUDNN)}, the oldest that is tested"
-        if cudnn.version in _WRONG_CUDNN:
-            told = "computes attention wrongly, so that it is refused"
+        oldest = f"{version_text(_OLDEST_CUDNN)}, the oldest that is tested"
         yield Finding(
             severity="warning",
             name="old-cudnn",
-            what=f"cuDNN {text} ({cudnn.path}) {told}.",
-            fix=f'pip install --upgrade "nvidia-cudnn-cu{cudnn.cuda_major}>=9.12,<10"',
+            what=f"cuDNN {version_text(cudnn.version)} ({cudnn.path}) is older than "
+            f"{oldest}.",
+            fix=_newer_cudnn(cudnn, _OLDEST_CUDNN),
+        )
+
+
+def _newer_cudnn(cudnn: Cudnn, oldest: int) -> str:
+    """Return how to install a cuDNN that is not older than a version."""
+    least = version_text(oldest).removesuffix(".0")
+    return f'pip install --upgrade "nvidia-cudnn-cu{cudnn.cuda_major}>={least},<10"'
+
+
+def _cudnn_limits(facts: Facts) -> Iterator[Finding]:
+    """Say what the versions and GPUs that are here are known to do wrongly."""
+    cudnn = facts.cudnn
+    gpus = facts.driver.gpus if facts.driver else ()
+    if cudnn is None:
+        return
+    found = [
+        limit
+        for limit in limits.LIMITS
+        if not limit.is_general
+        and any(limit.is_of(gpu.sm_version, cudnn.version) for gpu in gpus)
+    ]
+    fixed = [limit.fixed for limit in found if limit.fixed is not None]
+    told = "; ".join(f"{limit.what} ({limit.done})" for limit in found)
+    what = f"cuDNN {version_text(cudnn.version)} ({cudnn.path}) has known bugs: {told}."
+    if fixed:
+        yield Finding(
+            severity="warning",
+            name="cudnn-limits",
+            what=what,
+            fix=_newer_cudnn(cudnn, max(*fixed, _OLDEST_CUDNN)),
+        )
+    elif found:
+        yield Finding(
+            severity="note",
+            name="cudnn-limits",
+            what=what,
+            fix="None is needed: jax_cudnn does as is said.",
         )
 
 
@@ -409,6 +444,7 @@ _RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _jax_parts,
     _cuda_versions,
     _cudnn,
+    _cudnn_limits,
     _copies,
     _sublibraries,
     _companions,

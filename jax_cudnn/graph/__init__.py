@@ -34,7 +34,7 @@ from jax_cudnn.graph.spec import (
     Node,
     Tensor,
 )
-from jax_cudnn.graph.target import Target
+from jax_cudnn.graph.target import Target, version_text
 from jax_cudnn.graph.transforms.derivative import added_first, derivative_of
 from jax_cudnn.graph.transforms.folding import FoldRule, fold_rule, is_apart
 from jax_cudnn.graph.transforms.gradient_kernel import forward_graph
@@ -90,4 +90,5 @@ __all__ = [
     "sdpa_qkv_graph",
     "summary",
     "to_json",
+    "version_text",
 ]

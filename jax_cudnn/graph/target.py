@@ -16,3 +16,8 @@ class Target:
     sm_version: int
     sm_count: int
     cudnn_version: int
+
+
+def version_text(version: int) -> str:
+    """Return a version of cuDNN as people write it: "9.19.0" for 91900."""
+    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"

@@ -4,13 +4,18 @@
 Graphs say what users mean; cuDNN takes less (one contraction in a kernel, head sizes
 in multiples of 8, no boolean masks, no cotangent of the log-sum-exp, ...). The
 difference is made up here, in jax.numpy, and nowhere else. Knows cuDNN's documented
-limits and asks no library.
+limits, of which those in jax_cudnn/limits.py hold for all that is written here, and
+asks no library.
 """
 
+import itertools
+from dataclasses import replace
+
+from jax_cudnn import limits
 from jax_cudnn.graph import NORMALISED, Graph, Target
 from jax_cudnn.legalize import pooling
 from jax_cudnn.legalize.attention import cached, f8, qkv, sdpa
-from jax_cudnn.legalize.common.legalization import Legal, Legalization, Rule
+from jax_cudnn.legalize.common.legalization import ADVICE, Legal, Legalization, Rule
 from jax_cudnn.legalize.norms import rows as norm_rows
 from jax_cudnn.legalize.partition import partition, subgraph
 from jax_cudnn.legalize.products import fusion, grouped_matmul
@@ -45,4 +50,21 @@ def legalize(part: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can compute a part of a graph on the target."""
     node = part.sole_node()
     rule = RULES.get(node.kind) if node is not None else None
-    return (rule or fusion.legalize)(part, target)
+    found = (rule or fusion.legalize)(part, target)
+    return _within_limits(part, found, target)
+
+
+def _within_limits(
+    part: Graph, found: Legalization, target: Target | None
+) -> Legalization:
+    """Return a legalisation without the ways that a limit of cuDNN is in the way of."""
+    met = [limits.met(way.graph, target) for way in found.candidates]
+    pairs = zip(found.candidates, met, strict=True)
+    kept = tuple(way for way, limits_of_way in pairs if not limits_of_way)
+    all_met = dict.fromkeys(itertools.chain(*met, limits.met(part, target)))
+    if kept or not all_met:
+        return replace(found, candidates=kept)
+    return Legalization(
+        reasons=(*found.reasons, *(limit.reason for limit in all_met)),
+        advice=found.advice or ADVICE,
+    )

@@ -3,6 +3,7 @@
 
 from dataclasses import dataclass
 
+from jax_cudnn.graph.target import version_text
 from jax_cudnn.native._extension import extension
 
 
@@ -18,11 +19,6 @@ class LibraryInfo:
     def version_text(self) -> str:
         """The version as people write it, "9.19.0"."""
         return version_text(self.version)
-
-
-def version_text(version: int) -> str:
-    """Return a version as people write it: "9.19.0" for 91900."""
-    return f"{version // 10000}.{version // 100 % 100}.{version % 100}"
 
 
 def cudnn_version() -> LibraryInfo:

@@ -64,6 +64,7 @@ def _graphs(dtype: DTypeName, groups: int, result: DTypeName) -> list[Graph]:
 
 _H200 = Target(name="H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _TARGETS = [None, _H200]
+_NEWER = replace(_H200, cudnn_version=92801)
 
 
 @pytest.mark.parametrize(
@@ -145,6 +146,47 @@ def test_what_the_kernel_reads_in_no_group_does_not_leak() -> None:
             got = legal.run(kernel, list(operands.values()))
             for x, y in zip(got, want, strict=True):
                 np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("target", [None, _H200, _NEWER])
+@pytest.mark.parametrize("size", [0, 5, _M, 2**30, -3])
+def test_a_single_group_is_a_plain_product(target: Target | None, size: int) -> None:
+    """Rows beyond it are 0, whatever they are, and count for no gradient."""
+    rng = np.random.default_rng(size % 7)
+    kept = min(max(size, 0), _M)
+    a, b, grad = (
+        rng.standard_normal(shape) for shape in ((_M, _K), (1, _K, _N), (_M, _N))
+    )
+    a[kept:], grad[kept:] = np.nan, np.inf
+    inside, below = np.nan_to_num(a, nan=0.0), np.where(np.isinf(grad), 0.0, grad)
+    want = {
+        "output": inside @ b[0],
+        "grad_a": below @ b[0].T,
+        "grad_b": (inside.T @ below)[None],
+    }
+    given = {
+        "a": jnp.asarray(a[None], jnp.float32),
+        "b": jnp.asarray(b, jnp.float32),
+        "grad_output": jnp.asarray(grad[None], jnp.float32),
+        "group_sizes": jnp.array([[size]], jnp.int32),
+    }
+    seen = set[str]()
+    for graph in _graphs("f32", 1, "f32"):
+        (node,) = graph.nodes
+        roles = {name: role for role, name in (*node.inputs, *node.outputs)}
+        for legal in legalize(graph, target).candidates:
+            assert not any(x.kind.startswith("grouped") for x in legal.graph.nodes)
+            kernel = functools.partial(evaluate, legal.graph)
+            got = legal.run(kernel, [given[roles[name]] for name in graph.inputs])
+            for name, x in zip(graph.outputs, got, strict=True):
+                seen.add(roles[name])
+                np.testing.assert_allclose(
+                    x.reshape(want[roles[name]].shape),
+                    want[roles[name]],
+                    rtol=1e-5,
+                    atol=1e-5,
+                )
+    assert seen == {*want}
 
 
 def test_many_groups_are_moved_apart_for_the_gradient_of_the_matrices() -> None:

@@ -299,34 +299,62 @@ def test_cudnn_for_another_cuda_than_jax() -> None:
     assert finding.fix.endswith("uninstall nvidia-cudnn-cu13.")
 
 
+def _of_cudnn(version: int, gpu: InstalledGpu = _H200) -> tuple[Finding, ...]:
+    """Return the findings on a good machine with another cuDNN, and perhaps GPU."""
+    return examine(
+        replace(
+            _GOOD,
+            driver=_driver(gpus=(gpu,)),
+            cudnn=replace(_CUDNN, version=version),
+            cudnn_files=(CudnnFile(path=_PATH, version=version),),
+        )
+    )
+
+
+def test_an_old_cudnn() -> None:
+    old, _ = _of_cudnn(91100)
+    assert (old.severity, old.name) == ("warning", "old-cudnn")
+    assert "libcudnn.so.9) is older than 9.12.0, the oldest that is tested" in old.what
+    assert old.fix == 'pip install --upgrade "nvidia-cudnn-cu13>=9.12,<10"'
+
+
 @pytest.mark.parametrize(
-    ("version", "told"),
+    ("version", "told", "untold", "oldest"),
     [
         (
             91000,
-            "cuDNN 9.10.0 (/site/nvidia/cudnn/lib/libcudnn.so.9) computes attention",
+            ["attention is wrong", "no f8 attention", "bf16 and f16"],
+            "TF32",
+            "15",
         ),
-        (
-            91001,
-            "cuDNN 9.10.1 (/site/nvidia/cudnn/lib/libcudnn.so.9) computes attention",
-        ),
-        (91100, "libcudnn.so.9) is older than 9.12.0, the oldest that is tested"),
+        (91001, ["attention is wrong", "bf16 and f16"], "f8", "15"),
+        (91200, ["3-D convolutions of bf16 and f16", "TF32", "2^31"], "atten", "16"),
+        (91400, ["3-D convolutions of bf16 and f16", "TF32"], "attention", "16"),
+        (91501, ["TF32", "XLA runs them, which may ask the same cuDNN"], "bf16", "16"),
     ],
 )
-def test_an_old_cudnn(version: int, told: str) -> None:
-    finding = _only(
-        cudnn=replace(_CUDNN, version=version),
-        cudnn_files=(CudnnFile(path=_PATH, version=version),),
-    )
-    assert (finding.severity, finding.name) == ("warning", "old-cudnn")
-    assert told in finding.what
-    assert finding.fix == 'pip install --upgrade "nvidia-cudnn-cu13>=9.12,<10"'
+def test_a_cudnn_with_known_bugs(
+    version: int, told: list[str], untold: str, oldest: str
+) -> None:
+    finding = _of_cudnn(version)[-1]
+    assert (finding.severity, finding.name) == ("warning", "cudnn-limits")
+    assert f"cuDNN {native.version_text(version)} ({_PATH}) has" in finding.what
+    assert all(each in finding.what for each in told)
+    assert untold not in finding.what
+    assert finding.fix == f'pip install --upgrade "nvidia-cudnn-cu13>=9.{oldest},<10"'
 
 
-def test_the_oldest_cudnn_that_is_tested_is_well() -> None:
-    files = (CudnnFile(path=_PATH, version=91200),)
-    cudnn = replace(_CUDNN, version=91200)
-    assert not examine(replace(_GOOD, cudnn=cudnn, cudnn_files=files))
+def test_what_no_other_cudnn_mends_is_a_note() -> None:
+    b200 = InstalledGpu(name="NVIDIA B200", sm_version=100, memory_bytes=180 * 2**30)
+    (finding,) = _of_cudnn(91900, b200)
+    assert (finding.severity, finding.name) == ("note", "cudnn-limits")
+    assert "filter's gradient with a relu" in finding.what
+    assert "single group" not in finding.what
+    (finding,) = _of_cudnn(92801)
+    assert "a single group is refused (it is a plain product" in finding.what
+    assert finding.fix.startswith("None is needed")
+    assert not _of_cudnn(91600)
+    assert not _of_cudnn(92700)
 
 
 def test_two_cudnns_of_different_versions() -> None:

@@ -34,10 +34,11 @@ _ALLOWED = {
     "contenders": {"errors", "graph", "reference", "choices"},
     "graph": {"errors"},
     "reference": {"errors", "graph"},
-    "legalize": {"errors", "graph", "reference"},
+    "limits": {"graph"},
+    "legalize": {"errors", "graph", "reference", "limits"},
     "policy": {"graph", "legalize"},
     "native": {"errors", "graph"},
-    "doctor": {"errors", "startup", "columns", "native"},
+    "doctor": {"errors", "startup", "columns", "native", "limits"},
     "offline": {"errors", "graph", "native", "progress"},
     "lowering": {
         *_MEANING,
@@ -84,7 +85,7 @@ _ALLOWED = {
 _SEMI_PUBLIC = ("jax.extend", "jax.interpreters", "jax.core")
 _SEMI_PUBLIC_HOME = "lowering/_jax.py"
 # Layers that are pure data and must not know of JAX's tracing.
-_WITHOUT_JAX = ("errors", "config", "graph")
+_WITHOUT_JAX = ("errors", "config", "graph", "limits")
 
 
 @dataclass(frozen=True)

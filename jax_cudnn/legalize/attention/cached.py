@@ -28,7 +28,7 @@ from jax_cudnn.legalize.attention.sdpa import (
     refuse_target,
 )
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
-from jax_cudnn.legalize.common.legalization import Arrays, Legal, Legalization
+from jax_cudnn.legalize.common.legalization import ADVICE, Arrays, Legal, Legalization
 from jax_cudnn.reference.attention import sdpa
 from jax_cudnn.reference.attention.cached import Ends
 from jax_cudnn.reference.attention.sdpa import combined
@@ -41,7 +41,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of attention over a cache."""
     editor = GraphEditor.by_role(graph)
     if reasons := _reasons(editor, target):
-        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+        return Legalization(reasons=tuple(reasons), advice=ADVICE)
     as_heads = _fits_as_heads(editor)
     ways = [_as_heads(graph, dict(editor.tensors))] if as_heads else []
     return Legalization(candidates=(*ways, _edited(editor)))
@@ -57,10 +57,6 @@ def _edited(editor: GraphEditor) -> Legal:
 
 # --- refusals -------------------------------------------------------------------------
 
-_ADVICE = (
-    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
-    "operands as the reasons say."
-)
 _DTYPES = ("bf16", "f16")
 
 
@@ -93,10 +89,6 @@ def _reasons(editor: GraphEditor, target: Target | None) -> list[str]:
     window = _attributes(editor).window
     if window and min(window) < 0:
         reasons.append(f"the window {list(window)} has a negative bound")
-    b, h, _, _ = query.dims
-    # See legalize/attention/sdpa.py.
-    if max(b, h) > 65535:
-        reasons.append(f"batch {b} or heads {h} exceed 65535")
     if target is not None:
         reasons += refuse_target(target)
         if is_paged and target.cudnn_version < 90500:

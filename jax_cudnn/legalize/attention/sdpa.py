@@ -75,6 +75,7 @@ from jax_cudnn.legalize.attention.score_mod import (
 from jax_cudnn.legalize.attention.windows import by_window
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import (
+    ADVICE,
     Legal,
     Legalization,
 )
@@ -364,23 +365,12 @@ def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:
         reasons.append(
             f"bias is {roles['bias'].dtype}; cuDNN takes {query.dtype} or f32 here"
         )
-    b, h, _, _ = query.dims
-    # They are dimensions y and z of a launch grid (CUDA C++ Programming Guide, table
-    # of technical specifications).
-    if max(b, h) > 65535:
-        reasons.append(f"batch {b} or heads {h} exceed 65535")
     reasons += why_not_score_mod(editor, target)
     if target is not None:
         reasons += _refuse_for(editor, target, query.dims[3], value.dims[3])
     if not reasons:
         return None
-    return Legalization(reasons=tuple(reasons), advice=_ADVICE)
-
-
-_ADVICE = (
-    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
-    "operands as the reasons say."
-)
+    return Legalization(reasons=tuple(reasons), advice=ADVICE)
 
 
 def _refuse_for(editor: GraphEditor, target: Target, d: int, e: int) -> list[str]:
@@ -403,7 +393,4 @@ def refuse_target(target: Target) -> list[str]:
             f"{target.name} is sm_{target.sm_version}; cuDNN's attention needs sm_80 "
             "(Ampere) or newer"
         )
-    # cudnn-frontend refuses both (scaled_dot_product_flash_attention.h, "known bugs").
-    if target.cudnn_version in (91000, 91001):
-        reasons.append("cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2")
     return reasons

@@ -8,6 +8,11 @@ import jax
 
 from jax_cudnn.graph import Graph, Target
 
+ADVICE = (
+    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
+    "operands as the reasons say."
+)
+
 Arrays = tuple[jax.Array, ...]
 # Maps the original operands to those of the kernel.
 Before = Callable[[Sequence[jax.Array]], Arrays]

@@ -86,8 +86,6 @@ def _depthwise(graph: Graph) -> tuple[Legal, ...]:
     assert changed is not None
     assert same is not None
     own = [same] if changed.graph == same.graph else [changed, same]
-    if len(same.graph.nodes) > 1:
-        own = []  # Such engines compute nothing else.
     merged = _candidate(graph, conv_groups.merge)
     return (
         *(way.named(conv_depthwise.OWN) for way in own),

@@ -9,6 +9,7 @@ import jax
 
 from jax_cudnn.graph import Graph, Node, Target, Tensor, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes, is_extreme
+from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import Legal, Legalization, too_old
@@ -224,16 +225,20 @@ _Ways = Callable[[Graph], tuple[Legal, ...]]
 
 
 def _converted_first(graph: Graph, node: Node, ways: _Ways) -> tuple[Legal, ...]:
-    """Return the ways in which XLA converts 8-bit operands and cuDNN does the rest.
+    """Return the ways in which XLA makes the operands and cuDNN does the rest.
 
-    With many rows, converting weights once is faster than in every tile.
+    With many rows, converting 8-bit weights once is faster than in every tile.
     """
     first = leading_to(graph.nodes, read_by([node]))
     if not first:
         return ()
     rest = [each for each in graph.nodes if each not in first]
     middle = _part(graph.tensors, _with_constants(graph, rest), graph.outputs)
-    note = "8-bit operands are converted by XLA before the kernel"
+    is_conversion = any(
+        graph.tensor(name).dtype in EIGHT_BIT for name in read_by(first)
+    )
+    done = "8-bit operands are converted" if is_conversion else "operands are computed"
+    note = f"{done} by XLA before the kernel"
     return tuple(
         replace(_wrap(graph, way, first, middle, [], note), core=middle)
         for way in ways(middle)

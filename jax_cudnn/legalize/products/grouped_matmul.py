@@ -139,7 +139,7 @@ def _hide_rows(editor: GraphEditor) -> None:
 
 
 def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
-    """Return the ways to run a single group, of which cuDNN makes an error (9.27)."""
+    """Return the ways to run a single group, which cuDNN 9.28 refuses (limits.py)."""
     editor = GraphEditor.by_role(graph)
     _hide_rows(editor)
     for name in ("group_sizes", "starts"):

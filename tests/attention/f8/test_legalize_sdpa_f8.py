@@ -72,7 +72,7 @@ def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> 
         (
             {},
             dataclasses.replace(_HOPPER, cudnn_version=91000),
-            "cuDNN 9.10.0 has no f8 attention; use a newer one",
+            "cuDNN 9.10.0: there is no f8 attention. Use cuDNN 9.10.1 or newer",
         ),
         (
             {"result": "bf16"},
@@ -109,7 +109,11 @@ def test_cudnns_graph_means_the_same(change: dict[str, Any], target: Target) -> 
             "a single query with is_causal or a window; cuDNN's f8 attention takes two "
             "or more on sm_90. Leave these out, and the keys that they hide",
         ),
-        ({"b": 65536}, _HOPPER, "batch 65536 or heads 6 exceed 65535"),
+        (
+            {"b": 65536},
+            _HOPPER,
+            "cuDNN's attention takes at most 65535 batch entries and 65535 heads",
+        ),
     ],
 )
 def test_limits_are_told(change: dict[str, Any], target: Target, reason: str) -> None:

@@ -592,12 +592,12 @@ def _target(**changes: Any) -> Target:
         (
             {"dtype": "f16", "sizes": {**_SIZES, "b": 65536}},
             None,
-            ["batch 65536 or heads 6 exceed 65535"],
+            ["cuDNN's attention takes at most 65535 batch entries and 65535 heads"],
         ),
         (
             {"dtype": "f16", "sizes": {**_SIZES, "h": 65538}},
             _HOPPER,
-            ["batch 2 or heads 65538 exceed 65535"],
+            ["cuDNN's attention takes at most 65535 batch entries and 65535 heads"],
         ),
         (
             {"dtype": "bf16"},
@@ -607,7 +607,10 @@ def _target(**changes: Any) -> Target:
         (
             {"dtype": "bf16"},
             _target(cudnn_version=91000),
-            ["cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2"],
+            [
+                "cuDNN 9.10.0 to 9.10.1: attention is wrong in some cases. Use cuDNN "
+                "9.10.2 or newer"
+            ],
         ),
         (
             {"dtype": "f64", "bias": "1hst", "bias_dtype": "f16"},
@@ -616,7 +619,8 @@ def _target(**changes: Any) -> Target:
                 "query is f64; cuDNN's {kind} takes {dtypes}",
                 "bias is f16; cuDNN takes f64 or f32 here",
                 "Tesla T4 is sm_75; cuDNN's attention needs sm_80 (Ampere) or newer",
-                "cuDNN 9.10.0 and 9.10.1 have known attention bugs; use 9.10.2",
+                "cuDNN 9.10.0 to 9.10.1: attention is wrong in some cases. Use cuDNN "
+                "9.10.2 or newer",
             ],
         ),
     ],

@@ -25,7 +25,13 @@ def test_the_page_is_written_from_its_data(page: Any) -> None:
 
 @_PAGES
 @pytest.mark.parametrize("gpu", _SCRIPT.GPUS)
-def test_the_newest_column_is_what_cudnn_answers(page: Any, gpu: str) -> None:
-    newest = json.loads(page.data.read_text())[-1]
-    assert newest["cudnn"] == native.version_text(CUDNN)
-    assert _SCRIPT.answers(page, gpu) == newest["gpus"][gpu]
+def test_the_pinned_version_answers_what_the_data_has(page: Any, gpu: str) -> None:
+    found = {x["cudnn"]: x for x in json.loads(page.data.read_text())}
+    pinned = found[native.version_text(CUDNN)]
+    assert _SCRIPT.answers(page, gpu) == pinned["gpus"][gpu]
+
+
+@_PAGES
+def test_the_data_has_every_version(page: Any) -> None:
+    told = [x["cudnn"] for x in json.loads(page.data.read_text())]
+    assert told == [each.rpartition(".")[0] for each in _SCRIPT.VERSIONS]

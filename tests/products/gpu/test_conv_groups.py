@@ -15,6 +15,7 @@ import pytest
 import jax_cudnn
 from jax_cudnn import plans
 from jax_cudnn.config import Options
+from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.products import conv_depthwise
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.lowering.devices import LocalGpu, local_target
@@ -53,6 +54,9 @@ _KINDS = ("conv_fprop", "conv_dgrad", "conv_wgrad")
         ("holes", "float16", None),
         ("windows of 7", "bfloat16", "silu"),
         ("causal", "bfloat16", "silu"),
+        ("steps of 2", "bfloat16", "relu"),
+        ("windows of 3", "float16", "gelu"),
+        ("three axes", "bfloat16", "silu"),
     ],
 )
 def test_depthwise(name: str, dtype: str, activation: Any) -> None:
@@ -63,6 +67,11 @@ def test_depthwise(name: str, dtype: str, activation: Any) -> None:
     parts = conv_parts(
         shapes, dtype, feature_group_count=channels, activation=activation, **options
     )
+    if activation:
+        *_, last = legalize(parts["conv_fprop"], None).candidates
+        # What surrounds the convolution is in the kernel, and groups are kept.
+        assert len(last.graph.nodes) > 1
+        assert not any("are merged" in note for note in last.notes)
     for kind in ("conv_fprop",) if activation else _KINDS:
         is_few = (name, kind) == ("three axes", "conv_wgrad")
         judge_every_plan(parts[kind], fewest=1 if is_few else 2)

@@ -9,6 +9,7 @@ same verdicts as a table.
 
 from collections.abc import Callable
 
+import jax.numpy as jnp
 import pytest
 
 from jax_cudnn.graph import Graph, to_json
@@ -17,6 +18,8 @@ from tests.common.gpuless import harness
 from tests.common.gpuless.harness import target
 from tests.products.gpuless.verdicts import Verdict, verdicts
 from tests.products.shared import fusion_cases
+from tests.products.shared.conv_graphs import conv_graph
+from tests.products.shared.grouped_layers import GroupedLayer
 from tests.tools.script import load_script
 
 # One process asks cuDNN about every part, and remembers the answers.
@@ -155,3 +158,26 @@ def test_a_turing_gpu_is_refused_before_cudnn_is_asked() -> None:
                 legalization = legalize(part.graph, target("t4"))
                 assert not legalization.candidates
                 assert "need sm_80 (Ampere) or newer" in legalization.reasons[0]
+
+
+# --- one kernel, or several -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("gpu", _GPUS)
+@pytest.mark.parametrize("sizes", [(28, 28), (70,)])
+def test_depthwise_convolutions_have_a_kernel_with_what_follows(
+    gpu: str, sizes: tuple[int, ...]
+) -> None:
+    layer = GroupedLayer(sizes, (3,) * len(sizes), groups=64, activation="silu")
+    *_, last = legalize(layer.parts(jnp.bfloat16)["conv_fprop"], None).candidates
+    assert len(last.graph.nodes) > 1
+    assert not harness.unplanned({"kept": to_json(last.graph)}, gpu)
+
+
+@pytest.mark.parametrize("gpu", _GPUS)
+def test_a_filter_s_gradient_of_a_relu_is_planned_without_it(gpu: str) -> None:
+    graph = conv_graph("conv_wgrad", "bf16", axes=2, size=16, prologue="relu")
+    ways = legalize(graph, target(gpu)).candidates
+    assert all(len(way.graph.nodes) == 1 for way in ways) == (gpu == "b200")
+    alone = [way for way in ways if len(way.graph.nodes) == 1]
+    assert not harness.unplanned({"alone": to_json(alone[0].graph)}, gpu)

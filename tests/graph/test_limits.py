@@ -1,0 +1,245 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Are the rows of jax_cudnn/limits.py where they belong: kernels, versions and GPUs?"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_cudnn
+from jax_cudnn import limits
+from jax_cudnn.graph import (
+    DTypeName,
+    Graph,
+    Target,
+    Tensor,
+    grouped_matmul_graph,
+    is_anchor,
+)
+from jax_cudnn.graph.products.conv import TRIPLES
+from jax_cudnn.legalize import legalize
+from jax_cudnn.lowering import traced_program
+from jax_cudnn.reference import evaluate
+from tests.common.drawn_operands import draw_arrays
+from tests.products.shared.conv_graphs import conv_graph
+from tests.tools.script import load_script
+
+pytestmark = pytest.mark.once
+
+_KINDS = tuple(TRIPLES)
+_CHANNELS_LAST = ("NDHWC", "DHWIO", "NDHWC")
+
+
+def _target(cudnn: int, sm: int = 90) -> Target:
+    return Target(name=f"sm_{sm}", sm_version=sm, sm_count=132, cudnn_version=cudnn)
+
+
+def _runs(graph: Graph, target: Target | None) -> bool:
+    return bool(legalize(graph, target).candidates)
+
+
+# --- convolutions ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "first", "last", "sentence"),
+    [
+        ("bf16", 90800, 91499, "cuDNN 9.8 to 9.14: 3-D convolutions of bf16 and f16"),
+        ("f16", 90800, 91499, "cuDNN 9.8 to 9.14: 3-D convolutions of bf16 and f16"),
+        ("f32", 91002, 91599, "cuDNN 9.10.2 to 9.15: 3-D convolutions of f32 that"),
+    ],
+)
+def test_3d_convolutions_are_left_to_xla_by_versions_that_are_wrong(
+    kind: str, dtype: DTypeName, first: int, last: int, sentence: str
+) -> None:
+    graph = conv_graph(kind, dtype)
+    for sm in (80, 90, 100, 120):
+        for version in (first, (first + last) // 2, last):
+            refused = legalize(graph, _target(version, sm))
+            assert not refused.candidates
+            (reason,) = refused.reasons
+            assert reason.startswith(sentence)
+            assert reason.endswith(f"Use cuDNN 9.{last // 100 - 899} or newer")
+            assert 'implementation="xla"' in refused.advice
+        # cuDNN before 9.8 has no fusions at all.
+        assert _runs(graph, _target(last + 1, sm))
+        assert dtype != "f32" or _runs(graph, _target(first - 1, sm))
+    assert _runs(graph, None)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.parametrize("dtype", ["bf16", "f16", "f32"])
+@pytest.mark.parametrize("axes", [1, 2])
+def test_fewer_axes_are_right(kind: str, dtype: DTypeName, axes: int) -> None:
+    """One axis becomes two, not three."""
+    legalization = legalize(conv_graph(kind, dtype, axes=axes), _target(91300))
+    assert legalization.candidates
+    for way in legalization.candidates:
+        assert all(len(tensor.dims) <= 4 for tensor in way.graph.tensors)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_windows_of_one_element_are_right_in_16_bits(kind: str) -> None:
+    assert _runs(conv_graph(kind, "bf16", window=1), _target(91300))
+    assert not _runs(conv_graph(kind, "f32", window=1), _target(91300))
+
+
+def test_patches_in_three_axes_are_windows_of_one_element() -> None:
+    """The layer is written so for every version: what is asked for is what counts."""
+
+    def patches(x: jax.Array, w: jax.Array) -> jax.Array:
+        return jax_cudnn.conv(
+            x, w, (4, 4, 4), "VALID", dimension_numbers=_CHANNELS_LAST
+        )
+
+    x = jax.ShapeDtypeStruct((2, 8, 8, 8, 3), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((4, 4, 4, 3, 64), jnp.bfloat16)
+    (traced,) = traced_program(patches, x, w).graphs
+    ways = legalize(traced.graph, _target(91300)).candidates
+    assert ways
+    for way in ways:
+        (node,) = filter(is_anchor, way.graph.nodes)
+        assert {*way.graph.tensor(dict(node.inputs)["w"]).dims[2:]} == {1}
+    assert len(ways) < len(legalize(traced.graph, _target(91900)).candidates)
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu_tanh"])
+def test_what_surrounds_a_convolution_makes_no_difference(activation: Any) -> None:
+    def layer(x: jax.Array, w: jax.Array, bias: jax.Array) -> jax.Array:
+        y = jax_cudnn.conv(
+            x,
+            w,
+            (1, 1, 1),
+            "SAME",
+            dimension_numbers=_CHANNELS_LAST,
+            bias=bias,
+            activation=activation,
+        )
+        return y.sum()
+
+    shapes = ((2, 8, 8, 8, 16), (3, 3, 3, 16, 32), (32,))
+    operands = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+    program = traced_program(jax.grad(layer, (0, 1, 2)), *operands)
+    parts = [
+        part
+        for traced in program.graphs
+        for part in traced.parts
+        if any(map(is_anchor, part.nodes))
+    ]
+    assert {n.kind for part in parts for n in part.nodes if is_anchor(n)} == {*_KINDS}
+    assert not any(_runs(part, _target(91400)) for part in parts)
+    assert all(_runs(part, _target(91500)) for part in parts)
+
+
+@pytest.mark.parametrize("kind", _KINDS)
+def test_large_depthwise_convolutions_are_left_to_xla(kind: str) -> None:
+    def graph(size: int, groups: int) -> Graph:
+        return conv_graph(
+            kind, "bf16", axes=2, channels=32, groups=groups, size=size, batch=16
+        )
+
+    for groups, version, size, runs in (
+        (32, 91100, 2048, False),
+        (32, 91499, 2048, False),
+        (32, 91500, 2048, True),
+        (32, 91002, 2048, True),
+        (32, 91200, 2047, True),
+        (1, 91200, 2048, True),
+    ):
+        legalization = legalize(graph(size, groups), _target(version))
+        kept = [
+            way
+            for way in legalization.candidates
+            if any(
+                way.graph.tensor(n).dims[1] == 1
+                for node in way.graph.nodes
+                if is_anchor(node)
+                for _, n in (*node.inputs, *node.outputs)
+            )
+        ]
+        assert bool(kept) == (runs and groups > 1), (groups, version, size)
+        # Groups that were merged are no such convolution.
+        assert legalization.candidates
+
+
+@pytest.mark.parametrize("mode", ["relu", "relu6", "neg"])
+@pytest.mark.parametrize("dtype", ["bf16", "f32"])
+def test_no_relu_goes_before_a_filter_s_gradient_on_blackwell(
+    mode: str, dtype: DTypeName
+) -> None:
+    graph = conv_graph("conv_wgrad", dtype, axes=2, prologue=mode)
+    for sm in (80, 90, 100, 103, 120):
+        ways = legalize(graph, _target(92801, sm)).candidates
+        within = [way for way in ways if len(way.graph.nodes) > 1]
+        is_refused = mode != "neg" and 100 <= sm < 110
+        assert bool(within) != is_refused
+        alone = [way for way in ways if len(way.graph.nodes) == 1]
+        assert "operands are computed by XLA before the kernel" in alone[0].notes
+        operands = draw_arrays(graph)
+        for way in alone:
+            got = way.run(lambda x, way=way: evaluate(way.graph, x), operands)
+            for x, y in zip(got, evaluate(graph, operands), strict=True):
+                np.testing.assert_allclose(
+                    np.asarray(x, "f4"), np.asarray(y, "f4"), rtol=2**-7, atol=1e-3
+                )
+
+
+# --- grouped products -----------------------------------------------------------------
+
+
+def test_a_single_group_is_no_grouped_product_for_cudnn() -> None:
+    """Nothing that legalisation writes has one, for any version; the row is a guard."""
+
+    def of(name: str, dtype: DTypeName, *dims: int) -> Tensor:
+        order = tuple(range(len(dims)))
+        return Tensor(name=name, dtype=dtype, dims=dims, order=order)
+
+    for groups in (1, 2):
+        graph = grouped_matmul_graph(
+            {
+                "a": of("a", "bf16", 1, 24, 16),
+                "b": of("b", "bf16", groups, 16, 8),
+                "group_sizes": of("group_sizes", "i32", 1, groups),
+            },
+            "bf16",
+        )
+        for version in (91500, 91900, 92700, 92800, 92801):
+            target = _target(version)
+            is_met = bool(limits.met(graph, target))
+            assert is_met == (groups == 1 and version >= 92800)
+            kinds = {
+                node.kind
+                for way in legalize(graph, target).candidates
+                for node in way.graph.nodes
+            }
+            assert ("grouped_matmul" in kinds) == (groups > 1)
+
+
+# --- the table ------------------------------------------------------------------------
+
+
+def test_every_row_is_of_kinds_and_versions_that_there_are() -> None:
+    for limit in limits.LIMITS:
+        assert limit.kinds
+        assert limit.versions
+        assert limit.gpus
+        assert limit.what == limit.what.rstrip(".")
+        assert "|" not in limit.what + limit.done + limit.source
+
+
+def test_an_unknown_gpu_has_general_limits_only() -> None:
+    for limit in limits.LIMITS:
+        if not limit.is_general:
+            for kind in _KINDS:
+                graph = conv_graph(kind, "bf16")
+                assert not limit.is_met(graph, None)
+
+
+def test_the_page_has_the_rows() -> None:
+    script = load_script("known_bugs")
+    page = script.PAGE.read_text()
+    assert limits.table() in page
+    assert script.text(page) == page, "run python -m scripts.known_bugs"
