@@ -19,7 +19,7 @@ from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.common.legalization import Legal, Legalization, too_old
-from jax_cudnn.legalize.norms.rows import groups
+from jax_cudnn.legalize.norms import groups
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.norms import with_statistics
