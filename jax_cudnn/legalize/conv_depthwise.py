@@ -110,8 +110,8 @@ def in_order(own: Sequence[Legal], merged: Legal | None) -> list[Legal]:
     Merged groups come first where cuDNN has no engine of its own for what keeps groups
     as they are, which are ``own``. Such engines compute nothing else. Along one axis,
     merged gradients of filters are faster than these in 16 bits. With something around
-    the convolution, what keeps groups comes last: cuDNN has another engine for that
-    (full wheels: 9.19 in f16 and after a bias or relu, 9.28 in all dtypes).
+    the convolution, what keeps groups comes last: cuDNN has other engines for that,
+    from 9.27 on for silu and gelu in bf16, too (sm_90, full wheels of 9.19 and 9.28).
     """
     is_alone = len(own[0].graph.nodes) == 1
     if is_alone:
