@@ -26,8 +26,7 @@ class Limit:
     """A limit of nodes of some kinds, where ``holds`` says so of the graph and a node.
 
     ``what`` and ``done`` say what is wrong and what jax_cudnn does about it, ``source``
-    where that is from, as Markdown. ``is_avoided`` says that legalisation has another
-    way for cuDNN. Else XLA runs it.
+    where that is from, as Markdown.
     """
 
     kinds: frozenset[str]
@@ -37,7 +36,6 @@ class Limit:
     source: str
     versions: range = _ALL_VERSIONS
     gpus: range = _ALL_GPUS
-    is_avoided: bool = False
 
     @property
     def is_general(self) -> bool:
@@ -73,7 +71,7 @@ class Limit:
             f"cuDNN {_span(self.versions)}" if self.versions != _ALL_VERSIONS else ""
         )
         if self.gpus == _ALL_GPUS:
-            return words or "every version"
+            return words
         first, last = self.gpus[0], self.gpus[-1]
         gpus = f"sm_{first}" if first == last else f"sm_{first} to sm_{last}"
         return f"{words} on {gpus}" if words else gpus
@@ -94,6 +92,8 @@ def _span(versions: range) -> str:
         return f"{_short(first)} and newer"
     is_whole = stop % 100 == 0
     last = _short(stop - 100) if is_whole else version_text(stop - 1)
+    if first == 0:
+        return f"up to {last}"
     first_text = _short(first) if is_whole else version_text(first)
     return first_text if first_text == last else f"{first_text} to {last}"
 
@@ -235,7 +235,6 @@ LIMITS = (
         "kernel ends the process",
         done="the relu is computed before the kernel",
         source="seen: planned without a GPU with the full 9.19.0 and 9.28.1 for a B200",
-        is_avoided=True,
     ),
     Limit(
         kinds=frozenset({"grouped_matmul"}),
@@ -245,7 +244,6 @@ LIMITS = (
         done="it is a plain product, with every version",
         source="seen: planned without a GPU with 9.28.1, for sm_80 to sm_100; 9.19.0 "
         "and 9.27.0 plan it",
-        is_avoided=True,
     ),
 )
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Are the rows of jax_cudnn/limits.py where they belong: kernels, versions and GPUs?"""
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -228,6 +229,30 @@ def test_every_row_is_of_kinds_and_versions_that_there_are() -> None:
         assert limit.gpus
         assert limit.what == limit.what.rstrip(".")
         assert "|" not in limit.what + limit.done + limit.source
+
+
+@pytest.mark.parametrize(
+    ("versions", "gpus", "where"),
+    [
+        (range(90800, 91500), None, "cuDNN 9.8 to 9.14"),
+        (range(91400, 91500), None, "cuDNN 9.14"),
+        (range(91002, 91600), None, "cuDNN 9.10.2 to 9.15"),
+        (range(91000, 91001), None, "cuDNN 9.10.0"),
+        (range(91501, 91503), None, "cuDNN 9.15.1 to 9.15.2"),
+        (range(92700), range(90, 91), "cuDNN up to 9.26 on sm_90"),
+        (range(92801, 1_000_000), range(100, 110), "cuDNN 9.28.1 and newer on sm_100"),
+        (None, range(100, 110), "sm_100 to sm_109"),
+    ],
+)
+def test_versions_and_gpus_are_told(
+    versions: range | None, gpus: range | None, where: str
+) -> None:
+    changes = {"versions": versions, "gpus": gpus}
+    given = {name: x for name, x in changes.items() if x is not None}
+    limit = dataclasses.replace(limits.LIMITS[0], **given)
+    assert limit.where.startswith(where)
+    assert limit.reason.startswith(f"{where}")
+    assert ("Use cuDNN" in limit.reason) == (limit.fixed is not None)
 
 
 def test_an_unknown_gpu_has_general_limits_only() -> None:
