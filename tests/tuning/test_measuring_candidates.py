@@ -11,8 +11,10 @@ import pytest
 
 from jax_cudnn import UnsupportedError, matmul, native
 from jax_cudnn.graph import Graph, from_json
+from jax_cudnn.legalize import Legal, Legalization
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.native import Candidate, PlanInfo
+from jax_cudnn.policy import ranking
 from jax_cudnn.tuning import candidate_times
 from jax_cudnn.tuning.candidate_times import time_candidates
 from jax_cudnn.tuning.stopwatch import Measurement
@@ -106,12 +108,12 @@ def test_the_graph_is_the_first_rewriting_that_cudnn_takes(
         return answer
 
     monkeypatch.setattr(native, "candidates", candidates)
-    legal = SimpleNamespace(graph=part, before=lambda operands: operands)
-    several = SimpleNamespace(candidates=(legal, legal))
-    monkeypatch.setattr(candidate_times, "legalize", lambda part, target: several)
+    legal = Legal(graph=part, before=tuple, after=lambda _, results: tuple(results))
+    several = Legalization(candidates=(legal, legal))
+    monkeypatch.setattr(ranking, "legalize", lambda part, target: several)
     (timed,) = time_candidates(part, H200)
     assert timed.time is not None
     assert len(graphs) == 2
-    none = SimpleNamespace(candidates=())
-    monkeypatch.setattr(candidate_times, "legalize", lambda part, target: none)
+    none = Legalization()
+    monkeypatch.setattr(ranking, "legalize", lambda part, target: none)
     assert time_candidates(part, H200) == []

@@ -22,6 +22,7 @@ from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.native import Candidate, PlanInfo
+from jax_cudnn.policy import ranking
 from jax_cudnn.reference.interpreter import evaluate
 from jax_cudnn.tuning import (
     OutOfTimeError,
@@ -302,9 +303,9 @@ def test_ways_that_round_sums_do_not_race_where_digits_count(
     x = jax.ShapeDtypeStruct((8, 16), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((16, 8), jnp.bfloat16)
     ((part, options, _),) = traced_graphs(matmul, x, w)
-    found = fastest.legalize(part, H200)
+    found = ranking.legalize(part, H200)
     rounding = replace(found, candidates=tuple(map(_rounding, found.candidates)))
-    monkeypatch.setattr(fastest, "legalize", lambda *_: rounding)
+    monkeypatch.setattr(ranking, "legalize", lambda *_: rounding)
     choice = measure(part, replace(options, exact_dtypes=exact), H200)
     assert choice.plan == ("" if exact else _pin(10))
 
@@ -422,7 +423,7 @@ def test_ways_are_not_compared_by_their_kernels_alone(
         told.append(found.engine)
         return found
 
-    monkeypatch.setattr(fastest, "legalize", _two_ways)
+    monkeypatch.setattr(ranking, "legalize", _two_ways)
     monkeypatch.setattr(native, "candidates", candidates)
     monkeypatch.setattr(native, "plan", plan)
     _measure(max_plans=10)
@@ -497,7 +498,7 @@ def test_the_winner_is_of_the_rewriting_that_is_fastest(
         engine = 15 if "other" in text else 20
         return (made_plan(_pin(engine)),)
 
-    monkeypatch.setattr(fastest, "legalize", legalize)
+    monkeypatch.setattr(ranking, "legalize", legalize)
     monkeypatch.setattr(native, "candidates", candidates)
     choice = _measure()
     assert choice.plan == _pin(15)
