@@ -29,6 +29,8 @@ def in_order(part: Graph, ways: Sequence[Legal], table: Table) -> list[Legal]:
     if part.nodes and part.nodes[0].kind.startswith("grouped_matmul"):
         names = table.order("grouped products", GroupedProduct(part))
         return sorted(ways, key=lambda way: names.index(way.names[-1]))
+    if any(way.core is None for way in ways):
+        return list(ways)
     cores = list(dict.fromkeys(way.core for way in ways))
     places: list[tuple[tuple[int, int, int], Legal]] = []
     for way in ways:
@@ -43,8 +45,8 @@ def in_order(part: Graph, ways: Sequence[Legal], table: Table) -> list[Legal]:
 
 def _place(way: Legal, ways: Sequence[Legal], table: Table) -> tuple[int, int] | None:
     """Return a way's place among all and among those of its core, None without one."""
-    if way.problem is None or way.core is None:
-        return 0, 0
+    assert way.problem is not None
+    assert way.core is not None
     if contraction_in(way.problem).kind not in _CONVOLUTIONS:
         return 0, 0
     around = table.order("around convolutions", Convolution(way.problem))
