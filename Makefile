@@ -170,7 +170,7 @@ endif
 
 .PHONY: gpuless
 gpuless: .venv-oldest/.installed  ## the real cuDNN plans every graph, without a GPU
-	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/10) $(call folders,gpuless))
+	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/16) $(call folders,gpuless))
 
 .PHONY: gpu
 gpu: .venv/.installed  ## the GPU ring, with its report

@@ -137,7 +137,7 @@ def test_one_rule_holds_where_nobody_measured(target: Target | None) -> None:
     """The nearest table decides, in every family, but for rows that name engines."""
     assert table_for(target) is tables.shipped()[0]
     name = "" if target is None else target.name
-    for key, part in answers.parts():
+    for key, part in answers.parts().items():
         if not key.startswith(("sdpa", "layer_norm", "ragged_dot", "avg_pool")):
             continue
         if "norm" in key and name != H100.name:
