@@ -8,6 +8,7 @@
 #   GPU_EXTRA      cuda13, cuda12 or nothing (default: what the driver says)
 #   DEMO_FLAGS, GPT_FLAGS, GENERATE_FLAGS   flags of `make demo`, `make gpt` and
 #                  `make generate`, such as --help
+#   FUZZ_SECONDS   how long `make fuzz` searches (default: 60); CXX is its clang++
 #   ALL=1          all cases of all tests, where `make test` runs a sample
 #   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default:
 #                  -n 2 --dist loadgroup)
@@ -21,6 +22,7 @@ PYTHON_OLDEST ?= $(shell scripts/find_python.sh 3.11 3.12 3.13)
 PYTHON_NEWEST ?= $(shell scripts/find_python.sh 3.13 3.12 3.14)
 GPU_EXTRA ?= $(shell scripts/gpu_extra.sh)
 PYTEST_FLAGS ?= -n 2 --dist loadgroup
+FUZZ_SECONDS ?= 60
 export OFFLINE WHEELS
 
 # The supported range of JAX, as in pyproject.toml. JAX 0.11 and later need Python 3.12.
@@ -33,7 +35,7 @@ TOOLS := ruff==0.17.5 clang-format==23.1.5 clang-tidy==23.1.4 'pyright[nodejs]==
   zizmor==1.32.0 check-jsonschema==0.39.0
 
 comma := ,
-CXX_FILES = $(wildcard ffi/*/*.cc ffi/*/*.h)
+CXX_FILES = $(wildcard ffi/*/*.cc ffi/*/*.h tests/fuzz/*.cc tests/fuzz/*.h)
 BUILD_FILES = pyproject.toml CMakeLists.txt $(shell find ffi cmake -type f)
 PACKAGE_FILES = $(shell find jax_cudnn -type f -not -path '*/__pycache__/*' -not -name '*.so')
 
@@ -121,6 +123,12 @@ tidy: .venv-tools/.installed .venv-oldest/.installed  ## clang-tidy, some minute
 	sed -nE 's#^ *"file": "(.*/Unity/.*|$(CURDIR)/ffi/.*)",?$$#\1#p' \
 	  build/venv-oldest/compile_commands.json | sort | xargs -P 2 -n 1 \
 	  .venv-tools/bin/clang-tidy --quiet -p build/venv-oldest
+
+# CXX is make's own default where nobody names one, and that is no clang.
+.PHONY: fuzz
+fuzz:  ## what breaks the C++ readers? a minute of clang's libFuzzer; needs clang++
+	CXX='$(if $(filter default,$(origin CXX)),clang++,$(CXX))' \
+	  scripts/fuzz.sh '$(FUZZ_SECONDS)' '$(PYTHON)'
 
 # Warnings are errors: of links, of the reference, and of the notebooks, which are executed
 # on the CPU. They compile more than they compute, hence without XLA's optimisations.

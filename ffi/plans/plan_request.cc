@@ -44,6 +44,9 @@ constexpr std::string_view kKnobs = "knobs";
 // A pin without knobs: {"engine":45,"nth":2,"variant":0}.
 constexpr std::string_view kNth = "nth";
 
+// Each entry of a list is compared with the others: this many bytes take no second.
+constexpr size_t kMaxTextBytes = size_t{256} << 10;
+
 template <typename List, typename Value>
 bool Contains(const List& list, const Value& value) {
   return std::find(std::begin(list), std::end(list), value) != std::end(list);
@@ -396,6 +399,11 @@ std::string WriteFilter(const PlanRequest& request) {
 
 StatusOr<PlanRequest> ParsePlanRequest(std::string_view text) {
   if (text.empty()) return PlanRequest();
+  if (text.size() > kMaxTextBytes) {
+    return InvalidArgument("request: " + std::to_string(text.size()) +
+                           " bytes of text, more than " +
+                           std::to_string(kMaxTextBytes));
+  }
   ASSIGN_OR_RETURN(const Json json, ParseJson(text, "request"));
   ASSIGN_OR_RETURN(const JsonObject* object, ReadObject(json, "request"));
   const bool is_pin = HasField(*object, "engine") || HasField(*object, "knobs") ||

@@ -291,6 +291,10 @@ _MODES = "A, B, FALLBACK"
             _pin(deterministic=False),
             "request.deterministic: a pin leaves it out where it is not true",
         ),
+        (
+            _filter(engines=[*range(50_000)]),
+            "request: 289038 bytes of text, more than 262144",
+        ),
     ],
 )
 def test_a_refusal_names_the_field_and_what_is_valid(text: str, message: str) -> None:

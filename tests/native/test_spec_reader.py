@@ -190,6 +190,11 @@ _TENSOR = {"dims": [2], "dtype": "f32", "name": "key", "order": [0]}
             '"' + "x" * (9 << 20) + '"',
             "graph: 9437186 bytes of text, more than 8388608",
         ),
+        # As long as it may be, and read in a time that grows with the length.
+        (
+            "{" + ",".join(f'"{i:x}":0' for i in range(700_000)) + "}",
+            "graph.0: unknown field",
+        ),
     ],
 )
 def test_a_refusal_names_the_field(text: str, message: str) -> None:
