@@ -30,7 +30,7 @@ from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering.devices import local_device, local_target
 from jax_cudnn.policy.products import kernels
-from jax_cudnn.policy.tables import table_for
+from jax_cudnn.policy.tables import tables_for
 from jax_cudnn.tuning.stopwatch import OperandSets, PlanStopwatch
 from jax_cudnn.tuning.together import together
 
@@ -94,7 +94,7 @@ def measure(parts: Sequence[Graph], minutes: float) -> list[dict[str, Any]]:
             times = kernel.times()
             rows.append(
                 {
-                    "class": kernels.class_of(kernel.part, table_for(None)),
+                    "class": kernels.class_of(kernel.part, tables_for(None)),
                     "operands": operand_text(kernel.part),
                     **{f"{name}_us": round(us, 2) for name, us in times.items()},
                     **{

@@ -24,12 +24,12 @@ from benchmarks.random_calls import Call, drawn_call
 from benchmarks.records import others_of, write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices
-from jax_cudnn.policy.tables import table_for
+from jax_cudnn.policy.tables import tables_for
 
 # The scores up to which "auto" leaves attention to XLA, with gradients and without.
 _MOST = {
     row.when["gives_stats"]: row.when["scores"]["at_most"]
-    for row in table_for(None).rows
+    for row in tables_for(None).about("attention").rows
     if "scores" in row.when
 }
 _DATA, _PAGE = "small_attention.json", "small_attention.md"

@@ -63,7 +63,7 @@ from jax_cudnn.lowering.decision import Step, decide_part
 from jax_cudnn.lowering.devices import LocalGpu, local_device, local_target
 from jax_cudnn.policy.products.kernels import class_of, kernel_of
 from jax_cudnn.policy.products.nearest import LOSS
-from jax_cudnn.policy.tables import table_for
+from jax_cudnn.policy.tables import tables_for
 from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     PlanStopwatch,
@@ -203,7 +203,7 @@ def parts_of(calls: Iterable[Call]) -> list[Graph]:
         traced = traced_program(functools.partial(call.run, "auto"), *call.types())
         for graph in traced.graphs:
             for part in graph.parts:
-                if any(map(is_anchor, part.nodes)) and class_of(part, table_for(None)):
+                if any(map(is_anchor, part.nodes)) and class_of(part, tables_for(None)):
                     found.setdefault(part)
     return list(found)
 
@@ -296,7 +296,7 @@ def by_xla(part: Graph, *operands: jax.Array) -> Sequence[jax.Array]:
 
 def named(part: Graph) -> dict[str, Any]:
     """Return what tells a kernel from others, and its class."""
-    like = kernel_of(part, table_for(None))
+    like = kernel_of(part, tables_for(None))
     assert like is not None
     sizes = (like.rows, like.columns, like.depth, like.work)
     return {
@@ -318,7 +318,7 @@ def lacking(
     counts = Counter(row["class"] for row in rows if "kernels" in row)
     found: list[Graph] = []
     for part in parts:
-        name = class_of(part, table_for(None))
+        name = class_of(part, tables_for(None))
         if (label(part), operand_text(part)) not in known and counts[name] < most:
             counts[name] += 1
             found.append(part)

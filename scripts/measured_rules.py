@@ -41,7 +41,7 @@ from jax_cudnn.policy.products.kernels import (
     kind_and_bits,
 )
 from jax_cudnn.policy.products.nearest import LOSS, Kernel, Measured, cost_of
-from jax_cudnn.policy.tables import table_for
+from jax_cudnn.policy.tables import tables_for
 
 # Kernels that are measured in a row may be of one call: so many are judged together.
 _TOGETHER = 16
@@ -319,7 +319,7 @@ def _cells() -> Sequence[tuple[Kernel, str, float]]:
     for cell in CELLS:
         for part in _parts_of(cell):
             digest = choices.digest_of(part)
-            choice, kernel = times.get(digest), kernel_of(part, table_for(None))
+            choice, kernel = times.get(digest), kernel_of(part, tables_for(None))
             if choice is None or digest in found or kernel is None:
                 continue
             if choice.cudnn_us and choice.xla_us and choice.first_ratio:

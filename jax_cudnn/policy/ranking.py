@@ -9,7 +9,7 @@ from jax_cudnn.legalize import Legal, legalize
 from jax_cudnn.policy import products
 from jax_cudnn.policy.attention import Attention
 from jax_cudnn.policy.norms import Norm
-from jax_cudnn.policy.tables import Row, Table, table_for
+from jax_cudnn.policy.tables import Row, Table, Tables, tables_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,9 +43,9 @@ def rank(
     A way that was never worth trying is left out. A target of None stands for a GPU
     that is not known.
     """
-    table = table_for(target)
-    ordered = products.in_order(part, ways, table)
-    return tuple(_ranked(part, way, ways, target, table) for way in ordered)
+    tables = tables_for(target)
+    ordered = products.in_order(part, ways, tables)
+    return tuple(_ranked(part, way, ways, target, tables) for way in ordered)
 
 
 def ranked(part: Graph, target: Target | None) -> tuple[Ranked, ...]:
@@ -58,18 +58,20 @@ def _ranked(
     way: Legal,
     ways: Sequence[Legal],
     target: Target | None,
-    table: Table,
+    tables: Tables,
 ) -> Ranked:
-    row = table.row(*_properties(part, way, ways, target, table))
+    of, properties = _properties(part, way, ways, target, tables)
+    table = tables.about(of)
+    row = table.row(of, properties)
     found = Ranked(legal=way) if row is None else _by_row(row, way, target, table)
     contraction = products.contraction_of(part, way)
     if contraction is None:
         return found
     return replace(
         found,
-        slower=found.slower or contraction.slower(table),
-        slow_engines=found.slow_engines or contraction.slow_engines(target, table),
-        preference=contraction.preference(target, table) or found.preference,
+        slower=found.slower or contraction.slower(tables),
+        slow_engines=found.slow_engines or contraction.slow_engines(target, tables),
+        preference=contraction.preference(target, tables) or found.preference,
     )
 
 
@@ -97,7 +99,7 @@ def _properties(
     way: Legal,
     ways: Sequence[Legal],
     target: Target | None,
-    table: Table,
+    tables: Tables,
 ) -> tuple[str, object]:
     """Return what rows are about a way of running a part, and its properties."""
     kind = part.nodes[0].kind.removesuffix("_backward") if len(part.nodes) == 1 else ""
@@ -107,7 +109,7 @@ def _properties(
         return "norms", Norm(part, way, target)
     if kind in _POOLING:
         return "pooling", None
-    return products.properties_of(part, way, ways, table)
+    return products.properties_of(part, way, ways, tables)
 
 
 # Attention over caches and over f8 operands is cuDNN's wherever it has a plan.

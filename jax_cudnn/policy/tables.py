@@ -20,14 +20,17 @@ part goes first. The first row that holds decides. A row has
 by ``python -m scripts.default_rules``, are the kernels that contractions are compared
 with (products/kernels.py).
 
-One rule holds for a target that nobody measured: the table of the nearest architecture,
-and of the nearest cuDNN on it, decides. An engine's number means another engine on
+A table may say nothing of what was not measured there. One rule holds for that, and for
+a target without a table: the table of the nearest architecture, and of the nearest
+cuDNN on it, decides that says something of it. The table that is ``for_unknown`` comes
+first for a GPU that is not known. An engine's number means another engine on
 another architecture, and engines come and go with cuDNN's versions. So a row that names
 fast or preferred engines decides on its own architecture and version alone. Slow ones
 count on all versions of their architecture.
 """
 
 import functools
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -93,6 +96,7 @@ class Table:
     rows: Sequence[Row]
     orders: Sequence[Order]
     data: Mapping[str, Any]
+    is_for_unknown: bool = False
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> "Table":
@@ -106,6 +110,7 @@ class Table:
                 for each in data["orders"]
             ],
             data=data,
+            is_for_unknown=data.get("for_unknown", False),
         )
 
     @property
@@ -121,14 +126,13 @@ class Table:
         """Whether it was measured there with the target's cuDNN, by minor version."""
         return self.is_of_architecture(target) and self.cudnn == _minor(target)
 
+    def says(self, of: str) -> bool:
+        """Whether there are rows about something, or an entry of its name."""
+        return any(row.of == of for row in self.rows) or bool(self.data.get(of))
+
     def row(self, of: str, properties: object) -> Row | None:
         """Return the first row about something that holds for its properties."""
         return next((x for x in self.rows if x.of == of and holds(x, properties)), None)
-
-    def order(self, of: str, properties: object) -> tuple[str, ...]:
-        """Return the names of ways in their order, by the first order that holds."""
-        found = (x for x in self.orders if x.of == of and holds(x, properties))
-        return next(found).ways
 
 
 def _row(data: Mapping[str, Any]) -> Row:
@@ -166,24 +170,43 @@ def _minor(target: Target | None) -> int:
     return target.cudnn_version // 100 if target is not None else 0
 
 
+@dataclass(frozen=True, eq=False)
+class Tables:
+    """All tables, those that are nearest to a target first."""
+
+    tables: tuple[Table, ...]
+
+    def about(self, of: str) -> Table:
+        """Return the nearest table that says something about something."""
+        return next((x for x in self.tables if x.says(of)), self.tables[0])
+
+    def order(self, of: str, properties: object) -> tuple[str, ...]:
+        """Return the names of ways in their order, by the first order that holds."""
+        orders = itertools.chain.from_iterable(table.orders for table in self.tables)
+        found = (x for x in orders if x.of == of and holds(x, properties))
+        return next(found).ways
+
+
 @functools.cache
 def shipped() -> tuple[Table, ...]:
-    """Return the tables of the package. The first is for a GPU that is not known."""
+    """Return the tables of the package."""
     return tuple(
         Table.of(json.loads(file.read_text()))
         for file in sorted(_FOLDER.glob("*.json"))
     )
 
 
-def table_for(target: Target | None) -> Table:
-    """Return the table that decides for a target: the nearest one."""
-    tables = shipped()
+def tables_for(target: Target | None) -> Tables:
+    """Return the tables as they decide for a target; None is one that is not known."""
+    found = shipped()
     if target is None:
-        return tables[0]
-    sm_version, cudnn = target.sm_version, _minor(target)
+        (known,) = (table for table in found if table.is_for_unknown)
+        sm_version, cudnn = known.sm_version, known.cudnn
+    else:
+        sm_version, cudnn = target.sm_version, _minor(target)
 
     def distance(table: Table) -> tuple[int, int, int]:
         generations = abs(table.sm_version // 10 - sm_version // 10)
         return generations, abs(table.sm_version - sm_version), abs(table.cudnn - cudnn)
 
-    return min(tables, key=distance)
+    return Tables(tuple(sorted(found, key=distance)))

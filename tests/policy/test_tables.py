@@ -24,7 +24,7 @@ from jax_cudnn.policy.products.properties import (
     GroupedProduct,
     Matmul,
 )
-from jax_cudnn.policy.tables import Row, Table, table_for
+from jax_cudnn.policy.tables import Row, Table, tables_for
 from tests.policy import answers
 from tests.policy.answers import H100
 from tests.products.shared.grouped_layers import GroupedLayer
@@ -87,9 +87,9 @@ def _has(kind: type | None, name: str) -> bool:
     return hasattr(kind, name) or name in code.co_names
 
 
-def _only(table: Table, *rows: dict[str, Any]) -> Table:
-    data = {**table.data, "rows": list(rows), "kernels": []}
-    return Table.of(data)
+def _only(*rows: dict[str, Any]) -> Table:
+    """Return a table of sm_80 with cuDNN 9.28 that has these rows and nothing else."""
+    return Table.of({"sm_version": 80, "cudnn": 928, "rows": [*rows], "orders": []})
 
 
 @pytest.fixture
@@ -97,14 +97,12 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
     """A made-up table of another architecture, beside the shipped ones."""
     (first, *_) = tables.shipped()
     made = _only(
-        first,
         {"of": "attention", "when": {"tokens": {"at_most": 256}}, "runs": "xla",
          "why": "made up", "by": "nothing"},
         {"of": "norms", "when": {}, "runs": "cudnn", "by": "nothing"},
         {"of": "depthwise", "when": {}, "runs": "cudnn", "fast_engines": [77],
          "by": "nothing"},
     )  # fmt: skip
-    made = replace(made, sm_version=80, cudnn=928)
     monkeypatch.setattr(tables, "shipped", lambda: (first, made))
     forget_decisions()
     yield made
@@ -113,12 +111,17 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
 
 def test_a_table_for_another_architecture_decides_there_alone(ampere: Table) -> None:
     part = _attention()
-    assert table_for(_A100) is ampere
+    assert tables_for(_A100).about("attention") is ampere
     assert [way.slower for way in ranked(part, _A100)] == ["made up"]
     assert all(not way.slower for way in ranked(part, H100))
     norm = _part(jax_cudnn.rms_norm, (64, 256))
     assert [bool(way.slower) for way in ranked(norm, _A100)] == [False]
     assert all(way.slower for way in ranked(norm, H100))
+    # The nearest other table decides what this one does not speak of: which way is
+    # first, and every other family.
+    product = _part(jax_cudnn.matmul, (4096, 2048), (2048, 1024))
+    (far,), (near,) = ranked(product, _A100), ranked(product, H100)
+    assert far.slower == near.slower != ""
     # Engines are those of its own version of cuDNN alone.
     conv = GroupedLayer((9, 8), (3, 3)).parts(jnp.bfloat16)["conv_fprop"]
     own = replace(_A100, cudnn_version=92801)
@@ -135,7 +138,7 @@ def test_the_decision_goes_by_the_table(ampere: Table) -> None:
 @pytest.mark.parametrize("target", [None, _A100, _NEWER])
 def test_one_rule_holds_where_nobody_measured(target: Target | None) -> None:
     """The nearest table decides, in every family, but for rows that name engines."""
-    assert table_for(target) is tables.shipped()[0]
+    assert tables_for(target).tables == tables.shipped()
     name = "" if target is None else target.name
     for key, part in answers.parts().items():
         if not key.startswith(("sdpa", "layer_norm", "ragged_dot", "avg_pool")):
@@ -156,7 +159,7 @@ def test_the_nearest_architecture_goes_before_the_nearest_version(
 ) -> None:
     (first, *_) = tables.shipped()
     made = tuple(
-        replace(first, sm_version=sm, cudnn=cudnn)
+        replace(first, sm_version=sm, cudnn=cudnn, is_for_unknown=cudnn == 919)
         for sm, cudnn in ((90, 919), (80, 928), (90, 930), (120, 928))
     )
     monkeypatch.setattr(tables, "shipped", lambda: made)
@@ -167,8 +170,8 @@ def test_the_nearest_architecture_goes_before_the_nearest_version(
         (100, 92800, 2),
     ):
         target = replace(H100, sm_version=sm, cudnn_version=cudnn)
-        assert table_for(target) is made[expected], (sm, cudnn)
-    assert table_for(None) is made[0]
+        assert tables_for(target).tables[0] is made[expected], (sm, cudnn)
+    assert tables_for(None).tables[0] is made[0]
 
 
 @pytest.mark.parametrize(

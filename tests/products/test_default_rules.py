@@ -30,12 +30,12 @@ from jax_cudnn.policy.products.nearest import (
     between_sizes,
     cost_of,
 )
-from jax_cudnn.policy.tables import table_for
+from jax_cudnn.policy.tables import tables_for
 from tests.native.readers import parse_request
 
 pytestmark = pytest.mark.once
 
-_TABLE = table_for(None)
+_TABLES = tables_for(None)
 _DATA = Path(jax_cudnn.__file__).parent / "data/policy/sm90-cudnn9.19.json"
 
 
@@ -140,7 +140,7 @@ def test_kernels_have_classes(
     function: Callable[..., Any], args: list[Any], expected: str
 ) -> None:
     (part,) = parts_of(function, *args)
-    assert kernels.class_of(part, _TABLE) == expected
+    assert kernels.class_of(part, _TABLES) == expected
 
 
 def test_gradients_have_classes_of_their_own() -> None:
@@ -149,7 +149,7 @@ def test_gradients_have_classes_of_their_own() -> None:
 
     shapes = array(2, 9, 9, 9), array(3, 3, 9, 7), array(2, 9, 9, 7)
     assert {
-        kernels.class_of(part, _TABLE) for part in parts_of(gradients, *shapes)
+        kernels.class_of(part, _TABLES) for part in parts_of(gradients, *shapes)
     } == {
         "conv_fprop, 16 bits, alone, 2 axes",
         "conv_dgrad, 16 bits, alone, 2 axes",
@@ -182,7 +182,7 @@ def test_gradients_of_activations_have_classes_by_their_names(
         # without the sum, which is how it is judged.
         for part in parts:
             ranked(part, None)
-        found = {kernels.class_of(part, _TABLE) for part in parts}
+        found = {kernels.class_of(part, _TABLES) for part in parts}
         gradients = {name for name in found if "gradient of" in name}
         assert gradients <= judged
         return gradients
@@ -196,9 +196,9 @@ def test_gradients_of_activations_have_classes_by_their_names(
 
 def test_sizes_are_those_of_the_product() -> None:
     (part,) = parts_of(jax_cudnn.matmul, array(5, 7), array(7, 3))
-    like = kernels.kernel_of(part, _TABLE)
+    like = kernels.kernel_of(part, _TABLES)
     assert like is not None
-    assert like.name == kernels.class_of(part, _TABLE)
+    assert like.name == kernels.class_of(part, _TABLES)
     assert (like.rows, like.columns, like.depth) == pytest.approx((5, 3, 7))
     assert like.work == pytest.approx(105)
 
@@ -206,12 +206,12 @@ def test_sizes_are_those_of_the_product() -> None:
 def test_products_in_a_batch_are_like_one_of_all_their_rows() -> None:
     for shapes in (((3, 65, 7), (3, 7, 4)), ((1, 65, 7), (3, 7, 4))):
         (part,) = parts_of(jax_cudnn.matmul, *(array(*shape) for shape in shapes))
-        like = kernels.kernel_of(part, _TABLE)
+        like = kernels.kernel_of(part, _TABLES)
         assert like is not None
         assert like.name == "matmul, 16 bits, alone, batched"
         assert (like.rows, like.columns, like.depth) == (195, 4, 7)
     (part,) = parts_of(jax_cudnn.matmul, array(8, 1024, 1024), array(8, 1024, 1024))
-    assert "(matmul, 16 bits, alone, batched)" in kernels.slower(part, _TABLE)
+    assert "(matmul, 16 bits, alone, batched)" in kernels.slower(part, _TABLES)
 
 
 @pytest.mark.parametrize("sizes", [(0, 64, 64), (64, 0, 64), (64, 64, 0)])
@@ -220,10 +220,10 @@ def test_nothing_is_said_of_empty_arrays(sizes: tuple[int, int, int]) -> None:
     for dtype in (jnp.bfloat16, jnp.float32):
         args = array(m, r, dtype=dtype), array(r, n, dtype=dtype)
         (part,) = parts_of(gelu, *args)
-        assert kernels.kernel_of(part, _TABLE) is None
+        assert kernels.kernel_of(part, _TABLES) is None
         assert (
-            kernels.slower(part, _TABLE)
-            == kernels.preference(part, _H100, _TABLE)
+            kernels.slower(part, _TABLES)
+            == kernels.preference(part, _H100, _TABLES)
             == ""
         )
         legalize(part, _H100)
@@ -322,7 +322,7 @@ def test_what_is_far_from_all_that_was_measured_stays_cudnns() -> None:
     assert known.verdict(kernel(rows=64 * 20)) is not None
     assert known.verdict(kernel(rows=64 * 21)) is None
     (part,) = parts_of(jax_cudnn.matmul, array(5, 24), array(24, 8))
-    assert kernels.slower(part, _TABLE) == ""
+    assert kernels.slower(part, _TABLES) == ""
     assert decide_part(part, None, Options()).runs_on == "cudnn"
 
 
@@ -338,7 +338,7 @@ def test_the_file_is_read_whole_and_its_kernels_are_known_by_the_others() -> Non
     for i in range(0, len(ours), 97):
         others = Measured([*ours[:i], *ours[i + 1 :]])
         assert others.verdict(ours[i][0]) is not None
-    every = kernels.kernels(_TABLE)
+    every = kernels.kernels(_TABLES.about("kernels"))
     plain, fused = (
         every.verdict(kernel(f"matmul, 16 bits, {tail}", 4096, 4096, 4096))
         for tail in ("alone", "more")
@@ -357,7 +357,7 @@ _H100 = Target(
 def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
     def preference(m: int, target: Target | None, function: Any = gelu) -> str:
         (part,) = parts_of(function, array(m, 768), array(768, 3072))
-        asked = kernels.preference(part, target, _TABLE)
+        asked = kernels.preference(part, target, _TABLES)
         ways = ranked(part, target)
         assert {way.preference for way in ways} == {asked}
         return asked
@@ -383,7 +383,7 @@ def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
 
 def wanted_before(part: Graph, target: Target = _H100) -> dict[int, Any]:
     """Return what goes before the first plan of an engine."""
-    asked = kernels.preference(part, target, _TABLE)
+    asked = kernels.preference(part, target, _TABLES)
     assert parse_request(asked) == asked
     preferred = json.loads(asked)["preferred"] if asked else []
     return {each["first_engine"]: each["wanted"] for each in preferred}
@@ -445,11 +445,11 @@ def test_engines_that_go_before_others_are_of_the_same_kind() -> None:
         return pullback(y)
 
     parts = [
-        part for part in parts_of(gradients, x, w) if kernels.class_of(part, _TABLE)
+        part for part in parts_of(gradients, x, w) if kernels.class_of(part, _TABLES)
     ]
     assert len(parts) == 3
     for part in parts:
-        kind, bits = kernels.kind_and_bits(kernels.class_of(part, _TABLE))
+        kind, bits = kernels.kind_and_bits(kernels.class_of(part, _TABLES))
         assert wanted_before(part) == {
             each["first"]: [{"engine": engine} for engine in each["before"]]
             for each in rules
@@ -477,7 +477,7 @@ def test_a_call_that_says_which_plans_are_allowed_gets_no_other_order() -> None:
     (part,) = parts_of(gelu, array(32768, 768), array(768, 3072))
     plain, filtered = _Gpu(), _Gpu()
     decide_part(part, plain, Options())  # type: ignore[arg-type]
-    assert plain.asked[0] == kernels.preference(part, _H100, _TABLE) != ""
+    assert plain.asked[0] == kernels.preference(part, _H100, _TABLES) != ""
     plan = PlanOptions(deterministic=True)
     decide_part(part, filtered, Options(plan=plan))  # type: ignore[arg-type]
     assert set(filtered.asked) == {plan.to_request()}
@@ -561,10 +561,10 @@ def test_what_is_only_converted_has_nothing_around_it() -> None:
 
     args = array(8192, 768), array(768, 3072, dtype=jnp.int8)
     for part in parts_of(jax_cudnn.fuse(converted), *args):
-        assert kernels.preference(part, _H100, _TABLE) == ""
+        assert kernels.preference(part, _H100, _TABLES) == ""
 
 
 def test_a_fused_product_stays_cudnns() -> None:
     (part,) = parts_of(gelu, array(8192, 1024), array(1024, 4096))
-    assert kernels.slower(part, _TABLE) == ""
+    assert kernels.slower(part, _TABLES) == ""
     assert all(way.slower == "" for way in ranked(part, None))

@@ -20,7 +20,7 @@ from jax_cudnn.legalize import Legal
 from jax_cudnn.legalize.products import conv_depthwise, fusion
 from jax_cudnn.policy import ranked
 from jax_cudnn.policy.products import kernels
-from jax_cudnn.policy.tables import table_for
+from jax_cudnn.policy.tables import tables_for
 from tests.common.legal_ways import check_bad_numbers, check_ways
 from tests.products.shared.grouped_layers import GroupedLayer
 
@@ -244,7 +244,7 @@ def test_elsewhere_only_gradients_of_filters_are_cudnns(target: Target | None) -
             first, *_ = taken or ways
             # Numbers of engines may stand for others there.
             assert not first.is_slow_by(77)
-            own = kernels.own_engines(part, table_for(target))
+            own = kernels.own_engines(part, tables_for(target))
             assert own
             assert not any(map(first.is_slow_by, own))
 

@@ -18,10 +18,10 @@ from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
 from jax_cudnn.policy.products import kernels
-from jax_cudnn.policy.tables import table_for
+from jax_cudnn.policy.tables import Tables, tables_for
 from tests.common.planner import H200
 
-_TABLE = table_for(None)
+_TABLES = tables_for(None)
 
 pytestmark = pytest.mark.once
 
@@ -103,7 +103,9 @@ def test_engines_are_slow_for_operands_of_a_width(
     dtype: str, slow: tuple[int, ...]
 ) -> None:
     engines = {"conv_fprop, 16 bits": [1, 5], "conv_fprop, f32": [1, 9]}
-    table = replace(_TABLE, data={**_TABLE.data, "slow_engines": engines})
+    first = _TABLES.about("kernels")
+    made = replace(first, data={**first.data, "slow_engines": engines})
+    tables = Tables((made,))
     x, w = (
         jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 8, 8, 16), (3, 3, 16, 16))
     )
@@ -113,9 +115,9 @@ def test_engines_are_slow_for_operands_of_a_width(
         return conv(x, w, (1, 1), "SAME", dimension_numbers=numbers)
 
     ((graph, _, _),) = traced_graphs(layer, x, w)
-    assert kernels.slow_engines(graph, H200, table) == slow
+    assert kernels.slow_engines(graph, H200, tables) == slow
     ampere = replace(H200, sm_version=80)
-    assert kernels.slow_engines(graph, ampere, table) == ()
+    assert kernels.slow_engines(graph, ampere, tables) == ()
 
 
 def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> None:

@@ -20,7 +20,7 @@ from jax_cudnn.graph import DTypeName, Graph, Node, is_anchor, kind_named
 from jax_cudnn.graph.rules import accumulator
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.lowering.sharding.cuts import DeviceCut, Division
-from jax_cudnn.policy.tables import table_for
+from jax_cudnn.policy.tables import tables_for
 from jax_cudnn.reference.dtypes import jax_dtype
 
 # The cuts of the axes of an array.
@@ -90,7 +90,7 @@ def scattering(
         hits = [_hits(way, results, wanted) for way in ways]
         is_wanted = max(hits) == len(results)
         size = math.prod(division.local_shape(name))
-        bounds = table_for(None).scattered
+        bounds = tables_for(None).about("scattered").scattered
         is_medium = bounds.least <= size and (bool(after) or size < bounds.most_alone)
         if is_wanted or (is_medium and _sends_less(graph, division, name, results)):
             division = ways[hits.index(max(hits))]

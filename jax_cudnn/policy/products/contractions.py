@@ -19,7 +19,7 @@ from jax_cudnn.policy.products.properties import (
     Matmul,
     contraction_in,
 )
-from jax_cudnn.policy.tables import Table
+from jax_cudnn.policy.tables import Tables
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +29,17 @@ class Contraction:
     graph: Graph
     is_whole: bool
 
-    def slower(self, table: Table) -> str:
+    def slower(self, tables: Tables) -> str:
         """Say why "auto" leaves it to XLA, if kernels like it were slower."""
-        return kernels.slower(self.graph, table) if self.is_whole else ""
+        return kernels.slower(self.graph, tables) if self.is_whole else ""
 
-    def slow_engines(self, target: Target | None, table: Table) -> tuple[int, ...]:
+    def slow_engines(self, target: Target | None, tables: Tables) -> tuple[int, ...]:
         """Return engines of cuDNN that XLA's code was faster than."""
-        return kernels.slow_engines(self.graph, target, table)
+        return kernels.slow_engines(self.graph, target, tables)
 
-    def preference(self, target: Target | None, table: Table) -> str:
+    def preference(self, target: Target | None, tables: Tables) -> str:
         """Return the request for the plan that is to be tried first."""
-        return kernels.preference(self.graph, target, table)
+        return kernels.preference(self.graph, target, tables)
 
 
 def contraction_of(part: Graph, way: Legal) -> Contraction | None:
@@ -51,7 +51,7 @@ def contraction_of(part: Graph, way: Legal) -> Contraction | None:
 
 
 def properties_of(
-    part: Graph, way: Legal, ways: Sequence[Legal], table: Table
+    part: Graph, way: Legal, ways: Sequence[Legal], tables: Tables
 ) -> tuple[str, object]:
     """Return what rows are about a way of running a product, and its properties."""
     if part.nodes and part.nodes[0].kind.startswith("grouped_matmul"):
@@ -64,8 +64,8 @@ def properties_of(
         return "matmuls", Matmul(way.problem)
     convolution = Convolution(way.problem)
     if not convolution.is_depthwise:
-        is_more = is_first_with_more(way.problem, table)
+        is_more = is_first_with_more(way.problem, tables)
         return "convolutions", Convolution(way.problem, is_first_with_more=is_more)
     alike = [each for each in ways if each.core == way.core]
-    is_first = order_of(way.core, alike, table)[0] == way.names[0]
+    is_first = order_of(way.core, alike, tables)[0] == way.names[0]
     return "depthwise", depthwise_of(way, alike, is_first=is_first)

@@ -21,7 +21,7 @@ from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
 from jax_cudnn.policy.products.nearest import LOSS, Kernel, Measured
 from jax_cudnn.policy.products.orders import becomes_of_groups, first_way
-from jax_cudnn.policy.tables import Table
+from jax_cudnn.policy.tables import Table, Tables
 
 KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
@@ -35,10 +35,12 @@ _FEWEST_CHANNELS = 32
 _FEW_ROWS = 64
 
 
-def slower(part: Graph, table: Table) -> str:
+def slower(part: Graph, tables: Tables) -> str:
     """Say why "auto" leaves a part with one contraction to XLA, if it does."""
-    kernel = kernel_of(part, table)
-    verdict = kernels(table).verdict(kernel) if kernel is not None else None
+    kernel = kernel_of(part, tables)
+    verdict = (
+        kernels(tables.about("kernels")).verdict(kernel) if kernel is not None else None
+    )
     if kernel is None or verdict is None or verdict.is_faster:
         return ""
     return (
@@ -49,7 +51,7 @@ def slower(part: Graph, table: Table) -> str:
     )
 
 
-def class_of(part: Graph, table: Table) -> str:
+def class_of(part: Graph, tables: Tables) -> str:
     """Return which kernels are like a part, "" where nothing says so."""
     node = _contraction(part)
     if node is None or part.has_empty_tensor:
@@ -63,13 +65,13 @@ def class_of(part: Graph, table: Table) -> str:
         return ""  # Depthwise ones have rows of their own.
     words = [node.kind, bits, _tail(part)]
     windows = [size for letter, size in sizes.items() if letter.startswith("f")]
-    if windows and (first_way(part, table) != conv.PLAIN):
+    if windows and (first_way(part, tables) != conv.PLAIN):
         return ""  # Another convolution runs, which was faster wherever measured.
     if windows:
         words.append(f"{len(windows)} axes")
         words += [_OF_ONES] if max(windows) == 1 else []
         if sizes["g"] > 1:
-            way = becomes_of_groups(part, table)
+            way = becomes_of_groups(part, tables)
             words += [_GROUPS] if way == conv_groups.AS_IT_IS else [_GROUPS, way]
     elif sizes["b"] > 1:
         words.append("batched")
@@ -78,14 +80,14 @@ def class_of(part: Graph, table: Table) -> str:
     return ", ".join(words)
 
 
-def kernel_of(part: Graph, table: Table) -> Kernel | None:
+def kernel_of(part: Graph, tables: Tables) -> Kernel | None:
     """Return the class and the sizes of a part, None where nothing says so.
 
     A product of (m, r) and (r, n) has arrays of mr, rn and mn elements, and each of m,
     n and r follows from these three numbers. So they do for a convolution. Products in
     a batch are like one of all their rows.
     """
-    node, name = _contraction(part), class_of(part, table)
+    node, name = _contraction(part), class_of(part, tables)
     if node is None or not name:
         return None
     names = (*node.inputs, *node.outputs)
@@ -111,27 +113,27 @@ def engines_names(name: str) -> list[str]:
     return [every, f"{every}, {_GROUPS}"] if is_of_groups(name) else [every]
 
 
-def slow_engines(part: Graph, target: Target | None, table: Table) -> tuple[int, ...]:
+def slow_engines(part: Graph, target: Target | None, tables: Tables) -> tuple[int, ...]:
     """Return engines of cuDNN that XLA's code was faster than, for such kernels.
 
     Operands of widths that were not measured have those that all others have. A number
     stands for another engine on another architecture.
     """
     node = _contraction(part)
-    if node is None or not table.is_of_architecture(target):
+    if node is None or not tables.about("kernels").is_of_architecture(target):
         return ()
-    bits, slow = _bits(part, node), table.data.get("slow_engines", {})
-    groups = f", {_GROUPS}" if is_of_groups(class_of(part, table)) else ""
+    bits, slow = _bits(part, node), tables.about("kernels").data.get("slow_engines", {})
+    groups = f", {_GROUPS}" if is_of_groups(class_of(part, tables)) else ""
     found = [
         {e for name in names for e in slow.get(name, ())}
         for each in ([bits] if bits else _WIDTHS)
         for names in [engines_names(f"{node.kind}, {each}{groups}")]
     ]
-    own = own_engines(part, table)
+    own = own_engines(part, tables)
     return tuple(sorted(set.intersection(*found).difference(own)))
 
 
-def own_engines(part: Graph, table: Table) -> tuple[int, ...]:
+def own_engines(part: Graph, tables: Tables) -> tuple[int, ...]:
     """Return the numbers of cuDNN's engines for a convolution, if it is depthwise."""
     node = _contraction(part)
     if node is None or node.kind not in TRIPLES:
@@ -139,7 +141,11 @@ def own_engines(part: Graph, table: Table) -> tuple[int, ...]:
     if not conv_depthwise.is_depthwise(part, node):
         return ()
     wanted = {"way": conv_depthwise.OWN, "kind": node.kind}
-    rows = (x for x in table.rows if x.of == "depthwise" and x.when == wanted)
+    rows = (
+        x
+        for x in tables.about("depthwise").rows
+        if x.of == "depthwise" and x.when == wanted
+    )
     return next((row.fast_engines for row in rows), ())
 
 
@@ -149,17 +155,21 @@ def _bits(part: Graph, node: Node) -> str:
     return bits.pop() if len(bits) == 1 else ""
 
 
-def preference(part: Graph, target: Target | None, table: Table) -> str:
+def preference(part: Graph, target: Target | None, tables: Tables) -> str:
     """Return the request for the plan that is to be tried first, "" for cuDNN's own.
 
     Numbers stand for other engines and knobs in another cuDNN, or for another GPU.
     """
-    kernel, data = kernel_of(part, table), table.data
-    if kernel is None or target is None or not table.is_of_architecture(target):
+    kernel, data = kernel_of(part, tables), tables.about("kernels").data
+    if (
+        kernel is None
+        or target is None
+        or not tables.about("kernels").is_of_architecture(target)
+    ):
         return ""
     wanted: dict[int, list[dict[str, Any]]] = {}
     for each in data.get("engines", ()):
-        is_like = is_ordered(each, kernel) and _has_measured_channels(part, table)
+        is_like = is_ordered(each, kernel) and _has_measured_channels(part, tables)
         if is_like and is_measured(each, target):
             wanted[each["first"]] = [{"engine": x} for x in each["before"]]
     for each in data.get("preferred", ()):
@@ -211,7 +221,7 @@ def kind_and_bits(name: str) -> tuple[str, str]:
     return kind, bits
 
 
-def _has_measured_channels(part: Graph, table: Table) -> bool:
+def _has_measured_channels(part: Graph, tables: Tables) -> bool:
     """Whether a convolution has as many channels as those that were measured.
 
     Those in groups may have as few as 2 in each.
@@ -219,7 +229,7 @@ def _has_measured_channels(part: Graph, table: Table) -> bool:
     node = _contraction(part)
     assert node is not None
     w = roles_in(part, node)[TRIPLES[node.kind][1]]
-    return is_of_groups(class_of(part, table)) or min(w.dims[:2]) >= _FEWEST_CHANNELS
+    return is_of_groups(class_of(part, tables)) or min(w.dims[:2]) >= _FEWEST_CHANNELS
 
 
 @functools.cache
