@@ -27,9 +27,7 @@ def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
     Ways of a part that no table puts in order stay as they are.
     """
     if part.nodes and part.nodes[0].kind.startswith("grouped_matmul"):
-        names = tables.about("grouped products").order(
-            "grouped products", GroupedProduct(part)
-        )
+        names = tables.order("grouped products", GroupedProduct(part))
         return sorted(ways, key=lambda way: names.index(way.names[-1]))
     if any(way.core is None for way in ways):
         return list(ways)
@@ -51,9 +49,7 @@ def _place(way: Legal, ways: Sequence[Legal], tables: Tables) -> tuple[int, int]
     assert way.core is not None
     if contraction_in(way.problem).kind not in _CONVOLUTIONS:
         return 0, 0
-    around = tables.about("around convolutions").order(
-        "around convolutions", Convolution(way.problem)
-    )
+    around = tables.order("around convolutions", Convolution(way.problem))
     names = order_of(way.core, [each for each in ways if each.core == way.core], tables)
     name = way.names[0]
     if name not in names:
