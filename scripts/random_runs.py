@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs random problems in several processes that share a GPU, and writes a page.
+"""Runs random problems in several processes that share GPUs, and writes a page.
 
 What scripts/random_attention.py and scripts/random_operations.py have in common. The
 page and its data are written every few seconds, so that a run that is cut off leaves
@@ -233,12 +233,18 @@ class _Workers:
         module = f"scripts.{suite.name}"
         self.command = [sys.executable, "-m", module, *sys.argv[1:]]
         self.command += ["--worker", str(folder), "--until", str(until)]
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self.gpus = named.split(",") if named else range(jax.local_device_count())
+        self.started = 0
         self.running: list[subprocess.Popen[bytes]] = []
         self.ended: list[Record] = []
 
     def start(self) -> None:
-        """Start one more."""
-        self.running.append(subprocess.Popen(self.command))
+        """Start one more, on the next GPU."""
+        gpu = str(self.gpus[self.started % len(self.gpus)])
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        self.running.append(subprocess.Popen(self.command, env=environ))
+        self.started += 1
 
     def look_after(self) -> None:
         """Note which have ended, and start as many anew as ended too early."""
