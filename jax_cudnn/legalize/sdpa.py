@@ -115,8 +115,8 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
 
     def edited(drop: Step) -> Legal:
         editor = plain_editor(graph)
+        drop(editor)  # The sinks may ask for a result that the kernel has by then.
         take_sinks(editor)
-        drop(editor)
         _edit_scores(editor, target)
         finish_score_mod(editor)
         pad_head(editor, ("query", "key"))
