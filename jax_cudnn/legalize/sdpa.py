@@ -212,7 +212,7 @@ def _ragged_backward(graph: Graph) -> Legal:
 def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
     """Give layout, masks, lengths, bias and scale the form that cuDNN takes."""
     keep_layout(editor)
-    hide_dead_rows(editor)
+    hide_dead_rows(editor, target)
     complete_lengths(editor, target)
     absorb_row_bias(editor)
     complete_bias(editor)
