@@ -174,7 +174,7 @@ gpuless: .venv-oldest/.installed  ## the real cuDNN plans every graph, without a
 
 .PHONY: gpu
 gpu: .venv/.installed  ## the GPU ring, with its report
-	PYTHONSAFEPATH=1 .venv/bin/python scripts/gpu_report.py
+	PYTHONSAFEPATH=1 PYTHONPATH=. .venv/bin/python -m scripts.gpu_report
 
 ##@ Tidy up
 

@@ -180,6 +180,10 @@ def markdown(data: dict[str, Any]) -> str:
     goal = f"at most {_RATIO} of plain JAX's time or {_MORE_S:g} s more"
     verdict = f"missed by {', '.join(missed)}" if missed else "met"
     lines += ["", f"Goal, {goal}: {verdict}."]
+    measured = {row["model"] for row in data["rows"]}
+    every = [model.name for model in _models(small=False)]
+    if missing := [name for name in every if name not in measured]:
+        lines += ["", f"Not measured: {', '.join(missing)}."]
     return "\n".join(lines) + "\n"
 
 
@@ -203,7 +207,8 @@ def main() -> None:
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
         rows = kept_rows(options.out / _DATA) if options.only else []
-    versions = environment()
+    cores = len(os.sched_getaffinity(0))  # XLA compiles on all that it may use.
+    versions = {**environment(), "CPU cores": str(cores)}
     for model in every:
         if not re.search(options.only, model.name):
             continue

@@ -1,27 +1,39 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the GPU tests and writes what they measured: docs/gpu-report.md and .json.
 
-    python scripts/gpu_report.py [--out docs] [--again TEST...] [pytest arguments]
-    python scripts/gpu_report.py [--out docs] --merge FILE...
+    python -m scripts.gpu_report [--out docs] [--again TEST...] [pytest arguments]
+    python -m scripts.gpu_report [--out docs] --junit FILE... --environment FILE
+    python -m scripts.gpu_report [--out docs] --merge FILE...
+    python -m scripts.gpu_report --print-environment
 
-The committed report is this script's output. With --again, only the named tests run.
-Their results replace those of the report that is already in the folder, and each result
-says at which commit and on which GPU it was measured. Interrupted, it keeps the results
-that there are. With --merge, nothing runs: the results of other reports, the newest
-last, replace those of the folder's. A failure there does not replace a result: it says
-that the test is to run again.
+The committed report is this script's output. It keeps the results of each pair of
+versions of cuDNN and JAX, and each result's commit, GPU and day. A run replaces what
+its own pair had; with --again, only the named tests run and are replaced. Interrupted,
+it keeps the results that there are. --junit takes the results of pytest elsewhere, with
+the --environment that --print-environment printed there, and --merge those of other
+reports, the newest last. tests/common/gpu/explained.json has the reasons of failures.
 """
 
 import argparse
-import collections
+import datetime
 import json
 import os
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+
+from scripts.gpu_page import (
+    LISTED,
+    Record,
+    Run,
+    has_unexplained,
+    markdown,
+    name_of,
+    pair_of,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "tests").glob("*/gpu"))
@@ -71,11 +83,14 @@ def environment() -> dict[str, str]:
     )
     return {
         "commit": commit(),
+        "date": datetime.date.today().isoformat(),
         "driver": ", ".join(sorted(set(driver.split()))),  # a line per GPU
         "Python": sys.version.split()[0],
         **{name: str(value) for name, value in versions.items()},
     }
 
+
+# --- running --------------------------------------------------------------------------
 
 # Many processes share the GPU, so none may take its memory in advance. XLA's tuning of
 # the reference is off, since it would take most of the time.
@@ -88,10 +103,11 @@ _ALONE = (
     "tests/attention/gpu/test_sdpa_execution.py",
     "tests/attention/gpu/test_sdpa_long.py",
     "tests/attention/gpu/test_sdpa_several_gpus.py",
+    "tests/lowering/gpu/test_large.py",
 )
 
 
-def run_tests(tests: list[str], arguments: list[str]) -> list[dict[str, Any]]:
+def run_tests(tests: list[str], arguments: list[str]) -> list[Record]:
     """Run pytest on the tests and return one record per test."""
     alone = [test for test in tests if test.startswith(_ALONE)]
     together = [test for test in tests if test not in alone]
@@ -100,7 +116,7 @@ def run_tests(tests: list[str], arguments: list[str]) -> list[dict[str, Any]]:
         alone = [*_ALONE]
     processes = ["-n", str(min(20, os.cpu_count() or 1))]
     shared = {**os.environ, **_SHARED_GPU}
-    records: list[dict[str, Any]] = []
+    records: list[Record] = []
     is_over = False
     if together:
         records, is_over = _run_pytest([*processes, *arguments, *together], shared)
@@ -111,9 +127,7 @@ def run_tests(tests: list[str], arguments: list[str]) -> list[dict[str, Any]]:
     return records
 
 
-def _run_pytest(
-    arguments: list[str], env: dict[str, str]
-) -> tuple[list[dict[str, Any]], bool]:
+def _run_pytest(arguments: list[str], env: dict[str, str]) -> tuple[list[Record], bool]:
     """Return a record per test that came to its end, and whether it was interrupted."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
@@ -125,12 +139,16 @@ def _run_pytest(
         except KeyboardInterrupt:  # pytest has it too, and writes what it knows.
             is_interrupted = True
             tests.wait()
-        root = ElementTree.parse(report).getroot()
-    records = [_record(case) for case in root.iter("testcase")]
-    return [record for record in records if record.pop("is_done")], is_interrupted
+        return records_of(report), is_interrupted
 
 
-def _record(case: ElementTree.Element) -> dict[str, Any]:
+def records_of(report: Path) -> list[Record]:
+    """Return a record of each test in pytest's XML that came to its end."""
+    cases = ElementTree.parse(report).getroot().iter("testcase")
+    return [record for case in cases if (record := _record(case)) is not None]
+
+
+def _record(case: ElementTree.Element) -> Record | None:
     outcome, text = "passed", ""
     for kind in ("failure", "error", "skipped"):
         if (found := case.find(kind)) is not None:
@@ -139,13 +157,13 @@ def _record(case: ElementTree.Element) -> dict[str, Any]:
         (p.get("name", ""), p.get("value", "")) for p in case.iter("property")
     ]
     # tests/conftest.py says which tests came to their end.
-    is_done = outcome != "passed" or ("finished", "yes") in properties
-    return {
-        "is_done": is_done,
+    if outcome == "passed" and ("finished", "yes") not in properties:
+        return None
+    record = {
         "module": (case.get("classname") or "").split(".")[-1],
         "test": case.get("name"),
         "outcome": outcome,
-        "message": text[:400],
+        "message": " ".join(text[:400].split()),
         "error_ratios": {
             name.removeprefix(_PREFIX): float(value)
             for name, value in properties
@@ -153,149 +171,86 @@ def _record(case: ElementTree.Element) -> dict[str, Any]:
         },
         **{
             name: [value for each, value in properties if each == name]
-            for name in _LISTED
+            for name in LISTED
         },
     }
+    return {name: value for name, value in record.items() if value}
 
 
-def _never_launched(records: list[dict[str, Any]]) -> tuple[int, int, list[str]]:
-    """Return how many parts were launched and refused, and which were neither."""
-    planned, launched, refused = (
-        {key for record in records for key in record.get(name, ())} for name in _LISTED
-    )
-    return len(launched), len(refused - launched), sorted(planned - launched - refused)
+# --- keeping --------------------------------------------------------------------------
 
 
-def markdown(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
-    """Return the report as text."""
-    counts = collections.Counter(record["outcome"] for record in records)
-    summary = ", ".join(
-        f"{count} {outcome}" for outcome, count in sorted(counts.items())
-    )
-    lines = [
-        "# GPU test report",
-        "",
-        f"{len(records)} tests of jax_cudnn {versions['jax_cudnn']} ran on "
-        f"{versions['GPU']}: {summary}.",
-        "",
-        "Written by `python scripts/gpu_report.py`; do not edit.",
-        "",
-        "| | |",
-        "| --- | --- |",
-        *(f"| {name} | {value} |" for name, value in versions.items()),
-        f"| tests | {summary} |",
-        "",
-        "## Accuracy",
-        "",
-        "Error against float32 truth, as a multiple of the error that the same dtype "
-        "makes in the reference (in norm); the tests refuse more than 2.",
-        "",
-        "| case | largest ratio | of | all |",
-        "| --- | ---: | --- | --- |",
-    ]
-    for record in records:
-        ratios = record.get("error_ratios")
-        if not ratios:
-            continue
-        worst = max(ratios, key=lambda name: ratios[name])
-        every = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-        name = str(record["test"]).partition("[")[2].rstrip("]")
-        lines.append(f"| {name} | {ratios[worst]:.2f} | {worst} | {every} |")
-    launched, refused, missing = _never_launched(records)
-    lines += [
-        "",
-        "## Launch matrix",
-        "",
-        "Of the kernels that the tests plan without a GPU "
-        f"(tests/products/shared/fusion_cases.py), {launched} were "
-        f"launched, and right against float64; {refused} are refused, "
-        "as docs/support.md says. Planned and never launched:",
-        "",
-        *(f"- {key}" for key in missing or ["none"]),
-    ]
-    lines += ["", "## Everything else", "", "| test | outcome |", "| --- | --- |"]
-    for record in records:
-        if not record.get("error_ratios") or record["outcome"] != "passed":
-            message = record.get("message", "").replace("\n", " ").replace("|", "\\|")
-            outcome = " ".join(filter(None, (record["outcome"], message)))
-            lines.append(f"| {record['test']} | {outcome} |")
-    return "\n".join(lines) + "\n"
-
-
-def as_json(records: list[dict[str, Any]], versions: dict[str, str]) -> str:
-    """Return the report as data, a test on each line."""
-    tests = (json.dumps({k: v for k, v in r.items() if v}) for r in records)
-    lines = ",\n".join(tests)
-    return f'{{"environment": {json.dumps(versions)},\n"tests": [\n{lines}\n]}}\n'
-
-
-# Of what is planned without a GPU: see tests/products/gpu/test_launch_matrix.py.
-_LISTED = ("planned", "launched", "refused")
-
-
-def _name_of(record: dict[str, Any]) -> tuple[str, str]:
-    return record["module"], record["test"]
-
-
-def merged(
-    kept: list[dict[str, Any]], new: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return the records with new ones in place of old ones of the same test.
+def with_run(runs: Sequence[Run], new: Run) -> list[Run]:
+    """Return the runs with a new one, whose results replace those of its pair.
 
     A test that is skipped, for lack of a second GPU say, keeps the result it had.
     """
-    had = {_name_of(record) for record in kept}
-    new = [r for r in new if r["outcome"] != "skipped" or _name_of(r) not in had]
-    replaced = {_name_of(record) for record in new}
-    return [*(r for r in kept if _name_of(r) not in replaced), *new]
+    earlier = [run for run in runs if pair_of(run) == pair_of(new)]
+    had = {name_of(x) for run in earlier for x in run["tests"]}
+    own = [
+        record
+        for record in new["tests"]
+        if record["outcome"] != "skipped" or name_of(record) not in had
+    ]
+    replaced = {name_of(record) for record in own}
+    kept = [
+        {
+            **run,
+            "tests": [
+                x
+                for x in run["tests"]
+                if run not in earlier or name_of(x) not in replaced
+            ],
+        }
+        for run in runs
+    ]
+    return [run for run in [*kept, {**new, "tests": own}] if run["tests"]]
 
 
-def _read(file: Path) -> tuple[dict[str, str], list[dict[str, Any]]]:
-    """Return a report's versions and results, each with its commit and GPU."""
-    data = json.loads(file.read_text())
-    versions = data["environment"]
-    own = {name: versions[name] for name in _OWN}
-    return versions, [{**own, **record} for record in data["tests"]]
-
-
-# What each result says for itself, as it may differ between them.
-_OWN = ("commit", "GPU")
-
-
-def _write(out: Path, records: list[dict[str, Any]], versions: dict[str, str]) -> None:
-    for name in _OWN:
-        counts = collections.Counter(record[name] for record in records)
-        shares = [f"{value} ({count} tests)" for value, count in counts.items()]
-        versions[name] = ", ".join(shares) if len(counts) > 1 else next(iter(counts))
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "gpu-report.json").write_text(as_json(records, versions))
-    (out / "gpu-report.md").write_text(markdown(records, versions))
+def as_json(runs: Sequence[Run]) -> str:
+    """Return the report as data, a test on each line."""
+    parts = (
+        f'{{"environment": {json.dumps(run["environment"])},\n"tests": [\n'
+        + ",\n".join(map(json.dumps, run["tests"]))
+        + "\n]}"
+        for run in runs
+    )
+    return '{"runs": [\n' + ",\n".join(parts) + "\n]}\n"
 
 
 def main() -> int:
-    """Run, write, and return 1 if a test failed."""
+    """Run, write, and return 1 if a test failed for no known reason."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "docs")
     parser.add_argument("--again", nargs="+", metavar="TEST", help="run these alone")
+    parser.add_argument("--junit", nargs="+", type=Path, metavar="FILE", default=())
+    parser.add_argument("--environment", type=Path, metavar="FILE")
     parser.add_argument("--merge", nargs="+", type=Path, metavar="FILE", default=())
+    parser.add_argument("--print-environment", action="store_true")
     options, rest = parser.parse_known_args()
-    file = options.out / "gpu-report.json"
-    is_kept = file.exists() and (options.again or options.merge)
-    versions, records = _read(file) if is_kept else ({}, [])
-    for other in options.merge:
-        versions, found = _read(other)
-        records = merged(records, [r for r in found if not _has_failed(r)])
-    if not options.merge:
-        versions = environment()
-        own = {name: versions[name] for name in _OWN}
+    if options.print_environment:
+        print(json.dumps(environment()))
+        return 0
+    data, page = (options.out / f"gpu-report.{x}" for x in ("json", "md"))
+    runs: list[Run] = json.loads(data.read_text())["runs"] if data.exists() else []
+    if options.merge:
+        new = [
+            x for file in options.merge for x in json.loads(file.read_text())["runs"]
+        ]
+    elif options.junit:
+        versions = json.loads(options.environment.read_text())
+        tests = [record for file in options.junit for record in records_of(file)]
+        new = [{"environment": versions, "tests": tests}]
+    else:
         found = run_tests(options.again or FOLDERS, rest)
-        records = merged(records, [{**record, **own} for record in found])
-    _write(options.out, records, versions)
-    return int(any(map(_has_failed, records)))
-
-
-def _has_failed(record: dict[str, Any]) -> bool:
-    return record["outcome"] in ("failure", "error")
+        new = [{"environment": environment(), "tests": found}]
+    for run in new:
+        runs = with_run(runs, run)
+    reasons = json.loads((ROOT / "tests/common/gpu/explained.json").read_text())
+    options.out.mkdir(parents=True, exist_ok=True)
+    data.write_text(as_json(runs))
+    page.write_text(markdown(runs, reasons))
+    return int(any(has_unexplained(run, reasons) for run in new))
 
 
 if __name__ == "__main__":

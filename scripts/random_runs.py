@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs random problems in several processes that share a GPU, and writes a page.
+"""Runs random problems in several processes that share GPUs, and writes a page.
 
 What scripts/random_attention.py and scripts/random_operations.py have in common. The
 page and its data are written every few seconds, so that a run that is cut off leaves
@@ -29,6 +29,8 @@ from scripts.gpu_report import commit
 
 Record = dict[str, Any]
 Key = dict[str, Any]
+# Versions, the command and the problems, with a pair of versions of cuDNN and JAX.
+Run = dict[str, Any]
 
 # Seconds between two writings of the page, and for what runs when the time is up.
 _BETWEEN, _GRACE = 10, 60
@@ -156,15 +158,25 @@ def _has_device() -> bool:
     return True
 
 
-def _earlier(suite: Suite, arguments: argparse.Namespace) -> tuple[list[Record], str]:
-    """Return what an earlier run found out, if it is to be kept, and on which GPU."""
-    file = arguments.out / f"{suite.name}.json"
-    if not arguments.more or not file.exists():
-        return [], ""
+def load_runs(file: Path) -> list[Run]:
+    """Return the runs of a file, one for each pair of versions of cuDNN and JAX."""
+    if not file.exists():
+        return []
     data = json.loads(file.read_text(encoding="utf-8"))
-    # What failed or was wrong is run again.
-    kept = [x for x in data["problems"] if x["outcome"] in ("right", "refused")]
-    return kept, data["versions"]["GPU"]
+    of_run = collections.defaultdict[str, list[Record]](list)
+    for record in data["problems"]:
+        of_run[record.pop("run")].append(record)
+    return [{**run, "problems": of_run[run["run"]]} for run in data["runs"]]
+
+
+def _earlier(runs: Sequence[Run], pair: str) -> tuple[list[Record], str]:
+    """Return what earlier runs with the same pair found out, and on which GPU."""
+    for run in runs:
+        if run["run"] == pair:
+            # What failed or was wrong is run again.
+            kept = [x for x in run["problems"] if x["outcome"] in ("right", "refused")]
+            return kept, run["versions"]["GPU"]
+    return [], ""
 
 
 def _both(earlier: str, now: str) -> str:
@@ -176,16 +188,19 @@ def _run_all(suite: Suite, arguments: argparse.Namespace) -> None:
     until = time.time() + arguments.seconds
     versions, measured_at = environment(), commit()
     command = _command(suite, arguments.out)
-    earlier, gpus = _earlier(suite, arguments)
+    pair = f"cuDNN {versions['cuDNN']}, JAX {versions['JAX']}"
+    runs = load_runs(arguments.out / f"{suite.name}.json")
+    earlier, gpus = _earlier(runs, pair) if arguments.more else ([], "")
     versions["GPU"] = _both(gpus, versions["GPU"])
 
     def write(found: Iterable[Record]) -> str:
         new = [{**record, "commit": measured_at} for record in found]
         records = sorted([*earlier, *new], key=lambda record: record.get("seed", -1))
-        text = page(suite, records, versions, command)
-        data = {"versions": versions, "command": command, "problems": records}
-        _write(suite, arguments.out, text, data)
-        return text
+        run = {"run": pair, "versions": versions, "command": command}
+        others = [each for each in runs if each["run"] != pair]
+        every = [*others, {**run, "problems": records}]
+        write_runs(suite, arguments.out, every)
+        return page(suite, every)
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -212,12 +227,17 @@ def _command(suite: Suite, out: Path) -> str:
     return " ".join([f"python -m scripts.{suite.name}", *given])
 
 
-def _write(suite: Suite, folder: Path, text: str, data: Record) -> None:
+def write_runs(suite: Suite, folder: Path, runs: Sequence[Run]) -> None:
     """Write page and data, each of them whole or not at all."""
     folder.mkdir(parents=True, exist_ok=True)
-    page, records = (folder / f"{suite.name}.{x}" for x in ("md", "json"))
+    text = page(suite, runs)
+    data = {
+        "runs": [{k: v for k, v in run.items() if k != "problems"} for run in runs],
+        "problems": [{"run": run["run"], **x} for run in runs for x in run["problems"]],
+    }
+    markdown, records = (folder / f"{suite.name}.{x}" for x in ("md", "json"))
     for file, write in (
-        (page, lambda path: path.write_text(text, encoding="utf-8")),
+        (markdown, lambda path: path.write_text(text, encoding="utf-8")),
         (records, lambda path: write_records(path, data)),
     ):
         part = file.with_name(file.name + ".part")
@@ -233,12 +253,18 @@ class _Workers:
         module = f"scripts.{suite.name}"
         self.command = [sys.executable, "-m", module, *sys.argv[1:]]
         self.command += ["--worker", str(folder), "--until", str(until)]
+        named = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        self.gpus = named.split(",") if named else range(jax.local_device_count())
+        self.started = 0
         self.running: list[subprocess.Popen[bytes]] = []
         self.ended: list[Record] = []
 
     def start(self) -> None:
-        """Start one more."""
-        self.running.append(subprocess.Popen(self.command))
+        """Start one more, on the next GPU."""
+        gpu = str(self.gpus[self.started % len(self.gpus)])
+        environ = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        self.running.append(subprocess.Popen(self.command, env=environ))
+        self.started += 1
 
     def look_after(self) -> None:
         """Note which have ended, and start as many anew as ended too early."""
@@ -281,26 +307,33 @@ def _whole(lines: IO[str]) -> list[Record]:
 # --- the page -------------------------------------------------------------------------
 
 
-def page(
-    suite: Suite, records: Sequence[Record], versions: dict[str, str], command: str
-) -> str:
-    """Return the page of a run."""
-    commits = dict.fromkeys(record["commit"] for record in records)
+def page(suite: Suite, runs: Sequence[Run]) -> str:
+    """Return the page, with a section for each pair of versions, the newest first."""
     lines = [
         "<!-- SPDX-License-Identifier: Apache-2.0 -->",
         f"<!-- {suite.comment} -->",
         "",
         f"# {suite.title}",
         "",
-        f"Written by `{command}` on {versions_text(versions)}; do not edit. "
-        f"Commits: {', '.join(commits)}.",
-        "",
         *suite.about,
-        "",
-        *suite.tables(records),
-        *_refusals(records),
     ]
+    for run in sorted(runs, key=_as_numbers, reverse=True):
+        commits = dict.fromkeys(record["commit"] for record in run["problems"])
+        lines += [
+            "",
+            f"## {run['run']}",
+            "",
+            f"Written by `{run['command']}` on {versions_text(run['versions'])}; "
+            f"do not edit. Commits: {', '.join(commits)}.",
+            "",
+            *suite.tables(run["problems"]),
+            *_refusals(run["problems"]),
+        ]
     return "\n".join(lines) + "\n"
+
+
+def _as_numbers(run: Run) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", run["run"])]
 
 
 def counts(
@@ -338,11 +371,11 @@ def _refusals(records: Sequence[Record]) -> list[str]:
     reasons = collections.Counter(
         x["reason"] for x in records if x["outcome"] == "refused"
     )
-    lines = ["", "## Refused", ""]
+    lines = ["", "### Refused", ""]
     lines += [f"- {count} times: {reason}" for reason, count in reasons.most_common()]
     lines += [] if reasons else ["None."]
     others = [x for x in records if x["outcome"] in ("wrong", "failed")]
-    lines += ["", "## Wrong or failed", ""]
+    lines += ["", "### Wrong or failed", ""]
     lines += [
         f"- {x['outcome']}: {x.get('problem', 'a process')}"
         f" ({_first_sentence(x) or _shown(x['ratios'])})"

@@ -36,7 +36,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
         return Legalization(reasons=tuple(reasons), advice=_ADVICE)
     editor = GraphEditor.by_role(graph)
     keep_layout(editor)
-    hide_dead_rows(editor)
+    hide_dead_rows(editor, target)
     # An entry without keys gives 0 (9.19 on an H200). With a key, it would count for
     # the amax.
     complete_lengths(editor, target, least_keys=0)

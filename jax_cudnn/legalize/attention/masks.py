@@ -49,7 +49,7 @@ def unfolded(x: jax.Array) -> jax.Array:
 # --- rows that see no key -------------------------------------------------------------
 
 
-def hide_dead_rows(editor: GraphEditor) -> None:
+def hide_dead_rows(editor: GraphEditor, target: Target | None) -> None:
     """Give dead rows and hidden positions their defined result: 0, or -inf for stats.
 
     cuDNN leaves rows past a length as they were or as its version likes, and rows
@@ -60,6 +60,9 @@ def hide_dead_rows(editor: GraphEditor) -> None:
         return
     tensors = dict(editor.tensors)
     is_causal = attributes_of(editor).is_causal
+    # 9.14 left something in the gradients of keys that no query sees, on an H100; 9.19
+    # and 9.28 give 0.
+    leaves_keys = target is not None and target.cudnn_version < 91900
 
     def before(env: Env) -> None:
         for role, fill in (("stats", DEAD_STATS), ("grad_stats", 0)):
@@ -84,6 +87,13 @@ def hide_dead_rows(editor: GraphEditor) -> None:
                 if role in results:
                     results[role] = where_logical(
                         tensors[role], is_inside, results[role], 0
+                    )
+        if leaves_keys and "query_lengths" in env:
+            count = to_logical(tensors["query_lengths"], env["query_lengths"])
+            for role in _GRADIENTS_ALONG["key"]:
+                if role in results:
+                    results[role] = where_logical(
+                        tensors[role], count > 0, results[role], 0
                     )
 
     editor.before.append(before)

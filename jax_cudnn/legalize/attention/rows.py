@@ -40,7 +40,7 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 
 def take_sinks(editor: GraphEditor) -> None:
-    """Take sinks from the graph; the first step, which sees what the user gets."""
+    """Take sinks from the graph, before the steps that change what the user gets."""
     if "sinks" not in editor.tensors:
         return
     if "grad_output" in editor.tensors:

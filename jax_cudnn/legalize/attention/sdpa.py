@@ -115,8 +115,8 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
 
     def edited(drop: Step) -> Legal:
         editor = plain_editor(graph)
+        drop(editor)  # The sinks may ask for a result that the kernel has by then.
         take_sinks(editor)
-        drop(editor)
         _edit_scores(editor, target)
         finish_score_mod(editor)
         pad_head(editor, ("query", "key"))
@@ -212,7 +212,7 @@ def _ragged_backward(graph: Graph) -> Legal:
 def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
     """Give layout, masks, lengths, bias and scale the form that cuDNN takes."""
     keep_layout(editor)
-    hide_dead_rows(editor)
+    hide_dead_rows(editor, target)
     complete_lengths(editor, target)
     absorb_row_bias(editor)
     complete_bias(editor)

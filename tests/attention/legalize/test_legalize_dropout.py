@@ -48,7 +48,12 @@ def _allow_f32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _graph(
-    *roles: str, rate: float = 0.25, heads: int = 0, entries: int = 0, **sizes: int
+    *roles: str,
+    rate: float = 0.25,
+    heads: int = 0,
+    entries: int = 0,
+    with_stats: bool = True,
+    **sizes: int,
 ) -> Graph:
     """Build a graph with dropout, of so many heads and batch entries in all."""
     sizes = {**_SMALL, **sizes}
@@ -63,8 +68,10 @@ def _graph(
         "dropout_seed": "b111" if entries else "1111",
         "dropout_offset": "bh11",
         "dropout_mask": "bhst",
+        "sinks": "1h11",
     }
-    dtypes = dict.fromkeys(("query", "key", "value", "bias", "dropout_mask"), "f32")
+    floats = ("query", "key", "value", "bias", "dropout_mask", "sinks")
+    dtypes = dict.fromkeys(floats, "f32")
     dtypes["mask"] = "bool"
     drawn = () if "dropout_mask" in roles else ("dropout_seed", "dropout_offset")
     given = ("query", "key", "value", *roles, *drawn)
@@ -84,7 +91,7 @@ def _graph(
         )
         for role in given
     }
-    return sdpa_graph(tensors, attributes=attributes, with_stats=True)
+    return sdpa_graph(tensors, attributes=attributes, with_stats=with_stats)
 
 
 def _operands(graph: Graph) -> list[jax.Array]:
@@ -149,7 +156,14 @@ def _dropout_roles(legal: Legal) -> set[str]:
 @pytest.mark.parametrize("way", _KEPT_WHERE)
 @pytest.mark.parametrize(
     "roles",
-    [(), ("bias",), ("mask",), ("key_lengths",), ("bias", "mask", "query_lengths")],
+    [
+        (),
+        ("bias",),
+        ("mask",),
+        ("key_lengths",),
+        ("bias", "mask", "query_lengths"),
+        ("sinks",),
+    ],
     ids="-".join,
 )
 def test_legal_graphs_with_dropout_keep_the_meaning(
@@ -175,6 +189,19 @@ def test_legal_graphs_with_dropout_keep_the_meaning(
         _assert_close(graph, legal, _run(legal, operands), outputs)
     for legal in gradient:
         _assert_close(backward, legal, _run(legal, more), want)
+
+
+@pytest.mark.usefixtures("_allow_f32")
+@pytest.mark.parametrize("way", _KEPT_WHERE)
+@pytest.mark.parametrize("roles", [(), ("bias", "sinks"), ("sinks",)], ids="-".join)
+def test_the_log_sum_exp_need_not_be_asked_for(
+    roles: tuple[str, ...], way: str
+) -> None:
+    graph = _graph(*roles, with_stats=False)
+    operands = _operands(graph)
+    outputs = evaluate(graph, operands)
+    for legal in legalize(graph, _KEPT_WHERE[way]).candidates:
+        _assert_close(graph, legal, _run(legal, operands), outputs)
 
 
 @pytest.mark.usefixtures("_allow_f32")

@@ -255,6 +255,36 @@ def test_what_the_kernel_leaves_in_hidden_places_does_not_come_out() -> None:
             assert all(np.isnan(part).all() for part in seen), tensor.name
 
 
+@pytest.mark.parametrize("cudnn_version", [91400, 91900])
+def test_entries_without_queries_give_their_keys_no_gradient(
+    cudnn_version: int,
+) -> None:
+    target = dataclasses.replace(_HOPPER, cudnn_version=cudnn_version)
+    forward = attention_graph(
+        sizes=_SIZES, dtype="bf16", lengths=("query_lengths",), with_stats=True
+    )
+    graph = backward_graph(forward)
+    (legal,) = legalize(graph, target).candidates
+    lengths = jnp.array([0, 3], jnp.int32).reshape(2, 1, 1, 1)
+    operands = [
+        lengths if tensor.dtype == "i32" else x
+        for tensor, x in zip(graph.input_tensors, draw_arrays(graph), strict=True)
+    ]
+    left = [
+        jnp.full(t.stored_shape, jnp.nan, jax_dtype(t.dtype))
+        for t in legal.graph.output_tensors
+    ]
+    found = dict(zip(graph.outputs, legal.after(operands, left), strict=True))
+    for name in ("grad_key", "grad_value"):
+        tensor = graph.tensor(name)
+        logical = np.moveaxis(
+            np.asarray(found[name], np.float32), tensor.order, range(4)
+        )
+        assert np.isnan(logical[1]).all()
+        # Later versions write the zeros themselves.
+        assert (logical[0] == 0).all() == (cudnn_version < 91900)
+
+
 # --- what is added --------------------------------------------------------------------
 
 

@@ -194,7 +194,7 @@ def evaluate(problem: Problem, *, tf32: bool = False) -> Evaluated:
             return result, {}, None
         if not tf32:
             size = jnp.sqrt(jnp.mean(jnp.square(sums)))
-            unit = _eps(problem.out_dtype)
+            unit = eps_of(problem.out_dtype)
             for kink in kinks:
                 reach = jnp.maximum(0.02 * size, 2 * unit * abs(kink))
                 cotangent = jnp.where(
@@ -266,7 +266,8 @@ def program(problem: Problem, implementation: Implementation) -> Any:
     return run
 
 
-def _eps(dtype: str) -> float:
+def eps_of(dtype: str) -> float:
+    """Return the relative distance of two numbers of a dtype, 0 for integers."""
     return float(jnp.finfo(dtype).eps) if jnp.issubdtype(dtype, jnp.floating) else 0.0
 
 
@@ -279,5 +280,5 @@ def unit_of(problem: Problem) -> float:
         str(problem.arrays[side].dtype) in F8 for side in problem.sides
     ):
         # The cotangent meets the widened operand in TF32 or in 16 bits.
-        return max(2.0**-10, _eps(problem.out_dtype))
-    return max(_eps(wide or "float32"), _eps(problem.out_dtype))
+        return max(2.0**-10, eps_of(problem.out_dtype))
+    return max(eps_of(wide or "float32"), eps_of(problem.out_dtype))
