@@ -75,7 +75,8 @@ def markdown(runs: Sequence[Run], reasons: Reasons) -> str:
         "## Launch matrix",
         "",
         "Kernels that the tests plan without a GPU "
-        "(tests/products/shared/fusion_cases.py): launched, and right against float64; or refused, as docs/support.md says.",
+        "(tests/products/shared/fusion_cases.py): launched, and "
+        "right against float64; or refused, as docs/support.md says.",
         "",
         *_launches(pairs, titles),
         "",
