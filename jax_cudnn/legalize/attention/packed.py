@@ -20,6 +20,7 @@ from jax_cudnn.legalize.attention.masks import DEAD_STATS, attributes_of, where_
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
 from jax_cudnn.legalize.common.legalization import Legal, Legalization, Rule, given_more
+from jax_cudnn.limits.attention import NO_PACKED_STATS
 from jax_cudnn.reference.attention import sequences
 from jax_cudnn.reference.attention.sequences import Spans
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -94,10 +95,8 @@ def _why_not_ragged(
         return f"query is {query.dtype}, and cuDNN packs bf16 and f16"
     if any(bound < 0 for bound in attributes.window):
         return f"cuDNN has no band for the window {list(attributes.window)}"
-    # The log-sum-exp of packed queries is refused for sm_8x and sm_12x by
-    # cudnn-frontend 1.28 ("Packed/ragged LSE is not supported").
-    if target is not None and target.sm_version // 10 not in (9, 10):
-        return f"sm_{target.sm_version} has no packed log-sum-exp in cuDNN"
+    if NO_PACKED_STATS.is_here(target):
+        return NO_PACKED_STATS.told(target, roles)
     largest = max(math.prod(tensor.dims) for tensor in roles.values())
     if largest * _most_padding(query, roles["value"]) >= 2**31:
         return "their offsets would be 2^31 or more"
