@@ -28,7 +28,6 @@ _CANDIDATES: dict[str, Callable[[Graph], tuple[Legal, ...]]] = {
 # What ways are called: what surrounds the contraction is computed by XLA, or the sums
 # of its result within the kernel.
 ALONE, WITHIN = "alone", "sums within"
-_F64 = "f64: cuDNN's fusions take bf16, f16, f32 and 8-bit operands"
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
 
@@ -55,8 +54,8 @@ def _legalize(graph: Graph) -> Legalization:
         return Legalization(
             reasons=(f"cuDNN has no kernel for {len(kinds)} contractions: {kinds}",)
         )
-    if any(tensor.dtype == "f64" for tensor in graph.tensors):
-        return Legalization(reasons=(_F64,), advice=_ADVICE)
+    if reasons := _refusals(graph):
+        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
     if kinds[0] not in _CANDIDATES:
         # A kind with no rule here goes to cuDNN as it is.
         return Legalization(candidates=(GraphEditor.of(graph).finish(),))
@@ -336,3 +335,9 @@ def _run(part: Graph | None, values: dict[str, jax.Array]) -> None:
     if part is not None:
         results = evaluate(part, [values[name] for name in part.inputs])
         values |= dict(zip(part.outputs, results, strict=True))
+
+
+def _refusals(graph: Graph) -> list[str]:
+    if all(tensor.dtype != "f64" for tensor in graph.tensors):
+        return []
+    return ["f64: cuDNN's fusions take bf16, f16, f32 and 8-bit operands"]
