@@ -32,7 +32,7 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 HEAD_MULTIPLE = 16
 # Sizes of tiles divide it, so no kernel has fewer tiles than for the sequences alone.
 # Counts of keys with t % 128 = 64 and a single query, which kernels compute wrongly
-# (sdpa_padding.py), are none of its multiples.
+# (padding.py), are none of its multiples.
 _LENGTH_MULTIPLE = 128
 _DTYPES = ("bf16", "f16")
 _BSHD = (0, 2, 1, 3)

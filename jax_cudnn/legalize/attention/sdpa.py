@@ -313,7 +313,7 @@ def keep_layout(editor: GraphEditor) -> None:
             editor.reorder(role, (*(axis for axis in order if axis != 3), 3))
 
 
-# Operands that cuDNN does not see as they are: sdpa_masks.py, sdpa_cached.py.
+# Operands that cuDNN does not see as they are: masks.py, cached.py.
 _HANDLED_ELSEWHERE = ("mask", "query_lengths", "key_lengths", "page_table")
 
 
