@@ -130,9 +130,9 @@ def layer_norm(
       cuDNN plans every number of features, for sm_80 and newer (9.19 and 9.27;
       tests/norms/gpuless/test_norm_surface.py). Its first plan may be slower than XLA,
       so "auto" takes XLA until one was measured to be faster. On an H200 or an H100
-      (80GB HBM3) with cuDNN 9.19 it takes cuDNN in training, and on the H100 with a
-      residual, for bf16 arrays of 2^24 elements and more, scale and bias included,
-      where the number of features is a multiple of 128 from 768 to 8192.
+      (80GB HBM3) it takes cuDNN in training, and on the H100 with a residual, for bf16
+      arrays of 2^24 elements and more, scale and bias included, where the number of
+      features is a multiple of 128 from 768 to 8192 (measured with cuDNN 9.19).
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn
