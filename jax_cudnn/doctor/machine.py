@@ -168,7 +168,7 @@ class Facts:
 
 
 class _Unread:
-    """What could not be read, with the errors: facts as well."""
+    """The things that could not be read, with the errors; these are facts as well."""
 
     def __init__(self) -> None:
         self.errors: list[tuple[str, str]] = []

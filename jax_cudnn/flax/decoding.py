@@ -41,7 +41,7 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTokens:
-    """Where the tokens of a call go: the n-th to slot ``start + n`` of the cache.
+    """The places of a call's tokens: the n-th goes to slot ``start + n`` of the cache.
 
     Attributes:
       count: how many tokens the call has for each batch entry, with padding.
@@ -55,7 +55,7 @@ class NewTokens:
 
     @property
     def kept(self) -> jax.Array | int:
-        """How many tokens are kept, (...) or one number for all entries."""
+        """The number of tokens that are kept, (...) or one number for all entries."""
         return self.count if self.lengths is None else self.lengths
 
     @property

@@ -29,7 +29,7 @@ from jax_cudnn.ops.common.callers import on_behalf_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a layer attends in each of its calls; checked when made.
+    """The settings of a layer's attention in all of its calls; checked when made.
 
     ``layer`` is the layer's name in messages. The rest is as in `jax_cudnn.sdpa`.
     """

@@ -183,7 +183,7 @@ _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Report(Page):
-    """What ``inspect`` found; ``str(report)`` is a table.
+    """The result of ``inspect``; ``str(report)`` is a table.
 
     ``notes`` has a sentence for each thing that could not be seen. Below the table are
     the reasons why XLA runs a call, the plans that were passed over, and the notes;

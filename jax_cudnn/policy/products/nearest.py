@@ -66,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the measured kernels most like one say of it.
+    """The evidence about a kernel from the measured kernels most like it.
 
     ``ratio`` is the geometric mean of the time of cuDNN's first plan over that of XLA's
     code, in which near kernels weigh more. Of ``count`` kernels, ``losses`` took cuDNN
