@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's cache holds after a call, and which of it a new token may see.
+"""Updates a layer's cache in a call, and says which tokens a new one may see.
 
 A cache is Flax's: keys and values of all positions, and the number of those that are
 there. Beyond Flax, a call may bring many tokens, and each batch entry may have its own

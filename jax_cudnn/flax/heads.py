@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs between the projections of an attention layer, of nnx and of linen.
+"""Runs an attention layer, of nnx or of linen, between its projections.
 
-Rotary embedding, cache and attention. Parameters and projections are Flax's.
+These are rotary embedding, cache and attention. Parameters and projections are Flax's.
 """
 
 from collections.abc import Callable

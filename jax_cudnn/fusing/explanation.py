@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of each operation of a fused function, as text and as a picture."""
+"""Explains each operation of a fused function, as text and as a picture."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace

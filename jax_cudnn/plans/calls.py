@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plans.inspect` answers: each cuDNN call as data, and a report of them all.
+"""Defines the result of `plans.inspect`: calls as data, and a report of them all.
 
-What `plans.explain` says of a call as well is `CallSummary`.
+`CallSummary` is what `plans.explain` says of a call as well.
 """
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a legalisation is: the ways to run a graph by cuDNN, or the reasons for none."""
+"""Defines the result of legalisation: the ways to run a graph by cuDNN, or reasons."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast cuDNN's first plan is for a kernel, by those most like it.
+"""Estimates how fast cuDNN's first plan is for a kernel, from those most like it.
 
 A kernel is like a product of (rows, depth) and (depth, columns). It has a class, which
 says what else matters (kernels.py). The distance of two kernels is that of the
