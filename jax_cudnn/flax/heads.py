@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs an attention layer, of nnx or of linen, between its projections.
 
-These are rotary embedding, cache and attention. Parameters and projections are Flax's.
+It applies rotary embedding, cache and attention. Parameters and projections are Flax's.
 """
 
 from collections.abc import Callable
