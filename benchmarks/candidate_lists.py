@@ -27,8 +27,8 @@ from jax_cudnn import native
 from jax_cudnn.config import PlanOptions
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
-from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering.devices import local_device, local_target
+from jax_cudnn.policy import ranked
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
 from jax_cudnn.tuning.stopwatch import OperandSets, PlanStopwatch
@@ -49,7 +49,7 @@ class _Kernel:
 
     def __init__(self, part: Graph, target: Target) -> None:
         self.part = part
-        self.legal = legalize(part, target).candidates[0]
+        self.legal = ranked(part, target)[0].legal
         self.plans: dict[str, native.PlanInfo] = {}
         self.listed_ms: dict[str, float] = {}
         self._device = local_device()

@@ -28,10 +28,11 @@ from jax_cudnn import native
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.legalize import Legal
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device, local_target
+from jax_cudnn.policy import ranked
 from jax_cudnn.policy.products.nearest import LOSS
 from jax_cudnn.tuning.stopwatch import (
     OperandSets,
@@ -140,14 +141,14 @@ class _Kernel:
 
     def prepare(self) -> None:
         """Build plans and compile programs; may run in a thread."""
-        ways = legalize(self.part, self._target).candidates
-        for legal in ways:
-            name = self._way_of(legal)
+        ways = ranked(self.part, self._target)
+        for way in ways:
+            legal, name = way.legal, self._way_of(way.legal)
             # What has the contraction alone counts if it comes first.
-            is_like_first = len(legal.graph.nodes) == len(ways[0].graph.nodes)
+            is_like_first = len(legal.graph.nodes) == len(ways[0].legal.graph.nodes)
             if name in self.plans or not is_like_first:
                 continue
-            if built := first_plans(legal.graph, _PLANS, legal.preference):
+            if built := first_plans(legal.graph, _PLANS, way.preference):
                 self.plans[name] = legal, built
         self._operands.compile()
 
@@ -224,7 +225,7 @@ def measure(found: Sequence[Cell]) -> Iterator[dict[str, Any]]:
         part
         for cell in found
         for part in cell.parts()
-        if any(map(is_rewritten, legalize(part, target[1]).candidates))
+        if any(map(is_rewritten, [way.legal for way in ranked(part, target[1])]))
     ]
     yield from measured_ways(rewritten, _way_of)
 

@@ -23,9 +23,10 @@ from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from jax_cudnn.graph import Graph, Target, is_anchor
 from jax_cudnn.graph.pointwise import PointwiseAttributes
-from jax_cudnn.legalize import legalize, partition
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_device, local_target
+from jax_cudnn.policy import ranked
 from jax_cudnn.tuning.stopwatch import OperandSets, PlanStopwatch
 from jax_cudnn.tuning.together import together
 
@@ -58,11 +59,11 @@ class _Case:
 
         A graph with another activation in the place of its own is legal as well.
         """
-        placed = legalize(self.part, target).candidates[0].graph
+        placed = ranked(self.part, target)[0].legal.graph
         own = _with_mode(placed, self.place, mode)
-        (written, *_) = legalize(
-            _with_mode(self.part, self.place, mode), target
-        ).candidates
+        (written, *_) = [
+            way.legal for way in ranked(_with_mode(self.part, self.place, mode), target)
+        ]
         found = {"node": own}
         if len(written.graph.nodes) != len(own.nodes):
             found["written"] = written.graph

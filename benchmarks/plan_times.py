@@ -32,9 +32,9 @@ from benchmarks.report import environment, versions_text
 from jax_cudnn import native, plans
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import is_anchor, to_json
-from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
+from jax_cudnn.policy import ranked
 
 _PAGE, _DATA = "plan_times.md", "plan_times.json"
 
@@ -100,7 +100,7 @@ def _graphs(workload: Workload) -> list[str]:
     found: dict[str, None] = {}
     for traced in traced_graphs(value_and_grads, *operands):
         for part in traced.parts:
-            for candidate in legalize(part, local[1]).candidates[:1]:
+            for candidate in (way.legal for way in ranked(part, local[1])[:1]):
                 if any(map(is_anchor, candidate.graph.nodes)):
                     found[to_json(candidate.graph)] = None
     return list(found)

@@ -23,11 +23,11 @@ from jax_cudnn import choices, conv, gated_matmul, matmul, native
 from jax_cudnn.config import Options
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, GraphWriter, MatmulAttributes, Tensor, to_json
-from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import run_cudnn, run_xla, traced_graphs
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_target
 from jax_cudnn.lowering.primitives import run_reference
+from jax_cudnn.policy import ranked
 from jax_cudnn.tuning import measure as measure_part
 from jax_cudnn.tuning.stopwatch import (
     PlanStopwatch,
@@ -233,7 +233,7 @@ def _measure_weights() -> Iterator[tuple[str, float]]:
         tuned = measure_part(part, options, local[1])
         assert tuned.xla_us is not None
         assert tuned.cudnn_us is not None
-        legal = legalize(part, local[1]).candidates[0]
+        legal = ranked(part, local[1])[0].legal
         plan = native.plan(to_json(legal.graph))
         step = Step(part=part, legal=legal, plan=plan, target=local[1])
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the rows of jax_cudnn/limits.py between the marks of docs/known_bugs.md.
+"""Writes the rows of jax_cudnn/limits between the marks of docs/known_bugs.md.
 
 python -m scripts.known_bugs
 """

@@ -4,11 +4,10 @@
 Graphs say what users mean; cuDNN takes less (one contraction in a kernel, head sizes
 in multiples of 8, no boolean masks, no cotangent of the log-sum-exp, ...). The
 difference is made up here, in jax.numpy, and nowhere else. Knows cuDNN's documented
-limits, of which those in jax_cudnn/limits.py hold for all that is written here, and
-asks no library.
+limits, of which those in jax_cudnn/limits hold for all that is written here, and asks
+no library. What is of some versions or GPUs only is there, and not here.
 """
 
-import itertools
 from dataclasses import replace
 
 from jax_cudnn import limits
@@ -58,13 +57,19 @@ def _within_limits(
     part: Graph, found: Legalization, target: Target | None
 ) -> Legalization:
     """Return a legalisation without the ways that a limit of cuDNN is in the way of."""
-    met = [limits.met(way.graph, target) for way in found.candidates]
-    pairs = zip(found.candidates, met, strict=True)
-    kept = tuple(way for way, limits_of_way in pairs if not limits_of_way)
-    all_met = dict.fromkeys(itertools.chain(*met, limits.met(part, target)))
-    if kept or not all_met:
+    is_lacking = any(limit.lacking for limit in limits.met(part, target))
+    ways = () if is_lacking else found.candidates
+    kept = tuple(way for way in ways if not limits.met(way.graph, target))
+    if kept:
         return replace(found, candidates=kept)
+    told = {
+        limit: limit.told_of(graph, target)
+        for graph in (*(way.graph for way in ways), part)
+        for limit in limits.met(graph, target)
+    }
+    if not told:
+        return found
     return Legalization(
-        reasons=(*found.reasons, *(limit.reason for limit in all_met)),
+        reasons=(*found.reasons, *told.values()),
         advice=found.advice or ADVICE,
     )

@@ -46,13 +46,18 @@ def _forward(
         inputs = {**inputs, "x": results["total"]}
     wide = _widened(inputs)
     centred = x = wide["x"]
+    epsilon = attributes.epsilon
     if is_centred:
-        moments = column_moments(x) if axes == (0,) else _centred_moments(x, axes)
-        results["mean"], variance = moments
+        found = (
+            column_moments(x, epsilon)
+            if axes == (0,)
+            else _centred_moments(x, axes, epsilon)
+        )
+        results["mean"], variance = found
         centred = x - results["mean"]
     else:
-        variance = _mean_square(x, axes)
-    rstd = jax.lax.rsqrt(variance + jnp.asarray(attributes.epsilon, x.dtype))
+        variance = _mean_square(x, axes, epsilon)
+    rstd = jax.lax.rsqrt(variance + jnp.asarray(epsilon, x.dtype))
     output = centred * rstd
     if "scale" in wide:
         output = output * wide["scale"]
@@ -71,7 +76,7 @@ _ROWS_PER_SAMPLE = 1024
 _LARGEST_SHIFT = 0.25  # of the largest number
 
 
-def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+def column_moments(x: jax.Array, epsilon: float = 0.0) -> tuple[jax.Array, jax.Array]:
     """Return the means and the variances of the columns, (1, columns), by one pass.
 
     With k near the mean, both are sums of x - k and its square, which XLA computes
@@ -82,10 +87,10 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     bits cancel.
 
     Rows whose type says that devices share them out cannot be sampled so: there values
-    are centred.
+    are centred. What the variance is added to is at least ``epsilon``.
     """
     if _is_shared_out(x, 0):
-        return _centred_moments(x, (0,))
+        return _centred_moments(x, (0,), epsilon)
     sampled = jnp.mean(x[::_ROWS_PER_SAMPLE], 0, keepdims=True)
     # Infinities and NaN are left to the sums.
     largest = _LARGEST_SHIFT * float(jnp.finfo(x.dtype).max)
@@ -93,7 +98,7 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     shift = jax.lax.stop_gradient(jnp.where(is_near, sampled, 0))
     moved = x - shift
     offset = jnp.mean(moved, 0, keepdims=True)
-    square = _mean_square(moved, (0,))
+    square = _mean_square(moved, (0,), epsilon)
     # Squares beyond the dtype's range leave an infinite variance, not a NaN.
     is_too_large = jnp.isposinf(square) & jnp.isfinite(offset)
     variance = square - jnp.where(is_too_large, 0, jnp.square(offset))
@@ -101,20 +106,21 @@ def column_moments(x: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _centred_moments(
-    x: jax.Array, axes: tuple[int, ...]
+    x: jax.Array, axes: tuple[int, ...], epsilon: float
 ) -> tuple[jax.Array, jax.Array]:
     """Return the means along some axes, and the variances, by two passes."""
     (total,) = _sums((x,), axes)
     mean = total / _count(x, axes)
-    return mean, _mean_square(x - mean, axes)
+    return mean, _mean_square(x - mean, axes, epsilon)
 
 
-def _mean_square(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
-    """Return the mean of the squares along some axes.
+def _mean_square(x: jax.Array, axes: tuple[int, ...], epsilon: float) -> jax.Array:
+    """Return the mean of the squares along some axes, to which epsilon is added.
 
-    Where the sum of the squares is beyond the range, values are multiplied by a power
-    of two near 1/sqrt(count) before they are squared. So the sum is in range wherever
-    the largest square is, whatever the count. Small squares would vanish by this.
+    Values are multiplied by a power of two near 1/sqrt(count) before they are squared.
+    So the sum is in range wherever the largest square is, whatever the count, and has
+    the same digits. Small squares vanish by this: where epsilon does not hide them all,
+    it is done only where the sum of the squares themselves is beyond the range.
     """
     count = _count(x, axes)
     if isinstance(count, float):
@@ -123,8 +129,22 @@ def _mean_square(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
     else:  # A symbolic size.
         factor, rest = jax.lax.rsqrt(jnp.asarray(count, x.dtype)), 1.0
     scaled = jnp.square(x * jnp.asarray(factor, x.dtype))
+    if _hides_what_vanishes(epsilon, count, x.dtype):
+        (small,) = _sums((scaled,), axes)
+        return small / rest
     total, small = _sums((jnp.square(x), scaled), axes)
     return jnp.where(jnp.isfinite(total), total / count, small / rest)
+
+
+def _hides_what_vanishes(epsilon: float, count: Any, dtype: Any) -> bool:
+    """Whether epsilon is so large that squares which vanish by scaling do not count.
+
+    Each scaled square is off by less than the smallest normal number, and so is their
+    mean: by at most 4 times `count` times that, once the factor is taken back.
+    """
+    info = jnp.finfo(dtype)
+    lost = 4 * count * float(info.tiny) if isinstance(count, float) else math.inf
+    return lost <= epsilon * float(info.eps)
 
 
 def _count(x: jax.Array, axes: tuple[int, ...]) -> Any:

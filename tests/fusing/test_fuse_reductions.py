@@ -23,6 +23,8 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 from tests.common.devices import mesh_of, placed
 from tests.common.drawn_operands import draw_arrays
 
+pytestmark = pytest.mark.sampled
+
 _H200 = Target(name="h200", sm_version=90, sm_count=132, cudnn_version=91900)
 _Function = Callable[..., Any]
 

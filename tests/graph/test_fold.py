@@ -28,6 +28,8 @@ from tests.attention.shared.oracle import (
 )
 from tests.common.drawn_operands import draw_operands
 
+pytestmark = pytest.mark.sampled
+
 _SIZES = {"b": 2, "s": 3, "t": 5, "h": 4, "k": 2, "d": 7, "e": 6}
 _COUNT = 3
 _SCALE = 0.3

@@ -19,10 +19,12 @@ from jax_cudnn.graph import (
     grouped_matmul_graph,
     is_anchor,
 )
+from jax_cudnn.graph.kinds import all_kinds, roles_in
 from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.reference import evaluate
+from tests.attention.shared.f8_graphs import f8_graph
 from tests.common.drawn_operands import draw_arrays
 from tests.products.shared.conv_graphs import conv_graph
 from tests.tools.script import load_script
@@ -35,6 +37,11 @@ _CHANNELS_LAST = ("NDHWC", "DHWIO", "NDHWC")
 
 def _target(cudnn: int, sm: int = 90) -> Target:
     return Target(name=f"sm_{sm}", sm_version=sm, sm_count=132, cudnn_version=cudnn)
+
+
+def _tensor(name: str, dtype: DTypeName, *dims: int) -> Tensor:
+    order = tuple(range(len(dims)))
+    return Tensor(name=name, dtype=dtype, dims=dims, order=order)
 
 
 def _runs(graph: Graph, target: Target | None) -> bool:
@@ -194,16 +201,12 @@ def test_no_relu_goes_before_a_filter_s_gradient_on_blackwell(
 def test_a_single_group_is_no_grouped_product_for_cudnn() -> None:
     """Nothing that legalisation writes has one, for any version; the row is a guard."""
 
-    def of(name: str, dtype: DTypeName, *dims: int) -> Tensor:
-        order = tuple(range(len(dims)))
-        return Tensor(name=name, dtype=dtype, dims=dims, order=order)
-
     for groups in (1, 2):
         graph = grouped_matmul_graph(
             {
-                "a": of("a", "bf16", 1, 24, 16),
-                "b": of("b", "bf16", groups, 16, 8),
-                "group_sizes": of("group_sizes", "i32", 1, groups),
+                "a": _tensor("a", "bf16", 1, 24, 16),
+                "b": _tensor("b", "bf16", groups, 16, 8),
+                "group_sizes": _tensor("group_sizes", "i32", 1, groups),
             },
             "bf16",
         )
@@ -222,13 +225,103 @@ def test_a_single_group_is_no_grouped_product_for_cudnn() -> None:
 # --- the table ------------------------------------------------------------------------
 
 
+_ROWS = (*limits.LIMITS, *limits.WORKAROUNDS)
+
+
 def test_every_row_is_of_kinds_and_versions_that_there_are() -> None:
+    for row in _ROWS:
+        assert row.versions
+        assert row.gpus
+        assert row.what == row.what.rstrip(".")
+        assert "|" not in row.what + row.done + row.source
+    kinds = {*all_kinds()}
     for limit in limits.LIMITS:
         assert limit.kinds
-        assert limit.versions
-        assert limit.gpus
-        assert limit.what == limit.what.rstrip(".")
-        assert "|" not in limit.what + limit.done + limit.source
+        assert limit.kinds <= kinds
+        # It would be dropped for a GPU that may well take it.
+        assert not limit.is_of_unknown
+    # What is of all GPUs and versions needs no row to ask.
+    assert not any(row.is_general for row in limits.WORKAROUNDS)
+
+
+def test_every_row_has_its_words() -> None:
+    graph = f8_graph()
+    roles = roles_in(graph, graph.nodes[0])
+    for row in _ROWS:
+        assert not {*row.told(_target(91900), roles)} & {*"{}"}
+
+
+# Of each row that is no bug, or is written around: targets that have it, and the next
+# ones that do not, as (architecture, version).
+_ENDS = {
+    "there is no attention": ([(79, 91900)], [(80, 91900)]),
+    "there is no attention over pages": ([(90, 90499)], [(90, 90500)]),
+    "a `score_mod` was not run": ([(90, 91899)], [(90, 91900), (80, 92800)]),
+    "there is no f8 attention": ([(89, 91900)], [(90, 91900), (120, 91900)]),
+    "f8 attention gives no results in bf16": (
+        [(90, 92800), (99, 91300), (100, 91299), (120, 91200)],
+        [(100, 91300), (120, 92800)],
+    ),
+    "f8 attention takes head sizes of at most 256": ([(99, 91900)], [(100, 91900)]),
+    "f8 attention takes head sizes of at most 128": ([(100, 92800)], [(99, 91900)]),
+    "f8 attention takes no head size of 192": (
+        [(100, 91899), (120, 91800)],
+        [(100, 91900), (90, 91800)],
+    ),
+    "there are no engines that compile": ([(79, 91900)], [(80, 91900)]),
+    "products and convolutions were not": ([(90, 90799)], [(90, 90800)]),
+    "there are no products and convolutions of f8": ([(88, 91900)], [(89, 91900)]),
+    "there are no products of groups": ([(79, 91900)], [(80, 91900)]),
+    "there is no operation for products of groups": ([(90, 91499)], [(90, 91500)]),
+    "norms write no f8": ([(88, 91900)], [(89, 91900)]),
+    "there are norms of few sizes": ([(79, 91900)], [(80, 91900)]),
+    "norms were not planned": ([(90, 90799)], [(90, 90800)]),
+    "without lengths, and with t % 128": ([(90, 91500), (80, 91400)], [(90, 91501)]),
+    "keys of a batch entry whose length": ([(90, 91400)], [(90, 91900), (80, 92800)]),
+    "there is no log-sum-exp of packed": (
+        [(80, 91900), (89, 91900), (110, 92800), (120, 92800)],
+        [(90, 91000), (103, 92800), (109, 91900)],
+    ),
+    "f8 attention has no plan for a single query": ([(99, 92800)], [(100, 91900)]),
+    "which probabilities a kernel's own dropout": (
+        [(90, 91899), (90, 91901), (89, 91900), (100, 91900)],
+        [(90, 91900)],
+    ),
+}
+
+
+_WITH_ENDS: list[limits.Row] = [each for each in limits.LIMITS if each.lacking]
+_WITH_ENDS += limits.WORKAROUNDS
+
+
+@pytest.mark.parametrize("what", _ENDS)
+def test_where_rows_begin_and_end(what: str) -> None:
+    found = [row for row in _WITH_ENDS if row.what.startswith(what)]
+    row = min(found, key=lambda row: len(row.what))
+    have, have_not = _ENDS[what]
+    assert all(row.is_here(_target(version, sm)) for sm, version in have)
+    assert not any(row.is_here(_target(version, sm)) for sm, version in have_not)
+    assert row.is_here(None) == row.is_of_unknown
+
+
+def test_every_row_that_is_no_bug_has_its_ends_above() -> None:
+    assert len(_ENDS) == len(_WITH_ENDS)
+
+
+def test_a_lack_is_of_what_is_asked_for_however_it_is_written() -> None:
+    """A product of each group, or sums that XLA converts, are no way around it."""
+    graph = grouped_matmul_graph(
+        {
+            "a": _tensor("a", "bf16", 1, 24, 16),
+            "b": _tensor("b", "bf16", 2, 16, 8),
+            "group_sizes": _tensor("group_sizes", "i32", 1, 2),
+        },
+        "bf16",
+    )
+    assert _runs(graph, _target(91500))
+    refused = legalize(graph, _target(91499))
+    assert not refused.candidates
+    assert refused.reasons == ("cuDNN 91499 is older than 9.15",)
 
 
 @pytest.mark.parametrize(
@@ -242,6 +335,8 @@ def test_every_row_is_of_kinds_and_versions_that_there_are() -> None:
         (range(92700), range(90, 91), "cuDNN up to 9.26 on sm_90"),
         (range(92801, 1_000_000), range(100, 110), "cuDNN 9.28.1 and newer on sm_100"),
         (None, range(100, 110), "sm_100 to sm_109"),
+        (None, range(100, 10_000), "sm_100 and newer"),
+        (None, range(80), "GPUs before sm_80"),
     ],
 )
 def test_versions_and_gpus_are_told(
@@ -249,10 +344,22 @@ def test_versions_and_gpus_are_told(
 ) -> None:
     changes = {"versions": versions, "gpus": gpus}
     given = {name: x for name, x in changes.items() if x is not None}
-    limit = dataclasses.replace(limits.LIMITS[0], **given)
+    (general,) = (each for each in limits.LIMITS if each.is_general)
+    limit = dataclasses.replace(general, **given)
     assert limit.where.startswith(where)
     assert limit.reason.startswith(f"{where}")
     assert ("Use cuDNN" in limit.reason) == (limit.fixed is not None)
+
+
+def test_all_but_some_versions_and_gpus_are_told() -> None:
+    row = dataclasses.replace(
+        limits.WORKAROUNDS[0],
+        versions=range(91900, 91901),
+        gpus=range(90, 91),
+        elsewhere=True,
+    )
+    assert row.reason == f"all but cuDNN 9.19.0 on sm_90: {row.what}"
+    assert row.fixed is None
 
 
 def test_an_unknown_gpu_has_general_limits_only() -> None:

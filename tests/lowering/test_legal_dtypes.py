@@ -21,7 +21,7 @@ from tests.norms.calls import CALLS, Call, operands
 from tests.products.shared.fused import graphs
 from tests.products.shared.fusion_cases import ALL, Case, parts
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 
 def _types(tensors: Sequence[Tensor]) -> list[jax.ShapeDtypeStruct]:

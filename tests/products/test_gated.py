@@ -170,6 +170,8 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_cudnn import gated_matmul
 
+pytestmark = pytest.mark.sampled
+
 mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 with jax.set_mesh(mesh):
     def put(spec, *shape):

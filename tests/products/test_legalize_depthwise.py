@@ -24,7 +24,7 @@ from jax_cudnn.policy.tables import tables_for
 from tests.common.legal_ways import check_bad_numbers, check_ways
 from tests.products.shared.grouped_layers import GroupedLayer
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _H100 = Target(name="NVIDIA H100", sm_version=90, sm_count=132, cudnn_version=91900)
 _ROOT = Path(__file__).parents[2]

@@ -8,6 +8,7 @@ f64. (cuDNN has no f64: the refusal of it is switched off here.)
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -29,7 +30,7 @@ from jax_cudnn.legalize.products import conv_channels, conv_pairs, fusion, reduc
 from jax_cudnn.legalize.products import pointwise as rewriting
 from jax_cudnn.legalize.products.pointwise import rewrite_pointwise
 from jax_cudnn.lowering import traced_graphs, traced_program
-from jax_cudnn.policy import ranked
+from jax_cudnn.policy import ranked, tables
 from jax_cudnn.reference import evaluate
 from tests.common.drawn_operands import draw_arrays
 from tests.common.legal_ways import check_ways, graphs_of, run_way
@@ -41,11 +42,30 @@ _NHWC = ("NHWC", "HWIO", "NHWC")
 
 @pytest.fixture(autouse=True)
 def _double(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(fusion, "_refusals", lambda *_: [])
-    monkeypatch.setattr(reduction, "_refusals", lambda _: ())
-    monkeypatch.setattr(conv_channels, "_DTYPES", ("f64", "bf16", "f16"))
+    _measure_in_f64(monkeypatch)
     with jax.enable_x64(True):
         yield
+
+
+def _measure_in_f64(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
+    """Let what was measured in 16 bits hold for f64, with other conditions."""
+    monkeypatch.undo()
+    monkeypatch.setattr(fusion, "_refusals", lambda *_: [])
+    monkeypatch.setattr(reduction, "_refusals", lambda _: ())
+    (table,) = tables.shipped()
+    orders = [
+        replace(each, when={**each.when, **_of_f64(each, changes)})
+        for each in table.orders
+    ]
+    made = replace(table, orders=orders)
+    monkeypatch.setattr(tables, "shipped", lambda: (made,))
+
+
+def _of_f64(order: tables.Order, changes: dict[str, Any]) -> dict[str, Any]:
+    found = {name: each for name, each in changes.items() if name in order.when}
+    if "dtype" in order.when:
+        found["dtype"] = [*order.when["dtype"], "f64"]
+    return found
 
 
 @pytest.fixture
@@ -161,7 +181,7 @@ def _ways_with(
     for graph, _ in graphs_of(layer, operands):
         for part in partition(graph):
             kinds = [node.kind for node in part.nodes if is_anchor(node)]
-            first, *rest = legalize(part, None).candidates
+            first, *rest = (way.legal for way in ranked(part, None))
             for kept, ways in zip(found, ([first], rest[-1:]), strict=True):
                 if any(words in note for way in ways for note in way.notes):
                     kept.update(kind.removeprefix("conv_") for kind in kinds)
@@ -250,7 +270,7 @@ def test_filters_gradients_over_small_windows_are_products(
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conv_channels, "_LARGEST_WINDOW", 100)
+    _measure_in_f64(monkeypatch, window_elements={"at_most": 100})
     load = 4
     monkeypatch.setitem(conv_channels.ELEMENTS_PER_LOAD, "f64", load)
     outer = math.ceil(channels * math.prod(window) / load) * load
@@ -303,7 +323,7 @@ def test_few_channels_become_more_with_what_follows(
     operands = _draw(rng, 2, 1, 11, 9), _draw(rng, 6, 1, *window), _draw(rng, 6)
     assert check_ways(layer, operands) > 4
     ((graph, _, _),) = traced_graphs(layer, *operands)
-    first, second, *_ = legalize(graph, None).candidates
+    first, second, *_ = (way.legal for way in ranked(graph, None))
     assert len(first.graph.nodes) == len(second.graph.nodes) == 3
     assert any(words in note for note in first.notes)
     assert not any("channels of x" in note for note in second.notes)
@@ -387,9 +407,7 @@ def test_places_are_counted_in_32_bits() -> None:
             p for each in traced_program(gradient, *types).graphs for p in each.parts
         ]
         (part,) = [each for each in parts if each.nodes[0].kind == "conv_wgrad"]
-        return any(
-            _WINDOWS in note for note in legalize(part, None).candidates[0].notes
-        )
+        return any(_WINDOWS in note for note in ranked(part, None)[0].legal.notes)
 
     assert is_first(2**14, 2**14)
     assert not is_first(2**16, 2**15)
@@ -454,8 +472,7 @@ def test_what_is_not_finite_stays_where_it_is(
 
 @pytest.fixture
 def _small_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv_pairs, "_DTYPES", ({"f64"},))
-    monkeypatch.setattr(conv_pairs, "_WORK", 1)
+    _measure_in_f64(monkeypatch, work={"at_least": 1})
     monkeypatch.setattr(conv_pairs, "_LEAST", 8)
 
 

@@ -19,7 +19,7 @@ from jax_cudnn.policy import ranked
 from tests.common.legal_ways import check_bad_numbers, check_ways
 from tests.products.shared.grouped_layers import GroupedLayer
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 
 @pytest.fixture

@@ -128,6 +128,15 @@ def _anchor(heading: str) -> str:
 # --- tables ---------------------------------------------------------------------------
 
 
+def test_files_that_the_page_of_bugs_names_are_there() -> None:
+    root = DOCS.parent
+    text = (DOCS / "known_bugs.md").read_text()
+    names = re.findall(r"`([^` ]+\.(?:py|cc))`", text)
+    assert len(names) > 30
+    homes = (root, root / "jax_cudnn" / "legalize")
+    assert not [x for x in names if not any((home / x).is_file() for home in homes)]
+
+
 def test_the_tables_of_plans_are_what_the_data_say() -> None:
     tables = load_script("plan_tables")
     advice = "run python -m scripts.plan_tables"

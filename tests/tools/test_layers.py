@@ -234,11 +234,12 @@ def _is_below(folder: str, other: str) -> bool:
 # Each floor has a folder, or a module, for each family of operations. What families
 # share lies beside them: in the floor itself, or in its folder `common`.
 _FAMILIES = ("attention", "products", "norms", "pooling")
-_FLOORS = ("graph", "reference", "legalize", "policy", "ops")
+_FLOORS = ("graph", "reference", "limits", "legalize", "policy", "ops")
 # The modules that name every family's parts for the floors above.
 _FACES = {
     "graph/__init__.py",
     "reference/interpreter.py",
+    "limits/__init__.py",
     "legalize/__init__.py",
     "policy/ranking.py",
 }
@@ -290,6 +291,57 @@ def test_the_reader_of_families_sees_what_there_is() -> None:
     assert [found for found, family in met if _meets_another_family(found, family)] == (
         wrong
     )
+
+
+# --- versions and architectures -------------------------------------------------------
+
+# The layers that read which GPU or cuDNN there is: they keep limits, measurements,
+# plans and programs. What the others do on some of them only is a row of limits.
+_KNOW_VERSIONS = {
+    *("limits", "policy", "choices", "native", "offline", "lowering", "plans"),
+    "doctor",
+}
+_VERSIONS = {"sm_version", "cudnn_version"}
+
+
+def _versions_read(tree: ast.AST) -> list[ast.Attribute]:
+    """Return where a version or an architecture is read, but for words about it."""
+    told = {
+        id(part)
+        for text in ast.walk(tree)
+        if isinstance(text, ast.FormattedValue)
+        for part in ast.walk(text)
+    }
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and node.attr in _VERSIONS
+        and id(node) not in told
+    ]
+
+
+def test_versions_and_architectures_are_read_by_few_layers() -> None:
+    users = {
+        path.relative_to(_PACKAGE).parts[0].removesuffix(".py")
+        for path in _modules()
+        if _versions_read(ast.parse(path.read_text(encoding="utf-8")))
+    }
+    assert users == _KNOW_VERSIONS
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("target.sm_version < 80", 1),
+        ("sm, cudnn = target.sm_version, target.cudnn_version", 2),
+        ("(target.sm_version // 10) in (9, 10)", 1),
+        ("f'sm_{target.sm_version}'", 0),
+        ("LENGTHS_ARE_COPIED.is_here(target)", 0),
+    ],
+)
+def test_the_reader_of_versions_sees_what_there_is(text: str, count: int) -> None:
+    assert len(_versions_read(ast.parse(text))) == count
 
 
 # The largest number of files in a folder that a reader still takes in.

@@ -22,11 +22,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import CachedAttributes, Graph, SdpaAttributes, Target, Tensor
 from jax_cudnn.graph.attention.cached import room, sdpa_cached_graph
-from jax_cudnn.legalize.attention.sdpa import (
-    keep_layout,
-    make_scale_positive,
-    refuse_target,
-)
+from jax_cudnn.legalize.attention.sdpa import keep_layout, make_scale_positive
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import ADVICE, Arrays, Legal, Legalization
 from jax_cudnn.reference.attention import sdpa
@@ -39,8 +35,9 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of attention over a cache."""
+    del target  # What a GPU or a version lacks is a limit.
     editor = GraphEditor.by_role(graph)
-    if reasons := _reasons(editor, target):
+    if reasons := _reasons(editor):
         return Legalization(reasons=tuple(reasons), advice=ADVICE)
     as_heads = _fits_as_heads(editor)
     ways = [_as_heads(graph, dict(editor.tensors))] if as_heads else []
@@ -66,7 +63,7 @@ def _attributes(editor: GraphEditor) -> CachedAttributes:
     return attributes
 
 
-def _reasons(editor: GraphEditor, target: Target | None) -> list[str]:
+def _reasons(editor: GraphEditor) -> list[str]:
     """Return the documented limits that the graph breaks, all of them."""
     reasons: list[str] = []
     roles = editor.tensors
@@ -89,11 +86,6 @@ def _reasons(editor: GraphEditor, target: Target | None) -> list[str]:
     window = _attributes(editor).window
     if window and min(window) < 0:
         reasons.append(f"the window {list(window)} has a negative bound")
-    if target is not None:
-        reasons += refuse_target(target)
-        if is_paged and target.cudnn_version < 90500:
-            version = target.cudnn_version
-            reasons.append(f"cuDNN {version} has no pages; they came with 90500")
     return reasons
 
 

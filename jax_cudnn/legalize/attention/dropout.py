@@ -14,14 +14,13 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Graph, Target, Tensor
 from jax_cudnn.legalize.attention.masks import attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
+from jax_cudnn.limits.attention import DROPOUT_NOT_COMPARED
 from jax_cudnn.reference.attention.dropout import kept
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical
 
 Step = Callable[[GraphEditor], None]
 
-# Where masks were compared bit by bit with the reference's: an H200, cuDNN 9.19.0.
-_COMPARED = {(90, 91900)}
 # A kernel divides by 1 - rate - 2^-16. Up to this rate that is within half an ulp of
 # f16 of 1 - rate.
 _HIGHEST_RATE = 1 - 2.0**-5
@@ -78,8 +77,7 @@ def _draws_alike(editor: GraphEditor, target: Target | None) -> bool:
     attributes = attributes_of(editor)
     b, h, _, _ = editor.tensors["query"].dims
     return (
-        target is not None
-        and (target.sm_version, target.cudnn_version) in _COMPARED
+        not DROPOUT_NOT_COMPARED.is_here(target)
         and attributes.dropout <= _HIGHEST_RATE
         and (b == 1 or h == attributes.dropout_heads)
         and (attributes.dropout_batch or b) % max(b, 1) == 0

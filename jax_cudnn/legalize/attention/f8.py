@@ -21,8 +21,8 @@ from jax_cudnn.legalize.attention.padding import pad_head
 from jax_cudnn.legalize.attention.sdpa import keep_layout, make_scale_positive
 from jax_cudnn.legalize.attention.windows import is_band, without_idle_window
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.layout import rounded_up
 from jax_cudnn.legalize.common.legalization import Legalization
+from jax_cudnn.limits.attention import F8_NEEDS_TWO_QUERIES
 
 # cudnn-frontend 1.28, sdpa_support_surface.h, "should be multiple of 16".
 _HEAD_MULTIPLE = 16
@@ -41,16 +41,11 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     # the amax.
     complete_lengths(editor, target, least_keys=0)
     make_scale_positive(editor)
-    if _needs_two_queries(target):
+    if F8_NEEDS_TWO_QUERIES.is_here(target):
         _repeat_single_query(editor)
     pad_head(editor, ("query", "key"), multiple=_HEAD_MULTIPLE)
     pad_head(editor, ("value", "output"), multiple=_HEAD_MULTIPLE)
     return Legalization(candidates=(editor.finish(),))
-
-
-def _needs_two_queries(target: Target | None) -> bool:
-    """Whether cuDNN has no plan for a single query: 9.19 and 9.27, on sm_90."""
-    return target is None or target.sm_version < 100
 
 
 def _repeat_single_query(editor: GraphEditor) -> None:
@@ -86,7 +81,6 @@ def _reasons(graph: Graph, target: Target | None) -> list[str]:
     """Return the limits that the graph breaks, all of them."""
     editor = GraphEditor.by_role(graph)
     roles = editor.tensors
-    query, value, output = (roles[role] for role in ("query", "value", "output"))
     reasons: list[str] = []
     if attributes_of(editor).window and not is_band(graph):
         reasons.append(
@@ -94,39 +88,12 @@ def _reasons(graph: Graph, target: Target | None) -> list[str]:
             "key, or stands beside lengths; cuDNN's f8 attention takes no mask to hold "
             "it"
         )
-    s = query.dims[2]
+    s = roles["query"].dims[2]
     attributes = attributes_of(editor)
     has_band = attributes.is_causal or bool(attributes.window)
-    if s == 1 and has_band and _needs_two_queries(target):
+    if s == 1 and has_band and F8_NEEDS_TWO_QUERIES.is_here(target):
         reasons.append(
             "a single query with is_causal or a window; cuDNN's f8 attention takes two "
             "or more on sm_90. Leave these out, and the keys that they hide"
-        )
-    if target is None:
-        return reasons
-    sm, cudnn = target.sm_version, target.cudnn_version
-    # All from cudnn-frontend 1.28, sdpa_support_surface.h, "FP8 specific validation".
-    if sm < 90:
-        reasons.append(
-            f"{target.name} is sm_{sm}; cuDNN's f8 attention needs sm_90 (Hopper) or "
-            "newer"
-        )
-    if output.dtype in ("bf16", "f16") and (sm < 100 or cudnn < 91300):
-        reasons.append(
-            f"the result is {output.dtype}; cuDNN gives 16-bit results of f8 operands "
-            "on sm_100 (Blackwell) and newer, from 9.13 on. Ask for f8 and dequantize"
-        )
-    d, e = (rounded_up(x.dims[3], _HEAD_MULTIPLE) for x in (query, value))
-    if sm >= 100:
-        is_wide = (d, e) == (192, 128) and cudnn >= 91900
-        if max(d, e) > 128 and not is_wide:
-            reasons.append(
-                f"head sizes d={query.dims[3]}, e={value.dims[3]}; on sm_{sm}, cuDNN's "
-                "f8 attention takes at most 128, and d=192 with e=128 from 9.19 on"
-            )
-    elif max(d, e) > 256:
-        reasons.append(
-            f"head sizes d={query.dims[3]}, e={value.dims[3]}; cuDNN's f8 attention "
-            "takes at most 256"
         )
     return reasons

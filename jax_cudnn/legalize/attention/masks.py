@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax_cudnn.graph import SdpaAttributes, Target, Tensor
 from jax_cudnn.legalize.attention.padding import has_key_count_bug
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
+from jax_cudnn.limits.attention import LENGTHS_ARE_COPIED, UNSEEN_KEYS_HAVE_GRADIENTS
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
@@ -60,9 +61,7 @@ def hide_dead_rows(editor: GraphEditor, target: Target | None) -> None:
         return
     tensors = dict(editor.tensors)
     is_causal = attributes_of(editor).is_causal
-    # 9.14 left something in the gradients of keys that no query sees, on an H100; 9.19
-    # and 9.28 give 0.
-    leaves_keys = target is not None and target.cudnn_version < 91900
+    leaves_keys = UNSEEN_KEYS_HAVE_GRADIENTS.is_here(target)
 
     def before(env: Env) -> None:
         for role, fill in (("stats", DEAD_STATS), ("grad_stats", 0)):
@@ -279,7 +278,9 @@ def complete_lengths(
     query, key = editor.tensors["query"], editor.tensors["key"]
     b, s, t = query.dims[0], query.dims[2], key.dims[2]
     roles = ("query_lengths", "key_lengths")
-    needs = _needs_lengths(t, target) or has_key_count_bug(editor)
+    # Without them, the frontend adds its own.
+    is_copied = t % 128 != 0 and LENGTHS_ARE_COPIED.is_here(target)
+    needs = is_copied or has_key_count_bug(editor)
     if not needs and not any(role in editor.tensors for role in roles):
         return
     for role in roles:
@@ -299,13 +300,3 @@ def complete_lengths(
             env[role] = lengths
 
     editor.before.append(before)
-
-
-def _needs_lengths(t: int, target: Target | None) -> bool:
-    """Whether the frontend would otherwise add lengths of its own.
-
-    Up to cuDNN 9.15.0 it does so for t % 128 != 0 and copies them from host memory at
-    each launch, which a captured command buffer must not do (cudnn-frontend,
-    scaled_dot_product_flash_attention.h, "workaround padding mask").
-    """
-    return target is not None and target.cudnn_version <= 91500 and t % 128 != 0

@@ -20,6 +20,7 @@ from jax_cudnn.legalize.attention.masks import DEAD_STATS, attributes_of, where_
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
 from jax_cudnn.legalize.common.legalization import Legal, Legalization, Rule, given_more
+from jax_cudnn.limits.attention import NO_PACKED_STATS
 from jax_cudnn.reference.attention import sequences
 from jax_cudnn.reference.attention.sequences import Spans
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -31,7 +32,7 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 HEAD_MULTIPLE = 16
 # Sizes of tiles divide it, so no kernel has fewer tiles than for the sequences alone.
 # Counts of keys with t % 128 = 64 and a single query, which kernels compute wrongly
-# (sdpa_padding.py), are none of its multiples.
+# (padding.py), are none of its multiples.
 _LENGTH_MULTIPLE = 128
 _DTYPES = ("bf16", "f16")
 _BSHD = (0, 2, 1, 3)
@@ -94,10 +95,8 @@ def _why_not_ragged(
         return f"query is {query.dtype}, and cuDNN packs bf16 and f16"
     if any(bound < 0 for bound in attributes.window):
         return f"cuDNN has no band for the window {list(attributes.window)}"
-    # The log-sum-exp of packed queries is refused for sm_8x and sm_12x by
-    # cudnn-frontend 1.28 ("Packed/ragged LSE is not supported").
-    if target is not None and target.sm_version // 10 not in (9, 10):
-        return f"sm_{target.sm_version} has no packed log-sum-exp in cuDNN"
+    if NO_PACKED_STATS.is_here(target):
+        return NO_PACKED_STATS.told(target, roles)
     largest = max(math.prod(tensor.dims) for tensor in roles.values())
     if largest * _most_padding(query, roles["value"]) >= 2**31:
         return "their offsets would be 2^31 or more"

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import jax.numpy as jnp
 
-from jax_cudnn.graph import Target, Tensor
+from jax_cudnn.graph import Tensor
 from jax_cudnn.graph.attention.score_mod import (
     OPERANDS,
     Steps,
@@ -29,15 +29,13 @@ from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
 from jax_cudnn.reference.interpreter import to_logical
 
-# The oldest version that plans were made with (for sm_90; run on an H200).
-_OLDEST = 91900
 # A multiple of the tiles of cuDNN's gradient kernels.
 _TILE = 128
 # What has a number for each score.
 _FULL = ("score", "grad", "query", "key")
 
 
-def why_not_score_mod(editor: GraphEditor, target: Target | None) -> list[str]:
+def why_not_score_mod(editor: GraphEditor) -> list[str]:
     """Return the limits that a score_mod breaks."""
     steps = attributes_of(editor).score_mod
     if not steps:
@@ -60,8 +58,6 @@ def why_not_score_mod(editor: GraphEditor, target: Target | None) -> list[str]:
         for role in operands_of(steps)
         if editor.tensors[role].dtype not in (query, "f32")
     ]
-    if target is not None and target.cudnn_version < _OLDEST:
-        reasons.append("score_mod is run with cuDNN 9.19 and newer; use such a version")
     return reasons
 
 

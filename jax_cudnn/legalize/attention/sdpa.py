@@ -313,7 +313,7 @@ def keep_layout(editor: GraphEditor) -> None:
             editor.reorder(role, (*(axis for axis in order if axis != 3), 3))
 
 
-# Operands that cuDNN does not see as they are: sdpa_masks.py, sdpa_cached.py.
+# Operands that cuDNN does not see as they are: masks.py, cached.py.
 _HANDLED_ELSEWHERE = ("mask", "query_lengths", "key_lengths", "page_table")
 
 
@@ -365,32 +365,21 @@ def _refuse(editor: GraphEditor, target: Target | None) -> Legalization | None:
         reasons.append(
             f"bias is {roles['bias'].dtype}; cuDNN takes {query.dtype} or f32 here"
         )
-    reasons += why_not_score_mod(editor, target)
-    if target is not None:
-        reasons += _refuse_for(editor, target, query.dims[3], value.dims[3])
+    reasons += why_not_score_mod(editor)
+    if target is not None and editor.main.kind == "sdpa_backward":
+        reasons += _too_wide(editor, query.dims[3], value.dims[3])
     if not reasons:
         return None
     return Legalization(reasons=tuple(reasons), advice=ADVICE)
 
 
-def _refuse_for(editor: GraphEditor, target: Target, d: int, e: int) -> list[str]:
-    reasons = refuse_target(target)
-    # See carry_grad_stats: the cotangent of the log-sum-exp takes columns of the value.
+def _too_wide(editor: GraphEditor, d: int, e: int) -> list[str]:
+    """Return why cuDNN's gradient does not take head sizes; an empty list if it does.
+
+    See carry_grad_stats: the cotangent of the log-sum-exp takes columns of the value.
+    """
     extra = STATS_COLUMNS if "grad_stats" in editor.tensors else 0
-    if editor.main.kind == "sdpa_backward" and max(d, e + extra) > 256:
-        plus = f" and {extra} for the gradient of the log-sum-exp" if extra else ""
-        reasons.append(
-            f"head sizes d={d}, e={e}{plus}; cuDNN's gradient takes at most 256"
-        )
-    return reasons
-
-
-def refuse_target(target: Target) -> list[str]:
-    """Return why no attention of cuDNN runs on a target; an empty list if it does."""
-    reasons: list[str] = []
-    if target.sm_version < 80:
-        reasons.append(
-            f"{target.name} is sm_{target.sm_version}; cuDNN's attention needs sm_80 "
-            "(Ampere) or newer"
-        )
-    return reasons
+    if max(d, e + extra) <= 256:
+        return []
+    plus = f" and {extra} for the gradient of the log-sum-exp" if extra else ""
+    return [f"head sizes d={d}, e={e}{plus}; cuDNN's gradient takes at most 256"]

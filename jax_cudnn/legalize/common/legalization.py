@@ -123,22 +123,6 @@ def given_more(
     )
 
 
-def too_old(target: Target, what: str, oldest_sm: int, oldest_cudnn: int) -> list[str]:
-    """Return why a GPU or a cuDNN is too old for what it is to run.
-
-    ``oldest_cudnn`` is a number such as 90800, for 9.8.
-    """
-    reasons: list[str] = []
-    if target.sm_version < oldest_sm:
-        reasons.append(
-            f"sm_{target.sm_version} ({target.name}): {what} need sm_{oldest_sm} "
-            "(Ampere) or newer"
-        )
-    if target.cudnn_version < oldest_cudnn:
-        oldest = f"{oldest_cudnn // 10000}.{oldest_cudnn // 100 % 100}"
-        reasons.append(f"cuDNN {target.cudnn_version} is older than {oldest}")
-    return reasons
-
-
-# A target of None stands for an unknown GPU: only what no GPU can do is refused.
+# A target of None stands for an unknown GPU: only what no GPU can do is refused. What
+# some GPUs or versions do not take is no rule's: see jax_cudnn/limits.
 Rule = Callable[[Graph, Target | None], Legalization]

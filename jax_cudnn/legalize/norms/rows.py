@@ -18,23 +18,19 @@ from jax_cudnn.graph.kinds import kind_named
 from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
-from jax_cudnn.legalize.common.legalization import Legal, Legalization, too_old
+from jax_cudnn.legalize.common.legalization import Legal, Legalization
 from jax_cudnn.legalize.norms import groups
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.norms import with_statistics
 
-# Below Ampere, cuDNN has a plan for few sizes and not for bf16 (9.19 and 9.27, sm_75).
-_OLDEST_SM = 80
-_OLDEST_CUDNN = 90800
-# "!hardware_fp8_supported" in the reasons of 9.19 and 9.27 for sm_80.
-_OLDEST_F8_SM = 89
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one norm or its gradient."""
-    if reasons := _reasons(graph, target):
+    del target  # What a GPU or a version lacks is a limit.
+    if reasons := _reasons(graph):
         return Legalization(reasons=tuple(reasons), advice=_ADVICE)
     return Legalization(candidates=candidates(graph))
 
@@ -95,7 +91,7 @@ def _add_before(editor: GraphEditor, residual: Tensor) -> None:
     editor.notes.append("the residual is added by XLA")
 
 
-def _reasons(graph: Graph, target: Target | None) -> list[str]:
+def _reasons(graph: Graph) -> list[str]:
     reasons: list[str] = []
     (node,) = graph.nodes
     scaled = (
@@ -103,18 +99,11 @@ def _reasons(graph: Graph, target: Target | None) -> list[str]:
     )
     for tensor in graph.tensors:
         is_f8 = tensor.dtype.startswith("f8") and tensor.name == scaled
-        if is_f8 and target is not None and target.sm_version < _OLDEST_F8_SM:
-            reasons.append(
-                f"sm_{target.sm_version} writes no f8; sm_{_OLDEST_F8_SM} does"
-            )
         if tensor.dtype not in ("bf16", "f16", "f32") and not is_f8:
             reasons.append(
                 f"{tensor.name} is {tensor.dtype}: cuDNN's norms take bf16, f16 and f32"
             )
             break
-    if target is None:
-        return reasons
-    reasons += too_old(target, "norms", _OLDEST_SM, _OLDEST_CUDNN)
     return reasons
 
 

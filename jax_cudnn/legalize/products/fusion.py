@@ -12,7 +12,7 @@ from jax_cudnn.graph.pointwise import PointwiseAttributes, is_extreme
 from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import following, leading_to, made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.legalization import Legal, Legalization, too_old
+from jax_cudnn.legalize.common.legalization import Legal, Legalization
 from jax_cudnn.legalize.products import conv, matmul, reduction
 from jax_cudnn.legalize.products.pointwise import rewrite_pointwise
 from jax_cudnn.reference import evaluate
@@ -28,9 +28,7 @@ _CANDIDATES: dict[str, Callable[[Graph], tuple[Legal, ...]]] = {
 # What ways are called: what surrounds the contraction is computed by XLA, or the sums
 # of its result within the kernel.
 ALONE, WITHIN = "alone", "sums within"
-# Below Ampere cuDNN has no engines that compile a fusion at run time.
-_OLDEST_SM = 80
-_OLDEST_CUDNN = 90800
+_ADVICE = 'Pass implementation="xla" or "auto".'
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
@@ -39,39 +37,37 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     What is decided by a kernel's operations goes by the graph as it was asked for. How
     many there may be of what is no contraction goes by what is written.
     """
+    del target  # What a GPU or a version lacks is a limit.
     if not any(map(is_anchor, graph.nodes)):
         return reduction.legalize(rewrite_pointwise(graph))
-    found = _legalize(graph, target)
+    found = _legalize(graph)
     written = (
         replace(way, graph=rewrite_pointwise(way.graph)) for way in found.candidates
     )
     return replace(found, candidates=tuple(written))
 
 
-def _legalize(graph: Graph, target: Target | None) -> Legalization:
+def _legalize(graph: Graph) -> Legalization:
     contractions = [node for node in graph.nodes if is_anchor(node)]
     kinds = [node.kind for node in contractions]
     if len(kinds) != 1:
         return Legalization(
             reasons=(f"cuDNN has no kernel for {len(kinds)} contractions: {kinds}",)
         )
-    reasons = _refusals(graph, target)
-    if reasons:
-        return Legalization(
-            reasons=tuple(reasons), advice='Pass implementation="xla" or "auto".'
-        )
+    if reasons := _refusals(graph):
+        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
     if kinds[0] not in _CANDIDATES:
         # A kind with no rule here goes to cuDNN as it is.
         return Legalization(candidates=(GraphEditor.of(graph).finish(),))
     ways, node = _CANDIDATES[kinds[0]], contractions[0]
     if _reduces_rows(graph, node):
-        return _with_reductions(graph, target)
+        return _with_reductions(graph)
     if narrow := _f8_results_of_f32(graph, node):
-        return _converted_by_xla(graph, _in_f32(graph, narrow), target)
+        return _converted_by_xla(graph, _in_f32(graph, narrow))
     if (exact := _i32_result(graph, node)) is not None:
         if reason := _too_large_for_f32(graph, node):
             return Legalization(reasons=(reason,))
-        return _converted_by_xla(graph, _cast_in_kernel(graph, node, exact), target)
+        return _converted_by_xla(graph, _cast_in_kernel(graph, node, exact))
     fused = [*ways(graph), *_converted_first(graph, node, ways)]
     alone = _alone(graph, node, ways)
     return Legalization(
@@ -93,7 +89,7 @@ def _reduces_rows(graph: Graph, node: Node) -> bool:
     return is_along_more or any(map(is_extreme, graph.nodes))
 
 
-def _with_reductions(graph: Graph, target: Target | None) -> Legalization:
+def _with_reductions(graph: Graph) -> Legalization:
     """Return the ways to compute sums and extremes of a contraction's result.
 
     cuDNN has them at the end of a product's kernel. That comes first where nothing else
@@ -108,7 +104,7 @@ def _with_reductions(graph: Graph, target: Target | None) -> Legalization:
     needed = [name for name in graph.outputs if name in made]
     needed += sorted((read & made).difference(needed))
     middle = _part(graph.tensors, _with_constants(graph, rest), needed)
-    without = _legalize(middle, target)
+    without = _legalize(middle)
     last = _with_constants(graph, last)
     note = "sums of the kernel's result are computed by XLA"
     by_xla = [_wrap(graph, way, [], middle, last, note) for way in without.candidates]
@@ -194,12 +190,12 @@ def _cast_in_kernel(graph: Graph, node: Node, sums: Tensor) -> Graph:
     )
 
 
-def _converted_by_xla(graph: Graph, wide: Graph, target: Target | None) -> Legalization:
+def _converted_by_xla(graph: Graph, wide: Graph) -> Legalization:
     """Return the ways to compute `wide`, the graph with some results in f32.
 
     XLA converts these to what the graph says.
     """
-    legalization = _legalize(wide, target)
+    legalization = _legalize(wide)
     pairs = zip(graph.output_tensors, wide.output_tensors, strict=True)
     converted = [tensor for tensor, other in pairs if tensor.dtype != other.dtype]
 
@@ -341,14 +337,7 @@ def _run(part: Graph | None, values: dict[str, jax.Array]) -> None:
         values |= dict(zip(part.outputs, results, strict=True))
 
 
-def _refusals(graph: Graph, target: Target | None) -> list[str]:
-    reasons: list[str] = []
-    if any(t.dtype == "f64" for t in graph.tensors):
-        reasons.append("f64: cuDNN's fusions take bf16, f16, f32 and 8-bit operands")
-    if target is None:
-        return reasons
-    reasons += too_old(target, "fusions", _OLDEST_SM, _OLDEST_CUDNN)
-    eight_bit_float = [t for t in graph.tensors if t.dtype.startswith("f8")]
-    if eight_bit_float and target.sm_version < 89:
-        reasons.append(f"sm_{target.sm_version} has no f8 tensor cores; sm_89 has")
-    return reasons
+def _refusals(graph: Graph) -> list[str]:
+    if all(tensor.dtype != "f64" for tensor in graph.tensors):
+        return []
+    return ["f64: cuDNN's fusions take bf16, f16, f32 and 8-bit operands"]

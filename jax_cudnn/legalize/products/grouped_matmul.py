@@ -19,7 +19,7 @@ from jax_cudnn.graph import Graph, MatmulAttributes, Node, Target, Tensor
 from jax_cudnn.graph.kinds import Roles, roles_in
 from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
-from jax_cudnn.legalize.common.legalization import Arrays, Legal, Legalization, too_old
+from jax_cudnn.legalize.common.legalization import Arrays, Legal, Legalization
 from jax_cudnn.legalize.products import fusion
 from jax_cudnn.legalize.products.group_products import by_group, fill_loads
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -29,16 +29,14 @@ from jax_cudnn.reference.products.grouped_matmul import gradient_of_b
 _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for it"
 # What ways are called: one kernel for all groups, or a matmul for each.
 ONE_KERNEL, BY_GROUP = "one kernel", "by group"
-_OLDEST_SM = 80
-# "Moe grouped matmul requires cuDNN v9.15.0": cudnn-frontend 1.28.0.
-_OLDEST_CUDNN = 91500
+_F64 = "f64: cuDNN's grouped matmul takes bf16, f16 and f32"
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
     """Return how cuDNN can run a graph of one grouped matmul or its gradient."""
-    if reasons := _reasons(graph, target):
-        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+    if any(tensor.dtype == "f64" for tensor in graph.tensors):
+        return Legalization(reasons=(_F64,), advice=_ADVICE)
     (node,) = graph.nodes
     is_gradient = node.kind.endswith("_backward")
     ways = _of_gradient(graph, target) if is_gradient else _ways(graph, target)
@@ -55,16 +53,6 @@ def _by_group(graph: Graph) -> Legal:
         return by_group(graph)
     # Then a is not read.
     return _with_gradient_of_b(graph, by_group(_product(roles_in(graph, node), node)))
-
-
-def _reasons(graph: Graph, target: Target | None) -> list[str]:
-    reasons: list[str] = []
-    if any(tensor.dtype == "f64" for tensor in graph.tensors):
-        reasons.append("f64: cuDNN's grouped matmul takes bf16, f16 and f32")
-    if target is None:
-        return reasons
-    reasons += too_old(target, "grouped matmuls", _OLDEST_SM, _OLDEST_CUDNN)
-    return reasons
 
 
 # --- forward --------------------------------------------------------------------------
@@ -139,7 +127,7 @@ def _hide_rows(editor: GraphEditor) -> None:
 
 
 def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
-    """Return the ways to run a single group, which cuDNN 9.28 refuses (limits.py)."""
+    """Return the ways to run a single group, which cuDNN 9.28 refuses (limits)."""
     editor = GraphEditor.by_role(graph)
     _hide_rows(editor)
     for name in ("group_sizes", "starts"):

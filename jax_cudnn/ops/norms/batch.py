@@ -234,7 +234,7 @@ def batch_norm(
         if running is not None:
             # A kernel gives rstd, of which epsilon hides small variances. Where XLA
             # runs the norm, this is what it computes for it anyway.
-            _, var = _statistics(moved)
+            _, var = _statistics(moved, norm.attributes.epsilon)
     back = sorted(range(total.ndim), key=(*rows, channel).__getitem__)
     more: list[jax.Array] = []
     if running is not None:
@@ -364,7 +364,7 @@ def _synchronised(
     check_implementation(
         _OP, "statistics over a named axis are summed between two kernels.", norm.call
     )
-    own_mean, own_var = _statistics(x)
+    own_mean, own_var = _statistics(x, norm.attributes.epsilon)
     mean = axis.mean(own_mean)
     var = axis.mean(own_var + jnp.square(own_mean - mean))
     rstd = jax.lax.rsqrt(var + _epsilon(norm, var.dtype))
@@ -378,13 +378,13 @@ def _epsilon(norm: Norm, dtype: Any) -> jax.Array:
 # What is computed in f32 within these is computed again for the gradient: kept, it
 # would take twice the memory of a 16-bit x. Within one program, XLA may see that it is
 # what the norm computes, too.
-@functools.partial(jax.checkpoint, prevent_cse=False)
-def _statistics(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(1,))
+def _statistics(x: jax.Array, epsilon: float) -> tuple[jax.Array, jax.Array]:
     *outer, channels = x.shape
     # Axes are merged where the first is the only one that is sharded.
     x = gathered_along(x, range(1, len(outer)))
     rows = jnp.reshape(x.astype(accumulator(x.dtype)), (math.prod(outer), channels))
-    mean, var = column_moments(rows)
+    mean, var = column_moments(rows, epsilon)
     return mean[0], var[0]
 
 

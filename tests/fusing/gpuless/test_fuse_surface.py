@@ -11,8 +11,9 @@ import pytest
 import jax_cudnn
 from jax_cudnn import offline, plans
 from jax_cudnn.graph import label, to_json
-from jax_cudnn.legalize import legalize, partition
+from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.policy import ranked
 from tests.fusing.functions import block, conv_bn_relu, gated_mlp, normed
 
 pytestmark = pytest.mark.sampled
@@ -113,7 +114,7 @@ def test_an_mlps_gradient_has_its_activation_and_sum_in_a_product(
         for part in partition(graph)
         if label(part) == call.op
     )
-    with_sum = legalize(part, gpu.target).candidates[-1]
+    with_sum = ranked(part, gpu.target)[-1].legal
     assert [n.kind for n in with_sum.graph.nodes].count("reduction") == 1
     gpu.plan(to_json(with_sum.graph))  # which raises where there is none
 

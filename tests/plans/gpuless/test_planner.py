@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 from jax_cudnn.graph import to_json
-from jax_cudnn.legalize import legalize
+from jax_cudnn.policy import ranked
 from tests.attention.shared.oracle import SIZES, attention_graph, backward_graph
 from tests.common.gpuless import harness
 from tests.products.shared.grouped_layers import GroupedLayer
@@ -72,7 +72,7 @@ def test_a_choice_pins_the_engine_that_it_was_read_from() -> None:
 def test_a_place_among_those_of_an_engine_pins_as_well() -> None:
     layer = GroupedLayer((28, 28), (3, 3), groups=1, width=64, each=64)
     part = layer.parts(jnp.bfloat16)["conv_fprop"]
-    graph = to_json(legalize(part, None).candidates[0].graph)
+    graph = to_json(ranked(part, None)[0].legal.graph)
     listed = harness.plan_all([graph], "h200", build=False)[0]["candidates"]
     counts = Counter(each["engine"] for each in listed)
     ((engine, count),) = counts.most_common(1)

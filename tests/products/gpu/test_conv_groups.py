@@ -15,10 +15,10 @@ import pytest
 import jax_cudnn
 from jax_cudnn import plans
 from jax_cudnn.config import Options
-from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.products import conv_depthwise
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.lowering.devices import LocalGpu, local_target
+from jax_cudnn.policy import ranked
 from tests.common.gpu.pinned import judge_every_plan
 from tests.fusing.functions import normal
 from tests.products.gpu.conv_parts import conv_parts
@@ -68,7 +68,7 @@ def test_depthwise(name: str, dtype: str, activation: Any) -> None:
         shapes, dtype, feature_group_count=channels, activation=activation, **options
     )
     if activation:
-        *_, last = legalize(parts["conv_fprop"], None).candidates
+        *_, last = [way.legal for way in ranked(parts["conv_fprop"], None)]
         # What surrounds the convolution is in the kernel, and groups are kept.
         assert len(last.graph.nodes) > 1
         assert not any("are merged" in note for note in last.notes)

@@ -21,9 +21,9 @@ import pytest
 import jax_cudnn
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, derivative_of, to_json
-from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering.cuda import run_cudnn
 from jax_cudnn.lowering.decision import Step
+from jax_cudnn.policy import ranked
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from tests.common.drawn_operands import draw_arrays
@@ -213,7 +213,7 @@ def test_sums_beside_activations_are_launched_and_right(
         each for each in _around() if each.case.dtype == dtype
     ):
         operands = draw_arrays(part.graph, number)
-        for legal in legalize(part.graph, target).candidates:
+        for legal in [way.legal for way in ranked(part.graph, target)]:
             record_property("planned", part.key)
             plan = native.plan(to_json(legal.graph))
             step = Step(part=part.graph, legal=legal, plan=plan, target=target)

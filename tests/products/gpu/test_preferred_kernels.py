@@ -12,9 +12,9 @@ import pytest
 import jax_cudnn
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, to_json
-from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.devices import local_target
+from jax_cudnn.policy import ranked
 from tests.common.gpu.pinned import judge_every_plan
 from tests.fusing.functions import normal
 
@@ -124,10 +124,10 @@ def test_what_goes_first_is_what_runs(name: str) -> None:
     local = local_target()
     assert local is not None
     ordinal, target = local
-    first = legalize((_MADE | _LARGE)[name]("bfloat16"), target).candidates[0]
+    first = ranked((_MADE | _LARGE)[name]("bfloat16"), target)[0]
     if not first.preference:
         pytest.skip("nothing was measured for this GPU and cuDNN")
-    text = to_json(first.graph)
+    text = to_json(first.legal.graph)
     own = native.plan(text, device=ordinal)
     plan = native.plan(text, request=first.preference, device=ordinal)
     listed = native.candidates(text, device=ordinal)

@@ -13,9 +13,9 @@ import pytest
 import jax_cudnn
 from jax_cudnn import native
 from jax_cudnn.graph import Graph, to_json
-from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.plans import PlanOptions
+from jax_cudnn.policy import ranked
 from tests.common.gpu.pinned import pinned
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +75,7 @@ def _part(kind: str) -> tuple[Graph, list[jax.Array]]:
 def test_sums_may_pass_what_16_bits_hold(kind: str) -> None:
     part, operands = _part(kind)
     target = native.device_target(0)
-    (legal, *_) = legalize(part, target).candidates
+    (legal, *_) = [way.legal for way in ranked(part, target)]
     launched = 0
     for candidate in native.candidates(to_json(legal.graph)):
         assert (_NOTE in candidate.numeric_notes) <= bool(candidate.refusal)
@@ -94,7 +94,7 @@ def test_kernels_that_add_up_in_16_bits_run_where_they_are_allowed(kind: str) ->
     # Half of a sum is 1024 or 2304 then, which 16 bits hold.
     operands = [x / jnp.asarray(_STEP, x.dtype) for x in given]
     target = native.device_target(0)
-    (legal, *_) = legalize(part, target).candidates
+    (legal, *_) = [way.legal for way in ranked(part, target)]
     listed = native.candidates(to_json(legal.graph), request=_REDUCED)
     some = [each for each in listed if _NOTE in each.numeric_notes]
     assert some

@@ -14,6 +14,7 @@ import pytest
 
 from jax_cudnn.graph import Graph, to_json
 from jax_cudnn.legalize import legalize
+from jax_cudnn.policy import ranked
 from tests.common.gpuless import harness
 from tests.common.gpuless.harness import target
 from tests.products.gpuless.verdicts import Verdict, verdicts
@@ -169,7 +170,9 @@ def test_depthwise_convolutions_have_a_kernel_with_what_follows(
     gpu: str, sizes: tuple[int, ...]
 ) -> None:
     layer = GroupedLayer(sizes, (3,) * len(sizes), groups=64, activation="silu")
-    *_, last = legalize(layer.parts(jnp.bfloat16)["conv_fprop"], None).candidates
+    *_, last = [
+        way.legal for way in ranked(layer.parts(jnp.bfloat16)["conv_fprop"], None)
+    ]
     assert len(last.graph.nodes) > 1
     assert not harness.unplanned({"kept": to_json(last.graph)}, gpu)
 
@@ -177,7 +180,7 @@ def test_depthwise_convolutions_have_a_kernel_with_what_follows(
 @pytest.mark.parametrize("gpu", _GPUS)
 def test_a_filter_s_gradient_of_a_relu_is_planned_without_it(gpu: str) -> None:
     graph = conv_graph("conv_wgrad", "bf16", axes=2, size=16, prologue="relu")
-    ways = legalize(graph, target(gpu)).candidates
+    ways = [way.legal for way in ranked(graph, target(gpu))]
     assert all(len(way.graph.nodes) == 1 for way in ways) == (gpu == "b200")
     alone = [way for way in ways if len(way.graph.nodes) == 1]
     assert not harness.unplanned({"alone": to_json(alone[0].graph)}, gpu)

@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asks cuDNN whether it plans each case of conv and matmul for a named GPU.
 
-`partition` and `legalize` are called as in the lowering. The first candidate that cuDNN
-lists a plan for is taken.
+`partition`, `legalize` and `rank` are called as in the lowering. The first candidate
+that cuDNN lists a plan for is taken.
 """
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Any
 
-from jax_cudnn.graph import is_anchor, to_json
-from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.graph import Graph, Target, is_anchor, to_json
+from jax_cudnn.legalize import Legal, Legalization, legalize
+from jax_cudnn.policy import rank
 from tests.common.gpuless import harness
 from tests.products.shared import fusion_cases
 from tests.products.shared.fusion_cases import Part
@@ -55,7 +56,7 @@ def _parts() -> tuple[Part, ...]:
 def verdicts(gpu: str, keys: tuple[str, ...] = ()) -> tuple[Verdict, ...]:
     """Return cuDNN's verdict on every part, or those of the keys; builds no plan."""
     chosen = [part for part in _parts() if not keys or part.key in keys]
-    legalized = [(part, legalize(part.graph, harness.target(gpu))) for part in chosen]
+    legalized = [(part, _legalized(part.graph, harness.target(gpu))) for part in chosen]
     texts = [[to_json(c.graph) for c in each.candidates] for _, each in legalized]
     answers = _first_planned(texts, gpu)
     return tuple(
@@ -67,6 +68,13 @@ def verdicts(gpu: str, keys: tuple[str, ...] = ()) -> tuple[Verdict, ...]:
         )
         for (part, each), own in zip(legalized, texts, strict=True)
     )
+
+
+def _legalized(part: Graph, target: Target) -> Legalization:
+    """Return the ways to run a part, ranked, or why there are none."""
+    found = legalize(part, target)
+    ways = rank(part, found.candidates, target)
+    return replace(found, candidates=tuple(way.legal for way in ways))
 
 
 def _first_planned(choices: list[list[str]], gpu: str) -> dict[str, dict[str, Any]]:
