@@ -70,7 +70,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """The reason for a refusal: what is wrong, where, and which cuDNN is without it."""
+        """The text of a refusal: what is wrong, where, and the first cuDNN without."""
         reason = self.what if self.is_general else f"{self.where}: {self.what}"
         if self.fixed is None:
             return reason
