@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which attention is timed, and with which options is each library asked for it?"""
+"""Lists the attention that is timed, and the options that each library is given."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of cuDNN's lists of candidates begins with the faster plan, A or B?
+"""Compares the first plans of cuDNN's lists of candidates, A and B.
 
     python -m benchmarks.candidate_lists --out docs/benchmarks
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a convolution with the batch norms around it one fast kernel?
+"""Times convolutions with the batch norms around them as one kernel.
 
     python -m benchmarks.conv_chains --out docs/benchmarks
 

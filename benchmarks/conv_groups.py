@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which way are convolutions in groups the fastest, and are they faster by XLA?
+"""Times the ways of writing convolutions in groups, and XLA's code.
 
     python -m benchmarks.conv_groups --out docs/benchmarks
 

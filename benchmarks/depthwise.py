@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which way are depthwise convolutions the fastest, and are they faster by XLA?
+"""Times the ways of writing depthwise convolutions, and XLA's code.
 
     python -m benchmarks.depthwise --out docs/benchmarks
 

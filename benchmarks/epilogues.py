@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does an activation cost within a product or a convolution?
+"""Times activations inside a matmul's or a convolution's kernel.
 
     python -m benchmarks.epilogues --out docs/benchmarks
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plans does cuDNN list first for a graph, and how fast is the fastest?"""
+"""Builds the plans that cuDNN lists first for a graph, and times them."""
 
 import math
 from collections.abc import Iterable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many bytes do the kernels of a training step move? Counted without a GPU.
+"""Counts the bytes that the kernels of a training step move, without a GPU.
 
     pip install "jax[cuda13]" flax optax
     python -m benchmarks.model_bytes --out docs/benchmarks

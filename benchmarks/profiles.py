@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels do contenders launch, and how long does each of them take?
+"""Profiles contenders: which kernels they launch, and how long each takes.
 
     python -m benchmarks.profiles --out docs/benchmarks
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How does a benchmark run that writes its data and its page after each row?"""
+"""Runs a benchmark that writes its data and its page after each row."""
 
 import argparse
 import json

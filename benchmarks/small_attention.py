@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From which size on is cuDNN's attention faster than XLA's code? Says it on one GPU.
+"""Finds on one GPU from which size on cuDNN's attention is faster than XLA's code.
 
     python -m benchmarks.small_attention --out docs/benchmarks
 

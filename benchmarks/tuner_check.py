@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is what `plans.autotune` picks still the fastest when all plans are timed again?
+"""Checks what `plans.autotune` picks against a second timing of all plans.
 
     python -m benchmarks.tuner_check [--cells REGEX] [--out docs/benchmarks]
 

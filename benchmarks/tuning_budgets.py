@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does `plans.autotune` find in how many seconds?
+"""Measures what `plans.autotune` finds in how many seconds.
 
     python -m benchmarks.tuning_budgets --out docs/benchmarks
 

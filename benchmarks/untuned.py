@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is "auto" without tuning as fast as XLA? Random calls on one GPU say so.
+"""Compares "auto" without tuning with XLA, in random calls on one GPU.
 
     python -m benchmarks.untuned --out docs/benchmarks
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is "auto" without tuning as fast as XLA in the cells of the fusion benchmarks?
+"""Compares "auto" without tuning with XLA in the cells of the fusion benchmarks.
 
     python -m benchmarks.untuned_cells --out docs/benchmarks
 

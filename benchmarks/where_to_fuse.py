@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What belongs into cuDNN's kernels? Prints the times behind the answers of
-docs/internals/design.md.
+"""Times what may be fused into cuDNN's kernels, for docs/internals/design.md.
 
     python -m benchmarks.where_to_fuse [--out docs/benchmarks]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where plans and measured choices are kept on disk, and how much of them.
+"""Sets where plans and measured choices are kept on disk, and how much of them.
 
 The environment is read when the answer is first needed, never at import:
 ``JAX_CUDNN_CACHE_DIR`` is a folder, or "off"; ``JAX_CUDNN_CACHE_LIMIT`` is the most

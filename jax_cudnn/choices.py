@@ -37,7 +37,7 @@ _MOST_KEPT = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """What runs a part of a graph fastest, as measured.
+    """A measured choice: what runs a part of a graph fastest.
 
     ``implementation`` is "cudnn", "xla", or the name and version of a contender that
     was added (contenders/).
@@ -69,7 +69,7 @@ class Choice:
 
     @property
     def fastest(self) -> str:
-        """Who is the fastest; cuDNN and then XLA where others are not faster."""
+        """The fastest implementation; cuDNN, then XLA, where others are not faster."""
         times = self.times_us
         return min(times, key=lambda name: times[name], default="xla")
 
@@ -86,7 +86,7 @@ class Choice:
 
 @dataclass(frozen=True, order=True, slots=True)
 class Key:
-    """What a choice is for: a GPU and cuDNN by name, and a digest of the graph.
+    """The key of a choice: a GPU and cuDNN by name, and a digest of the graph.
 
     The digest of a graph whose plans are restricted is that of the restriction, too.
     """

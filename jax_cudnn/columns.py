@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the package prints: pages of blocks, such as tables and notes.
+"""Prints pages of blocks, such as tables and notes.
 
 A page is text, folded to the width of a terminal, or HTML for a notebook.
 """

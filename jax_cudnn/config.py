@@ -36,7 +36,7 @@ _REDUCED: NumericNote = "REDUCED_PRECISION_REDUCTION"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanOptions:
-    """Which of cuDNN's execution plans may run a call; hashable, checked when made.
+    """A filter of cuDNN's execution plans for a call; hashable, checked when made.
 
     cuDNN lists candidates for a graph. Each candidate is an engine with its knobs, its
     notes and a workspace. The measured candidate (``plans.autotune``) is used if it is
@@ -224,7 +224,7 @@ def _is_count(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
-    """How a graph is to be run; hashable, and a parameter of the graph primitive.
+    """The settings that a graph runs by; a hashable parameter of the graph primitive.
 
     ``implementation``: "cudnn" runs cuDNN or raises; "xla" never touches cuDNN;
     "auto" runs cuDNN where it has a plan and XLA elsewhere, saying so.

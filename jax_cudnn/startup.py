@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Did importing the package fail? `jax-cudnn doctor` answers all the same.
+"""Lets `jax-cudnn doctor` run where importing the package fails.
 
 Python imports a package before it runs it, so an error there would leave no one to say
 what is wrong. Imports nothing but the standard library.

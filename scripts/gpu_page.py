@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What scripts/gpu_report.py kept of the GPU tests, as the page docs/gpu-report.md."""
+"""Writes docs/gpu-report.md from what scripts/gpu_report.py kept of the GPU tests."""
 
 import collections
 import re

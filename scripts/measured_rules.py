@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do measured times say of other kernels, and of which plans are to go first?
+"""Derives from measured times when XLA runs a kernel, and which plans go first.
 
 A row is what `benchmarks/untuned.py` measured of a kernel. For another kernel, those
 most like it decide (policy/products/nearest.py). Some kernels of an engine are tried

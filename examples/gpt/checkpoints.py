@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is a run kept in a folder, to go on bit for bit?
+"""Keeps a run in a folder, so that it can go on bit for bit.
 
 A checkpoint holds all that a step changes, and batches follow from the step's number.
 On a GPU two runs have equal bits only if the kernels always add in one order: for

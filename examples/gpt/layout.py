@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where does each array lie?"""
+"""Lays out the arrays of a run over a mesh of devices."""
 
 import math
 import re

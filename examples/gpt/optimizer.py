@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How far does a step move the parameters?"""
+"""Makes the optimizer: AdamW, with the schedule of its learning rate."""
 
 from typing import Any
 

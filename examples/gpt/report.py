@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is told of a run: collectives, memory, speed, and the losses as a picture."""
+"""Reports on a run: collectives, memory, speed, and the losses as a picture."""
 
 import re
 import statistics

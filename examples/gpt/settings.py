@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What decides the numbers of a run?"""
+"""Defines the settings that decide the numbers of a run."""
 
 from dataclasses import dataclass
 

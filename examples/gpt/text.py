@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which text does it learn, and what does a model have to beat?"""
+"""Reads the text to learn, and computes losses that a model has to beat."""
 
 import hashlib
 import importlib.util

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a step compute, and what does it change?"""
+"""Defines the training step and the state that it changes."""
 
 from typing import Any, NamedTuple
 

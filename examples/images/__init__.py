@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the examples that learn from images share: images, training, report."""
+"""Images, training and reports for the examples that learn from images."""

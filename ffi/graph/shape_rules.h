@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Do the attributes and tensors of a node fit the description of its kind?
+// Checks that the attributes and tensors of a node fit the description of its kind.
 //
 // The twin of jax_cudnn/graph/shapes.py, word for word: cuDNN trusts the shapes it is
 // given, so a text from elsewhere must not get past these checks.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Which engines of cuDNN must not run, for which graphs, and why?
+// Names the engines of cuDNN that must not run, for which graphs, and why.
 //
 // A bug that only some engines of a graph have is kept away by their numbers. Where the
 // graph can be written so that no engine has it, jax_cudnn/legalize does that instead.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which other implementations may run a part of a graph, beside cuDNN's plans and XLA?
+"""Keeps the other implementations that compete with cuDNN's plans and XLA.
 
-None, until a program adds one. Tuning times those that offer to run a part and compares
-what they compute with the reference; nothing but a measured choice ever picks one.
+There are none until a program adds one. Tuning times those that offer to run a part and
+compares what they compute with the reference; only a measured choice ever picks one.
 """
 
 from jax_cudnn.contenders.registry import (

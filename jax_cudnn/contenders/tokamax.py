@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What can tokamax's kernels run, with the same meaning?
+"""Offers tokamax's kernels for the parts of a graph that they compute alike.
 
 They are written in Pallas' Mosaic dialect (https://github.com/openxla/tokamax). What is
 offered is what they were ahead of cuDNN 9.19 in, on an H100 or H200: attention with a

@@ -17,7 +17,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Diagnosis(Page):
-    """What ``doctor`` found: the facts, and what they mean; ``str`` of it is a page."""
+    """The result of ``doctor``: facts and what they mean; ``str`` of it is a page."""
 
     facts: Facts
     findings: tuple[Finding, ...]

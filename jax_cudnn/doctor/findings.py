@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a machine's facts mean for cuDNN under JAX, and what to do about them.
+"""Judges a machine's facts for cuDNN under JAX, and says what to do about them.
 
 ``examine`` is a pure function of the facts: one rule per function, each of which yields
 a ``Finding`` with its fix.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is on this machine: GPUs, driver, JAX and cuDNN, as facts without judgement.
+"""Gathers facts on this machine, without judgement: GPUs, driver, JAX and cuDNN.
 
 Nothing here raises because something is missing or cannot be read: that is a fact as
 well. What the facts mean is findings.py's to say.
@@ -168,7 +168,7 @@ class Facts:
 
 
 class _Unread:
-    """What could not be read, with the errors: facts as well."""
+    """The things that could not be read, with the errors; these are facts as well."""
 
     def __init__(self) -> None:
         self.errors: list[tuple[str, str]] = []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What kind of system is this: distribution, architecture, C library, container, WSL?
+"""Detects distribution, architecture, C library, container and WSL of the system.
 
 Each is told by files and variables that those who make such systems put there.
 """

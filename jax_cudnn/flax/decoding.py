@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a layer's cache holds after a call, and which of it a new token may see.
+"""Updates a layer's cache in a call, and says which tokens a new one may see.
 
 A cache is Flax's: keys and values of all positions, and the number of those that are
 there. Beyond Flax, a call may bring many tokens, and each batch entry may have its own
@@ -41,7 +41,7 @@ class Cache(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NewTokens:
-    """Where the tokens of a call go: the n-th to slot ``start + n`` of the cache.
+    """The places of a call's tokens: the n-th goes to slot ``start + n`` of the cache.
 
     Attributes:
       count: how many tokens the call has for each batch entry, with padding.
@@ -55,7 +55,7 @@ class NewTokens:
 
     @property
     def kept(self) -> jax.Array | int:
-        """How many tokens are kept, (...) or one number for all entries."""
+        """The number of tokens that are kept, (...) or one number for all entries."""
         return self.count if self.lengths is None else self.lengths
 
     @property

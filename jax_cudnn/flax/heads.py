@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What runs between the projections of an attention layer, of nnx and of linen.
+"""Runs an attention layer, of nnx or of linen, between its projections.
 
-Rotary embedding, cache and attention. Parameters and projections are Flax's.
+It applies rotary embedding, cache and attention. Parameters and projections are Flax's.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from jax_cudnn.ops.common.callers import on_behalf_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
-    """How a layer attends in each of its calls; checked when made.
+    """The settings of a layer's attention in all of its calls; checked when made.
 
     ``layer`` is the layer's name in messages. The rest is as in `jax_cudnn.sdpa`.
     """

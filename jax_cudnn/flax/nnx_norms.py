@@ -31,7 +31,7 @@ __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 
 class _Norm(nnx.Module):
-    """What the norms add to nnx's layers, in front of them among their bases."""
+    """A base class that adds to nnx's norms what is ours; it precedes nnx's class."""
 
     # The options are not spelled out: they are those of the installed Flax.
     def __init__(

@@ -31,7 +31,7 @@ Result = jax.Array | tuple[jax.Array, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """What a layer does beside its norm, and how it is run."""
+    """The operations fused into a layer's norm, and how the norm is run."""
 
     layer: str
     activation: Activation | None

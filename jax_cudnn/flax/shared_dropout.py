@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How does `sdpa` drop the weights that Flax drops in all batch entries and heads?
+"""Computes Flax's dropout that all batch entries and heads share, with `sdpa`.
 
 Dropout acts behind the softmax: what is dropped still counts in the sum by which the
 weights are divided. A mask acts before it. With the mask of the weights that are kept,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What was an array before it was broadcast, and where are its axes in the result?"""
+"""Finds what an array was before it was broadcast, and its axes in the result."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels share a graph, so that their gradients share kernels?
+"""Joins matmuls into one graph where their gradients then share kernels.
 
 The gradient of a product is a product, and what follows it is the gradient of the
 activation that came before. So it can be in that kernel, and spares memory. The

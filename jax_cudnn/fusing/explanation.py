@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What became of each operation of a fused function, as text and as a picture."""
+"""Explains each operation of a fused function, as text and as a picture."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -60,13 +60,13 @@ class FusedKernel:
 
     @property
     def op(self) -> str:
-        """What it computes, in a word."""
+        """The name of what it computes."""
         return label(self.graph)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class FuseExplanation(Page):
-    """What ``fuse(fn).explain`` found; ``str(explanation)`` is a text to read.
+    """The result of ``fuse(fn).explain``; ``str(explanation)`` is a text to read.
 
     Attributes:
       name: that of the function.

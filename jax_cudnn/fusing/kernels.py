@@ -97,7 +97,7 @@ class Kernel:
 
     @property
     def work(self) -> Operation:
-        """What it is named by, where it is not to be."""
+        """The operation to name in a refusal of the kernel."""
         return self.contraction.operation
 
     @property

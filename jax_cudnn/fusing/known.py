@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operations in a row are one of JAX's activations?
+"""Recognises JAX's activations among the operations of a program.
 
 A jaxpr does not keep the name of every function, so they are found by comparing the
 operations with those that JAX's function is traced to. Found ones are one node, which
@@ -35,7 +35,7 @@ class Activation:
 
     @property
     def place(self) -> str:
-        """Where the user's code asked for it."""
+        """The place in the user's code that asked for it."""
         return self.parts[0].place
 
     @property

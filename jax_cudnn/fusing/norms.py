@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operations of a function are a layer norm or an RMS norm, written out?
+"""Recognises layer norms and RMS norms that a function writes out.
 
 A function has many ways to write a norm. So no program is compared with it: each value
 is read as what it is of the array that is normalised (rows.py).
@@ -37,7 +37,7 @@ class Norm:
 
     @property
     def place(self) -> str:
-        """Where the user's code asked for its result."""
+        """The place in the user's code that asked for its result."""
         return self.parts[-1].place
 
     @property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a traced function compute, as a list of operations?
+"""Represents a traced function as a list of operations.
 
 Jitted functions within it are opened. What has a meaning of its own that the list could
 not keep stays closed, as one operation: loops, branches, functions with derivative

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is each value of a function, of an array whose rows are normalised?
+"""Classifies the values of a traced function relative to a row-normalised array.
 
 One rule for each of JAX's primitives says what it makes of the mean of the rows, their
-squares, ... What no rule reads is nothing of the kind.
+squares, ... A value that no rule reads has no class.
 """
 
 import math
@@ -43,7 +43,7 @@ _AXES = "a norm over other axes than the last ones"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Term:
-    """What a value is of an array: see ``Kind``.
+    """The class of a value relative to an array: see ``Kind``.
 
     ``axes`` are the normalised ones of the array, and ``places`` says for each axis of
     the value, if it is of the rows', which one of the array it is. ``fault`` says why

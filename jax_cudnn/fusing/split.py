@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is a function split into kernels and XLA's operations, in which order?
+"""Splits a function into kernels and XLA's operations, and puts them in order.
 
 A value's level is the last contraction that it depends on. A kernel takes the
 operations of its contraction's level that read its values, and beside them only values
@@ -49,7 +49,7 @@ class Split:
 
     @property
     def left(self) -> tuple[Left, ...]:
-        """What XLA keeps, in the order in which it runs."""
+        """The operations that XLA keeps, in the order in which they run."""
         return tuple(step for step in self.steps if isinstance(step, Left))
 
 
@@ -90,7 +90,7 @@ def _with_norms(
 
 
 class _Assignment:
-    """Which kernel each operation belongs to, but for those that are refused.
+    """The assignment of operations to kernels, except for those that are refused.
 
     ``norms`` says of operations why they are no norm of cuDNN's.
     """

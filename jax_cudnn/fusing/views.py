@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How do the axes of an array make up those of a kernel's tensor?
+"""Maps the axes of a function's arrays to the axes of a kernel's tensors.
 
 A matmul's result has a batch, rows and columns, and the function's array may have any
 number of axes for each of them. A convolution's has its axes in the function's layout.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels of a function take nothing of what is around them?
+"""Finds the kernels of a function that nothing around them is fused into.
 
 These are the norms that it has written out, and its calls of this package's own
 operations, which are graphs already.
@@ -32,7 +32,7 @@ from jax_cudnn.ops.norms.rows import layer_norm, rms_norm
 
 
 class Asked(NamedTuple):
-    """What the user said of all kernels."""
+    """The user's settings for all kernels."""
 
     implementation: Implementation | None
     plan: PlanOptions | None
@@ -66,7 +66,7 @@ class Whole:
 
     @property
     def traced(self) -> TracedGraph:
-        """What it runs, with its options."""
+        """The graph that it runs, with its options."""
         if isinstance(self.work, Operation):
             found = graph_of(self.work.equation)
             assert found is not None, "only calls of graphs are whole kernels"

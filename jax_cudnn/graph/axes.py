@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which axes of a graph's tensors are one and the same?
+"""Finds which axes of a graph's tensors are the same axis.
 
-The letters of its nodes say so. An axis of size 1 beside a larger one is none of them:
-it is broadcast, or what a sum leaves.
+The letters of its nodes say so. An axis of size 1 is not the same as a larger one with
+its letter: it is broadcast, or what a sum leaves.
 """
 
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is a kind of node? Its row of node_kinds.json, the table that C++ reads too.
+"""Reads the description of a node kind: its row of node_kinds.json, as C++ does.
 
 A row has the node's roles, each with its axes and its dtype:
 
@@ -93,7 +93,7 @@ class Role:
 
     @property
     def fixed_rank(self) -> int:
-        """How many axes have no star."""
+        """The number of axes without a star."""
         return sum(not axis.is_starred for axis in self.axes)
 
     @property

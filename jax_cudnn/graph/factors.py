@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Of which factors do the axes of a kernel's arrays consist, for sharing them out?
+"""Factorises the axes of a kernel's arrays into sizes that devices can divide.
 
 A factor is a size that can be divided among devices by itself, as the letters of an
 einsum can: the batch, key heads, rows, ... An axis that multiplies letters consists of

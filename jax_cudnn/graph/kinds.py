@@ -40,7 +40,7 @@ class BackwardGraph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Derivative:
-    """How a graph is differentiated: extra results to save, and the gradient graph.
+    """The derivative of a graph: extra results to save, and the gradient graph.
 
     ``with_residuals(graph, wanted)`` adds outputs after the existing ones; ``wanted``
     says which operands need a gradient. ``backward(graph, wanted, nonzero)`` takes the

@@ -45,7 +45,7 @@ _ROLES = ("a", "b", "c")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointwiseAttributes(Attributes):
-    """What a pointwise node computes; ``alpha`` is 0 where the mode takes none."""
+    """The function of a pointwise node; ``alpha`` is 0 where the mode takes none."""
 
     mode: str
     alpha: float = 0.0
@@ -60,7 +60,7 @@ class ConstantAttributes(Attributes):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReductionAttributes(Attributes):
-    """What a reduction node computes: "add", "max" or "min"."""
+    """The function of a reduction node: "add", "max" or "min"."""
 
     mode: str
 

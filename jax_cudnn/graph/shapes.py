@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the tensors of a node fit its description? Its twin is ffi/graph/shape_rules.cc.
+"""Checks a node's attributes and tensors; ffi/graph/shape_rules.cc does the same.
 
-Both read the same rows and give the same verdicts, word for word.
+Both read the same rows of node_kinds.json and give the same verdicts, word for word.
 """
 
 import functools

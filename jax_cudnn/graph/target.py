@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph is to run on: a GPU and a cuDNN version, as data."""
+"""Describes what a graph is to run on: a GPU and a cuDNN version, as data."""
 
 from dataclasses import dataclass
 

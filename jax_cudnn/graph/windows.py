@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many windows fit along an axis: the size of a convolution's output."""
+"""Counts the windows that fit along an axis: the size of a convolution's output."""
 
 
 def dilated(size: int, dilation: int) -> int:

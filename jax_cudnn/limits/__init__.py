@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cuDNN does not take, or computes wrongly, with versions and GPUs: a row each.
+"""Lists what cuDNN does not take or computes wrongly, by version and GPU: a row each.
 
 Legalisation drops what a limit is of, and asks the other rows by name how it is to
 write a graph. The doctor warns of the limits that are bugs. docs/known_bugs.md lists

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a row of the table of limits is: a bug or a lack of some cuDNNs and GPUs."""
+"""Defines a row of the table of limits: a bug or a lack of some cuDNNs and GPUs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ ALL_GPUS: Final = range(10_000)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
-    """What is wrong or lacking with some versions on some GPUs, and what is done.
+    """A bug or a lack of some versions on some GPUs, and what is done about it.
 
     It is of ``versions`` on ``gpus``, or, if it is ``elsewhere``, of all but these.
     ``what`` and ``done`` say what is wrong and what jax_cudnn does about it, ``source``
@@ -70,7 +70,7 @@ class Row:
 
     @property
     def reason(self) -> str:
-        """What it is, with where, and which cuDNN is without it."""
+        """The text of a refusal: what is wrong, where, and the first cuDNN without."""
         reason = self.what if self.is_general else f"{self.where}: {self.what}"
         if self.fixed is None:
             return reason

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How does a graph compute many examples? Importing this registers the rules."""
+"""Defines vmap of the primitives; importing this registers the rules."""
 
 import functools
 from collections.abc import Sequence

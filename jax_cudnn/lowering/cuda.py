@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a graph is on a GPU: launches cuDNN's plans through XLA's FFI.
+"""Lowers a graph for CUDA: launches cuDNN's plans through XLA's FFI.
 
 Who runs what is decided in decision.py.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs each part of a graph, cuDNN by which plan or XLA, and why?
+"""Decides whether cuDNN, and by which plan, or XLA runs each part of a graph.
 
 A pure function of graph, options, GPU and measured choices, so that ``plans.inspect``
 gives the same answer as the compiler got.
@@ -95,17 +95,17 @@ class Step:
 
     @property
     def op(self) -> str:
-        """What it computes, in a word: what reports, profilers and errors call it."""
+        """The name of what it computes, in reports, profilers and errors."""
         return operation(self.part)
 
     @property
     def runs_on(self) -> str:
-        """Who runs it: "cudnn", "xla", or a contender's name and version."""
+        """The implementation: "cudnn", "xla", or a contender's name and version."""
         return self.contender or ("xla" if self.legal is None else "cudnn")
 
     @property
     def reasons(self) -> tuple[str, ...]:
-        """Why no attempt was taken, each reason once."""
+        """The reasons why no attempt was taken, each once."""
         found = (reason for attempt in self.attempts for reason in attempt.reasons)
         return tuple(dict.fromkeys(found))
 
@@ -117,7 +117,7 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """Who runs a graph: its parts in order. Without any, XLA runs it as a whole."""
+    """The parts of a graph with who runs each; without any, XLA runs it as a whole."""
 
     steps: tuple[Step, ...] = ()
     reasons: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""For which GPU are plans made: one of this machine, or one by its name?"""
+"""Chooses the GPU that plans are for: one of this machine, or one by its name."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is a graph differentiated? Importing this registers the rules.
+"""Defines the derivatives of a graph; importing this registers the rules.
 
 The jvp rule of ``graph_p`` binds the graph with residuals and ``linear_p``, which maps
 tangents to tangents and is linear in them. Transposing ``linear_p`` binds the gradient

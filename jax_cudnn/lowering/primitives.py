@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The graph primitive and its linear companion: what do they compute, of which types?
+"""Defines the graph primitive and its linear companion: results and their types.
 
 ``graph_p`` computes a graph, and ``linear_p`` its tangents. differentiation.py has
 their derivatives, batching.py their examples.

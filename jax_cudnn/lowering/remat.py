@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How `jax.checkpoint` treats a graph. Importing this registers the rules.
+"""Defines how `jax.checkpoint` treats a graph; importing this registers the rules.
 
 JAX asks a policy about each equation: its primitive, its operands' types and its
 parameters. JAX's policies know JAX's primitives only. So a policy is asked about the

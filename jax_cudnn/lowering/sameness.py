@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether two functions with derivative rules of their own are the same function.
+"""Compares two functions with derivative rules of their own.
 
 JAX keeps no name by which to know the function that a `custom_jvp_call` came from. So
 both are compared as programs: what they compute, and what their rules compute.

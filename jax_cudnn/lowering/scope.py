@@ -24,7 +24,7 @@ from jax_cudnn.graph import Graph
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scope:
-    """What is set for the calls that are traced and compiled inside a `with` block.
+    """Settings for the calls that are traced and compiled inside a `with` block.
 
     ``tuner`` is told of each graph before it is decided who runs it. ``trial`` has
     choices that go before all others. ``record`` names the record (partitioned.py) that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which graphs does a call of a function run, and who runs them? For all of `plans`.
+"""Finds the graphs that a call of a function runs, for all functions of `plans`.
 
 Nothing is run: the function is traced, with its arrays as shapes and all else of its
 arguments as it is. A program for several devices is compiled, to see what each runs.
@@ -41,7 +41,7 @@ class TracedGraph(NamedTuple):
 
     @property
     def op(self) -> str:
-        """What it computes, in a word."""
+        """The name of what it computes."""
         name = operation(self.graph)
         return f"{name}:derivative" if self.is_linear else name
 

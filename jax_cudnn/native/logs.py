@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the lines of log of the C++ side, and of cuDNN itself, go."""
+"""Passes lines of log of the C++ side, and of cuDNN itself, to a sink."""
 
 import atexit
 import functools

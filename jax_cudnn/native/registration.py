@@ -19,7 +19,7 @@ _PLATFORM = "CUDA"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildInfo:
-    """What the extension was compiled with; ``builder`` is a digest of its sources."""
+    """The build of the extension; ``builder`` is a digest of its sources."""
 
     builder: str
     cpu: str

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which GPUs can be named, and what is known of each?
+"""Lists the GPUs that can be named, with their properties.
 
 The values are in data/gpus/gpus.json, under the keys of cuDNN's own description of a
 device (``native.device_properties``). That of the H200 was read from one; the others

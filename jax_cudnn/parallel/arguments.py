@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operands and settings do the arguments of a call over several devices mean?
+"""Checks the arguments of attention over several devices, and sorts them.
 
 Both functions of this package take the same arguments: of one device's tokens, or of
 whole arrays. What differs is a `Layout`.
@@ -50,7 +50,7 @@ from jax_cudnn.parallel.schedule import Order
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How the arrays of a call are laid out.
+    """The layout of a call's arrays over devices.
 
     ``count`` devices share a sequence, of which an array has one ``shares``th part.
     ``whole`` makes an array of the whole sequence, in its order, of numbers of the

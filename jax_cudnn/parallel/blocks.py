@@ -32,7 +32,7 @@ _First = int | jax.Array
 
 
 class Places(NamedTuple):
-    """Where the tokens at hand are, as far as that matters.
+    """The positions of the tokens at hand, as far as they matter.
 
     ``positions`` are those in the sequence. ``ends`` (b, sequences, 1, 1) is how many
     of the tokens at hand lie before the end of each sequence, and ``begins`` how many
@@ -66,7 +66,7 @@ class Partial(NamedTuple):
 
 
 class Cotangents(NamedTuple):
-    """What a gradient starts from, for all keys: results and their cotangents.
+    """The results for all keys, and their cotangents: a gradient starts from these.
 
     Output and its cotangent are (b, s, h, e), the others (b, h, s, 1).
     """

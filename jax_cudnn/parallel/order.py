@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order are the tokens of a sequence shared out? Helpers that order them."""
+"""Orders the tokens of a sequence for sharing them out among devices."""
 
 from typing import get_args
 

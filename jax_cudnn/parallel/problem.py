@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a device compute its share of? What is static, and the arrays it holds."""
+"""Describes a device's share of attention: static settings, and the arrays."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ _SENTENCE = "sentence_"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Problem:
-    """What is known of a call while it is traced; hashable.
+    """The static settings of a call; hashable.
 
     ``sentences`` is the structure of the mask's sentences, whose arrays are operands.
     The other attributes are those of a call of attention on whole sequences.
@@ -54,7 +54,7 @@ class Problem:
 
     @property
     def band(self) -> Band:
-        """Which keys causality and the window let a query see."""
+        """The band of keys that causality and the window let a query see."""
         return Band.of(is_causal=self.is_causal, window=self.window)
 
     @property

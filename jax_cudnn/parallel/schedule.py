@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which queries meet which keys on each device, and when? Numbers only, no arrays.
+"""Schedules which queries meet which keys on each device: numbers, no arrays.
 
 A sequence is cut into chunks of equal length. In contiguous order device i of n holds
 chunk i; in zigzag order chunks i and 2n - 1 - i. A device's tokens are in ascending
@@ -76,7 +76,7 @@ class Step:
 
     @property
     def work(self) -> tuple[int, ...]:
-        """How many pairs of a query and a key each device's kernels are given."""
+        """The number of pairs of a query and a key in each device's kernels."""
         areas = [
             sum(x.rows[1] * x.columns[1] for x in calls) for calls in self.programs
         ]

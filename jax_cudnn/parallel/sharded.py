@@ -294,7 +294,7 @@ def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
 
 @dataclass(frozen=True, kw_only=True)
 class _Axes:
-    """Which axes of a mesh shard which axes of the operands."""
+    """The axes of a mesh that shard each axis of the operands."""
 
     mesh: Mesh | AbstractMesh
     sequence: AxisName
@@ -324,7 +324,7 @@ class _Axes:
 
     @property
     def count(self) -> int:
-        """How many devices share a sequence."""
+        """The number of devices that share a sequence."""
         return math.prod(self.mesh.shape[name] for name in _names(self.sequence))
 
     def check_sizes(self, given: Arguments) -> None:

@@ -10,7 +10,7 @@ from jax_cudnn.lowering.decision import forget_decisions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheInfo:
-    """What ``cache_info`` found.
+    """The result of ``cache_info``.
 
     ``directory`` is the cache folder, or None where nothing is kept. ``plans`` and
     ``plan_bytes`` are the number and the size of the plan files in the folder, and

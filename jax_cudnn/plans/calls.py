@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `plans.inspect` answers: each cuDNN call as data, and a report of them all.
+"""Defines the result of `plans.inspect`: calls as data, and a report of them all.
 
-What `plans.explain` says of a call as well is `CallSummary`.
+`CallSummary` is what `plans.explain` says of a call as well.
 """
 
 import json
@@ -183,7 +183,7 @@ _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Report(Page):
-    """What ``inspect`` found; ``str(report)`` is a table.
+    """The result of ``inspect``; ``str(report)`` is a table.
 
     ``notes`` has a sentence for each thing that could not be seen. Below the table are
     the reasons why XLA runs a call, the plans that were passed over, and the notes;

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which small changes of a call, or of the GPU, might let cuDNN run it?
+"""Lists small changes of a call, or of the GPU, that might let cuDNN run it.
 
-Only lists them, nearest first; explanation.py tries them on the planner.
+The nearest come first. explanation.py tries them on the planner.
 """
 
 from collections.abc import Iterator, Mapping

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plans.explain`: does cuDNN run each call on a GPU, and if not, why and what would?
+"""Implements `plans.explain`: whether cuDNN runs each call, why not, what would help.
 
 The answers are the planner's own: each change that is named has been planned.
 """
@@ -69,7 +69,7 @@ class ExplainedCall(CallSummary):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Explanation(Page):
-    """What ``explain`` found; ``str(explanation)`` is a text to read.
+    """The result of ``explain``; ``str(explanation)`` is a text to read.
 
     ``cudnn_version`` is the version of the cuDNN that was asked, such as "9.19.0".
     ``notes`` has a sentence for each thing that the answers depend on.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which launches of cuDNN does a lowered program hold, with which attributes?"""
+"""Finds the launches of cuDNN in a lowered program, with their attributes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -36,7 +36,7 @@ _THREADS = min(16, os.cpu_count() or 1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Warmup:
-    """What ``warmup`` did: distinct plans of the function, and where they came from.
+    """The result of ``warmup``: how many distinct plans, and where they came from.
 
     ``built`` counts the plans that cuDNN was asked for, including those that it refused
     and whose part XLA will run. ``from_disk`` counts the plans that the cache folder
@@ -51,7 +51,7 @@ class Warmup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shipment:
-    """What ``save`` wrote or ``load`` read.
+    """The result of ``save`` or ``load``.
 
     ``left_out`` names the plans that cuDNN cannot serialise, with cuDNN's message.
     These plans are built where the function runs.

@@ -63,7 +63,7 @@ _PROGRAM_SHARE = 0.5
 
 @dataclass(kw_only=True, repr=False)
 class Tuning(Page):
-    """What was measured; ``str(tuning)`` is a table.
+    """The measurements of a tuning; ``str(tuning)`` is a table.
 
     ``left_count`` is the number of calls that were not measured, for lack of time.
     ``program`` has the times of the whole program, or says why there are none.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs a part of a graph where nothing was tuned, and by which way of writing it.
+"""Decides what runs a part of a graph where nothing was tuned, and by which rewrite.
 
 Legalisation says how a part can be written for cuDNN. Here alone is decided whether
 cuDNN or XLA runs it, and which way is tried first: by tables of what was measured, one

@@ -54,7 +54,7 @@ class Attention:
 
     @property
     def layout(self) -> str:
-        """How the query is stored, such as "bshd"."""
+        """The layout of the query, such as "bshd"."""
         return "".join("bhsd"[axis] for axis in self._query.order)
 
     @property

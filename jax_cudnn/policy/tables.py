@@ -63,7 +63,7 @@ class Row:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Order:
-    """Which ways of writing a part there are, by name, the first one first.
+    """The names of a part's rewrites, in the order in which they are tried.
 
     Ways that are not named are left out.
     """
@@ -89,7 +89,7 @@ class Scattered(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """What was measured on an architecture with a cuDNN, such as 90 and 919."""
+    """The measured rows of an architecture and a cuDNN, such as 90 and 919."""
 
     sm_version: int
     cudnn: int
@@ -115,7 +115,7 @@ class Table:
 
     @property
     def scattered(self) -> Scattered:
-        """Which sums over devices are scattered."""
+        """The bounds by which sums over devices are scattered."""
         return Scattered(*(self.data["scattered"][x] for x in Scattered._fields))
 
     def is_of_architecture(self, target: Target | None) -> bool:

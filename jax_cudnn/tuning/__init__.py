@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which plan, or XLA, is fastest on the GPU, and does it compute the right numbers?
+"""Measures which plan, or XLA, is fastest, and whether its results are right.
 
-And how long does a whole program take with that?
+It also times whole programs with these choices.
 """
 
 from jax_cudnn.tuning.expected import expected_bytes

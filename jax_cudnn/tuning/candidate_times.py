@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long does each of cuDNN's candidates for a part of a graph take, by itself?
+"""Times each of cuDNN's candidates for a part of a graph by itself.
 
 fastest.py looks for the fastest and drops the rest early; here all are timed.
 """

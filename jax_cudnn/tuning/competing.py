@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`plans.add_contender`: how do other implementations compete in tuning?"""
+"""Implements `plans.add_contender`: other implementations compete in tuning."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a plan compute what the reference says?
+"""Compares the results of a plan with those of the reference.
 
 cuDNN has had engines that build for a graph and compute something else. What is
 measured to be fastest is therefore compared before it is chosen.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where do the random numbers come from that measurements run on?
+"""Draws the random numbers that measurements run on.
 
 XLA takes long to compile a generator of random numbers, and a measurement needs arrays
 of many shapes. So NumPy draws two tables, and each array is filled from one of them: it

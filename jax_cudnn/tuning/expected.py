@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels take longest, as far as their sizes say, before any was timed?"""
+"""Estimates from sizes alone which kernels take longest."""
 
 import math
 

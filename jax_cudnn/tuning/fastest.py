@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of cuDNN's plans, or XLA's code, runs a part of a graph fastest?"""
+"""Finds what runs a part of a graph fastest: a plan of cuDNN's, or XLA's code."""
 
 import functools
 import logging
@@ -140,7 +140,7 @@ def _beside(tasks: Sequence[Task]) -> Work[None]:
 
 
 class _Contest:
-    """What may run a part, all of it timed on the same operands."""
+    """The contenders for a part, all timed on the same operands."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which choices make a whole program fastest, with what XLA fuses around its calls?
+"""Finds the choices that make a whole program fastest, XLA's fusions included.
 
 The winners of single kernels need not win together. XLA computes the operands of a call
 within its own code for it, and not within cuDNN's; what a norm gains may be lost on the
@@ -78,7 +78,7 @@ class ProgramTimes:
 
     @property
     def _by_xla(self) -> str:
-        """What ``xla_us`` is the time of."""
+        """The name of the program that took ``xla_us``."""
         if not self.is_all:
             return "XLA where calls were measured"
         return _XLA_ALONE if self.is_xla_alone else _XLA_WHERE_NEAR

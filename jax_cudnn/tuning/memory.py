@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a device's memory does a program need, and how much is free?"""
+"""Returns how much device memory a program needs, and how much is free."""
 
 import math
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many parts begin to be measured at once, and when does no other one begin?"""
+"""Decides how many parts are measured at once, and when to begin no more."""
 
 import time
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How long does a whole program take, with one set of choices or another?
+"""Times a whole program with one set of choices or another.
 
 The program is a traced one. Each contender is compiled anew and runs on the same
 operands. Floats are drawn. Integers and booleans are copies of the caller's, where

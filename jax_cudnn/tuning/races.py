@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of cuDNN's plans for one way of rewriting a part is the fastest?
+"""Finds the fastest of cuDNN's plans for one rewrite of a part.
 
 Building a plan takes far longer than timing it. So the first plan of each engine is
 built and looked at first, and then those of engines that may have a faster one.

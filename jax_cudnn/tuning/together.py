@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is compiled on all cores at once, and what of it while the GPU is timed?
+"""Compiles on all cores at once, and in part while the GPU is timed.
 
 XLA and cuDNN compile outside of Python's lock, and the GPU is timed by one thread. What
 follows a task runs in a thread of its own, one after another. What neither needs the
@@ -32,7 +32,7 @@ class Followed:
     after: Callable[[Any], Any]
 
     def __call__(self) -> Any:
-        """Do both, one after the other."""
+        """Run the task, and then what follows it."""
         return self.after(self.task())
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does an activation given as a function keep its meaning, in and after the kernel?"""
+"""Tests that activations passed as functions keep their meaning, fused or not."""
 
 import re
 from collections.abc import Callable

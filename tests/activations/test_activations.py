@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do activations in a graph, named or traced, have JAX's values and derivatives?"""
+"""Tests that activations in a graph have JAX's values and derivatives."""
 
 import functools
 from typing import Any, get_args

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a traced activation the function itself: at special values, in random programs?"""
+"""Tests traced activations against the functions, with special values and at random."""
 
 import functools
 from collections.abc import Callable

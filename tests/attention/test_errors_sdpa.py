@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a wrong argument of `sdpa` get a message with what is wrong, and what to do?"""
+"""Tests the messages for wrong arguments of `sdpa`."""
 
 import re
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does every mask hide what its sentence says, alone, combined, batched and printed?
+"""Tests that every mask hides what its predicate says, alone, combined and batched.
 
 The truth is the sentence as a Python condition on one query and one key.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does XLA's attention pass what cuDNN's has to, and is a wrong result seen?"""
+"""Tests the random checks of attention: XLA passes, and wrong results are seen."""
 
 import functools
 

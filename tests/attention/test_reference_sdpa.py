@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the jax.numpy attention mean what its docstring says, and its gradients too?
+"""Tests the jax.numpy attention and its gradients against its docstring.
 
 It is compared with loops over rows in NumPy (tests/attention/shared/oracle.py), with
 `jax.nn.dot_product_attention` where both mean the same, and with finite differences.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `jax_cudnn.apply_rotary` turn pairs of features as complex numbers turn?"""
+"""Tests that `jax_cudnn.apply_rotary` turns pairs of features like complex numbers."""
 
 import jax
 import jax.numpy as jnp

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a score_mod refused just where it reads an array beyond its end?
+"""Tests that a score_mod is refused exactly where it reads past an array's end.
 
 The truth computes the indices of all scores in Python.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do several options of `sdpa` mean together what each says, whatever the sizes?
+"""Tests random combinations of several options of `sdpa`, with random sizes.
 
 Drawn options and sizes give output, log-sum-exp, maximum and all gradients of dense
 attention in float64 (tests/attention/shared/dense.py): those of the operands, of biases

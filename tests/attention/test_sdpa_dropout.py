@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does attention drop what its key says, at its rate, wherever and however it runs?"""
+"""Tests that attention drops what its key says, at its rate, however it runs."""
 
 import functools
 import hashlib

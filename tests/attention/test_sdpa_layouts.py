@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does attention mean the same in each layout, and enter kernels without transposes?
+"""Tests attention in each layout, and that kernels read layouts without transposes.
 
 The truth is the same call with (b, s, h, d), and dense attention in float64 NumPy.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is `return_max_logit` the maximum of each row, in every transformation and edge?
+"""Tests that `return_max_logit` gives each row's maximum, in all transformations.
 
 tests/attention/test_sdpa_pairs.py compares it and its gradients beside every option
 with dense attention in float64, and tests/attention/legalize/test_legalize_sdpa.py what

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do any two options of `sdpa` mean together what each means alone?
+"""Tests that every two options of `sdpa` together mean what each means alone.
 
 Every pair of options gives output, log-sum-exp, maximum and all gradients of dense
 attention in float64 (tests/attention/shared/dense.py), or is refused by a message that

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does attention hold in programs: loops, remat, jit, export, and on several devices?
+"""Tests attention in programs: loops, remat, jit, export and several devices.
 
 Values are compared with an attention written in jax.numpy, or with the same program
 without the loop, the file or the other devices.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is attention over one array of q, k and v that over its parts, with one gradient?
+"""Tests attention over one array of q, k and v against attention over its parts.
 
 Arrays are put together and taken apart in NumPy (qkv.py); the truth is `jax_cudnn.sdpa`
 over the parts, and dense attention in float64 NumPy.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a score_mod what its function says, in results and in every derivative?
+"""Tests attention with a score_mod against its function, derivatives included.
 
 The truth is a dense softmax in NumPy's float64, or jax.numpy's where a derivative of it
 is needed.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does each feature of attention give the same on several devices, whatever is done?
+"""Tests that each feature of attention gives the same on several devices.
 
 Results and gradients of sharded operands are compared with those of one device: as XLA
 divides them, with shardings in types, in a loop with remat, exported, and under vmap.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are sinks one more key without a value, in results and in every derivative?
+"""Tests that a sink acts as one more key without a value, derivatives included.
 
 The truth is a dense softmax in float64 (sinks.py).
 """

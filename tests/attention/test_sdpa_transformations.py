@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do derivatives and vmap hold for attention in every nesting, and in how many graphs?
+"""Tests derivatives and vmap of attention in every nesting, and counts the graphs.
 
 Values are compared with an attention written in jax.numpy, or with the same function
 applied without the transformation.

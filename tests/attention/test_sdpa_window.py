@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `local_window_size` mean what jax.nn means by it, in each form that it takes?"""
+"""Tests that `local_window_size` means what it means in jax.nn, in each form."""
 
 import functools
 import itertools

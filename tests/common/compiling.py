@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How do tests compile what needs XLA's own choice of how to write code for the CPU?
+"""Compiles for tests that need XLA's own choice of how to write code for the CPU.
 
 `make test` chooses an older way for JAX 0.10, which compiles faster. It rounds a little
 differently, and some conversions to complex numbers fail.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many random examples does a test of hypothesis run?"""
+"""Sets how many random examples a test of hypothesis runs."""
 
 import hypothesis
 

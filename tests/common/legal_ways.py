@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do all ways of handing the parts of a function to cuDNN keep their meaning?
+"""Checks that all rewrites of a function's parts for cuDNN keep their meaning.
 
 Each part is rewritten as for cuDNN and computed by the reference, with the array work
 around it. That is compared with the part itself, in the operands' dtype.

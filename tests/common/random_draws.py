@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What random problems have in common: their generator, dtypes, sizes and texts.
+"""Draws for random problems: the generator, dtypes, sizes and texts.
 
 Seeds are fixed, so that a problem is the same in every run.
 """

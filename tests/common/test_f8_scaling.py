@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do scales make tensors fit into f8, whatever their numbers are?"""
+"""Tests that scales make tensors fit into f8, whatever their numbers are."""
 
 import re
 from typing import Any

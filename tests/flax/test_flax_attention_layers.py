@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are jax_cudnn's attention layers Flax's own, and is what they add right?
+"""Tests jax_cudnn's attention layers against Flax's own, and what they add.
 
 Transformations and messages are in test_flax_attention_calls.py, caches in
 test_flax_cache.py.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does an attention layer with a cache give what it gives without one?
+"""Tests that an attention layer gives the same with a cache as without one.
 
 With one token in a call, the cache is Flax's, number for number.
 """

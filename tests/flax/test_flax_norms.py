@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the norms of jax_cudnn.flax Flax's, with the same parameters and state?"""
+"""Tests the norms of jax_cudnn.flax against Flax's, with equal parameters and state."""
 
 import logging
 from typing import Any

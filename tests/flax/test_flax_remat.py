@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does `remat` of Flax save of a transformer's block with the package's layers?"""
+"""Tests what Flax's `remat` saves of a transformer block with the package's layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -113,7 +113,7 @@ def linen_loss(policy: Any, *, scans: bool) -> tuple[Callable[..., jax.Array], A
 def test_blocks_compute_again_what_a_policy_does_not_save(
     make: Any, scans: bool, policy: Any, matmuls: int, attentions: int
 ) -> None:
-    """How many kernels run more than without remat?"""
+    """Counts the kernels that run more than without remat."""
     x = jax.random.normal(jax.random.key(1), (B, S, W))
     loss, params = make(policy, scans=scans)
     plain, _ = make(None, scans=scans)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are weights dropped alike in all heads, and the ones that Flax drops?
+"""Tests that all heads drop the same weights, those that Flax drops.
 
 The truth is dense, in float64, with NumPy and finite differences; the weights that are
 dropped are drawn as Flax's source draws them, and Flax's own attention agrees.

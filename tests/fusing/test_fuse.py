@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a fused function compute what it does, under each of JAX's transformations?"""
+"""Tests that fused functions keep their results under each of JAX's transformations."""
 
 import functools
 import math

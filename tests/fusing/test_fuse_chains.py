@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do products with an activation between them share gradient kernels?
+"""Tests that matmuls with an activation between them share gradient kernels.
 
 The gradient of the second product's operand, the activation's and the sum for the bias
 are to be one kernel.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `fuse` find norms that are written out, with their meaning, and no others?"""
+"""Tests that `fuse` finds norms that are written out, and no others."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do random small programs mean the same when they are fused?"""
+"""Tests that random small programs mean the same when they are fused."""
 
 import functools
 from typing import Any

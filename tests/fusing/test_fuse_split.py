@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `fuse` say what became of each operation, and what breaks a kernel?"""
+"""Tests that `fuse` says what became of each operation, and what breaks a kernel."""
 
 import re
 from collections.abc import Callable

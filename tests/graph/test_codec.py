@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a graph survive its JSON, in canonical bytes, and is all other text refused?"""
+"""Tests that graphs survive JSON, in canonical bytes, and other text is refused."""
 
 import copy
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does folding vmap's examples into the batch axis keep the meaning, for every subset?
+"""Tests that folding vmap's examples into the batch axis keeps the meaning.
 
 NumPy's answer for each example alone is compared with NumPy's answer for the folded
 graph, so that only the fold itself is tested.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are graphs frozen, hashable, equal when they mean the same, and checked when made?"""
+"""Tests that graphs are frozen, hashable, equal by meaning, and checked when made."""
 
 import dataclasses
 import re

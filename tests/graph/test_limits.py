@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the rows of jax_cudnn/limits where they belong: kernels, versions and GPUs?"""
+"""Tests that the rows of the limits apply to the right kernels, versions and GPUs."""
 
 import dataclasses
 from typing import Any

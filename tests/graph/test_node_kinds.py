@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does every registry know the same kinds of nodes, those of node_kinds.json?"""
+"""Tests that every registry has the same kinds of nodes, those of node_kinds.json."""
 
 import dataclasses
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a printed or drawn graph say what the graph is, and is the drawing sound?"""
+"""Tests that printed and drawn graphs say what the graph is."""
 
 import re
 

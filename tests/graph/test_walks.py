@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do walks over a graph's nodes find what leads to a tensor, follows and reads it?"""
+"""Tests walks over a graph's nodes: what leads to a tensor, follows and reads it."""
 
 import pytest
 

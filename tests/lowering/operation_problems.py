@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a random problem of any operation is: arrays, a call, and what is right.
+"""Defines a random problem of any operation: arrays, a call, and what is right.
 
 Right is what NumPy computes in float64 (tests/lowering/random_operations.py says by
 what), up to a bound of its own for each entry: what a kernel may round.

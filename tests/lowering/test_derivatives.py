@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are all derivatives right under every nesting of vmap, on the CPU and as cuDNN runs?
+"""Tests all derivatives under nested vmaps, on the CPU and as cuDNN runs them.
 
 Random calls (drawn_calls.py) are differentiated in both modes and twice, with vmaps
 inside and outside of the differentiation, over random operands, tangents and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do conv, matmul, dot_general and sdpa take and return what JAX's functions do?"""
+"""Tests that conv, matmul, dot_general and sdpa take and return what JAX's do."""
 
 import functools
 import inspect

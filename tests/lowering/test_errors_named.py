@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does every refusal name the function that was called and the argument that was wrong?
+"""Tests that every refusal names the function that was called and the argument.
 
 A table has systematically wrong arguments for each public function and layer. The other
 tests/test_errors_*.py check the rest of the messages.

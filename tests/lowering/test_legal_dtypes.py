@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the work around a kernel keep shapes and dtypes, in the dtypes of kernels?
+"""Tests that the work around a kernel keeps shapes and dtypes.
 
 JAX's promotion is strict here, as users may have it. Nothing runs: shapes are followed.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a program for CUDA hold? Lowered on a machine that needs no GPU."""
+"""Tests what programs for CUDA contain, lowered on a machine that needs no GPU."""
 
 import dataclasses
 import functools

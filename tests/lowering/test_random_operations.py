@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do random problems pass on a CPU, and is a wrong result of each family seen?"""
+"""Tests that random problems pass on a CPU, and that wrong results are seen."""
 
 import functools
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does `jax.checkpoint` save of calls, and what does it compute again?
+"""Tests what `jax.checkpoint` saves of calls, and what it computes again.
 
-Beside the same formula in plain JAX under the same policy: as many matmuls and
+Compares with the same formula in plain JAX under the same policy: as many matmuls and
 convolutions in the program for a GPU, as many numbers saved, equal gradients.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `plans` find the calls of every kind of callable, just as calling makes them?"""
+"""Tests that `plans` finds the calls of every kind of callable."""
 
 import functools
 from collections.abc import Callable, Iterator

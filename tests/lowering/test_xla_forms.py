@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the code for XLA have the forms that XLA for a GPU recognises?
+"""Tests that the code for XLA has the forms that XLA for a GPU recognises.
 
 benchmarks/xla_code.py counts what becomes of them on a GPU. These tests look at the
 programs that XLA is given, which are the same on a machine without one.

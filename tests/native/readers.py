@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do the extension's readers make of a text?"""
+"""Runs the extension's readers on a text, for tests."""
 
 from jax_cudnn.native._extension import extension
 from jax_cudnn.native.planner import as_bytes

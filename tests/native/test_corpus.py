@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the fuzzer found to reach much of the readers (tests/fuzz) is taken or refused.
+"""Tests the readers on the inputs that the fuzzer found (tests/fuzz).
 
 Where there is a reader in Python, too, both give the same verdict.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the cache usable after a process was killed, or the disk full, at any step?
+"""Tests the cache after a process was killed, or the disk full, at any step.
 
 The steps are the calls that change the disk. A library that is preloaded counts them,
 and fails at a chosen one.

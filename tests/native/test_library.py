@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a missing, old or wrong library an error that says so, and never a crash?"""
+"""Tests that a missing, old or wrong library is an error that says so, and no crash."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the C++ side's lines, and cuDNN's, reach a Python sink, without a deadlock?"""
+"""Tests that lines of the C++ side, and cuDNN's, reach a Python sink."""
 
 import logging
 import sys

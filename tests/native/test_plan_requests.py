@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the C++ reader of plan requests take the texts that it writes, and no other?"""
+"""Tests that the C++ reader takes the plan requests that it writes, and no others."""
 
 import json
 from typing import Any

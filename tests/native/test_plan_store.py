@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the plan store return exactly what it was given, or nothing, in every case?"""
+"""Tests that the plan store returns exactly what it was given, or nothing."""
 
 import os
 import platform

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a program run only on the target it was lowered for, and say so elsewhere?"""
+"""Tests that a program runs only on the target it was lowered for."""
 
 import pytest
 

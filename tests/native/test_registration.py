@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is registering the handlers cheap, and does it leave JAX's backends alone?"""
+"""Tests that registering the handlers is cheap and leaves JAX's backends alone."""
 
 import platform
 import subprocess

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the steps of a score_mod read and refused alike in both languages?"""
+"""Tests that C++ and Python read and refuse the steps of a score_mod alike."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the C++ reader take exactly the texts that Python takes, byte for byte?"""
+"""Tests that the C++ reader takes exactly the texts that Python takes."""
 
 import json
 import random

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are plan cache, store, handle pool and log free of races? TSan judges."""
+"""Tests that plan cache, store, handle pool and log are free of races, by TSan."""
 
 import shutil
 import subprocess

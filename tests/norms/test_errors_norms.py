@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What norms refuse, with the words in which they do."""
+"""Tests what norms refuse, and the words in which they do."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is emitted for norms means what the graph means, and asks for what cuDNN has."""
+"""Tests that legalised norms mean what the graph means and fit cuDNN."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the norms compute what NumPy computes in float64, and what Flax does?"""
+"""Tests the norms against NumPy in float64, and against Flax."""
 
 import functools
 import itertools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do norms that write f8 round NumPy's answer to f8 once, and saturate?"""
+"""Tests that norms that write f8 round once, and saturate."""
 
 from typing import Any
 

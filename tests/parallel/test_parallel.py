@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is attention over several devices what it is on one? Errors, and what runs on a GPU.
+"""Tests attention over several devices: results, errors, and programs for a GPU.
 
 What needs several devices is in tests/parallel/checks.py, run here in processes of
 their own.

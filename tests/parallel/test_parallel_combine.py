@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is what `combine` makes of parts the whole? And are tokens ordered as they say?"""
+"""Tests that `combine` makes the whole of parts, and that tokens are ordered."""
 
 import functools
 from typing import Any

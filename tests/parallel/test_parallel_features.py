@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do masks, score_mods, dropout and sinks mean over several devices what they mean?
+"""Tests masks, score_mods, dropout and sinks over several devices.
 
 The truth is dense attention of the whole arrays in float64
 (tests/attention/shared/dense.py), with masks as Python conditions on one query and one

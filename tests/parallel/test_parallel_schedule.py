@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the calls of all devices cover exactly what queries see, and evenly?"""
+"""Tests that the calls of all devices cover exactly what queries see, and evenly."""
 
 import math
 from typing import Any

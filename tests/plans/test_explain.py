@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does `plans.explain` say about refusals, and which changes does it try?
+"""Tests what `plans.explain` says of refusals, and which changes it tries.
 
 cuDNN's answers are made up here; tests/plans/gpuless/test_explain.py asks the real
 cuDNN.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `plans.inspect` see every call, and answer where things are missing?"""
+"""Tests that `plans.inspect` sees every call, and answers where things are missing."""
 
 import functools
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `plans.log` switch its own lines on and off, and leave other logging alone?"""
+"""Tests that `plans.log` switches its own lines on and off, and no other logging."""
 
 import logging
 from collections.abc import Iterator

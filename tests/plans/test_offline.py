@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are GPUs found by name, and does the planning process work, without any cuDNN?"""
+"""Tests that GPUs are found by name, and the planning process without any cuDNN."""
 
 import importlib.util
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the options of a call, and scopes in jit's cache key, say which plans may run?"""
+"""Tests that a call's options, and scopes in jit's cache key, choose the plans."""
 
 import dataclasses
 import json

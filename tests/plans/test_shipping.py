@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do save, load and warmup handle all plans of a function, and no others?
+"""Tests that save, load and warmup handle all plans of a function, and no others.
 
 cuDNN is a stand-in here; tests/plans/gpuless and tests/plans/gpu ask the real one.
 """

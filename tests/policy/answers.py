@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What "auto" goes by on a measured GPU, for many parts of graphs: answers.json.
+"""Lists what "auto" decides on a measured GPU for many parts: answers.json.
 
     python -m tests.policy.answers
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a pooling, rewritten for cuDNN, give what it gave before? On the CPU."""
+"""Tests on the CPU that a pooling, rewritten for cuDNN, gives what it gave before."""
 
 import functools
 from dataclasses import replace

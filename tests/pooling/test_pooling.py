@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are `jax_cudnn.max_pool` and `avg_pool` what their formulas say, and Flax's?
+"""Tests `jax_cudnn.max_pool` and `avg_pool` against their formulas and Flax.
 
 The other sides are NumPy in float64, one window at a time (tests/pooling/windows.py),
 Flax and `jax.lax.reduce_window`.

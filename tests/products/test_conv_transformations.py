@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is `jax_cudnn.conv` lax's convolution through every transformation of JAX?
+"""Tests `jax_cudnn.conv` against lax's convolution under all transformations.
 
 The other side of each comparison is `jax.lax.conv_general_dilated` with its epilogue in
 jax.numpy, in float64, or the same function without the transformation.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which contractions "auto" leaves to XLA: their classes, sizes and those like them."""
+"""Tests which contractions "auto" leaves to XLA: classes, sizes, those like them."""
 
 import json
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a wrong argument of conv or matmul get a message that says what to do?"""
+"""Tests the messages for wrong arguments of conv and matmul."""
 
 import functools
 import re

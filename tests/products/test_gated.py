@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is `gated_matmul` the gate times the product, in two kernels?"""
+"""Tests that `gated_matmul` is the gate times the product, in two kernels."""
 
 import subprocess
 import sys

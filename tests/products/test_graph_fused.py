@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the graphs of contractions checked, and the nodes' derivatives those of JAX?"""
+"""Tests the checks of graphs of contractions, and the derivatives of their nodes."""
 
 import itertools
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the loop over tiles of rows the grouped product, and does it run where it pays?"""
+"""Tests the loop over tiles of rows as a grouped matmul, and where it runs."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are depthwise convolutions what they were in every way, and which way is first?
+"""Tests the rewrites of depthwise convolutions, and which one comes first.
 
 In f64, as in test_legalize_fused.py.
 """

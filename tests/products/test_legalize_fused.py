@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does every way of handing conv and matmul to cuDNN keep their meaning?
+"""Tests that every way of handing conv and matmul to cuDNN keeps their meaning.
 
 The parts of forward and gradient graphs are rewritten as for cuDNN, computed by the
 reference with the array work around them, and compared with the parts themselves, in

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are convolutions in groups what they were in every way, and which way is first?
+"""Tests the rewrites of convolutions in groups, and which one comes first.
 
 In f64, as in test_legalize_fused.py. Groups of one channel are in
 test_legalize_depthwise.py.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a grouped matmul, rewritten for cuDNN, give what it gave before? On the CPU."""
+"""Tests on the CPU that a grouped matmul, rewritten for cuDNN, keeps its results."""
 
 import functools
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which kernels does a CUDA program hold for conv and matmul, and who chose them?"""
+"""Tests which kernels a CUDA program has for conv and matmul, and who chose them."""
 
 import logging
 import re

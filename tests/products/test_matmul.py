@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are `matmul` and `dot_general` JAX's with an epilogue, through every transform?
+"""Tests `matmul` and `dot_general` against JAX's, with epilogues and transformations.
 
 The other side of each comparison is jnp.matmul or lax.dot_general with the epilogue in
 jax.numpy, in float64.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is what "auto" goes by made of measured times (scripts/measured_rules.py)?"""
+"""Tests how scripts/measured_rules.py derives the rules of "auto" from times."""
 
 import importlib
 import json

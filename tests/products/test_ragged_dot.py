@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does ragged_dot compute what NumPy computes in float64, group by group?"""
+"""Tests ragged_dot against NumPy in float64, group by group."""
 
 import functools
 import itertools

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do calls take arrays whose types are sharded wherever plain JAX's formulas do?
+"""Tests that calls take explicitly sharded arrays wherever plain JAX's formulas do.
 
-Beside the same formula in JAX's own operations: equal numbers, and types that are equal
+The same formula in JAX's own operations has to give equal numbers, and equal types
 where a program may rely on them.
 """
 

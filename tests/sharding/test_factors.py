@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which axes may be divided, what is then a sum, and what does Shardy hear of it?"""
+"""Tests which axes may be divided, what is then a sum, and Shardy's rule."""
 
 from typing import Any
 

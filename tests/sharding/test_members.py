@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do arrays enter the primitives with all their axes, and leave them with these?
+"""Tests that arrays enter and leave the primitives with all their axes.
 
 Merging axes before the primitive would gather one that is sharded over devices.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do sharded operands give the same results, with no more sent than the rule implies?
+"""Tests that sharded operands give the same results, and what devices send.
 
 Everything runs on eight devices of the CPU, through XLA's partitioner and the custom
 call that it divides, as on GPUs.

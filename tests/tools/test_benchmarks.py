@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do benchmarks and scripts import, and do their contenders compute the same?
+"""Tests that benchmarks and scripts import, and that their contenders agree.
 
 Benchmarks run on a GPU, so nothing else here says that what they import is still there.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the cache where the user says, and is nothing read or made before it is needed?"""
+"""Tests that the cache is where the user says, and untouched before it is needed."""
 
 from pathlib import Path
 

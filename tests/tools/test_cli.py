@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do arguments become problems on the command line, and are times told as they are?"""
+"""Tests the arguments of the command line, and how it prints times."""
 
 import argparse
 import json

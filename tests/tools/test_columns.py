@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does what the package prints fit a terminal, and stay whole everywhere else?"""
+"""Tests that what the package prints fits a terminal, and stays whole elsewhere."""
 
 import io
 import os

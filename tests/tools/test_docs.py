@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the outputs in the guides of docs/ true without a GPU?
+"""Tests that the outputs in the guides of docs/ are true without a GPU.
 
 tests/tools/gpu/test_docs.py runs the same snippets on a GPU, but for those that need
 several devices. test_examples.py runs those of README.md and docs/index.md,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `doctor` find what is wrong with a machine (made-up facts), and what to do?"""
+"""Tests that `doctor` finds what is wrong with a machine, and what to do."""
 
 import ctypes
 import json

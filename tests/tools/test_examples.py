@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does each example, run on the CPU as by a user, print what it should?"""
+"""Tests that each example, run on the CPU as by a user, prints what it should."""
 
 import json
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the GPU report keep what each pair of versions gave, and explain what failed?"""
+"""Tests that the GPU report keeps the results of each pair of versions."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is importing the package quick, and without effect on JAX and the environment?"""
+"""Tests that importing the package is quick and changes neither JAX nor environment."""
 
 import os
 import re

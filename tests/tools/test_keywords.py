@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do calls with other libraries' keywords say what is meant, in every public name?"""
+"""Tests that calls with other libraries' keywords are told what is meant."""
 
 import functools
 import importlib

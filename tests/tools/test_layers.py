@@ -474,8 +474,16 @@ def test_python_files_begin_with_licence_and_docstring(path: Path) -> None:
     assert lines[1].startswith(('"""', 'r"""'))
 
 
+@pytest.mark.parametrize("path", _sources("*.py"), ids=_label)
+def test_docstrings_of_python_files_begin_with_a_statement(path: Path) -> None:
+    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+    assert doc is not None
+    assert not re.search(r"\?(\s|$)", doc.split("\n\n")[0])
+
+
 @pytest.mark.parametrize("path", _sources("*.cc", "*.h"), ids=_label)
 def test_cxx_files_begin_with_licence_and_purpose(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     assert lines[0] == "// SPDX-License-Identifier: Apache-2.0"
     assert lines[1].startswith("// ")
+    assert not lines[1].endswith("?")

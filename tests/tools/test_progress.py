@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is progress shown on terminals, only there, and without changing what is done?"""
+"""Tests that progress is shown on terminals only, and changes no result."""
 
 import io
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the benchmarks of several GPUs run, and report what programs really hold?"""
+"""Tests the benchmarks of several GPUs, and that they report what programs hold."""
 
 import importlib
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do importing and the doctor say if the package or JAX is incomplete?
+"""Tests importing and the doctor where the package or JAX is incomplete.
 
 Each test runs a copy of the package, found by Python's import, in its own process.
 """

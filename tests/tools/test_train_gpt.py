@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does examples/train_gpt.py train GPT-2, and the same one however it is split?
+"""Tests that examples/train_gpt.py trains the same GPT-2 however it is split.
 
 test_examples.py runs it as a user does; here its parts are asked on eight CPU devices.
 """

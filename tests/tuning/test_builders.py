@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do several processes build plans, and does this one build what they cannot?
+"""Tests that several processes build plans, and this one builds what they cannot.
 
 Processes and the extension are made up here; tests/plans/gpuless/test_plan_files.py
 builds.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a choices file read back as it was written, and is any other file refused?"""
+"""Tests that a choices file is read back as written, and others are refused."""
 
 import copy
 import json

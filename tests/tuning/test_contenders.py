@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a contender run what it was measured to be fastest at, and nothing else?"""
+"""Tests that a contender runs what it was measured to be fastest at, and no more."""
 
 import functools
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does tuning end with the choices that make the whole program fastest?"""
+"""Tests that tuning ends with the choices that make the whole program fastest."""
 
 import itertools
 import math

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is each candidate timed or its failure told, without a GPU to time on?"""
+"""Tests that each candidate is timed or its failure told, without a GPU."""
 
 from dataclasses import replace
 from types import SimpleNamespace

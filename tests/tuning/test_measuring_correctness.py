@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a plan's result told from a wrong one, whatever the dtype and the size?"""
+"""Tests that wrong results of a plan are noticed, whatever the dtype and the size."""
 
 import functools
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the arrays that measurements run on random enough, whatever their size?"""
+"""Tests that the arrays that measurements run on are random enough."""
 
 import jax
 import numpy as np

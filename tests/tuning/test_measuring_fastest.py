@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the fastest found that computes what it should, without a GPU to race on?"""
+"""Tests that the fastest plan with right results is found, without a GPU."""
 
 import contextlib
 import math

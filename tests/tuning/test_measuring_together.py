@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does what is compiled run at once, and what is timed one after another?"""
+"""Tests that tasks compile at once, and are timed one after another."""
 
 import functools
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is what runs by tokamax what the graph says? A stand-in plays tokamax.
+"""Tests that what runs by tokamax is what the graph says, with a stand-in.
 
 tests/tuning/gpu/test_tokamax.py asks the library itself, where it is installed.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which calls are measured in a `with plans.autotuning()` block?"""
+"""Tests which calls a `with plans.autotuning()` block measures."""
 
 import functools
 from collections.abc import Iterator, Sequence

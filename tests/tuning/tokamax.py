@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What tokamax runs, with what it should give; and a stand-in that runs anywhere.
+"""Lists what tokamax runs, with what it should give; and a stand-in that runs anywhere.
 
 Like tokamax's kernels, the stand-in leaves rows that it does not write as they are (NaN
 here), multiplies rows of no group by 0, and makes NaN of a row whose bias hides a block

@@ -31,7 +31,7 @@ PARTS, HEADS = 1, 2
 
 
 class Part(NamedTuple):
-    """Which parts of qkv a role has, and the axis of qkv that it lacks."""
+    """The parts of qkv that a role has, and the axis of qkv that it lacks."""
 
     first: int
     size: int

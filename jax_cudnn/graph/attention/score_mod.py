@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is a function of attention's scores written, checked and differentiated?
+"""Writes, checks and differentiates functions of attention's scores.
 
-It is a list of steps, each a text of words with one space between them: the mode of a
-pointwise node and what it is applied to. ::
+A function is a list of steps, each a text of words with one space between them: the
+mode of a pointwise node and what it is applied to. ::
 
     "div score 30"    "tanh %0"    "mul %1 30"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which axes of a graph's tensors do the examples of a vmap fold into?
+"""Chooses the axes of a graph's tensors into which the examples of a vmap fold.
 
 The letters of its nodes say so: examples enter a letter that all tensors which have
 examples share, and that no sum crosses. Of several such letters, that one is taken with
@@ -19,7 +19,7 @@ from jax_cudnn.graph.walks import made_by, readers
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldRule:
-    """How `n` examples enter a letter of a graph's tensors, by tensor name.
+    """A rule for folding `n` examples into a letter of tensors, by tensor name.
 
     ``axes``: the logical axis that the examples merge into, as its slower part; a
     tensor that is not named here is shared by all examples and broadcasts as it is.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How do two graphs become one, where the second reads what the first makes?"""
+"""Joins two graphs into one, where the second reads what the first computes."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace

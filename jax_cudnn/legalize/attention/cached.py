@@ -116,7 +116,7 @@ def _hide_dead_rows(editor: GraphEditor) -> None:
 
 
 class _Defined(NamedTuple):
-    """Which rows a kernel computes, and what the others are, as (b, 1, s, 1)."""
+    """The rows that a kernel computes, and what the others are, as (b, 1, s, 1)."""
 
     is_computed: jax.Array
     fill: jax.Array

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How does a kernel of attention get to know which probabilities dropout keeps?
+"""Tells a kernel of attention which probabilities dropout keeps.
 
 Either it draws them itself, from one seed and one offset, or it reads a mask that XLA
 writes. Each step edits attention by role; letters as in graph/attention/sdpa.py.

@@ -91,7 +91,7 @@ class _FarRows:
 
     @property
     def _counts(self) -> tuple[int, int]:
-        """How many batch entries and key heads are computed at once.
+        """The numbers of batch entries and of key heads that are computed at once.
 
         One of each, but all that share a bias where its gradient is their sum: that is
         rounded once then.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What hides keys in attention, as cuDNN takes it: masks, lengths and biases.
+"""Legalises masks, lengths and biases, which hide keys in attention.
 
 Each step edits attention by role; letters as in graph/attention/sdpa.py.
 legalize/attention/sdpa.py says which steps a graph takes.

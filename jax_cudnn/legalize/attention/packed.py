@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How does attention reach cuDNN where a row holds several sequences?
+"""Legalises attention whose rows hold several sequences.
 
 cuDNN takes them one behind another ("ragged", THD): each tensor comes with the places
 in memory where its sequences begin, and nothing is padded. Beside a bias or a mask, and
@@ -252,7 +252,7 @@ def _seen(
 
 
 class _Shaped(NamedTuple):
-    """What has a shape and nothing else that is asked for."""
+    """A stand-in for an array of which only the shape is read."""
 
     shape: tuple[int, ...]
 

@@ -247,7 +247,7 @@ class _Divided:
 
 
 class _Look:
-    """What a function does with its operands, seen by tracing it."""
+    """A traced function, to see what it does with its operands."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do rows of attention have that a kernel has not: sinks, and a maximum?
+"""Legalises attention with sinks, and with the maximum of each row as a result.
 
 A sink is one more key without a value. It needs no kernel of its own: the output of the
 keys is scaled by their share of the softmax. The gradient's kernel computes exp(S - L)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a window of attention cuDNN's band, or part of the mask?"""
+"""Legalises a window of attention as cuDNN's band, or as part of the mask."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

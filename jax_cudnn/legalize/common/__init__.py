@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the families' legalisations share: the editor, layouts, the result's type."""
+"""Tools that the families' legalisations share: editor, layouts, result type."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How do images, (n, c, *y), become what cuDNN takes: two spatial axes, channels last?
+"""Gives images, (n, c, *y), two spatial axes with channels last, as cuDNN needs them.
 
 For convolutions and pooling. The lists of the main node's attributes have an entry for
 each spatial axis.

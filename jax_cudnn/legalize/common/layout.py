@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How cuDNN's fused engines take tensors: channels last, in loads of 16 bytes."""
+"""Layouts for cuDNN's fused engines: channels last, in loads of 16 bytes."""
 
 # Elements that the engines load at once.
 ELEMENTS_PER_LOAD = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a legalisation is: the ways to run a graph by cuDNN, or the reasons for none."""
+"""Defines the result of legalisation: the ways to run a graph by cuDNN, or reasons."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -22,7 +22,7 @@ After = Callable[[Sequence[jax.Array], Sequence[jax.Array]], Arrays]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Usual:
-    """What suffices around the kernel for operands that need no special care.
+    """The array work around a kernel for operands that need no special care.
 
     ``holds`` says of the original operands, as a bool computed with them, whether
     ``before`` and ``after`` give the results that those of ``Legal`` would give.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Depthwise convolutions: in which ways does cuDNN run them fast?
+"""Rewrites depthwise convolutions into forms that cuDNN runs fast.
 
 Each channel has filters of its own. cuDNN has engines for such convolutions alone, one
 for each direction, and for some windows only. What has one of these engines is passed

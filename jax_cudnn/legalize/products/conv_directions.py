@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When is a convolution the gradient of another one, and how is it written so?
+"""Rewrites a convolution as the gradient of another one, and back.
 
 Steps of x and zeros between its elements change places, and filters are flipped.
 """

@@ -51,7 +51,7 @@ _MERGED = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """What is done to a convolution in groups.
+    """A rewrite of a convolution in groups.
 
     ``change`` edits it, and returns whether there was anything to do. ``first`` does
     so before that, while padding is as it was. ``name`` is what becomes of groups.

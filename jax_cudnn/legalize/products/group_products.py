@@ -78,7 +78,7 @@ def _rows_of_all(rows: int, groups: int) -> int:
 
 
 class _Places(NamedTuple):
-    """Where groups are, as they are given and as they are moved apart."""
+    """The places of groups, as they are passed and once they are moved apart."""
 
     given: Groups
     moved: Groups
@@ -95,7 +95,7 @@ class _Places(NamedTuple):
 
     @property
     def sizes(self) -> jax.Array:
-        """How many rows groups have once they are moved apart."""
+        """The number of rows of each group once groups are moved apart."""
         return self.moved.ends - self.moved.starts
 
     def sources(self, moved_rows: int, rows: int) -> jax.Array:

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a graph's arrays are divided among devices, and what their types say of it."""
+"""Divides a graph's arrays among devices, and reads and sets their types for it."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do arrays' types say of how they are sharded, and how is that changed?"""
+"""Reads from the types of arrays how they are sharded, and changes that."""
 
 import math
 from collections.abc import Iterable, Sequence

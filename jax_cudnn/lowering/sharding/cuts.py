@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How are the factors of a kernel's arrays divided among devices?
+"""Divides the factors of a kernel's arrays among devices.
 
 A cut divides an axis into equal parts and says which device has which. XLA's
 partitioner gives cuts by the parts of devices, a mesh gives them by the names of its
@@ -89,7 +89,7 @@ Cut = TypeVar("Cut", DeviceCut, NamedCut)
 
 @dataclass(frozen=True)
 class Division(Generic[Cut]):
-    """Which factors are cut, and how; the rest is whole on every device.
+    """The cuts of factors; all other factors are whole on every device.
 
     ``cuts``: of all tensors that have the factors. ``scattered``: further cuts, of some
     tensors only.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""By which rule does XLA propagate shardings through a kernel's graph?"""
+"""Writes the rule by which XLA propagates shardings through a kernel's graph."""
 
 from collections.abc import Sequence
 

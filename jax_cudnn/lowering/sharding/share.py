@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does each device compute of a kernel's graph that is divided among devices?
+"""Computes each device's share of a kernel's graph that is divided among devices.
 
-The graph of its own sizes. Where what was divided is summed, each device has its share
-of the sum. The shares are added up before anything that follows reads them, in the
-dtype in which sums are kept.
+Each device runs the graph with its own sizes. If a sum runs over a divided axis, each
+device has its share of the sum. The shares are added up before anything that follows
+reads them, in the dtype in which sums are kept.
 """
 
 import math
@@ -33,7 +33,7 @@ Run = Callable[[Graph, Sequence[jax.Array]], Sequence[jax.Array]]
 
 @dataclass(frozen=True, kw_only=True)
 class Collectives:
-    """How devices that have shares along some factors send them to each other.
+    """The collectives of devices that have shares along some factors.
 
     ``total``: returns the sum of the shares. ``most``: their maximum. ``scatter``: the
     device's part of the sum along an axis. ``exchange``: an array of the same shape

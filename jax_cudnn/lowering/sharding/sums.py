@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is a sum over devices in a kernel's graph, what waits for it, what is scattered?
+"""Finds the sums over devices in a kernel's graph, and chooses which to scatter.
 
 A sum that every device gets is sent whole. One that is scattered is sent in parts: each
 device has the sum of its own part, computes on it what follows, and XLA gathers the

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is a kernel divided whose operands say in their types how they are sharded?
+"""Divides a kernel whose operands' types say how they are sharded.
 
-By the rule that XLA's partitioner is given as well (partitioned.py). How the results
+The rule is the one that XLA's partitioner is given (partitioned.py). How the results
 are sharded follows from it, and is part of their types.
 """
 
@@ -36,7 +36,7 @@ from jax_cudnn.lowering.sharding.sharding_rule import factors_at
 
 @dataclass(frozen=True, kw_only=True)
 class Types:
-    """How the types of a kernel's arrays say that they are sharded.
+    """The sharding of a kernel's arrays that their types say.
 
     ``division``: along which axes of the mesh, also those of one device. ``ones``: how
     axes of size 1 are sharded, for each tensor by the number of its array's axis. They
@@ -51,7 +51,7 @@ class Types:
 
     @property
     def effective(self) -> Division[NamedCut]:
-        """What is divided among devices: not what is cut along axes of one device.
+        """The division among devices, without cuts along axes of one device.
 
         A sum along these is complete, so its kernel is that of arrays on one device.
         """

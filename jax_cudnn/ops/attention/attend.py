@@ -98,7 +98,7 @@ class Operands(NamedTuple):
 
     @property
     def key_count(self) -> int:
-        """How many keys a batch entry has."""
+        """The number of keys of a batch entry."""
         return sizes_in(self.layout, self.key)[1]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the arguments of attention to its results: what the public functions share."""
+"""Computes attention for all public functions, from arguments to results."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operands and attributes of attention does dropout with a random key become?"""
+"""Turns dropout with a random key into operands and attributes of attention."""
 
 from dataclasses import replace
 from typing import NamedTuple

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""In which order do attention's arrays store batch, tokens, heads and head size?
+"""Defines the orders in which arrays store batch, tokens, heads and head size.
 
 The letters of a layout are b batch, s tokens, h heads, d head size. A graph's tensors
 have the logical axes (b, h, s, d) and an order in which these are stored.

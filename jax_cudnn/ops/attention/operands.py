@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are attention's arguments what they must be? Returns them as graphs have them."""
+"""Checks attention's arguments and returns them as graphs have them."""
 
 import math
 from collections.abc import Callable

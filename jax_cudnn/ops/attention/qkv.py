@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where in an array that holds queries, keys and values is each of them?"""
+"""Locates queries, keys and values in an array that holds all three."""
 
 from typing import Any, Literal, NamedTuple, cast, get_args
 

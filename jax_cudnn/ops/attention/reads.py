@@ -136,7 +136,7 @@ _MOST = 2**20
 
 
 class _Value(NamedTuple):
-    """What is known of a value for all scores.
+    """The known elements of a value, for all scores.
 
     Scores have three axes: batch entries, heads, and pairs of a query and a key. The
     axes are 1 where nothing depends on them. The value's own axes follow in ``known``.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How do queries and keys get their positions by rotation (RoPE)?"""
+"""Rotates queries and keys by their positions (rotary position embedding, RoPE)."""
 
 import math
 from collections.abc import Sequence

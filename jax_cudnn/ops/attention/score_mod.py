@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does attention become with a user's function of the scores?
+"""Translates a user's function of the scores into operands and steps of attention.
 
 The function is traced. What it adds last, and does not depend on the score, is a bias.
 Where it selects -inf last, it is a mask. Other operations on the score are steps of the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does attention become when each head has a sink, a key without a value?
+"""Adds a sink, a key without a value, to each head of attention.
 
 The sink takes its share of the softmax, so the output of the keys is scaled by theirs.
 With L the log-sum-exp of keys and sink, O the output, dL and dO their cotangents, the

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What operations of all families share: arguments, activations, epilogues."""
+"""Tools that all families' operations share: arguments, activations, epilogues."""

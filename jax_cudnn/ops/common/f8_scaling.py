@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which scale does a tensor get in f8, and what are its numbers there?
+"""Computes scales for tensors in f8, and converts tensors to f8 and back.
 
 Pure functions of arrays. A number is its stored f8 number times the scale, as in
 `jax.nn.scaled_matmul`. TransformerEngine calls this scale `scale_inv`.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does a function of scalars compute beside its first one, for all the others?
+"""Computes the values in a score_mod that do not depend on the score.
 
 A score_mod gets a score, and the indices of batch entry, head, query and key. What does
 not depend on the score is computed here as arrays, with those axes of (b, h, s, t) only

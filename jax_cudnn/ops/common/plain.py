@@ -26,7 +26,7 @@ _log = logging.getLogger("jax_cudnn")
 
 
 class Epilogue(NamedTuple):
-    """What is applied to the sums: arrays and numbers, or None where not given.
+    """The operations on the sums: arrays and numbers, or None where not given.
 
     ``gate`` is an activation of the array ``scale_out``, which a graph holds.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How are a pooling's arguments checked and read, as windows over an array's axes?"""
+"""Checks a pooling's arguments and reads them as windows over an array's axes."""
 
 import math
 import operator
@@ -40,7 +40,7 @@ class Windows:
 
     @property
     def order(self) -> tuple[int, ...]:
-        """Which logical axis, of (n, c, *y), the array has at each place."""
+        """The logical axis, of (n, c, *y), at each place of the array."""
         spatial = [letter for letter in self.letters if letter not in "NC"]
         return tuple(map(["N", "C", *spatial].index, self.letters))
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the norms have in common: checks of arguments, and one graph with its results.
+"""Checks arguments and runs the graph for all norms.
 
 What is applied after the norm is XLA's: cuDNN's kernels with an activation take no
 scale that is wider than x (9.19 and 9.27), and XLA fuses it with what is around the

@@ -53,7 +53,7 @@ from jax_cudnn.ops.common.windows import meant_sizes, refuse_pads
 
 
 class Layout(NamedTuple):
-    """Which axes of each array are images, channels and space, in lax's form."""
+    """The axes of each array that are images, channels and space, in lax's form."""
 
     lhs_spec: tuple[int, ...]
     rhs_spec: tuple[int, ...]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which way of writing convolutions and products is tried first, and who runs them."""
+"""Decides which rewrite of a contraction is tried first, and what runs it."""
 
 from jax_cudnn.policy.products.contractions import contraction_of, properties_of
 from jax_cudnn.policy.products.orders import in_order

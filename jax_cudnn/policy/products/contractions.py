@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What rows are about a contraction, and what the kernels of a table say of it."""
+"""Reads the properties of a contraction that a table's rows and kernels name."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who runs a contraction by default, and by which plan, as others like it were faster.
+"""Decides what runs a contraction, and by which plan, from kernels most like it.
 
 "auto" leaves a contraction to XLA where cuDNN's first plan was not faster for the
 measured ones most like it (nearest.py), and that plan gives way to another one where

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast cuDNN's first plan is for a kernel, by those most like it.
+"""Estimates how fast cuDNN's first plan is for a kernel, from those most like it.
 
 A kernel is like a product of (rows, depth) and (depth, columns). It has a class, which
 says what else matters (kernels.py). The distance of two kernels is that of the
@@ -66,7 +66,7 @@ class Kernel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the measured kernels most like one say of it.
+    """The evidence about a kernel from the measured kernels most like it.
 
     ``ratio`` is the geometric mean of the time of cuDNN's first plan over that of XLA's
     code, in which near kernels weigh more. Of ``count`` kernels, ``losses`` took cuDNN

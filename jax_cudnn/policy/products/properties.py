@@ -112,7 +112,7 @@ class Convolution:
 
     @property
     def more(self) -> str:
-        """How x can be written with more channels, "" if it cannot."""
+        """The name of the rewrite of x with more channels, "" if there is none."""
         return more_channels(self._graph, self._node) or ""
 
     @property

@@ -63,7 +63,7 @@ def _per_sequence(inputs: Operands, role: str) -> jax.Array:
 
 
 class Ends(NamedTuple):
-    """Where sequences end, and where their queries are.
+    """The ends of sequences, and the positions of their queries.
 
     A sequence may have more tokens than the ``room`` of the cache: positions count from
     its true end. All arrays are (b, 1, 1, 1), but ``positions`` (b, 1, s, 1).

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which probabilities of attention does dropout keep? Seed and position say so.
+"""Computes from seed and position which probabilities of attention dropout keeps.
 
 The numbers are those of cuDNN's kernels, bit by bit (9.19 on an H200: forward, gradient
 and their dump of the mask; all sizes, head sizes and dtypes that were tried). For query

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What does attention mean whose queries, keys and values are one array?
+"""Computes attention whose queries, keys and values are one array.
 
-That of its parts (graph/attention/qkv.py). Their gradients are written side by side.
+It equals attention over the parts (graph/attention/qkv.py), whose gradients are written
+side by side.
 """
 
 from collections.abc import Mapping

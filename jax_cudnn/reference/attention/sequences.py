@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tokens of a row belong to which sequence, where a row holds several?
+"""Assigns each token of a row to its sequence, where a row holds several.
 
 Letters as in graph/attention/sdpa.py, with n sequences in each of b rows of s queries
 and t keys.
@@ -43,14 +43,14 @@ ALONG = {
 
 
 class Spans(NamedTuple):
-    """Where the sequences of each row begin and how many tokens they have: (b, n)."""
+    """The starts of the sequences of each row, and their numbers of tokens: (b, n)."""
 
     starts: jax.Array
     lengths: jax.Array
 
 
 class Places(NamedTuple):
-    """For each token, (b, s): its sequence, or -1, and its number in this sequence."""
+    """The sequence of each token, or -1, and its number in the sequence: (b, s)."""
 
     sequence: jax.Array
     number: jax.Array

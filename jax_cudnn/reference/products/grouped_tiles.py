@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How does XLA multiply each row by the matrix of its own group alone?
+"""Multiplies each row by the matrix of its own group, in a loop over tiles of rows.
 
 XLA's own code for ``ragged_dot`` on a GPU multiplies all rows by the matrix of each
 group. Here a loop goes over tiles of rows, and a tile lies within one group. How many

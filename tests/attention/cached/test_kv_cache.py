@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do new tokens reach their places in a cache, and only these, without a copy of it?"""
+"""Tests that new tokens reach their places in a cache, without a copy of it."""
 
 import re
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do new tokens reach a cache that devices share, without a copy of it being sent?"""
+"""Tests that new tokens reach a sharded cache without a copy of it being sent."""
 
 import re
 from dataclasses import dataclass

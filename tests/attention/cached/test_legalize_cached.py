@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does what cuDNN gets for attention over a cache mean the same as what users wrote?
+"""Tests that cuDNN's graph of attention over a cache means what the user's does.
 
 The rewritten graph is evaluated by the reference, with junk where a kernel leaves what
 it likes. Both are in f32; the refusal of f32 is switched off for this.

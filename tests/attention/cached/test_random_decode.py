@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does XLA's attention over caches pass what cuDNN's has to, and is an error seen?"""
+"""Tests the random checks of attention over caches: XLA passes, and errors are seen."""
 
 import functools
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is attention over caches and pages that of NumPy, under every transformation?"""
+"""Tests attention over caches and pages against NumPy, under every transformation."""
 
 import re
 from dataclasses import replace

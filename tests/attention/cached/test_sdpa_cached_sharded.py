@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is attention over caches and pages the same where explicit meshes divide operands?"""
+"""Tests attention over caches and pages whose operands explicit meshes divide."""
 
 from dataclasses import dataclass, replace
 from typing import Any

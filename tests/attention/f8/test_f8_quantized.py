@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does attention that is quantised within have the gradient that it says?
+"""Tests the gradient of attention that quantises its operands itself.
 
 The truth is written from the formula in float64: dS = P (dO V^T - rowsum(O dO) + dL) at
 the rounded operands, with the f8 output.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does cuDNN's graph of f8 attention mean the same, and are its limits told?"""
+"""Tests that cuDNN's graph of f8 attention keeps the meaning, and its limits."""
 
 import dataclasses
 from typing import Any

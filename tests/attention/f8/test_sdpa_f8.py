@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is f8 attention what its formula says, under every transformation that it takes?
+"""Tests f8 attention against its formula, under every transformation it takes.
 
 The truth is NumPy in float64 (f8.py), with a bound for what rounding may do.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does cuDNN drop the attention weights that the reference drops, bit by bit?"""
+"""Tests that cuDNN drops the weights that the reference drops, bit by bit."""
 
 import functools
 

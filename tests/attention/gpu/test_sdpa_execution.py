@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does attention on a GPU run as promised: plans, memory, threads, capture, exit?"""
+"""Tests how attention runs on a GPU: plans, memory, threads, capture, exit."""
 
 import os
 import shutil

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is each feature of attention right on a GPU under vmap, scan, remat and export?
+"""Tests each feature of attention on a GPU under vmap, scan, remat and export.
 
 Results and all gradients are compared with f32. A replayed command buffer with dropout
 has the mask of its key.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do cuDNN's kernels read and write layouts, and one array of q, k and v, in place?"""
+"""Tests that cuDNN's kernels read and write layouts, and fused q, k and v, in place."""
 
 import functools
 import re

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are a million tokens right, and do they take no memory of the size of the scores?
+"""Tests attention over a million tokens, and that it needs no memory for the scores.
 
 Rows and columns are compared with NumPy in float64: the first ones, the last ones, and
 some between, where an index of 32 bits would have overflowed.

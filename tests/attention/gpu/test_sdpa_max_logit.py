@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is the largest score that cuDNN returns that of float64, beside all options?
+"""Tests cuDNN's largest score of each row against float64, with all options.
 
-Also which maximum it is, and that output and log-sum-exp are those of a call without.
+Also tests which maximum it is, and that output and log-sum-exp do not change with it.
 """
 
 import jax

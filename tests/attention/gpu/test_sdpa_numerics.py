@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is attention through cuDNN as accurate as its dtype allows, forward and gradients?"""
+"""Tests that attention through cuDNN is as accurate as its dtype allows."""
 
 import dataclasses
 import functools

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does packed attention through cuDNN match float64, one sequence at a time?
+"""Tests packed attention through cuDNN against float64, one sequence at a time.
 
 Padding is NaN: neither it nor a neighbour's NaN may reach another sequence.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is attention over caches and pages right on a GPU, whatever lies past the lengths?"""
+"""Tests attention over caches and pages on a GPU, with anything past the lengths."""
 
 from dataclasses import replace
 from typing import Any

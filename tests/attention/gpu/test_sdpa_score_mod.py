@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does attention with a score_mod through cuDNN match a dense softmax in float64?"""
+"""Tests attention with a score_mod through cuDNN against a float64 softmax."""
 
 import functools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does attention run on each of several GPUs, alone and under sharding?"""
+"""Tests that attention runs on each of several GPUs, alone and under sharding."""
 
 import functools
 

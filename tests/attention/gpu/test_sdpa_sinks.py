@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does attention with sinks through cuDNN match a dense softmax in float64?"""
+"""Tests attention with sinks through cuDNN against a dense softmax in float64."""
 
 import functools
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do JAX's transformations hold on a GPU, with cuDNN underneath?"""
+"""Tests JAX's transformations of attention on a GPU, with cuDNN underneath."""
 
 import itertools
 

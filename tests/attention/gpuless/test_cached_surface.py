@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan what attention over caches and pages emits, on every GPU?"""
+"""Tests that cuDNN plans attention over caches and pages for every GPU."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan attention with dropout, drawn by the kernel or as a mask?"""
+"""Tests that cuDNN plans attention with dropout, drawn by the kernel or as a mask."""
 
 from typing import Any
 

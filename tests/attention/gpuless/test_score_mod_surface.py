@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan attention with a score_mod, forward and backward?"""
+"""Tests that cuDNN plans attention with a score_mod, forward and backward."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan every graph of f8 attention, and refuse what we say?"""
+"""Tests that cuDNN plans every graph of f8 attention, and refuses what we say."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does cuDNN plan attention's layouts, and one array of q, k and v, as they lie?"""
+"""Tests that cuDNN plans attention's layouts, and fused q, k and v, as they are."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does cuDNN plan packed sequences, forward and backward, where we say that it does?"""
+"""Tests that cuDNN plans packed sequences, forward and backward, where we say so."""
 
 import dataclasses
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan every graph that sdpa emits, and refuse what we say?"""
+"""Tests that cuDNN plans every graph that sdpa emits, and refuses what we say."""
 
 import functools
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the graphs with dropout that cuDNN gets mean the same as those that a user wrote?
+"""Tests that cuDNN's graphs with dropout mean what the user's graphs do.
 
 As in test_legalize_sdpa.py: the user's graph is evaluated by the reference, and cuDNN's
 as a flash kernel computes it.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a score_mod mean the same in the graph that cuDNN gets?
+"""Tests that a score_mod keeps its meaning in the graph that cuDNN gets.
 
 The user's graph is evaluated by the reference, and cuDNN's graph as a flash kernel
 computes it (flash.py), which checks what cuDNN is known to want. Both are in f32; the

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the graph that cuDNN gets mean the same as the one that the user wrote?
+"""Tests that the graph that cuDNN gets means what the user's graph does.
 
 The user's graph is evaluated by the reference, and cuDNN's graph as a flash kernel
 computes it. Both are in f32, so that rounding hides few mistakes; the refusal of f32 is

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is attention's gradient right for rows that a bias moves far from 0?
+"""Tests attention's gradient for rows that a bias moves far from 0.
 
 Padding is often hidden by a bias of -1e9 or finfo.min for whole rows. The log-sum-exp
 of such a row has no digits left for the number of its keys. The truth is the softmax of

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which features attention has, each as a call whose plans can be asked for."""
+"""Lists the features of attention, each as a call whose plans can be asked for."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How GPU results are judged: by their error, relative to the same dtype's in XLA.
+"""Judges GPU results by their error, relative to the same dtype's in XLA.
 
 `truth` is the reference on the operands converted to f32, with exact f32 products.
 `reference` is the same formula in the operands' own dtype (implementation="xla").

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How is a part compiled so that it runs by one of cuDNN's plans? Is each one right?"""
+"""Compiles a part with one plan of cuDNN's, and checks each plan's results."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do Flax's layers run cuDNN's attention, with a cache too, as exactly as XLA?"""
+"""Tests cuDNN's attention in Flax's layers against XLA's, also with a cache."""
 
 from typing import Any
 

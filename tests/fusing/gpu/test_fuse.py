@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do fused functions give the function's results on a GPU, roundings included?"""
+"""Tests fused functions on a GPU against the functions, roundings included."""
 
 from collections.abc import Callable
 from typing import Any

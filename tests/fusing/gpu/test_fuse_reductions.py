@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are sums and extremes at the end of a product's kernel right, by every plan?
+"""Tests sum, max and min at the end of a matmul's kernel, by every plan.
 
 Judged against float64 on the CPU.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan the kernels of fused functions, and of their gradients?"""
+"""Tests that cuDNN plans the kernels of fused functions and of their gradients."""
 
 from collections.abc import Callable
 from typing import Any

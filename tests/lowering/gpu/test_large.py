@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is what has more than 2^31 numbers right, or refused by a message?
+"""Tests that what has more than 2^31 numbers is right, or refused by a message.
 
 Each result is compared with plain JAX in f32 on parts that lie at both ends, where an
 index of 32 bits would have overflowed. A test takes up to 50 GiB of the GPU's memory.

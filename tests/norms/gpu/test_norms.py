@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are norms through cuDNN right, with every plan that it lists for them?
+"""Tests norms through cuDNN, with every plan that it lists for them.
 
 Judged against float64 on the CPU: by the error that XLA makes in the same dtypes.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan every graph that is emitted for norms?"""
+"""Tests that cuDNN plans every graph that is emitted for norms."""
 
 import itertools
 from dataclasses import replace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is attention over several GPUs, in cuDNN's kernels, as exact as on one?"""
+"""Tests that attention over several GPUs is as exact as on one."""
 
 import functools
 from typing import Any

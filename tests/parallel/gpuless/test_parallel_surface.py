@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan every block of attention over several devices?"""
+"""Tests that cuDNN plans every block of attention over several devices."""
 
 import functools
 from typing import Any

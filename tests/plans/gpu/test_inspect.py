@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `plans.inspect` show a train step's calls with the plans that really run?"""
+"""Tests that `plans.inspect` shows a train step's calls with the plans that run."""
 
 import importlib.util
 import json

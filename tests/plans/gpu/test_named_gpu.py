@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a program that was lowered for a named GPU run there, and others beside it?"""
+"""Tests that a program lowered for a named GPU runs there, and others next to it."""
 
 import dataclasses
 import os

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do choices run whose plans have no other name than their place, and are they right?
+"""Tests choices of plans that have no other name than their place in the list.
 
 cuDNN has kernels for convolutions whose knobs cudnn-frontend cannot name. The truth is
 that of jax.lax, in float64 on the CPU.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do only the plans that a filter allows run on a GPU, and do they as promised?"""
+"""Tests that only the plans that a filter allows run on a GPU."""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do options, scopes and tuning blocks reach the plans that run under jit?"""
+"""Tests that options, scopes and tuning blocks reach the plans that run under jit."""
 
 import jax
 import jax.numpy as jnp

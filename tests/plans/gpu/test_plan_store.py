@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do plans from disk and from files run in place of new ones, with the same results?"""
+"""Tests that plans from disk and from files run in place of new ones."""
 
 import json
 import zipfile

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a profiler see each launch under the name of its operation?"""
+"""Tests that a profiler sees each launch under the name of its operation."""
 
 import shutil
 import subprocess

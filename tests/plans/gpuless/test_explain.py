@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does `plans.explain` find cuDNN's refusals, and changes that cuDNN then takes?"""
+"""Tests that `plans.explain` finds cuDNN's refusals, and changes that cuDNN takes."""
 
 import functools
 from collections.abc import Callable

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN's own log arrive whole, and stop when it is told to?"""
+"""Tests that cuDNN's own log arrives whole, and stops when it is told to."""
 
 import ast
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a program for a named GPU pinned to that GPU's plans, and can it be kept?"""
+"""Tests that a program for a named GPU is pinned to that GPU's plans."""
 
 import json
 import re

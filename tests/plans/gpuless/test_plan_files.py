@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is a plan the same after a round trip through a file, and refused elsewhere?"""
+"""Tests that a plan is the same after a round trip through a file."""
 
 import functools
 from pathlib import Path

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does a filter leave exactly the real cuDNN's candidates that it allows?"""
+"""Tests that a filter leaves exactly those of cuDNN's candidates that it allows."""
 
 import functools
 import json

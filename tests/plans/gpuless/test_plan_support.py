@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are docs/attention_support.md and operation_support.md what the pinned cuDNN says?"""
+"""Tests docs/attention_support.md and operation_support.md against the pinned cuDNN."""
 
 import json
 from typing import Any

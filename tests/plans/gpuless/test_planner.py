@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan attention for GPUs that are not present, or say why not?"""
+"""Tests that cuDNN plans attention for GPUs that are not present, or says why not."""
 
 import functools
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does cuDNN's pooling match NumPy's in float64, NaN, ties and padding included?"""
+"""Tests cuDNN's pooling against NumPy in float64: NaN, ties and padding too."""
 
 import functools
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan every pooling that legalisation emits, on every GPU?"""
+"""Tests that cuDNN plans every pooling that legalisation emits, on every GPU."""
 
 from typing import Any
 

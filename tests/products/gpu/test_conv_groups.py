@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are convolutions in groups right on a GPU, in every way of rewriting them?
+"""Tests convolutions in groups on a GPU, in every way of rewriting them.
 
-Those of several channels a group, and depthwise ones. Each way is run by each of
+They have several channels a group, or are depthwise. Each way is run by each of
 cuDNN's plans.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are convolutions of few channels right on a GPU, in every way of rewriting them?
+"""Tests convolutions of few channels on a GPU, in every way of rewriting them.
 
 Each way is run by each of cuDNN's plans.
 """

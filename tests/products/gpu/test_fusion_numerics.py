@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are random convolutions and matmuls through cuDNN as accurate as their dtype allows?
+"""Tests the accuracy of random convolutions and matmuls through cuDNN.
 
 Each item runs a few random problems, forward and (every other one) with the gradients
 of all float operands. Results are judged against f32 truth from jax.lax, by the error

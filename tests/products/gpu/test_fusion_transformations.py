@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do conv and matmul hold under JAX's transformations, tuning and capture on a GPU?"""
+"""Tests conv and matmul on a GPU under JAX's transformations, tuning and capture."""
 
 import contextlib
 import dataclasses

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is `gated_matmul` right on a GPU, by every plan of the kernel with the gate?"""
+"""Tests `gated_matmul` on a GPU, by every plan of the kernel with the gate."""
 
 from typing import Any
 

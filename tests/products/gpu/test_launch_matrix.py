@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Is every call that is planned without a GPU launched on one, and is it right?
+"""Tests that every call that is planned without a GPU runs on one, and is right.
 
 The calls are those of tests/products/shared/fusion_cases.py: each operation, dtype,
 activation, bias, residual and scale, forward and with the gradient of each operand, and

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are the plans right that go before cuDNN's first one, and do they run?"""
+"""Tests the plans that go before cuDNN's first one."""
 
 import functools
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does cuDNN's grouped matmul match NumPy in float64, NaN in other groups included?"""
+"""Tests cuDNN's grouped matmul against NumPy in float64, with NaN in other groups."""
 
 import functools
 from collections.abc import Iterator

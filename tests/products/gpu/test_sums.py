@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does every plan that runs by default add up in f32, past what 16 bits can hold?"""
+"""Tests that every default plan adds up in f32, past what 16 bits can hold."""
 
 import math
 from collections.abc import Callable

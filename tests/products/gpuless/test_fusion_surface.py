@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan the graphs of conv and matmul, and refuse what we say?
+"""Tests that cuDNN plans the graphs of conv and matmul, and refuses what we say.
 
 The pinned wheel (nvidia-cudnn-jit) has the engines that cuDNN compiles at run time. The
 full cuDNN also has precompiled engines, for plain convolutions (with groups, depthwise)

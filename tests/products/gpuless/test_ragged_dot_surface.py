@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does the real cuDNN plan every grouped matmul that legalisation emits?"""
+"""Tests that cuDNN plans every grouped matmul that legalisation emits."""
 
 from dataclasses import replace
 from typing import Any

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Are sums and softmax still as docs/reductions.md says: few plans, and for no softmax?
+"""Tests what docs/reductions.md says: few plans for sums, and none for softmax.
 
 Where this fails since cuDNN plans more, the reasons on that page for leaving softmax to
 XLA have to be looked at again.

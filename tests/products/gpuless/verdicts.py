@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whether cuDNN plans each case of conv and matmul for a named GPU, or why not.
+"""Asks cuDNN whether it plans each case of conv and matmul for a named GPU.
 
 `partition`, `legalize` and `rank` are called as in the lowering. The first candidate
 that cuDNN lists a plan for is taken.

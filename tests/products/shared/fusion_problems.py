@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a call of conv, matmul or dot_general with an epilogue means in plain JAX.
+"""Computes in plain JAX a call of conv, matmul or dot_general with an epilogue.
 
 A ``Problem`` is one call: its operands, the call itself, and the same thing by
 jax.lax and jax.numpy in f32 (``evaluate``), to be judged against.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do doctor and bench tell the truth on a machine with a GPU?"""
+"""Tests `jax-cudnn doctor` and `bench` on a machine with a GPU."""
 
 import json
 

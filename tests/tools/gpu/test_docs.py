@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Do the snippets of the guides run on a GPU, including those that need one?"""
+"""Runs the snippets of the guides on a GPU, including those that need one."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does tuning leave a whole program no slower than untuned or by XLA alone?"""
+"""Tests that tuning leaves a program no slower than untuned or by XLA alone."""
 
 from typing import Any
 

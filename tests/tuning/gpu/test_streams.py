@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does every plan launch all of its kernels on the stream that it is given?
+"""Tests that every plan launches its kernels on the stream that it is given.
 
 A kernel on CUDA's default stream would not wait for its operands, and nobody would wait
 for it. It would also run where a launch is captured only.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does tokamax compute what the graphs say, with NaN and infinities, where it runs?"""
+"""Tests that tokamax computes what the graphs say, where it runs."""
 
 import importlib.metadata
 from collections.abc import Iterator

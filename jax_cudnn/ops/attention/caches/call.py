@@ -124,13 +124,13 @@ class _Operands(NamedTuple):
 
     @property
     def room(self) -> int:
-        """How many tokens a sequence has at most."""
+        """The largest number of tokens of a sequence."""
         pages = 1 if self.page_table is None else self.page_table.shape[2]
         return sizes_in(self.layout, self.key)[1] * pages
 
     @property
     def orders(self) -> dict[str, tuple[int, ...]]:
-        """In which order the arrays store their logical axes, by role."""
+        """The orders in which the arrays store their logical axes, by role."""
         return {role: stored_order(role, self.layout) for role in self.given}
 
 

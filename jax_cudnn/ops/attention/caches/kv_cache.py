@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How do new tokens enter a cache of keys or values, without a copy of the cache?"""
+"""Writes new tokens into a cache of keys or values without copying the cache."""
 
 from collections.abc import Sequence
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys a query sees: masks, windows, and packed sequences."""
+"""Visibility: which keys a query sees, by masks, windows and packed sequences."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which arguments hide keys and move scores, once a mask is joined with the others?"""
+"""Joins a mask with the other arguments that hide keys or change scores."""
 
 import functools
 import operator

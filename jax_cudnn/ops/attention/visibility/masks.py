@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which keys may a query see? Masks as data, and the arguments that they stand for.
+"""Defines masks as data, and translates them into the arguments of `sdpa`.
 
-A mask is a condition on a batch entry, a head, a query i and a key j. Masks are
-pytrees: their arrays are traced, batched and sharded, all else is static.
+A mask says which keys a query may see: it is a condition on a batch entry, a head, a
+query i and a key j. Masks are pytrees: their arrays are traced, batched and sharded,
+all else is static.
 """
 
 import dataclasses
@@ -317,7 +318,7 @@ class Additive(Mask):
 
 @mask_class
 class Intersection(Mask):
-    """What all of several masks allow; made by ``first & second``."""
+    """The keys that all of several masks allow; made by ``first & second``."""
 
     _arrays = ("parts",)
     parts: tuple[Mask, ...]

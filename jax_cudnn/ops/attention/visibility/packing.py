@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where do sequences begin and end that lie one behind another in a row?
+"""Describes where the sequences that share a row begin and end.
 
 `Packed` is the mask that says it. Letters: b rows of s queries and t keys, each row
 with n sequences.

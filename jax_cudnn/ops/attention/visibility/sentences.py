@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do the sentences of a mask say of some queries and keys, given where they are?
+"""Evaluates a mask's predicates for some queries and keys, by their positions.
 
-A sentence is a pytree. Its arrays are about whole sequences, in their order, with an
-axis of batch entries in front, which may be 1. So each device of several can ask for
-the part of a mask that belongs to its own tokens.
+A predicate, a `Sentence`, is a pytree. Its arrays are about whole sequences, in their
+order, with an axis of batch entries in front, which may be 1. So each device of several
+can ask for the part of a mask that belongs to its own tokens.
 """
 
 import dataclasses
