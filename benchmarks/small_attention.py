@@ -27,7 +27,7 @@ from jax_cudnn import choices
 from jax_cudnn.policy.tables import tables_for
 
 # The scores up to which "auto" leaves attention to XLA, with gradients and without.
-_MOST = {
+_LEFT = {
     row.when["gives_stats"]: row.when["scores"]["at_most"]
     for row in tables_for(None).about("attention").rows
     if "scores" in row.when
@@ -105,15 +105,15 @@ def markdown(data: dict[str, Any]) -> str:
         "of all heads and sequences, and a million of them is 2^20. XLA runs attention",
         "as two products in a batch. It need not transpose arrays of one head or of",
         'one sequence. Without tuning, "auto" leaves such attention to XLA up to',
-        f"{_millions(_MOST[False])} million scores, and with gradients up to "
-        f"{_millions(_MOST[True])} million.",
+        f"{_millions(_LEFT[False])} million scores, and with gradients up to "
+        f"{_millions(_LEFT[True])} million.",
         "",
         "| | million scores | calls | ratio, mean | lowest | highest |",
         "| --- | --- | ---: | ---: | ---: | ---: |",
     ]
     timed = [row for row in data["rows"] if "ratio" in row]
     for (has_gradients, one), title in _CASES.items():
-        bound = _MOST[has_gradients]
+        bound = _LEFT[has_gradients]
         of_case = [
             row
             for row in timed

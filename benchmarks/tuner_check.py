@@ -58,7 +58,9 @@ def check(pattern: str) -> Iterator[dict[str, Any]]:
                 choice = measure(part, traced.options, target)
                 if not choice.plan:
                     continue
-                legal = rewritten_as(legalize(part, target), choice.rewritten)
+                legal = rewritten_as(
+                    part, legalize(part, target), target, choice.rewritten
+                )
                 assert legal is not None, "it was measured just now"
                 again = time_candidates_of(part, legal)
                 times = {

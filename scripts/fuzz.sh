@@ -10,6 +10,10 @@ cd "$(dirname "$0")/.."
 seconds=$1 python=$2
 venv=.venv-fuzz
 targets=(json graph score_mod request plan_file store)
+if ((seconds < ${#targets[@]})); then
+  echo "fuzz.sh: $seconds seconds are fewer than the ${#targets[@]} targets" >&2
+  exit 2
+fi
 
 mapfile -t needs < <("$python" -c "import tomllib
 project = tomllib.load(open('pyproject.toml', 'rb'))

@@ -214,6 +214,7 @@ DROPOUT_NOT_COMPARED = Row(
 )
 UNSEEN_KEYS_HAVE_GRADIENTS = Row(
     versions=range(91900),
+    is_of_unknown=True,
     what="keys of a batch entry whose length of queries is 0 have gradients",
     done="those of its keys and values are replaced by 0",
     source="seen: 9.14.0 on an H100; 9.19.0 and 9.28.1 give 0, none between was run",

@@ -293,7 +293,7 @@ def _pinned(
     options: Options,
 ) -> Step | None:
     """Return the step with the measured plan, unless it is stale or not allowed."""
-    legal = rewritten_as(legalization, measured.rewritten)
+    legal = rewritten_as(part, legalization, gpu.target, measured.rewritten)
     if legal is None:
         _say_stale_once(summary(part), "this release rewrites the graph otherwise")
         return None
@@ -328,10 +328,15 @@ def _pinned(
     )
 
 
-def rewritten_as(legalization: Legalization, digest: str) -> Legal | None:
-    """Return the candidate with that digest; without one, the first, if any."""
+def rewritten_as(
+    part: Graph, legalization: Legalization, target: Target, digest: str
+) -> Legal | None:
+    """Return the way to write a part with that digest; without one, the first way."""
+    if not digest:
+        ways = rank(part, legalization.candidates, target)
+        return ways[0].legal if ways else None
     for legal in legalization.candidates:
-        if digest in ("", choices.digest_of(legal.graph)):
+        if digest == choices.digest_of(legal.graph):
             return legal
     return None
 

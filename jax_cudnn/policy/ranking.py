@@ -88,7 +88,7 @@ def _by_row(row: Row, way: Legal, target: Target | None, table: Table) -> Ranked
     return Ranked(
         legal=way,
         slower=slower,
-        slow_engines=row.slow_engines,
+        slow_engines=(row.slow_engines if table.is_of_architecture(target) else ()),
         fast_engines=row.fast_engines,
         preference=row.preferred,
     )

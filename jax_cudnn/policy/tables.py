@@ -22,7 +22,8 @@ with (products/kernels.py).
 
 A table may say nothing of what was not measured there. One rule holds for that, and for
 a target without a table: the table of the nearest architecture, and of the nearest
-cuDNN on it, decides that says something of it. The table that is ``for_unknown`` comes
+cuDNN on it, decides that says something of it: has a row of its sort, or an order that
+holds. The table that is ``for_unknown`` comes
 first for a GPU that is not known. An engine's number means another engine on
 another architecture, and engines come and go with cuDNN's versions. So a row that names
 fast or preferred engines decides on its own architecture and version alone. Slow ones
@@ -105,10 +106,7 @@ class Table:
             sm_version=data["sm_version"],
             cudnn=data["cudnn"],
             rows=[_row(each) for each in data["rows"]],
-            orders=[
-                Order(**{**each, "ways": tuple(each["ways"])})
-                for each in data["orders"]
-            ],
+            orders=[_order(each) for each in data["orders"]],
             data=data,
             is_for_unknown=data.get("for_unknown", False),
         )
@@ -136,6 +134,21 @@ class Table:
 
 
 def _row(data: Mapping[str, Any]) -> Row:
+    """Read a row.
+
+    Raises:
+      ValueError: a condition is none, or XLA is to run something without a reason.
+    """
+    _check_conditions(data)
+    names_engines = bool(data.get("fast_engines") or data.get("preferred"))
+    is_xlas_elsewhere = names_engines and data.get("elsewhere", "xla") == "xla"
+    if (data.get("runs") == "xla") != bool(data.get("why")):
+        raise ValueError(f"a row has a `why` if XLA runs what it is about: {data}")
+    if is_xlas_elsewhere != bool(data.get("why_elsewhere")):
+        raise ValueError(
+            f"a row has a `why_elsewhere` if it names engines and XLA runs what it is "
+            f"about elsewhere: {data}"
+        )
     engines = {name: tuple(data.get(name, ())) for name in _ENGINES}
     preferred = data.get("preferred")
     text = json.dumps({"preferred": preferred}, sort_keys=True, separators=(",", ":"))
@@ -143,6 +156,17 @@ def _row(data: Mapping[str, Any]) -> Row:
 
 
 _ENGINES = ("slow_engines", "fast_engines")
+
+
+def _check_conditions(data: Mapping[str, Any]) -> None:
+    for name, wanted in data["when"].items():
+        if isinstance(wanted, dict) and not wanted.keys() <= {*_BOUNDS}:
+            raise ValueError(f"{name} has bounds {[*wanted]}; there are {_BOUNDS}")
+
+
+def _order(data: Mapping[str, Any]) -> Order:
+    _check_conditions(data)
+    return Order(**{**data, "ways": tuple(data["ways"])})
 
 
 def holds(row: Row | Order, properties: object) -> bool:
@@ -157,7 +181,6 @@ def _is_met(wanted: Any, value: Any) -> bool:
         return value in wanted
     if not isinstance(wanted, dict):
         return value == wanted
-    assert wanted.keys() <= {*_BOUNDS}
     return (
         wanted.get("at_least", value) <= value <= wanted.get("at_most", value)
         and not ("below" in wanted and value >= wanted["below"])
@@ -183,8 +206,10 @@ class Tables:
     def order(self, of: str, properties: object) -> tuple[str, ...]:
         """Return the names of ways in their order, by the first order that holds."""
         orders = itertools.chain.from_iterable(table.orders for table in self.tables)
-        found = (x for x in orders if x.of == of and holds(x, properties))
-        return next(found).ways
+        for order in orders:
+            if order.of == of and holds(order, properties):
+                return order.ways
+        raise LookupError(f"no table has an order of {of!r} that holds here")
 
 
 @functools.cache
@@ -199,12 +224,14 @@ def shipped() -> tuple[Table, ...]:
 def tables_for(target: Target | None) -> Tables:
     """Return the tables as they decide for a target; None is one that is not known."""
     found = shipped()
-    if target is None:
-        (known,) = (table for table in found if table.is_for_unknown)
-        sm_version, cudnn = known.sm_version, known.cudnn
-    else:
-        sm_version, cudnn = target.sm_version, _minor(target)
+    if target is not None:
+        return _nearest_first(found, target.sm_version, _minor(target))
+    known = next(table for table in found if table.is_for_unknown)
+    return _nearest_first(found, known.sm_version, known.cudnn)
 
+
+@functools.lru_cache(maxsize=64)
+def _nearest_first(found: tuple[Table, ...], sm_version: int, cudnn: int) -> Tables:
     def distance(table: Table) -> tuple[int, int, int]:
         generations = abs(table.sm_version // 10 - sm_version // 10)
         return generations, abs(table.sm_version - sm_version), abs(table.cudnn - cudnn)

@@ -18,9 +18,11 @@ from jax_cudnn.choices import Trial
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target, from_json, to_json
 from jax_cudnn.lowering import cuda, decide, decision, devices, scoped
+from tests.attention.shared.features import FEATURES as ATTENTION
 from tests.attention.shared.oracle import SIZES, attention_graph, backward_graph
 from tests.common.planner import made_plan
 from tests.conftest import Draw
+from tests.plans.operation_features import FEATURES as OPERATIONS
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _ORDINAL = 3
@@ -319,8 +321,8 @@ _SLOW = (
     "not grow with s*t"
 )
 _ADVICE = (
-    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
-    "operands as the reasons say."
+    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the call '
+    "as the reasons say."
 )
 
 
@@ -578,3 +580,24 @@ def test_a_decision_keeps_the_reasons_of_candidates_before_it(gpu: FakeGpu) -> N
     (step,) = decision.steps
     assert step.legal is not None
     assert len(step.legal.notes) == 1
+
+
+_FEATURES = {each.key: each for each in (*ATTENTION, *OPERATIONS)}
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize("key", _FEATURES)
+def test_programs_are_written_where_jax_makes_64_bit_arrays(
+    key: str, x64: None
+) -> None:
+    """A Python number beside an array of f32 is then no f32."""
+    del x64
+    feature = _FEATURES[key]
+    calls = [(feature.call, feature.operands)]
+    if feature.trained:
+        operands = (feature.cotangent(), *feature.operands)
+        calls.append((feature.gradient(), operands))
+    for function, operands in calls:
+        traced = jax.jit(function).trace(*operands)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "stablehlo" in text

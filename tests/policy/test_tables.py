@@ -13,11 +13,17 @@ import pytest
 import jax_cudnn
 from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, Target
+from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_program
-from jax_cudnn.lowering.decision import decide_part, forget_decisions
+from jax_cudnn.lowering.decision import (
+    decide_part,
+    forget_decisions,
+    rewritten_as,
+)
 from jax_cudnn.policy import ranked, tables
 from jax_cudnn.policy.attention import Attention
 from jax_cudnn.policy.norms import Norm
+from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.products.properties import (
     Convolution,
     Depthwise,
@@ -74,10 +80,6 @@ def test_every_row_names_properties_that_there_are_and_what_measured_it(
         kind = _PROPERTIES[row.of]
         assert all(_has(kind, name) for name in row.when), row
         assert row.by.startswith("python -m benchmarks."), row
-    for row in table.rows:
-        assert bool(row.why) == (row.runs == "xla"), row
-        names_engines = bool(row.fast_engines or row.preferred)
-        assert names_engines or not row.why_elsewhere, row
 
 
 def _has(kind: type | None, name: str) -> bool:
@@ -101,7 +103,7 @@ def ampere(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
          "why": "made up", "by": "nothing"},
         {"of": "norms", "when": {}, "runs": "cudnn", "by": "nothing"},
         {"of": "depthwise", "when": {}, "runs": "cudnn", "fast_engines": [77],
-         "by": "nothing"},
+         "why_elsewhere": "other engines", "by": "nothing"},
     )  # fmt: skip
     monkeypatch.setattr(tables, "shipped", lambda: (first, made))
     forget_decisions()
@@ -127,6 +129,7 @@ def test_a_table_for_another_architecture_decides_there_alone(ampere: Table) -> 
     own = replace(_A100, cudnn_version=92801)
     assert {way.fast_engines for way in ranked(conv, own)} == {(77,)}
     assert {way.fast_engines for way in ranked(conv, _A100)} == {()}
+    assert {way.slower for way in ranked(conv, _A100)} == {"other engines"}
 
 
 def test_the_decision_goes_by_the_table(ampere: Table) -> None:
@@ -172,6 +175,85 @@ def test_the_nearest_architecture_goes_before_the_nearest_version(
         target = replace(H100, sm_version=sm, cudnn_version=cudnn)
         assert tables_for(target).tables[0] is made[expected], (sm, cudnn)
     assert tables_for(None).tables[0] is made[0]
+
+
+_XLAS = {"of": "norms", "when": {}, "runs": "xla", "why": "made up", "by": "nothing"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"why": ""}, "a row has a `why`"),
+        ({"runs": "cudnn"}, "a row has a `why`"),
+        ({"why_elsewhere": "made up"}, "a row has a `why_elsewhere`"),
+        ({"fast_engines": [2]}, "a row has a `why_elsewhere`"),
+        ({"preferred": [{}]}, "a row has a `why_elsewhere`"),
+        ({"when": {"rows": {"atleast": 3}}}, "rows has bounds"),
+    ],
+)
+def test_rows_that_say_too_little_are_refused(
+    changes: dict[str, Any], words: str
+) -> None:
+    assert _only(_XLAS).rows
+    with pytest.raises(ValueError, match=words):
+        _only({**_XLAS, **changes})
+
+
+def test_one_table_is_for_gpus_that_are_not_known() -> None:
+    assert [table.is_for_unknown for table in tables.shipped()].count(True) == 1
+
+
+def test_slow_engines_are_of_their_architecture(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = {"of": "norms", "when": {}, "runs": "cudnn", "slow_engines": [1], "by": "-"}
+    found = (_only(row), *tables.shipped())
+    monkeypatch.setattr(tables, "shipped", lambda: found)
+    norm = _part(jax_cudnn.rms_norm, (64, 256))
+    ampere = [way.slow_engines for way in ranked(norm, _A100)]
+    others = [way.slow_engines for way in ranked(norm, replace(_A100, sm_version=86))]
+    assert (ampere, others) == ([(1,)], [()])
+
+
+def test_ways_that_no_order_names_are_left_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (first, *_) = tables.shipped()
+
+    def ordered(of: str, *ways: str) -> None:
+        orders = [each for each in first.orders if each.of != of]
+        if ways:
+            orders.append(tables.Order(of=of, when={}, by="-", ways=ways))
+        monkeypatch.setattr(tables, "shipped", lambda: (replace(first, orders=orders),))
+
+    layer = GroupedLayer((8, 8), (3, 3), groups=4, width=8, each=8, activation="silu")
+    grouped = layer.parts(jnp.bfloat16)["conv_fprop"]
+    ordered("around convolutions", "fused")
+    assert all("alone" not in way.legal.names for way in ranked(grouped, H100))
+    ordered("groups", "merged")
+    assert {way.legal.names[0] for way in ranked(grouped, H100)} == {"merged"}
+    ordered("groups")
+    with pytest.raises(LookupError, match="no table has an order of 'groups'"):
+        ranked(grouped, H100)
+    product = dict(answers.parts())["ragged_dot 16384 8/grouped_matmul/0"]
+    ordered("grouped products", "one kernel")
+    assert {way.legal.names[-1] for way in ranked(product, H100)} == {"one kernel"}
+
+
+def test_depthwise_engines_are_known_by_their_direction() -> None:
+    for kind, part in GroupedLayer((9, 8), (3, 3)).parts(jnp.bfloat16).items():
+        assert kernels.own_engines(part, tables_for(H100)), kind
+
+
+def test_a_choice_without_a_rewriting_is_of_the_way_that_is_tried_first() -> None:
+    layer = GroupedLayer((8, 8), (3, 3), groups=16, width=4, each=4)
+    part = layer.parts(jnp.bfloat16)["conv_fprop"]
+    found = legalize(part, H100)
+    first = ranked(part, H100)[0].legal
+    assert first.names != found.candidates[0].names
+    legal = rewritten_as(part, found, H100, "")
+    assert legal is not None
+    assert legal.names == first.names == ("merged",)
 
 
 @pytest.mark.parametrize(

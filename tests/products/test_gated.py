@@ -15,6 +15,8 @@ import jax_cudnn
 from tests.conftest import Draw
 from tests.products.shared.fused import assert_close, graphs, nodes
 
+pytestmark = pytest.mark.sampled
+
 _SIZES = {"m": 5, "r": 7, "n": 6, "b": 3}
 
 
@@ -169,8 +171,6 @@ jax.config.update("jax_num_cpu_devices", 4)
 import jax.numpy as jnp
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jax_cudnn import gated_matmul
-
-pytestmark = pytest.mark.sampled
 
 mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
 with jax.set_mesh(mesh):

@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests that the GPU report keeps the results of each pair of versions."""
 
+import importlib
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts import gpu_page, gpu_report
-
 pytestmark = pytest.mark.once
+
+# Last on the path, so that the package is the installed one.
+sys.path.append(str(Path(__file__).parents[2]))
+gpu_page = importlib.import_module("scripts.gpu_page")
+gpu_report = importlib.import_module("scripts.gpu_report")
 
 _XML = """<testsuites><testsuite name="pytest">
 <testcase classname="tests.norms.gpu.test_norms" name="test_a[f16]"><properties>

@@ -21,7 +21,7 @@ from jax_cudnn.legalize.attention.padding import pad_head
 from jax_cudnn.legalize.attention.sdpa import keep_layout, make_scale_positive
 from jax_cudnn.legalize.attention.windows import is_band, without_idle_window
 from jax_cudnn.legalize.common.editor import GraphEditor
-from jax_cudnn.legalize.common.legalization import Legalization
+from jax_cudnn.legalize.common.legalization import ADVICE, Legalization
 from jax_cudnn.limits.attention import F8_NEEDS_TWO_QUERIES
 
 # cudnn-frontend 1.28, sdpa_support_surface.h, "should be multiple of 16".
@@ -33,7 +33,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     graph = without_idle_window(graph)
     reasons = _reasons(graph, target)
     if reasons:
-        return Legalization(reasons=tuple(reasons), advice=_ADVICE)
+        return Legalization(reasons=tuple(reasons), advice=ADVICE)
     editor = GraphEditor.by_role(graph)
     keep_layout(editor)
     hide_dead_rows(editor, target)
@@ -69,12 +69,6 @@ def _repeat_single_query(editor: GraphEditor) -> None:
                 jax.lax.slice_in_dim, start_index=0, limit_index=1, axis=axis
             ),
         )
-
-
-_ADVICE = (
-    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the call '
-    "as the reasons say."
-)
 
 
 def _reasons(graph: Graph, target: Target | None) -> list[str]:

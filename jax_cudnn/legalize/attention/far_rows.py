@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_cudnn.graph import SdpaAttributes, Tensor
 from jax_cudnn.graph.attention.score_mod import OPERANDS, largest
@@ -55,7 +56,8 @@ def take_far_rows(editor: GraphEditor) -> None:
     def before(env: Env) -> None:
         stats = env["stats"]
         # Above every score of the row, also where those are huge.
-        hidden = jax.lax.clamp(DEAD_STATS, 8 * stats, _LARGEST_STATS)
+        least, most = (stats.dtype.type(x) for x in (DEAD_STATS, _LARGEST_STATS))
+        hidden = jax.lax.clamp(least, 8 * stats, most)
         env["stats"] = jax.lax.select(is_far(stats), hidden, stats)
 
     def after(env: Env, results: Env) -> None:
@@ -226,7 +228,8 @@ class _Span(NamedTuple):
 
     def _starts(self, starts: tuple[Any, ...]) -> list[Any]:
         known = dict(zip(self.axes, starts, strict=True))
-        return [known.get(axis, 0) for axis in self.order]
+        # All of one dtype, also where JAX makes 64-bit arrays of numbers.
+        return [known.get(axis, np.int32(0)) for axis in self.order]
 
 
 # Functions of their own, which a program has once for all tensors of a form.

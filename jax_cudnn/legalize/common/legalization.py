@@ -9,8 +9,8 @@ import jax
 from jax_cudnn.graph import Graph, Target
 
 ADVICE = (
-    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
-    "operands as the reasons say."
+    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the call '
+    "as the reasons say."
 )
 
 Arrays = tuple[jax.Array, ...]

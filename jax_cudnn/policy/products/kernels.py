@@ -51,6 +51,7 @@ def slower(part: Graph, tables: Tables) -> str:
     )
 
 
+@functools.lru_cache(maxsize=4096)
 def class_of(part: Graph, tables: Tables) -> str:
     """Return which kernels are like a part, "" where nothing says so."""
     node = _contraction(part)
@@ -80,6 +81,7 @@ def class_of(part: Graph, tables: Tables) -> str:
     return ", ".join(words)
 
 
+@functools.lru_cache(maxsize=4096)
 def kernel_of(part: Graph, tables: Tables) -> Kernel | None:
     """Return the class and the sizes of a part, None where nothing says so.
 

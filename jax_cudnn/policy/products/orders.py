@@ -28,33 +28,26 @@ def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
     """
     if part.nodes and part.nodes[0].kind.startswith("grouped_matmul"):
         names = tables.order("grouped products", GroupedProduct(part))
-        return sorted(ways, key=lambda way: names.index(way.names[-1]))
-    if any(way.core is None for way in ways):
+        named = (way for way in ways if way.names[-1] in names)
+        return sorted(named, key=lambda way: names.index(way.names[-1]))
+    if not ways or any(way.core is None for way in ways):
         return list(ways)
-    cores = list(dict.fromkeys(way.core for way in ways))
-    places: list[tuple[tuple[int, int, int], Legal]] = []
-    for way in ways:
-        if (place := _place(way, ways, tables)) is not None:
-            places.append(((place[0], cores.index(way.core), place[1]), way))
+    if contraction_in(ways[0].problem or part).kind not in _CONVOLUTIONS:
+        return list(ways)
+    cores = dict.fromkeys(way.core for way in ways if way.core is not None)
     found: dict[tuple[Graph | None, Graph], Legal] = {}
-    for _, way in sorted(places, key=lambda each: each[0]):
-        # Two ways may come to the same.
-        found.setdefault((way.core, way.graph), way)
+    for around in tables.order(
+        "around convolutions", Convolution(ways[0].problem or part)
+    ):
+        for core in cores:
+            alike = [way for way in ways if way.core == core]
+            for name in order_of(core, alike, tables):
+                for way in alike:
+                    is_alone = ALONE in way.names
+                    if way.names[0] == name and is_alone == (around == ALONE):
+                        # Two ways may come to the same.
+                        found.setdefault((core, way.graph), way)
     return list(found.values())
-
-
-def _place(way: Legal, ways: Sequence[Legal], tables: Tables) -> tuple[int, int] | None:
-    """Return a way's place among all and among those of its core, None without one."""
-    assert way.problem is not None
-    assert way.core is not None
-    if contraction_in(way.problem).kind not in _CONVOLUTIONS:
-        return 0, 0
-    around = tables.order("around convolutions", Convolution(way.problem))
-    names = order_of(way.core, [each for each in ways if each.core == way.core], tables)
-    name = way.names[0]
-    if name not in names:
-        return None
-    return around.index("alone" if ALONE in way.names else "fused"), names.index(name)
 
 
 def order_of(core: Graph, ways: Sequence[Legal], tables: Tables) -> tuple[str, ...]:

@@ -596,8 +596,8 @@ def test_a_bias_gradient_falls_back_to_xla_alone_with_a_note(
 # --- refusals -------------------------------------------------------------------------
 
 _ADVICE = (
-    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the '
-    "operands as the reasons say."
+    'Pass implementation="xla" (or "auto") to compute it with XLA, or change the call '
+    "as the reasons say."
 )
 
 

@@ -492,6 +492,12 @@ def test_calls_of_a_program_share_the_branch(is_causal: bool) -> None:
     assert len(four) - len(one) < 1.2 * (bare[1] - bare[0])
 
 
+def test_programs_of_64_bits_have_the_branch(x64: None) -> None:
+    """JAX 0.10 takes indices of one dtype only."""
+    del x64
+    assert _lowered(1).count("stablehlo.while") == 1
+
+
 def test_the_branch_is_short() -> None:
     text = _lowered(1)
     assert len(text) < 6 * len(_lowered(1, with_bias=False))
