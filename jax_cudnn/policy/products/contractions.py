@@ -64,8 +64,8 @@ def properties_of(
         return "matmuls", Matmul(way.problem)
     convolution = Convolution(way.problem)
     if not convolution.is_depthwise:
-        is_more = is_first_with_more(way.problem, tables)
-        return "convolutions", Convolution(way.problem, is_first_with_more=is_more)
+        convolution.is_first_with_more = is_first_with_more(way.problem, tables)
+        return "convolutions", convolution
     alike = [each for each in ways if each.core == way.core]
     is_first = order_of(way.core, alike, tables)[0] == way.names[0]
     return "depthwise", depthwise_of(way, alike, is_first=is_first)

@@ -23,7 +23,7 @@ from jax_cudnn.policy.products.nearest import LOSS, Kernel, Measured
 from jax_cudnn.policy.products.orders import becomes_of_groups, first_way
 from jax_cudnn.policy.tables import Table, Tables
 
-KINDS = ("conv_dgrad", "conv_fprop", "conv_wgrad", "matmul")
+KINDS = (*TRIPLES, "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
 _WIDTHS = ("16 bits", "f32")
 # XLA has kernels that add to a contraction's result, and that take its relu.

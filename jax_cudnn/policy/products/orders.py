@@ -2,11 +2,13 @@
 """Puts the ways of writing a convolution or a grouped product in order."""
 
 from collections.abc import Sequence
+from typing import get_args
 
 from jax_cudnn.graph import Graph
+from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import Legal
-from jax_cudnn.legalize.products import conv_depthwise, conv_groups
+from jax_cudnn.legalize.products import conv_channels, conv_depthwise, conv_groups
 from jax_cudnn.legalize.products.fusion import ALONE
 from jax_cudnn.policy.products.properties import (
     Convolution,
@@ -15,10 +17,6 @@ from jax_cudnn.policy.products.properties import (
     contraction_in,
 )
 from jax_cudnn.policy.tables import Tables
-
-_CONVOLUTIONS = ("conv_dgrad", "conv_fprop", "conv_wgrad")
-# How x is written with more channels (conv_channels.py).
-_MORE = ("patches", "windows", "rows")
 
 
 def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
@@ -32,19 +30,18 @@ def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
         return sorted(named, key=lambda way: names.index(way.names[-1]))
     if not ways or any(way.core is None for way in ways):
         return list(ways)
-    if contraction_in(ways[0].problem or part).kind not in _CONVOLUTIONS:
+    problem = ways[0].problem or part
+    if contraction_in(problem).kind not in TRIPLES:
         return list(ways)
     cores = dict.fromkeys(way.core for way in ways if way.core is not None)
     found: dict[tuple[Graph | None, Graph], Legal] = {}
-    for around in tables.order(
-        "around convolutions", Convolution(ways[0].problem or part)
-    ):
+    for around in tables.order("around convolutions", Convolution(problem)):
         for core in cores:
             alike = [way for way in ways if way.core == core]
             for name in order_of(core, alike, tables):
                 for way in alike:
-                    is_alone = ALONE in way.names
-                    if way.names[0] == name and is_alone == (around == ALONE):
+                    is_placed_so = (ALONE in way.names) == (around == ALONE)
+                    if way.names[0] == name and is_placed_so:
                         # Two ways may come to the same.
                         found.setdefault((core, way.graph), way)
     return list(found.values())
@@ -61,11 +58,7 @@ def order_of(core: Graph, ways: Sequence[Legal], tables: Tables) -> tuple[str, .
 
 def depthwise_of(way: Legal, ways: Sequence[Legal], *, is_first: bool) -> Depthwise:
     """Return the properties of a way to write a depthwise convolution, one of all."""
-    own = [
-        each
-        for each in ways
-        if each.core == way.core and each.names[0] == conv_depthwise.OWN
-    ]
+    own = (each for each in ways if each.names[0] == conv_depthwise.OWN)
     has_own = any(map(conv_depthwise.has_engine, own))
     return Depthwise(way, has_own_engine=has_own, is_first=is_first)
 
@@ -77,7 +70,7 @@ def first_way(core: Graph, tables: Tables) -> str:
 
 def is_first_with_more(core: Graph, tables: Tables) -> bool:
     """Whether x is first written with more channels, for this convolution."""
-    return first_way(core, tables) in _MORE
+    return first_way(core, tables) in get_args(conv_channels.Way)
 
 
 def becomes_of_groups(core: Graph, tables: Tables) -> str:

@@ -30,10 +30,11 @@ def contraction_in(graph: Graph) -> Node:
 class Convolution:
     """A convolution, or a gradient of one, before it is rewritten."""
 
-    def __init__(self, graph: Graph, *, is_first_with_more: bool = False) -> None:
+    def __init__(self, graph: Graph) -> None:
         self._graph, self._node = graph, contraction_in(graph)
         self.kind = self._node.kind
-        self.is_first_with_more = is_first_with_more
+        # Set where tables are at hand: whether the first way has more channels.
+        self.is_first_with_more = False
         roles = roles_in(graph, self._node)
         self._x, self._w, self._output = (roles[role] for role in TRIPLES[self.kind])
 
