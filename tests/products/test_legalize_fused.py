@@ -918,7 +918,7 @@ def test_no_way_is_there_twice() -> None:
     ("target", "dtype", "reason"),
     [
         ((75, 91900), "bfloat16", "sm_75 (GPU): fusions need sm_80 (Ampere) or newer"),
-        ((90, 90700), "bfloat16", "cuDNN 90700 is older than 9.8"),
+        ((90, 90700), "bfloat16", "cuDNN 9.7.0 is older than 9.8"),
         ((80, 91900), "float8_e4m3fn", "sm_80 has no f8 tensor cores; sm_89 has"),
     ],
 )

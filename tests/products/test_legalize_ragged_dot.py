@@ -239,7 +239,7 @@ def test_notes_and_refusals() -> None:
     old = Target(name="V100", sm_version=70, sm_count=80, cudnn_version=90800)
     assert [r.split(":")[0] for r in legalize(graph, old).reasons] == [
         "sm_70 (V100)",
-        "cuDNN 90800 is older than 9.15",
+        "cuDNN 9.8.0 is older than 9.15",
     ]
 
 

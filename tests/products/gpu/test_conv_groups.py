@@ -15,10 +15,10 @@ import pytest
 import jax_cudnn
 from jax_cudnn import plans
 from jax_cudnn.config import Options
-from jax_cudnn.legalize.products import conv_depthwise
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.lowering.devices import LocalGpu, local_target
 from jax_cudnn.policy import ranked
+from jax_cudnn.policy.tables import tables_for
 from tests.common.gpu.pinned import judge_every_plan
 from tests.fusing.functions import normal
 from tests.products.gpu.conv_parts import conv_parts
@@ -187,7 +187,7 @@ def test_auto_takes_depthwise_plans(name: str, dtype: str) -> None:
     local = local_target()
     assert local is not None
     ordinal, target = local
-    if not conv_depthwise.is_measured_on(target):
+    if not tables_for(target).about("depthwise").is_of(target):
         pytest.skip("not measured with this GPU and cuDNN")
     gpu = LocalGpu(ordinal=ordinal, target=target)
     images, window, options = _FAST[name]

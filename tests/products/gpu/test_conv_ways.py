@@ -13,8 +13,8 @@ import pytest
 
 import jax_cudnn
 from jax_cudnn.graph import Graph
+from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.products import conv_pairs
-from jax_cudnn.policy import ranked
 from tests.common.gpu.pinned import judge_every_plan
 from tests.fusing.functions import normal
 from tests.products.gpu.conv_parts import conv_parts
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.gpu
 
 def _judge(parts: dict[str, Graph], told: str, kinds: Sequence[str]) -> None:
     for kind in kinds:
-        ways = [way.legal for way in ranked(parts[kind], None)]
+        ways = legalize(parts[kind], None).candidates
         assert any(told in note for way in ways for note in way.notes)
         judge_every_plan(parts[kind])
 
@@ -114,7 +114,6 @@ def test_places_in_pairs(
     dtype: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(conv_pairs, "_WORK", 1)
     monkeypatch.setattr(conv_pairs, "_LEAST", 8)
     shapes = [images, (*window, images[-1], outer)]
     _judge(conv_parts(shapes, dtype, padding="SAME"), "in pairs", ("conv_wgrad",))

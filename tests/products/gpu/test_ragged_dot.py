@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cudnn import plans, ragged_dot
-from jax_cudnn.legalize.products import grouped_matmul
-from jax_cudnn.lowering.decision import forget_decisions
+from jax_cudnn import native, plans, ragged_dot
+from jax_cudnn.legalize.products.grouped_matmul import BY_GROUP, ONE_KERNEL
 from jax_cudnn.reference.products import grouped_tiles
+from tests.common.policy import decided_by
 from tests.products.shared.grouped import grouped
 
 pytestmark = pytest.mark.gpu
@@ -101,15 +101,13 @@ def _beside_other_groups_of(poison: float) -> tuple[np.ndarray, np.ndarray]:
 
 
 @pytest.fixture
-def by_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def by_group() -> Iterator[None]:
     """Have small products run as a matmul for each group, like large ones."""
-    monkeypatch.setattr(grouped_matmul, "_is_fastest_by_group", lambda size: True)
-    forget_decisions()
-    jax.clear_caches()
-    yield
-    monkeypatch.undo()
-    forget_decisions()
-    jax.clear_caches()
+    of = {"of": "grouped products", "when": {}, "by": "nothing"}
+    order = {**of, "ways": [BY_GROUP, ONE_KERNEL]}
+    target = native.device_target(0)
+    with decided_by(target, rows=[{**of, "runs": "cudnn"}], orders=[order]):
+        yield
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
