@@ -17,11 +17,6 @@ class Target:
     sm_count: int
     cudnn_version: int
 
-    @property
-    def cudnn_text(self) -> str:
-        """The version of cuDNN as people write it."""
-        return version_text(self.cudnn_version)
-
 
 def version_text(version: int) -> str:
     """Return a version of cuDNN as people write it: "9.19.0" for 91900."""

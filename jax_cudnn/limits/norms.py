@@ -43,7 +43,7 @@ LIMITS = (
         lacking=True,
         versions=range(90800),
         what="norms were not planned",
-        words="cuDNN {target.cudnn_text} is older than 9.8",
+        words="cuDNN {cudnn} is older than 9.8",
         done=_BY_XLA,
         source="older ones were not tried",
     ),

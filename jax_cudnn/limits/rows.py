@@ -78,7 +78,10 @@ class Row:
 
     def told(self, target: Target | None, roles: Mapping[str, Tensor]) -> str:
         """Return what a user of a target is told, for the tensors of a node."""
-        return self.words.format(target=target, **roles) if self.words else self.reason
+        if not self.words:
+            return self.reason
+        cudnn = version_text(target.cudnn_version) if target is not None else "this"
+        return self.words.format(cudnn=cudnn, target=target, **roles)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
