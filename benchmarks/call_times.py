@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from benchmarks.timing import Contender, Timing, alternate, summary
 from jax_cudnn.config import Implementation
-from jax_cudnn.policy.products.nearest import LOSS
+from jax_cudnn.policy.nearest import LOSS
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
 

@@ -22,7 +22,7 @@ from benchmarks.conv_ways import (
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from jax_cudnn.legalize import Legal
-from jax_cudnn.policy.products.nearest import LOSS
+from jax_cudnn.policy.nearest import LOSS
 
 _DATA, _PAGE = "conv_groups.json", "conv_groups.md"
 _WAYS = ("as it is", "flipped", "padded", "merged", "one group")

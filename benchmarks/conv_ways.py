@@ -33,7 +33,7 @@ from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import Step
 from jax_cudnn.lowering.devices import local_device, local_target
 from jax_cudnn.policy import ranked
-from jax_cudnn.policy.products.nearest import LOSS
+from jax_cudnn.policy.nearest import LOSS
 from jax_cudnn.tuning.stopwatch import (
     OperandSets,
     PlanStopwatch,

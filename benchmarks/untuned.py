@@ -61,8 +61,8 @@ from jax_cudnn.graph import Graph, is_anchor, label, operand_text, to_json
 from jax_cudnn.lowering import run_cudnn, run_xla, traced_program
 from jax_cudnn.lowering.decision import Step, decide_part
 from jax_cudnn.lowering.devices import LocalGpu, local_device, local_target
+from jax_cudnn.policy.nearest import LOSS
 from jax_cudnn.policy.products.kernels import class_of, kernel_of
-from jax_cudnn.policy.products.nearest import LOSS
 from jax_cudnn.policy.tables import tables_for
 from jax_cudnn.tuning.stopwatch import (
     OperandSets,

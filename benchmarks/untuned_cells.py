@@ -26,7 +26,7 @@ from benchmarks.records import kept_rows, on_this_gpu, renewed, write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices, plans
 from jax_cudnn.config import Implementation
-from jax_cudnn.policy.products.nearest import LOSS
+from jax_cudnn.policy.nearest import LOSS
 
 _DATA, _PAGE = "untuned_cells.json", "untuned_cells.md"
 _FORM = "XLA's form"

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import on_this_gpu, write_records
-from jax_cudnn.policy.products.nearest import LOSS
+from jax_cudnn.policy.nearest import LOSS
 from scripts.measured_rules import (
     Judged,
     judged,

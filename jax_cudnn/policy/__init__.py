@@ -7,6 +7,6 @@ for each architecture and version of cuDNN (``jax_cudnn/data/policy``). What was
 for a graph itself goes before (choices.py).
 """
 
-from jax_cudnn.policy.ranking import Ranked, rank, ranked
+from jax_cudnn.policy.ranking import Ranked, measured_as, rank, ranked
 
-__all__ = ["Ranked", "rank", "ranked"]
+__all__ = ["Ranked", "measured_as", "rank", "ranked"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from jax_cudnn.graph import Graph, SdpaAttributes, Tensor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.policy.nearest import Kernel
 
 # Operands and results of attention with nothing but causality.
 _PLAIN = frozenset({"query", "key", "value", "output", "stats"})
@@ -22,6 +23,7 @@ class Attention:
         graph = way.problem or part
         node = graph.sole_node()
         assert node is not None
+        self._kind = node.kind
         self._roles: Mapping[str, Tensor] = roles_in(graph, node)
         self._attributes = node.attributes
         # XLA has to divide such an array first.
@@ -82,3 +84,23 @@ class Attention:
     def gives_stats(self) -> bool:
         """Whether the log-sum-exp, which gradients need, is read or written."""
         return "stats" in self._roles
+
+    @property
+    def point(self) -> Kernel | None:
+        """What it is measured as."""
+        attributes, roles = self._attributes, self._roles
+        if not isinstance(attributes, SdpaAttributes) or self.is_in_one_array:
+            return None
+        plain = SdpaAttributes(scale=attributes.scale, is_causal=attributes.is_causal)
+        words = [self._kind, self.dtype]
+        words += ["causal"] if attributes.is_causal else []
+        words += ["gives stats"] if self.gives_stats else []
+        words += sorted(roles.keys() - _PLAIN - _GRADIENTS)
+        words += ["more"] if attributes != plain else []
+        batch, heads, tokens, size = self._query.dims
+        return Kernel(
+            name=", ".join(words),
+            rows=batch * heads * tokens,
+            columns=roles["key"].dims[2],
+            depth=size,
+        )

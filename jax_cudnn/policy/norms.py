@@ -3,6 +3,7 @@
 
 from jax_cudnn.graph import Graph, Target
 from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.policy.nearest import Kernel
 
 
 class Norm:
@@ -41,3 +42,15 @@ class Norm:
     def elements(self) -> int:
         """The elements of x."""
         return self.rows * self.features
+
+    @property
+    def point(self) -> Kernel | None:
+        """What it is measured as; None for norms that are not of rows."""
+        if self.kind not in ("layer_norm", "rms_norm"):
+            return None
+        words = [f"{self.kind}_backward" if self._is_gradient else self.kind]
+        words += [self.dtypes.replace(", ", " and ")]
+        words += ["training"] if self.is_training and not self._is_gradient else []
+        words += ["residual"] if self.adds_residual else []
+        name = ", ".join(words)
+        return Kernel(name=name, rows=self.rows, columns=self.features, depth=1.0)

@@ -6,8 +6,9 @@ from dataclasses import dataclass, replace
 
 from jax_cudnn.graph import NORMALISED, Graph, Target
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.policy import products
+from jax_cudnn.policy import evidence, products
 from jax_cudnn.policy.attention import Attention
+from jax_cudnn.policy.nearest import Kernel
 from jax_cudnn.policy.norms import Norm
 from jax_cudnn.policy.tables import Row, Table, Tables, tables_for
 
@@ -62,8 +63,10 @@ def _ranked(
 ) -> Ranked:
     of, properties = _properties(part, way, ways, target, tables)
     table = tables.about(of)
-    row = table.row(of, properties)
-    found = Ranked(legal=way) if row is None else _by_row(row, way, target, table)
+    found = _by_kernels(_point(part, way, properties), way, tables, table)
+    if found is None:
+        row = table.row(of, properties)
+        found = Ranked(legal=way) if row is None else _by_row(row, way, target, table)
     contraction = products.contraction_of(part, way)
     if contraction is None:
         return found
@@ -73,6 +76,32 @@ def _ranked(
         slow_engines=found.slow_engines or contraction.slow_engines(target, tables),
         preference=contraction.preference(target, tables) or found.preference,
     )
+
+
+def measured_as(part: Graph, way: Legal, target: Target | None) -> Kernel | None:
+    """Return the class and the sizes by which a part is judged; None if by rows."""
+    tables = tables_for(target)
+    _, properties = _properties(part, way, [way], target, tables)
+    point = _point(part, way, properties)
+    return point or products.measured_as(part, way, tables)
+
+
+def _point(part: Graph, way: Legal, properties: object) -> Kernel | None:
+    """Return what a part of which rows speak is measured as, if it is."""
+    if isinstance(properties, Norm | Attention):
+        return properties.point
+    return products.point_of(part, way)
+
+
+def _by_kernels(
+    point: Kernel | None, way: Legal, tables: Tables, last: Table
+) -> Ranked | None:
+    """Return what kernels say of a way that were measured no further than a row."""
+    verdict = None if point is None else evidence.verdict_on(point, tables, last)
+    if point is None or verdict is None:
+        return None
+    slower = "" if verdict.is_faster else evidence.told(point, verdict)
+    return Ranked(legal=way, slower=slower)
 
 
 def _by_row(row: Row, way: Legal, target: Target | None, table: Table) -> Ranked:

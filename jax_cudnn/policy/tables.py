@@ -28,6 +28,11 @@ first for a GPU that is not known. An engine's number means another engine on
 another architecture, and engines come and go with cuDNN's versions. So a row that names
 fast or preferred engines decides on its own architecture and version alone. Slow ones
 count on all versions of their architecture.
+
+What ``plans.calibrate`` measured on a machine's GPU is a table, too (own.py). It has no
+rows, but kernels of all families. They count as much as those of the package that were
+measured with the same architecture and cuDNN. Kernels of other tables count as if they
+were further away (`Tables.apart`).
 """
 
 import functools
@@ -39,9 +44,14 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from jax_cudnn.graph import Target
+from jax_cudnn.policy import own
 
 _FOLDER = Path(__file__).parent.parent / "data" / "policy"
 _BOUNDS = ("at_least", "at_most", "below", "multiple_of")
+
+# By so much more a kernel differs that was measured with another cuDNN, on another GPU
+# of the architecture, and on another architecture (nearest.py).
+_OTHER_CUDNN, _OTHER_GPU, _OTHER_ARCHITECTURE = 1.0, 0.5, 2.0
 
 Runner = Literal["cudnn", "xla"]
 
@@ -90,10 +100,15 @@ class Scattered(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Table:
-    """The measured rows of an architecture and a cuDNN, such as 90 and 919."""
+    """The measured rows of an architecture and a cuDNN, such as 90 and 919.
+
+    ``gpu`` is the name of the GPU whose own table it is, "" for all of the
+    architecture.
+    """
 
     sm_version: int
     cudnn: int
+    gpu: str = ""
     rows: Sequence[Row]
     orders: Sequence[Order]
     data: Mapping[str, Any]
@@ -105,6 +120,7 @@ class Table:
         return cls(
             sm_version=data["sm_version"],
             cudnn=data["cudnn"],
+            gpu=data.get("gpu", ""),
             rows=[_row(each) for each in data["rows"]],
             orders=[_order(each) for each in data["orders"]],
             data=data,
@@ -195,9 +211,14 @@ def _minor(target: Target | None) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Tables:
-    """All tables, those that are nearest to a target first."""
+    """All tables, those that are nearest to a target first.
+
+    ``apart`` says by how much the kernels of each count as further away than those of
+    the nearest table that has some.
+    """
 
     tables: tuple[Table, ...]
+    apart: tuple[float, ...]
 
     def about(self, of: str) -> Table:
         """Return the nearest table that says something about something."""
@@ -225,15 +246,45 @@ def tables_for(target: Target | None) -> Tables:
     """Return the tables as they decide for a target; None is one that is not known."""
     found = shipped()
     if target is not None:
-        return _nearest_first(found, target.sm_version, _minor(target))
+        every = (*calibrated(), *found)
+        return _nearest_first(every, target.sm_version, _minor(target), target.name)
     known = next(table for table in found if table.is_for_unknown)
-    return _nearest_first(found, known.sm_version, known.cudnn)
+    return _nearest_first(found, known.sm_version, known.cudnn, "")
+
+
+def calibrated() -> tuple[Table, ...]:
+    """Return the tables that were measured by ``plans.calibrate`` or imported."""
+    return _tables_of(own.files())
+
+
+@functools.lru_cache(maxsize=4)
+def _tables_of(files: tuple[own.File, ...]) -> tuple[Table, ...]:
+    return tuple(Table.of(file.data) for file in files)
 
 
 @functools.lru_cache(maxsize=64)
-def _nearest_first(found: tuple[Table, ...], sm_version: int, cudnn: int) -> Tables:
-    def distance(table: Table) -> tuple[int, int, int]:
+def _nearest_first(
+    found: tuple[Table, ...], sm_version: int, cudnn: int, gpu: str
+) -> Tables:
+    def distance(table: Table) -> tuple[int, int, int, bool]:
         generations = abs(table.sm_version // 10 - sm_version // 10)
-        return generations, abs(table.sm_version - sm_version), abs(table.cudnn - cudnn)
+        architectures = abs(table.sm_version - sm_version)
+        return (
+            generations,
+            architectures,
+            abs(table.cudnn - cudnn),
+            table.gpu != gpu,
+        )
 
-    return Tables(tuple(sorted(found, key=distance)))
+    def apart(table: Table) -> float:
+        is_other_gpu = table.gpu not in ("", gpu)
+        return (
+            _OTHER_ARCHITECTURE * (table.sm_version != sm_version)
+            + _OTHER_CUDNN * (table.cudnn != cudnn)
+            + _OTHER_GPU * is_other_gpu
+        )
+
+    ordered = tuple(sorted(found, key=distance))
+    with_kernels = [apart(table) for table in ordered if table.data.get("kernels")]
+    least = min(with_kernels, default=0.0)
+    return Tables(ordered, tuple(max(0.0, apart(x) - least) for x in ordered))

@@ -21,15 +21,15 @@ from jax_cudnn.lowering import traced_program
 from jax_cudnn.lowering.decision import decide_part
 from jax_cudnn.native import PlanInfo
 from jax_cudnn.plans.inspection import why_of
-from jax_cudnn.policy import ranked
-from jax_cudnn.policy.products import kernels
-from jax_cudnn.policy.products.nearest import (
+from jax_cudnn.policy import evidence, ranked
+from jax_cudnn.policy.nearest import (
     Kernel,
     Measured,
     between_names,
     between_sizes,
     cost_of,
 )
+from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.tables import tables_for
 from tests.native.readers import parse_request
 
@@ -338,7 +338,7 @@ def test_the_file_is_read_whole_and_its_kernels_are_known_by_the_others() -> Non
     for i in range(0, len(ours), 97):
         others = Measured([*ours[:i], *ours[i + 1 :]])
         assert others.verdict(ours[i][0]) is not None
-    every = kernels.kernels(_TABLES.about("kernels"))
+    every = evidence.kernels(_TABLES.about("kernels"))
     plain, fused = (
         every.verdict(kernel(f"matmul, 16 bits, {tail}", 4096, 4096, 4096))
         for tail in ("alone", "more")

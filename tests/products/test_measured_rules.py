@@ -105,7 +105,7 @@ def test_engines_are_slow_for_operands_of_a_width(
     engines = {"conv_fprop, 16 bits": [1, 5], "conv_fprop, f32": [1, 9]}
     first = _TABLES.about("kernels")
     made = replace(first, data={**first.data, "slow_engines": engines})
-    tables = Tables((made,))
+    tables = Tables((made,), (0.0,))
     x, w = (
         jax.ShapeDtypeStruct(shape, dtype) for shape in ((2, 8, 8, 16), (3, 3, 16, 16))
     )

@@ -36,7 +36,7 @@ _ALLOWED = {
     "reference": {"errors", "graph"},
     "limits": {"graph"},
     "legalize": {"errors", "graph", "reference", "limits"},
-    "policy": {"graph", "legalize"},
+    "policy": {"errors", "graph", "legalize", "cache"},
     "native": {"errors", "graph"},
     "doctor": {"errors", "startup", "columns", "native", "limits"},
     "offline": {"errors", "graph", "native", "progress"},

@@ -1,7 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Decides which rewrite of a contraction is tried first, and what runs it."""
 
-from jax_cudnn.policy.products.contractions import contraction_of, properties_of
+from jax_cudnn.policy.products.contractions import (
+    contraction_of,
+    measured_as,
+    point_of,
+    properties_of,
+)
 from jax_cudnn.policy.products.orders import in_order
 
-__all__ = ["contraction_of", "in_order", "properties_of"]
+__all__ = ["contraction_of", "in_order", "measured_as", "point_of", "properties_of"]

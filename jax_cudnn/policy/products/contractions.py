@@ -1,12 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the properties of a contraction that a table's rows and kernels name."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jax_cudnn.graph import Graph, Target, is_anchor
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.legalize.products import conv_depthwise
 from jax_cudnn.legalize.products.fusion import WITHIN
+from jax_cudnn.policy.nearest import Kernel
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.products.orders import (
     depthwise_of,
@@ -14,6 +19,7 @@ from jax_cudnn.policy.products.orders import (
     order_of,
 )
 from jax_cudnn.policy.products.properties import (
+    NARROW,
     Convolution,
     GroupedProduct,
     Matmul,
@@ -69,3 +75,34 @@ def properties_of(
     alike = [each for each in ways if each.core == way.core]
     is_first = order_of(way.core, alike, tables)[0] == way.names[0]
     return "depthwise", depthwise_of(way, alike, is_first=is_first)
+
+
+def point_of(part: Graph, way: Legal) -> Kernel | None:
+    """Return what a depthwise convolution is measured as; None for other parts."""
+    contraction = contraction_of(part, way)
+    if contraction is None or not contraction.is_whole:
+        return None
+    graph = contraction.graph
+    node = contraction_in(graph)
+    if node.kind not in TRIPLES or not conv_depthwise.is_depthwise(graph, node):
+        return None
+    roles = roles_in(graph, node)
+    _, w, output = (roles[role] for role in TRIPLES[node.kind])
+    channels, _, *window = w.dims
+    bits = "16 bits" if output.dtype in NARROW else output.dtype
+    words = [node.kind, bits, "depthwise", f"{len(window)} axes"]
+    words += [] if len(graph.nodes) == 1 else ["more"]
+    return Kernel(
+        name=", ".join(words),
+        rows=math.prod(output.dims) / output.dims[1],
+        columns=channels,
+        depth=math.prod(window),
+    )
+
+
+def measured_as(part: Graph, way: Legal, tables: Tables) -> Kernel | None:
+    """Return what a part with a contraction is measured as, if it is."""
+    point = point_of(part, way)
+    if point is not None or contraction_of(part, way) is None:
+        return point
+    return kernels.kernel_of(part, tables)

@@ -11,7 +11,7 @@ random calls on a GPU (benchmarks/untuned.py).
 import functools
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
@@ -19,9 +19,12 @@ from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
-from jax_cudnn.policy.products.nearest import LOSS, Kernel, Measured
+from jax_cudnn.policy import evidence
+from jax_cudnn.policy.nearest import (
+    Kernel,
+)
 from jax_cudnn.policy.products.orders import becomes_of_groups, first_way
-from jax_cudnn.policy.tables import Table, Tables
+from jax_cudnn.policy.tables import Tables
 
 KINDS = (*TRIPLES, "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
@@ -38,17 +41,10 @@ _FEW_ROWS = 64
 def slower(part: Graph, tables: Tables) -> str:
     """Say why "auto" leaves a part with one contraction to XLA, if it does."""
     kernel = kernel_of(part, tables)
-    verdict = (
-        kernels(tables.about("kernels")).verdict(kernel) if kernel is not None else None
-    )
+    verdict = evidence.verdict_on(kernel, tables) if kernel is not None else None
     if kernel is None or verdict is None or verdict.is_faster:
         return ""
-    return (
-        f"cuDNN's first plan may be slower: for {verdict.losses} of the "
-        f"{verdict.count} measured kernels most like this one ({kernel.name}) it took "
-        f"more than {LOSS} of the time of XLA's code, and {verdict.ratio:.2f} in the "
-        "mean; plans.autotune finds the best of both"
-    )
+    return evidence.told(kernel, verdict)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -122,9 +118,9 @@ def slow_engines(part: Graph, target: Target | None, tables: Tables) -> tuple[in
     stands for another engine on another architecture.
     """
     node = _contraction(part)
-    if node is None or not tables.about("kernels").is_of_architecture(target):
+    if node is None:
         return ()
-    bits, slow = _bits(part, node), tables.about("kernels").data.get("slow_engines", {})
+    bits, slow = _bits(part, node), _slow(target, tables)
     groups = f", {_GROUPS}" if is_of_groups(class_of(part, tables)) else ""
     found = [
         {e for name in names for e in slow.get(name, ())}
@@ -133,6 +129,15 @@ def slow_engines(part: Graph, target: Target | None, tables: Tables) -> tuple[in
     ]
     own = own_engines(part, tables)
     return tuple(sorted(set.intersection(*found).difference(own)))
+
+
+def _slow(target: Target | None, tables: Tables) -> Mapping[str, Sequence[int]]:
+    """Return the slow engines by the nearest table that names some, for each name."""
+    found: dict[str, Sequence[int]] = {}
+    for table in reversed(tables.tables):
+        if table.is_of_architecture(target):
+            found.update(table.data.get("slow_engines", {}))
+    return found
 
 
 def own_engines(part: Graph, tables: Tables) -> tuple[int, ...]:
@@ -162,22 +167,21 @@ def preference(part: Graph, target: Target | None, tables: Tables) -> str:
 
     Numbers stand for other engines and knobs in another cuDNN, or for another GPU.
     """
-    kernel, data = kernel_of(part, tables), tables.about("kernels").data
-    if (
-        kernel is None
-        or target is None
-        or not tables.about("kernels").is_of_architecture(target)
-    ):
+    kernel = kernel_of(part, tables)
+    if kernel is None or target is None:
         return ""
     wanted: dict[int, list[dict[str, Any]]] = {}
-    for each in data.get("engines", ()):
-        is_like = is_ordered(each, kernel) and _has_measured_channels(part, tables)
-        if is_like and is_measured(each, target):
-            wanted[each["first"]] = [{"engine": x} for x in each["before"]]
-    for each in data.get("preferred", ()):
-        if is_preferred(each, kernel, label(part)) and is_measured(each, target):
-            engine = each["engine"]
-            wanted[engine] = [{"engine": engine, "knobs": x} for x in each["knobs"]]
+    for table in reversed(tables.tables):
+        if not table.is_of_architecture(target):
+            continue
+        for each in table.data.get("engines", ()):
+            is_like = is_ordered(each, kernel) and _has_measured_channels(part, tables)
+            if is_like and is_measured(each, target):
+                wanted[each["first"]] = [{"engine": x} for x in each["before"]]
+        for each in table.data.get("preferred", ()):
+            if is_preferred(each, kernel, label(part)) and is_measured(each, target):
+                engine = each["engine"]
+                wanted[engine] = [{"engine": engine, "knobs": x} for x in each["knobs"]]
     if not wanted:
         return ""
     preferred = [
@@ -232,15 +236,6 @@ def _has_measured_channels(part: Graph, tables: Tables) -> bool:
     assert node is not None
     w = roles_in(part, node)[TRIPLES[node.kind][1]]
     return is_of_groups(class_of(part, tables)) or min(w.dims[:2]) >= _FEWEST_CHANNELS
-
-
-@functools.cache
-def kernels(table: Table) -> Measured:
-    """Return the kernels that were measured."""
-    return Measured(
-        (Kernel(name=name, rows=rows, columns=columns, depth=depth), ratio)
-        for name, rows, columns, depth, ratio in table.data.get("kernels", ())
-    )
 
 
 def _contraction(part: Graph) -> Node | None:

@@ -11,10 +11,8 @@ import heapq
 import math
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-
-from jax_cudnn.legalize.products.conv_groups import MERGED, ONE_GROUP, PADDED
 
 # What takes more than this of XLA's time is a loss.
 LOSS = 1.05
@@ -39,7 +37,9 @@ _THREE_AXES = "3 axes"
 _OTHER_AXES = 1.5
 # Words without which kernels are of another family. Convolutions in groups are of one
 # only if the same becomes of their groups (conv_groups.py).
-_FAMILIES = frozenset({"few rows", "groups", MERGED, PADDED, ONE_GROUP})
+FAMILIES = frozenset(
+    {"few rows", "groups", "depthwise", "merged", "padded", "one group"}
+)
 # The part of a time above a loss counts three times, and what takes more than twice
 # XLA's time counts as that: no single kernel decides for its neighbours.
 _MORE = 2.0
@@ -88,24 +88,31 @@ class Measured:
             families[_family(kernel.name)].append((kernel, ratio))
         self._families: Mapping[str, Sequence[tuple[Kernel, float]]] = families
 
-    def verdict(self, kernel: Kernel) -> Verdict | None:
-        """Return what is known of a kernel, None where too few are near it."""
-        near: list[tuple[float, float]] = []
+    def near(self, kernel: Kernel) -> Iterator[tuple[float, float]]:
+        """Yield the distances and ratios of those that say something of a kernel."""
         for each, ratio in self._families.get(_family(kernel.name), ()):
             apart = between_sizes(kernel, each)
             if apart <= _FAR:
-                near.append((apart + between_names(kernel.name, each.name), ratio))
-        if len(near) < _FEWEST:
-            return None
-        near = heapq.nsmallest(_NEAREST, near, key=operator.itemgetter(0))
-        weights = [1 / (_NEAR + distance) for distance, _ in near]
-        ratios = [ratio for _, ratio in near]
-        return Verdict(
-            ratio=math.exp(_mean(map(math.log, ratios), weights)),
-            count=len(near),
-            losses=sum(ratio > LOSS for ratio in ratios),
-            is_faster=_mean(map(cost_of, ratios), weights) < -_MARGIN,
-        )
+                yield apart + between_names(kernel.name, each.name), ratio
+
+    def verdict(self, kernel: Kernel) -> Verdict | None:
+        """Return what is known of a kernel, None where too few are near it."""
+        return verdict_of(self.near(kernel))
+
+
+def verdict_of(found: Iterable[tuple[float, float]]) -> Verdict | None:
+    """Judge a kernel by the distances and ratios of others; None for too few."""
+    near = heapq.nsmallest(_NEAREST, found, key=operator.itemgetter(0))
+    if len(near) < _FEWEST:
+        return None
+    weights = [1 / (_NEAR + distance) for distance, _ in near]
+    ratios = [ratio for _, ratio in near]
+    return Verdict(
+        ratio=math.exp(_mean(map(math.log, ratios), weights)),
+        count=len(near),
+        losses=sum(ratio > LOSS for ratio in ratios),
+        is_faster=_mean(map(cost_of, ratios), weights) < -_MARGIN,
+    )
 
 
 def cost_of(ratio: float) -> float:
@@ -139,7 +146,7 @@ def between_names(one: str, other: str) -> float:
 def _family(name: str) -> str:
     """Return what kernels have to have in common: kind, bits, and how they are run."""
     words = name.split(", ")
-    return ", ".join([*words[:2], *sorted(_FAMILIES.intersection(words))])
+    return ", ".join([*words[:2], *sorted(FAMILIES.intersection(words))])
 
 
 def _mean(values: Iterable[float], weights: Sequence[float]) -> float:

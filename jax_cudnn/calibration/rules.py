@@ -2,7 +2,7 @@
 """Derives from measured times when XLA runs a kernel, and which plans go first.
 
 A row is what `benchmarks/untuned.py` measured of a kernel. For another kernel, those
-most like it decide (policy/products/nearest.py). Some kernels of an engine are tried
+most like it decide (policy/nearest.py). Some kernels of an engine are tried
 before the engine's own choice, for contractions with something around them, if they
 were faster: on the whole, and in blocks that had no part in choosing them. So is an
 engine before another one that cuDNN lists first, for convolutions. Contractions are
@@ -31,6 +31,7 @@ from benchmarks.fusion_cells import CELLS
 from jax_cudnn import choices
 from jax_cudnn.graph import label
 from jax_cudnn.lowering import traced_program
+from jax_cudnn.policy.nearest import LOSS, Kernel, Measured, cost_of
 from jax_cudnn.policy.products.kernels import (
     engines_names,
     is_of_groups,
@@ -40,7 +41,6 @@ from jax_cudnn.policy.products.kernels import (
     kernel_of,
     kind_and_bits,
 )
-from jax_cudnn.policy.products.nearest import LOSS, Kernel, Measured, cost_of
 from jax_cudnn.policy.tables import tables_for
 
 # Kernels that are measured in a row may be of one call: so many are judged together.

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Judges a kernel by those that tables have measured, of any family."""
+
+import functools
+
+from jax_cudnn.policy.nearest import LOSS, Kernel, Measured, Verdict, verdict_of
+from jax_cudnn.policy.tables import Table, Tables
+
+
+@functools.cache
+def kernels(table: Table) -> Measured:
+    """Return the kernels that were measured."""
+    return Measured(
+        (Kernel(name=name, rows=rows, columns=columns, depth=depth), ratio)
+        for name, rows, columns, depth, ratio in table.data.get("kernels", ())
+    )
+
+
+def verdict_on(
+    kernel: Kernel, tables: Tables, last: Table | None = None
+) -> Verdict | None:
+    """Judge a kernel by those of the tables, up to a last one if it is given."""
+    found: list[tuple[float, float]] = []
+    for table, more in zip(tables.tables, tables.apart, strict=True):
+        found += ((apart + more, ratio) for apart, ratio in kernels(table).near(kernel))
+        if table is last:
+            break
+    return verdict_of(found)
+
+
+def told(kernel: Kernel, verdict: Verdict) -> str:
+    """Say why "auto" leaves a kernel to XLA."""
+    return (
+        f"cuDNN's first plan may be slower: for {verdict.losses} of the "
+        f"{verdict.count} measured kernels most like this one ({kernel.name}) it took "
+        f"more than {LOSS} of the time of XLA's code, and {verdict.ratio:.2f} in the "
+        "mean; plans.autotune finds the best of both"
+    )
