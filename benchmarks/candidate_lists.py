@@ -19,11 +19,11 @@ from typing import Any
 
 import jax
 
-from benchmarks.random_calls import drawn_call
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
-from benchmarks.untuned import parts_of
 from jax_cudnn import native
+from jax_cudnn.calibration.calls import drawn_call
+from jax_cudnn.calibration.choosing import parts_of
 from jax_cudnn.config import PlanOptions
 from jax_cudnn.errors import UnsupportedError
 from jax_cudnn.graph import Graph, Target, label, operand_text, to_json
@@ -161,7 +161,12 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     calls = (call for call in map(drawn_call, _NUMBERS) if "conv" in call.title)
     # Of fused ones, both lists begin alike.
-    alone = [part for part in parts_of(calls) if len(part.nodes) == 1]
+    parts = dict.fromkeys(part for call in calls for part in parts_of(call))
+    alone = [
+        part
+        for part in parts
+        if len(part.nodes) == 1 and kernels.class_of(part, tables_for(None))
+    ]
     rows = measure([part for part in alone if "conv" in label(part)], options.minutes)
     data: dict[str, Any] = {"environment": environment(), "rows": rows}
     write_records(options.out / _DATA, data)

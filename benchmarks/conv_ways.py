@@ -23,8 +23,8 @@ from benchmarks.first_plans import first_plans
 from benchmarks.report import versions_text
 from benchmarks.row_by_row import run_benchmark
 from benchmarks.timing import Contender, alternate
-from benchmarks.untuned import by_cudnn, by_xla
 from jax_cudnn import native
+from jax_cudnn.calibration.measuring import by_cudnn, by_xla
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes

@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.call_times import compare
-from benchmarks.random_calls import Call, drawn_call
 from benchmarks.records import others_of, write_records
 from benchmarks.report import environment, versions_text
 from jax_cudnn import choices
+from jax_cudnn.calibration.calls import Call, drawn_call
 from jax_cudnn.policy.tables import tables_for
 
 # The scores up to which "auto" leaves attention to XLA, with gradients and without.

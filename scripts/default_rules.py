@@ -10,8 +10,8 @@ the cells of the fusion benchmarks. It writes the kernels of
 jax_cudnn/data/policy/sm90-cudnn9.19.json and docs/benchmarks/rules.md. It needs no GPU.
 
 The kernels that were measured are written one by one, with the plans that are to go
-first and the engines that are slow (scripts/measured_rules.py). The page says how well
-the rules do.
+first and the engines that are slow (jax_cudnn/calibration/rules.py). The page says
+how well the rules do.
 """
 
 import json
@@ -23,15 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import on_this_gpu, write_records
+from jax_cudnn.calibration.rules import of_rows, rules_of, slow_engines
 from jax_cudnn.policy.nearest import LOSS
-from scripts.measured_rules import (
-    Judged,
-    judged,
-    of_cells,
-    of_rows,
-    rules_of,
-    slow_engines,
-)
+from scripts.judged_rules import Judged, judged, of_cells
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MEASURED = ("parts", "few_rows", "mlps", "groups")

@@ -14,8 +14,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import jax_cudnn
 from jax_cudnn.config import Implementation
+from jax_cudnn.fusing.function import fuse
+from jax_cudnn.ops.attention.sdpa import sdpa
+from jax_cudnn.ops.norms.rows import layer_norm, rms_norm
+from jax_cudnn.ops.products.conv import conv
+from jax_cudnn.ops.products.gated import gated_matmul
+from jax_cudnn.ops.products.matmul import matmul
 
 # Rows of the products of a step that generates text: its sequences.
 _SEQUENCES = (1, 64)
@@ -138,7 +143,7 @@ def _product(
 ) -> _Drawn:
     def run(a: Any, b: Any, *terms: Any, implementation: Implementation) -> jax.Array:
         options: dict[str, Any] = tail.named(terms)
-        return jax_cudnn.matmul(a, b, **options, implementation=implementation)
+        return matmul(a, b, **options, implementation=implementation)
 
     shape = (*a.shape[:-1], b.shape[-1])
     return tail.text("matmul"), run, [a, b, *tail.operands(draw, shape, shape[-1])]
@@ -146,7 +151,7 @@ def _product(
 
 def _gated_product(a: jax.ShapeDtypeStruct, b: jax.ShapeDtypeStruct) -> _Drawn:
     def run(a: Any, gate: Any, up: Any, *, implementation: Implementation) -> jax.Array:
-        return jax_cudnn.gated_matmul(
+        return gated_matmul(
             a, gate, up, activation="silu", implementation=implementation
         )
 
@@ -223,7 +228,7 @@ class _Convolution:
 
         def run(x: Any, w: Any, *terms: Any, implementation: Implementation) -> Any:
             options: dict[str, Any] = tail.named(terms)
-            return jax_cudnn.conv(
+            return conv(
                 x, w, window_strides=(self.step,) * self.axes, padding=padding,
                 rhs_dilation=(self.hole,) * self.axes, dimension_numbers=layout,
                 feature_group_count=self.groups, **options,
@@ -303,6 +308,7 @@ def _depthwise(draw: _Draw) -> _Drawn:
 
 def _norm(draw: _Draw) -> _Drawn:
     name = draw.one_of(("layer_norm", "rms_norm"))
+    norm: Any = layer_norm if name == "layer_norm" else rms_norm
     while True:
         rows, features = draw.size(256, 65536, 8), draw.size(64, 16384, 64)
         if 2**20 <= rows * features <= 2**28:
@@ -311,7 +317,6 @@ def _norm(draw: _Draw) -> _Drawn:
     factors = [factor, factor] if name == "layer_norm" else [factor]
 
     def run(x: Any, *factors: Any, implementation: Implementation) -> jax.Array:
-        norm = getattr(jax_cudnn, name)
         return norm(x, *factors, implementation=implementation)
 
     return name, run, [draw.array(rows, features), *factors]
@@ -332,9 +337,7 @@ def _attention(draw: _Draw) -> _Drawn:
             break
 
     def run(q: Any, k: Any, v: Any, *, implementation: Implementation) -> jax.Array:
-        return jax_cudnn.sdpa(
-            q, k, v, is_causal=is_causal, implementation=implementation
-        )
+        return sdpa(q, k, v, is_causal=is_causal, implementation=implementation)
 
     key = draw.array(b, s, k, d)
     return "causal sdpa" if is_causal else "sdpa", run, [q, key, key]
@@ -388,13 +391,11 @@ def _plain_mlp(draw: _Draw) -> _Drawn:
         x: Any, up: Any, bias: Any, down: Any, last: Any,
         *, implementation: Implementation,
     ) -> jax.Array:  # fmt: skip
-        @functools.partial(jax_cudnn.fuse, implementation=implementation)
+        @functools.partial(fuse, implementation=implementation)
         def mlp(x: Any, up: Any, bias: Any, down: Any, last: Any) -> jax.Array:
             options: dict[str, Any] = {"implementation": implementation}
-            hidden = jax_cudnn.matmul(
-                x, up, bias=bias, activation=activation, **options
-            )
-            return jax_cudnn.matmul(hidden, down, bias=last, residual=x, **options)
+            hidden = matmul(x, up, bias=bias, activation=activation, **options)
+            return matmul(hidden, down, bias=last, residual=x, **options)
 
         return mlp(x, up, bias, down, last)
 
@@ -408,7 +409,7 @@ def _gated_mlp(draw: _Draw) -> _Drawn:
     def run(
         x: Any, gate: Any, up: Any, down: Any, *, implementation: Implementation
     ) -> jax.Array:
-        @functools.partial(jax_cudnn.fuse, implementation=implementation)
+        @functools.partial(fuse, implementation=implementation)
         def mlp(x: Any, gate: Any, up: Any, down: Any) -> jax.Array:
             activated = getattr(jax.nn, activation)(x @ gate)
             return (activated * (x @ up)) @ down + x

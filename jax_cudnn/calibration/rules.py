@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Derives from measured times when XLA runs a kernel, and which plans go first.
 
-A row is what `benchmarks/untuned.py` measured of a kernel. For another kernel, those
+A row is what measuring.py measured of a kernel. For another kernel, those
 most like it decide (policy/nearest.py). Some kernels of an engine are tried
 before the engine's own choice, for contractions with something around them, if they
 were faster: on the whole, and in blocks that had no part in choosing them. So is an
@@ -10,9 +10,6 @@ then written with these plans' times.
 
 Engines that were slower than XLA's code for nearly all kernels, and much slower on the
 whole, are left to XLA where they come first.
-
-How well this does is judged in blocks of kernels, each by the others, without those
-that were measured right before and after its block: these may be of the same call.
 """
 
 import functools
@@ -25,26 +22,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import jax
-
-from benchmarks.fusion_cells import CELLS
-from jax_cudnn import choices
-from jax_cudnn.graph import label
-from jax_cudnn.lowering import traced_program
-from jax_cudnn.policy.nearest import LOSS, Kernel, Measured, cost_of
+from jax_cudnn.policy.nearest import LOSS, Kernel, cost_of
 from jax_cudnn.policy.products.kernels import (
     engines_names,
     is_of_groups,
     is_of_ones,
     is_ordered,
     is_preferred,
-    kernel_of,
     kind_and_bits,
 )
-from jax_cudnn.policy.tables import tables_for
 
 # Kernels that are measured in a row may be of one call: so many are judged together.
-_TOGETHER = 16
+TOGETHER = 16
 # An engine is slow if it took so many times as long as XLA's code, as a geometric mean
 # over so many kernels, and at most this share of them was not slower.
 _SLOW_ENGINE = 2.0
@@ -71,19 +60,6 @@ _BOUNDS = {
     "conv_fprop": (2**20, 2**40),
     "matmul": (2**20, 2**28, 2**32, 2**36, 2**40),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class Judged:
-    """A kernel, and whether cuDNN runs it by what is known of the others.
-
-    ``best_ratio`` is with the fastest of the engines' first plans.
-    """
-
-    kernel: Kernel
-    ratio: float
-    best_ratio: float
-    is_cudnns: bool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +104,7 @@ def preferences(rows: Sequence[Mapping[str, Any]], cudnn: int) -> list[dict[str,
             groups[*kind_and_bits(row["class"]), row["first_engine"]].append(row)
     found: list[dict[str, Any]] = []
     for (kind, bits, engine), group in sorted(groups.items()):
-        for low, high in itertools.pairwise(_BOUNDS[kind]):
+        for low, high in itertools.pairwise(_BOUNDS.get(kind, ())):
             times = [x["kernels"] for x in group if low <= x["sizes"][-1] < high]
             names = _preferred(times, _is_faster_kernel)
             ratio = _ratio_in_others(times)
@@ -191,7 +167,7 @@ def _engine_ratio_in_others(times: Sequence[Mapping[str, float]]) -> float:
     They are few, so the one that is left out counts among those timed with both.
     """
     found: list[float] = []
-    for (each,), others in _blocks(times, beside=0, size=1):
+    for (each,), others in blocks(times, beside=0, size=1):
         left_out = functools.partial(_is_faster_engine, left_out=each)
         ratio = _ratio_of_first(each, _preferred(others, left_out))
         if ratio is not None:
@@ -227,8 +203,8 @@ def _is_faster_engine(
 _Row = TypeVar("_Row")
 
 
-def _blocks(
-    rows: Sequence[_Row], *, beside: int, size: int = _TOGETHER
+def blocks(
+    rows: Sequence[_Row], *, beside: int, size: int = TOGETHER
 ) -> Iterator[tuple[Sequence[_Row], Sequence[_Row]]]:
     """Yield blocks of rows, each with the others but for so many right beside it."""
     for start in range(0, len(rows), size):
@@ -241,7 +217,7 @@ def _ratio_in_others(times: Sequence[Mapping[str, float]]) -> float:
     """Return the mean ratio of preferred kernels where these had no part in it."""
     found = [
         _ratio_of_first(each, names)
-        for block, others in _blocks(times, beside=0)
+        for block, others in blocks(times, beside=0)
         for names in [_preferred(others, _is_faster_kernel)]
         for each in block
     ]
@@ -287,7 +263,7 @@ def of_rows(
         m, n, depth, _ = row["sizes"]
         kernel = Kernel(name=row["class"], rows=m, columns=n, depth=depth)
         engine, ratio = row["first_engine"], row["ratio"]
-        each = _preference_for(kernel, row["op"], rules.preferred)
+        each = preference_for(kernel, row["op"], rules.preferred)
         orders = [x for x in rules.engines if x["first"] == engine]
         order = next((x for x in orders if is_ordered(x, kernel)), None)
         if each is not None and engine == each["engine"]:
@@ -299,33 +275,6 @@ def of_rows(
         slow = (rules.slow.get(name, ()) for name in engines_names(row["class"]))
         if engine not in itertools.chain(*slow):
             yield kernel, round(ratio, 3)
-
-
-def of_cells(rules: Rules) -> Iterator[tuple[Kernel, float]]:
-    """Yield the kernels of the fusion benchmarks, by the times of shipped choices.
-
-    These do not say what other kernels would take, so none may go before the first. Nor
-    do they say which engine comes first: few are of one that gives way to another.
-    """
-    for kernel, op, ratio in _cells():
-        if _preference_for(kernel, op, rules.preferred) is None:
-            yield kernel, ratio
-
-
-@functools.cache
-def _cells() -> Sequence[tuple[Kernel, str, float]]:
-    times = {key.graph: choice for key, choice in choices.shipped().items()}
-    found: dict[str, tuple[Kernel, str, float]] = {}
-    for cell in CELLS:
-        for part in _parts_of(cell):
-            digest = choices.digest_of(part)
-            choice, kernel = times.get(digest), kernel_of(part, tables_for(None))
-            if choice is None or digest in found or kernel is None:
-                continue
-            if choice.cudnn_us and choice.xla_us and choice.first_ratio:
-                ratio = choice.cudnn_us * choice.first_ratio / choice.xla_us
-                found[digest] = kernel, label(part), round(ratio, 3)
-    return [*found.values()]
 
 
 def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:
@@ -341,22 +290,11 @@ def _ratio_of_first(times: Mapping[str, float], names: Iterable[str]) -> float |
     return next((times[name] for name in names if name in times), None)
 
 
-def _preference_for(
+def preference_for(
     kernel: Kernel, op: str, preferred: Sequence[Mapping[str, Any]]
 ) -> Mapping[str, Any] | None:
+    """Return the preference that is about a kernel, if there is one."""
     return next((each for each in preferred if is_preferred(each, kernel, op)), None)
-
-
-def _parts_of(cell: Any) -> Iterator[Any]:
-    types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cell.operands]
-
-    def with_gradients(*operands: Any) -> Any:
-        result, pullback = jax.vjp(cell.ours, *operands)
-        return pullback(result)
-
-    for function in (cell.ours, with_gradients):
-        for graph in traced_program(function, *types).graphs:
-            yield from graph.parts
 
 
 def rules_of(
@@ -368,23 +306,3 @@ def rules_of(
         preferred=preferences(rows, cudnn),
         engines=list(engine_orders(rows, cudnn)),
     )
-
-
-def judged(
-    rows: Sequence[Mapping[str, Any]], slow: Mapping[str, Sequence[int]], cudnn: int
-) -> Iterator[Judged]:
-    """Judge the kernels of rows in blocks, each by the others."""
-    for block, others in _blocks(rows, beside=_TOGETHER):
-        rules = rules_of(others, slow, cudnn)
-        known = Measured([*of_rows(others, rules), *of_cells(rules)])
-        for row in block:
-            best = row["ratio"] * min(row["engines"].values())
-            for kernel, ratio in of_rows([row], rules):
-                verdict = known.verdict(kernel)
-                is_cudnns = verdict is None or verdict.is_faster
-                yield Judged(
-                    kernel=kernel,
-                    ratio=ratio,
-                    best_ratio=min(ratio, best),
-                    is_cudnns=is_cudnns,
-                )

@@ -16,7 +16,7 @@ from jax_cudnn.errors import LibraryError
 
 # The modules of the commands. Each adds its own and sets `run`, a function of the
 # arguments to an exit status.
-_COMMANDS = ("doctor", "explain", "bench")
+_COMMANDS = ("doctor", "explain", "bench", "calibrate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -14,6 +14,12 @@ from jax_cudnn.config import PlanOptions
 from jax_cudnn.native import CacheStats, Candidate
 
 if TYPE_CHECKING:
+    from jax_cudnn.calibration.api import (
+        Calibrated,
+        Calibration,
+        calibrate,
+        calibrated,
+    )
     from jax_cudnn.doctor.diagnosis import Diagnosis, doctor
     from jax_cudnn.doctor.findings import Finding
     from jax_cudnn.plans.caching import CacheInfo, cache_info, clear_cache, set_cache
@@ -33,6 +39,10 @@ if TYPE_CHECKING:
 
 # The module of each name that is not imported at once.
 _HOMES = {
+    "jax_cudnn.calibration.api": (
+        *("Calibrated", "Calibration"),
+        *("calibrate", "calibrated"),
+    ),
     "jax_cudnn.doctor.diagnosis": ("Diagnosis", "doctor"),
     "jax_cudnn.doctor.findings": ("Finding",),
     f"{__name__}.caching": ("CacheInfo", "cache_info", "clear_cache", "set_cache"),
@@ -72,6 +82,8 @@ __all__ = [
     "Attempt",
     "CacheInfo",
     "CacheStats",
+    "Calibrated",
+    "Calibration",
     "Call",
     "Candidate",
     "Choice",
@@ -91,6 +103,8 @@ __all__ = [
     "autotune",
     "autotuning",
     "cache_info",
+    "calibrate",
+    "calibrated",
     "clear_cache",
     "doctor",
     "explain",

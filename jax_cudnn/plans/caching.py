@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jax_cudnn import cache, choices, native
 from jax_cudnn.lowering.decision import forget_decisions
+from jax_cudnn.policy import own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +54,8 @@ def set_cache(
     folder = None if directory is None else Path(directory).expanduser().absolute()
     cache.configure(cache.Settings(directory=folder, limit_bytes=limit_bytes))
     choices.table().add(choices.kept())
+    own.forget()
+    forget_decisions()
 
 
 def _check_limit(limit_bytes: object) -> None:

@@ -85,12 +85,12 @@ class Measured:
     def __init__(self, kernels: Iterable[tuple[Kernel, float]]) -> None:
         families: defaultdict[str, list[tuple[Kernel, float]]] = defaultdict(list)
         for kernel, ratio in kernels:
-            families[_family(kernel.name)].append((kernel, ratio))
+            families[family_of(kernel.name)].append((kernel, ratio))
         self._families: Mapping[str, Sequence[tuple[Kernel, float]]] = families
 
     def near(self, kernel: Kernel) -> Iterator[tuple[float, float]]:
         """Yield the distances and ratios of those that say something of a kernel."""
-        for each, ratio in self._families.get(_family(kernel.name), ()):
+        for each, ratio in self._families.get(family_of(kernel.name), ()):
             apart = between_sizes(kernel, each)
             if apart <= _FAR:
                 yield apart + between_names(kernel.name, each.name), ratio
@@ -121,6 +121,11 @@ def cost_of(ratio: float) -> float:
     return math.log(capped) + _MORE * max(0.0, math.log(capped / LOSS))
 
 
+def between(one: Kernel, other: Kernel) -> float:
+    """Return how far apart two kernels of a family are."""
+    return between_sizes(one, other) + between_names(one.name, other.name)
+
+
 def between_sizes(one: Kernel, other: Kernel) -> float:
     """Return how far apart the sizes of two kernels are."""
     return math.hypot(
@@ -143,7 +148,7 @@ def between_names(one: str, other: str) -> float:
 
 
 @functools.cache
-def _family(name: str) -> str:
+def family_of(name: str) -> str:
     """Return what kernels have to have in common: kind, bits, and how they are run."""
     words = name.split(", ")
     return ", ".join([*words[:2], *sorted(FAMILIES.intersection(words))])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests how scripts/measured_rules.py derives the rules of "auto" from times."""
+"""Tests how the rules of "auto" are derived from measured times."""
 
 import importlib
 import json
@@ -14,6 +14,7 @@ import jax
 import pytest
 
 from jax_cudnn import choices, conv
+from jax_cudnn.calibration import rules
 from jax_cudnn.legalize import legalize
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.lowering.decision import rewritten_as
@@ -30,9 +31,9 @@ _ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """Import the script, which is no part of the package and reads the benchmarks."""
+    """Import the script that judges the rules, which reads the benchmarks."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(_ROOT)])
-    return importlib.import_module("scripts.measured_rules")
+    return importlib.import_module("scripts.judged_rules")
 
 
 def _row(kernels: dict[int, float], **fields: Any) -> dict[str, Any]:
@@ -48,20 +49,18 @@ def _row(kernels: dict[int, float], **fields: Any) -> dict[str, Any]:
     }
 
 
-def test_kernels_that_were_faster_go_first_each_where_others_are_not_listed(
-    script: ModuleType,
-) -> None:
+def test_kernels_that_were_faster_go_first_each_where_others_are_not_listed() -> None:
     rows = [_row({1: 0.5, 2: 0.9, 3: 1.0})] * 40 + [_row({2: 0.8, 3: 0.99})] * 40
-    (found,) = script.preferences(rows, 91900)
+    (found,) = rules.preferences(rows, 91900)
     assert found["knobs"] == [{"KERNEL_CFG": 1}, {"KERNEL_CFG": 2}]
     assert found["ratio"] == pytest.approx(math.sqrt(0.5 * 0.8), abs=1e-3)
     assert (found["count"], found["of"]) == (80, 80)
     # Too few, hardly faster, faster in the mean but often slower, and in few blocks.
-    assert not script.preferences(rows[:7], 91900)
-    assert not script.preferences([_row({1: 0.97})] * 80, 91900)
-    assert not script.preferences([_row({1: 0.5}), _row({1: 1.6})] * 40, 91900)
-    assert not script.preferences([_row({1: 0.5})] * 8 + [_row({3: 1.0})] * 72, 91900)
-    assert not script.preferences([_row({1: 0.5}, op="conv_fprop")] * 80, 91900)
+    assert not rules.preferences(rows[:7], 91900)
+    assert not rules.preferences([_row({1: 0.97})] * 80, 91900)
+    assert not rules.preferences([_row({1: 0.5}), _row({1: 1.6})] * 40, 91900)
+    assert not rules.preferences([_row({1: 0.5})] * 8 + [_row({3: 1.0})] * 72, 91900)
+    assert not rules.preferences([_row({1: 0.5}, op="conv_fprop")] * 80, 91900)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +79,7 @@ def test_kernels_that_were_faster_go_first_each_where_others_are_not_listed(
 )
 @pytest.mark.parametrize("is_first", [False, True])
 def test_an_engine_is_slow_that_xla_is_faster_than(
-    script: ModuleType, times: list[float], is_slow: bool, is_first: bool
+    times: list[float], is_slow: bool, is_first: bool
 ) -> None:
     rows = [
         _row({}, ratio=us, first_engine=8, engines={"7": 0.01 / us, "8": 1.0})
@@ -91,7 +90,7 @@ def test_an_engine_is_slow_that_xla_is_faster_than(
     ]
     of_f32 = _row({}, ratio=0.1, first_engine=8)
     of_f32["class"] = of_f32["class"].replace("16 bits", "f32")
-    found = script.slow_engines([*rows, of_f32])
+    found = rules.slow_engines([*rows, of_f32])
     assert found == ({"conv_fprop, 16 bits": [8]} if is_slow else {})
 
 
@@ -120,9 +119,9 @@ def test_engines_are_slow_for_operands_of_a_width(
     assert kernels.slow_engines(graph, ampere, tables) == ()
 
 
-def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> None:
+def test_an_engine_that_was_faster_goes_before_another() -> None:
     def found(*rows: dict[str, Any]) -> list[dict[str, Any]]:
-        return [*script.engine_orders(rows, 91900)]
+        return [*rules.engine_orders(rows, 91900)]
 
     def rows(*ratios: float, **fields: Any) -> list[dict[str, Any]]:
         return [
@@ -172,13 +171,13 @@ def test_an_engine_that_was_faster_goes_before_another(script: ModuleType) -> No
     assert not found(*rows(*[0.5] * 9, **{"class": "matmul, 16 bits, more"}))
 
 
-def test_ratios_are_with_the_plans_that_go_first(script: ModuleType) -> None:
+def test_ratios_are_with_the_plans_that_go_first() -> None:
     rows = [_row({1: 0.5})] * 80
-    rules = script.rules_of(rows, {}, 91900)
-    assert not rules.engines
+    found_rules = rules.rules_of(rows, {}, 91900)
+    assert not found_rules.engines
 
     def ratio(kernels: dict[int, float], **fields: Any) -> float:
-        ((_, found),) = script.of_rows([_row(kernels, **fields)], rules)
+        ((_, found),) = rules.of_rows([_row(kernels, **fields)], found_rules)
         return found
 
     assert ratio({1: 0.6}) == 0.6
@@ -186,26 +185,26 @@ def test_ratios_are_with_the_plans_that_go_first(script: ModuleType) -> None:
     assert ratio({1: 0.6}, op="conv_fprop") == 1.0
     assert ratio({2: 0.6}) == 1.0
     unknown = {name: x for name, x in _row({}).items() if name != "kernels"}
-    ((_, found),) = script.of_rows([unknown], rules)
+    ((_, found),) = rules.of_rows([unknown], found_rules)
     assert found == 0.5, "the mean of those that are known"
-    slow = script.Rules(slow={"conv_fprop, 16 bits": [4]}, preferred=[], engines=[])
-    assert not [*script.of_rows(rows, slow)]
+    slow = rules.Rules(slow={"conv_fprop, 16 bits": [4]}, preferred=[], engines=[])
+    assert not [*rules.of_rows(rows, slow)]
 
 
-def test_ratios_are_with_the_engines_that_go_first(script: ModuleType) -> None:
+def test_ratios_are_with_the_engines_that_go_first() -> None:
     order = {
         "kind": "conv_fprop", "bits": "16 bits", "cudnn": 91900, "groups": False,
         "windows_of_1": False, "first": 7, "before": [4, 9], "ratio": 0.7, "count": 9,
         "of": 9,
     }  # fmt: skip
     slow = {"conv_fprop, 16 bits": [7, 9]}
-    rules = script.Rules(
+    found_rules = rules.Rules(
         slow=slow, preferred=[], engines=[{**order, "first": 5}, order]
     )
 
     def ratios(engines: dict[str, float], **fields: Any) -> list[float]:
         row = _row({}, **{"first_engine": 7, "engines": engines, **fields})
-        return [found for _, found in script.of_rows([row], rules)]
+        return [found for _, found in rules.of_rows([row], found_rules)]
 
     # What comes first now is not slow.
     assert ratios({"7": 1.0, "4": 0.8, "9": 0.1}) == [0.8]
@@ -216,19 +215,19 @@ def test_ratios_are_with_the_engines_that_go_first(script: ModuleType) -> None:
     assert ratios({"5": 1.0, "4": 0.8}, first_engine=5) == [0.8]
     # A kernel of the first engine is wanted instead, as when a plan is asked for.
     rows = [_row({1: 0.5})] * 80
-    preferred = script.preferences(rows, 91900)
-    both = script.Rules(slow={}, preferred=preferred, engines=[{**order, "first": 4}])
+    preferred = rules.preferences(rows, 91900)
+    both = rules.Rules(slow={}, preferred=preferred, engines=[{**order, "first": 4}])
     row = _row({1: 0.6}, engines={"4": 1.0, "9": 0.1})
-    assert [found for _, found in script.of_rows([row], both)] == [0.6]
+    assert [found for _, found in rules.of_rows([row], both)] == [0.6]
 
 
-def test_what_is_left_out_has_no_part_in_choosing(script: ModuleType) -> None:
+def test_what_is_left_out_has_no_part_in_choosing() -> None:
     # Engine 9 was timed five times, which is too few where one of them is near 1. That
     # one row of it is left out does not make it six.
     times = [{"4": 0.8, "9": ratio} for ratio in (0.3, 0.4, 0.5, 0.95, 0.95)]
     times += [{"4": 0.8}] * 3
-    assert script._preferred(times, script._is_faster_engine) == ["4"]
-    assert script._engine_ratio_in_others(times) == pytest.approx(0.8)
+    assert rules._preferred(times, rules._is_faster_engine) == ["4"]
+    assert rules._engine_ratio_in_others(times) == pytest.approx(0.8)
 
 
 def test_kernels_are_judged_by_others_than_those_beside_them(

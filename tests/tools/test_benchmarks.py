@@ -327,25 +327,6 @@ def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
     assert f"| {product} | fwd, scaled after | xla |" in page
 
 
-def test_kernels_for_rules_are_each_measured_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
-    untuned = importlib.import_module("benchmarks.untuned")
-    drawn = importlib.import_module("benchmarks.random_calls").drawn_call
-    parts = untuned.parts_of(map(drawn, range(40)))
-    every = untuned.lacking(parts, [], 10**6)
-    assert every == parts
-    rows = [untuned.named(part) for part in parts]
-    assert untuned.lacking(parts, rows, 10**6) == []
-    assert untuned.lacking(parts, rows[:3], 10**6) == parts[3:]
-    names = [row["class"] for row in map(untuned.named, untuned.lacking(parts, [], 2))]
-    assert max(map(names.count, names)) == 2
-    some = untuned.lacking(parts, rows[:3], 2)
-    both = [row["class"] for row in (*rows[:3], *map(untuned.named, some))]
-    assert max(both.count(name) for name in {*both} - {*both[:3]}) == 2
-
-
 def test_small_attention_is_drawn_for_each_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

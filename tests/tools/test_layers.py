@@ -51,6 +51,7 @@ _ALLOWED = {
     "masks": {"ops", "keywords"},
     "score_mods": {"ops", "keywords"},
     "tuning": {*_MACHINE, "progress"},
+    "calibration": {*_MACHINE, *("columns", "progress", "ops", "fusing", "tuning")},
     "plans": {
         *_MACHINE,
         *("columns", "progress", "doctor", "keywords", "ops", "tuning"),
@@ -63,7 +64,10 @@ _ALLOWED = {
     },
     # A function's kernels, of the operations' own parts.
     "fusing": {*_MACHINE, "columns", "ops", "plans"},
-    "cli": {*_MACHINE, "startup", "progress", "ops", "tuning", "plans"},
+    "cli": {
+        *(_MACHINE | {"startup", "progress"}),
+        *("ops", "tuning", "plans", "calibration"),
+    },
     "__init__": {
         *_MACHINE,
         "startup",
@@ -81,6 +85,8 @@ _ALLOWED = {
     },
     "__main__": {"startup", "cli"},
 }
+# What a face hands on of a layer above: it is imported when a name is asked for.
+_HANDED_ON = {"plans/__init__.py": "jax_cudnn.calibration"}
 # Names outside JAX's compatibility promise, and the one module that may import them.
 _SEMI_PUBLIC = ("jax.extend", "jax.interpreters", "jax.core")
 _SEMI_PUBLIC_HOME = "lowering/_jax.py"
@@ -128,7 +134,11 @@ def _imports() -> list[Import]:
         module = path.relative_to(_PACKAGE).as_posix()
         layer = module.removesuffix(".py").split("/")[0]
         tree = ast.parse(path.read_text(encoding="utf-8"))
-        found += [Import(module, layer, name) for name in _imported_names(tree)]
+        found += [
+            Import(module, layer, name)
+            for name in _imported_names(tree)
+            if not _is_within(name, _HANDED_ON.get(module, "-"))
+        ]
     return found
 
 
@@ -299,7 +309,7 @@ def test_the_reader_of_families_sees_what_there_is() -> None:
 # plans and programs. What the others do on some of them only is a row of limits.
 _KNOW_VERSIONS = {
     *("limits", "policy", "choices", "native", "offline", "lowering", "plans"),
-    "doctor",
+    *("doctor", "calibration"),
 }
 _VERSIONS = {"sm_version", "cudnn_version"}
 

@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`plans.calibrate` and `plans.calibrated`: what "auto" knows of this machine's GPU."""
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from jax_cudnn.calibration import kept, measuring
+from jax_cudnn.calibration.calls import Call
+from jax_cudnn.calibration.choosing import Chooser, drawn
+from jax_cudnn.columns import Block, Heading, Page, Rows, Text
+from jax_cudnn.errors import LibraryError
+from jax_cudnn.graph import Target, version_text
+from jax_cudnn.lowering.devices import LocalGpu, local_target
+from jax_cudnn.policy import own
+from jax_cudnn.policy.tables import shipped
+from jax_cudnn.progress import followed
+from jax_cudnn.tuning.together import workers
+
+# What a change of makes measurements older than they are.
+_DEPENDS_ON = ("cuDNN", "JAX", "driver")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Calibration:
+    """What was measured on a kind of GPU with a version of cuDNN.
+
+    ``kernels`` counts the measured kernels by family, such as "matmul, 16 bits".
+    ``changes`` says what differs here from where they were measured, such as "JAX
+    0.11.2, here 0.12.0"; times by XLA may differ then. ``path`` is the file.
+    """
+
+    gpu: str
+    cudnn: str
+    jax: str
+    driver: str
+    date: str
+    kernels: dict[str, int]
+    changes: tuple[str, ...]
+    path: Path
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
+class Calibrated(Page):
+    """The result of ``calibrated``: what "auto" goes by on this machine's GPU.
+
+    ``gpu`` and ``cudnn`` are "" where JAX has no GPU. ``own`` are the calibrations
+    that are kept here, and ``shipped`` the architecture and the version of cuDNN of
+    the tables that come with the package, such as "sm_90, cuDNN 9.19". ``is_covered``
+    says whether one of these is of this GPU's architecture and its cuDNN.
+    """
+
+    gpu: str
+    cudnn: str
+    own: tuple[Calibration, ...]
+    shipped: tuple[str, ...]
+    is_covered: bool
+
+    def _blocks(self) -> Iterator[Block]:
+        name = f"{self.gpu} with cuDNN {self.cudnn}" if self.gpu else "No GPU here"
+        yield Heading(name)
+        if not self.own:
+            yield Text("Nothing was calibrated on this machine.")
+        for each in self.own:
+            yield Text("")
+            yield Text(
+                f"{sum(each.kernels.values())} kernels measured on {each.gpu} with "
+                f"cuDNN {each.cudnn}, JAX {each.jax}, {each.date}"
+            )
+            yield Rows(tuple((k, str(v)) for k, v in sorted(each.kernels.items())))
+            for change in each.changes:
+                yield Text(f"  changed since: {change}")
+            yield Text(f"  in {each.path}")
+        yield Text("")
+        yield Text(f"Tables of the package: {'; '.join(self.shipped)}.")
+        if self.gpu and not self.is_covered:
+            yield Text(
+                "None of them is of this GPU's architecture and its cuDNN: the "
+                "nearest decides. `jax-cudnn calibrate` measures this GPU."
+            )
+
+
+def calibrate(
+    *,
+    seconds: float = 300.0,
+    is_thorough: bool = False,
+    only: Callable[[Call], bool] | None = None,
+) -> Calibrated:
+    """Measure this machine's GPU, so that "auto" knows where cuDNN is faster on it.
+
+    Calls of the sizes that models have are drawn: products with what follows them,
+    convolutions, in groups and depthwise ones, norms and attention. The kernels of
+    which least is known are timed by cuDNN and by XLA, until the time is over. What was
+    measured is kept beside the plan cache after every batch. This process and all that
+    share the folder go by it, for this kind of GPU. A later call goes on where an
+    earlier one ended. Several processes may calibrate at once.
+
+    What was tuned for a program itself (``plans.autotune``) goes before.
+
+    Args:
+      seconds: how long to measure. Default 300.
+      is_thorough: whether to time the first plan of every engine, and every kernel of
+        the first plan's. It takes several times as long for each call; the tables of
+        the package are made so.
+      only: says of a drawn call whether its kernels may be measured. Default: all.
+
+    Returns:
+      What is known now, as ``calibrated`` tells it.
+
+    Raises:
+      LibraryError: JAX has no NVIDIA GPU, or nothing can be kept on disk.
+      GraphError: what is kept for this GPU is broken; the message names the file.
+      ValueError: ``seconds`` is not positive.
+    """
+    if not seconds > 0:
+        raise ValueError(f"calibrate: seconds={seconds!r} is not positive")
+    local = local_target()
+    if local is None:
+        raise LibraryError(
+            "calibrate needs an NVIDIA GPU; JAX sees none here. `jax-cudnn doctor` "
+            "says why."
+        )
+    gpu = LocalGpu(ordinal=local[0], target=local[1])
+    kept.keep(gpu.target, ())  # What cannot be kept is told before it is measured.
+    chooser = Chooser(
+        drawn(gpu.target, only or (lambda _: True)), kept.measured_rows(gpu.target)
+    )
+    batches = _measured(chooser, gpu, seconds, is_thorough=is_thorough)
+    for _ in followed(batches, "Calibrating", count=round(seconds), name=str):
+        pass
+    return calibrated()
+
+
+def _measured(
+    chooser: Chooser, gpu: LocalGpu, seconds: float, *, is_thorough: bool
+) -> Iterator[str]:
+    """Measure batches until the time is over; yield once for every second."""
+    start, told, longest = time.monotonic(), 0, 0.0
+    while (spent := time.monotonic() - start) + longest < seconds:
+        while told < spent:
+            yield f"{told} s"
+            told += 1
+        chosen = chooser.take(workers())
+        if not chosen:
+            break
+        found = list(
+            measuring.measure(
+                [each.part for each in chosen], gpu, is_thorough=is_thorough
+            )
+        )
+        for row in found:
+            chooser.learn(row)
+        kept.keep(gpu.target, found)
+        longest = max(longest, time.monotonic() - start - spent)
+
+
+def calibrated() -> Calibrated:
+    """Return what "auto" goes by on this machine's GPU: its own times, or others'.
+
+    Raises:
+      GraphError: a file of a calibration is broken; the message names it.
+    """
+    local = local_target()
+    target = None if local is None else local[1]
+    found = [_calibration(own.read(path), target) for path in own.paths()]
+    tables = [(table.sm_version, table.cudnn) for table in shipped()]
+    here = None
+    if target is not None:
+        found.sort(key=lambda each: each.gpu != target.name)
+        here = target.sm_version, target.cudnn_version // 100
+    return Calibrated(
+        gpu="" if target is None else target.name,
+        cudnn="" if target is None else version_text(target.cudnn_version),
+        own=tuple(found),
+        shipped=tuple(
+            f"sm_{sm}, cuDNN {cudnn // 100}.{cudnn % 100}" for sm, cudnn in tables
+        ),
+        is_covered=here in tables
+        or any(_is_of(each, target) for each in own.files() if target is not None),
+    )
+
+
+def _is_of(file: own.File, target: Target | None) -> bool:
+    wanted = target and (target.name, target.cudnn_version // 100)
+    return (file.data["gpu"], file.data["cudnn"]) == wanted
+
+
+def _calibration(file: own.File, target: Target | None) -> Calibration:
+    environment = file.data["environment"]
+    kernels = Counter(
+        ", ".join(name.split(", ")[:2]) for name, *_ in file.data["kernels"]
+    )
+    changes: list[str] = []
+    if target is not None and file.data["gpu"] == target.name:
+        here = kept.environment_of(target)
+        changes = [
+            f"{name} {environment.get(name)}, here {here[name]}"
+            for name in _DEPENDS_ON
+            if environment.get(name) != here[name]
+        ]
+    return Calibration(
+        gpu=file.data["gpu"],
+        cudnn=environment.get("cuDNN", ""),
+        jax=environment.get("JAX", ""),
+        driver=environment.get("driver", ""),
+        date=environment.get("date", ""),
+        kernels=dict(kernels),
+        changes=tuple(changes),
+        path=file.path,
+    )

@@ -1,0 +1,192 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keeps what was measured, as a table of the policy, beside the plan cache."""
+
+import datetime
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from jax_cudnn import cache
+from jax_cudnn.calibration.choosing import name_of
+from jax_cudnn.calibration.rules import of_rows, rules_of, slow_engines
+from jax_cudnn.errors import LibraryError
+from jax_cudnn.graph import Target, version_text
+from jax_cudnn.lowering.decision import forget_decisions
+from jax_cudnn.policy import own
+from jax_cudnn.policy.products.kernels import KINDS, kind_and_bits
+
+_SIGNIFICANT = 3
+
+
+def table_of(
+    rows: Sequence[Mapping[str, Any]], target: Target, environment: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return the table that follows from measured rows, and the rows themselves."""
+    products = [row for row in rows if kind_and_bits(row["class"])[0] in KINDS]
+    rules = rules_of(products, slow_engines(products), target.cudnn_version)
+    kernels = [
+        [kernel.name, *map(_short, (kernel.rows, kernel.columns, kernel.depth)), ratio]
+        for kernel, ratio in of_rows(rows, rules)
+    ]
+    return {
+        "schema": own.SCHEMA,
+        "gpu": target.name,
+        "sm_version": target.sm_version,
+        "cudnn": target.cudnn_version // 100,
+        "environment": dict(environment),
+        "rows": [],
+        "orders": [],
+        "slow_engines": rules.slow,
+        "preferred": list(rules.preferred),
+        "engines": list(rules.engines),
+        "kernels": sorted(kernels),
+        "measured": [*rows],
+    }
+
+
+def _short(size: float) -> float:
+    """Return a size with as many digits as the files of tables have."""
+    return float(f"{size:.{_SIGNIFICANT}g}")
+
+
+def environment_of(target: Target) -> dict[str, str]:
+    """Return what a measurement depends on, as text."""
+    return {
+        "GPU": target.name,
+        "cuDNN": version_text(target.cudnn_version),
+        "JAX": version("jax"),
+        "driver": _driver(),
+        "jax_cudnn": version("jax_cudnn"),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+    }
+
+
+def _driver() -> str:
+    """Return the version of the driver's kernel module, "" where it is not told."""
+    try:
+        text = Path("/sys/module/nvidia/version").read_text(encoding="ascii")
+    except (OSError, UnicodeError):
+        return ""
+    return text.strip()
+
+
+def measured_rows(target: Target) -> list[dict[str, Any]]:
+    """Return the rows that were measured with a GPU and a version of cuDNN.
+
+    Raises:
+      GraphError: their file is broken.
+    """
+    path = own.path_of(target)
+    if path is None or not path.exists():
+        return []
+    return [dict(row) for row in own.read(path).data["measured"]]
+
+
+def keep(target: Target, found: Iterable[Mapping[str, Any]]) -> Path:
+    """Add rows to those that are kept for a GPU, for this process and all others.
+
+    What other processes added meanwhile stays.
+
+    Raises:
+      LibraryError: nothing is kept on disk, or it takes nothing.
+      GraphError: the file that is there is broken.
+    """
+    path = own.path_of(target)
+    if path is None:
+        raise LibraryError(
+            "nothing is kept on disk here, so no calibration can be: set "
+            f"{cache.DIRECTORY_VARIABLE} to a folder, or call plans.set_cache"
+        )
+    try:
+        with cache.exclusive(path.parent):
+            cache.remove_unfinished(path)
+            every = {name_of(row): row for row in (*measured_rows(target), *found)}
+            data = table_of([*every.values()], target, environment_of(target))
+            _write(path, data)
+    except OSError as error:
+        raise LibraryError(f"{path} cannot be written: {error}") from error
+    use()
+    return path
+
+
+def _write(path: Path, data: Mapping[str, Any], *, is_private: bool = True) -> None:
+    text = to_text(data).encode("ascii")
+    cache.replace_file(path, lambda file: file.write(text), is_private=is_private)
+
+
+def to_text(data: Mapping[str, Any]) -> str:
+    """Return the text of a table's file: a line for each entry of a list."""
+    lines: list[str] = []
+    for name, value in data.items():
+        if isinstance(value, list) and value:
+            entries = ",\n".join(json.dumps(each) for each in value)
+            lines.append(f"{json.dumps(name)}: [\n{entries}\n]")
+        else:
+            lines.append(f"{json.dumps(name)}: {json.dumps(value)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def use() -> None:
+    """Decide by the files as they are now."""
+    own.forget()
+    forget_decisions()
+
+
+def export(path: Path, target: Target) -> None:
+    """Write what is kept for a GPU and a version of cuDNN to a file.
+
+    Raises:
+      LibraryError: nothing is kept for these, or the file cannot be written.
+      GraphError: what is kept is broken.
+    """
+    source = own.path_of(target)
+    if source is None or not source.exists():
+        raise LibraryError(
+            f"nothing was calibrated for {target.name} with cuDNN "
+            f"{version_text(target.cudnn_version)}: run `jax-cudnn calibrate`"
+        )
+    data = own.read(source).data
+    try:
+        _write(path, data, is_private=False)
+    except OSError as error:
+        raise LibraryError(f"{path} cannot be written: {error}") from error
+
+
+def take(path: Path) -> Path:
+    """Keep an exported file here, in place of what there is for its GPU and cuDNN.
+
+    Raises:
+      GraphError: it is no calibration.
+      LibraryError: it cannot be read, or nothing is kept on disk.
+    """
+    try:
+        data = own.read(path).data
+    except OSError as error:
+        raise LibraryError(f"{path} cannot be read: {error}") from error
+    target = Target(
+        name=data["gpu"],
+        sm_version=data["sm_version"],
+        sm_count=0,
+        cudnn_version=data["cudnn"] * 100,
+    )
+    place = own.path_of(target)
+    if place is None:
+        raise LibraryError("nothing is kept on disk here: see plans.set_cache")
+    try:
+        with cache.exclusive(place.parent):
+            _write(place, data)
+    except OSError as error:
+        raise LibraryError(f"{place} cannot be written: {error}") from error
+    use()
+    return place
+
+
+def drop() -> int:
+    """Remove all that was calibrated here; return how many files that were."""
+    found = own.paths()
+    for path in found:
+        path.unlink(missing_ok=True)
+    use()
+    return len(found)

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax-cudnn calibrate`: measures this machine's GPU for "auto"."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+from jax_cudnn import plans
+from jax_cudnn.calibration import kept
+from jax_cudnn.errors import LibraryError
+from jax_cudnn.lowering.devices import local_target
+
+
+def add_command(commands: Any) -> None:
+    """Add the command to argparse's subparsers."""
+    parser = commands.add_parser(
+        "calibrate",
+        help='measure this GPU, so that "auto" knows where cuDNN is faster on it',
+        description="Times kernels of the sizes that models have by cuDNN and by XLA, "
+        "and keeps the times beside the plan cache. Programs that are compiled from "
+        'then on go by them where implementation="auto" decides. A later call goes on '
+        "where an earlier one ended.",
+    )
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=300.0,
+        help="how long to measure (default: 300)",
+    )
+    parser.add_argument(
+        "--thorough",
+        action="store_true",
+        help="time the plans of all engines, in several times the time for each call",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="REGEX",
+        default="",
+        help='calls whose title has this, such as "conv 3x3" or "layer_norm"',
+    )
+    other = parser.add_mutually_exclusive_group()
+    other.add_argument(
+        "--show", action="store_true", help="print what is known, and measure nothing"
+    )
+    other.add_argument(
+        "--export", type=Path, metavar="FILE", help="write what is kept for this GPU"
+    )
+    other.add_argument(
+        "--import",
+        dest="take",
+        type=Path,
+        metavar="FILE",
+        help="keep an exported file here, and go by it",
+    )
+    other.add_argument(
+        "--forget", action="store_true", help="remove all that was calibrated here"
+    )
+    parser.set_defaults(run=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.forget:
+        count = kept.drop()
+        print(f"removed {count} calibration{'s' * (count != 1)}")
+    elif arguments.take is not None:
+        print(f"kept as {kept.take(arguments.take)}")
+    elif arguments.export is not None:
+        local = local_target()
+        if local is None:
+            raise LibraryError("--export is for the GPU of this machine: there is none")
+        kept.export(arguments.export, local[1])
+        print(f"written to {arguments.export}")
+    elif arguments.show:
+        print(plans.calibrated())
+    else:
+        wanted = re.compile(arguments.only)
+        print(
+            plans.calibrate(
+                seconds=arguments.seconds,
+                is_thorough=arguments.thorough,
+                only=lambda call: bool(wanted.search(call.title)),
+            )
+        )
+    return 0
