@@ -84,8 +84,8 @@ def markdown(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
         "",
         "Printed by `python -m scripts.plan_changes`; do not edit. The candidates that",
         f"both versions list for {count} kernels of random calls on an {new['gpu']}.",
-        "An engine came, or went, where no list of the other version has it for kernels",
-        "of the kind. Its knobs changed where no list has it with the same names.",
+        "An engine came, or went, where no list of the other version has it for such",
+        "kernels. Its knobs changed where no list has it with the same names.",
         "",
         "| kernels | number | same engine first | same order | came | went "
         "| other knobs |",
