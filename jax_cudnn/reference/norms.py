@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms and their gradients in jax.numpy; their formulas are in graph/norms.py.
 
-All is computed in f32 (f64 beside f64). The variance is that of centred values, or in a
-batch norm of values that are nearly centred: the difference of the means of x^2 and x,
-squared, would cancel.
+All is computed in f32 (f64 beside f64). The variance is that of centred values, or of
+values that are nearly centred, where one pass over x is to give both moments: the
+difference of the means of x^2 and x, squared, would cancel.
 """
 
 import functools
@@ -41,18 +41,20 @@ def _forward(
 ) -> dict[str, jax.Array]:
     assert isinstance(attributes, NormAttributes)
     results: dict[str, jax.Array] = {}
-    if "residual" in inputs:
-        results["total"] = inputs["x"] + inputs["residual"]
+    terms = [inputs[role] for role in ("x", "residual") if role in inputs]
+    if len(terms) > 1:
+        results["total"] = functools.reduce(jnp.add, terms)
         inputs = {**inputs, "x": results["total"]}
     wide = _widened(inputs)
     centred = x = wide["x"]
     epsilon = attributes.epsilon
     if is_centred:
-        found = (
-            column_moments(x, epsilon)
-            if axes == (0,)
-            else _centred_moments(x, axes, epsilon)
-        )
+        if _is_read_once(x, axes, are_kept="mean" in outputs):
+            # What is sampled of a sum does not wait until all of it is in memory.
+            sample = functools.reduce(jnp.add, [_sampled(each, axes) for each in terms])
+            found = _shifted_moments(sample.astype(x.dtype), x, axes, epsilon)
+        else:
+            found = _centred_moments(x, axes, epsilon)
         results["mean"], variance = found
         centred = x - results["mean"]
     else:
@@ -70,35 +72,74 @@ def _forward(
     return {**results, "rstd": rstd, "output": output}
 
 
-# One row of so many is of the sample that column_moments shifts by, unless its mean is
-# so large that a difference from it might be beyond the range of the dtype.
+def _is_read_once(x: jax.Array, axes: tuple[int, ...], *, are_kept: bool) -> bool:
+    """Whether values are shifted by a sample, and not centred, for their variance.
+
+    Those of a row are centred if only the norm is a result: XLA keeps the row at hand,
+    and computes all in one kernel. If the moments are results, it computes each sum in
+    a kernel that reads the rows, so there are to be few.
+    """
+    if axes == (0,):
+        return not _is_shared_out(x, 0)
+    if len(axes) == 1 and not are_kept:
+        return False
+    last = x.ndim - 1
+    return isinstance(x.shape[last], int) and not _is_shared_out(x, last)
+
+
+# One row of so many is of the sample that values are shifted by, and likewise one place
+# of so many along the last axis, unless their mean is so large that a difference from
+# it might be beyond the range of the dtype.
 _ROWS_PER_SAMPLE = 1024
+_PLACES_PER_SAMPLE = 1024
+# XLA for a GPU needs no kernel of its own for a sum of fewer numbers than a warp has
+# threads, unless their count is a power of two.
+_FEWEST_PLACES = 24
 _LARGEST_SHIFT = 0.25  # of the largest number
+
+
+def _sampled(x: jax.Array, axes: tuple[int, ...]) -> jax.Array:
+    """Return some rows, or the first places along the last axis.
+
+    These lie side by side in memory.
+    """
+    if axes == (0,):
+        return x[::_ROWS_PER_SAMPLE]
+    return x[..., : max(_FEWEST_PLACES, -(-x.shape[-1] // _PLACES_PER_SAMPLE))]
 
 
 def column_moments(x: jax.Array, epsilon: float = 0.0) -> tuple[jax.Array, jax.Array]:
     """Return the means and the variances of the columns, (1, columns), by one pass.
 
-    With k near the mean, both are sums of x - k and its square, which XLA computes
-    while it reads x once; centred values take another pass. k is the mean of every
-    1024th row. Whatever is in the rows, it is within sqrt(1024 var) of their mean, as
-    the squares of a sample's distances from the mean are no more than those of all. So
-    (mean - k)^2 is 1024 times the variance at most, and no more than 10 of f32's 24
-    bits cancel.
-
-    Rows whose type says that devices share them out cannot be sampled so: there values
-    are centred. What the variance is added to is at least ``epsilon``.
+    Rows whose type says that devices share them out cannot be sampled: there values are
+    centred. What the variance is added to is at least ``epsilon``.
     """
     if _is_shared_out(x, 0):
         return _centred_moments(x, (0,), epsilon)
-    sampled = jnp.mean(x[::_ROWS_PER_SAMPLE], 0, keepdims=True)
+    return _shifted_moments(_sampled(x, (0,)), x, (0,), epsilon)
+
+
+def _shifted_moments(
+    sample: jax.Array, x: jax.Array, axes: tuple[int, ...], epsilon: float
+) -> tuple[jax.Array, jax.Array]:
+    """Return the means along axes and the variances by one pass, given a sample.
+
+    With k near the mean, both are sums of x - k and its square, which XLA computes
+    while it reads x once; centred values take another pass. k is the mean of the
+    sample, which is a 1024th of all or more. Whatever is in x, k is within
+    sqrt(1024 var) of the mean, as the squares of a sample's distances from the mean are
+    no more than those of all. So (mean - k)^2 is 1024 times the variance at most, and
+    no more than 10 of f32's 24 bits cancel.
+    """
+    sampled = jnp.mean(sample, axes, keepdims=True)
     # Infinities and NaN are left to the sums.
     largest = _LARGEST_SHIFT * float(jnp.finfo(x.dtype).max)
     is_near = jnp.abs(sampled) <= jnp.asarray(largest, x.dtype)
     shift = jax.lax.stop_gradient(jnp.where(is_near, sampled, 0))
     moved = x - shift
-    offset = jnp.mean(moved, 0, keepdims=True)
-    square = _mean_square(moved, (0,), epsilon)
+    (total,) = _sums((moved,), axes)
+    offset = total / _count(x, axes)
+    square = _mean_square(moved, axes, epsilon)
     # Squares beyond the dtype's range leave an infinite variance, not a NaN.
     is_too_large = jnp.isposinf(square) & jnp.isfinite(offset)
     variance = square - jnp.where(is_too_large, 0, jnp.square(offset))
@@ -231,12 +272,14 @@ def _backward(
         return results
     others = tuple(axis for axis in axes if axis not in shared)
     count = _count(grad, axes)
+    share = 1 / jnp.asarray(count, grad.dtype)  # infinite where there is nothing
 
     def scaled(terms: jax.Array) -> jax.Array:
         return terms * wide["scale"] if "scale" in wide else terms
 
     def mean(sums: jax.Array) -> jax.Array:
-        return jnp.sum(scaled(sums), others, keepdims=True) / count
+        # Divided first, so that there is no kernel for what follows the sum.
+        return jnp.sum(scaled(sums) * share, others, keepdims=True)
 
     moved = scaled(grad) - normal * normalised(mean(along))
     if "mean" in wide:

@@ -1,5 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Means and variances that are read once, against NumPy in float64."""
+"""Means and variances that are read once, against NumPy in float64.
+
+Those of columns are functions of their own, and those of rows and of groups are the
+statistics of norms.
+"""
+
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,6 +52,53 @@ def test_moments_are_those_of_float64(name: str) -> None:
     # What the digits of x - k allow, too: k is as large as x.
     allowed = units * eps * want.var() + 4 * eps * size * spread
     assert abs(float(var[0, 0]) - want.var()) <= allowed
+
+
+@pytest.mark.parametrize("kind", ["layer", "adaptive", "group"])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_statistics_of_rows_are_those_of_float64(name: str, kind: str) -> None:
+    values, units = COLUMNS[name]
+    # The spike is among the numbers that come first, and are sampled.
+    rows = np.stack([values, np.roll(values, -250)]).astype(np.float32)
+    options: dict[str, Any] = {"epsilon": 0.0, "return_statistics": True}
+    if kind == "layer":
+        found = jax_cudnn.layer_norm(rows, **options)
+    elif kind == "adaptive":
+        factors = np.ones((1, _ROWS), np.float32), np.zeros((1, _ROWS), np.float32)
+        found = jax_cudnn.adaptive_layer_norm(rows[None], *factors, **options)
+    else:
+        found = jax_cudnn.group_norm(rows[:, :, None], groups=1, **options)
+    _, mean, rstd = (np.asarray(x, np.float64).reshape(2, -1) for x in found)
+    want = rows.astype(np.float64)
+    spread = want.std(1, keepdims=True)
+    size = np.sqrt(np.mean(want**2, 1, keepdims=True))
+    eps = np.finfo(np.float32).eps
+    assert (
+        abs(mean - want.mean(1, keepdims=True)) <= 4 * eps * (size + 2 * spread)
+    ).all()
+    allowed = units * eps + 4 * eps * size / spread
+    assert (abs(rstd * spread - 1) <= allowed).all()
+
+
+@pytest.mark.parametrize("first", [0, 100])
+@pytest.mark.parametrize("bad", [np.inf, -np.inf, np.nan])
+def test_rows_that_are_not_finite_have_no_statistics(bad: float, first: int) -> None:
+    rows = np.stack([_NOISE, _NOISE]).astype(np.float32)
+    rows[1, first] = bad
+    output, mean, rstd = jax_cudnn.layer_norm(rows, return_statistics=True)
+    assert np.isfinite(output[0]).all()
+    assert np.isnan(output[1]).all()
+    np.testing.assert_array_equal(mean[1], bad)
+    assert np.isnan(rstd[1])
+
+
+def test_a_norm_is_the_same_with_statistics_and_without() -> None:
+    rows = jnp.asarray(1e3 + np.roll(_NOISE, 5)[None], jnp.float32)
+    output, _, _ = jax_cudnn.layer_norm(rows, return_statistics=True)
+    np.testing.assert_allclose(output, jax_cudnn.layer_norm(rows), atol=2e-3)
+    output, total = jax_cudnn.layer_norm(rows, residual=rows)
+    doubled, _, _ = jax_cudnn.layer_norm(total, return_statistics=True)
+    np.testing.assert_allclose(output, doubled, atol=2e-3)
 
 
 @pytest.mark.parametrize("row", [0, 3, 256])

@@ -327,6 +327,57 @@ def test_cells_run_beside_what_users_of_jax_write(tmp_path: Path) -> None:
     assert f"| {product} | fwd, scaled after | xla |" in page
 
 
+def test_xla_forms_are_timed_beside_plain_jax(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    only = "^(layer_norm 5|ragged_dot)"
+    done = _run(
+        "benchmarks.xla_forms", "--small", "--only", only, "--out", str(tmp_path)
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    data = json.loads((tmp_path / "xla_forms.json").read_text())
+    norm, product = data["rows"]
+    ways = {"forward", "with gradients"}
+    assert norm.keys() - {"operation", "size"} == {*ways, "of a loss"}
+    assert product.keys() - {"operation", "size"} == ways
+    assert all(norm[way]["ratio"] > 0 < product[way]["us"] for way in ways)
+    page = (tmp_path / "xla_forms.md").read_text()
+    assert "| layer_norm | 5 x 40 |" in page
+
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    norm["forward"] |= {"us": 4.5, "plain_us": 3.0, "ratio": 1.5, "plain": "jnp.var"}
+    norm["forward"] |= {"ratio_low": 1.4, "ratio_high": 1.75}
+    for way, row in (
+        ("with gradients", norm),
+        ("of a loss", norm),
+        ("forward", product),
+    ):
+        row[way]["ratio"] = 1.0
+    product["with gradients"]["ratio"] = 1.05
+    page = importlib.import_module("benchmarks.xla_forms").markdown(data)
+    assert "Of 5 programs, 1 take more than 1.05 of the time of plain JAX." in page
+    told = "layer_norm 5 x 40, forward: 1.50 (1.40-1.75) of jnp.var, which takes 3.0 µs"
+    assert f"\n- {told}\n" in page
+    assert "| layer_norm | 5 x 40 | 4.5 | 1.50 |" in page
+
+
+def test_xla_forms_have_the_results_of_plain_jax(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT)])
+    cells = importlib.import_module("benchmarks.xla_form_cells")
+    names = list(map(str, cells.workloads(small=False)))
+    assert len({*names}) == len(names) > 40
+    for work in cells.workloads(small=False):
+        types = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in work.operands]
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            first, *others = (
+                [(x.shape, x.dtype) for x in jax.tree.leaves(jax.eval_shape(f, *types))]
+                for f in (work.ours, *work.plain.values())
+            )
+        assert all(each == first for each in others), str(work)
+
+
 def test_small_attention_is_drawn_for_each_case(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -122,10 +122,10 @@ def layer_norm(
     Notes:
       A row that holds NaN or inf gives NaN. A constant row gives the bias, up to the
       rounding of its mean; with an epsilon of 0 that rounding, or NaN, is all it gives.
-      A row of one element is constant. Where the standard deviation is above 1.8e19,
-      the variance overflows f32 and rstd is 0; with cuDNN's kernels, where it is above
-      about 1e19/sqrt(n) for n features (9.19 on an H100). A row without elements has
-      statistics that are NaN.
+      A row of one element is constant. Where the standard deviation is above 1.8e19
+      (9e18 with statistics or gradients), the variance overflows f32 and rstd is 0;
+      with cuDNN's kernels, where it is above about 1e19/sqrt(n) for n features (9.19 on
+      an H100). A row without elements has statistics that are NaN.
 
       cuDNN plans every number of features, for sm_80 and newer (9.19 and 9.27;
       tests/norms/gpuless/test_norm_surface.py). Its first plan may be slower than XLA,
