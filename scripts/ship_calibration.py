@@ -7,7 +7,8 @@
 
 writes jax_cudnn/data/policy/sm90-cudnn9.28.json, for the architecture and the version
 of cuDNN of the files, which have to be the same in all. What was measured on several
-GPUs of an architecture counts together. Rows and orders that the table has are kept.
+GPUs of an architecture counts together; of what was measured twice on one, the first
+file's. Rows and orders that the table has are kept.
 The measured times stay in docs/benchmarks, in the file of the same name.
 """
 
@@ -16,6 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jax_cudnn.calibration.choosing import name_of
 from jax_cudnn.calibration.kept import table_of, to_text
 from jax_cudnn.graph import Target
 from jax_cudnn.policy import own
@@ -37,11 +39,11 @@ def shipped(files: list[own.File]) -> tuple[str, dict[str, Any], list[Any]]:
     if len(kinds) != 1:
         raise ValueError(f"files of one architecture and cuDNN are wanted: {kinds}")
     ((sm_version, cudnn),) = kinds
-    rows = [
-        {"GPU": file.data["gpu"], **row}
-        for file in files
-        for row in file.data["measured"]
-    ]
+    found: dict[Any, dict[str, Any]] = {}
+    for file in files:
+        for row in file.data["measured"]:
+            found.setdefault((file.data["gpu"], name_of(row)), row)
+    rows = [{"GPU": gpu, **row} for (gpu, _), row in found.items()]
     environment = {
         name: " and ".join(dict.fromkeys(f.data["environment"][name] for f in files))
         for name in files[0].data["environment"]
