@@ -274,7 +274,7 @@ def of_rows(
                 engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
         slow = (rules.slow.get(name, ()) for name in engines_names(row["class"]))
         if engine not in itertools.chain(*slow):
-            yield kernel, round(ratio, 3)
+            yield kernel, max(0.001, round(ratio, 3))
 
 
 def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:

@@ -74,7 +74,7 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.show:
         print(plans.calibrated())
     else:
-        wanted = re.compile(arguments.only)
+        wanted = _compiled(arguments.only)
         print(
             plans.calibrate(
                 seconds=arguments.seconds,
@@ -83,3 +83,12 @@ def _run(arguments: argparse.Namespace) -> int:
             )
         )
     return 0
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--only {pattern!r} is no regular expression: {error}") from (
+            error
+        )

@@ -132,11 +132,16 @@ def slow_engines(part: Graph, target: Target | None, tables: Tables) -> tuple[in
 
 
 def _slow(target: Target | None, tables: Tables) -> Mapping[str, Sequence[int]]:
-    """Return the slow engines by the nearest table that names some, for each name."""
+    """Return the slow engines by the nearest table that names some, for each name.
+
+    What was measured on a machine is little: it adds to what the package knows.
+    """
     found: dict[str, Sequence[int]] = {}
     for table in reversed(tables.tables):
         if table.is_of_architecture(target):
-            found.update(table.data.get("slow_engines", {}))
+            for name, engines in table.data.get("slow_engines", {}).items():
+                known = found.get(name, ()) if table.gpu else ()
+                found[name] = sorted({*known, *engines})
     return found
 
 
