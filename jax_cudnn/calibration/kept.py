@@ -2,6 +2,7 @@
 """Keeps what was measured, as a table of the policy, beside the plan cache."""
 
 import datetime
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 import jax_cudnn
 from jax_cudnn import cache
 from jax_cudnn.calibration.choosing import name_of
-from jax_cudnn.calibration.rules import of_rows, rules_of, slow_engines
+from jax_cudnn.calibration.rules import NO_RULES, of_rows, rules_of, slow_engines
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Target, version_text
 from jax_cudnn.lowering.decision import forget_decisions
 from jax_cudnn.policy import own
 from jax_cudnn.policy.own_form import SCHEMA
-from jax_cudnn.policy.products.kernels import KINDS, kind_and_bits
+from jax_cudnn.policy.products.kernels import KINDS
 
 _SIGNIFICANT = 3
 
@@ -25,11 +26,13 @@ def table_of(
     rows: Sequence[Mapping[str, Any]], target: Target, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the table that follows from measured rows, and the rows themselves."""
-    products = [row for row in rows if kind_and_bits(row["class"])[0] in KINDS]
+    products = [row for row in rows if _has_rules(row)]
+    others = [row for row in rows if not _has_rules(row)]
     rules = rules_of(products, slow_engines(products), target.cudnn_version)
+    found = itertools.chain(of_rows(products, rules), of_rows(others, NO_RULES))
     kernels = [
         [kernel.name, *map(_short, (kernel.rows, kernel.columns, kernel.depth)), ratio]
-        for kernel, ratio in of_rows(rows, rules)
+        for kernel, ratio in found
     ]
     return {
         "schema": SCHEMA,
@@ -45,6 +48,15 @@ def table_of(
         "kernels": sorted(kernels),
         "measured": [*rows],
     }
+
+
+def _has_rules(row: Mapping[str, Any]) -> bool:
+    """Whether engines are slow for such kernels, or others go first.
+
+    Depthwise convolutions have engines of their own.
+    """
+    kind, _, *words = row["class"].split(", ")
+    return kind in KINDS and "depthwise" not in words
 
 
 def _short(size: float) -> float:

@@ -71,6 +71,9 @@ class Rules:
     engines: Sequence[Mapping[str, Any]]
 
 
+NO_RULES = Rules(slow={}, preferred=(), engines=())
+
+
 def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the engines that XLA's code is faster than, by kind, bits and groups."""
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)

@@ -42,6 +42,16 @@ def test_a_table_follows_from_rows() -> None:
     assert len(table["measured"]) == 8
 
 
+def test_depthwise_convolutions_say_nothing_of_other_ones() -> None:
+    name = "conv_fprop, 16 bits, depthwise, 2 axes"
+    like = [row(kernel(name), 3.0, i, first_engine=8) for i in range(3)]
+    engines = {"77": 1.0, "78": 0.5}
+    like += [row(kernel(name), 1.0, i + 3, engines=engines) for i in range(8)]
+    table = kept.table_of(like, H100, {})
+    assert (table["slow_engines"], table["engines"]) == ({}, [])
+    assert [each[-1] for each in table["kernels"]] == [*[1.0] * 8, *[3.0] * 3]
+
+
 def test_what_others_added_meanwhile_stays(folder: Path) -> None:
     kept.keep(H100, _ROWS[:2])
     path = kept.keep(H100, _ROWS[2:])
