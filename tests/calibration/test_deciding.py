@@ -58,6 +58,7 @@ def test_kernels_of_this_gpu_decide_in_every_family(name: str) -> None:
     told = ranked(part, H100)[0].slower
     assert "for 8 of the 8 measured kernels" in told
     assert "1.50 in the mean" in told
+    assert ranked(part, H100)[0].by == "8 kernels calibrated on this GPU"
     kept.keep(H100, rows_like(part, 0.2))
     first, *_ = ranked(part, H100)
     assert not first.slower
@@ -101,6 +102,8 @@ def test_another_gpu_of_the_architecture_counts_as_further_away() -> None:
     kept.keep(other, rows_like(_PARTS["norm"](), 0.2))
     assert [table.gpu for table in tables_for(H100).tables] == [other.name, ""]
     assert tables_for(H100).apart == (0.5, 0.0)
+    by = "8 kernels calibrated on NVIDIA H200 with cuDNN 9.19"
+    assert ranked(_PARTS["norm"](), H100)[0].by == by
     assert tables_for(other).apart == (0.0, 0.0)
 
 
@@ -130,6 +133,12 @@ def test_rows_of_the_nearest_table_go_before_kernels_that_are_further_away() -> 
     kept.keep(_NEWER, rows_like(part, 0.2))
     assert _is_xlas(part)
     assert not _is_xlas(part, _NEWER)
+    kept.keep(replace(H100, cudnn_version=92100), rows_like(part, 0.3, 4))
+    newest = replace(H100, cudnn_version=92100)
+    assert [way.by for way in ranked(part, newest)] == [
+        "4 kernels calibrated on this GPU, "
+        "4 kernels calibrated on this GPU with cuDNN 9.20"
+    ]
 
 
 def _slow_rows(engine: int, name: str) -> list[dict[str, Any]]:
