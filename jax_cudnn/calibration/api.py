@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`plans.calibrate` and `plans.calibrated`: what "auto" knows of this machine's GPU."""
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,8 +20,8 @@ from jax_cudnn.policy.tables import shipped
 from jax_cudnn.progress import followed
 from jax_cudnn.tuning.together import workers
 
-# What a change of makes measurements older than they are.
-_DEPENDS_ON = ("cuDNN", "JAX", "driver")
+# The oldest architecture that cuDNN has fused plans for.
+_OLDEST_SM = 80
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -28,8 +29,9 @@ class Calibration:
     """What was measured on a kind of GPU with a version of cuDNN.
 
     ``kernels`` counts the measured kernels by family, such as "matmul, 16 bits".
-    ``changes`` says what differs here from where they were measured, such as "JAX
-    0.11.2, here 0.12.0"; times by XLA may differ then. ``path`` is the file.
+    ``changes`` says what was measured with other versions than those here, such as "JAX
+    0.11.2, here 0.12.0 (400 kernels)". It decides all the same, until ``calibrate``
+    measures it again. ``path`` is the file.
     """
 
     gpu: str
@@ -95,7 +97,8 @@ def calibrate(
     which least is known are timed by cuDNN and by XLA, until the time is over. What was
     measured is kept beside the plan cache after every batch. This process and all that
     share the folder go by it, for this kind of GPU. A later call goes on where an
-    earlier one ended. Several processes may calibrate at once.
+    earlier one ended, and measures again what was measured with another cuDNN, JAX or
+    driver. Several processes may calibrate at once.
 
     What was tuned for a program itself (``plans.autotune``) goes before.
 
@@ -110,12 +113,13 @@ def calibrate(
       What is known now, as ``calibrated`` tells it.
 
     Raises:
-      LibraryError: JAX has no NVIDIA GPU, or nothing can be kept on disk.
+      LibraryError: JAX has no NVIDIA GPU, or one that is older than sm_80, or nothing
+        can be kept on disk.
       GraphError: what is kept for this GPU is broken; the message names the file.
-      ValueError: ``seconds`` is not positive.
+      ValueError: ``seconds`` is not a positive number, or no drawn call is wanted.
     """
-    if not seconds > 0:
-        raise ValueError(f"calibrate: seconds={seconds!r} is not positive")
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"calibrate: seconds={seconds!r} is not a positive number")
     local = local_target()
     if local is None:
         raise LibraryError(
@@ -123,9 +127,14 @@ def calibrate(
             "says why."
         )
     gpu = LocalGpu(ordinal=local[0], target=local[1])
+    if gpu.target.sm_version < _OLDEST_SM:
+        raise LibraryError(
+            f"calibrate: cuDNN has no fused plan for {gpu.target.name} "
+            f"(sm_{gpu.target.sm_version}), so XLA runs all. Nothing is to be measured."
+        )
     kept.keep(gpu.target, ())  # What cannot be kept is told before it is measured.
     chooser = Chooser(
-        drawn(gpu.target, only or (lambda _: True)), kept.measured_rows(gpu.target)
+        drawn(gpu.target, only or (lambda _: True)), kept.fresh_rows(gpu.target)
     )
     batches = _measured(chooser, gpu, seconds, is_thorough=is_thorough)
     for _ in followed(batches, "Calibrating", count=round(seconds), name=str):
@@ -143,6 +152,8 @@ def _measured(
             yield f"{told} s"
             told += 1
         chosen = chooser.take(workers())
+        if not chosen and not longest:
+            raise ValueError("calibrate: none of the drawn calls is wanted, or is new")
         if not chosen:
             break
         found = list(
@@ -161,30 +172,27 @@ def calibrated() -> Calibrated:
 
     Raises:
       GraphError: a file of a calibration is broken; the message names it.
+      LibraryError: a file cannot be read.
     """
     local = local_target()
     target = None if local is None else local[1]
-    found = [_calibration(own.read(path), target) for path in own.paths()]
+    files = [own.read(path) for path in own.paths()]
     tables = [(table.sm_version, table.cudnn) for table in shipped()]
-    here = None
+    is_covered = False
     if target is not None:
-        found.sort(key=lambda each: each.gpu != target.name)
-        here = target.sm_version, target.cudnn_version // 100
+        files.sort(key=lambda each: each.data["gpu"] != target.name)
+        cudnn = target.cudnn_version // 100
+        is_own = any(each.is_of(target.name, cudnn) for each in files)
+        is_covered = is_own or (target.sm_version, cudnn) in tables
     return Calibrated(
         gpu="" if target is None else target.name,
         cudnn="" if target is None else version_text(target.cudnn_version),
-        own=tuple(found),
+        own=tuple(_calibration(each, target) for each in files),
         shipped=tuple(
             f"sm_{sm}, cuDNN {cudnn // 100}.{cudnn % 100}" for sm, cudnn in tables
         ),
-        is_covered=here in tables
-        or any(_is_of(each, target) for each in own.files() if target is not None),
+        is_covered=is_covered,
     )
-
-
-def _is_of(file: own.File, target: Target | None) -> bool:
-    wanted = target and (target.name, target.cudnn_version // 100)
-    return (file.data["gpu"], file.data["cudnn"]) == wanted
 
 
 def _calibration(file: own.File, target: Target | None) -> Calibration:
@@ -192,14 +200,7 @@ def _calibration(file: own.File, target: Target | None) -> Calibration:
     kernels = Counter(
         ", ".join(name.split(", ")[:2]) for name, *_ in file.data["kernels"]
     )
-    changes: list[str] = []
-    if target is not None and file.data["gpu"] == target.name:
-        here = kept.environment_of(target)
-        changes = [
-            f"{name} {environment.get(name)}, here {here[name]}"
-            for name in _DEPENDS_ON
-            if environment.get(name) != here[name]
-        ]
+    is_here = target is not None and file.data["gpu"] == target.name
     return Calibration(
         gpu=file.data["gpu"],
         cudnn=environment.get("cuDNN", ""),
@@ -207,6 +208,6 @@ def _calibration(file: own.File, target: Target | None) -> Calibration:
         driver=environment.get("driver", ""),
         date=environment.get("date", ""),
         kernels=dict(kernels),
-        changes=tuple(changes),
+        changes=file.changes(target.cudnn_version) if target and is_here else (),
         path=file.path,
     )

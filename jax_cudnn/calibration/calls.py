@@ -364,6 +364,11 @@ def drawn_conv_in_groups(number: int) -> Call:
     return _drawn_of((_depthwise, _depthwise, _conv_in_groups), number)
 
 
+def drawn_alone(number: int) -> Call:
+    """Return the call of a number that is a norm or attention, with no product."""
+    return _drawn_of((_norm, _attention), number)
+
+
 def _drawn_of(kinds: Sequence[_Kind], number: int) -> Call:
     draw = _Draw(number)
     name, function, operands = draw.one_of(kinds)(draw)

@@ -14,6 +14,7 @@ from typing import Any
 
 from jax_cudnn.calibration.calls import (
     Call,
+    drawn_alone,
     drawn_call,
     drawn_conv_in_groups,
     drawn_grouped,
@@ -28,10 +29,12 @@ from jax_cudnn.policy.nearest import Kernel, between, family_of
 # The calls whose kernels are measured, in turns. Most programs consist of the first.
 _DRAWN: Sequence[Callable[[int], Call]] = (
     *(drawn_call, drawn_call, drawn_call),
-    *(drawn_mlp, drawn_step, drawn_conv_in_groups, drawn_grouped),
+    *(drawn_mlp, drawn_step, drawn_conv_in_groups, drawn_grouped, drawn_alone),
 )
 # So many kernels are compared, of which the best are taken.
 _AT_HAND = 160
+# After so many calls without a new kernel, no more are drawn.
+_IN_VAIN = 2000
 # How much a measurement tells where both took the same time, and where one took e times
 # as long as the other, or more.
 _CLOSE, _APART = 0.5, 1.5
@@ -59,13 +62,17 @@ def name_of(row: Mapping[str, Any]) -> Name:
 
 
 def drawn(target: Target, only: Callable[[Call], bool]) -> Iterator[Candidate]:
-    """Yield kernels of random calls without end, each once."""
+    """Yield kernels of random calls, each once, until calls have no more new ones."""
     seen: set[Graph] = set()
+    in_vain = 0
     for number in itertools.count():
-        for i, draw in enumerate(_DRAWN):
-            call = draw(len(_DRAWN) * number + i)
-            if only(call):
-                yield from _kernels_of(call, target, seen)
+        draw = _DRAWN[number % len(_DRAWN)]
+        call = draw(number)
+        found = [*_kernels_of(call, target, seen)] if only(call) else []
+        yield from found
+        in_vain = 0 if found else in_vain + 1
+        if in_vain >= _IN_VAIN:
+            return
 
 
 def _kernels_of(call: Call, target: Target, seen: set[Graph]) -> Iterator[Candidate]:
@@ -116,7 +123,8 @@ class Chooser:
         found: list[Candidate] = []
         while len(found) < count:
             missing = _AT_HAND - len(self._at_hand)
-            self._at_hand += itertools.islice(self._candidates, missing)
+            new = (x for x in self._candidates if x.name not in self._names)
+            self._at_hand += itertools.islice(new, missing)
             if not self._at_hand:
                 break
             best = min(self._at_hand, key=self._known)

@@ -2,20 +2,22 @@
 """Keeps what was measured, as a table of the policy, beside the plan cache."""
 
 import datetime
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import jax_cudnn
 from jax_cudnn import cache
 from jax_cudnn.calibration.choosing import name_of
-from jax_cudnn.calibration.rules import of_rows, rules_of, slow_engines
+from jax_cudnn.calibration.rules import NO_RULES, of_rows, rules_of, slow_engines
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Target, version_text
 from jax_cudnn.lowering.decision import forget_decisions
 from jax_cudnn.policy import own
-from jax_cudnn.policy.products.kernels import KINDS, kind_and_bits
+from jax_cudnn.policy.own_form import SCHEMA
+from jax_cudnn.policy.products.kernels import KINDS
 
 _SIGNIFICANT = 3
 
@@ -24,14 +26,16 @@ def table_of(
     rows: Sequence[Mapping[str, Any]], target: Target, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the table that follows from measured rows, and the rows themselves."""
-    products = [row for row in rows if kind_and_bits(row["class"])[0] in KINDS]
+    products = [row for row in rows if _has_rules(row)]
+    others = [row for row in rows if not _has_rules(row)]
     rules = rules_of(products, slow_engines(products), target.cudnn_version)
+    found = itertools.chain(of_rows(products, rules), of_rows(others, NO_RULES))
     kernels = [
         [kernel.name, *map(_short, (kernel.rows, kernel.columns, kernel.depth)), ratio]
-        for kernel, ratio in of_rows(rows, rules)
+        for kernel, ratio in found
     ]
     return {
-        "schema": own.SCHEMA,
+        "schema": SCHEMA,
         "gpu": target.name,
         "sm_version": target.sm_version,
         "cudnn": target.cudnn_version // 100,
@@ -46,30 +50,28 @@ def table_of(
     }
 
 
+def _has_rules(row: Mapping[str, Any]) -> bool:
+    """Whether engines are slow for such kernels, or others go first.
+
+    Depthwise convolutions have engines of their own.
+    """
+    kind, _, *words = row["class"].split(", ")
+    return kind in KINDS and "depthwise" not in words
+
+
 def _short(size: float) -> float:
     """Return a size with as many digits as the files of tables have."""
     return float(f"{size:.{_SIGNIFICANT}g}")
 
 
 def environment_of(target: Target) -> dict[str, str]:
-    """Return what a measurement depends on, as text."""
+    """Return what a measurement depends on, and when and by what it was made."""
     return {
         "GPU": target.name,
-        "cuDNN": version_text(target.cudnn_version),
-        "JAX": version("jax"),
-        "driver": _driver(),
-        "jax_cudnn": version("jax_cudnn"),
+        **own.environment(target.cudnn_version),
+        "jax_cudnn": jax_cudnn.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
     }
-
-
-def _driver() -> str:
-    """Return the version of the driver's kernel module, "" where it is not told."""
-    try:
-        text = Path("/sys/module/nvidia/version").read_text(encoding="ascii")
-    except (OSError, UnicodeError):
-        return ""
-    return text.strip()
 
 
 def measured_rows(target: Target) -> list[dict[str, Any]]:
@@ -77,6 +79,7 @@ def measured_rows(target: Target) -> list[dict[str, Any]]:
 
     Raises:
       GraphError: their file is broken.
+      LibraryError: it cannot be read.
     """
     path = own.path_of(target)
     if path is None or not path.exists():
@@ -84,10 +87,22 @@ def measured_rows(target: Target) -> list[dict[str, Any]]:
     return [dict(row) for row in own.read(path).data["measured"]]
 
 
+def fresh_rows(target: Target) -> list[dict[str, Any]]:
+    """Return those of the rows that were measured with the versions that are here.
+
+    Raises:
+      GraphError: their file is broken.
+      LibraryError: it cannot be read.
+    """
+    now = own.environment(target.cudnn_version)
+    return [row for row in measured_rows(target) if not own.changes_of(row, now)]
+
+
 def keep(target: Target, found: Iterable[Mapping[str, Any]]) -> Path:
     """Add rows to those that are kept for a GPU, for this process and all others.
 
-    What other processes added meanwhile stays.
+    What other processes added meanwhile stays. Where there is nothing to keep yet, this
+    tells whether something can be.
 
     Raises:
       LibraryError: nothing is kept on disk, or it takes nothing.
@@ -102,9 +117,13 @@ def keep(target: Target, found: Iterable[Mapping[str, Any]]) -> Path:
     try:
         with cache.exclusive(path.parent):
             cache.remove_unfinished(path)
-            every = {name_of(row): row for row in (*measured_rows(target), *found)}
-            data = table_of([*every.values()], target, environment_of(target))
-            _write(path, data)
+            new = [
+                {**row, "with": own.environment(target.cudnn_version)} for row in found
+            ]
+            every = {name_of(row): row for row in (*measured_rows(target), *new)}
+            if every:
+                data = table_of([*every.values()], target, environment_of(target))
+                _write(path, data)
     except OSError as error:
         raise LibraryError(f"{path} cannot be written: {error}") from error
     use()
@@ -161,10 +180,7 @@ def take(path: Path) -> Path:
       GraphError: it is no calibration.
       LibraryError: it cannot be read, or nothing is kept on disk.
     """
-    try:
-        data = own.read(path).data
-    except OSError as error:
-        raise LibraryError(f"{path} cannot be read: {error}") from error
+    data = own.read(path, remedy="").data
     target = Target(
         name=data["gpu"],
         sm_version=data["sm_version"],
@@ -184,9 +200,17 @@ def take(path: Path) -> Path:
 
 
 def drop() -> int:
-    """Remove all that was calibrated here; return how many files that were."""
+    """Remove all that was calibrated here; return how many files that were.
+
+    Raises:
+      LibraryError: a file cannot be removed.
+    """
     found = own.paths()
-    for path in found:
-        path.unlink(missing_ok=True)
-    use()
+    try:
+        for path in found:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise LibraryError(f"a calibration cannot be removed: {error}") from error
+    finally:
+        use()
     return len(found)

@@ -114,7 +114,7 @@ class Kernel:
         def to_first(plan: native.PlanInfo) -> float:
             enough = 3 * first_us
             look = stopwatch.time(plan, samples=3, enough_us=enough).median_us
-            return round(look / first_us, 3)
+            return _rounded(look / first_us)
 
         row = named(self.part, step.legal, self._gpu)
         if row is None:
@@ -123,11 +123,16 @@ class Kernel:
             **row,
             "xla_us": round(statistics.median(times["xla"]), 2),
             "cudnn_us": round(statistics.median(times["cudnn"]), 2),
-            "ratio": round(ratio, 3),
+            "ratio": _rounded(ratio),
             "first_engine": step.plan.engine,
             "engines": {str(each): to_first(x) for each, x in self.plans.items()},
             "kernels": {each: to_first(x) for each, x in self.kernels.items()},
         }
+
+
+def _rounded(ratio: float) -> float:
+    """Return a ratio for a file, which has none of 0."""
+    return max(0.001, round(ratio, 3))
 
 
 def _kernel_of(candidate: native.Candidate) -> str:

@@ -71,6 +71,9 @@ class Rules:
     engines: Sequence[Mapping[str, Any]]
 
 
+NO_RULES = Rules(slow={}, preferred=(), engines=())
+
+
 def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     """Return the engines that XLA's code is faster than, by kind, bits and groups."""
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
@@ -274,7 +277,7 @@ def of_rows(
                 engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
         slow = (rules.slow.get(name, ()) for name in engines_names(row["class"]))
         if engine not in itertools.chain(*slow):
-            yield kernel, round(ratio, 3)
+            yield kernel, max(0.001, round(ratio, 3))
 
 
 def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:

@@ -20,41 +20,54 @@ def add_command(commands: Any) -> None:
         description="Times kernels of the sizes that models have by cuDNN and by XLA, "
         "and keeps the times beside the plan cache. Programs that are compiled from "
         'then on go by them where implementation="auto" decides. A later call goes on '
-        "where an earlier one ended.",
+        "where an earlier one ended. It needs the GPU to itself. For example: "
+        "calibrate --seconds 600",
     )
     parser.add_argument(
         "--seconds",
         type=float,
         default=300.0,
-        help="how long to measure (default: 300)",
+        help="For how long to measure. The default is 300.",
     )
     parser.add_argument(
         "--thorough",
         action="store_true",
-        help="time the plans of all engines, in several times the time for each call",
+        help="Time the plans of all engines, which takes several times as long for "
+        "each kernel. The default is the first plan and a few others.",
     )
     parser.add_argument(
         "--only",
         metavar="REGEX",
         default="",
-        help='calls whose title has this, such as "conv 3x3" or "layer_norm"',
+        help="Measure calls in whose title this regular expression is found, such as "
+        '"conv 3x3" or "layer_norm". The default is all calls.',
     )
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
-        "--show", action="store_true", help="print what is known, and measure nothing"
+        "--show",
+        action="store_true",
+        help="Print what is known, and measure nothing. The default is to measure.",
     )
     other.add_argument(
-        "--export", type=Path, metavar="FILE", help="write what is kept for this GPU"
+        "--export",
+        type=Path,
+        metavar="FILE",
+        help="Write what is kept for this GPU and its cuDNN to a file, and measure "
+        "nothing. The default is to measure.",
     )
     other.add_argument(
         "--import",
         dest="take",
         type=Path,
         metavar="FILE",
-        help="keep an exported file here, and go by it",
+        help="Keep an exported file here in place of what is kept for its GPU, and "
+        "measure nothing. The default is to measure.",
     )
     other.add_argument(
-        "--forget", action="store_true", help="remove all that was calibrated here"
+        "--forget",
+        action="store_true",
+        help="Remove all that was calibrated here, and measure nothing. The default is "
+        "to measure.",
     )
     parser.set_defaults(run=_run)
 
@@ -74,7 +87,7 @@ def _run(arguments: argparse.Namespace) -> int:
     elif arguments.show:
         print(plans.calibrated())
     else:
-        wanted = re.compile(arguments.only)
+        wanted = _compiled(arguments.only)
         print(
             plans.calibrate(
                 seconds=arguments.seconds,
@@ -83,3 +96,12 @@ def _run(arguments: argparse.Namespace) -> int:
             )
         )
     return 0
+
+
+def _compiled(pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"--only {pattern!r} is no regular expression: {error}") from (
+            error
+        )

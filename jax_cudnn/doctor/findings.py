@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jax_cudnn import limits
+from jax_cudnn.doctor.calibrations import minor_text
 from jax_cudnn.doctor.machine import Cudnn, Facts
 from jax_cudnn.errors import install_command
 from jax_cudnn.native import version_text
@@ -416,6 +417,47 @@ def _environment(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _broken_calibration(facts: Facts) -> Iterator[Finding]:
+    for error in facts.calibrations.broken if facts.calibrations else ():
+        yield Finding(
+            severity="warning",
+            name="broken-calibration",
+            what=f"What was calibrated is not used: {error}",
+            fix="Delete the file, and run `jax-cudnn calibrate` (five minutes).",
+        )
+
+
+def _calibration(facts: Facts) -> Iterator[Finding]:
+    """Say whether this GPU was measured, and whether with what is here now."""
+    known, gpus = facts.calibrations, facts.driver.gpus if facts.driver else ()
+    if known is None or facts.cudnn is None or not gpus:
+        return
+    gpu, cudnn = gpus[0], facts.cudnn.version // 100
+    own = [each for each in known.own if each.gpu == gpu.name and each.kernels]
+    here = [each for each in own if each.cudnn == cudnn]
+    is_measured = bool(here) or (gpu.sm_version, cudnn) in known.shipped
+    if not is_measured and gpu.sm_version >= _OLDEST_SM:
+        others = ", ".join(each.cudnn_text for each in own)
+        nearest = "the table of another GPU, or of another cuDNN"
+        nearest = f"what was calibrated with cuDNN {others}" if own else nearest
+        yield Finding(
+            severity="note",
+            name="not-calibrated",
+            what=f"Nothing was measured on {gpu.name} (sm_{gpu.sm_version}) with cuDNN "
+            f'{minor_text(cudnn)}: where nothing was tuned, "auto" goes by {nearest}.',
+            fix="`jax-cudnn calibrate` (five minutes) measures it.",
+        )
+    for each in here:
+        if each.changes:
+            yield Finding(
+                severity="note",
+                name="stale-calibration",
+                what=f"{gpu.name} was calibrated with other versions: "
+                f"{'; '.join(each.changes)}. This still decides ({each.path}).",
+                fix="`jax-cudnn calibrate` (five minutes) measures it again.",
+            )
+
+
 def _unread(facts: Facts) -> Iterator[Finding]:
     for what, error in facts.unread:
         is_closed = error.startswith(PermissionError.__name__)
@@ -448,6 +490,8 @@ _RULES: tuple[Callable[[Facts], Iterator[Finding]], ...] = (
     _copies,
     _sublibraries,
     _companions,
+    _broken_calibration,
+    _calibration,
     _environment,
     _unread,
 )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from jax_cudnn import native, startup
+from jax_cudnn.doctor.calibrations import Calibrations, calibrations
 from jax_cudnn.doctor.system import System, this_system
 from jax_cudnn.errors import LibraryError
 
@@ -120,6 +121,7 @@ class Facts:
       companions: (soname, path) of what cuDNN opens itself; empty without a driver.
       companions_error: why they do not load, "" otherwise.
       packages: (name, version) of the installed packages that matter.
+      calibrations: what "auto" goes by; None where cuDNN runs nothing.
       environment: (name, value) of the variables that matter and are set.
       unread: (what, error) for each thing that could not be read.
     """
@@ -148,6 +150,7 @@ class Facts:
     companions: tuple[tuple[str, str], ...]
     companions_error: str
     packages: tuple[tuple[str, str], ...]
+    calibrations: Calibrations | None
     environment: tuple[tuple[str, str], ...]
     unread: tuple[tuple[str, str], ...]
 
@@ -210,6 +213,10 @@ def gather() -> Facts:
     companions, companions_error = ((), "")
     if driver and cudnn:
         companions, companions_error = read("cuDNN's libraries", _companions, ((), ""))
+    tables = None
+    if driver and driver.gpus and cudnn and gpu_count and startup.failure is None:
+        version = cudnn.version
+        tables = read("what was calibrated", lambda: calibrations(version), None)
     files = read("other cuDNNs", lambda: tuple(_cudnn_files(cudnn, unread)), ())
     return Facts(
         system=read("the system", this_system, None),
@@ -237,6 +244,7 @@ def gather() -> Facts:
         companions=companions,
         companions_error=companions_error,
         packages=read("the installed packages", _packages, ()),
+        calibrations=tables,
         environment=relevant(os.environ),
         unread=tuple(unread.errors),
     )

@@ -79,7 +79,8 @@ class Step:
     compiled program asks for: a pinned plan (a measured one, or any for a GPU
     elsewhere), which are allowed, or which is tried first. ``why`` is None where
     nothing was chosen. Where a contender that was added runs it, ``contender`` is its
-    name, with its ``program``.
+    name, with its ``program``. ``by`` says which measurements of other kernels decided
+    who runs it, where such did.
     """
 
     part: Graph
@@ -92,6 +93,7 @@ class Step:
     advice: str = ""
     contender: str = ""
     program: Program | None = None
+    by: str = ""
 
     @property
     def op(self) -> str:
@@ -117,11 +119,15 @@ class Step:
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """The parts of a graph with who runs each; without any, XLA runs it as a whole."""
+    """The parts of a graph with who runs each; without any, XLA runs it as a whole.
+
+    ``by`` is as in a step.
+    """
 
     steps: tuple[Step, ...] = ()
     reasons: tuple[str, ...] = ()
     why: Why | None = None
+    by: str = ""
 
     @property
     def missing(self) -> tuple[Step, ...]:
@@ -171,13 +177,14 @@ def _decide(
     del choices_version  # Choices that were added since may decide otherwise.
     steps = tuple(decide_part(part, gpu, options, trial) for part in partition(graph))
     reasons = dict.fromkeys(reason for step in steps for reason in step.reasons)
+    by = ", ".join(dict.fromkeys(step.by for step in steps if step.by))
     why = None
     is_xlas = all(step.runs_on == "xla" for step in steps)
     if is_xlas and options.implementation == "auto":
         missing = [step for step in steps if step.is_missing]
         was_measured = bool(missing) and all(step.why == "tuned" for step in missing)
         why, steps = "tuned" if was_measured else None, ()
-    return Decision(steps=steps, reasons=tuple(reasons), why=why)
+    return Decision(steps=steps, reasons=tuple(reasons), why=why, by=by)
 
 
 def decide_part(
@@ -211,6 +218,7 @@ def decide_part(
         if step is not None or not has_contraction:
             return step or Step(part=part)
     attempts: list[Attempt] = []
+    by: list[str] = []
     if legalization.reasons:
         way = "before cuDNN is asked"
         attempts.append(Attempt(way=way, reasons=legalization.reasons))
@@ -219,6 +227,7 @@ def decide_part(
         way = "; ".join(legal.notes) or "as one kernel"
         if is_auto and ranked.slower:
             attempts.append(Attempt.left_to_xla(way, ranked.slower))
+            by.append(ranked.by)
             continue
         if options.exact_dtypes and legal.rounds_sums:
             attempts.append(Attempt.left_to_xla(way, _ROUNDED))
@@ -235,6 +244,7 @@ def decide_part(
                 is_slow = plan.engine in ranked.slow_engines
                 told = (_SLOW_ENGINE if is_slow else _OTHER_ENGINE).format(plan.engine)
                 attempts.append(Attempt.left_to_xla(way, told))
+                by.append(ranked.engines_by)
                 continue
         return Step(
             part=part,
@@ -244,8 +254,14 @@ def decide_part(
             request=_pin(plan, gpu) or asked,
             why="requested" if request else "heuristic",
             attempts=tuple(attempts),
+            by=ranked.by if is_auto else "",
         )
-    return Step(part=part, attempts=tuple(attempts), advice=legalization.advice)
+    return Step(
+        part=part,
+        attempts=tuple(attempts),
+        advice=legalization.advice,
+        by=", ".join(dict.fromkeys(filter(None, by))),
+    )
 
 
 def _contended(

@@ -81,6 +81,7 @@ def clear_cache(*, disk: bool = False) -> None:
     """Forget this process's plans; with ``disk``, also what the cache folder holds.
 
     Compiled functions keep the plans that they have. The process keeps its choices.
+    What was calibrated stays: ``jax-cudnn calibrate --forget`` removes it.
     """
     native.clear_cache()
     forget_decisions()

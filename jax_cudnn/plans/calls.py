@@ -66,6 +66,11 @@ class Call(CallSummary):
         the call restrict the plan or say XLA; None where XLA runs the part for the
         ``reasons`` given; "pinned" for a lowered program that names the plan, but does
         not tell whether it was measured or is the first one for a GPU that was named.
+      by: what was measured of other kernels that decided who runs the part: "8 kernels
+        calibrated on this GPU", "a rule measured on sm_90 with cuDNN 9.19" (or "the
+        rules", where none of them is about it), "a rule of the nearest table: sm_90,
+        cuDNN 9.19". "" where it was tuned or asked for, where nothing like it was
+        measured, and in a lowered program.
       part: the graph as the user wrote it; None in a lowered program.
       graph: the graph that cuDNN gets, rewritten for it; None where XLA runs it.
       request: the text that asks for the plan: it pins or restricts it, or says which
@@ -91,6 +96,7 @@ class Call(CallSummary):
     reasons: tuple[str, ...]
     direction: Direction | None = None
     why: Why | None = None
+    by: str = ""
     part: Graph | None = None
     graph: Graph | None = None
     request: str = ""
@@ -175,7 +181,7 @@ class Call(CallSummary):
 
 _PLAIN = (
     *("op", "shapes", "count", "implementation", "plan", "workspace_bytes"),
-    *("direction", "why", "request", "allowed", "device", "engine"),
+    *("direction", "why", "by", "request", "allowed", "device", "engine"),
     *("cudnn_us", "xla_us", "first_ratio"),
 )
 _LISTS = ("reasons", "behavior_notes", "numeric_notes", "failures")
@@ -186,8 +192,8 @@ class Report(Page):
     """The result of ``inspect``; ``str(report)`` is a table.
 
     ``notes`` has a sentence for each thing that could not be seen. Below the table are
-    the reasons why XLA runs a call, the plans that were passed over, and the notes;
-    a notebook folds the last two.
+    the reasons why XLA runs a call, the measurements by which "auto" decided, the plans
+    that were passed over, and the notes; a notebook folds the last three.
     """
 
     device: str
@@ -204,6 +210,8 @@ class Report(Page):
             for call in self.calls
             for failure in call.failures
         ]
+        decided = [(call.op, f"decided by {call.by}") for call in self.calls if call.by]
+        yield Details(title="measurements that decided", notes=_gathered(decided))
         yield Details(title="plans that were passed over", notes=_gathered(failures))
         yield Details(title="notes", notes=self.notes)
 

@@ -147,7 +147,7 @@ def _calls(traced: TracedGraph, count: int, machine: _Machine) -> list[Call]:
             )
         ]
     attempt = Attempt(way="as a whole", reasons=decision.reasons)
-    whole = Step(part=graph, attempts=(attempt,), why=decision.why)
+    whole = Step(part=graph, attempts=(attempt,), why=decision.why, by=decision.by)
     steps = decision.steps or (whole,)
     direction = direction_of(graph)
     return [_call(step, traced.options, count, direction, machine) for step in steps]
@@ -183,6 +183,7 @@ def _call(
         reasons=reasons,
         direction=direction,
         why=step.why,
+        by=step.by,
         allowed=options.plan.to_request(),
         part=step.part,
         graph=None if legal is None else legal.graph,

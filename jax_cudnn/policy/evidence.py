@@ -2,12 +2,14 @@
 """Judges a kernel by those that tables have measured, of any family."""
 
 import functools
+from collections import Counter
 
+from jax_cudnn.graph import Target
 from jax_cudnn.policy.nearest import LOSS, Kernel, Measured, Verdict, verdict_of
 from jax_cudnn.policy.tables import Table, Tables
 
 
-@functools.cache
+@functools.lru_cache(maxsize=16)
 def kernels(table: Table) -> Measured:
     """Return the kernels that were measured."""
     return Measured(
@@ -20,9 +22,10 @@ def verdict_on(
     kernel: Kernel, tables: Tables, last: Table | None = None
 ) -> Verdict | None:
     """Judge a kernel by those of the tables, up to a last one if it is given."""
-    found: list[tuple[float, float]] = []
-    for table, more in zip(tables.tables, tables.apart, strict=True):
-        found += ((apart + more, ratio) for apart, ratio in kernels(table).near(kernel))
+    found: list[tuple[float, float, int]] = []
+    for place, table in enumerate(tables.tables):
+        more, near = tables.apart[place], kernels(table).near(kernel)
+        found += ((apart + more, ratio, place) for apart, ratio in near)
         if table is last:
             break
     return verdict_of(found)
@@ -36,3 +39,9 @@ def told(kernel: Kernel, verdict: Verdict) -> str:
         f"more than {LOSS} of the time of XLA's code, and {verdict.ratio:.2f} in the "
         "mean; plans.autotune finds the best of both"
     )
+
+
+def source(verdict: Verdict, tables: Tables, target: Target | None) -> str:
+    """Say which tables the kernels are from that judged."""
+    counts = Counter(tables.tables[place].source(target) for place in verdict.tables)
+    return ", ".join(f"{count} kernels {told}" for told, count in counts.items())

@@ -71,12 +71,14 @@ class Verdict:
     ``ratio`` is the geometric mean of the time of cuDNN's first plan over that of XLA's
     code, in which near kernels weigh more. Of ``count`` kernels, ``losses`` took cuDNN
     more than 1.05 of XLA's time. ``is_faster`` says whether cuDNN is to run it.
+    ``tables`` has, for each of them, the place of the table that it is from.
     """
 
     ratio: float
     count: int
     losses: int
     is_faster: bool
+    tables: tuple[int, ...] = ()
 
 
 class Measured:
@@ -97,21 +99,22 @@ class Measured:
 
     def verdict(self, kernel: Kernel) -> Verdict | None:
         """Return what is known of a kernel, None where too few are near it."""
-        return verdict_of(self.near(kernel))
+        return verdict_of((*each, 0) for each in self.near(kernel))
 
 
-def verdict_of(found: Iterable[tuple[float, float]]) -> Verdict | None:
-    """Judge a kernel by the distances and ratios of others; None for too few."""
+def verdict_of(found: Iterable[tuple[float, float, int]]) -> Verdict | None:
+    """Judge a kernel by the distances, ratios and tables of others; None for few."""
     near = heapq.nsmallest(_NEAREST, found, key=operator.itemgetter(0))
     if len(near) < _FEWEST:
         return None
-    weights = [1 / (_NEAR + distance) for distance, _ in near]
-    ratios = [ratio for _, ratio in near]
+    weights = [1 / (_NEAR + distance) for distance, _, _ in near]
+    ratios = [ratio for _, ratio, _ in near]
     return Verdict(
         ratio=math.exp(_mean(map(math.log, ratios), weights)),
         count=len(near),
         losses=sum(ratio > LOSS for ratio in ratios),
         is_faster=_mean(map(cost_of, ratios), weights) < -_MARGIN,
+        tables=tuple(table for _, _, table in near),
     )
 
 

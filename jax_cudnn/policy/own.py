@@ -9,21 +9,24 @@ import functools
 import json
 import logging
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from jax_cudnn import cache
-from jax_cudnn.errors import GraphError
-from jax_cudnn.graph import Target
+from jax_cudnn.errors import GraphError, LibraryError
+from jax_cudnn.graph import Target, version_text
+from jax_cudnn.policy.own_form import SCHEMA, check
 
 _log = logging.getLogger("jax_cudnn")
 
-# The version of the file's form.
-SCHEMA = 1
+# What a change of makes measurements older than they are.
+_DEPENDS_ON = ("cuDNN", "JAX", "driver")
 _FOLDER = "calibration"
-_REMEDY = "Delete it, or run `jax-cudnn calibrate` again."
+_REMEDY = " Delete it, and run `jax-cudnn calibrate` again."
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +35,22 @@ class File:
 
     path: Path
     data: Mapping[str, Any]
+
+    def is_of(self, gpu: str, cudnn: int) -> bool:
+        """Whether it has kernels of a GPU with a cuDNN, such as 919."""
+        same = (self.data["gpu"], self.data["cudnn"]) == (gpu, cudnn)
+        return same and bool(self.data["kernels"])
+
+    def changes(self, cudnn_version: int) -> tuple[str, ...]:
+        """Return what kernels were measured with that is not here.
+
+        Such as "JAX 0.11.2, here 0.12.0 (400 kernels)".
+        """
+        now = environment(cudnn_version)
+        told = Counter(
+            change for row in self.data["measured"] for change in changes_of(row, now)
+        )
+        return tuple(f"{change} ({count} kernels)" for change, count in told.items())
 
 
 def folder() -> Path | None:
@@ -48,40 +67,21 @@ def path_of(target: Target) -> Path | None:
     return None if place is None else place / f"{name}-cudnn{cudnn}-{SCHEMA}.json"
 
 
-def read(path: Path) -> File:
+def read(path: Path, *, remedy: str = _REMEDY) -> File:
     """Read a file.
 
     Raises:
-      GraphError: it is none, which names it and says what to do.
-      OSError: it cannot be read.
+      GraphError: it is no calibration. The message names it and says what to do.
+      LibraryError: it cannot be read.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
         check(data)
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise GraphError(f"{path} is not a calibration: {error}. {_REMEDY}") from error
+    except OSError as error:
+        raise LibraryError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
+        raise GraphError(f"{path} is not a calibration: {error}.{remedy}") from error
     return File(path, data)
-
-
-def check(data: Any) -> None:
-    """Raise ValueError, KeyError or TypeError where data is not a calibration."""
-    if data["schema"] != SCHEMA:
-        raise ValueError(f"schema {data['schema']} is not {SCHEMA}")
-    for name, kind in _TYPES.items():
-        if not isinstance(data[name], kind):
-            raise TypeError(f"{name} is {type(data[name]).__name__}")
-    for entry in data["kernels"]:
-        name, *numbers = entry
-        is_positive = all(type(x) in (int, float) and x > 0 for x in numbers)
-        if not isinstance(name, str) or len(numbers) != 4 or not is_positive:
-            raise ValueError(f"{entry} is no kernel")
-
-
-_TYPES: dict[str, type] = {
-    **{"gpu": str, "sm_version": int, "cudnn": int, "environment": dict},
-    **dict.fromkeys(("rows", "orders", "kernels", "measured"), list),
-    **{"slow_engines": dict, "preferred": list, "engines": list},
-}
 
 
 @functools.cache
@@ -91,7 +91,7 @@ def files() -> tuple[File, ...]:
     for path in paths():
         try:
             found.append(read(path))
-        except (GraphError, OSError) as error:
+        except (GraphError, LibraryError) as error:
             _log.warning("what was calibrated is not used: %s", error)
     return tuple(found)
 
@@ -105,3 +105,31 @@ def paths() -> list[Path]:
 def forget() -> None:
     """Read the files again when they are next asked for."""
     files.cache_clear()
+
+
+def changes_of(row: Mapping[str, Any], now: Mapping[str, str]) -> list[str]:
+    """Return what differs from where a row was measured; what is not told does not."""
+    then = row["with"]
+    return [
+        f"{name} {then[name]}, here {now[name]}"
+        for name in _DEPENDS_ON
+        if then.get(name) and now[name] and then[name] != now[name]
+    ]
+
+
+def environment(cudnn_version: int) -> dict[str, str]:
+    """Return the versions that times depend on, "" for what is not told."""
+    return {
+        "cuDNN": version_text(cudnn_version),
+        "JAX": metadata.version("jax"),
+        "driver": _driver(),
+    }
+
+
+def _driver() -> str:
+    """Return the version of the driver's kernel module."""
+    try:
+        text = Path("/sys/module/nvidia/version").read_text(encoding="ascii")
+    except (OSError, UnicodeError):
+        return ""
+    return text.strip()

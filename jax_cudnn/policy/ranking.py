@@ -21,6 +21,10 @@ class Ranked:
     does so too where one of ``slow_engines`` has cuDNN's first plan, and, where there
     are ``fast_engines``, where none of these has it. ``preference``, where not empty,
     is the request by which a plan is tried before that one.
+
+    ``by`` says what was measured that decided so, such as "8 kernels calibrated on this
+    GPU"; it is "" where nothing was that is like the part. ``engines_by`` does so for
+    the engines.
     """
 
     legal: Legal
@@ -28,6 +32,8 @@ class Ranked:
     slow_engines: tuple[int, ...] = ()
     fast_engines: tuple[int, ...] = ()
     preference: str = ""
+    by: str = ""
+    engines_by: str = ""
 
     def is_slow_by(self, engine: int) -> bool:
         """Whether "auto" leaves the part to XLA if this engine has the first plan."""
@@ -63,18 +69,28 @@ def _ranked(
 ) -> Ranked:
     of, properties = _properties(part, way, ways, target, tables)
     table = tables.about(of)
-    found = _by_kernels(_point(part, way, properties), way, tables, table)
+    point = _point(part, way, properties)
+    found = _by_kernels(point, way, target, tables, table)
     if found is None:
         row = table.row(of, properties)
-        found = Ranked(legal=way) if row is None else _by_row(row, way, target, table)
+        by = f"the rules {table.source(target)}" if table.says(of) else ""
+        found = Ranked(legal=way, by=by)
+        found = found if row is None else _by_row(row, way, target, table)
     contraction = products.contraction_of(part, way)
     if contraction is None:
         return found
+    judged = None
+    if not found.slower:
+        like = contraction.point(tables)
+        judged = _by_kernels(like, way, target, tables, last=None)
+    slow_engines = contraction.slow_engines(target, tables)
     return replace(
         found,
-        slower=found.slower or contraction.slower(tables),
-        slow_engines=found.slow_engines or contraction.slow_engines(target, tables),
+        slower=found.slower if judged is None else judged.slower,
+        slow_engines=found.slow_engines or slow_engines,
         preference=contraction.preference(target, tables) or found.preference,
+        by=found.by if judged is None else judged.by,
+        engines_by=found.engines_by or products.engines_source(target, tables),
     )
 
 
@@ -94,14 +110,19 @@ def _point(part: Graph, way: Legal, properties: object) -> Kernel | None:
 
 
 def _by_kernels(
-    point: Kernel | None, way: Legal, tables: Tables, last: Table
+    point: Kernel | None,
+    way: Legal,
+    target: Target | None,
+    tables: Tables,
+    last: Table | None,
 ) -> Ranked | None:
-    """Return what kernels say of a way that were measured no further than a row."""
+    """Return what kernels say of a way, up to those of the table that has rows."""
     verdict = None if point is None else evidence.verdict_on(point, tables, last)
     if point is None or verdict is None:
         return None
     slower = "" if verdict.is_faster else evidence.told(point, verdict)
-    return Ranked(legal=way, slower=slower)
+    by = evidence.source(verdict, tables, target)
+    return Ranked(legal=way, slower=slower, by=by)
 
 
 def _by_row(row: Row, way: Legal, target: Target | None, table: Table) -> Ranked:
@@ -114,12 +135,15 @@ def _by_row(row: Row, way: Legal, target: Target | None, table: Table) -> Ranked
     if names_engines and not table.is_of(target):
         slower = row.why_elsewhere if row.elsewhere == "xla" else slower
         row = replace(row, fast_engines=(), preferred="")
+    by = f"a rule {table.source(target)}"
     return Ranked(
         legal=way,
         slower=slower,
         slow_engines=(row.slow_engines if table.is_of_architecture(target) else ()),
         fast_engines=row.fast_engines,
         preference=row.preferred,
+        by=by,
+        engines_by=by if row.slow_engines or row.fast_engines else "",
     )
 
 

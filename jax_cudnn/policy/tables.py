@@ -140,6 +140,18 @@ class Table:
         """Whether it was measured there with the target's cuDNN, by minor version."""
         return self.is_of_architecture(target) and self.cudnn == _minor(target)
 
+    def source(self, target: Target | None) -> str:
+        """Say where the table was measured, as seen from a target."""
+        cudnn = f"cuDNN {self.cudnn // 100}.{self.cudnn % 100}"
+        if self.gpu:
+            is_here = target is not None and target.name == self.gpu
+            gpu = "this GPU" if is_here else self.gpu
+            is_all = is_here and self.is_of(target)
+            return f"calibrated on {gpu}" + ("" if is_all else f" with {cudnn}")
+        if self.is_of(target):
+            return f"measured on sm_{self.sm_version} with {cudnn}"
+        return f"of the nearest table: sm_{self.sm_version}, {cudnn}"
+
     def says(self, of: str) -> bool:
         """Whether there are rows about something, or an entry of its name."""
         return any(row.of == of for row in self.rows) or bool(self.data.get(of))

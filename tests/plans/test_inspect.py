@@ -157,11 +157,12 @@ def test_a_call_has_all_that_its_plan_says() -> None:
     assert call.failures == ("eng11: no kernel",)
     assert call.request == ""
     assert call.cudnn_us is None
-    header, row, failure = str(report).splitlines()[1:]
+    header, row, decided, failure = str(report).splitlines()[1:]
     titles = "op count direction operands runs on why plan engine workspace notes"
     assert header.split() == titles.split()
     told = "heuristic eng2_k24=7 2 4,096 B RUNTIME_COMPILATION TENSOR_CORE"
     assert row.split()[-7:] == told.split()
+    assert decided == f"matmul+silu: decided by {call.by}"
     assert failure == "matmul+silu: passed over: eng11: no kernel"
 
 
@@ -214,6 +215,30 @@ def test_a_tuned_plan_comes_with_its_times() -> None:
     assert (call.cudnn_us, call.xla_us, call.first_ratio) == (30.25, 41.5, 1.75)
     assert re.search(r"cuDNN µs +XLA µs", str(report))
     assert re.search(r" 30\.2 +41\.5 ", str(report))
+
+
+@pytest.mark.usefixtures("planner")
+def test_what_was_measured_of_other_kernels_is_told_where_it_decided() -> None:
+    here = "measured on sm_90 with cuDNN 9.19"
+
+    def norm(x: jax.Array, **options: Any) -> jax.Array:
+        return jax_cudnn.rms_norm(x, **options)
+
+    report = plans.inspect(norm, _A)
+    (call,) = report.calls
+    assert (call.implementation, call.why) == ("xla", None)
+    assert call.by == f"a rule {here}"
+    assert f"rms_norm: decided by a rule {here}" in str(report).splitlines()
+    assert json.loads(json.dumps(call.to_json()))["by"] == call.by
+    (call,) = plans.inspect(_loss, _X).calls
+    assert (call.implementation, call.by) == ("cudnn", f"the rules {here}")
+    # What was asked for or tuned is no matter of measurements of others.
+    (call,) = plans.inspect(functools.partial(norm, implementation="cudnn"), _A).calls
+    assert (call.implementation, call.by) == ("cudnn", "")
+    _choose(_layer, 0, implementation="cudnn", plan=PIN, cudnn_us=1.0, xla_us=2.0)
+    report = plans.inspect(_layer, _A, _W)
+    assert report.calls[0].by == ""
+    assert "decided by" not in str(report)
 
 
 @pytest.mark.usefixtures("planner")

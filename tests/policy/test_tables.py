@@ -281,3 +281,32 @@ def test_conditions(when: Any, value: Any, is_met: bool) -> None:
     assert tables.holds(row, _Properties()) == is_met
     with pytest.raises(AttributeError):
         tables.holds(Row(of="", when={"no_such": 1}, by=""), _Properties())
+
+
+def test_what_decided_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    norm, attention = _part(jax_cudnn.rms_norm, (64, 256)), _attention()
+    product = _part(jax_cudnn.matmul, (4096, 2048), (2048, 1024))
+    here, nearest = "measured on sm_90 with cuDNN 9.19", "of the nearest table: sm_90, "
+    # A row of the table holds for the norm, and none for attention.
+    for part, rule in ((norm, "a rule"), (attention, "the rules")):
+        assert ranked(part, H100)[0].by == f"{rule} {here}"
+        assert ranked(part, _NEWER)[0].by == f"{rule} {nearest}cuDNN 9.19"
+    assert ranked(product, H100)[0].by == f"8 kernels {here}"
+    assert ranked(product, None)[0].by == f"8 kernels {nearest}cuDNN 9.19"
+    layer = GroupedLayer((8, 8), (3, 3), groups=1, width=64, each=64)
+    conv = layer.parts(jnp.bfloat16)["conv_fprop"]
+    assert ranked(conv, H100)[0].engines_by == f"engines {here}"
+    assert ranked(conv, _A100)[0].engines_by == ""
+    # Nothing like it was measured.
+    monkeypatch.setattr(tables, "shipped", lambda: (_only(),))
+    assert ranked(attention, H100)[0].by == ""
+
+
+def test_a_decision_tells_what_decided() -> None:
+    norm, attention = _part(jax_cudnn.rms_norm, (64, 256)), _attention()
+    nearest = "of the nearest table: sm_90, cuDNN 9.19"
+    assert decide_part(attention, None, Options()).by == f"the rules {nearest}"
+    step = decide_part(norm, None, Options())
+    assert (step.runs_on, step.by) == ("xla", f"a rule {nearest}")
+    asked = Options(implementation="cudnn")
+    assert decide_part(norm, None, asked).by == ""

@@ -239,7 +239,12 @@ _OPERATIONS = (
 
 @pytest.mark.parametrize(
     "command",
-    [("doctor",), ("explain",), *(("bench", name) for name in _OPERATIONS)],
+    [
+        ("doctor",),
+        ("explain",),
+        ("calibrate",),
+        *(("bench", name) for name in _OPERATIONS),
+    ],
     ids=" ".join,
 )
 def test_help_is_sentences_with_the_defaults_of_all_options(
@@ -265,6 +270,7 @@ def test_help_begins_with_what_a_command_does(
     for command, told in {
         "bench": "Times one problem on this machine's GPU, with random operands in "
         "separate memory. ",
+        "calibrate": "Times kernels of the sizes that models have by cuDNN ",
         "doctor": "Looks at this machine's GPUs, driver, JAX and cuDNN, ",
         "explain": "Asks cuDNN for a plan of each call that a function makes. ",
     }.items():

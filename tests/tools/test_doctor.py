@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from jax_cudnn import LibraryError, native, plans
+from jax_cudnn import LibraryError, cache, native, plans
 from jax_cudnn.cli import main
 from jax_cudnn.doctor import machine
+from jax_cudnn.doctor.calibrations import Calibrations, OwnCalibration
 from jax_cudnn.doctor.diagnosis import Diagnosis
 from jax_cudnn.doctor.findings import Finding, examine
 from jax_cudnn.doctor.machine import Cudnn, CudnnFile, Driver, Facts, InstalledGpu
@@ -67,6 +68,7 @@ _GOOD = Facts(
         ("jax-cuda13-plugin", "0.12.0"),
         ("nvidia-cudnn-cu13", "9.19.0.56"),
     ),
+    calibrations=Calibrations(shipped=((90, 919),)),
     environment=(),
     unread=(),
 )
@@ -82,6 +84,7 @@ _CPU_ONLY = replace(
     cudnn_files=(),
     companions=(),
     packages=(),
+    calibrations=None,
 )
 
 
@@ -307,6 +310,7 @@ def _of_cudnn(version: int, gpu: InstalledGpu = _H200) -> tuple[Finding, ...]:
             driver=_driver(gpus=(gpu,)),
             cudnn=replace(_CUDNN, version=version),
             cudnn_files=(CudnnFile(path=_PATH, version=version),),
+            calibrations=None,
         )
     )
 
@@ -418,6 +422,59 @@ def test_a_log_that_slows() -> None:
     finding = _only(environment=(("CUDNN_LOGLEVEL_DBG", "2"),))
     assert (finding.severity, finding.name) == ("note", "cudnn-log")
     assert not examine(replace(_GOOD, environment=(("CUDNN_LOGLEVEL_DBG", "0"),)))
+
+
+_ADA = InstalledGpu(name="NVIDIA L4", sm_version=89, memory_bytes=24 * 2**30)
+_OWN = OwnCalibration(
+    gpu=_ADA.name, cudnn=919, kernels=400, changes=(), path="/cache/nvidia-l4.json"
+)
+
+
+def _with_own(*own: OwnCalibration, gpu: InstalledGpu = _ADA) -> tuple[Finding, ...]:
+    """Return the findings on a machine with a GPU and what was calibrated there."""
+    known = Calibrations(shipped=((90, 919),), own=own)
+    return examine(replace(_GOOD, driver=_driver(gpus=(gpu,)), calibrations=known))
+
+
+def test_a_gpu_that_nobody_measured() -> None:
+    (finding,) = _with_own()
+    assert (finding.severity, finding.name) == ("note", "not-calibrated")
+    assert finding.what == (
+        "Nothing was measured on NVIDIA L4 (sm_89) with cuDNN 9.19: where nothing was "
+        'tuned, "auto" goes by the table of another GPU, or of another cuDNN.'
+    )
+    assert finding.fix == "`jax-cudnn calibrate` (five minutes) measures it."
+    assert not _with_own(_OWN)
+    assert not _with_own(gpu=_H200)  # the package has a table
+    for other in (replace(_OWN, gpu="NVIDIA A10"), replace(_OWN, kernels=0)):
+        assert [each.name for each in _with_own(other)] == ["not-calibrated"]
+    (finding,) = _with_own(replace(_OWN, cudnn=918))
+    assert finding.name == "not-calibrated"
+    assert finding.what.endswith('"auto" goes by what was calibrated with cuDNN 9.18.')
+    old = InstalledGpu(name="Tesla T4", sm_version=75, memory_bytes=2**34)
+    assert [each.name for each in _with_own(gpu=old)] == ["old-gpu"]
+
+
+def test_a_calibration_with_other_versions() -> None:
+    changes = ("JAX 0.11.2, here 0.12.0 (400 kernels)", "driver 1, here 2 (3 kernels)")
+    (finding,) = _with_own(replace(_OWN, changes=changes))
+    assert (finding.severity, finding.name) == ("note", "stale-calibration")
+    assert f"with other versions: {changes[0]}; {changes[1]}." in finding.what
+    assert "This still decides (/cache/nvidia-l4.json)." in finding.what
+    assert "jax-cudnn calibrate" in finding.fix
+    # Of another GPU or cuDNN, it is not what decides first.
+    assert not _with_own(replace(_OWN, changes=changes), gpu=_H200)
+
+
+def test_a_calibration_that_cannot_be_used() -> None:
+    known = Calibrations(shipped=((90, 919),), broken=("/x.json is not a calibration",))
+    finding = _only(calibrations=known)
+    assert (finding.severity, finding.name) == ("warning", "broken-calibration")
+    assert finding.what == (
+        "What was calibrated is not used: /x.json is not a calibration"
+    )
+    assert "Delete the file" in finding.fix
+    assert _diagnosis(replace(_GOOD, calibrations=known)).exit_status == 0
 
 
 def test_what_could_not_be_read_is_a_finding() -> None:
@@ -642,6 +699,29 @@ def test_a_folder_that_may_not_be_read_is_passed_over_and_told(
     ((what, error),) = facts.unread
     assert what == str(closed)
     assert error.startswith("PermissionError: [Errno 13] Permission denied")
+
+
+def test_what_was_calibrated_is_among_the_facts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = native.LibraryInfo(version=91900, cuda_major=13, path=_PATH)
+    monkeypatch.setattr(native, "cudnn_version", lambda: info)
+    monkeypatch.setattr(native, "load_libraries", dict)
+    monkeypatch.setattr(ctypes, "CDLL", lambda _: _Cuda(0))
+    settings = cache.Settings(directory=tmp_path)
+    monkeypatch.setattr(cache, "settings", lambda: settings)
+    assert machine.gather().calibrations is None  # JAX sees no GPU.
+    monkeypatch.setattr(machine, "_jax_devices", lambda: (("cuda",), 1, ""))
+    known = machine.gather().calibrations
+    assert known is not None
+    assert (90, 919) in known.shipped
+    assert (known.own, known.broken) == ((), ())
+    (tmp_path / "calibration").mkdir()
+    broken = tmp_path / "calibration" / "nvidia-l4-cudnn919-1.json"
+    broken.write_text("{}")
+    known = machine.gather().calibrations
+    assert known is not None
+    assert known.broken == (f"{broken} is not a calibration: schema None is not 1.",)
 
 
 _READ = {

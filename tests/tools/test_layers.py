@@ -38,7 +38,7 @@ _ALLOWED = {
     "legalize": {"errors", "graph", "reference", "limits"},
     "policy": {"errors", "graph", "legalize", "cache"},
     "native": {"errors", "graph"},
-    "doctor": {"errors", "startup", "columns", "native", "limits"},
+    "doctor": {"errors", "startup", "columns", "native", "limits", "policy"},
     "offline": {"errors", "graph", "native", "progress"},
     "lowering": {
         *_MEANING,

@@ -35,9 +35,9 @@ class Contraction:
     graph: Graph
     is_whole: bool
 
-    def slower(self, tables: Tables) -> str:
-        """Say why "auto" leaves it to XLA, if kernels like it were slower."""
-        return kernels.slower(self.graph, tables) if self.is_whole else ""
+    def point(self, tables: Tables) -> Kernel | None:
+        """Return what it is measured as; None where it is not all of its part."""
+        return kernels.kernel_of(self.graph, tables) if self.is_whole else None
 
     def slow_engines(self, target: Target | None, tables: Tables) -> tuple[int, ...]:
         """Return engines of cuDNN that XLA's code was faster than."""

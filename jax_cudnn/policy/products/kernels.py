@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides what runs a contraction, and by which plan, from kernels most like it.
+"""Says which kernels are most like a contraction, and which plans go first or last.
 
 "auto" leaves a contraction to XLA where cuDNN's first plan was not faster for the
 measured ones most like it (nearest.py), and that plan gives way to another one where
@@ -19,10 +19,7 @@ from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES
 from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
-from jax_cudnn.policy import evidence
-from jax_cudnn.policy.nearest import (
-    Kernel,
-)
+from jax_cudnn.policy.nearest import Kernel
 from jax_cudnn.policy.products.orders import becomes_of_groups, first_way
 from jax_cudnn.policy.tables import Tables
 
@@ -36,15 +33,6 @@ _OF_ONES, _GROUPS = "windows of 1", "groups"
 _FEWEST_CHANNELS = 32
 # Products of so few rows are bound by reading the other matrix. Text is generated so.
 _FEW_ROWS = 64
-
-
-def slower(part: Graph, tables: Tables) -> str:
-    """Say why "auto" leaves a part with one contraction to XLA, if it does."""
-    kernel = kernel_of(part, tables)
-    verdict = evidence.verdict_on(kernel, tables) if kernel is not None else None
-    if kernel is None or verdict is None or verdict.is_faster:
-        return ""
-    return evidence.told(kernel, verdict)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -132,12 +120,27 @@ def slow_engines(part: Graph, target: Target | None, tables: Tables) -> tuple[in
 
 
 def _slow(target: Target | None, tables: Tables) -> Mapping[str, Sequence[int]]:
-    """Return the slow engines by the nearest table that names some, for each name."""
+    """Return the slow engines by the nearest table that names some, for each name.
+
+    What was measured on a machine is little: it adds to what the package knows.
+    """
     found: dict[str, Sequence[int]] = {}
     for table in reversed(tables.tables):
         if table.is_of_architecture(target):
-            found.update(table.data.get("slow_engines", {}))
+            for name, engines in table.data.get("slow_engines", {}).items():
+                known = found.get(name, ()) if table.gpu else ()
+                found[name] = sorted({*known, *engines})
     return found
+
+
+def engines_source(target: Target | None, tables: Tables) -> str:
+    """Say where slow engines were measured."""
+    found = (
+        table.source(target)
+        for table in tables.tables
+        if table.is_of_architecture(target) and table.data.get("slow_engines")
+    )
+    return ", ".join(f"engines {told}" for told in found)
 
 
 def own_engines(part: Graph, tables: Tables) -> tuple[int, ...]:

@@ -119,6 +119,7 @@ def test_a_lowered_step_has_the_plans_of_the_traced_one(train_step: TrainStep) -
         # A lowered program knows neither the user's graph nor what was measured.
         forgotten = {
             "part": None,
+            "by": "",
             "cudnn_us": None,
             "xla_us": None,
             "first_ratio": None,
