@@ -90,7 +90,7 @@ def _ranked(
         slow_engines=found.slow_engines or slow_engines,
         preference=contraction.preference(target, tables) or found.preference,
         by=found.by if judged is None else judged.by,
-        engines_by=found.engines_by or products.engines_source(target, tables),
+        engines_by=found.engines_by or contraction.engines_source(target, tables),
     )
 
 

@@ -155,7 +155,7 @@ def test_without_a_gpu_it_is_said_what_there_is() -> None:
         "No GPU here",
         "Nothing was calibrated on this machine.",
         "",
-        "Tables of the package: sm_90, cuDNN 9.19.",
+        "Tables of the package: sm_90, cuDNN 9.19; sm_90, cuDNN 9.28.",
     ]
     with pytest.raises(LibraryError, match="JAX sees none here"):
         plans.calibrate(seconds=1)

@@ -80,7 +80,7 @@ def test_too_few_kernels_decide_nothing(name: str) -> None:
 
 def test_nothing_changes_where_nothing_was_calibrated() -> None:
     assert tables_for(H100).tables == tables.shipped()
-    assert tables_for(H100).apart == (0.0,)
+    assert tables_for(H100).apart == (0.0, 1.0)
     kept.keep(H100, ())
     assert tables_for(H100).tables == tables.shipped()
 
@@ -100,25 +100,25 @@ def test_answers_elsewhere_are_as_ever() -> None:
 def test_another_gpu_of_the_architecture_counts_as_further_away() -> None:
     other = replace(H100, name="NVIDIA H200")
     kept.keep(other, rows_like(_PARTS["norm"](), 0.2))
-    assert [table.gpu for table in tables_for(H100).tables] == [other.name, ""]
-    assert tables_for(H100).apart == (0.5, 0.0)
+    assert [table.gpu for table in tables_for(H100).tables] == [other.name, "", ""]
+    assert tables_for(H100).apart == (0.5, 0.0, 1.0)
     by = "8 kernels calibrated on NVIDIA H200 with cuDNN 9.19"
     assert ranked(_PARTS["norm"](), H100)[0].by == by
-    assert tables_for(other).apart == (0.0, 0.0)
+    assert tables_for(other).apart == (0.0, 0.0, 1.0)
 
 
 def test_another_cudnn_counts_as_further_away() -> None:
     part = _PARTS["product"]()
     kept.keep(H100, rows_like(part, 0.2))
-    assert tables_for(H100).apart == (0.0, 0.0)
+    assert tables_for(H100).apart == (0.0, 0.0, 1.0)
     # The nearest there are: what all are away by is nothing.
-    assert tables_for(_NEWER).apart == (0.0, 0.0)
+    assert tables_for(_NEWER).apart == (0.0, 0.0, 0.0)
     kept.drop()
     kept.keep(_NEWER, rows_like(part, 0.2))
-    assert tables_for(_NEWER).apart == (0.0, 1.0)
-    assert tables_for(H100).apart == (0.0, 1.0)
-    assert [table.cudnn for table in tables_for(H100).tables] == [919, 920]
-    assert tables_for(_L4).apart == (0.0, 1.5)
+    assert tables_for(_NEWER).apart == (0.0, 1.0, 1.0)
+    assert tables_for(H100).apart == (0.0, 1.0, 1.0)
+    assert [table.cudnn for table in tables_for(H100).tables] == [919, 920, 928]
+    assert tables_for(_L4).apart == (0.0, 1.5, 1.0)
     like = measured_as(part, first_way(part), H100)
     assert like is not None
     far, near = (evidence.verdict_on(like, tables_for(x)) for x in (H100, _NEWER))

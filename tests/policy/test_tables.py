@@ -141,7 +141,7 @@ def test_the_decision_goes_by_the_table(ampere: Table) -> None:
 @pytest.mark.parametrize("target", [None, _A100, _NEWER])
 def test_one_rule_holds_where_nobody_measured(target: Target | None) -> None:
     """The nearest table decides, in every family, but for rows that name engines."""
-    assert tables_for(target).tables == tables.shipped()
+    assert {*tables_for(target).tables} == {*tables.shipped()}
     name = "" if target is None else target.name
     for key, part in answers.parts().items():
         if not key.startswith(("sdpa", "layer_norm", "ragged_dot", "avg_pool")):

@@ -7,12 +7,10 @@ from jax_cudnn.policy.products.contractions import (
     point_of,
     properties_of,
 )
-from jax_cudnn.policy.products.kernels import engines_source
 from jax_cudnn.policy.products.orders import in_order
 
 __all__ = [
     "contraction_of",
-    "engines_source",
     "in_order",
     "measured_as",
     "point_of",

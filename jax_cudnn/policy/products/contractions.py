@@ -43,6 +43,10 @@ class Contraction:
         """Return engines of cuDNN that XLA's code was faster than."""
         return kernels.slow_engines(self.graph, target, tables)
 
+    def engines_source(self, target: Target | None, tables: Tables) -> str:
+        """Say where these engines were measured."""
+        return kernels.engines_source(self.graph, target, tables)
+
     def preference(self, target: Target | None, tables: Tables) -> str:
         """Return the request for the plan that is to be tried first."""
         return kernels.preference(self.graph, target, tables)

@@ -9,9 +9,11 @@ random calls on a GPU (benchmarks/untuned.py).
 """
 
 import functools
+import itertools
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from jax_cudnn.graph import Graph, Node, Target, is_anchor, kind_named, label
@@ -21,7 +23,7 @@ from jax_cudnn.graph.shapes import check_tensors
 from jax_cudnn.legalize.products import conv, conv_depthwise, conv_groups
 from jax_cudnn.policy.nearest import Kernel
 from jax_cudnn.policy.products.orders import becomes_of_groups, first_way
-from jax_cudnn.policy.tables import Tables
+from jax_cudnn.policy.tables import Table, Tables
 
 KINDS = (*TRIPLES, "matmul")
 _BITS = {"bf16": "16 bits", "f16": "16 bits", "f32": "f32"}
@@ -108,39 +110,56 @@ def slow_engines(part: Graph, target: Target | None, tables: Tables) -> tuple[in
     node = _contraction(part)
     if node is None:
         return ()
-    bits, slow = _bits(part, node), _slow(target, tables)
-    groups = f", {_GROUPS}" if is_of_groups(class_of(part, tables)) else ""
+    slow = _slow(target, tables)
     found = [
-        {e for name in names for e in slow.get(name, ())}
-        for each in ([bits] if bits else _WIDTHS)
-        for names in [engines_names(f"{node.kind}, {each}{groups}")]
+        {e for name in names for e in slow.get(name, _Slow()).engines}
+        for names in _names_of_engines(part, node, tables)
     ]
     own = own_engines(part, tables)
     return tuple(sorted(set.intersection(*found).difference(own)))
 
 
-def _slow(target: Target | None, tables: Tables) -> Mapping[str, Sequence[int]]:
+def _names_of_engines(part: Graph, node: Node, tables: Tables) -> list[list[str]]:
+    """Return the names of slow engines for a part, for each width it may have."""
+    bits = _bits(part, node)
+    groups = f", {_GROUPS}" if is_of_groups(class_of(part, tables)) else ""
+    each = [bits] if bits else _WIDTHS
+    return [engines_names(f"{node.kind}, {one}{groups}") for one in each]
+
+
+@dataclass(frozen=True, slots=True)
+class _Slow:
+    """Slow engines of a name, and the tables that say so."""
+
+    engines: frozenset[int] = frozenset()
+    tables: tuple[Table, ...] = ()
+
+
+def _slow(target: Target | None, tables: Tables) -> Mapping[str, _Slow]:
     """Return the slow engines by the nearest table that names some, for each name.
 
     What was measured on a machine is little: it adds to what the package knows.
     """
-    found: dict[str, Sequence[int]] = {}
+    found: dict[str, _Slow] = {}
     for table in reversed(tables.tables):
         if table.is_of_architecture(target):
             for name, engines in table.data.get("slow_engines", {}).items():
-                known = found.get(name, ()) if table.gpu else ()
-                found[name] = sorted({*known, *engines})
+                known = found.get(name, _Slow()) if table.gpu else _Slow()
+                found[name] = _Slow(
+                    known.engines.union(engines), (table, *known.tables)
+                )
     return found
 
 
-def engines_source(target: Target | None, tables: Tables) -> str:
-    """Say where slow engines were measured."""
-    found = (
-        table.source(target)
-        for table in tables.tables
-        if table.is_of_architecture(target) and table.data.get("slow_engines")
-    )
-    return ", ".join(f"engines {told}" for told in found)
+def engines_source(part: Graph, target: Target | None, tables: Tables) -> str:
+    """Say where the slow engines for a part were measured."""
+    node, slow = _contraction(part), _slow(target, tables)
+    if node is None:
+        return ""
+    names = itertools.chain.from_iterable(_names_of_engines(part, node, tables))
+    every = (table for name in names for table in slow.get(name, _Slow()).tables)
+    told = dict.fromkeys(table.source(target) for table in every)
+    return ", ".join(f"engines {each}" for each in told)
 
 
 def own_engines(part: Graph, tables: Tables) -> tuple[int, ...]:
