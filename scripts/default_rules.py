@@ -4,9 +4,9 @@
     python -m scripts.default_rules
 
 reads docs/benchmarks/untuned_parts.json, untuned_few_rows.json, untuned_mlps.json and
-untuned_groups.json, which `python -m benchmarks.untuned` writes on a GPU with
-`--parts`, `--few-rows`, `--mlps` and `--groups`, and the choices that are shipped for
-the cells of the fusion benchmarks. It writes the kernels of
+untuned_groups.json, which have kernels of random calls on a GPU (what is measured now
+is by `jax-cudnn calibrate --thorough`), and the choices that are shipped for the cells
+of the fusion benchmarks. It writes the kernels of
 jax_cudnn/data/policy/sm90-cudnn9.19.json and docs/benchmarks/rules.md. It needs no GPU.
 
 The kernels that were measured are written one by one, with the plans that are to go

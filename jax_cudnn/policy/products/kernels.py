@@ -4,8 +4,8 @@
 "auto" leaves a contraction to XLA where cuDNN's first plan was not faster for the
 measured ones most like it (nearest.py), and that plan gives way to another one where
 that was faster. A table's ``kernels``, ``slow_engines``, ``preferred`` and ``engines``
-have the measured ones. `python -m scripts.default_rules` writes them, from times of
-random calls on a GPU (benchmarks/untuned.py).
+have the measured ones. `python -m scripts.default_rules` writes those of the package,
+from times of random calls on a GPU, and calibration/ those of a machine.
 """
 
 import functools
