@@ -37,8 +37,9 @@ _THREE_AXES = "3 axes"
 _OTHER_AXES = 1.5
 # Words without which kernels are of another family. Convolutions in groups are of one
 # only if the same becomes of their groups (conv_groups.py).
+ONE = "one head or sequence"
 FAMILIES = frozenset(
-    {"few rows", "groups", "depthwise", "merged", "padded", "one group"}
+    {"few rows", "groups", "depthwise", "merged", "padded", "one group", ONE}
 )
 # The part of a time above a loss counts three times, and what takes more than twice
 # XLA's time counts as that: no single kernel decides for its neighbours.

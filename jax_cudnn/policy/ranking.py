@@ -71,6 +71,8 @@ def _ranked(
     table = tables.about(of)
     point = _point(part, way, properties)
     found = _by_kernels(point, way, target, tables, table)
+    # Kernels of its own family were measured with the engines that come first.
+    is_known = found is not None
     if found is None:
         row = table.row(of, properties)
         by = f"the rules {table.source(target)}" if table.says(of) else ""
@@ -83,14 +85,17 @@ def _ranked(
     if not found.slower:
         like = contraction.point(tables)
         judged = _by_kernels(like, way, target, tables, last=None)
-    slow_engines = contraction.slow_engines(target, tables)
+    slow_engines = found.slow_engines
+    if not is_known and not slow_engines:
+        slow_engines = contraction.slow_engines(target, tables)
     return replace(
         found,
         slower=found.slower if judged is None else judged.slower,
-        slow_engines=found.slow_engines or slow_engines,
+        slow_engines=slow_engines,
         preference=contraction.preference(target, tables) or found.preference,
         by=found.by if judged is None else judged.by,
-        engines_by=found.engines_by or contraction.engines_source(target, tables),
+        engines_by=found.engines_by
+        or ("" if is_known else contraction.engines_source(target, tables)),
     )
 
 

@@ -38,7 +38,7 @@ from tests.products.shared.grouped_layers import GroupedLayer
 pytestmark = pytest.mark.once
 
 _A100 = Target(name="A100", sm_version=80, sm_count=108, cudnn_version=91900)
-_NEWER = replace(H100, cudnn_version=92801)
+_NEWER = replace(H100, cudnn_version=92100)
 _PROPERTIES: dict[str, type | None] = {
     "attention": Attention,
     "norms": Norm,
