@@ -11,6 +11,7 @@ import pytest
 
 from jax_cudnn import masks, plans, score_mods, sdpa
 from tests.attention.shared.dense import dense_attention
+from tests.common.gpu.versions import needs_cudnn
 
 pytestmark = pytest.mark.gpu
 
@@ -56,6 +57,7 @@ def _options(name, s, t, h):
         bias = _RNG.standard_normal((2, 1, s, 1)).astype(np.float32)
         return {"bias": bias}, {"bias": bias, "seen": seen}
     if name == "softcap":
+        needs_cudnn(91900, "a score_mod")
 
         def capped(scores):
             return 2 * jnp.tanh(scores / 2)

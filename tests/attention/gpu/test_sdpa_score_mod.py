@@ -9,8 +9,16 @@ import numpy as np
 import pytest
 
 from jax_cudnn import score_mods, sdpa
+from tests.common.gpu.versions import needs_cudnn
 
 pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def has_score_mods() -> None:
+    """A function of scores is run with cuDNN 9.19 and newer."""
+    needs_cudnn(91900, "a score_mod")
+
 
 # s, t, h, k, d and options.
 _SIZES = {

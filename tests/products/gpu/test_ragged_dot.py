@@ -14,6 +14,7 @@ import pytest
 from jax_cudnn import native, plans, ragged_dot
 from jax_cudnn.legalize.products.grouped_matmul import BY_GROUP, ONE_KERNEL
 from jax_cudnn.reference.products import grouped_tiles
+from tests.common.gpu.versions import needs_cudnn
 from tests.common.policy import decided_by
 from tests.products.shared.grouped import grouped
 
@@ -35,6 +36,13 @@ _CASES: dict[str, tuple[int, int, tuple[int, ...], int]] = {
 # Large enough for XLA's code to be a loop.
 _LOOP = {"in a loop": (1024, 2048, (700, 0, 2500, 1, 129, 1024, 3000, 600), 8192)}
 _EACH = pytest.mark.parametrize("name", _CASES)
+
+
+@pytest.fixture(autouse=True)
+def has_grouped_products(request: pytest.FixtureRequest) -> None:
+    """Grouped products are run with cuDNN 9.15 and newer."""
+    if "xla" not in request.node.name:
+        needs_cudnn(91500, "a grouped product")
 
 
 def _operands(name: str, dtype: Any) -> tuple[jax.Array, ...]:
