@@ -28,6 +28,10 @@ from jax_cudnn.policy.nearest import LOSS
 from scripts.judged_rules import Judged, judged, of_cells
 
 _ROOT = Path(__file__).resolve().parent.parent
+# Up to this version, cuDNN lists the same engines for products in the same order, and
+# the kernels that go first were as much faster (docs/benchmarks/plan_changes.md and
+# calibration_sm90-cudnn9.28.json).
+_SAME_TO = {"matmul": 92801}
 _MEASURED = ("parts", "few_rows", "mlps", "groups")
 _TABLE = _ROOT / "jax_cudnn" / "data" / "policy" / "sm90-cudnn9.19.json"
 _PAGE = _ROOT / "docs" / "benchmarks" / "rules.md"
@@ -122,7 +126,7 @@ def markdown(
         knobs = ", else ".join(
             f"{name} {value}" for one in each["knobs"] for name, value in one.items()
         )
-        version = f"{each['cudnn'] // 10000}.{each['cudnn'] // 100 % 100}"
+        version = " to ".join(dict.fromkeys(map(_minor, (each["cudnn"], each["to"]))))
         lines.append(
             f"| {each['kind']} | {each['bits']} | {version} "
             f"| {each['engine']} | {knobs} "
@@ -158,6 +162,11 @@ def _each_once(rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from named.values()
 
 
+def _minor(number: int) -> str:
+    """Return a version without its patch, such as "9.19"."""
+    return f"{number // 10000}.{number // 100 % 100}"
+
+
 def _number(version: str) -> int:
     """Return cuDNN's number of a version: 91900 of 9.19.0."""
     major, minor, patch = map(int, version.split("."))
@@ -186,7 +195,10 @@ def main() -> None:
     data = {
         **json.loads(_TABLE.read_text()),
         "slow_engines": slow,
-        "preferred": rules.preferred,
+        "preferred": [
+            {**each, "to": _SAME_TO.get(each["kind"], each["cudnn"])}
+            for each in rules.preferred
+        ],
         "engines": rules.engines,
         "kernels": sorted(
             [each.name, *map(_short, (each.rows, each.columns, each.depth)), ratio]

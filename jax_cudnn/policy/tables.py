@@ -51,7 +51,7 @@ _BOUNDS = ("at_least", "at_most", "below", "multiple_of")
 
 # By so much more a kernel differs that was measured with another cuDNN, on another GPU
 # of the architecture, and on another architecture (nearest.py).
-_OTHER_CUDNN, _OTHER_GPU, _OTHER_ARCHITECTURE = 1.0, 0.5, 2.0
+OTHER_CUDNN, _OTHER_GPU, _OTHER_ARCHITECTURE = 1.0, 0.5, 2.0
 
 Runner = Literal["cudnn", "xla"]
 
@@ -292,7 +292,7 @@ def _nearest_first(
         is_other_gpu = table.gpu not in ("", gpu)
         return (
             _OTHER_ARCHITECTURE * (table.sm_version != sm_version)
-            + _OTHER_CUDNN * (table.cudnn != cudnn)
+            + OTHER_CUDNN * (table.cudnn != cudnn)
             + _OTHER_GPU * is_other_gpu
         )
 

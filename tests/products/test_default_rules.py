@@ -384,8 +384,10 @@ def test_a_kernel_goes_first_where_it_was_measured_to_be_faster() -> None:
     assert preference(32768, None) == ""
     assert preference(32768, _H100, gelu_of_f32) == ""
     assert preference(32768, replace(_H100, sm_version=100)) == ""
-    assert preference(32768, replace(_H100, cudnn_version=92000)) == ""
     assert preference(32768, replace(_H100, cudnn_version=91901)) == large
+    # Its kernels are the same up to 9.28.
+    assert preference(32768, replace(_H100, cudnn_version=92801)) == large
+    assert preference(32768, replace(_H100, cudnn_version=92900)) == ""
 
 
 def wanted_before(part: Graph, target: Target = _H100) -> dict[int, Any]:

@@ -187,7 +187,8 @@ def _bits(part: Graph, node: Node) -> str:
 def preference(part: Graph, target: Target | None, tables: Tables) -> str:
     """Return the request for the plan that is to be tried first, "" for cuDNN's own.
 
-    Numbers stand for other engines and knobs in another cuDNN, or for another GPU.
+    Numbers may stand for other engines and knobs in another cuDNN, and do for another
+    architecture.
     """
     kernel = kernel_of(part, tables)
     if kernel is None or target is None:
@@ -214,8 +215,12 @@ def preference(part: Graph, target: Target | None, tables: Tables) -> str:
 
 
 def is_measured(rule: Mapping[str, Any], target: Target) -> bool:
-    """Whether a rule was measured with a target's cuDNN, by major and minor version."""
-    return target.cudnn_version // 100 == rule["cudnn"] // 100
+    """Whether a rule holds for a target's cuDNN, by major and minor version.
+
+    It was measured with ``cudnn``, and holds up to the version ``to`` if there is one.
+    """
+    first, last = rule["cudnn"], rule.get("to", rule["cudnn"])
+    return first // 100 <= target.cudnn_version // 100 <= last // 100
 
 
 def is_preferred(preferred: Mapping[str, Any], kernel: Kernel, op: str) -> bool:
