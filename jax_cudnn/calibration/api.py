@@ -2,14 +2,14 @@
 """`plans.calibrate` and `plans.calibrated`: what "auto" knows of this machine's GPU."""
 
 import math
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from jax_cudnn.calibration import kept, measuring
-from jax_cudnn.calibration.calls import Call
 from jax_cudnn.calibration.choosing import Chooser, drawn
 from jax_cudnn.columns import Block, Heading, Page, Rows, Text
 from jax_cudnn.errors import LibraryError
@@ -88,7 +88,7 @@ def calibrate(
     *,
     seconds: float = 300.0,
     is_thorough: bool = False,
-    only: Callable[[Call], bool] | None = None,
+    only: str = "",
 ) -> Calibrated:
     """Measure this machine's GPU, so that "auto" knows where cuDNN is faster on it.
 
@@ -107,7 +107,8 @@ def calibrate(
       is_thorough: whether to time the first plan of every engine, and every kernel of
         the first plan's. It takes several times as long for each call; the tables of
         the package are made so.
-      only: says of a drawn call whether its kernels may be measured. Default: all.
+      only: a regular expression. Calls whose title has it are measured, such as "conv
+        3x3", "layer_norm" or "bfloat16". Default: all.
 
     Returns:
       What is known now, as ``calibrated`` tells it.
@@ -116,10 +117,17 @@ def calibrate(
       LibraryError: JAX has no NVIDIA GPU, or one that is older than sm_80, or nothing
         can be kept on disk.
       GraphError: what is kept for this GPU is broken; the message names the file.
-      ValueError: ``seconds`` is not a positive number, or no drawn call is wanted.
+      ValueError: ``seconds`` is not a positive number, ``only`` is no regular
+        expression, or no drawn call has it.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"calibrate: seconds={seconds!r} is not a positive number")
+    try:
+        wanted = re.compile(only)
+    except re.error as error:
+        raise ValueError(
+            f"calibrate: only={only!r} is no regular expression: {error}"
+        ) from error
     local = local_target()
     if local is None:
         raise LibraryError(
@@ -133,9 +141,8 @@ def calibrate(
             f"(sm_{gpu.target.sm_version}), so XLA runs all. Nothing is to be measured."
         )
     kept.keep(gpu.target, ())  # What cannot be kept is told before it is measured.
-    chooser = Chooser(
-        drawn(gpu.target, only or (lambda _: True)), kept.fresh_rows(gpu.target)
-    )
+    calls = drawn(gpu.target, lambda call: bool(wanted.search(call.title)))
+    chooser = Chooser(calls, kept.fresh_rows(gpu.target))
     batches = _measured(chooser, gpu, seconds, is_thorough=is_thorough)
     for _ in followed(batches, "Calibrating", count=round(seconds), name=str):
         pass
