@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jax_cudnn.policy import evidence, tables
-from jax_cudnn.policy.nearest import LOSS, Kernel, Measured, verdict_of
+from jax_cudnn.policy.nearest import FAR, LOSS, Kernel, Measured, verdict_of
 from jax_cudnn.policy.products.kernels import KINDS
 from jax_cudnn.policy.tables import OTHER_CUDNN, Table
 
@@ -48,8 +48,13 @@ def _by_table(rows: Sequence[Mapping[str, Any]], table: Table, more: float) -> _
     return lambda i: ((a + more, x, 0) for a, x in known.near(_kernel(rows[i])))
 
 
-def _row(name: str, near: _Near, rows: Sequence[Mapping[str, Any]]) -> str:
-    verdicts = [verdict_of(near(i)) for i in range(len(rows))]
+def _row(
+    name: str,
+    near: _Near,
+    rows: Sequence[Mapping[str, Any]],
+    most_apart: float = math.inf,
+) -> str:
+    verdicts = [verdict_of(near(i), most_apart) for i in range(len(rows))]
     pairs = list(zip(verdicts, rows, strict=True))
     kept = [row["ratio"] for v, row in pairs if v is not None and v.is_faster]
     mean = f"{statistics.geometric_mean(kept):.2f}" if kept else ""
@@ -64,7 +69,7 @@ def _row(name: str, near: _Near, rows: Sequence[Mapping[str, Any]]) -> str:
 
 def markdown() -> str:
     """Return the page."""
-    old, new = sorted(tables.shipped(), key=lambda table: table.cudnn)
+    *_, old, new = sorted(tables.shipped(), key=lambda table: table.cudnn)
     version = f"{new.cudnn // 100}.{new.cudnn % 100}"
     name = f"calibration_sm{new.sm_version}-cudnn{version}.json"
     data = json.loads((_FOLDER / name).read_text())
@@ -106,7 +111,7 @@ def markdown() -> str:
         _row("the same, by both", by_both, products),
     ]
     lines += [
-        _row(f"{what}, by others of {version}", _by_others(rows), rows)
+        _row(f"{what}, by others of {version}", _by_others(rows), rows, FAR)
         for what, rows in others.items()
     ]
     return "\n".join(lines) + "\n"

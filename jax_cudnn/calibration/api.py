@@ -59,6 +59,7 @@ class Calibrated(Page):
     own: tuple[Calibration, ...]
     shipped: tuple[str, ...]
     is_covered: bool
+    broken: tuple[str, ...] = ()
 
     def _blocks(self) -> Iterator[Block]:
         name = f"{self.gpu} with cuDNN {self.cudnn}" if self.gpu else "No GPU here"
@@ -75,6 +76,9 @@ class Calibrated(Page):
             for change in each.changes:
                 yield Text(f"  changed since: {change}")
             yield Text(f"  in {each.path}")
+        for told in self.broken:
+            yield Text("")
+            yield Text(f"Not used: {told}")
         yield Text("")
         yield Text(f"Tables of the package: {'; '.join(self.shipped)}.")
         if self.gpu and not self.is_covered:
@@ -114,8 +118,8 @@ def calibrate(
       What is known now, as ``calibrated`` tells it.
 
     Raises:
-      LibraryError: JAX has no NVIDIA GPU, or one that is older than sm_80, or nothing
-        can be kept on disk.
+      LibraryError: JAX has no NVIDIA GPU, or one that is older than sm_80, nothing can
+        be kept on disk, or no kernel could be timed.
       GraphError: what is kept for this GPU is broken; the message names the file.
       ValueError: ``seconds`` is not a positive number, ``only`` is no regular
         expression, or no drawn call has it.
@@ -153,7 +157,7 @@ def _measured(
     chooser: Chooser, gpu: LocalGpu, seconds: float, *, is_thorough: bool
 ) -> Iterator[str]:
     """Measure batches until the time is over; yield once for every second."""
-    start, told, longest = time.monotonic(), 0, 0.0
+    start, told, longest, count = time.monotonic(), 0, 0.0, 0
     while (spent := time.monotonic() - start) + longest < seconds:
         while told < spent:
             yield f"{told} s"
@@ -171,19 +175,24 @@ def _measured(
         for row in found:
             chooser.learn(row)
         kept.keep(gpu.target, found)
+        count += len(found)
         longest = max(longest, time.monotonic() - start - spent)
+    if longest and not count:
+        raise LibraryError(
+            "calibrate: none of the kernels could be timed. Is the GPU's memory in "
+            "use? The log of `jax_cudnn` at the level DEBUG has each reason."
+        )
 
 
 def calibrated() -> Calibrated:
     """Return what "auto" goes by on this machine's GPU: its own times, or others'.
 
-    Raises:
-      GraphError: a file of a calibration is broken; the message names it.
-      LibraryError: a file cannot be read.
+    It reads the files as they are now. A program that runs already goes by a file that
+    another process wrote after `set_cache`.
     """
     local = local_target()
     target = None if local is None else local[1]
-    files = [own.read(path) for path in own.paths()]
+    files, broken = own.read_all()
     tables = [(table.sm_version, table.cudnn) for table in shipped()]
     is_covered = False
     if target is not None:
@@ -199,6 +208,7 @@ def calibrated() -> Calibrated:
             f"sm_{sm}, cuDNN {cudnn // 100}.{cudnn % 100}" for sm, cudnn in tables
         ),
         is_covered=is_covered,
+        broken=broken,
     )
 
 
@@ -207,7 +217,9 @@ def _calibration(file: own.File, target: Target | None) -> Calibration:
     kernels = Counter(
         ", ".join(name.split(", ")[:2]) for name, *_ in file.data["kernels"]
     )
-    is_here = target is not None and file.data["gpu"] == target.name
+    is_here = target is not None and file.is_of(
+        target.name, target.cudnn_version // 100
+    )
     return Calibration(
         gpu=file.data["gpu"],
         cudnn=environment.get("cuDNN", ""),

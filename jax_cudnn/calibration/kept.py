@@ -11,15 +11,25 @@ from typing import Any
 import jax_cudnn
 from jax_cudnn import cache
 from jax_cudnn.calibration.choosing import name_of
-from jax_cudnn.calibration.rules import NO_RULES, of_rows, rules_of, slow_engines
+from jax_cudnn.calibration.rules import (
+    NO_RULES,
+    Rules,
+    of_rows,
+    rules_of,
+    slow_engines,
+)
 from jax_cudnn.errors import LibraryError
 from jax_cudnn.graph import Target, version_text
 from jax_cudnn.lowering.decision import forget_decisions
 from jax_cudnn.policy import own
 from jax_cudnn.policy.own_form import SCHEMA
-from jax_cudnn.policy.products.kernels import KINDS
+from jax_cudnn.policy.products.kernels import KINDS, is_measured
+from jax_cudnn.policy.tables import shipped
 
 _SIGNIFICANT = 3
+# An engine is slow for all kernels of a kind if it was so for this many. The package's
+# first table has more kernels, and fewer of them will do.
+_FEWEST_OF_ENGINE = 8
 
 
 def table_of(
@@ -28,8 +38,10 @@ def table_of(
     """Return the table that follows from measured rows, and the rows themselves."""
     products = [row for row in rows if _has_rules(row)]
     others = [row for row in rows if not _has_rules(row)]
-    rules = rules_of(products, slow_engines(products), target.cudnn_version)
-    found = itertools.chain(of_rows(products, rules), of_rows(others, NO_RULES))
+    slow = slow_engines(products, fewest=_FEWEST_OF_ENGINE)
+    rules = rules_of(products, slow, target.cudnn_version)
+    known = _with_the_packages(rules, target)
+    found = itertools.chain(of_rows(products, known), of_rows(others, NO_RULES))
     kernels = [
         [kernel.name, *map(_short, (kernel.rows, kernel.columns, kernel.depth)), ratio]
         for kernel, ratio in found
@@ -48,6 +60,28 @@ def table_of(
         "kernels": sorted(kernels),
         "measured": [*rows],
     }
+
+
+def _with_the_packages(rules: Rules, target: Target) -> Rules:
+    """Return rules with those of the package that hold for a target as well.
+
+    Kernels are kept with the times of the plans that "auto" runs.
+    """
+    tables = [x for x in shipped() if x.is_of_architecture(target)]
+
+    def held(name: str) -> list[Mapping[str, Any]]:
+        every = (each for table in tables for each in table.data.get(name, ()))
+        return [each for each in every if is_measured(each, target)]
+
+    slow = {name: {*engines} for name, engines in rules.slow.items()}
+    for table in tables:
+        for name, engines in table.data.get("slow_engines", {}).items():
+            slow.setdefault(name, set()).update(engines)
+    return Rules(
+        slow={name: sorted(engines) for name, engines in slow.items()},
+        preferred=[*rules.preferred, *held("preferred")],
+        engines=[*rules.engines, *held("engines")],
+    )
 
 
 def _has_rules(row: Mapping[str, Any]) -> bool:

@@ -74,8 +74,13 @@ class Rules:
 NO_RULES = Rules(slow={}, preferred=(), engines=())
 
 
-def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
-    """Return the engines that XLA's code is faster than, by kind, bits and groups."""
+def slow_engines(
+    rows: Sequence[Mapping[str, Any]], *, fewest: int = _FEWEST_OF_ENGINE
+) -> dict[str, list[int]]:
+    """Return the engines that XLA's code is faster than, by kind, bits and groups.
+
+    So many kernels have to say so at least.
+    """
     ratios: defaultdict[tuple[str, int], list[float]] = defaultdict(list)
     for row in rows:
         *_, name = engines_names(row["class"])
@@ -85,7 +90,7 @@ def slow_engines(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[int]]:
     for (name, engine), each in sorted(ratios.items()):
         not_slower = sum(ratio <= LOSS for ratio in each)
         if (
-            len(each) >= _FEWEST_OF_ENGINE
+            len(each) >= fewest
             and statistics.geometric_mean(each) >= _SLOW_ENGINE
             and not_slower <= _NOT_SLOWER * len(each)
         ):
@@ -282,7 +287,7 @@ def of_rows(
 
 def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:
     """Return by how much a preference changes a time: as a mean, if it is not known."""
-    if "kernels" not in row:
+    if not row.get("kernels"):
         return preference["ratio"] ** (preference["count"] / preference["of"])
     names = map(json.dumps, preference["knobs"])
     return _ratio_of_first(row["kernels"], names) or 1.0

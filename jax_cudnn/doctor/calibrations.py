@@ -6,16 +6,13 @@ Needs the whole package, which it imports when it is asked.
 
 from dataclasses import dataclass
 
-from jax_cudnn.errors import GraphError, LibraryError
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnCalibration:
     """What was measured on this machine, or imported, of a GPU with a cuDNN.
 
-    ``cudnn`` is its minor version, such as 919. ``changes`` says
-    what was measured with other versions than those here, such as "JAX 0.11.2, here
-    0.12.0 (400 kernels)".
+    ``cudnn`` is its minor version, such as 919. ``changes`` says what was measured with
+    other versions than those here, such as "JAX 0.11.2, here 0.12.0 (400 kernels)".
     """
 
     gpu: str
@@ -53,21 +50,16 @@ def calibrations(cudnn_version: int) -> Calibrations:
     """Return the tables that there are, for this version of cuDNN."""
     from jax_cudnn.policy import own, tables
 
-    found: list[OwnCalibration] = []
-    broken: list[str] = []
-    for path in own.paths():
-        try:
-            file = own.read(path, remedy="")
-        except (GraphError, LibraryError) as error:
-            broken.append(str(error))
-            continue
-        each = OwnCalibration(
+    files, broken = own.read_all(remedy="")
+    found = tuple(
+        OwnCalibration(
             gpu=file.data["gpu"],
             cudnn=file.data["cudnn"],
             kernels=len(file.data["kernels"]),
             changes=file.changes(cudnn_version),
-            path=str(path),
+            path=str(file.path),
         )
-        found.append(each)
+        for file in files
+    )
     shipped = tuple((each.sm_version, each.cudnn) for each in tables.shipped())
-    return Calibrations(shipped=shipped, own=tuple(found), broken=tuple(broken))
+    return Calibrations(shipped=shipped, own=found, broken=broken)

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jax_cudnn.graph import Graph, SdpaAttributes, Tensor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.common.legalization import Legal
-from jax_cudnn.policy.nearest import ONE, Kernel
+from jax_cudnn.policy.nearest import Kernel
 
 # Operands and results of attention with nothing but causality.
 _PLAIN = frozenset({"query", "key", "value", "output", "stats"})
@@ -96,10 +96,10 @@ class Attention:
         words = [self._kind, bits]
         words += ["causal"] if attributes.is_causal else []
         words += ["gives stats"] if self.gives_stats else []
-        words += sorted(roles.keys() - _PLAIN - _GRADIENTS)
-        words += ["more"] if attributes != plain else []
+        words += [f"with {x}" for x in sorted(roles.keys() - _PLAIN - _GRADIENTS)]
+        words += ["with more"] if attributes != plain else []
         # XLA transposes nothing then: it is another code.
-        words += [ONE] if self.has_one_head_or_sequence else []
+        words += ["with one head or sequence"] if self.has_one_head_or_sequence else []
         batch, heads, tokens, size = self._query.dims
         return Kernel(
             name=", ".join(words),

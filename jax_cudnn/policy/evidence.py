@@ -2,10 +2,11 @@
 """Judges a kernel by those that tables have measured, of any family."""
 
 import functools
+import math
 from collections import Counter
 
 from jax_cudnn.graph import Target
-from jax_cudnn.policy.nearest import LOSS, Kernel, Measured, Verdict, verdict_of
+from jax_cudnn.policy.nearest import FAR, LOSS, Kernel, Measured, Verdict, verdict_of
 from jax_cudnn.policy.tables import Table, Tables
 
 
@@ -28,7 +29,8 @@ def verdict_on(
         found += ((apart + more, ratio, place) for apart, ratio in near)
         if table is last:
             break
-    return verdict_of(found)
+    # Where rows are the alternative, kernels have to be like this one.
+    return verdict_of(found, FAR if last is not None else math.inf)
 
 
 def told(kernel: Kernel, verdict: Verdict) -> str:

@@ -21,7 +21,7 @@ _NEAREST = 8
 # Fewer than this say too little. Those whose sizes are further away than this, a factor
 # of 20 in one of them, say nothing.
 _FEWEST = 3
-_FAR = 3.0
+FAR = 3.0
 # The weight of a kernel is 1 / (this + its distance).
 _NEAR = 0.5
 # What differs in classes of one family counts as a factor of e in one size, or of its
@@ -35,12 +35,13 @@ _OTHER_CODE = 1.0
 # the distance is larger by this.
 _THREE_AXES = "3 axes"
 _OTHER_AXES = 1.5
-# Words without which kernels are of another family. Convolutions in groups are of one
-# only if the same becomes of their groups (conv_groups.py).
-ONE = "one head or sequence"
+# Words without which kernels are of another family, beside those that begin with the
+# other one here. Convolutions in groups are of one only if the same becomes of their
+# groups (conv_groups.py).
 FAMILIES = frozenset(
-    {"few rows", "groups", "depthwise", "merged", "padded", "one group", ONE}
+    {"few rows", "groups", "depthwise", "merged", "padded", "one group"}
 )
+_WITH = "with "
 # The part of a time above a loss counts three times, and what takes more than twice
 # XLA's time counts as that: no single kernel decides for its neighbours.
 _MORE = 2.0
@@ -95,7 +96,7 @@ class Measured:
         """Yield the distances and ratios of those that say something of a kernel."""
         for each, ratio in self._families.get(family_of(kernel.name), ()):
             apart = between_sizes(kernel, each)
-            if apart <= _FAR:
+            if apart <= FAR:
                 yield apart + between_names(kernel.name, each.name), ratio
 
     def verdict(self, kernel: Kernel) -> Verdict | None:
@@ -103,10 +104,15 @@ class Measured:
         return verdict_of((*each, 0) for each in self.near(kernel))
 
 
-def verdict_of(found: Iterable[tuple[float, float, int]]) -> Verdict | None:
-    """Judge a kernel by the distances, ratios and tables of others; None for few."""
+def verdict_of(
+    found: Iterable[tuple[float, float, int]], most_apart: float = math.inf
+) -> Verdict | None:
+    """Judge a kernel by the distances, ratios and tables of others.
+
+    None where too few are no further away than that, words and tables counted.
+    """
     near = heapq.nsmallest(_NEAREST, found, key=operator.itemgetter(0))
-    if len(near) < _FEWEST:
+    if sum(distance <= most_apart for distance, _, _ in near) < _FEWEST:
         return None
     weights = [1 / (_NEAR + distance) for distance, _, _ in near]
     ratios = [ratio for _, ratio, _ in near]
@@ -154,8 +160,9 @@ def between_names(one: str, other: str) -> float:
 @functools.cache
 def family_of(name: str) -> str:
     """Return what kernels have to have in common: kind, bits, and how they are run."""
-    words = name.split(", ")
-    return ", ".join([*words[:2], *sorted(FAMILIES.intersection(words))])
+    kind, bits, *words = name.split(", ")
+    own = {word for word in words if word in FAMILIES or word.startswith(_WITH)}
+    return ", ".join([kind, bits, *sorted(own)])
 
 
 def _mean(values: Iterable[float], weights: Sequence[float]) -> float:

@@ -50,7 +50,8 @@ class Norm:
             return None
         words = [f"{self.kind}_backward" if self._is_gradient else self.kind]
         words += [self.dtypes.replace(", ", " and ")]
-        words += ["training"] if self.is_training and not self._is_gradient else []
-        words += ["residual"] if self.adds_residual else []
+        is_with_statistics = self.is_training and not self._is_gradient
+        words += ["with statistics"] if is_with_statistics else []
+        words += ["with residual"] if self.adds_residual else []
         name = ", ".join(words)
         return Kernel(name=name, rows=self.rows, columns=self.features, depth=1.0)

@@ -87,13 +87,22 @@ def read(path: Path, *, remedy: str = _REMEDY) -> File:
 @functools.cache
 def files() -> tuple[File, ...]:
     """Return the files that are there. One that cannot be read is warned about."""
+    found, broken = read_all()
+    for told in broken:
+        _log.warning("what was calibrated is not used: %s", told)
+    return tuple(found)
+
+
+def read_all(*, remedy: str = _REMEDY) -> tuple[list[File], tuple[str, ...]]:
+    """Return the files that are there, and what is wrong with those that are broken."""
     found: list[File] = []
+    broken: list[str] = []
     for path in paths():
         try:
-            found.append(read(path))
+            found.append(read(path, remedy=remedy))
         except (GraphError, LibraryError) as error:
-            _log.warning("what was calibrated is not used: %s", error)
-    return tuple(found)
+            broken.append(str(error))
+    return found, tuple(broken)
 
 
 def paths() -> list[Path]:

@@ -5,12 +5,14 @@ A file may have been edited, or come from anywhere: what is wrong with it is to 
 when it is read, and not while a program is compiled.
 """
 
-import math
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 # The version of the file's form.
 SCHEMA = 1
+# Times, ratios and sizes are between these.
+_SMALLEST, _LARGEST = 1e-12, 1e18
 
 
 def check(data: Any) -> None:
@@ -20,7 +22,11 @@ def check(data: Any) -> None:
         raise ValueError(f"schema {data.get('schema')} is not {SCHEMA}")
     for name, kind in _TYPES.items():
         _is(data.get(name), kind, name)
+    if unknown := data.keys() - {"schema", *_TYPES}:
+        raise ValueError(f"{sorted(unknown)!r:.200} are no parts of it")
     _is(data["gpu"] or None, str, "gpu")
+    if not data["gpu"].isprintable():
+        raise ValueError(f"gpu {data['gpu']!r:.100} is no name")
     if not (data["sm_version"] > 0 and data["cudnn"] > 0):
         raise ValueError("sm_version and cudnn are positive")
     if data["rows"] or data["orders"]:
@@ -63,6 +69,7 @@ def _is_row(entry: Any) -> bool:
         and _has(entry, engines=_are_times, kernels=_are_times)
         and _has(entry, **{"with": _is_environment})
         and all(name.isdecimal() for name in entry["engines"])
+        and all(map(_is_json, entry["kernels"]))
     )
 
 
@@ -71,6 +78,7 @@ def _is_preference(entry: Any) -> bool:
         _has(entry, kind=_is_text, bits=_is_text, cudnn=_is_whole, engine=_is_whole)
         and _has(entry, knobs=_is_list_of(_is_knobs), work=_are_bounds)
         and _has(entry, ratio=_is_positive, count=_is_whole, of=_is_whole)
+        and _is_whole(entry.get("to", 0))
     )
 
 
@@ -100,6 +108,14 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
+def _is_json(value: Any) -> bool:
+    try:
+        json.loads(value)
+    except ValueError:
+        return False
+    return True
+
+
 def _is_bool(value: Any) -> bool:
     return isinstance(value, bool)
 
@@ -113,7 +129,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+    return type(value) in (int, float) and _SMALLEST < value < _LARGEST
 
 
 def _is_class(value: Any) -> bool:

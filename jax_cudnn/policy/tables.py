@@ -269,12 +269,16 @@ def calibrated() -> tuple[Table, ...]:
     return _tables_of(own.files())
 
 
-@functools.lru_cache(maxsize=4)
+@functools.lru_cache(maxsize=1)
 def _tables_of(files: tuple[own.File, ...]) -> tuple[Table, ...]:
-    return tuple(Table.of(file.data) for file in files)
+    # The measured rows stay in the file: nothing here reads them.
+    return tuple(
+        Table.of({k: v for k, v in file.data.items() if k != "measured"})
+        for file in files
+    )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def _nearest_first(
     found: tuple[Table, ...], sm_version: int, cudnn: int, gpu: str
 ) -> Tables:

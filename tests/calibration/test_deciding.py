@@ -142,7 +142,7 @@ def test_rows_of_the_nearest_table_go_before_kernels_that_are_further_away() -> 
 
 
 def _slow_rows(engine: int, name: str) -> list[dict[str, Any]]:
-    like = rows_like(_PARTS["product"](), 3.0, 3)
+    like = rows_like(_PARTS["product"](), 3.0, 8)
     changes = {"class": name, "first_engine": engine, "engines": {}}
     return [{**each, **changes} for each in like]
 

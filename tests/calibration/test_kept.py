@@ -29,7 +29,7 @@ _ROWS = [row(kernel(rows=2**i), 0.5, i) for i in range(5, 9)]
 def test_a_table_follows_from_rows() -> None:
     slow = [
         row(kernel("conv_fprop, 16 bits, more"), 3.0, i, first_engine=8, engines={})
-        for i in range(3)
+        for i in range(8)
     ]
     norm = row(kernel("rms_norm, bf16", depth=1), 0.00001)
     table = kept.table_of([*_ROWS, *slow, norm], H100, {"JAX": "1"})
@@ -39,17 +39,36 @@ def test_a_table_follows_from_rows() -> None:
     assert names == [*["matmul, 16 bits, more"] * 4, "rms_norm, bf16"]
     # No ratio is 0, however fast cuDNN was.
     assert table["kernels"][-1] == ["rms_norm, bf16", 1020.0, 1020.0, 1.0, 0.001]
-    assert len(table["measured"]) == 8
+    assert len(table["measured"]) == 13
+    # Fewer kernels make no engine slow for all of a kind.
+    few = kept.table_of([*_ROWS, *slow[:7]], H100, {})
+    assert few["slow_engines"] == {}
+
+
+def test_times_are_those_of_the_plans_that_auto_runs() -> None:
+    """The package's rules change cuDNN's first plan, and leave some engines to XLA."""
+    like = kernel("matmul, 16 bits, more", rows=4096, columns=2048, depth=2048)
+    (first,) = kept.table_of(
+        [row(like, 1.0, op="matmul+add", first_engine=4)], H100, {}
+    )["kernels"]
+    assert first[-1] == pytest.approx(0.905, abs=0.01)
+    newer = replace(H100, cudnn_version=92900)
+    (first,) = kept.table_of(
+        [row(like, 1.0, op="matmul+add", first_engine=4)], newer, {}
+    )["kernels"]
+    assert first[-1] == 1.0
+    slow = kernel("conv_fprop, 16 bits, more, 2 axes")
+    assert kept.table_of([row(slow, 3.0, first_engine=51)], H100, {})["kernels"] == []
 
 
 def test_depthwise_convolutions_say_nothing_of_other_ones() -> None:
     name = "conv_fprop, 16 bits, depthwise, 2 axes"
-    like = [row(kernel(name), 3.0, i, first_engine=8) for i in range(3)]
+    like = [row(kernel(name), 3.0, i, first_engine=8) for i in range(8)]
     engines = {"77": 1.0, "78": 0.5}
-    like += [row(kernel(name), 1.0, i + 3, engines=engines) for i in range(8)]
+    like += [row(kernel(name), 1.0, i + 8, engines=engines) for i in range(8)]
     table = kept.table_of(like, H100, {})
     assert (table["slow_engines"], table["engines"]) == ({}, [])
-    assert [each[-1] for each in table["kernels"]] == [*[1.0] * 8, *[3.0] * 3]
+    assert [each[-1] for each in table["kernels"]] == [*[1.0] * 8, *[3.0] * 8]
 
 
 def test_what_others_added_meanwhile_stays(folder: Path) -> None:
@@ -133,6 +152,8 @@ _BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
         {**_ORDER, "kind": "matmul"}
     ),
     "is none of its preferred": lambda data: data["preferred"].append(_ORDER),
+    "are no parts of it": lambda data: data.update(norms=[1]),
+    "is no name": lambda data: data.update(gpu="NVIDIA\x1b[31m"),
     "are no engines": lambda data: data["slow_engines"].update({"x": ["1"]}),
 }
 
@@ -163,9 +184,10 @@ def test_a_broken_file_is_refused_by_name_and_decides_nothing(
     assert len(tables.calibrated()) == 1
     path.write_bytes(content)
     kept.use()
-    with pytest.raises(GraphError, match=path.name) as caught:
-        plans.calibrated()
-    assert "Delete it, and run `jax-cudnn calibrate` again." in str(caught.value)
+    (told,) = plans.calibrated().broken
+    assert path.name in told
+    assert "Delete it, and run `jax-cudnn calibrate` again." in told
+    assert f"Not used: {path}" in str(plans.calibrated())
     with pytest.raises(GraphError, match=path.name):
         kept.keep(H100, _ROWS)
     assert path.read_bytes() == content

@@ -31,6 +31,8 @@ _WIDTHS = ("16 bits", "f32")
 # XLA has kernels that add to a contraction's result, and that take its relu.
 _SUMS = frozenset({"add", "identity"})
 _OF_ONES, _GROUPS = "windows of 1", "groups"
+# A table of so many knows the slow engines.
+_MANY_KERNELS = 1000
 # Of random calls, those that are not in groups have as many channels, in and out.
 _FEWEST_CHANNELS = 32
 # Products of so few rows are bound by reading the other matrix. Text is generated so.
@@ -136,18 +138,19 @@ class _Slow:
 
 
 def _slow(target: Target | None, tables: Tables) -> Mapping[str, _Slow]:
-    """Return the slow engines by the nearest table that names some, for each name.
+    """Return the slow engines of each name, by the nearest tables of the architecture.
 
-    What was measured on a machine is little: it adds to what the package knows.
+    A table of few kernels adds to the next one.
     """
     found: dict[str, _Slow] = {}
-    for table in reversed(tables.tables):
-        if table.is_of_architecture(target):
-            for name, engines in table.data.get("slow_engines", {}).items():
-                known = found.get(name, _Slow()) if table.gpu else _Slow()
-                found[name] = _Slow(
-                    known.engines.union(engines), (table, *known.tables)
-                )
+    for table in tables.tables:
+        if not table.is_of_architecture(target):
+            continue
+        for name, engines in table.data.get("slow_engines", {}).items():
+            known = found.get(name, _Slow())
+            found[name] = _Slow(known.engines.union(engines), (*known.tables, table))
+        if len(table.data.get("kernels", ())) >= _MANY_KERNELS:
+            break
     return found
 
 
