@@ -16,6 +16,7 @@ import pytest
 from jax_cudnn import cache, plans
 from jax_cudnn.calibration import kept
 from jax_cudnn.errors import GraphError, LibraryError
+from jax_cudnn.graph import Target
 from jax_cudnn.policy import own, tables
 from tests.calibration.shared import H100, file_of, folder, kernel, row
 
@@ -105,20 +106,24 @@ def test_nothing_is_written_before_something_was_measured(folder: Path) -> None:
 
 
 _KEEPS = """
-import sys
+import json, sys
 from jax_cudnn.calibration import kept
-from tests.calibration.shared import H100, kernel, row
-for i in range(25):
-    kept.keep(H100, [row(kernel(rows=2**5), 0.5, int(sys.argv[1]) + i)])
+from jax_cudnn.graph import Target
+target, rows = json.loads(sys.argv[1])
+for row in rows:
+    kept.keep(Target(**target), [row])
 """
 
 
 def test_processes_keep_at_once_and_nothing_is_lost(folder: Path) -> None:
     environment = {**os.environ, cache.DIRECTORY_VARIABLE: str(folder)}
-    running = [
-        subprocess.Popen([sys.executable, "-c", _KEEPS, start], env=environment)
-        for start in ("0", "100")
-    ]
+    target = {name: getattr(H100, name) for name in Target.__slots__}
+    running: list[subprocess.Popen[bytes]] = []
+    for start in (0, 100):
+        rows = [row(kernel(rows=2**5), 0.5, start + i) for i in range(25)]
+        told = json.dumps([target, rows])
+        command = [sys.executable, "-c", _KEEPS, told]
+        running.append(subprocess.Popen(command, env=environment))
     assert [each.wait(timeout=60) for each in running] == [0, 0]
     assert len(kept.measured_rows(H100)) == 50
 

@@ -52,7 +52,7 @@ def _measure_in_f64(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> None:
     monkeypatch.undo()
     monkeypatch.setattr(fusion, "_refusals", lambda *_: [])
     monkeypatch.setattr(reduction, "_refusals", lambda _: ())
-    (table,) = tables.shipped()
+    (table, *_) = tables.shipped()
     orders = [
         replace(each, when={**each.when, **_of_f64(each, changes)})
         for each in table.orders
