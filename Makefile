@@ -157,12 +157,12 @@ types: .venv-tools/.installed .venv-oldest/.installed  ## pyright
 # thousands, in half the time. Newer ones do not know the flag, and stop.
 test-oldest: export XLA_FLAGS := --xla_cpu_use_fusion_emitters=false $(XLA_FLAGS)
 test-oldest: .venv-oldest/.installed gpuless  ## all rings with the oldest JAX supported
-	$(call rings,.venv-oldest,$(call sample,1/16))
+	$(call rings,.venv-oldest,$(call sample,1/24))
 
 .PHONY: test-newest
 ifneq ($(PYTHON_NEWEST),)
 test-newest: .venv-newest/.installed  ## what depends on JAX, with the newest one supported
-	$(call rings,.venv-newest,-m 'not once' $(call sample,2/16))
+	$(call rings,.venv-newest,-m 'not once' $(call sample,2/24))
 else
 test-newest:
 	@$(no_newest)
@@ -170,7 +170,7 @@ endif
 
 .PHONY: gpuless
 gpuless: .venv-oldest/.installed  ## the real cuDNN plans every graph, without a GPU
-	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/16) $(call folders,gpuless))
+	$(call pytest,.venv-oldest,$(PYTEST_FLAGS) $(call sample,1/24) $(call folders,gpuless))
 
 .PHONY: gpu
 gpu: .venv/.installed  ## the GPU ring, with its report
