@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import on_this_gpu, write_records
+from jax_cudnn.calibration.kept import short
 from jax_cudnn.calibration.rules import of_rows, rules_of, slow_engines
 from jax_cudnn.policy.nearest import LOSS
 from scripts.judged_rules import Judged, judged, of_cells
@@ -201,7 +202,7 @@ def main() -> None:
         ],
         "engines": rules.engines,
         "kernels": sorted(
-            [each.name, *map(_short, (each.rows, each.columns, each.depth)), ratio]
+            [each.name, *map(short, (each.rows, each.columns, each.depth)), ratio]
             for each, ratio in kernels
         ),
     }
@@ -212,11 +213,6 @@ def main() -> None:
     kept = [each for each in slower if each.is_cudnns]
     print(f"more than 5 % slower than XLA: {len(slower)} of {len(found)} kernels")
     print(f"of these, run by cuDNN if the others decide: {len(kept)}")
-
-
-def _short(size: float) -> float:
-    """Return a size with three digits, which is more than a nearness needs."""
-    return float(f"{size:.3g}")
 
 
 if __name__ == "__main__":

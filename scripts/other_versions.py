@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_cudnn.calibration.kept import has_rules
+from jax_cudnn.calibration.rules import kernel_of_row
 from jax_cudnn.policy import evidence, tables
-from jax_cudnn.policy.nearest import FAR, LOSS, Kernel, Measured, verdict_of
-from jax_cudnn.policy.products.kernels import KINDS
+from jax_cudnn.policy.nearest import FAR, LOSS, Measured, verdict_of
 from jax_cudnn.policy.tables import OTHER_CUDNN, Table
 
 _FOLDER = Path(__file__).parent.parent / "docs" / "benchmarks"
@@ -29,23 +30,18 @@ _GREAT = 1.3
 _Near = Callable[[int], Iterator[tuple[float, float, int]]]
 
 
-def _kernel(row: Mapping[str, Any]) -> Kernel:
-    rows, columns, depth, _ = row["sizes"]
-    return Kernel(name=row["class"], rows=rows, columns=columns, depth=depth)
-
-
 def _by_others(rows: Sequence[Mapping[str, Any]]) -> _Near:
     def near(i: int) -> Iterator[tuple[float, float, int]]:
         others = [*rows[: max(0, i - _BESIDE)], *rows[i + _BESIDE + 1 :]]
-        known = Measured((_kernel(row), row["ratio"]) for row in others)
-        return ((*each, 1) for each in known.near(_kernel(rows[i])))
+        known = Measured((kernel_of_row(row), row["ratio"]) for row in others)
+        return ((*each, 1) for each in known.near(kernel_of_row(rows[i])))
 
     return near
 
 
 def _by_table(rows: Sequence[Mapping[str, Any]], table: Table, more: float) -> _Near:
     known = evidence.kernels(table)
-    return lambda i: ((a + more, x, 0) for a, x in known.near(_kernel(rows[i])))
+    return lambda i: ((a + more, x, 0) for a, x in known.near(kernel_of_row(rows[i])))
 
 
 def _row(
@@ -74,7 +70,7 @@ def markdown() -> str:
     name = f"calibration_sm{new.sm_version}-cudnn{version}.json"
     data = json.loads((_FOLDER / name).read_text())
     found = data["environment"]
-    products = [row for row in data["rows"] if _is_of_product(row)]
+    products = [row for row in data["rows"] if has_rules(row)]
     others = {
         "depthwise convolutions": [
             x for x in data["rows"] if "depthwise" in x["class"]
@@ -115,11 +111,6 @@ def markdown() -> str:
         for what, rows in others.items()
     ]
     return "\n".join(lines) + "\n"
-
-
-def _is_of_product(row: Mapping[str, Any]) -> bool:
-    kind, _, *words = row["class"].split(", ")
-    return kind in KINDS and "depthwise" not in words
 
 
 def main() -> None:

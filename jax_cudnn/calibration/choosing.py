@@ -21,6 +21,7 @@ from jax_cudnn.calibration.calls import (
     drawn_mlp,
     drawn_step,
 )
+from jax_cudnn.calibration.rules import kernel_of_row
 from jax_cudnn.graph import Graph, Target, is_anchor, label, operand_text
 from jax_cudnn.lowering import traced_program
 from jax_cudnn.policy import measured_as, ranked
@@ -109,8 +110,7 @@ class Chooser:
 
     def learn(self, row: Mapping[str, Any]) -> None:
         """Know a row from now on."""
-        rows, columns, depth, _ = row["sizes"]
-        kernel = Kernel(name=row["class"], rows=rows, columns=columns, depth=depth)
+        kernel = kernel_of_row(row)
         weight = _CLOSE + min(_APART - _CLOSE, abs(math.log(row["ratio"])))
         self._names.add(name_of(row))
         self._add(kernel, weight)

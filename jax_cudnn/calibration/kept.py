@@ -36,14 +36,19 @@ def table_of(
     rows: Sequence[Mapping[str, Any]], target: Target, environment: Mapping[str, str]
 ) -> dict[str, Any]:
     """Return the table that follows from measured rows, and the rows themselves."""
-    products = [row for row in rows if _has_rules(row)]
-    others = [row for row in rows if not _has_rules(row)]
+    # A short run times no kernels of an engine: what they gain is not known.
+    products = [
+        {name: x for name, x in row.items() if name != "kernels" or x}
+        for row in rows
+        if has_rules(row)
+    ]
+    others = [row for row in rows if not has_rules(row)]
     slow = slow_engines(products, fewest=_FEWEST_OF_ENGINE)
     rules = rules_of(products, slow, target.cudnn_version)
     known = _with_the_packages(rules, target)
     found = itertools.chain(of_rows(products, known), of_rows(others, NO_RULES))
     kernels = [
-        [kernel.name, *map(_short, (kernel.rows, kernel.columns, kernel.depth)), ratio]
+        [kernel.name, *map(short, (kernel.rows, kernel.columns, kernel.depth)), ratio]
         for kernel, ratio in found
     ]
     return {
@@ -84,7 +89,7 @@ def _with_the_packages(rules: Rules, target: Target) -> Rules:
     )
 
 
-def _has_rules(row: Mapping[str, Any]) -> bool:
+def has_rules(row: Mapping[str, Any]) -> bool:
     """Whether engines are slow for such kernels, or others go first.
 
     Depthwise convolutions have engines of their own.
@@ -93,7 +98,7 @@ def _has_rules(row: Mapping[str, Any]) -> bool:
     return kind in KINDS and "depthwise" not in words
 
 
-def _short(size: float) -> float:
+def short(size: float) -> float:
     """Return a size with as many digits as the files of tables have."""
     return float(f"{size:.{_SIGNIFICANT}g}")
 

@@ -260,6 +260,12 @@ def _preferred(
     return names
 
 
+def kernel_of_row(row: Mapping[str, Any]) -> Kernel:
+    """Return the kernel that a row is about."""
+    rows, columns, depth, _ = row["sizes"]
+    return Kernel(name=row["class"], rows=rows, columns=columns, depth=depth)
+
+
 def of_rows(
     rows: Iterable[Mapping[str, Any]], rules: Rules
 ) -> Iterator[tuple[Kernel, float]]:
@@ -268,8 +274,7 @@ def of_rows(
     Where another plan goes before the first, its time counts.
     """
     for row in rows:
-        m, n, depth, _ = row["sizes"]
-        kernel = Kernel(name=row["class"], rows=m, columns=n, depth=depth)
+        kernel = kernel_of_row(row)
         engine, ratio = row["first_engine"], row["ratio"]
         each = preference_for(kernel, row["op"], rules.preferred)
         orders = [x for x in rules.engines if x["first"] == engine]
@@ -287,7 +292,7 @@ def of_rows(
 
 def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:
     """Return by how much a preference changes a time: as a mean, if it is not known."""
-    if not row.get("kernels"):
+    if "kernels" not in row:
         return preference["ratio"] ** (preference["count"] / preference["of"])
     names = map(json.dumps, preference["knobs"])
     return _ratio_of_first(row["kernels"], names) or 1.0
