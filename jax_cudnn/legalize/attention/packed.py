@@ -17,10 +17,11 @@ import jax.numpy as jnp
 from jax_cudnn.graph import Graph, Node, SdpaAttributes, Target, Tensor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.legalize.attention.masks import DEAD_STATS, attributes_of, where_logical
+from jax_cudnn.legalize.attention.padding import STATS_COLUMNS
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
 from jax_cudnn.legalize.common.legalization import Legal, Legalization, Rule, given_more
-from jax_cudnn.limits.attention import NO_PACKED_STATS
+from jax_cudnn.limits.attention import LARGE_PACKED_HEADS, NO_PACKED_STATS
 from jax_cudnn.reference.attention import sequences
 from jax_cudnn.reference.attention.sequences import Spans
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -97,6 +98,8 @@ def _why_not_ragged(
         return f"cuDNN has no band for the window {list(attributes.window)}"
     if NO_PACKED_STATS.is_here(target):
         return NO_PACKED_STATS.told(target, roles)
+    if LARGE_PACKED_HEADS.is_here(target) and _largest_gradient_head(roles) > 128:
+        return LARGE_PACKED_HEADS.told(target, roles)
     largest = max(math.prod(tensor.dims) for tensor in roles.values())
     if largest * _most_padding(query, roles["value"]) >= 2**31:
         return "their offsets would be 2^31 or more"
@@ -105,6 +108,14 @@ def _why_not_ragged(
     if query.dims[0] * n > 65535:
         return f"{query.dims[0]} rows of {n} sequences exceed 65535"
     return ""
+
+
+def _largest_gradient_head(roles: Mapping[str, Tensor]) -> int:
+    """Return the largest head size that a gradient kernel gets; 0 of a forward graph."""
+    if "grad_output" not in roles:
+        return 0
+    more = STATS_COLUMNS if "grad_stats" in roles else 0
+    return max(roles["query"].dims[3], roles["value"].dims[3] + more)
 
 
 def _most_padding(query: Tensor, value: Tensor) -> float:
