@@ -19,6 +19,7 @@
 #include "cudnn/cudnn_library.h"
 #include "graph/graph_spec.h"
 #include "keeping/plan_cache.h"
+#include "plans/blas_product.h"
 #include "plans/plan.h"
 #include "plans/plan_target.h"
 #include "plans/plan_timer.h"
@@ -69,6 +70,14 @@ nb::list PlanOffline(const nb::bytes& graph, const nb::bytes& request,
   return ToList(candidates);
 }
 
+bool HasBlasProduct(const nb::bytes& graph) {
+  const std::string text = Text(graph);
+  return Call("reading a graph", [&]() -> StatusOr<bool> {
+    ASSIGN_OR_RETURN(const GraphSpec spec, ParseGraph(text));
+    return BlasProduct::Covers(spec);
+  });
+}
+
 using Pointers = std::vector<uintptr_t>;
 
 std::vector<void*> ToPointers(const Pointers& values) {
@@ -117,6 +126,8 @@ void BindPlanner(nb::module_& m) {
   m.def("plan_offline", PlanOffline, nb::arg("graph"), nb::arg("request"),
         nb::arg("device_properties"), nb::arg("sm_version"), nb::arg("sm_count"),
         nb::arg("build"));
+  m.def("has_blas_product", HasBlasProduct, nb::arg("graph"));
+  m.attr("CUBLASLT_ENGINE") = kCublasLtEngine;
   m.def("time_plan", TimeGraph, nb::arg("graph"), nb::arg("request"), nb::arg("device"),
         nb::arg("sets"), nb::arg("workspace"), nb::arg("launches"), nb::arg("samples"));
 }

@@ -164,11 +164,10 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   const std::string major = std::to_string(cudnn.cuda_major);
   ASSIGN_OR_RETURN(runtime->cudart, Open("libcudart.so." + major, directories));
   ASSIGN_OR_RETURN(const OpenLibrary driver, Open("libcuda.so.1", directories));
-  ASSIGN_OR_RETURN(const OpenLibrary cublaslt,
-                   Open("libcublasLt.so." + major, directories));
+  ASSIGN_OR_RETURN(runtime->cublaslt, Open("libcublasLt.so." + major, directories));
   ASSIGN_OR_RETURN(const OpenLibrary nvrtc, Open("libnvrtc.so." + major, directories));
-  runtime->companions = {driver, cublaslt, nvrtc};
-  runtime->cublaslt_version = CublasLtVersion(cublaslt);
+  runtime->companions = {driver, runtime->cublaslt, nvrtc};
+  runtime->cublaslt_version = CublasLtVersion(runtime->cublaslt);
   runtime->nvrtc_version = NvrtcVersion(nvrtc);
   OpenNvrtcBuiltins(nvrtc, runtime->nvrtc_version, directories, runtime->companions);
   const OpenLibrary& cudart = runtime->cudart;

@@ -93,6 +93,7 @@ struct CudnnRuntime {
   CudnnLibrary cudnn;
   CudaFunctions cuda;
   OpenLibrary cudart;
+  OpenLibrary cublaslt;
   std::vector<OpenLibrary> companions;  // libcuda, libcublasLt, libnvrtc and its own
   // Of the companions whose code is in plans; 0 where they do not say.
   int cublaslt_version = 0;  // as cuBLAS counts it: 130100 is 13.1.0

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Building the first of cuDNN's candidates that will do, over all ways of writing the
-// graph, and listing them.
+// Building the first candidate that will do, cuDNN's over all ways of writing the graph
+// and then cuBLASLt's, and listing them.
 
 #include <algorithm>
 #include <cstddef>
@@ -15,6 +15,7 @@
 #include "frontend/frontend_status.h"
 #include "frontend/graph_builder.h"
 #include "plans/attempt.h"
+#include "plans/blas_product.h"
 #include "plans/group_products.h"
 #include "plans/launchable_graph.h"
 #include "plans/plan.h"
@@ -29,6 +30,7 @@ StatusOr<std::vector<int>> Variants(const GraphSpec& spec, const PlanRequest& re
   const int count = VariantCount(spec);
   std::vector<int> variants;
   if (request.pin.has_value()) {
+    if (request.pin->engine == kCublasLtEngine) return variants;
     const int64_t variant = request.pin->variant;
     if (variant < 0 || variant >= count) {
       return InvalidArgument("request.variant: " + std::to_string(variant) +
@@ -110,9 +112,110 @@ std::vector<int64_t> PlacesInOrder(const Attempt& attempt, const PlanRequest& re
   return places;
 }
 
-// Calls `visit` with each candidate of each variant, with its attempt and its place
-// there, until it says true: enough. Notes why a variant has none, and why a candidate
-// is not allowed.
+// A candidate's maker.
+class Source {
+ public:
+  virtual ~Source() = default;
+
+  // Builds the candidate; a failure or a refusal is noted in it. Status is not OK where
+  // the failure is not about this candidate.
+  virtual Status Build(Candidate& candidate) = 0;
+
+  // What launches the candidate that was built last.
+  virtual StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(
+      Candidate& candidate) = 0;
+};
+
+// One of cuDNN's.
+class CudnnSource : public Source {
+ public:
+  CudnnSource(const GraphSpec& graph, const PlanTarget& target, Attempt& attempt,
+              int64_t index)
+      : graph_(graph), target_(target), attempt_(attempt), index_(index) {}
+
+  Status Build(Candidate& candidate) override {
+    return attempt_.Build(index_, candidate);
+  }
+
+  StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(
+      Candidate& candidate) override {
+    if (GroupProducts::Covers(graph_)) {
+      ASSIGN_OR_RETURN(auto products, GroupProducts::Make(graph_, target_, candidate));
+      return std::unique_ptr<const Launchable>(std::move(products));
+    }
+    // The plan is built already; this prepares its argument list.
+    if (const auto error = attempt_.graph()->build_plans(); error.is_bad()) {
+      return Internal(Message(error));
+    }
+    ASSIGN_OR_RETURN(auto launchable, LaunchableGraph::Make(graph_, attempt_.graph()));
+    return std::unique_ptr<const Launchable>(std::move(launchable));
+  }
+
+ private:
+  const GraphSpec& graph_;
+  const PlanTarget& target_;
+  Attempt& attempt_;
+  int64_t index_;
+};
+
+// One of cuBLASLt's.
+class BlasSource : public Source {
+ public:
+  explicit BlasSource(const GraphSpec& graph) : graph_(graph) {}
+
+  Status Build(Candidate& candidate) override {
+    auto product = BlasProduct::Make(graph_, candidate);
+    if (product.ok()) {
+      product_ = std::move(*product);
+      return {};
+    }
+    candidate.failure = product.status().message();
+    const bool is_its_own = product.status().code() == StatusCode::kUnimplemented;
+    return is_its_own ? Status() : product.status();
+  }
+
+  StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(
+      Candidate& /*candidate*/) override {
+    return std::unique_ptr<const Launchable>(std::move(product_));
+  }
+
+ private:
+  const GraphSpec& graph_;
+  std::unique_ptr<BlasProduct> product_;
+};
+
+// Calls `visit` with each of cuBLASLt's candidates until it says true: enough.
+template <typename Visit>
+Status VisitBlas(const GraphSpec& graph, const PlanRequest& request,
+                 const PlanTarget& target, Reasons& reasons, Visit&& visit) {
+  const bool is_pinned = request.pin && request.pin->engine == kCublasLtEngine;
+  if (request.pin && !is_pinned) return {};
+  const bool is_covered = BlasProduct::Covers(graph);
+  if (is_pinned && !is_covered) {
+    reasons.Add("cuBLASLt has no kernel for this graph");
+  }
+  if (!is_covered) return {};
+  const auto candidates = BlasProduct::List(graph, request, target);
+  if (!candidates.ok()) {
+    if (candidates.status().code() != StatusCode::kUnimplemented) {
+      return candidates.status();
+    }
+    reasons.Add("cuBLASLt: " + candidates.status().message());
+    return {};
+  }
+  for (const Candidate& candidate : *candidates) {
+    if (!candidate.refusal.empty()) {
+      reasons.Add(candidate.name + ": " + candidate.refusal);
+    }
+    BlasSource source(graph);
+    ASSIGN_OR_RETURN(const bool is_enough, visit(source, candidate));
+    if (is_enough) return {};
+  }
+  return {};
+}
+
+// Calls `visit` with each candidate of each variant and what makes it, until it says
+// true: enough. Notes why a variant has none, and why a candidate is not allowed.
 template <typename Visit>
 Status VisitCandidates(const GraphSpec& graph, const std::string& request,
                        const PlanTarget& target, Reasons& reasons, Visit&& visit) {
@@ -141,28 +244,12 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
       if (!candidate.refusal.empty()) {
         reasons.Add(candidate.name + ": " + candidate.refusal);
       }
-      ASSIGN_OR_RETURN(const bool is_enough, visit(*attempt, i, std::move(candidate)));
+      CudnnSource source(graph, target, *attempt, i);
+      ASSIGN_OR_RETURN(const bool is_enough, visit(source, std::move(candidate)));
       if (is_enough) return {};
     }
   }
-  return {};
-}
-
-// What launches the candidate that `attempt` built last.
-StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(const GraphSpec& graph,
-                                                           const Attempt& attempt,
-                                                           const PlanTarget& target,
-                                                           Candidate& candidate) {
-  if (GroupProducts::Covers(graph)) {
-    ASSIGN_OR_RETURN(auto products, GroupProducts::Make(graph, target, candidate));
-    return std::unique_ptr<const Launchable>(std::move(products));
-  }
-  // The plan is built already; this prepares its argument list.
-  if (const auto error = attempt.graph()->build_plans(); error.is_bad()) {
-    return Internal(Message(error));
-  }
-  ASSIGN_OR_RETURN(auto launchable, LaunchableGraph::Make(graph, attempt.graph()));
-  return std::unique_ptr<const Launchable>(std::move(launchable));
+  return VisitBlas(graph, parsed, target, reasons, visit);
 }
 
 }  // namespace
@@ -173,15 +260,14 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Build(const GraphSpec& graph,
   ASSIGN_OR_RETURN(const PlanRequest parsed, ParsePlanRequest(request));
   Reasons reasons;
   std::shared_ptr<const Plan> plan;
-  const auto build = [&](Attempt& attempt, int64_t index,
-                         Candidate candidate) -> StatusOr<bool> {
+  const auto build = [&](Source& source, Candidate candidate) -> StatusOr<bool> {
     if (!candidate.refusal.empty()) return false;
-    RETURN_IF_ERROR(attempt.Build(index, candidate));
+    RETURN_IF_ERROR(source.Build(candidate));
     if (!candidate.is_built) {
       reasons.Add(candidate.name + ": " + candidate.failure + candidate.refusal);
       return false;
     }
-    auto launchable = MakeLaunchable(graph, attempt, target, candidate);
+    auto launchable = source.MakeLaunchable(candidate);
     if (!launchable.ok()) {
       if (launchable.status().code() != StatusCode::kUnimplemented) {
         return launchable.status();
@@ -217,12 +303,11 @@ StatusOr<std::vector<Candidate>> ListCandidates(const GraphSpec& graph,
   std::vector<Candidate> candidates;
   bool is_wanted = build;
   bool is_any_allowed = false;
-  const auto collect = [&](Attempt& attempt, int64_t index,
-                           Candidate candidate) -> StatusOr<bool> {
+  const auto collect = [&](Source& source, Candidate candidate) -> StatusOr<bool> {
     if (is_wanted && candidate.refusal.empty()) {
-      RETURN_IF_ERROR(attempt.Build(index, candidate));
+      RETURN_IF_ERROR(source.Build(candidate));
       if (candidate.is_built && GroupProducts::Covers(graph)) {
-        const auto products = GroupProducts::Make(graph, target, candidate);
+        const auto products = source.MakeLaunchable(candidate);
         if (products.ok()) {
           candidate.refusal = WorkspaceRefusal(parsed, candidate.workspace_bytes);
         } else if (products.status().code() == StatusCode::kUnimplemented) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Plans as bytes: writing them down, and taking them up again.
 //
-// The plan's record, then the frontend's bytes.
+// The plan's record, then the frontend's bytes, or cuBLASLt's algorithm.
 
 #include <cstdint>
 #include <memory>
@@ -13,6 +13,7 @@
 #include "base/guard.h"
 #include "frontend/device_properties.h"
 #include "frontend/frontend_status.h"
+#include "plans/blas_product.h"
 #include "plans/group_products.h"
 #include "plans/launchable_graph.h"
 #include "plans/plan.h"
@@ -40,6 +41,13 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
     Candidate& candidate = record.candidate;
     // It is made in no time, of matmuls that are not compiled.
     if (GroupProducts::Covers(graph)) return Build(graph, candidate.request, target);
+    if (candidate.engine == kCublasLtEngine && target.handle != nullptr) {
+      ASSIGN_OR_RETURN(auto product, BlasProduct::Read(graph, rest, candidate));
+      std::shared_ptr<const Plan> plan(new Plan(
+          std::move(product), std::move(candidate), std::move(record.failures)));
+      RETURN_IF_ERROR(Rehearse(*plan, target));
+      return plan;
+    }
     const std::vector<uint8_t> data(rest.begin(), rest.end());
     const auto frontend_graph = std::make_shared<FrontendGraph>();
     fe::error_t error;

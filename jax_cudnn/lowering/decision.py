@@ -225,6 +225,25 @@ def decide_part(
     for ranked in rank(part, legalization.candidates, target):
         legal = ranked.legal
         way = "; ".join(legal.notes) or "as one kernel"
+        is_exact = not (options.exact_dtypes and legal.rounds_sums)
+        is_here = gpu is not None and gpu.is_here
+        if ranked.pinned and not request and is_here and is_exact:
+            try:
+                plan = gpu.plan(to_json(legal.graph), ranked.pinned)
+            except UnsupportedError as error:
+                reasons = error.reasons or (error.summary,)
+                attempts.append(Attempt(way=f"{way}, by cuBLASLt", reasons=reasons))
+            else:
+                return Step(
+                    part=part,
+                    legal=legal,
+                    plan=plan,
+                    target=target,
+                    request=ranked.pinned,
+                    why="heuristic",
+                    attempts=tuple(attempts),
+                    by=ranked.pinned_by if is_auto else "",
+                )
         if is_auto and ranked.slower:
             attempts.append(Attempt.left_to_xla(way, ranked.slower))
             by.append(ranked.by)

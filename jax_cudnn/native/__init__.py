@@ -18,6 +18,7 @@ from jax_cudnn.native.library import (
 )
 from jax_cudnn.native.logs import LogSink, set_log_sink
 from jax_cudnn.native.planner import (
+    CUBLASLT_ENGINE,
     CacheStats,
     Candidate,
     LaunchBuffers,
@@ -25,8 +26,10 @@ from jax_cudnn.native.planner import (
     cache_stats,
     candidates,
     clear_cache,
+    cublaslt_request,
     device_properties,
     device_target,
+    has_cublaslt_plan,
     is_by_place,
     plan,
     plan_offline,
@@ -52,6 +55,7 @@ from jax_cudnn.native.store import (
 )
 
 __all__ = [
+    "CUBLASLT_ENGINE",
     "TARGET_CAPTURED",
     "TARGET_SCRATCH",
     "BuildInfo",
@@ -67,6 +71,7 @@ __all__ = [
     "candidates",
     "clear_cache",
     "clear_plan_store",
+    "cublaslt_request",
     "cudnn_version",
     "device_properties",
     "device_target",
@@ -74,6 +79,7 @@ __all__ = [
     "export_plan_offline",
     "extension_directory",
     "extension_problem",
+    "has_cublaslt_plan",
     "import_plan",
     "import_plan_offline",
     "is_by_place",

@@ -22,6 +22,10 @@ from jax_cudnn.native._extension import extension
 from jax_cudnn.native.library import cudnn_version
 
 
+# The engine of the plans that are cuBLASLt's: none of cuDNN's has this number.
+CUBLASLT_ENGINE = 1000
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
     """One engine with its knobs, as cuDNN lists it for a graph.
@@ -82,6 +86,21 @@ def is_by_place(request: str) -> bool:
     cuDNN may list others where the GPU is not there.
     """
     return '"nth":' in request
+
+
+@functools.lru_cache(maxsize=4096)
+def has_cublaslt_plan(graph_json: str) -> bool:
+    """Whether cuBLASLt computes a graph as one kernel, with an epilogue of its own.
+
+    Which ones these are is said in ``ffi/plans/blas_product.h``. Whether it has a
+    kernel for the sizes is known where the GPU is.
+    """
+    return bool(extension().has_blas_product(as_bytes(graph_json)))
+
+
+def cublaslt_request(place: int = 0) -> str:
+    """Return the request for a plan of cuBLASLt by its place in cuBLASLt's list."""
+    return f'{{"engine":{CUBLASLT_ENGINE},"knobs":{{"HEURISTIC":{place}}},"variant":0}}'
 
 
 def plan(graph_json: str, *, request: str = "", device: int = 0) -> PlanInfo:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from jax_cudnn.graph import NORMALISED, Graph, Target
 from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.native import cublaslt_request
 from jax_cudnn.policy import evidence, products
 from jax_cudnn.policy.attention import Attention
 from jax_cudnn.policy.nearest import Kernel
@@ -22,6 +23,9 @@ class Ranked:
     are ``fast_engines``, where none of these has it. ``preference``, where not empty,
     is the request by which a plan is tried before that one.
 
+    ``pinned``, where not empty, is the request for a plan of cuBLASLt's that runs the
+    part whatever cuDNN's plans do, if it can be had; ``pinned_by`` says what decided so.
+
     ``by`` says what was measured that decided so, such as "8 kernels calibrated on this
     GPU"; it is "" where nothing was that is like the part. ``engines_by`` does so for
     the engines.
@@ -32,6 +36,8 @@ class Ranked:
     slow_engines: tuple[int, ...] = ()
     fast_engines: tuple[int, ...] = ()
     preference: str = ""
+    pinned: str = ""
+    pinned_by: str = ""
     by: str = ""
     engines_by: str = ""
 
@@ -52,7 +58,8 @@ def rank(
     """
     tables = tables_for(target)
     ordered = products.in_order(part, ways, tables)
-    return tuple(_ranked(part, way, ways, target, tables) for way in ordered)
+    found = (_ranked(part, way, ways, target, tables) for way in ordered)
+    return tuple(_with_cublaslt(each, target, tables) for each in found)
 
 
 def ranked(part: Graph, target: Target | None) -> tuple[Ranked, ...]:
@@ -97,6 +104,23 @@ def _ranked(
         engines_by=found.engines_by
         or ("" if is_known else contraction.engines_source(target, tables)),
     )
+
+
+def _with_cublaslt(ranked: Ranked, target: Target | None, tables: Tables) -> Ranked:
+    """Add the plan of cuBLASLt's that runs a product, where a table says so.
+
+    It spares an array that XLA writes and reads again, on every GPU: so the nearest
+    table decides for all of them.
+    """
+    product = products.cublaslt_product(ranked.legal) if target is not None else None
+    if product is None:
+        return ranked
+    table = tables.about("cuBLASLt")
+    row = table.row("cuBLASLt", product)
+    if row is None or row.runs == "xla":
+        return ranked
+    by = f"a rule {table.source(target)}"
+    return replace(ranked, pinned=cublaslt_request(), pinned_by=by)
 
 
 def measured_as(part: Graph, way: Legal, target: Target | None) -> Kernel | None:

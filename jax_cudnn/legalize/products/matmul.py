@@ -19,6 +19,11 @@ from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.common.legalization import Arrays, Legal
 
 
+# The way with f8 operands copied so that neighbours in memory are added up.
+ALONG_SUM = "along the sum"
+_SUM_AXIS = {"a": 2, "b": 1}
+
+
 def candidates(graph: Graph) -> tuple[Legal, ...]:
     """Return the ways in which cuDNN may run a matmul with what surrounds it.
 
@@ -28,10 +33,44 @@ def candidates(graph: Graph) -> tuple[Legal, ...]:
     8-bit weights on the right are also tried on the left, by computing the transposed
     product: the weights' columns are then the rows that its tiles are made of, which is
     faster where the other operand has few.
+
+    f8 operands are also tried as the fast kernels of Hopper read them.
     """
     ways = (graph, _transposed(graph)) if narrow_side(graph) == "b" else (graph,)
     edited = (editor for editor in map(_edited, ways) if editor is not None)
-    return tuple(_padded(editor) or editor.finish() for editor in edited)
+    found = [_padded(editor) or editor.finish() for editor in edited]
+    return (*found, *_along_the_sum(graph))
+
+
+def copied_for_f8(graph: Graph) -> tuple[str, ...]:
+    """Return the roles, "a" and "b", of f8 operands that do not lie along the sum."""
+    (node,) = filter(is_anchor, graph.nodes)
+    if node.kind != "matmul":
+        return ()
+    tensors = {role: graph.tensor(name) for role, name in node.inputs}
+    is_f8 = all(each.dtype.startswith("f8") for each in tensors.values())
+    is_operand = all(name in graph.inputs for _, name in node.inputs)
+    if not (is_f8 and is_operand):
+        return ()
+    return tuple(r for r, each in tensors.items() if each.order[-1] != _SUM_AXIS[r])
+
+
+def _along_the_sum(graph: Graph) -> tuple[Legal, ...]:
+    """Return the way with transposed copies of f8 operands, so that both lie so.
+
+    Matrix units of Hopper multiply f8 in this layout alone. A copy takes the time of
+    reading and writing a matrix of bytes.
+    """
+    copied = copied_for_f8(graph)
+    editor = _edited(graph) if copied else None
+    if editor is None:
+        return ()
+    names = dict(editor.main.inputs)
+    for role in copied:
+        editor.reorder(names[role], (0, 1, 2) if role == "a" else (0, 2, 1))
+        editor.notes.append(f"{role} is transposed: f8 kernels read along the sum")
+    legal = _padded(editor) or editor.finish()
+    return (legal.named(ALONG_SUM),)
 
 
 def with_reductions(graph: Graph) -> tuple[Legal, ...]:

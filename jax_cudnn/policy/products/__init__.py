@@ -7,10 +7,12 @@ from jax_cudnn.policy.products.contractions import (
     point_of,
     properties_of,
 )
+from jax_cudnn.policy.products.cublaslt import cublaslt_product
 from jax_cudnn.policy.products.orders import in_order
 
 __all__ = [
     "contraction_of",
+    "cublaslt_product",
     "in_order",
     "measured_as",
     "point_of",

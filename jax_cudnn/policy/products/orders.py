@@ -10,8 +10,10 @@ from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.legalize.products import conv_channels, conv_depthwise, conv_groups
 from jax_cudnn.legalize.products.fusion import ALONE
+from jax_cudnn.legalize.products.matmul import ALONG_SUM
 from jax_cudnn.policy.products.properties import (
     Convolution,
+    CopiedForF8,
     Depthwise,
     GroupedProduct,
     contraction_in,
@@ -31,6 +33,10 @@ def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
     if not ways or any(way.core is None for way in ways):
         return list(ways)
     problem = ways[0].problem or part
+    if any(ALONG_SUM in way.names for way in ways):
+        first, _ = tables.order("f8 products", CopiedForF8(problem))
+        is_copied_first = first == ALONG_SUM
+        return sorted(ways, key=lambda x: (ALONG_SUM in x.names) != is_copied_first)
     if contraction_in(problem).kind not in TRIPLES:
         return list(ways)
     cores = dict.fromkeys(way.core for way in ways if way.core is not None)

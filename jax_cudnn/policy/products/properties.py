@@ -242,6 +242,20 @@ class Matmul:
         return is_gated
 
 
+class CopiedForF8:
+    """A product of f8 operands, one of which is copied for it, or both.
+
+    ``uses`` is how often each element of the copies is multiplied, at least.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        roles = roles_in(graph, contraction_in(graph))
+        batch, rows, columns = roles["output"].dims
+        batch //= roles["b"].dims[0]
+        uses = {"a": columns, "b": batch * rows}
+        self.uses = min(uses[role] for role in matmul.copied_for_f8(graph))
+
+
 class GroupedProduct:
     """A product of groups of rows, each with a matrix of its own, or its gradient."""
 

@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the properties that a table's rows name of products by cuBLASLt."""
+
+from dataclasses import dataclass
+
+from jax_cudnn.graph import Graph, is_anchor, to_json
+from jax_cudnn.graph.kinds import roles_in
+from jax_cudnn.graph.rules import EIGHT_BIT
+from jax_cudnn.legalize.common.legalization import Legal
+from jax_cudnn.native import has_cublaslt_plan
+from jax_cudnn.policy.products.properties import NARROW
+
+
+@dataclass(frozen=True, slots=True)
+class CublasLtProduct:
+    """A product with an epilogue of cuBLASLt's.
+
+    ``epilogue`` is the mode of its activation or activation's gradient, else "residual"
+    or "bias", and "" where there is none. ``bits`` are those of its operands, ``work``
+    is the product of its sizes.
+    """
+
+    epilogue: str
+    bits: str
+    work: int
+    rows: int
+    columns: int
+    depth: int
+
+
+def cublaslt_product(way: Legal) -> CublasLtProduct | None:
+    """Return the product that a way of running a part is, if cuBLASLt computes it."""
+    graph = way.graph
+    if len(graph.nodes) > _MOST_NODES or graph.nodes[0].kind != "matmul":
+        return None
+    return _product(graph) if has_cublaslt_plan(to_json(graph)) else None
+
+
+def _product(graph: Graph) -> CublasLtProduct:
+    (node,) = filter(is_anchor, graph.nodes)
+    roles = roles_in(graph, node)
+    dtypes = {roles["a"].dtype, roles["b"].dtype}
+    bits = "8 bits" if dtypes <= set(EIGHT_BIT) else "f32"
+    bits = "16 bits" if dtypes <= set(NARROW) else bits
+    batch, rows, columns = roles["output"].dims
+    depth = roles["a"].dims[2]
+    modes = [getattr(each.attributes, "mode", "") for each in graph.nodes]
+    activations = [mode for mode in modes if mode in _ACTIVATIONS]
+    sums = ["", "bias", "residual"][min(modes.count("add"), 2)]
+    return CublasLtProduct(
+        epilogue=activations[0] if activations else sums,
+        bits=bits,
+        work=batch * rows * columns * depth,
+        rows=batch * rows,
+        columns=columns,
+        depth=depth,
+    )
+
+
+_ACTIVATIONS = ("relu", "gelu_tanh", "gelu_tanh_grad")
+# Two factors, a bias, an activation and its argument, and two roundings.
+_MOST_NODES = 8
