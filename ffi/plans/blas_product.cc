@@ -16,7 +16,7 @@ namespace jax_cudnn {
 namespace {
 
 constexpr std::string_view kHeuristic = "HEURISTIC";  // the knob: a place in the list
-constexpr int kMostCandidates = 4;
+constexpr int kMostCandidates = 8;
 constexpr size_t kMostWorkspaceBytes = size_t{32} << 20;  // as NVIDIA advises for Hopper
 // XLA aligns more, and a plan takes any operand.
 constexpr uint32_t kAlignment = 16;

@@ -225,9 +225,9 @@ def decide_part(
     for ranked in rank(part, legalization.candidates, target):
         legal = ranked.legal
         way = "; ".join(legal.notes) or "as one kernel"
-        is_exact = not (options.exact_dtypes and legal.rounds_sums)
-        is_here = gpu is not None and gpu.is_here
-        if ranked.pinned and not request and is_here and is_exact:
+        is_rounded = options.exact_dtypes and legal.rounds_sums
+        is_free = bool(ranked.pinned) and not request and not is_rounded
+        if is_free and gpu is not None and gpu.is_here:
             try:
                 plan = gpu.plan(to_json(legal.graph), ranked.pinned)
             except UnsupportedError as error:
@@ -248,7 +248,7 @@ def decide_part(
             attempts.append(Attempt.left_to_xla(way, ranked.slower))
             by.append(ranked.by)
             continue
-        if options.exact_dtypes and legal.rounds_sums:
+        if is_rounded:
             attempts.append(Attempt.left_to_xla(way, _ROUNDED))
             continue
         plan, asked = None, request or ranked.preference

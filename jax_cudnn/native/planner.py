@@ -21,7 +21,6 @@ from jax_cudnn.graph import Target
 from jax_cudnn.native._extension import extension
 from jax_cudnn.native.library import cudnn_version
 
-
 # The engine of the plans that are cuBLASLt's: none of cuDNN's has this number.
 CUBLASLT_ENGINE = 1000
 

@@ -24,7 +24,7 @@ class Ranked:
     is the request by which a plan is tried before that one.
 
     ``pinned``, where not empty, is the request for a plan of cuBLASLt's that runs the
-    part whatever cuDNN's plans do, if it can be had; ``pinned_by`` says what decided so.
+    part whatever cuDNN's plans do, if it can be had. ``pinned_by`` says what decides.
 
     ``by`` says what was measured that decided so, such as "8 kernels calibrated on this
     GPU"; it is "" where nothing was that is like the part. ``engines_by`` does so for

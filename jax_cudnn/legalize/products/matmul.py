@@ -18,7 +18,6 @@ from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.layout import ELEMENTS_PER_LOAD, rounded_up
 from jax_cudnn.legalize.common.legalization import Arrays, Legal
 
-
 # The way with f8 operands copied so that neighbours in memory are added up.
 ALONG_SUM = "along the sum"
 _SUM_AXIS = {"a": 2, "b": 1}

@@ -210,6 +210,12 @@ class Matmul:
         return "u8" not in dtypes and matmul.narrow_side(self._graph) is not None
 
     @property
+    def operations(self) -> int:
+        """The operations around the product, without roundings."""
+        modes = [getattr(each.attributes, "mode", "") for each in self._graph.nodes]
+        return sum(mode not in ("", "identity") for mode in modes)
+
+    @property
     def columns(self) -> int:
         """The columns of the result."""
         return self._result.dims[2]
