@@ -59,6 +59,8 @@ StatusOr<std::unique_ptr<CublasLtFunctions>> ResolveAll(const OpenLibrary& libra
       resolve("cublasLtMatmulPreferenceSetAttribute", found->preference_set));
   RETURN_IF_ERROR(resolve("cublasLtMatmulAlgoGetHeuristic", found->find));
   RETURN_IF_ERROR(resolve("cublasLtMatmulAlgoCheck", found->check));
+  RETURN_IF_ERROR(
+      resolve("cublasLtMatmulAlgoConfigGetAttribute", found->algorithm_get));
   RETURN_IF_ERROR(resolve("cublasLtMatmul", found->matmul));
   return found;
 }

@@ -80,6 +80,17 @@ enum class CublasLtPreferenceAttribute : int {
   kAlignmentD = 8,
 };
 
+// cublasLtMatmulAlgoConfigAttributes_t.
+enum class CublasLtAlgorithmAttribute : int {
+  kTile = 1,
+  kSplitK = 2,
+  kSwizzle = 4,
+  kCustom = 5,
+  kStages = 6,
+  kInner = 7,
+  kCluster = 8,
+};
+
 // Bits of cublasLtEpilogue_t.
 enum CublasLtEpilogue : uint32_t {
   kEpilogueNone = 1,
@@ -112,6 +123,8 @@ struct CublasLtFunctions {
   int (*check)(CublasLtHandle, CublasLtDescription, CublasLtLayout a, CublasLtLayout b,
                CublasLtLayout c, CublasLtLayout d, const CublasLtAlgorithm*,
                CublasLtFound*) = nullptr;
+  int (*algorithm_get)(const CublasLtAlgorithm*, int, void*, size_t,
+                       size_t* written) = nullptr;
   int (*matmul)(CublasLtHandle, CublasLtDescription, const void* alpha, const void* a,
                 CublasLtLayout, const void* b, CublasLtLayout, const void* beta,
                 const void* c, CublasLtLayout, void* d, CublasLtLayout,

@@ -15,7 +15,6 @@
 namespace jax_cudnn {
 namespace {
 
-constexpr std::string_view kHeuristic = "HEURISTIC";  // the knob: a place in the list
 constexpr int kMostCandidates = 8;
 constexpr size_t kMostWorkspaceBytes = size_t{32} << 20;  // as NVIDIA advises for Hopper
 // XLA aligns more, and a plan takes any operand.
@@ -38,6 +37,45 @@ std::optional<int32_t> CudaType(DType dtype) {
     default:
       return std::nullopt;
   }
+}
+
+// What tells an algorithm from others, by the names that its knobs have here, sorted.
+struct KnobRow {
+  std::string_view name;
+  CublasLtAlgorithmAttribute attribute;
+  size_t bytes;
+};
+constexpr KnobRow kKnobs[] = {
+    {"CLUSTER", CublasLtAlgorithmAttribute::kCluster, 2},
+    {"CUSTOM", CublasLtAlgorithmAttribute::kCustom, 4},
+    {"INNER", CublasLtAlgorithmAttribute::kInner, 2},
+    {"SPLIT_K", CublasLtAlgorithmAttribute::kSplitK, 4},
+    {"STAGES", CublasLtAlgorithmAttribute::kStages, 4},
+    {"SWIZZLE", CublasLtAlgorithmAttribute::kSwizzle, 4},
+    {"TILE", CublasLtAlgorithmAttribute::kTile, 4},
+};
+
+StatusOr<Knobs> KnobsOf(const CublasLtFunctions& cublaslt,
+                        const CublasLtAlgorithm& algorithm) {
+  Knobs knobs;
+  for (const KnobRow& row : kKnobs) {
+    int32_t value = 0;  // the bytes that are not written stay 0
+    size_t written = 0;
+    RETURN_IF_ERROR(CheckCublasLt(
+        cublaslt,
+        cublaslt.algorithm_get(&algorithm, static_cast<int>(row.attribute), &value,
+                               row.bytes, &written),
+        "cublasLtMatmulAlgoConfigGetAttribute"));
+    knobs.emplace_back(std::string(row.name), value);
+  }
+  return knobs;
+}
+
+// Whether all of some knobs are among an algorithm's.
+bool HasAll(const Knobs& knobs, const Knobs& wanted) {
+  return std::all_of(wanted.begin(), wanted.end(), [&](const auto& knob) {
+    return std::find(knobs.begin(), knobs.end(), knob) != knobs.end();
+  });
 }
 
 bool IsF8(int32_t type) { return type == kCudaF8E4m3 || type == kCudaF8E5m2; }
@@ -418,7 +456,7 @@ bool BlasProduct::Covers(const GraphSpec& graph) {
   return Reader(graph).Read().has_value();
 }
 
-StatusOr<std::vector<CublasLtFound>> BlasProduct::Find(const Problem& problem) {
+StatusOr<std::vector<BlasProduct::Listed>> BlasProduct::Find(const Problem& problem) {
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadCublasLt(runtime));
   ASSIGN_OR_RETURN(CublasLtHandle handle, CublasLtHandleHere(runtime));
@@ -435,11 +473,15 @@ StatusOr<std::vector<CublasLtFound>> BlasProduct::Find(const Problem& problem) {
       cublaslt->find(handle, bound.product, bound.a, bound.b, bound.c, bound.d,
                      preference.get(), kMostCandidates, found.data(), &count),
       "cublasLtMatmulAlgoGetHeuristic"));
-  std::vector<CublasLtFound> usable;
+  std::vector<Listed> usable;
   for (int i = 0; i < count; ++i) {
-    if (found[static_cast<size_t>(i)].state == 0) {
-      usable.push_back(found[static_cast<size_t>(i)]);
-    }
+    const CublasLtFound& each = found[static_cast<size_t>(i)];
+    if (each.state != 0) continue;
+    ASSIGN_OR_RETURN(Knobs knobs, KnobsOf(*cublaslt, each.algorithm));
+    const bool is_known = std::any_of(usable.begin(), usable.end(), [&](const auto& x) {
+      return x.knobs == knobs;
+    });
+    if (!is_known) usable.push_back({each, std::move(knobs)});
   }
   return usable;
 }
@@ -453,17 +495,19 @@ StatusOr<std::vector<Candidate>> BlasProduct::List(const GraphSpec& graph,
   const auto found = Find(*problem);
   if (!found.ok()) return found.status();
   for (size_t i = 0; i < found->size(); ++i) {
-    const auto place = static_cast<int64_t>(i);
-    const Knobs knobs = {{std::string(kHeuristic), place}};
+    const Listed& each = (*found)[i];
     const auto& pin = request.pin;
-    if (pin && (pin->knobs ? *pin->knobs != knobs : pin->nth != place)) continue;
+    const auto place = static_cast<int64_t>(i);
+    const bool is_asked_for =
+        !pin || (pin->knobs ? HasAll(each.knobs, *pin->knobs) : pin->nth == place);
+    if (!is_asked_for) continue;
     Candidate candidate;
     candidate.engine = kCublasLtEngine;
-    candidate.name = "cublasLt_" + std::to_string(place);
-    candidate.knobs = knobs;
+    candidate.name = "cublasLt_" + std::to_string(i);
+    candidate.knobs = each.knobs;
     PlanRequest own;
     own.deterministic = request.deterministic;
-    own.pin = PlanPin{kCublasLtEngine, knobs, 0, 0};
+    own.pin = PlanPin{kCublasLtEngine, each.knobs, 0, 0};
     candidate.request = WritePlanRequest(own);
     candidate.behavior_notes = {"CUBLASLT_DEPENDENCY"};
     candidate.numeric_notes = {"TENSOR_CORE"};
@@ -473,9 +517,14 @@ StatusOr<std::vector<Candidate>> BlasProduct::List(const GraphSpec& graph,
     candidate.refusal = RefusalOf(request, candidate.engine, notes);
     if (candidate.refusal.empty()) {
       candidate.refusal = WorkspaceRefusal(
-          request, static_cast<int64_t>((*found)[i].workspace_bytes));
+          request, static_cast<int64_t>(each.found.workspace_bytes));
     }
     candidates.push_back(std::move(candidate));
+    if (pin) break;
+  }
+  if (candidates.empty()) {
+    return Unimplemented("none of its " + std::to_string(found->size()) +
+                         " algorithms is the one that is asked for");
   }
   return candidates;
 }
@@ -484,13 +533,15 @@ StatusOr<std::unique_ptr<BlasProduct>> BlasProduct::Make(const GraphSpec& graph,
                                                          Candidate& candidate) {
   const auto start = std::chrono::steady_clock::now();
   auto problem = Reader(graph).Read();
-  ASSIGN_OR_RETURN(const std::vector<CublasLtFound> found, Find(*problem));
-  const auto place = static_cast<size_t>(candidate.knobs.front().second);
-  if (place >= found.size()) {
+  ASSIGN_OR_RETURN(const std::vector<Listed> found, Find(*problem));
+  const auto place = std::find_if(found.begin(), found.end(), [&](const auto& each) {
+    return each.knobs == candidate.knobs;
+  });
+  if (place == found.end()) {
     return Unimplemented("cuBLASLt lists " + std::to_string(found.size()) +
                          " algorithms, and this one is no longer among them");
   }
-  const CublasLtFound& chosen = found[place];
+  const CublasLtFound& chosen = place->found;
   candidate.workspace_bytes = static_cast<int64_t>(chosen.workspace_bytes);
   candidate.build_ms = std::chrono::duration<double, std::milli>(
                            std::chrono::steady_clock::now() - start)

@@ -42,7 +42,8 @@ class BlasProduct : public Launchable {
   static bool Covers(const GraphSpec& graph);
 
   // The candidates, best first by cuBLASLt's heuristics; none where it has no kernel,
-  // and for a target that is only described. The graph must be covered.
+  // and for a target that is only described. A pin leaves the first that has all of the
+  // pin's knobs. The graph must be covered.
   static StatusOr<std::vector<Candidate>> List(const GraphSpec& graph,
                                                const PlanRequest& request,
                                                const PlanTarget& target);
@@ -104,7 +105,14 @@ class BlasProduct : public Launchable {
         algorithm_(algorithm),
         workspace_bytes_(workspace_bytes) {}
 
-  static StatusOr<std::vector<CublasLtFound>> Find(const Problem& problem);
+  // An algorithm as cuBLASLt lists it; its knobs are its configuration.
+  struct Listed {
+    CublasLtFound found;
+    Knobs knobs;
+  };
+
+  // The algorithms for a problem, best first, each configuration once.
+  static StatusOr<std::vector<Listed>> Find(const Problem& problem);
 
   const Problem problem_;
   const CublasLtAlgorithm algorithm_;

@@ -226,24 +226,25 @@ def decide_part(
         legal = ranked.legal
         way = "; ".join(legal.notes) or "as one kernel"
         is_rounded = options.exact_dtypes and legal.rounds_sums
-        is_free = bool(ranked.pinned) and not request and not is_rounded
-        if is_free and gpu is not None and gpu.is_here:
+        is_free = gpu is not None and gpu.is_here and not request and not is_rounded
+        for pin in ranked.pinned if is_free else ():
+            assert gpu is not None
             try:
-                plan = gpu.plan(to_json(legal.graph), ranked.pinned)
+                plan = gpu.plan(to_json(legal.graph), pin)
             except UnsupportedError as error:
                 reasons = error.reasons or (error.summary,)
                 attempts.append(Attempt(way=f"{way}, by cuBLASLt", reasons=reasons))
-            else:
-                return Step(
-                    part=part,
-                    legal=legal,
-                    plan=plan,
-                    target=target,
-                    request=ranked.pinned,
-                    why="heuristic",
-                    attempts=tuple(attempts),
-                    by=ranked.pinned_by if is_auto else "",
-                )
+                continue
+            return Step(
+                part=part,
+                legal=legal,
+                plan=plan,
+                target=target,
+                request=pin,
+                why="heuristic",
+                attempts=tuple(attempts),
+                by=ranked.pinned_by if is_auto else "",
+            )
         if is_auto and ranked.slower:
             attempts.append(Attempt.left_to_xla(way, ranked.slower))
             by.append(ranked.by)

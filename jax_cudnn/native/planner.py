@@ -12,8 +12,9 @@ where a library, the driver or the device is missing.
 """
 
 import functools
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +98,10 @@ def has_cublaslt_plan(graph_json: str) -> bool:
     return bool(extension().has_blas_product(as_bytes(graph_json)))
 
 
-def cublaslt_request(place: int = 0) -> str:
-    """Return the request for a plan of cuBLASLt by its place in cuBLASLt's list."""
-    return f'{{"engine":{CUBLASLT_ENGINE},"knobs":{{"HEURISTIC":{place}}},"variant":0}}'
+def cublaslt_request(knobs: Mapping[str, int]) -> str:
+    """Return the request for the first of cuBLASLt's plans that has all these knobs."""
+    pin = {"engine": CUBLASLT_ENGINE, "knobs": dict(knobs), "variant": 0}
+    return json.dumps(pin, sort_keys=True, separators=(",", ":"))
 
 
 def plan(graph_json: str, *, request: str = "", device: int = 0) -> PlanInfo:

@@ -23,8 +23,8 @@ class Ranked:
     are ``fast_engines``, where none of these has it. ``preference``, where not empty,
     is the request by which a plan is tried before that one.
 
-    ``pinned``, where not empty, is the request for a plan of cuBLASLt's that runs the
-    part whatever cuDNN's plans do, if it can be had. ``pinned_by`` says what decides.
+    ``pinned`` has requests for plans of cuBLASLt's: the first that can be had runs the
+    part, whatever cuDNN's plans do. ``pinned_by`` says what decided so.
 
     ``by`` says what was measured that decided so, such as "8 kernels calibrated on this
     GPU"; it is "" where nothing was that is like the part. ``engines_by`` does so for
@@ -36,7 +36,7 @@ class Ranked:
     slow_engines: tuple[int, ...] = ()
     fast_engines: tuple[int, ...] = ()
     preference: str = ""
-    pinned: str = ""
+    pinned: tuple[str, ...] = ()
     pinned_by: str = ""
     by: str = ""
     engines_by: str = ""
@@ -119,8 +119,10 @@ def _with_cublaslt(ranked: Ranked, target: Target | None, tables: Tables) -> Ran
     row = table.row("cuBLASLt", product)
     if row is None or row.runs == "xla":
         return ranked
+    knobs = row.knobs if table.is_of_architecture(target) else {}
+    pinned = dict.fromkeys(map(cublaslt_request, (knobs, {})))
     by = f"a rule {table.source(target)}"
-    return replace(ranked, pinned=cublaslt_request(), pinned_by=by)
+    return replace(ranked, pinned=tuple(pinned), pinned_by=by)
 
 
 def measured_as(part: Graph, way: Legal, target: Target | None) -> Kernel | None:

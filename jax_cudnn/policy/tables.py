@@ -12,6 +12,7 @@ part goes first. The first row that holds decides. A row has
 * ``slow_engines``: where one of these has cuDNN's first plan, XLA runs the part;
 * ``fast_engines``: where none of these has it, XLA runs the part;
 * ``preferred``: the request for the plan that is tried before cuDNN's first one;
+* ``knobs``: those of the plan of cuBLASLt's that is tried first;
 * ``elsewhere``: "cudnn" or "xla", where the row's engines are not those of the target,
   with ``why_elsewhere``;
 * ``by``: the command that measured it.
@@ -39,7 +40,7 @@ import functools
 import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -68,6 +69,7 @@ class Row:
     slow_engines: tuple[int, ...] = ()
     fast_engines: tuple[int, ...] = ()
     preferred: str = ""
+    knobs: Mapping[str, int] = field(default_factory=dict)
     elsewhere: Runner = "xla"
     why_elsewhere: str = ""
 

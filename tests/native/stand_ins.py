@@ -25,20 +25,20 @@ int cudaGetDeviceCount(int* n) {{ *n = {devices}; return *n ? 0 : 100; }}
 int cudaDeviceGetAttribute(int* v, int a, int d) {{ *v = 9; return 0; }}
 int cudaDriverGetVersion(int* v) {{ *v = 99000; return 0; }}
 const char* cudaGetErrorString(int e) {{ return "no device is there"; }}
-int cudaStreamCreateWithFlags(void) {{ return 100; }}
-int cudaStreamDestroy(void) {{ return 100; }}
-int cudaStreamSynchronize(void) {{ return 100; }}
-int cudaStreamBeginCapture(void) {{ return 100; }}
-int cudaStreamEndCapture(void) {{ return 100; }}
-int cudaGraphGetNodes(void) {{ return 100; }}
-int cudaGraphNodeGetType(void) {{ return 100; }}
-int cudaGraphDestroyNode(void) {{ return 100; }}
-int cudaGraphInstantiate(void) {{ return 100; }}
-int cudaGraphExecDestroy(void) {{ return 100; }}
-int cudaGraphDestroy(void) {{ return 100; }}
-int cudaGetLastError(void) {{ return 100; }}
-int cudaMemcpyAsync(void) {{ return 100; }}
-int cudaMemsetAsync(void) {{ return 100; }}
+int cudaStreamCreateWithFlags(void** s) {{ *s = s; return {failure}; }}
+int cudaStreamDestroy(void) {{ return {failure}; }}
+int cudaStreamSynchronize(void) {{ return {failure}; }}
+int cudaStreamBeginCapture(void) {{ return {failure}; }}
+int cudaStreamEndCapture(void* s, void** g) {{ *g = g; return {failure}; }}
+int cudaGraphGetNodes(void* g, void* n, long* count) {{ *count = 0; return {failure}; }}
+int cudaGraphNodeGetType(void) {{ return {failure}; }}
+int cudaGraphDestroyNode(void) {{ return {failure}; }}
+int cudaGraphInstantiate(void** e) {{ *e = e; return {failure}; }}
+int cudaGraphExecDestroy(void) {{ return {failure}; }}
+int cudaGraphDestroy(void) {{ return {failure}; }}
+int cudaGetLastError(void) {{ return {failure}; }}
+int cudaMemcpyAsync(void) {{ return {failure}; }}
+int cudaMemsetAsync(void) {{ return {failure}; }}
 int cudaEventCreate(void) {{ return 100; }}
 int cudaEventDestroy(void) {{ return 100; }}
 int cudaEventRecord(void) {{ return 100; }}
@@ -80,13 +80,24 @@ def compile_cudnn(
 
 
 def compile_companions(
-    directory: Path, *, without: str = "", devices: int = 0, tell_versions: bool = True
+    directory: Path,
+    *,
+    without: str = "",
+    devices: int = 0,
+    tell_versions: bool = True,
+    captures: bool = False,
+    cublaslt: str = _CUBLASLT,
 ) -> None:
-    """Make all libraries but one that go with libcudnn: cuBLASLt 99.1.2, NVRTC 99.3."""
+    """Make all libraries but one that go with libcudnn: cuBLASLt 99.1.2, NVRTC 99.3.
+
+    Where CUDA ``captures``, streams and graphs can be made; nothing is in them.
+    """
     sources = {
-        "libcudart.so.99": _CUDART.format(devices=devices),
+        "libcudart.so.99": _CUDART.format(
+            devices=devices, failure=0 if captures else 100
+        ),
         "libcuda.so.1": _CUDA,
-        "libcublasLt.so.99": _CUBLASLT if tell_versions else "int unused;",
+        "libcublasLt.so.99": cublaslt if tell_versions else "int unused;",
         "libnvrtc.so.99": _NVRTC if tell_versions else "int unused;",
     }
     for soname, source in sources.items():

@@ -16,11 +16,13 @@ class CublasLtProduct:
     """A product with an epilogue of cuBLASLt's.
 
     ``epilogue`` is the mode of its activation or activation's gradient, else "residual"
-    or "bias", and "" where there is none. ``bits`` are those of its operands, ``work``
+    or "bias", and "" where there is none. ``gives_argument`` is whether the
+    activation's argument is a result, too. ``bits`` are those of its operands, ``work``
     is the product of its sizes.
     """
 
     epilogue: str
+    gives_argument: bool
     bits: str
     work: int
     rows: int
@@ -49,6 +51,7 @@ def _product(graph: Graph) -> CublasLtProduct:
     sums = ["", "bias", "residual"][min(modes.count("add"), 2)]
     return CublasLtProduct(
         epilogue=activations[0] if activations else sums,
+        gives_argument=len(graph.outputs) > 1,
         bits=bits,
         work=batch * rows * columns * depth,
         rows=batch * rows,
