@@ -225,8 +225,8 @@ LARGE_PACKED_HEADS = Row(
     words="cuDNN {cudnn} computes wrong gradients of packed sequences with head sizes "
     "over 128; 9.19 does not",
     done="the sequences of a row are a mask, whose memory grows with s*t",
-    source="seen: 9.14.0 on an H100, errors of 0.3 to 0.9; 9.19.0 is right, none between "
-    "was run",
+    source="seen: 9.14.0 on an H100, errors of 0.3 to 0.9; 9.19.0 is right, none "
+    "between was run",
 )
 WORKAROUNDS = (
     LENGTHS_ARE_COPIED,
