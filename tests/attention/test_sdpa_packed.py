@@ -29,6 +29,7 @@ from jax_cudnn.graph.attention.sdpa import SDPA
 from jax_cudnn.legalize import legalize
 from jax_cudnn.legalize.attention import packed as sdpa_packed
 from jax_cudnn.legalize.attention import sdpa as legalize_sdpa
+from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.lowering import traced_graphs
 from jax_cudnn.reference import evaluate
 from tests.attention.shared.flash import flash
@@ -38,6 +39,7 @@ pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _HOPPER = Target(name="NVIDIA H200", sm_version=90, sm_count=132, cudnn_version=91900)
 _AMPERE = dataclasses.replace(_HOPPER, name="NVIDIA A100", sm_version=80)
+_WITH_9_14 = dataclasses.replace(_HOPPER, cudnn_version=91400)
 
 # Uneven lengths, gaps, empty sequences on either side, another order than in memory.
 _MIXED = Rows(
@@ -592,6 +594,59 @@ def test_other_sequences_are_a_mask_and_the_note_says_why(
     (note,) = legal.notes
     assert "the sequences of a row are a mask, whose memory grows with s*t" in note
     assert re.search(reason, note)
+
+
+def _legal_graphs(
+    rows: Rows, target: Target, *, with_gradient: bool, with_lse: bool
+) -> list[Legal]:
+    """Return the legal graphs of a call, or of the gradient alone."""
+
+    def call(*x: Any) -> Any:
+        return jax_cudnn.sdpa(*x, mask=rows.mask(), return_residual=with_lse)
+
+    def gradient(*x: Any) -> Any:
+        results, pull = jax.vjp(call, *x)
+        return pull(jax.tree.map(jnp.ones_like, results))
+
+    operands = [jnp.asarray(x, jnp.bfloat16) for x in list(rows.draw().values())[:3]]
+    traced = traced_graphs(gradient if with_gradient else call, *operands)
+    return list(legalize(traced[-1].graph, target).candidates)
+
+
+@pytest.mark.parametrize(
+    ("d", "e", "with_gradient", "with_lse", "is_wrong"),
+    [
+        (256, 64, True, False, True),
+        (64, 240, True, False, True),
+        (64, 128, True, True, True),
+        (64, 128, True, False, False),
+        (128, 128, True, False, False),
+        (128, 64, True, True, False),
+        (256, 240, False, False, False),
+        (256, 240, False, True, False),
+    ],
+)
+def test_gradients_of_large_heads_are_a_mask_before_9_19(
+    d: int, e: int, with_gradient: bool, with_lse: bool, is_wrong: bool
+) -> None:
+    """The cotangent of the log-sum-exp takes columns beside the value's."""
+    rows = dataclasses.replace(_MIXED, d=d, e=e)
+    options = {"with_gradient": with_gradient, "with_lse": with_lse}
+    first, *others = _legal_graphs(rows, _HOPPER, **options)
+    assert not any("are a mask" in note for note in first.notes)
+    assert "query_offsets" in first.graph.inputs
+    found = _legal_graphs(rows, _WITH_9_14, **options)
+    if not is_wrong:
+        assert "query_offsets" in found[0].graph.inputs
+        return
+    assert len(found) == len(others)
+    for legal in found:
+        assert "query_offsets" not in legal.graph.inputs
+        assert (
+            "the sequences of a row are a mask, whose memory grows with s*t: cuDNN "
+            "9.14.0 computes wrong gradients of packed sequences with head sizes over "
+            "128; 9.19 does not"
+        ) in legal.notes
 
 
 def test_a_bias_beside_sequences_is_one_of_the_mask_form() -> None:

@@ -111,7 +111,7 @@ def _why_not_ragged(
 
 
 def _largest_gradient_head(roles: Mapping[str, Tensor]) -> int:
-    """Return the largest head size of a gradient kernel; 0 of a forward graph."""
+    """Return the largest head size that a gradient's kernel gets; forward, 0."""
     if "grad_output" not in roles:
         return 0
     more = STATS_COLUMNS if "grad_stats" in roles else 0
