@@ -56,8 +56,8 @@ class PlanOptions:
         digits. Default False: all sums are float32, and the note
         "REDUCED_PRECISION_REDUCTION" is refused.
       engines: the numbers of the engines that are allowed, as ``plans.inspect`` shows
-        them. They differ between operations and between versions of cuDNN. Default
-        None: all.
+        them. They differ between operations and between versions of cuDNN. 1000 is
+        cuBLASLt, which runs some products. Default None: all.
       denied_engines: the numbers of engines that are not allowed. Default none.
       required_notes: notes that a candidate must have (all of them), such as
         "RUNTIME_COMPILATION" for engines that are compiled when planned. Default none.

@@ -24,8 +24,10 @@ from jax_cudnn.policy import ranked, tables
 from jax_cudnn.policy.attention import Attention
 from jax_cudnn.policy.norms import Norm
 from jax_cudnn.policy.products import kernels
+from jax_cudnn.policy.products.cublaslt import CublasLtProduct
 from jax_cudnn.policy.products.properties import (
     Convolution,
+    CopiedForF8,
     Depthwise,
     GroupedProduct,
     Matmul,
@@ -46,6 +48,8 @@ _PROPERTIES: dict[str, type | None] = {
     "grouped products": GroupedProduct,
     "products with sums": None,
     "matmuls": Matmul,
+    "cuBLASLt": CublasLtProduct,
+    "f8 products": CopiedForF8,
     "convolutions": Convolution,
     "around convolutions": Convolution,
     "groups": Convolution,
@@ -86,7 +90,8 @@ def _has(kind: type | None, name: str) -> bool:
     # A property, or what __init__ sets.
     assert kind is not None
     code = kind.__init__.__code__
-    return hasattr(kind, name) or name in code.co_names
+    fields = getattr(kind, "__dataclass_fields__", ())
+    return hasattr(kind, name) or name in code.co_names or name in fields
 
 
 def _only(*rows: dict[str, Any]) -> Table:

@@ -36,7 +36,7 @@ _ALLOWED = {
     "reference": {"errors", "graph"},
     "limits": {"graph"},
     "legalize": {"errors", "graph", "reference", "limits"},
-    "policy": {"errors", "graph", "legalize", "cache"},
+    "policy": {"errors", "graph", "legalize", "native", "cache"},
     "native": {"errors", "graph"},
     "doctor": {"errors", "startup", "columns", "native", "limits", "policy"},
     "offline": {"errors", "graph", "native", "progress"},
