@@ -281,7 +281,7 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         'Microseconds of bf16 and f8 products. "auto" is what runs untuned, "cudnn"',
         'the first of cuDNN\'s own plans, "xla" code without jax_cudnn.',
-        '"product" is XLA\'s product alone; of f8 operands, that in the layout that XLA',
+        '"product" is XLA\'s product alone; of f8 operands, that in the layout that it',
         "multiplies fastest. The last columns are the time of auto over the faster of",
         "cudnn and xla, with its range over the rounds, and over the longer of the",
         "product and of reading and writing each array once at 3.0 TB/s.",

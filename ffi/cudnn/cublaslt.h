@@ -11,18 +11,14 @@
 #include "base/status.h"
 #include "cudnn/cudnn_library.h"
 
-// The opaque types behind cuBLASLt's handles.
-struct cublasLtContext;
-struct cublasLtMatmulDescOpaque_t;
-struct cublasLtMatrixLayoutOpaque_t;
-struct cublasLtMatmulPreferenceOpaque_t;
-
 namespace jax_cudnn {
 
-using CublasLtHandle = cublasLtContext*;
-using CublasLtDescription = cublasLtMatmulDescOpaque_t*;
-using CublasLtLayout = cublasLtMatrixLayoutOpaque_t*;
-using CublasLtPreference = cublasLtMatmulPreferenceOpaque_t*;
+// cublasLtHandle_t, cublasLtMatmulDesc_t, cublasLtMatrixLayout_t and
+// cublasLtMatmulPreference_t; what is behind them is cuBLASLt's.
+using CublasLtHandle = struct CublasLtContext*;
+using CublasLtDescription = struct CublasLtDescriptionData*;
+using CublasLtLayout = struct CublasLtLayoutData*;
+using CublasLtPreference = struct CublasLtPreferenceData*;
 
 // cublasLtMatmulAlgo_t: plain data, the same product of the same library again.
 struct CublasLtAlgorithm {

@@ -16,7 +16,8 @@ namespace jax_cudnn {
 namespace {
 
 constexpr int kMostCandidates = 8;
-constexpr size_t kMostWorkspaceBytes = size_t{32} << 20;  // as NVIDIA advises for Hopper
+constexpr size_t kMostWorkspaceBytes = size_t{32}
+                                       << 20;  // as NVIDIA advises for Hopper
 // XLA aligns more, and a plan takes any operand.
 constexpr uint32_t kAlignment = 16;
 // Aligned so and no more, for what is asked before there are operands.
@@ -237,7 +238,8 @@ class BlasProduct::Reader {
       results = 2;
     }
     if (graph_.outputs.size() != results) return false;
-    if (problem_.epilogue > kEpilogueNone) problem_.epilogue &= ~uint32_t{kEpilogueNone};
+    if (problem_.epilogue > kEpilogueNone)
+      problem_.epilogue &= ~uint32_t{kEpilogueNone};
     if (problem_.bias && bias_type_ != d->type) return false;
     if (problem_.c && problem_.c->type != d->type) return false;
     if (problem_.aux && (problem_.aux->type != d->type || problem_.aux->leading % 8)) {
@@ -386,11 +388,10 @@ class BlasProduct::Bound {
     if (batch == 1) return {};
     using Attribute = CublasLtLayoutAttribute;
     const auto set = [&](Attribute attribute, const auto& value) {
-      return CheckCublasLt(
-          cublaslt_,
-          cublaslt_.layout_set(layout, static_cast<int>(attribute), &value,
-                               sizeof(value)),
-          "cublasLtMatrixLayoutSetAttribute");
+      return CheckCublasLt(cublaslt_,
+                           cublaslt_.layout_set(layout, static_cast<int>(attribute),
+                                                &value, sizeof(value)),
+                           "cublasLtMatrixLayoutSetAttribute");
     };
     RETURN_IF_ERROR(set(Attribute::kBatchCount, batch));
     return set(Attribute::kBatchStride, matrix.batch_stride);
@@ -398,11 +399,10 @@ class BlasProduct::Bound {
 
   template <typename Value>
   Status Set(CublasLtMatmulAttribute attribute, const Value& value) {
-    return CheckCublasLt(
-        cublaslt_,
-        cublaslt_.description_set(product, static_cast<int>(attribute), &value,
-                                  sizeof(value)),
-        "cublasLtMatmulDescSetAttribute");
+    return CheckCublasLt(cublaslt_,
+                         cublaslt_.description_set(product, static_cast<int>(attribute),
+                                                   &value, sizeof(value)),
+                         "cublasLtMatmulDescSetAttribute");
   }
 
   const CublasLtFunctions& cublaslt_;
@@ -437,11 +437,10 @@ class Preference {
  private:
   template <typename Value>
   Status Set(CublasLtPreferenceAttribute attribute, const Value& value) {
-    return CheckCublasLt(
-        cublaslt_,
-        cublaslt_.preference_set(handle_, static_cast<int>(attribute), &value,
-                                 sizeof(value)),
-        "cublasLtMatmulPreferenceSetAttribute");
+    return CheckCublasLt(cublaslt_,
+                         cublaslt_.preference_set(handle_, static_cast<int>(attribute),
+                                                  &value, sizeof(value)),
+                         "cublasLtMatmulPreferenceSetAttribute");
   }
 
   const CublasLtFunctions& cublaslt_;
@@ -478,9 +477,8 @@ StatusOr<std::vector<BlasProduct::Listed>> BlasProduct::Find(const Problem& prob
     const CublasLtFound& each = found[static_cast<size_t>(i)];
     if (each.state != 0) continue;
     ASSIGN_OR_RETURN(Knobs knobs, KnobsOf(*cublaslt, each.algorithm));
-    const bool is_known = std::any_of(usable.begin(), usable.end(), [&](const auto& x) {
-      return x.knobs == knobs;
-    });
+    const bool is_known = std::any_of(usable.begin(), usable.end(),
+                                      [&](const auto& x) { return x.knobs == knobs; });
     if (!is_known) usable.push_back({each, std::move(knobs)});
   }
   return usable;
@@ -516,8 +514,8 @@ StatusOr<std::vector<Candidate>> BlasProduct::List(const GraphSpec& graph,
                  candidate.numeric_notes.end());
     candidate.refusal = RefusalOf(request, candidate.engine, notes);
     if (candidate.refusal.empty()) {
-      candidate.refusal = WorkspaceRefusal(
-          request, static_cast<int64_t>(each.found.workspace_bytes));
+      candidate.refusal =
+          WorkspaceRefusal(request, static_cast<int64_t>(each.found.workspace_bytes));
     }
     candidates.push_back(std::move(candidate));
     if (pin) break;
@@ -547,8 +545,8 @@ StatusOr<std::unique_ptr<BlasProduct>> BlasProduct::Make(const GraphSpec& graph,
                            std::chrono::steady_clock::now() - start)
                            .count();
   candidate.is_built = true;
-  return std::unique_ptr<BlasProduct>(new BlasProduct(
-      std::move(*problem), chosen.algorithm, chosen.workspace_bytes));
+  return std::unique_ptr<BlasProduct>(
+      new BlasProduct(std::move(*problem), chosen.algorithm, chosen.workspace_bytes));
 }
 
 StatusOr<std::unique_ptr<BlasProduct>> BlasProduct::Read(const GraphSpec& graph,
@@ -569,11 +567,10 @@ StatusOr<std::unique_ptr<BlasProduct>> BlasProduct::Read(const GraphSpec& graph,
   RETURN_IF_ERROR(bound.Make(*problem, {somewhere, somewhere, somewhere, somewhere,
                                         somewhere, somewhere, somewhere, somewhere}));
   CublasLtFound checked{};
-  RETURN_IF_ERROR(CheckCublasLt(
-      *cublaslt,
-      cublaslt->check(handle, bound.product, bound.a, bound.b, bound.c, bound.d,
-                      &algorithm, &checked),
-      "cublasLtMatmulAlgoCheck"));
+  RETURN_IF_ERROR(CheckCublasLt(*cublaslt,
+                                cublaslt->check(handle, bound.product, bound.a, bound.b,
+                                                bound.c, bound.d, &algorithm, &checked),
+                                "cublasLtMatmulAlgoCheck"));
   const auto bytes_then = static_cast<size_t>(candidate.workspace_bytes);
   if (checked.workspace_bytes > bytes_then) {
     return Unimplemented("the plan needs " + std::to_string(checked.workspace_bytes) +

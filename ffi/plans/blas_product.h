@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Products by cuBLASLt, with the epilogues that it has.
 //
-// In 16 bits, cuDNN's products with something around them take 1.4 to 1.7 of the time of
-// cuBLASLt's kernels on Hopper (docs/benchmarks/model_misses.md). cuBLASLt's are plans
-// beside cuDNN's: listed, timed, kept and launched like these, under a number that none
-// of cuDNN's engines has.
+// In 16 bits, cuDNN's products with something around them take 1.4 to 1.7 of the time
+// of cuBLASLt's kernels on Hopper (docs/benchmarks/model_misses.md). cuBLASLt's are
+// plans beside cuDNN's: listed, timed, kept and launched like these, under a number
+// that none of cuDNN's engines has.
 
 #ifndef JAX_CUDNN_BLAS_PRODUCT_H_
 #define JAX_CUDNN_BLAS_PRODUCT_H_
@@ -36,9 +36,9 @@ class BlasProduct : public Launchable {
  public:
   // Whether cuBLASLt computes a graph as one kernel: a matmul in f32 sums with, in this
   // order, factors of f8 operands, a bias of columns, a residual; or with a bias and
-  // relu or gelu's tanh form, whose argument may be a result, too; or times the gradient
-  // of that gelu. A matmul that is alone is XLA's by cuBLASLt as it is, and is none,
-  // unless its operands are f8.
+  // relu or gelu's tanh form, whose argument may be a result, too; or times the
+  // gradient of that gelu. A matmul that is alone is XLA's by cuBLASLt as it is, and is
+  // none, unless its operands are f8.
   static bool Covers(const GraphSpec& graph);
 
   // The candidates, best first by cuBLASLt's heuristics; none where it has no kernel,
@@ -96,8 +96,8 @@ class BlasProduct : public Launchable {
     std::optional<Memory> scale_a;
     std::optional<Memory> scale_b;
   };
-  class Reader;    // of problems in graphs
-  class Bound;     // cuBLASLt's descriptions of a problem
+  class Reader;     // of problems in graphs
+  class Bound;      // cuBLASLt's descriptions of a problem
   struct Pointers;  // of a launch
 
   BlasProduct(Problem problem, CublasLtAlgorithm algorithm, size_t workspace_bytes)

@@ -191,6 +191,11 @@ def _headers() -> list[Path]:
     return [*found, *(f.parent for root in roots for f in root.rglob("driver_types.h"))]
 
 
+_ALIGN = tuple(
+    f"{name}(n) __attribute__((aligned(n)))"
+    for name in ("__align__", "__builtin_align__")
+)
+
 # Ours and NVIDIA's names. What they are in C is compared by a compiler.
 _NAMES = {
     "kCudaF32": "CUDA_R_32F",
@@ -268,6 +273,16 @@ def compare(folders: list[Path], directory: Path) -> None:
         f"static_assert(static_cast<long>({ours}) == static_cast<long>({theirs}));"
         for ours, theirs in _NAMES.items()
     ]
+    # NVIDIA's headers include these, which are other wheels'.
+    words = ("__device_builtin__", "__host__", "__device__", *_ALIGN)
+    others = {
+        "crt/host_defines.h": "".join(f"#define {word}\n" for word in words),
+        "cuda_fp16.h": "struct __half;\n",
+        "cuda_bf16.h": "struct __nv_bfloat16;\n",
+    }
+    (directory / "crt").mkdir()
+    for name, text in others.items():
+        (directory / name).write_text(text)
     source = directory / "compare.cc"
     source.write_text(
         "\n".join(
@@ -279,7 +294,7 @@ def compare(folders: list[Path], directory: Path) -> None:
             ]
         )
     )
-    included = [f"-I{folder}" for folder in (*folders, _FFI)]
+    included = [f"-I{folder}" for folder in (directory, *folders, _FFI)]
     command = ["g++", "-std=c++17", "-fsyntax-only", *included, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
