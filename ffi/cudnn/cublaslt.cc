@@ -18,6 +18,7 @@ namespace {
 
 constexpr int kNotSupported = 15;  // CUBLAS_STATUS_NOT_SUPPORTED
 constexpr int kInvalidValue = 7;   // CUBLAS_STATUS_INVALID_VALUE
+constexpr int kArchMismatch = 8;   // CUBLAS_STATUS_ARCH_MISMATCH
 
 struct State {
   std::mutex mutex;  // held while functions are looked up and handles are made
@@ -105,7 +106,8 @@ Status CheckCublasLt(const CublasLtFunctions& cublaslt, int error, const char* c
   if (error == 0) return {};
   const std::string text =
       std::string(call) + " failed: " + cublaslt.get_status_string(error);
-  const bool is_refused = error == kNotSupported || error == kInvalidValue;
+  const bool is_refused =
+      error == kNotSupported || error == kInvalidValue || error == kArchMismatch;
   return is_refused ? Unimplemented(text) : Internal(text);
 }
 

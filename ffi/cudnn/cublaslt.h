@@ -78,8 +78,10 @@ enum class CublasLtPreferenceAttribute : int {
 
 // cublasLtMatmulAlgoConfigAttributes_t.
 enum class CublasLtAlgorithmAttribute : int {
+  kAlgorithm = 0,
   kTile = 1,
   kSplitK = 2,
+  kReduction = 3,
   kSwizzle = 4,
   kCustom = 5,
   kStages = 6,

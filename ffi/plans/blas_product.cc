@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <limits>
 #include <map>
 #include <string>
 #include <utility>
@@ -47,9 +48,11 @@ struct KnobRow {
   size_t bytes;
 };
 constexpr KnobRow kKnobs[] = {
+    {"ALGORITHM", CublasLtAlgorithmAttribute::kAlgorithm, 4},
     {"CLUSTER", CublasLtAlgorithmAttribute::kCluster, 2},
     {"CUSTOM", CublasLtAlgorithmAttribute::kCustom, 4},
     {"INNER", CublasLtAlgorithmAttribute::kInner, 2},
+    {"REDUCTION", CublasLtAlgorithmAttribute::kReduction, 4},
     {"SPLIT_K", CublasLtAlgorithmAttribute::kSplitK, 4},
     {"STAGES", CublasLtAlgorithmAttribute::kStages, 4},
     {"SWIZZLE", CublasLtAlgorithmAttribute::kSwizzle, 4},
@@ -117,6 +120,8 @@ class BlasProduct::Reader {
     current_ = node.outputs.find("output")->second;
     const TensorSpec& product = graph_.Tensor(current_);
     if (product.dims.size() != 3 || product.IsEmpty()) return false;
+    constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+    if (product.dims[0] > kMost) return false;
     dims_ = product.dims;
     problem_.batch = static_cast<int32_t>(dims_[0]);
     const auto a = Operand(right);
@@ -149,6 +154,8 @@ class BlasProduct::Reader {
     }
     if (mode == "gelu_tanh_grad") {
       if (*first != current_ || stage_ != Stage::kProduct || is_scaled()) return false;
+      // cuBLASLt is not told its shape.
+      if (graph_.Tensor(*second).dims != dims_) return false;
       problem_.aux = Array(graph_.Tensor(*second));
       if (!problem_.aux || problem_.aux->memory.is_result) return false;
       problem_.epilogue = kEpilogueGeluGradient | kEpilogueAux;
@@ -223,7 +230,9 @@ class BlasProduct::Reader {
     const auto d = Array(result);
     if (!d || !d->memory.is_result) return false;
     problem_.d = *d;
-    if (IsF8(d->type)) return false;
+    if (IsF8(d->type) || !IsOneEpilogue(result.dtype)) return false;
+    // cuBLASLt takes a bias of bf16 there.
+    if (is_f8_ && problem_.bias && d->type == kCudaF32) return false;
     if (!is_f8_ && problem_.a.type != d->type) return false;
     size_t results = 1;
     if (saved_.empty() && !argument_.empty() && IsResult(argument_)) {
@@ -242,10 +251,23 @@ class BlasProduct::Reader {
       problem_.epilogue &= ~uint32_t{kEpilogueNone};
     if (problem_.bias && bias_type_ != d->type) return false;
     if (problem_.c && problem_.c->type != d->type) return false;
-    if (problem_.aux && (problem_.aux->type != d->type || problem_.aux->leading % 8)) {
-      return false;
+    if (problem_.aux) {
+      const bool is_aligned =
+          problem_.aux->leading % 8 == 0 &&
+          (problem_.batch == 1 || problem_.aux->batch_stride % 8 == 0);
+      if (problem_.aux->type != d->type || !is_aligned) return false;
     }
     return is_f8_ || problem_.c || problem_.epilogue != kEpilogueNone;
+  }
+
+  // Whether all values within are as large as the product, in f32 or the result's
+  // dtype. A kernel keeps them in f32, as cuDNN's do: a rounding to the result's dtype
+  // on the way is not made. One to another dtype has a meaning.
+  bool IsOneEpilogue(DType dtype) const {
+    return std::all_of(graph_.nodes.begin(), graph_.nodes.end(), [&](const auto& node) {
+      const TensorSpec& made = graph_.Tensor(node.outputs.find("output")->second);
+      return made.dims == dims_ && (made.dtype == DType::kF32 || made.dtype == dtype);
+    });
   }
 
   bool IsResult(const std::string& name) const {
@@ -488,7 +510,9 @@ StatusOr<std::vector<Candidate>> BlasProduct::List(const GraphSpec& graph,
                                                    const PlanRequest& request,
                                                    const PlanTarget& target) {
   std::vector<Candidate> candidates;
-  if (target.handle == nullptr) return candidates;
+  if (target.handle == nullptr) {
+    return Unimplemented("its plans are made where the GPU is");
+  }
   const auto problem = Reader(graph).Read();
   const auto found = Find(*problem);
   if (!found.ok()) return found.status();

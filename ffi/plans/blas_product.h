@@ -28,10 +28,6 @@
 
 namespace jax_cudnn {
 
-// The engine of all products by cuBLASLt; equals CUBLASLT_ENGINE in
-// jax_cudnn/native/planner.py.
-inline constexpr int64_t kCublasLtEngine = 1000;
-
 class BlasProduct : public Launchable {
  public:
   // Whether cuBLASLt computes a graph as one kernel: a matmul in f32 sums with, in this
@@ -41,9 +37,9 @@ class BlasProduct : public Launchable {
   // none, unless its operands are f8.
   static bool Covers(const GraphSpec& graph);
 
-  // The candidates, best first by cuBLASLt's heuristics; none where it has no kernel,
-  // and for a target that is only described. A pin leaves the first that has all of the
-  // pin's knobs. The graph must be covered.
+  // The candidates, best first by cuBLASLt's heuristics. UNIMPLEMENTED where it has no
+  // kernel, and for a target that is only described. A pin leaves the first that has
+  // all of the pin's knobs. The graph must be covered.
   static StatusOr<std::vector<Candidate>> List(const GraphSpec& graph,
                                                const PlanRequest& request,
                                                const PlanTarget& target);

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <utility>
@@ -30,12 +31,13 @@ StatusOr<std::vector<int>> Variants(const GraphSpec& spec, const PlanRequest& re
   const int count = VariantCount(spec);
   std::vector<int> variants;
   if (request.pin.has_value()) {
-    if (request.pin->engine == kCublasLtEngine) return variants;
+    const bool is_blas = request.pin->engine == kCublasLtEngine;
     const int64_t variant = request.pin->variant;
-    if (variant < 0 || variant >= count) {
+    if (variant < 0 || variant >= (is_blas ? 1 : count)) {
       return InvalidArgument("request.variant: " + std::to_string(variant) +
                              " is not one of the graph's " + std::to_string(count));
     }
+    if (is_blas) return variants;
     return std::vector<int>{static_cast<int>(variant)};
   }
   for (int variant = 0; variant < count; ++variant) variants.push_back(variant);
@@ -184,34 +186,41 @@ class BlasSource : public Source {
   std::unique_ptr<BlasProduct> product_;
 };
 
-// Calls `visit` with each of cuBLASLt's candidates until it says true: enough.
+// Calls `visit` with each of cuBLASLt's candidates that the request leaves and `seen` has
+// not, until it says true: enough, which is returned. What goes wrong is a reason: cuDNN
+// and XLA are there.
 template <typename Visit>
-Status VisitBlas(const GraphSpec& graph, const PlanRequest& request,
-                 const PlanTarget& target, Reasons& reasons, Visit&& visit) {
-  const bool is_pinned = request.pin && request.pin->engine == kCublasLtEngine;
-  if (request.pin && !is_pinned) return {};
-  const bool is_covered = BlasProduct::Covers(graph);
-  if (is_pinned && !is_covered) {
-    reasons.Add("cuBLASLt has no kernel for this graph");
-  }
-  if (!is_covered) return {};
+StatusOr<bool> VisitBlas(const GraphSpec& graph, const PlanRequest& request,
+                         const PlanTarget& target, Reasons& reasons,
+                         std::set<std::string>& seen, Visit&& visit) {
   const auto candidates = BlasProduct::List(graph, request, target);
   if (!candidates.ok()) {
-    if (candidates.status().code() != StatusCode::kUnimplemented) {
-      return candidates.status();
-    }
     reasons.Add("cuBLASLt: " + candidates.status().message());
-    return {};
+    return false;
   }
   for (const Candidate& candidate : *candidates) {
+    if (!seen.insert(candidate.request).second) continue;
     if (!candidate.refusal.empty()) {
       reasons.Add(candidate.name + ": " + candidate.refusal);
     }
     BlasSource source(graph);
     ASSIGN_OR_RETURN(const bool is_enough, visit(source, candidate));
-    if (is_enough) return {};
+    if (is_enough) return true;
   }
-  return {};
+  return false;
+}
+
+// The requests for those of cuBLASLt's candidates that are wanted before cuDNN's.
+std::vector<PlanRequest> WantedOfBlas(const PlanRequest& request) {
+  std::vector<PlanRequest> found;
+  const auto* wanted = WantedBefore(request, kCublasLtEngine);
+  if (wanted == nullptr) return found;
+  for (const WantedPlan& each : *wanted) {
+    PlanRequest one;
+    one.pin = PlanPin{kCublasLtEngine, each.knobs.value_or(Knobs()), 0, 0};
+    found.push_back(std::move(one));
+  }
+  return found;
 }
 
 // Calls `visit` with each candidate of each variant and what makes it, until it says
@@ -227,6 +236,14 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
   }
   const GraphSpec& asked = is_of_groups ? matmul : graph;
   ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(asked, parsed));
+  const bool is_blas = BlasProduct::Covers(graph);
+  std::set<std::string> seen;  // of cuBLASLt's
+  for (const PlanRequest& one : WantedOfBlas(parsed)) {
+    if (!is_blas) break;
+    ASSIGN_OR_RETURN(const bool is_enough,
+                     VisitBlas(graph, one, target, reasons, seen, visit));
+    if (is_enough) return {};
+  }
   for (const int variant : variants) {
     auto attempt = Attempt::Make(asked, parsed, target, variant);
     if (!attempt.ok()) {
@@ -249,7 +266,11 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
       if (is_enough) return {};
     }
   }
-  return VisitBlas(graph, parsed, target, reasons, visit);
+  const bool is_pinned = parsed.pin && parsed.pin->engine == kCublasLtEngine;
+  if (is_pinned && !is_blas) reasons.Add("cuBLASLt has no kernel for this graph");
+  const bool is_described = target.handle == nullptr;
+  if (!is_blas || (parsed.pin && !is_pinned) || (is_described && !is_pinned)) return {};
+  return VisitBlas(graph, parsed, target, reasons, seen, visit).status();
 }
 
 }  // namespace

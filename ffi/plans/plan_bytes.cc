@@ -41,7 +41,10 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
     Candidate& candidate = record.candidate;
     // It is made in no time, of matmuls that are not compiled.
     if (GroupProducts::Covers(graph)) return Build(graph, candidate.request, target);
-    if (candidate.engine == kCublasLtEngine && target.handle != nullptr) {
+    if (candidate.engine == kCublasLtEngine) {
+      if (target.handle == nullptr) {
+        return Unimplemented("a plan of cuBLASLt's is read where the GPU is");
+      }
       ASSIGN_OR_RETURN(auto product, BlasProduct::Read(graph, rest, candidate));
       std::shared_ptr<const Plan> plan(new Plan(
           std::move(product), std::move(candidate), std::move(record.failures)));

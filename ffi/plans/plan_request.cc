@@ -249,7 +249,12 @@ StatusOr<PlanPreference> ReadPreference(const Json& json, const std::string& pat
   for (size_t i = 0; i < list->size(); ++i) {
     const std::string place = Place(list_path, i);
     ASSIGN_OR_RETURN(WantedPlan wanted, ReadWanted((*list)[i], place));
-    if (!wanted.knobs && wanted.engine == preference.first_engine) {
+    const bool is_blas = preference.first_engine == kCublasLtEngine;
+    if (is_blas && wanted.engine != kCublasLtEngine) {
+      return InvalidArgument(place + ": engine " + std::to_string(wanted.engine) +
+                             " is not cuBLASLt's, " + std::to_string(kCublasLtEngine));
+    }
+    if (!is_blas && !wanted.knobs && wanted.engine == preference.first_engine) {
       return InvalidArgument(place + ": engine " + std::to_string(wanted.engine) +
                              " comes first as it is; name its knobs, or another one");
     }

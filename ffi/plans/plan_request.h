@@ -18,6 +18,10 @@
 
 namespace jax_cudnn {
 
+// The engine of all products by cuBLASLt (blas_product.h); none of cuDNN's has this
+// number. Equals CUBLASLT_ENGINE in jax_cudnn/native/planner.py.
+inline constexpr int64_t kCublasLtEngine = 1000;
+
 // cuDNN's lists of candidates.
 enum class HeuristicMode { kA, kB, kFallback };
 
@@ -44,7 +48,8 @@ struct WantedPlan {
 };
 
 // Where cuDNN's first candidate is of this engine, those of the wanted ones that are
-// listed are tried before it, one after another.
+// listed are tried before it, one after another. Of cuBLASLt's engine, the wanted ones
+// are cuBLASLt's, by any of their knobs, and are tried before all of cuDNN's.
 struct PlanPreference {
   int64_t first_engine = 0;
   std::vector<WantedPlan> wanted;

@@ -34,7 +34,12 @@ from jax_cudnn.legalize import (
 )
 from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.lowering.scope import scope
-from jax_cudnn.native import PlanInfo, is_by_place
+from jax_cudnn.native import (
+    PlanInfo,
+    cublaslt_preference,
+    cublaslt_request,
+    is_by_place,
+)
 from jax_cudnn.policy import rank
 
 _log = logging.getLogger("jax_cudnn")
@@ -227,10 +232,10 @@ def decide_part(
         way = "; ".join(legal.notes) or "as one kernel"
         is_rounded = options.exact_dtypes and legal.rounds_sums
         is_free = gpu is not None and gpu.is_here and not request and not is_rounded
-        for pin in ranked.pinned if is_free else ():
+        for knobs in ranked.by_cublaslt if is_free else ():
             assert gpu is not None
             try:
-                plan = gpu.plan(to_json(legal.graph), pin)
+                plan = gpu.plan(to_json(legal.graph), cublaslt_request(knobs))
             except UnsupportedError as error:
                 reasons = error.reasons or (error.summary,)
                 attempts.append(Attempt(way=f"{way}, by cuBLASLt", reasons=reasons))
@@ -240,10 +245,11 @@ def decide_part(
                 legal=legal,
                 plan=plan,
                 target=target,
-                request=pin,
+                # The program may run where cuBLASLt has no such plan.
+                request=cublaslt_preference(ranked.by_cublaslt),
                 why="heuristic",
                 attempts=tuple(attempts),
-                by=ranked.pinned_by if is_auto else "",
+                by=ranked.cublaslt_by if is_auto else "",
             )
         if is_auto and ranked.slower:
             attempts.append(Attempt.left_to_xla(way, ranked.slower))

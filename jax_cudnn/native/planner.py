@@ -104,6 +104,21 @@ def cublaslt_request(knobs: Mapping[str, int]) -> str:
     return json.dumps(pin, sort_keys=True, separators=(",", ":"))
 
 
+def cublaslt_preference(wanted: Sequence[Mapping[str, int]]) -> str:
+    """Return the request by which plans of cuBLASLt are tried before cuDNN's.
+
+    They are named by knobs, one after another. Elsewhere cuBLASLt may have none.
+    """
+    plans = [
+        {"engine": CUBLASLT_ENGINE, "knobs": dict(knobs)}
+        if knobs
+        else {"engine": CUBLASLT_ENGINE}
+        for knobs in wanted
+    ]
+    preferred = [{"first_engine": CUBLASLT_ENGINE, "wanted": plans}]
+    return json.dumps({"preferred": preferred}, sort_keys=True, separators=(",", ":"))
+
+
 def plan(graph_json: str, *, request: str = "", device: int = 0) -> PlanInfo:
     """Return the plan of a graph on a CUDA device; built once, then cached.
 

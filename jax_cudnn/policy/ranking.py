@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ranks the ways to run a part: their order, and whether "auto" takes each."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jax_cudnn.graph import NORMALISED, Graph, Target
 from jax_cudnn.legalize import Legal, legalize
-from jax_cudnn.native import cublaslt_request
 from jax_cudnn.policy import evidence, products
 from jax_cudnn.policy.attention import Attention
 from jax_cudnn.policy.nearest import Kernel
@@ -23,8 +22,8 @@ class Ranked:
     are ``fast_engines``, where none of these has it. ``preference``, where not empty,
     is the request by which a plan is tried before that one.
 
-    ``pinned`` has requests for plans of cuBLASLt's: the first that can be had runs the
-    part, whatever cuDNN's plans do. ``pinned_by`` says what decided so.
+    ``by_cublaslt`` has the knobs of plans of cuBLASLt's: the first that can be had runs
+    the part, whatever cuDNN's plans do. ``cublaslt_by`` says what decided so.
 
     ``by`` says what was measured that decided so, such as "8 kernels calibrated on this
     GPU"; it is "" where nothing was that is like the part. ``engines_by`` does so for
@@ -36,8 +35,8 @@ class Ranked:
     slow_engines: tuple[int, ...] = ()
     fast_engines: tuple[int, ...] = ()
     preference: str = ""
-    pinned: tuple[str, ...] = ()
-    pinned_by: str = ""
+    by_cublaslt: tuple[Mapping[str, int], ...] = ()
+    cublaslt_by: str = ""
     by: str = ""
     engines_by: str = ""
 
@@ -120,9 +119,9 @@ def _with_cublaslt(ranked: Ranked, target: Target | None, tables: Tables) -> Ran
     if row is None or row.runs == "xla":
         return ranked
     knobs = row.knobs if table.is_of_architecture(target) else {}
-    pinned = dict.fromkeys(map(cublaslt_request, (knobs, {})))
+    wanted = (knobs, {}) if knobs else ({},)
     by = f"a rule {table.source(target)}"
-    return replace(ranked, pinned=tuple(pinned), pinned_by=by)
+    return replace(ranked, by_cublaslt=wanted, cublaslt_by=by)
 
 
 def measured_as(part: Graph, way: Legal, target: Target | None) -> Kernel | None:

@@ -130,6 +130,8 @@ for knobs in ({{}}, {{"TILE": 21}}, {{"TILE": 22, "CLUSTER": 3}}):
     assert native.plan(graph, request=plan.request).knobs == plan.knobs
 (listed,) = native.candidates(graph, request=native.cublaslt_request({{"TILE": 21}}))
 print(listed.name, listed.is_built, *listed.behavior_notes)
+for wanted in ([{{"TILE": 22}}, {{}}], [{{"TILE": 99}}, {{}}]):
+    print(native.plan(graph, request=native.cublaslt_preference(wanted)).name)
 data = native.export_plan(graph, request=plan.request)
 native.clear_cache()
 builds = native.cache_stats().builds
@@ -166,6 +168,8 @@ def test_plans_are_listed_pinned_launched_and_kept(tmp_path: Path) -> None:
         "cublasLt_1 1000 256 21",
         "cublasLt_2 1000 512 22",
         "cublasLt_1 False CUBLASLT_DEPENDENCY",
+        "cublasLt_2",
+        "cublasLt_0",
         "cublasLt_2 512 0",
         "cuBLASLt: none of its 3 algorithms is the one that is asked for",
         "cuBLASLt has no kernel for this graph",
@@ -238,6 +242,8 @@ _NAMES = {
         )
         for x in "ABCD"
     },
+    "CublasLtAlgorithmAttribute::kAlgorithm": "CUBLASLT_ALGO_CONFIG_ID",
+    "CublasLtAlgorithmAttribute::kReduction": "CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME",
     "CublasLtAlgorithmAttribute::kTile": "CUBLASLT_ALGO_CONFIG_TILE_ID",
     "CublasLtAlgorithmAttribute::kSplitK": "CUBLASLT_ALGO_CONFIG_SPLITK_NUM",
     "CublasLtAlgorithmAttribute::kSwizzle": "CUBLASLT_ALGO_CONFIG_CTA_SWIZZLING",

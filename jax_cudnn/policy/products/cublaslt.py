@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from jax_cudnn.graph import Graph, is_anchor, to_json
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.rules import EIGHT_BIT
+from jax_cudnn.graph.walks import read_by
 from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.native import has_cublaslt_plan
 from jax_cudnn.policy.products.properties import NARROW
@@ -48,7 +49,9 @@ def _product(graph: Graph) -> CublasLtProduct:
     depth = roles["a"].dims[2]
     modes = [getattr(each.attributes, "mode", "") for each in graph.nodes]
     activations = [mode for mode in modes if mode in _ACTIVATIONS]
-    sums = ["", "bias", "residual"][min(modes.count("add"), 2)]
+    terms = [x.dims for x in graph.input_tensors if x.name not in read_by([node])]
+    has_residual = any(dims[1:] == (rows, columns) for dims in terms if rows > 1)
+    sums = "residual" if has_residual else "bias" if "add" in modes else ""
     return CublasLtProduct(
         epilogue=activations[0] if activations else sums,
         gives_argument=len(graph.outputs) > 1,

@@ -34,7 +34,8 @@ def in_order(part: Graph, ways: Sequence[Legal], tables: Tables) -> list[Legal]:
         return list(ways)
     problem = ways[0].problem or part
     if any(ALONG_SUM in way.names for way in ways):
-        first, _ = tables.order("f8 products", CopiedForF8(problem))
+        copied = next(way.core for way in ways if ALONG_SUM in way.names)
+        first, _ = tables.order("f8 products", CopiedForF8(copied or problem))
         is_copied_first = first == ALONG_SUM
         return sorted(ways, key=lambda x: (ALONG_SUM in x.names) != is_copied_first)
     if contraction_in(problem).kind not in TRIPLES:
