@@ -8,6 +8,8 @@ import json
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from jax_cudnn import native
 from jax_cudnn.graph import Graph, is_anchor, to_json
 from jax_cudnn.legalize import legalize, partition
 from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.native._extension import extension
 from tests.native.processes import run_python
 from tests.native.stand_ins import compile_companions, compile_cudnn, obstacle
 
@@ -101,6 +104,65 @@ def test_it_has_no_others(name: str) -> None:
     function, types = _OTHERS[name]
     for graph in _kernels(function, types):
         assert not native.has_cublaslt_plan(to_json(graph))
+
+
+def _changed(graph: Graph, name: str, **changes: Any) -> Graph:
+    """Return the graph with another tensor in the place of one."""
+    tensors = tuple(
+        replace(each, **changes) if each.name == name else each
+        for each in graph.tensors
+    )
+    return replace(graph, tensors=tensors)
+
+
+def test_values_within_keep_their_meaning() -> None:
+    """A value that is cut, or of another size, is none that a kernel keeps in f32."""
+    (graph,) = _kernels(*_COVERED["gelu"])
+    (add,) = (
+        dict(node.outputs)["output"]
+        for node in graph.nodes
+        if getattr(node.attributes, "mode", "") == "add"
+    )
+    assert native.has_cublaslt_plan(to_json(_changed(graph, add, dtype="bf16")))
+    for dtype in ("f16", "i32", "f8_e4m3fn", "f64"):
+        other = _changed(graph, add, dtype=dtype)
+        assert not native.has_cublaslt_plan(to_json(other))
+
+
+def test_an_argument_is_as_large_as_the_product() -> None:
+    @jax_cudnn.fuse
+    def mlp(x: Any, w: Any, b: Any, v: Any) -> Any:
+        return jax.nn.gelu(x @ w + b) @ v
+
+    def gradients(grad: Any, *operands: Any) -> Any:
+        return jax.vjp(mlp, *operands)[1](grad)
+
+    types = _types((48, 32), (48, 32), (32, 64), (1, 64), (64, 32))
+    (graph,) = (
+        each
+        for each in _kernels(gradients, types)
+        if "gelu_tanh_grad" in {getattr(x.attributes, "mode", "") for x in each.nodes}
+    )
+    assert native.has_cublaslt_plan(to_json(graph))
+    (node,) = (x for x in graph.nodes if x.kind == "pointwise" and len(x.inputs) == 2)
+    row = _changed(graph, dict(node.inputs)["b"], dims=(1, 1, 64))
+    assert not native.has_cublaslt_plan(to_json(row))
+
+
+def test_a_bias_of_f8_operands_is_not_of_f32() -> None:
+    def call(x: Any, w: Any, b: Any, dtype: Any) -> Any:
+        return jax_cudnn.matmul(x, w.T, bias=b, preferred_element_type=dtype)
+
+    for dtype, is_covered in ((jnp.bfloat16, True), (jnp.float32, False)):
+        types = [*_F8[:2], *_types((64,), dtype=dtype)]
+        ways = [
+            way
+            for graph, *_ in traced_graphs(partial(call, dtype=dtype), *types)
+            for part in partition(graph)
+            for way in legalize(part, None).candidates
+        ]
+        found = [native.has_cublaslt_plan(to_json(way.graph)) for way in ways]
+        assert any(found) == is_covered
 
 
 def test_f8_operands_lie_along_the_sum() -> None:
@@ -304,6 +366,14 @@ def compare(folders: list[Path], directory: Path) -> None:
     command = ["g++", "-std=c++17", "-fsyntax-only", *included, str(source)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_what_goes_before_cudnns_plans_is_cublaslts() -> None:
+    text = native.cublaslt_preference([{"TILE": 20}, {}])
+    assert extension().testing.parse_request(text.encode()) == text
+    wrong = text.replace('"engine":1000', '"engine":4', 1)
+    with pytest.raises(jax_cudnn.GraphError, match="engine 4 is not cuBLASLt's, 1000"):
+        extension().testing.parse_request(wrong.encode())
 
 
 def test_requests_are_canonical() -> None:
