@@ -186,9 +186,9 @@ class BlasSource : public Source {
   std::unique_ptr<BlasProduct> product_;
 };
 
-// Calls `visit` with each of cuBLASLt's candidates that the request leaves and `seen` has
-// not, until it says true: enough, which is returned. What goes wrong is a reason: cuDNN
-// and XLA are there.
+// Calls `visit` with each of cuBLASLt's candidates that the request leaves and `seen`
+// has not, until it says true: enough, which is returned. What goes wrong is a reason:
+// cuDNN and XLA are there.
 template <typename Visit>
 StatusOr<bool> VisitBlas(const GraphSpec& graph, const PlanRequest& request,
                          const PlanTarget& target, Reasons& reasons,

@@ -71,13 +71,15 @@ def test_models_that_compile_for_long_compute_the_same_by_each_kit(number: int) 
     )
     model = biased.slow_to_compile(small=True)[number]
     losses: list[float] = []
-    for kit in (kits.PlainKit(), kits.CudnnKit()):
-        step, *operands = jax_steps.program(
-            model, kit, *jax_steps.drawn(model), rate=1e-3, is_training=True
-        )
-        step = jax.jit(step)
-        state, first = step(*operands)
-        losses += [float(first), float(step(state, operands[1])[1])]
+    # As benchmarks are run, without the strictness of these tests.
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        for kit in (kits.PlainKit(), kits.CudnnKit()):
+            step, *operands = jax_steps.program(
+                model, kit, *jax_steps.drawn(model), rate=1e-3, is_training=True
+            )
+            step = jax.jit(step)
+            state, first = step(*operands)
+            losses += [float(first), float(step(state, operands[1])[1])]
     first, second = losses[:2]
     assert first != second
     assert losses[2:] == pytest.approx(losses[:2], rel=0.03)
