@@ -36,7 +36,6 @@ from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.lowering.scope import scope
 from jax_cudnn.native import (
     PlanInfo,
-    cublaslt_preference,
     cublaslt_request,
     is_by_place,
 )
@@ -246,7 +245,7 @@ def decide_part(
                 plan=plan,
                 target=target,
                 # The program may run where cuBLASLt has no such plan.
-                request=cublaslt_preference(ranked.by_cublaslt),
+                request=ranked.asked,
                 why="heuristic",
                 attempts=tuple(attempts),
                 by=ranked.cublaslt_by if is_auto else "",

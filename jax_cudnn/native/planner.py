@@ -119,6 +119,11 @@ def cublaslt_preference(wanted: Sequence[Mapping[str, int]]) -> str:
     return json.dumps({"preferred": preferred}, sort_keys=True, separators=(",", ":"))
 
 
+def is_cublaslts(request: str) -> bool:
+    """Whether a request pins a plan of cuBLASLt's, which is made where the GPU is."""
+    return f'"engine":{CUBLASLT_ENGINE},' in request
+
+
 def plan(graph_json: str, *, request: str = "", device: int = 0) -> PlanInfo:
     """Return the plan of a graph on a CUDA device; built once, then cached.
 

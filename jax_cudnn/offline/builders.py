@@ -62,13 +62,15 @@ class PlanBuilders:
     def built_elsewhere(self, graph_json: str, request: str) -> bytes | None:
         """Return the plan file that another process wrote; None if none could.
 
-        A plan that is pinned by its place is not asked for: they may list others. This
-        needs neither the GPU nor much time of this process.
+        A plan that is pinned by its place is not asked for: they may list others. Nor
+        is one of cuBLASLt's, which they cannot make. This needs neither the GPU nor
+        much time of this process.
 
         Raises:
           UnsupportedError: cuDNN crashed on it.
         """
-        if not (self._asks and self._imports) or native.is_by_place(request):
+        is_of_here = native.is_by_place(request) or native.is_cublaslts(request)
+        if is_of_here or not (self._asks and self._imports):
             return None
         with tempfile.TemporaryDirectory(prefix="jax_cudnn-") as folder:
             file = Path(folder) / "plan"

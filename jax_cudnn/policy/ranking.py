@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from jax_cudnn.graph import NORMALISED, Graph, Target
 from jax_cudnn.legalize import Legal, legalize
+from jax_cudnn.native import cublaslt_preference
 from jax_cudnn.policy import evidence, products
 from jax_cudnn.policy.attention import Attention
 from jax_cudnn.policy.nearest import Kernel
@@ -39,6 +40,13 @@ class Ranked:
     cublaslt_by: str = ""
     by: str = ""
     engines_by: str = ""
+
+    @property
+    def asked(self) -> str:
+        """The request that lists the plan first that runs untuned; "" for cuDNN's."""
+        if self.by_cublaslt:
+            return cublaslt_preference(self.by_cublaslt)
+        return self.preference
 
     def is_slow_by(self, engine: int) -> bool:
         """Whether "auto" leaves the part to XLA if this engine has the first plan."""

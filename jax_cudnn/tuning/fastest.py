@@ -272,7 +272,7 @@ class _Contest:
             legal = ranked.legal
             if self._options.exact_dtypes and legal.rounds_sums:
                 continue
-            text, asked = to_json(legal.graph), request or ranked.preference
+            text, asked = to_json(legal.graph), request or ranked.asked
             try:
                 listed = native.candidates(text, request=asked, device=ordinal)
             except UnsupportedError:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tests which kernels a CUDA program has for conv and matmul, and who chose them."""
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -567,6 +568,68 @@ def test_a_place_in_the_list_of_a_gpu_names_no_plan_for_one_elsewhere(
     assert step.why == ("tuned" if is_here else "heuristic")
     assert step.request == (place if is_here else "")
     assert ("pinned by its place" in caplog.text) == (not is_here)
+
+
+def _gelu(a: Any, b: Any, bias: Any, plan: PlanOptions | None = None) -> Any:
+    return matmul(a, b, bias=bias, activation="gelu", plan=plan)
+
+
+def _gelu_operands() -> list[jax.ShapeDtypeStruct]:
+    shapes = (512, 256), (256, 1024), (1024,)
+    return [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+
+
+@pytest.mark.parametrize(
+    ("has", "is_here", "engine"),
+    [
+        (("TILE", "{}"), True, 1000),  # the plan that a row of a table names
+        (("{}",), True, 1000),  # cuBLASLt's first
+        ((), True, None),  # XLA: cuDNN's plan is slower
+        (("TILE", "{}"), False, None),
+    ],
+)
+def test_cublaslt_runs_a_gelu_where_it_can(
+    has: tuple[str, ...], is_here: bool, engine: int | None
+) -> None:
+    asked: list[str] = []
+
+    def plan(_: str, request: str) -> PlanInfo:
+        asked.append(request)
+        if native.is_cublaslts(request) and not any(word in request for word in has):
+            raise UnsupportedError("none", ["cuBLASLt: none"], "")
+        return made_plan(request or _PIN)
+
+    gpu: Any = SimpleNamespace(target=_H200, is_here=is_here, plan=plan)
+    ((graph, options, _),) = traced_graphs(_gelu, *_gelu_operands())
+    (part,) = partition(graph)
+    step = decision.decide_part(part, gpu, options)
+    assert (step.plan.engine if step.plan else None) == engine
+    assert bool(asked) == is_here
+    if engine is not None:
+        assert native.is_cublaslts(step.request)
+        # Elsewhere, cuBLASLt's other plans and cuDNN's may run.
+        assert step.request == native.cublaslt_preference([_knobs(asked[0]), {}])
+        assert step.why == "heuristic"
+
+
+def _knobs(request: str) -> dict[str, int]:
+    return json.loads(request)["knobs"]
+
+
+def test_options_are_asked_of_cudnn_and_cublaslt_alike() -> None:
+    asked: list[str] = []
+
+    def plan(_: str, request: str) -> PlanInfo:
+        asked.append(request)
+        return made_plan(_PIN)
+
+    gpu: Any = SimpleNamespace(target=_H200, is_here=True, plan=plan)
+    allowed = PlanOptions(denied_engines=(native.CUBLASLT_ENGINE,))
+    traced = traced_graphs(lambda *x: _gelu(*x, plan=allowed), *_gelu_operands())
+    ((graph, options, _),) = traced
+    (part,) = partition(graph)
+    decision.decide_part(part, gpu, replace(options, implementation="cudnn"))
+    assert asked == [allowed.to_request()]
 
 
 def test_sums_without_a_contraction_go_to_cudnn_where_that_was_measured() -> None:
