@@ -203,6 +203,9 @@ def _properties(
     return products.properties_of(part, way, ways, tables)
 
 
-# Attention over caches and over f8 operands is cuDNN's wherever it has a plan.
 _ATTENTION = ("sdpa", "sdpa_dropout", "sdpa_qkv")
 _POOLING = ("avg_pool", "max_pool")
+# Attention over caches and over f8 operands is cuDNN's wherever it has a plan.
+_CUDNNS = ("sdpa_cached", "sdpa_f8", "sdpa_paged")
+# The kinds of kernels that are told by name, beside norms and contractions.
+NAMED = (*_ATTENTION, *_POOLING, *_CUDNNS, "grouped_matmul")

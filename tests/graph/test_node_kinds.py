@@ -6,8 +6,10 @@ import dataclasses
 import pytest
 
 from jax_cudnn import legalize
-from jax_cudnn.graph import all_kinds
+from jax_cudnn.graph import NORMALISED, all_kinds
 from jax_cudnn.graph.description import describe, table
+from jax_cudnn.policy import ranking
+from jax_cudnn.policy.products.kernels import KINDS as CONTRACTIONS
 from jax_cudnn.reference import interpreter
 
 pytestmark = pytest.mark.once
@@ -37,6 +39,17 @@ def test_every_kind_has_a_meaning() -> None:
 
 def test_kinds_that_are_legalised_alone_are_known() -> None:
     assert set(legalize.RULES) < set(_KINDS)
+
+
+def test_every_kernel_can_be_written_for_cudnn() -> None:
+    """Those without a rule of their own are the contractions, which fusion takes."""
+    kernels = {name for name in _KINDS if not all_kinds()[name].row.is_around}
+    assert kernels == {*legalize.RULES, *CONTRACTIONS}
+
+
+def test_the_policy_knows_every_kernel() -> None:
+    named = {name.removesuffix("_backward") for name in legalize.RULES}
+    assert named == {*NORMALISED, *ranking.NAMED}
 
 
 @pytest.mark.parametrize("name", _KINDS)
