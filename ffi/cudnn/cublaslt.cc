@@ -3,8 +3,6 @@
 
 #include "cudnn/cublaslt.h"
 
-#include <dlfcn.h>
-
 #include <array>
 #include <atomic>
 #include <memory>
@@ -31,13 +29,6 @@ struct State {
 State& GlobalState() {
   static auto& state = *new State;  // leaked, as in cudnn_library.cc
   return state;
-}
-
-template <typename Function>
-Status Resolve(const OpenLibrary& library, const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(library.handle, name));
-  if (function != nullptr) return {};
-  return FailedPrecondition(library.path + " has no function " + name);
 }
 
 StatusOr<std::unique_ptr<CublasLtFunctions>> ResolveAll(const OpenLibrary& library) {

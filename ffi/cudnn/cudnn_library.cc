@@ -90,14 +90,6 @@ StatusOr<OpenLibrary> Open(const std::string& soname,
       attempts);
 }
 
-// Looks `name` up in an open library.
-template <typename Function>
-Status Resolve(const OpenLibrary& library, const char* name, Function*& function) {
-  function = reinterpret_cast<Function*>(dlsym(library.handle, name));
-  if (function != nullptr) return {};
-  return FailedPrecondition(library.path + " has no function " + name);
-}
-
 StatusOr<std::unique_ptr<CudnnLibrary>> OpenCudnn(
     const std::vector<std::string>& directories) {
   auto cudnn = std::make_unique<CudnnLibrary>();
@@ -239,6 +231,11 @@ StatusOr<const CudnnRuntime*> LoadCudnnRuntime() {
     state.published.store(state.runtime.get(), std::memory_order_release);
   }
   return static_cast<const CudnnRuntime*>(state.runtime.get());
+}
+
+StatusOr<void*> Lookup(const OpenLibrary& library, const char* name) {
+  if (void* function = dlsym(library.handle, name)) return function;
+  return FailedPrecondition(library.path + " has no function " + name);
 }
 
 const CudnnRuntime* LoadedCudnnRuntime() {

@@ -39,6 +39,17 @@ struct OpenLibrary {
   void* handle = nullptr;
 };
 
+// The address of a function in an open library; FAILED_PRECONDITION without one.
+StatusOr<void*> Lookup(const OpenLibrary& library, const char* name);
+
+// Looks a function up by its name.
+template <typename Function>
+Status Resolve(const OpenLibrary& library, const char* name, Function*& function) {
+  ASSIGN_OR_RETURN(void* found, Lookup(library, name));
+  function = reinterpret_cast<Function*>(found);
+  return {};
+}
+
 // The functions of libcudnn that we call ourselves, by their C signatures.
 struct CudnnFunctions {
   int (*create)(CudnnHandle*) = nullptr;

@@ -360,6 +360,12 @@ class BlasProduct::Bound {
     if (product != nullptr) static_cast<void>(cublaslt_.description_destroy(product));
   }
 
+  // Without operands yet: cuBLASLt looks at no more than how pointers are aligned.
+  Status MakeUnbound(const Problem& problem) {
+    auto* at = reinterpret_cast<void*>(kSomewhere);  // NOLINT: never dereferenced
+    return Make(problem, {at, at, at, at, at, at, at, at});
+  }
+
   Status Make(const Problem& problem, const Pointers& pointers) {
     RETURN_IF_ERROR(MakeLayout(problem.a, problem.batch, a));
     RETURN_IF_ERROR(MakeLayout(problem.b, problem.batch, b));
@@ -481,10 +487,8 @@ StatusOr<std::vector<BlasProduct::Listed>> BlasProduct::Find(const Problem& prob
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadCublasLt(runtime));
   ASSIGN_OR_RETURN(CublasLtHandle handle, CublasLtHandleHere(runtime));
-  auto* somewhere = reinterpret_cast<void*>(kSomewhere);  // NOLINT: never dereferenced
   Bound bound(*cublaslt);
-  RETURN_IF_ERROR(bound.Make(problem, {somewhere, somewhere, somewhere, somewhere,
-                                       somewhere, somewhere, somewhere, somewhere}));
+  RETURN_IF_ERROR(bound.MakeUnbound(problem));
   Preference preference(*cublaslt);
   RETURN_IF_ERROR(preference.Make());
   std::array<CublasLtFound, kMostCandidates> found{};
@@ -586,10 +590,8 @@ StatusOr<std::unique_ptr<BlasProduct>> BlasProduct::Read(const GraphSpec& graph,
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadCublasLt(runtime));
   ASSIGN_OR_RETURN(CublasLtHandle handle, CublasLtHandleHere(runtime));
-  auto* somewhere = reinterpret_cast<void*>(kSomewhere);  // NOLINT: never dereferenced
   Bound bound(*cublaslt);
-  RETURN_IF_ERROR(bound.Make(*problem, {somewhere, somewhere, somewhere, somewhere,
-                                        somewhere, somewhere, somewhere, somewhere}));
+  RETURN_IF_ERROR(bound.MakeUnbound(*problem));
   CublasLtFound checked{};
   RETURN_IF_ERROR(CheckCublasLt(*cublaslt,
                                 cublaslt->check(handle, bound.product, bound.a, bound.b,

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from jax_cudnn.graph import Graph, is_anchor, to_json
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.rules import EIGHT_BIT
-from jax_cudnn.graph.walks import read_by
 from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.native import has_cublaslt_plan
 from jax_cudnn.policy.products.properties import NARROW
@@ -16,18 +15,14 @@ from jax_cudnn.policy.products.properties import NARROW
 class CublasLtProduct:
     """A product with an epilogue of cuBLASLt's.
 
-    ``epilogue`` is the mode of its activation or activation's gradient, else "residual"
-    or "bias", and "" where there is none. ``gives_argument`` is whether the
-    activation's argument is a result, too. ``bits`` are those of its operands, ``work``
-    is the product of its sizes.
+    ``epilogue`` is the mode of its activation or activation's gradient, "" where there
+    is none. ``gives_argument`` is whether the activation's argument is a result, too.
+    ``bits`` are those of its operands, ``depth`` is the terms of a sum.
     """
 
     epilogue: str
     gives_argument: bool
     bits: str
-    work: int
-    rows: int
-    columns: int
     depth: int
 
 
@@ -45,21 +40,13 @@ def _product(graph: Graph) -> CublasLtProduct:
     dtypes = {roles["a"].dtype, roles["b"].dtype}
     bits = "8 bits" if dtypes <= set(EIGHT_BIT) else "f32"
     bits = "16 bits" if dtypes <= set(NARROW) else bits
-    batch, rows, columns = roles["output"].dims
-    depth = roles["a"].dims[2]
     modes = [getattr(each.attributes, "mode", "") for each in graph.nodes]
     activations = [mode for mode in modes if mode in _ACTIVATIONS]
-    terms = [x.dims for x in graph.input_tensors if x.name not in read_by([node])]
-    has_residual = any(dims[1:] == (rows, columns) for dims in terms if rows > 1)
-    sums = "residual" if has_residual else "bias" if "add" in modes else ""
     return CublasLtProduct(
-        epilogue=activations[0] if activations else sums,
+        epilogue=activations[0] if activations else "",
         gives_argument=len(graph.outputs) > 1,
         bits=bits,
-        work=batch * rows * columns * depth,
-        rows=batch * rows,
-        columns=columns,
-        depth=depth,
+        depth=roles["a"].dims[2],
     )
 
 
