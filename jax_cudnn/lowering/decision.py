@@ -233,11 +233,9 @@ def decide_part(
         is_free = gpu is not None and gpu.is_here and not request and not is_rounded
         for knobs in ranked.by_cublaslt if is_free else ():
             assert gpu is not None
-            try:
-                plan = gpu.plan(to_json(legal.graph), cublaslt_request(knobs))
-            except UnsupportedError as error:
-                reasons = error.reasons or (error.summary,)
-                attempts.append(Attempt(way=f"{way}, by cuBLASLt", reasons=reasons))
+            by_cublaslt = f"{way}, by cuBLASLt"
+            plan = _planned(legal, cublaslt_request(knobs), gpu, by_cublaslt, attempts)
+            if plan is None:
                 continue
             return Step(
                 part=part,
@@ -259,11 +257,8 @@ def decide_part(
             continue
         plan, asked = None, request or ranked.preference
         if gpu is not None:
-            try:
-                plan = gpu.plan(to_json(legal.graph), asked)
-            except UnsupportedError as error:
-                reasons = error.reasons or (error.summary,)
-                attempts.append(Attempt(way=way, reasons=reasons))
+            plan = _planned(legal, asked, gpu, way, attempts)
+            if plan is None:
                 continue
             if is_auto and not request and ranked.is_slow_by(plan.engine):
                 is_slow = plan.engine in ranked.slow_engines
@@ -287,6 +282,18 @@ def decide_part(
         advice=legalization.advice,
         by=", ".join(dict.fromkeys(filter(None, by))),
     )
+
+
+def _planned(
+    legal: Legal, request: str, gpu: Gpu, way: str, attempts: list[Attempt]
+) -> PlanInfo | None:
+    """Return the plan of a request; None, and the reasons among attempts, without."""
+    try:
+        return gpu.plan(to_json(legal.graph), request)
+    except UnsupportedError as error:
+        reasons = error.reasons or (error.summary,)
+        attempts.append(Attempt(way=way, reasons=reasons))
+        return None
 
 
 def _contended(
