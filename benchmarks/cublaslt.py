@@ -6,7 +6,8 @@
 times products of the sizes of GPT-2, ViT-B, BERT-large and Llama with what models put
 around them, and f8 products in each layout, on one GPU, and writes cublaslt.json and
 cublaslt.md there. "auto" is what runs untuned, "cudnn" the first of cuDNN's own plans,
-"xla" a user's code without jax_cudnn, and "product" XLA's product alone.
+"xla" a user's code without jax_cudnn, and "product" XLA's product alone. "fastest" is
+the fastest of all algorithms that cuBLASLt lists, as the tuner finds it.
 """
 
 import functools
@@ -28,14 +29,15 @@ from jax_cudnn.graph import Graph
 from jax_cudnn.legalize import partition
 from jax_cudnn.lowering import run_graph, traced_graphs
 from jax_cudnn.native import CUBLASLT_ENGINE
-from jax_cudnn.plans import PlanOptions
+from jax_cudnn.plans import PlanOptions, autotune
 from jax_cudnn.tuning.stopwatch import compile_over_sets, set_count
 from jax_cudnn.tuning.together import together
 
 _DATA, _PAGE = "cublaslt.json", "cublaslt.md"
-_NAMES = ("auto", "cudnn", "xla", "product")
+_NAMES = ("auto", "fastest", "cudnn", "xla", "product")
 _BYTES_PER_US = 3.0e6  # of an H100's memory; a copy of two large arrays takes so long
 _OTHERS = PlanOptions(denied_engines=(CUBLASLT_ENGINE,))
+_CUBLASLT = PlanOptions(engines=(CUBLASLT_ENGINE,))
 
 _F8 = {"e4m3": jnp.float8_e4m3fn, "e5m2": jnp.float8_e5m2}
 
@@ -45,10 +47,11 @@ class _Case:
     """A function of arrays with a product in it, and the product alone.
 
     ``written`` is the function as a user writes it, ``ours`` by jax_cudnn with some
-    options. ``results`` are the bytes of what it returns.
+    options. ``has_epilogue`` is whether all of cuBLASLt's algorithms are timed.
     """
 
     title: str
+    has_epilogue: bool
     operands: tuple[jax.ShapeDtypeStruct, ...]
     written: Callable[..., Any]
     ours: Callable[..., Callable[..., Any]]
@@ -57,8 +60,10 @@ class _Case:
     @property
     def programs(self) -> dict[str, Callable[..., Any]]:
         """The functions that are timed, by their names."""
+        every = self.ours(implementation="cudnn", plan=_CUBLASLT)
         return {
             "auto": self.ours(),
+            **({"fastest": every} if self.has_epilogue else {}),
             "cudnn": self.ours(implementation="cudnn", plan=_OTHERS),
             "xla": self.written,
             "product": self.product,
@@ -147,6 +152,7 @@ def _in_16_bits(*, small: bool) -> Iterator[_Case]:
             turned = function is _gradient
             yield _Case(
                 title=f"{model} {[*shapes[0]]} x {[*shapes[1]]}: {kind}",
+                has_epilogue=not small,
                 operands=tuple(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes),
                 written=function,
                 ours=functools.partial(_fused, function),
@@ -191,6 +197,7 @@ def _f8_case(m: int, k: int, n: int, left: str, right: str, layout: str) -> _Cas
     one = jax.ShapeDtypeStruct((), jnp.float32)
     return _Case(
         title=f"f8 {left} {right}, {layout}, m={m} k={k} n={n}",
+        has_epilogue=False,
         operands=(
             jax.ShapeDtypeStruct(shapes[0], _F8[left]),
             jax.ShapeDtypeStruct(shapes[1], _F8[right]),
@@ -213,6 +220,7 @@ def measure(found: Sequence[_Case]) -> Iterator[dict[str, Any]]:
     some = 4
     for start in range(0, len(found), some):
         batch = found[start : start + some]
+        algorithms = {case.title: _fastest(case) for case in batch}
         compiled = iter(
             together(
                 [
@@ -224,7 +232,23 @@ def measure(found: Sequence[_Case]) -> Iterator[dict[str, Any]]:
         )
         for case in batch:
             programs = {name: next(compiled) for name in _NAMES}
-            yield _row(case, {name: x for name, x in programs.items() if x is not None})
+            row = _row(case, {name: x for name, x in programs.items() if x is not None})
+            yield {**row, "algorithm": algorithms[case.title]}
+
+
+def _fastest(case: _Case) -> dict[str, Any]:
+    """Time all algorithms, so that "fastest" runs with the best, and return that."""
+    if not case.has_epilogue:
+        return {}
+    tuning = autotune(
+        case.programs["fastest"],
+        *case.operands,
+        max_plans=None,
+        whole_program=False,
+        progress=False,
+    )
+    found = [call for call in tuning.choices.values() if call.cudnn_us is not None]
+    return {call.op: f"{call.plan}, first {call.first_ratio}" for call in found}
 
 
 def _sets(case: _Case) -> int:
@@ -233,6 +257,8 @@ def _sets(case: _Case) -> int:
 
 def _compiled(case: _Case, name: str) -> Callable[..., Any] | None:
     types = [list(case.operands)] * _sets(case)
+    if name not in case.programs:
+        return None
     try:
         return compile_over_sets(case.programs[name], types)
     except jax_cudnn.UnsupportedError as error:
@@ -281,13 +307,14 @@ def markdown(data: dict[str, Any]) -> str:
         "",
         'Microseconds of bf16 and f8 products. "auto" is what runs untuned, "cudnn"',
         'the first of cuDNN\'s own plans, "xla" code without jax_cudnn.',
+        '"fastest" is the fastest of all that cuBLASLt lists, as the tuner finds it.',
         '"product" is XLA\'s product alone; of f8 operands, that in the layout that it',
         "multiplies fastest. The last columns are the time of auto over the faster of",
         "cudnn and xla, with its range over the rounds, and over the longer of the",
         "product and of reading and writing each array once at 3.0 TB/s.",
         "",
-        "| | auto | cudnn | xla | product | over the best | range | over the floor |",
-        "| --- | ---: | ---: | ---: | ---: | ---: | --- | ---: |",
+        f"| | {' | '.join(_NAMES)} | over the best | range | over the floor |",
+        f"| --- {'| ---: ' * 6}| --- | ---: |",
     ]
     for row in data["rows"]:
         times = [row["us"].get(name) for name in _NAMES]

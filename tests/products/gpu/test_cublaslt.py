@@ -218,3 +218,70 @@ def test_gradients_of_an_mlp() -> None:
         size = np.linalg.norm(truth)
         error, allowed = np.linalg.norm(x - truth), np.linalg.norm(y - truth)
         assert error <= 2 * allowed + 1e-3 * size
+
+
+@jax_cudnn.fuse
+def _gelu_mlp(x: Any, w: Any, b: Any, v: Any) -> Any:
+    return jax.nn.gelu(x @ w + b) @ v
+
+
+def _mlp_operands() -> list[jax.Array]:
+    shapes = ((256, 128), (128, 512), (1, 512), (512, 128))
+    return [
+        (normal(i, *shape) * shape[0] ** -0.5).astype("bfloat16")
+        for i, shape in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("batched", ["cotangent", "x", "w", "both"])
+def test_batches_of_some_operands(batched: str) -> None:
+    """Gradients of an MLP where a batch has some of what enters, and XLA's."""
+    x, w, *others = _mlp_operands()
+    grad = normal(9, *x.shape).astype("bfloat16")
+    given = {"x": x, "w": w, "cotangent": grad}
+    names = ("x", "cotangent") if batched == "both" else (batched,)
+    axes = [0 if name in names else None for name in given]
+    for name in names:
+        given[name] = jnp.stack([given[name], given[name][::-1], -given[name]])
+
+    def gradients(mlp: Any, x: Any, w: Any, grad: Any) -> Any:
+        return jax.vjp(lambda x, w: mlp(x, w, *others), x, w)[1](grad)
+
+    def run(mlp: Any) -> list[np.ndarray]:
+        call = jax.vmap(lambda *operands: gradients(mlp, *operands), axes)
+        return [np.asarray(y, np.float32) for y in jax.jit(call)(*given.values())]
+
+    plain = run(_gelu_mlp.__wrapped__)
+    for found, wanted in zip(run(_gelu_mlp), plain, strict=True):
+        error = np.linalg.norm(found - wanted)
+        assert error <= 8e-3 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("axes", [("n", None), (None, "n")])
+def test_sharded_operands(axes: tuple[str | None, str | None]) -> None:
+    """Rows or features divided among all GPUs that the process has."""
+    mesh = jax.make_mesh(
+        (jax.device_count(),), ("n",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    rows, features = axes
+    specs = (
+        jax.P(rows, None),
+        jax.P(None, features),
+        jax.P(None, features),
+        jax.P(features, None),
+    )
+    operands = _mlp_operands()
+    sharded = [
+        jax.device_put(x, jax.NamedSharding(mesh, spec))
+        for x, spec in zip(operands, specs, strict=True)
+    ]
+
+    def gradients(mlp: Any, *given: jax.Array) -> Any:
+        value, back = jax.vjp(mlp, *given)
+        return value, *back(value)
+
+    found = jax.jit(lambda *given: gradients(_gelu_mlp, *given))(*sharded)
+    plain = jax.jit(lambda *given: gradients(_gelu_mlp.__wrapped__, *given))(*operands)
+    for x, y in zip(found, plain, strict=True):
+        error = np.linalg.norm(np.asarray(x, np.float32) - np.asarray(y, np.float32))
+        assert error <= 8e-3 * np.linalg.norm(np.asarray(y, np.float32))
