@@ -13,6 +13,7 @@ from jax import checkpoint_policies as _jax
 from jax.ad_checkpoint import Offloadable, Recompute
 
 from jax_cudnn.lowering import kernels_of as _kernels_of
+from jax_cudnn.ops.common.f8_recipes import SAVED_NAME as _SAVED_NAME
 
 everything_saveable = _jax.everything_saveable
 nothing_saveable = _jax.nothing_saveable
@@ -26,6 +27,7 @@ save_any_names_but_these = _jax.save_any_names_but_these
 save_only_these_names = _jax.save_only_these_names
 save_from_both_policies = _jax.save_from_both_policies
 save_and_offload_only_these_names = _jax.save_and_offload_only_these_names
+_f8_copies = _jax.save_only_these_names(_SAVED_NAME)
 
 
 def attention_saveable(prim: Any, *_: Any, **params: Any) -> bool:
@@ -67,6 +69,24 @@ def dots_and_attention_saveable(prim: Any, *args: Any, **params: Any) -> bool:
     return dots_with_no_batch_dims_saveable(prim, *args, **params)
 
 
+def f8_saveable(prim: Any, *args: Any, **params: Any) -> bool:
+    """Save the copies in f8 of `f8.dense` and `f8.gated_mlp`, and compute all else.
+
+    A copy takes half of the memory of an array of 16 bits. Products are computed again
+    where their results are read backward, as by an activation. Pass the function itself
+    as the ``policy`` of `jax.checkpoint`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn import checkpoint_policies, f8
+      >>> policy = checkpoint_policies.f8_saveable
+      >>> layer = jax.checkpoint(f8.dense, policy=policy)
+      >>> jax.grad(lambda x: layer(x, x.T).sum())(jnp.ones((16, 32))).shape
+      (16, 32)
+    """
+    return _f8_copies(prim, *args, **params)
+
+
 def offload_dots_and_attention(
     offload_src: str, offload_dst: str
 ) -> Callable[..., Any]:
@@ -93,6 +113,7 @@ __all__ = [
     "dots_saveable",
     "dots_with_no_batch_dims_saveable",
     "everything_saveable",
+    "f8_saveable",
     "norms_saveable",
     "nothing_saveable",
     "offload_dot_with_no_batch_dims",

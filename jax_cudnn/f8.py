@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Attention and norms in f8, and the scales that they take. See docs/f8.md."""
+"""Layers, attention and norms in f8, and the scales that they take. See docs/f8.md."""
 
 from jax_cudnn import keywords as _keywords
 from jax_cudnn.ops.attention.f8 import sdpa
 from jax_cudnn.ops.attention.quantized import quantized_sdpa
+from jax_cudnn.ops.common.f8_recipes import (
+    Current,
+    Delayed,
+    DenseState,
+    dense_state,
+)
 from jax_cudnn.ops.common.f8_scaling import (
     Quantized,
     amax,
@@ -15,11 +21,25 @@ from jax_cudnn.ops.common.f8_scaling import (
     update_history,
 )
 from jax_cudnn.ops.norms.f8 import layer_norm, rms_norm
+from jax_cudnn.ops.products.f8_dense import (
+    GatedMlpState,
+    dense,
+    gated_mlp,
+    gated_mlp_state,
+)
 
 __all__ = [
+    "Current",
+    "Delayed",
+    "DenseState",
+    "GatedMlpState",
     "Quantized",
     "amax",
+    "dense",
+    "dense_state",
     "dequantize",
+    "gated_mlp",
+    "gated_mlp_state",
     "layer_norm",
     "quantize",
     "quantize_current",

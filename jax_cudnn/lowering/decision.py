@@ -34,11 +34,7 @@ from jax_cudnn.legalize import (
 )
 from jax_cudnn.lowering.devices import Gpu, gpu_for
 from jax_cudnn.lowering.scope import scope
-from jax_cudnn.native import (
-    PlanInfo,
-    cublaslt_request,
-    is_by_place,
-)
+from jax_cudnn.native import CUBLASLT_ENGINE, PlanInfo, is_by_place
 from jax_cudnn.policy import rank
 
 _log = logging.getLogger("jax_cudnn")
@@ -231,23 +227,24 @@ def decide_part(
         way = "; ".join(legal.notes) or "as one kernel"
         is_rounded = options.exact_dtypes and legal.rounds_sums
         is_free = gpu is not None and gpu.is_here and not request and not is_rounded
-        for knobs in ranked.by_cublaslt if is_free else ():
+        if ranked.by_cublaslt and is_free:
             assert gpu is not None
             by_cublaslt = f"{way}, by cuBLASLt"
-            plan = _planned(legal, cublaslt_request(knobs), gpu, by_cublaslt, attempts)
-            if plan is None:
-                continue
-            return Step(
-                part=part,
-                legal=legal,
-                plan=plan,
-                target=target,
-                # The program may run where cuBLASLt has no such plan.
-                request=ranked.asked,
-                why="heuristic",
-                attempts=tuple(attempts),
-                by=ranked.cublaslt_by if is_auto else "",
-            )
+            plan = _planned(legal, ranked.asked, gpu, by_cublaslt, attempts)
+            if plan is not None and plan.engine == CUBLASLT_ENGINE:
+                return Step(
+                    part=part,
+                    legal=legal,
+                    plan=plan,
+                    target=target,
+                    # The program may run where cuBLASLt has no such plan.
+                    request=ranked.asked,
+                    why="heuristic",
+                    attempts=tuple(attempts),
+                    by=ranked.cublaslt_by if is_auto else "",
+                )
+            if plan is not None:
+                attempts.append(Attempt(way=by_cublaslt, reasons=(_NO_CUBLASLT,)))
         if is_auto and ranked.slower:
             attempts.append(Attempt.left_to_xla(way, ranked.slower))
             by.append(ranked.by)
@@ -311,6 +308,7 @@ def _contended(
     return Step(part=part, contender=title, program=program, why="tuned")
 
 
+_NO_CUBLASLT = "cuBLASLt has no kernel for it on this GPU"
 _SLOW_ENGINE = (
     "cuDNN's first plan is of engine {}, which XLA's code is faster than: "
     "plans.autotune finds the best of all"

@@ -85,7 +85,9 @@ def scale_from_amax(
     known = _real(op, "previous", previous).astype(jnp.float32)
     is_telling = jnp.isfinite(largest) & (largest > 0)
     wide = jnp.where(is_telling, largest, 1)
-    scale = wide * np.float32(2.0 ** _margin(op, margin) / float(jnp.finfo(dtype).max))
+    scale = wide * np.float32(
+        2.0 ** check_margin(op, margin) / float(jnp.finfo(dtype).max)
+    )
     if check_flag(op, "power_of_2", power_of_2):
         scale = jnp.clip(scale, _F32.tiny, 2.0**126)
         part, exponent = jnp.frexp(scale)
@@ -259,7 +261,8 @@ def _real(op: str, name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
-def _margin(op: str, margin: int) -> int:
+def check_margin(op: str, margin: int) -> int:
+    """Return a margin as an int, or raise TypeError."""
     try:
         value = operator.index(margin)
     except TypeError:  # A traced value is one of its causes.

@@ -1,0 +1,207 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes for training in f8: how the scale of a tensor is found, and its state.
+
+A tensor's state is a vector of n + 2 numbers, for a history of n steps:
+
+    [power, amax of the step before, ..., amax n steps before, count]
+
+A layer's gradient by its state is the state of the next step. Where a layer is used
+several times in a step, under vmap, over microbatches and devices, JAX adds gradients.
+So the state is made to bear sums: old amaxes are divided by `count`, the number of
+states that were added, and the newest is kept as the 8th power of its ratio to the amax
+that the scale was made for. With 1 and 2 as ratios, the sum is 257, and its 8th root
+2.001: about the largest, as it would be if the gradients' maximum had been taken.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_cudnn.ops.common.arguments import check_flag, describe
+from jax_cudnn.ops.common.f8_scaling import (
+    amax,
+    check_margin,
+    scale_from_amax,
+    scale_from_history,
+)
+
+# e4m3 for what is multiplied forward, e5m2, which reaches further, for gradients.
+FORWARD, BACKWARD = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
+# The name of f8 copies for policies of jax.checkpoint.
+SAVED_NAME = "jax_cudnn.f8"
+# Scales of tensors without a history: with them, weights of up to 7 and gradients from
+# 5e-10 to 1.75 are held.
+_FIRST = {"x": 1.0, "w": 2.0**-6, "grad": 2.0**-15}
+_POWER = 8
+# An amax over the one that the scale was made for, at most; and over 1 at least. Their
+# powers are within f32.
+_LARGEST_RATIO = 2.0**15
+
+
+@dataclass(frozen=True, kw_only=True)
+class Current:
+    """Scales from the tensors themselves: a tensor is read once more, for its amax.
+
+    Args:
+      margin: how many powers of two to leave free above the largest number. Default 0.
+      power_of_2: whether to round scales up to powers of two. Default False.
+
+    Example:
+      >>> from jax_cudnn import f8
+      >>> f8.Current()
+      Current(margin=0, power_of_2=False)
+    """
+
+    margin: int = 0
+    power_of_2: bool = False
+
+    def __post_init__(self) -> None:
+        _check_options("f8.Current", self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Delayed:
+    """Scales from the largest number of former steps, so that tensors are read once.
+
+    A tensor that outgrows its history saturates in that step. A call needs a state,
+    :func:`dense_state`, whose gradient is the state of the next step.
+
+    Args:
+      history: how many steps to look back. Default 16.
+      margin: how many powers of two to leave free above the largest number. Default 0.
+      power_of_2: whether to round scales up to powers of two. Default False.
+
+    Raises:
+      ValueError: a history below 1.
+
+    Example:
+      >>> from jax_cudnn import f8
+      >>> f8.dense_state(f8.Delayed(history=4)).x.shape
+      (6,)
+    """
+
+    history: int = 16
+    margin: int = 0
+    power_of_2: bool = False
+
+    def __post_init__(self) -> None:
+        _check_options("f8.Delayed", self)
+        if isinstance(self.history, bool) or not isinstance(self.history, int):
+            raise TypeError(
+                f"f8.Delayed: history={self.history!r} is not an int. Pass the number "
+                "of steps to look back, such as 16."
+            )
+        if self.history < 1:
+            raise ValueError(
+                f"f8.Delayed: history={self.history} is below 1. Pass the number of "
+                "steps to look back, such as 16, or f8.Current() to look back at none."
+            )
+
+
+Recipe = Delayed | Current
+
+
+def _check_options(op: str, recipe: Recipe) -> None:
+    check_margin(op, recipe.margin)
+    check_flag(op, "power_of_2", recipe.power_of_2)
+
+
+class DenseState(NamedTuple):
+    """What `Delayed` knows of a layer's tensors: input, weights and cotangent.
+
+    Each field is a vector of history + 2 numbers, f32. It is passed back as it is:
+    gradients by it are the state of the next step.
+    """
+
+    x: jax.Array
+    w: jax.Array
+    grad: jax.Array
+
+
+def dense_state(recipe: Recipe) -> DenseState | None:
+    """Return the state with which a layer begins; None for a recipe without one.
+
+    Until a step has been made, weights are held up to 7, inputs up to 448, and
+    gradients from 5e-10 to 1.75: what is larger saturates, what is smaller is 0.
+
+    Args:
+      recipe: `f8.Delayed` or `f8.Current`.
+
+    Example:
+      >>> from jax_cudnn import f8
+      >>> len(f8.dense_state(f8.Delayed())), f8.dense_state(f8.Current())
+      (3, None)
+    """
+    if isinstance(recipe, Current):
+        return None
+    return DenseState(*(jnp.zeros(recipe.history + 2) for _ in DenseState._fields))
+
+
+def check_state(op: str, recipe: object, state: object) -> DenseState | None:
+    """Return a state that a recipe takes, or raise an error that says what it takes."""
+    if not isinstance(recipe, Delayed | Current):
+        raise TypeError(
+            f"{op}: recipe={recipe!r} is no recipe. Pass f8.Delayed(history=16) or "
+            "f8.Current()."
+        )
+    if isinstance(recipe, Current):
+        if state is not None:
+            raise TypeError(
+                f"{op}: state is given, and f8.Current() has none. Leave it out."
+            )
+        return None
+    try:
+        found = DenseState(*map(jnp.asarray, state))  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"{op}: state is {type(state).__name__}, and f8.Delayed needs three "
+            "arrays. Pass f8.dense_state(recipe), and later its gradient."
+        ) from None
+    wanted = (recipe.history + 2,)
+    for name, each in found._asdict().items():
+        if each.shape != wanted or each.dtype != jnp.float32:
+            raise ValueError(
+                f"{op}: state.{name} is {describe(each)}, and a history of "
+                f"{recipe.history} has f32 {[*wanted]}. Pass f8.dense_state(recipe), "
+                "and later its gradient."
+            )
+    return found
+
+
+def scale_and_next(
+    recipe: Recipe,
+    role: str,
+    state: jax.Array | None,
+    x: jax.Array,
+    dtype: np.dtype,
+) -> tuple[jax.Array, jax.Array | None]:
+    """Return the scale of a tensor in f8, and the next state of what it is."""
+    largest = amax(x)
+    options = {"margin": recipe.margin, "power_of_2": recipe.power_of_2}
+    if state is None:
+        return scale_from_amax(largest, dtype, **options), None
+    first = jnp.float32(_FIRST[role])
+    history = state[1:-1] / jnp.maximum(state[-1], 1)
+    newest = _root(state[0]) * _reference(history, first, dtype)
+    history = jnp.concatenate([newest[None], history[:-1]])
+    scale = scale_from_history(history, dtype, previous=first, **options)
+    ratio = largest / _reference(history, first, dtype)
+    # NaN and inf say nothing of the numbers that are to be held, and 0 neither.
+    is_telling = jnp.isfinite(ratio) & (ratio > 0)
+    ratio = jnp.clip(ratio, 1 / _LARGEST_RATIO, _LARGEST_RATIO)
+    ratio = jnp.where(is_telling, ratio, 0)
+    following = jnp.concatenate([(ratio**_POWER)[None], history, jnp.ones(1)])
+    return scale, following
+
+
+def _reference(history: jax.Array, first: jax.Array, dtype: np.dtype) -> jax.Array:
+    """Return the amax that a history's scale is made for, without a margin."""
+    largest = jnp.max(history)
+    return jnp.where(largest > 0, largest, first * float(jnp.finfo(dtype).max))
+
+
+def _root(power: jax.Array) -> jax.Array:
+    return jnp.sqrt(jnp.sqrt(jnp.sqrt(power)))

@@ -1,0 +1,472 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tests layers in f8: exact rounding, gradients, states, transformations, meshes."""
+
+import functools
+import re
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from jax_cudnn import checkpoint_policies, f8, plans
+from tests.common.devices import mesh_of, placed
+
+_E4, _E5 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
+_RECIPES = [f8.Current(), f8.Delayed(history=4)]
+_by_recipe = pytest.mark.parametrize(
+    "recipe", _RECIPES, ids=lambda recipe: type(recipe).__name__
+)
+
+
+def normal(seed: int, *shape: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), shape)
+
+
+# --- the truth: dense float64 of what NumPy rounds ------------------------------------
+
+
+def rounded(x: Any, scale: float, dtype: Any) -> np.ndarray:
+    """Return what the copy of an array in f8 stands for."""
+    most = np.float32(ml_dtypes.finfo(dtype).max)
+    stored = np.asarray(x, np.float32) / np.float32(scale)
+    return np.clip(stored, -most, most).astype(dtype).astype(np.float64) * scale
+
+
+def scale_of(x: Any, dtype: Any) -> float:
+    """Return the scale of the array's own amax."""
+    largest = np.float32(np.abs(np.asarray(x, np.float32)).max())
+    return float(largest * np.float32(1 / float(ml_dtypes.finfo(dtype).max)))
+
+
+def truth(
+    x: Any, w: Any, grad: Any = None, scales: tuple[float, ...] | None = None
+) -> list[np.ndarray]:
+    """Return the product, and the gradients by x and w."""
+    grad = np.zeros((*x.shape[:-1], w.shape[-1])) if grad is None else grad
+    if scales is None:
+        scales = scale_of(x, _E4), scale_of(w, _E4), scale_of(grad, _E5) or 1.0
+    a, b = rounded(x, scales[0], _E4), rounded(w, scales[1], _E4)
+    g = rounded(grad, scales[2], _E5)
+    rows, columns = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
+    return [a @ b, g @ b.T, rows.T @ columns]
+
+
+def close(found: Any, wanted: np.ndarray, *, ulp: float) -> None:
+    """Judge by the norm: one rounding of the result, and sums in f32."""
+    error = np.linalg.norm(np.asarray(found, np.float64) - wanted)
+    assert error <= ulp * np.linalg.norm(wanted)
+
+
+_ULP = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}
+
+
+@pytest.mark.parametrize("dtype", list(_ULP))
+@pytest.mark.parametrize("shape", [(24,), (3, 8), (2, 3, 4)])
+def test_products_are_those_of_the_rounded(dtype: str, shape: tuple[int, ...]) -> None:
+    x = normal(0, *shape, 16).astype(dtype)
+    w = normal(1, 16, 48).astype(dtype) / 16
+    grad = (normal(2, *shape, 48) * 1e-3).astype(dtype)
+    y, back = jax.vjp(f8.dense, x, w)
+    for found, wanted in zip((y, *back(grad)), truth(x, w, grad), strict=True):
+        assert found.dtype == dtype
+        close(found, wanted, ulp=_ULP[dtype])
+
+
+def test_weights_keep_their_dtype() -> None:
+    x, w = normal(0, 32, 16).astype("bfloat16"), normal(1, 16, 32)
+    y, back = jax.vjp(f8.dense, x, w)
+    grads = back(y)
+    assert (y.dtype, *(each.dtype for each in grads)) == ("bfloat16",) * 2 + (
+        "float32",
+    )
+    close(grads[1], truth(x, w, y)[2], ulp=_ULP["float32"])
+
+
+def test_bias_and_activation() -> None:
+    x, w, bias = normal(0, 6, 16), normal(1, 16, 8), normal(2, 8)
+
+    def layer(x: Any, w: Any, bias: Any) -> Any:
+        return f8.dense(x, w, bias=bias, activation="gelu")
+
+    y, back = jax.vjp(layer, x, w, bias)
+    sums = truth(x, w)[0] + np.asarray(bias, np.float64)
+    wanted, inner = jax.vjp(jax.nn.gelu, jnp.asarray(sums, jnp.float32))
+    close(y, np.asarray(wanted, np.float64), ulp=1e-5)
+    (grad,) = inner(y)
+    close(back(y)[2], np.asarray(grad, np.float64).sum(0), ulp=1e-5)
+    # A bias by rows is broadcast the other way.
+    rows = normal(3, 6, 1)
+    by_rows = jax.grad(lambda r: f8.dense(x, w, bias=r).sum())(rows)
+    np.testing.assert_allclose(by_rows, np.full((6, 1), 8.0))
+
+
+def test_several_axes_are_summed() -> None:
+    """As `jnp.tensordot` has them: a projection to heads, and back."""
+    x, w = normal(0, 2, 5, 16), normal(1, 16, 3, 8)
+    heads, back = jax.vjp(f8.dense, x, w)
+    flat = truth(x, w.reshape(16, 24), heads.reshape(2, 5, 24))
+    close(heads, flat[0].reshape(heads.shape), ulp=1e-6)
+    for found, wanted in zip(back(heads), flat[1:], strict=True):
+        close(found, wanted.reshape(found.shape), ulp=1e-6)
+    v = normal(2, 3, 8, 16)
+    merged = f8.dense(heads, v, axes=2)
+    wanted = truth(heads.reshape(2, 5, 24), v.reshape(24, 16))[0]
+    close(merged, wanted, ulp=1e-6)
+
+
+def test_a_gated_mlp() -> None:
+    x = normal(0, 12, 16)
+    weights = normal(1, 16, 32), normal(2, 16, 32), normal(3, 32, 16)
+    gate, up = (truth(x, w)[0] for w in weights[:2])
+    hidden = np.asarray(jax.nn.silu(jnp.asarray(gate, jnp.float32)) * up, np.float32)
+    close(f8.gated_mlp(x, *weights), truth(hidden, weights[2])[0], ulp=1e-2)
+    recipe = f8.Delayed()
+    state = f8.gated_mlp_state(recipe)
+
+    def loss(state: Any) -> Any:
+        return f8.gated_mlp(x, *weights, recipe=recipe, state=state).sum()
+
+    following = jax.grad(loss)(state)
+    np.testing.assert_array_equal(following.gate.x, following.up.x)
+    assert all(float(each[-1]) == 1 for each in jax.tree.leaves(following))
+
+
+# --- states ---------------------------------------------------------------------------
+
+
+def _step(state: Any, x: Any, w: Any, grad: Any, recipe: Any) -> tuple[Any, Any]:
+    """Return the results of a layer with its gradients, and the next state."""
+
+    def layer(x: Any, w: Any, state: Any) -> Any:
+        return f8.dense(x, w, recipe=recipe, state=state)
+
+    y, back = jax.vjp(layer, x, w, state)
+    *grads, following = back(grad)
+    return (y, *grads), following
+
+
+def test_scales_come_from_former_steps() -> None:
+    recipe = f8.Delayed(history=2)
+    state = f8.dense_state(recipe)
+    step = jax.jit(functools.partial(_step, recipe=recipe))
+    x, w, grad = normal(0, 32, 16), normal(1, 16, 8), normal(2, 32, 8)
+    factors = [1.0, 5.0, 0.25, 0.25, 0.25, 0.25]
+    amaxes: list[list[float]] = [[], [], []]
+    first = 1.0, 2.0**-6, 2.0**-15
+    largest = 448, 448, 57344
+    for factor in factors:
+        operands = x * factor, w * factor, grad * factor
+        scales = [
+            max(known[-2:]) / most if known else start
+            for known, most, start in zip(amaxes, largest, first, strict=True)
+        ]
+        found, state = step(state, *operands)
+        for y, wanted in zip(found, truth(*operands, scales), strict=True):
+            close(y, wanted, ulp=0.02)
+        for known, each in zip(amaxes, operands, strict=True):
+            known.append(float(jnp.abs(each).max()))
+
+
+def test_what_says_nothing_is_left_out_of_a_history() -> None:
+    """NaN, infinities and zeros neither enter nor erase it."""
+    recipe = f8.Delayed(history=3)
+    x, w, grad = normal(0, 8, 16), normal(1, 16, 8), normal(2, 8, 8)
+    state = f8.dense_state(recipe)
+    for value in (1.0, np.nan, np.inf, 0.0):
+        (y, *_), state = _step(state, x.at[0, 0].set(value), w, grad, recipe)
+        assert np.isnan(np.asarray(y[0])).all() == np.isnan(value)
+        assert np.isfinite(np.asarray(y[1:])).all()
+    scales = [np.asarray(each) for each in state]
+    assert all(np.isfinite(each).all() for each in scales)
+    assert all(each[1:-1].max() > 0 for each in scales)
+
+
+@pytest.mark.parametrize("size", [2.0**-40, 2.0**40])
+def test_a_history_finds_any_size(size: float) -> None:
+    """Within some steps, whatever the first scale was."""
+    recipe = f8.Delayed(history=1)
+    x, w, grad = normal(0, 16, 16), normal(1, 16, 8), normal(2, 16, 8)
+    state, x = f8.dense_state(recipe), x * size
+    for _ in range(5):
+        (y, *_), state = _step(state, x, w, grad, recipe)
+    close(y, truth(x, w, grad)[0], ulp=0.05)
+
+
+@pytest.mark.parametrize("count", [2, 8, 64])
+def test_states_may_be_added_and_averaged(count: int) -> None:
+    """As gradients of a layer that is used several times, or of microbatches."""
+    recipe = f8.Delayed(history=4)
+    x, w, grad = normal(0, count, 8, 16), normal(1, 16, 8), normal(2, count, 8, 8)
+    step = functools.partial(_step, recipe=recipe)
+    _, state = step(f8.dense_state(recipe), x, w, grad)
+    one = jax.vmap(lambda x, grad: step(state, x, w, grad)[1])(x, grad)
+    for joined in (jnp.sum, jnp.mean):
+        together = jax.tree.map(functools.partial(joined, axis=0), one)
+        _, after = step(together, x, w, grad)
+        for role, array in (("x", x), ("w", w), ("grad", grad)):
+            largest = float(jnp.abs(array).max())
+            found = float(getattr(after, role)[1])
+            assert 1 / count**0.125 <= found / largest * 1.0001
+            assert found / largest <= count**0.125 * 1.0001
+            older = getattr(after, role)[2]
+            np.testing.assert_allclose(older, largest, rtol=1e-5)
+
+
+def test_vmap_with_a_state_that_is_shared() -> None:
+    recipe = f8.Delayed(history=4)
+    x, w, grad = normal(0, 4, 8, 16), normal(1, 16, 8), normal(2, 4, 8, 8)
+    _, state = _step(f8.dense_state(recipe), x, w, grad, recipe)
+
+    def one(x: Any, w: Any, state: Any) -> Any:
+        return f8.dense(x, w, recipe=recipe, state=state)
+
+    batched = jax.vmap(one, (0, None, None))
+    found = jax.vjp(batched, x, w, state)[1](grad)
+    whole = jax.vjp(one, x, w, state)[1](grad)
+    close(found[0], np.asarray(whole[0], np.float64), ulp=1e-6)
+    close(found[1], np.asarray(whole[1], np.float64), ulp=1e-5)
+    assert float(found[2].x[-1]) == 4
+
+
+# --- transformations ------------------------------------------------------------------
+
+
+@_by_recipe
+def test_higher_orders_are_those_of_the_reference(recipe: Any) -> None:
+    """Forward mode and second derivatives, beside the same in f32."""
+    x, w, along = normal(0, 32, 16), normal(1, 16, 32) / 4, normal(2, 16, 32)
+    state = f8.dense_state(recipe)
+
+    def loss(w: Any, state: Any = state, x: Any = x) -> Any:
+        return jnp.sin(f8.dense(x, w, recipe=recipe, state=state)).mean()
+
+    if state is not None:
+        for _ in range(2):
+            state = jax.grad(loss, 1)(w, state)
+    run = functools.partial(loss, state=state)
+
+    def plain(w: Any) -> Any:
+        return jnp.sin(x @ w).mean()
+
+    wanted = jax.jvp(jax.grad(plain), (w,), (along,))[1]
+    for product in (
+        jax.jvp(jax.grad(run), (w,), (along,))[1],
+        jax.grad(lambda w: (jax.grad(run)(w) * along).sum())(w),
+        jax.grad(lambda w: jax.jvp(run, (w,), (along,))[1])(w),
+        jax.jit(jax.grad(lambda w: (jax.grad(jax.jit(run))(w) * along).sum()))(w),
+    ):
+        close(product, np.asarray(wanted, np.float64), ulp=0.06)
+    tangent = jax.jvp(lambda x: f8.dense(x, w), (x,), (x,))[1]
+    close(tangent, truth(x, w)[0] * 1.0, ulp=0.05)
+
+
+@_by_recipe
+def test_scan_and_remat(recipe: Any) -> None:
+    """Layers in a scan, with and without remat, equal layers one by one."""
+    count = 3
+    w, x = normal(0, count, 16, 16) / 4, normal(1, 8, 16)
+    one = f8.dense_state(recipe)
+    states = jax.tree.map(lambda s: jnp.stack([s] * count), one)
+
+    def layer(x: Any, w: Any, state: Any) -> Any:
+        return jnp.tanh(f8.dense(x, w, recipe=recipe, state=state))
+
+    def by_scan(w: Any, states: Any, run: Any) -> Any:
+        def body(x: Any, given: Any) -> Any:
+            return run(x, *given), None
+
+        return jax.lax.scan(body, x, (w, states))[0].sum()
+
+    def one_by_one(w: Any, states: Any) -> Any:
+        y = x
+        for i in range(count):
+            y = layer(y, w[i], jax.tree.map(lambda s, i=i: s[i], states))
+        return y.sum()
+
+    policy = checkpoint_policies.f8_saveable
+    runs = layer, jax.checkpoint(layer), jax.checkpoint(layer, policy=policy)
+    for _ in range(2):
+        wanted, following = jax.grad(one_by_one, (0, 1))(w, states)
+        for run in runs:
+            scanned = jax.jit(jax.grad(by_scan, (0, 1)), static_argnums=2)
+            found = scanned(w, states, run)
+            pairs = map(jax.tree.leaves, (found, (wanted, following)))
+            for y, other in zip(*pairs, strict=True):
+                # A number beside a border of f8 may be rounded the other way.
+                close(y, np.asarray(other, np.float64), ulp=0.01)
+        states = following
+
+
+def test_f8_copies_are_what_is_saved() -> None:
+    x, w = normal(0, 64, 32).astype("bfloat16"), normal(1, 32, 16).astype("bfloat16")
+
+    def layer(x: Any) -> Any:
+        return f8.dense(jnp.sin(x), w).astype(jnp.float32).sum()
+
+    saved = jax.checkpoint(layer, policy=checkpoint_policies.f8_saveable)
+    text = str(jax.make_jaxpr(jax.grad(saved))(x))
+    # One copy of x: the backward pass does not make it again.
+    assert len(re.findall(r"u8\[64,32\] = name", text)) == 1
+    again = str(jax.make_jaxpr(jax.grad(jax.checkpoint(layer)))(x))
+    assert len(re.findall(r"u8\[64,32\] = name", again)) == 2
+
+
+# --- meshes ---------------------------------------------------------------------------
+
+
+def _trained(recipe: Any, x: Any, w: Any) -> Any:
+    def loss(w: Any, state: Any) -> Any:
+        return jnp.sin(f8.dense(x, w, recipe=recipe, state=state)).sum()
+
+    state = f8.dense_state(recipe)
+    grad, following = jax.grad(loss, (0, 1))(w, state)
+    return grad, following
+
+
+@_by_recipe
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "specs", [(("d", None), (None, None)), (("d", None), (None, "t"))]
+)
+def test_amaxes_are_over_all_devices(recipe: Any, kind: Any, specs: Any) -> None:
+    x, w = normal(0, 32, 16) * jnp.linspace(1, 9, 32)[:, None], normal(1, 16, 8)
+    mesh = mesh_of(kind, d=4, t=2)
+    with jax.set_mesh(mesh):
+        found = jax.jit(functools.partial(_trained, recipe))(
+            *placed(mesh, (x, w), specs)
+        )
+    wanted = _trained(recipe, x, w)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5),
+        found,
+        wanted,
+    )
+
+
+def test_shard_map_adds_states_up() -> None:
+    """Each device has amaxes of its own; the sum of their states stands for all."""
+    recipe = f8.Delayed()
+    x, w, grad = normal(0, 32, 16), normal(1, 16, 8), normal(2, 32, 8)
+    _, state = _step(f8.dense_state(recipe), x, w, grad, recipe)
+    mesh = mesh_of(AxisType.Auto, d=4)
+
+    def layer(x: Any, w: Any, state: Any) -> Any:
+        return f8.dense(x, w, recipe=recipe, state=state)
+
+    split, whole = PartitionSpec("d"), PartitionSpec()
+    shared = jax.shard_map(
+        layer, mesh=mesh, in_specs=(split, whole, whole), out_specs=split
+    )
+    found = jax.jit(lambda *given: jax.vjp(shared, *given)[1](grad))(x, w, state)
+    wanted = jax.vjp(layer, x, w, state)[1](grad)
+    for y, other in zip(found[:2], wanted[:2], strict=True):
+        close(y, np.asarray(other, np.float64), ulp=1e-5)
+    assert float(found[2].x[-1]) == 4
+    np.testing.assert_allclose(found[2].x[1:-1] / 4, wanted[2].x[1:-1], rtol=1e-6)
+
+
+def test_weights_are_gathered_in_f8() -> None:
+    """FSDP: what travels between devices is the copy. XLA's CPU holds f8 in f16."""
+    mesh = mesh_of(AxisType.Auto, d=8)
+    x, w = normal(0, 64, 128).astype("bfloat16"), normal(1, 128, 256)
+    given = placed(mesh, (x, w), (("d", None), ("d", None)))
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def loss(x: Any, w: Any) -> Any:
+        y = f8.dense(x, w, w_sharding=whole)
+        return jnp.sin(y.astype(jnp.float32)).sum()
+
+    for run in (loss, jax.grad(loss, (0, 1))):
+        text = jax.jit(run).lower(*given).compile().as_text()
+        assert text is not None
+        gathered = re.findall(r"= (\w+)\[128,256\]\S* all-gather\(", text)
+        assert gathered
+        assert set(gathered) <= {"u8", "f8e4m3fn", "f16"}
+
+
+# --- what ran, and errors -------------------------------------------------------------
+
+
+@_by_recipe
+def test_all_three_products_are_in_f8(recipe: Any) -> None:
+    """A layer of whose products one is in 16 bits fails here."""
+    x, w = normal(0, 64, 32).astype("bfloat16"), normal(1, 32, 16).astype("bfloat16")
+    state = f8.dense_state(recipe)
+
+    def loss(x: Any, w: Any) -> Any:
+        y = f8.dense(x, w, recipe=recipe, state=state, activation="gelu")
+        return y.astype(jnp.float32).sum()
+
+    text = str(plans.inspect(jax.grad(loss, (0, 1)), x, w))
+    rows = [line for line in text.splitlines() if "[1," in line]
+    found = [re.findall(r"(\w+)\[1,", line)[:2] for line in rows]
+    assert found == [
+        ["f8_e4m3fn", "f8_e4m3fn"],
+        ["f8_e5m2", "f8_e4m3fn"],
+        ["f8_e4m3fn", "f8_e5m2"],
+    ]
+
+
+_BAD: dict[str, tuple[type[Exception], str, Any]] = {
+    "dtype": (TypeError, "x is i32", lambda x, w: f8.dense(x.astype(int), w)),
+    "f8": (
+        TypeError,
+        "call jax_cudnn.matmul",
+        lambda x, w: f8.dense(x.astype(jnp.float8_e5m2), w),
+    ),
+    "shapes": (ValueError, "must be the first of w", lambda x, w: f8.dense(x, w.T)),
+    "axes": (ValueError, "axes=0", lambda x, w: f8.dense(x, w, axes=0)),
+    "too many axes": (ValueError, "axes=2", lambda x, w: f8.dense(x, w, axes=2)),
+    "no recipe": (TypeError, "is no recipe", lambda x, w: f8.dense(x, w, recipe=None)),
+    "no state": (
+        TypeError,
+        "f8.Delayed needs three",
+        lambda x, w: f8.dense(x, w, recipe=f8.Delayed()),
+    ),
+    "a state too much": (
+        TypeError,
+        "f8.Current() has none",
+        lambda x, w: f8.dense(x, w, state=f8.dense_state(f8.Delayed())),
+    ),
+    "another history": (
+        ValueError,
+        "a history of 4 has f32 [6]",
+        lambda x, w: f8.dense(
+            x, w, recipe=f8.Delayed(history=4), state=f8.dense_state(f8.Delayed())
+        ),
+    ),
+    "history": (ValueError, "is below 1", lambda x, w: f8.Delayed(history=0)),
+    "no int": (TypeError, "is not an int", lambda x, w: f8.Delayed(history=1.5)),
+    "margin": (TypeError, "margin=0.5", lambda x, w: f8.Current(margin=0.5)),
+    "activation": (
+        ValueError,
+        "activation='swosh'",
+        lambda x, w: f8.dense(x, w, activation="swosh"),
+    ),
+    "bias": (
+        ValueError,
+        "does not broadcast",
+        lambda x, w: f8.dense(x, w, bias=jnp.ones(7)),
+    ),
+    "gated shapes": (
+        ValueError,
+        "up f32[3,4]",
+        lambda x, w: f8.gated_mlp(x, w, w[:3], w.T),
+    ),
+    "gated state": (
+        TypeError,
+        "state has 2 parts",
+        lambda x, w: f8.gated_mlp(x, w, w, w.T, recipe=f8.Delayed(), state=(1, 2)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(_BAD))
+def test_what_is_refused(name: str) -> None:
+    error, message, call = _BAD[name]
+    with pytest.raises(error, match=re.escape(message)):
+        call(normal(0, 8, 16), normal(1, 16, 4))
