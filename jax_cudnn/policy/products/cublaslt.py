@@ -17,13 +17,15 @@ class CublasLtProduct:
 
     ``epilogue`` is the mode of its activation or activation's gradient, "" where there
     is none. ``gives_argument`` is whether the activation's argument is a result, too.
-    ``bits`` are those of its operands, ``depth`` is the terms of a sum.
+    ``bits`` are those of its operands, ``depth`` is the terms of a sum, and ``width``
+    the lesser of its rows and columns.
     """
 
     epilogue: str
     gives_argument: bool
     bits: str
     depth: int
+    width: int
 
 
 def cublaslt_product(way: Legal) -> CublasLtProduct | None:
@@ -47,6 +49,7 @@ def _product(graph: Graph) -> CublasLtProduct:
         gives_argument=len(graph.outputs) > 1,
         bits=bits,
         depth=roles["a"].dims[2],
+        width=min(roles["a"].dims[1], roles["b"].dims[2]),
     )
 
 
