@@ -24,6 +24,7 @@ from jax_cudnn.ops.norms.f8 import layer_norm, rms_norm
 from jax_cudnn.ops.products.f8_dense import (
     GatedMlpState,
     dense,
+    dot_general,
     gated_mlp,
     gated_mlp_state,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "dense",
     "dense_state",
     "dequantize",
+    "dot_general",
     "gated_mlp",
     "gated_mlp_state",
     "layer_norm",

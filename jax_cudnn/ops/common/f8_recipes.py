@@ -14,7 +14,7 @@ that the scale was made for. With 1 and 2 as ratios, the sum is 257, and its 8th
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,12 +113,13 @@ class DenseState(NamedTuple):
     """What `Delayed` knows of a layer's tensors: input, weights and cotangent.
 
     Each field is a vector of history + 2 numbers, f32. It is passed back as it is:
-    gradients by it are the state of the next step.
+    gradients by it are the state of the next step. Without `grad`, cotangents get the
+    scales of their own amaxes, so that the next state is known forward.
     """
 
     x: jax.Array
     w: jax.Array
-    grad: jax.Array
+    grad: jax.Array | None
 
 
 def dense_state(recipe: Recipe) -> DenseState | None:
@@ -154,7 +155,9 @@ def check_state(op: str, recipe: object, state: object) -> DenseState | None:
             )
         return None
     try:
-        found = DenseState(*map(jnp.asarray, state))  # type: ignore[arg-type]
+        given: Any = DenseState(*state)  # type: ignore[misc]
+        found = jax.tree.map(jnp.asarray, given)
+        assert isinstance(found, DenseState)
     except (TypeError, ValueError):
         raise TypeError(
             f"{op}: state is {type(state).__name__}, and f8.Delayed needs three "
@@ -162,9 +165,12 @@ def check_state(op: str, recipe: object, state: object) -> DenseState | None:
         ) from None
     wanted = (recipe.history + 2,)
     for name, each in found._asdict().items():
-        if each.shape != wanted or each.dtype != jnp.float32:
+        if each is None and name == "grad":
+            continue
+        if each is None or each.shape != wanted or each.dtype != jnp.float32:
+            known = "None" if each is None else describe(each)
             raise ValueError(
-                f"{op}: state.{name} is {describe(each)}, and a history of "
+                f"{op}: state.{name} is {known}, and a history of "
                 f"{recipe.history} has f32 {[*wanted]}. Pass f8.dense_state(recipe), "
                 "and later its gradient."
             )

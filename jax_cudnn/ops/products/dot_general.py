@@ -108,7 +108,7 @@ def dot_general(
     )
     if weak := is_weak(x, y, bias, residual):
         x, y = strongly_typed(x), strongly_typed(y)
-    numbers = _axes(dimension_numbers)
+    numbers = axes_of("dot_general", dimension_numbers)
     # jax.lax checks the axes against each other, in its own words.
     how = f", with dimension_numbers={numbers}"
     with refused_by_jax("dot_general", {"lhs": x, "rhs": y}, how=how):
@@ -171,7 +171,7 @@ def _plain_dot_general(
     return run_plain(plain, preferred, epilogue)
 
 
-def _axes(numbers: object) -> Numbers:
+def axes_of(op: str, numbers: object) -> Numbers:
     """Return dimension_numbers as ints, or raise TypeError for what is none."""
     try:
         (x_sums, y_sums), (x_batch, y_batch) = (
@@ -180,7 +180,7 @@ def _axes(numbers: object) -> Numbers:
         )
     except (TypeError, ValueError):
         raise TypeError(
-            f"dot_general: dimension_numbers={numbers!r} is not ((lhs contracting, rhs "
+            f"{op}: dimension_numbers={numbers!r} is not ((lhs contracting, rhs "
             "contracting), (lhs batch, rhs batch)), each a sequence of ints. Pass for "
             "example (((1,), (0,)), ((), ())) for the product of two matrices."
         ) from None

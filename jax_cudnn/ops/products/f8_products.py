@@ -1,0 +1,384 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Contractions in f8 of operands in 16 or 32 bits, with their gradients and states.
+
+The derivative is written by hand. Forward, f8 copies of inputs and weights are
+multiplied; backward, these copies and one of the cotangent. Forward mode and higher
+orders differentiate the reference: the product of the rounded operands, where rounding
+and saturation count as the identity.
+"""
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Options
+from jax_cudnn.lowering import linear_call
+from jax_cudnn.ops.common.arguments import (
+    as_operand,
+    describe,
+)
+from jax_cudnn.ops.common.f8_recipes import (
+    BACKWARD,
+    FORWARD,
+    SAVED_NAME,
+    DenseState,
+    Recipe,
+    scale_and_next,
+)
+from jax_cudnn.ops.common.f8_scaling import dequantize, quantize
+from jax_cudnn.ops.common.plain import Epilogue
+from jax_cudnn.ops.products.dot_general import as_product
+from jax_cudnn.ops.products.operands import common_dtypes, in_three, run_product
+from jax_cudnn.reference.dtypes import dtype_name
+
+Arrays = Sequence[jax.Array]
+# The axes of two operands that are summed over together.
+Sums = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def operand(op: str, name: str, value: ArrayLike) -> jax.Array:
+    """Return an operand of 16 or 32 bits, or raise TypeError."""
+    array = as_operand(op, name, value)
+    if dtype_name(array.dtype) not in ("bf16", "f16", "f32"):
+        raise TypeError(
+            f"{op}: {name} is {describe(array)}. Supported dtypes are bf16, f16 and "
+            "f32, which are rounded to f8 here. For operands in f8 call "
+            "jax_cudnn.matmul with scale_a and scale_b."
+        )
+    return array
+
+
+def products(
+    op: str,
+    x: jax.Array,
+    weights: Mapping[str, jax.Array],
+    biases: Mapping[str, ArrayLike | None],
+    states: Sequence[DenseState | None],
+    recipe: Recipe,
+    sums: Sums,
+    call: Options,
+    w_sharding: object = None,
+) -> tuple[list[jax.Array], list[DenseState | None]]:
+    """Return the products of x with some weights, by the same copy of x, and states.
+
+    The states are the next ones, but for the cotangents'.
+    """
+    own, first = jax.lax.stop_gradient(x), states[0]
+    x_scale, x_next = scale_and_next(recipe, "x", first and first.x, own, FORWARD)
+    x_copy = _copy(own, x_scale)
+    found: list[jax.Array] = []
+    following: list[DenseState | None] = []
+    for (name, w), state in zip(weights.items(), states, strict=True):
+        own = jax.lax.stop_gradient(w)
+        w_scale, w_next = scale_and_next(recipe, "w", state and state.w, own, FORWARD)
+        given = {
+            "x": x,
+            "w": w,
+            "x_copy": x_copy,
+            "w_copy": _copy(own, w_scale),
+            "x_scale": x_scale,
+            "w_scale": w_scale,
+        }
+        bias = biases.get(name)
+        if bias is not None:
+            given["bias"] = as_operand(op, "bias", bias).astype(x.dtype)
+        if state is not None:
+            assert x_next is not None
+            assert w_next is not None
+            given |= {"x_state": state.x, "w_state": state.w}
+            given |= {"x_next": x_next, "w_next": w_next}
+            if state.grad is not None:
+                given["grad_state"] = state.grad
+            state = DenseState(x_next, w_next, state.grad)
+        product = _Product(
+            op=op, recipe=recipe, sums=sums, call=call, w_sharding=w_sharding
+        )
+        found.append(_run(product, given))
+        following.append(state)
+    return found, following
+
+
+def last_and_first(op: str, x: jax.Array, name: str, w: jax.Array, axes: int) -> Sums:
+    """Return the last axes of x and the first of w, which must be as long."""
+    is_count = isinstance(axes, int) and not isinstance(axes, bool) and axes >= 1
+    if not is_count or axes > min(x.ndim, w.ndim - 1):
+        raise ValueError(
+            f"{op}: axes={axes!r}, x is {describe(x)} and {name} {describe(w)}. `axes` "
+            f"must be an int of 1 or more that x has, and {name} one axis more."
+        )
+    if x.shape[x.ndim - axes :] != w.shape[:axes]:
+        raise ValueError(
+            f"{op}: x is {describe(x)} and {name} {describe(w)}. The last axes of x, "
+            f"{axes} of them, must be the first of {name}. Transpose or reshape one of "
+            "them."
+        )
+    return tuple(range(x.ndim - axes, x.ndim)), tuple(range(axes))
+
+
+def _copy(x: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return the f8 copy of x as bytes.
+
+    jax.checkpoint rounds floats that a policy saves, and takes e4m3fn for a format with
+    infinities: numbers above 240 became NaN (JAX 0.12.0.1).
+    """
+    stored = jax.lax.bitcast_convert_type(quantize(x, scale, FORWARD), jnp.uint8)
+    return checkpoint_name(stored, SAVED_NAME)
+
+
+def _read(copy: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(copy, FORWARD)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Product:
+    """A product in f8, and its gradients; all operands are given by name.
+
+    ``x_copy`` and ``w_copy`` are the bytes of the operands in f8, ``x_scale`` and
+    ``w_scale`` their scales. ``x_state`` and its like are states, ``x_next`` and
+    ``w_next`` those of the next step, as far as they are known forward.
+    """
+
+    op: str
+    recipe: Recipe
+    sums: Sums
+    call: Options
+    w_sharding: Any
+
+    def forward(self, given: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the product by the f8 copies."""
+        return self._multiply(
+            self._stored(given, "x"),
+            self._stored(given, "w"),
+            self.sums,
+            given["x"].dtype,
+            given.get("bias"),
+        )
+
+    def reference(self, given: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the product of the rounded operands, differentiable by x and w."""
+        y = self._contracted(*self._rounded(given))
+        if (bias := given.get("bias")) is not None:
+            y = y + bias.astype(jnp.float32)
+        return y.astype(given["x"].dtype)
+
+    def gradients(
+        self, given: Mapping[str, jax.Array], grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Return the gradients, those by the states being the next states."""
+        x, w, state = given["x"], given["w"], given.get("grad_state")
+        scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
+        copy = quantize(grad, scale, BACKWARD), scale
+        rows, columns = (
+            tuple(axis for axis in range(each.ndim) if axis not in over)
+            for each, over in zip((x, w), self.sums, strict=True)
+        )
+        leading = tuple(range(len(rows)))
+        trailing = tuple(range(len(rows), grad.ndim))
+        # As a product has them: the axes of grad, and those that are summed over, in
+        # the order of the other operand.
+        by_x, by_w = map(_inverse, self.sums)
+        of_x = (*rows, *(self.sums[0][i] for i in by_w))
+        of_w = (*(self.sums[1][i] for i in by_x), *columns)
+        x_grad = self._multiply(
+            copy, self._stored(given, "w"), (trailing, columns), x.dtype
+        )
+        w_grad = self._multiply(
+            self._stored(given, "x"), copy, (rows, leading), w.dtype
+        )
+        found = {
+            "x": jnp.transpose(x_grad, _inverse(of_x)),
+            "w": jnp.transpose(w_grad, _inverse(of_w)),
+        }
+        return found | self._of_states(given, following) | self._of_bias(given, grad)
+
+    def reference_gradients(
+        self, given: Mapping[str, jax.Array], grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Return the gradients by the rounded operands, to be differentiated again."""
+        x, w = self._rounded(given)
+        stopped, state = jax.lax.stop_gradient(grad), given.get("grad_state")
+        scale, following = scale_and_next(self.recipe, "grad", state, stopped, BACKWARD)
+        rounded = _stands_for(grad, quantize(stopped, scale, BACKWARD), scale)
+
+        def product(x: jax.Array, w: jax.Array) -> jax.Array:
+            return self._contracted(x, w).astype(rounded.dtype)
+
+        grads = jax.vjp(product, x, w)[1](rounded)
+        found = dict(zip(("x", "w"), grads, strict=True))
+        return found | self._of_states(given, following) | self._of_bias(given, grad)
+
+    def _contracted(self, x: jax.Array, w: jax.Array) -> jax.Array:
+        dtype = jnp.promote_types(x.dtype, w.dtype)
+        numbers = (self.sums, ((), ()))
+        return jax.lax.dot_general(
+            x.astype(dtype),
+            w.astype(dtype),
+            numbers,
+            preferred_element_type=jnp.float32,
+        )
+
+    def _rounded(self, given: Mapping[str, jax.Array]) -> list[jax.Array]:
+        return [
+            _stands_for(given[role], *self._stored(given, role)) for role in ("x", "w")
+        ]
+
+    def _stored(
+        self, given: Mapping[str, jax.Array], role: str
+    ) -> tuple[jax.Array, jax.Array]:
+        """Return an operand in f8, laid out as the products read it, and its scale."""
+        copy = given[f"{role}_copy"]
+        if role == "w" and self.w_sharding is not None:
+            # Not before it is saved: what is saved stays divided.
+            copy = jax.lax.with_sharding_constraint(copy, self.w_sharding)
+        return _read(copy), given[f"{role}_scale"]
+
+    def _of_states(
+        self, given: Mapping[str, jax.Array], following: jax.Array | None
+    ) -> dict[str, jax.Array]:
+        found = {
+            f"{role}_state": given[f"{role}_next"]
+            for role in ("x", "w")
+            if f"{role}_next" in given
+        }
+        return found if following is None else {**found, "grad_state": following}
+
+    def _of_bias(
+        self, given: Mapping[str, jax.Array], grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        if (bias := given.get("bias")) is None:
+            return {}
+        # Added up in f32, over the axes along which the bias is broadcast.
+        padded = (1,) * (grad.ndim - bias.ndim) + bias.shape
+        over = [i for i, size in enumerate(padded) if size != grad.shape[i]]
+        total = grad.astype(jnp.float32).sum(over, keepdims=True)
+        return {"bias": total.reshape(bias.shape).astype(bias.dtype)}
+
+    def _multiply(
+        self,
+        a: tuple[jax.Array, jax.Array],
+        b: tuple[jax.Array, jax.Array],
+        sums: Sums,
+        dtype: np.dtype,
+        bias: jax.Array | None = None,
+    ) -> jax.Array:
+        (x, x_scale), (y, y_scale) = a, b
+        product = as_product(self.op, x, y, (sums, ((), ())))
+        _, rows, columns = product.sizes
+        count = math.prod(x.shape[axis] for axis in sums[0])
+        scaled = product._replace(
+            scale_a=in_three(self.op, "scale_a", x_scale, ((), rows, (count,))),
+            scale_b=in_three(self.op, "scale_b", y_scale, ((), (count,), columns)),
+        )
+        epilogue = Epilogue.of(self.op, bias=bias)
+        dtypes = common_dtypes(self.op, x, y)
+        return run_product(scaled, dtypes, epilogue, np.dtype(dtype), self.call)
+
+
+def _inverse(axes: Sequence[int]) -> list[int]:
+    """Return the places of axes in their order."""
+    return sorted(range(len(axes)), key=axes.__getitem__)
+
+
+@jax.custom_jvp
+def _stands_for(x: jax.Array, copy: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return what an f8 copy of x stands for, in x's dtype, with x's derivative."""
+    return dequantize(copy, scale, x.dtype)
+
+
+@_stands_for.defjvp
+def _stands_for_jvp(primals: Any, tangents: Any) -> Any:
+    return _stands_for(*primals), tangents[0]
+
+
+# What has a derivative.
+_MOVING = ("x", "w", "bias", "x_state", "w_state", "grad_state")
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _run(product: _Product, given: dict[str, jax.Array]) -> jax.Array:
+    return product.forward(given)
+
+
+@functools.partial(_run.defjvp, symbolic_zeros=True)
+def _run_jvp(product: _Product, primals: Any, tangents: Any) -> Any:
+    (given,), (moved,) = primals, tangents
+    y = _again(product, given)
+    moving = tuple(
+        role
+        for role in _MOVING
+        if role in moved and not isinstance(moved[role], SymbolicZero)
+    )
+    if not moving:
+        return y, jnp.zeros_like(y)
+    derivative = _Derivative(product=product, roles=tuple(given), moving=moving)
+    (tangent,) = linear_call(
+        derivative, [*given.values()], [y], [moved[role] for role in moving]
+    )
+    return y, tangent
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _again(product: _Product, given: dict[str, jax.Array]) -> jax.Array:
+    """Return the product inside a derivative; its own is the reference's.
+
+    Cotangents of higher orders have other sizes than those that a state knows.
+    """
+    return product.forward(given)
+
+
+@_again.defjvp
+def _again_jvp(product: _Product, primals: Any, tangents: Any) -> Any:
+    _, along = jax.jvp(product.reference, primals, tangents)
+    return _again(product, *primals), along
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Derivative:
+    """The derivative along the operands that move, and its transpose."""
+
+    product: _Product
+    roles: tuple[str, ...]
+    moving: tuple[str, ...]
+
+    def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
+        given = dict(zip(self.roles, primals, strict=True))
+
+        def along(*values: jax.Array) -> jax.Array:
+            return self.product.reference(
+                given | dict(zip(self.moving, values, strict=True))
+            )
+
+        values = tuple(given[role] for role in self.moving)
+        return [jax.jvp(along, values, tuple(tangents))[1]]
+
+    def gradients(
+        self, primals: Arrays, results: Arrays, cotangents: Sequence[jax.Array | None]
+    ) -> Arrays:
+        del results
+        given = dict(zip(self.roles, primals, strict=True))
+        (grad,) = cotangents
+        assert grad is not None
+        found = _gradients(self.product, given, grad)
+        return [found[role] for role in self.moving]
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradients(
+    product: _Product, given: dict[str, jax.Array], grad: jax.Array
+) -> dict[str, jax.Array]:
+    return product.gradients(given, grad)
+
+
+@_gradients.defjvp
+def _gradients_jvp(product: _Product, primals: Any, tangents: Any) -> Any:
+    _, along = jax.jvp(product.reference_gradients, primals, tangents)
+    return _gradients(product, *primals), along
