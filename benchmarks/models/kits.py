@@ -15,6 +15,7 @@ import numpy as np
 
 import jax_cudnn
 from benchmarks.models.zoo import Composed, Kind
+from jax_cudnn import f8
 
 _ACTIVATIONS: dict[Any, Any] = {
     None: lambda x: x,
@@ -369,3 +370,36 @@ class CudnnKit(PlainKit):
     def max_pool(self, x: jax.Array) -> Any:
         """Return maxima of 3 x 3, in steps of 2."""
         return jax_cudnn.max_pool(x, (3, 3), (2, 2), [(1, 1), (1, 1)])
+
+
+class F8Kit(CudnnKit):
+    """jax_cudnn's layers with products in f8: heads stay in 16 bits.
+
+    A layer of few outputs, as a classifier's head, stays so, too.
+    """
+
+    name = "jax_cudnn, f8"
+
+    def dense(
+        self,
+        x: Any,
+        w: Any,
+        b: Any = None,
+        activation: Any = None,
+        residual: Any = None,
+    ) -> jax.Array:
+        """Return activation(x w + b), or x w + b + residual."""
+        if any(size % 16 for size in w.shape):
+            return super().dense(x, w, b, activation, residual)
+        y = f8.dense(x, w, bias=b, activation=activation)
+        return y if residual is None else y + residual
+
+    def mlp(self, x: Any, w: Any, b: Any, v: Any, c: Any, residual: Any) -> jax.Array:
+        """Return gelu(x w + b) v + c, and the residual added where there is one."""
+        return self.dense(self.dense(x, w, b, "gelu"), v, c, residual=residual)
+
+    def gated_mlp(
+        self, x: Any, gate: Any, up: Any, down: Any, residual: Any
+    ) -> jax.Array:
+        """Return (silu(x gate) * (x up)) down + residual."""
+        return f8.gated_mlp(x, gate, up, down) + residual

@@ -7,64 +7,21 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_cudnn import checkpoint_policies, f8, plans
 from tests.common.devices import mesh_of, placed
+from tests.products.shared.f8_dense import ULP, close, normal, truth
 
-_E4, _E5 = ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2
 _RECIPES = [f8.Current(), f8.Delayed(history=4)]
 _by_recipe = pytest.mark.parametrize(
     "recipe", _RECIPES, ids=lambda recipe: type(recipe).__name__
 )
 
 
-def normal(seed: int, *shape: int) -> jax.Array:
-    return jax.random.normal(jax.random.key(seed), shape)
-
-
-# --- the truth: dense float64 of what NumPy rounds ------------------------------------
-
-
-def rounded(x: Any, scale: float, dtype: Any) -> np.ndarray:
-    """Return what the copy of an array in f8 stands for."""
-    most = np.float32(ml_dtypes.finfo(dtype).max)
-    stored = np.asarray(x, np.float32) / np.float32(scale)
-    return np.clip(stored, -most, most).astype(dtype).astype(np.float64) * scale
-
-
-def scale_of(x: Any, dtype: Any) -> float:
-    """Return the scale of the array's own amax."""
-    largest = np.float32(np.abs(np.asarray(x, np.float32)).max())
-    return float(largest * np.float32(1 / float(ml_dtypes.finfo(dtype).max)))
-
-
-def truth(
-    x: Any, w: Any, grad: Any = None, scales: tuple[float, ...] | None = None
-) -> list[np.ndarray]:
-    """Return the product, and the gradients by x and w."""
-    grad = np.zeros((*x.shape[:-1], w.shape[-1])) if grad is None else grad
-    if scales is None:
-        scales = scale_of(x, _E4), scale_of(w, _E4), scale_of(grad, _E5) or 1.0
-    a, b = rounded(x, scales[0], _E4), rounded(w, scales[1], _E4)
-    g = rounded(grad, scales[2], _E5)
-    rows, columns = a.reshape(-1, a.shape[-1]), g.reshape(-1, g.shape[-1])
-    return [a @ b, g @ b.T, rows.T @ columns]
-
-
-def close(found: Any, wanted: np.ndarray, *, ulp: float) -> None:
-    """Judge by the norm: one rounding of the result, and sums in f32."""
-    error = np.linalg.norm(np.asarray(found, np.float64) - wanted)
-    assert error <= ulp * np.linalg.norm(wanted)
-
-
-_ULP = {"float32": 2.0**-20, "bfloat16": 2.0**-8, "float16": 2.0**-11}
-
-
-@pytest.mark.parametrize("dtype", list(_ULP))
+@pytest.mark.parametrize("dtype", list(ULP))
 @pytest.mark.parametrize("shape", [(24,), (3, 8), (2, 3, 4)])
 def test_products_are_those_of_the_rounded(dtype: str, shape: tuple[int, ...]) -> None:
     x = normal(0, *shape, 16).astype(dtype)
@@ -73,7 +30,7 @@ def test_products_are_those_of_the_rounded(dtype: str, shape: tuple[int, ...]) -
     y, back = jax.vjp(f8.dense, x, w)
     for found, wanted in zip((y, *back(grad)), truth(x, w, grad), strict=True):
         assert found.dtype == dtype
-        close(found, wanted, ulp=_ULP[dtype])
+        close(found, wanted, ulp=ULP[dtype])
 
 
 def test_weights_keep_their_dtype() -> None:
@@ -83,7 +40,7 @@ def test_weights_keep_their_dtype() -> None:
     assert (y.dtype, *(each.dtype for each in grads)) == ("bfloat16",) * 2 + (
         "float32",
     )
-    close(grads[1], truth(x, w, y)[2], ulp=_ULP["float32"])
+    close(grads[1], truth(x, w, y)[2], ulp=ULP["float32"])
 
 
 def test_bias_and_activation() -> None:
@@ -411,56 +368,60 @@ def test_all_three_products_are_in_f8(recipe: Any) -> None:
     ]
 
 
+_dense: Any = f8.dense
+_gated: Any = f8.gated_mlp
+_delayed: Any = f8.Delayed
+_current: Any = f8.Current
 _BAD: dict[str, tuple[type[Exception], str, Any]] = {
-    "dtype": (TypeError, "x is i32", lambda x, w: f8.dense(x.astype(int), w)),
+    "dtype": (TypeError, "x is i32", lambda x, w: _dense(x.astype(int), w)),
     "f8": (
         TypeError,
         "call jax_cudnn.matmul",
-        lambda x, w: f8.dense(x.astype(jnp.float8_e5m2), w),
+        lambda x, w: _dense(x.astype(jnp.float8_e5m2), w),
     ),
-    "shapes": (ValueError, "must be the first of w", lambda x, w: f8.dense(x, w.T)),
-    "axes": (ValueError, "axes=0", lambda x, w: f8.dense(x, w, axes=0)),
-    "too many axes": (ValueError, "axes=2", lambda x, w: f8.dense(x, w, axes=2)),
-    "no recipe": (TypeError, "is no recipe", lambda x, w: f8.dense(x, w, recipe=None)),
+    "shapes": (ValueError, "must be the first of w", lambda x, w: _dense(x, w.T)),
+    "axes": (ValueError, "axes=0", lambda x, w: _dense(x, w, axes=0)),
+    "too many axes": (ValueError, "axes=2", lambda x, w: _dense(x, w, axes=2)),
+    "no recipe": (TypeError, "is no recipe", lambda x, w: _dense(x, w, recipe=None)),
     "no state": (
         TypeError,
         "f8.Delayed needs three",
-        lambda x, w: f8.dense(x, w, recipe=f8.Delayed()),
+        lambda x, w: _dense(x, w, recipe=f8.Delayed()),
     ),
     "a state too much": (
         TypeError,
         "f8.Current() has none",
-        lambda x, w: f8.dense(x, w, state=f8.dense_state(f8.Delayed())),
+        lambda x, w: _dense(x, w, state=f8.dense_state(f8.Delayed())),
     ),
     "another history": (
         ValueError,
         "a history of 4 has f32 [6]",
-        lambda x, w: f8.dense(
+        lambda x, w: _dense(
             x, w, recipe=f8.Delayed(history=4), state=f8.dense_state(f8.Delayed())
         ),
     ),
     "history": (ValueError, "is below 1", lambda x, w: f8.Delayed(history=0)),
-    "no int": (TypeError, "is not an int", lambda x, w: f8.Delayed(history=1.5)),
-    "margin": (TypeError, "margin=0.5", lambda x, w: f8.Current(margin=0.5)),
+    "no int": (TypeError, "is not an int", lambda x, w: _delayed(history=1.5)),
+    "margin": (TypeError, "margin=0.5", lambda x, w: _current(margin=0.5)),
     "activation": (
         ValueError,
         "activation='swosh'",
-        lambda x, w: f8.dense(x, w, activation="swosh"),
+        lambda x, w: _dense(x, w, activation="swosh"),
     ),
     "bias": (
         ValueError,
         "does not broadcast",
-        lambda x, w: f8.dense(x, w, bias=jnp.ones(7)),
+        lambda x, w: _dense(x, w, bias=jnp.ones(7)),
     ),
     "gated shapes": (
         ValueError,
         "up f32[3,4]",
-        lambda x, w: f8.gated_mlp(x, w, w[:3], w.T),
+        lambda x, w: _gated(x, w, w[:3], w.T),
     ),
     "gated state": (
         TypeError,
         "state has 2 parts",
-        lambda x, w: f8.gated_mlp(x, w, w, w.T, recipe=f8.Delayed(), state=(1, 2)),
+        lambda x, w: _gated(x, w, w, w.T, recipe=f8.Delayed(), state=(1, 2)),
     ),
 }
 
