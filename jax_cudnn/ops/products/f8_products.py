@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
-from jax.experimental.layout import Layout, with_layout_constraint
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
@@ -131,18 +130,8 @@ def _copy(x: jax.Array, scale: jax.Array) -> jax.Array:
     jax.checkpoint rounds floats that a policy saves, and takes e4m3fn for a format with
     infinities: numbers above 240 became NaN (JAX 0.12.0.1).
     """
-    stored = jax.lax.bitcast_convert_type(_stored(x, scale, FORWARD), jnp.uint8)
+    stored = jax.lax.bitcast_convert_type(quantize(x, scale, FORWARD), jnp.uint8)
     return checkpoint_name(stored, SAVED_NAME)
-
-
-def _stored(x: jax.Array, scale: jax.Array, dtype: np.dtype) -> jax.Array:
-    """Return x in f8, laid out as it is.
-
-    XLA would lay it out as the product by rows reads it, transposed, and read x once
-    more for its amax. A transposed copy is faster made of bytes (H200, JAX 0.12.0.1).
-    """
-    plain = Layout(major_to_minor=tuple(range(x.ndim)))
-    return with_layout_constraint(quantize(x, scale, dtype), plain)
 
 
 def _read(copy: jax.Array) -> jax.Array:
@@ -187,7 +176,7 @@ class _Product:
         """Return the gradients, those by the states being the next states."""
         x, w, state = given["x"], given["w"], given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
-        copy = _stored(grad, scale, BACKWARD), scale
+        copy = quantize(grad, scale, BACKWARD), scale
         rows, columns = (
             tuple(axis for axis in range(each.ndim) if axis not in over)
             for each, over in zip((x, w), self.sums, strict=True)
