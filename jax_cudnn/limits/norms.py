@@ -3,7 +3,7 @@
 
 from jax_cudnn.graph import NORMALISED, Graph, Node
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.limits.rows import Limit, always
+from jax_cudnn.limits.rows import ALL_VERSIONS, Limit, always
 
 _NORMS = frozenset(name for kind in NORMALISED for name in (kind, f"{kind}_backward"))
 _BY_XLA = "XLA runs them"
@@ -14,7 +14,27 @@ def _writes_f8(graph: Graph, node: Node) -> bool:
     return "scale_output" in roles and roles["output"].dtype.startswith("f8")
 
 
+def _has_odd_examples(graph: Graph, node: Node) -> bool:
+    """Whether x is of f16, channels last, in examples of an odd number of numbers."""
+    x = roles_in(graph, node)["x"]
+    count, *example = x.dims
+    is_odd = all(size % 2 for size in example)
+    return x.dtype == "f16" and x.order[-1] != 3 and count > 1 and is_odd
+
+
 LIMITS = (
+    Limit(
+        kinds=frozenset({"group_norm_backward"}),
+        holds=_has_odd_examples,
+        versions=range(92000, ALL_VERSIONS.stop),
+        what="the gradient of group norm by f16 images, channels last, is wrong where "
+        "an image has an odd number of numbers, and differs from run to run",
+        done=_BY_XLA,
+        source="seen: 9.28.1 on an H200, errors of 0.02 to 700 of the largest value in "
+        "several images of 3 x 7 x 121 and like them; right with 9.19.0, in bf16, and "
+        "with channels first. Versions in between were not tried "
+        "(tests/norms/gpu/test_norms.py)",
+    ),
     Limit(
         kinds=_NORMS,
         holds=_writes_f8,

@@ -26,6 +26,7 @@ from jax_cudnn.lowering import traced_program
 from jax_cudnn.reference import evaluate
 from tests.attention.shared.f8_graphs import f8_graph
 from tests.common.drawn_operands import draw_arrays
+from tests.norms.problems import Problem, backward_of
 from tests.products.shared.conv_graphs import conv_graph
 from tests.tools.script import load_script
 
@@ -46,6 +47,37 @@ def _tensor(name: str, dtype: DTypeName, *dims: int) -> Tensor:
 
 def _runs(graph: Graph, target: Target | None) -> bool:
     return bool(legalize(graph, target).candidates)
+
+
+# --- norms ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtype", "dims", "order", "is_met"),
+    [
+        ("f16", (3, 7, 1, 121), (0, 3, 1, 2), True),
+        ("f16", (3, 7, 1, 121), (0, 1, 2, 3), False),  # channels first
+        ("f16", (3, 7, 1, 122), (0, 3, 1, 2), False),
+        ("f16", (1, 7, 1, 121), (0, 3, 1, 2), False),
+        ("bf16", (3, 7, 1, 121), (0, 3, 1, 2), False),
+    ],
+)
+def test_group_norms_of_odd_images(
+    dtype: DTypeName, dims: Any, order: Any, is_met: bool
+) -> None:
+    problem = Problem(
+        kind="group_norm",
+        dtype=dtype,
+        scale=dtype,
+        bias=dtype,
+        dims=dims,
+        order=order,
+        with_statistics=True,
+    )
+    gradient = backward_of(problem.graph)
+    assert _runs(gradient, _target(92801)) != is_met
+    assert _runs(gradient, _target(91900))
+    assert _runs(problem.graph, _target(92801))
 
 
 # --- convolutions ---------------------------------------------------------------------

@@ -153,7 +153,9 @@ def _launched(graphs: Iterable[Graph]) -> int:
         noises = [
             _noise(graph, name, x) for name, x in zip(graph.outputs, truth, strict=True)
         ]
-        legal = legalize(graph, target).candidates[0]
+        if not (ways := legalize(graph, target).candidates):
+            continue  # A limit refuses it.
+        legal = ways[0]
         for candidate in native.candidates(to_json(legal.graph)):
             if candidate.refusal:
                 continue
