@@ -21,7 +21,7 @@ import numpy as np
 
 from benchmarks import torch_side
 from benchmarks.models.jax_steps import JaxSteps, drawn, operations
-from benchmarks.models.kits import CudnnKit, PlainKit
+from benchmarks.models.kits import CudnnKit, F8Kit, PlainKit
 from benchmarks.models.torch_kit import TorchSteps, is_there
 from benchmarks.models.zoo import Model, models
 from benchmarks.records import gpu_of, kept_rows, on_this_gpu, renewed, write_records
@@ -34,6 +34,9 @@ _PLAIN, _TORCH = "plain JAX", ("torch eager", "torch compiled")
 _BOUND = 0.03
 # Dense bf16 products a second, from NVIDIA's data sheets.
 _PEAKS = {"NVIDIA H100 80GB HBM3": 989e12, "NVIDIA H200": 989e12}
+
+# The models that are trained in f8 as well, by the names of contenders.
+_F8, _IN_F8 = "untuned, f8", ("Llama-like",)
 
 _Steps = JaxSteps | TorchSteps
 
@@ -59,6 +62,8 @@ def _contenders(
         _PLAIN: of_jax(PlainKit()),
         "untuned": of_jax(CudnnKit()),
     }
+    if is_training and model.name in _IN_F8:
+        made[_F8] = of_jax(F8Kit())
     if with_torch:
         made |= {name: of_torch(is_compiled=name != _TORCH[0]) for name in _TORCH}
     if with_tuning and jax.default_backend() == "gpu":

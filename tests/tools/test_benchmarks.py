@@ -6,6 +6,7 @@ Benchmarks run on a GPU, so nothing else here says that what they import is stil
 
 import importlib
 import json
+import re
 import os
 import subprocess
 import sys
@@ -55,8 +56,9 @@ def test_models_compute_the_same_by_each_kit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads((tmp_path / "models.json").read_text())["rows"]
     found = {(row["model"], row["what"], row["contender"]) for row in rows}
-    assert len(found) == len(rows) == 26
-    assert {contender for *_, contender in found} == {"plain JAX", "untuned"}
+    assert len(found) == len(rows) == 27
+    contenders = {contender for *_, contender in found}
+    assert contenders == {"plain JAX", "untuned", "untuned, f8"}
     page = (tmp_path / "models.md").read_text()
     assert all(f"| {model} |" in page for model, *_ in found)
 
@@ -406,3 +408,14 @@ def test_small_attention_is_drawn_for_each_case(
     assert page.count("| 2 | 0.50 | 0.50 | 0.50 |") == 8
     heads = 2 * 2  # and the lines below them
     assert page.count("\n| ") == 8 + len(rows) + heads
+
+
+@pytest.mark.thorough
+def test_layers_in_f8_are_timed(tmp_path: Path) -> None:
+    done = _run("benchmarks.f8_dense", "--small", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "f8_dense.json").read_text())["rows"]
+    assert len(rows) == 4
+    assert all({"bf16", "f8 products", "delayed"} <= set(row["us"]) for row in rows)
+    page = (tmp_path / "f8_dense.md").read_text()
+    assert re.search(r"times as\s+fast as in bf16", page)
