@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
@@ -14,6 +15,7 @@ from jax_cudnn.ops.common.activations import Activation, on_array
 from jax_cudnn.ops.common.arguments import as_operand, refused_by_jax
 from jax_cudnn.ops.common.f8_recipes import Current, Delayed, DenseState, Recipe
 from jax_cudnn.ops.products.f8_dense import dot_general
+from jax_cudnn.ops.products.f8_products import operand
 
 OP = "f8.dot_general"
 
@@ -48,13 +50,15 @@ def f8_product(
 ) -> tuple[jax.Array, DenseState | None]:
     """Return the activation of a product, bias and residual, and the next state.
 
-    The result has `preferred_element_type`, and lhs's dtype without one. Sums are
-    rounded to it once. Errors begin with `OP`.
+    The result has `preferred_element_type`, and lhs's dtype without one. Errors
+    begin with `OP`.
     """
-    x = as_operand(OP, "lhs", lhs)
+    x = operand(OP, "lhs", lhs)
+    dtype = x.dtype
     if preferred_element_type is not None:
-        # f8.dot_general's result has the dtype of x. A wider one has the same copy.
-        x = x.astype(jnp.promote_types(x.dtype, preferred_element_type))
+        dtype = _float(preferred_element_type)
+        # f8.dot_general's result has the dtype of x. x in f32 has the same copy.
+        x = x if dtype == x.dtype else x.astype(jnp.float32)
     y, following = dot_general(
         x,
         rhs,
@@ -68,9 +72,16 @@ def f8_product(
     )
     if residual is not None:
         y = _with_residual(y, residual, activation)
-    if preferred_element_type is not None:
-        y = y.astype(preferred_element_type)
-    return sharded_as(y, out_sharding), following
+    return sharded_as(y.astype(dtype), out_sharding), following
+
+
+def _float(dtype: Any) -> np.dtype:
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(
+            f"{OP}: preferred_element_type={dtype!r} is no dtype of floats. Pass f32, "
+            "or leave it out."
+        )
+    return np.dtype(dtype)
 
 
 def _with_residual(

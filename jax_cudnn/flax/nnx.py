@@ -14,13 +14,13 @@ from jax.typing import ArrayLike
 
 from jax_cudnn import keywords as _keywords
 from jax_cudnn.config import Implementation, Options
+from jax_cudnn.flax.f8_products import OP as _F8_OP
 from jax_cudnn.flax.fusion import (
     FusedProduct,
     call_with,
     fold_residual,
     refuse_replacements,
 )
-from jax_cudnn.flax.f8_products import OP as _F8_OP
 from jax_cudnn.flax.nnx_attention import MultiHeadAttention
 from jax_cudnn.flax.nnx_f8 import F8DotGeneral, F8Einsum, F8State
 from jax_cudnn.flax.nnx_norms import (
@@ -172,8 +172,8 @@ class Linear(nnx.Linear):
       out_features: as in `flax.nnx.Linear`.
       activation: as in `jax_cudnn.conv`. Default None: none.
       recipe: `f8.Delayed()` or `f8.Current()`: the layer's three products run in f8, by
-        an :class:`F8DotGeneral` in the attribute `dot_general`. A residual is then added
-        after the kernel. Default None: no f8.
+        an :class:`F8DotGeneral` in the attribute `dot_general`. A residual is added
+        after the kernel then. Default None: no f8.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.matmul`.
       rngs: as in `flax.nnx.Linear`.
       **options: all other keyword arguments of the installed `flax.nnx.Linear` but

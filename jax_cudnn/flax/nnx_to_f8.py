@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jax_cudnn.config import Implementation
 from jax_cudnn.flax.f8_products import check_recipe
 from jax_cudnn.flax.nnx_f8 import (
     F8DotGeneral,
@@ -107,7 +108,7 @@ def to_f8(
       >>> from flax import nnx
       >>> from jax_cudnn.flax.nnx import to_f8
       >>> rngs = nnx.Rngs(0)
-      >>> sizes = (32, 64, 64, 10)
+      >>> sizes = (32, 64, 64, 16)
       >>> model = nnx.Sequential(
       ...     *(nnx.Linear(m, n, rngs=rngs) for m, n in zip(sizes, sizes[1:])))
       >>> print(to_f8(model))
@@ -224,7 +225,7 @@ def _stack(layer: _Dense) -> tuple[int, ...]:
 
 
 def _turn(layer: _Dense, recipe: Recipe) -> None:
-    implementation = getattr(layer, "implementation", "auto")
+    implementation: Implementation = getattr(layer, "implementation", "auto")
     product: F8DotGeneral | F8Einsum
     if isinstance(layer, nnx.Einsum):
         product = F8Einsum(recipe)
