@@ -134,6 +134,11 @@ class F8DotGeneral(_F8Product):
       TypeError: no recipe.
       ValueError: an unknown `implementation`.
 
+    Notes:
+      Each call in training counts as a step of the history: one that sees 16 steps sees
+      4 of them in a layer that is called 4 times a step. As with BatchNorm, `nnx.vmap`
+      over a layer that is not mapped itself needs `eval()` or `f8.Current()`.
+
     Example:
       >>> import jax.numpy as jnp
       >>> from flax import nnx

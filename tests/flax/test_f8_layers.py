@@ -192,6 +192,37 @@ def test_evaluation_leaves_states() -> None:
     )
 
 
+def test_a_layer_that_is_called_twice() -> None:
+    """Each call is a step of the history, under a gradient too."""
+    layer = our_nnx.Linear(W, W, recipe=_DELAYED, rngs=rngs())
+    x = normal(0, S, W)
+    state = forward_state(_DELAYED)
+
+    def twice(layer: Any, x: Any) -> Any:
+        return weighed(layer(3 * layer(x)))
+
+    with flax_promotes():
+        nnx.jit(nnx.grad(twice))(layer, x)
+    y = x
+    for factor in (3, 1):
+        y, state = f8.dense(
+            y, layer.kernel[...], recipe=_DELAYED, state=state, return_state=True
+        )
+        y = factor * y
+    for found, wanted in zip(states_of(layer), (state.w, state.x), strict=True):
+        np.testing.assert_allclose(found, wanted, rtol=1e-4)
+
+
+def test_vmap_over_examples() -> None:
+    """Without states there is nothing that would differ between them."""
+    layer = our_nnx.Linear(W, F, recipe=_DELAYED, rngs=rngs())
+    x = normal(0, B, S, W)
+    layer(x)
+    layer.eval()
+    run = nnx.vmap(lambda layer, x: layer(x), in_axes=(None, 0))
+    close(run(layer, x), layer(x))
+
+
 def test_jit_is_the_same() -> None:
     one, other = (our_nnx.Linear(W, F, recipe=_DELAYED, rngs=rngs()) for _ in range(2))
     run = nnx.jit(lambda layer, x: layer(x))
