@@ -25,6 +25,7 @@ from jax_cudnn.ops.common.callers import on_behalf_of
 _ARGUMENTS = {
     "conv": {"lhs": "inputs", "rhs": "kernel"},
     "dot_general": {"lhs": "inputs", "rhs": "kernel"},
+    "f8.dot_general": {"lhs": "inputs", "rhs": "kernel"},
 }
 
 
@@ -33,7 +34,8 @@ class FusedProduct:
     """The product of one call of a layer, with everything that goes into its kernel.
 
     Stands in for `jax.lax.conv_general_dilated` or `jax.lax.dot_general`. ``bias`` is
-    set when the layer promotes its parameters, before it calls the product.
+    set when the layer promotes its parameters, before it calls the product. ``op`` is
+    how the product's errors begin, if not with its name.
     """
 
     layer: str
@@ -42,6 +44,7 @@ class FusedProduct:
     residual: ArrayLike | None
     implementation: Implementation
     bias: jax.Array | None = None
+    op: str | None = None
 
     def __call__(
         self,
@@ -55,7 +58,7 @@ class FusedProduct:
         if dtype is not None and self.bias is not None:
             # The dtype that adding the bias to the product would give.
             dtype = jnp.promote_types(dtype, self.bias.dtype)
-        op = self.product.__name__
+        op = self.op or self.product.__name__
         with on_behalf_of(self.layer, op, **_ARGUMENTS[op]):
             return self.product(
                 *operands,

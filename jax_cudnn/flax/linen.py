@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """linen's layers on cuDNN: `Conv` and `Dense` with bias, residual and activation.
 
-`MultiHeadDotProductAttention` is in linen_attention.py, the norms in linen_norms.py.
+`MultiHeadDotProductAttention` is in linen_attention.py, the norms in linen_norms.py, f8
+in linen_f8.py.
 """
 
 from typing import Any
@@ -12,6 +13,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn import keywords as _keywords
 from jax_cudnn.config import Implementation
+from jax_cudnn.flax.f8_products import OP as _F8_OP
 from jax_cudnn.flax.fusion import (
     FusedProduct,
     call_with,
@@ -22,6 +24,7 @@ from jax_cudnn.flax.linen_attention import (
     MultiHeadAttention,
     MultiHeadDotProductAttention,
 )
+from jax_cudnn.flax.linen_f8 import F8DotGeneral
 from jax_cudnn.flax.linen_norms import (
     BatchNorm,
     GroupNorm,
@@ -31,6 +34,7 @@ from jax_cudnn.flax.linen_norms import (
 )
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import as_operand
+from jax_cudnn.ops.common.f8_recipes import Recipe
 from jax_cudnn.ops.products.conv import conv
 from jax_cudnn.ops.products.dot_general import dot_general
 
@@ -38,6 +42,7 @@ __all__ = [
     "BatchNorm",
     "Conv",
     "Dense",
+    "F8DotGeneral",
     "GroupNorm",
     "InstanceNorm",
     "LayerNorm",
@@ -128,6 +133,9 @@ class Dense(linen.Dense):
     Attributes:
       activation: as in `jax_cudnn.conv`. Default None: none.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.matmul`.
+      recipe: `f8.Delayed()` or `f8.Current()`: the layer's three products run in f8, by
+        an :class:`F8DotGeneral`, whose state is one more collection of variables. A
+        residual is added after the kernel then. Default None: no f8.
       dot_general: must be None, and so must `dot_general_cls`. All other attributes are
         those of `flax.linen.Dense`.
 
@@ -142,6 +150,7 @@ class Dense(linen.Dense):
 
     activation: Activation | None = None
     implementation: Implementation = "auto"
+    recipe: Recipe | None = None
 
     @linen.compact
     def __call__(
@@ -160,13 +169,18 @@ class Dense(linen.Dense):
         Raises:
           ValueError: an unknown activation or `implementation`; a residual that does
             not broadcast; another product among the attributes.
-          TypeError: dtypes that `jax_cudnn.matmul` does not take.
+          TypeError: dtypes that `jax_cudnn.matmul` does not take; a `recipe` that is
+            none.
           UnsupportedError, LibraryError: as `jax_cudnn.matmul`.
         """
         inputs = as_operand("Dense", "inputs", inputs)
+        product, op = dot_general, None
+        if self.recipe is not None:
+            product, op = F8DotGeneral(self.recipe, self.implementation).fused(), _F8_OP
         fused = FusedProduct(
             layer="Dense",
-            product=dot_general,
+            product=product,
+            op=op,
             activation=self.activation,
             residual=residual,
             implementation=self.implementation,

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """nnx's layers on cuDNN: `Conv` and `Linear` with bias, residual and activation.
 
-`MultiHeadAttention` is in nnx_attention.py, the norms in nnx_norms.py.
+`MultiHeadAttention` is in nnx_attention.py, the norms in nnx_norms.py, f8 in nnx_f8.py
+and nnx_to_f8.py.
 """
 
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from jax.typing import ArrayLike
 
 from jax_cudnn import keywords as _keywords
 from jax_cudnn.config import Implementation, Options
+from jax_cudnn.flax.f8_products import OP as _F8_OP
 from jax_cudnn.flax.fusion import (
     FusedProduct,
     call_with,
@@ -20,6 +22,7 @@ from jax_cudnn.flax.fusion import (
     refuse_replacements,
 )
 from jax_cudnn.flax.nnx_attention import MultiHeadAttention
+from jax_cudnn.flax.nnx_f8 import F8DotGeneral, F8Einsum, F8State
 from jax_cudnn.flax.nnx_norms import (
     BatchNorm,
     GroupNorm,
@@ -27,20 +30,28 @@ from jax_cudnn.flax.nnx_norms import (
     LayerNorm,
     RMSNorm,
 )
+from jax_cudnn.flax.nnx_to_f8 import F8Layer, F8Report, to_f8
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import as_operand
+from jax_cudnn.ops.common.f8_recipes import Recipe
 from jax_cudnn.ops.products.conv import conv
 from jax_cudnn.ops.products.dot_general import dot_general
 
 __all__ = [
     "BatchNorm",
     "Conv",
+    "F8DotGeneral",
+    "F8Einsum",
+    "F8Layer",
+    "F8Report",
+    "F8State",
     "GroupNorm",
     "InstanceNorm",
     "LayerNorm",
     "Linear",
     "MultiHeadAttention",
     "RMSNorm",
+    "to_f8",
 ]
 
 
@@ -160,6 +171,9 @@ class Linear(nnx.Linear):
       in_features: as in `flax.nnx.Linear`.
       out_features: as in `flax.nnx.Linear`.
       activation: as in `jax_cudnn.conv`. Default None: none.
+      recipe: `f8.Delayed()` or `f8.Current()`: the layer's three products run in f8, by
+        an :class:`F8DotGeneral` in the attribute `dot_general`. A residual is added
+        after the kernel then. Default None: no f8.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.matmul`.
       rngs: as in `flax.nnx.Linear`.
       **options: all other keyword arguments of the installed `flax.nnx.Linear` but
@@ -167,6 +181,7 @@ class Linear(nnx.Linear):
 
     Raises:
       ValueError: an unknown `implementation`; `dot_general` is given.
+      TypeError: a `recipe` that is none.
 
     Example:
       >>> import jax.numpy as jnp
@@ -183,12 +198,15 @@ class Linear(nnx.Linear):
         out_features: int,
         *,
         activation: Activation | None = None,
+        recipe: Recipe | None = None,
         implementation: Implementation = "auto",
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         refuse_replacements("Linear", [n for n in ("dot_general",) if n in options])
         Options(implementation=implementation)  # refuses unknown names
+        if recipe is not None:
+            options["dot_general"] = F8DotGeneral(recipe, implementation)
         super().__init__(in_features, out_features, rngs=rngs, **options)
         self.activation: Activation | None = activation
         self.implementation: Implementation = implementation
@@ -218,9 +236,11 @@ class Linear(nnx.Linear):
           LibraryError: as `jax_cudnn.matmul`.
         """
         inputs = as_operand("Linear", "inputs", inputs)
+        f8 = self.dot_general if isinstance(self.dot_general, F8DotGeneral) else None
         fused = FusedProduct(
             layer="Linear",
-            product=dot_general,
+            product=dot_general if f8 is None else f8.fused,
+            op=None if f8 is None else _F8_OP,
             activation=self.activation,
             residual=residual,
             implementation=self.implementation,

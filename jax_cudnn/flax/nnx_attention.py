@@ -12,11 +12,13 @@ from jax_cudnn.config import Implementation
 from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.fusion import call_with
 from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
+from jax_cudnn.flax.nnx_f8 import F8DotGeneral
 from jax_cudnn.ops.attention.rotary import Rotary
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.bands import WindowSize
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import check_flag
+from jax_cudnn.ops.common.f8_recipes import Recipe
 
 _NAME = "MultiHeadAttention"
 
@@ -53,6 +55,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         one batch axis merged from all; `jax_cudnn.score_mods` has softcap, ALiBi and
         others. Its arrays are no parameters. With a cache, the indices are places in
         the sequence. Default None.
+      recipe: `f8.Delayed()` or `f8.Current()`: the four projections run in f8, each by
+        a :class:`jax_cudnn.flax.nnx.F8DotGeneral` of its own. Default None: no f8.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.sdpa`.
       rngs: as in `flax.nnx.MultiHeadAttention`.
       **options: all other keyword arguments of the installed
@@ -61,9 +65,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
 
     Raises:
       ValueError: `attention_fn` is given; heads that do not fit; an unknown
-        `implementation`; a `scale` that is not finite.
-      TypeError: a `rotary`, `scale`, `score_mod`, `local_window_size` or flag of
-        another type.
+        `implementation`; a `scale` that is not finite; a `recipe` beside a
+        `dot_general`.
+      TypeError: a `recipe`, `rotary`, `scale`, `score_mod`, `local_window_size` or flag
+        of another type.
 
     Notes:
       Differences from nnx's layer are those of `attention_fn`: a query that sees no key
@@ -98,12 +103,15 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         use_sinks: bool = False,
         sinks_init: jax.nn.initializers.Initializer = jax.nn.initializers.zeros,
         score_mod: ScoreMod | None = None,
+        recipe: Recipe | None = None,
         implementation: Implementation = "auto",
         rngs: nnx.Rngs,
         **options: Any,
     ) -> None:
         if "attention_fn" in options:
             refuse_attention_fn(_NAME)
+        if recipe is not None:
+            _refuse_products(options)
         if num_kv_heads is not None:
             check_heads(_NAME, num_heads, num_kv_heads)
         self.settings = Settings(
@@ -125,6 +133,10 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
             rngs=rngs,
             **options,
         )
+        if recipe is not None:
+            for projection in (self.query, self.key, self.value, self.out):
+                product = F8DotGeneral(recipe, implementation)
+                projection.dot_general = nnx.data(product)
         # Last, so that all other parameters draw the same random keys as in nnx.
         self.sinks: nnx.Param[jax.Array] | None
         if use_sinks:
@@ -260,3 +272,12 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "init_cache((batch axes, most tokens, features)) first."
             )
         return Cache(*(variable[...] for variable in variables))
+
+
+def _refuse_products(options: dict[str, Any]) -> None:
+    given = [name for name in options if "dot_general" in name]
+    if given:
+        raise ValueError(
+            f"{_NAME}: {', '.join(given)} was passed beside recipe. Either decides "
+            "how the projections are multiplied. Leave one of them out."
+        )
