@@ -81,6 +81,12 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="the same in plain JAX, without jax_cudnn",
     )
+    add(
+        "--f8",
+        action="store_true",
+        help="the products of the blocks in f8, with their gradients; pays for widths "
+        "of 4096 and more on GPUs with f8 units",
+    )
     add("--text", type=Path, metavar="FILE", help="train on this file instead")
     add(
         "--checkpoints",
@@ -129,6 +135,8 @@ def choose_settings(arguments: argparse.Namespace) -> Settings:
     for name in ("layers", "width", "heads", "context", "batch", "steps"):
         if chosen[name] < 1:
             raise ValueError(f"--{name} {chosen[name]}: it must be at least 1")
+    if settings.baseline and settings.f8:
+        raise ValueError("--baseline and --f8: plain JAX has no layers in f8")
     if settings.width % settings.heads:
         raise ValueError(
             f"--width {settings.width} is not a multiple of --heads {settings.heads}"
@@ -147,7 +155,7 @@ def print_run(settings: Settings, layout: Layout, corpus: Corpus, count: int) ->
     print(
         f"Model       {count:,} parameters: {settings.layers} layers of width "
         f"{settings.width}, {settings.heads} heads, context {settings.context}, "
-        f"{settings.dtype}"
+        f"{settings.dtype}{', blocks in f8' if settings.f8 else ''}"
     )
     who = "plain JAX" if settings.baseline else "jax_cudnn"
     print(

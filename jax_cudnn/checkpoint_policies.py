@@ -12,8 +12,8 @@ from typing import Any
 from jax import checkpoint_policies as _jax
 from jax.ad_checkpoint import Offloadable, Recompute
 
+from jax_cudnn.lowering import F8_COPIES as _F8_COPIES
 from jax_cudnn.lowering import kernels_of as _kernels_of
-from jax_cudnn.ops.common.f8_recipes import SAVED_NAME as _SAVED_NAME
 
 everything_saveable = _jax.everything_saveable
 nothing_saveable = _jax.nothing_saveable
@@ -27,7 +27,7 @@ save_any_names_but_these = _jax.save_any_names_but_these
 save_only_these_names = _jax.save_only_these_names
 save_from_both_policies = _jax.save_from_both_policies
 save_and_offload_only_these_names = _jax.save_and_offload_only_these_names
-_f8_copies = _jax.save_only_these_names(_SAVED_NAME)
+_f8_copies = _jax.save_only_these_names(_F8_COPIES)
 
 
 def attention_saveable(prim: Any, *_: Any, **params: Any) -> bool:

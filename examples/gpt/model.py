@@ -17,6 +17,8 @@ from flax import nnx
 import jax_cudnn
 import jax_cudnn.flax
 from gpt.settings import VOCABULARY, Settings
+from jax_cudnn import f8
+from jax_cudnn.flax.nnx import F8DotGeneral
 
 
 class GeluLinear(nnx.Linear):
@@ -28,21 +30,37 @@ class GeluLinear(nnx.Linear):
 
 @dataclass(frozen=True, kw_only=True)
 class Kernels:
-    """Who computes attention, products, and the product with bias and gelu."""
+    """Who computes attention, products, and the product with bias and gelu.
+
+    ``layer`` computes the products of the blocks, ``dot_general`` those with the
+    embedding, at both ends of the model.
+    """
 
     attention: Callable[..., jax.Array]
     dot_general: Callable[..., jax.Array]
+    layer: Callable[..., jax.Array]
     gelu_linear: Callable[..., nnx.Linear]
 
 
-OURS = Kernels(
-    attention=jax_cudnn.sdpa,
-    dot_general=jax_cudnn.flax.dot_general,
-    gelu_linear=functools.partial(jax_cudnn.flax.nnx.Linear, activation="gelu"),
-)
+def kernels_for(settings: Settings) -> Kernels:
+    """Return who computes what: jax_cudnn, in f8 if asked for, or plain JAX."""
+    if settings.baseline:
+        return _plain_kernels()
+    gelu_linear = functools.partial(jax_cudnn.flax.nnx.Linear, activation="gelu")
+    layer: Callable[..., jax.Array] = jax_cudnn.flax.dot_general
+    if settings.f8:
+        # Scales from the tensors themselves, so that there is no state to carry along.
+        gelu_linear = functools.partial(gelu_linear, recipe=f8.Current())
+        layer = F8DotGeneral(f8.Current())
+    return Kernels(
+        attention=jax_cudnn.sdpa,
+        dot_general=jax_cudnn.flax.dot_general,
+        layer=layer,
+        gelu_linear=gelu_linear,
+    )
 
 
-def plain_kernels() -> Kernels:
+def _plain_kernels() -> Kernels:
     """Return what JAX has itself, cuDNN's attention on a GPU included."""
     implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     return Kernels(
@@ -50,6 +68,7 @@ def plain_kernels() -> Kernels:
             jax.nn.dot_product_attention, implementation=implementation
         ),
         dot_general=jax.lax.dot_general,
+        layer=jax.lax.dot_general,
         gelu_linear=GeluLinear,
     )
 
@@ -74,13 +93,13 @@ class Block(nnx.Module):
         deviation = 0.02 / math.sqrt(2 * settings.layers)
         last = {
             "kernel_init": nnx.initializers.normal(deviation),
-            "dot_general": kernels.dot_general,
+            "dot_general": kernels.layer,
             **common,
         }
         head = (heads, width // heads)
         self.attention_norm = norm()
         self.qkv = nnx.LinearGeneral(
-            width, (heads, 3, head[1]), dot_general=kernels.dot_general, **first
+            width, (heads, 3, head[1]), dot_general=kernels.layer, **first
         )
         self.out = nnx.LinearGeneral(head, width, axis=(-2, -1), **last)
         self.mlp_norm = norm()

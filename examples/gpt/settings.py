@@ -20,6 +20,7 @@ class Settings:
     dtype: str = "float32"  # of products and activations; parameters are f32
     seed: int = 0
     baseline: bool = False
+    f8: bool = False  # the products of the blocks
 
     @property
     def tokens_per_step(self) -> int:

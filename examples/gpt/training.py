@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from gpt.layout import Layout, is_matrix
-from gpt.model import OURS, Gpt, cross_entropy, plain_kernels
+from gpt.model import Gpt, cross_entropy, kernels_for
 from gpt.optimizer import make_optimizer
 from gpt.settings import Settings
 
@@ -31,7 +31,7 @@ class Trainer:
 
     def __init__(self, settings: Settings, layout: Layout):
         self._layout = layout
-        kernels = plain_kernels() if settings.baseline else OURS
+        kernels = kernels_for(settings)
         optimizer = make_optimizer(settings)
 
         def build() -> tuple[nnx.GraphDef, nnx.State]:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
-from jax_cudnn.lowering.sharding.array_types import sharded_as
 from jax_cudnn.ops.common.activations import Activation, on_array
 from jax_cudnn.ops.common.arguments import as_operand, refused_by_jax
 from jax_cudnn.ops.common.f8_recipes import Current, Delayed, DenseState, Recipe
@@ -67,12 +66,13 @@ def f8_product(
         state=state,
         bias=bias,
         activation=activation if residual is None else None,
+        out_sharding=out_sharding,
         return_state=True,
         implementation=implementation,
     )
     if residual is not None:
         y = _with_residual(y, residual, activation)
-    return sharded_as(y.astype(dtype), out_sharding), following
+    return y.astype(dtype), following
 
 
 def _float(dtype: Any) -> np.dtype:

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
 from jax_cudnn.flax.f8_products import OP, Numbers, check_recipe, f8_product
-from jax_cudnn.lowering.sharding.array_types import sharded_as
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import Precision
 from jax_cudnn.ops.common.callers import on_behalf_of
@@ -240,8 +240,20 @@ class F8Einsum(_F8Product):
         over, order = contraction(einsum_str, jnp.ndim(lhs))
         with on_behalf_of("F8Einsum", OP):
             numbers = over, ((), ())
-            y = self.fused(lhs, rhs, numbers, precision, preferred_element_type)
-        return sharded_as(jnp.transpose(y, order), out_sharding)
+            wanted = _before_transpose(out_sharding, order)
+            y = self.fused(lhs, rhs, numbers, precision, preferred_element_type, wanted)
+        return jnp.transpose(y, order)
+
+
+def _before_transpose(out_sharding: Any, order: tuple[int, ...]) -> Any:
+    """Return the sharding of an array whose transpose is to have one."""
+    if out_sharding is None:
+        return None
+    is_named = isinstance(out_sharding, NamedSharding)
+    spec = tuple(out_sharding.spec if is_named else out_sharding)
+    full = (*spec, *[None] * (len(order) - len(spec)))
+    found = PartitionSpec(*(full[order.index(axis)] for axis in range(len(order))))
+    return NamedSharding(out_sharding.mesh, found) if is_named else found
 
 
 def contraction(equation: str, ndim: int) -> tuple[Any, tuple[int, ...]]:

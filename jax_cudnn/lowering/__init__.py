@@ -19,7 +19,12 @@ from jax_cudnn.lowering.decision import decide
 from jax_cudnn.lowering.linear import linear_call, run_by_hand
 from jax_cudnn.lowering.partitioned import TARGET as PARTITIONED_TARGET
 from jax_cudnn.lowering.primitives import run_graph
-from jax_cudnn.lowering.remat import attention_results, kernels_of
+from jax_cudnn.lowering.remat import (
+    F8_COPIES,
+    attention_results,
+    kept_copy,
+    kernels_of,
+)
 from jax_cudnn.lowering.sameness import CustomCall, same_function, same_parameters
 from jax_cudnn.lowering.scope import call_options, is_tuning, scoped
 from jax_cudnn.lowering.sharding.array_types import (
@@ -53,6 +58,7 @@ from jax_cudnn.lowering.tracing import (
 )
 
 __all__ = [
+    "F8_COPIES",
     "PARTITIONED_TARGET",
     "CustomCall",
     "TracedGraph",
@@ -81,6 +87,7 @@ __all__ = [
     "is_on_explicit_mesh",
     "is_on_host",
     "is_tuning",
+    "kept_copy",
     "kernels_of",
     "linear_call",
     "partial_axes",

@@ -29,6 +29,20 @@ Policy = Callable[..., Any]
 
 # --- results that are not a graph's ---------------------------------------------------
 
+# The name of copies in f8 for policies.
+F8_COPIES = "jax_cudnn.f8"
+
+
+def kept_copy(copy: jax.Array) -> jax.Array:
+    """Return the bytes of a copy in f8, named for policies.
+
+    jax.checkpoint rounds floats that a policy saves, and takes e4m3fn for a format with
+    infinities: numbers above 240 become NaN (JAX 0.10.2).
+    """
+    stored = jax.lax.bitcast_convert_type(copy, jnp.uint8)
+    return checkpoint_name(stored, F8_COPIES)
+
+
 kept_p = _jax.Primitive("cudnn_kept")
 kept_p.multiple_results = True
 

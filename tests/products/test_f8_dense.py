@@ -304,6 +304,25 @@ def test_amaxes_are_over_all_devices(recipe: Any, kind: Any, specs: Any) -> None
     )
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_sums_over_devices(kind: Any) -> None:
+    """The axis that is summed over is divided, in both modes."""
+    x, w = normal(0, 16, 32), normal(1, 32, 8)
+    mesh = mesh_of(kind, t=4)
+
+    def layer(x: Any, w: Any) -> Any:
+        return f8.dense(x, w)
+
+    def both(x: Any, w: Any) -> Any:
+        y, back = jax.vjp(layer, x, w)
+        return y, *back(y), jax.jvp(layer, (x, w), (x, w))[1]
+
+    with jax.set_mesh(mesh):
+        found = jax.jit(both)(*placed(mesh, (x, w), ((None, "t"), ("t", None))))
+    for y, other in zip(found, both(x, w), strict=True):
+        close(y, np.asarray(other, np.float64), ulp=2e-3)
+
+
 def test_shard_map_adds_states_up() -> None:
     """Each device has amaxes of its own; the sum of their states stands for all."""
     recipe = f8.Delayed()

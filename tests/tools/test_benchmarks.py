@@ -6,8 +6,8 @@ Benchmarks run on a GPU, so nothing else here says that what they import is stil
 
 import importlib
 import json
-import re
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path

@@ -30,8 +30,6 @@ from jax_cudnn.ops.common.f8_scaling import (
 
 # e4m3 for what is multiplied forward, e5m2, which reaches further, for gradients.
 FORWARD, BACKWARD = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
-# The name of f8 copies for policies of jax.checkpoint.
-SAVED_NAME = "jax_cudnn.f8"
 # Scales of tensors without a history: with them, weights of up to 7 and gradients from
 # 5e-10 to 1.75 are held.
 _FIRST = {"x": 1.0, "w": 2.0**-6, "grad": 2.0**-15}

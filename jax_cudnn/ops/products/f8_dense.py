@@ -7,6 +7,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
+from jax_cudnn.lowering import sharded_as
 from jax_cudnn.ops.common.activations import Activation, on_array
 from jax_cudnn.ops.common.arguments import (
     check_flag,
@@ -133,6 +134,7 @@ def dot_general(
     bias: ArrayLike | None = None,
     activation: Activation | None = None,
     rhs_sharding: object = None,
+    out_sharding: object = None,
     return_state: bool = False,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
@@ -152,6 +154,8 @@ def dot_general(
       bias: see there.
       activation: see there.
       rhs_sharding: see `w_sharding` there.
+      out_sharding: how the result is to be sharded, as for
+        :func:`jax_cudnn.dot_general`. Default None: as the operands imply.
       return_state: see there.
       implementation: see there.
       plan: see there.
@@ -186,6 +190,7 @@ def dot_general(
     given = {"rhs": w}, {"rhs": bias}, [known]
     (y,), (following,) = products(op, x, *given, recipe, numbers[0], call, rhs_sharding)
     y = y if activation is None else on_array(op, activation, y)
+    y = sharded_as(y, out_sharding)
     return (y, following) if check_flag(op, "return_state", return_state) else y
 
 

@@ -16,12 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
-from jax_cudnn.lowering import linear_call
+from jax_cudnn.lowering import kept_copy, linear_call
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     describe,
@@ -29,14 +28,13 @@ from jax_cudnn.ops.common.arguments import (
 from jax_cudnn.ops.common.f8_recipes import (
     BACKWARD,
     FORWARD,
-    SAVED_NAME,
     DenseState,
     Recipe,
     scale_and_next,
 )
 from jax_cudnn.ops.common.f8_scaling import dequantize, quantize
 from jax_cudnn.ops.common.plain import Epilogue
-from jax_cudnn.ops.products.dot_general import as_product
+from jax_cudnn.ops.products.dot_general import as_product, dot_general
 from jax_cudnn.ops.products.operands import common_dtypes, in_three, run_product
 from jax_cudnn.reference.dtypes import dtype_name
 
@@ -125,13 +123,7 @@ def last_and_first(op: str, x: jax.Array, name: str, w: jax.Array, axes: int) ->
 
 
 def _copy(x: jax.Array, scale: jax.Array) -> jax.Array:
-    """Return the f8 copy of x as bytes.
-
-    jax.checkpoint rounds floats that a policy saves, and takes e4m3fn for a format with
-    infinities: numbers above 240 became NaN (JAX 0.12.0.1).
-    """
-    stored = jax.lax.bitcast_convert_type(quantize(x, scale, FORWARD), jnp.uint8)
-    return checkpoint_name(stored, SAVED_NAME)
+    return kept_copy(quantize(x, scale, FORWARD))
 
 
 def _read(copy: jax.Array) -> jax.Array:
@@ -218,12 +210,12 @@ class _Product:
 
     def _contracted(self, x: jax.Array, w: jax.Array) -> jax.Array:
         dtype = jnp.promote_types(x.dtype, w.dtype)
-        numbers = (self.sums, ((), ()))
-        return jax.lax.dot_general(
+        return dot_general(
             x.astype(dtype),
             w.astype(dtype),
-            numbers,
+            (self.sums, ((), ())),
             preferred_element_type=jnp.float32,
+            implementation="xla" if self.call.implementation == "xla" else "auto",
         )
 
     def _rounded(self, given: Mapping[str, jax.Array]) -> list[jax.Array]:
