@@ -183,6 +183,24 @@ def _losses() -> dict[str, list[float]]:
     return {row["contender"]: row["losses"] for row in rows}
 
 
+def _losses_in_f8() -> list[dict[str, Any]]:
+    data = _read("f8_training")
+    steps = data["steps"]
+    return [
+        {
+            "name": f"{'f8' if row['f8'] else data['dtype']}, seed {row['seed']}",
+            "is_f8": row["f8"],
+            "seed": row["seed"],
+            "steps": [
+                round(steps * (i + 0.5) / len(row["losses"]))
+                for i in range(len(row["losses"]))
+            ],
+            "losses": row["losses"],
+        }
+        for row in data["rows"]
+    ]
+
+
 def _masks() -> list[tuple[str, list[str]]]:
     """Return which keys each of 16 queries sees, as the package's masks say it."""
     import jax.numpy as jnp
@@ -222,6 +240,7 @@ def contents() -> dict[str, Any]:
         **panels(),
         "parallel": _parallel(),
         "losses": _losses(),
+        "f8_losses": _losses_in_f8(),
         "masks": _masks(),
     }
 
@@ -299,6 +318,26 @@ def _draw_losses(figure: Any, shown: Mapping[str, Sequence[float]]) -> None:
     axis.legend(frameon=False)
 
 
+def _draw_losses_in_f8(figure: Any, shown: Sequence[Mapping[str, Any]]) -> None:
+    figure.set_size_inches(5, 2.8)
+    axis = figure.subplots()
+    for line in shown:
+        is_f8 = line["is_f8"]
+        axis.plot(
+            line["steps"],
+            line["losses"],
+            label=line["name"],
+            color=_COLOURS["jax_cudnn"] if is_f8 else _INK,
+            linestyle="-" if line["seed"] == 0 else ":",
+            linewidth=3 if is_f8 else 1.2,
+            alpha=0.6 if is_f8 else 1,
+        )
+    axis.set_xlabel("step")
+    axis.set_ylabel("loss, nats a byte")
+    axis.grid(color=_GRID)
+    axis.legend(frameon=False)
+
+
 def _draw_masks(figure: Any, shown: Sequence[tuple[str, Sequence[str]]]) -> None:
     figure.set_size_inches(8, 3.4)
     for axis, (title, rows) in zip(
@@ -312,7 +351,12 @@ def _draw_masks(figure: Any, shown: Sequence[tuple[str, Sequence[str]]]) -> None
         axis.set(xticks=(), yticks=())
 
 
-_DRAWERS = {"parallel": _draw_parallel, "losses": _draw_losses, "masks": _draw_masks}
+_DRAWERS = {
+    "parallel": _draw_parallel,
+    "losses": _draw_losses,
+    "f8_losses": _draw_losses_in_f8,
+    "masks": _draw_masks,
+}
 
 
 def files() -> Iterator[Path]:
