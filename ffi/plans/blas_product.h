@@ -21,6 +21,7 @@
 #include "base/status.h"
 #include "cudnn/cublaslt.h"
 #include "graph/graph_spec.h"
+#include "plans/blas_problem.h"
 #include "plans/candidate.h"
 #include "plans/launchable.h"
 #include "plans/plan_request.h"
@@ -30,11 +31,7 @@ namespace jax_cudnn {
 
 class BlasProduct : public Launchable {
  public:
-  // Whether cuBLASLt computes a graph as one kernel: a matmul in f32 sums with, in this
-  // order, factors of f8 operands, a bias of columns, a residual; or with a bias and
-  // relu or gelu's tanh form, whose argument may be a result, too; or times the
-  // gradient of that gelu. A matmul that is alone is XLA's by cuBLASLt as it is, and is
-  // none, unless its operands are f8.
+  // Whether cuBLASLt computes a graph as one kernel (ReadBlasProblem).
   static bool Covers(const GraphSpec& graph);
 
   // The candidates, best first by cuBLASLt's heuristics. UNIMPLEMENTED where it has no
@@ -59,44 +56,10 @@ class BlasProduct : public Launchable {
   StatusOr<std::string> Serialize() const override;
 
  private:
-  // An array of the call.
-  struct Memory {
-    bool is_result = false;
-    size_t index = 0;
-  };
-
-  // A matrix as cuBLASLt sees it, column by column, once for each example.
-  struct Matrix {
-    Memory memory;
-    int32_t type = 0;
-    bool is_transposed = false;
-    int64_t rows = 0;  // as stored
-    int64_t columns = 0;
-    int64_t leading = 0;       // elements from a column to the next
-    int64_t batch_stride = 0;  // and from an example to the next
-  };
-
-  // A column-major d = epilogue(a b + c): the transposed of our product, which is
-  // stored row by row. So `a` is the second operand of our matmul.
-  struct Problem {
-    Matrix a;
-    Matrix b;
-    Matrix d;
-    std::optional<Matrix> c;
-    int32_t batch = 1;
-    int32_t compute = kCublasComputeF32;
-    uint32_t epilogue = kEpilogueNone;
-    std::optional<Memory> bias;
-    int64_t bias_batch_stride = 0;
-    std::optional<Matrix> aux;  // gelu's argument, of d's shape
-    std::optional<Memory> scale_a;
-    std::optional<Memory> scale_b;
-  };
-  class Reader;     // of problems in graphs
   class Bound;      // cuBLASLt's descriptions of a problem
   struct Pointers;  // of a launch
 
-  BlasProduct(Problem problem, CublasLtAlgorithm algorithm, size_t workspace_bytes)
+  BlasProduct(BlasProblem problem, CublasLtAlgorithm algorithm, size_t workspace_bytes)
       : problem_(std::move(problem)),
         algorithm_(algorithm),
         workspace_bytes_(workspace_bytes) {}
@@ -108,9 +71,9 @@ class BlasProduct : public Launchable {
   };
 
   // The algorithms for a problem, best first, each configuration once.
-  static StatusOr<std::vector<Listed>> Find(const Problem& problem);
+  static StatusOr<std::vector<Listed>> Find(const BlasProblem& problem);
 
-  const Problem problem_;
+  const BlasProblem problem_;
   const CublasLtAlgorithm algorithm_;
   const size_t workspace_bytes_;
 };

@@ -92,7 +92,7 @@ def is_by_place(request: str) -> bool:
 def has_cublaslt_plan(graph_json: str) -> bool:
     """Whether cuBLASLt computes a graph as one kernel, with an epilogue of its own.
 
-    Which ones these are is said in ``ffi/plans/blas_product.h``. Whether it has a
+    Which ones these are is said in ``ffi/plans/blas_problem.h``. Whether it has a
     kernel for the sizes is known where the GPU is.
     """
     return bool(extension().has_blas_product(as_bytes(graph_json)))
