@@ -52,8 +52,8 @@ def _needs_the_example_s_packages():
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A small text, so that reading it takes no time."""
-    path = tmp_path_factory.mktemp("text") / "design.md"
-    shutil.copy(EXAMPLES.parent / "docs" / "internals" / "design.md", path)
+    path = tmp_path_factory.mktemp("text") / "plans.md"
+    shutil.copy(EXAMPLES.parent / "docs" / "plans.md", path)
     return path
 
 

@@ -12,7 +12,7 @@ reference adds their gradients, a few heads and rows at a time, where a cotangen
 0. Whether there are such rows, the log-sum-exp tells before the kernel runs.
 
 All of this is in every program with a bias and rarely runs, so it is written to compile
-fast: docs/internals/design.md says how.
+fast: docs/internals/legalisation.md says how.
 """
 
 import functools

@@ -4,7 +4,7 @@
 A sum that every device gets is sent whole. One that is scattered is sent in parts: each
 device has the sum of its own part, computes on it what follows, and XLA gathers the
 results where the program wants them whole. What is faster was measured
-(docs/internals/design.md, 26): where the program wants the parts it is scattering, and
+(docs/internals/sharding.md): where the program wants the parts it is scattering, and
 where the results are fewer bytes than the sum. Shares in 16 bits are sent as they are,
 and added up in 32 bits where they arrive.
 """
@@ -61,7 +61,7 @@ def rounded_sums(graph: Graph) -> set[str]:
 
     A kernel does so where it has to, or where another dtype would be slow: a
     convolution's gradient kernels take up to three times as long (9.19 on an H200,
-    docs/internals/design.md).
+    docs/internals/sharding.md).
     """
     return {
         name
