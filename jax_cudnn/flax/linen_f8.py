@@ -2,6 +2,7 @@
 """linen's products in f8: `F8DotGeneral`, with its state among the variables."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +37,9 @@ class F8DotGeneral(linen.Module):
       recipe: `f8.Delayed()` (default) or `f8.Current()`, which has no state.
       implementation: "auto" (default), "cudnn" or "xla", as for
         :func:`jax_cudnn.matmul`.
+      rhs_sharding: how the products read the f8 copy of the weights, as for
+        :func:`jax_cudnn.f8.dot_general`. `PartitionSpec()` gathers weights that are
+        divided (FSDP) as their copies. Default None: the partitioner decides.
 
     Example:
       >>> import functools, jax, jax.numpy as jnp
@@ -51,6 +55,7 @@ class F8DotGeneral(linen.Module):
 
     recipe: Recipe = Delayed()
     implementation: Implementation = "auto"
+    rhs_sharding: Any = None
 
     def setup(self) -> None:
         """Make the state, or find it among the variables."""
@@ -129,6 +134,7 @@ class F8DotGeneral(linen.Module):
                 recipe=self.recipe,
                 state=state,
                 implementation=implementation,
+                rhs_sharding=self.rhs_sharding,
                 preferred_element_type=preferred_element_type,
                 out_sharding=out_sharding,
                 bias=bias,

@@ -39,11 +39,13 @@ class _F8Product(nnx.Module):
         self,
         recipe: Recipe = Delayed(),  # noqa: B008 (immutable)
         implementation: Implementation = "auto",
+        rhs_sharding: Any = None,
     ) -> None:
         check_recipe(type(self).__name__, recipe)
         Options(implementation=implementation)  # refuses unknown names
         self.recipe: Recipe = recipe
         self.implementation: Implementation = implementation
+        self.rhs_sharding: Any = rhs_sharding
         # By this name `eval` and `train` of a model find it.
         self.deterministic = False
         state = dense_state(recipe)
@@ -89,6 +91,7 @@ class _F8Product(nnx.Module):
             recipe=self.recipe,
             state=state,
             implementation=implementation or self.implementation,
+            rhs_sharding=self.rhs_sharding,
             preferred_element_type=preferred_element_type,
             out_sharding=out_sharding,
             bias=bias,
@@ -124,6 +127,9 @@ class F8DotGeneral(_F8Product):
       recipe: `f8.Delayed()` (default) or `f8.Current()`.
       implementation: "auto" (default), "cudnn" or "xla", as for
         :func:`jax_cudnn.matmul`.
+      rhs_sharding: how the products read the f8 copy of the weights, as for
+        :func:`jax_cudnn.f8.dot_general`. `PartitionSpec()` gathers weights that are
+        divided (FSDP) as their copies. Default None: the partitioner decides.
 
     Attributes:
       x: the `F8State` of the input, (history + 2,); None with `f8.Current`.
@@ -193,6 +199,7 @@ class F8Einsum(_F8Product):
     Args:
       recipe: as for :class:`F8DotGeneral`.
       implementation: see there.
+      rhs_sharding: see there.
 
     Raises:
       TypeError, ValueError: as :class:`F8DotGeneral`.

@@ -72,6 +72,7 @@ def to_f8(
     recipe: Recipe = Delayed(),  # noqa: B008 (immutable)
     *,
     keep: Callable[[Path, nnx.Module], bool] | None = None,
+    rhs_sharding: Any = None,
 ) -> F8Report:
     """Have a model's dense layers compute in f8, in place.
 
@@ -93,6 +94,7 @@ def to_f8(
       recipe: `f8.Delayed()` (default) or `f8.Current()`.
       keep: a function of a layer's path and the layer, whether it stays as it is. It
         replaces the rule of the first and the last. Default None: that rule.
+      rhs_sharding: as for :class:`F8DotGeneral`, of each layer.
 
     Returns:
       An :class:`F8Report`, to be printed.
@@ -135,7 +137,7 @@ def to_f8(
             ends = {0: "the first layer", len(found) - 1: "the last layer"}
             reason = ends.get(place)
         if reason is None:
-            _turn(layer, recipe)
+            _turn(layer, recipe, rhs_sharding)
         report.append(F8Layer(path, reason is None, reason or ""))
     return F8Report(tuple(report))
 
@@ -224,16 +226,16 @@ def _stack(layer: _Dense) -> tuple[int, ...]:
     return shape[: len(shape) - len(_shape(layer))]
 
 
-def _turn(layer: _Dense, recipe: Recipe) -> None:
+def _turn(layer: _Dense, recipe: Recipe, rhs_sharding: Any) -> None:
     implementation: Implementation = getattr(layer, "implementation", "auto")
     product: F8DotGeneral | F8Einsum
     if isinstance(layer, nnx.Einsum):
-        product = F8Einsum(recipe)
+        product = F8Einsum(recipe, rhs_sharding=rhs_sharding)
         layer.einsum_op = nnx.data(product)
     else:
         if isinstance(layer.dot_general, DotGeneral):
             implementation = layer.dot_general.implementation
-        product = F8DotGeneral(recipe, implementation)
+        product = F8DotGeneral(recipe, implementation, rhs_sharding)
         layer.dot_general = nnx.data(product)
     stack = _stack(layer)
     for name in ("x", "w"):

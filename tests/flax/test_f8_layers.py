@@ -17,11 +17,13 @@ import optax
 from flax import linen, nnx
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from flax.training.train_state import TrainState
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jax_cudnn import f8, plans
 from jax_cudnn.flax import linen as our_linen
 from jax_cudnn.flax import nnx as our_nnx
 from jax_cudnn.flax.nnx import F8DotGeneral, F8Einsum, F8State, to_f8
+from tests.common.devices import mesh_of, placed
 from tests.flax.layers import flax_promotes, normal
 
 pytestmark = [pytest.mark.once, pytest.mark.sampled]
@@ -752,3 +754,42 @@ def test_what_is_refused(name: str) -> None:
     error, message, call = _BAD[name]
     with flax_promotes(), pytest.raises(error, match=re.escape(message)):
         call(normal(0, 8, W), normal(1, W, F))
+
+
+@pytest.mark.parametrize("kind", ["nnx", "linen"])
+def test_weights_are_gathered_in_f8(kind: str) -> None:
+    """FSDP: a byte for each number, in XLA's CPU backend two."""
+    mesh = mesh_of(d=8)
+    whole = NamedSharding(mesh, PartitionSpec())
+    x = normal(0, 64, 128).astype("bfloat16")
+    kernel = normal(1, 128, 256)
+    divided = placed(mesh, (x, kernel), (("d", None), ("d", None)))
+
+    def of_nnx(x: Any, kernel: Any) -> Any:
+        layer = nnx.Linear(
+            128,
+            256,
+            use_bias=False,
+            dtype=jnp.bfloat16,
+            dot_general=F8DotGeneral(f8.Current(), rhs_sharding=whole),
+            rngs=rngs(),
+        )
+        layer.kernel[...] = kernel
+        return layer(x).astype(jnp.float32).sum()
+
+    def of_linen(x: Any, kernel: Any) -> Any:
+        product = functools.partial(
+            our_linen.F8DotGeneral, recipe=f8.Current(), rhs_sharding=whole
+        )
+        layer = linen.Dense(
+            256, use_bias=False, dtype=jnp.bfloat16, dot_general_cls=product
+        )
+        y = layer.apply({"params": {"kernel": kernel}}, x)
+        return _any(y).astype(jnp.float32).sum()
+
+    run = jax.jit(jax.grad(of_nnx if kind == "nnx" else of_linen))
+    text = run.lower(*divided).compile().as_text()
+    assert text is not None
+    gathered = re.findall(r"= (\w+)\[128,256\]\S* all-gather\(", text)
+    assert gathered
+    assert set(gathered) <= {"u8", "f8e4m3fn", "f16"}
