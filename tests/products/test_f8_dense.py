@@ -21,6 +21,7 @@ _by_recipe = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("dtype", list(ULP))
 @pytest.mark.parametrize("shape", [(24,), (3, 8), (2, 3, 4)])
 def test_products_are_those_of_the_rounded(dtype: str, shape: tuple[int, ...]) -> None:
@@ -153,6 +154,7 @@ def test_a_history_finds_any_size(size: float) -> None:
     close(y, truth(x, w, grad)[0], ulp=0.05)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("count", [2, 8, 64])
 def test_states_may_be_added_and_averaged(count: int) -> None:
     """As gradients of a layer that is used several times, or of microbatches."""
@@ -221,6 +223,7 @@ def test_higher_orders_are_those_of_the_reference(recipe: Any) -> None:
     close(tangent, truth(x, w)[0] * 1.0, ulp=0.05)
 
 
+@pytest.mark.sampled
 @_by_recipe
 def test_scan_and_remat(recipe: Any) -> None:
     """Layers in a scan, with and without remat, equal layers one by one."""
@@ -284,6 +287,7 @@ def _trained(recipe: Any, x: Any, w: Any) -> Any:
     return grad, following
 
 
+@pytest.mark.sampled
 @_by_recipe
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
