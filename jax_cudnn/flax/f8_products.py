@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from jax_cudnn.config import Implementation
 from jax_cudnn.ops.common.activations import Activation, on_array
 from jax_cudnn.ops.common.arguments import as_operand, refused_by_jax
-from jax_cudnn.ops.common.f8_recipes import Current, Delayed, DenseState, Recipe
+from jax_cudnn.ops.common.f8_recipes import DenseState, Recipe
 from jax_cudnn.ops.products.f8_dense import dot_general
 from jax_cudnn.ops.products.f8_products import operand
 
@@ -22,15 +22,6 @@ OP = "f8.dot_general"
 Numbers = tuple[
     tuple[Sequence[int], Sequence[int]], tuple[Sequence[int], Sequence[int]]
 ]
-
-
-def check_recipe(layer: str, recipe: object) -> None:
-    """Raise TypeError for what is no recipe."""
-    if not isinstance(recipe, Delayed | Current):
-        raise TypeError(
-            f"{layer}: recipe={recipe!r} is no recipe. Pass f8.Delayed(history=16) or "
-            "f8.Current()."
-        )
 
 
 def f8_product(

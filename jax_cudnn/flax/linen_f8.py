@@ -11,11 +11,17 @@ from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.flax.f8_products import OP, Numbers, check_recipe, f8_product
+from jax_cudnn.flax.f8_products import OP, Numbers, f8_product
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import Precision
 from jax_cudnn.ops.common.callers import on_behalf_of
-from jax_cudnn.ops.common.f8_recipes import Delayed, DenseState, Recipe, dense_state
+from jax_cudnn.ops.common.f8_recipes import (
+    Delayed,
+    DenseState,
+    Recipe,
+    check_recipe,
+    dense_state,
+)
 
 
 class F8DotGeneral(linen.Module):

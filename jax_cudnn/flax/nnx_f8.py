@@ -10,11 +10,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, Options
-from jax_cudnn.flax.f8_products import OP, Numbers, check_recipe, f8_product
+from jax_cudnn.flax.f8_products import OP, Numbers, f8_product
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import Precision
 from jax_cudnn.ops.common.callers import on_behalf_of
-from jax_cudnn.ops.common.f8_recipes import Delayed, DenseState, Recipe, dense_state
+from jax_cudnn.ops.common.f8_recipes import (
+    Delayed,
+    DenseState,
+    Recipe,
+    check_recipe,
+    dense_state,
+)
 
 
 class F8State(nnx.Variable[jax.Array]):
@@ -284,6 +290,8 @@ def contraction(equation: str, ndim: int) -> tuple[Any, tuple[int, ...]]:
 
 def why_no_product(equation: str) -> str | None:
     """Return what keeps an einsum from being one product of two matrices, or None."""
+    if "->" not in equation or equation.count(",") != 1:
+        return "is not of the form 'lhs,rhs->result'"
     if "..." in equation.partition(",")[2].partition("->")[0]:
         return "has '...' among the axes of the weights"
     x, w, out = _axes(equation, None)

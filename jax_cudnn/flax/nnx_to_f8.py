@@ -11,7 +11,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jax_cudnn.config import Implementation
-from jax_cudnn.flax.f8_products import check_recipe
 from jax_cudnn.flax.nnx_f8 import (
     F8DotGeneral,
     F8Einsum,
@@ -20,7 +19,7 @@ from jax_cudnn.flax.nnx_f8 import (
     why_no_product,
 )
 from jax_cudnn.flax.products import DotGeneral
-from jax_cudnn.ops.common.f8_recipes import Delayed, Recipe
+from jax_cudnn.ops.common.f8_recipes import Delayed, Recipe, check_recipe
 
 Path = tuple[Any, ...]
 _Dense = nnx.Linear | nnx.LinearGeneral | nnx.Einsum

@@ -175,6 +175,103 @@ def test_states_may_be_added_and_averaged(count: int) -> None:
             np.testing.assert_allclose(older, largest, rtol=1e-5)
 
 
+@pytest.mark.parametrize("factor", [0.75, 0.125, 2.0**-16, 2.0**-30])
+def test_states_may_be_multiplied(factor: float) -> None:
+    """By loss scaling, and by means over microbatches that leave a layer out."""
+    recipe = f8.Delayed(history=4)
+    x, w, grad = normal(0, 8, 16), normal(1, 16, 8), normal(2, 8, 8)
+    state = f8.dense_state(recipe)
+    for _ in range(3):
+        _, state = _step(state, x, w, grad, recipe)
+    wanted = _step(state, x, w, grad, recipe)
+    scaled = jax.tree.map(lambda s: s * factor, state)
+    found = _step(scaled, x, w, grad, recipe)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=1e-4), found, wanted
+    )
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0, 1e10])
+@pytest.mark.parametrize("place", [0, 1, 5])
+def test_a_broken_state_recovers(bad: float, place: int) -> None:
+    recipe = f8.Delayed(history=4)
+    x, w, grad = normal(0, 8, 16), normal(1, 16, 8), normal(2, 8, 8)
+    _, state = _step(f8.dense_state(recipe), x, w, grad, recipe)
+    state = jax.tree.map(lambda s: s.at[place].set(bad), state)
+    for _ in range(16):
+        found, state = _step(state, x, w, grad, recipe)
+    for y, wanted in zip(found, truth(x, w, grad), strict=True):
+        close(y, wanted, ulp=0.05)
+
+
+def test_many_states_of_large_cotangents_are_added() -> None:
+    """Powers of ratios stay finite, and a history finds its scale."""
+    recipe = f8.Delayed(history=4)
+    x, w = normal(0, 8, 16), normal(1, 16, 8)
+    state = f8.dense_state(recipe)
+
+    def loss(w: Any, state: Any) -> Any:
+        def body(total: Any, x: Any) -> Any:
+            y = f8.dense(x, w, recipe=recipe, state=state)
+            return total + (y * 2.0**16).sum(), None
+
+        xs = jnp.broadcast_to(x, (256, *x.shape))
+        return jax.lax.scan(body, jnp.float32(0), xs)[0]
+
+    step = jax.jit(jax.grad(loss, (0, 1)))
+    for _ in range(8):
+        grad, state = step(w, state)
+    wanted = truth(x, w, np.full((8, 8), 2.0**16))[2] * 256
+    close(grad, wanted, ulp=0.02)
+
+
+def test_states_one_after_another_in_a_step() -> None:
+    recipe = f8.Delayed(history=4)
+    x, w, grad = normal(0, 8, 16), normal(1, 16, 8), normal(2, 8, 8)
+    _, state = _step(f8.dense_state(recipe), x, w, grad, recipe)
+
+    def loss(w: Any, state: Any) -> Any:
+        total = jnp.float32(0)
+        for _ in range(2):
+            y, state = f8.dense(x, w, recipe=recipe, state=state, return_state=True)
+            total += (y * grad).sum()
+        return total, state
+
+    (_, by_state), last = jax.grad(loss, (0, 1), has_aux=True)(w, state)
+    for each in (*by_state, last.x, last.w):
+        assert each[-1] in (1, 2)
+        assert (each >= 0).all()
+
+
+def test_an_infinite_cotangent_is_seen() -> None:
+    """Loss scaling looks for what is not finite in gradients."""
+    x, w = normal(0, 8, 16), normal(1, 16, 8)
+    for recipe in _RECIPES:
+        state = f8.dense_state(recipe)
+
+        def layer(x: Any, w: Any, recipe: Any = recipe, state: Any = state) -> Any:
+            return f8.dense(x, w, recipe=recipe, state=state)
+
+        for value in (np.inf, np.nan):
+            grad = normal(2, 8, 8).at[3, 4].set(value)
+            x_grad, w_grad = jax.vjp(layer, x, w)[1](grad)
+            assert not np.isfinite(np.asarray(x_grad[3])).any()
+            assert np.isfinite(np.delete(np.asarray(x_grad), 3, 0)).all()
+            assert not np.isfinite(np.asarray(w_grad[:, 4])).any()
+            assert np.isfinite(np.delete(np.asarray(w_grad), 4, 1)).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_bias_keeps_its_dtype(dtype: str) -> None:
+    x, w = normal(0, 256, 16).astype(dtype), normal(1, 16, 8).astype(dtype)
+    bias = normal(2, 8) * 1e3
+    grad = normal(3, 256, 8).astype(dtype)
+    y, back = jax.vjp(lambda bias: f8.dense(x, w, bias=bias), bias)
+    close(y, truth(x, w)[0] + np.asarray(bias, np.float64), ulp=ULP[dtype])
+    (found,) = back(grad)
+    close(found, np.asarray(grad, np.float64).sum(0), ulp=1e-6)
+
+
 def test_vmap_with_a_state_that_is_shared() -> None:
     recipe = f8.Delayed(history=4)
     x, w, grad = normal(0, 4, 8, 16), normal(1, 16, 8), normal(2, 4, 8, 8)
@@ -259,6 +356,61 @@ def test_scan_and_remat(recipe: Any) -> None:
                 # A number beside a border of f8 may be rounded the other way.
                 close(y, np.asarray(other, np.float64), ulp=0.01)
         states = following
+
+
+@_by_recipe
+def test_64_bits_are_no_matter(recipe: Any) -> None:
+    with jax.enable_x64(True):
+        x, w = normal(0, 8, 16).astype("float32"), normal(1, 16, 8).astype("float32")
+        grad = x[:, :8]
+        (y, *_), state = _step(f8.dense_state(recipe), x, w, grad, recipe)
+        assert y.dtype == jnp.float32
+        assert all(each.dtype == jnp.float32 for each in jax.tree.leaves(state))
+        _step(state, x, w, grad, recipe)
+
+
+@_by_recipe
+def test_symbolic_sizes(recipe: Any) -> None:
+    w, state = normal(1, 16, 8), f8.dense_state(recipe)
+
+    def gradients(x: Any, w: Any) -> Any:
+        def layer(x: Any, w: Any) -> Any:
+            return f8.dense(x, w, recipe=recipe, state=state)
+
+        y, back = jax.vjp(layer, x, w)
+        return y, *back(y)
+
+    (rows,) = jax.export.symbolic_shape("rows")
+    kind = jax.ShapeDtypeStruct((rows, 16), jnp.float32)
+    exported = jax.export.export(jax.jit(gradients))(kind, w)
+    x = normal(0, 24, 16)
+    for y, other in zip(exported.call(x, w), gradients(x, w), strict=True):
+        close(y, np.asarray(other, np.float64), ulp=2e-3)
+
+
+def test_a_step_with_a_state_is_exported() -> None:
+    recipe = f8.Delayed()
+    x, w = normal(0, 8, 16), normal(1, 16, 8)
+    state = f8.dense_state(recipe)
+    step = jax.jit(functools.partial(_step, recipe=recipe))
+    exported = jax.export.export(step)(state, x, w, x[:, :8])
+    pytest.importorskip("flatbuffers", reason="jax.export writes with it")
+    read = jax.export.deserialize(exported.serialize())
+    found, wanted = (run(state, x, w, x[:, :8]) for run in (read.call, step))
+    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_strict_promotion() -> None:
+    """Of dtypes and of ranks, forward, backward and in forward mode."""
+    x, w, bias = normal(0, 8, 16).astype("bfloat16"), normal(1, 16, 8), normal(2, 8)
+
+    def layer(x: Any, w: Any, bias: Any) -> Any:
+        return f8.dense(x, w, bias=bias)
+
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        y, back = jax.vjp(layer, x, w, bias)
+        back(y)
+        jax.jvp(layer, (x, w, bias), (x, w, bias))
 
 
 def test_f8_copies_are_what_is_saved() -> None:
@@ -349,6 +501,22 @@ def test_shard_map_adds_states_up() -> None:
     np.testing.assert_allclose(found[2].x[1:-1] / 4, wanted[2].x[1:-1], rtol=1e-6)
 
 
+def test_weights_are_gathered_on_an_explicit_mesh() -> None:
+    mesh = mesh_of(AxisType.Explicit, d=8)
+    x, w = normal(0, 64, 128), normal(1, 128, 256)
+
+    def gradients(x: Any, w: Any, where: Any = None) -> Any:
+        y, back = jax.vjp(lambda x, w: f8.dense(x, w, w_sharding=where), x, w)
+        return y, *back(y)
+
+    with jax.set_mesh(mesh):
+        divided = placed(mesh, (x, w), (("d", None), ("d", None)))
+        whole = PartitionSpec(None, None)
+        found = jax.jit(lambda x, w: gradients(x, w, whole))(*divided)
+    for y, other in zip(found, gradients(x, w), strict=True):
+        close(y, np.asarray(other, np.float64), ulp=2e-3)
+
+
 def test_weights_are_gathered_in_f8() -> None:
     """FSDP: what travels between devices is the copy. XLA's CPU holds f8 in f16."""
     mesh = mesh_of(AxisType.Auto, d=8)
@@ -422,6 +590,21 @@ _BAD: dict[str, tuple[type[Exception], str, Any]] = {
         lambda x, w: _dense(
             x, w, recipe=f8.Delayed(history=4), state=f8.dense_state(f8.Delayed())
         ),
+    ),
+    "complex bias": (
+        TypeError,
+        "bias is complex64",
+        lambda x, w: _dense(x, w, bias=jnp.ones(4, jnp.complex64)),
+    ),
+    "no recipe of a state": (
+        TypeError,
+        "is no recipe",
+        lambda x, w: f8.dense_state(_delayed),
+    ),
+    "gated state, an int": (
+        TypeError,
+        "f8.Delayed needs three",
+        lambda x, w: _gated(x, w, w, w.T, recipe=f8.Delayed(), state=5),
     ),
     "history": (ValueError, "is below 1", lambda x, w: f8.Delayed(history=0)),
     "no int": (TypeError, "is not an int", lambda x, w: _delayed(history=1.5)),

@@ -7,10 +7,12 @@ A tensor's state is a vector of n + 2 numbers, for a history of n steps:
 
 A layer's gradient by its state is the state of the next step. Where a layer is used
 several times in a step, under vmap, over microbatches and devices, JAX adds gradients.
-So the state is made to bear sums: old amaxes are divided by `count`, the number of
-states that were added, and the newest is kept as the 8th power of its ratio to the amax
-that the scale was made for. With 1 and 2 as ratios, the sum is 257, and its 8th root
-2.001: about the largest, as it would be if the gradients' maximum had been taken.
+So the state is made to bear sums, means and multiples: old amaxes are divided by
+`count`, the number of states that were added, and the newest is kept as the 8th power
+of its ratio to the amax that the scale was made for. With 1 and 2 as ratios, the sum is
+257, and its 8th root 2.001: about the largest, as it would be if the gradients' maximum
+had been taken. A count below 1 is of a state that was multiplied, as by a mean over
+microbatches of which some leave the layer out, or by loss scaling.
 """
 
 from dataclasses import dataclass
@@ -19,6 +21,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 
 from jax_cudnn.ops.common.arguments import check_flag, describe
 from jax_cudnn.ops.common.f8_scaling import (
@@ -34,9 +37,9 @@ FORWARD, BACKWARD = np.dtype(jnp.float8_e4m3fn), np.dtype(jnp.float8_e5m2)
 # 5e-10 to 1.75 are held.
 _FIRST = {"x": 1.0, "w": 2.0**-6, "grad": 2.0**-15}
 _POWER = 8
-# An amax over the one that the scale was made for, at most; and over 1 at least. Their
-# powers are within f32.
-_LARGEST_RATIO = 2.0**15
+# Bounds of an amax over the one that the scale was made for. Their powers are within
+# f32, also the sum of 2^24 of the largest.
+_SMALLEST_RATIO, _LARGEST_RATIO = 2.0**-15, 2.0**13
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +90,9 @@ class Delayed:
 
     def __post_init__(self) -> None:
         _check_options("f8.Delayed", self)
-        if isinstance(self.history, bool) or not isinstance(self.history, int):
+        if isinstance(self.history, bool) or not isinstance(
+            self.history, int | np.integer
+        ):
             raise TypeError(
                 f"f8.Delayed: history={self.history!r} is not an int. Pass the number "
                 "of steps to look back, such as 16."
@@ -111,13 +116,20 @@ class DenseState(NamedTuple):
     """What `Delayed` knows of a layer's tensors: input, weights and cotangent.
 
     Each field is a vector of history + 2 numbers, f32. It is passed back as it is:
-    gradients by it are the state of the next step. Without `grad`, cotangents get the
+    gradients by it are the state of the next step. It is no parameter: optimizers and
+    clipping are to leave it alone. A layer that is not used in a step has zeros as its
+    next state, with which it begins anew. Without `grad`, cotangents get the
     scales of their own amaxes, so that the next state is known forward.
     """
 
     x: jax.Array
     w: jax.Array
     grad: jax.Array | None
+
+
+export.register_namedtuple_serialization(
+    DenseState, serialized_name="jax_cudnn.f8.DenseState"
+)
 
 
 def dense_state(recipe: Recipe) -> DenseState | None:
@@ -134,18 +146,26 @@ def dense_state(recipe: Recipe) -> DenseState | None:
       >>> len(f8.dense_state(f8.Delayed())), f8.dense_state(f8.Current())
       (3, None)
     """
+    check_recipe("f8.dense_state", recipe)
     if isinstance(recipe, Current):
         return None
-    return DenseState(*(jnp.zeros(recipe.history + 2) for _ in DenseState._fields))
+    first = jnp.zeros(recipe.history + 2, jnp.float32)
+    return DenseState(first, first, first)
 
 
-def check_state(op: str, recipe: object, state: object) -> DenseState | None:
-    """Return a state that a recipe takes, or raise an error that says what it takes."""
+def check_recipe(op: str, recipe: object) -> Recipe:
+    """Return a recipe, or raise TypeError for what is none."""
     if not isinstance(recipe, Delayed | Current):
         raise TypeError(
             f"{op}: recipe={recipe!r} is no recipe. Pass f8.Delayed(history=16) or "
             "f8.Current()."
         )
+    return recipe
+
+
+def check_state(op: str, recipe: object, state: object) -> DenseState | None:
+    """Return a state that a recipe takes, or raise an error that says what it takes."""
+    recipe = check_recipe(op, recipe)
     if isinstance(recipe, Current):
         if state is not None:
             raise TypeError(
@@ -187,17 +207,22 @@ def scale_and_next(
     options = {"margin": recipe.margin, "power_of_2": recipe.power_of_2}
     if state is None:
         return scale_from_amax(largest, dtype, **options), None
+    state = jax.lax.stop_gradient(state)
     first = jnp.float32(_FIRST[role])
-    history = state[1:-1] / jnp.maximum(state[-1], 1)
-    newest = _root(state[0]) * _reference(history, first, dtype)
+    count = jnp.where(state[-1] > 0, state[-1], 1)
+    history = _sound(state[1:-1] / count)
+    power = _sound(state[0] / jnp.minimum(count, 1))
+    newest = _sound(_root(power) * _reference(history, first, dtype))
     history = jnp.concatenate([newest[None], history[:-1]])
     scale = scale_from_history(history, dtype, previous=first, **options)
     ratio = largest / _reference(history, first, dtype)
     # NaN and inf say nothing of the numbers that are to be held, and 0 neither.
     is_telling = jnp.isfinite(ratio) & (ratio > 0)
-    ratio = jnp.clip(ratio, 1 / _LARGEST_RATIO, _LARGEST_RATIO)
+    ratio = jnp.clip(ratio, _SMALLEST_RATIO, _LARGEST_RATIO)
     ratio = jnp.where(is_telling, ratio, 0)
-    following = jnp.concatenate([(ratio**_POWER)[None], history, jnp.ones(1)])
+    following = jnp.concatenate(
+        [(ratio**_POWER)[None], history, jnp.ones(1, jnp.float32)]
+    )
     return scale, following
 
 
@@ -205,6 +230,11 @@ def _reference(history: jax.Array, first: jax.Array, dtype: np.dtype) -> jax.Arr
     """Return the amax that a history's scale is made for, without a margin."""
     largest = jnp.max(history)
     return jnp.where(largest > 0, largest, first * float(jnp.finfo(dtype).max))
+
+
+def _sound(x: jax.Array) -> jax.Array:
+    """Return amaxes with 0 in place of what no amax is: NaN, inf, negative numbers."""
+    return jnp.where(jnp.isfinite(x) & (x > 0), x, 0)
 
 
 def _root(power: jax.Array) -> jax.Array:

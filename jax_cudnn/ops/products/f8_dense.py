@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.f8.dense` and its relatives: layers whose three products run in f8."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+from jax import export
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
@@ -19,6 +21,7 @@ from jax_cudnn.ops.common.f8_recipes import (
     Current,
     DenseState,
     Recipe,
+    check_recipe,
     check_state,
     dense_state,
 )
@@ -202,6 +205,11 @@ class GatedMlpState(NamedTuple):
     down: DenseState
 
 
+export.register_namedtuple_serialization(
+    GatedMlpState, serialized_name="jax_cudnn.f8.GatedMlpState"
+)
+
+
 def gated_mlp_state(recipe: Recipe) -> GatedMlpState | None:
     """Return the state with which a gated MLP begins; None for a recipe without one.
 
@@ -210,7 +218,7 @@ def gated_mlp_state(recipe: Recipe) -> GatedMlpState | None:
       >>> f8.gated_mlp_state(f8.Delayed()).down.grad.shape
       (18,)
     """
-    one = dense_state(recipe)
+    one = dense_state(check_recipe("f8.gated_mlp_state", recipe))
     return None if one is None else GatedMlpState(one, one, one)
 
 
@@ -268,7 +276,7 @@ def gated_mlp(
         for name, w in (("gate", gate), ("up", up), ("down", down))
     }
     last = {"down": weights.pop("down")}
-    if state is None or isinstance(recipe, Current):
+    if not isinstance(state, Sequence) or isinstance(recipe, Current):
         check_state(op, recipe, state)
         states: list[DenseState | None] = [None] * 3
     else:

@@ -20,9 +20,10 @@ from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
-from jax_cudnn.lowering import kept_copy, linear_call
+from jax_cudnn.lowering import kept_copy, linear_call, sharded_as
 from jax_cudnn.ops.common.arguments import (
     as_operand,
+    check_dtype,
     describe,
 )
 from jax_cudnn.ops.common.f8_recipes import (
@@ -33,7 +34,7 @@ from jax_cudnn.ops.common.f8_recipes import (
     scale_and_next,
 )
 from jax_cudnn.ops.common.f8_scaling import dequantize, quantize
-from jax_cudnn.ops.common.plain import Epilogue
+from jax_cudnn.ops.common.plain import Epilogue, check_implementation
 from jax_cudnn.ops.products.dot_general import as_product, dot_general
 from jax_cudnn.ops.products.operands import common_dtypes, in_three, run_product
 from jax_cudnn.reference.dtypes import dtype_name
@@ -88,7 +89,8 @@ def products(
         }
         bias = biases.get(name)
         if bias is not None:
-            given["bias"] = as_operand(op, "bias", bias).astype(x.dtype)
+            given["bias"] = as_operand(op, "bias", bias)
+            check_dtype(op, "bias", given["bias"])
         if state is not None:
             assert x_next is not None
             assert w_next is not None
@@ -107,8 +109,8 @@ def products(
 
 def last_and_first(op: str, x: jax.Array, name: str, w: jax.Array, axes: int) -> Sums:
     """Return the last axes of x and the first of w, which must be as long."""
-    is_count = isinstance(axes, int) and not isinstance(axes, bool) and axes >= 1
-    if not is_count or axes > min(x.ndim, w.ndim - 1):
+    is_int = isinstance(axes, int | np.integer) and not isinstance(axes, bool)
+    if not is_int or axes < 1 or axes > min(x.ndim, w.ndim - 1):
         raise ValueError(
             f"{op}: axes={axes!r}, x is {describe(x)} and {name} {describe(w)}. `axes` "
             f"must be an int of 1 or more that x has, and {name} one axis more."
@@ -124,6 +126,12 @@ def last_and_first(op: str, x: jax.Array, name: str, w: jax.Array, axes: int) ->
 
 def _copy(x: jax.Array, scale: jax.Array) -> jax.Array:
     return kept_copy(quantize(x, scale, FORWARD))
+
+
+def _cotangent(grad: jax.Array, scale: jax.Array) -> jax.Array:
+    """Return a cotangent in f8. Its infinities stay so: loss scaling looks for them."""
+    stored = quantize(grad, scale, BACKWARD)
+    return jnp.where(jnp.isinf(grad), grad.astype(BACKWARD), stored)
 
 
 def _read(copy: jax.Array) -> jax.Array:
@@ -159,7 +167,7 @@ class _Product:
         """Return the product of the rounded operands, differentiable by x and w."""
         y = self._contracted(*self._rounded(given))
         if (bias := given.get("bias")) is not None:
-            y = y + bias.astype(jnp.float32)
+            y = y + jnp.broadcast_to(bias, y.shape).astype(jnp.float32)
         return y.astype(given["x"].dtype)
 
     def gradients(
@@ -168,7 +176,7 @@ class _Product:
         """Return the gradients, those by the states being the next states."""
         x, w, state = given["x"], given["w"], given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
-        copy = quantize(grad, scale, BACKWARD), scale
+        copy = _cotangent(grad, scale), scale
         rows, columns = (
             tuple(axis for axis in range(each.ndim) if axis not in over)
             for each, over in zip((x, w), self.sums, strict=True)
@@ -199,7 +207,7 @@ class _Product:
         x, w = self._rounded(given)
         stopped, state = jax.lax.stop_gradient(grad), given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, stopped, BACKWARD)
-        rounded = _stands_for(grad, quantize(stopped, scale, BACKWARD), scale)
+        rounded = _stands_for(grad, _cotangent(stopped, scale), scale)
 
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
             return self._contracted(x, w).astype(rounded.dtype)
@@ -209,7 +217,8 @@ class _Product:
         return found | self._of_states(given, following) | self._of_bias(given, grad)
 
     def _contracted(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        dtype = jnp.promote_types(x.dtype, w.dtype)
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.promote_types(x.dtype, w.dtype)
         return dot_general(
             x.astype(dtype),
             w.astype(dtype),
@@ -230,7 +239,7 @@ class _Product:
         copy = given[f"{role}_copy"]
         if role == "w" and self.w_sharding is not None:
             # Not before it is saved: what is saved stays divided.
-            copy = jax.lax.with_sharding_constraint(copy, self.w_sharding)
+            copy = sharded_as(copy, self.w_sharding)
         return _read(copy), given[f"{role}_scale"]
 
     def _of_states(
@@ -263,6 +272,16 @@ class _Product:
         bias: jax.Array | None = None,
     ) -> jax.Array:
         (x, x_scale), (y, y_scale) = a, b
+        dtypes = common_dtypes(self.op, x, y)
+        if reason := dtypes.why_plain(np.dtype(dtype), lhs=x, rhs=y):
+            check_implementation(self.op, reason, self.call)
+            z = jax.lax.dot_general(
+                x, y, (sums, ((), ())), preferred_element_type=jnp.float32
+            )
+            z = z * (x_scale * y_scale)
+            if bias is not None:
+                z = z + jnp.broadcast_to(bias, z.shape).astype(jnp.float32)
+            return z.astype(dtype)
         product = as_product(self.op, x, y, (sums, ((), ())))
         _, rows, columns = product.sizes
         count = math.prod(x.shape[axis] for axis in sums[0])
@@ -271,7 +290,6 @@ class _Product:
             scale_b=in_three(self.op, "scale_b", y_scale, ((), (count,), columns)),
         )
         epilogue = Epilogue.of(self.op, bias=bias)
-        dtypes = common_dtypes(self.op, x, y)
         return run_product(scaled, dtypes, epilogue, np.dtype(dtype), self.call)
 
 
