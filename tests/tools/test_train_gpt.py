@@ -108,7 +108,9 @@ save(folder / "resumed", state)
 _MODEL = """
 from flax import nnx
 from gpt.layout import name_of
-from gpt.model import OURS, Gpt, cross_entropy, plain_kernels
+from dataclasses import replace
+
+from gpt.model import Gpt, cross_entropy, kernels_for
 from gpt.report import flops_per_token
 
 arguments = [*json.loads(sys.argv[1]), "--layers", "2"]
@@ -116,7 +118,8 @@ settings = train_gpt.parse_arguments(arguments).settings
 rng = np.random.default_rng(0)
 told = {}
 tokens = rng.integers(256, size=(3, settings.context))
-for name, kernels in (("ours", OURS), ("plain", plain_kernels())):
+for name, is_plain in (("ours", False), ("plain", True)):
+    kernels = kernels_for(replace(settings, baseline=is_plain))
     model = Gpt(settings, kernels, nnx.Rngs(0))
     graph, params = nnx.split(model, nnx.Param)
     rng = np.random.default_rng(1)
