@@ -121,21 +121,16 @@ def measure(found: Sequence[_Layer]) -> Iterator[dict[str, Any]]:
             for function, types in programs.values()
         ]
         compiled = dict(zip(programs, together(jobs), strict=True))
-        times: dict[str, list[float]] = {name: [] for name in _NAMES}
-        rounds = {
-            name: functools.partial(compiled[name], _drawn(programs[name][1]))
-            for name in _NAMES
-        }
         # All in turn, each on operands of its own.
-        found_times = timed(
-            {name: lambda _, run=run: run() for name, run in rounds.items()},
-            [None],
-            rounds=9,
-        )
-        for name, each in found_times.items():
-            count = _count(programs[name][1])
-            times[name] = [us / count for us in each]
-        us = {name: round(statistics.median(each), 1) for name, each in times.items()}
+        sets = {name: _drawn(types) for name, (_, types) in programs.items()}
+        runs = {
+            name: functools.partial(_run, compiled[name], sets[name]) for name in _NAMES
+        }
+        times = timed(runs, [None], rounds=9)
+        us = {
+            name: round(statistics.median(each) / len(sets[name]), 1)
+            for name, each in times.items()
+        }
         yield {
             "layer": f"{layer.name}, {layer.rows} x {layer.k} x {layer.n}",
             "us": us,
@@ -143,6 +138,10 @@ def measure(found: Sequence[_Layer]) -> Iterator[dict[str, Any]]:
                 name: round(us[name] / us["bf16"], 3) for name in ("current", "delayed")
             },
         }
+
+
+def _run(program: Callable[..., Any], sets: Any, _: object) -> Any:
+    return program(sets)
 
 
 def _count(types: Sequence[Any]) -> int:

@@ -394,9 +394,7 @@ class F8Kit(CudnnKit):
         y = f8.dense(x, w, bias=b, activation=activation)
         return y if residual is None else y + residual
 
-    def mlp(self, x: Any, w: Any, b: Any, v: Any, c: Any, residual: Any) -> jax.Array:
-        """Return gelu(x w + b) v + c, and the residual added where there is one."""
-        return self.dense(self.dense(x, w, b, "gelu"), v, c, residual=residual)
+    mlp = Composed.mlp  # of its own dense layers
 
     def gated_mlp(
         self, x: Any, gate: Any, up: Any, down: Any, residual: Any

@@ -163,8 +163,11 @@ class ByHand(Protocol):
         """Return the results."""
         ...
 
-    def kept(self, results: Arrays) -> tuple[jax.Array, ...]:
-        """Return the results as remat policies know them."""
+    def again(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
+        """Return the results inside a derivative, as remat policies know them.
+
+        Their own derivative is that of higher orders.
+        """
         ...
 
     def gradients(
@@ -191,7 +194,7 @@ def _by_hand_jvp(
     tangents: tuple[dict[str, Any]],
 ) -> tuple[tuple[jax.Array, ...], tuple[jax.Array, ...]]:
     (given,), (moved,) = primals, tangents
-    results = function.kept(run_by_hand(function, given))
+    results = function.again(given)
     moving = tuple(
         role
         for role in function.differentiable

@@ -64,9 +64,9 @@ class _Attention:
         sinks, base = _from_base(shares.sinks)
         return Partial(*with_sinks(result.output, result.stats - base, sinks))
 
-    def kept(self, results: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
+    def again(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array, ...]:
         """Return the results, which the same remat policies keep as those of `sdpa`."""
-        return attention_results(results)
+        return attention_results(run_by_hand(self, dict(given)))
 
     def gradients(
         self,

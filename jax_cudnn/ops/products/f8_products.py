@@ -16,11 +16,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike
 
 from jax_cudnn.config import Options
-from jax_cudnn.lowering import kept_copy, linear_call, sharded_as
+from jax_cudnn.lowering import kept_copy, run_by_hand, sharded_as
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_dtype,
@@ -102,7 +101,7 @@ def products(
         product = _Product(
             op=op, recipe=recipe, sums=sums, call=call, w_sharding=w_sharding
         )
-        found.append(_run(product, given))
+        found += run_by_hand(product, given)
         following.append(state)
     return found, following
 
@@ -153,7 +152,33 @@ class _Product:
     call: Options
     w_sharding: Any
 
-    def forward(self, given: Mapping[str, jax.Array]) -> jax.Array:
+    differentiable = ("x", "w", "bias", "x_state", "w_state", "grad_state")
+
+    def forward(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array]:
+        """Return the product; its derivative is the reference's."""
+        return (_product(self, dict(given)),)
+
+    def again(self, given: Mapping[str, jax.Array]) -> tuple[jax.Array]:
+        """Return the product inside a derivative, as `forward` does.
+
+        Cotangents of higher orders have other sizes than those that a state knows.
+        """
+        return self.forward(given)
+
+    def gradients(
+        self,
+        given: Mapping[str, jax.Array],
+        results: Arrays,
+        cotangents: Sequence[jax.Array | None],
+        wanted: tuple[str, ...],
+    ) -> dict[str, jax.Array]:
+        """Return the gradients, those by the states being the next states."""
+        del results, wanted
+        (grad,) = cotangents
+        assert grad is not None
+        return _gradients(self, dict(given), grad)
+
+    def by_copies(self, given: Mapping[str, jax.Array]) -> jax.Array:
         """Return the product by the f8 copies."""
         return self._multiply(
             self._stored(given, "x"),
@@ -170,10 +195,10 @@ class _Product:
             y = y + jnp.broadcast_to(bias, y.shape).astype(jnp.float32)
         return y.astype(given["x"].dtype)
 
-    def gradients(
+    def gradients_by_copies(
         self, given: Mapping[str, jax.Array], grad: jax.Array
     ) -> dict[str, jax.Array]:
-        """Return the gradients, those by the states being the next states."""
+        """Return the gradients by the f8 copies."""
         x, w, state = given["x"], given["w"], given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
         copy = _cotangent(grad, scale), scale
@@ -309,83 +334,22 @@ def _stands_for_jvp(primals: Any, tangents: Any) -> Any:
     return _stands_for(*primals), tangents[0]
 
 
-# What has a derivative.
-_MOVING = ("x", "w", "bias", "x_state", "w_state", "grad_state")
-
-
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _run(product: _Product, given: dict[str, jax.Array]) -> jax.Array:
-    return product.forward(given)
+def _product(product: _Product, given: dict[str, jax.Array]) -> jax.Array:
+    return product.by_copies(given)
 
 
-@functools.partial(_run.defjvp, symbolic_zeros=True)
-def _run_jvp(product: _Product, primals: Any, tangents: Any) -> Any:
-    (given,), (moved,) = primals, tangents
-    y = _again(product, given)
-    moving = tuple(
-        role
-        for role in _MOVING
-        if role in moved and not isinstance(moved[role], SymbolicZero)
-    )
-    if not moving:
-        return y, jnp.zeros_like(y)
-    derivative = _Derivative(product=product, roles=tuple(given), moving=moving)
-    (tangent,) = linear_call(
-        derivative, [*given.values()], [y], [moved[role] for role in moving]
-    )
-    return y, tangent
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _again(product: _Product, given: dict[str, jax.Array]) -> jax.Array:
-    """Return the product inside a derivative; its own is the reference's.
-
-    Cotangents of higher orders have other sizes than those that a state knows.
-    """
-    return product.forward(given)
-
-
-@_again.defjvp
-def _again_jvp(product: _Product, primals: Any, tangents: Any) -> Any:
+@_product.defjvp
+def _product_jvp(product: _Product, primals: Any, tangents: Any) -> Any:
     _, along = jax.jvp(product.reference, primals, tangents)
-    return _again(product, *primals), along
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Derivative:
-    """The derivative along the operands that move, and its transpose."""
-
-    product: _Product
-    roles: tuple[str, ...]
-    moving: tuple[str, ...]
-
-    def tangents(self, primals: Arrays, tangents: Arrays) -> Arrays:
-        given = dict(zip(self.roles, primals, strict=True))
-
-        def along(*values: jax.Array) -> jax.Array:
-            return self.product.reference(
-                given | dict(zip(self.moving, values, strict=True))
-            )
-
-        values = tuple(given[role] for role in self.moving)
-        return [jax.jvp(along, values, tuple(tangents))[1]]
-
-    def gradients(
-        self, primals: Arrays, results: Arrays, cotangents: Sequence[jax.Array | None]
-    ) -> Arrays:
-        del results
-        given = dict(zip(self.roles, primals, strict=True))
-        (grad,) = cotangents
-        assert grad is not None
-        found = _gradients(self.product, given, grad)
-        return [found[role] for role in self.moving]
+    return _product(product, *primals), along
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(
     product: _Product, given: dict[str, jax.Array], grad: jax.Array
 ) -> dict[str, jax.Array]:
-    return product.gradients(given, grad)
+    return product.gradients_by_copies(given, grad)
 
 
 @_gradients.defjvp
