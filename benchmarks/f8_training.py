@@ -6,11 +6,14 @@
 trains the model of examples/train_gpt.py on its own text, with the blocks' products in
 f8 and without, and writes f8_training.json and f8_training.md there. On a GPU it is
 GPT-2 small in bf16; on a CPU the tiny size in f32, whose losses mean the same.
-`--steps` and `--size` choose others.
+`--steps` and `--size` choose others, and `--seeds 1` trains one seed: what the folder's
+file has of the other is kept.
 """
 
 import argparse
+import json
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from benchmarks.records import write_records
+from benchmarks.records import Row, write_records
 from benchmarks.report import environment, versions_text
 
 # The example's own modules, as it imports them itself.
@@ -36,7 +39,7 @@ _LAST, _GOAL = 100, 0.01
 _POINTS = 40
 
 
-def train(settings: Settings) -> dict[str, Any]:
+def train(settings: Settings) -> Row:
     """Train a model; return its losses."""
     trainer = Trainer(settings, choose_layout("data", None, settings))
     corpus = read_corpus(None, settings)
@@ -100,6 +103,15 @@ def markdown(data: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _kept(path: Path, run: dict[str, Any], seeds: Sequence[int]) -> list[Row]:
+    """Return an earlier run's rows of other seeds, if it was of the same kind."""
+    if not path.exists():
+        return []
+    data = json.loads(path.read_text(encoding="utf-8"))
+    is_same = all(data[name] == value for name, value in run.items())
+    return [row for row in data["rows"] if is_same and row["seed"] not in seeds]
+
+
 def main() -> None:
     """Train all models and write the page."""
     assert __doc__ is not None
@@ -108,22 +120,23 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--size", choices=SIZES, default="small" if is_gpu else "tiny")
     parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--seeds", type=int, nargs="+", default=_SEEDS)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     dtype = "bfloat16" if is_gpu else "float32"
     settings = replace(SIZES[options.size], steps=options.steps, dtype=dtype)
-    rows = []
-    for seed in _SEEDS:
+    run = {
+        "environment": environment(),
+        "size": options.size,
+        "steps": options.steps,
+        "dtype": dtype,
+    }
+    rows = _kept(options.out / _DATA, run, options.seeds)
+    for seed in options.seeds:
         for is_f8 in (False, True):
             print(f"seed {seed}, {'f8' if is_f8 else dtype}", flush=True)
             rows.append(train(replace(settings, seed=seed, f8=is_f8)))
-            data = {
-                "environment": environment(),
-                "size": options.size,
-                "steps": options.steps,
-                "dtype": dtype,
-                "rows": rows,
-            }
+            data = {**run, "rows": sorted(rows, key=lambda r: (r["seed"], r["f8"]))}
             write_records(options.out / _DATA, data)
             (options.out / _PAGE).write_text(markdown(data), encoding="utf-8")
 

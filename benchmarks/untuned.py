@@ -10,9 +10,9 @@ in groups and depthwise ones, and are written to untuned_in_groups.json and .md.
 Calls that go by other rules than when they were timed are named in the file as left
 out; `--left` times these.
 
-`--first 1000` draws other calls, and `--only gated` times those whose name has this
-regular expression. What the file in the folder has of others is kept, if it is of the
-same GPU. What "auto" goes by was measured with other calls (jax-cudnn calibrate).
+`--first 1000` draws other calls, `--every 3` takes one of three, and `--only gated`
+times those whose name has this regular expression. What the file in the folder has of
+others is kept, if it is of the same GPU. What "auto" goes by was measured with other calls (jax-cudnn calibrate).
 """
 
 import argparse
@@ -161,6 +161,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build/benchmarks"))
     parser.add_argument("--count", type=int, default=200, help="of random calls")
     parser.add_argument("--first", type=int, default=0, help="number of a call")
+    parser.add_argument("--every", type=int, default=1, help="one of so many calls")
     parser.add_argument("--only", default="", help="a regular expression")
     parser.add_argument(
         "--in-groups", action="store_true", help="convolutions in groups"
@@ -170,7 +171,7 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     choices.table().clear()  # those that are shipped, too
     wanted = re.compile(options.only)
-    numbers = range(options.first, options.first + options.count)
+    numbers = range(options.first, options.first + options.count, options.every)
     of = _IN_GROUPS if options.in_groups else _EVERY
     left = sorted(_left(options.out / of.data))
     shifted = left if options.left else [_FIRST + number for number in numbers]

@@ -113,3 +113,35 @@ def test_no_product_is_in_16_bits() -> None:
     # XLA has no product of its own beside them.
     assert " dot(" not in text
     assert "__cublas$" not in text
+
+
+@pytest.mark.parametrize("recipe", [f8.Current(), f8.Delayed(history=4)], ids=repr)
+def test_layers_on_all_gpus(recipe: f8.Current | f8.Delayed) -> None:
+    """Rows and weights divided among all GPUs that the process has, as FSDP does it."""
+    mesh = jax.make_mesh(
+        (jax.device_count(),), ("n",), axis_types=(jax.sharding.AxisType.Auto,)
+    )
+    divided, whole = (jax.NamedSharding(mesh, jax.P(axis)) for axis in ("n", None))
+    x, grad = normal(0, 256, 128).astype("bfloat16"), normal(2, 256, 384)
+    # The largest number of all lies on the last device alone.
+    x = x.at[-1, 3].set(90.0)
+    w = normal(1, 128, 384) / 11
+    state = f8.dense_state(recipe)
+
+    def gradients(where: Any, x: Any, w: Any, state: Any, grad: Any) -> Any:
+        def layer(x: Any, w: Any, state: Any) -> Any:
+            return f8.dense(x, w, recipe=recipe, state=state, w_sharding=where)
+
+        y, back = jax.vjp(layer, x, w, state)
+        return y, *back(grad.astype(y.dtype))
+
+    alone = jax.jit(lambda *given: gradients(None, *given))
+    run = jax.jit(lambda *given: gradients(whole, *given))
+    for _ in range(2):
+        wanted = alone(x, w, state, grad)
+        placed = (jax.device_put(each, divided) for each in (x, w))
+        found = run(*placed, state, jax.device_put(grad, divided))
+        leaves = (jax.tree.leaves(each) for each in (found, wanted))
+        for y, other in zip(*leaves, strict=True):
+            close(y, np.asarray(other, np.float64), ulp=_SUMS + ULP["bfloat16"])
+        state = wanted[-1]
