@@ -12,7 +12,8 @@ out; `--left` times these.
 
 `--first 1000` draws other calls, `--every 3` takes one of three, and `--only gated`
 times those whose name has this regular expression. What the file in the folder has of
-others is kept, if it is of the same GPU. What "auto" goes by was measured with other calls (jax-cudnn calibrate).
+others is kept, if it is of the same GPU. What "auto" goes by was measured with other
+calls (jax-cudnn calibrate).
 """
 
 import argparse
