@@ -9,7 +9,8 @@ writes jax_cudnn/data/policy/sm90-cudnn9.28.json, for the architecture and the v
 of cuDNN of the files, which have to be the same in all. What was measured on several
 GPUs of an architecture counts together; of what was measured twice on one, the first
 file's. Rows and orders that the table has are kept.
-The measured times stay in docs/benchmarks, in the file of the same name.
+The measured times stay in docs/benchmarks, in the file of the same name. What it has of
+kernels that the files have not measured on that GPU is kept, too.
 """
 
 import argparse
@@ -29,7 +30,9 @@ _TIMES = _ROOT / "docs" / "benchmarks"
 _LEFT_OUT = ("schema", "gpu", "measured")
 
 
-def shipped(files: list[own.File]) -> tuple[str, dict[str, Any], list[Any]]:
+def shipped(
+    files: list[own.File], times: Path = _TIMES
+) -> tuple[str, dict[str, Any], list[Any]]:
     """Return the name of a table, the table, and the rows that it is made from.
 
     Raises:
@@ -39,21 +42,31 @@ def shipped(files: list[own.File]) -> tuple[str, dict[str, Any], list[Any]]:
     if len(kinds) != 1:
         raise ValueError(f"files of one architecture and cuDNN are wanted: {kinds}")
     ((sm_version, cudnn),) = kinds
+    name = f"sm{sm_version}-cudnn{cudnn // 100}.{cudnn % 100}.json"
+    environments = [file.data["environment"] for file in files]
+    every = [
+        {"GPU": file.data["gpu"], **row}
+        for file in files
+        for row in file.data["measured"]
+    ]
+    earlier = times / f"calibration_{name}"
+    if earlier.exists():
+        data = json.loads(earlier.read_text())
+        environments.append(data["environment"])
+        every += data["rows"]
     found: dict[Any, dict[str, Any]] = {}
-    for file in files:
-        for row in file.data["measured"]:
-            found.setdefault((file.data["gpu"], name_of(row)), row)
-    rows = [{"GPU": gpu, **row} for (gpu, _), row in found.items()]
+    for row in every:
+        found.setdefault((row["GPU"], name_of(row)), row)
+    rows = list(found.values())
     environment = {
-        name: " and ".join(dict.fromkeys(f.data["environment"][name] for f in files))
-        for name in files[0].data["environment"]
+        each: " and ".join(dict.fromkeys(x[each] for x in environments))
+        for each in environments[0]
     }
     target = Target(
         name="", sm_version=sm_version, sm_count=0, cudnn_version=cudnn * 100
     )
     table = table_of(rows, target, environment)
     data = {name: value for name, value in table.items() if name not in _LEFT_OUT}
-    name = f"sm{sm_version}-cudnn{cudnn // 100}.{cudnn % 100}.json"
     return name, data, rows
 
 

@@ -6,6 +6,9 @@ import pytest
 from jax_cudnn import native
 from jax_cudnn.graph import version_text
 
+# What a refusal says where the loaded version is wrong (docs/known_bugs.md).
+REFUSED_BY_VERSION = "Use cuDNN 9."
+
 
 def needs_cudnn(version: int, what: str) -> None:
     """Skip the test, or all that a fixture is for, where cuDNN is older than that."""

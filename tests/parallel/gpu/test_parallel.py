@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 import jax_cudnn
 from jax_cudnn import masks, parallel, plans, score_mods
 from tests.common.gpu.numerics import BOUND, judge, sinks_noise, to_f32
+from tests.common.gpu.versions import needs_cudnn
 
 pytestmark = pytest.mark.gpu
 
@@ -260,6 +261,7 @@ def test_the_same_weights_are_dropped_as_on_one_gpu(method):
 
 @pytest.mark.parametrize("method", _METHODS)
 def test_a_softcap_runs_in_the_kernels(method):
+    needs_cudnn(91900, "score_mod")
     operands, cotangents = _operands()
     options = {"score_mod": score_mods.softcap(3.0), "is_causal": True}
     got = _with_gradients(

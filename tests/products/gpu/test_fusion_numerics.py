@@ -26,6 +26,7 @@ import pytest
 import jax_cudnn
 from jax_cudnn.config import Implementation
 from tests.common.gpu.numerics import judge, worse
+from tests.common.gpu.versions import REFUSED_BY_VERSION
 from tests.products.shared.fusion_problems import (
     F8,
     Evaluated,
@@ -274,7 +275,10 @@ def test_random_problems_match_f32_truth(
     record_property("run with cuDNN", f"{_PROBLEMS - len(refused)} of {_PROBLEMS}")
     if errors:
         raise ExceptionGroup(f"{len(errors)} problems of {group.name}", errors)
-    assert _PROBLEMS - len(refused) >= group.least, "\n\n".join(refused)
+    # Refused because this version is wrong: it has such limits alone that end.
+    of_version = sum(REFUSED_BY_VERSION in each for each in refused)
+    counted = len(refused) - of_version
+    assert _PROBLEMS - counted >= group.least, "\n\n".join(refused)
 
 
 def _named(error: Exception, problem: Problem, implementation: str) -> Exception:
