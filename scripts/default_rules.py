@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import on_this_gpu, write_records
-from jax_cudnn.calibration.kept import short
-from jax_cudnn.calibration.rules import of_rows, rules_of, slow_engines
+from jax_cudnn.calibration.rules import entries, of_rows, rules_of, slow_engines
 from jax_cudnn.policy.nearest import LOSS
 from scripts.judged_rules import Judged, judged, of_cells
 
@@ -91,7 +90,8 @@ def markdown(
         "was tuned, the eight measured kernels that are most like it decide: those of",
         "the nearest sizes, and of its class or one that differs little. XLA runs it",
         "unless cuDNN's first plan was faster for them, by at least 10 %, in a mean in",
-        "which near kernels weigh more. What a time is above 1.05 counts three times,",
+        "which near kernels weigh more. They are also asked about the engine of its",
+        "first plan. What a time is above 1.05 counts three times,",
         "and no time counts more than 2. Products of up to 64 rows are judged by such",
         "products alone: they are bound by reading the other matrix. Convolutions in",
         "groups are judged by those alone whose groups become the same. Products in a",
@@ -201,10 +201,7 @@ def main() -> None:
             for each in rules.preferred
         ],
         "engines": rules.engines,
-        "kernels": sorted(
-            [each.name, *map(short, (each.rows, each.columns, each.depth)), ratio]
-            for each, ratio in kernels
-        ),
+        "kernels": entries(kernels),
     }
     write_records(_TABLE, data)
     found = list(judged(rows, slow, _number(cudnn)))

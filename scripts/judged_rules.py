@@ -91,8 +91,9 @@ def judged(
         for row in block:
             best = row["ratio"] * min(row["engines"].values())
             for kernel, ratio in of_rows([row], rules):
-                verdict = known.verdict(kernel)
-                is_cudnns = verdict is None or verdict.is_faster
+                engine = next(iter(kernel.engines))
+                verdicts = known.verdict(kernel), known.verdict(kernel, engine)
+                is_cudnns = all(each is None or each.is_faster for each in verdicts)
                 yield Judged(
                     kernel=kernel,
                     ratio=ratio,

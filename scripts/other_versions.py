@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_cudnn.calibration.choosing import name_of
 from jax_cudnn.calibration.kept import has_rules
 from jax_cudnn.calibration.rules import kernel_of_row
 from jax_cudnn.policy import evidence, tables
@@ -33,7 +34,12 @@ _Near = Callable[[int], Iterator[tuple[float, float, int]]]
 def _by_others(rows: Sequence[Mapping[str, Any]]) -> _Near:
     def near(i: int) -> Iterator[tuple[float, float, int]]:
         others = [*rows[: max(0, i - _BESIDE)], *rows[i + _BESIDE + 1 :]]
-        known = Measured((kernel_of_row(row), row["ratio"]) for row in others)
+        # The same kernel may have been measured on another GPU.
+        known = Measured(
+            (kernel_of_row(row), row["ratio"])
+            for row in others
+            if name_of(row) != name_of(rows[i])
+        )
         return ((*each, 1) for each in known.near(kernel_of_row(rows[i])))
 
     return near

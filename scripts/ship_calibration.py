@@ -27,6 +27,7 @@ _ROOT = Path(__file__).resolve().parent.parent
 _FOLDER = _ROOT / "jax_cudnn" / "data" / "policy"
 _TIMES = _ROOT / "docs" / "benchmarks"
 # What a table of the package does not have.
+_AND = " and "
 _LEFT_OUT = ("schema", "gpu", "measured")
 
 
@@ -59,7 +60,9 @@ def shipped(
         found.setdefault((row["GPU"], name_of(row)), row)
     rows = list(found.values())
     environment = {
-        each: " and ".join(dict.fromkeys(x[each] for x in environments))
+        each: _AND.join(
+            dict.fromkeys(one for x in environments for one in x[each].split(_AND))
+        )
         for each in environments[0]
     }
     target = Target(

@@ -14,6 +14,7 @@ from jax_cudnn.calibration.choosing import name_of
 from jax_cudnn.calibration.rules import (
     NO_RULES,
     Rules,
+    entries,
     of_rows,
     rules_of,
     slow_engines,
@@ -26,7 +27,6 @@ from jax_cudnn.policy.own_form import SCHEMA
 from jax_cudnn.policy.products.kernels import KINDS, is_measured
 from jax_cudnn.policy.tables import shipped
 
-_SIGNIFICANT = 3
 # An engine is slow for all kernels of a kind if it was so for this many. The package's
 # first table has more kernels, and fewer of them will do.
 _FEWEST_OF_ENGINE = 8
@@ -47,10 +47,6 @@ def table_of(
     rules = rules_of(products, slow, target.cudnn_version)
     known = _with_the_packages(rules, target)
     found = itertools.chain(of_rows(products, known), of_rows(others, NO_RULES))
-    kernels = [
-        [kernel.name, *map(short, (kernel.rows, kernel.columns, kernel.depth)), ratio]
-        for kernel, ratio in found
-    ]
     return {
         "schema": SCHEMA,
         "gpu": target.name,
@@ -62,7 +58,7 @@ def table_of(
         "slow_engines": rules.slow,
         "preferred": list(rules.preferred),
         "engines": list(rules.engines),
-        "kernels": sorted(kernels),
+        "kernels": entries(found),
         "measured": [*rows],
     }
 
@@ -96,11 +92,6 @@ def has_rules(row: Mapping[str, Any]) -> bool:
     """
     kind, _, *words = row["class"].split(", ")
     return kind in KINDS and "depthwise" not in words
-
-
-def short(size: float) -> float:
-    """Return a size with as many digits as the files of tables have."""
-    return float(f"{size:.{_SIGNIFICANT}g}")
 
 
 def environment_of(target: Target) -> dict[str, str]:

@@ -16,10 +16,11 @@ import functools
 import itertools
 import json
 import math
+import operator
 import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from jax_cudnn.policy.nearest import LOSS, Kernel, cost_of
@@ -32,6 +33,8 @@ from jax_cudnn.policy.products.kernels import (
     kind_and_bits,
 )
 
+# Sizes have so many digits in tables.
+_SIGNIFICANT = 3
 # Kernels that are measured in a row may be of one call: so many are judged together.
 TOGETHER = 16
 # An engine is slow if it took so many times as long as XLA's code, as a geometric mean
@@ -271,11 +274,13 @@ def of_rows(
 ) -> Iterator[tuple[Kernel, float]]:
     """Yield the kernels of rows with their ratios, but for those of slow engines.
 
-    Where another plan goes before the first, its time counts.
+    Where another plan goes before the first, its time counts. The kernels have the
+    ratios of all engines that were timed, that of this plan first.
     """
     for row in rows:
         kernel = kernel_of_row(row)
         engine, ratio = row["first_engine"], row["ratio"]
+        engines = {int(e): ratio * x for e, x in row["engines"].items()}
         each = preference_for(kernel, row["op"], rules.preferred)
         orders = [x for x in rules.engines if x["first"] == engine]
         order = next((x for x in orders if is_ordered(x, kernel)), None)
@@ -287,7 +292,22 @@ def of_rows(
                 engine, ratio = int(names[0]), ratio * row["engines"][names[0]]
         slow = (rules.slow.get(name, ()) for name in engines_names(row["class"]))
         if engine not in itertools.chain(*slow):
-            yield kernel, max(0.001, round(ratio, 3))
+            others = {e: x for e, x in engines.items() if e != engine}
+            engines = {engine: ratio, **others}
+            engines = {e: max(0.001, round(x, 3)) for e, x in engines.items()}
+            yield replace(kernel, engines=engines), engines[engine]
+
+
+def entries(found: Iterable[tuple[Kernel, float]]) -> list[list[Any]]:
+    """Return what a table has of measured kernels, in its order."""
+    return sorted(itertools.starmap(_entry, found), key=operator.itemgetter(slice(5)))
+
+
+def _entry(kernel: Kernel, ratio: float) -> list[Any]:
+    sizes = (kernel.rows, kernel.columns, kernel.depth)
+    short = (float(f"{size:.{_SIGNIFICANT}g}") for size in sizes)
+    engines = {str(engine): x for engine, x in kernel.engines.items()}
+    return [kernel.name, *short, ratio, *([engines] if engines else [])]
 
 
 def _gain(row: Mapping[str, Any], preference: Mapping[str, Any]) -> float:

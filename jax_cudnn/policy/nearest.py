@@ -12,7 +12,7 @@ import math
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 # What takes more than this of XLA's time is a loss.
 LOSS = 1.05
@@ -46,6 +46,9 @@ _WITH = "with "
 # XLA's time counts as that: no single kernel decides for its neighbours.
 _MORE = 2.0
 _MOST = 2.0
+# Where an engine is asked about, kernels that were not timed with it are further away
+# by this.
+_OTHER_ENGINE = 0.5
 # By how much cuDNN has to be faster, after that. If kernels are judged by others, 0.1
 # gives cuDNN 15 % fewer losses than 0.06, and takes 1.5 % of what it gains.
 _MARGIN = 0.1
@@ -53,12 +56,17 @@ _MARGIN = 0.1
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kernel:
-    """A kernel: its class, and the sizes of the product that it is like."""
+    """A kernel: its class, and the sizes of the product that it is like.
+
+    One that was measured has the times of cuDNN's engines over that of XLA's code, by
+    their numbers, as far as they are known.
+    """
 
     name: str
     rows: float
     columns: float
     depth: float
+    engines: Mapping[int, float] = field(default_factory=dict, compare=False)
 
     @property
     def work(self) -> float:
@@ -92,16 +100,35 @@ class Measured:
             families[family_of(kernel.name)].append((kernel, ratio))
         self._families: Mapping[str, Sequence[tuple[Kernel, float]]] = families
 
-    def near(self, kernel: Kernel) -> Iterator[tuple[float, float]]:
-        """Yield the distances and ratios of those that say something of a kernel."""
+    def near(
+        self, kernel: Kernel, engine: int | None = None
+    ) -> Iterator[tuple[float, float]]:
+        """Yield the distances and ratios of those that say something of a kernel.
+
+        The ratios are of an engine, if one is given and it was timed, and otherwise of
+        cuDNN's first plan.
+        """
         for each, ratio in self._families.get(family_of(kernel.name), ()):
             apart = between_sizes(kernel, each)
-            if apart <= FAR:
-                yield apart + between_names(kernel.name, each.name), ratio
+            if apart > FAR:
+                continue
+            apart += between_names(kernel.name, each.name)
+            if engine is None:
+                yield apart, ratio
+            elif engine in each.engines:
+                yield apart, each.engines[engine]
+            else:
+                yield apart + _OTHER_ENGINE, ratio
 
-    def verdict(self, kernel: Kernel) -> Verdict | None:
+    def engines(self, kernel: Kernel) -> set[int]:
+        """Return the engines that were timed for the kernels near one."""
+        every = self._families.get(family_of(kernel.name), ())
+        near = (each for each, _ in every if between_sizes(kernel, each) <= FAR)
+        return {engine for each in near for engine in each.engines}
+
+    def verdict(self, kernel: Kernel, engine: int | None = None) -> Verdict | None:
         """Return what is known of a kernel, None where too few are near it."""
-        return verdict_of((*each, 0) for each in self.near(kernel))
+        return verdict_of((*each, 0) for each in self.near(kernel, engine))
 
 
 def verdict_of(

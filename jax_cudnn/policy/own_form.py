@@ -56,9 +56,14 @@ def _is(value: Any, kind: type, name: str) -> None:
 
 
 def _is_kernel(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 5:
+    if not isinstance(entry, list) or len(entry) not in (5, 6):
         return False
-    return _is_class(entry[0]) and all(map(_is_positive, entry[1:]))
+    name, *sizes_and_ratio = entry[:5]
+    return (
+        _is_class(name)
+        and all(map(_is_positive, sizes_and_ratio))
+        and all(_are_times(x) and all(map(str.isdecimal, x)) for x in entry[5:])
+    )
 
 
 def _is_row(entry: Any) -> bool:

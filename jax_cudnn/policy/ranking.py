@@ -99,9 +99,14 @@ def _ranked(
     if not found.slower:
         like = contraction.point(tables)
         judged = _by_kernels(like, way, target, tables, last=None)
+        point = like if judged is not None else point
     slow_engines = found.slow_engines
     if not is_known and not slow_engines:
         slow_engines = contraction.slow_engines(target, tables)
+    if point is not None and not found.fast_engines:
+        own = contraction.own_engines(tables)
+        by_kernels = {*evidence.slow_engines(point, tables)}.difference(own)
+        slow_engines = tuple(sorted(by_kernels.union(slow_engines)))
     return replace(
         found,
         slower=found.slower if judged is None else judged.slower,

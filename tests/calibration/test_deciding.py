@@ -157,6 +157,20 @@ def test_slow_engines_add_to_those_of_the_package() -> None:
     assert kernels.slow_engines(part, _L4, tables_for(_L4)) == ()
 
 
+def test_an_engine_that_was_slow_nearby_leaves_a_part_to_xla_everywhere() -> None:
+    layer = GroupedLayer((8, 8), (3, 3), groups=1, width=64, each=64)
+    part = layer.parts(jnp.bfloat16)["conv_fprop"]
+    like = measured_as(part, first_way(part), H100)
+    assert like is not None
+    engines = {"77": 1.0, "98": 12.0}
+    kept.keep(H100, [row(like, 0.5, i, engines=engines) for i in range(8)])
+    for target in (H100, _NEWER, _L4):
+        (first, *_) = ranked(part, target)
+        assert not first.slower
+        assert first.is_slow_by(98)
+        assert not first.is_slow_by(77)
+
+
 def test_a_plan_that_was_faster_goes_first_with_the_same_cudnn_alone() -> None:
     layer = GroupedLayer((8, 8), (3, 3), groups=1, width=64, each=64)
     part = layer.parts(jnp.bfloat16)["conv_fprop"]

@@ -39,7 +39,10 @@ def test_a_table_follows_from_rows() -> None:
     names = [name for name, *_ in table["kernels"]]
     assert names == [*["matmul, 16 bits, more"] * 4, "rms_norm, bf16"]
     # No ratio is 0, however fast cuDNN was.
-    assert table["kernels"][-1] == ["rms_norm, bf16", 1020.0, 1020.0, 1.0, 0.001]
+    assert table["kernels"][-1] == [
+        *["rms_norm, bf16", 1020.0, 1020.0, 1.0, 0.001],
+        {"77": 0.001},
+    ]
     assert len(table["measured"]) == 13
     # Fewer kernels make no engine slow for all of a kind.
     few = kept.table_of([*_ROWS, *slow[:7]], H100, {})
@@ -52,12 +55,12 @@ def test_times_are_those_of_the_plans_that_auto_runs() -> None:
     (first,) = kept.table_of(
         [row(like, 1.0, op="matmul+add", first_engine=4)], H100, {}
     )["kernels"]
-    assert first[-1] == pytest.approx(0.905, abs=0.01)
+    assert first[4] == first[5]["4"] == pytest.approx(0.905, abs=0.01)
     newer = replace(H100, cudnn_version=92900)
     (first,) = kept.table_of(
         [row(like, 1.0, op="matmul+add", first_engine=4)], newer, {}
     )["kernels"]
-    assert first[-1] == 1.0
+    assert first[4] == 1.0
     slow = kernel("conv_fprop, 16 bits, more, 2 axes")
     assert kept.table_of([row(slow, 3.0, first_engine=51)], H100, {})["kernels"] == []
 
@@ -69,7 +72,9 @@ def test_depthwise_convolutions_say_nothing_of_other_ones() -> None:
     like += [row(kernel(name), 1.0, i + 8, engines=engines) for i in range(8)]
     table = kept.table_of(like, H100, {})
     assert (table["slow_engines"], table["engines"]) == ({}, [])
-    assert [each[-1] for each in table["kernels"]] == [*[1.0] * 8, *[3.0] * 8]
+    assert [each[4] for each in table["kernels"]] == [*[1.0] * 8, *[3.0] * 8]
+    # The engine that runs is named first.
+    assert table["kernels"][0][5:] == [{"77": 1.0, "78": 0.5}]
 
 
 def test_what_others_added_meanwhile_stays(folder: Path) -> None:
@@ -151,6 +156,12 @@ _BROKEN: dict[str, Callable[[dict[str, Any]], object]] = {
         ["x, y", 1, 1, 1, 0]
     ),
     "inf] is none": lambda data: data["kernels"].append(["x, y", 1, 1, 1, 1e999]),
+    "{'x': 1}] is none": lambda data: data["kernels"].append(
+        ["x, y", 1, 1, 1, 1, {"x": 1}]
+    ),
+    "{'4': 0}] is none": lambda data: data["kernels"].append(
+        ["x, y", 1, 1, 1, 1, {"4": 0}]
+    ),
     "['x', 1,": lambda data: data["kernels"].append(["x", 1, 1, 1, 1]),
     "is none of its measured": lambda data: data["measured"].append({"class": "x"}),
     "is none of its engines": lambda data: data["engines"].append(

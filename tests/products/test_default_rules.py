@@ -309,6 +309,27 @@ def test_a_loss_counts_more_than_a_win_and_no_single_one_decides() -> None:
     assert cost_of(100.0) == cost_of(2.0)
 
 
+def test_an_engine_is_judged_by_its_own_times() -> None:
+    with_both = [(replace(kernel(), engines={4: 0.6, 7: 2.5}), 0.6)] * 4
+    others = [(replace(kernel(), engines={4: 0.7}), 0.7)] * 8
+    known = Measured([*others, *with_both])
+    assert known.engines(kernel()) == {4, 7}
+    assert known.engines(kernel(depth=64 * 21)) == set()
+
+    def ratio(engine: int) -> float:
+        found = known.verdict(kernel(), engine)
+        assert found is not None
+        return found.ratio
+
+    # Four of the eight are nearest, and the others half a unit further away.
+    near, far = 4 / 0.5, 4 / (0.5 + 0.5)
+    logs = near * math.log(2.5) + far * math.log(0.7)
+    assert ratio(7) == pytest.approx(math.exp(logs / (near + far)))
+    assert ratio(4) < 1 < ratio(7)
+    # One that was never timed is like the first plans.
+    assert ratio(5) == pytest.approx(0.7)
+
+
 def test_families_are_judged_apart_and_too_few_say_nothing() -> None:
     slow = [(kernel(), 2.0)] * 3
     few = kernel("matmul, f32, more, few rows")
@@ -336,7 +357,7 @@ def test_what_is_far_from_all_that_was_measured_stays_cudnns() -> None:
 
 def test_the_file_is_read_whole_and_its_kernels_are_known_by_the_others() -> None:
     entries = json.loads(_DATA.read_text())["kernels"]
-    for name, rows, columns, depth, ratio in entries:
+    for name, rows, columns, depth, ratio, *_ in entries:
         assert name.startswith(
             ("conv_fprop, ", "conv_dgrad, ", "conv_wgrad, ", "matmul, ")
         )

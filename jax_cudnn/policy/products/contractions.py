@@ -43,6 +43,10 @@ class Contraction:
         """Return engines of cuDNN that XLA's code was faster than."""
         return kernels.slow_engines(self.graph, target, tables)
 
+    def own_engines(self, tables: Tables) -> tuple[int, ...]:
+        """Return cuDNN's engines for a depthwise convolution, if it is one."""
+        return kernels.own_engines(self.graph, tables)
+
     def engines_source(self, target: Target | None, tables: Tables) -> str:
         """Say where these engines were measured."""
         return kernels.engines_source(self.graph, target, tables)
