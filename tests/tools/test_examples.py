@@ -217,7 +217,7 @@ def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
     done = start_example("train_gpt.py", *GPT, "--text", str(short))
     assert done.returncode == 1
     assert "short.txt: 160 bytes are too few: a tenth is held out, " in done.stderr
-    assert "longer than the context of 16" in done.stderr
+    assert "to be longer than the context of 16" in done.stderr
 
 
 def learn_from_images(name, *arguments, pillow=False):
