@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from language.optimizer import make_optimizer
 from gpt.settings import VOCABULARY
+from jax.typing import DTypeLike
+from language.optimizer import make_optimizer
 from language.settings import Settings as TextSettings
 from language.text import batch_of, read_corpus
-from jax.typing import DTypeLike
 
 import jax_cudnn
 from jax_cudnn.config import Implementation

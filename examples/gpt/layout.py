@@ -10,10 +10,10 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-
-from gpt.settings import VOCABULARY
 from language.names import is_matrix, name_of
 from language.settings import Settings
+
+from gpt.settings import VOCABULARY
 
 Parallel = Literal["data", "fsdp", "tensor"]
 

@@ -13,13 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from language.settings import Settings
 
 import jax_cudnn
 import jax_cudnn.flax
 from gpt.settings import VOCABULARY
 from jax_cudnn import f8
 from jax_cudnn.flax.nnx import F8DotGeneral
-from language.settings import Settings
 
 
 class GeluLinear(nnx.Linear):

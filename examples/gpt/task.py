@@ -5,14 +5,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-
-from gpt.layout import Layout
-from gpt.model import Gpt, kernels_for
 from language.loss import cross_entropies
 from language.names import is_matrix
 from language.settings import Settings
 from language.task import Task
 from language.text import Rows
+
+from gpt.layout import Layout
+from gpt.model import Gpt, kernels_for
 
 
 def gpt_task(settings: Settings, layout: Layout) -> Task:

@@ -117,7 +117,8 @@ class Progress:
         told = f"{1e3 * seconds:,.1f} ms a step, {rate:,.0f} tokens/s"
         if self._peak is None:
             return told
-        return f"{told}, {100 * self._flops_per_token * rate / self._peak:.1f} % model FLOPs utilisation"
+        share = self._flops_per_token * rate / self._peak
+        return f"{told}, {share:.1%} model FLOPs utilisation"
 
 
 def draw_losses(

@@ -36,8 +36,8 @@ class Task:
     """A model to train, and where it lies.
 
     ``initial`` draws the parameters. ``arrays_of`` makes the arrays of a batch from
-    rows of text, each with one row for each row of text. ``loss`` returns the sum of the
-    losses of a batch in nats, and of how many tokens. The batch is cut into ``parts``,
+    rows of text, each with one row for each of these. ``loss`` returns the sum of a
+    batch's losses in nats, and how many there are. The batch is cut into ``parts``,
     whose gradients are added up (gradient accumulation). ``lookups`` are endings of the
     names of matrices that rows are taken from, without a product.
     """
