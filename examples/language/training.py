@@ -89,9 +89,7 @@ class Trainer:
         return step.trace(self.shapes, arrays)
 
     def _step(self, state: TrainState, batch: Any) -> tuple[TrainState, jax.Array]:
-        total, count, gradient = self._gradient(state.params, batch)
-        value = total / count
-        gradient = jax.tree.map(lambda x: x / count, gradient)
+        value, gradient = self.gradient(state.params, batch)
         updates, moments = self._optimizer.update(
             gradient, state.optimizer, state.params
         )
@@ -103,10 +101,10 @@ class Trainer:
         )
         return after, value
 
-    def _gradient(self, params: nnx.State, batch: Any) -> Any:
-        """Return sum and number of the losses of a batch, and the gradient of the sum.
+    def gradient(self, params: nnx.State, batch: Any) -> tuple[jax.Array, nnx.State]:
+        """Return the mean loss of a batch, and its gradient.
 
-        The parts of a batch are computed one after the other, so that the memory for
+        The parts of a batch are computed one after another, so that the memory for
         activations is that of one part.
         """
 
@@ -116,15 +114,17 @@ class Trainer:
             return total, count, gradient
 
         def add(sums: Any, part: Any) -> Any:
-            sums = jax.tree.map(jnp.add, sums, one(part))
-            kept = jax.lax.with_sharding_constraint(sums[2], self._places.params)
-            return (*sums[:2], kept), None
+            total, count, gradient = jax.tree.map(jnp.add, sums, one(part))
+            kept = jax.lax.with_sharding_constraint(gradient, self._places.params)
+            return (total, count, kept), None
 
         if self._task.parts == 1:
-            return one(batch)
-        zero = jnp.zeros(())
-        none = (zero, zero, jax.tree.map(jnp.zeros_like, params))
-        return jax.lax.scan(add, none, batch)[0]
+            total, count, gradient = one(batch)
+        else:
+            zero = jnp.zeros(())
+            none = zero, zero, jax.tree.map(jnp.zeros_like, params)
+            (total, count, gradient), _ = jax.lax.scan(add, none, batch)
+        return total / count, jax.tree.map(lambda x: x / count, gradient)
 
     def _arrays_of(self, rows: Rows) -> Any:
         """Return the arrays of a batch, with an axis of its parts if there are some."""

@@ -265,7 +265,7 @@ def _check_sizes(
         per = settings.heads // tensor
         if per % sequence:
             raise ValueError(
-                f"{mesh}: each part of the heads along tensor has {per}, which is not a "
+                f"{mesh}: each part of the heads along tensor has {per}, which is no "
                 f"multiple of sequence = {sequence}, as --method all_to_all needs. "
                 "Choose --method ring"
             )
