@@ -65,6 +65,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="compute the batch in so many parts, one after the other; default: 1",
     )
     add(
+        "--unroll",
+        type=int,
+        default=1,
+        metavar="LAYERS",
+        help="how many one turn of the loop over layers has; more take longer to "
+        "compile, and may run faster; default: 1",
+    )
+    add(
         "--packed",
         action="store_true",
         help="a row has several documents, and a token sees its own document only",
@@ -84,7 +92,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     arguments = parser.parse_args(argv)
     try:
         check_common(parser, arguments)
-        check_positive("accumulate", arguments.accumulate)
+        for name in ("accumulate", "unroll"):
+            check_positive(name, getattr(arguments, name))
         arguments.settings = _settings(arguments)
         arguments.layout = choose_layout(
             arguments.mesh,
@@ -92,6 +101,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
             method=arguments.method,
             parts=arguments.accumulate,
             remat=arguments.remat,
+            unroll=arguments.unroll,
         )
     except (OSError, ValueError) as error:
         parser.error(str(error))

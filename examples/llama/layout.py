@@ -29,6 +29,12 @@ POLICIES = {
     "offload": checkpoint_policies.offload_dots_and_attention("device", "pinned_host"),
 }
 
+
+def _attention_of_jax(primitive: Any, *_: Any, **__: Any) -> bool:
+    """Save cuDNN's attention as plain JAX has it, for the baseline."""
+    return primitive.name.startswith("dot_product_attention_fwd")
+
+
 # How each matrix of a layer, or outside of the layers, is kept. First products of a
 # pair are split by columns over "tensor" and second ones by rows, so that a layer needs
 # one sum over devices for attention and one for the perceptron. The norms' scales are
@@ -53,7 +59,8 @@ class Layout:
     The batch is split over "data" and "fsdp", matrices are split over "fsdp" and
     gathered for use, heads and hidden features are split over "tensor", and tokens of a
     row over "sequence", where attention goes by ``method``. ``parts`` of the batch
-    follow one another. ``remat`` says what a layer saves for the backward pass.
+    follow one another. ``remat`` says what a layer saves for the backward pass, and
+    ``unroll`` how many layers one turn of the loop over layers has.
     """
 
     mesh: jax.sharding.Mesh
@@ -61,6 +68,7 @@ class Layout:
     method: Method = "ring"
     parts: int = 1
     remat: Remat = "dots"
+    unroll: int = 1
 
     @property
     def rows(self) -> P:
@@ -141,7 +149,12 @@ class Layout:
         """Return a layer that saves what ``remat`` says."""
         if self.remat == "none":
             return layer
-        return jax.checkpoint(layer, policy=POLICIES[self.remat])
+        policy = POLICIES[self.remat]
+        if self.remat in ("attention", "dots"):
+            policy = checkpoint_policies.save_from_both_policies(
+                policy, _attention_of_jax
+            )
+        return jax.checkpoint(layer, policy=policy)
 
 
 def _gathered(x: jax.Array, kept: NamedSharding, used: NamedSharding) -> jax.Array:
@@ -168,6 +181,7 @@ def choose_layout(
     method: Method = "ring",
     parts: int = 1,
     remat: Remat = "dots",
+    unroll: int = 1,
     devices: list[Any] | None = None,
 ) -> Layout:
     """Return the mesh that was asked for, such as data=2,fsdp=4, or all along fsdp."""
@@ -201,6 +215,7 @@ def choose_layout(
         method=method,
         parts=parts,
         remat=remat,
+        unroll=unroll,
     )
 
 

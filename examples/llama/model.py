@@ -253,7 +253,8 @@ class Llama(nnx.Module):
 
         x = self.tokens(tokens)
         x = jax.lax.with_sharding_constraint(x, layout.activations)
-        x = jax.lax.scan(layout.checkpointed(layer), x, stacked)[0]
+        layer = layout.checkpointed(layer)
+        x = jax.lax.scan(layer, x, stacked, unroll=layout.unroll)[0]
         return self.kernels.dot_general(
             self.norm(x),
             self.head.kernel[...],

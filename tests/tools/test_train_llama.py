@@ -35,7 +35,7 @@ DIVIDED = (
 OTHERS = (
     "--mesh data=1 --packed",
     "--mesh data=8",
-    "--mesh tensor=8 --remat none",
+    "--mesh tensor=8 --remat none --unroll 2",
     "--mesh data=2,sequence=4 --remat attention",
     "--mesh data=2,fsdp=2,sequence=2 --packed --method all_to_all",
     "--mesh sequence=8 --method all_gather",
@@ -50,6 +50,7 @@ REFUSED = {
     "--batch 12": "--batch 12 is not a multiple of data * fsdp * accumulate = 8",
     "--mesh data=4 --accumulate 4": "multiple of data * fsdp * accumulate = 16",
     "--accumulate 0": "--accumulate 0: it must be at least 1",
+    "--unroll 0": "--unroll 0: it must be at least 1",
     "--key-heads 3": "--heads 8 is not a multiple of --key-heads 3",
     "--width 24": "--width 24 is not an even multiple of --heads 8",
     "--vocabulary 256": "--vocabulary 256: it must be at least 259, of which 256",
