@@ -193,12 +193,7 @@ def choose_layout(
         raise ValueError(f"{mesh} needs {count} devices; there are {len(devices)} here")
     _check_sizes(mesh, sizes, settings, parts, method)
     if remat == "offload":
-        kinds = [memory.kind for memory in devices[0].addressable_memories()]
-        if "pinned_host" not in kinds:
-            raise ValueError(
-                f"--remat offload needs the memory pinned_host; {devices[0]} has "
-                f"{', '.join(kinds)}. Choose another --remat, such as dots"
-            )
+        _check_offloading(devices[0])
     if remat == "f8" and not settings.f8:
         raise ValueError(
             "--remat f8 saves copies in f8, and there are none without --f8. Pass "
@@ -217,6 +212,22 @@ def choose_layout(
         remat=remat,
         unroll=unroll,
     )
+
+
+def _check_offloading(device: Any) -> None:
+    """Raise ValueError if activations cannot be kept in the host's memory here."""
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    if "pinned_host" not in kinds:
+        raise ValueError(
+            f"--remat offload needs the memory pinned_host, and {device} has "
+            f"{', '.join(kinds)}. Choose another --remat, such as dots"
+        )
+    if jax.__version_info__ < (0, 10, 2):
+        raise ValueError(
+            f"--remat offload needs JAX 0.10.2 or newer, and this is {jax.__version__}, "
+            "whose XLA cannot place what is offloaded in a program for a mesh. Choose "
+            "another --remat, such as dots"
+        )
 
 
 def _sizes(shape: str | None, count: int) -> dict[str, int]:
