@@ -224,9 +224,9 @@ def _check_offloading(device: Any) -> None:
         )
     if jax.__version_info__ < (0, 10, 2):
         raise ValueError(
-            f"--remat offload needs JAX 0.10.2 or newer, and this is {jax.__version__}, "
-            "whose XLA cannot place what is offloaded in a program for a mesh. Choose "
-            "another --remat, such as dots"
+            "--remat offload needs JAX 0.10.2 or newer, and this is "
+            f"{jax.__version__}, whose XLA cannot place what is offloaded in a program "
+            "for a mesh. Choose another --remat, such as dots"
         )
 
 

@@ -76,7 +76,7 @@ REFUSED = {
     "--remat f8": "--remat f8 saves copies in f8, and there are none without --f8",
     "--load-weights nowhere": "nowhere/config.json",
 }
-if not CAN_OFFLOAD_DIVIDED:
+if not CAN_OFFLOAD:
     REFUSED["--remat offload"] = (
         "--remat offload on 8 devices needs JAX 0.10.2 or newer"
     )
