@@ -77,9 +77,7 @@ REFUSED = {
     "--load-weights nowhere": "nowhere/config.json",
 }
 if not CAN_OFFLOAD:
-    REFUSED["--remat offload"] = (
-        "--remat offload on 8 devices needs JAX 0.10.2 or newer"
-    )
+    REFUSED["--remat offload"] = "--remat offload needs JAX 0.10.2 or newer"
 
 _PRELUDE = """
 import contextlib, io, json, sys
