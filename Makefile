@@ -6,16 +6,16 @@
 #   PYTHON         interpreter of .venv (default: python3)
 #   PYTHON_OLDEST, PYTHON_NEWEST   interpreters of `make test` (default: searched for)
 #   GPU_EXTRA      cuda13, cuda12 or nothing (default: what the driver says)
-#   DEMO_FLAGS, GPT_FLAGS, GENERATE_FLAGS   flags of `make demo`, `make gpt` and
-#                  `make generate`, such as --help
+#   DEMO_FLAGS, GPT_FLAGS, LLAMA_FLAGS, GENERATE_FLAGS   flags of `make demo`,
+#                  `make gpt`, `make llama` and `make generate`, such as --help
 #   FUZZ_SECONDS   how long `make fuzz` searches (default: 60); CXX is its clang++
 #   ALL=1          all cases of all tests, where `make test` runs a sample
 #   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default:
 #                  -n 2 --dist loadgroup)
 #   OFFLINE=1 WHEELS=folder   for a GPU machine that reaches no package registry: .venv
 #                  gets the packages that PYTHON sees and the wheels in the folder, that
-#                  of jax_cudnn from `make wheel` among them (for demo, gpt, generate,
-#                  build and gpu)
+#                  of jax_cudnn from `make wheel` among them (for demo, gpt, llama,
+#                  generate, build and gpu)
 
 PYTHON ?= python3
 PYTHON_OLDEST ?= $(shell scripts/find_python.sh 3.11 3.12 3.13)
@@ -85,6 +85,10 @@ demo: .venv/.installed  ## train a small character transformer, on the GPU if th
 .PHONY: gpt
 gpt: .venv/.installed  ## train GPT-2 on all GPUs, or a tiny one on the CPU
 	.venv/bin/python examples/train_gpt.py $(GPT_FLAGS)
+
+.PHONY: llama
+llama: .venv/.installed  ## train Llama-2 on all GPUs, or a tiny one on the CPU
+	.venv/bin/python examples/train_llama.py $(LLAMA_FLAGS)
 
 .PHONY: generate
 generate: .venv/.installed  ## generate text with a cache of keys and values

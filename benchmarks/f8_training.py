@@ -27,9 +27,11 @@ from benchmarks.report import environment, versions_text
 # The example's own modules, as it imports them itself.
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt.layout import choose_layout
-from gpt.settings import SIZES, Settings
-from gpt.text import batch_of, read_corpus, validation_batches
-from gpt.training import Trainer
+from gpt.settings import SIZES
+from gpt.task import gpt_task
+from language.settings import Settings
+from language.text import batch_of, read_corpus, validation_batches
+from language.training import Trainer
 
 _DATA, _PAGE = "f8_training.json", "f8_training.md"
 _SEEDS = 0, 1
@@ -41,7 +43,7 @@ _POINTS = 40
 
 def train(settings: Settings) -> Row:
     """Train a model; return its losses."""
-    trainer = Trainer(settings, choose_layout("data", None, settings))
+    trainer = Trainer(gpt_task(settings, choose_layout("data", None, settings)))
     corpus = read_corpus(None, settings)
     state = trainer.initial()
     for step in range(settings.steps):

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 
 from benchmarks.records import write_records
 from benchmarks.report import environment, versions_text
@@ -35,9 +34,11 @@ from jax_cudnn import native, plans
 # The example's own modules, as it imports them itself.
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from gpt.layout import Parallel, choose_layout
-from gpt.settings import SIZES, VOCABULARY, Settings
-from gpt.text import batch_of, read_corpus
-from gpt.training import Trainer
+from gpt.settings import SIZES, VOCABULARY
+from gpt.task import gpt_task
+from language.settings import Settings
+from language.text import Rows, batch_of, read_corpus
+from language.training import Trainer
 
 OURS, PLAIN = "jax_cudnn", "plain JAX"
 _OTHER_GPT = (
@@ -74,19 +75,17 @@ def ways(settings: Settings) -> Iterator[Way]:
 class Run:
     """A contender: a compiled step, and the state that it last returned."""
 
-    def __init__(self, way: Way, settings: Settings, texts: list[np.ndarray]) -> None:
+    def __init__(self, way: Way, settings: Settings, texts: list[Rows]) -> None:
         layout = choose_layout(way.parallel, way.mesh, settings)
         start = time.monotonic()
-        self._trainer = Trainer(settings, layout)
+        self._trainer = Trainer(gpt_task(settings, layout))
+        program = self._trainer.step
         self.compile_s = time.monotonic() - start
         self._texts = [self._trainer.place(text) for text in texts]
         self._state = self._trainer.initial()
         self._taken = 0
         self.losses = [float(self.step()) for _ in range(_STEPS)]
-        text, memory = (
-            self._trainer.step.as_text(),
-            self._trainer.step.memory_analysis(),
-        )
+        text, memory = program.as_text(), program.memory_analysis()
         self.sent = sorted(each.split()[0] for each in sent(text))
         self.bytes = memory.argument_size_in_bytes + memory.temp_size_in_bytes
 

@@ -21,11 +21,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from gpt.optimizer import make_optimizer
 from gpt.settings import VOCABULARY
-from gpt.settings import Settings as TextSettings
-from gpt.text import batch_of, read_corpus
 from jax.typing import DTypeLike
+from language.optimizer import make_optimizer
+from language.settings import Settings as TextSettings
+from language.text import batch_of, read_corpus
 
 import jax_cudnn
 from jax_cudnn.config import Implementation
@@ -199,7 +199,7 @@ def train(settings: Settings) -> tuple[nnx.State, float]:
 
     state, loss = optimizer.init(params), jnp.nan
     for number in range(settings.steps):
-        text = jnp.asarray(batch_of(corpus, settings.text, number))
+        text = jnp.asarray(batch_of(corpus, settings.text, number).text)
         params, state, loss = step(params, state, text)
     return params, float(loss)
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of examples/train_gpt.py, which puts them together."""
+"""The model of examples/train_gpt.py, and how it is divided over devices."""

@@ -10,8 +10,10 @@ import jax
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from language.names import is_matrix, name_of
+from language.settings import Settings
 
-from gpt.settings import VOCABULARY, Settings
+from gpt.settings import VOCABULARY
 
 Parallel = Literal["data", "fsdp", "tensor"]
 
@@ -39,8 +41,9 @@ class Layout:
     parallel: Parallel
 
     @property
-    def batch(self) -> NamedSharding:
-        return NamedSharding(self.mesh, P("data"))
+    def rows(self) -> P:
+        """Return how the rows of a batch are split."""
+        return P("data")
 
     def of_state(self, state: Any) -> Any:
         """Return where each array of parameters or of the optimizer is kept."""
@@ -56,15 +59,6 @@ class Layout:
             return NamedSharding(self.mesh, spec_of(path, x.shape, data))
 
         return jax.tree_util.tree_map_with_path(sharding, tree)
-
-
-def name_of(path: tuple[Any, ...]) -> str:
-    """Return a parameter's name, such as blocks.0.qkv.kernel."""
-    return jax.tree_util.keystr(path, simple=True, separator=".").removesuffix(".value")
-
-
-def is_matrix(path: tuple[Any, ...]) -> bool:
-    return name_of(path).endswith(("kernel", "embedding"))
 
 
 def spec_of(path: tuple[Any, ...], shape: tuple[int, ...], data: int) -> P:

@@ -13,10 +13,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from language.settings import Settings
 
 import jax_cudnn
 import jax_cudnn.flax
-from gpt.settings import VOCABULARY, Settings
+from gpt.settings import VOCABULARY
 from jax_cudnn import f8
 from jax_cudnn.flax.nnx import F8DotGeneral
 
@@ -142,14 +143,3 @@ class Gpt(nnx.Module):
         return self.kernels.dot_general(
             x, embedding, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32
         )
-
-
-def cross_entropy(logits: jax.Array, targets: jax.Array) -> jax.Array:
-    """Return the mean loss in nats.
-
-    The logits of the targets are summed out rather than looked up, so that GPUs that
-    have parts of the vocabulary need not gather it.
-    """
-    hits = targets[..., None] == jnp.arange(VOCABULARY)
-    chosen = jnp.sum(jnp.where(hits, logits, 0), axis=-1)
-    return jnp.mean(jax.nn.logsumexp(logits, axis=-1) - chosen)

@@ -1,30 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Defines the settings that decide the numbers of a run."""
+"""Defines the sizes of GPT-2 that the example trains."""
 
-from dataclasses import dataclass
+from language.settings import BYTES, Settings
 
-VOCABULARY = 256  # the text is bytes
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """What decides the numbers of a run, but for rounding. Lengths are in bytes."""
-
-    layers: int
-    width: int
-    heads: int
-    context: int
-    batch: int  # over all devices together
-    steps: int
-    learning_rate: float
-    dtype: str = "float32"  # of products and activations; parameters are f32
-    seed: int = 0
-    baseline: bool = False
-    f8: bool = False  # the products of the blocks
-
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.context
+VOCABULARY = BYTES
 
 
 # Layers, width, heads, context and learning rate of the larger ones are GPT-2's and
@@ -67,5 +46,3 @@ SIZES = {
         learning_rate=2.5e-4,
     ),
 }
-
-# Dense bf16 FLOP/s, from NVIDIA's data sheets.

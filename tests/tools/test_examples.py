@@ -60,6 +60,7 @@ def test_every_example_is_run_here():
         "quickstart.py",
         "train_char_transformer.py",
         "train_gpt.py",
+        "train_llama.py",
         "train_residual_cnn.py",
         "train_unet.py",
         "train_vision_transformer.py",
@@ -162,6 +163,26 @@ def test_train_gpt_lowers_its_loss_and_draws_it(tmp_path):
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_train_llama_lowers_its_loss(tmp_path):
+    for package in ("flax", "optax", "matplotlib"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    sizes = ("--layers", "1", "--width", "32", "--hidden", "64", "--context", "16")
+    arguments = ("--size", "tiny", *sizes, "--learning-rate", "1e-2", "--steps", "40")
+    picture = tmp_path / "loss.png"
+    text = EXAMPLES.parent / "docs" / "plans.md"
+    given = (*arguments, "--text", str(text), "--picture", str(picture))
+    output = run_example("train_llama.py", *given)
+    assert "4 heads on 2 key heads, context 16, float32" in output
+    assert "collectives of a step: none" in output
+    assert " tokens/s, the median of 38" in output
+    first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
+    # At first 1/272 for each token.
+    assert abs(first - math.log(272)) < 0.3
+    assert last < first - 1.5
+    assert abs(number_after("this model", output) - last) < 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 REFUSED_BY_GPT = {
     "--steps 0": "--steps 0: it must be at least 1",
     "--save-every 0": "--save-every 0: it must be at least 1",
@@ -217,7 +238,7 @@ def test_train_gpt_runs_alone_and_says_what_does_not_fit(tmp_path):
     done = start_example("train_gpt.py", *GPT, "--text", str(short))
     assert done.returncode == 1
     assert "short.txt: 160 bytes are too few: a tenth is held out, " in done.stderr
-    assert "longer than the context of 16" in done.stderr
+    assert "to be longer than the context of 16" in done.stderr
 
 
 def learn_from_images(name, *arguments, pillow=False):

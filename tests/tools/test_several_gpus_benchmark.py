@@ -149,3 +149,39 @@ def test_a_step_is_divided_in_every_way(benchmark_module):
     assert (same.mesh, same.batch) == ("8x1", 8)
     assert (more.mesh, more.batch) == ("8x1", 64)
     assert [each.parallel for each in others] == ["fsdp", "tensor"]
+
+
+def test_contenders_train_llama_on_one_state_in_turns(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")  # It compiles more.
+    arguments = ("--size", "tiny", "--rounds", "2", "--steps", "4", "--gpus", "4")
+    done = _run(
+        "llama",
+        *arguments,
+        "--mesh",
+        "fsdp=2,tensor=2",
+        "--out",
+        str(tmp_path),
+        devices=8,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "llama.json").read_text())["rows"]
+    names = [row["contender"] for row in rows]
+    assert names == ["plain JAX", "jax_cudnn", "jax_cudnn, f8"]  # no GPU: none is tuned
+    for row, bound in zip(rows, (0, 1e-4, 0.01), strict=True):
+        assert row["loss_share"] <= bound
+        assert row["losses"][-1] < row["losses"][0]
+        assert row["collectives"]["all-gather"] > 0
+        # 4 GPUs share 8 rows of 64.
+        assert row["tokens_s_gpu"] == pytest.approx(8 * 64 / row["ms"] * 250, rel=0.01)
+    page = (tmp_path / "llama.md").read_text()
+    assert "| tiny | cpu | fsdp=2,tensor=2 | 2 | dots | jax_cudnn, f8 |" in page
+    assert len({line.count("|") for line in page.splitlines() if "|" in line}) == 1
+
+
+def test_losses_of_llama_that_differ_fail(benchmark_module):
+    del benchmark_module  # It finds the folder of the benchmarks.
+    llama = importlib.import_module("benchmarks.llama")
+    assert llama.check([2.0, 1.01], [2.0, 1.0]) == pytest.approx(0.01)
+    for losses in ([2.1, 1.0], [2.0, float("nan")]):
+        with pytest.raises(RuntimeError, match="are not those of plain JAX"):
+            llama.check(losses, [2.0, 1.0])

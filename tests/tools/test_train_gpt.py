@@ -107,14 +107,16 @@ save(folder / "resumed", state)
 
 _MODEL = """
 from flax import nnx
-from gpt.layout import name_of
 from dataclasses import replace
-
-from gpt.model import Gpt, cross_entropy, kernels_for
-from gpt.report import flops_per_token
+from gpt.model import Gpt, kernels_for
+from gpt.task import gpt_task
+from language.loss import cross_entropies
+from language.names import name_of
+from language.report import flops_per_token
 
 arguments = [*json.loads(sys.argv[1]), "--layers", "2"]
-settings = train_gpt.parse_arguments(arguments).settings
+parsed = train_gpt.parse_arguments(arguments)
+settings = parsed.settings
 rng = np.random.default_rng(0)
 told = {}
 tokens = rng.integers(256, size=(3, settings.context))
@@ -130,7 +132,7 @@ for name, is_plain in (("ours", False), ("plain", True)):
 leaves = jax.tree.leaves_with_path(params)
 weights = {name_of(path): np.asarray(x) for path, x in leaves}
 targets = rng.integers(256, size=tokens.shape)
-told["loss"] = cross_entropy(told["ours"], targets)
+told["loss"] = jnp.mean(cross_entropies(told["ours"], targets))
 np.savez(folder / "model", tokens=tokens, targets=targets, **told)
 np.savez(folder / "weights", **weights)
 
@@ -154,7 +156,7 @@ def product_flops(jaxpr):
 jaxpr = jax.make_jaxpr(jax.grad(loss))(params, tokens).jaxpr
 save(folder / "flops", {
     "counted": product_flops(jaxpr) / tokens.size,
-    "told": flops_per_token(params, settings),
+    "told": flops_per_token(params, gpt_task(settings, parsed.layout)),
     "masked": 6 * settings.layers * settings.width * settings.context,
     "lookup": 4 * 256 * settings.width,  # forward, and of the table
 })

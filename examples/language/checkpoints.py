@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpt.training import TrainState
+from language.training import TrainState
 
 
 class Checkpoints:

@@ -7,12 +7,15 @@ import jax
 import optax
 from flax import nnx
 
-from gpt.layout import is_matrix
-from gpt.settings import Settings
+from language.names import is_matrix
+from language.settings import Settings
 
 
 def make_optimizer(settings: Settings) -> optax.GradientTransformation:
-    """Return AdamW as GPT-3 was trained with it (arXiv:2005.14165, appendix B)."""
+    """Return AdamW as GPT-3 and Llama were trained with it.
+
+    arXiv:2005.14165, appendix B; arXiv:2302.13971, section 2.3.
+    """
     schedule = optax.warmup_cosine_decay_schedule(
         0.0,
         settings.learning_rate,

@@ -12,8 +12,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from gpt.layout import Layout, is_matrix, name_of
-from gpt.settings import Settings
+from language.names import is_matrix, name_of
+from language.settings import Settings
+from language.task import Task
 
 # Dense bf16 FLOP/s, from NVIDIA's data sheets.
 PEAKS = {
@@ -46,27 +47,30 @@ def describe_program(program: Any) -> str:
     return told
 
 
-def flops_per_token(params: nnx.State, settings: Settings) -> float:
+def flops_per_token(params: nnx.State, task: Task) -> float:
     """Return the operations of one training step per token, those of products alone.
 
     6 for each number in a matrix (2 forward, 4 backward), and for attention the half of
-    the scores that the causal mask leaves. Looking up the tokens is not counted.
+    the scores that the causal mask leaves. Lookups of rows, and what is computed twice
+    to save memory, are not counted.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     matrices = sum(
         leaf.size
         for path, leaf in leaves
-        if is_matrix(path) and "positions" not in name_of(path)
+        if is_matrix(path) and not name_of(path).endswith(task.lookups)
     )
+    settings = task.settings
     return 6 * matrices + 6 * settings.layers * settings.width * settings.context
 
 
-def peak_flops(layout: Layout, settings: Settings) -> float | None:
+def peak_flops(task: Task) -> float | None:
     """Return the FLOP/s that the devices reach at best together, where it is known."""
-    kind = layout.mesh.devices.flat[0].device_kind
+    mesh = task.layout.mesh
+    kind = mesh.devices.flat[0].device_kind
     peaks = (peak for name, peak in PEAKS.items() if re.search(rf"\b{name}\b", kind))
-    peak = next(peaks, None) if settings.dtype == "bfloat16" else None
-    return None if peak is None else peak * layout.mesh.size
+    peak = next(peaks, None) if task.settings.dtype == "bfloat16" else None
+    return None if peak is None else peak * mesh.size
 
 
 class Progress:
@@ -113,9 +117,8 @@ class Progress:
         told = f"{1e3 * seconds:,.1f} ms a step, {rate:,.0f} tokens/s"
         if self._peak is None:
             return told
-        return (
-            f"{told}, {100 * self._flops_per_token * rate / self._peak:.1f} % of peak"
-        )
+        share = self._flops_per_token * rate / self._peak
+        return f"{told}, {share:.1%} model FLOPs utilisation"
 
 
 def draw_losses(
