@@ -4,7 +4,7 @@
 It applies rotary embedding, cache and attention. Parameters and projections are Flax's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -213,6 +213,15 @@ def refuse_attention_fn(layer: str) -> None:
         f"{layer}: attention_fn was passed. This layer runs jax_cudnn.sdpa. Leave it "
         "out, or pass it to Flax's layer."
     )
+
+
+def refuse_products(layer: str, given: Sequence[str]) -> None:
+    """Raise for a `dot_general`, passed by these names beside a recipe."""
+    if given:
+        raise ValueError(
+            f"{layer}: {', '.join(given)} was passed beside recipe. Either decides "
+            "how the projections are multiplied. Leave one of them out."
+        )
 
 
 def check_heads(layer: str, num_heads: int, num_kv_heads: int) -> None:

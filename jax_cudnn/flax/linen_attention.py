@@ -16,11 +16,19 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation
 from jax_cudnn.flax.decoding import Cache
-from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
+from jax_cudnn.flax.heads import (
+    Heads,
+    Settings,
+    check_heads,
+    refuse_attention_fn,
+    refuse_products,
+)
+from jax_cudnn.flax.linen_f8 import F8DotGeneral
 from jax_cudnn.ops.attention.rotary import Rotary
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.bands import WindowSize
 from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.common.f8_recipes import Recipe
 
 
 class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
@@ -51,6 +59,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         one batch axis merged from all; `jax_cudnn.score_mods` has softcap, ALiBi and
         others. Its arrays are no parameters. With a cache, the indices are places in
         the sequence. Default None.
+      recipe: `f8.Delayed()` or `f8.Current()`: the four projections run in f8, each by
+        an :class:`F8DotGeneral` of its own; see the guide "f8". Not beside attributes
+        for a `dot_general`. Default None: as these say.
       ragged_cache: whether `cache_index` is made with one number for each batch entry.
         Default False: one for all.
       implementation: "auto" (default), "cudnn" or "xla", as in `jax_cudnn.sdpa`.
@@ -76,6 +87,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
     use_sinks: bool = False
     sinks_init: jax.nn.initializers.Initializer = jax.nn.initializers.zeros
     score_mod: ScoreMod | None = None
+    recipe: Recipe | None = None
     ragged_cache: bool = False
     implementation: Implementation = "auto"
 
@@ -125,13 +137,13 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
           `decode`, batch entries whose tokens find no room in the cache give NaN.
 
         Raises:
-          ValueError: shapes and heads that do not fit; `attention_fn` or an unknown
-            `implementation` among the attributes; `is_causal` with one query and
-            several keys; `input_lengths` without `decode`; `input_positions` without a
-            rotary embedding; Prefix or Blocks in `mask` with `decode`; sinks together
+          ValueError: shapes and heads that do not fit; `attention_fn`, an unknown
+            `implementation`, or a `recipe` beside a `dot_general` among the attributes;
+            `is_causal` with one query and several keys; `input_lengths` without
+            `decode`; `input_positions` without a rotary embedding; Prefix or Blocks in `mask` with `decode`; sinks together
             with what only Flax's attention computes.
-          TypeError: a `rotary`, `scale`, `score_mod`, `local_window_size` or flag of
-            another type;
+          TypeError: a `recipe`, `rotary`, `scale`, `score_mod`, `local_window_size` or
+            flag of another type;
             lengths that are not integers; dtypes that `jax_cudnn.sdpa` does not take.
           UnsupportedError, LibraryError: as `jax_cudnn.flax.attention_fn`.
 
@@ -145,7 +157,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         name = type(self).__name__
         inputs_k, inputs_v = _inputs(name, inputs_q, inputs_k, inputs_v, inputs_kv)
         sizes = self._sizes(name, inputs_q.shape[-1])
-        query, key, value = self._projected(sizes, inputs_q, inputs_k, inputs_v)
+        product = self._product_cls(name, self.qkv_dot_general_cls)
+        inputs = inputs_q, inputs_k, inputs_v
+        query, key, value = self._projected(sizes, product, *inputs)
         heads = Heads(
             settings=self._settings(name),
             module=self,
@@ -190,7 +204,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             param_dtype=self.param_dtype,
             precision=self.precision,
             dot_general=self.out_dot_general,
-            dot_general_cls=self.out_dot_general_cls,
+            dot_general_cls=self._product_cls(name, self.out_dot_general_cls),
             name="out",
         )(attended)
 
@@ -222,8 +236,22 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         return self.num_heads, kv_heads, qkv_features // self.num_heads
 
     @linen.nowrap
+    def _product_cls(self, name: str, given: Any) -> Any:
+        """Return what makes the `dot_general` of a projection; None for JAX's."""
+        if self.recipe is None:
+            return given
+        others = (
+            *("qkv_dot_general", "qkv_dot_general_cls"),
+            *("out_dot_general", "out_dot_general_cls"),
+        )
+        refuse_products(name, [x for x in others if getattr(self, x) is not None])
+        return functools.partial(
+            F8DotGeneral, recipe=self.recipe, implementation=self.implementation
+        )
+
+    @linen.nowrap
     def _projected(
-        self, sizes: tuple[int, int, int], *inputs: jax.Array
+        self, sizes: tuple[int, int, int], product: Any, *inputs: jax.Array
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return query, key and value, made in linen's order and by linen's names."""
         h, k, d = sizes
@@ -237,7 +265,7 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
             use_bias=self.use_bias,
             precision=self.precision,
             dot_general=self.qkv_dot_general,
-            dot_general_cls=self.qkv_dot_general_cls,
+            dot_general_cls=product,
         )
         query, key, value = (
             dense(features=(n, d), name=name)(x)

@@ -11,7 +11,13 @@ from jax.typing import ArrayLike, DTypeLike
 from jax_cudnn.config import Implementation
 from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.fusion import call_with
-from jax_cudnn.flax.heads import Heads, Settings, check_heads, refuse_attention_fn
+from jax_cudnn.flax.heads import (
+    Heads,
+    Settings,
+    check_heads,
+    refuse_attention_fn,
+    refuse_products,
+)
 from jax_cudnn.flax.nnx_f8 import F8DotGeneral
 from jax_cudnn.ops.attention.rotary import Rotary
 from jax_cudnn.ops.attention.score_mod import ScoreMod
@@ -111,7 +117,8 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         if "attention_fn" in options:
             refuse_attention_fn(_NAME)
         if recipe is not None:
-            _refuse_products(options)
+            given = [name for name in options if "dot_general" in name]
+            refuse_products(_NAME, given)
         if num_kv_heads is not None:
             check_heads(_NAME, num_heads, num_kv_heads)
         self.settings = Settings(
@@ -272,12 +279,3 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
                 "init_cache((batch axes, most tokens, features)) first."
             )
         return Cache(*(variable[...] for variable in variables))
-
-
-def _refuse_products(options: dict[str, Any]) -> None:
-    given = [name for name in options if "dot_general" in name]
-    if given:
-        raise ValueError(
-            f"{_NAME}: {', '.join(given)} was passed beside recipe. Either decides "
-            "how the projections are multiplied. Leave one of them out."
-        )

@@ -518,9 +518,7 @@ class Linen(linen.Module):
             product = functools.partial(our_linen.F8DotGeneral, recipe=self.recipe)
         y = linen.Dense(F, dot_general_cls=product)(x)
         y = our_linen.Dense(W, activation="gelu", recipe=self.recipe)(y)
-        y = our_linen.MultiHeadDotProductAttention(
-            H, qkv_dot_general_cls=product, out_dot_general_cls=product
-        )(x + y)
+        y = our_linen.MultiHeadDotProductAttention(H, recipe=self.recipe)(x + y)
         return linen.DenseGeneral((H, 16), dot_general_cls=product)(y)
 
 
@@ -558,6 +556,30 @@ def test_linen_layers_are_f8_dense(ours: bool) -> None:
         held = grads[OVERWRITE_WITH_GRADIENT]["F8DotGeneral_0"]
         close([held[f"{name}_state"] for name in state._fields], list(state))
         variables = {**grads, "params": params}
+
+
+@_by_recipe
+def test_linen_projections_of_attention(recipe: Any) -> None:
+    """They are those of F8DotGeneral, and the states lie where theirs do."""
+    product = functools.partial(our_linen.F8DotGeneral, recipe=recipe)
+    by_class = {"qkv_dot_general_cls": product, "out_dot_general_cls": product}
+    x = normal(0, B, S, W)
+
+    def of(**options: Any) -> Any:
+        layer = our_linen.MultiHeadDotProductAttention(H, num_kv_heads=2, **options)
+        variables = layer.init(jax.random.key(0), x)
+        run = functools.partial(linen_loss, layer.apply)
+        return variables, jax.value_and_grad(run)(variables, x)
+
+    with flax_promotes():
+        (variables, ours), (others, theirs) = of(recipe=recipe), of(**by_class)
+        plain, (value, _) = of()
+    assert jax.tree.structure(variables) == jax.tree.structure(others)
+    close(ours, theirs)
+    close(variables["params"], plain["params"])
+    assert abs(ours[0] - value) > 1e-6 * abs(value)
+    count = len(jax.tree.leaves(variables.get(OVERWRITE_WITH_GRADIENT, {})))
+    assert count == (0 if isinstance(recipe, f8.Current) else 4 * 3)
 
 
 def test_linen_residual() -> None:
@@ -726,6 +748,13 @@ _BAD: dict[str, tuple[type[Exception], str, Callable[[Any, Any], Any]]] = {
         lambda x, w: our_nnx.MultiHeadAttention(
             H, W, recipe=f8.Current(), qkv_dot_general=F8DotGeneral(), rngs=rngs()
         ),
+    ),
+    "linen's attention": (
+        ValueError,
+        "out_dot_general was passed beside recipe",
+        lambda x, w: our_linen.MultiHeadDotProductAttention(
+            H, recipe=f8.Current(), out_dot_general=jax.lax.dot_general
+        ).init(jax.random.key(0), jnp.ones((B, S, W))),
     ),
     "no model": (TypeError, "to_f8: model is", lambda x, w: to_f8(x)),
     "a linen model": (TypeError, "dot_general_cls", lambda x, w: _any(to_f8)(Linen())),

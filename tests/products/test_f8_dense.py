@@ -536,6 +536,30 @@ def test_weights_are_gathered_in_f8() -> None:
         assert set(gathered) <= {"u8", "f8e4m3fn", "f16"}
 
 
+def test_weights_of_a_gated_mlp_are_gathered_in_f8() -> None:
+    mesh = mesh_of(AxisType.Auto, d=8)
+    x = normal(0, 64, 128).astype("bfloat16")
+    weights = normal(1, 128, 256), normal(2, 128, 256), normal(3, 256, 64)
+    given = placed(mesh, (x, *weights), (("d", None),) * 4)
+    whole = NamedSharding(mesh, PartitionSpec())
+
+    def loss(where: Any, *given: Any) -> Any:
+        y = f8.gated_mlp(*given, up_sharding=where, down_sharding=where)
+        return jnp.sin(y.astype(jnp.float32)).sum()
+
+    run = jax.jit(jax.value_and_grad(functools.partial(loss, whole), (0, 1, 2, 3)))
+    alone = jax.value_and_grad(functools.partial(loss, None), (0, 1, 2, 3))
+    found, wanted = run(*given), jax.jit(alone)(x, *weights)
+    for y, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+        close(y, np.asarray(other, np.float64), ulp=8e-3)
+    text = run.lower(*given).compile().as_text()
+    assert text is not None
+    for shape in ("128,256", "256,64"):
+        gathered = re.findall(rf"= (\w+)\[{shape}\]\S* all-gather\(", text)
+        assert gathered
+        assert set(gathered) <= {"u8", "f8e4m3fn", "f16"}
+
+
 # --- what ran, and errors -------------------------------------------------------------
 
 

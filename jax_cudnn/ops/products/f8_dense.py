@@ -231,6 +231,8 @@ def gated_mlp(
     recipe: Recipe = Current(),  # noqa: B008 (immutable)
     state: GatedMlpState | None = None,
     activation: Activation = "silu",
+    up_sharding: object = None,
+    down_sharding: object = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> jax.Array:
@@ -252,6 +254,9 @@ def gated_mlp(
       state: for `f8.Delayed`, of :func:`gated_mlp_state`; the gradient by it is the
         next one. Default None.
       activation: as for :func:`dense`. Default "silu".
+      up_sharding: the sharding in which the f8 copies of `gate` and `up` are used, as
+        `w_sharding` of :func:`dense`. Default None: wherever they are.
+      down_sharding: that of `down`.
       implementation: as for :func:`dense`.
       plan: see there.
 
@@ -288,8 +293,12 @@ def gated_mlp(
         states = [check_state(op, recipe, each) for each in state]
     for name, w in weights.items():
         sums = last_and_first(op, x, name, w, 1)
-    (gated, value), _ = products(op, x, weights, {}, states[:2], recipe, sums, call)
+    (gated, value), _ = products(
+        op, x, weights, {}, states[:2], recipe, sums, call, up_sharding
+    )
     hidden = on_array(op, activation, gated) * value
     sums = last_and_first(op, hidden, "down", last["down"], 1)
-    (y,), _ = products(op, hidden, last, {}, states[2:], recipe, sums, call)
+    (y,), _ = products(
+        op, hidden, last, {}, states[2:], recipe, sums, call, down_sharding
+    )
     return y
