@@ -140,8 +140,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
           ValueError: shapes and heads that do not fit; `attention_fn`, an unknown
             `implementation`, or a `recipe` beside a `dot_general` among the attributes;
             `is_causal` with one query and several keys; `input_lengths` without
-            `decode`; `input_positions` without a rotary embedding; Prefix or Blocks in `mask` with `decode`; sinks together
-            with what only Flax's attention computes.
+            `decode`; `input_positions` without a rotary embedding; Prefix or Blocks in
+            `mask` with `decode`; sinks together with what only Flax's attention
+            computes.
           TypeError: a `recipe`, `rotary`, `scale`, `score_mod`, `local_window_size` or
             flag of another type;
             lengths that are not integers; dtypes that `jax_cudnn.sdpa` does not take.
