@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Options that change the traced program; part of each call, so that jit sees them."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Hashable
 from dataclasses import dataclass, fields

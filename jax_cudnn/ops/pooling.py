@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.max_pool` and `avg_pool`: check their arguments and build their graphs."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.parallel.sdpa`: attention of one device's tokens, inside shard_map."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from typing import Literal, get_args, overload
 

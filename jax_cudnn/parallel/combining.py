@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`combine`: attention over two sets of keys, from attention over each of them."""
 
+from __future__ import annotations
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike

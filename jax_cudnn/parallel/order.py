@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Orders the tokens of a sequence for sharing them out among devices."""
 
+from __future__ import annotations
+
 from typing import get_args
 
 import jax

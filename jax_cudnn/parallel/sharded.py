@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.parallel.sharded_sdpa`: attention of whole arrays over a mesh."""
 
+from __future__ import annotations
+
 import functools
 import math
 from dataclasses import dataclass

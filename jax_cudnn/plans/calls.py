@@ -4,6 +4,8 @@
 `CallSummary` is what `plans.explain` says of a call as well.
 """
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

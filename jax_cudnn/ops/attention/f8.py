@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.f8.sdpa`: checks the arguments of f8 attention and builds its graph."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, overload

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.qkv_sdpa`: attention over queries, keys and values in one array."""
 
+from __future__ import annotations
+
 from typing import Literal, overload
 
 import jax

@@ -7,6 +7,8 @@ powers of two, so that the rounded operands are exact in 16 bits, and the gradie
 kernel computes the probabilities of the forward pass again.
 """
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rotates queries and keys by their positions (rotary position embedding, RoPE)."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

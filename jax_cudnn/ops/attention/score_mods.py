@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions of attention's scores that are in common use, and their composition."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Callable

@@ -5,6 +5,8 @@ Pure functions of arrays. A number is its stored f8 number times the scale, as i
 `jax.nn.scaled_matmul`. TransformerEngine calls this scale `scale_inv`.
 """
 
+from __future__ import annotations
+
 import operator
 from typing import NamedTuple
 

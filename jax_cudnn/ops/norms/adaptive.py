@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.adaptive_layer_norm`: a layer norm whose scale each batch entry has."""
 
+from __future__ import annotations
+
 import math
 from typing import Literal, overload
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.batch_norm`: norms of channels over the batch, with running values."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Hashable, Sequence

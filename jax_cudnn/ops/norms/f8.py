@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.f8.layer_norm` and `jax_cudnn.f8.rms_norm`: norms that write f8."""
 
+from __future__ import annotations
+
 import functools
 from collections.abc import Sequence
 from typing import Any

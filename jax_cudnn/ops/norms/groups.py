@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.group_norm` and `jax_cudnn.instance_norm`: norms over positions."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Literal, overload

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.layer_norm` and `jax_cudnn.rms_norm`: norms of the features of a row."""
 
+from __future__ import annotations
+
 import math
 from collections.abc import Sequence
 from typing import Literal, overload

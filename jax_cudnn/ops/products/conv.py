@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.conv`: checks a fused convolution's arguments and builds its graph."""
 
+from __future__ import annotations
+
 import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.dot_general`: checks its arguments, and runs a product of two matrices."""
 
+from __future__ import annotations
+
 import math
 import operator
 from collections.abc import Sequence

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.matmul`: checks its arguments and sees its operands as two matrices."""
 
+from __future__ import annotations
+
 import functools
 import math
 from collections.abc import Mapping

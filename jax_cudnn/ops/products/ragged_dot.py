@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.ragged_dot`: a matrix product for each group of rows."""
 
+from __future__ import annotations
+
 from typing import Any, NamedTuple
 
 import jax

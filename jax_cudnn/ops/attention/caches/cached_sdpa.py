@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.cached_sdpa`: attention over keys and values in a cache."""
 
+from __future__ import annotations
+
 from typing import Literal, overload
 
 import jax

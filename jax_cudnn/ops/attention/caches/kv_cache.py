@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes new tokens into a cache of keys or values without copying the cache."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
 
 import jax

@@ -6,6 +6,8 @@ query i and a key j. Masks are pytrees: their arrays are traced, batched and sha
 all else is static.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
 import operator
@@ -66,7 +68,7 @@ class Mask:
     # Whether it says where sequences begin that share a row (packing.py).
     is_packing: ClassVar[bool] = False
 
-    def __and__(self, other: "Mask") -> "Mask":
+    def __and__(self, other: Mask) -> Mask:
         if not isinstance(other, Mask):
             raise TypeError(
                 f"{type(self).__name__} & {type(other).__name__}: a mask is combined "
@@ -138,7 +140,7 @@ class Mask:
             mask = mask & Where(given["mask"])
         return {**given, "mask": mask}
 
-    def _parts(self) -> "Iterator[Mask]":
+    def _parts(self) -> Iterator[Mask]:
         yield self
 
 

@@ -5,6 +5,8 @@
 with n sequences.
 """
 
+from __future__ import annotations
+
 import itertools
 import operator
 from collections.abc import Sequence
@@ -81,7 +83,7 @@ class Packed(Mask):
         key_lengths: ArrayLike | None = None,
         *,
         max_length: int | tuple[int, int] | None = None,
-    ) -> "Packed":
+    ) -> Packed:
         """Return the sequences of these lengths, each right behind the one before it.
 
         Args:
@@ -108,7 +110,7 @@ class Packed(Mask):
         *,
         padding: int | None = None,
         max_length: int | None = None,
-    ) -> "Packed":
+    ) -> Packed:
         """Return the runs of equal numbers as sequences, of queries and keys alike.
 
         A sequence ends where the number changes, so a number that comes again later in
