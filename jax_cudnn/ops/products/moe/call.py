@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax_cudnn.lowering import explicit_spec, is_explicitly_sharded
 from jax_cudnn.ops.common.arguments import describe
 from jax_cudnn.ops.products.moe.arguments import check_weights
-from jax_cudnn.ops.products.moe.exchange import bring_back, exchange, send
+from jax_cudnn.ops.products.moe.exchange import Exchange
 from jax_cudnn.ops.products.moe.experts import (
     Computing,
     Weights,
@@ -176,10 +176,10 @@ def _choices(
         room = devices * t * k
         if capacity is not None:
             room = min(room, len(weights.up_w) * capacity)
-        plan = exchange(permutation, sizes, settings.expert)
-        arrived = send(tokens, plan, room, settings.expert)
-        y = compute(arrived, jnp.sum(plan.got, axis=0))
-        choices = bring_back(y, plan, settings.expert)
+        by_device = sizes.reshape(devices, devices, len(weights.up_w))
+        exchange = Exchange(permutation, by_device, settings.expert)
+        y = compute(exchange.send(tokens, room), exchange.group_sizes)
+        choices = exchange.bring_back(y)
     else:
         y = compute(spread(tokens, source, target), permutation.group_sizes)
         choices = collect(y, source, target)

@@ -136,16 +136,14 @@ def _places(sizes: jax.Array, rows: int) -> tuple[jax.Array, jax.Array]:
     return number, jnp.arange(rows, dtype=jnp.int32) - starts
 
 
-def placed(
-    sizes: jax.Array, first: jax.Array, rows: int, none: int | jax.Array
-) -> jax.Array:
+def placed(sizes: jax.Array, first: jax.Array, rows: int) -> jax.Array:
     """Return where each row of groups comes from: row i of group j from first[j] + i.
 
-    A row of no group comes from ``none``.
+    A row of no group comes from ``rows``, which is nowhere.
     """
     number, place = _places(sizes, rows)
     found = first.at[number].get(mode="clip") + place
-    return jnp.where(number < len(sizes), found, none)
+    return jnp.where(number < len(sizes), found, rows)
 
 
 def inverse(source: jax.Array, count: int) -> jax.Array:
