@@ -77,7 +77,7 @@ def _by_blocks(
 ) -> jax.Array:
     """Return the same by blocks, each as long as the longest slice there may be."""
     number = jnp.arange(longest, dtype=starts.dtype)[None]
-    source = jnp.where(number < sizes[:, None], starts[:, None] + number, len(x))
+    source = jnp.where(number < sizes[:, None], starts[:, None] + number, x.shape[0])
     blocks = x.at[source.reshape(-1)].get(mode="fill", fill_value=0)
     blocks = _all_to_all(blocks, axes)
     begins = _all_to_all(places, axes)

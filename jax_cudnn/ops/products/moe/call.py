@@ -193,9 +193,9 @@ def _kept(wanted: jax.Array, capacity: int | None) -> jax.Array:
     devices go before second ones.
     """
     if capacity is None:
-        return jnp.sum(wanted, axis=1)
+        return jnp.sum(wanted, axis=1, dtype=jnp.int32)
     devices, k, experts = wanted.shape
     in_order = jnp.swapaxes(wanted, 0, 1).reshape(k * devices, experts)
     before = jnp.cumsum(in_order, axis=0) - in_order
     kept = jnp.clip(capacity - before, 0, in_order)
-    return jnp.sum(kept.reshape(k, devices, experts), axis=0)
+    return jnp.sum(kept.reshape(k, devices, experts), axis=0, dtype=jnp.int32)

@@ -37,7 +37,7 @@ class Exchange(NamedTuple):
     @property
     def group_sizes(self) -> jax.Array:
         """How many rows each of the device's own experts gets, (e,)."""
-        return jnp.sum(self._got, axis=0)
+        return jnp.sum(self._got, axis=0, dtype=jnp.int32)
 
     @property
     def _device(self) -> jax.Array:
@@ -50,7 +50,7 @@ class Exchange(NamedTuple):
     @property
     def _between(self) -> jax.Array:
         """How many rows each device sends to each other one, (from, to)."""
-        return jnp.sum(self.sizes, axis=2)
+        return jnp.sum(self.sizes, axis=2, dtype=jnp.int32)
 
     def send(self, x: jax.Array, rows: int) -> jax.Array:
         """Return the rows of the device's own experts, sorted by expert.

@@ -88,7 +88,7 @@ def permutation(
                 f"moe.permutation: {name}={value} must be at least 1. Pass a larger "
                 "number."
             )
-    kept = jnp.sum(counts(chosen, num_experts), axis=0)
+    kept = total_counts(chosen, num_experts)
     rows = chosen.size
     if capacity is not None:
         kept = jnp.minimum(kept, capacity)
@@ -106,6 +106,11 @@ def counts(experts: jax.Array, num_experts: int) -> jax.Array:
     return jnp.sum(hits, axis=1, dtype=jnp.int32)
 
 
+def total_counts(experts: jax.Array, num_experts: int) -> jax.Array:
+    """Return how many choices there are of each expert, (e,) i32."""
+    return jnp.sum(counts(experts, num_experts), axis=0, dtype=jnp.int32)
+
+
 def permutation_of(experts: jax.Array, kept: jax.Array, rows: int) -> Permutation:
     """Return the permutation to so many rows, of which each expert keeps the first.
 
@@ -116,7 +121,7 @@ def permutation_of(experts: jax.Array, kept: jax.Array, rows: int) -> Permutatio
     is_known = (chosen >= 0) & (chosen < len(kept))
     chosen = jnp.where(is_known, chosen, len(kept))
     order = jnp.argsort(chosen, stable=True).astype(jnp.int32)
-    found = Groups.of_sizes(jnp.sum(counts(experts, len(kept)), axis=0))
+    found = Groups.of_sizes(total_counts(experts, len(kept)))
     number, place = _places(kept, rows)
     order = order.at[found.starts.at[number].get(mode="clip") + place].get(mode="clip")
     # From a number by choice and token to one by token and choice.
@@ -151,7 +156,7 @@ def inverse(source: jax.Array, count: int) -> jax.Array:
 
     ``source`` says which choice each row has, ``count`` for none.
     """
-    rows = len(source)
+    rows = source.shape[0]
     empty = jnp.full((count,), rows, jnp.int32)
     return empty.at[source].set(jnp.arange(rows, dtype=jnp.int32), mode="drop")
 
@@ -222,7 +227,7 @@ def unpermute(
       Array([[1., 2., 3.]], dtype=float32)
     """
     found = as_operand("moe.unpermute", "rows", rows)
-    m, shape = len(permutation.source), permutation.target.shape
+    m, shape = permutation.source.shape[0], permutation.target.shape
     if found.ndim != 2 or found.shape[0] != m:
         raise ValueError(
             f"moe.unpermute: rows is {describe(found)}. It must be (rows, width) for "
@@ -277,7 +282,7 @@ def _spread_jvp(
     moved = tangents[0]
     # Wide, so that the transpose adds in f32.
     copies = jnp.repeat(moved.astype(wide_dtype(x)), target.shape[1], axis=0)
-    rows = jnp.zeros((len(source), *x.shape[1:]), x.dtype)
+    rows = jnp.zeros((source.shape[0], *x.shape[1:]), x.dtype)
     tangent = rows.at[target.reshape(-1)].add(copies.astype(x.dtype), mode="drop")
     return spread(x, source, target), tangent
 

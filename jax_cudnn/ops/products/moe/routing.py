@@ -18,7 +18,7 @@ from jax_cudnn.ops.common.arguments import (
 )
 from jax_cudnn.ops.common.meshes import AxisName, names_in
 from jax_cudnn.ops.products.matmul import matmul
-from jax_cudnn.ops.products.moe.permutation import counts, wide_dtype
+from jax_cudnn.ops.products.moe.permutation import total_counts, wide_dtype
 
 Scores = Literal["softmax", "sigmoid"]
 
@@ -280,10 +280,12 @@ def _choose(scores: jax.Array, bias: jax.Array | None, rule: Rule) -> jax.Array:
         scores += jax.lax.stop_gradient(bias).astype(scores.dtype)[None]
     if rule.groups is not None:
         count, chosen = rule.groups
-        by_group = scores.reshape(len(scores), count, scores.shape[1] // count)
+        by_group = scores.reshape(scores.shape[0], count, scores.shape[1] // count)
         best, _ = jax.lax.top_k(by_group, min(2, by_group.shape[-1]))
         _, kept = jax.lax.top_k(jnp.sum(best, axis=-1), chosen)
-        is_kept = jnp.any(kept[:, :, None] == jnp.arange(count)[None, None], axis=1)
+        is_kept = jnp.any(
+            kept[:, :, None] == jnp.arange(count, dtype=kept.dtype)[None, None], axis=1
+        )
         lowest = jnp.asarray(-jnp.inf, scores.dtype)
         scores = jnp.where(is_kept[:, :, None], by_group, lowest).reshape(scores.shape)
     return jax.lax.top_k(scores, rule.top_k)[1].astype(jnp.int32)
@@ -300,8 +302,8 @@ def _auxiliary(
         share = jnp.sum(x, axis=0) / max(size, 1)
         return jax.lax.pmean(share, axes) if axes else share
 
-    chosen = jnp.sum(counts(experts, count), axis=0)
-    size = len(logits)
+    chosen = total_counts(experts, count)
+    size = logits.shape[0]
     load = mean(chosen[None].astype(shares.dtype), size * k)
     z = mean(jax.nn.logsumexp(logits, axis=-1) ** 2, size)
     balance = count * jnp.sum(load * mean(shares, size))
