@@ -18,7 +18,10 @@ from tests.products.moe import truth
 from tests.products.moe.truth import PLAIN
 
 # In f64, so that devices may add in another order and still be told from errors.
-pytestmark = [pytest.mark.once, pytest.mark.usefixtures("x64")]
+pytestmark = [
+    *(pytest.mark.once, pytest.mark.sampled),
+    pytest.mark.usefixtures("x64"),
+]
 
 P = PartitionSpec
 _SIZES = {"T": 16, "D": 6, "E": 8, "F": 12, "G": 4}

@@ -16,7 +16,7 @@ from jax.test_util import check_grads
 from jax_cudnn import moe
 from tests.products.moe.truth import PLAIN, Mixture, drawn, mixture
 
-pytestmark = pytest.mark.once
+pytestmark = [pytest.mark.once, pytest.mark.sampled]
 
 _SIZES = {"T": 13, "D": 6, "E": 5, "F": 7, "G": 3}
 
@@ -65,7 +65,6 @@ def _assert_is(got: tuple[jax.Array, moe.Auxiliary], want: Mixture, eps: float) 
         )
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(48))
 def test_random_layers_are_the_loop(seed: int) -> None:
     with jax.enable_x64(True):
@@ -219,7 +218,6 @@ def test_dropped_tokens_give_zero_whatever_they_are() -> None:
     np.testing.assert_array_equal(y[others], np.zeros((11, _SIZES["D"])))
 
 
-@pytest.mark.sampled
 @pytest.mark.parametrize("seed", range(12))
 def test_vmap_over_any_operands(seed: int) -> None:
     rng = np.random.default_rng(seed)
