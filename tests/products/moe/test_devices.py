@@ -31,11 +31,15 @@ _MESH = {"data": 2, "expert": 2, "tensor": 2}
 drawn = functools.partial(truth.drawn, dtype=np.float64)
 
 
-def _total(options: dict[str, Any], arrays: dict[str, jax.Array]) -> Any:
+def _total(options: dict[str, Any], arrays: dict[str, Any]) -> Any:
     """Return a loss of all results, and the results."""
-    y, auxiliary = moe.layer(**arrays, **options)  # type: ignore[arg-type]
+    y, auxiliary = moe.layer(**arrays, **options)
     losses = auxiliary.load_balance_loss + 0.1 * auxiliary.z_loss
     return jnp.sum(jnp.sin(y)) + losses, (y, auxiliary)
+
+
+def _over_experts() -> dict[str, Any]:
+    return {"top_k": 2, "expert_axis": "expert", "mesh": mesh_of(expert=4)}
 
 
 def _gradient(options: dict[str, Any]) -> Any:
@@ -69,7 +73,7 @@ def test_results_and_gradients_are_those_of_one_device(
     kind: AxisType, axes: dict[str, Any], capacity_factor: float | None
 ) -> None:
     arrays = drawn(0, **_SIZES)
-    options = {"top_k": 3, "capacity_factor": capacity_factor}
+    options: dict[str, Any] = {"top_k": 3, "capacity_factor": capacity_factor}
     want = jax.jit(_gradient(options))(arrays)
     if capacity_factor is not None and capacity_factor < 1:
         assert float(want[0][1][1].dropped) > 0.1
@@ -80,15 +84,15 @@ def test_results_and_gradients_are_those_of_one_device(
 
 def test_tokens_along_the_batch_have_capacities_of_their_own() -> None:
     arrays = drawn(1, **_SIZES)
-    options = {"top_k": 2, "capacity_factor": 0.5}
+    options: dict[str, Any] = {"top_k": 2, "capacity_factor": 0.5}
     x = arrays.pop("x")
-    want = [moe.layer(part, **arrays, **options) for part in (x[:8], x[8:])]  # type: ignore[arg-type]
+    want = [moe.layer(part, **arrays, **options) for part in (x[:8], x[8:])]
     y, auxiliary = moe.layer(
         x,
         **arrays,
         **options,
         expert_axis="expert",
-        batch_axis="data",  # type: ignore[arg-type]
+        batch_axis="data",
         mesh=mesh_of(data=2, expert=4),
     )
     _assert_close(y, np.concatenate([each for each, _ in want]))
@@ -110,7 +114,7 @@ def test_all_tokens_may_go_to_one_device(expert: int) -> None:
 def test_a_call_inside_shard_map_has_a_device_s_arrays() -> None:
     arrays = drawn(3, **_SIZES)
     x = arrays.pop("x").reshape(2, 8, 6)
-    want = moe.layer(x, **arrays, top_k=2)  # type: ignore[arg-type]
+    want = moe.layer(x, **arrays, top_k=2)
     by_expert = {
         name: P("expert") if value.ndim == 3 or name.endswith("_bias") else P()
         for name, value in arrays.items()
@@ -124,13 +128,13 @@ def test_a_call_inside_shard_map_has_a_device_s_arrays() -> None:
         in_specs=(tokens, by_expert),
         out_specs=(tokens, P()),
     )
-    def run(x: jax.Array, arrays: dict[str, jax.Array]) -> Any:
+    def run(x: jax.Array, arrays: dict[str, Any]) -> Any:
         return moe.layer(
             x,
             **arrays,
             top_k=2,
             expert_axis="expert",
-            batch_axis="data",  # type: ignore[arg-type]
+            batch_axis="data",
         )
 
     _assert_close(jax.jit(run)(x, arrays), want)
@@ -141,7 +145,11 @@ def test_vmap_of_gradients(name: str) -> None:
     arrays = drawn(4, PLAIN, **_SIZES)
     axes = {each: 0 if each == name else None for each in arrays}
     stacked = arrays | {name: jnp.stack([arrays[name], -arrays[name]])}
-    options = {"top_k": 2, "expert_axis": "expert", "mesh": mesh_of(expert=4)}
+    options: dict[str, Any] = {
+        "top_k": 2,
+        "expert_axis": "expert",
+        "mesh": mesh_of(expert=4),
+    }
     got = jax.jit(jax.vmap(_gradient(options), (axes,)))(stacked)
     want = jax.jit(jax.vmap(_gradient({"top_k": 2}), (axes,)))(stacked)
     _assert_close(got, want)
@@ -149,10 +157,14 @@ def test_vmap_of_gradients(name: str) -> None:
 
 def test_a_spoilt_token_reaches_no_other_device_s_tokens() -> None:
     arrays = drawn(5, PLAIN, **_SIZES)
-    options = {"top_k": 2, "expert_axis": "expert", "mesh": mesh_of(expert=4)}
-    want, _ = moe.layer(**arrays, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {
+        "top_k": 2,
+        "expert_axis": "expert",
+        "mesh": mesh_of(expert=4),
+    }
+    want, _ = moe.layer(**arrays, **options)
     arrays["x"] = arrays["x"].at[5].set(jnp.nan)
-    got, _ = moe.layer(**arrays, **options)  # type: ignore[arg-type]
+    got, _ = moe.layer(**arrays, **options)
     others = np.arange(16) != 5
     np.testing.assert_array_equal(got[others], want[others])
     assert np.isnan(got[5]).all()
@@ -160,7 +172,11 @@ def test_a_spoilt_token_reaches_no_other_device_s_tokens() -> None:
 
 def test_gpus_send_slices_and_others_blocks() -> None:
     arrays = drawn(6, PLAIN, **_SIZES)
-    options = {"top_k": 2, "expert_axis": "expert", "mesh": mesh_of(expert=4)}
+    options: dict[str, Any] = {
+        "top_k": 2,
+        "expert_axis": "expert",
+        "mesh": mesh_of(expert=4),
+    }
     traced = jax.jit(_gradient(options)).trace(arrays)
     for platform, count in (("cuda", 4), ("cpu", 0)):
         text = traced.lower(lowering_platforms=(platform,)).as_text()

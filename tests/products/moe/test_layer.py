@@ -35,7 +35,7 @@ def _problem(rng: np.random.Generator) -> tuple[dict[str, Any], dict[str, Any]]:
         names += ["shared_up_w", "shared_down_w"]
         names += ["shared_gate_w"] if rng.random() < 0.7 else []
     arrays = drawn(int(rng.integers(99)), names, np.float64, **sizes)
-    arrays.setdefault("gate_w", None)  # type: ignore[arg-type]
+    arrays.setdefault("gate_w", None)
     if rng.random() < 0.4:
         # All tokens choose one expert first.
         arrays["selection_bias"] = jnp.eye(sizes["E"], dtype=jnp.float64)[0] * 9
@@ -77,9 +77,10 @@ def test_random_layers_are_the_loop(seed: int) -> None:
     ("dtype", "eps"), [("float32", 1e-5), ("bfloat16", 4e-2), ("float16", 5e-3)]
 )
 def test_each_dtype(dtype: str, eps: float) -> None:
-    arrays = drawn(0, dtype=dtype, **_SIZES)
     # Scaled as layers are, so that f16 holds all.
-    arrays = {name: x / len(x) ** 0.5 for name, x in arrays.items()}
+    arrays: dict[str, Any] = {
+        name: x / len(x) ** 0.5 for name, x in drawn(0, dtype=dtype, **_SIZES).items()
+    }
     y, auxiliary = moe.layer(**arrays, top_k=2)
     assert y.dtype == dtype
     assert {x.dtype for x in vars(auxiliary).values()} == {jnp.dtype("float32")}
@@ -93,7 +94,8 @@ def test_a_router_in_f32_beside_bf16_chooses_in_f32() -> None:
     x = jnp.ones_like(arrays["x"])
     found = moe.router(x, router, top_k=2).experts
     np.testing.assert_array_equal(found, np.tile([[4, 3]], (_SIZES["T"], 1)))
-    y, _ = moe.layer(**(arrays | {"router_w": router}), top_k=2)
+    arrays["router_w"] = router
+    y, _ = moe.layer(**arrays, top_k=2)
     assert y.dtype == jnp.bfloat16
 
 
@@ -112,13 +114,13 @@ def test_axes_of_tokens_are_kept() -> None:
     np.testing.assert_allclose(y, flat[6], rtol=1e-5, atol=1e-5)
 
 
-def _total(options: dict[str, Any], arrays: dict[str, jax.Array]) -> jax.Array:
-    y, auxiliary = moe.layer(**arrays, **options)  # type: ignore[arg-type]
+def _total(options: dict[str, Any], arrays: dict[str, Any]) -> jax.Array:
+    y, auxiliary = moe.layer(**arrays, **options)
     losses = auxiliary.load_balance_loss + 0.1 * auxiliary.z_loss
     return jnp.sum(jnp.sin(y)) + losses
 
 
-def _dense(options: dict[str, Any], w: dict[str, jax.Array]) -> jax.Array:
+def _dense(options: dict[str, Any], w: dict[str, Any]) -> jax.Array:
     """Return the same of all experts for all tokens, differentiated by JAX."""
     k, x = options["top_k"], w["x"]
     z = x @ w["router_w"]
@@ -144,7 +146,7 @@ def _dense(options: dict[str, Any], w: dict[str, jax.Array]) -> jax.Array:
 def test_gradients_are_those_of_the_dense_formula(top_k: int) -> None:
     with jax.enable_x64(True):
         arrays = drawn(top_k, dtype=np.float64, **_SIZES)
-        options = {"top_k": top_k}
+        options: dict[str, Any] = {"top_k": top_k}
         for run in (
             lambda f: jax.value_and_grad(functools.partial(f, options))(arrays),
             lambda f: jax.jvp(functools.partial(f, options), (arrays,), (arrays,)),
@@ -171,12 +173,12 @@ def test_a_token_that_is_not_finite_spoils_itself_alone(
     arrays = drawn(4, **_SIZES)
     # With one choice, the last token takes no other token's place.
     top_k = 2 if capacity_factor is None else 1
-    options = {"top_k": top_k, "capacity_factor": capacity_factor}
+    options: dict[str, Any] = {"top_k": top_k, "capacity_factor": capacity_factor}
     arrays["x"] = arrays["x"].at[-1].set(1.0)
     spoilt = arrays | {"x": arrays["x"].at[-1].set(value)}
 
-    def run(w: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        y, back = jax.vjp(lambda x: moe.layer(**(w | {"x": x}), **options)[0], w["x"])  # type: ignore[arg-type]
+    def run(w: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        y, back = jax.vjp(lambda x: moe.layer(**(w | {"x": x}), **options)[0], w["x"])
         return y, back(jnp.ones_like(y))[0]
 
     for got, want in zip(run(spoilt), run(arrays), strict=True):
@@ -246,8 +248,8 @@ def test_layers_in_a_scan_with_remat() -> None:
     stacked = jax.tree.map(lambda *xs: jnp.stack(xs) / 4, *layers)
 
     @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.dots_saveable)
-    def step(x: jax.Array, w: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        y, auxiliary = moe.layer(x, **w, top_k=2)  # type: ignore[arg-type]
+    def step(x: jax.Array, w: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        y, auxiliary = moe.layer(x, **w, top_k=2)
         return x + y, auxiliary.z_loss
 
     def scanned(w: Any) -> jax.Array:
@@ -271,7 +273,7 @@ def test_a_program_for_any_number_of_tokens() -> None:
     x = arrays.pop("x")
 
     def run(x: jax.Array) -> jax.Array:
-        return moe.layer(x, **arrays, top_k=2)[0]  # type: ignore[arg-type]
+        return moe.layer(x, **arrays, top_k=2)[0]
 
     (tokens,) = export.symbolic_shape("t")
     like = jax.ShapeDtypeStruct((tokens, x.shape[1]), x.dtype)
@@ -319,7 +321,7 @@ def test_no_gradient_adds_rows_in_unknown_order() -> None:
 _X, _E = jnp.ones((4, 6)), jnp.ones((4, 2), jnp.int32)
 _FOUND = moe.permutation(_E, 2)
 _LAYER = {name: x for name, x in drawn(0, **_SIZES).items() if name != "selection_bias"}
-_layer = functools.partial(moe.layer, **_LAYER)  # type: ignore[arg-type]
+_layer = functools.partial(moe.layer, **_LAYER)
 
 
 @pytest.mark.parametrize(
@@ -418,24 +420,24 @@ _layer = functools.partial(moe.layer, **_LAYER)  # type: ignore[arg-type]
             "moe.layer: implementation='cuda' is not one of",
         ),
         (
-            lambda: moe.layer(**(_LAYER | {"down_w": _LAYER["up_w"]}), top_k=2),
+            lambda: _layer(**{"down_w": _LAYER["up_w"]}, top_k=2),
             ValueError,
             "moe.layer: down_w is f32[5,6,7]. Its axes are (experts, hidden width, "
             "width), which must be [5, 7, 6] beside x f32[13,6] and router_w f32[6,5] "
             "and gate_w f32[5,6,7].",
         ),
         (
-            lambda: moe.layer(**(_LAYER | {"gate_w": None}), top_k=2),
+            lambda: _layer(**{"gate_w": None}, top_k=2),
             ValueError,
             "moe.layer: gate_bias needs gate_w. Pass both, or neither.",
         ),
         (
-            lambda: moe.layer(**(_LAYER | {"shared_down_w": None}), top_k=2),
+            lambda: _layer(**{"shared_down_w": None}, top_k=2),
             ValueError,
             "moe.layer: shared_up_w needs shared_down_w. Pass both, or neither.",
         ),
         (
-            lambda: moe.layer(**(_LAYER | {"up_w": None}), top_k=2),
+            lambda: _layer(**{"up_w": None}, top_k=2),
             TypeError,
             "moe.layer: up_w is None. It must be an array of numbers.",
         ),

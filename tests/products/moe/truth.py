@@ -3,7 +3,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -36,7 +35,7 @@ class Mixture(NamedTuple):
 
 def drawn(
     seed: int, names: Any = tuple(ARRAYS), dtype: Any = np.float32, **sizes: int
-) -> dict[str, jax.Array]:
+) -> dict[str, Any]:
     """Return x and weights by name, of sizes T tokens, D, E, F and G."""
     rng = np.random.default_rng(seed)
     axes = {"x": "TD", **{name: ARRAYS[name] for name in names}}

@@ -153,13 +153,15 @@ def layer(
         tensor=names_in(tensor_axis),
     )
     options(OP, implementation, plan, precision)
-    given = {
+    given: dict[str, ArrayLike] = {
         "x": x,
         "router_w": router_w,
-        "selection_bias": selection_bias,
-        "gate_w": gate_w,
         "up_w": up_w,
         "down_w": down_w,
+    }
+    optional = {
+        "selection_bias": selection_bias,
+        "gate_w": gate_w,
         "gate_bias": gate_bias,
         "up_bias": up_bias,
         "down_bias": down_bias,
@@ -167,11 +169,8 @@ def layer(
         "shared_up_w": shared_up_w,
         "shared_down_w": shared_down_w,
     }
-    arrays = {
-        name: as_operand(OP, name, value)
-        for name, value in given.items()
-        if value is not None or name in ("x", "router_w", "up_w", "down_w")
-    }
+    given |= {name: value for name, value in optional.items() if value is not None}
+    arrays = {name: as_operand(OP, name, value) for name, value in given.items()}
     is_divided = settings.expert or settings.batch or settings.tensor
     if not is_divided and mesh is not None:
         raise ValueError(
