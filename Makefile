@@ -6,8 +6,9 @@
 #   PYTHON         interpreter of .venv (default: python3)
 #   PYTHON_OLDEST, PYTHON_NEWEST   interpreters of `make test` (default: searched for)
 #   GPU_EXTRA      cuda13, cuda12 or nothing (default: what the driver says)
-#   DEMO_FLAGS, GPT_FLAGS, LLAMA_FLAGS, GENERATE_FLAGS   flags of `make demo`,
-#                  `make gpt`, `make llama` and `make generate`, such as --help
+#   DEMO_FLAGS, GPT_FLAGS, LLAMA_FLAGS, MOE_FLAGS, GENERATE_FLAGS   flags of
+#                  `make demo`, `make gpt`, `make llama`, `make moe` and
+#                  `make generate`, such as --help
 #   FUZZ_SECONDS   how long `make fuzz` searches (default: 60); CXX is its clang++
 #   ALL=1          all cases of all tests, where `make test` runs a sample
 #   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default:
@@ -15,7 +16,7 @@
 #   OFFLINE=1 WHEELS=folder   for a GPU machine that reaches no package registry: .venv
 #                  gets the packages that PYTHON sees and the wheels in the folder, that
 #                  of jax_cudnn from `make wheel` among them (for demo, gpt, llama,
-#                  generate, build and gpu)
+#                  moe, generate, build and gpu)
 
 PYTHON ?= python3
 PYTHON_OLDEST ?= $(shell scripts/find_python.sh 3.11 3.12 3.13)
@@ -89,6 +90,10 @@ gpt: .venv/.installed  ## train GPT-2 on all GPUs, or a tiny one on the CPU
 .PHONY: llama
 llama: .venv/.installed  ## train Llama-2 on all GPUs, or a tiny one on the CPU
 	.venv/bin/python examples/train_llama.py $(LLAMA_FLAGS)
+
+.PHONY: moe
+moe: .venv/.installed  ## train a transformer with mixtures of experts, on GPUs or the CPU
+	.venv/bin/python examples/train_moe.py $(MOE_FLAGS)
 
 .PHONY: generate
 generate: .venv/.installed  ## generate text with a cache of keys and values

@@ -74,12 +74,12 @@ def _plain_kernels() -> Kernels:
     )
 
 
-class Block(nnx.Module):
-    """Attention and a two-layer perceptron, each on the normalised residual.
+class AttentionBlock(nnx.Module):
+    """Attention on the normalised residual: the first half of a block.
 
     Query, key and value are one product, whose columns begin with the head: a GPU that
-    has some of the heads has whole columns. The products `out` and `down` sum over what
-    is split by "model", so their bias and the residual are added behind that sum.
+    has some of the heads has whole columns. The product `out` sums over what is split
+    by "model", so its bias and the residual are added behind that sum.
     """
 
     def __init__(self, settings: Settings, kernels: Kernels, rngs: nnx.Rngs):
@@ -88,35 +88,58 @@ class Block(nnx.Module):
         norm = functools.partial(
             nnx.LayerNorm, width, epsilon=1e-5, dtype=settings.dtype, rngs=rngs
         )
-        common = {"dtype": settings.dtype, "rngs": rngs}
-        first = {"kernel_init": nnx.initializers.normal(0.02), **common}
-        # Each layer adds two terms to the residual.
-        deviation = 0.02 / math.sqrt(2 * settings.layers)
-        last = {
-            "kernel_init": nnx.initializers.normal(deviation),
-            "dot_general": kernels.layer,
-            **common,
-        }
         head = (heads, width // heads)
         self.attention_norm = norm()
         self.qkv = nnx.LinearGeneral(
-            width, (heads, 3, head[1]), dot_general=kernels.layer, **first
+            width,
+            (heads, 3, head[1]),
+            dot_general=kernels.layer,
+            **self.first(settings, rngs),
         )
-        self.out = nnx.LinearGeneral(head, width, axis=(-2, -1), **last)
+        self.out = nnx.LinearGeneral(
+            head, width, axis=(-2, -1), **self.last(settings, rngs)
+        )
         self.mlp_norm = norm()
-        self.up = kernels.gelu_linear(width, 4 * width, **first)
-        self.down = nnx.Linear(4 * width, width, **last)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def first(self, settings: Settings, rngs: nnx.Rngs) -> dict[str, Any]:
+        """Return the options of layers that read the residual."""
+        init = nnx.initializers.normal(0.02)
+        return {"kernel_init": init, "dtype": settings.dtype, "rngs": rngs}
+
+    def last(self, settings: Settings, rngs: nnx.Rngs) -> dict[str, Any]:
+        """Return the options of layers that add to the residual."""
+        # Each layer adds two terms to the residual.
+        deviation = 0.02 / math.sqrt(2 * settings.layers)
+        init = nnx.initializers.normal(deviation)
+        common = {"dtype": settings.dtype, "rngs": rngs}
+        return {"kernel_init": init, "dot_general": self.kernels.layer, **common}
+
+    def attend(self, x: jax.Array) -> jax.Array:
+        """Return the residual with attention added."""
         qkv = self.qkv(self.attention_norm(x))
         query, key, value = (qkv[..., i, :] for i in range(3))
         heads = self.kernels.attention(query, key, value, is_causal=True)
-        x = x + self.out(heads)
+        return x + self.out(heads)
+
+
+class Block(AttentionBlock):
+    """Attention and a two-layer perceptron, each on the normalised residual."""
+
+    def __init__(self, settings: Settings, kernels: Kernels, rngs: nnx.Rngs):
+        super().__init__(settings, kernels, rngs)
+        width = settings.width
+        self.up = kernels.gelu_linear(width, 4 * width, **self.first(settings, rngs))
+        self.down = nnx.Linear(4 * width, width, **self.last(settings, rngs))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = self.attend(x)
         return x + self.down(self.up(self.mlp_norm(x)))
 
 
 class Gpt(nnx.Module):
     """GPT-2, without dropout; takes (batch, length) tokens and returns f32 logits."""
+
+    block: Callable[..., nnx.Module] = Block
 
     def __init__(self, settings: Settings, kernels: Kernels, rngs: nnx.Rngs):
         width, dtype = settings.width, settings.dtype
@@ -125,21 +148,32 @@ class Gpt(nnx.Module):
         self.tokens = nnx.Embed(VOCABULARY, width, rngs=rngs, **options)
         self.positions = nnx.Embed(settings.context, width, rngs=rngs, **options)
         self.blocks = nnx.List(
-            Block(settings, kernels, rngs) for _ in range(settings.layers)
+            self.block(settings, kernels, rngs) for _ in range(settings.layers)
         )
         self.norm = nnx.LayerNorm(width, epsilon=1e-5, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def embed(self, tokens: jax.Array) -> jax.Array:
+        """Return the residual before the first block."""
         embedding = self.tokens.embedding[...].astype(self.tokens.dtype)
         # Rows are looked up by a product: its gradient is one too. The gradient of
         # taking them would add up many rows in few places, one after the other.
         chosen = jax.nn.one_hot(tokens, VOCABULARY, dtype=embedding.dtype)
         x = self.kernels.dot_general(chosen, embedding, (((2,), (0,)), ((), ())))
-        x = x + self.positions(jnp.arange(tokens.shape[1]))
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
+        return x + self.positions(jnp.arange(tokens.shape[1]))
+
+    def logits(self, x: jax.Array) -> jax.Array:
+        """Return the logits for the residual behind the last block."""
+        embedding = self.tokens.embedding[...].astype(self.tokens.dtype)
         # The embedding serves as the output layer too: (b, s, w) times (vocabulary, w).
         return self.kernels.dot_general(
-            x, embedding, (((2,), (1,)), ((), ())), preferred_element_type=jnp.float32
+            self.norm(x),
+            embedding,
+            (((2,), (1,)), ((), ())),
+            preferred_element_type=jnp.float32,
         )
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.logits(x)

@@ -13,4 +13,4 @@ def name_of(path: tuple[Any, ...]) -> str:
 
 def is_matrix(path: tuple[Any, ...]) -> bool:
     """Tell whether a parameter takes part in products, and is no bias or scale."""
-    return name_of(path).endswith(("kernel", "embedding"))
+    return name_of(path).endswith(("kernel", "embedding", "_w"))

@@ -32,6 +32,7 @@ from jax_cudnn.flax.linen_norms import (
     LayerNorm,
     RMSNorm,
 )
+from jax_cudnn.flax.moe.linen import MixtureOfExperts
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import as_operand
 from jax_cudnn.ops.common.f8_recipes import Recipe
@@ -46,6 +47,7 @@ __all__ = [
     "GroupNorm",
     "InstanceNorm",
     "LayerNorm",
+    "MixtureOfExperts",
     "MultiHeadAttention",
     "MultiHeadDotProductAttention",
     "RMSNorm",

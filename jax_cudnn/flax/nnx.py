@@ -21,6 +21,7 @@ from jax_cudnn.flax.fusion import (
     fold_residual,
     refuse_replacements,
 )
+from jax_cudnn.flax.moe.nnx import MixtureOfExperts, SelectionBias
 from jax_cudnn.flax.nnx_attention import MultiHeadAttention
 from jax_cudnn.flax.nnx_f8 import F8DotGeneral, F8Einsum, F8State
 from jax_cudnn.flax.nnx_norms import (
@@ -49,8 +50,10 @@ __all__ = [
     "InstanceNorm",
     "LayerNorm",
     "Linear",
+    "MixtureOfExperts",
     "MultiHeadAttention",
     "RMSNorm",
+    "SelectionBias",
     "to_f8",
 ]
 

@@ -46,6 +46,7 @@ from jax_cudnn.lowering.sharding.array_types import (
     typed_like,
     unreduced_in,
 )
+from jax_cudnn.lowering.slices import exchange_slices
 from jax_cudnn.lowering.tracing import (
     TracedGraph,
     TracedProgram,
@@ -74,6 +75,7 @@ __all__ = [
     "equation_function",
     "equation_name",
     "equation_place",
+    "exchange_slices",
     "explicit_mesh",
     "explicit_part",
     "explicit_spec",

@@ -41,8 +41,9 @@ from jax_cudnn.ops.common.arguments import (
     why_symbolic,
 )
 from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.common.meshes import AxisName
 from jax_cudnn.ops.common.tracing import UntraceableError
-from jax_cudnn.parallel.axes import AxisName, axis_size
+from jax_cudnn.parallel.axes import axis_size
 from jax_cudnn.parallel.order import check_order
 from jax_cudnn.parallel.problem import Method, Problem, named
 from jax_cudnn.parallel.schedule import Order

@@ -3,8 +3,7 @@
 
 import jax
 
-# An axis of the mesh, or several, the first one varying slowest.
-AxisName = str | tuple[str, ...]
+from jax_cudnn.ops.common.meshes import AxisName
 
 
 def axis_size(op: str, axis_name: AxisName) -> int:

@@ -11,7 +11,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jax_cudnn.ops.common.arguments import as_operand, describe
-from jax_cudnn.parallel.axes import AxisName, axis_size
+from jax_cudnn.ops.common.meshes import AxisName
+from jax_cudnn.parallel.axes import axis_size
 from jax_cudnn.parallel.schedule import Order
 
 

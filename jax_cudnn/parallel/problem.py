@@ -17,7 +17,7 @@ from jax_cudnn.ops.attention.visibility.sentences import (
     Sentence,
     Tokens,
 )
-from jax_cudnn.parallel.axes import AxisName
+from jax_cudnn.ops.common.meshes import AxisName
 from jax_cudnn.parallel.order import all_positions, positions_of
 from jax_cudnn.parallel.schedule import Band, Order
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -25,9 +24,15 @@ from jax_cudnn.ops.attention.score_mod import Positions, ScoreMod
 from jax_cudnn.ops.attention.visibility.bands import WindowSize
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import as_operand, describe, in_front
+from jax_cudnn.ops.common.meshes import (
+    AxisName,
+    check_axes,
+    device_count,
+    mesh_of,
+    typed_part,
+)
 from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
 from jax_cudnn.parallel.attention import attend_shares, check_method
-from jax_cudnn.parallel.axes import AxisName
 from jax_cudnn.parallel.order import all_positions, check_order, from_zigzag
 from jax_cudnn.parallel.problem import SCORES, SEQUENCES, Method
 from jax_cudnn.parallel.schedule import Order
@@ -180,7 +185,9 @@ def sharded_sdpa(
       >>> parallel.sharded_sdpa(q, k, v, mesh=mesh, axis="seq", is_causal=True).shape
       (2, 6, 4, 8)
     """
-    axes = _Axes(mesh=_mesh(mesh), sequence=axis, batch=batch_axis, heads=head_axis)
+    axes = _Axes(
+        mesh=mesh_of(_OP, mesh), sequence=axis, batch=batch_axis, heads=head_axis
+    )
     axes.check_names()
     check_method(_OP, method)
     check_order(_OP, order)
@@ -264,34 +271,10 @@ def _program(
         return jax.jit(sharded)
 
     def moved(*arrays: jax.Array) -> Any:
-        shardings = (NamedSharding(mesh, _typed(mesh, spec)) for spec in in_specs)
+        shardings = (NamedSharding(mesh, typed_part(mesh, spec)) for spec in in_specs)
         return sharded(*map(reshard, arrays, shardings))
 
     return jax.jit(moved)
-
-
-def _typed(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
-    """Return the part of a sharding that is in types: along the mesh's explicit axes.
-
-    Along the others, `jax.shard_map` moves arrays by itself.
-    """
-    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-
-    def explicit(entry: Any) -> tuple[str, ...] | None:
-        names = () if entry is None else _names(entry)
-        return tuple(x for x in names if kinds[x] == AxisType.Explicit) or None
-
-    return PartitionSpec(*map(explicit, spec))
-
-
-def _mesh(mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
-    found = jax.sharding.get_abstract_mesh() if mesh is None else mesh
-    if found.empty:
-        raise ValueError(
-            f"{_OP}: there is no mesh. Pass one as mesh, for example "
-            'jax.make_mesh((8,), ("seq",)), or set one with jax.set_mesh.'
-        )
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -305,29 +288,19 @@ class _Axes:
 
     def check_names(self) -> None:
         """Raise unless each name is an axis of the mesh, and none is used twice."""
-        names: list[str] = []
-        for argument, axis in (
-            ("axis", self.sequence),
-            ("batch_axis", self.batch),
-            ("head_axis", self.heads),
-        ):
-            for name in () if axis is None else _names(axis):
-                if name not in self.mesh.axis_names:
-                    raise ValueError(
-                        f"{_OP}: {argument}={axis!r} is not an axis of the mesh, whose "
-                        f"axes are {', '.join(map(repr, self.mesh.axis_names))}."
-                    )
-                if name in names:
-                    raise ValueError(
-                        f"{_OP}: {argument}={axis!r} is used for another axis as well. "
-                        "Each mesh axis can shard one of sequence, batch and heads."
-                    )
-                names.append(name)
+        check_axes(
+            _OP,
+            self.mesh,
+            "sequence, batch and heads",
+            axis=self.sequence,
+            batch_axis=self.batch,
+            head_axis=self.heads,
+        )
 
     @property
     def count(self) -> int:
         """The number of devices that share a sequence."""
-        return math.prod(self.mesh.shape[name] for name in _names(self.sequence))
+        return device_count(self.mesh, self.sequence)
 
     def check_sizes(self, given: Arguments) -> None:
         """Raise unless the sizes of tokens and scores are multiples of the devices."""
@@ -382,7 +355,7 @@ class _Axes:
         for number, axis in enumerate(axes):
             if axis is None:
                 continue
-            count = math.prod(self.mesh.shape[each] for each in _names(axis))
+            count = device_count(self.mesh, axis)
             if x.shape[number] % count:
                 what = "Pad the sequence, and pass its length, or use"
                 if axis != self.sequence:
@@ -393,7 +366,3 @@ class _Axes:
                     f"devices, and must be a multiple of that. {what} an axis of fewer "
                     "devices."
                 )
-
-
-def _names(axis: AxisName) -> tuple[str, ...]:
-    return (axis,) if isinstance(axis, str) else axis

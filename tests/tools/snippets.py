@@ -30,10 +30,10 @@ GUIDES = (
     "ragged_dot.md",
     "reductions.md",
 )
-# Ring 5 does not run these: the first makes eight devices of the CPU, the second needs
-# a library that jax_cudnn does not, and the third compares f32 results more closely
-# than a GPU multiplies by default.
-OFF_GPU = ("several_gpus.md", "recipes.md", "flax.md")
+# Ring 5 does not run these: the first and the last make eight devices of the CPU, the
+# second needs a library that jax_cudnn does not, and the third compares f32 results
+# more closely than a GPU multiplies by default.
+OFF_GPU = ("several_gpus.md", "recipes.md", "flax.md", "moe.md")
 
 _GPU_MARK = "# needs a GPU\n"
 _CUDNN_MARK = "# needs cuDNN\n"

@@ -55,12 +55,12 @@ def test_every_example_is_run_here():
         "fuse_batch_matmul.py",
         "generate.py",
         "gradient_check.py",
-        "mixture_of_experts.py",
         "packed_documents.py",
         "quickstart.py",
         "train_char_transformer.py",
         "train_gpt.py",
         "train_llama.py",
+        "train_moe.py",
         "train_residual_cnn.py",
         "train_unet.py",
         "train_vision_transformer.py",
@@ -92,12 +92,6 @@ def test_packed_documents_give_the_loss_of_one_in_each_row():
     packed, other = re.search(r"loss (\S+) packed, (\S+) with", output).groups()
     assert packed == other
     assert number_after("loss", output.splitlines()[-1]) < float(packed)
-
-
-def test_a_mixture_of_experts_learns():
-    output = run_example("mixture_of_experts.py", "--experts", "8", "--steps", "60")
-    assert number_after("8 experts loss", output) > 2
-    assert number_after("before,", output) < 0.2
 
 
 def test_gradient_check_finds_no_error():
@@ -181,6 +175,39 @@ def test_train_llama_lowers_its_loss(tmp_path):
     assert last < first - 1.5
     assert abs(number_after("this model", output) - last) < 1
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_moe_lowers_its_loss_on_the_devices_that_divide_its_experts(tmp_path):
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    path = tmp_path / "experts.py"
+    path.write_text(MOE)
+    output = run_example(path, *GPT[2:], "--experts", "6", "--batch", "4")
+    assert "Devices     2 cpu" in output
+    first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
+    assert abs(first - math.log(256)) < 0.3
+    assert last < first - 1.2
+    assert abs(number_after("this model", output) - last) < 1
+    (shares,) = re.findall(r"^  block 0 (.*)  dropped 0.0$", output, re.M)
+    assert sum(map(float, shares.split())) == pytest.approx(100, abs=0.5)
+    for line, message in {
+        "--top-k 9": "--top-k 9: there are 8 experts",
+        "--steps 0": "--steps 0: it must be at least 1",
+    }.items():
+        done = start_example("train_moe.py", *line.split())
+        assert done.returncode == 2
+        assert message in done.stderr
+
+
+MOE = f"""
+import sys
+import jax
+jax.config.update("jax_num_cpu_devices", 4)
+jax.config.update("jax_disable_most_optimizations", True)
+sys.path.insert(0, {str(EXAMPLES)!r})
+import train_moe
+train_moe.main(sys.argv[1:])
+"""
 
 
 REFUSED_BY_GPT = {

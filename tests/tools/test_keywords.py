@@ -22,7 +22,7 @@ pytestmark = pytest.mark.once
 
 _NAMESPACES = (
     *("", ".f8", ".flax", ".flax.linen", ".flax.nnx", ".kv_cache", ".masks"),
-    *(".parallel", ".plans", ".score_mods"),
+    *(".moe", ".parallel", ".plans", ".score_mods"),
 )
 # Results, which nobody makes.
 _RESULTS = {
@@ -87,6 +87,7 @@ def test_all_public_functions_and_layers_are_looked_at() -> None:
     assert {name.rpartition(".")[2] for name in _PUBLIC.keys() - _TOLD.keys()} == {
         *("Mask", "add_tokamax", "autotune", "cache_info", "calibrated", "compose"),
         *("doctor", "explain", "inspect", "save", "warmup", "F8State"),
+        "SelectionBias",
         *("DenseState", "GatedMlpState"),
     }
 

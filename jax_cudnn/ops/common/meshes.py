@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Meshes and their axes as arguments of functions over several devices."""
+
+import math
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh, PartitionSpec
+
+# An axis of the mesh, or several, the first one varying slowest.
+AxisName = str | tuple[str, ...]
+
+
+def names_in(axis: AxisName | None) -> tuple[str, ...]:
+    """Return the names of the mesh axes that an argument names; none for None."""
+    if axis is None:
+        return ()
+    return (axis,) if isinstance(axis, str) else axis
+
+
+def mesh_of(op: str, mesh: Mesh | AbstractMesh | None) -> Mesh | AbstractMesh:
+    """Return a mesh, or the one that is set; raise ValueError if there is none."""
+    found = jax.sharding.get_abstract_mesh() if mesh is None else mesh
+    if found.empty:
+        raise ValueError(
+            f"{op}: there is no mesh. Pass one as mesh, for example "
+            'jax.make_mesh((8,), ("seq",)), or set one with jax.set_mesh.'
+        )
+    return found
+
+
+def check_axes(
+    op: str, mesh: Mesh | AbstractMesh, what: str, **axes: AxisName | None
+) -> None:
+    """Raise ValueError unless each name is an axis of the mesh, and is used once.
+
+    ``what`` says what an axis of the mesh can shard.
+    """
+    seen: set[str] = set()
+    for argument, axis in axes.items():
+        for name in names_in(axis):
+            if name not in mesh.axis_names:
+                raise ValueError(
+                    f"{op}: {argument}={axis!r} is not an axis of the mesh, whose "
+                    f"axes are {', '.join(map(repr, mesh.axis_names))}."
+                )
+            if name in seen:
+                raise ValueError(
+                    f"{op}: {argument}={axis!r} is used for another axis as well. "
+                    f"Each mesh axis can shard one of {what}."
+                )
+            seen.add(name)
+
+
+def device_count(mesh: Mesh | AbstractMesh, axis: AxisName | None) -> int:
+    """Return the number of devices along an axis of a mesh, or along several."""
+    return math.prod(mesh.shape[name] for name in names_in(axis))
+
+
+def typed_part(mesh: Mesh | AbstractMesh, spec: PartitionSpec) -> PartitionSpec:
+    """Return the part of a sharding that is in types: along the mesh's explicit axes.
+
+    Along the others, `jax.shard_map` moves arrays by itself.
+    """
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+
+    def explicit(entry: Any) -> tuple[str, ...] | None:
+        names = names_in(entry)
+        return tuple(x for x in names if kinds[x] == AxisType.Explicit) or None
+
+    return PartitionSpec(*map(explicit, spec))
