@@ -226,6 +226,16 @@ def check_flag(op: str, name: str, value: bool) -> bool:
     )
 
 
+def check_int(op: str, name: str, value: int) -> int:
+    """Return an int, or raise TypeError for what is none or is not known yet."""
+    if isinstance(value, int | np.integer) and not isinstance(value, bool):
+        return int(value)
+    raise TypeError(
+        f"{op}: {name} is {type(value).__name__}. It must be an int, since it is part "
+        "of the compiled program. Under jax.jit, name it in static_argnames."
+    )
+
+
 def check_integers(op: str, name: str, value: ArrayLike) -> jax.Array:
     """Return an array of integers, or raise TypeError."""
     array = as_operand(op, name, value)

@@ -9,13 +9,12 @@ from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.lowering import splittable
 from jax_cudnn.ops.common.activations import Activation
-from jax_cudnn.ops.common.arguments import describe
+from jax_cudnn.ops.common.arguments import check_int, describe
 from jax_cudnn.ops.common.fusion import Operand
 from jax_cudnn.ops.norms.call import (
     Norm,
@@ -309,14 +308,10 @@ def _of_groups(
 
 
 def _check_groups(op: str, groups: int, channels: int) -> int:
-    if not isinstance(groups, int | np.integer) or isinstance(groups, bool):
-        raise TypeError(
-            f"{op}: groups is {type(groups).__name__}. It must be an int, since it is "
-            "part of the compiled program."
-        )
+    groups = check_int(op, "groups", groups)
     if groups < 1 or channels % groups:
         raise ValueError(
             f"{op}: groups={groups} for {channels} channels. It must divide them. Pass "
             "a divisor, 1 or more."
         )
-    return int(groups)
+    return groups

@@ -94,15 +94,18 @@ def test_all_dtypes_are_planned(kind: str, gpu: str) -> None:
 
 @_GPUS
 def test_images_are_planned_as_they_are_stored(gpu: str) -> None:
-    """But for gradients that are wrong: of several odd images of 16 bits."""
+    """But for gradients that are wrong: of several odd images of 16 bits.
+
+    Groups of several channels become rows, and are right.
+    """
     wrong, problems = [], []
     for dims in _DIMS["group_norm"]:
-        is_odd = dims[0] > 1 and math.prod(dims[1:]) % 2 == 1
+        is_odd = dims[0] > 1 and dims[2] == 1 and math.prod(dims[1:]) % 2 == 1
         for dtype in ("bf16", "f16", "f32"):
             problem = Problem(kind="group_norm", dims=dims, dtype=dtype, order=_LAST)
             (wrong if is_odd and dtype != "f32" else problems).append(problem)
     _check(problems, gpu)
-    assert len(wrong) == 4
+    assert len(wrong) == 2
     for problem in wrong:
         legal = legalize(backward_of(problem.graph), harness.target(gpu))
         assert not legal.candidates

@@ -379,6 +379,21 @@ _layer = functools.partial(moe.layer, **_LAYER)
             "moe.layer: top_k=6 experts are chosen of 5. It must be from 1 to 5.",
         ),
         (
+            lambda: _layer(top_k=2.0),
+            TypeError,
+            "moe.layer: top_k is float. It must be an int",
+        ),
+        (
+            lambda: jax.jit(lambda k: _layer(top_k=k))(2),
+            TypeError,
+            "name it in static_argnames",
+        ),
+        (
+            lambda: moe.permutation(jnp.ones((4, 1), int), 2, capacity=1.5),  # type: ignore[arg-type]
+            TypeError,
+            "moe.permutation: capacity is float. It must be an int",
+        ),
+        (
             lambda: _layer(top_k=2, scores="relu"),  # type: ignore[arg-type]
             ValueError,
             "moe.layer: scores='relu' is not one of 'softmax', 'sigmoid'.",

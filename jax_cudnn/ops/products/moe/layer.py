@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.moe.layer`: a mixture of experts on one device, or over a mesh."""
 
+from __future__ import annotations
+
 import jax
 from jax.sharding import AbstractMesh, Mesh
 from jax.typing import ArrayLike
@@ -111,7 +113,8 @@ def layer(
       ValueError: shapes that do not fit, or that the devices do not divide; axes that
         are not those of the mesh; a `capacity_factor` that is not positive; and as
         :func:`jax_cudnn.moe.router`.
-      TypeError: operands that are no floats, dtypes that JAX does not promote.
+      TypeError: operands that are no floats, dtypes that JAX does not promote; and as
+        :func:`jax_cudnn.moe.router`.
       UnsupportedError, LibraryError: as :func:`jax_cudnn.ragged_dot`.
 
     Notes:

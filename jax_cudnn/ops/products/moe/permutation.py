@@ -5,13 +5,20 @@ A `Permutation` says both ways where each row is. So both functions, and the tra
 of both, are gathers: no gradient is a scatter that adds rows in an unknown order.
 """
 
+from __future__ import annotations
+
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.ops.common.arguments import as_operand, check_integers, describe
+from jax_cudnn.ops.common.arguments import (
+    as_operand,
+    check_int,
+    check_integers,
+    describe,
+)
 from jax_cudnn.reference.products.grouped_matmul import Groups
 
 
@@ -60,7 +67,7 @@ def permutation(
       A :class:`Permutation` with m = t * k rows, or min(t * k, e * capacity).
 
     Raises:
-      TypeError: `experts` are no integers.
+      TypeError: `experts` are no integers, or `num_experts` or `capacity` no int.
       ValueError: `experts` are not (t, k); `num_experts` or `capacity` below 1.
 
     Example:
@@ -83,7 +90,7 @@ def permutation(
     if capacity is not None:
         limits["capacity"] = capacity
     for name, value in limits.items():
-        if value < 1:
+        if check_int("moe.permutation", name, value) < 1:
             raise ValueError(
                 f"moe.permutation: {name}={value} must be at least 1. Pass a larger "
                 "number."

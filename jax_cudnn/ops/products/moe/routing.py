@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`jax_cudnn.moe.router`: which experts each token goes to, with which weights."""
 
+from __future__ import annotations
+
 import math
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
@@ -14,6 +16,7 @@ from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_dtype,
     check_flag,
+    check_int,
     describe,
 )
 from jax_cudnn.ops.common.meshes import AxisName, names_in
@@ -150,7 +153,8 @@ def router(
     Raises:
       ValueError: shapes that do not fit, unknown `scores`, `top_k` or `groups` that
         ask for more experts than there are, a `scale` that is not finite.
-      TypeError: operands that are no floats, a `normalize` that is no bool.
+      TypeError: operands that are no floats, a `top_k` that is no int, a `normalize`
+        that is no bool.
 
     Notes:
       Hugging Face's load_balancing_loss_func is k times this one. NaN and infinities
@@ -192,6 +196,7 @@ def check_router(op: str, x: jax.Array, router_w: jax.Array, rule: Rule) -> None
             "if it is (experts, width)."
         )
     count = router_w.shape[1]
+    check_int(op, "top_k", rule.top_k)
     if not 1 <= rule.top_k <= count:
         raise ValueError(
             f"{op}: top_k={rule.top_k} experts are chosen of {count}. It must be from "
