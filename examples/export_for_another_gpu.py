@@ -41,7 +41,7 @@ def loss(
         *(images, parameters["filters"], (1, 1), "SAME"),
         bias=parameters["bias"],
         activation="relu",
-        dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        dimension_numbers="NHWC",
         implementation=implementation,
     )
     tokens = x.reshape(IMAGES, SIZE * SIZE, HEADS, CHANNELS // HEADS)

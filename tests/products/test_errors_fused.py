@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax import export
 
@@ -178,28 +179,47 @@ def test_a_padding_of_ints_is_told_its_pairs_by_convolution_and_pooling(
 @pytest.mark.parametrize(
     ("numbers", "layouts"),
     [
-        ("NHWC", ("NHWC", "HWIO", "NHWC")),
-        ("NCHW", ("NCHW", "OIHW", "NCHW")),
-        ("NWC", ("NWC", "WIO", "NWC")),
-        ("NCDHW", ("NCDHW", "OIDHW", "NCDHW")),
         (("NHWC",), ("NHWC", "HWIO", "NHWC")),
         (("NCHW", "OIHW"), ("NCHW", "OIHW", "NCHW")),
         *((x, ("NHWC", "HWIO", "NHWC")) for x in ("channels_last", "HWIO", "")),
+        *((x, ("NHWC", "HWIO", "NHWC")) for x in ("NHHC", "NIWC", "HWNC", "CHWN")),
         ("NC", ("NC", "IO", "NC")),
     ],
 )
-def test_a_layout_of_one_array_is_told_those_of_three(
+def test_what_is_no_layout_is_told_those_of_three(
     numbers: Any, layouts: tuple[str, ...]
 ) -> None:
     told = (
-        f"conv: dimension_numbers={numbers!r} is not a layout for each of lhs, rhs and "
-        f"the result. Pass for example {layouts}."
+        f"conv: dimension_numbers={numbers!r} is neither a layout for each of lhs, rhs "
+        "and the result, nor one of images that begins with N and has C behind it or "
+        f"last. Pass for example {layouts}."
     )
     _check(_conv, {"dimension_numbers": numbers}, TypeError, told)
     # The advice helps.
     sizes = {"N": 2, "C": 4, "I": 4, "O": 3, "W": 5, "H": 6, "D": 7}
     lhs, rhs = (_zeros(*map(sizes.__getitem__, layout)) for layout in layouts[:2])
     assert conv(lhs, rhs, dimension_numbers=layouts).ndim == len(layouts[0])
+
+
+@pytest.mark.parametrize(
+    "layouts",
+    [
+        ("NHWC", "HWIO", "NHWC"),
+        ("NCHW", "OIHW", "NCHW"),
+        ("NWC", "WIO", "NWC"),
+        ("NCDHW", "OIDHW", "NCDHW"),
+        ("NXYC", "XYIO", "NXYC"),
+    ],
+)
+def test_the_layout_of_images_says_those_of_filters(layouts: tuple[str, ...]) -> None:
+    sizes = {"N": 2, "C": 4, "I": 4, "O": 3, "W": 5, "H": 6, "D": 7, "X": 5, "Y": 4}
+    lhs, rhs = (
+        jax.random.normal(jax.random.key(i), [sizes[letter] for letter in layout])
+        for i, layout in enumerate(layouts[:2])
+    )
+    long = conv(lhs, rhs, dimension_numbers=layouts, padding="SAME")
+    short = conv(lhs, rhs, dimension_numbers=layouts[0], padding="SAME")
+    np.testing.assert_array_equal(short, long)
 
 
 @pytest.mark.parametrize(

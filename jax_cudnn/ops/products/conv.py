@@ -117,9 +117,10 @@ def conv(
       lhs_dilation: spacing of lhs's elements, with zeros in between, as in a
         transposed convolution. Default None: 1 along each axis, no zeros.
       rhs_dilation: spacing of rhs's elements, likewise (atrous). Default None: 1.
-      dimension_numbers: as for lax. cuDNN computes in channels-last order ("NHWC",
-        "HWIO", "NHWC"); arrays in other layouts are transposed before and after.
-        Default None: ("NCHW", "OIHW", "NCHW").
+      dimension_numbers: as for lax, or the layout of images and result alone: "NHWC"
+        is ("NHWC", "HWIO", "NHWC"), the order in which cuDNN computes, and "NCHW" is
+        ("NCHW", "OIHW", "NCHW"); "NWC", "NDHWC" and so on likewise. Arrays in other
+        layouts are transposed before and after. Default None: channels first.
       feature_group_count: groups of channels; c for a depthwise convolution.
         Default 1.
       batch_group_count: groups of images, as for lax. Default 1.
@@ -363,8 +364,7 @@ def _problem(
             f"conv: rhs is {describe(w)} but lhs is {describe(x)}. Both must have one "
             "dtype. Convert one of them."
         )
-    numbers: Any = dimension_numbers
-    _check_numbers(numbers)
+    numbers = _three_layouts(dimension_numbers)
     if not _are_pads(options["padding"], x.ndim - 2):
         refuse_pads("conv", options["padding"], x.ndim - 2)
     options |= {
@@ -425,24 +425,33 @@ def _channels_last_hint(
         return ""
     return (
         " The default layout has channels first. For channels last, as these operands "
-        f"seem to have them, pass dimension_numbers={last}."
+        f"seem to have them, pass dimension_numbers={last[0]!r}."
     )
 
 
-def _check_numbers(numbers: Any) -> None:
-    """Raise TypeError for the layout of one array, where lax wants those of three."""
+def _three_layouts(numbers: Any) -> Any:
+    """Return the layouts of three arrays, or raise TypeError for those of fewer.
+
+    A layout alone is that of images and result. Filters then have their channels where
+    the images have them.
+    """
     is_some = isinstance(numbers, tuple | list) and len(numbers) in (1, 2)
     if not (isinstance(numbers, str) or is_some):
-        return
+        return numbers
     first = str(numbers[0] if is_some else numbers)
     space = first.strip("NC")
-    if {"N", "C"} <= set(first) and first in (f"N{space}C", f"NC{space}"):
+    is_layout = len({*first, "I", "O"}) == len(first) + 2
+    is_layout &= first in (f"N{space}C", f"NC{space}")
+    if is_layout:
         filters = f"{space}IO" if first.endswith("C") else f"OI{space}"
     else:
         first, filters = "NHWC", "HWIO"
+    if is_layout and space and not is_some:
+        return first, filters, first
     raise TypeError(
-        f"conv: dimension_numbers={numbers!r} is not a layout for each of lhs, rhs and "
-        f"the result. Pass for example {(first, filters, first)}."
+        f"conv: dimension_numbers={numbers!r} is neither a layout for each of lhs, rhs "
+        "and the result, nor one of images that begins with N and has C behind it or "
+        f"last. Pass for example {(first, filters, first)}."
     )
 
 
