@@ -2,7 +2,7 @@
 """Writes the graph of a contraction and its epilogue, and runs it."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from jax_cudnn.ops.common.activations import (
     write,
 )
 from jax_cudnn.ops.common.arguments import tensor
+from jax_cudnn.ops.common.plain import Epilogue
 from jax_cudnn.reference.dtypes import jax_dtype
 
 
@@ -94,10 +95,23 @@ class Fusion:
             value = self.writer.pointwise("mul", value, factor)
         return value
 
-    def added(self, value: str, terms: Sequence[str]) -> str:
-        """Add tensors."""
-        for term in terms:
-            value = self.writer.pointwise("add", value, term)
+    def followed(
+        self,
+        value: str,
+        epilogue: Epilogue,
+        operand: Callable[[str, jax.Array | float], str],
+    ) -> str:
+        """Scale the sums and add to them, as an epilogue has it before its activation.
+
+        ``operand`` adds an operand of the epilogue to the graph, and returns its name.
+        """
+        for step, name, given in epilogue.steps:
+            if step == "add":
+                value = self.writer.pointwise("add", value, operand(name, given))
+            elif isinstance(given, jax.Array):
+                value = self.scaled(value, [operand(name, given)])
+            else:
+                value = self.scaled(value, [float(given)])
         return value
 
     def run(

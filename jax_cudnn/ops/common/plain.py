@@ -28,11 +28,14 @@ _log = logging.getLogger("jax_cudnn")
 class Epilogue(NamedTuple):
     """The operations on the sums: arrays and numbers, or None where not given.
 
-    ``gate`` is an activation of the array ``scale_out``, which a graph holds.
+    The result is scale_out * activation(branch_scale * (scale * sums + bias) +
+    residual). ``gate`` is an activation of the array ``scale_out``, which a graph
+    holds.
     """
 
     scale: jax.Array | float | None = None
     bias: jax.Array | float | None = None
+    branch_scale: jax.Array | float | None = None
     residual: jax.Array | float | None = None
     activation: Activation | None = None
     scale_out: jax.Array | float | None = None
@@ -44,6 +47,7 @@ class Epilogue(NamedTuple):
         op: str,
         *,
         bias: ArrayLike | None,
+        branch_scale: ArrayLike | None = None,
         residual: ArrayLike | None = None,
         activation: Activation | None = None,
         scale: ArrayLike | None = None,
@@ -54,6 +58,7 @@ class Epilogue(NamedTuple):
         return cls(
             scale=as_factor(op, "scale", scale),
             bias=as_term(op, "bias", bias),
+            branch_scale=as_factor(op, "branch_scale", branch_scale),
             residual=as_term(op, "residual", residual),
             activation=activation,
             scale_out=as_factor(op, "scale_out", scale_out),
@@ -61,11 +66,19 @@ class Epilogue(NamedTuple):
         )
 
     @property
-    def terms(self) -> Iterator[tuple[str, jax.Array | float]]:
-        """The arrays and numbers that are added, by name."""
-        for name in ("bias", "residual"):
+    def steps(self) -> Iterator[tuple[str, str, jax.Array | float]]:
+        """What happens to the sums before the activation: operation, name, value."""
+        for step, name in _STEPS:
             if (value := getattr(self, name)) is not None:
-                yield name, value
+                yield step, name, value
+
+
+_STEPS = (
+    ("mul", "scale"),
+    ("add", "bias"),
+    ("mul", "branch_scale"),
+    ("add", "residual"),
+)
 
 
 def check_implementation(op: str, reason: str, call: Options) -> None:
@@ -108,12 +121,12 @@ def run_plain(
     if all(each is None for each in epilogue):
         return run(preferred)
     value = run(_sums(result.dtype))
-    scale, *_, activation, scale_out, gate = epilogue
-    assert gate is None, "it is for graphs"
-    scales = (("scale", scale), ("scale_out", scale_out))
+    assert epilogue.gate is None, "it is for graphs"
+    activation, steps = epilogue.activation, list(epilogue.steps)
+    last = ("mul", "scale_out", epilogue.scale_out)
     arrays = {
         name: place(name, jnp.asarray(x), result.shape)
-        for name, x in (*scales, *epilogue.terms)
+        for _, name, x in (*steps, last)
         if x is not None
     }
     are_integers = all(map(_is_integer, arrays.values())) and activation is None
@@ -126,10 +139,8 @@ def run_plain(
                 "Beside them it must be real. Take its real part."
             )
         arrays[name] = x.astype(value.dtype)
-    if "scale" in arrays:
-        value *= arrays["scale"]
-    for name, _ in epilogue.terms:
-        value += arrays[name]
+    for step, name, _ in steps:
+        value = value + arrays[name] if step == "add" else value * arrays[name]
     if activation is not None:
         result_of = on_array(op, activation, jnp.squeeze(value, dropped))
         value = jnp.expand_dims(result_of, dropped)

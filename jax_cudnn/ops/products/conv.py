@@ -80,6 +80,7 @@ def conv(
     residual: ArrayLike | None = None,
     activation: Activation | None = None,
     scale: ArrayLike | None = None,
+    branch_scale: ArrayLike | None = None,
     implementation: Implementation | None = "auto",
     plan: PlanOptions | None = None,
 ) -> jax.Array:
@@ -91,8 +92,9 @@ def conv(
 
     .. math::
 
-        \mathrm{output} = \mathrm{activation}(\mathrm{scale} \cdot (x * w)
-            + \mathrm{bias} + \mathrm{residual})
+        \mathrm{output} = \mathrm{activation}\big(\mathrm{branch\_scale} \cdot
+            (\mathrm{scale} \cdot (x * w) + \mathrm{bias})
+            + \mathrm{residual}\big)
 
     where x is `lhs`, w is `rhs` and ``*`` is cross-correlation over the window and a
     group's channels. The whole formula is one kernel, except for activations that
@@ -141,6 +143,10 @@ def conv(
         meaning. Any other function is applied to the kernel's result, before rounding,
         as JAX code (docs/performance.md; `plans.inspect` says why). Default None: none.
       scale: multiplies the convolution: a number, or an array () or (o,).
+      branch_scale: multiplies the convolution with its bias, before the residual is
+        added: a number, (o,), or an array that broadcasts to the result, such as one
+        number for each image. It serves residual branches: layer scale, stochastic
+        depth, gates of adaptive norms. Differentiable. Default None: 1.
       implementation: "auto" (default) uses cuDNN where it has a plan and XLA
         elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
         cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
@@ -187,9 +193,14 @@ def conv(
     call = options("conv", implementation, plan, precision)
     x, w = as_operand("conv", "lhs", lhs), as_operand("conv", "rhs", rhs)
     epilogue = Epilogue.of(
-        "conv", scale=scale, bias=bias, residual=residual, activation=activation
+        "conv",
+        scale=scale,
+        bias=bias,
+        branch_scale=branch_scale,
+        residual=residual,
+        activation=activation,
     )
-    if weak := is_weak(x, w, scale, bias, residual):
+    if weak := is_weak(x, w, scale, bias, branch_scale, residual):
         x, w = strongly_typed(x), strongly_typed(w)
     problem = _problem(
         x,
@@ -279,14 +290,8 @@ def _fused(
         array = _broadcastable(name, array, shape, layout.out_spec[1])
         return fusion.operand(name, Operand(array, order))
 
-    factors: list[str | float] = []
-    if isinstance(epilogue.scale, jax.Array):
-        factors.append(operand("scale", epilogue.scale))
-    elif epilogue.scale is not None:
-        factors.append(float(epilogue.scale))
-    terms = [operand(name, value) for name, value in epilogue.terms]
     output = fusion.run(
-        fusion.added(fusion.scaled(product, factors), terms),
+        fusion.followed(product, epilogue, operand),
         epilogue.activation,
         shape=shape,
         dtype=rounded,

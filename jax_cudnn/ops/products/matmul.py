@@ -57,6 +57,7 @@ def matmul(
     scale_a: ArrayLike | None = None,
     scale_b: ArrayLike | None = None,
     scale_out: ArrayLike | None = None,
+    branch_scale: ArrayLike | None = None,
     precision: Precision = None,
     preferred_element_type: object = None,
     out_sharding: object = None,
@@ -70,8 +71,9 @@ def matmul(
     .. math::
 
         \mathrm{output} = \mathrm{scale\_out} \cdot \mathrm{activation}\Big(
+            \mathrm{branch\_scale} \cdot \Big(
             \sum_r (\mathrm{scale\_a}\, a)_{mr} (\mathrm{scale\_b}\, b)_{rn}
-            + \mathrm{bias} + \mathrm{residual}\Big)
+            + \mathrm{bias}\Big) + \mathrm{residual}\Big)
 
     The whole formula is one kernel, except for activations that cuDNN does not have.
     Sums, and the values computed from them, are kept in f32 (f64 for f64, i32 sums for
@@ -107,6 +109,10 @@ def matmul(
         computed: a number, or an array that broadcasts to the result. It serves to
         quantise or to gate the result (see :func:`gated_matmul`). Differentiable.
         Default None: 1.
+      branch_scale: multiplies the product with its bias, before the residual is added:
+        a number, or an array that broadcasts to the result, such as (n,) for layer
+        scale, or (..., 1, n) for the gate of an adaptive norm. Differentiable. Default
+        None: 1.
       precision: precision of f32 products; every value that jnp.matmul takes. Default
         None: `jax.default_matmul_precision`. cuDNN multiplies f32 in TF32, as XLA does
         on a GPU except for "highest". For "highest", and for algorithms that cuDNN does
@@ -152,6 +158,7 @@ def matmul(
     epilogue = Epilogue.of(
         "matmul",
         bias=bias,
+        branch_scale=branch_scale,
         residual=residual,
         activation=activation,
         scale_out=scale_out,
@@ -185,8 +192,9 @@ def matmul_with(
                 f"matmul: {name} is {describe(x)}. It must have one axis or more. "
                 f"Multiply by a scalar with `*`, or pass it as scale_{name}."
             )
-    terms = (epilogue.bias, epilogue.residual, epilogue.scale_out)
-    weak = preferred is None and is_weak(a, b, *terms, *scales.values())
+    given = (value for _, _, value in epilogue.steps)
+    weak = is_weak(a, b, *given, epilogue.scale_out, *scales.values())
+    weak = weak and preferred is None
     if weak:
         a, b = strongly_typed(a), strongly_typed(b)
     dtypes = common_dtypes("matmul", a, b)

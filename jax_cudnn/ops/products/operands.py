@@ -144,17 +144,17 @@ def run_product(
     """Return the product with what follows it, in a dtype that a graph can give."""
     fusion, value, rounded = begin_product(product, dtypes, dtype)
     sums = fusion.writer.accumulator
-    terms = [
-        fusion.operand(name, _term(product, name, as_array(array, sums)))
-        for name, array in epilogue.terms
-    ]
+
+    def operand(name: str, given: jax.Array | float) -> str:
+        return fusion.operand(name, _term(product, name, as_array(given, sums)))
+
     factor = epilogue.scale_out
     if isinstance(factor, int | float):
         factor = float(factor)
     elif factor is not None:
         factor = _term(product, "scale_out", factor)
     output = fusion.run(
-        fusion.added(value, terms),
+        fusion.followed(value, epilogue, operand),
         epilogue.activation,
         shape=product.shape,
         factor=factor,
