@@ -13,6 +13,8 @@ import pytest
 
 from jax_cudnn import conv, matmul, plans
 
+pytestmark = pytest.mark.sampled
+
 _CONV: dict[str, Any] = {"padding": "SAME", "dimension_numbers": "NHWC"}
 # Of a matmul (2, 5, 7) and a convolution (2, 5, 4, 7): one for all, per feature, per
 # example, per example and feature, and per element.

@@ -70,8 +70,8 @@ class Problem:
 
     ``contract`` takes the two operands of the contraction and the dtype of the result.
     ``before`` and ``between`` name the scales of those operands and of the sums,
-    ``terms`` what is added, ``last`` what scales the result. ``wide`` is the dtype in
-    which the operands are multiplied, None for 8 bits.
+    ``terms`` what is added, or scales a branch, ``last`` what scales the result.
+    ``wide`` is the dtype in which the operands are multiplied, None for 8 bits.
     """
 
     text: str
@@ -149,7 +149,8 @@ def _plain(
     for name in problem.between:
         sums = sums * value[name]
     for name in problem.terms:
-        sums = sums + value[name]
+        is_factor = name == "branch_scale"
+        sums = sums * value[name] if is_factor else sums + value[name]
     result = sums
     if problem.activation is not None:
         result = ACTIVATIONS[problem.activation][0](sums)

@@ -189,6 +189,16 @@ def conv_problem(
             factors = draw.factors(own, draw.one_of((epilogue, "float32")), scale_size)
             operands["scale"] = Operand(array=factors, aligned=aligned, full=shape)
     activation = draw.activation()
+    if terms and draw.chance(0.2):  # last, so that all else is as it was
+        images = tuple(
+            size if letter == "N" else 1
+            for letter, size in zip(numbers[2], shape, strict=True)
+        )
+        own = draw.one_of(((), (o,), images))
+        aligned = {(): (1,) * len(shape), (o,): vector, images: images}[own]
+        factors = draw.factors(own, draw.one_of((epilogue, "float32")), 1.0)
+        operands["branch_scale"] = Operand(array=factors, aligned=aligned, full=shape)
+        terms.insert(int(terms[0] == "bias"), "branch_scale")
 
     def call(
         implementation: Implementation, arrays: Mapping[str, jax.Array]

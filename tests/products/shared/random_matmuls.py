@@ -149,6 +149,14 @@ def matmul_problem(
     if out_dtype is None:
         out_dtype = preferred = "bfloat16"
     with_gradients &= out_dtype not in (*F8, "int32")
+    if terms and draw.chance(0.2):  # last, so that all else is as it was
+        own = draw.one_of(((), (n,), (*shape[:-1], 1)))
+        operands["branch_scale"] = Operand(
+            array=draw.factors(own, draw.one_of((epilogue, "float32")), 1.0),
+            aligned=(1,) * (len(shape) - len(own)) + own,
+            full=shape,
+        )
+        terms.insert(int(terms[0] == "bias"), "branch_scale")
 
     def call(
         implementation: Implementation, arrays: Mapping[str, jax.Array]
