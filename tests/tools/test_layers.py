@@ -477,25 +477,30 @@ def _label(path: Path) -> str:
     return path.relative_to(_ROOT).as_posix()
 
 
-@pytest.mark.parametrize("path", _sources("*.py"), ids=_label)
-def test_python_files_begin_with_licence_and_docstring(path: Path) -> None:
+def _begins_well(path: Path) -> bool:
     lines = path.read_text(encoding="utf-8").splitlines()
     if lines[0].startswith("#!"):
         del lines[0]
-    assert lines[0] == "# SPDX-License-Identifier: Apache-2.0"
-    assert lines[1].startswith(('"""', 'r"""'))
+    is_python = path.suffix == ".py"
+    sign, opening = ("#", ('"""', 'r"""')) if is_python else ("//", ("// ",))
+    is_licensed = lines[0] == f"{sign} SPDX-License-Identifier: Apache-2.0"
+    return is_licensed and lines[1].startswith(opening)
 
 
-@pytest.mark.parametrize("path", _sources("*.py"), ids=_label)
-def test_docstrings_of_python_files_begin_with_a_statement(path: Path) -> None:
-    doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
-    assert doc is not None
-    assert not re.search(r"\?(\s|$)", doc.split("\n\n")[0])
+def test_files_begin_with_licence_and_purpose() -> None:
+    files = _sources("*.py", "*.cc", "*.h")
+    assert len(files) > 500
+    assert [_label(path) for path in files if not _begins_well(path)] == []
 
 
-@pytest.mark.parametrize("path", _sources("*.cc", "*.h"), ids=_label)
-def test_cxx_files_begin_with_licence_and_purpose(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert lines[0] == "// SPDX-License-Identifier: Apache-2.0"
-    assert lines[1].startswith("// ")
-    assert not lines[1].endswith("?")
+def _first_words(path: Path) -> str:
+    text = path.read_text(encoding="utf-8")
+    if path.suffix != ".py":
+        return text.splitlines()[1]
+    return (ast.get_docstring(ast.parse(text)) or "?").split("\n\n")[0]
+
+
+def test_files_begin_with_a_statement() -> None:
+    files = _sources("*.py", "*.cc", "*.h")
+    asks = re.compile(r"\?(\s|$)")
+    assert [_label(path) for path in files if asks.search(_first_words(path))] == []
