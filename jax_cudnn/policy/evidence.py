@@ -4,11 +4,19 @@
 import functools
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from jax_cudnn.graph import Target
-from jax_cudnn.policy.nearest import FAR, LOSS, Kernel, Measured, Verdict, verdict_of
+from jax_cudnn.policy.nearest import (
+    FAR,
+    LOSS,
+    Kernel,
+    Measured,
+    Near,
+    Verdict,
+    verdict_of,
+)
 from jax_cudnn.policy.tables import Table, Tables
 
 
@@ -27,23 +35,12 @@ def _kernel_of(entry: Sequence[Any]) -> tuple[Kernel, float]:
 
 
 def verdict_on(
-    kernel: Kernel,
-    tables: Tables,
-    last: Table | None = None,
-    engine: int | None = None,
+    kernel: Kernel, tables: Tables, last: Table | None = None
 ) -> Verdict | None:
-    """Judge a kernel by those of the tables, up to a last one if it is given.
-
-    With an engine, it is judged as if that one had cuDNN's first plan.
-    """
-    found: list[tuple[float, float, int]] = []
-    for place, table in enumerate(tables.tables):
-        more, near = tables.apart[place], kernels(table).near(kernel, engine)
-        found += ((apart + more, ratio, place) for apart, ratio in near)
-        if table is last:
-            break
+    """Judge a kernel by those of the tables, up to a last one if it is given."""
     # Where rows are the alternative, kernels have to be like this one.
-    return verdict_of(found, FAR if last is not None else math.inf)
+    most_apart = FAR if last is not None else math.inf
+    return _verdict(_near(kernel, tables, last), None, most_apart)
 
 
 def slow_engines(kernel: Kernel, tables: Tables) -> tuple[int, ...]:
@@ -52,9 +49,35 @@ def slow_engines(kernel: Kernel, tables: Tables) -> tuple[int, ...]:
     The number of an engine means the same on all GPUs, as far as it was seen, and what
     was measured elsewhere counts as further away.
     """
-    every = {e for table in tables.tables for e in kernels(table).engines(kernel)}
-    verdicts = {e: verdict_on(kernel, tables, engine=e) for e in sorted(every)}
-    return tuple(e for e, found in verdicts.items() if found and not found.is_faster)
+    near = _near(kernel, tables)
+    every = sorted({engine for _, each, _ in near for engine in each.engines})
+    verdicts = ((engine, _verdict(near, engine)) for engine in every)
+    return tuple(e for e, found in verdicts if found and not found.is_faster)
+
+
+_Found = Sequence[tuple[float, Near, int]]
+
+
+def _near(kernel: Kernel, tables: Tables, last: Table | None = None) -> _Found:
+    """Return the kernels near one, by how much their table is away, and its place."""
+    found: list[tuple[float, Near, int]] = []
+    for place, table in enumerate(tables.tables):
+        more = tables.apart[place]
+        found += ((more, x, place) for x in kernels(table).near_kernels(kernel))
+        if table is last:
+            break
+    return found
+
+
+def _verdict(
+    near: _Found, engine: int | None, most_apart: float = math.inf
+) -> Verdict | None:
+    def judged() -> Iterator[tuple[float, float, int]]:
+        for more, each, place in near:
+            apart, ratio = each.by(engine)
+            yield apart + more, ratio, place
+
+    return verdict_of(judged(), most_apart)
 
 
 def told(kernel: Kernel, verdict: Verdict) -> str:

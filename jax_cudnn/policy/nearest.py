@@ -13,6 +13,7 @@ import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 # What takes more than this of XLA's time is a loss.
 LOSS = 1.05
@@ -91,6 +92,22 @@ class Verdict:
     tables: tuple[int, ...] = ()
 
 
+class Near(NamedTuple):
+    """A measured kernel: how far away, cuDNN's time over XLA's, and engines' times."""
+
+    apart: float
+    ratio: float
+    engines: Mapping[int, float]
+
+    def by(self, engine: int | None) -> tuple[float, float]:
+        """Return the distance and the ratio as if that engine had the first plan."""
+        if engine is None:
+            return self.apart, self.ratio
+        if engine in self.engines:
+            return self.apart, self.engines[engine]
+        return self.apart + _OTHER_ENGINE, self.ratio
+
+
 class Measured:
     """Kernels that were measured, each with cuDNN's time over XLA's."""
 
@@ -108,23 +125,15 @@ class Measured:
         The ratios are of an engine, if one is given and it was timed, and otherwise of
         cuDNN's first plan.
         """
+        return (each.by(engine) for each in self.near_kernels(kernel))
+
+    def near_kernels(self, kernel: Kernel) -> Iterator[Near]:
+        """Yield those that say something of a kernel."""
         for each, ratio in self._families.get(family_of(kernel.name), ()):
             apart = between_sizes(kernel, each)
-            if apart > FAR:
-                continue
-            apart += between_names(kernel.name, each.name)
-            if engine is None:
-                yield apart, ratio
-            elif engine in each.engines:
-                yield apart, each.engines[engine]
-            else:
-                yield apart + _OTHER_ENGINE, ratio
-
-    def engines(self, kernel: Kernel) -> set[int]:
-        """Return the engines that were timed for the kernels near one."""
-        every = self._families.get(family_of(kernel.name), ())
-        near = (each for each, _ in every if between_sizes(kernel, each) <= FAR)
-        return {engine for each in near for engine in each.engines}
+            if apart <= FAR:
+                apart += between_names(kernel.name, each.name)
+                yield Near(apart, ratio, each.engines)
 
     def verdict(self, kernel: Kernel, engine: int | None = None) -> Verdict | None:
         """Return what is known of a kernel, None where too few are near it."""
