@@ -191,6 +191,7 @@ def test_states_may_be_multiplied(factor: float) -> None:
     )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -1.0, 1e10])
 @pytest.mark.parametrize("place", [0, 1, 5])
 def test_a_broken_state_recovers(bad: float, place: int) -> None:
