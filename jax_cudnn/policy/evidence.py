@@ -46,8 +46,8 @@ def verdict_on(
 def slow_engines(kernel: Kernel, tables: Tables) -> tuple[int, ...]:
     """Return the engines with which the kernels most like one were not faster.
 
-    The number of an engine means the same on all GPUs, as far as it was seen, and what
-    was measured elsewhere counts as further away.
+    So they decide on other architectures, too, where nothing nearer was measured. A
+    number may mean another engine there, and XLA's code is the safe choice.
     """
     near = _near(kernel, tables)
     every = sorted({engine for _, each, _ in near for engine in each.engines})

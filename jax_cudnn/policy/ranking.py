@@ -103,18 +103,23 @@ def _ranked(
     slow_engines = found.slow_engines
     if not is_known and not slow_engines:
         slow_engines = contraction.slow_engines(target, tables)
+    engines_by = found.engines_by
+    if not is_known and not engines_by:
+        engines_by = contraction.engines_source(target, tables)
     if point is not None and not found.fast_engines:
         own = contraction.own_engines(tables)
         by_kernels = {*evidence.slow_engines(point, tables)}.difference(own)
         slow_engines = tuple(sorted(by_kernels.union(slow_engines)))
+        if by_kernels:
+            known_by = found.by if judged is None else judged.by
+            engines_by = ", ".join(filter(None, (engines_by, known_by)))
     return replace(
         found,
         slower=found.slower if judged is None else judged.slower,
         slow_engines=slow_engines,
         preference=contraction.preference(target, tables) or found.preference,
         by=found.by if judged is None else judged.by,
-        engines_by=found.engines_by
-        or ("" if is_known else contraction.engines_source(target, tables)),
+        engines_by=engines_by,
     )
 
 

@@ -28,7 +28,8 @@ holds. The table that is ``for_unknown`` comes
 first for a GPU that is not known. An engine's number means another engine on
 another architecture, and engines come and go with cuDNN's versions. So a row that names
 fast or preferred engines decides on its own architecture and version alone. Slow ones
-count on all versions of their architecture.
+count on all versions of their architecture. The times of kernels' engines count
+everywhere: they only leave more to XLA (evidence.py).
 
 What ``plans.calibrate`` measured on a machine's GPU is a table, too (own.py). It has no
 rows, but kernels of all families. They count as much as those of the package that were

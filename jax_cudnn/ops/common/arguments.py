@@ -236,6 +236,17 @@ def check_int(op: str, name: str, value: int) -> int:
     )
 
 
+def check_number(op: str, name: str, value: float) -> float:
+    """Return a float, or raise TypeError for what is none or is not known yet."""
+    is_number = isinstance(value, int | float | np.integer | np.floating)
+    if is_number and not isinstance(value, bool):
+        return float(value)
+    raise TypeError(
+        f"{op}: {name} is {type(value).__name__}. It must be a number, since it is "
+        "part of the compiled program. Under jax.jit, name it in static_argnames."
+    )
+
+
 def check_integers(op: str, name: str, value: ArrayLike) -> jax.Array:
     """Return an array of integers, or raise TypeError."""
     array = as_operand(op, name, value)

@@ -379,6 +379,21 @@ _layer = functools.partial(moe.layer, **_LAYER)
             "moe.layer: top_k=6 experts are chosen of 5. It must be from 1 to 5.",
         ),
         (
+            lambda: _layer(top_k=2, groups=(5, 1, 1)),
+            ValueError,
+            "moe.layer: groups=(5, 1, 1) for 5 experts. It must be (count, chosen)",
+        ),
+        (
+            lambda: jax.jit(lambda scale: _layer(top_k=2, scale=scale))(2.0),
+            TypeError,
+            "moe.layer: scale is",
+        ),
+        (
+            lambda: _layer(top_k=2, capacity_factor="all"),  # type: ignore[arg-type]
+            TypeError,
+            "moe.layer: capacity_factor is str. It must be a number",
+        ),
+        (
             lambda: _layer(top_k=2.0),
             TypeError,
             "moe.layer: top_k is float. It must be an int",
@@ -427,7 +442,7 @@ _layer = functools.partial(moe.layer, **_LAYER)
         (
             lambda: _layer(top_k=2, capacity_factor=0),
             ValueError,
-            "moe.layer: capacity_factor=0 must be positive and finite.",
+            "moe.layer: capacity_factor=0.0 must be positive and finite.",
         ),
         (
             lambda: _layer(top_k=2, implementation="cuda"),  # type: ignore[arg-type]
@@ -473,3 +488,56 @@ _layer = functools.partial(moe.layer, **_LAYER)
 def test_messages(call: Callable[[], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=re.escape(message)):
         call()
+
+
+# --- numbers at the edge of a type ----------------------------------------------------
+
+
+def test_complex_rows_keep_their_imaginary_part() -> None:
+    order = moe.permutation(jnp.array([[1, 0], [0, 1], [1, 0]]), 2)
+    z = jnp.array([[1 + 2j], [3j], [2]], jnp.complex64)
+    there_and_back = moe.unpermute(moe.permute(z, order), order)
+    np.testing.assert_array_equal(there_and_back, 2 * z)
+    moved = jax.jvp(lambda z: moe.permute(z, order), (z,), (1j * jnp.ones_like(z),))[1]
+    np.testing.assert_array_equal(moved, 1j * np.ones((6, 1)))
+    grad = jax.grad(lambda z: jnp.sum(jnp.abs(moe.permute(z, order))))(z)
+    plain = jax.grad(lambda z: jnp.sum(jnp.abs(jnp.repeat(z, 2, axis=0))))(z)
+    np.testing.assert_allclose(grad, plain, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.uint8, jnp.int16, jnp.int32])
+def test_experts_of_any_integers(dtype: Any) -> None:
+    chosen = np.array([[0], [1], [1], [100]]).astype(dtype)
+    sizes = moe.permutation(jnp.asarray(chosen), 300).group_sizes
+    np.testing.assert_array_equal(sizes, np.bincount(chosen[:, 0], minlength=300))
+    if np.issubdtype(dtype, np.signedinteger):
+        dropped = moe.permutation(jnp.asarray(-chosen - 1), 256)
+        assert int(dropped.group_sizes.sum()) == 0
+        np.testing.assert_array_equal(dropped.target, np.full((4, 1), 4))
+
+
+def test_experts_beyond_32_bits_are_dropped() -> None:
+    with jax.enable_x64(True):
+        chosen = jnp.array([[2**32], [1], [2**40 + 1]])
+        assert moe.permutation(chosen, 3).group_sizes.tolist() == [0, 1, 0]
+
+
+def test_a_capacity_is_rounded_as_it_is_written_and_may_be_large() -> None:
+    x, router_w = jax.random.normal(jax.random.key(0), (50, 4)), jnp.zeros((4, 10))
+    shapes = (10, 4, 3), (10, 4, 3), (10, 3, 4)
+    weights = (jax.random.normal(jax.random.key(1), shape) for shape in shapes)
+    layer = functools.partial(moe.layer, x, router_w, *weights, top_k=2)
+    # All tokens want the first two experts, which take 11 rows each.
+    _, auxiliary = layer(capacity_factor=1.1)
+    assert float(auxiliary.dropped) == pytest.approx(1 - 22 / 100)
+    y, auxiliary = layer(capacity_factor=1e9)
+    assert float(auxiliary.dropped) == 0
+    np.testing.assert_allclose(y, layer()[0], rtol=1e-6)
+    assert moe.permutation(jnp.array([[0]]), 2, capacity=2**40).target.tolist() == [[0]]
+
+
+@pytest.mark.parametrize("implementation", ["auto", "xla"])
+def test_a_layer_by_xla_asks_cudnn_for_nothing(implementation: Any) -> None:
+    run = jax.jit(lambda x: _layer(top_k=2, implementation=implementation, x=x))
+    text = run.trace(_LAYER["x"]).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("@jax_cudnn." in text) == (implementation == "auto")

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
@@ -77,7 +78,10 @@ class Settings:
         """Return how many rows each expert takes of so many tokens."""
         if self.capacity_factor is None:
             return None
-        return math.ceil(self.capacity_factor * self.rule.top_k * tokens / experts)
+        choices = self.rule.top_k * tokens
+        # As it is written: 1.1 of 10 rows are 11, and as a binary number a little more.
+        factor = Fraction(str(self.capacity_factor))
+        return min(choices, math.ceil(factor * choices / experts))
 
 
 def _is_bound(name: str) -> bool:
@@ -104,6 +108,8 @@ def run(
         settings.rule,
         (*settings.expert, *settings.batch),
         settings.how.precision,
+        # cuDNN may have no plan for so few experts: "cudnn" is for the MLPs.
+        "xla" if settings.how.implementation == "xla" else "auto",
     )
     weights = Weights(*(arrays.get(name) for name in Weights._fields))  # type: ignore[arg-type]
     weights = _with_one_bias(weights, settings.tensor)

@@ -9,7 +9,12 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.ops.common.activations import Activation
-from jax_cudnn.ops.common.arguments import Precision, as_operand, options
+from jax_cudnn.ops.common.arguments import (
+    Precision,
+    as_operand,
+    check_number,
+    options,
+)
 from jax_cudnn.ops.common.meshes import AxisName, mesh_of, names_in
 from jax_cudnn.ops.products.moe.call import OP, Settings, run
 from jax_cudnn.ops.products.moe.experts import Computing
@@ -103,7 +108,7 @@ def layer(
         :func:`jax.set_mesh`.
       precision: as for :func:`jax_cudnn.matmul`.
       implementation: "auto", "cudnn" or "xla", of the experts' products, as for
-        :func:`jax_cudnn.ragged_dot`.
+        :func:`jax_cudnn.ragged_dot`. With "xla", the router's is XLA's, too.
       plan: likewise.
 
     Returns:
@@ -141,8 +146,13 @@ def layer(
       ((6, 8), (4,))
     """
     settings = Settings(
-        rule=Rule(
-            top_k=top_k, scores=scores, normalize=normalize, scale=scale, groups=groups
+        rule=Rule.of(
+            OP,
+            top_k=top_k,
+            scores=scores,
+            normalize=normalize,
+            scale=scale,
+            groups=groups,
         ),
         how=Computing(
             activation=activation,
@@ -150,7 +160,9 @@ def layer(
             implementation=implementation,
             plan=plan,
         ),
-        capacity_factor=capacity_factor,
+        capacity_factor=None
+        if capacity_factor is None
+        else check_number(OP, "capacity_factor", capacity_factor),
         expert=names_in(expert_axis),
         batch=names_in(batch_axis),
         tensor=names_in(tensor_axis),

@@ -81,6 +81,10 @@ def permutation(
              [3, 2]], dtype=int32)
     """
     chosen = check_integers("moe.permutation", "experts", experts)
+    # A narrow dtype may not hold the number of experts, nor i32 what is out of range.
+    if chosen.dtype.itemsize < 4:
+        chosen = chosen.astype(jnp.int32)
+    is_known = (chosen >= 0) & (chosen < num_experts)
     if chosen.ndim != 2:
         raise ValueError(
             f"moe.permutation: experts is {describe(chosen)}. It must be (tokens, "
@@ -95,10 +99,11 @@ def permutation(
                 f"moe.permutation: {name}={value} must be at least 1. Pass a larger "
                 "number."
             )
+    chosen = jnp.where(is_known, chosen.astype(jnp.int32), num_experts)
     kept = total_counts(chosen, num_experts)
     rows = chosen.size
     if capacity is not None:
-        kept = jnp.minimum(kept, capacity)
+        kept = jnp.minimum(kept, min(capacity, chosen.size))
         rows = min(rows, num_experts * capacity)
     return permutation_of(chosen, kept, rows)
 
@@ -211,11 +216,12 @@ def unpermute(
         \mathrm{output}_t = \sum_k \mathrm{weights}_{tk} \,
             \mathrm{rows}_{\mathrm{target}(t, k)}
 
-    The sum is kept in f32 (f64 for f64) and rounded once. A dropped choice adds 0,
-    whatever its weight. No other row reaches a token, NaN and infinities included.
+    The sum is kept in f32 (f64 for f64, complex numbers likewise) and rounded once. A
+    dropped choice adds 0, whatever its weight. No other row reaches a token, NaN and
+    infinities included.
 
     Args:
-      rows: (m, n) floats.
+      rows: (m, n) floats or complex numbers.
       permutation: to m rows, by :func:`permutation`.
       weights: (t, k) floats. Default None: 1.
 
@@ -255,9 +261,11 @@ def unpermute(
 
 
 def wide_dtype(*arrays: jax.Array) -> jnp.dtype:
-    """Return the dtype in which sums are kept: f64 if an array is f64, else f32."""
-    is_f64 = any(x.dtype == jnp.float64 for x in arrays)
-    return jnp.dtype(jnp.float64 if is_f64 else jnp.float32)
+    """Return the dtype in which sums are kept: f32, or f64, or complex like these."""
+    is_wide = any(x.dtype in (jnp.float64, jnp.complex128) for x in arrays)
+    if any(jnp.iscomplexobj(x) for x in arrays):
+        return jnp.dtype(jnp.complex128 if is_wide else jnp.complex64)
+    return jnp.dtype(jnp.float64 if is_wide else jnp.float32)
 
 
 def weighted(choices: jax.Array, weights: jax.Array, is_kept: jax.Array) -> jax.Array:

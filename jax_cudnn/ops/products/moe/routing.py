@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
@@ -11,12 +12,14 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
+from jax_cudnn.config import Implementation
 from jax_cudnn.ops.common.arguments import (
     Precision,
     as_operand,
     check_dtype,
     check_flag,
     check_int,
+    check_number,
     describe,
 )
 from jax_cudnn.ops.common.meshes import AxisName, names_in
@@ -84,7 +87,29 @@ class Rule:
     scores: Scores = "softmax"
     normalize: bool = True
     scale: float = 1.0
-    groups: tuple[int, int] | None = None
+    groups: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        op: str,
+        *,
+        top_k: int,
+        scores: Scores,
+        normalize: bool,
+        scale: float,
+        groups: Sequence[int] | None,
+    ) -> Rule:
+        """Return the caller's rule, or raise TypeError for what is of another type."""
+        if groups is not None:
+            groups = tuple(check_int(op, "groups", each) for each in groups)
+        return cls(
+            top_k=check_int(op, "top_k", top_k),
+            scores=scores,
+            normalize=check_flag(op, "normalize", normalize),
+            scale=check_number(op, "scale", scale),
+            groups=groups,
+        )
 
 
 def router(
@@ -153,8 +178,8 @@ def router(
     Raises:
       ValueError: shapes that do not fit, unknown `scores`, `top_k` or `groups` that
         ask for more experts than there are, a `scale` that is not finite.
-      TypeError: operands that are no floats, a `top_k` that is no int, a `normalize`
-        that is no bool.
+      TypeError: operands that are no floats; a `top_k` or `groups` that are no ints, a
+        `scale` that is no number, a `normalize` that is no bool.
 
     Notes:
       Hugging Face's load_balancing_loss_func is k times this one. NaN and infinities
@@ -169,8 +194,13 @@ def router(
       ((8, 2), 1.0)
     """
     op = "moe.router"
-    rule = Rule(
-        top_k=top_k, scores=scores, normalize=normalize, scale=scale, groups=groups
+    rule = Rule.of(
+        op,
+        top_k=top_k,
+        scores=scores,
+        normalize=normalize,
+        scale=scale,
+        groups=groups,
     )
     tokens = as_operand(op, "x", x)
     matrix = as_operand(op, "router_w", router_w)
@@ -196,7 +226,6 @@ def check_router(op: str, x: jax.Array, router_w: jax.Array, rule: Rule) -> None
             "if it is (experts, width)."
         )
     count = router_w.shape[1]
-    check_int(op, "top_k", rule.top_k)
     if not 1 <= rule.top_k <= count:
         raise ValueError(
             f"{op}: top_k={rule.top_k} experts are chosen of {count}. It must be from "
@@ -207,15 +236,14 @@ def check_router(op: str, x: jax.Array, router_w: jax.Array, rule: Rule) -> None
             f"{op}: scores={rule.scores!r} is not one of "
             f"{', '.join(map(repr, get_args(Scores)))}."
         )
-    check_flag(op, "normalize", rule.normalize)
     if not math.isfinite(rule.scale):
         raise ValueError(f"{op}: scale={rule.scale} is not finite. Pass a number.")
     if rule.groups is not None:
         _check_groups(op, rule.groups, rule.top_k, count)
 
 
-def _check_groups(op: str, groups: tuple[int, int], top_k: int, count: int) -> None:
-    number, chosen = groups
+def _check_groups(op: str, groups: tuple[int, ...], top_k: int, count: int) -> None:
+    number, chosen = groups if len(groups) == 2 else (0, 0)
     if number < 1 or count % number or not 1 <= chosen <= number:
         raise ValueError(
             f"{op}: groups={groups!r} for {count} experts. It must be (count, chosen), "
@@ -251,9 +279,10 @@ def route(
     rule: Rule,
     axes: tuple[str, ...],
     precision: Precision,
+    implementation: Implementation | None = "auto",
 ) -> Routing:
     """Return the routing of tokens (t, d), checked before."""
-    logits = _logits(x, router_w, precision)
+    logits = _logits(x, router_w, precision, implementation)
     if rule.scores == "softmax":
         scores = shares = jax.nn.softmax(logits)
     else:
@@ -272,11 +301,22 @@ def route(
 _TINY = 1e-20
 
 
-def _logits(x: jax.Array, router_w: jax.Array, precision: Precision) -> jax.Array:
+def _logits(
+    x: jax.Array,
+    router_w: jax.Array,
+    precision: Precision,
+    implementation: Implementation | None,
+) -> jax.Array:
     wide = wide_dtype(x, router_w)
     if x.dtype != router_w.dtype:
         x, router_w = x.astype(wide), router_w.astype(wide)
-    return matmul(x, router_w, precision=precision, preferred_element_type=wide)
+    return matmul(
+        x,
+        router_w,
+        precision=precision,
+        preferred_element_type=wide,
+        implementation=implementation,
+    )
 
 
 def _choose(scores: jax.Array, bias: jax.Array | None, rule: Rule) -> jax.Array:
