@@ -300,8 +300,9 @@ def test_what_decided_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert ranked(product, None)[0].by == f"8 kernels {nearest}cuDNN 9.19"
     layer = GroupedLayer((8, 8), (3, 3), groups=1, width=64, each=64)
     conv = layer.parts(jnp.bfloat16)["conv_fprop"]
-    assert ranked(conv, H100)[0].engines_by == f"engines {here}"
-    assert ranked(conv, _A100)[0].engines_by == ""
+    kernels_there = f"8 kernels {nearest}cuDNN 9.19"
+    assert ranked(conv, H100)[0].engines_by == f"engines {here}, 8 kernels {here}"
+    assert ranked(conv, _A100)[0].engines_by == kernels_there
     # Nothing like it was measured.
     monkeypatch.setattr(tables, "shipped", lambda: (_only(),))
     assert ranked(attention, H100)[0].by == ""

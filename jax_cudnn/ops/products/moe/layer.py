@@ -168,24 +168,25 @@ def layer(
         tensor=names_in(tensor_axis),
     )
     options(OP, implementation, plan, precision)
-    given: dict[str, ArrayLike] = {
+    given = {
         "x": x,
         "router_w": router_w,
+        "gate_w": gate_w,
         "up_w": up_w,
         "down_w": down_w,
-    }
-    optional = {
-        "selection_bias": selection_bias,
-        "gate_w": gate_w,
         "gate_bias": gate_bias,
         "up_bias": up_bias,
         "down_bias": down_bias,
         "shared_gate_w": shared_gate_w,
         "shared_up_w": shared_up_w,
         "shared_down_w": shared_down_w,
+        "selection_bias": selection_bias,
     }
-    given |= {name: value for name, value in optional.items() if value is not None}
-    arrays = {name: as_operand(OP, name, value) for name, value in given.items()}
+    arrays = {
+        name: as_operand(OP, name, value)  # type: ignore[arg-type]
+        for name, value in given.items()
+        if value is not None or name in _REQUIRED
+    }
     is_divided = settings.expert or settings.batch or settings.tensor
     if not is_divided and mesh is not None:
         raise ValueError(
@@ -195,3 +196,6 @@ def layer(
     if not is_divided or settings.is_inside():
         return run(settings, arrays)
     return run_sharded(mesh_of(OP, mesh), settings, arrays)
+
+
+_REQUIRED = frozenset({"x", "router_w", "up_w", "down_w"})
