@@ -359,7 +359,7 @@ def test_what_no_other_cudnn_mends_is_a_note() -> None:
     assert finding.fix.startswith("None is needed")
     assert not _of_cudnn(91600)
     (finding,) = _of_cudnn(92700)
-    assert "the gradient of group norm by f16 images" in finding.what
+    assert "the gradient of group norm by images of 16 bits" in finding.what
     assert finding.fix.startswith("None is needed")
 
 
