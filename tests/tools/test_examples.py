@@ -137,24 +137,29 @@ GPT = (
 )
 
 
+def check_training(output, vocabulary, picture):
+    """Check what a run of 40 steps on one device printed and drew."""
+    assert "collectives of a step: none" in output
+    assert " tokens/s, the median of 38" in output
+    first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
+    # At first all tokens are as likely.
+    assert abs(first - math.log(vocabulary)) < 0.3
+    assert last < first - 1.5
+    assert abs(number_after("this model", output) - last) < 1
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
 def test_train_gpt_lowers_its_loss_and_draws_it(tmp_path):
     for package in ("flax", "optax", "matplotlib"):
         pytest.importorskip(package, reason=f"{package} is not installed")
     picture = tmp_path / "loss.png"
     output = run_example("train_gpt.py", *GPT, "--picture", str(picture))
     assert "sources of Python, NumPy, JAX and Flax: " in output
-    assert "collectives of a step: none" in output
-    assert " tokens/s, the median of 38" in output
-    first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
-    # At first 1/256 for each byte.
-    assert abs(first - math.log(256)) < 0.3
-    assert last < first - 1.5
-    assert abs(number_after("this model", output) - last) < 1
+    check_training(output, 256, picture)
     assert number_after("counting pairs", output) < number_after(
         "counting bytes", output
     )
     assert f"The losses are drawn in {picture}" in output
-    assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_train_llama_lowers_its_loss(tmp_path):
@@ -167,14 +172,7 @@ def test_train_llama_lowers_its_loss(tmp_path):
     given = (*arguments, "--text", str(text), "--picture", str(picture))
     output = run_example("train_llama.py", *given)
     assert "4 heads on 2 key heads, context 16, float32" in output
-    assert "collectives of a step: none" in output
-    assert " tokens/s, the median of 38" in output
-    first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
-    # At first 1/272 for each token.
-    assert abs(first - math.log(272)) < 0.3
-    assert last < first - 1.5
-    assert abs(number_after("this model", output) - last) < 1
-    assert picture.read_bytes().startswith(b"\x89PNG")
+    check_training(output, 272, picture)
 
 
 def test_train_moe_lowers_its_loss_on_the_devices_that_divide_its_experts(tmp_path):

@@ -4,17 +4,12 @@
 test_examples.py runs it as a user does; here its parts are asked on eight CPU devices.
 """
 
-import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.tools.example_processes import EXAMPLES, run_on_eight_devices
 
 # One process runs all of them: they share what takes longest.
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("train_gpt")]
@@ -59,25 +54,8 @@ def text(tmp_path_factory):
 
 def run_python(program, folder, text):
     """Run a program that finds `run` and `save`; return what it prints."""
-    arguments = (*ARGUMENTS, "--text", str(text), "--picture", str(folder / "loss.png"))
-    command = ("-W", "error", "-c", _PRELUDE + program)
-    done = subprocess.run(
-        [sys.executable, *command, json.dumps(arguments), str(folder)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "8",
-            # An empty entry would be the source tree, where the tests run.
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
-            ),
-        },
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    given = (*ARGUMENTS, "--text", str(text), "--picture", str(folder / "loss.png"))
+    return run_on_eight_devices(_PRELUDE + program, given, folder)
 
 
 # --- parallelism and checkpoints ------------------------------------------------------

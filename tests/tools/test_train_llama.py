@@ -6,17 +6,13 @@ The truth is Llama in NumPy, with weights in Hugging Face's layout.
 """
 
 import json
-import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from tests.tools.example_processes import EXAMPLES, run_on_eight_devices
 
 # One process runs all of them: they share what takes longest.
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("train_llama")]
@@ -174,25 +170,8 @@ def _needs_the_example_s_packages():
 
 def run_python(program, folder, *arguments):
     """Run a program after the prelude; return what it prints."""
-    command = ("-W", "error", "-c", _PRELUDE + program)
     given = (*ARGUMENTS, "--picture", str(folder / "loss.png"))
-    done = subprocess.run(
-        [sys.executable, *command, json.dumps(given), str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_NUM_CPU_DEVICES": "8",
-            # An empty entry would be the source tree, where the tests run.
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
-            ),
-        },
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return run_on_eight_devices(_PRELUDE + program, given, folder, *arguments)
 
 
 # --- the truth ------------------------------------------------------------------------

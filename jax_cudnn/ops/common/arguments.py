@@ -220,20 +220,14 @@ def check_flag(op: str, name: str, value: bool) -> bool:
     """Return a bool, or raise TypeError for what is none or is not known yet."""
     if isinstance(value, bool | np.bool_):
         return bool(value)
-    raise TypeError(
-        f"{op}: {name} is {type(value).__name__}. It must be True or False, since it "
-        "is part of the compiled program. Under jax.jit, name it in static_argnames."
-    )
+    raise _not_static(op, name, value, "True or False")
 
 
 def check_int(op: str, name: str, value: int) -> int:
     """Return an int, or raise TypeError for what is none or is not known yet."""
     if isinstance(value, int | np.integer) and not isinstance(value, bool):
         return int(value)
-    raise TypeError(
-        f"{op}: {name} is {type(value).__name__}. It must be an int, since it is part "
-        "of the compiled program. Under jax.jit, name it in static_argnames."
-    )
+    raise _not_static(op, name, value, "an int")
 
 
 def check_number(op: str, name: str, value: float) -> float:
@@ -241,9 +235,13 @@ def check_number(op: str, name: str, value: float) -> float:
     is_number = isinstance(value, int | float | np.integer | np.floating)
     if is_number and not isinstance(value, bool):
         return float(value)
-    raise TypeError(
-        f"{op}: {name} is {type(value).__name__}. It must be a number, since it is "
-        "part of the compiled program. Under jax.jit, name it in static_argnames."
+    raise _not_static(op, name, value, "a number")
+
+
+def _not_static(op: str, name: str, value: object, what: str) -> TypeError:
+    return TypeError(
+        f"{op}: {name} is {type(value).__name__}. It must be {what}, since it is part "
+        "of the compiled program. Under jax.jit, name it in static_argnames."
     )
 
 

@@ -192,9 +192,9 @@ def matmul_with(
                 f"matmul: {name} is {describe(x)}. It must have one axis or more. "
                 f"Multiply by a scalar with `*`, or pass it as scale_{name}."
             )
-    given = (value for _, _, value in epilogue.steps)
-    weak = is_weak(a, b, *given, epilogue.scale_out, *scales.values())
-    weak = weak and preferred is None
+    terms = (value for _, _, value in epilogue.steps)
+    factors = (epilogue.scale_out, *scales.values())
+    weak = preferred is None and is_weak(a, b, *terms, *factors)
     if weak:
         a, b = strongly_typed(a), strongly_typed(b)
     dtypes = common_dtypes("matmul", a, b)

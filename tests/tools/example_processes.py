@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs programs that import the examples' modules, each in a process of its own."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+def run_on_eight_devices(
+    program: str, given: Sequence[str], folder: Path, *others: str
+) -> str:
+    """Run a program on eight CPU devices, warnings being errors; return what it prints.
+
+    In ``sys.argv`` it finds ``given`` as JSON, the folder, and the others.
+    """
+    command = ("-W", "error", "-c", program, json.dumps(given), str(folder), *others)
+    # An empty entry would be the source tree, where the tests run.
+    paths = filter(None, (str(EXAMPLES), os.environ.get("PYTHONPATH")))
+    done = subprocess.run(
+        [sys.executable, *command],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "JAX_NUM_CPU_DEVICES": "8",
+            "PYTHONPATH": os.pathsep.join(paths),
+        },
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
