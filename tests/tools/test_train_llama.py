@@ -12,7 +12,7 @@ import jax
 import numpy as np
 import pytest
 
-from tests.tools.example_processes import EXAMPLES, run_on_eight_devices
+from tests.common.example_processes import EXAMPLES, run_on_eight_devices
 
 # One process runs all of them: they share what takes longest.
 pytestmark = [pytest.mark.once, pytest.mark.xdist_group("train_llama")]
