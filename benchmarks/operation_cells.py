@@ -30,6 +30,9 @@ def cells(*, small: bool) -> list[Cell]:
     return [
         _grouped(rows, 8, width, width),
         _grouped(*half),
+        _grouped(*half, is_skewed=True),
+        _grouped(*half[:1], half[1] * 2, half[2], half[3] // 2, is_skewed=True),
+        _experts(rows, 8, width // 2, width // 2 * 3),
         _gated_mlp(rows // 2, width, 7 * width // 2),
         _block(rows, width // 4, width),
         _reduced("largest of a row", rows * 4, max(8, width // 32), width * 2),
@@ -142,7 +145,17 @@ def _grouped_truth(lhs: Any, rhs: Any, sizes: Any) -> Any:
     return jax.lax.scan(add, none, (rhs, ends - sizes, ends))[0]
 
 
-def _grouped(rows: int, groups: int, contracted: int, columns: int) -> Cell:
+def _skewed(rows: int, groups: int) -> np.ndarray:
+    """Return sizes of groups that fall like 1, 1/2, 1/3, ..., in a random order."""
+    shares = 1 / np.arange(1, groups + 1)
+    sizes = np.floor(shares / shares.sum() * rows).astype(np.int32)
+    sizes[0] += rows - sizes.sum()
+    return np.random.default_rng(0).permutation(sizes)
+
+
+def _grouped(
+    rows: int, groups: int, contracted: int, columns: int, *, is_skewed: bool = False
+) -> Cell:
     rivals = {XLA: Way(function=jax.lax.ragged_dot)}
     if tokamax_side.tokamax is not None:
         rivals["tokamax"] = Way(
@@ -161,17 +174,63 @@ def _grouped(rows: int, groups: int, contracted: int, columns: int) -> Cell:
         return product(lhs, rhs, offs=ends)
 
     return Cell(
-        operation=f"ragged_dot, {groups} groups",
+        operation=f"ragged_dot, {groups} {'skewed ' if is_skewed else ''}groups",
         size=f"{_size((rows, contracted))}, {_size((contracted, columns))}",
         operands=(
             Operand((rows, contracted)),
             Operand((groups, contracted, columns), contracted**-0.5),
-            _uneven(rows, groups),
+            _skewed(rows, groups) if is_skewed else _uneven(rows, groups),
         ),
         rivals=rivals,
         ours=lambda: lambda *x: jax_cudnn.ragged_dot(*x),
         torch=None if torch is None else Way(function=by_torch, enter=ends),
         truth=_grouped_truth,
+        has_products=True,
+    )
+
+
+def _experts(rows: int, groups: int, width: int, hidden: int) -> Cell:
+    """The experts of a mixture with SwiGLU: three products in groups, and a gate."""
+
+    def experts(product: Any) -> Callable[..., Any]:
+        def run(x: Any, gate: Any, up: Any, down: Any, sizes: Any) -> Any:
+            h = jax.nn.silu(product(x, gate, sizes)) * product(x, up, sizes)
+            return product(h, down, sizes)
+
+        return run
+
+    def truth(x: Any, gate: Any, up: Any, down: Any, sizes: Any) -> Any:
+        return experts(_grouped_truth)(x, gate, up, down, sizes)
+
+    rivals = {XLA: Way(function=experts(jax.lax.ragged_dot))}
+    if tokamax_side.tokamax is not None:
+        by_tokamax = tokamax_side.tokamax.ragged_dot
+        rivals["tokamax"] = Way(
+            function=experts(lambda *x: by_tokamax(*x, implementation="mosaic"))
+        )
+
+    def ends(tensors: Sequence[Any]) -> list[Any]:
+        return [*tensors[:-1], tensors[-1].cumsum(0).to(torch.int32)]
+
+    def by_torch(x: Any, gate: Any, up: Any, down: Any, ends: Any) -> Any:
+        product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+        h = F.silu(product(x, gate, offs=ends)) * product(x, up, offs=ends)
+        return product(h, down, offs=ends)
+
+    return Cell(
+        operation=f"SwiGLU experts, {groups} groups",
+        size=f"{_size((rows, width))}, hidden {hidden}",
+        operands=(
+            Operand((rows, width)),
+            Operand((groups, width, hidden), width**-0.5),
+            Operand((groups, width, hidden), width**-0.5),
+            Operand((groups, hidden, width), hidden**-0.5),
+            _uneven(rows, groups),
+        ),
+        rivals=rivals,
+        ours=lambda: experts(jax_cudnn.ragged_dot),
+        torch=None if torch is None else Way(function=by_torch, enter=ends),
+        truth=truth,
         has_products=True,
     )
 

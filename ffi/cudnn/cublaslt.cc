@@ -54,6 +54,9 @@ StatusOr<std::unique_ptr<CublasLtFunctions>> ResolveAll(const OpenLibrary& libra
   RETURN_IF_ERROR(
       resolve("cublasLtMatmulAlgoConfigGetAttribute", found->algorithm_get));
   RETURN_IF_ERROR(resolve("cublasLtMatmul", found->matmul));
+  // What is not there is asked for by nobody.
+  static_cast<void>(
+      resolve("cublasLtGroupedMatrixLayoutCreate", found->group_layout_create));
   return found;
 }
 

@@ -74,6 +74,10 @@ enum class CublasLtPreferenceAttribute : int {
   kAlignmentB = 6,
   kAlignmentC = 7,
   kAlignmentD = 8,
+  // int64_t where cuBLAS 13.10 takes them, though its header says uint32_t.
+  kAverageDepth = 13,
+  kAverageRows = 14,
+  kAverageColumns = 15,
 };
 
 // cublasLtMatmulAlgoConfigAttributes_t.
@@ -110,6 +114,9 @@ struct CublasLtFunctions {
   int (*description_set)(CublasLtDescription, int, const void*, size_t) = nullptr;
   int (*layout_create)(CublasLtLayout*, int type, uint64_t rows, uint64_t columns,
                        int64_t leading) = nullptr;
+  // Null before cuBLAS 13.1. The sizes are on the device, i32 for each group.
+  int (*group_layout_create)(CublasLtLayout*, int type, int groups, const void* rows,
+                             const void* columns, const void* leading) = nullptr;
   int (*layout_destroy)(CublasLtLayout) = nullptr;
   int (*layout_set)(CublasLtLayout, int, const void*, size_t) = nullptr;
   int (*preference_create)(CublasLtPreference*) = nullptr;

@@ -189,6 +189,10 @@ StatusOr<std::unique_ptr<CudnnRuntime>> OpenRuntime(
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventRecord", cuda.event_record));
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventSynchronize", cuda.event_synchronize));
   RETURN_IF_ERROR(Resolve(cudart, "cudaEventElapsedTime", cuda.event_elapsed_time));
+  // What is not there is asked for by nobody.
+  static_cast<void>(Resolve(cudart, "cudaLibraryLoadData", cuda.library_load));
+  static_cast<void>(Resolve(cudart, "cudaLibraryGetKernel", cuda.library_get_kernel));
+  static_cast<void>(Resolve(cudart, "cudaLaunchKernel", cuda.launch_kernel));
   RETURN_IF_ERROR(Resolve(driver, "cuDeviceGet", cuda.driver_device_get));
   RETURN_IF_ERROR(Resolve(driver, "cuDeviceGetName", cuda.driver_device_get_name));
   return runtime;

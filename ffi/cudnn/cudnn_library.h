@@ -21,6 +21,8 @@ struct CUevent_st;
 struct CUgraph_st;
 struct CUgraphExec_st;
 struct CUgraphNode_st;
+struct CUkern_st;
+struct CUlib_st;
 struct CUstream_st;
 
 namespace jax_cudnn {
@@ -30,7 +32,16 @@ using CudaEvent = CUevent_st*;
 using CudaGraph = CUgraph_st*;
 using CudaGraphExec = CUgraphExec_st*;
 using CudaGraphNode = CUgraphNode_st*;
+using CudaKernel = CUkern_st*;
+using CudaLibrary = CUlib_st*;
 using CudaStream = CUstream_st*;
+
+// dim3.
+struct CudaDim3 {
+  unsigned x = 1;
+  unsigned y = 1;
+  unsigned z = 1;
+};
 
 // One shared library, and the path of the file it was opened from.
 struct OpenLibrary {
@@ -87,6 +98,12 @@ struct CudaFunctions {
   int (*event_record)(CudaEvent, CudaStream) = nullptr;
   int (*event_synchronize)(CudaEvent) = nullptr;
   int (*event_elapsed_time)(float*, CudaEvent, CudaEvent) = nullptr;
+  // Null before CUDA 12.8.
+  int (*library_load)(CudaLibrary*, const void* code, void*, void**, unsigned, void*,
+                      void**, unsigned) = nullptr;
+  int (*library_get_kernel)(CudaKernel*, CudaLibrary, const char* name) = nullptr;
+  int (*launch_kernel)(CudaKernel, CudaDim3 grid, CudaDim3 block, void** arguments,
+                       size_t shared_bytes, CudaStream) = nullptr;
   int (*driver_device_get)(int*, int) = nullptr;
   int (*driver_device_get_name)(char*, int, int) = nullptr;
 };

@@ -4,23 +4,19 @@
 #ifndef JAX_CUDNN_BLAS_PROBLEM_H_
 #define JAX_CUDNN_BLAS_PROBLEM_H_
 
-#include <cstddef>
 #include <cstdint>
 #include <optional>
 
 #include "cudnn/cublaslt.h"
 #include "graph/graph_spec.h"
+#include "plans/pointer_source.h"
 
 namespace jax_cudnn {
 
 // A column-major d = epilogue(a b + c): the transposed of our product, which is stored
 // row by row. So `a` is the second operand of our matmul.
 struct BlasProblem {
-  // An array of the call.
-  struct Memory {
-    bool is_result = false;
-    size_t index = 0;
-  };
+  using Memory = PointerSource;
 
   // A matrix as cuBLASLt sees it, column by column, once for each example.
   struct Matrix {

@@ -9,10 +9,8 @@
 #ifndef JAX_CUDNN_BLAS_PRODUCT_H_
 #define JAX_CUDNN_BLAS_PRODUCT_H_
 
-#include <array>
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -21,6 +19,7 @@
 #include "base/status.h"
 #include "cudnn/cublaslt.h"
 #include "graph/graph_spec.h"
+#include "plans/blas_algorithms.h"
 #include "plans/blas_problem.h"
 #include "plans/candidate.h"
 #include "plans/launchable.h"
@@ -64,14 +63,7 @@ class BlasProduct : public Launchable {
         algorithm_(algorithm),
         workspace_bytes_(workspace_bytes) {}
 
-  // An algorithm as cuBLASLt lists it; its knobs are its configuration.
-  struct Listed {
-    CublasLtFound found;
-    Knobs knobs;
-  };
-
-  // The algorithms for a problem, best first, each configuration once.
-  static StatusOr<std::vector<Listed>> Find(const BlasProblem& problem);
+  static StatusOr<std::vector<BlasAlgorithm>> Find(const BlasProblem& problem);
 
   const BlasProblem problem_;
   const CublasLtAlgorithm algorithm_;

@@ -23,6 +23,7 @@
 #include "base/status.h"
 #include "graph/graph_spec.h"
 #include "plans/candidate.h"
+#include "plans/group_layout.h"
 #include "plans/launchable.h"
 #include "plans/launchable_graph.h"
 #include "plans/plan_request.h"
@@ -32,8 +33,7 @@ namespace jax_cudnn {
 
 class GroupProducts : public Launchable {
  public:
-  // Whether a graph is run so: one grouped matmul, or its gradient, given the sizes of
-  // the groups. Where they start is what cuDNN's own operation takes.
+  // Whether a graph is run so: one that has the sizes of its groups and no starts.
   static bool Covers(const GraphSpec& graph);
 
   // The matmul of a group of average size, for which cuDNN is asked for candidates.
@@ -54,22 +54,8 @@ class GroupProducts : public Launchable {
   bool Waits() const override { return true; }
 
  private:
-  // An operand or result of a group's matmul: some rows of an array, or a matrix.
-  struct Part {
-    TensorSpec tensor;   // as the matmul has it, one row for all rows
-    int rows_axis = -1;  // of the tensor; -1 for a matrix of the group's own
-    PointerSource memory;
-    int64_t step_bytes = 0;  // from a row, or a group, to the next
-  };
-  using Product = std::array<Part, 3>;  // a, b, output
-
-  // Groups of rows that follow each other, and the products of each.
-  struct Layout {
-    size_t sizes = 0;  // which operand has the rows of each group
-    int64_t groups = 0;
-    int64_t rows = 0;
-    std::vector<Product> products;
-  };
+  using Part = GroupLayout::Part;
+  using Product = GroupLayout::Product;
 
   // What launches are given, whichever group they are for.
   struct Call {
@@ -91,16 +77,13 @@ class GroupProducts : public Launchable {
     int64_t rows;
   };
 
-  GroupProducts(Layout layout, PlanRequest request, PlanTarget target)
+  GroupProducts(GroupLayout layout, PlanRequest request, PlanTarget target)
       : layout_(std::move(layout)),
         request_(std::move(request)),
         target_(std::move(target)) {}
 
-  static StatusOr<Part> PartOf(const GraphSpec& graph, const std::string& tensor,
-                               bool has_rows, bool is_turned);
-  static StatusOr<Layout> LayoutOf(const GraphSpec& graph);
   static GraphSpec Matmul(const Product& product, int64_t rows);
-  static int64_t TypicalRows(const Layout& layout);
+  static int64_t TypicalRows(const GroupLayout& layout);
 
   // The launch of a product of so many rows, built if need be.
   StatusOr<const LaunchableGraph*> LaunchOf(size_t product, int64_t rows,
@@ -116,7 +99,7 @@ class GroupProducts : public Launchable {
   Status ZeroRest(const Call& call, const std::vector<Group>& groups) const;
   int64_t CopyBytes(const Part& part) const;
 
-  const Layout layout_;
+  const GroupLayout layout_;
   const PlanRequest request_;
   const PlanTarget target_;
   int64_t engine_bytes_ = 0;  // of workspace; the copies follow

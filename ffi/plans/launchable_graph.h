@@ -15,15 +15,9 @@
 #include "frontend/frontend_graph.h"
 #include "graph/graph_spec.h"
 #include "plans/launchable.h"
+#include "plans/pointer_source.h"
 
 namespace jax_cudnn {
-
-// Where a pointer of cuDNN's argument list comes from.
-struct PointerSource {
-  bool is_result;
-  size_t index;
-  int64_t offset_bytes = 0;
-};
 
 class LaunchableGraph : public Launchable {
  public:

@@ -3,6 +3,7 @@
 // and then cuBLASLt's, and listing them.
 
 #include <algorithm>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,6 +17,7 @@
 #include "frontend/frontend_status.h"
 #include "frontend/graph_builder.h"
 #include "plans/attempt.h"
+#include "plans/blas_groups.h"
 #include "plans/blas_product.h"
 #include "plans/group_products.h"
 #include "plans/launchable_graph.h"
@@ -160,40 +162,46 @@ class CudnnSource : public Source {
   int64_t index_;
 };
 
-// One of cuBLASLt's.
+// One of cuBLASLt's: a product, or the products of all groups.
+template <typename Products>
 class BlasSource : public Source {
  public:
   explicit BlasSource(const GraphSpec& graph) : graph_(graph) {}
 
   Status Build(Candidate& candidate) override {
-    auto product = BlasProduct::Make(graph_, candidate);
-    if (product.ok()) {
-      product_ = std::move(*product);
+    const auto start = std::chrono::steady_clock::now();
+    auto products = Products::Make(graph_, candidate);
+    candidate.build_ms = std::chrono::duration<double, std::milli>(
+                             std::chrono::steady_clock::now() - start)
+                             .count();
+    candidate.is_built = products.ok();
+    if (products.ok()) {
+      products_ = std::move(*products);
       return {};
     }
-    candidate.failure = product.status().message();
-    const bool is_its_own = product.status().code() == StatusCode::kUnimplemented;
-    return is_its_own ? Status() : product.status();
+    candidate.failure = products.status().message();
+    const bool is_its_own = products.status().code() == StatusCode::kUnimplemented;
+    return is_its_own ? Status() : products.status();
   }
 
   StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(
       Candidate& /*candidate*/) override {
-    return std::unique_ptr<const Launchable>(std::move(product_));
+    return std::unique_ptr<const Launchable>(std::move(products_));
   }
 
  private:
   const GraphSpec& graph_;
-  std::unique_ptr<BlasProduct> product_;
+  std::unique_ptr<Products> products_;
 };
 
 // Calls `visit` with each of cuBLASLt's candidates that the request leaves and `seen`
 // has not, until it says true: enough, which is returned. What goes wrong is a reason:
 // cuDNN and XLA are there.
-template <typename Visit>
+template <typename Products, typename Visit>
 StatusOr<bool> VisitBlas(const GraphSpec& graph, const PlanRequest& request,
                          const PlanTarget& target, Reasons& reasons,
                          std::set<std::string>& seen, Visit&& visit) {
-  const auto candidates = BlasProduct::List(graph, request, target);
+  const auto candidates = Products::List(graph, request, target);
   if (!candidates.ok()) {
     reasons.Add("cuBLASLt: " + candidates.status().message());
     return false;
@@ -203,7 +211,7 @@ StatusOr<bool> VisitBlas(const GraphSpec& graph, const PlanRequest& request,
     if (!candidate.refusal.empty()) {
       reasons.Add(candidate.name + ": " + candidate.refusal);
     }
-    BlasSource source(graph);
+    BlasSource<Products> source(graph);
     ASSIGN_OR_RETURN(const bool is_enough, visit(source, candidate));
     if (is_enough) return true;
   }
@@ -229,6 +237,10 @@ template <typename Visit>
 Status VisitCandidates(const GraphSpec& graph, const std::string& request,
                        const PlanTarget& target, Reasons& reasons, Visit&& visit) {
   ASSIGN_OR_RETURN(const PlanRequest parsed, ParsePlanRequest(request));
+  std::set<std::string> seen;  // of cuBLASLt's
+  if (BlasGroups::Covers(graph)) {
+    return VisitBlas<BlasGroups>(graph, parsed, target, reasons, seen, visit).status();
+  }
   const bool is_of_groups = GroupProducts::Covers(graph);
   GraphSpec matmul;
   if (is_of_groups) {
@@ -237,11 +249,10 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
   const GraphSpec& asked = is_of_groups ? matmul : graph;
   ASSIGN_OR_RETURN(const std::vector<int> variants, Variants(asked, parsed));
   const bool is_blas = BlasProduct::Covers(graph);
-  std::set<std::string> seen;  // of cuBLASLt's
   for (const PlanRequest& one : WantedOfBlas(parsed)) {
     if (!is_blas) break;
     ASSIGN_OR_RETURN(const bool is_enough,
-                     VisitBlas(graph, one, target, reasons, seen, visit));
+                     VisitBlas<BlasProduct>(graph, one, target, reasons, seen, visit));
     if (is_enough) return {};
   }
   for (const int variant : variants) {
@@ -270,7 +281,7 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
   if (is_pinned && !is_blas) reasons.Add("cuBLASLt has no kernel for this graph");
   const bool is_described = target.handle == nullptr;
   if (!is_blas || (parsed.pin && !is_pinned) || (is_described && !is_pinned)) return {};
-  return VisitBlas(graph, parsed, target, reasons, seen, visit).status();
+  return VisitBlas<BlasProduct>(graph, parsed, target, reasons, seen, visit).status();
 }
 
 }  // namespace

@@ -13,6 +13,7 @@
 #include "base/guard.h"
 #include "frontend/device_properties.h"
 #include "frontend/frontend_status.h"
+#include "plans/blas_groups.h"
 #include "plans/blas_product.h"
 #include "plans/group_products.h"
 #include "plans/launchable_graph.h"
@@ -45,9 +46,14 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
       if (target.handle == nullptr) {
         return Unimplemented("a plan of cuBLASLt's is read where the GPU is");
       }
-      ASSIGN_OR_RETURN(auto product, BlasProduct::Read(graph, rest, candidate));
+      std::unique_ptr<const Launchable> launchable;
+      if (BlasGroups::Covers(graph)) {
+        ASSIGN_OR_RETURN(launchable, BlasGroups::Read(graph, rest, candidate));
+      } else {
+        ASSIGN_OR_RETURN(launchable, BlasProduct::Read(graph, rest, candidate));
+      }
       std::shared_ptr<const Plan> plan(new Plan(
-          std::move(product), std::move(candidate), std::move(record.failures)));
+          std::move(launchable), std::move(candidate), std::move(record.failures)));
       RETURN_IF_ERROR(Rehearse(*plan, target));
       return plan;
     }

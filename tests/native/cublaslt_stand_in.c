@@ -16,6 +16,7 @@ typedef struct {
   int reserved[4];
 } Found;
 typedef struct { char set[64][16]; size_t sizes[64]; } Description;
+// Of groups, the sizes are addresses.
 typedef struct { int type; uint64_t rows, columns; int64_t leading; } Layout;
 
 long cublasLtGetVersion(void) { return 990102; }
@@ -38,6 +39,13 @@ int cublasLtMatrixLayoutCreate(Layout** made, int type, uint64_t rows,
                                uint64_t columns, int64_t leading) {
   *made = malloc(sizeof(Layout));
   **made = (Layout){type, rows, columns, leading};
+  return 0;
+}
+int cublasLtGroupedMatrixLayoutCreate(Layout** made, int type, int groups,
+                                      const void* rows, const void* columns,
+                                      const void* leading) {
+  *made = malloc(sizeof(Layout));
+  **made = (Layout){type, (uint64_t)rows, (uint64_t)columns, (int64_t)leading};
   return 0;
 }
 int cublasLtMatrixLayoutDestroy(Layout* made) { free(made); return 0; }
@@ -79,7 +87,7 @@ int cublasLtMatmul(void* handle, Description* product, const float* alpha,
                    const float* beta, const void* c, Layout* ct, void* d, Layout* dt,
                    const Algorithm* algorithm, void* workspace, size_t size,
                    void* stream) {
-  FILE* log = fopen(getenv("CUBLASLT_LOG"), "w");
+  FILE* log = fopen(getenv("CUBLASLT_LOG"), "a");
   int32_t transposes[2];
   uint32_t epilogue;
   int64_t leading;

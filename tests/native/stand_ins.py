@@ -39,6 +39,9 @@ int cudaGraphDestroy(void) {{ return {failure}; }}
 int cudaGetLastError(void) {{ return {failure}; }}
 int cudaMemcpyAsync(void) {{ return {failure}; }}
 int cudaMemsetAsync(void) {{ return {failure}; }}
+int cudaLibraryLoadData(void** l) {{ *l = l; return {failure}; }}
+int cudaLibraryGetKernel(void** k) {{ *k = k; return {failure}; }}
+int cudaLaunchKernel(void) {{ return {failure}; }}
 int cudaEventCreate(void) {{ return 100; }}
 int cudaEventDestroy(void) {{ return 100; }}
 int cudaEventRecord(void) {{ return 100; }}

@@ -205,7 +205,7 @@ for text, knobs in ((graph, {{"TILE": 99}}), (other, {{}})):
         native.plan(text, request=native.cublaslt_request(knobs))
     except UnsupportedError as error:
         print(error.reasons[-1])
-print(Path({log!r}).read_text().strip())
+print(Path({log!r}).read_text().splitlines()[-1])
 """
 
 
@@ -320,6 +320,16 @@ _NAMES = {
     "kEpilogueGelu | kEpilogueAux | kEpilogueBias": "CUBLASLT_EPILOGUE_GELU_AUX_BIAS",
     "kEpilogueGeluGradient | kEpilogueAux": "CUBLASLT_EPILOGUE_DGELU",
     "kCublasLtSumsInF32": "CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE",
+    **{
+        f"CublasLtPreferenceAttribute::kAverage{ours}": (
+            f"CUBLASLT_MATMUL_PREF_GROUPED_{theirs}"
+        )
+        for ours, theirs in {
+            "Depth": "AVERAGE_REDUCTION_DIM",
+            "Rows": "DESC_D_AVERAGE_ROWS",
+            "Columns": "DESC_D_AVERAGE_COLS",
+        }.items()
+    },
     "sizeof(CublasLtAlgorithm)": "sizeof(cublasLtMatmulAlgo_t)",
     "sizeof(CublasLtFound)": "sizeof(cublasLtMatmulHeuristicResult_t)",
 }
@@ -339,8 +349,12 @@ def compare(folders: list[Path], directory: Path) -> None:
     """Compile that our declarations are those of the headers in some folders."""
     lines = [
         f"static_assert(static_cast<long>({ours}) == static_cast<long>({theirs}));"
-        for ours, theirs in _NAMES.items()
+        for ours, theirs in sorted(_NAMES.items(), key=lambda x: "GROUPED" in x[1])
     ]
+    # Products in groups came with 13.1.
+    first = next(i for i, line in enumerate(lines) if "GROUPED" in line)
+    lines.insert(first, "#if CUBLAS_VERSION >= 130100")
+    lines.append("#endif")
     # NVIDIA's headers include these, which are other wheels'.
     words = ("__device_builtin__", "__host__", "__device__", *_ALIGN)
     others = {

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Grouped matmuls as one matmul for each group; axis letters and roles as in the table.
+"""Grouped matmuls by the sizes of their groups; axis letters and roles as in the table.
 
-ffi/plans/group_products.cc reads the sizes of the groups and launches the matmuls. It
-makes a plan when it first meets a number of rows; so that there are few such numbers,
-they are multiples of 64. For the gradient of the matrices, zeros must follow the rows
-of a group then. The handler copies a few groups. Many are moved apart by XLA before: a
-copy takes the host as long as a launch.
+One way has cuBLASLt multiply all groups in one launch, with the sizes on the device
+(ffi/plans/blas_groups.h). The other is one of cuDNN's matmuls for each group.
+ffi/plans/group_products.cc reads the sizes for it, and makes a plan when it first meets
+a number of rows; so that there are few such numbers, they are multiples of 64. For the
+gradient of the matrices, zeros must follow the rows of a group then. The handler copies
+a few groups. Many are moved apart by XLA before: a copy takes the host as long as a
+launch.
 """
 
 from dataclasses import replace
@@ -21,6 +23,8 @@ from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.reference.products.grouped_matmul import Groups
 
 _NOTE = "each group is a matmul of its own: the host waits for the sizes"
+_TOGETHER = "all groups are one launch of cuBLASLt's"
+_HIDDEN = "rows beyond the last group are set to 0 after the kernel"
 _MOVED = "groups are moved to start at multiples of {} rows, and back"
 _ROWS_PER_STEP = 64  # kRowsPerStep in ffi/plans/group_products.cc
 _MANY_GROUPS = 16
@@ -39,8 +43,58 @@ _LOADED = {
 def by_group(graph: Graph) -> Legal:
     """Return the way to run a grouped matmul or its gradient as a matmul a group."""
     editor = GraphEditor.by_role(graph)
-    tensors = editor.tensors
     editor.notes.append(_NOTE)
+    _lay_out(editor)
+    tensors = editor.tensors
+    if "grad_b" in tensors and tensors["b"].dims[0] >= _MANY_GROUPS:
+        _move_groups(editor)
+    fill_loads(editor)
+    return replace(editor.finish(), waits=True)
+
+
+def all_groups(graph: Graph) -> Legal:
+    """Return the way to run a grouped matmul or its gradient by cuBLASLt."""
+    editor = GraphEditor.by_role(graph)
+    editor.notes.append(_TOGETHER)
+    _lay_out(editor)
+    for name in ("output", "grad_a"):
+        if name in editor.tensors:
+            hide_rows(editor, name)
+    sizes, rows = editor.tensors["group_sizes"], editor.tensors["a"].dims[1]
+
+    def step(env: Env) -> None:
+        # Addresses follow from them.
+        given = env["group_sizes"]
+        groups = _within(given, rows)
+        env["starts"] = jnp.reshape(groups.starts, given.shape)
+        env["group_sizes"] = jnp.reshape(groups.ends - groups.starts, given.shape)
+
+    editor.before.append(step)
+    editor.put_operand(replace(sizes, name="starts"))
+    fill_loads(editor)
+    return editor.finish()
+
+
+def hide_rows(editor: GraphEditor, name: str) -> None:
+    """Set rows of a result that are in no group to 0 after the kernel.
+
+    A row of the result follows from no other row.
+    """
+    place = editor.tensors[name].order.index(1)
+
+    def step(env: Env, results: Env) -> None:
+        x = results[name]
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, place)
+        kept = row < jnp.sum(env["group_sizes"], dtype=jnp.int32)
+        results[name] = jnp.where(kept, x, jnp.zeros((), x.dtype))
+
+    editor.after.append(step)
+    editor.notes.append(_HIDDEN)
+
+
+def _lay_out(editor: GraphEditor) -> None:
+    """Have arrays of rows stored row by row, and matrices group by group."""
+    tensors = editor.tensors
     if "grad_output" in tensors:
         # The cotangent is rounded to the dtype of the operands.
         editor.convert("grad_output", tensors["b"].dtype)
@@ -49,10 +103,6 @@ def by_group(graph: Graph) -> Legal:
         order = tensors[name].order
         if order[0] != 0 if is_matrix else order != _ROW_MAJOR:
             editor.reorder(name, _ROW_MAJOR)
-    if "grad_b" in tensors and tensors["b"].dims[0] >= _MANY_GROUPS:
-        _move_groups(editor)
-    fill_loads(editor)
-    return replace(editor.finish(), waits=True)
 
 
 def fill_loads(editor: GraphEditor) -> None:
@@ -86,12 +136,9 @@ class _Places(NamedTuple):
     @classmethod
     def of(cls, sizes: jax.Array, rows: int) -> "_Places":
         """Take the sizes in any shape; what goes beyond the rows is left out."""
-        sums = jnp.cumsum(jnp.clip(jnp.ravel(sizes), 0, rows), dtype=sizes.dtype)
-        # A sum may be beyond its dtype once one before it is beyond the rows.
-        ends = jnp.minimum(jax.lax.cummax(sums), rows)
-        sizes = jnp.diff(ends, prepend=jnp.zeros((), ends.dtype))
-        moved = -(-sizes // _ROWS_PER_STEP) * _ROWS_PER_STEP
-        return cls(Groups(ends - sizes, ends), Groups.of_sizes(moved))
+        given = _within(sizes, rows)
+        moved = -(-(given.ends - given.starts) // _ROWS_PER_STEP) * _ROWS_PER_STEP
+        return cls(given, Groups.of_sizes(moved))
 
     @property
     def sizes(self) -> jax.Array:
@@ -105,6 +152,15 @@ class _Places(NamedTuple):
     def targets(self, rows: int, moved_rows: int) -> jax.Array:
         """Return where each given row is moved to; `moved_rows` for those in none."""
         return _counterparts(self.given, self.moved, rows, moved_rows)
+
+
+def _within(sizes: jax.Array, rows: int) -> Groups:
+    """Return the groups of sizes in any shape, without what goes beyond the rows."""
+    sums = jnp.cumsum(jnp.clip(jnp.ravel(sizes), 0, rows), dtype=sizes.dtype)
+    # A sum may be beyond its dtype once one before it is beyond the rows.
+    ends = jnp.minimum(jax.lax.cummax(sums), rows)
+    sizes = jnp.diff(ends, prepend=jnp.zeros((), ends.dtype))
+    return Groups(ends - sizes, ends)
 
 
 def _counterparts(here: Groups, there: Groups, rows: int, none: int) -> jax.Array:

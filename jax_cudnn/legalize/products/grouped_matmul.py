@@ -3,13 +3,14 @@
 
 cuDNN gets where each group starts. Its last group reaches to the end, so rows that are
 in no group are set to 0 after the kernel. A single group is a matmul. The gradient of
-the rows is one more grouped matmul. For that of the matrices, cuDNN has no operation
-before 9.22 and listed no plan without a device (9.28, sm_80 to sm_100): it is XLA's.
+the rows is one more grouped matmul. For that of the matrices, cuDNN has an operation
+from 9.22 on, for which 9.28 listed no plan on an H200 either: it is XLA's.
 
-Each group as a matmul of its own is another way, of group_products.py.
+The ways of group_products.py have all gradients: all groups in one launch of
+cuBLASLt's, or each group as a matmul of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -21,14 +22,21 @@ from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import Arrays, Legal, Legalization
 from jax_cudnn.legalize.products import fusion
-from jax_cudnn.legalize.products.group_products import by_group, fill_loads
+from jax_cudnn.legalize.products.group_products import (
+    all_groups,
+    by_group,
+    fill_loads,
+    hide_rows,
+)
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 from jax_cudnn.reference.products.grouped_matmul import gradient_of_b
 
 _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for it"
-# What ways are called: one kernel for all groups, or a matmul for each.
-ONE_KERNEL, BY_GROUP = "one kernel", "by group"
+# What ways are called: cuDNN's kernel for all groups, a matmul for each, or all groups
+# by cuBLASLt.
+ONE_KERNEL, BY_GROUP, BY_CUBLASLT = "one kernel", "by group", "by cuBLASLt"
+_OF_CUBLASLT = ("bf16", "f16")
 _F64 = "f64: cuDNN's grouped matmul takes bf16, f16 and f32"
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
@@ -43,16 +51,21 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     ways = tuple(way.named(ONE_KERNEL) for way in ways)
     if roles_in(graph, node)["b"].dims[0] == 1:
         return Legalization(candidates=ways)
-    return Legalization(candidates=(*ways, _by_group(graph).named(BY_GROUP)))
+    more = {BY_GROUP: by_group}
+    # Where no GPU is known, no cuBLAS is.
+    if target is not None and roles_in(graph, node)["b"].dtype in _OF_CUBLASLT:
+        more[BY_CUBLASLT] = all_groups
+    others = (_whole(graph, way).named(name) for name, way in more.items())
+    return Legalization(candidates=(*ways, *others))
 
 
-def _by_group(graph: Graph) -> Legal:
-    """Return the way to run a matmul for each group, the gradient of b included."""
+def _whole(graph: Graph, way: Callable[[Graph], Legal]) -> Legal:
+    """Return a way that has the gradient of b, too, where that is wanted."""
     (node,) = graph.nodes
     if not node.kind.endswith("_backward") or "grad_b" in dict(node.outputs):
-        return by_group(graph)
+        return way(graph)
     # Then a is not read.
-    return _with_gradient_of_b(graph, by_group(_product(roles_in(graph, node), node)))
+    return _with_gradient_of_b(graph, way(_product(roles_in(graph, node), node)))
 
 
 # --- forward --------------------------------------------------------------------------
@@ -73,7 +86,8 @@ def _ways(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
 def _kernel(graph: Graph, order: tuple[int, ...]) -> Legal:
     """Return the way that stores b in an order."""
     editor = GraphEditor.by_role(graph)
-    _hide_rows(editor)
+    if "group_sizes" in editor.tensors:
+        hide_rows(editor, "output")
     _take_starts(editor)
     if editor.tensors["b"].order != order:
         editor.notes.append(
@@ -106,30 +120,11 @@ def _take_starts(editor: GraphEditor) -> None:
     editor.put_operand(starts)
 
 
-def _hide_rows(editor: GraphEditor) -> None:
-    """Set rows that are in no group to 0 after the kernel, which gave them to the last.
-
-    A row of the result follows from no other row of a.
-    """
-    output = editor.tensors["output"]
-    if "group_sizes" not in editor.tensors:
-        return
-    place = output.order.index(1)
-
-    def step(env: Env, results: Env) -> None:
-        x = results["output"]
-        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, place)
-        kept = row < jnp.sum(env["group_sizes"], dtype=jnp.int32)
-        results["output"] = jnp.where(kept, x, jnp.zeros((), x.dtype))
-
-    editor.after.append(step)
-    editor.notes.append("rows beyond the last group are set to 0 after the kernel")
-
-
 def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     """Return the ways to run a single group, which cuDNN 9.28 refuses (limits)."""
     editor = GraphEditor.by_role(graph)
-    _hide_rows(editor)
+    if "group_sizes" in editor.tensors:
+        hide_rows(editor, "output")
     for name in ("group_sizes", "starts"):
         if name in editor.tensors:
             editor.drop(name)

@@ -11,8 +11,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cudnn import native, plans, ragged_dot
-from jax_cudnn.legalize.products.grouped_matmul import BY_GROUP, ONE_KERNEL
+from jax_cudnn import UnsupportedError, native, plans, ragged_dot
+from jax_cudnn.legalize.products.grouped_matmul import (
+    BY_CUBLASLT,
+    BY_GROUP,
+    ONE_KERNEL,
+)
 from jax_cudnn.reference.products import grouped_tiles
 from tests.common.gpu.versions import needs_cudnn
 from tests.common.policy import decided_by
@@ -108,42 +112,69 @@ def _beside_other_groups_of(poison: float) -> tuple[np.ndarray, np.ndarray]:
     return np.asarray(matrices, np.float64), want[2]
 
 
-@pytest.fixture
-def by_group() -> Iterator[None]:
-    """Have small products run as a matmul for each group, like large ones."""
+_NO_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+_NO_CUBLAS = "products in groups need cuBLAS 13.4"
+
+
+@pytest.fixture(params=[BY_CUBLASLT, BY_GROUP, ONE_KERNEL])
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Have all products, small ones too, run in one of the ways."""
     of = {"of": "grouped products", "when": {}, "by": "nothing"}
-    order = {**of, "ways": [BY_GROUP, ONE_KERNEL]}
+    order = {**of, "ways": [request.param]}
     target = native.device_target(0)
     with decided_by(target, rows=[{**of, "runs": "cudnn"}], orders=[order]):
-        yield
+        if request.param == BY_CUBLASLT:
+            lhs, rhs, sizes, _ = _operands("usual", jnp.bfloat16)
+            run = functools.partial(ragged_dot, implementation="cudnn")
+            try:
+                plans.inspect(run, lhs, rhs, sizes)
+            except UnsupportedError as error:
+                if _NO_CUBLAS not in str(error):
+                    raise
+                pytest.skip(_NO_CUBLAS)
+        yield request.param
+
+
+def _told_by(way: str, operands: tuple[jax.Array, ...]) -> None:
+    """Check by what `inspect` says that a product and its gradient ran in a way."""
+    text = str(plans.inspect(_results, *operands))
+    is_single = len(operands[1]) == 1
+    assert ("the host waits for the sizes" in text) == (
+        way == BY_GROUP and not is_single
+    )
+    assert ("one launch of cuBLASLt's" in text) == (
+        way == BY_CUBLASLT and not is_single
+    )
+    assert ("the gradient of b is computed by XLA" in text) == (
+        way == ONE_KERNEL or is_single
+    )
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 @_EACH
-def test_a_matmul_for_each_group_matches_float64(
-    name: str, dtype: Any, by_group: None
-) -> None:
+def test_results_and_gradients_match_float64(name: str, dtype: Any, way: str) -> None:
     operands = _operands(name, dtype)
-    report = plans.inspect(_results, *operands)
-    waits = "the host waits for the sizes" in str(report)
-    assert waits == (len(operands[1]) > 1)
+    if way == BY_CUBLASLT and (dtype == jnp.float32 or len(operands[1]) == 1):
+        pytest.skip("cuBLASLt's products in groups are of 16 bits, and of two groups")
+    if dtype != jnp.float32:
+        _told_by(way, operands)
     _assert_right(jax.jit(_results)(*operands), *operands)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_nothing_leaks_into_the_matmul_of_another_group(
-    poison: float, by_group: None
-) -> None:
+def test_nothing_leaks_into_another_group(poison: float, way: str) -> None:
+    """Nor from rows in no group, in tiles that several groups share."""
     found, want = _beside_other_groups_of(poison)
-    np.testing.assert_allclose(found[0], want[0], rtol=2e-2, atol=0.2)
-    assert np.all(found[1] == 0)
+    if way != ONE_KERNEL:
+        np.testing.assert_allclose(found[0], want[0], rtol=2e-2, atol=0.2)
+        assert np.all(found[1] == 0)
 
 
-def test_a_matmul_for_each_group_reads_the_sizes_when_it_runs(by_group: None) -> None:
+def test_the_sizes_are_read_when_the_kernel_runs(way: str) -> None:
     _assert_sizes_are_read_when_run()
 
 
-def test_matmuls_of_groups_run_in_loops_and_from_threads(by_group: None) -> None:
+def test_products_of_groups_run_in_loops_and_from_threads(way: str) -> None:
     """Each step, and each thread, has sizes of its own."""
     lhs, rhs, _, _ = _operands("usual", jnp.bfloat16)
     many = jnp.array([(256, 0, 0, 0), (1, 2, 3, 4), (64, 65, 63, 64)], jnp.int32)
@@ -161,13 +192,6 @@ def test_matmuls_of_groups_run_in_loops_and_from_threads(by_group: None) -> None
         np.testing.assert_allclose(
             np.asarray(x, np.float64), want[i % 3], rtol=2e-2, atol=0.2
         )
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
-@_EACH
-def test_results_and_gradients_match_float64(name: str, dtype: Any) -> None:
-    operands = _operands(name, dtype)
-    _assert_right(jax.jit(_results)(*operands), *operands)
 
 
 @pytest.mark.parametrize("poison", [None, np.nan])
@@ -189,7 +213,7 @@ def test_xlas_loop_over_tiles_matches_float64(dtype: Any, poison: float | None) 
     _assert_right(got, *operands)
 
 
-def test_sums_are_f32_where_asked_for() -> None:
+def test_sums_are_f32_where_asked_for(way: str) -> None:
     lhs, rhs, sizes, cotangent = _operands("usual", jnp.bfloat16)
     run = functools.partial(
         ragged_dot, preferred_element_type=jnp.float32, implementation="cudnn"
@@ -198,12 +222,6 @@ def test_sums_are_f32_where_asked_for() -> None:
     want = _truth(lhs, rhs, sizes, cotangent)[0]
     assert got.dtype == jnp.float32
     np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_nothing_leaks_from_other_groups(poison: float) -> None:
-    """Nor from rows in no group, in tiles that several groups share."""
-    _beside_other_groups_of(poison)
 
 
 @pytest.mark.parametrize("implementation", ["cudnn", "xla"])
@@ -229,22 +247,6 @@ def test_bias_and_activation_follow() -> None:
     )
 
 
-def test_cudnn_ran_but_for_the_gradient_of_the_matrices() -> None:
-    lhs, rhs, sizes, _ = _operands("usual", jnp.bfloat16)
-
-    def loss(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
-        y = ragged_dot(lhs, rhs, sizes, implementation="cudnn")
-        return y.astype(jnp.float32).sum()
-
-    report = plans.inspect(jax.grad(loss, (0, 1)), lhs, rhs)
-    assert [call.implementation for call in report.calls] == ["cudnn", "cudnn"]
-    assert "the gradient of b is computed by XLA" in str(report)
-
-
-def test_the_sizes_are_read_when_the_kernel_runs() -> None:
-    _assert_sizes_are_read_when_run()
-
-
 def _assert_sizes_are_read_when_run() -> None:
     """One program serves all of them, as the router of each step has it."""
     lhs, rhs, _, cotangent = _operands("usual", jnp.bfloat16)
@@ -267,8 +269,10 @@ def _assert_sizes_are_read_when_run() -> None:
 
 
 @_EACH
-def test_runs_repeat_in_every_bit(name: str) -> None:
+def test_runs_repeat_in_every_bit(name: str, way: str) -> None:
     operands = _operands(name, jnp.bfloat16)
+    if way == BY_CUBLASLT and len(operands[1]) == 1:
+        pytest.skip("a single group is a matmul of cuDNN's")
     run = jax.jit(_results)
     for a, b in zip(run(*operands), run(*operands), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
@@ -286,3 +290,24 @@ def test_auto_is_xla_until_tuned_and_right_after() -> None:
     want = _truth(lhs, rhs, sizes, cotangent)[0]
     got = np.asarray(jax.jit(run)(lhs, rhs, sizes), np.float64)
     np.testing.assert_allclose(got, want, rtol=1e-2, atol=0.1)
+
+
+def test_products_of_groups_are_captured_in_command_buffers(way: str) -> None:
+    """Sizes on the device: a program with nothing that waits is one CUDA graph."""
+    lhs, rhs, _, _ = _operands("usual", jnp.bfloat16)
+    if way == BY_GROUP:
+        pytest.skip("the host waits for the sizes")
+
+    def steps(lhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        for _ in range(6):
+            y = ragged_dot(lhs, rhs, sizes, implementation="cudnn")
+            lhs = (lhs + 1e-3 * y[:, : lhs.shape[1]]).astype(lhs.dtype)
+        return lhs
+
+    run, plain = jax.jit(steps), jax.jit(steps, compiler_options=_NO_GRAPHS)
+    for sizes in ((256, 0, 0, 0), (1, 2, 3, 4), (64, 64, 64, 64)):
+        for _ in range(3):
+            got = run(lhs, jnp.array(sizes))
+        np.testing.assert_array_equal(
+            np.asarray(got, "f4"), np.asarray(plain(lhs, jnp.array(sizes)), "f4")
+        )
