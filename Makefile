@@ -95,6 +95,10 @@ llama: .venv/.installed  ## train Llama-2 on all GPUs, or a tiny one on the CPU
 moe: .venv/.installed  ## train a transformer with mixtures of experts, on GPUs or the CPU
 	.venv/bin/python examples/train_moe.py $(MOE_FLAGS)
 
+.PHONY: mamba
+mamba: .venv/.installed  ## train a small state-space model, on the GPU if there is one
+	.venv/bin/python examples/train_mamba.py $(MAMBA_FLAGS)
+
 .PHONY: generate
 generate: .venv/.installed  ## generate text with a cache of keys and values
 	.venv/bin/python examples/generate.py $(GENERATE_FLAGS)

@@ -49,6 +49,7 @@ try:
     from jax_cudnn.ops.norms.groups import group_norm, instance_norm
     from jax_cudnn.ops.norms.rows import layer_norm, rms_norm
     from jax_cudnn.ops.pooling import avg_pool, max_pool
+    from jax_cudnn.ops.products.causal_conv1d import causal_conv1d
     from jax_cudnn.ops.products.conv import conv
     from jax_cudnn.ops.products.dot_general import dot_general
     from jax_cudnn.ops.products.gated import gated_matmul
@@ -101,6 +102,7 @@ __all__ = [
     "avg_pool",
     "batch_norm",
     "cached_sdpa",
+    "causal_conv1d",
     "checkpoint_policies",
     "conv",
     "dot_general",

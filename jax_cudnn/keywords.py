@@ -65,8 +65,12 @@ SAME = {
     "feature_group_count": "groups num_groups feature_groups",
     "dimension_numbers": "data_format feature_layout layout",
     "preferred_element_type": "dtype out_dtype result_dtype output_dtype acc_dtype",
+    "initial_state": "initial_states conv_state cache state",
+    "return_state": "return_final_states return_final_state output_final_state",
+    "segment_ids": "seq_idx segments document_ids segment_positions",
+    "w": "weight weights kernel filter filters rhs",
     # norms
-    "x": "input inputs",
+    "x": "input inputs lhs",
     "epsilon": "eps variance_epsilon layer_norm_eps rms_norm_eps",
     "reduction_axes": "axis axes dim dims",
     "axis": "axes dim dims reduction_axes feature_axes normalized_shape",

@@ -9,12 +9,14 @@ run this when the schema changes.
 from pathlib import Path
 
 from jax_cudnn.graph import (
+    CausalConvAttributes,
     ConvAttributes,
     DTypeName,
     Graph,
     GraphWriter,
     MatmulAttributes,
     Tensor,
+    causal_conv1d_graph,
     derivative_of,
     grouped_matmul_graph,
     to_json,
@@ -57,6 +59,8 @@ def golden_graphs() -> dict[str, Graph]:
         ),
         "sdpa_qkv_forward": graph_of("bsh3d", "mask", dtype="bf16"),
         "sdpa_qkv_backward": _backward(graph_of("sbhd", "bias", dtype="f16")),
+        "causal_conv1d": _causal_conv1d(),
+        "causal_conv1d_backward": _backward(_causal_conv1d()),
         "conv_forward": _with_residuals(_conv()),
         "conv_backward": _backward(_conv()),
         "grouped_matmul": _grouped_matmul(),
@@ -140,6 +144,17 @@ def _grouped_matmul() -> Graph:
         "group_sizes": _tensor("group_sizes", "i32", (1, 5)),
     }
     return grouped_matmul_graph(inputs, "f32")
+
+
+def _causal_conv1d() -> Graph:
+    inputs = {
+        "x": _tensor("x", "bf16", (2, 11, 6), (0, 2, 1)),
+        "w": _tensor("w", "bf16", (4, 6), (1, 0)),
+        "bias": _tensor("bias", "bf16", (1, 6)),
+        "segment_ids": _tensor("segment_ids", "i32", (2, 11)),
+    }
+    attributes = CausalConvAttributes(activation="silu")
+    return causal_conv1d_graph(inputs, attributes=attributes)
 
 
 def _pointwise() -> Graph:

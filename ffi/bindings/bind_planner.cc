@@ -128,6 +128,7 @@ void BindPlanner(nb::module_& m) {
         nb::arg("build"));
   m.def("has_blas_product", HasBlasProduct, nb::arg("graph"));
   m.attr("CUBLASLT_ENGINE") = kCublasLtEngine;
+  m.attr("CAUSAL_CONV_ENGINE") = kCausalConvEngine;
   m.def("time_plan", TimeGraph, nb::arg("graph"), nb::arg("request"), nb::arg("device"),
         nb::arg("sets"), nb::arg("workspace"), nb::arg("launches"), nb::arg("samples"));
 }

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// What a plan launches: a graph of cuDNN's, or a product for each group of rows.
+// What a plan launches: a graph of cuDNN's, a product for each group of rows, a product
+// by cuBLASLt, or one of cuDNN's functions.
 
 #ifndef JAX_CUDNN_LAUNCHABLE_H_
 #define JAX_CUDNN_LAUNCHABLE_H_

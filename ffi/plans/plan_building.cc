@@ -19,6 +19,7 @@
 #include "plans/attempt.h"
 #include "plans/blas_groups.h"
 #include "plans/blas_product.h"
+#include "plans/causal_conv.h"
 #include "plans/group_products.h"
 #include "plans/launchable_graph.h"
 #include "plans/plan.h"
@@ -218,6 +219,44 @@ StatusOr<bool> VisitBlas(const GraphSpec& graph, const PlanRequest& request,
   return false;
 }
 
+// cuDNN's function for a causal convolution.
+class CausalConvSource : public Source {
+ public:
+  explicit CausalConvSource(const GraphSpec& graph) : graph_(graph) {}
+
+  // There is nothing to build; whether it can be launched is rehearsed.
+  Status Build(Candidate& candidate) override {
+    candidate.is_built = true;
+    return {};
+  }
+
+  StatusOr<std::unique_ptr<const Launchable>> MakeLaunchable(
+      Candidate& /*candidate*/) override {
+    ASSIGN_OR_RETURN(auto made, CausalConv::Make(graph_));
+    return std::unique_ptr<const Launchable>(std::move(made));
+  }
+
+ private:
+  const GraphSpec& graph_;
+};
+
+// Calls `visit` with the candidate for a causal convolution, or notes why there is
+// none.
+template <typename Visit>
+Status VisitCausalConv(const GraphSpec& graph, const PlanRequest& request,
+                       Reasons& reasons, Visit&& visit) {
+  auto candidate = CausalConv::Describe(graph, request);
+  if (!candidate.ok()) {
+    reasons.Add(candidate.status().message());
+    return {};
+  }
+  if (!candidate->refusal.empty()) {
+    reasons.Add(candidate->name + ": " + candidate->refusal);
+  }
+  CausalConvSource source(graph);
+  return visit(source, std::move(*candidate)).status();
+}
+
 // The requests for those of cuBLASLt's candidates that are wanted before cuDNN's.
 std::vector<PlanRequest> WantedOfBlas(const PlanRequest& request) {
   std::vector<PlanRequest> found;
@@ -240,6 +279,9 @@ Status VisitCandidates(const GraphSpec& graph, const std::string& request,
   std::set<std::string> seen;  // of cuBLASLt's
   if (BlasGroups::Covers(graph)) {
     return VisitBlas<BlasGroups>(graph, parsed, target, reasons, seen, visit).status();
+  }
+  if (CausalConv::Covers(graph)) {
+    return VisitCausalConv(graph, parsed, reasons, visit);
   }
   const bool is_of_groups = GroupProducts::Covers(graph);
   GraphSpec matmul;

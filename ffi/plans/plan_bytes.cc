@@ -15,6 +15,7 @@
 #include "frontend/frontend_status.h"
 #include "plans/blas_groups.h"
 #include "plans/blas_product.h"
+#include "plans/causal_conv.h"
 #include "plans/group_products.h"
 #include "plans/launchable_graph.h"
 #include "plans/plan.h"
@@ -40,8 +41,10 @@ StatusOr<std::shared_ptr<const Plan>> Plan::Deserialize(const GraphSpec& graph,
     std::string_view rest = bytes;
     ASSIGN_OR_RETURN(PlanRecord record, TakePlanRecord(rest));
     Candidate& candidate = record.candidate;
-    // It is made in no time, of matmuls that are not compiled.
-    if (GroupProducts::Covers(graph)) return Build(graph, candidate.request, target);
+    // They are made in no time: matmuls that are not compiled, and a function's call.
+    if (GroupProducts::Covers(graph) || CausalConv::Covers(graph)) {
+      return Build(graph, candidate.request, target);
+    }
     if (candidate.engine == kCublasLtEngine) {
       if (target.handle == nullptr) {
         return Unimplemented("a plan of cuBLASLt's is read where the GPU is");

@@ -22,6 +22,10 @@ namespace jax_cudnn {
 // number. Equals CUBLASLT_ENGINE in jax_cudnn/native/planner.py.
 inline constexpr int64_t kCublasLtEngine = 1000;
 
+// The engine of cuDNN's functions for causal convolutions (plans/causal_conv.h). Equals
+// CAUSAL_CONV_ENGINE in jax_cudnn/native/planner.py.
+inline constexpr int64_t kCausalConvEngine = 1001;
+
 // cuDNN's lists of candidates.
 enum class HeuristicMode { kA, kB, kFallback };
 

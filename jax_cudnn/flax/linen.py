@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """linen's layers on cuDNN: `Conv` and `Dense` with bias, residual and activation.
 
+Also `CausalConv1D`, which linen has as a setting of its `Conv`.
+
 `MultiHeadDotProductAttention` is in linen_attention.py, the norms in linen_norms.py, f8
 in linen_f8.py.
 """
@@ -8,7 +10,9 @@ in linen_f8.py.
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import linen
+from flax.linen.dtypes import promote_dtype
 from jax.typing import ArrayLike
 
 from jax_cudnn import keywords as _keywords
@@ -35,12 +39,15 @@ from jax_cudnn.flax.linen_norms import (
 from jax_cudnn.flax.moe.linen import MixtureOfExperts
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import as_operand
+from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.f8_recipes import Recipe
+from jax_cudnn.ops.products.causal_conv1d import CausalActivation, causal_conv1d
 from jax_cudnn.ops.products.conv import conv
 from jax_cudnn.ops.products.dot_general import dot_general
 
 __all__ = [
     "BatchNorm",
+    "CausalConv1D",
     "Conv",
     "Dense",
     "F8DotGeneral",
@@ -119,6 +126,92 @@ class Conv(linen.Conv):
             implementation=self.implementation,
         )
         return _call(linen.Conv, self, inputs, "conv_general_dilated", fused)
+
+
+class CausalConv1D(linen.Module):
+    r"""A causal convolution of each channel over time, with bias and activation.
+
+    It is `flax.linen.Conv` with `padding="CAUSAL"` and a group for each channel,
+    followed by the activation, as one call of `jax_cudnn.causal_conv1d`. The parameters
+    are those of linen's layer, so that its checkpoints load: the kernel is (K, 1, c)
+    and the bias (c,).
+
+    Attributes:
+      kernel_size: the taps K.
+      activation: as in `jax_cudnn.causal_conv1d`. Default "silu".
+      use_bias: whether to add a bias. Default True.
+      dtype: in which to compute. Default None: that of inputs and parameters together.
+      param_dtype: that of the parameters. Default f32.
+      kernel_init: makes the kernel. Default: as in `flax.linen.Conv`.
+      bias_init: makes the bias. Default: zeros.
+      implementation: "auto" (default), "cudnn" or "xla", as in
+        `jax_cudnn.causal_conv1d`.
+
+    Example:
+      >>> import jax, jax.numpy as jnp
+      >>> from jax_cudnn.flax.linen import CausalConv1D
+      >>> x = jnp.ones((2, 9, 16))
+      >>> layer = CausalConv1D(4)
+      >>> y, _ = layer.init_with_output(jax.random.key(0), x)
+      >>> y.shape
+      (2, 9, 16)
+    """
+
+    kernel_size: int
+    activation: CausalActivation = "silu"
+    use_bias: bool = True
+    dtype: Any = None
+    param_dtype: Any = jnp.float32
+    kernel_init: Any = linen.initializers.lecun_normal()
+    bias_init: Any = linen.initializers.zeros_init()
+    implementation: Implementation = "auto"
+
+    @linen.compact
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        initial_state: ArrayLike | None = None,
+        return_state: bool = False,
+        segment_ids: ArrayLike | None = None,
+    ) -> Any:
+        """Return the convolution of all steps, and with `return_state` the state.
+
+        Args:
+          inputs: (..., s, c), with any number of batch axes, steps s and channels c.
+          initial_state: (..., K - 1, c), the steps before the first one, of the dtype
+            in which the layer computes. Default None: zeros.
+          return_state: whether to return the last K - 1 steps, too. Default False.
+          segment_ids: (..., s) integers, the document of each step. Default None: one.
+
+        Returns:
+          (..., s, c), of the dtype in which the layer computes; with `return_state` a
+          pair of this and the state.
+
+        Raises:
+          ValueError, TypeError: as `jax_cudnn.causal_conv1d`.
+          UnsupportedError, LibraryError: likewise.
+        """
+        inputs = as_operand("CausalConv1D", "inputs", inputs)
+        channels = inputs.shape[-1]
+        shape = (self.kernel_size, 1, channels)
+        kernel = self.param("kernel", self.kernel_init, shape, self.param_dtype)
+        bias = None
+        if self.use_bias:
+            bias = self.param("bias", self.bias_init, (channels,), self.param_dtype)
+        x, kernel, bias = promote_dtype(inputs, kernel, bias, dtype=self.dtype)
+        with on_behalf_of("CausalConv1D", "causal_conv1d", x="inputs", w="kernel"):
+            call: Any = causal_conv1d
+            return call(
+                x,
+                kernel[:, 0],
+                bias=bias,
+                activation=self.activation,
+                initial_state=initial_state,
+                return_state=return_state,
+                segment_ids=segment_ids,
+                implementation=self.implementation,
+            )
 
 
 class Dense(linen.Dense):

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """nnx's layers on cuDNN: `Conv` and `Linear` with bias, residual and activation.
 
+Also `CausalConv1D`, which nnx has as a setting of its `Conv`.
+
 `MultiHeadAttention` is in nnx_attention.py, the norms in nnx_norms.py, f8 in nnx_f8.py
 and nnx_to_f8.py.
 """
@@ -9,7 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from flax.linen.dtypes import promote_dtype
 from jax.typing import ArrayLike
 
 from jax_cudnn import keywords as _keywords
@@ -34,12 +38,15 @@ from jax_cudnn.flax.nnx_norms import (
 from jax_cudnn.flax.nnx_to_f8 import F8Layer, F8Report, to_f8
 from jax_cudnn.ops.common.activations import Activation
 from jax_cudnn.ops.common.arguments import as_operand
+from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.f8_recipes import Recipe
+from jax_cudnn.ops.products.causal_conv1d import CausalActivation, causal_conv1d
 from jax_cudnn.ops.products.conv import conv
 from jax_cudnn.ops.products.dot_general import dot_general
 
 __all__ = [
     "BatchNorm",
+    "CausalConv1D",
     "Conv",
     "F8DotGeneral",
     "F8Einsum",
@@ -56,6 +63,10 @@ __all__ = [
     "SelectionBias",
     "to_f8",
 ]
+
+
+_KERNEL_INIT = nnx.initializers.lecun_normal()
+_BIAS_INIT = nnx.initializers.zeros_init()
 
 
 class Conv(nnx.Conv):
@@ -157,6 +168,107 @@ class Conv(nnx.Conv):
         return _call(
             nnx.Conv, self, inputs, out_sharding, "conv_general_dilated", fused
         )
+
+
+class CausalConv1D(nnx.Module):
+    r"""A causal convolution of each channel over time, with bias and activation.
+
+    It is `flax.nnx.Conv` with `padding="CAUSAL"` and a group for each channel, followed
+    by the activation, as one call of `jax_cudnn.causal_conv1d`. The parameters are
+    those of nnx's layer, so that its checkpoints load: the kernel is (K, 1, c) and the
+    bias (c,).
+
+    Args:
+      features: the channels c.
+      kernel_size: the taps K.
+      activation: as in `jax_cudnn.causal_conv1d`. Default "silu".
+      use_bias: whether to add a bias. Default True.
+      dtype: in which to compute. Default None: that of inputs and parameters together.
+      param_dtype: that of the parameters. Default f32.
+      kernel_init: makes the kernel. Default: as in `flax.nnx.Conv`.
+      bias_init: makes the bias. Default: zeros.
+      implementation: "auto" (default), "cudnn" or "xla", as in
+        `jax_cudnn.causal_conv1d`.
+      rngs: as in `flax.nnx.Conv`.
+
+    Raises:
+      ValueError: an unknown `implementation`.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from flax import nnx
+      >>> from jax_cudnn.flax.nnx import CausalConv1D
+      >>> layer = CausalConv1D(16, 4, rngs=nnx.Rngs(0))
+      >>> y, state = layer(jnp.ones((2, 9, 16)), return_state=True)
+      >>> layer(jnp.ones((2, 1, 16)), initial_state=state).shape
+      (2, 1, 16)
+    """
+
+    def __init__(
+        self,
+        features: int,
+        kernel_size: int,
+        *,
+        activation: CausalActivation = "silu",
+        use_bias: bool = True,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Any = _KERNEL_INIT,
+        bias_init: Any = _BIAS_INIT,
+        implementation: Implementation = "auto",
+        rngs: nnx.Rngs,
+    ) -> None:
+        Options(implementation=implementation)  # refuses unknown names
+        shape = (kernel_size, 1, features)
+        self.kernel = nnx.Param(kernel_init(rngs.params(), shape, param_dtype))
+        bias = bias_init(rngs.params(), (features,), param_dtype) if use_bias else None
+        self.bias = nnx.data(None if bias is None else nnx.Param(bias))
+        self.dtype = dtype
+        self.activation: CausalActivation = activation
+        self.implementation: Implementation = implementation
+
+    def __call__(
+        self,
+        inputs: jax.Array,
+        *,
+        initial_state: ArrayLike | None = None,
+        return_state: bool = False,
+        segment_ids: ArrayLike | None = None,
+    ) -> Any:
+        """Return the convolution of all steps, and with `return_state` the state.
+
+        Args:
+          inputs: (..., s, c), with any number of batch axes, steps s and channels c.
+          initial_state: (..., K - 1, c), the steps before the first one, of the dtype
+            in which the layer computes. Default None: zeros.
+          return_state: whether to return the last K - 1 steps, too. Default False.
+          segment_ids: (..., s) integers, the document of each step. Default None: one.
+
+        Returns:
+          (..., s, c), of the dtype in which nnx's layer returns it; with `return_state`
+          a pair of this and the state.
+
+        Raises:
+          ValueError, TypeError: as `jax_cudnn.causal_conv1d`.
+          UnsupportedError, LibraryError: likewise.
+        """
+        inputs = as_operand("CausalConv1D", "inputs", inputs)
+        bias = None if self.bias is None else self.bias[...]
+        x, kernel, bias = promote_dtype(
+            inputs, self.kernel[...], bias, dtype=self.dtype
+        )
+        with on_behalf_of("CausalConv1D", "causal_conv1d", x="inputs", w="kernel"):
+            call: Any = causal_conv1d
+            return call(
+                x,
+                kernel[:, 0],
+                bias=bias,
+                activation=self.activation,
+                initial_state=initial_state,
+                return_state=return_state,
+                segment_ids=segment_ids,
+                implementation=self.implementation,
+            )
 
 
 class Linear(nnx.Linear):

@@ -22,6 +22,10 @@ from jax_cudnn.graph.kinds import (
 from jax_cudnn.graph.norms import NORMALISED, NormAttributes, norm_graph
 from jax_cudnn.graph.pooling import AvgPoolAttributes, MaxPoolAttributes, pool_graph
 from jax_cudnn.graph.printing import label, operand_text, summary
+from jax_cudnn.graph.products.causal_conv1d import (
+    CausalConvAttributes,
+    causal_conv1d_graph,
+)
 from jax_cudnn.graph.products.conv import ConvAttributes
 from jax_cudnn.graph.products.grouped_matmul import grouped_matmul_graph
 from jax_cudnn.graph.products.matmul import MatmulAttributes
@@ -49,6 +53,7 @@ __all__ = [
     "Attributes",
     "AvgPoolAttributes",
     "CachedAttributes",
+    "CausalConvAttributes",
     "ConvAttributes",
     "DTypeName",
     "Factors",
@@ -66,6 +71,7 @@ __all__ = [
     "added_first",
     "all_kinds",
     "axis_classes",
+    "causal_conv1d_graph",
     "derivative_of",
     "factors_of",
     "fold_rule",

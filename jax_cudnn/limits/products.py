@@ -12,6 +12,7 @@ from jax_cudnn.limits.rows import ALL_VERSIONS, Limit, always
 
 _CONVOLUTIONS = frozenset(TRIPLES)
 _FUSED = _CONVOLUTIONS | {"matmul"}
+_CAUSAL = frozenset({"causal_conv1d", "causal_conv1d_backward"})
 _GROUPED = frozenset({"grouped_matmul", "grouped_matmul_backward"})
 _BY_XLA = "XLA runs them"
 _BY_XLAS_CUDNN = "XLA runs them, which may ask the same cuDNN"
@@ -108,6 +109,15 @@ LIMITS = (
         words="cuDNN {cudnn} is older than 9.15",
         done=_BY_XLA,
         source='cudnn-frontend 1.28.0 ("Moe grouped matmul requires cuDNN v9.15.0")',
+    ),
+    Limit(
+        kinds=_CAUSAL,
+        holds=always,
+        versions=range(92200),
+        what="there is no function for causal convolutions",
+        words="cuDNN {cudnn} is older than 9.22, which has cudnnCausalConv1dForward",
+        done="a causal convolution is written as a depthwise one",
+        source="cudnn_subquadratic_ops.h of 9.28.1",
     ),
     Limit(
         kinds=_CONVOLUTIONS,

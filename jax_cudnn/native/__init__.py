@@ -18,6 +18,7 @@ from jax_cudnn.native.library import (
 )
 from jax_cudnn.native.logs import LogSink, set_log_sink
 from jax_cudnn.native.planner import (
+    CAUSAL_CONV_ENGINE,
     CUBLASLT_ENGINE,
     CacheStats,
     Candidate,
@@ -57,6 +58,7 @@ from jax_cudnn.native.store import (
 )
 
 __all__ = [
+    "CAUSAL_CONV_ENGINE",
     "CUBLASLT_ENGINE",
     "TARGET_CAPTURED",
     "TARGET_SCRATCH",

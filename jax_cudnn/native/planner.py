@@ -24,6 +24,8 @@ from jax_cudnn.native.library import cudnn_version
 
 # The engine of the plans that are cuBLASLt's: none of cuDNN's has this number.
 CUBLASLT_ENGINE = 1000
+# The engine of cuDNN's functions for causal convolutions, which are in no graph API.
+CAUSAL_CONV_ENGINE = 1001
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -210,6 +210,8 @@ def _properties(
         return "norms", Norm(part, way, target)
     if kind in _POOLING:
         return "pooling", None
+    if kind == "causal_conv1d":
+        return "causal convolutions", products.CausalConvolution(part, way)
     return products.properties_of(part, way, ways, tables)
 
 
@@ -218,4 +220,4 @@ _POOLING = ("avg_pool", "max_pool")
 # Attention over caches and over f8 operands is cuDNN's wherever it has a plan.
 _CUDNNS = ("sdpa_cached", "sdpa_f8", "sdpa_paged")
 # The kinds of kernels that are told by name, beside norms and contractions.
-NAMED = (*_ATTENTION, *_POOLING, *_CUDNNS, "grouped_matmul")
+NAMED = (*_ATTENTION, *_POOLING, *_CUDNNS, "causal_conv1d", "grouped_matmul")

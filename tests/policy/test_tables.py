@@ -26,6 +26,7 @@ from jax_cudnn.policy.norms import Norm
 from jax_cudnn.policy.products import kernels
 from jax_cudnn.policy.products.cublaslt import CublasLtProduct
 from jax_cudnn.policy.products.properties import (
+    CausalConvolution,
     Convolution,
     CopiedForF8,
     Depthwise,
@@ -45,6 +46,7 @@ _PROPERTIES: dict[str, type | None] = {
     "attention": Attention,
     "norms": Norm,
     "pooling": None,
+    "causal convolutions": CausalConvolution,
     "grouped products": GroupedProduct,
     "products with sums": None,
     "matmuls": Matmul,

@@ -115,6 +115,10 @@ def _grouped(x: Any, w: Any) -> jax.Array:
     )
 
 
+def _causal(x: Any, w: Any, bias: Any) -> jax.Array:
+    return jax_cudnn.causal_conv1d(x, w, bias=bias)
+
+
 def _max_pool(x: Any) -> jax.Array:
     return jax_cudnn.max_pool(x, (3, 2), (2, 1), "SAME")
 
@@ -144,6 +148,7 @@ _SHAPES: dict[Function, tuple[tuple[int, ...], ...]] = {
     _biased: ((8, 10, 8, 4), (8, 12, 4, 4), (8, 12, 4, 6), (1, 8, 10, 12)),
     _conv: ((8, 6, 4, 16), (3, 3, 16, 24), (24,)),
     _grouped: ((8, 6, 4, 16), (3, 3, 4, 32)),
+    _causal: ((8, 10, 16), (4, 16), (16,)),
     _max_pool: ((8, 2, 6, 5, 16),),
     _avg_pool: ((8, 2, 6, 5, 16),),
     _ragged_dot: ((16, 8), (4, 8, 24), (4, 24)),
@@ -218,6 +223,10 @@ _CASES = [
     _Case(
         _grouped, (("x", None, None, "y"), (None, None, None, "y")), "", "all-reduce"
     ),
+    # neither the batch axes nor the channels of a causal convolution are sums
+    _Case(_causal, (("x",), _NONE, _NONE), "", "all-reduce"),
+    _Case(_causal, (("x", None, "y"), (None, "y"), ("y",)), "", "all-reduce"),
+    _Case(_causal, ((None, None, "x"), (None, "x"), ("x",))),
     # neither the batch axes nor the channels meet in a window
     _Case(_max_pool, (("x",),)),
     _Case(_max_pool, (("y", None, None, None, "x"),)),

@@ -28,6 +28,7 @@ GUIDES = (
     "export.md",
     "troubleshooting.md",
     "ragged_dot.md",
+    "causal_conv1d.md",
     "reductions.md",
 )
 # Ring 5 does not run these: the first and the last make eight devices of the CPU, the

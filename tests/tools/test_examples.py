@@ -60,6 +60,7 @@ def test_every_example_is_run_here():
         "train_char_transformer.py",
         "train_gpt.py",
         "train_llama.py",
+        "train_mamba.py",
         "train_moe.py",
         "train_residual_cnn.py",
         "train_unet.py",
@@ -205,6 +206,47 @@ jax.config.update("jax_disable_most_optimizations", True)
 sys.path.insert(0, {str(EXAMPLES)!r})
 import train_moe
 train_moe.main(sys.argv[1:])
+"""
+
+
+def test_train_mamba_lowers_its_loss_and_writes_what_it_would_read(tmp_path):
+    """Text in pieces has the logits of the whole, which a byte at a time needs."""
+    for package in ("flax", "optax"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    path = tmp_path / "mamba.py"
+    path.write_text(MAMBA)
+    output = run_example(path, *GPT[2:])
+    assert "causal_conv1d by xla, causal_conv1d_backward by xla" in output
+    first, last = (number_after(f" {n}/40  loss", output) for n in (2, 40))
+    assert abs(first - math.log(256)) < 0.5
+    assert last < first - 1
+    assert abs(number_after("this model", output) - last) < 1
+    assert "[...]" in output
+    assert number_after("pieces differ by", output) < 1e-5
+
+
+MAMBA = f"""
+import sys
+import jax
+jax.config.update("jax_disable_most_optimizations", True)
+sys.path.insert(0, {str(EXAMPLES)!r})
+import jax.numpy as jnp
+import train_mamba
+from flax import nnx
+train_mamba.main(sys.argv[1:])
+settings = train_mamba.parse_arguments(sys.argv[1:])
+graph, params = nnx.split(train_mamba.Mamba(settings, nnx.Rngs(0)))
+run = jax.jit(lambda *arrays: nnx.merge(graph, params)(*arrays))
+empty = nnx.merge(graph, params).empty(2)
+text = jax.random.randint(jax.random.key(0), (2, 35), 0, 256)
+documents = jnp.cumsum(jnp.arange(35) % 11 == 10)[None] + jnp.zeros((2, 1), jnp.int32)
+whole, _ = run(text, documents, empty)
+memories, pieces = empty, []
+for first, stop in ((0, 16), (16, 21), *((i, i + 1) for i in range(21, 35))):
+    piece, memories = run(text[:, first:stop], documents[:, first:stop], memories)
+    pieces.append(piece)
+difference = jnp.max(jnp.abs(jnp.concatenate(pieces, 1) - whole))
+print("pieces differ by", float(difference))
 """
 
 

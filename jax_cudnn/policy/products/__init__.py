@@ -9,8 +9,10 @@ from jax_cudnn.policy.products.contractions import (
 )
 from jax_cudnn.policy.products.cublaslt import cublaslt_product
 from jax_cudnn.policy.products.orders import in_order
+from jax_cudnn.policy.products.properties import CausalConvolution
 
 __all__ = [
+    "CausalConvolution",
     "contraction_of",
     "cublaslt_product",
     "in_order",

@@ -10,6 +10,7 @@ from jax_cudnn.graph.walks import made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import Legal
 from jax_cudnn.legalize.products import (
+    causal_conv1d,
     conv_depthwise,
     conv_groups,
     conv_pairs,
@@ -182,6 +183,19 @@ class Depthwise:
     def longest_step(self) -> int:
         """The longest step between windows."""
         return max(conv_attributes(self._node).window_strides)
+
+
+class CausalConvolution:
+    """A causal convolution or its gradient, and a way to run it."""
+
+    def __init__(self, part: Graph, way: Legal) -> None:
+        (node,) = part.nodes
+        x, w = (roles_in(part, node)[role] for role in ("x", "w"))
+        self.kind, self.dtype = node.kind, x.dtype
+        self.is_by_function = causal_conv1d.FUNCTION in way.names
+        self.is_channels_last = x.order[-1] == 2
+        self.taps = w.dims[0]
+        self.elements = math.prod(x.dims)
 
 
 class Matmul:
