@@ -8,6 +8,8 @@ from the docstrings of the installed package. The build needs no network.
 
 from importlib.metadata import distribution
 
+from sphinx.pycode import ModuleAnalyzer
+
 import jax_cudnn
 
 project = "jax_cudnn"
@@ -41,6 +43,19 @@ nb_execution_timeout = 120
 nb_merge_streams = True
 
 # --- reference ------------------------------------------------------------------------
+
+
+def _without_overloads(analyzer: ModuleAnalyzer) -> None:
+    """Read a module, so that each function is shown with one signature.
+
+    Overloads differ in what they return, which the docstring says.
+    """
+    _read(analyzer)
+    analyzer.overloads = {}
+
+
+_read = ModuleAnalyzer.analyze
+ModuleAnalyzer.analyze = _without_overloads  # type: ignore[method-assign]
 
 # In docstrings, `x` is code.
 default_role = "code"

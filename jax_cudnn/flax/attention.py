@@ -242,7 +242,7 @@ def attend(
             output = cached_sdpa(
                 *folded,
                 **request.sequences._asdict(),
-                scale=request.scale,
+                **request.options,
                 sinks=request.sinks,
                 implementation=implementation,
             )
@@ -270,10 +270,10 @@ def _attend(
     attention = functools.partial(
         sdpa,
         bias=_fold_scores_like(request.bias, scores),
-        scale=request.scale,
         is_causal=request.is_causal,
         score_mod=request.score_mod,
         implementation=implementation,
+        **request.options,
     )
     if not request.dropout_rate:
         return attention(q, k, v, mask=mask, sinks=request.sinks)

@@ -4,7 +4,7 @@
 import functools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from flax.core import FrozenDict
 
 from jax_cudnn.config import Implementation
 from jax_cudnn.errors import UnsupportedError
@@ -43,7 +44,7 @@ class Request:
     ``dropout_rate`` is 0 where dropout is not in effect. ``hiding`` is a mask for all
     batch axes merged into one, which adds to the other ones. ``sequences`` says the
     same as `mask`, `hiding` and causality together, where `cached_sdpa` can do it;
-    ``scale``, ``sinks`` and ``score_mod`` are as in `sdpa`. The rest is as in
+    ``options``, ``sinks`` and ``score_mod`` are as in `sdpa`. The rest is as in
     `AttentionFn.__call__`.
     """
 
@@ -61,9 +62,17 @@ class Request:
     attn_weights_value_einsum: Callable[..., jax.Array] | None
     hiding: Mask | None = None
     sequences: Sequences | None = None
-    scale: float | None = None
+    options: Mapping[str, Any] = FrozenDict()
     sinks: jax.Array | None = None
     score_mod: ScoreMod | None = None
+
+    @property
+    def beyond_flax(self) -> tuple[str, ...]:
+        """The arguments of the call that Flax's own attention lacks."""
+        given = {"sinks": self.sinks, "score_mod": self.score_mod, **self.options}
+        return tuple(
+            name for name, x in given.items() if x is not None and name != "scale"
+        )
 
 
 def reasons_for_flax(
@@ -100,8 +109,8 @@ def _drops_with_xla(
     """
     if not (request.dropout_rate > 0 and request.broadcast_dropout):
         return False
-    if request.sinks is not None or request.score_mod is not None:
-        return False  # Flax has neither.
+    if request.beyond_flax:
+        return False
     asked = options("attention_fn", implementation, None).implementation
     is_faster = (
         value.dtype in (jnp.bfloat16, jnp.float16) and value.shape[-1] <= _MOST_COLUMNS
@@ -136,12 +145,11 @@ def attend_with_flax(
         raise UnsupportedError(
             "attention_fn: cuDNN cannot run this attention:", reasons, _ADVICE
         )
-    for name in ("sinks", "score_mod"):
-        if getattr(request, name) is not None:
-            raise ValueError(
-                f"attention_fn: {'; '.join(reasons)}. Flax's own attention computes "
-                f"this, and has no {name}. Leave one of the two out."
-            )
+    for name in request.beyond_flax:
+        raise ValueError(
+            f"attention_fn: {'; '.join(reasons)}. Flax's own attention computes this, "
+            f"and has no {name}. Leave one of the two out."
+        )
     if implementation == "auto":
         _say_once(reasons)
     q, request = _in_words_of_flax(q, k, request)
@@ -155,9 +163,9 @@ def _in_words_of_flax(
     q: jax.Array, k: jax.Array, request: Request
 ) -> tuple[jax.Array, Request]:
     """Write the scale into the query, and the masks that Flax lacks as arrays."""
-    if request.scale is not None:
+    if (scale := request.options.get("scale")) is not None:
         # Flax divides by the root of the head size.
-        factor = request.scale * math.sqrt(q.shape[-1])
+        factor = scale * math.sqrt(q.shape[-1])
         q = q * jnp.asarray(factor, q.dtype)
     if request.hiding is None:
         return q, request

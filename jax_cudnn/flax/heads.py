@@ -4,12 +4,13 @@
 It applies rotary embedding, cache and attention. Parameters and projections are Flax's.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax.core import FrozenDict
 from flax.linen.dtypes import promote_dtype as promote_to_common_dtype
 from jax.typing import ArrayLike, DTypeLike
 
@@ -18,10 +19,10 @@ from jax_cudnn.flax import decoding
 from jax_cudnn.flax.attention import attend, check_shapes, scores_like
 from jax_cudnn.flax.decoding import Cache
 from jax_cudnn.flax.delegate import Request
-from jax_cudnn.ops.attention.operands import check_scale
+from jax_cudnn.ops.attention.options import check_layer_options
 from jax_cudnn.ops.attention.rotary import Rotary
 from jax_cudnn.ops.attention.score_mod import ScoreMod
-from jax_cudnn.ops.attention.visibility.bands import WindowSize, bounds_of
+from jax_cudnn.ops.attention.visibility.bands import bounds_of
 from jax_cudnn.ops.attention.visibility.masks import Mask, Window
 from jax_cudnn.ops.common.arguments import check_flag
 from jax_cudnn.ops.common.callers import on_behalf_of
@@ -31,26 +32,21 @@ from jax_cudnn.ops.common.callers import on_behalf_of
 class Settings:
     """The settings of a layer's attention in all of its calls; checked when made.
 
-    ``layer`` is the layer's name in messages. The rest is as in `jax_cudnn.sdpa`.
+    ``layer`` is the layer's name in messages. The rest is as in `jax_cudnn.sdpa`, the
+    ``options`` among them; those that are not the default are kept.
     """
 
     layer: str
     implementation: Implementation = "auto"
-    is_causal: bool = False
-    local_window_size: WindowSize = None
-    scale: float | None = None
+    options: Mapping[str, Any] = FrozenDict()
     rotary: Rotary | None = None
     score_mod: ScoreMod | None = None
 
     def __post_init__(self) -> None:
         Options(implementation=self.implementation)  # refuses unknown names
-        check_flag(self.layer, "is_causal", self.is_causal)
         with on_behalf_of(self.layer, "sdpa"):
-            bounds = bounds_of(self.local_window_size, is_causal=self.is_causal)
-            if self.scale is not None:
-                check_scale(self.scale, 1, jnp.dtype(jnp.float32))
-        window = None if bounds == (None, None) else bounds
-        object.__setattr__(self, "local_window_size", window)
+            options = check_layer_options(**self.options)
+        object.__setattr__(self, "options", FrozenDict(options))
         if not (self.score_mod is None or callable(self.score_mod)):
             raise TypeError(
                 f"{self.layer}: score_mod is {self.score_mod!r}. It must be a function "
@@ -103,14 +99,16 @@ class Heads:
         settings = self.settings
         layer = settings.layer
         q, k, v = promote_to_common_dtype(query, key, value, dtype=dtype)
-        is_causal = settings.is_causal or check_flag(layer, "is_causal", is_causal)
+        options = dict(settings.options)
+        is_causal = check_flag(layer, "is_causal", is_causal)
+        is_causal = options.pop("is_causal", False) or is_causal
         with on_behalf_of(layer, "attention_fn"):
             check_shapes(q, k, v, is_causal=False)
         self._check_call(q, k, is_causal=is_causal)
         hiding, mask = (mask, None) if isinstance(mask, Mask) else (None, mask)
-        if settings.local_window_size is not None:
+        if (size := options.pop("local_window_size", None)) is not None:
             with on_behalf_of(layer, "sdpa"):
-                bounds = bounds_of(settings.local_window_size, is_causal=is_causal)
+                bounds = bounds_of(size, is_causal=is_causal)
             window = Window(*bounds)
             hiding = window if hiding is None else hiding & window
         cache, new, sequences = self.cache, None, None
@@ -145,7 +143,7 @@ class Heads:
                 attn_weights_value_einsum=attn_weights_value_einsum,
                 hiding=hiding,
                 sequences=sequences,
-                scale=settings.scale,
+                options=options,
                 sinks=self.sinks,
                 score_mod=score_mod,
             )

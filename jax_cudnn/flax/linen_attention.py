@@ -24,6 +24,7 @@ from jax_cudnn.flax.heads import (
     refuse_products,
 )
 from jax_cudnn.flax.linen_f8 import F8DotGeneral
+from jax_cudnn.ops.attention.options import LayerOptions
 from jax_cudnn.ops.attention.rotary import Rotary
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.bands import WindowSize
@@ -216,9 +217,9 @@ class MultiHeadDotProductAttention(linen.MultiHeadDotProductAttention):
         return Settings(
             layer=name,
             implementation=self.implementation,
-            is_causal=self.is_causal,
-            local_window_size=self.local_window_size,
-            scale=self.scale,
+            options={
+                name: getattr(self, name) for name in LayerOptions.__optional_keys__
+            },
             rotary=self.rotary,
             score_mod=self.score_mod,
         )

@@ -19,6 +19,7 @@ from jax_cudnn.flax.heads import (
     refuse_products,
 )
 from jax_cudnn.flax.nnx_f8 import F8DotGeneral
+from jax_cudnn.ops.attention.options import LayerOptions
 from jax_cudnn.ops.attention.rotary import Rotary
 from jax_cudnn.ops.attention.score_mod import ScoreMod
 from jax_cudnn.ops.attention.visibility.bands import WindowSize
@@ -124,9 +125,9 @@ class MultiHeadAttention(nnx.MultiHeadAttention):
         self.settings = Settings(
             layer=_NAME,
             implementation=implementation,
-            is_causal=is_causal,
-            local_window_size=local_window_size,
-            scale=scale,
+            options=LayerOptions(
+                is_causal=is_causal, local_window_size=local_window_size, scale=scale
+            ),
             rotary=rotary,
             score_mod=score_mod,
         )

@@ -5,6 +5,7 @@ from jax_cudnn.graph.attention.cached import CachedAttributes, sdpa_cached_graph
 from jax_cudnn.graph.attention.f8 import sdpa_f8_graph, sdpa_f8_output
 from jax_cudnn.graph.attention.qkv import sdpa_qkv_graph
 from jax_cudnn.graph.attention.sdpa import (
+    AttentionAttributes,
     SdpaAttributes,
     sdpa_backward_graph,
     sdpa_graph,
@@ -50,6 +51,7 @@ __all__ = [
     "MAX_RANK",
     "NORMALISED",
     "SCHEMA",
+    "AttentionAttributes",
     "Attributes",
     "AvgPoolAttributes",
     "CachedAttributes",

@@ -6,20 +6,20 @@ whole arrays. What differs is a `Layout`.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.errors import UnsupportedError
-from jax_cudnn.graph.attention.score_mod import Steps
+from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.ops.attention.attend import Operands
-from jax_cudnn.ops.attention.dropout import drawn
-from jax_cudnn.ops.attention.operands import canonicalize, check_scale
+from jax_cudnn.ops.attention.dropout import with_dropout
+from jax_cudnn.ops.attention.operands import canonicalize
+from jax_cudnn.ops.attention.options import AttentionCall, Lengths
 from jax_cudnn.ops.attention.reads import Scores
 from jax_cudnn.ops.attention.score_mod import (
     Positions,
@@ -28,7 +28,6 @@ from jax_cudnn.ops.attention.score_mod import (
     with_score_mod,
 )
 from jax_cudnn.ops.attention.sinks import check_sinks
-from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
 from jax_cudnn.ops.attention.visibility.hiding import Hiding, joined_sentences
 from jax_cudnn.ops.attention.visibility.masks import Intersection, Mask, Segments
 from jax_cudnn.ops.attention.visibility.packing import Packed, longest, packing
@@ -37,13 +36,11 @@ from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_flag,
     describe,
-    options,
     why_symbolic,
 )
 from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.meshes import AxisName
 from jax_cudnn.ops.common.tracing import UntraceableError
-from jax_cudnn.parallel.axes import axis_size
 from jax_cudnn.parallel.order import check_order
 from jax_cudnn.parallel.problem import Method, Problem, named
 from jax_cudnn.parallel.schedule import Order
@@ -51,155 +48,102 @@ from jax_cudnn.parallel.schedule import Order
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """The layout of a call's arrays over devices.
+    """The layout of a call's arrays over devices, and how these work together.
 
-    ``count`` devices share a sequence, of which an array has one ``shares``th part.
-    ``whole`` makes an array of the whole sequence, in its order, of numbers of the
-    tokens (b, tokens). ``positions`` are those of queries and keys in bias and mask,
-    given how many a device has.
+    The ``count`` devices of ``axis_name`` share a sequence in this ``order``, of which
+    an array has one ``shares``th part. ``whole`` makes an array of the whole sequence,
+    in its order, of numbers of the tokens (b, tokens). ``positions`` are those of
+    queries and keys in bias and mask, given how many a device has.
     """
 
+    axis_name: AxisName
+    method: Method
+    order: Order
     count: int
     shares: int
     whole: Callable[[jax.Array], jax.Array]
     positions: Callable[[int, int], Positions]
 
 
-class Arguments(NamedTuple):
-    """The arguments of a call that are arrays, or functions of arrays."""
-
-    query: ArrayLike
-    key: ArrayLike
-    value: ArrayLike
-    bias: ArrayLike | None
-    mask: Any
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    sinks: ArrayLike | None
-    dropout_key: ArrayLike | None
-    score_mod: ScoreMod | None
-
-
-@dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The arguments that are no arrays; hashable once they are checked."""
-
-    axis_name: AxisName
-    method: Method
-    order: Order
-    scale: float | None
-    is_causal: bool
-    local_window_size: WindowSize | tuple[int, ...]
-    implementation: Implementation | None
-    plan: PlanOptions | None
-    return_residual: bool
-    dropout_rate: float = 0.0
-    # What masks, dropout and a score_mod add.
-    longest: tuple[int, ...] = ()
-    dropout_heads: int = 0
-    score_mod: Steps = ()
-    sentences: Any = None
-
-    def problem(self, op: str) -> Problem:
-        """Return what is static of a device's work; inside shard_map."""
-        assert self.scale is not None
-        with on_behalf_of(op, "sdpa"):
-            call = options("sdpa", self.implementation, self.plan)
-        return Problem(
-            axis_name=self.axis_name,
-            count=axis_size(op, self.axis_name),
-            order=self.order,
-            scale=self.scale,
-            is_causal=self.is_causal,
-            window=self.local_window_size or (),  # type: ignore[arg-type]
-            call=call,
-            longest=self.longest,
-            dropout=self.dropout_rate,
-            dropout_heads=self.dropout_heads,
-            score_mod=self.score_mod,
-            sentences=self.sentences,
-        )
-
-
 class Checked(NamedTuple):
     """A call's arguments, checked: arrays by name, the rest, and whether of a batch."""
 
     arrays: dict[str, jax.Array]
-    settings: Settings
+    problem: Problem
     has_batch: bool
 
 
 def check_arguments(
-    op: str, given: Arguments, settings: Settings, layout: Layout
+    op: str,
+    tokens: Mapping[str, ArrayLike],
+    given: AttentionCall,
+    layout: Layout,
+    *,
+    return_residual: bool,
 ) -> Checked:
     """Return the arguments of one of the functions with these arguments, checked.
 
-    All arrays have a batch axis then.
+    ``tokens`` are query, key and value by these names. All arrays have a batch axis
+    then.
     """
-    check_order(op, settings.order)
-    options(op, settings.implementation, settings.plan)
+    check_order(op, layout.order)
+    call = given.options(op)
     with on_behalf_of(op, "sdpa"):
-        hiding = _hiding(given, settings, layout)
+        hiding = _hiding(tokens, given, layout)
         operands, has_batch = canonicalize(
-            *(given.query, given.key, given.value),
+            *(tokens["query"], tokens["key"], tokens["value"]),
             *(hiding.bias, hiding.mask),
             *(hiding.query_seq_lengths, hiding.key_value_seq_lengths),
             shares=layout.shares,
         )
         _, s, h, d = operands.query.shape
-        t = operands.key_count
-        window = check_window(
-            hiding.local_window_size,
-            *(s * layout.shares, t * layout.shares),
-            is_causal=hiding.is_causal,
-        )
-        settings = dataclasses.replace(
-            settings,
-            scale=check_scale(settings.scale, d, operands.query.dtype),
-            is_causal=hiding.is_causal,
-            local_window_size=window or None,  # type: ignore[arg-type]
-            return_residual=check_flag(
-                "sdpa", "return_residual", settings.return_residual
-            ),
-        )
+        lengths = Lengths(s * layout.shares, operands.key_count * layout.shares)
+        common = given.attributes(hiding, lengths, d, operands.query.dtype)
+        attributes = SdpaAttributes(**common.given())
+        with_lse = check_flag("sdpa", "return_residual", return_residual)
         if reason := why_symbolic(**operands.given):
             raise ValueError(f"sdpa: {reason} Make the program for one shape.")
-        _check_halves(operands, settings, layout)
+        _check_halves(operands, layout)
         if hiding.packed is not None:
-            operands, hiding, settings = _unpacked(
-                hiding.packed, operands, hiding, settings, layout
+            operands, hiding, attributes = _unpacked(
+                hiding.packed, operands, hiding, attributes, layout
             )
-        operands, settings = _with_dropout(given, operands, settings)
-        operands, settings = _with_score_mod(
-            given, operands, settings, layout, hiding.sentences
+        operands, attributes = with_dropout(
+            "sdpa", operands, attributes, given.dropout_rate, given.dropout_key
+        )
+        operands, attributes = _with_score_mod(
+            given.score_mod, operands, attributes, layout, hiding.sentences
         )
         sinks = check_sinks("sdpa", given.sinks, h)
     arrays = operands.given
     if sinks is not None:
         arrays["sinks"] = sinks
     overrun = () if hiding.overrun is None else (hiding.overrun,)
+    structure = None
     if said := (*hiding.sentences, *overrun):
         leaves, structure = jax.tree.flatten(said)
         arrays |= named(leaves)
-        settings = dataclasses.replace(settings, sentences=structure)
-    return Checked(arrays=arrays, settings=settings, has_batch=has_batch)
-
-
-def _hiding(given: Arguments, settings: Settings, layout: Layout) -> Hiding:
-    """Return the arguments that hide keys, those that a mask stands for among them."""
-    hiding = Hiding(
-        bias=given.bias,
-        mask=given.mask,
-        is_causal=check_flag("sdpa", "is_causal", settings.is_causal),
-        query_seq_lengths=given.query_seq_lengths,
-        key_value_seq_lengths=given.key_value_seq_lengths,
-        local_window_size=settings.local_window_size,  # type: ignore[arg-type]
+    problem = Problem(
+        axis_name=layout.axis_name,
+        count=layout.count,
+        order=layout.order,
+        method=layout.method,
+        call=call,
+        attributes=attributes,
+        with_lse=with_lse,
+        sentences=structure,
     )
+    return Checked(arrays=arrays, problem=problem, has_batch=has_batch)
+
+
+def _hiding(
+    tokens: Mapping[str, ArrayLike], given: AttentionCall, layout: Layout
+) -> Hiding:
+    """Return the arguments that hide keys, those that a mask stands for among them."""
+    hiding = given.hiding("sdpa")
     if not isinstance(given.mask, Mask):
         return hiding
-    arrays = [
-        as_operand("sdpa", name, getattr(given, name)) for name in ("query", "key")
-    ]
+    arrays = [as_operand("sdpa", name, tokens[name]) for name in ("query", "key")]
     if not all(x.ndim in (3, 4) for x in arrays):
         return hiding._replace(mask=None)  # They are refused next.
     own = [x.shape[-3] for x in arrays]
@@ -233,8 +177,8 @@ def _with_whole_segments(mask: Mask, own: list[int], layout: Layout) -> Mask:
     return Segments(found["query"], found["key"])
 
 
-def _check_halves(operands: Operands, settings: Settings, layout: Layout) -> None:
-    if settings.order != "zigzag":
+def _check_halves(operands: Operands, layout: Layout) -> None:
+    if layout.order != "zigzag":
         return
     for name, x in (("query", operands.query), ("key", operands.key)):
         own = x.shape[1] * layout.shares // layout.count
@@ -250,9 +194,9 @@ def _unpacked(
     packed: Packed,
     operands: Operands,
     hiding: Hiding,
-    settings: Settings,
+    attributes: SdpaAttributes,
     layout: Layout,
-) -> tuple[Operands, Hiding, Settings]:
+) -> tuple[Operands, Hiding, SdpaAttributes]:
     """Return these with the sequences of rows, as lengths with starts or a sentence.
 
     Where queries and keys have the same sequences, or no position matters, devices can
@@ -267,13 +211,13 @@ def _unpacked(
     for kind, size in zip(("query", "key"), most, strict=False):
         name = f"{kind}_lengths"
         found[name] = jnp.minimum(found[name], jnp.asarray(size, jnp.int32))
-    has_band = settings.is_causal or settings.local_window_size is not None
+    has_band = attributes.is_causal or bool(attributes.window)
     is_movable = packed.has_same_sequences and not hiding.is_bottom_right
     if is_movable or not has_band:
-        settings = dataclasses.replace(settings, longest=most)
-        return operands._replace(**found), hiding, settings
-    left, right = settings.local_window_size or (None, None)  # type: ignore[misc]
-    if settings.is_causal:
+        attributes = dataclasses.replace(attributes, longest=most)
+        return operands._replace(**found), hiding, attributes
+    left, right = attributes.window or (None, None)
+    if attributes.is_causal:
         right = 0 if right is None else min(right, 0)
     bounds = [None if x is None else max(-s - t, min(x, s + t)) for x in (left, right)]
     arrays = {role: x[:, :, 0, 0] for role, x in found.items()}
@@ -282,43 +226,29 @@ def _unpacked(
     )
     operands = operands._replace(query_lengths=None, key_lengths=None)
     hiding = hiding._replace(sentences=(*hiding.sentences, sentence))
-    settings = dataclasses.replace(settings, is_causal=False, local_window_size=None)
-    return operands, hiding, settings
-
-
-def _with_dropout(
-    given: Arguments, operands: Operands, settings: Settings
-) -> tuple[Operands, Settings]:
-    b, _, h, _ = operands.query.shape
-    found = drawn("sdpa", settings.dropout_rate, given.dropout_key, b, h)
-    if found is None:
-        return operands, dataclasses.replace(settings, dropout_rate=0.0)
-    return (
-        operands._replace(dropout_seed=found.seed, dropout_offset=found.offset),
-        dataclasses.replace(settings, dropout_rate=found.rate, dropout_heads=h),
-    )
+    attributes = dataclasses.replace(attributes, is_causal=False, window=())
+    return operands, hiding, attributes
 
 
 def _with_score_mod(
-    given: Arguments,
+    function: ScoreMod | None,
     operands: Operands,
-    settings: Settings,
+    attributes: SdpaAttributes,
     layout: Layout,
     sentences: Sequence[Sentence],
-) -> tuple[Operands, Settings]:
-    """Return operands and settings with what a function of the scores is made of.
+) -> tuple[Operands, SdpaAttributes]:
+    """Return operands and attributes with what a function of the scores is made of.
 
     Its arrays are for all keys, with the rows of the queries at hand.
     """
-    function = given.score_mod
     if function is None:
-        return operands, settings
+        return operands, attributes
     wide = jnp.float64 if operands.query.dtype == jnp.float64 else jnp.float32
     b, s, h, _ = operands.query_sizes
     scores = Scores(
         sizes=(b, h, s * layout.shares, operands.key_count * layout.shares),
-        is_causal=settings.is_causal,
-        window=settings.local_window_size or (),  # type: ignore[arg-type]
+        is_causal=attributes.is_causal,
+        window=attributes.window,
         is_hidden=operands.may_hide_keys or bool(sentences),
     )
     closed = check_score_mod(function, wide, scores)
@@ -335,4 +265,4 @@ def _with_score_mod(
             "devices it has to be. Write it with other operations, or use "
             "jax_cudnn.sdpa on one device."
         ) from error
-    return modified.operands, dataclasses.replace(settings, score_mod=modified.steps)
+    return modified.operands, dataclasses.replace(attributes, score_mod=modified.steps)

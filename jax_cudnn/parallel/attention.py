@@ -4,22 +4,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal, get_args, overload
+from typing import Literal, Unpack, get_args, overload
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
 from jax_cudnn.lowering import align_varying
 from jax_cudnn.ops.attention.attend import of_rows
-from jax_cudnn.ops.attention.score_mod import Positions, ScoreMod
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.score_mod import Positions
 from jax_cudnn.ops.attention.sinks import with_sinks
-from jax_cudnn.ops.attention.visibility.bands import WindowSize
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.attention.visibility.sentences import Tokens
 from jax_cudnn.ops.common.callers import on_behalf_of
-from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
+from jax_cudnn.parallel.arguments import Layout, check_arguments
 from jax_cudnn.parallel.axes import AxisName, axis_size
 from jax_cudnn.parallel.blocks import Partial, accumulator
 from jax_cudnn.parallel.derivatives import attention
@@ -52,18 +51,8 @@ def sdpa(
     axis_name: AxisName,
     method: Method = ...,
     order: Order = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
+    **options: Unpack[SdpaOptions],
 ) -> jax.Array: ...
 
 
@@ -78,21 +67,12 @@ def sdpa(
     axis_name: AxisName,
     method: Method = ...,
     order: Order = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[True],
+    **options: Unpack[SdpaOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@takes(SdpaOptions)
 def sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -103,18 +83,8 @@ def sdpa(
     axis_name: AxisName,
     method: Method = "ring",
     order: Order = "contiguous",
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
-    sinks: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: ArrayLike | None = None,
-    score_mod: ScoreMod | None = None,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
     return_residual: bool = False,
+    **options: Unpack[SdpaOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Return attention over a sequence that is sharded over devices.
 
@@ -183,16 +153,11 @@ def sdpa(
         device holding tokens that follow one another, or "zigzag", see
         :func:`to_zigzag`. Queries, keys, and both token axes of bias and mask are in
         the same order.
-      scale: as in :func:`jax_cudnn.sdpa`.
-      is_causal: whether a query sees the keys up to its own position only.
       query_seq_lengths: integers (b,), the lengths of whole sequences, the same on all
         devices. Default None: all queries.
       key_value_seq_lengths: likewise, of keys.
-      local_window_size: (left, right) or an int, in positions of the whole sequence;
-        None for one of the two is no bound.
       sinks: (h,), the scores of one more key, the same on all devices, as in
         :func:`jax_cudnn.sdpa`.
-      dropout_rate: as in :func:`jax_cudnn.sdpa`. See the notes.
       dropout_key: as in :func:`jax_cudnn.sdpa`, the same on all devices of the axis.
         The same weights are dropped as there. Along further axes of the mesh, fold
         :func:`jax.lax.axis_index` into it.
@@ -201,6 +166,7 @@ def sdpa(
         the notes.
       implementation: as in :func:`jax_cudnn.sdpa`, for each block.
       plan: as in :func:`jax_cudnn.sdpa`, for each block.
+      **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp over the keys of all devices
         as well. Default False.
 
@@ -266,38 +232,17 @@ def sdpa(
     count = axis_size(op, axis_name)
     checked = check_arguments(
         op,
-        Arguments(
-            query=query,
-            key=key,
-            value=value,
-            bias=bias,
-            mask=mask,
-            query_seq_lengths=query_seq_lengths,
-            key_value_seq_lengths=key_value_seq_lengths,
-            sinks=sinks,
-            dropout_key=dropout_key,
-            score_mod=score_mod,
-        ),
-        Settings(
-            axis_name=axis_name,
-            method=method,
-            order=order,
-            scale=scale,
-            is_causal=is_causal,
-            local_window_size=local_window_size,
-            implementation=implementation,
-            plan=plan,
-            return_residual=return_residual,
-            dropout_rate=dropout_rate,
-        ),
-        _layout(axis_name, count, order),
+        {"query": query, "key": key, "value": value},
+        AttentionCall(bias=bias, mask=mask, **options),
+        _layout(axis_name, count, method, order),
+        return_residual=return_residual,
     )
-    results = attend_shares(op, checked.arrays, checked.settings)
+    results = attend_shares(op, checked.arrays, checked.problem)
     output, *residual = results if checked.has_batch else [x[0] for x in results]
     return (output, residual[0]) if residual else output
 
 
-def _layout(axis_name: AxisName, count: int, order: Order) -> Layout:
+def _layout(axis_name: AxisName, count: int, method: Method, order: Order) -> Layout:
     """Return the layout of one device's share of all arrays."""
 
     def whole(x: jax.Array) -> jax.Array:
@@ -309,29 +254,35 @@ def _layout(axis_name: AxisName, count: int, order: Order) -> Layout:
         rows = positions_of(device, count, s, order)
         return rows, jnp.asarray(all_positions(count, t, order))
 
-    return Layout(count=count, shares=count, whole=whole, positions=positions)
+    return Layout(
+        axis_name=axis_name,
+        method=method,
+        order=order,
+        count=count,
+        shares=count,
+        whole=whole,
+        positions=positions,
+    )
 
 
 def attend_shares(
-    op: str, arrays: Mapping[str, jax.Array], settings: Settings
+    op: str, arrays: Mapping[str, jax.Array], problem: Problem
 ) -> tuple[jax.Array, ...]:
     """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
 
     The arrays are those of `check_arguments`, as one device has them.
     """
-    problem = settings.problem(op)
     shares = Shares.of(_aligned(problem, arrays))
-    with_lse = settings.return_residual
-    if settings.method == "all_to_all":
+    if problem.method == "all_to_all":
         with on_behalf_of(op, "sdpa"):
-            results = attend_by_heads(op, problem, shares, with_lse=with_lse)
+            results = attend_by_heads(op, problem, shares)
     else:
-        results = tuple(_by_blocks(settings.method, problem, shares))
-    output, *rows = results[: 1 + with_lse]
+        results = tuple(_by_blocks(problem, shares))
+    output, *rows = results[: 1 + problem.with_lse]
     if (overrun := overrun_of(problem, shares)) is None:
         return (output, *rows)
     own = shares.query.shape[1]
-    positions = positions_of(problem.device, problem.count, own, settings.order)
+    positions = positions_of(problem.device, problem.count, own, problem.order)
     return overrun.put(Tokens(own, positions), output, rows)
 
 
@@ -353,8 +304,8 @@ def check_method(op: str, method: Method) -> None:
         )
 
 
-def _by_blocks(method: Method, problem: Problem, shares: Shares) -> Partial:
-    by = RING if method == "ring" else ALL_GATHER
+def _by_blocks(problem: Problem, shares: Shares) -> Partial:
+    by = RING if problem.method == "ring" else ALL_GATHER
     shares, row_bias = without_row_bias(shares)
     shift = bias_shift(problem, shares)
     sinks = shares.sinks

@@ -157,7 +157,7 @@ def gradient_step(
     def run(call: Call, first: _First, state: Gradients) -> Gradients:
         part = block.operands(call, first)
         stats = _rows(cotangents.stats, call, axis=2)
-        if part.bias is not None or may_be_far(problem.score_mod):
+        if part.bias is not None or may_be_far(problem.attributes.score_mod):
             stats = _without_far_rows(stats)
         grad_stats = cotangents.grad_stats
         found = part_gradients(
@@ -199,15 +199,14 @@ class _Block:
 
     def attributes(self, call: Call) -> SdpaAttributes:
         """Return the attributes of one call."""
-        longest: tuple[int, ...] = ()
-        if self.problem.longest and not call.is_shifted:
+        longest = self.problem.attributes.longest
+        if call.is_shifted:
+            longest = ()
+        elif longest:
             sizes = (call.rows[1], call.columns[1])
-            most = zip(self.problem.longest, sizes, strict=True)
-            longest = tuple(map(min, most))
+            longest = tuple(map(min, zip(longest, sizes, strict=True)))
             longest = () if longest == sizes else longest
-        return self.problem.attributes(
-            is_causal=call.is_causal, window=call.window, longest=longest
-        )
+        return self.problem.attributes_of(call, longest)
 
     def operands(self, call: Call, first: _First) -> Operands:
         """Return the operands of one call, whose columns begin with the first."""
@@ -269,7 +268,7 @@ class _Block:
             runs = (runs[0], run_length(problem.order, shares.key.shape[1]))
         columns = [x for each in self.step.columns_of for x in each]
         is_kept = kept_at(
-            problem.dropout,
+            problem.attributes.dropout,
             shares.dropout_seed,
             shares.dropout_offset,
             tuple(x.shape[1] * problem.count for x in (shares.query, shares.key)),

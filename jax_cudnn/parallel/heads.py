@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention in which devices exchange tokens for heads, before and after one call."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.ops.attention.attend import Operands, attend_by_rows
 from jax_cudnn.ops.attention.visibility.sentences import Tokens
 from jax_cudnn.parallel.order import from_zigzag, to_zigzag
 from jax_cudnn.parallel.problem import SEQUENCES, Problem, Shares, sentences_of
 
 
-def attend_by_heads(
-    op: str, problem: Problem, shares: Shares, *, with_lse: bool
-) -> tuple[jax.Array, ...]:
+def attend_by_heads(op: str, problem: Problem, shares: Shares) -> tuple[jax.Array, ...]:
     """Return output (b, s, h, e) and, if asked for, log-sum-exp (b, s, h).
 
     In between, a device has whole sequences.
@@ -62,20 +61,14 @@ def attend_by_heads(
             "value": to_heads(value),
         }
     )
-    attributes = SdpaAttributes(
-        scale=problem.scale,
-        is_causal=problem.is_causal,
-        window=problem.window,
-        longest=problem.longest,
-        dropout=problem.dropout,
-        dropout_heads=problem.dropout_heads,
-        dropout_batch=query.shape[0] if problem.dropout else 0,
-        score_mod=problem.score_mod,
+    attributes = replace(
+        problem.attributes,
+        dropout_batch=query.shape[0] if problem.attributes.dropout else 0,
     )
     if shares.sinks is not None:
         sinks = _own_heads(problem, shares.sinks, axis=0)
         local = local._replace(sinks=jnp.reshape(sinks, (1, -1, 1, 1)))
-    results = attend_by_rows(local, attributes, problem.call, with_lse=with_lse)
+    results = attend_by_rows(local, attributes, problem.call, with_lse=problem.with_lse)
     return tuple(to_tokens(x) for x in results)
 
 
@@ -99,7 +92,7 @@ def _needs_order(problem: Problem, shares: Shares) -> bool:
         return False
     has_sequences = any(getattr(shares, role) is not None for role in SEQUENCES)
     has_positions = has_sequences or not problem.band.is_everything
-    return has_positions or bool(shares.sentences or problem.dropout)
+    return has_positions or bool(shares.sentences or problem.attributes.dropout)
 
 
 def _swapped(

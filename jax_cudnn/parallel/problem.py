@@ -2,7 +2,7 @@
 """Describes a device's share of attention: static settings, and the arrays."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
-from jax_cudnn.graph.attention.score_mod import OPERANDS, Steps
+from jax_cudnn.graph.attention.score_mod import OPERANDS
 from jax_cudnn.ops.attention.visibility.sentences import (
     InSequence,
     Overrun,
@@ -19,7 +19,7 @@ from jax_cudnn.ops.attention.visibility.sentences import (
 )
 from jax_cudnn.ops.common.meshes import AxisName
 from jax_cudnn.parallel.order import all_positions, positions_of
-from jax_cudnn.parallel.schedule import Band, Order
+from jax_cudnn.parallel.schedule import Band, Call, Order
 
 Method = Literal["ring", "all_gather", "all_to_all"]
 
@@ -35,48 +35,41 @@ _SENTENCE = "sentence_"
 class Problem:
     """The static settings of a call; hashable.
 
-    ``sentences`` is the structure of the mask's sentences, whose arrays are operands.
-    The other attributes are those of a call of attention on whole sequences.
+    ``attributes`` are those of a call of attention on whole sequences. ``sentences`` is
+    the structure of the mask's sentences, whose arrays are operands.
     """
 
     axis_name: AxisName
     count: int
     order: Order
-    scale: float
-    is_causal: bool
-    window: tuple[int, ...]
+    method: Method
     call: Options
-    longest: tuple[int, ...] = ()
-    dropout: float = 0
-    dropout_heads: int = 0
-    score_mod: Steps = ()
+    attributes: SdpaAttributes
+    with_lse: bool
     sentences: Any = None
 
     @property
     def band(self) -> Band:
         """The band of keys that causality and the window let a query see."""
-        return Band.of(is_causal=self.is_causal, window=self.window)
+        return Band.of(
+            is_causal=self.attributes.is_causal, window=self.attributes.window
+        )
 
     @property
     def device(self) -> jax.Array:
         """The number of this device along the axis."""
         return jax.lax.axis_index(self.axis_name)
 
-    def attributes(
-        self,
-        *,
-        is_causal: bool = False,
-        window: tuple[int, ...] = (),
-        longest: tuple[int, ...] = (),
-    ) -> SdpaAttributes:
+    def attributes_of(self, call: Call, longest: tuple[int, ...]) -> SdpaAttributes:
         """Return the attributes of a call on a part of the queries and keys."""
-        return SdpaAttributes(
-            scale=self.scale,
-            is_causal=is_causal,
-            window=window,
+        return replace(
+            self.attributes,
+            is_causal=call.is_causal,
+            window=call.window,
             longest=longest,
-            dropout=self.dropout,
-            score_mod=self.score_mod,
+            # What is dropped is an operand: see blocks.py.
+            dropout_heads=0,
+            dropout_batch=0,
         )
 
 

@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +20,8 @@ from jax.sharding import (
 )
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.attention.score_mod import Positions, ScoreMod
-from jax_cudnn.ops.attention.visibility.bands import WindowSize
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
+from jax_cudnn.ops.attention.score_mod import Positions
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.arguments import as_operand, describe, in_front
 from jax_cudnn.ops.common.meshes import (
@@ -31,10 +31,10 @@ from jax_cudnn.ops.common.meshes import (
     mesh_of,
     typed_part,
 )
-from jax_cudnn.parallel.arguments import Arguments, Layout, Settings, check_arguments
+from jax_cudnn.parallel.arguments import Layout, check_arguments
 from jax_cudnn.parallel.attention import attend_shares, check_method
 from jax_cudnn.parallel.order import all_positions, check_order, from_zigzag
-from jax_cudnn.parallel.problem import SCORES, SEQUENCES, Method
+from jax_cudnn.parallel.problem import SCORES, SEQUENCES, Method, Problem
 from jax_cudnn.parallel.schedule import Order
 
 _OP = "parallel.sharded_sdpa"
@@ -54,18 +54,8 @@ def sharded_sdpa(
     head_axis: AxisName | None = ...,
     method: Method = ...,
     order: Order = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
+    **options: Unpack[SdpaOptions],
 ) -> jax.Array: ...
 
 
@@ -83,21 +73,12 @@ def sharded_sdpa(
     head_axis: AxisName | None = ...,
     method: Method = ...,
     order: Order = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[True],
+    **options: Unpack[SdpaOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@takes(SdpaOptions)
 def sharded_sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -111,18 +92,8 @@ def sharded_sdpa(
     head_axis: AxisName | None = None,
     method: Method = "ring",
     order: Order = "contiguous",
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
-    sinks: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: ArrayLike | None = None,
-    score_mod: ScoreMod | None = None,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
     return_residual: bool = False,
+    **options: Unpack[SdpaOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Return :func:`jax_cudnn.sdpa` of arrays that are sharded along the sequence.
 
@@ -150,11 +121,6 @@ def sharded_sdpa(
       method: "ring" (default), "all_gather" or "all_to_all".
       order: the order of the tokens in all operands: "contiguous" (default), or
         "zigzag" where :func:`to_zigzag` has ordered them, for as many devices.
-      scale: as in :func:`jax_cudnn.sdpa`, and so are all further arguments.
-      is_causal: whether a query sees the keys up to its own position only.
-      query_seq_lengths: integers (b,).
-      key_value_seq_lengths: integers (b,).
-      local_window_size: (left, right) or an int; None for one of the two is no bound.
       sinks: (h,), sharded like h.
       dropout_rate: as in :func:`jax_cudnn.sdpa`, with the same weights dropped.
       dropout_key: as in :func:`jax_cudnn.sdpa`.
@@ -162,6 +128,7 @@ def sharded_sdpa(
         the whole arrays. What it adds for each query and key is an array like `bias`.
       implementation: for each block of queries and keys.
       plan: for each block of queries and keys.
+      **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp as well.
 
     Returns:
@@ -191,46 +158,29 @@ def sharded_sdpa(
     axes.check_names()
     check_method(_OP, method)
     check_order(_OP, order)
-    given = Arguments(
-        query=query,
-        key=key,
-        value=value,
-        bias=bias,
-        mask=mask,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        sinks=sinks,
-        dropout_key=dropout_key,
-        score_mod=score_mod,
-    )
-    axes.check_sizes(given)
-    settings = Settings(
-        axis_name=axis,
-        method=method,
-        order=order,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        plan=plan,
+    tokens = {"query": query, "key": key, "value": value}
+    axes.check_sizes({**tokens, "bias": bias, "mask": mask})
+    checked = check_arguments(
+        _OP,
+        tokens,
+        AttentionCall(bias=bias, mask=mask, **options),
+        _layout(axis, axes.count, method, order),
         return_residual=return_residual,
-        dropout_rate=dropout_rate,
     )
-    checked = check_arguments(_OP, given, settings, _layout(axes.count, order))
     program = _program(
         axes.mesh,
         tuple(
             (role, axes.spec(role, x, has_batch=checked.has_batch))
             for role, x in checked.arrays.items()
         ),
-        checked.settings,
+        checked.problem,
     )
     results = program(*checked.arrays.values())
     output, *residual = results if checked.has_batch else [x[0] for x in results]
     return (output, residual[0]) if residual else output
 
 
-def _layout(count: int, order: Order) -> Layout:
+def _layout(axis: AxisName, count: int, method: Method, order: Order) -> Layout:
     """Return the layout of whole arrays that devices share."""
 
     def whole(x: jax.Array) -> jax.Array:
@@ -242,7 +192,15 @@ def _layout(count: int, order: Order) -> Layout:
         rows, columns = (jnp.asarray(all_positions(count, x, order)) for x in (s, t))
         return rows, columns
 
-    return Layout(count=count, shares=1, whole=whole, positions=positions)
+    return Layout(
+        axis_name=axis,
+        method=method,
+        order=order,
+        count=count,
+        shares=1,
+        whole=whole,
+        positions=positions,
+    )
 
 
 # One for each way to call it, so that calls outside of jit compile once.
@@ -250,13 +208,13 @@ def _layout(count: int, order: Order) -> Layout:
 def _program(
     mesh: Mesh | AbstractMesh,
     specs: tuple[tuple[str, PartitionSpec], ...],
-    settings: Settings,
+    problem: Problem,
 ) -> Any:
     query = dict(specs)["query"]
 
     def run(*arrays: jax.Array) -> tuple[jax.Array, ...]:
         given = dict(zip((name for name, _ in specs), arrays, strict=True))
-        return attend_shares(_OP, given, settings)
+        return attend_shares(_OP, given, problem)
 
     in_specs = tuple(spec for _, spec in specs)
     # Without the head size, which the log-sum-exp lacks.
@@ -265,7 +223,7 @@ def _program(
         run,
         mesh=mesh,
         in_specs=in_specs,
-        out_specs=(out, out) if settings.return_residual else (out,),
+        out_specs=(out, out) if problem.with_lse else (out,),
     )
     if AxisType.Explicit not in mesh.axis_types:
         return jax.jit(sharded)
@@ -302,10 +260,10 @@ class _Axes:
         """The number of devices that share a sequence."""
         return device_count(self.mesh, self.sequence)
 
-    def check_sizes(self, given: Arguments) -> None:
+    def check_sizes(self, given: Mapping[str, Any]) -> None:
         """Raise unless the sizes of tokens and scores are multiples of the devices."""
         for name in ("query", "key", "value"):
-            x = as_operand(_OP, name, getattr(given, name))
+            x = as_operand(_OP, name, given[name])
             if x.ndim not in (3, 4):
                 raise ValueError(
                     f"{_OP}: {name} is {describe(x)}. It must be (batch, length, "
@@ -314,7 +272,7 @@ class _Axes:
             axes = (self.batch, self.sequence, self.heads, None)[-x.ndim :]
             self._check_sizes(name, x, axes)
         for name in ("bias", "mask"):
-            scores = getattr(given, name)
+            scores = given[name]
             if scores is None or isinstance(scores, Mask):
                 continue
             x = as_operand(_OP, name, scores)

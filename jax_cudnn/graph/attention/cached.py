@@ -14,25 +14,22 @@ the last tokens are in no cache, and a query that sees one of them gives NaN.
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from jax_cudnn.graph.attention.sdpa import AttentionAttributes, SdpaAttributes
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.kinds import NodeKind, register_kind
 from jax_cudnn.graph.shapes import result_like
-from jax_cudnn.graph.spec import Attributes, Graph, Tensor
+from jax_cudnn.graph.spec import Graph, Tensor
 from jax_cudnn.graph.transforms.gradient_kernel import single_node_graph
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CachedAttributes(Attributes):
-    """Static configuration of attention over a cache.
+class CachedAttributes(AttentionAttributes):
+    """Static configuration of attention over a cache, whose tokens have positions."""
 
-    ``scale`` multiplies query-key products; with ``is_causal`` a query at position x
-    sees the tokens 0 to x. A ``window`` of (left, right) lets it see x - left to
-    x + right; () is none.
-    """
-
-    scale: float
-    is_causal: bool
-    window: tuple[int, ...] = ()
+    def without_band(self) -> SdpaAttributes:
+        """Return the attributes of attention in which a query sees all keys."""
+        without = replace(self, is_causal=False, window=())
+        return SdpaAttributes(**without.given())
 
 
 def sdpa_cached_graph(

@@ -33,7 +33,8 @@ of exp(score - max_logit) over these keys, which kernels give in place of ``stat
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from jax_cudnn.graph.attention.score_mod import Steps, check_score_mod
 from jax_cudnn.graph.description import describe
@@ -47,15 +48,32 @@ from jax_cudnn.graph.transforms.gradient_kernel import (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SdpaAttributes(Attributes):
-    """Static configuration of attention, forward and backward.
+class AttentionAttributes(Attributes):
+    """Static configuration of every attention.
 
     ``scale`` multiplies query-key products before the bias is added; with
-    ``is_causal`` a query at position i sees keys 0 to i (top-left alignment). A
-    ``window`` of (left, right) lets it see keys i - left to i + right; () is none.
+    ``is_causal`` a query at position i sees keys 0 to i. A ``window`` of (left, right)
+    lets it see keys i - left to i + right; () is none.
+    """
 
-    With ``is_bottom_right`` the last query of a sequence has the position of its last
-    key, so i is the query's number plus its sequence's key length minus query length.
+    scale: float
+    is_causal: bool
+    window: tuple[int, ...] = ()
+
+    def given(self) -> dict[str, Any]:
+        """Return these by their names, without those that only some attention has."""
+        return {
+            each.name: getattr(self, each.name) for each in fields(AttentionAttributes)
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SdpaAttributes(AttentionAttributes):
+    """Static configuration of attention, forward and backward.
+
+    Query i is at position i, counted from the first key (top-left alignment). With
+    ``is_bottom_right`` the last query of a sequence has the position of its last key,
+    so it is the query's number plus its sequence's key length minus query length.
     ``longest`` is the most tokens that a sequence has, of queries and of keys; what is
     beyond is padding, and () is no limit.
 
@@ -76,9 +94,6 @@ class SdpaAttributes(Attributes):
     kernels.
     """
 
-    scale: float
-    is_causal: bool
-    window: tuple[int, ...] = ()
     is_partial: bool = False
     is_bottom_right: bool = False
     longest: tuple[int, ...] = ()

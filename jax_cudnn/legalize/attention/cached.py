@@ -20,9 +20,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import CachedAttributes, Graph, SdpaAttributes, Target, Tensor
+from jax_cudnn.graph import CachedAttributes, Graph, Target, Tensor
 from jax_cudnn.graph.attention.cached import room, sdpa_cached_graph
-from jax_cudnn.legalize.attention.sdpa import keep_layout, make_scale_positive
+from jax_cudnn.legalize.attention.passes import attention_pass, run_passes
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import ADVICE, Arrays, Legal, Legalization
 from jax_cudnn.reference.attention import sdpa
@@ -45,10 +45,7 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
 
 
 def _edited(editor: GraphEditor) -> Legal:
-    keep_layout(editor)
-    _hide_dead_rows(editor)
-    _complete_integers(editor)
-    make_scale_positive(editor)
+    run_passes(editor, "cached", None)
     return editor.finish()
 
 
@@ -101,7 +98,9 @@ def _ends(tensors: Mapping[str, Tensor], env: Env) -> Ends:
     return Ends.of(key_lengths, query_lengths, tensors["query"].dims[2], room(tensors))
 
 
-def _hide_dead_rows(editor: GraphEditor) -> None:
+@attention_pass()
+def hide_rows_of_cache(editor: GraphEditor) -> None:
+    """Give rows that see no key, or a token that is in no cache, their result."""
     tensors, attributes = dict(editor.tensors), _attributes(editor)
 
     def after(env: Env, results: Env) -> None:
@@ -131,7 +130,8 @@ class _Defined(NamedTuple):
         )
 
 
-def _complete_integers(editor: GraphEditor) -> None:
+@attention_pass()
+def complete_integers(editor: GraphEditor) -> None:
     """Give cuDNN both lengths, at least one key, and pages that there are."""
     tensors = dict(editor.tensors)
     b, pages = tensors["query"].dims[0], tensors["key"].dims[0]
@@ -289,7 +289,7 @@ def _over_other_tokens(
     for role in ("key", "value"):
         own = _tokens_at(roles, env, role, places)
         given[role] = jnp.where(is_read, own, 0)
-    plain = SdpaAttributes(scale=attributes.scale, is_causal=False)
+    plain = attributes.without_band()
     found = sdpa.forward(plain, given, {})
     return found["output"], found["stats"]
 

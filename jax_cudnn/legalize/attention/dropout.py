@@ -5,21 +5,18 @@ Either it draws them itself, from one seed and one offset, or it reads a mask th
 writes. Each step edits attention by role; letters as in graph/attention/sdpa.py.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Target, Tensor
-from jax_cudnn.legalize.attention.masks import attributes_of
+from jax_cudnn.legalize.attention.passes import Way, attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.limits.attention import DROPOUT_NOT_COMPARED
 from jax_cudnn.reference.attention.dropout import kept
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical
-
-Step = Callable[[GraphEditor], None]
 
 # A kernel divides by 1 - rate - 2^-16. Up to this rate that is within half an ulp of
 # f16 of 1 - rate.
@@ -38,7 +35,7 @@ def plain_editor(graph: Graph) -> GraphEditor:
     return editor
 
 
-def dropout_steps(editor: GraphEditor, target: Target | None) -> list[Step]:
+def dropout_steps(editor: GraphEditor, target: Target | None) -> list[Way]:
     """Return the ways to dropout that a kernel has, the best first."""
     if "dropout_mask" in editor.tensors:
         return [_lessen_delta]

@@ -12,20 +12,15 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Target
-from jax_cudnn.legalize.attention.masks import (
+from jax_cudnn.legalize.attention.passes import (
+    attention_pass_for_target,
     attributes_of,
-    complete_lengths,
-    hide_dead_rows,
+    run_passes,
 )
-from jax_cudnn.legalize.attention.padding import pad_head
-from jax_cudnn.legalize.attention.sdpa import keep_layout, make_scale_positive
 from jax_cudnn.legalize.attention.windows import is_band, without_idle_window
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import ADVICE, Legalization
 from jax_cudnn.limits.attention import F8_NEEDS_TWO_QUERIES
-
-# cudnn-frontend 1.28, sdpa_support_surface.h, "should be multiple of 16".
-_HEAD_MULTIPLE = 16
 
 
 def legalize(graph: Graph, target: Target | None) -> Legalization:
@@ -35,25 +30,17 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
     if reasons:
         return Legalization(reasons=tuple(reasons), advice=ADVICE)
     editor = GraphEditor.by_role(graph)
-    keep_layout(editor)
-    hide_dead_rows(editor, target)
-    # An entry without keys gives 0 (9.19 on an H200). With a key, it would count for
-    # the amax.
-    complete_lengths(editor, target, least_keys=0)
-    make_scale_positive(editor)
-    if F8_NEEDS_TWO_QUERIES.is_here(target):
-        _repeat_single_query(editor)
-    pad_head(editor, ("query", "key"), multiple=_HEAD_MULTIPLE)
-    pad_head(editor, ("value", "output"), multiple=_HEAD_MULTIPLE)
+    run_passes(editor, "f8", target)
     return Legalization(candidates=(editor.finish(),))
 
 
-def _repeat_single_query(editor: GraphEditor) -> None:
+@attention_pass_for_target(when=lambda editor: editor.tensors["query"].dims[2] == 1)
+def repeat_single_query(editor: GraphEditor, target: Target | None) -> None:
     """Give cuDNN two equal queries in place of a single one, for which it has no plan.
 
     Of zeros in its place, the output would count for the amax.
     """
-    if editor.tensors["query"].dims[2] != 1:
+    if not F8_NEEDS_TWO_QUERIES.is_here(target):
         return
     for role in ("query", "output", "stats"):
         if role not in editor.tensors:

@@ -26,7 +26,8 @@ import numpy as np
 
 from jax_cudnn.graph import SdpaAttributes, Tensor
 from jax_cudnn.graph.attention.score_mod import OPERANDS, largest
-from jax_cudnn.legalize.attention.masks import DEAD_STATS, attributes_of, unfolded
+from jax_cudnn.legalize.attention.masks import DEAD_STATS, unfolded
+from jax_cudnn.legalize.attention.passes import attention_pass, attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor, Rare
 from jax_cudnn.reference.attention import sdpa
 from jax_cudnn.reference.interpreter import to_logical
@@ -40,13 +41,21 @@ _LARGEST_STATS = 2e38
 _MOST_SCORES = 2**24
 
 
+def may_be_far(editor: GraphEditor) -> bool:
+    """Whether there may be such rows: a bias makes them, or unbounded steps."""
+    attributes = attributes_of(editor)
+    if attributes.is_partial:
+        return False  # Nobody would know their digits.
+    steps = attributes.score_mod
+    return "bias" in editor.tensors or (bool(steps) and largest(steps) > _FAR / 2)
+
+
+@attention_pass(when=may_be_far)
 def take_far_rows(editor: GraphEditor) -> None:
     """Take rows with |stats| over 2^11 from the kernel and add their gradients.
 
     It sees what the user gave and gets.
     """
-    if not may_be_far(editor):
-        return
     rows = _FarRows(
         attributes=attributes_of(editor),
         inputs={role: editor.tensors[role] for role in editor.inputs},
@@ -66,15 +75,6 @@ def take_far_rows(editor: GraphEditor) -> None:
     editor.rare = Rare(
         happens=lambda env: jnp.any(is_far(env["stats"])), before=before, after=after
     )
-
-
-def may_be_far(editor: GraphEditor) -> bool:
-    """Whether there may be such rows: a bias makes them, or unbounded steps."""
-    attributes = attributes_of(editor)
-    if attributes.is_partial:
-        return False  # Nobody would know their digits.
-    steps = attributes.score_mod
-    return "bias" in editor.tensors or (bool(steps) and largest(steps) > _FAR / 2)
 
 
 @jax.jit

@@ -2,7 +2,7 @@
 """Legalises masks, lengths and biases, which hide keys in attention.
 
 Each step edits attention by role; letters as in graph/attention/sdpa.py.
-legalize/attention/sdpa.py says which steps a graph takes.
+legalize/attention/passes.py says which steps a graph takes.
 """
 
 from collections.abc import Mapping
@@ -10,8 +10,15 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import SdpaAttributes, Target, Tensor
+from jax_cudnn.graph import Target, Tensor
 from jax_cudnn.legalize.attention.padding import has_key_count_bug
+from jax_cudnn.legalize.attention.passes import (
+    attention_pass,
+    attention_pass_for_target,
+    attributes_of,
+    has,
+    has_score_mod,
+)
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.limits.attention import LENGTHS_ARE_COPIED, UNSEEN_KEYS_HAVE_GRADIENTS
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -20,13 +27,6 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 # Stands for the log-sum-exp of an attention row whose probabilities are to be 0:
 # exp(score - it) is.
 DEAD_STATS = 1e30
-
-
-def attributes_of(editor: GraphEditor) -> SdpaAttributes:
-    """Return what attention is told beside its operands."""
-    attributes = editor.main.attributes
-    assert isinstance(attributes, SdpaAttributes)
-    return attributes
 
 
 def where_logical(
@@ -50,6 +50,7 @@ def unfolded(x: jax.Array) -> jax.Array:
 # --- rows that see no key -------------------------------------------------------------
 
 
+@attention_pass_for_target(when=has("mask", "query_lengths", "key_lengths"))
 def hide_dead_rows(editor: GraphEditor, target: Target | None) -> None:
     """Give dead rows and hidden positions their defined result: 0, or -inf for stats.
 
@@ -57,8 +58,6 @@ def hide_dead_rows(editor: GraphEditor, target: Target | None) -> None:
     without keys as a mean of hidden values. Gradients must flow to neither: a huge
     log-sum-exp makes every probability of the row 0.
     """
-    if not {"mask", "query_lengths", "key_lengths"}.intersection(editor.tensors):
-        return
     tensors = dict(editor.tensors)
     is_causal = attributes_of(editor).is_causal
     leaves_keys = UNSEEN_KEYS_HAVE_GRADIENTS.is_here(target)
@@ -136,14 +135,17 @@ def _visible(tensors: Mapping[str, Tensor], env: Env, is_causal: bool) -> jax.Ar
 # --- masks, lengths and bias ----------------------------------------------------------
 
 
+def _has_row_bias(editor: GraphEditor) -> bool:
+    return "bias" in editor.tensors and editor.tensors["bias"].dims[3] == 1
+
+
+@attention_pass(when=_has_row_bias)
 def absorb_row_bias(editor: GraphEditor) -> None:
     """Take a bias that is the same for all keys of a row out of the graph.
 
     It moves the row's log-sum-exp by itself and changes nothing else, unless it is
     -inf and hides the row.
     """
-    if "bias" not in editor.tensors or editor.tensors["bias"].dims[3] != 1:
-        return
     bias = editor.drop("bias")
     tensors = dict(editor.tensors)
 
@@ -177,6 +179,7 @@ def absorb_row_bias(editor: GraphEditor) -> None:
 _MOVED = ("stats", "max_logit")
 
 
+@attention_pass(when=has("bias", "mask"))
 def complete_bias(editor: GraphEditor) -> None:
     """Turn mask and bias into one bias with full rows and columns.
 
@@ -194,8 +197,6 @@ def complete_bias(editor: GraphEditor) -> None:
     tensors = dict(editor.tensors)
     is_causal = attributes_of(editor).is_causal
     given = [tensors[role] for role in ("bias", "mask") if role in tensors]
-    if not given:
-        return
     query, key = tensors["query"], tensors["key"]
     b, h = (max(tensor.dims[axis] for tensor in given) for axis in (0, 1))
     if "mask" in tensors and "key_lengths" in tensors:
@@ -269,12 +270,25 @@ def _sum_bias_gradient(
     editor.rearrange("grad_bias", larger, back=back)
 
 
-def complete_lengths(
-    editor: GraphEditor, target: Target | None, *, least_keys: int = 1
-) -> None:
+# Those of a score_mod become steps.
+@attention_pass_for_target(when=lambda editor: not has_score_mod(editor))
+def complete_lengths(editor: GraphEditor, target: Target | None) -> None:
     """Give cuDNN both lengths or none, at least one key, and keys it can handle."""
-    if attributes_of(editor).score_mod:
-        return  # They become steps.
+    put_lengths(editor, target, least_keys=1)
+
+
+@attention_pass_for_target()
+def complete_lengths_of_f8(editor: GraphEditor, target: Target | None) -> None:
+    """Give cuDNN both lengths or none, and no key where there is none.
+
+    An entry without keys gives 0 (9.19 on an H200). With a key, it would count for the
+    amax.
+    """
+    put_lengths(editor, target, least_keys=0)
+
+
+def put_lengths(editor: GraphEditor, target: Target | None, *, least_keys: int) -> None:
+    """Give cuDNN both lengths, if there are any or a kernel needs them."""
     query, key = editor.tensors["query"], editor.tensors["key"]
     b, s, t = query.dims[0], query.dims[2], key.dims[2]
     roles = ("query_lengths", "key_lengths")

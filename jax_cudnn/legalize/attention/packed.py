@@ -16,8 +16,9 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Graph, Node, SdpaAttributes, Target, Tensor
 from jax_cudnn.graph.kinds import roles_in
-from jax_cudnn.legalize.attention.masks import DEAD_STATS, attributes_of, where_logical
-from jax_cudnn.legalize.attention.padding import STATS_COLUMNS
+from jax_cudnn.legalize.attention.masks import DEAD_STATS, where_logical
+from jax_cudnn.legalize.attention.padding import STATS_COLUMNS, WIDE_MULTIPLE
+from jax_cudnn.legalize.attention.passes import attention_pass, attributes_of
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
 from jax_cudnn.legalize.common.legalization import Legal, Legalization, Rule, given_more
@@ -26,11 +27,6 @@ from jax_cudnn.reference.attention import sequences
 from jax_cudnn.reference.attention.sequences import Spans
 from jax_cudnn.reference.interpreter import to_logical, to_stored
 
-# To which the gradient's head sizes are padded: the frontend sizes the gradient's
-# workspace by the tokens of a row, and not by sequences times the longest one, for head
-# sizes in multiples of 16 only (cudnn-frontend 1.28,
-# scaled_dot_product_flash_attention.h, "max_total_seq_len").
-HEAD_MULTIPLE = 16
 # Sizes of tiles divide it, so no kernel has fewer tiles than for the sequences alone.
 # Counts of keys with t % 128 = 64 and a single query, which kernels compute wrongly
 # (padding.py), are none of its multiples.
@@ -121,7 +117,7 @@ def _largest_gradient_head(roles: Mapping[str, Tensor]) -> int:
 def _most_padding(query: Tensor, value: Tensor) -> float:
     """Return how much larger head sizes may become by padding."""
     return max(
-        (x.dims[3] + 2 * HEAD_MULTIPLE) / max(x.dims[3], 1) for x in (query, value)
+        (x.dims[3] + 2 * WIDE_MULTIPLE) / max(x.dims[3], 1) for x in (query, value)
     )
 
 
@@ -135,6 +131,7 @@ def _count(roles: Mapping[str, Tensor]) -> int:
 # --- as cuDNN's packed sequences ------------------------------------------------------
 
 
+@attention_pass()
 def pack_tokens(editor: GraphEditor) -> None:
     """Store tokens one behind another, and give padding its defined results.
 
@@ -175,6 +172,7 @@ def pack_tokens(editor: GraphEditor) -> None:
 _COUNTS = ("query_lengths", "key_lengths", "query_starts", "key_starts")
 
 
+@attention_pass()
 def put_offsets(editor: GraphEditor) -> None:
     """Give the kernel offsets in place of starts; the last step, with all sizes final.
 

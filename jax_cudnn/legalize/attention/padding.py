@@ -2,7 +2,7 @@
 """Attention's axes padded to sizes that cuDNN takes, and what rides in the padding.
 
 Each step edits attention by role; letters as in graph/attention/sdpa.py.
-legalize/attention/sdpa.py says which steps a graph takes.
+legalize/attention/passes.py says which steps a graph takes.
 """
 
 from collections.abc import Iterable
@@ -12,6 +12,12 @@ import jax.numpy as jnp
 
 from jax_cudnn.graph import Tensor
 from jax_cudnn.graph.attention.score_mod import OPERANDS
+from jax_cudnn.legalize.attention.passes import (
+    attention_pass,
+    attributes_of,
+    has,
+    has_score_mod,
+)
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
 from jax_cudnn.reference.dtypes import jax_dtype
@@ -20,6 +26,27 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 # cuDNN takes head sizes in multiples of 8 for 16-bit types (cudnn-frontend 1.28,
 # scaled_dot_product_flash_attention.h, "hidden_dim should be multiple of 8").
 _HEAD_MULTIPLE = 8
+
+
+# The frontend sizes the workspace of a gradient with several sequences in a row by the
+# tokens of a row, and not by sequences times the longest one, for head sizes in
+# multiples of 16 only (cudnn-frontend 1.28, scaled_dot_product_flash_attention.h,
+# "max_total_seq_len"). f8 takes no others (sdpa_support_surface.h, "should be multiple
+# of 16").
+WIDE_MULTIPLE = 16
+
+
+@attention_pass()
+def pad_heads(editor: GraphEditor, multiple: int = _HEAD_MULTIPLE) -> None:
+    """Pad both head sizes to a multiple that cuDNN takes."""
+    pad_head(editor, ("query", "key"), multiple=multiple)
+    pad_head(editor, ("value", "output"), multiple=multiple)
+
+
+@attention_pass()
+def pad_heads_by_16(editor: GraphEditor) -> None:
+    """Pad both head sizes to multiples of 16."""
+    pad_heads(editor, WIDE_MULTIPLE)
 
 
 def pad_head(
@@ -56,12 +83,6 @@ def _pad(
             editor.pad(role, {axis: size})
 
 
-def pad_key_count(editor: GraphEditor) -> None:
-    """Add 64 keys, hidden by the lengths, where cuDNN's gradient would give NaN."""
-    if has_key_count_bug(editor):
-        pad_keys(editor, editor.tensors["key"].dims[2] + 64)
-
-
 def pad_keys(editor: GraphEditor, count: int) -> None:
     """Add keys up to a count; they are hidden elsewhere."""
     t = editor.tensors["key"].dims[2]
@@ -84,6 +105,23 @@ def has_key_count_bug(editor: GraphEditor) -> bool:
     return editor.main.kind == "sdpa_backward" and t % 128 == 64
 
 
+@attention_pass(
+    when=lambda editor: has_key_count_bug(editor) and not has_score_mod(editor)
+)
+def pad_key_count(editor: GraphEditor) -> None:
+    """Add 64 keys, hidden by the lengths, where cuDNN's gradient would give NaN."""
+    pad_keys(editor, editor.tensors["key"].dims[2] + 64)
+
+
+def _has_single_query(editor: GraphEditor) -> bool:
+    attributes = attributes_of(editor)
+    is_plain = not (attributes.score_mod or attributes.dropout)
+    if editor.main.kind == "sdpa" and is_plain:
+        return False
+    return editor.tensors["query"].dims[2] == 1
+
+
+@attention_pass(when=_has_single_query)
 def pad_single_query(editor: GraphEditor) -> None:
     """Give a single query a second row of zeros, which adds nothing to any sum.
 
@@ -93,8 +131,7 @@ def pad_single_query(editor: GraphEditor) -> None:
     H200, random problems 630 and 623). Dropout's numbers stay: they are drawn for
     tiles of 16 queries.
     """
-    if editor.tensors["query"].dims[2] == 1:
-        _pad(editor, _ALONG_ROWS, 2, 2)
+    _pad(editor, _ALONG_ROWS, 2, 2)
 
 
 _ALONG_ROWS = (
@@ -118,6 +155,7 @@ _ALONG_ROWS = (
 STATS_COLUMNS = 3
 
 
+@attention_pass(when=has("grad_stats"))
 def carry_grad_stats(editor: GraphEditor, multiple: int = _HEAD_MULTIPLE) -> None:
     """Pass the cotangent g of the log-sum-exp in three spare columns of the values.
 
@@ -150,6 +188,12 @@ def carry_grad_stats(editor: GraphEditor, multiple: int = _HEAD_MULTIPLE) -> Non
         env["grad_output"] = _set_columns(grad_output, env["grad_output"], units, size)
 
     editor.before.append(before)
+
+
+@attention_pass(when=has("grad_stats"))
+def carry_grad_stats_by_16(editor: GraphEditor) -> None:
+    """Pass the cotangent of the log-sum-exp in values of a multiple of 16 columns."""
+    carry_grad_stats(editor, WIDE_MULTIPLE)
 
 
 def _power_of_two(x: jax.Array) -> jax.Array:

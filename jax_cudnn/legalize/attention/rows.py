@@ -23,6 +23,7 @@ from jax_cudnn.graph.attention.sdpa import SDPA, SdpaAttributes
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.shapes import result_like
 from jax_cudnn.legalize.attention.far_rows import is_far, may_be_far
+from jax_cudnn.legalize.attention.passes import attention_pass, has
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import (
     After,
@@ -39,10 +40,9 @@ from jax_cudnn.reference.interpreter import to_logical, to_stored
 # --- sinks ----------------------------------------------------------------------------
 
 
+@attention_pass(when=has("sinks"))
 def take_sinks(editor: GraphEditor) -> None:
     """Take sinks from the graph, before the steps that change what the user gets."""
-    if "sinks" not in editor.tensors:
-        return
     if "grad_output" in editor.tensors:
         _take_gradient_of_sinks(editor)
     else:
@@ -119,14 +119,13 @@ def terms_of_sinks(
 # --- the maximum ----------------------------------------------------------------------
 
 
+@attention_pass(when=has("max_logit"))
 def ask_for_sum(editor: GraphEditor) -> None:
     """Ask for maximum and sum in place of the log-sum-exp, the last of the steps.
 
     Up to cuDNN 9.20 a kernel has both or the log-sum-exp, and newer ones have all three
     (cudnn-frontend 1.28, softmax.h; planned with 9.19 and 9.27).
     """
-    if "max_logit" not in editor.tensors:
-        return
     largest = editor.tensors["max_logit"]
     has_stats = "stats" in editor.tensors
     if has_stats:

@@ -2,7 +2,7 @@
 """A function of the scores, as cuDNN takes it.
 
 Each step edits attention by role; letters as in graph/attention/sdpa.py.
-legalize/attention/sdpa.py says which steps a graph takes.
+legalize/attention/passes.py says which steps a graph takes.
 
 cudnn-frontend refuses causality, lengths and a window beside a score_mod (1.28 and
 1.32, sdpa_support_surface.h, "other subgraphs are disabled"). They become more steps,
@@ -23,8 +23,13 @@ from jax_cudnn.graph.attention.score_mod import (
     read_step,
     result_index,
 )
-from jax_cudnn.legalize.attention.masks import attributes_of
 from jax_cudnn.legalize.attention.padding import pad_keys
+from jax_cudnn.legalize.attention.passes import (
+    attention_pass,
+    attributes_of,
+    has,
+    has_score_mod,
+)
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.layout import rounded_up
 from jax_cudnn.reference.interpreter import to_logical
@@ -61,14 +66,13 @@ def why_not_score_mod(editor: GraphEditor) -> list[str]:
     return reasons
 
 
+@attention_pass(when=has_score_mod)
 def take_lengths(editor: GraphEditor) -> None:
     """Hide keys past their length by a step.
 
     What queries past theirs give is replaced afterwards (hide_dead_rows), and their
     probabilities are 0 in the gradient.
     """
-    if not attributes_of(editor).score_mod:
-        return
     for role in ("query_lengths", "key_lengths"):
         if role in editor.tensors:
             tensor = editor.drop(role)
@@ -97,6 +101,7 @@ def _free_role(editor: GraphEditor) -> str | None:
     return next(free, None)
 
 
+@attention_pass(when=has(*OPERANDS))
 def complete_operands(editor: GraphEditor) -> None:
     """Give what a score_mod reads the axes with which cuDNN reads it rightly.
 
@@ -125,6 +130,7 @@ def complete_operands(editor: GraphEditor) -> None:
             editor.expand(role, full)
 
 
+@attention_pass(when=has_score_mod)
 def pad_to_tiles(editor: GraphEditor) -> None:
     """Add keys up to a multiple of the kernel's tile, hidden by a step.
 
@@ -139,11 +145,10 @@ def pad_to_tiles(editor: GraphEditor) -> None:
     _set_steps(editor, (*steps, *_hide(editor, "lt", number_text(t))))
 
 
+@attention_pass(when=has_score_mod)
 def finish_score_mod(editor: GraphEditor) -> None:
     """Write causality and window as steps, and the gradient of all steps."""
     attributes = attributes_of(editor)
-    if not attributes.score_mod:
-        return
     if attributes.is_causal:
         steps = _hide(editor, "le", "query")
         _set_steps(editor, (*attributes.score_mod, *steps))

@@ -1,111 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
 """Attention as cuDNN takes it; axis letters and roles as in graph/attention/sdpa.py.
 
-What cuDNN's attention lacks is added around it:
-
-* head sizes are padded with zeros to multiples of 8;
-* a boolean mask becomes an additive bias, and a bias gets full rows and columns;
-* a scale that is not positive moves into the query;
-* rows that see no key are given keys to see, so that the kernel meets no 0/0, and
-  their result is set to 0 (log-sum-exp -inf, gradients 0) afterwards;
-* the cotangent of the log-sum-exp rides in spare value columns (see
-  ``carry_grad_stats``);
-* a window is cuDNN's band where every query sees a key in it, and else part of the
-  mask;
-* dropout's numbers, where a kernel would draw others, are given to it as a mask (see
-  ``sdpa_dropout``);
-* a sink takes its share of the output beside the kernel, and a row's maximum comes
-  with the sum (see ``sdpa_rows``);
-* rows that a bias moves far from 0 get their gradient beside the kernel (see
-  ``far_rows``), unless the gradient is partial;
-* several sequences of a row are cuDNN's packed ones, or else a mask (see
-  ``sdpa_packed``);
-* beside a score_mod, causality, lengths and a window become more of its steps (see
-  ``sdpa_score_mod``).
+What cuDNN's attention lacks is added around it by passes: legalize/attention/passes.py
+has their order. Before these, packed sequences and windows that cuDNN has no form for
+become masks, and the cotangent of a row's maximum is taken from the graph.
 """
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 
-from jax_cudnn.graph import (
-    CachedAttributes,
-    Graph,
-    SdpaAttributes,
-    Target,
-)
+from jax_cudnn.graph import Graph, Target
 from jax_cudnn.graph.attention.score_mod import OPERANDS
-from jax_cudnn.legalize.attention.dropout import Step, dropout_steps, plain_editor
-from jax_cudnn.legalize.attention.far_rows import take_far_rows
-from jax_cudnn.legalize.attention.masks import (
-    absorb_row_bias,
+from jax_cudnn.legalize.attention.dropout import dropout_steps, plain_editor
+from jax_cudnn.legalize.attention.packed import by_packing
+from jax_cudnn.legalize.attention.padding import STATS_COLUMNS
+from jax_cudnn.legalize.attention.passes import (
+    Way,
+    attention_pass,
     attributes_of,
-    complete_bias,
-    complete_lengths,
-    hide_dead_rows,
+    common_attributes_of,
+    run_passes,
 )
-from jax_cudnn.legalize.attention.packed import (
-    HEAD_MULTIPLE,
-    by_packing,
-    pack_tokens,
-    put_offsets,
-)
-from jax_cudnn.legalize.attention.padding import (
-    STATS_COLUMNS,
-    carry_grad_stats,
-    pad_head,
-    pad_key_count,
-    pad_single_query,
-)
-from jax_cudnn.legalize.attention.rows import (
-    ask_for_sum,
-    by_maximum,
-    take_sinks,
-    terms_of_sinks,
-)
-from jax_cudnn.legalize.attention.score_mod import (
-    complete_operands,
-    finish_score_mod,
-    pad_to_tiles,
-    take_lengths,
-    why_not_score_mod,
-)
+from jax_cudnn.legalize.attention.rows import by_maximum, terms_of_sinks
+from jax_cudnn.legalize.attention.score_mod import why_not_score_mod
 from jax_cudnn.legalize.attention.windows import by_window
 from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import (
     ADVICE,
     Legal,
     Legalization,
+    Rule,
 )
 from jax_cudnn.reference import evaluate
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
-
-
-def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
-    """Return how cuDNN can run a forward attention graph."""
-    return by_packing(
-        graph,
-        target,
-        rule=lambda graph, target: by_window(graph, target, _forward),
-        ragged=_ragged_forward,
-    )
-
-
-def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
-    """Return how cuDNN can run a gradient graph, with other ways to dbias."""
-    return by_maximum(
-        graph,
-        target,
-        lambda graph, target: by_packing(
-            graph,
-            target,
-            rule=lambda graph, target: by_window(graph, target, _backward),
-            ragged=_ragged_backward,
-        ),
-    )
 
 
 def _forward(graph: Graph, target: Target | None) -> Legalization:
@@ -113,15 +45,9 @@ def _forward(graph: Graph, target: Target | None) -> Legalization:
     if refusal := _refuse(first, target):
         return refusal
 
-    def edited(drop: Step) -> Legal:
+    def edited(drop: Way) -> Legal:
         editor = plain_editor(graph)
-        drop(editor)  # The sinks may ask for a result that the kernel has by then.
-        take_sinks(editor)
-        _edit_scores(editor, target)
-        finish_score_mod(editor)
-        pad_head(editor, ("query", "key"))
-        pad_head(editor, ("value", "output"))
-        ask_for_sum(editor)
+        run_passes(editor, "forward", target, drop)
         return replace(editor.finish(), problem=graph)
 
     return Legalization(candidates=tuple(map(edited, dropout_steps(first, target))))
@@ -146,86 +72,75 @@ def _backward(graph: Graph, target: Target | None) -> Legalization:
         if tensors["bias"].dtype == tensors["query"].dtype and not has_score_mod:
             ways.insert(0, plain_editor)
 
-    def edited(way: Callable[[Graph], GraphEditor], drop: Step) -> Legal:
+    def edited(way: Callable[[Graph], GraphEditor], drop: Way) -> Legal:
         editor = way(graph)
         _take_operand_gradients(editor, graph)
-        legal = _edited_backward(editor, target, drop)
-        return replace(legal, problem=graph)
+        run_passes(editor, "backward", target, drop)
+        return replace(editor.finish(), problem=graph)
 
     steps = dropout_steps(first, target)
     candidates = [edited(way, drop) for drop in steps for way in ways]
     return Legalization(candidates=tuple(candidates))
 
 
-def _edited_backward(editor: GraphEditor, target: Target | None, drop: Step) -> Legal:
-    attributes = attributes_of(editor)
-    if attributes.is_partial:
-        # A kernel reads output and log-sum-exp anyway. Rows far from 0 have no gradient
-        # beside it: the reference would need the log-sum-exp that has lost its digits.
-        editor.set_attributes(replace(attributes, is_partial=False))
-    else:
-        take_far_rows(editor)
-    take_sinks(editor)
-    drop(editor)
-    _edit_scores(editor, target)
-    if attributes.score_mod:
-        pad_to_tiles(editor)
-    else:
-        pad_key_count(editor)
-    finish_score_mod(editor)
-    pad_head(editor, ("query", "key"))
-    if "grad_stats" in editor.tensors:
-        carry_grad_stats(editor)
-    else:
-        pad_head(editor, ("value", "output"))
+def _ragged(graph: Graph, kernel: str) -> Legal:
+    editor = GraphEditor.by_role(graph)
+    run_passes(editor, kernel, None)
     return editor.finish()
 
 
-def _ragged_forward(graph: Graph) -> Legal:
-    editor = GraphEditor.by_role(graph)
-    take_sinks(editor)
-    pack_tokens(editor)
-    make_scale_positive(editor)
-    pad_head(editor, ("query", "key"))
-    pad_head(editor, ("value", "output"))
-    ask_for_sum(editor)
-    put_offsets(editor)
-    return editor.finish()
+# A change of a whole graph, which a rule legalises then.
+_Rewrite = Callable[[Graph, Target | None, Rule], Legalization]
 
 
-def _ragged_backward(graph: Graph) -> Legal:
-    editor = GraphEditor.by_role(graph)
-    # As in `_edited_backward`; there is no bias.
+def _packing(kernel: str) -> _Rewrite:
+    """Return what has several sequences of a row run by a kernel for them, or masks."""
+
+    def rewrite(graph: Graph, target: Target | None, rule: Rule) -> Legalization:
+        ragged = functools.partial(_ragged, kernel=kernel)
+        return by_packing(graph, target, rule=rule, ragged=ragged)
+
+    return rewrite
+
+
+# The first one first. XLA computes the gradient of a maximum of the graph as it is, and
+# windows count positions within a sequence while there are several.
+_FORWARD = (_packing("ragged forward"), by_window)
+_BACKWARD = (by_maximum, _packing("ragged backward"), by_window)
+
+
+def _legalize(
+    graph: Graph, target: Target | None, rewrites: tuple[_Rewrite, ...], last: Rule
+) -> Legalization:
+    """Return a legalisation by a rule, after changes of the graph."""
+    if not rewrites:
+        return last(graph, target)
+    first, *others = rewrites
+    return first(
+        graph,
+        target,
+        lambda graph, target: _legalize(graph, target, tuple(others), last),
+    )
+
+
+def legalize_forward(graph: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can run a forward attention graph."""
+    return _legalize(graph, target, _FORWARD, _forward)
+
+
+def legalize_backward(graph: Graph, target: Target | None) -> Legalization:
+    """Return how cuDNN can run a gradient graph, with other ways to dbias."""
+    return _legalize(graph, target, _BACKWARD, _backward)
+
+
+@attention_pass(when=lambda editor: attributes_of(editor).is_partial)
+def join_parts(editor: GraphEditor) -> None:
+    """Have a kernel compute the gradient of a part of the keys as that of all.
+
+    It reads output and log-sum-exp anyway. Rows far from 0 have no gradient beside it:
+    the reference would need the log-sum-exp that has lost its digits.
+    """
     editor.set_attributes(replace(attributes_of(editor), is_partial=False))
-    take_sinks(editor)
-    pack_tokens(editor)
-    make_scale_positive(editor)
-    pad_head(editor, ("query", "key"), multiple=HEAD_MULTIPLE)
-    if "grad_stats" in editor.tensors:
-        carry_grad_stats(editor, HEAD_MULTIPLE)
-    else:
-        pad_head(editor, ("value", "output"), multiple=HEAD_MULTIPLE)
-    put_offsets(editor)
-    return editor.finish()
-
-
-def _edit_scores(editor: GraphEditor, target: Target | None) -> None:
-    """Give layout, masks, lengths, bias and scale the form that cuDNN takes."""
-    keep_layout(editor)
-    hide_dead_rows(editor, target)
-    complete_lengths(editor, target)
-    absorb_row_bias(editor)
-    complete_bias(editor)
-    attributes = attributes_of(editor)
-    if (
-        editor.main.kind == "sdpa_backward"
-        or attributes.score_mod
-        or attributes.dropout
-    ):
-        pad_single_query(editor)
-    take_lengths(editor)
-    complete_operands(editor)
-    make_scale_positive(editor)
 
 
 def _with_reference_bias_gradient(graph: Graph) -> GraphEditor:
@@ -305,6 +220,7 @@ def _with_bias_gradient(
 # --- layout and scale -----------------------------------------------------------------
 
 
+@attention_pass()
 def keep_layout(editor: GraphEditor) -> None:
     """Bring the last axis to the end of storage, where cuDNN wants stride 1."""
     for role in (*editor.inputs, *editor.outputs):
@@ -317,17 +233,15 @@ def keep_layout(editor: GraphEditor) -> None:
 _HANDLED_ELSEWHERE = ("mask", "query_lengths", "key_lengths", "page_table")
 
 
+@attention_pass(when=lambda editor: common_attributes_of(editor).scale <= 0)
 def make_scale_positive(editor: GraphEditor) -> None:
     """Move the sign of the scale, or 0, into the query.
 
     cuDNN gives NaN for a scale that is not positive: it scales hidden scores of -inf
     like all others (seen with 9.19 on an H200).
     """
-    attributes = editor.main.attributes
-    assert isinstance(attributes, SdpaAttributes | CachedAttributes)
+    attributes = common_attributes_of(editor)
     scale = attributes.scale
-    if scale > 0:
-        return
     factor = -1.0 if scale < 0 else 0.0
     editor.set_attributes(replace(attributes, scale=-scale if factor else 1.0))
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Computes attention for all public functions, from arguments to results."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -20,7 +20,8 @@ from jax_cudnn.ops.attention.attend import (
 )
 from jax_cudnn.ops.attention.dropout import with_dropout
 from jax_cudnn.ops.attention.layouts import Layout, order_of
-from jax_cudnn.ops.attention.operands import as_typed, canonicalize, check_scale
+from jax_cudnn.ops.attention.operands import as_typed, canonicalize
+from jax_cudnn.ops.attention.options import AttentionCall, Lengths
 from jax_cudnn.ops.attention.qkv import Qkv
 from jax_cudnn.ops.attention.reads import Scores
 from jax_cudnn.ops.attention.score_mod import (
@@ -30,7 +31,6 @@ from jax_cudnn.ops.attention.score_mod import (
     with_score_mod,
 )
 from jax_cudnn.ops.attention.sinks import check_sinks
-from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
 from jax_cudnn.ops.attention.visibility.hiding import Hiding, joined
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.attention.visibility.packing import Packed, longest
@@ -41,47 +41,23 @@ from jax_cudnn.ops.common.tracing import UntraceableError
 from jax_cudnn.reference.attention.sdpa import forward as attention
 
 
-@dataclass(frozen=True, kw_only=True)
-class Arguments:
-    """The arguments of `jax_cudnn.sdpa` beside the operands and the implementation."""
-
-    bias: ArrayLike | None
-    mask: ArrayLike | Mask | None
-    scale: float | None
-    is_causal: bool
-    query_seq_lengths: ArrayLike | None
-    key_value_seq_lengths: ArrayLike | None
-    local_window_size: WindowSize
-    sinks: ArrayLike | None
-    dropout_rate: float
-    dropout_key: ArrayLike | None
-    score_mod: ScoreMod | None
-    return_residual: bool
-    return_max_logit: bool
-
-
 def run_sdpa(
     query: ArrayLike,
     key: ArrayLike,
     value: ArrayLike,
-    arguments: Arguments,
+    given: AttentionCall,
     call: Options,
     layout: Layout,
+    *,
+    return_residual: bool,
+    return_max_logit: bool,
     qkv: Qkv | None = None,
 ) -> jax.Array | tuple[jax.Array, ...]:
     """Return the output in the layout; log-sum-exp and maximum if asked for.
 
     With ``qkv``, which holds query, key and value, these are types with a batch axis.
     """
-    given = arguments
-    hiding = Hiding(
-        bias=given.bias,
-        mask=given.mask,
-        is_causal=check_flag("sdpa", "is_causal", given.is_causal),
-        query_seq_lengths=given.query_seq_lengths,
-        key_value_seq_lengths=given.key_value_seq_lengths,
-        local_window_size=given.local_window_size,
-    )
+    hiding = given.hiding("sdpa")
     if isinstance(given.mask, type) and issubclass(given.mask, Mask):
         name = given.mask.__name__
         raise TypeError(
@@ -103,14 +79,11 @@ def run_sdpa(
     )
     operands = operands._replace(qkv=qkv)
     _, s, _, d = operands.query_sizes
+    common = given.attributes(
+        hiding, Lengths(s, operands.key_count), d, operands.query.dtype
+    )
     attributes = SdpaAttributes(
-        scale=check_scale(given.scale, d, operands.query.dtype),
-        is_causal=hiding.is_causal,
-        window=check_window(
-            hiding.local_window_size,
-            *(s, operands.key_count),
-            is_causal=hiding.is_causal,
-        ),
+        **common.given(),
         is_bottom_right=hiding.is_bottom_right,
         longest=_longest(hiding.packed, operands),
     )
@@ -120,8 +93,8 @@ def run_sdpa(
     sinks = check_sinks("sdpa", given.sinks, operands.query_sizes[2])
     if sinks is not None:
         operands = operands._replace(sinks=jnp.reshape(sinks, (1, -1, 1, 1)))
-    with_lse = check_flag("sdpa", "return_residual", given.return_residual)
-    with_max = check_flag("sdpa", "return_max_logit", given.return_max_logit)
+    with_lse = check_flag("sdpa", "return_residual", return_residual)
+    with_max = check_flag("sdpa", "return_max_logit", return_max_logit)
     modified = _modified(given.score_mod, operands, attributes, call)
     output, *rows = _attend(
         modified.operands,

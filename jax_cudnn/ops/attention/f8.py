@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -13,17 +13,16 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.config import Options
 from jax_cudnn.graph import Graph, SdpaAttributes, sdpa_f8_graph, sdpa_f8_output
 from jax_cudnn.lowering import run_graph
-from jax_cudnn.ops.attention.attend import by_rows, sdpa_tensors, stored_order
+from jax_cudnn.ops.attention.attend import Operands, by_rows, sdpa_tensors, stored_order
 from jax_cudnn.ops.attention.layouts import Layout, check_layout, order_of
-from jax_cudnn.ops.attention.operands import canonicalize, check_scale
-from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
+from jax_cudnn.ops.attention.operands import canonicalize
+from jax_cudnn.ops.attention.options import AttentionCall, F8Options, Lengths, takes
 from jax_cudnn.ops.common.arguments import (
     check_flag,
     describe,
-    options,
     why_symbolic,
 )
 from jax_cudnn.ops.common.f8_scaling import check_tensor_scale
@@ -47,17 +46,11 @@ def sdpa(
     key_scale: ArrayLike,
     value_scale: ArrayLike,
     output_scale: ArrayLike | None = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
     preferred_element_type: DTypeLike | None = ...,
     layout: Layout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
     return_amax: Literal[False] = ...,
+    **options: Unpack[F8Options],
 ) -> jax.Array: ...
 
 
@@ -71,44 +64,15 @@ def sdpa(
     key_scale: ArrayLike,
     value_scale: ArrayLike,
     output_scale: ArrayLike | None = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
     preferred_element_type: DTypeLike | None = ...,
     layout: Layout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
-    return_residual: Literal[True],
-    return_amax: bool = ...,
-) -> tuple[jax.Array, ...]: ...
-
-
-@overload
-def sdpa(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    *,
-    query_scale: ArrayLike,
-    key_scale: ArrayLike,
-    value_scale: ArrayLike,
-    output_scale: ArrayLike | None = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    preferred_element_type: DTypeLike | None = ...,
-    layout: Layout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: bool = ...,
-    return_amax: Literal[True],
+    return_amax: bool = ...,
+    **options: Unpack[F8Options],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(F8Options)
 def sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -118,17 +82,11 @@ def sdpa(
     key_scale: ArrayLike,
     value_scale: ArrayLike,
     output_scale: ArrayLike | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
     preferred_element_type: DTypeLike | None = None,
     layout: Layout = "bshd",
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
     return_residual: bool = False,
     return_amax: bool = False,
+    **options: Unpack[F8Options],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return attention over f8 operands, through cuDNN on Hopper GPUs and newer.
 
@@ -167,21 +125,11 @@ def sdpa(
       output_scale: of a result in f8. Default None: value_scale. With this nothing
         saturates, but for rounding: an output is a mean of values. A smaller one keeps
         more of small outputs.
-      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
-      is_causal: whether query s sees keys 0 to s only. Default False.
-      query_seq_lengths: integers (b,); queries past their length are padding. Default
-        None: s.
-      key_value_seq_lengths: integers (b,); keys past their length are padding. Default
-        None: t. What lies there must not be inf or NaN.
-      local_window_size: (left, right): query s sees keys s - left to s + right only.
-        An int n means (n, n), and None for one of the two is no bound. Default None: no
-        window.
       preferred_element_type: dtype of the result: f8_e4m3fn, f8_e5m2, bf16 or f16.
         Default None: query's. In bf16 and f16, the result is O itself.
       layout: the order of the axes of query, key, value and the output, as in
         :func:`jax_cudnn.sdpa`: "bshd" (default), "bhsd" or "sbhd".
-      implementation: as in :func:`jax_cudnn.sdpa`. XLA computes in bf16.
-      plan: as in :func:`jax_cudnn.sdpa`.
+      **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp of the scores. Default False.
       return_amax: whether to return max|O|, for delayed scaling. Default False.
 
@@ -211,6 +159,8 @@ def sdpa(
       Hopper's f8 tensor cores keep sums of products in fewer bits than f32: on an H200
       (9.19), with scores of standard deviation 8.4, log-sum-exps were off by 0.015.
 
+      XLA computes in bf16. Keys past their length must not hold inf or NaN.
+
       The examples of a vmap fold into the batch while they share the scales, and no
       amax is asked for. Otherwise each example is a call.
 
@@ -223,7 +173,8 @@ def sdpa(
       >>> output.shape, str(output.dtype)
       ((2, 5, 4, 16), 'float8_e4m3fn')
     """
-    call = options(_OP, implementation, plan)
+    given = AttentionCall(**options)
+    call = given.options(_OP)
     layout = check_layout(_OP, layout)
     canonical, has_batch = canonicalize(
         query,
@@ -231,8 +182,8 @@ def sdpa(
         value,
         None,
         None,
-        query_seq_lengths,
-        key_value_seq_lengths,
+        given.query_seq_lengths,
+        given.key_value_seq_lengths,
         layout=layout,
         check_dtypes=_check_dtypes,
     )
@@ -251,15 +202,7 @@ def sdpa(
     of_output = scales["value"] if dtype.itemsize == 1 else jnp.float32(1)
     if output_scale is not None:
         of_output = check_tensor_scale(_OP, "output_scale", output_scale)
-    is_causal = check_flag(_OP, "is_causal", is_causal)
-    _, s, _, d = canonical.query_sizes
-    attributes = SdpaAttributes(
-        scale=check_scale(scale, d, np.dtype(np.float32)),
-        is_causal=is_causal,
-        window=check_window(
-            local_window_size, s, canonical.key_count, is_causal=is_causal
-        ),
-    )
+    attributes = f8_attributes(_OP, given, canonical)
     with_lse = check_flag(_OP, "return_residual", return_residual)
     with_amax = check_flag(_OP, "return_amax", return_amax)
     output, *others = attend_f8(
@@ -282,6 +225,15 @@ def sdpa(
 
 
 _OP = "f8.sdpa"
+
+
+def f8_attributes(op: str, given: AttentionCall, operands: Operands) -> SdpaAttributes:
+    """Return a call's attributes; scores are scaled in f32."""
+    _, s, _, d = operands.query_sizes
+    lengths = Lengths(s, operands.key_count)
+    dtype = np.dtype(np.float32)
+    common = given.attributes(given.hiding(op), lengths, d, dtype)
+    return SdpaAttributes(**common.given())
 
 
 def attend_f8(

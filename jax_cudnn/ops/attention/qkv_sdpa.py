@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.attention.call import Arguments, run_sdpa
+from jax_cudnn.ops.attention.call import run_sdpa
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
 from jax_cudnn.ops.attention.qkv import QkvLayout, check_qkv
-from jax_cudnn.ops.attention.score_mod import ScoreMod
-from jax_cudnn.ops.attention.visibility.bands import WindowSize
 from jax_cudnn.ops.attention.visibility.masks import Mask
-from jax_cudnn.ops.common.arguments import as_operand, options
+from jax_cudnn.ops.common.arguments import as_operand
 from jax_cudnn.ops.common.callers import on_behalf_of
 
 
@@ -26,19 +24,9 @@ def qkv_sdpa(
     *,
     layout: QkvLayout = ...,
     key_value_heads: int | None = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
+    **options: Unpack[SdpaOptions],
 ) -> jax.Array: ...
 
 
@@ -50,46 +38,13 @@ def qkv_sdpa(
     *,
     layout: QkvLayout = ...,
     key_value_heads: int | None = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
-    return_residual: Literal[True],
-    return_max_logit: Literal[False] = ...,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def qkv_sdpa(
-    qkv: ArrayLike,
-    bias: ArrayLike | None = ...,
-    mask: ArrayLike | Mask | None = ...,
-    *,
-    layout: QkvLayout = ...,
-    key_value_heads: int | None = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: bool = ...,
-    return_max_logit: Literal[True],
+    return_max_logit: bool = ...,
+    **options: Unpack[SdpaOptions],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(SdpaOptions)
 def qkv_sdpa(
     qkv: ArrayLike,
     bias: ArrayLike | None = None,
@@ -97,19 +52,9 @@ def qkv_sdpa(
     *,
     layout: QkvLayout = "bs3hd",
     key_value_heads: int | None = None,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
-    sinks: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: ArrayLike | None = None,
-    score_mod: ScoreMod | None = None,
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
     return_residual: bool = False,
     return_max_logit: bool = False,
+    **options: Unpack[SdpaOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return the attention of tokens to each other, given one array of q, k and v.
 
@@ -125,25 +70,14 @@ def qkv_sdpa(
     Args:
       qkv: queries, keys and values, with the axes that `layout` says; bf16, f16, f32 or
         f64. Without a batch axis, b is left out.
-      bias: as in :func:`jax_cudnn.sdpa`; broadcasts to (b, h, s, s).
-      mask: as in :func:`jax_cudnn.sdpa`; broadcasts to (b, h, s, s).
+      bias: as in :class:`AttentionCall`.
+      mask: as in :class:`AttentionCall`.
       layout: the order of qkv's axes. "bs3hd" (default), "bsh3d", "sb3hd", "sbh3d" and
         "b3hsd" have as many key heads as query heads. "bshd", "sbhd" and "bhsd" have
         h + 2k heads side by side: those of queries, then of keys, then of values (GQA).
       key_value_heads: k, for the last three layouts; h must be a multiple of it.
         Default None: as many as query heads, a third of all.
-      scale: as in :func:`jax_cudnn.sdpa`, like all that follow.
-      is_causal: whether query s sees keys 0 to s only.
-      query_seq_lengths: integers (b,).
-      key_value_seq_lengths: integers (b,).
-      local_window_size: (left, right), or an int for both; None for one of the two
-        is no bound.
-      sinks: (h,).
-      dropout_rate: the share of attention weights that is dropped.
-      dropout_key: a key of :func:`jax.random.key`.
-      score_mod: a function of scores.
-      implementation: "auto", "cudnn" or "xla".
-      plan: which execution plans may run the call.
+      **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp of the scores as well.
       return_max_logit: whether to return the largest score of each query as well.
 
@@ -184,23 +118,17 @@ def qkv_sdpa(
       >>> jax_cudnn.qkv_sdpa(qkv, is_causal=True).shape
       (2, 5, 4, 8)
     """
-    arguments = Arguments(
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        score_mod=score_mod,
-        return_residual=return_residual,
-        return_max_logit=return_max_logit,
-    )
-    call = options("qkv_sdpa", implementation, plan)
+    given = AttentionCall(bias=bias, mask=mask, **options)
+    call = given.options("qkv_sdpa")
     array = as_operand("qkv_sdpa", "qkv", qkv)
-    given = check_qkv("qkv_sdpa", array, layout, key_value_heads)
+    parts = check_qkv("qkv_sdpa", array, layout, key_value_heads)
     with on_behalf_of("qkv_sdpa", "sdpa"):
-        return run_sdpa(*given.types(), arguments, call, given.part_layout, given)
+        return run_sdpa(
+            *parts.types(),
+            given,
+            call,
+            parts.part_layout,
+            return_residual=return_residual,
+            return_max_logit=return_max_logit,
+            qkv=parts,
+        )

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,16 +20,16 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 from jax.typing import ArrayLike, DTypeLike
 
-from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.lowering import attention_results, linear_call
 from jax_cudnn.ops.attention.attend import Operands, attend, by_rows, of_rows
-from jax_cudnn.ops.attention.f8 import attend_f8
+from jax_cudnn.ops.attention.f8 import attend_f8, f8_attributes
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
-from jax_cudnn.ops.attention.operands import canonicalize, check_scale
+from jax_cudnn.ops.attention.operands import canonicalize
+from jax_cudnn.ops.attention.options import AttentionCall, F8Options, takes
 from jax_cudnn.ops.attention.parts import part_gradients
-from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
-from jax_cudnn.ops.common.arguments import check_flag, describe, options
+from jax_cudnn.ops.common.arguments import check_flag, describe
 from jax_cudnn.ops.common.f8_scaling import (
     amax,
     check_f8,
@@ -54,15 +54,9 @@ def quantized_sdpa(
     value_scale: ArrayLike | None = ...,
     output_scale: ArrayLike | None = ...,
     dtype: DTypeLike = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
     layout: Layout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
+    **options: Unpack[F8Options],
 ) -> jax.Array: ...
 
 
@@ -77,18 +71,13 @@ def quantized_sdpa(
     value_scale: ArrayLike | None = ...,
     output_scale: ArrayLike | None = ...,
     dtype: DTypeLike = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
     layout: Layout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[True],
+    **options: Unpack[F8Options],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@takes(F8Options)
 def quantized_sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -99,15 +88,9 @@ def quantized_sdpa(
     value_scale: ArrayLike | None = None,
     output_scale: ArrayLike | None = None,
     dtype: DTypeLike = jnp.float8_e4m3fn,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
     layout: Layout = "bshd",
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
     return_residual: bool = False,
+    **options: Unpack[F8Options],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Return attention of 16-bit operands, computed in f8, with a 16-bit gradient.
 
@@ -131,16 +114,9 @@ def quantized_sdpa(
       output_scale: likewise, of the output in f8. Default None: that of value, with
         which no output saturates.
       dtype: f8_e4m3fn (default) or f8_e5m2.
-      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
-      is_causal: as in :func:`jax_cudnn.sdpa`, and so are the arguments that follow.
-      query_seq_lengths: integers (b,). Default None: s.
-      key_value_seq_lengths: integers (b,). Default None: t.
-      local_window_size: (left, right), or an int for both; None for one of the two
-        is no bound. Default None: no window.
       layout: the order of the axes of query, key, value and the output: "bshd"
         (default), "bhsd" or "sbhd".
-      implementation: "auto" (default), "cudnn" or "xla".
-      plan: which of cuDNN's execution plans may run the call.
+      **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp as well. Default False.
 
     Returns:
@@ -166,7 +142,8 @@ def quantized_sdpa(
       >>> str(grad.dtype)
       'bfloat16'
     """
-    call = options(_OP, implementation, plan)
+    arguments = AttentionCall(**options)
+    call = arguments.options(_OP)
     layout = check_layout(_OP, layout)
     canonical, has_batch = canonicalize(
         query,
@@ -174,8 +151,8 @@ def quantized_sdpa(
         value,
         None,
         None,
-        query_seq_lengths,
-        key_value_seq_lengths,
+        arguments.query_seq_lengths,
+        arguments.key_value_seq_lengths,
         layout=layout,
         check_dtypes=_check_dtypes,
     )
@@ -194,16 +171,8 @@ def quantized_sdpa(
         scales["output_scale"] = _given_scale("output_scale", output_scale, f8)
     for role in ("query", "key", "value"):
         given[role] = _rounded(f8, given[role], scales[f"{role}_scale"])
-    is_causal = check_flag(_OP, "is_causal", is_causal)
-    _, s, _, d = canonical.query_sizes
     attention = _Attention(
-        attributes=SdpaAttributes(
-            scale=check_scale(scale, d, np.dtype(np.float32)),
-            is_causal=is_causal,
-            window=check_window(
-                local_window_size, s, canonical.key_count, is_causal=is_causal
-            ),
-        ),
+        attributes=f8_attributes(_OP, arguments, canonical),
         call=call,
         dtype=str(f8),
         layout=layout,

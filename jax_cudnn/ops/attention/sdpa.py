@@ -3,18 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.attention.call import Arguments, run_sdpa
+from jax_cudnn.ops.attention.call import run_sdpa
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
-from jax_cudnn.ops.attention.score_mod import ScoreMod
-from jax_cudnn.ops.attention.visibility.bands import WindowSize
+from jax_cudnn.ops.attention.options import AttentionCall, SdpaOptions, takes
 from jax_cudnn.ops.attention.visibility.masks import Mask
-from jax_cudnn.ops.common.arguments import options
 
 
 @overload
@@ -25,20 +22,10 @@ def sdpa(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | Mask | None = ...,
     *,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
     layout: Layout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
     return_max_logit: Literal[False] = ...,
+    **options: Unpack[SdpaOptions],
 ) -> jax.Array: ...
 
 
@@ -50,48 +37,14 @@ def sdpa(
     bias: ArrayLike | None = ...,
     mask: ArrayLike | Mask | None = ...,
     *,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
     layout: Layout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
-    return_residual: Literal[True],
-    return_max_logit: Literal[False] = ...,
-) -> tuple[jax.Array, jax.Array]: ...
-
-
-@overload
-def sdpa(
-    query: ArrayLike,
-    key: ArrayLike,
-    value: ArrayLike,
-    bias: ArrayLike | None = ...,
-    mask: ArrayLike | Mask | None = ...,
-    *,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    query_seq_lengths: ArrayLike | None = ...,
-    key_value_seq_lengths: ArrayLike | None = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
-    dropout_rate: float = ...,
-    dropout_key: ArrayLike | None = ...,
-    score_mod: ScoreMod | None = ...,
-    layout: Layout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: bool = ...,
-    return_max_logit: Literal[True],
+    return_max_logit: bool = ...,
+    **options: Unpack[SdpaOptions],
 ) -> tuple[jax.Array, ...]: ...
 
 
+@takes(SdpaOptions)
 def sdpa(
     query: ArrayLike,
     key: ArrayLike,
@@ -99,20 +52,10 @@ def sdpa(
     bias: ArrayLike | None = None,
     mask: ArrayLike | Mask | None = None,
     *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
-    sinks: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_key: ArrayLike | None = None,
-    score_mod: ScoreMod | None = None,
     layout: Layout = "bshd",
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
     return_residual: bool = False,
     return_max_logit: bool = False,
+    **options: Unpack[SdpaOptions],
 ) -> jax.Array | tuple[jax.Array, ...]:
     r"""Return scaled dot-product attention, through cuDNN on NVIDIA GPUs.
 
@@ -141,54 +84,14 @@ def sdpa(
       key: (b, t, k, d) or (t, k, d), of query's dtype. h must be a multiple of k:
         each key head serves h/k consecutive query heads (GQA; MQA for k = 1).
       value: (b, t, k, e) or (t, k, e), of query's dtype; e may differ from d.
-      bias: added to the scaled scores; broadcasts to (b, h, s, t), and missing axes
-        are inserted in front; bf16, f16, f32, f64 or integers. Differentiable. Default
-        None: nothing added.
-      mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Or one of
-        :mod:`jax_cudnn.masks`, which adds to the other arguments that hide keys.
-        With :class:`jax_cudnn.masks.Packed`, rows hold several sequences.
-        Default None: every query sees every key.
-      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
-      is_causal: whether query s sees keys 0 to s only. Default False.
-      query_seq_lengths: integers (b,); queries at or past their entry's length are
-        padding. Default None: s.
-      key_value_seq_lengths: integers (b,); keys at or past their entry's length are
-        padding. Default None: t. Lengths below 0 count as 0, and lengths above the
-        axis's size count as its size.
-      local_window_size: (left, right): query s sees keys s - left to s + right only,
-        counted from the first query and key, also where s and t differ. An int n means
-        (n, n), and None for one of the two is no bound: (None, 3). A negative number
-        hides near keys: with (3, -1) a query sees the 3 keys before its own position.
-        It adds to what `is_causal`, the lengths, `mask` and `bias` hide. Default None:
-        no window.
-      sinks: (h,), a score for each query head of one more key, which every query sees
-        and whose value is 0. It is not scaled; bf16, f16, f32 or f64. Differentiable.
-        Default None: no such key. See the notes.
-      dropout_rate: the share of attention weights that is dropped, a Python number
-        from 0 to below 1; it is rounded to a multiple of 2^-16. Default 0: none, and
-        then the result is that of a call without it, bit by bit. See the notes.
-      dropout_key: a key of :func:`jax.random.key`, from which alone follows which
-        weights are dropped. Use another one for each call. Default None, which is for
-        a rate of 0.
-      score_mod: a function of scalars, `score_mod(score, batch, head, query_index,
-        key_index)`, that returns the new score. The score is the scaled one in f32
-        (f64 for f64 operands), before the bias; the indices are int32. It may capture
-        arrays and index them; they get gradients. A read beyond an array's end is
-        refused, as the notes say. Default None: scores stay as they are. See also
-        :mod:`jax_cudnn.score_mods`.
+      bias: as in :class:`AttentionCall`.
+      mask: as in :class:`AttentionCall`.
       layout: the order of the axes of query, key, value and the output: "bshd"
         (default), "bhsd" or "sbhd", with s standing for the tokens, queries or keys,
         and h for the heads. Kernels read and write each of them as it lies. Without
         a batch axis, b is left out. All else keeps its axes: bias, mask, lengths and
         the log-sum-exp do not depend on it.
-      implementation: "auto" (default) uses cuDNN where it has a plan and XLA
-        elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
-        cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
-        all three run XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean
-        the implementation that is set there.
-      plan: which of cuDNN's execution plans may run the call, a
-        :class:`jax_cudnn.plans.PlanOptions`. Default None: the options of
-        :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
+      **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
       return_max_logit: whether to return the largest score of each query as well.
@@ -343,21 +246,14 @@ def sdpa(
       >>> jax_cudnn.sdpa(q, k, v, is_causal=True).shape
       (2, 5, 4, 8)
     """
-    arguments = Arguments(
-        bias=bias,
-        mask=mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        sinks=sinks,
-        dropout_rate=dropout_rate,
-        dropout_key=dropout_key,
-        score_mod=score_mod,
+    given = AttentionCall(bias=bias, mask=mask, **options)
+    return run_sdpa(
+        query,
+        key,
+        value,
+        given,
+        given.options("sdpa"),
+        check_layout("sdpa", layout),
         return_residual=return_residual,
         return_max_logit=return_max_logit,
     )
-    call = options("sdpa", implementation, plan)
-    layout = check_layout("sdpa", layout)
-    return run_sdpa(query, key, value, arguments, call, layout)

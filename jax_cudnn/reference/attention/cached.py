@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 
 from jax_cudnn.graph.attention.cached import CachedAttributes
-from jax_cudnn.graph.attention.sdpa import SdpaAttributes
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.reference.attention import sdpa
 from jax_cudnn.reference.attention.sequences import cut_window, farthest
@@ -44,7 +43,7 @@ def forward(
         "mask": (first <= columns) & (columns <= last),
         "query_lengths": ends.query_lengths,
     }
-    plain = SdpaAttributes(scale=attributes.scale, is_causal=False)
+    plain = attributes.without_band()
     results = sdpa.forward(plain, given, outputs)
     # A factor, so that derivatives are NaN as well.
     factor = jnp.where(ends.lost_rows(attributes), jnp.nan, 1)

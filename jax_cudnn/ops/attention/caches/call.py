@@ -2,14 +2,13 @@
 """Checks the arguments of attention over a cache or over pages, and runs its graph."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.config import Options
 from jax_cudnn.graph import CachedAttributes, sdpa_cached_graph
 from jax_cudnn.lowering import run_graph, typed_along
 from jax_cudnn.ops.attention.attend import by_rows, stored_order
@@ -20,9 +19,8 @@ from jax_cudnn.ops.attention.layouts import (
     order_of,
     sizes_in,
 )
-from jax_cudnn.ops.attention.operands import check_scale
+from jax_cudnn.ops.attention.options import AttentionCall, Lengths
 from jax_cudnn.ops.attention.sinks import check_sinks, with_sinks
-from jax_cudnn.ops.attention.visibility.bands import WindowSize, check_window
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_dtype,
@@ -31,7 +29,6 @@ from jax_cudnn.ops.common.arguments import (
     clipped,
     describe,
     is_more,
-    options,
     tensor,
     why_symbolic,
 )
@@ -42,64 +39,47 @@ from jax_cudnn.reference.attention.sequences import farthest
 from jax_cudnn.reference.dtypes import dtype_name
 
 
-@dataclass(frozen=True, kw_only=True)
-class CachedCall:
-    """The arguments of `cached_sdpa` and `paged_sdpa` that are the same for both."""
+def run_cached(
+    op: str,
+    query: ArrayLike,
+    caches: dict[str, ArrayLike],
+    lengths: ArrayLike,
+    given: AttentionCall,
+    *,
+    page_table: ArrayLike | None = None,
+    layout: str,
+    return_residual: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """Return what the function named `op` returns.
 
-    query_seq_lengths: ArrayLike | None
-    scale: float | None
-    is_causal: bool
-    local_window_size: WindowSize
-    sinks: ArrayLike | None
-    layout: str
-    implementation: Implementation | None
-    plan: PlanOptions | None
-    return_residual: bool
-
-    def run(
-        self,
-        op: str,
-        query: ArrayLike,
-        caches: dict[str, ArrayLike],
-        lengths: ArrayLike,
-        page_table: ArrayLike | None = None,
-    ) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """Return what the function named `op` returns.
-
-        `caches` are keys and values by the names of these arguments.
-        """
-        call = options(op, self.implementation, self.plan)
-        layout = check_layout(op, self.layout, *(PAGE_LAYOUTS if op == _PAGED else ()))
-        operands = _canonicalize(
-            op, query, caches, lengths, self.query_seq_lengths, page_table, layout
+    `caches` are keys and values by the names of these arguments.
+    """
+    call = given.options(op)
+    layout = check_layout(op, layout, *(PAGE_LAYOUTS if op == _PAGED else ()))
+    operands = _canonicalize(
+        op, query, caches, lengths, given.query_seq_lengths, page_table, layout
+    )
+    with on_behalf_of(op, "sdpa"):
+        common = given.attributes(
+            given.hiding("sdpa"),
+            Lengths(operands.room, operands.room),
+            operands.query.shape[3],
+            operands.query.dtype,
         )
-        with on_behalf_of(op, "sdpa"):
-            d, dtype = operands.query.shape[3], operands.query.dtype
-            is_causal = check_flag("sdpa", "is_causal", self.is_causal)
-            attributes = CachedAttributes(
-                scale=check_scale(self.scale, d, dtype),
-                is_causal=is_causal,
-                window=check_window(
-                    self.local_window_size,
-                    *(operands.room, operands.room),
-                    is_causal=is_causal,
-                ),
-            )
-        if self.query_seq_lengths is None and (
-            attributes.is_causal or attributes.window
-        ):
-            _check_room(op, operands, caches)
-        sinks = check_sinks(op, self.sinks, sizes_in(layout, operands.query)[2])
-        with_residual = check_flag(op, "return_residual", self.return_residual)
-        with_stats = with_residual or sinks is not None
-        output, *stats = _attend(op, operands, attributes, call, with_stats=with_stats)
-        if not with_stats:
-            return output
-        lse = by_rows(stats[0])
-        if sinks is not None:
-            sinks = typed_along(sinks, lse, 2)
-            output, lse = with_sinks(output, lse, sinks, layout)
-        return (output, lse) if with_residual else output
+    attributes = CachedAttributes(**common.given())
+    if given.query_seq_lengths is None and (attributes.is_causal or attributes.window):
+        _check_room(op, operands, caches)
+    sinks = check_sinks(op, given.sinks, sizes_in(layout, operands.query)[2])
+    with_residual = check_flag(op, "return_residual", return_residual)
+    with_stats = with_residual or sinks is not None
+    output, *stats = _attend(op, operands, attributes, call, with_stats=with_stats)
+    if not with_stats:
+        return output
+    lse = by_rows(stats[0])
+    if sinks is not None:
+        sinks = typed_along(sinks, lse, 2)
+        output, lse = with_sinks(output, lse, sinks, layout)
+    return (output, lse) if with_residual else output
 
 
 class _Operands(NamedTuple):

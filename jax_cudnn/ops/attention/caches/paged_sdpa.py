@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
-from jax_cudnn.config import Implementation, PlanOptions
-from jax_cudnn.ops.attention.caches.call import CachedCall
+from jax_cudnn.ops.attention.caches.call import run_cached
 from jax_cudnn.ops.attention.layouts import PageLayout
-from jax_cudnn.ops.attention.visibility.bands import WindowSize
+from jax_cudnn.ops.attention.options import AttentionCall, CachedOptions, takes
 
 
 @overload
@@ -22,15 +21,9 @@ def paged_sdpa(
     page_table: ArrayLike,
     key_value_seq_lengths: ArrayLike,
     *,
-    query_seq_lengths: ArrayLike | None = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
     layout: PageLayout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[False] = ...,
+    **options: Unpack[CachedOptions],
 ) -> jax.Array: ...
 
 
@@ -42,18 +35,13 @@ def paged_sdpa(
     page_table: ArrayLike,
     key_value_seq_lengths: ArrayLike,
     *,
-    query_seq_lengths: ArrayLike | None = ...,
-    scale: float | None = ...,
-    is_causal: bool = ...,
-    local_window_size: WindowSize = ...,
-    sinks: ArrayLike | None = ...,
     layout: PageLayout = ...,
-    implementation: Implementation | None = ...,
-    plan: PlanOptions | None = ...,
     return_residual: Literal[True],
+    **options: Unpack[CachedOptions],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
+@takes(CachedOptions, is_causal=True)
 def paged_sdpa(
     query: ArrayLike,
     key_pages: ArrayLike,
@@ -61,15 +49,9 @@ def paged_sdpa(
     page_table: ArrayLike,
     key_value_seq_lengths: ArrayLike,
     *,
-    query_seq_lengths: ArrayLike | None = None,
-    scale: float | None = None,
-    is_causal: bool = True,
-    local_window_size: WindowSize = None,
-    sinks: ArrayLike | None = None,
     layout: PageLayout = "bshd",
-    implementation: Implementation | None = "auto",
-    plan: PlanOptions | None = None,
     return_residual: bool = False,
+    **options: Unpack[CachedOptions],
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Return attention over keys and values that lie in pages, for serving.
 
@@ -114,7 +96,6 @@ def paged_sdpa(
       query_seq_lengths: integers (b,); queries at or past their sequence's length are
         padding. Default None: s, which must then be m*i at most, unless no position
         matters (`is_causal=False` without a window).
-      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
       is_causal: whether a query sees no token after its own. Default True.
       local_window_size: (left, right): the query that is token x sees tokens x - left
         to x + right only. An int n means (n, n), and None for one of the two is no
@@ -125,14 +106,7 @@ def paged_sdpa(
       layout: the order of the axes of query, pages and output: "bshd" (default), or
         "bhsd" for queries (b, h, s, d) and pages (p, k, i, d). Kernels read each as it
         lies; with "bhsd" write pages by ``update_pages(..., layout="bhsd")``.
-      implementation: "auto" (default) uses cuDNN where it has a plan and XLA
-        elsewhere (the logger "jax_cudnn" says why at INFO); "cudnn" raises where
-        cuDNN has no plan; "xla" never touches cuDNN. On platforms other than CUDA,
-        all three run XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean
-        the implementation that is set there.
-      plan: which of cuDNN's execution plans may run the call, a
-        :class:`jax_cudnn.plans.PlanOptions`. Default None: the options of
-        :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
+      **options: as in :class:`AttentionCall`.
       return_residual: whether to return the log-sum-exp of the scores as well.
         Default False.
 
@@ -182,16 +156,13 @@ def paged_sdpa(
       >>> jax_cudnn.paged_sdpa(q, k, v, table, jnp.array([20, 47])).shape
       (2, 1, 4, 8)
     """
-    call = CachedCall(
-        query_seq_lengths=query_seq_lengths,
-        scale=scale,
-        is_causal=is_causal,
-        local_window_size=local_window_size,
-        sinks=sinks,
+    return run_cached(
+        "paged_sdpa",
+        query,
+        {"key_pages": key_pages, "value_pages": value_pages},
+        key_value_seq_lengths,
+        AttentionCall(**options),
+        page_table=page_table,
         layout=layout,
-        implementation=implementation,
-        plan=plan,
         return_residual=return_residual,
     )
-    caches = {"key_pages": key_pages, "value_pages": value_pages}
-    return call.run("paged_sdpa", query, caches, key_value_seq_lengths, page_table)

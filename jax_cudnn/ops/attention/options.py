@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Spells the options of attention once, for all public functions that take them.
+
+An option is a field of `AttentionCall`, which has its default and its description, and
+a keyword of the first of the typed dictionaries below that fits: the functions name
+these dictionaries, so type checkers know their keywords. `takes` writes the options
+into a function's signature and docstring. Options that are part of a graph become its
+attributes in `AttentionCall.attributes`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack
+
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.graph import AttentionAttributes
+from jax_cudnn.ops.attention.operands import check_scale
+from jax_cudnn.ops.attention.score_mod import ScoreMod
+from jax_cudnn.ops.attention.visibility.bands import WindowSize, bounds_of, check_window
+from jax_cudnn.ops.attention.visibility.hiding import Hiding
+from jax_cudnn.ops.attention.visibility.masks import Mask
+from jax_cudnn.ops.common.arguments import check_flag, options
+
+
+class LayerOptions(TypedDict, total=False):
+    """Options that are part of the program, of all functions and of Flax's layers."""
+
+    scale: float | None
+    is_causal: bool
+    local_window_size: WindowSize
+
+
+class CommonOptions(LayerOptions, total=False):
+    """Options of all functions."""
+
+    query_seq_lengths: ArrayLike | None
+    implementation: Implementation | None
+    plan: PlanOptions | None
+
+
+class CachedOptions(CommonOptions, total=False):
+    """Options of `cached_sdpa` and `paged_sdpa`."""
+
+    sinks: ArrayLike | None
+
+
+class F8Options(CommonOptions, total=False):
+    """Options of `f8.sdpa` and `f8.quantized_sdpa`."""
+
+    key_value_seq_lengths: ArrayLike | None
+
+
+class SdpaOptions(CachedOptions, F8Options, total=False):
+    """Options of `sdpa` and `qkv_sdpa`, and of both functions in `parallel`."""
+
+    dropout_rate: float
+    dropout_key: ArrayLike | None
+    score_mod: ScoreMod | None
+
+
+class Lengths(NamedTuple):
+    """How many queries and keys a sequence has, or has room for."""
+
+    queries: int
+    keys: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionCall:
+    """The arguments of a call of attention besides queries, keys and values.
+
+    What a function lacks has its default here.
+
+    Attributes:
+      bias: added to the scaled scores; broadcasts to (b, h, s, t), and missing axes
+        are inserted in front; bf16, f16, f32, f64 or integers. Differentiable. Default
+        None: nothing added.
+      mask: bool, broadcasts to (b, h, s, t); True lets a query see a key. Or one of
+        :mod:`jax_cudnn.masks`, which adds to the other arguments that hide keys. With
+        :class:`jax_cudnn.masks.Packed`, rows hold several sequences. Default None:
+        every query sees every key.
+      scale: a Python number that multiplies the scores. Default None: 1/sqrt(d).
+      is_causal: whether query s sees keys 0 to s only. Default False.
+      query_seq_lengths: integers (b,); queries at or past their entry's length are
+        padding. Default None: s.
+      key_value_seq_lengths: integers (b,); keys at or past their entry's length are
+        padding. Default None: t. Lengths below 0 count as 0, and lengths above the
+        axis's size count as its size.
+      local_window_size: (left, right): query s sees keys s - left to s + right only,
+        counted from the first query and key, also where s and t differ. An int n means
+        (n, n), and None for one of the two is no bound: (None, 3). A negative number
+        hides near keys: with (3, -1) a query sees the 3 keys before its own position.
+        It adds to what other arguments hide. Default None: no window.
+      sinks: (h,), a score for each query head of one more key, which every query sees
+        and whose value is 0. It is not scaled; bf16, f16, f32 or f64. Differentiable.
+        Default None: no such key.
+      dropout_rate: the share of attention weights that is dropped, a Python number from
+        0 to below 1; it is rounded to a multiple of 2^-16. Default 0: none, and then
+        the result is that of a call without it, bit by bit. See the notes.
+      dropout_key: a key of :func:`jax.random.key`, from which alone follows which
+        weights are dropped. Use another one for each call. Default None, which is for a
+        rate of 0.
+      score_mod: a function of scalars, `score_mod(score, batch, head, query_index,
+        key_index)`, that returns the new score. The score is the scaled one in f32 (f64
+        for f64 operands), before the bias; the indices are int32. It may capture arrays
+        and index them; they get gradients. A read beyond an array's end is refused, as
+        the notes say. Default None: scores stay as they are. See also
+        :mod:`jax_cudnn.score_mods`.
+      implementation: "auto" (default) uses cuDNN where it has a plan and XLA elsewhere
+        (the logger "jax_cudnn" says why at INFO); "cudnn" raises where cuDNN has no
+        plan; "xla" never touches cuDNN. On platforms other than CUDA, all three run
+        XLA. Inside :func:`jax_cudnn.plans.using`, "auto" and None mean the
+        implementation that is set there.
+      plan: which of cuDNN's execution plans may run the call, a
+        :class:`jax_cudnn.plans.PlanOptions`. Default None: the options of
+        :func:`jax_cudnn.plans.using`; outside of that scope, every plan.
+    """
+
+    bias: ArrayLike | None = None
+    mask: ArrayLike | Mask | None = None
+    scale: float | None = None
+    is_causal: bool = False
+    query_seq_lengths: ArrayLike | None = None
+    key_value_seq_lengths: ArrayLike | None = None
+    local_window_size: WindowSize = None
+    sinks: ArrayLike | None = None
+    dropout_rate: float = 0.0
+    dropout_key: ArrayLike | None = None
+    score_mod: ScoreMod | None = None
+    implementation: Implementation | None = "auto"
+    plan: PlanOptions | None = None
+
+    def options(self, op: str) -> Options:
+        """Return how to run the call, completed by the settings in force."""
+        return options(op, self.implementation, self.plan)
+
+    def hiding(self, op: str) -> Hiding:
+        """Return the arguments that hide keys or move scores."""
+        return Hiding(
+            bias=self.bias,
+            mask=self.mask,
+            is_causal=check_flag(op, "is_causal", self.is_causal),
+            query_seq_lengths=self.query_seq_lengths,
+            key_value_seq_lengths=self.key_value_seq_lengths,
+            local_window_size=self.local_window_size,
+        )
+
+    def attributes(
+        self, hiding: Hiding, lengths: Lengths, d: int, dtype: np.dtype
+    ) -> AttentionAttributes:
+        """Return the options that are part of a graph, checked.
+
+        Args:
+          hiding: the call's own, or those that also say what its mask says.
+          lengths: of the whole sequences.
+          d: the head size of queries and keys.
+          dtype: in which scores are scaled: that of the operands, or f32.
+        """
+        return AttentionAttributes(
+            scale=check_scale(self.scale, d, dtype),
+            is_causal=hiding.is_causal,
+            window=check_window(
+                hiding.local_window_size, *lengths, is_causal=hiding.is_causal
+            ),
+        )
+
+
+def check_layer_options(**given: Unpack[LayerOptions]) -> dict[str, Any]:
+    """Return the options of a layer in all of its calls that are not the default."""
+    call = AttentionCall(**given)
+    is_causal = check_flag("sdpa", "is_causal", call.is_causal)
+    bounds = bounds_of(call.local_window_size, is_causal=is_causal)
+    if call.scale is not None:
+        check_scale(call.scale, 1, np.dtype(np.float32))
+    window = None if bounds == (None, None) else bounds
+    found = {**given, "local_window_size": window}
+    plain = AttentionCall()
+    return {name: x for name, x in found.items() if x != getattr(plain, name)}
+
+
+# --- signatures and docstrings --------------------------------------------------------
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+# Arguments that a docstring describes: a name, a colon, and lines that are indented.
+_ENTRY = re.compile(r"^  (\*{0,2}\w+): .*\n(?:    .*\n)*", re.MULTILINE)
+_REFERENCE = "as in :class:`AttentionCall`"
+_WIDTH = 84
+
+
+def takes(keywords: Any, **defaults: Any) -> Callable[[_Function], _Function]:
+    """Give a function with ``**options`` the options of a typed dictionary.
+
+    They are in its signature, and in its docstring in place of the entry ``**options``,
+    except for those that it describes itself. A description that refers to
+    `AttentionCall` is replaced by the one there. The function is called with keywords
+    that it has, and with the ``defaults`` that differ from those of `AttentionCall`.
+    """
+
+    def decorated(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [x for x in signature.parameters.values() if x.kind is not x.VAR_KEYWORD]
+        added = [*_parameters(keywords, defaults)]
+        first = [x for x in own if x.kind is not x.KEYWORD_ONLY]
+        named = [x for x in own if x.kind is x.KEYWORD_ONLY]
+        results = [x for x in named if x.name.startswith("return_")]
+        others = [x for x in named if x not in results]
+        described = [*first, *others, *added, *results]
+        function.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[_with_plain_type(x) for x in described],
+            return_annotation=_Plain(signature.return_annotation),
+        )
+        if function.__doc__ is not None:  # There is none under python -OO.
+            function.__doc__ = _described(function.__doc__, [x.name for x in described])
+        known = {x.name for x in described}
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            for name in given:
+                if name not in known:
+                    raise TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument "
+                        f"{name!r}"
+                    )
+            return function(*args, **{**defaults, **given})
+
+        # Sphinx would look for all defaults in the source of what is wrapped.
+        del call.__wrapped__
+        return call  # type: ignore[return-value]
+
+    return decorated
+
+
+class _Plain(str):
+    """A type as it is written; `help` shows strings in quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
+
+
+def _with_plain_type(parameter: inspect.Parameter) -> inspect.Parameter:
+    return parameter.replace(annotation=_Plain(parameter.annotation))
+
+
+def _parameters(keywords: Any, defaults: dict[str, Any]) -> Iterator[inspect.Parameter]:
+    """Yield the options of a typed dictionary, in the order of the call's fields."""
+    for field in dataclasses.fields(AttentionCall):
+        if field.name in keywords.__optional_keys__:
+            yield inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=defaults.get(field.name, field.default),
+                annotation=field.type,
+            )
+
+
+def _described(doc: str, names: list[str]) -> str:
+    """Return a docstring with what the call's fields are in place of references.
+
+    The entry ``**options`` becomes one for each of the names that has none.
+    """
+    doc = inspect.cleandoc(doc)
+    start = doc.index("\nArgs:\n")
+    end = doc.index("\n\n", start)
+    arguments = doc[start:end] + "\n"
+    own = {found[1] for found in _ENTRY.finditer(arguments)}
+
+    def written(found: re.Match[str]) -> str:
+        if found[1] == "**options":
+            return "".join(_entry(name) for name in names if name not in own)
+        return _entry(found[1]) if f": {_REFERENCE}" in found[0] else found[0]
+
+    arguments = _ENTRY.sub(written, arguments)
+    return doc[:start] + arguments.removesuffix("\n") + doc[end:]
+
+
+def _entry(name: str) -> str:
+    entry = textwrap.fill(
+        f"{name}: {_texts()[name]}",
+        _WIDTH,
+        initial_indent="  ",
+        subsequent_indent="    ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+    return f"{entry}\n"
+
+
+@functools.cache
+def _texts() -> dict[str, str]:
+    """Return the description of each of the call's fields, on one line."""
+    doc = inspect.cleandoc(AttentionCall.__doc__ or "") + "\n"
+    return {
+        found[1]: " ".join(found[0].split()).removeprefix(f"{found[1]}: ")
+        for found in _ENTRY.finditer(doc)
+    }
