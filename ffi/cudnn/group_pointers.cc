@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The kernel's code, loading and launching it.
+// The kernels' code, loading and launching them.
 
 #include "cudnn/group_pointers.h"
 
@@ -11,13 +11,17 @@
 namespace jax_cudnn {
 namespace {
 
-// For each group g below `groups`, in one thread:
+// The first kernel, for each group g below `groups`, in one thread:
 //
 //   pointers[m * groups + g] = memory[m] + starts[g] * row[m] + g * group[m]   m = 0..2
 //   sizes[s * groups + g] = size[s]                                            s = 0..1
 //
-// where the sizes follow the pointers. PTX is compiled by the driver, for any GPU from
-// sm_80 on, so building needs no compiler of CUDA's.
+// where the sizes follow the pointers. The second one writes zeros from
+// `memory + (starts[groups - 1] + sizes[groups - 1]) * row_bytes` on up to
+// `memory + rows * row_bytes`, 16 bytes at a time.
+//
+// PTX is compiled by the driver, for any GPU from sm_80 on, so building needs no
+// compiler of CUDA's.
 constexpr char kCode[] = R"(
 .version 7.0
 .target sm_80
@@ -92,13 +96,67 @@ constexpr char kCode[] = R"(
 done:
   ret;
 }
+
+.visible .entry jax_cudnn_zero_rows(
+  .param .u64 memory, .param .u64 row_bytes, .param .u32 rows,
+  .param .u64 starts, .param .u64 sizes, .param .u32 groups)
+{
+  .reg .pred %is_beyond;
+  .reg .b32 %block, %blocks, %width, %thread, %number;
+  .reg .b64 %at, %end, %step, %start, %size, %row, %rows, %zero;
+
+  ld.param.u32 %number, [groups];
+  sub.u32 %number, %number, 1;
+  mul.wide.u32 %step, %number, 4;
+  ld.param.u64 %at, [starts];
+  cvta.to.global.u64 %at, %at;
+  add.u64 %at, %at, %step;
+  ld.global.s32 %start, [%at];
+  ld.param.u64 %at, [sizes];
+  cvta.to.global.u64 %at, %at;
+  add.u64 %at, %at, %step;
+  ld.global.s32 %size, [%at];
+  add.u64 %start, %start, %size;
+
+  ld.param.u64 %at, [memory];
+  cvta.to.global.u64 %at, %at;
+  ld.param.u64 %row, [row_bytes];
+  ld.param.u32 %rows, [rows];
+  mad.lo.s64 %end, %rows, %row, %at;
+  mad.lo.s64 %at, %start, %row, %at;
+
+  mov.u32 %block, %ctaid.x;
+  mov.u32 %blocks, %nctaid.x;
+  mov.u32 %width, %ntid.x;
+  mov.u32 %thread, %tid.x;
+  mad.lo.u32 %number, %block, %width, %thread;
+  mul.wide.u32 %step, %number, 16;
+  add.u64 %at, %at, %step;
+  mul.lo.u32 %number, %blocks, %width;
+  mul.wide.u32 %step, %number, 16;
+  mov.u64 %zero, 0;
+
+next:
+  setp.ge.u64 %is_beyond, %at, %end;
+  @%is_beyond bra done;
+  st.global.v2.u64 [%at], {%zero, %zero};
+  add.u64 %at, %at, %step;
+  bra next;
+
+done:
+  ret;
+}
 )";
 
 constexpr unsigned kThreads = 128;
+// How many rows there are to set is not known; two blocks for each SM of an H200.
+constexpr unsigned kZeroBlocks = 264;
 
 struct State {
-  std::mutex mutex;  // held while the kernel is loaded
-  std::atomic<CudaKernel> kernel{nullptr};
+  std::mutex mutex;  // held while the kernels are loaded
+  CudaKernel pointers = nullptr;
+  CudaKernel zero_rows = nullptr;
+  std::atomic<bool> is_loaded{false};  // set after them
 };
 
 State& GlobalState() {
@@ -106,13 +164,21 @@ State& GlobalState() {
   return state;
 }
 
+Status Launch(const CudnnRuntime& runtime, CudaStream stream, CudaKernel kernel,
+              CudaDim3 grid, void** arguments) {
+  return CheckCuda(runtime,
+                   runtime.cuda.launch_kernel(kernel, grid, CudaDim3{kThreads},
+                                              arguments, 0, stream),
+                   "cudaLaunchKernel");
+}
+
 }  // namespace
 
 int64_t GroupPointersBytes(int64_t groups) { return groups * (3 * 8 + 2 * 4); }
 
-Status LoadGroupPointersKernel(const CudnnRuntime& runtime) {
+Status LoadGroupKernels(const CudnnRuntime& runtime) {
   State& state = GlobalState();
-  if (state.kernel.load(std::memory_order_acquire) != nullptr) return {};
+  if (state.is_loaded.load(std::memory_order_acquire)) return {};
   const CudaFunctions& cuda = runtime.cuda;
   if (cuda.library_load == nullptr || cuda.library_get_kernel == nullptr ||
       cuda.launch_kernel == nullptr) {
@@ -120,17 +186,19 @@ Status LoadGroupPointersKernel(const CudnnRuntime& runtime) {
                          " is older");
   }
   const std::scoped_lock lock(state.mutex);
-  if (state.kernel.load(std::memory_order_relaxed) != nullptr) return {};
+  if (state.is_loaded.load(std::memory_order_relaxed)) return {};
   CudaLibrary library = nullptr;  // never unloaded
   RETURN_IF_ERROR(CheckCuda(
       runtime,
       cuda.library_load(&library, kCode, nullptr, nullptr, 0, nullptr, nullptr, 0),
       "cudaLibraryLoadData"));
-  CudaKernel kernel = nullptr;
-  RETURN_IF_ERROR(CheckCuda(
-      runtime, cuda.library_get_kernel(&kernel, library, "jax_cudnn_group_pointers"),
-      "cudaLibraryGetKernel"));
-  state.kernel.store(kernel, std::memory_order_release);
+  const auto get = [&](const char* name, CudaKernel& kernel) {
+    return CheckCuda(runtime, cuda.library_get_kernel(&kernel, library, name),
+                     "cudaLibraryGetKernel");
+  };
+  RETURN_IF_ERROR(get("jax_cudnn_group_pointers", state.pointers));
+  RETURN_IF_ERROR(get("jax_cudnn_zero_rows", state.zero_rows));
+  state.is_loaded.store(true, std::memory_order_release);
   return {};
 }
 
@@ -155,11 +223,22 @@ Status WriteGroupPointers(const CudnnRuntime& runtime, CudaStream stream,
       &given.sizes[1],
   };
   const CudaDim3 grid{(static_cast<unsigned>(given.groups) + kThreads - 1) / kThreads};
-  CudaKernel kernel = GlobalState().kernel.load(std::memory_order_acquire);
-  return CheckCuda(runtime,
-                   runtime.cuda.launch_kernel(kernel, grid, CudaDim3{kThreads},
-                                              arguments.data(), 0, stream),
-                   "cudaLaunchKernel");
+  return Launch(runtime, stream, GlobalState().pointers, grid, arguments.data());
+}
+
+Status ZeroRows(const CudnnRuntime& runtime, CudaStream stream,
+                const GroupedRows& rows) {
+  GroupedRows given = rows;
+  std::array<void*, 6> arguments{
+      static_cast<void*>(&given.memory),
+      &given.row_bytes,
+      &given.rows,
+      static_cast<void*>(&given.starts),
+      static_cast<void*>(&given.sizes),
+      &given.groups,
+  };
+  return Launch(runtime, stream, GlobalState().zero_rows, CudaDim3{kZeroBlocks},
+                arguments.data());
 }
 
 }  // namespace jax_cudnn

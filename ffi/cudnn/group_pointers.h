@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
-// The one kernel that is our own: it writes where the matrices of each group are.
+// The kernels that are our own: one writes where the matrices of each group are, and
+// one zeros to the rows in no group.
 //
 // cuBLASLt's products in groups take arrays of pointers and of sizes, in the device's
-// memory. Where a group's rows begin is known on the device only.
+// memory, and leave rows in no group as they are. Where a group's rows begin and end is
+// known on the device only.
 
 #ifndef JAX_CUDNN_GROUP_POINTERS_H_
 #define JAX_CUDNN_GROUP_POINTERS_H_
@@ -34,13 +36,28 @@ struct GroupPointers {
 // `groups` numbers of 4 bytes for each size. It has to be aligned to 8 bytes.
 int64_t GroupPointersBytes(int64_t groups);
 
-// Loads the kernel, which must not happen during a capture. Thread-safe, cheap after
-// the first success. UNIMPLEMENTED where CUDA is older than 12.8.
-Status LoadGroupPointersKernel(const CudnnRuntime& runtime);
+// A result whose rows lie group by group, and memory on the device that says where its
+// groups start and how many rows they have.
+struct GroupedRows {
+  void* memory = nullptr;  // aligned to 16 bytes
+  int64_t row_bytes = 0;   // a multiple of 16
+  int32_t rows = 0;
+  const int32_t* starts = nullptr;
+  const int32_t* sizes = nullptr;
+  int32_t groups = 0;  // at least one
+};
 
-// Launches the loaded kernel.
+// Loads the kernels, which must not happen during a capture. Thread-safe, cheap after
+// the first success. UNIMPLEMENTED where CUDA is older than 12.8.
+Status LoadGroupKernels(const CudnnRuntime& runtime);
+
+// Launches the first loaded kernel.
 Status WriteGroupPointers(const CudnnRuntime& runtime, CudaStream stream,
                           const GroupPointers& pointers, void* memory);
+
+// Launches the second: it sets the rows beyond the last group to 0.
+Status ZeroRows(const CudnnRuntime& runtime, CudaStream stream,
+                const GroupedRows& rows);
 
 }  // namespace jax_cudnn
 

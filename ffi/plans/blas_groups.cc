@@ -218,7 +218,7 @@ StatusOr<std::unique_ptr<BlasGroups>> BlasGroups::Make(const GraphSpec& graph,
                                                        Candidate& candidate) {
   ASSIGN_OR_RETURN(GroupLayout layout, ReadLayout(graph));
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions());
-  RETURN_IF_ERROR(LoadGroupPointersKernel(*LoadedCudnnRuntime()));
+  RETURN_IF_ERROR(LoadGroupKernels(*LoadedCudnnRuntime()));
   std::vector<CublasLtAlgorithm> algorithms;
   size_t engine_bytes = 0;
   for (const Product& product : layout.products) {
@@ -242,7 +242,7 @@ StatusOr<std::unique_ptr<BlasGroups>> BlasGroups::Read(const GraphSpec& graph,
                                                        const Candidate& candidate) {
   ASSIGN_OR_RETURN(GroupLayout layout, ReadLayout(graph));
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions());
-  RETURN_IF_ERROR(LoadGroupPointersKernel(*LoadedCudnnRuntime()));
+  RETURN_IF_ERROR(LoadGroupKernels(*LoadedCudnnRuntime()));
   std::vector<CublasLtAlgorithm> algorithms(layout.products.size());
   const size_t wanted = algorithms.size() * sizeof(CublasLtAlgorithm);
   const int64_t engine_bytes = candidate.workspace_bytes - WorkspaceBytes(layout, 0);
@@ -277,14 +277,16 @@ Status BlasGroups::Execute(CudnnHandle /*handle*/, CudaStream stream,
   char* const written = static_cast<char*>(workspace) + RoundedUp(engine_bytes_);
   char* const shared = written + groups * 3 * static_cast<int64_t>(sizeof(void*));
   const auto size_bytes = groups * static_cast<int64_t>(sizeof(int32_t));
-  const SizeArrays arrays{operands[layout_.sizes], {shared, shared + size_bytes}};
+  const auto* starts = static_cast<const int32_t*>(operands[*layout_.starts]);
+  const auto* sizes = static_cast<const int32_t*>(operands[layout_.sizes]);
+  const SizeArrays arrays{sizes, {shared, shared + size_bytes}};
   const float one = 1;
   const float zero = 0;
   for (size_t i = 0; i < layout_.products.size(); ++i) {
     const Product& product = layout_.products[i];
     const Places places = PlacesOf(product);
     GroupPointers pointers;
-    pointers.starts = static_cast<const int32_t*>(operands[*layout_.starts]);
+    pointers.starts = starts;
     pointers.groups = static_cast<int32_t>(groups);
     pointers.sizes = SharedSizes(product);
     const std::array<size_t, 3> order = {places.first, places.second, 2};
@@ -307,6 +309,15 @@ Status BlasGroups::Execute(CudnnHandle /*handle*/, CudaStream stream,
                          described.b, &zero, at(2), described.c, at(2), described.d,
                          &algorithms_[i], workspace, engine_bytes_, stream),
         "cublasLtMatmul"));
+    const Part& output = product[2];
+    if (output.rows_axis < 0) continue;
+    const GroupedRows rows{results[output.memory.index],
+                           output.step_bytes,
+                           static_cast<int32_t>(layout_.rows),
+                           starts,
+                           sizes,
+                           static_cast<int32_t>(groups)};
+    RETURN_IF_ERROR(ZeroRows(runtime, stream, rows));
   }
   return {};
 }

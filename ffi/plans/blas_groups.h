@@ -32,7 +32,7 @@ namespace jax_cudnn {
 class BlasGroups : public Launchable {
  public:
   // Whether a graph is run so: one grouped matmul, or its gradient, with both the sizes
-  // of the groups and where they start. Rows in no group are left as they are.
+  // of the groups and where they start. Rows in no group are set to 0.
   static bool Covers(const GraphSpec& graph);
 
   // The candidates, as BlasProduct::List has them. Knobs are those of the first

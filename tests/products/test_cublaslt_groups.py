@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests products in groups by cuBLASLt without a GPU: what it is told, what our kernel
-writes, and what is kept. A stand-in for the library writes down what a launch is given.
+"""Tests products in groups by cuBLASLt without a GPU: what it is told, what our kernels
+write, and what is kept. A stand-in for the library writes down what a launch is given.
 """
 
 import re
@@ -27,12 +27,14 @@ _H200 = Target(name="H200", sm_version=90, sm_count=132, cudnn_version=92801)
 _ROWS, _GROUPS, _K, _N = 96, 5, 32, 48
 
 
-# --- the kernel -----------------------------------------------------------------------
+# --- the kernels ----------------------------------------------------------------------
 
 
-def _ptx() -> str:
+def _ptx(name: str) -> str:
     code = (_ROOT / "ffi/cudnn/group_pointers.cc").read_text()
-    return code[code.index('R"(') + 3 : code.index(')";')]
+    code = code[code.index('R"(') + 3 : code.index(')";')]
+    (kernel,) = (x for x in code.split(".entry ") if x.startswith(f"{name}("))
+    return kernel
 
 
 def _parameters(ptx: str) -> list[str]:
@@ -46,8 +48,10 @@ def _signed(value: int, bits: int) -> int:
 def _run_thread(
     ptx: str, special: dict[str, int], given: dict[str, int], memory: bytearray
 ) -> None:
-    """Interpret the instructions that the kernel has, for one thread."""
+    """Interpret the instructions that the kernels have, for one thread."""
     body = ptx[ptx.index("{") : ptx.rindex("}")]
+    pattern = r"^(\w+:| {2}@?[%a-z][^;.]*\.?[^;]*;)"
+    lines = [x.strip(" ;") for x in re.findall(pattern, body, re.MULTILINE)]
     registers: dict[str, int] = dict(special)
 
     def value(text: str) -> int:
@@ -57,20 +61,26 @@ def _run_thread(
         name = text.strip("[]")
         return registers.get(name, name)
 
-    for line in re.findall(r"^ {2}(@?[%a-z][^;.]*\.?[^;]*);", body, re.MULTILINE):
-        if line.startswith("@"):
-            predicate, _ = line[1:].split(" bra ")
-            if registers[predicate]:
-                return
+    place = 0
+    while True:
+        line = lines[place]
+        place += 1
+        if line.endswith(":"):
             continue
+        if line.startswith("@"):
+            predicate, line = line[1:].split(None, 1)
+            if not registers[predicate]:
+                continue
         name, *rest = line.split(None, 1)
-        words = [word.strip() for word in "".join(rest).split(",")]
+        words = [word.strip(" {}") for word in "".join(rest).split(",")]
         kind, *types = name.split(".")
         bits = int(types[-1][1:]) if types else 64
         result = words[0]
         match kind, types[:-1]:
             case "ret", _:
                 return
+            case "bra", _:
+                place = lines.index(f"{result}:")
             case "mov" | "cvta" | "cvt", _:
                 registers[result] = value(words[1])
             case "ld", ["param"]:
@@ -79,18 +89,18 @@ def _run_thread(
                 assert types[-1] == "s32"
                 (found,) = struct.unpack_from("<i", memory, address(words[1]))
                 registers[result] = found
-            case "st", ["global"]:
-                size = bits // 8
-                data = (value(words[1]) % (1 << bits)).to_bytes(size, "little")
+            case "st", ["global", *_]:
+                numbers = [value(word) % (1 << bits) for word in words[1:]]
+                data = b"".join(x.to_bytes(bits // 8, "little") for x in numbers)
                 at = address(words[0])
-                assert at % size == 0
-                memory[at : at + size] = data
+                assert at % len(data) == 0
+                memory[at : at + len(data)] = data
             case "setp", ["ge"]:
                 registers[result] = value(words[1]) >= value(words[2])
             case "add" | "sub", _:
                 sign = 1 if kind == "add" else -1
                 registers[result] = value(words[1]) + sign * value(words[2])
-            case "mul", ["wide"]:
+            case "mul", ["wide" | "lo"]:
                 registers[result] = value(words[1]) * value(words[2])
             case "mad", ["lo"]:
                 found = value(words[1]) * value(words[2]) + value(words[3])
@@ -100,7 +110,7 @@ def _run_thread(
 
 
 def test_the_kernel_writes_addresses_and_sizes() -> None:
-    ptx, groups = _ptx(), 130
+    ptx, groups = _ptx("jax_cudnn_group_pointers"), 130
     names = _parameters(ptx)
     starts = [(7 * g) % 1000 for g in range(groups)]
     memory = bytearray(b"\xaa" * 16384)
@@ -123,6 +133,26 @@ def test_the_kernel_writes_addresses_and_sizes() -> None:
     want += struct.pack(f"<{2 * groups}i", *[77] * groups, *[5000] * groups)
     assert memory[at : at + len(want)] == want
     assert set(memory[at + len(want) :]) == {0xAA}
+
+
+@pytest.mark.parametrize("end", [0, 5, 39, 40])
+def test_the_kernel_sets_rows_in_no_group_to_0(end: int) -> None:
+    ptx, groups, rows, row_bytes = _ptx("jax_cudnn_zero_rows"), 3, 40, 48
+    starts, sizes, at = 16, 64, 512
+    memory = bytearray(b"\xaa" * 4096)
+    last = end // 3
+    struct.pack_into("<3i", memory, starts, 0, 0, end - last)
+    struct.pack_into("<3i", memory, sizes, 0, end - last, last)
+    want = bytearray(memory)
+    want[at + end * row_bytes : at + rows * row_bytes] = bytes((rows - end) * row_bytes)
+    numbers = [at, row_bytes, rows, starts, sizes, groups]
+    given = dict(zip(_parameters(ptx), numbers, strict=True))
+    for block in range(3):
+        for thread in range(8):
+            special = {"%ctaid.x": block, "%nctaid.x": 3}
+            special |= {"%ntid.x": 8, "%tid.x": thread}
+            _run_thread(ptx, special, given, memory)
+    assert memory == want
 
 
 # --- what cuBLASLt is told ------------------------------------------------------------

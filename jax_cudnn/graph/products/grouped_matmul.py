@@ -8,7 +8,8 @@ but their own, which is 0.
 
 In place of sizes, cuDNN gets ``starts``: a group reaches to the start of the next one,
 and the last to the end of a. cuBLASLt gets both, and then the starts are those that
-follow from the sizes. Sums are kept in f32 (f64 for f64).
+follow from the sizes, and rows in no group are set to 0. Sums are kept in f32 (f64 for
+f64).
 """
 
 from collections.abc import Mapping

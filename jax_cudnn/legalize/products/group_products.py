@@ -2,12 +2,12 @@
 """Grouped matmuls by the sizes of their groups; axis letters and roles as in the table.
 
 One way has cuBLASLt multiply all groups in one launch, with the sizes on the device
-(ffi/plans/blas_groups.h). The other is one of cuDNN's matmuls for each group.
-ffi/plans/group_products.cc reads the sizes for it, and makes a plan when it first meets
-a number of rows; so that there are few such numbers, they are multiples of 64. For the
-gradient of the matrices, zeros must follow the rows of a group then. The handler copies
-a few groups. Many are moved apart by XLA before: a copy takes the host as long as a
-launch.
+(ffi/plans/blas_groups.h); its handler sets rows in no group to 0. The other is one of
+cuDNN's matmuls for each group. ffi/plans/group_products.cc reads the sizes for it, and
+makes a plan when it first meets a number of rows; so that there are few such numbers,
+they are multiples of 64. For the gradient of the matrices, zeros must follow the rows
+of a group then. The handler copies a few groups. Many are moved apart by XLA before: a
+copy takes the host as long as a launch.
 """
 
 from dataclasses import replace
@@ -24,7 +24,6 @@ from jax_cudnn.reference.products.grouped_matmul import Groups
 
 _NOTE = "each group is a matmul of its own: the host waits for the sizes"
 _TOGETHER = "all groups are one launch of cuBLASLt's"
-_HIDDEN = "rows beyond the last group are set to 0 after the kernel"
 _MOVED = "groups are moved to start at multiples of {} rows, and back"
 _ROWS_PER_STEP = 64  # kRowsPerStep in ffi/plans/group_products.cc
 _MANY_GROUPS = 16
@@ -57,9 +56,6 @@ def all_groups(graph: Graph) -> Legal:
     editor = GraphEditor.by_role(graph)
     editor.notes.append(_TOGETHER)
     _lay_out(editor)
-    for name in ("output", "grad_a"):
-        if name in editor.tensors:
-            hide_rows(editor, name)
     sizes, rows = editor.tensors["group_sizes"], editor.tensors["a"].dims[1]
 
     def step(env: Env) -> None:
@@ -73,23 +69,6 @@ def all_groups(graph: Graph) -> Legal:
     editor.put_operand(replace(sizes, name="starts"))
     fill_loads(editor)
     return editor.finish()
-
-
-def hide_rows(editor: GraphEditor, name: str) -> None:
-    """Set rows of a result that are in no group to 0 after the kernel.
-
-    A row of the result follows from no other row.
-    """
-    place = editor.tensors[name].order.index(1)
-
-    def step(env: Env, results: Env) -> None:
-        x = results[name]
-        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, place)
-        kept = row < jnp.sum(env["group_sizes"], dtype=jnp.int32)
-        results[name] = jnp.where(kept, x, jnp.zeros((), x.dtype))
-
-    editor.after.append(step)
-    editor.notes.append(_HIDDEN)
 
 
 def _lay_out(editor: GraphEditor) -> None:

@@ -26,7 +26,6 @@ from jax_cudnn.legalize.products.group_products import (
     all_groups,
     by_group,
     fill_loads,
-    hide_rows,
 )
 from jax_cudnn.reference.dtypes import jax_dtype
 from jax_cudnn.reference.interpreter import to_logical, to_stored
@@ -86,8 +85,7 @@ def _ways(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
 def _kernel(graph: Graph, order: tuple[int, ...]) -> Legal:
     """Return the way that stores b in an order."""
     editor = GraphEditor.by_role(graph)
-    if "group_sizes" in editor.tensors:
-        hide_rows(editor, "output")
+    _hide_rows(editor)
     _take_starts(editor)
     if editor.tensors["b"].order != order:
         editor.notes.append(
@@ -120,11 +118,30 @@ def _take_starts(editor: GraphEditor) -> None:
     editor.put_operand(starts)
 
 
+def _hide_rows(editor: GraphEditor) -> None:
+    """Set rows that are in no group to 0 after the kernel, which gave them to the last.
+
+    A row of the result follows from no other row of a.
+    """
+    output = editor.tensors["output"]
+    if "group_sizes" not in editor.tensors:
+        return
+    place = output.order.index(1)
+
+    def step(env: Env, results: Env) -> None:
+        x = results["output"]
+        row = jax.lax.broadcasted_iota(jnp.int32, x.shape, place)
+        kept = row < jnp.sum(env["group_sizes"], dtype=jnp.int32)
+        results["output"] = jnp.where(kept, x, jnp.zeros((), x.dtype))
+
+    editor.after.append(step)
+    editor.notes.append("rows beyond the last group are set to 0 after the kernel")
+
+
 def _as_matmul(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     """Return the ways to run a single group, which cuDNN 9.28 refuses (limits)."""
     editor = GraphEditor.by_role(graph)
-    if "group_sizes" in editor.tensors:
-        hide_rows(editor, "output")
+    _hide_rows(editor)
     for name in ("group_sizes", "starts"):
         if name in editor.tensors:
             editor.drop(name)
