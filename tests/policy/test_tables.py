@@ -156,7 +156,13 @@ def test_one_rule_holds_where_nobody_measured(target: Target | None) -> None:
         if "norm" in key and name != H100.name:
             continue  # These rows are of GPUs by their names.
         told = [bool(way.slower) for way in ranked(part, target)]
-        assert told == [bool(way.slower) for way in ranked(part, H100)], key
+        # cuBLASLt's way is none where the GPU is not known.
+        want = [
+            bool(way.slower)
+            for way in ranked(part, H100)
+            if target is not None or "by cuBLASLt" not in way.legal.names
+        ]
+        assert told == want, key
     conv = GroupedLayer((9, 8), (3, 3)).parts(jnp.bfloat16)
     assert all(way.slower for way in ranked(conv["conv_fprop"], target))
     # XLA's code for these may take 30 times as long on any GPU.
