@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import jax_cudnn
 from jax_cudnn import causal_conv1d
+from tests.common.devices import Spec, mesh_of, placed
 from tests.conftest import Draw
 from tests.products.shared.causal import dense
 
@@ -223,6 +225,33 @@ def test_symbolic_dimensions_are_xlas(draw: Draw) -> None:
     cudnn = jax.jit(lambda x, w: causal_conv1d(x, w, implementation="cudnn"))
     with pytest.raises(jax_cudnn.UnsupportedError, match="x has symbolic dimensions"):
         export.export(cudnn)(symbolic, jax.ShapeDtypeStruct(w.shape, w.dtype))
+
+
+def test_sharded_types_with_a_state(draw: Draw) -> None:
+    x, w, bias = (draw(a, b=8, s=10, d=16, k=_K) for a in ("bsd", "kd", "d"))
+    state = draw("bkd", b=8, k=_K - 1, d=16)
+    ids = jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32) // 4, (8, 10))
+
+    def run(x: Any, w: Any, bias: Any, state: Any, ids: Any) -> Any:
+        call = functools.partial(causal_conv1d, bias=bias, segment_ids=ids)
+        output, last = call(x, w, initial_state=state, return_state=True)
+        few = causal_conv1d(x[:, :2], w, return_state=True)
+        return output, last, few
+
+    want = run(x, w, bias, state, ids)
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    cases: tuple[tuple[Spec, ...], ...] = (
+        (("x",), (), (), ("x",), ("x",)),
+        (("x", None, "y"), (None, "y"), ("y",), ("x",), ("x",)),
+        ((None, "y"), (), (), (), (None, "y")),
+    )
+    for specs in cases:
+        given = placed(mesh, (x, w, bias, state, ids), specs)
+        got = jax.jit(run)(*given)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        batch = jax.typeof(got[0]).sharding.spec[0]
+        assert batch == jax.typeof(given[0]).sharding.spec[0]
 
 
 def test_what_is_refused() -> None:
