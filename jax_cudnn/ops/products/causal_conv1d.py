@@ -152,6 +152,8 @@ def causal_conv1d(
       for other taps and for older cuDNNs, `implementation="cudnn"` runs a depthwise
       convolution; the gradients of w and bias are then XLA's
       (docs/causal_conv1d.md). `initial_state` is put in front of x, which copies x.
+      Where XLA computes the gradient on a GPU, the cotangent of the activation's
+      argument is rounded to the dtype of 16-bit operands.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn

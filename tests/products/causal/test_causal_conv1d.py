@@ -15,6 +15,8 @@ from jax.test_util import check_grads
 
 import jax_cudnn
 from jax_cudnn import causal_conv1d
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.reference import evaluate
 from tests.common.devices import Spec, mesh_of, placed
 from tests.conftest import Draw
 from tests.products.shared.causal import dense
@@ -170,6 +172,37 @@ def test_bad_numbers_reach_the_steps_that_read_them(bad: float, draw: Draw) -> N
         assert not np.any(output[is_spoilt] == clean[is_spoilt])
         grad, _ = jax.vjp(call, spoilt, w)[1](jnp.ones_like(x))
         assert np.all(np.isfinite(np.delete(np.asarray(grad), 1, 2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_as_they_are_written_for_a_gpu(dtype: str, draw: Draw) -> None:
+    """Of 16 bits, the argument's cotangent is rounded on its way, and of f32 not."""
+    x, w, bias, cotangent = _operands(draw, dtype)
+
+    def gradient(x: Any, w: Any, bias: Any, cotangent: Any) -> Any:
+        call = functools.partial(causal_conv1d, segment_ids=_IDS)
+        _, back = jax.vjp(lambda x, w, bias: call(x, w, bias=bias), x, w, bias)
+        return back(cotangent)
+
+    operands = (x, w, bias, cotangent)
+    graphs = [graph for graph, *_ in traced_graphs(gradient, *operands)]
+    (graph,) = (g for g in graphs if g.nodes[0].kind.endswith("_backward"))
+    arrays = {"x": x, "w": w, "bias": bias[None], "grad_output": cotangent}
+    arrays["segment_ids"] = _IDS
+    given = [arrays[name] for name in graph.inputs]
+    exact = evaluate(graph, given)
+    narrow = evaluate(graph, given, narrow_sums=True)
+    truth = dense(x, w, bias, cotangent=cotangent, ids=_IDS)
+    size = dense(
+        *map(abs, (x, w, bias)), cotangent=abs(cotangent), activation=None, ids=_IDS
+    )
+    unit = float(jnp.finfo(dtype).eps)
+    for name, a, b in zip(graph.outputs, exact, narrow, strict=True):
+        want, most = getattr(truth, name), getattr(size, name)
+        error = np.abs(np.asarray(b, np.float64).reshape(want.shape) - want)
+        assert np.all(error <= unit * (np.abs(want) + most) + 1e-6 * most)
+        is_rounded = dtype != "float32" and name == "grad_x"
+        assert np.array_equal(a, b) != is_rounded or name != "grad_x"
 
 
 def test_vmap_over_each_operand_and_all(draw: Draw) -> None:
