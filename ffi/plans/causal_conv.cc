@@ -129,8 +129,8 @@ StatusOr<CausalConv::Problem> CausalConv::Read(const GraphSpec& graph) {
   if (!dtype) return Unimplemented("cuDNN's causal convolution is of floats");
   problem.dtype = *dtype;
   const DType sums = x.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  problem.sums = *DataType(sums);
-  const std::string& activation = node.Attribute<std::string>("activation");
+  problem.sums = sums == DType::kF64 ? CudnnDataType::kF64 : CudnnDataType::kF32;
+  const auto& activation = node.Attribute<std::string>("activation");
   if (activation == "silu") {
     problem.activation = CausalConvActivation::kSilu;
   } else if (activation != "identity") {
