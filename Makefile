@@ -6,9 +6,9 @@
 #   PYTHON         interpreter of .venv (default: python3)
 #   PYTHON_OLDEST, PYTHON_NEWEST   interpreters of `make test` (default: searched for)
 #   GPU_EXTRA      cuda13, cuda12 or nothing (default: what the driver says)
-#   DEMO_FLAGS, GPT_FLAGS, LLAMA_FLAGS, MOE_FLAGS, GENERATE_FLAGS   flags of
-#                  `make demo`, `make gpt`, `make llama`, `make moe` and
-#                  `make generate`, such as --help
+#   DEMO_FLAGS, GPT_FLAGS, LLAMA_FLAGS, MOE_FLAGS, MAMBA_FLAGS, GENERATE_FLAGS
+#                  flags of `make demo`, `make gpt`, `make llama`, `make moe`,
+#                  `make mamba` and `make generate`, such as --help
 #   FUZZ_SECONDS   how long `make fuzz` searches (default: 60); CXX is its clang++
 #   ALL=1          all cases of all tests, where `make test` runs a sample
 #   PYTEST_FLAGS   flags of every pytest run but the GPU ring's (default:

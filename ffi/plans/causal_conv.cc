@@ -43,6 +43,11 @@ int64_t Elements(const TensorSpec& tensor) {
   return count;
 }
 
+// Whether a tensor has a dtype, and stores its axes in an order.
+bool Lies(const TensorSpec* tensor, DType dtype, const std::vector<int64_t>& order) {
+  return tensor != nullptr && tensor->dtype == dtype && tensor->order == order;
+}
+
 // The tensors of a graph's only node, by role.
 class Tensors {
  public:
@@ -70,6 +75,30 @@ class Tensors {
     return Missing(role);
   }
 
+  // UNIMPLEMENTED unless all tensors that cuDNN's function has are there, in the dtypes
+  // and the order of axes that it reads and writes.
+  Status CheckStored(bool is_channels_last, DType sums) const {
+    const std::vector<int64_t> row = {0, 1};
+    const std::vector<int64_t> order = is_channels_last ? std::vector<int64_t>{0, 1, 2}
+                                                        : std::vector<int64_t>{0, 2, 1};
+    const std::vector<int64_t> weights =
+        is_channels_last ? row : std::vector<int64_t>{1, 0};
+    const DType dtype = Find("x")->dtype;
+    bool is_so = Lies(Find("x"), dtype, order) && Lies(Find("w"), dtype, weights) &&
+                 Lies(Find("bias"), dtype, row);
+    if (Find("grad_output") == nullptr) {
+      is_so = is_so && Lies(Find("output"), dtype, order);
+    } else {
+      is_so = is_so && Lies(Find("grad_output"), dtype, order) &&
+              Lies(Find("grad_x"), dtype, order) &&
+              Lies(Find("grad_w"), sums, weights) && Lies(Find("grad_bias"), sums, row);
+    }
+    if (is_so) return {};
+    return Unimplemented(
+        "cuDNN's causal convolution has a bias, arrays of one dtype and one layout, "
+        "and gives all gradients, those of weights and bias in the dtype of sums");
+  }
+
   static Status Missing(std::string_view role) {
     return Unimplemented("cuDNN's causal convolution always has " + std::string(role));
   }
@@ -77,11 +106,6 @@ class Tensors {
  private:
   const GraphSpec& graph_;
 };
-
-// Whether a tensor has a dtype, and stores its axes in an order.
-bool Lies(const TensorSpec* tensor, DType dtype, const std::vector<int64_t>& order) {
-  return tensor != nullptr && tensor->dtype == dtype && tensor->order == order;
-}
 
 }  // namespace
 
@@ -105,32 +129,16 @@ StatusOr<CausalConv::Problem> CausalConv::Read(const GraphSpec& graph) {
   if (!dtype) return Unimplemented("cuDNN's causal convolution is of floats");
   problem.dtype = *dtype;
   const DType sums = x.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
-  problem.sums = *DataType(sums);
-  const std::string& activation = node.Attribute<std::string>("activation");
-  if (activation == "silu") problem.activation = CausalConvActivation::kSilu;
-
-  const std::vector<int64_t> last = {0, 1, 2};
-  problem.is_channels_last = x.order == last;
-  const std::vector<int64_t> order =
-      problem.is_channels_last ? last : std::vector<int64_t>{0, 2, 1};
-  const std::vector<int64_t> weight_order = problem.is_channels_last
-                                                ? std::vector<int64_t>{0, 1}
-                                                : std::vector<int64_t>{1, 0};
-  const std::vector<int64_t> row = {0, 1};
-  const TensorSpec* output = tensors.Find(problem.is_gradient ? "grad_x" : "output");
-  bool is_stored_so = Lies(&x, x.dtype, order) && Lies(output, x.dtype, order) &&
-                      Lies(&weight, x.dtype, weight_order) &&
-                      Lies(tensors.Find("bias"), x.dtype, row);
-  if (problem.is_gradient) {
-    is_stored_so = is_stored_so && Lies(tensors.Find("grad_output"), x.dtype, order) &&
-                   Lies(tensors.Find("grad_w"), sums, weight_order) &&
-                   Lies(tensors.Find("grad_bias"), sums, row);
+  problem.sums = sums == DType::kF64 ? CudnnDataType::kF64 : CudnnDataType::kF32;
+  const auto& activation = node.Attribute<std::string>("activation");
+  if (activation == "silu") {
+    problem.activation = CausalConvActivation::kSilu;
+  } else if (activation != "identity") {
+    return InvalidArgument(node.kind + ": activation '" + activation +
+                           "' is not one of identity, silu");
   }
-  if (!is_stored_so) {
-    return Unimplemented(
-        "cuDNN's causal convolution has a bias, arrays of one dtype and one layout, "
-        "and gives all gradients, those of weights and bias in the dtype of sums");
-  }
+  problem.is_channels_last = x.order == std::vector<int64_t>{0, 1, 2};
+  RETURN_IF_ERROR(tensors.CheckStored(problem.is_channels_last, sums));
 
   const int64_t taps = weight.dims[0];
   if (std::find(std::begin(kTaps), std::end(kTaps), taps) == std::end(kTaps)) {

@@ -519,6 +519,44 @@ def _ragged_dot(random: Random, activation: str | None) -> Call:
     return Call(text=text, ours=ours, plain=plain, shapes=shapes)
 
 
+def _causal_conv1d(random: Random, activation: str | None) -> Call:
+    del activation
+    taps, steps = random.one_of(1, 2, 3, 9), random.one_of(1, 5)
+    is_last, has_bias = random.chance(0.5), random.chance(0.5)
+    has_silu, has_ids = random.chance(0.5), random.chance(0.3)
+    each = np.arange(steps)
+    ids = np.stack([each // 2, each // 3]).astype(np.int32)
+    options: dict[str, Any] = {
+        "activation": "silu" if has_silu else None,
+        "dimension_numbers": "NWC" if is_last else "NCW",
+        "segment_ids": ids if has_ids else None,
+    }
+    back = each[:, None] - each[None]
+    taken = np.stack([(back >= 0) & (back < taps)] * 2)
+    if has_ids:
+        taken &= ids[:, :, None] == ids[:, None]
+    rows = np.clip(taps - 1 - back, 0, taps - 1)
+
+    def plain(x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
+        x, w = (x, w) if is_last else (jnp.swapaxes(x, 1, 2), w.T)
+        # Every pair of steps has the weights of a tap, or zeros.
+        weights = jnp.where(taken[..., None], w[rows][None], 0.0)
+        y = jnp.einsum("bsc,btsc->btc", x, weights)
+        y = y + bias[0][None, None] if bias else y
+        y = jax.nn.silu(y) if has_silu else y
+        return y if is_last else jnp.swapaxes(y, 1, 2)
+
+    def ours(x: jax.Array, w: jax.Array, *bias: jax.Array) -> jax.Array:
+        return jax_cudnn.causal_conv1d(x, w, bias=bias[0] if bias else None, **options)
+
+    shape, weights = (
+        ((2, steps, 3), (taps, 3)) if is_last else ((2, 3, steps), (3, taps))
+    )
+    shapes = (shape, weights, *[(3,)] * has_bias)
+    text = f"causal_conv1d {shapes} {options}"
+    return Call(text=text, ours=ours, plain=plain, shapes=shapes)
+
+
 _Draw = Callable[[Random, str | None], Call]
 
 
@@ -539,6 +577,7 @@ _CALLS: dict[str, _Draw] = {
     "norm": _norm,
     "avg_pool": _avg_pool,
     "ragged_dot": _ragged_dot,
+    "causal_conv1d": _causal_conv1d,
     **{
         f"{api}_{kind}": _of_layer(kind, api)
         for api in ("nnx", "linen")

@@ -14,7 +14,12 @@ from jax.typing import ArrayLike
 
 from jax_cudnn.config import Implementation, Options, PlanOptions
 from jax_cudnn.graph import CausalConvAttributes, causal_conv1d_graph
-from jax_cudnn.lowering import run_graph, sharded_where_free, weakly_typed
+from jax_cudnn.lowering import (
+    gathered_along,
+    run_graph,
+    sharded_where_free,
+    weakly_typed,
+)
 from jax_cudnn.ops.common.arguments import (
     as_operand,
     check_dtype,
@@ -147,6 +152,8 @@ def causal_conv1d(
       for other taps and for older cuDNNs, `implementation="cudnn"` runs a depthwise
       convolution; the gradients of w and bias are then XLA's
       (docs/causal_conv1d.md). `initial_state` is put in front of x, which copies x.
+      Where XLA computes the gradient on a GPU, the cotangent of the activation's
+      argument is rounded to the dtype of 16-bit operands.
 
     Example:
       >>> import jax.numpy as jnp, jax_cudnn
@@ -172,6 +179,8 @@ def causal_conv1d(
     state = None
     if initial_state is not None:
         state = _state(layout, arrays["x"], arrays["w"], initial_state)
+    if state is not None or with_state:  # Pieces of steps are cut and joined.
+        state, arrays = _with_whole_steps(layout, state, arrays)
     convolution = _Convolution(layout, arrays, _mode(activation), call)
     output = convolution.run(state)
     if is_weak(given, taps, bias, initial_state):
@@ -240,6 +249,7 @@ class _Convolution(NamedTuple):
         if state is None:
             front, channels = x.shape[:-2], x.shape[self.layout.channels]
             state = jnp.zeros(self.layout.shape(front, before, channels), x.dtype)
+            state = sharded_where_free(state, x)
         if steps == 0:
             return state
         kept = max(before - steps, 0)
@@ -298,6 +308,22 @@ class _Convolution(NamedTuple):
         output = activated(self.activation, inputs)
         output = output if is_last else jnp.swapaxes(output, 1, 2)
         return jnp.reshape(output, x.shape)
+
+
+def _with_whole_steps(
+    layout: _Layout, state: jax.Array | None, arrays: dict[str, jax.Array]
+) -> tuple[jax.Array | None, dict[str, jax.Array]]:
+    """Return the arrays with steps that no type says are sharded."""
+
+    def whole(x: jax.Array, axis: int) -> jax.Array:
+        return gathered_along(x, [axis % x.ndim])
+
+    found = {**arrays, "x": whole(arrays["x"], layout.steps)}
+    if "segment_ids" in arrays:
+        found["segment_ids"] = whole(arrays["segment_ids"], -1)
+    if state is not None:
+        state = sharded_where_free(whole(state, layout.steps), found["x"])
+    return state, found
 
 
 def _mode(activation: object) -> str:

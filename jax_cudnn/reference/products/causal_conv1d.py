@@ -32,20 +32,37 @@ def forward(
 
 
 def backward(
-    attributes: Attributes, inputs: Operands, outputs: Mapping[str, Tensor]
+    attributes: Attributes,
+    inputs: Operands,
+    outputs: Mapping[str, Tensor],
+    *,
+    narrow: bool = False,
 ) -> dict[str, jax.Array]:
-    """Return the gradients that are asked for, in the dtype of the sums."""
-    assert isinstance(attributes, CausalConvAttributes)
+    """Return the gradients that are asked for, in the dtype of the sums.
+
+    With ``narrow``, the cotangent of the activation's argument is rounded to 16 bits
+    where x has them, as it is in programs that use that dtype throughout. XLA writes
+    it, and reads it twice: the rest of the gradient moves 8 arrays of x's size then,
+    and 11 without (compiled for an H200 by JAX 0.10.2).
+    """
     floats, ids = _split(inputs)
-    grad = floats.pop("grad_output")
+    moved = argument_gradient(attributes, inputs)
+    dtype = inputs["x"].dtype
+    if narrow and dtype.itemsize == 2:
+        limits = jnp.finfo(dtype)
+        # Of a cast to 16 bits and back alone, XLA would leave out both.
+        rounded = jax.lax.reduce_precision(
+            moved.astype(dtype), limits.nexp, limits.nmant
+        )
+        moved = rounded.astype(moved.dtype)
     wanted = {role: floats[role.removeprefix("grad_")] for role in outputs}
 
     def function(moving: dict[str, jax.Array]) -> jax.Array:
         changed = {role.removeprefix("grad_"): x for role, x in moving.items()}
-        return _activated(attributes.activation, {**floats, **changed}, ids)
+        return _activated("identity", {**floats, **changed}, ids)
 
     _, transposed = jax.vjp(function, wanted)
-    (gradients,) = transposed(grad)
+    (gradients,) = transposed(moved)
     return gradients
 
 

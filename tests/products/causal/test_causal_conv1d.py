@@ -10,10 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from jax.sharding import AxisType
 from jax.test_util import check_grads
 
 import jax_cudnn
 from jax_cudnn import causal_conv1d
+from jax_cudnn.lowering import traced_graphs
+from jax_cudnn.reference import evaluate
+from tests.common.devices import Spec, mesh_of, placed
 from tests.conftest import Draw
 from tests.products.shared.causal import dense
 
@@ -170,6 +174,37 @@ def test_bad_numbers_reach_the_steps_that_read_them(bad: float, draw: Draw) -> N
         assert np.all(np.isfinite(np.delete(np.asarray(grad), 1, 2)))
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_gradients_as_they_are_written_for_a_gpu(dtype: str, draw: Draw) -> None:
+    """Of 16 bits, the argument's cotangent is rounded on its way, and of f32 not."""
+    x, w, bias, cotangent = _operands(draw, dtype)
+
+    def gradient(x: Any, w: Any, bias: Any, cotangent: Any) -> Any:
+        call = functools.partial(causal_conv1d, segment_ids=_IDS)
+        _, back = jax.vjp(lambda x, w, bias: call(x, w, bias=bias), x, w, bias)
+        return back(cotangent)
+
+    operands = (x, w, bias, cotangent)
+    graphs = [graph for graph, *_ in traced_graphs(gradient, *operands)]
+    (graph,) = (g for g in graphs if g.nodes[0].kind.endswith("_backward"))
+    arrays = {"x": x, "w": w, "bias": bias[None], "grad_output": cotangent}
+    arrays["segment_ids"] = _IDS
+    given = [arrays[name] for name in graph.inputs]
+    exact = evaluate(graph, given)
+    narrow = evaluate(graph, given, narrow_sums=True)
+    truth = dense(x, w, bias, cotangent=cotangent, ids=_IDS)
+    size = dense(
+        *map(abs, (x, w, bias)), cotangent=abs(cotangent), activation=None, ids=_IDS
+    )
+    unit = float(jnp.finfo(dtype).eps)
+    for name, a, b in zip(graph.outputs, exact, narrow, strict=True):
+        want, most = getattr(truth, name), getattr(size, name)
+        error = np.abs(np.asarray(b, np.float64).reshape(want.shape) - want)
+        assert np.all(error <= unit * (np.abs(want) + most) + 1e-6 * most)
+        is_rounded = dtype != "float32" and name == "grad_x"
+        assert np.array_equal(a, b) != is_rounded or name != "grad_x"
+
+
 def test_vmap_over_each_operand_and_all(draw: Draw) -> None:
     x, w, bias, cotangent = _operands(draw)
     many = [jnp.stack([each, 2 * each, -each]) for each in (x, w, bias, cotangent)]
@@ -223,6 +258,33 @@ def test_symbolic_dimensions_are_xlas(draw: Draw) -> None:
     cudnn = jax.jit(lambda x, w: causal_conv1d(x, w, implementation="cudnn"))
     with pytest.raises(jax_cudnn.UnsupportedError, match="x has symbolic dimensions"):
         export.export(cudnn)(symbolic, jax.ShapeDtypeStruct(w.shape, w.dtype))
+
+
+def test_sharded_types_with_a_state(draw: Draw) -> None:
+    x, w, bias = (draw(a, b=8, s=10, d=16, k=_K) for a in ("bsd", "kd", "d"))
+    state = draw("bkd", b=8, k=_K - 1, d=16)
+    ids = jnp.broadcast_to(jnp.arange(10, dtype=jnp.int32) // 4, (8, 10))
+
+    def run(x: Any, w: Any, bias: Any, state: Any, ids: Any) -> Any:
+        call = functools.partial(causal_conv1d, bias=bias, segment_ids=ids)
+        output, last = call(x, w, initial_state=state, return_state=True)
+        few = causal_conv1d(x[:, :2], w, return_state=True)
+        return output, last, few
+
+    want = run(x, w, bias, state, ids)
+    mesh = mesh_of(AxisType.Explicit, x=4, y=2)
+    cases: tuple[tuple[Spec, ...], ...] = (
+        (("x",), (), (), ("x",), ("x",)),
+        (("x", None, "y"), (None, "y"), ("y",), ("x",), ("x",)),
+        ((None, "y"), (), (), (), (None, "y")),
+    )
+    for specs in cases:
+        given = placed(mesh, (x, w, bias, state, ids), specs)
+        got = jax.jit(run)(*given)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+        batch = jax.typeof(got[0]).sharding.spec[0]
+        assert batch == jax.typeof(given[0]).sharding.spec[0]
 
 
 def test_what_is_refused() -> None:

@@ -111,24 +111,24 @@ def test_who_runs_it() -> None:
     calls = plans.inspect(run, *operands).calls
     found = [each.engine for each in calls if each.op.startswith("causal")]
     assert found == [native.CAUSAL_CONV_ENGINE] * 2
-    auto = functools.partial(run, implementation="auto")
-    assert all(
-        each.implementation == "xla" for each in plans.inspect(auto, *operands).calls
-    )
 
 
 @pytest.mark.parametrize("layout", ["NWC", "NCW"])
-def test_without_a_bias_and_with_some_gradients(layout: str) -> None:
-    x, w, bias, cotangent = _operands((2, 37, 24), 4, jnp.float32)
+def test_without_a_bias_and_with_some_gradients(layout: Any) -> None:
+    x, w, _, cotangent = _operands((2, 37, 24), 4, jnp.float32)
 
-    def call(x: Any, w: Any) -> jax.Array:
-        return causal_conv1d(x, w, implementation="cudnn", plan=_FUNCTION)
+    def loss(x: Any, w: Any) -> jax.Array:
+        if layout == "NCW":
+            x, w = jnp.swapaxes(x, 1, 2), w.T
+        options: Any = {"dimension_numbers": layout, "plan": _FUNCTION}
+        y = causal_conv1d(x, w, implementation="cudnn", **options)
+        y = y if layout == "NWC" else jnp.swapaxes(y, 1, 2)
+        return jnp.sum(y * cotangent)
 
     truth = dense(x, w, cotangent=cotangent)
     for i in (0, 1):
-        grad = jax.jit(jax.grad(lambda *a: jnp.sum(call(*a) * cotangent), i))(x, w)
+        grad = jax.jit(jax.grad(loss, i))(x, w)
         np.testing.assert_allclose(grad, truth[i + 1], rtol=1e-4, atol=1e-4)
-    del bias
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
