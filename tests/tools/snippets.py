@@ -30,6 +30,7 @@ GUIDES = (
     "ragged_dot.md",
     "causal_conv1d.md",
     "reductions.md",
+    "coming_from.md",
 )
 # Ring 5 does not run these: the first and the last make eight devices of the CPU, the
 # second needs a library that jax_cudnn does not, and the third compares f32 results
