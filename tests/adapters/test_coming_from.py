@@ -5,10 +5,9 @@ The rows are read from the page: the cell of jax_cudnn is evaluated with the ope
 that the page's snippet defines, and compared with the formula of the row's first cell.
 """
 
-import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -45,16 +44,8 @@ def _operands() -> dict[str, Any]:
     """Return the names that the page's snippet defines."""
     (snippet,) = snippets(_PAGE)
     names: dict[str, Any] = {}
-    with _as_users_have_it():
-        exec(snippet.code, names)
+    exec(snippet.code, names)
     return names
-
-
-@contextlib.contextmanager
-def _as_users_have_it() -> Iterator[None]:
-    """Set JAX's own defaults: the tests are stricter in promotion."""
-    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
-        yield
 
 
 @functools.cache
@@ -82,8 +73,7 @@ def _found() -> dict[tuple[str, str], Any]:
             for ours in _rows().values()
         ]
 
-    with _as_users_have_it():
-        return dict(zip(_rows(), run(arrays), strict=True))
+    return dict(zip(_rows(), run(arrays), strict=True))
 
 
 # --- what the libraries document ------------------------------------------------------
