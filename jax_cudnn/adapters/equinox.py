@@ -3,7 +3,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 try:
     import equinox as eqx
@@ -27,7 +27,6 @@ from jax_cudnn.ops.products.matmul import matmul
 
 __all__ = ["Conv", "Linear", "MultiheadAttention", "to_cudnn"]
 
-_Model = TypeVar("_Model")
 _Heads = tuple[jax.Array, jax.Array, jax.Array]
 
 
@@ -244,7 +243,7 @@ _TURNED: dict[type, type] = {
 }
 
 
-def to_cudnn(model: _Model, *, implementation: Implementation = "auto") -> _Model:
+def to_cudnn(model: Any, *, implementation: Implementation = "auto") -> Any:
     """Return an Equinox model whose layers compute with jax_cudnn.
 
     `MultiheadAttention`, `Conv`, `Conv1d`, `Conv2d`, `Conv3d` and `Linear` of
@@ -258,7 +257,7 @@ def to_cudnn(model: _Model, *, implementation: Implementation = "auto") -> _Mode
         "auto".
 
     Returns:
-      The new model. `model` is not changed.
+      The new model, a pytree of the same leaves. `model` is not changed.
 
     Raises:
       ValueError: the model has none of these layers; an unknown `implementation`.

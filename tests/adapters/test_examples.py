@@ -3,6 +3,7 @@
 
 import doctest
 import importlib
+import sys
 
 import pytest
 
@@ -15,3 +16,14 @@ def test_examples_give_what_they_show(name: str) -> None:
     found = doctest.testmod(module, optionflags=doctest.ELLIPSIS)
     assert found.attempted >= 3
     assert not found.failed
+
+
+@pytest.mark.parametrize("name", ["equinox", "keras"])
+def test_a_library_that_is_not_installed_is_named(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.delitem(sys.modules, f"jax_cudnn.adapters.{name}", raising=False)
+    told = rf"package {name} is not installed\. Run: pip install .*{name}"
+    with pytest.raises(ImportError, match=told):
+        importlib.import_module(f"jax_cudnn.adapters.{name}")
