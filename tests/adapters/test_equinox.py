@@ -15,6 +15,8 @@ from jax_cudnn import masks
 from jax_cudnn.adapters.equinox import to_cudnn
 from tests.adapters.formulas import attention
 
+pytestmark = pytest.mark.once
+
 _KEY = jax.random.key(0)
 _T = 5
 

@@ -17,9 +17,10 @@ from jax_cudnn.adapters.keras import to_cudnn
 from tests.adapters.formulas import attention
 
 # Keras's variables do not take NumPy 2's argument `copy`.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:__array__ implementation:DeprecationWarning"
-)
+pytestmark = [
+    pytest.mark.once,
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+]
 
 _RNG = np.random.default_rng(3)
 

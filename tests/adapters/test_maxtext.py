@@ -20,6 +20,8 @@ from jax_cudnn import f8
 from jax_cudnn.adapters import maxtext
 from tests.adapters.formulas import attention, table
 
+pytestmark = pytest.mark.once
+
 _B, _S, _H, _K, _D = 2, 16, 4, 2, 8
 
 
@@ -191,19 +193,19 @@ def test_quantised_layers_are_those_in_f8() -> None:
     x = jax.random.normal(jax.random.key(1), (48, 64))
     for recipe in (f8.Delayed(history=4), f8.Current()):
         layer = DenseGeneral(maxtext.F8Quantization(recipe))
-        variables = layer.init(jax.random.key(2), x)
+        variables = jax.jit(layer.init)(jax.random.key(2), x)
         has_state = isinstance(recipe, f8.Delayed)
         assert ("_overwrite_with_gradient" in variables) == has_state
 
         def loss(variables: Any, layer: Any = layer) -> Any:
             return jnp.mean(layer.apply(variables, x) ** 2)
 
-        gradient = jax.grad(loss)(variables)
+        gradient = jax.jit(jax.grad(loss))(variables)
         if has_state:  # as MaxText's training step carries it on
             variables |= {
                 "_overwrite_with_gradient": gradient["_overwrite_with_gradient"]
             }
-        found = layer.apply(variables, x)
+        found = jax.jit(layer.apply)(variables, x)
         expected = x @ variables["params"]["kernel"]
         error = np.abs(found - expected).mean() / np.abs(expected).mean()
         assert 0.005 < error < 0.06  # e4m3 has three bits after the first
