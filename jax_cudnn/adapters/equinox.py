@@ -23,7 +23,7 @@ from jax_cudnn.ops.attention.sdpa import sdpa
 from jax_cudnn.ops.attention.visibility.masks import Mask
 from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.products.conv import conv
-from jax_cudnn.ops.products.matmul import matmul
+from jax_cudnn.ops.products.dot_general import dot_general
 
 __all__ = ["Conv", "Linear", "MultiheadAttention", "to_cudnn"]
 
@@ -31,7 +31,7 @@ _Heads = tuple[jax.Array, jax.Array, jax.Array]
 
 
 class Linear(eqx.nn.Linear):
-    r"""`equinox.nn.Linear`, run by :func:`jax_cudnn.matmul`, bias included.
+    r"""`equinox.nn.Linear`, run by :func:`jax_cudnn.dot_general`, bias included.
 
     .. math::
 
@@ -40,7 +40,7 @@ class Linear(eqx.nn.Linear):
     Made by `to_cudnn`. Under :func:`jax.vmap`, all examples are one product.
 
     Attributes:
-      implementation: as in :func:`jax_cudnn.matmul`. Default "auto".
+      implementation: as in :func:`jax_cudnn.dot_general`. Default "auto".
 
     Example:
       >>> import equinox as eqx, jax, jax.numpy as jnp
@@ -72,10 +72,18 @@ class Linear(eqx.nn.Linear):
                 f"Linear: x has shape {jnp.shape(x)}, not {expected}. It is one "
                 "example: use jax.vmap for several."
             )
-        x, weight = _alike(jnp.reshape(x, (1, -1)), self.weight)
-        with on_behalf_of("Linear", "matmul"):
-            y = matmul(x, weight.T, bias=self.bias, implementation=self.implementation)
-        return jnp.reshape(y, () if self.out_features == "scalar" else (-1,))
+        x, weight = _alike(jnp.ravel(x), self.weight)
+        # Weights (out, in) are read as they lie, without a transposition.
+        numbers = (((0,), (1,)), ((), ()))
+        with on_behalf_of("Linear", "dot_general"):
+            y = dot_general(
+                x,
+                weight,
+                numbers,
+                bias=self.bias,
+                implementation=self.implementation,
+            )
+        return jnp.reshape(y, ()) if self.out_features == "scalar" else y
 
 
 class Conv(eqx.nn.Conv):

@@ -114,6 +114,14 @@ def test_a_turned_model_gets_another_implementation() -> None:
     assert eqx.tree_equal(to_cudnn(again), made)
 
 
+def test_weights_are_read_as_they_lie() -> None:
+    layer = to_cudnn(eqx.nn.Linear(3, 4, key=_KEY))
+    text = str(jax.make_jaxpr(jax.vmap(layer))(jnp.ones((5, 3))))
+    assert "b f32[1,3,4] order(0,2,1)" in text
+    # The other transpositions are of axes of size 1.
+    assert "3,4] = transpose" not in text
+
+
 def test_masks_are_data_and_rows_without_keys_are_0() -> None:
     layer = to_cudnn(eqx.nn.MultiheadAttention(2, 8, key=_KEY))
     x = jax.random.normal(_KEY, (6, 8))
