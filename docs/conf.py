@@ -6,11 +6,15 @@ notebooks/ are notebooks, which the build executes on the CPU. The reference is 
 from the docstrings of the installed package. The build needs no network.
 """
 
+import os
 from importlib.metadata import distribution
 
 from sphinx.pycode import ModuleAnalyzer
 
 import jax_cudnn
+
+# Keras reads it when the reference of its adapter is made.
+os.environ["KERAS_BACKEND"] = "jax"
 
 project = "jax_cudnn"
 author = "The jax_cudnn authors"

@@ -23,6 +23,8 @@ __all__ = ["without_rules"]
 
 # Tests, and the processes that they start, see no plans and choices of other runs.
 os.environ["JAX_CUDNN_CACHE_DIR"] = "off"
+# Keras reads it when it is imported, and would look for TensorFlow.
+os.environ["KERAS_BACKEND"] = "jax"
 
 # JAX keeps millions of objects: looking for garbage less often saves a fifteenth.
 gc.set_threshold(200_000, 50, 100)

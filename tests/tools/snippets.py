@@ -30,11 +30,12 @@ GUIDES = (
     "ragged_dot.md",
     "causal_conv1d.md",
     "reductions.md",
+    "coming_from.md",
 )
-# Ring 5 does not run these: the first and the last make eight devices of the CPU, the
-# second needs a library that jax_cudnn does not, and the third compares f32 results
-# more closely than a GPU multiplies by default.
-OFF_GPU = ("several_gpus.md", "recipes.md", "flax.md", "moe.md")
+# Ring 5 does not run these: the first and the fourth make eight devices of the CPU, the
+# second and the last need libraries that jax_cudnn does not, and the third compares f32
+# results more closely than a GPU multiplies by default.
+OFF_GPU = ("several_gpus.md", "recipes.md", "flax.md", "moe.md", "adapters.md")
 
 _GPU_MARK = "# needs a GPU\n"
 _CUDNN_MARK = "# needs cuDNN\n"

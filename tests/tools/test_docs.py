@@ -153,7 +153,15 @@ def test_every_public_name_is_in_the_reference() -> None:
     pytest.importorskip("flax", reason="Flax is not installed")
     shown = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
     packages = ("f8", "flax", "flax.linen", "flax.nnx", "kv_cache", "masks", "parallel")
-    for name in ("", "checkpoint_policies", *packages, "plans", "score_mods"):
+    adapters = ("adapters.equinox", "adapters.keras", "adapters.maxtext")
+    for name in (
+        "",
+        "checkpoint_policies",
+        *packages,
+        "plans",
+        "score_mods",
+        *adapters,
+    ):
         module = importlib.import_module(f"jax_cudnn.{name}".removesuffix("."))
         for public in module.__all__:
             full = f"{module.__name__}.{public}"

@@ -59,6 +59,8 @@ _ALLOWED = {
     },
     # Of what computes, the public operations only.
     "flax": {"errors", "config", "ops", "keywords"},
+    # A module for each library whose models bring layers of their own.
+    "adapters": {"errors", "config", "ops", "flax", "keywords"},
     # Attention over several devices, of the operation's own parts.
     "parallel": {
         *("errors", "config", "graph", "reference", "lowering", "ops", "keywords"),
