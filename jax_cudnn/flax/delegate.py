@@ -145,10 +145,10 @@ def attend_with_flax(
         raise UnsupportedError(
             "attention_fn: cuDNN cannot run this attention:", reasons, _ADVICE
         )
-    for name in request.beyond_flax:
+    if names := request.beyond_flax:
         raise ValueError(
             f"attention_fn: {'; '.join(reasons)}. Flax's own attention computes this, "
-            f"and has no {name}. Leave one of the two out."
+            f"and has no {names[0]}. Leave one of the two out."
         )
     if implementation == "auto":
         _say_once(reasons)

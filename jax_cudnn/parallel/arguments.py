@@ -19,7 +19,7 @@ from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.ops.attention.attend import Operands
 from jax_cudnn.ops.attention.dropout import with_dropout
 from jax_cudnn.ops.attention.operands import canonicalize
-from jax_cudnn.ops.attention.options import AttentionCall, Lengths
+from jax_cudnn.ops.attention.options import AttentionCall, TokenCounts
 from jax_cudnn.ops.attention.reads import Scores
 from jax_cudnn.ops.attention.score_mod import (
     Positions,
@@ -97,9 +97,9 @@ def check_arguments(
             shares=layout.shares,
         )
         _, s, h, d = operands.query.shape
-        lengths = Lengths(s * layout.shares, operands.key_count * layout.shares)
-        common = given.attributes(hiding, lengths, d, operands.query.dtype)
-        attributes = SdpaAttributes(**common.given())
+        counts = TokenCounts(s * layout.shares, operands.key_count * layout.shares)
+        checked = given.attributes(hiding, counts, d, operands.query.dtype)
+        attributes = SdpaAttributes(**checked.common())
         with_lse = check_flag("sdpa", "return_residual", return_residual)
         if reason := why_symbolic(**operands.given):
             raise ValueError(f"sdpa: {reason} Make the program for one shape.")

@@ -29,7 +29,7 @@ class CachedAttributes(AttentionAttributes):
     def without_band(self) -> SdpaAttributes:
         """Return the attributes of attention in which a query sees all keys."""
         without = replace(self, is_causal=False, window=())
-        return SdpaAttributes(**without.given())
+        return SdpaAttributes(**without.common())
 
 
 def sdpa_cached_graph(

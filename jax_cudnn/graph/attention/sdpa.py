@@ -60,7 +60,7 @@ class AttentionAttributes(Attributes):
     is_causal: bool
     window: tuple[int, ...] = ()
 
-    def given(self) -> dict[str, Any]:
+    def common(self) -> dict[str, Any]:
         """Return these by their names, without those that only some attention has."""
         return {
             each.name: getattr(self, each.name) for each in fields(AttentionAttributes)

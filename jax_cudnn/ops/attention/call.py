@@ -21,7 +21,7 @@ from jax_cudnn.ops.attention.attend import (
 from jax_cudnn.ops.attention.dropout import with_dropout
 from jax_cudnn.ops.attention.layouts import Layout, order_of
 from jax_cudnn.ops.attention.operands import as_typed, canonicalize
-from jax_cudnn.ops.attention.options import AttentionCall, Lengths
+from jax_cudnn.ops.attention.options import AttentionCall, TokenCounts
 from jax_cudnn.ops.attention.qkv import Qkv
 from jax_cudnn.ops.attention.reads import Scores
 from jax_cudnn.ops.attention.score_mod import (
@@ -79,11 +79,11 @@ def run_sdpa(
     )
     operands = operands._replace(qkv=qkv)
     _, s, _, d = operands.query_sizes
-    common = given.attributes(
-        hiding, Lengths(s, operands.key_count), d, operands.query.dtype
+    checked = given.attributes(
+        hiding, TokenCounts(s, operands.key_count), d, operands.query.dtype
     )
     attributes = SdpaAttributes(
-        **common.given(),
+        **checked.common(),
         is_bottom_right=hiding.is_bottom_right,
         longest=_longest(hiding.packed, operands),
     )

@@ -19,7 +19,7 @@ from jax_cudnn.lowering import run_graph
 from jax_cudnn.ops.attention.attend import Operands, by_rows, sdpa_tensors, stored_order
 from jax_cudnn.ops.attention.layouts import Layout, check_layout, order_of
 from jax_cudnn.ops.attention.operands import canonicalize
-from jax_cudnn.ops.attention.options import AttentionCall, F8Options, Lengths, takes
+from jax_cudnn.ops.attention.options import AttentionCall, F8Options, TokenCounts, takes
 from jax_cudnn.ops.common.arguments import (
     check_flag,
     describe,
@@ -230,10 +230,10 @@ _OP = "f8.sdpa"
 def f8_attributes(op: str, given: AttentionCall, operands: Operands) -> SdpaAttributes:
     """Return a call's attributes; scores are scaled in f32."""
     _, s, _, d = operands.query_sizes
-    lengths = Lengths(s, operands.key_count)
+    counts = TokenCounts(s, operands.key_count)
     dtype = np.dtype(np.float32)
-    common = given.attributes(given.hiding(op), lengths, d, dtype)
-    return SdpaAttributes(**common.given())
+    checked = given.attributes(given.hiding(op), counts, d, dtype)
+    return SdpaAttributes(**checked.common())
 
 
 def attend_f8(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Spells the options of attention once, for all public functions that take them.
+"""Defines the options of attention, once for all public functions that take them.
 
 An option is a field of `AttentionCall`, which has its default and its description, and
 a keyword of the first of the typed dictionaries below that fits: the functions name
@@ -68,7 +68,7 @@ class SdpaOptions(CachedOptions, F8Options, total=False):
     score_mod: ScoreMod | None
 
 
-class Lengths(NamedTuple):
+class TokenCounts(NamedTuple):
     """How many queries and keys a sequence has, or has room for."""
 
     queries: int
@@ -156,13 +156,13 @@ class AttentionCall:
         )
 
     def attributes(
-        self, hiding: Hiding, lengths: Lengths, d: int, dtype: np.dtype
+        self, hiding: Hiding, counts: TokenCounts, d: int, dtype: np.dtype
     ) -> AttentionAttributes:
         """Return the options that are part of a graph, checked.
 
         Args:
           hiding: the call's own, or those that also say what its mask says.
-          lengths: of the whole sequences.
+          counts: of the whole sequences.
           d: the head size of queries and keys.
           dtype: in which scores are scaled: that of the operands, or f32.
         """
@@ -170,7 +170,7 @@ class AttentionCall:
             scale=check_scale(self.scale, d, dtype),
             is_causal=hiding.is_causal,
             window=check_window(
-                hiding.local_window_size, *lengths, is_causal=hiding.is_causal
+                hiding.local_window_size, *counts, is_causal=hiding.is_causal
             ),
         )
 

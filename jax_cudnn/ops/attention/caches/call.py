@@ -19,7 +19,7 @@ from jax_cudnn.ops.attention.layouts import (
     order_of,
     sizes_in,
 )
-from jax_cudnn.ops.attention.options import AttentionCall, Lengths
+from jax_cudnn.ops.attention.options import AttentionCall, TokenCounts
 from jax_cudnn.ops.attention.sinks import check_sinks, with_sinks
 from jax_cudnn.ops.common.arguments import (
     as_operand,
@@ -60,13 +60,13 @@ def run_cached(
         op, query, caches, lengths, given.query_seq_lengths, page_table, layout
     )
     with on_behalf_of(op, "sdpa"):
-        common = given.attributes(
+        checked = given.attributes(
             given.hiding("sdpa"),
-            Lengths(operands.room, operands.room),
+            TokenCounts(operands.room, operands.room),
             operands.query.shape[3],
             operands.query.dtype,
         )
-    attributes = CachedAttributes(**common.given())
+    attributes = CachedAttributes(**checked.common())
     if given.query_seq_lengths is None and (attributes.is_causal or attributes.window):
         _check_room(op, operands, caches)
     sinks = check_sinks(op, given.sinks, sizes_in(layout, operands.query)[2])
