@@ -66,8 +66,26 @@ def sdpa(
     output_scale: ArrayLike | None = ...,
     preferred_element_type: DTypeLike | None = ...,
     layout: Layout = ...,
+    return_residual: Literal[True],
+    return_amax: Literal[False] = ...,
+    **options: Unpack[F8Options],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    *,
+    query_scale: ArrayLike,
+    key_scale: ArrayLike,
+    value_scale: ArrayLike,
+    output_scale: ArrayLike | None = ...,
+    preferred_element_type: DTypeLike | None = ...,
+    layout: Layout = ...,
     return_residual: bool = ...,
-    return_amax: bool = ...,
+    return_amax: Literal[True],
     **options: Unpack[F8Options],
 ) -> tuple[jax.Array, ...]: ...
 

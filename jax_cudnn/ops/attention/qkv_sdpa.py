@@ -38,8 +38,22 @@ def qkv_sdpa(
     *,
     layout: QkvLayout = ...,
     key_value_heads: int | None = ...,
+    return_residual: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[SdpaOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def qkv_sdpa(
+    qkv: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    layout: QkvLayout = ...,
+    key_value_heads: int | None = ...,
     return_residual: bool = ...,
-    return_max_logit: bool = ...,
+    return_max_logit: Literal[True],
     **options: Unpack[SdpaOptions],
 ) -> tuple[jax.Array, ...]: ...
 

@@ -38,8 +38,23 @@ def sdpa(
     mask: ArrayLike | Mask | None = ...,
     *,
     layout: Layout = ...,
+    return_residual: Literal[True],
+    return_max_logit: Literal[False] = ...,
+    **options: Unpack[SdpaOptions],
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def sdpa(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = ...,
+    mask: ArrayLike | Mask | None = ...,
+    *,
+    layout: Layout = ...,
     return_residual: bool = ...,
-    return_max_logit: bool = ...,
+    return_max_logit: Literal[True],
     **options: Unpack[SdpaOptions],
 ) -> tuple[jax.Array, ...]: ...
 
