@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Unpack, overload
 
 import jax
@@ -25,6 +25,7 @@ from jax_cudnn.ops.common.arguments import (
     describe,
     why_symbolic,
 )
+from jax_cudnn.ops.common.callers import on_behalf_of
 from jax_cudnn.ops.common.f8_scaling import check_tensor_scale
 from jax_cudnn.ops.common.plain import check_implementation
 from jax_cudnn.reference.attention.f8 import attention
@@ -194,16 +195,8 @@ def sdpa(
     given = AttentionCall(**options)
     call = given.options(_OP)
     layout = check_layout(_OP, layout)
-    canonical, has_batch = canonicalize(
-        query,
-        key,
-        value,
-        None,
-        None,
-        given.query_seq_lengths,
-        given.key_value_seq_lengths,
-        layout=layout,
-        check_dtypes=_check_dtypes,
+    canonical, has_batch = f8_operands(
+        _OP, (query, key, value), given, layout, _check_dtypes
     )
     operands = canonical.given
     dtype = _result_dtype(preferred_element_type, operands["query"])
@@ -245,12 +238,29 @@ def sdpa(
 _OP = "f8.sdpa"
 
 
+def f8_operands(
+    op: str,
+    tokens: tuple[ArrayLike, ArrayLike, ArrayLike],
+    given: AttentionCall,
+    layout: Layout,
+    check_dtypes: Callable[[jax.Array, jax.Array, jax.Array], None],
+) -> tuple[Operands, bool]:
+    """Return a call's operands with a batch axis, and whether they had one."""
+    lengths = given.query_seq_lengths, given.key_value_seq_lengths
+    with on_behalf_of(op, "sdpa"):
+        return canonicalize(
+            *tokens, None, None, *lengths, layout=layout, check_dtypes=check_dtypes
+        )
+
+
 def f8_attributes(op: str, given: AttentionCall, operands: Operands) -> SdpaAttributes:
     """Return a call's attributes; scores are scaled in f32."""
     _, s, _, d = operands.query_sizes
     counts = TokenCounts(s, operands.key_count)
-    dtype = np.dtype(np.float32)
-    checked = given.attributes(given.hiding(op), counts, d, dtype)
+    with on_behalf_of(op, "sdpa"):
+        checked = given.attributes(
+            given.hiding("sdpa"), counts, d, np.dtype(np.float32)
+        )
     return SdpaAttributes(**checked.common())
 
 

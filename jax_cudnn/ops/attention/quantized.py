@@ -24,9 +24,8 @@ from jax_cudnn.config import Options
 from jax_cudnn.graph import SdpaAttributes
 from jax_cudnn.lowering import attention_results, linear_call
 from jax_cudnn.ops.attention.attend import Operands, attend, by_rows, of_rows
-from jax_cudnn.ops.attention.f8 import attend_f8, f8_attributes
+from jax_cudnn.ops.attention.f8 import attend_f8, f8_attributes, f8_operands
 from jax_cudnn.ops.attention.layouts import Layout, check_layout
-from jax_cudnn.ops.attention.operands import canonicalize
 from jax_cudnn.ops.attention.options import AttentionCall, F8Options, takes
 from jax_cudnn.ops.attention.parts import part_gradients
 from jax_cudnn.ops.common.arguments import check_flag, describe
@@ -145,16 +144,8 @@ def quantized_sdpa(
     arguments = AttentionCall(**options)
     call = arguments.options(_OP)
     layout = check_layout(_OP, layout)
-    canonical, has_batch = canonicalize(
-        query,
-        key,
-        value,
-        None,
-        None,
-        arguments.query_seq_lengths,
-        arguments.key_value_seq_lengths,
-        layout=layout,
-        check_dtypes=_check_dtypes,
+    canonical, has_batch = f8_operands(
+        _OP, (query, key, value), arguments, layout, _check_dtypes
     )
     f8 = check_f8(_OP, dtype)
     given = canonical.given

@@ -236,6 +236,7 @@ _Q = jnp.zeros((2, 5, 6, 16), jnp.bfloat16)
             "f8.quantized_sdpa: key_scale is f32[1,2]. It must be one number",
         ),
         ({"is_causal": 1}, "f8.quantized_sdpa: is_causal is int."),
+        ({"scale": "1"}, "f8.quantized_sdpa: scale is str."),
     ],
 )
 def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:

@@ -411,7 +411,8 @@ _GOOD: dict[str, Any] = {"query": _Q, "key": _K, "value": _K, **_SCALES}
             "f8.sdpa: output_scale with a result in bf16, which has no scale. Leave it "
             "out, or ask for a result in f8.",
         ),
-        ({"key": _K[:1]}, ValueError, "sdpa: batch sizes differ"),
+        ({"key": _K[:1]}, ValueError, "f8.sdpa: batch sizes differ"),
+        ({"scale": jnp.inf}, ValueError, "f8.sdpa: scale=inf is not finite."),
         ({"return_amax": 1}, TypeError, "f8.sdpa: return_amax is int."),
         ({"implementation": "fast"}, ValueError, "f8.sdpa: implementation"),
     ],
