@@ -36,7 +36,10 @@ def problems(draw: st.DrawFn) -> Problem:
     layouts = ("bshd", "bhsd") if page else ("bshd", "bhsd", "sbhd")
     counts = st.tuples(*[st.integers(-1, s + 1)] * b)
     is_causal = draw(st.booleans())
-    window = draw(st.none() | st.tuples(st.integers(-2, 9), st.integers(-2, 4)))
+    windows = st.tuples(st.integers(-2, 9), st.integers(-2, 4))
+    # Others are refused: no query sees a key in them.
+    windows = windows.filter(lambda w: w[0] + min(w[1], 0 if is_causal else 4) >= 0)
+    window = draw(st.none() | windows)
     has_room = s <= t or not (is_causal or window)
     return Problem(
         # Up to twice the tokens that there is room for, and more.
