@@ -292,6 +292,7 @@ def test_vmap_with_a_state_that_is_shared() -> None:
 # --- transformations ------------------------------------------------------------------
 
 
+@pytest.mark.sampled
 @_by_recipe
 def test_higher_orders_are_those_of_the_reference(recipe: Any) -> None:
     """Forward mode and second derivatives, beside the same in f32."""
@@ -321,6 +322,7 @@ def test_higher_orders_are_those_of_the_reference(recipe: Any) -> None:
     close(tangent, truth(x, w)[0] * 1.0, ulp=0.05)
 
 
+@pytest.mark.once
 @pytest.mark.sampled
 @_by_recipe
 def test_scan_and_remat(recipe: Any) -> None:
@@ -359,6 +361,7 @@ def test_scan_and_remat(recipe: Any) -> None:
         states = following
 
 
+@pytest.mark.sampled
 @_by_recipe
 def test_64_bits_are_no_matter(recipe: Any) -> None:
     with jax.enable_x64(True):

@@ -767,6 +767,7 @@ def test_an_exported_program_is_divided_in_the_process_that_loads_it(
     _assert_equal(np.load(tmp_path / "result.npy"), _matmul(*operands))
 
 
+@pytest.mark.once
 def test_xlas_cache_knows_programs_by_all_that_they_compute(tmp_path: Path) -> None:
     program = """
         import sys
@@ -798,6 +799,7 @@ def test_xlas_cache_knows_programs_by_all_that_they_compute(tmp_path: Path) -> N
     assert printed == [["relu", "0", "silu", "0"], ["relu", "1", "silu", "1"]]
 
 
+@pytest.mark.once
 def test_processes_divide_a_program_alike() -> None:
     program = """
         import sys

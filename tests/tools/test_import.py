@@ -7,7 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import jax_cudnn
+
+pytestmark = pytest.mark.once
 
 # What `import jax_cudnn` may import of other distributions, once JAX is imported.
 _NEEDED = {"jax", "jaxlib", "platformdirs"}

@@ -47,7 +47,9 @@ _BLACKWELL_ONLY = {
 _ALL = {**_CASES, **_HOPPER_ONLY, **_BLACKWELL_ONLY}
 
 
-@pytest.mark.parametrize("gpu", ["h200", "b200"])
+@pytest.mark.parametrize(
+    "gpu", ["h200", pytest.param("b200", marks=pytest.mark.thorough)]
+)
 def test_what_is_emitted_is_planned_and_built(gpu: str) -> None:
     more = _HOPPER_ONLY if gpu == "h200" else _BLACKWELL_ONLY
     target = harness.target(gpu)

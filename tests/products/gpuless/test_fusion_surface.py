@@ -50,6 +50,7 @@ _BUILT = (
 # --- what the documentation says ------------------------------------------------------
 
 
+@pytest.mark.thorough
 def test_the_page_of_what_is_supported_is_current() -> None:
     table = load_script("support_table")
     text = table.FILE.read_text(encoding="utf-8")
