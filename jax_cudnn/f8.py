@@ -28,6 +28,7 @@ from jax_cudnn.ops.products.f8_dense import (
     gated_mlp,
     gated_mlp_state,
 )
+from jax_cudnn.ops.products.f8_groups import ragged_dot
 
 __all__ = [
     "Current",
@@ -46,6 +47,7 @@ __all__ = [
     "quantize",
     "quantize_current",
     "quantized_sdpa",
+    "ragged_dot",
     "rms_norm",
     "scale_from_amax",
     "scale_from_history",

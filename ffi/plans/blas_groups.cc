@@ -22,6 +22,8 @@ using Product = GroupLayout::Product;
 // As cuBLAS counts versions. Before, it has no kernels for Hopper, and those for sm_100
 // are wrong for the gradient of the matrices where a group has no rows (13.2).
 constexpr int kOldestCublas = 130400;
+// Before, it has none of f8 for Hopper.
+constexpr int kOldestCublasForF8 = 130500;
 
 // Stands for the memory of sizes where there is none yet: cuBLASLt reads none.
 constexpr uintptr_t kSomewhere = (uintptr_t{1} << 40) + 256;
@@ -40,9 +42,17 @@ std::optional<int32_t> TypeOf(DType dtype, bool is_result) {
       return kCudaF16;
     case DType::kF32:
       return is_result ? std::optional<int32_t>(kCudaF32) : std::nullopt;
+    case DType::kF8E4m3fn:
+      return is_result ? std::nullopt : std::optional<int32_t>(kCudaF8E4m3);
+    case DType::kF8E5m2:
+      return is_result ? std::nullopt : std::optional<int32_t>(kCudaF8E5m2);
     default:
       return std::nullopt;
   }
+}
+
+bool IsF8(const Part& part) {
+  return part.tensor.dtype == DType::kF8E4m3fn || part.tensor.dtype == DType::kF8E5m2;
 }
 
 // How a matrix lies: the axis whose elements are next to each other, and the other one.
@@ -130,7 +140,8 @@ std::string RefusalOf(const Product& product) {
   for (size_t i = 0; i < product.size(); ++i) {
     const Part& part = product[i];
     if (!TypeOf(part.tensor.dtype, i == 2)) {
-      return "its products in groups are of bf16 and f16";
+      return "its products in groups are of bf16, f16 and f8, with results of bf16, "
+             "f16 and f32";
     }
     const int64_t bytes = Size(part, InnerAxis(part)) * DTypeBytes(part.tensor.dtype);
     if (bytes % kBlasAlignment != 0) {
@@ -138,22 +149,40 @@ std::string RefusalOf(const Product& product) {
              " bytes is no multiple of 16, as its products in groups have it";
     }
   }
-  return product[0].tensor.dtype == product[1].tensor.dtype
-             ? ""
-             : "its products in groups have operands of one dtype";
+  const auto& [a, b, output] = product;
+  if (!IsF8(a) || !IsF8(b)) {
+    return a.tensor.dtype == b.tensor.dtype
+               ? ""
+               : "its products in groups have operands of one dtype, or both of f8";
+  }
+  if (a.tensor.dtype == DType::kF8E5m2 && b.tensor.dtype == DType::kF8E5m2) {
+    return "its products of f8 have at most one operand of f8_e5m2";
+  }
+  const bool is_along_sum =
+      InnerAxis(a) == 2 && InnerAxis(b) == 1 && InnerAxis(output) == 2;
+  return is_along_sum ? ""
+                      : "its products of f8 in groups read both operands along "
+                        "the sum";
+}
+
+bool HasF8(const GroupLayout& layout) {
+  return std::any_of(layout.products.begin(), layout.products.end(),
+                     [](const Product& product) { return IsF8(product[0]); });
 }
 
 // The functions, where they are those of a cuBLAS with these kernels.
-StatusOr<const CublasLtFunctions*> LoadFunctions() {
+StatusOr<const CublasLtFunctions*> LoadFunctions(const GroupLayout& layout) {
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
   ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadCublasLt(runtime));
   const int version = runtime.cublaslt_version;
-  if (version >= kOldestCublas && cublaslt->group_layout_create != nullptr) {
+  const int oldest = HasF8(layout) ? kOldestCublasForF8 : kOldestCublas;
+  if (version >= oldest && cublaslt->group_layout_create != nullptr) {
     return cublaslt;
   }
-  return Unimplemented("products in groups need cuBLAS 13.4 or newer, and this is " +
-                       std::to_string(version / 10000) + "." +
-                       std::to_string(version / 100 % 100) + " (" +
+  return Unimplemented(std::string("products in groups need cuBLAS ") +
+                       (HasF8(layout) ? "13.5 for f8" : "13.4") +
+                       " or newer, and this is " + std::to_string(version / 10000) +
+                       "." + std::to_string(version / 100 % 100) + " (" +
                        runtime.cublaslt.path + "). Upgrade nvidia-cublas.");
 }
 
@@ -208,7 +237,7 @@ StatusOr<std::vector<Candidate>> BlasGroups::List(const GraphSpec& graph,
   if (target.handle == nullptr) {
     return Unimplemented("its plans are made where the GPU is");
   }
-  ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions());
+  ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions(layout));
   ASSIGN_OR_RETURN(const std::vector<BlasAlgorithm> found,
                    Find(*cublaslt, layout, layout.products.front()));
   return BlasCandidates(found, request);
@@ -217,7 +246,7 @@ StatusOr<std::vector<Candidate>> BlasGroups::List(const GraphSpec& graph,
 StatusOr<std::unique_ptr<BlasGroups>> BlasGroups::Make(const GraphSpec& graph,
                                                        Candidate& candidate) {
   ASSIGN_OR_RETURN(GroupLayout layout, ReadLayout(graph));
-  ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions());
+  ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions(layout));
   RETURN_IF_ERROR(LoadGroupKernels(*LoadedCudnnRuntime()));
   std::vector<CublasLtAlgorithm> algorithms;
   size_t engine_bytes = 0;
@@ -241,7 +270,7 @@ StatusOr<std::unique_ptr<BlasGroups>> BlasGroups::Read(const GraphSpec& graph,
                                                        std::string_view bytes,
                                                        const Candidate& candidate) {
   ASSIGN_OR_RETURN(GroupLayout layout, ReadLayout(graph));
-  ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions());
+  ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions(layout));
   RETURN_IF_ERROR(LoadGroupKernels(*LoadedCudnnRuntime()));
   std::vector<CublasLtAlgorithm> algorithms(layout.products.size());
   const size_t wanted = algorithms.size() * sizeof(CublasLtAlgorithm);
@@ -271,7 +300,7 @@ Status BlasGroups::Execute(CudnnHandle /*handle*/, CudaStream stream,
                            void* const* operands, void* const* results,
                            void* workspace) const {
   const CudnnRuntime& runtime = *LoadedCudnnRuntime();
-  ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions());
+  ASSIGN_OR_RETURN(const CublasLtFunctions* cublaslt, LoadFunctions(layout_));
   ASSIGN_OR_RETURN(CublasLtHandle handle, CublasLtHandleHere(runtime));
   const int64_t groups = layout_.groups;
   char* const written = static_cast<char*>(workspace) + RoundedUp(engine_bytes_);

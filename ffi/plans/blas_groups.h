@@ -5,7 +5,7 @@
 // cuDNN's grouped kernel is slower than its matmuls, and a matmul for each group
 // (group_products.h) makes the host wait for the sizes. cuBLASLt reads them on the
 // device, and has the gradient of the matrices as well. It is experimental there: from
-// cuBLAS 13.4 on for Hopper, 13.3 for sm_100 and sm_103.
+// cuBLAS 13.4 on for Hopper (13.5 for f8), 13.3 for sm_100 and sm_103.
 
 #ifndef JAX_CUDNN_BLAS_GROUPS_H_
 #define JAX_CUDNN_BLAS_GROUPS_H_

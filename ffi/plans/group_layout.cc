@@ -105,8 +105,10 @@ StatusOr<GroupLayout> ReadGroupLayout(const GraphSpec& graph) {
     RETURN_IF_ERROR(add(rows("a", false), matrix("b", false), rows("output", false)));
     return layout;
   }
-  RETURN_IF_ERROR(
-      add(rows("grad_output", false), matrix("b", true), rows("grad_a", false)));
+  if (node.outputs.find("grad_a") != node.outputs.end()) {
+    RETURN_IF_ERROR(
+        add(rows("grad_output", false), matrix("b", true), rows("grad_a", false)));
+  }
   if (node.outputs.find("grad_b") != node.outputs.end()) {
     RETURN_IF_ERROR(
         add(rows("a", true), rows("grad_output", false), matrix("grad_b", false)));

@@ -258,11 +258,13 @@ def _grouped_matmul_gradient(part: Graph, given: _Arrays) -> _Arrays:
     a, b, sizes = given["a"][0], given["b"], given["group_sizes"][0]
     grad = given["grad_output"][0]
     library, how = _library(), {"implementation": "mosaic"}
-    grad_a = library.ragged_dot(
-        grad, b.mT, sizes, preferred_element_type=a.dtype, **how
-    )
-    found = {"grad_a": _in_groups(grad_a, sizes)[None]}
-    if "grad_b" in dict(part.nodes[0].outputs):
+    found, wanted = {}, dict(part.nodes[0].outputs)
+    if "grad_a" in wanted:
+        grad_a = library.ragged_dot(
+            grad, b.mT, sizes, preferred_element_type=a.dtype, **how
+        )
+        found["grad_a"] = _in_groups(grad_a, sizes)[None]
+    if "grad_b" in wanted:
         a, grad = (_in_groups(x, sizes) for x in (a, grad))
         found["grad_b"] = library.ragged_dot_general(
             a, grad, sizes, _BY_ROWS, preferred_element_type=b.dtype, **how

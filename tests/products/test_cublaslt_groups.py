@@ -177,6 +177,28 @@ def _graphs(dtype: Any = jnp.bfloat16, columns: int = _N) -> Iterator[Graph]:
         yield way.graph
 
 
+def _f8_graph(dtypes: tuple[str, str]) -> Graph:
+    """A product of f8, as cuBLASLt gets it."""
+
+    def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        return ragged_dot(lhs, rhs, sizes, preferred_element_type=jnp.bfloat16)
+
+    types = [
+        jax.ShapeDtypeStruct((_ROWS, _K - 1), dtypes[0]),
+        jax.ShapeDtypeStruct((_GROUPS, _K - 1, _N), dtypes[1]),
+        jax.ShapeDtypeStruct((_GROUPS,), jnp.int32),
+    ]
+    ((graph, *_),) = traced_graphs(run, *types)
+    assert legalize(graph, None).reasons[0].startswith("f8: ")
+    (way,) = legalize(graph, _H200).candidates
+    assert way.notes == (
+        "all groups are one launch of cuBLASLt's",
+        "b is copied: products of f8 read it along the sum",
+        "matrices are padded to multiples of 16 elements",
+    )
+    return way.graph
+
+
 _PROGRAM = """
 from pathlib import Path
 from jax_cudnn import UnsupportedError, native
@@ -196,10 +218,12 @@ for graph in {graphs!r}:
     native.import_plan(data)
     again = native.plan(graph, request=other.request)
     print(again.name, again.workspace_bytes, native.cache_stats().builds - builds)
-try:
-    native.plan({wide!r})
-except UnsupportedError as error:
-    print(error.reasons[-1])
+print(native.plan({f8!r}).name)
+for graph in {refused!r}:
+    try:
+        native.plan(graph)
+    except UnsupportedError as error:
+        print(error.reasons[-1])
 """
 
 
@@ -215,10 +239,20 @@ def test_plans_are_launched_and_kept(tmp_path: Path) -> None:
     compile_companions(tmp_path, devices=1, captures=True, cublaslt=source)
     log = tmp_path / "log"
     (wide, _) = _graphs(jnp.float16, columns=64)
+    e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
+    f8 = to_json(_f8_graph((e5m2, e4m3)))
+    along_columns = f8.replace("[0,2,1]", "[0,1,2]")
+    assert along_columns != f8
+    refused = [
+        to_json(wide).replace('"f16"', '"f32"'),
+        along_columns,
+        to_json(_f8_graph((e5m2, e5m2))),
+    ]
     program = _PROGRAM.format(
         libraries=str(tmp_path),
         graphs=[to_json(graph) for graph in _graphs()],
-        wide=to_json(wide).replace('"f16"', '"f32"'),
+        f8=f8,
+        refused=refused,
         log=str(log),
     )
     lines = run_python(program, CUBLASLT_LOG=str(log)).splitlines()
@@ -227,13 +261,19 @@ def test_plans_are_launched_and_kept(tmp_path: Path) -> None:
         f"cublasLt_1 {_workspace(256)}",
         f"cublasLt_1 {_workspace(256)} 0",
     ]
-    refusal = "cuBLASLt: its products in groups are of bf16 and f16"
-    assert lines == [*plans, *plans, refusal]
+    assert lines[:6] == [*plans, *plans]
+    assert lines[6:] == [
+        "cublasLt_0",
+        "cuBLASLt: its products in groups are of bf16, f16 and f8, with results of "
+        "bf16, f16 and f32",
+        "cuBLASLt: its products of f8 in groups read both operands along the sum",
+        "cuBLASLt: its products of f8 have at most one operand of f8_e5m2",
+    ]
     launches = [line.split() for line in log.read_text().splitlines()]
     # The last plan's, by the second algorithm and then the first: the gradients of the
     # rows and of the matrices, the second of which adds up over rows. The memory is at
     # 2^40, with the sizes that groups share behind cuBLASLt's part and the addresses.
-    rows_gradient, matrices_gradient = launches[-2:]
+    rows_gradient, matrices_gradient, f8_product = launches[-3:]
     sizes = str(2**40)
     shared = [str(2**40 + 256 + _GROUPS * (24 + 4 * i)) for i in range(2)]
     bf16 = "14"
@@ -252,4 +292,14 @@ def test_plans_are_launched_and_kept(tmp_path: Path) -> None:
         *(bf16, k, sizes, k),
         *[bf16, n, k, n] * 2,
         *("0", "256"),
+    ]
+    # The matrices come first, transposed; 28 and 29 are the types of f8. The first
+    # algorithm has no workspace.
+    k, n = (str(2**40 + _GROUPS * (24 + 4 * i)) for i in range(2))
+    assert f8_product[:4] == ["1", "0", "0", "0"]
+    assert f8_product[6:] == [
+        *("28", k, n, k),
+        *("29", k, sizes, k),
+        *[bf16, n, sizes, n] * 2,
+        *("0", "0"),
     ]

@@ -366,7 +366,7 @@ def _call(**changes: Any) -> Callable[[], jax.Array]:
                 "implementation": "cudnn",
             },
             jax_cudnn.UnsupportedError,
-            "Graphs have grouped products of bf16, f16, f32, f64",
+            "and of f8 with results of bf16, f16, f32",
         ),
     ],
 )

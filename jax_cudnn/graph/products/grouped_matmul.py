@@ -10,6 +10,9 @@ In place of sizes, cuDNN gets ``starts``: a group reaches to the start of the ne
 and the last to the end of a. cuBLASLt gets both, and then the starts are those that
 follow from the sizes, and rows in no group are set to 0. Sums are kept in f32 (f64 for
 f64).
+
+Operands have one dtype, or both are of f8. A product of f8 has no gradient kernel:
+cotangents would need scales. See ops/products/f8_groups.py.
 """
 
 from collections.abc import Mapping
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from jax_cudnn.errors import GraphError
 from jax_cudnn.graph.description import describe
 from jax_cudnn.graph.kinds import NodeKind, Roles, register_kind
+from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.shapes import result_dims
 from jax_cudnn.graph.spec import Attributes, DTypeName, Graph, Tensor
 from jax_cudnn.graph.transforms.gradient_kernel import (
@@ -46,6 +50,9 @@ def _check(roles: Roles, attributes: Attributes) -> None:
     del attributes
     if "group_sizes" not in roles and "starts" not in roles:
         raise GraphError("grouped_matmul: neither group_sizes nor starts given")
+    a, b = roles["a"].dtype, roles["b"].dtype
+    if a != b and not {a, b} <= {*EIGHT_BIT}:
+        raise GraphError(f"grouped_matmul: a is {a} and b {b}, not of one dtype")
 
 
 GROUPED_MATMUL = register_kind(

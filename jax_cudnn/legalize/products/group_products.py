@@ -28,6 +28,9 @@ _MOVED = "groups are moved to start at multiples of {} rows, and back"
 _ROWS_PER_STEP = 64  # kRowsPerStep in ffi/plans/group_products.cc
 _MANY_GROUPS = 16
 _ROW_MAJOR = (0, 1, 2)
+_TRANSPOSED = (0, 2, 1)
+# Operands of these dtypes are read along the sum.
+ALONG_SUM = ("f8_e4m3fn", "f8_e5m2")
 # Which axes of a tensor are the contraction or the columns.
 _LOADED = {
     "a": (2,),
@@ -80,7 +83,11 @@ def _lay_out(editor: GraphEditor) -> None:
     for name in [name for name in _LOADED if name in tensors]:
         is_matrix = name in ("b", "grad_b")
         order = tensors[name].order
-        if order[0] != 0 if is_matrix else order != _ROW_MAJOR:
+        if name == "b" and tensors[name].dtype in ALONG_SUM:
+            if order != _TRANSPOSED:
+                editor.notes.append("b is copied: products of f8 read it along the sum")
+                editor.reorder(name, _TRANSPOSED)
+        elif order[0] != 0 if is_matrix else order != _ROW_MAJOR:
             editor.reorder(name, _ROW_MAJOR)
 
 
@@ -156,7 +163,7 @@ def _move_groups(editor: GraphEditor) -> None:
     tensors = editor.tensors
     _, rows, _ = tensors["a"].dims
     moved_rows = _rows_of_all(rows, tensors["b"].dims[0])
-    names = ("a", "grad_output", "grad_a")
+    names = [name for name in ("a", "grad_output", "grad_a") if name in tensors]
     for name in names:
         first, _, last = tensors[name].dims
         tensors[name] = replace(tensors[name], dims=(first, moved_rows, last))
@@ -178,5 +185,6 @@ def _move_groups(editor: GraphEditor) -> None:
         results["grad_a"] = taken(results["grad_a"], target)
 
     editor.before.append(apart)
-    editor.after.append(back)
+    if "grad_a" in names:
+        editor.after.append(back)
     editor.notes.append(_MOVED.format(_ROWS_PER_STEP))

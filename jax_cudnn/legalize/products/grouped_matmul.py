@@ -7,7 +7,7 @@ the rows is one more grouped matmul. For that of the matrices, cuDNN has an oper
 from 9.22 on, for which 9.28 listed no plan on an H200 either: it is XLA's.
 
 The ways of group_products.py have all gradients: all groups in one launch of
-cuBLASLt's, or each group as a matmul of its own.
+cuBLASLt's, or each group as a matmul of its own. Products of f8 are cuBLASLt's.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,6 +23,7 @@ from jax_cudnn.legalize.common.editor import Env, GraphEditor
 from jax_cudnn.legalize.common.legalization import Arrays, Legal, Legalization
 from jax_cudnn.legalize.products import fusion
 from jax_cudnn.legalize.products.group_products import (
+    ALONG_SUM,
     all_groups,
     by_group,
     fill_loads,
@@ -36,6 +37,9 @@ _GRADIENT_OF_B = "the gradient of b is computed by XLA: cuDNN lists no plan for 
 # by cuBLASLt.
 ONE_KERNEL, BY_GROUP, BY_CUBLASLT = "one kernel", "by group", "by cuBLASLt"
 _OF_CUBLASLT = ("bf16", "f16")
+_F8_UNKNOWN = (
+    "f8: products in groups are cuBLASLt's, and without a GPU no cuBLAS is known"
+)
 _F64 = "f64: cuDNN's grouped matmul takes bf16, f16 and f32"
 _ADVICE = 'Pass implementation="xla" or "auto".'
 
@@ -46,13 +50,18 @@ def legalize(graph: Graph, target: Target | None) -> Legalization:
         return Legalization(reasons=(_F64,), advice=_ADVICE)
     (node,) = graph.nodes
     is_gradient = node.kind.endswith("_backward")
+    b = roles_in(graph, node)["b"]
+    if b.dtype in ALONG_SUM and b.dims[0] > 1:
+        if target is None:
+            return Legalization(reasons=(_F8_UNKNOWN,), advice=_ADVICE)
+        return Legalization(candidates=(all_groups(graph).named(BY_CUBLASLT),))
     ways = _of_gradient(graph, target) if is_gradient else _ways(graph, target)
     ways = tuple(way.named(ONE_KERNEL) for way in ways)
-    if roles_in(graph, node)["b"].dims[0] == 1:
+    if b.dims[0] == 1:
         return Legalization(candidates=ways)
     more = {BY_GROUP: by_group}
     # Where no GPU is known, no cuBLAS is.
-    if target is not None and roles_in(graph, node)["b"].dtype in _OF_CUBLASLT:
+    if target is not None and b.dtype in _OF_CUBLASLT:
         more[BY_CUBLASLT] = all_groups
     others = (_whole(graph, way).named(name) for name, way in more.items())
     return Legalization(candidates=(*ways, *others))
@@ -175,7 +184,10 @@ def _composed(outer: Legal, inner: Legal) -> Legal:
 def _of_gradient(graph: Graph, target: Target | None) -> tuple[Legal, ...]:
     """Return the ways to run the gradient of a, with that of b by XLA beside it."""
     (node,) = graph.nodes
-    product = _product(roles_in(graph, node), node)
+    roles = roles_in(graph, node)
+    if "grad_a" not in roles and roles["b"].dims[0] > 1:
+        return ()
+    product = _product(roles, node)
     return tuple(_with_gradient_of_b(graph, way) for way in _ways(product, target))
 
 
@@ -232,7 +244,7 @@ def _product(roles: Roles, node: Node) -> Graph:
         ),
         "group_sizes": replace(roles["group_sizes"], name="group_sizes"),
     }
-    output = replace(roles["grad_a"], name="output")
+    output = replace(roles.get("grad_a", roles["a"]), name="output")
     return single_node_graph(
         "grouped_matmul", inputs, {"output": output}, node.attributes
     )

@@ -11,6 +11,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -65,10 +66,14 @@ def products(
     sums: Sums,
     call: Options,
     w_sharding: object = None,
+    *,
+    kind: type["Product"] | None = None,
+    more: Mapping[str, jax.Array] = MappingProxyType({}),
 ) -> tuple[list[jax.Array], list[DenseState | None]]:
     """Return the products of x with some weights, by the same copy of x, and states.
 
-    The states are the next ones, but for the cotangents'.
+    The states are the next ones, but for the cotangents'. ``more`` are operands that a
+    ``kind`` of product has besides.
     """
     own, first = jax.lax.stop_gradient(x), states[0]
     x_scale, x_next = scale_and_next(recipe, "x", first and first.x, own, FORWARD)
@@ -85,6 +90,7 @@ def products(
             "w_copy": _copy(own, w_scale),
             "x_scale": x_scale,
             "w_scale": w_scale,
+            **more,
         }
         bias = biases.get(name)
         if bias is not None:
@@ -98,7 +104,7 @@ def products(
             if state.grad is not None:
                 given["grad_state"] = state.grad
             state = DenseState(x_next, w_next, state.grad)
-        product = _Product(
+        product = (kind or Product)(
             op=op, recipe=recipe, sums=sums, call=call, w_sharding=w_sharding
         )
         found += run_by_hand(product, given)
@@ -127,7 +133,7 @@ def _copy(x: jax.Array, scale: jax.Array) -> jax.Array:
     return kept_copy(quantize(x, scale, FORWARD))
 
 
-def _cotangent(grad: jax.Array, scale: jax.Array) -> jax.Array:
+def cotangent(grad: jax.Array, scale: jax.Array) -> jax.Array:
     """Return a cotangent in f8. Its infinities stay so: loss scaling looks for them."""
     stored = quantize(grad, scale, BACKWARD)
     return jnp.where(jnp.isinf(grad), grad.astype(BACKWARD), stored)
@@ -138,7 +144,7 @@ def _read(copy: jax.Array) -> jax.Array:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Product:
+class Product:
     """A product in f8, and its gradients; all operands are given by name.
 
     ``x_copy`` and ``w_copy`` are the bytes of the operands in f8, ``x_scale`` and
@@ -181,8 +187,8 @@ class _Product:
     def by_copies(self, given: Mapping[str, jax.Array]) -> jax.Array:
         """Return the product by the f8 copies."""
         return self._multiply(
-            self._stored(given, "x"),
-            self._stored(given, "w"),
+            self.stored(given, "x"),
+            self.stored(given, "w"),
             self.sums,
             given["x"].dtype,
             given.get("bias"),
@@ -190,7 +196,7 @@ class _Product:
 
     def reference(self, given: Mapping[str, jax.Array]) -> jax.Array:
         """Return the product of the rounded operands, differentiable by x and w."""
-        y = self._contracted(*self._rounded(given))
+        y = self.contracted(given, *self._rounded(given))
         if (bias := given.get("bias")) is not None:
             y = y + jnp.broadcast_to(bias, y.shape).astype(jnp.float32)
         return y.astype(given["x"].dtype)
@@ -201,7 +207,7 @@ class _Product:
         """Return the gradients by the f8 copies."""
         x, w, state = given["x"], given["w"], given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
-        copy = _cotangent(grad, scale), scale
+        copy = cotangent(grad, scale), scale
         rows, columns = (
             tuple(axis for axis in range(each.ndim) if axis not in over)
             for each, over in zip((x, w), self.sums, strict=True)
@@ -214,16 +220,14 @@ class _Product:
         of_x = (*rows, *(self.sums[0][i] for i in by_w))
         of_w = (*(self.sums[1][i] for i in by_x), *columns)
         x_grad = self._multiply(
-            copy, self._stored(given, "w"), (trailing, columns), x.dtype
+            copy, self.stored(given, "w"), (trailing, columns), x.dtype
         )
-        w_grad = self._multiply(
-            self._stored(given, "x"), copy, (rows, leading), w.dtype
-        )
+        w_grad = self._multiply(self.stored(given, "x"), copy, (rows, leading), w.dtype)
         found = {
             "x": jnp.transpose(x_grad, _inverse(of_x)),
             "w": jnp.transpose(w_grad, _inverse(of_w)),
         }
-        return found | self._of_states(given, following) | self._of_bias(given, grad)
+        return found | self.of_states(given, following) | self._of_bias(given, grad)
 
     def reference_gradients(
         self, given: Mapping[str, jax.Array], grad: jax.Array
@@ -232,16 +236,20 @@ class _Product:
         x, w = self._rounded(given)
         stopped, state = jax.lax.stop_gradient(grad), given.get("grad_state")
         scale, following = scale_and_next(self.recipe, "grad", state, stopped, BACKWARD)
-        rounded = _stands_for(grad, _cotangent(stopped, scale), scale)
+        rounded = _stands_for(grad, cotangent(stopped, scale), scale)
 
         def product(x: jax.Array, w: jax.Array) -> jax.Array:
-            return self._contracted(x, w).astype(rounded.dtype)
+            return self.contracted(given, x, w).astype(rounded.dtype)
 
         grads = jax.vjp(product, x, w)[1](rounded)
         found = dict(zip(("x", "w"), grads, strict=True))
-        return found | self._of_states(given, following) | self._of_bias(given, grad)
+        return found | self.of_states(given, following) | self._of_bias(given, grad)
 
-    def _contracted(self, x: jax.Array, w: jax.Array) -> jax.Array:
+    def contracted(
+        self, given: Mapping[str, jax.Array], x: jax.Array, w: jax.Array
+    ) -> jax.Array:
+        """Return the product of operands in 16 or 32 bits, in f32."""
+        del given
         with jax.numpy_dtype_promotion("standard"):
             dtype = jnp.promote_types(x.dtype, w.dtype)
         return dot_general(
@@ -254,10 +262,10 @@ class _Product:
 
     def _rounded(self, given: Mapping[str, jax.Array]) -> list[jax.Array]:
         return [
-            _stands_for(given[role], *self._stored(given, role)) for role in ("x", "w")
+            _stands_for(given[role], *self.stored(given, role)) for role in ("x", "w")
         ]
 
-    def _stored(
+    def stored(
         self, given: Mapping[str, jax.Array], role: str
     ) -> tuple[jax.Array, jax.Array]:
         """Return an operand in f8, laid out as the products read it, and its scale."""
@@ -267,9 +275,10 @@ class _Product:
             copy = sharded_as(copy, self.w_sharding)
         return _read(copy), given[f"{role}_scale"]
 
-    def _of_states(
+    def of_states(
         self, given: Mapping[str, jax.Array], following: jax.Array | None
     ) -> dict[str, jax.Array]:
+        """Return the gradients by the states, which are the next states."""
         found = {
             f"{role}_state": given[f"{role}_next"]
             for role in ("x", "w")
@@ -335,24 +344,24 @@ def _stands_for_jvp(primals: Any, tangents: Any) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _product(product: _Product, given: dict[str, jax.Array]) -> jax.Array:
+def _product(product: Product, given: dict[str, jax.Array]) -> jax.Array:
     return product.by_copies(given)
 
 
 @_product.defjvp
-def _product_jvp(product: _Product, primals: Any, tangents: Any) -> Any:
+def _product_jvp(product: Product, primals: Any, tangents: Any) -> Any:
     _, along = jax.jvp(product.reference, primals, tangents)
     return _product(product, *primals), along
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _gradients(
-    product: _Product, given: dict[str, jax.Array], grad: jax.Array
+    product: Product, given: dict[str, jax.Array], grad: jax.Array
 ) -> dict[str, jax.Array]:
     return product.gradients_by_copies(given, grad)
 
 
 @_gradients.defjvp
-def _gradients_jvp(product: _Product, primals: Any, tangents: Any) -> Any:
+def _gradients_jvp(product: Product, primals: Any, tangents: Any) -> Any:
     _, along = jax.jvp(product.reference_gradients, primals, tangents)
     return _gradients(product, *primals), along

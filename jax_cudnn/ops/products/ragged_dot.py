@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +39,7 @@ from jax_cudnn.ops.common.plain import (
     run_plain,
 )
 from jax_cudnn.ops.products.operands import Dtypes, common_dtypes, padded_shape
-from jax_cudnn.reference.dtypes import dtype_name
+from jax_cudnn.reference.dtypes import dtype_name, jax_dtype
 from jax_cudnn.reference.products.grouped_matmul import Groups, grouped_product
 
 
@@ -80,8 +81,9 @@ def ragged_dot(
     Axis letters: m rows, k contraction, n columns, g groups.
 
     Args:
-      lhs: (m, k); bf16, f16, f32 or f64. XLA runs everything else that is a product:
-        integers, two operands of 8 bits, complex numbers, symbolic dimensions.
+      lhs: (m, k); bf16, f16, f32 or f64, or f8_e4m3fn or f8_e5m2 where
+        `preferred_element_type` is bf16, f16 or f32. XLA runs everything else that is a
+        product: integers, complex numbers, symbolic dimensions, results of 8 bits.
       rhs: (g, k, n). If the dtypes of lhs and rhs differ, they are promoted as by
         :func:`jax.numpy.matmul`; 8-bit operands beside wider floats become wider ones.
       group_sizes: (g,) integers: how many rows each group has. They may be 0 and need
@@ -111,6 +113,8 @@ def ragged_dot(
 
     Notes:
       docs/ragged_dot.md lists what cuDNN plans on which GPU (from 9.15 and sm_80 on).
+      Products of f8 are those of the stored numbers; :func:`jax_cudnn.f8.ragged_dot`
+      has scales and gradients for them.
       With 256 rows a group or more, large products are a matmul for each group: the
       host waits for `group_sizes` then, and launches one after the other.
       XLA's code for a GPU is :func:`jax.lax.ragged_dot`. Where XLA has no kernel for
@@ -129,7 +133,7 @@ def ragged_dot(
     call = options("ragged_dot", implementation, plan, precision)
     a, b = as_operand("ragged_dot", "lhs", lhs), as_operand("ragged_dot", "rhs", rhs)
     sizes = check_integers("ragged_dot", "group_sizes", group_sizes)
-    _check_shapes(a, b, sizes)
+    check_shapes(a, b, sizes)
     epilogue = Epilogue.of(
         "ragged_dot", bias=bias, residual=None, activation=activation
     )
@@ -147,6 +151,23 @@ def ragged_dot(
     return output
 
 
+def product_of_groups(
+    op: str,
+    lhs: jax.Array,
+    rhs: jax.Array,
+    sizes: jax.Array,
+    dtype: np.dtype,
+    call: Options,
+) -> jax.Array:
+    """Return the product alone, of operands and sizes that a caller has checked."""
+    product = _Product(lhs, rhs, clipped(sizes, lhs.shape[0]), call)
+    dtypes = common_dtypes(op, lhs, rhs)
+    if reason := _why_plain(dtypes, dtype, product):
+        check_implementation(op, reason, call)
+        return _plain(product, dtype, Epilogue())
+    return _grouped(product, dtypes, dtype, Epilogue())
+
+
 class _Product(NamedTuple):
     """The operands of a grouped product, with the options of the call."""
 
@@ -161,7 +182,8 @@ class _Product(NamedTuple):
         return self.lhs.shape[0], self.rhs.shape[2]
 
 
-def _check_shapes(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> None:
+def check_shapes(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> None:
+    """Raise ValueError for shapes that do not fit."""
     for name, x, rank, axes in (
         ("lhs", lhs, 2, "(m, k)"),
         ("rhs", rhs, 3, "(g, k, n)"),
@@ -196,24 +218,39 @@ def _why_plain(dtypes: Dtypes, dtype: np.dtype, product: _Product) -> str:
     is_float = operands is not None and dtype_name(operands) in FLOATS
     if is_float and dtype_name(dtype) in FLOATS:
         return ""
+    if _is_f8(lhs) and _is_f8(rhs) and dtype_name(dtype) in _F8_RESULTS:
+        return ""
     return (
         f"lhs is {describe(lhs)}, rhs {describe(rhs)} and the result "
-        f"{dtype_name(dtype)}. Graphs have grouped products of {', '.join(FLOATS)}."
+        f"{dtype_name(dtype)}. Graphs have grouped products of {', '.join(FLOATS)}, "
+        f"and of f8 with results of {', '.join(_F8_RESULTS)}."
     )
+
+
+_F8_RESULTS = ("bf16", "f16", "f32")
+
+
+def _is_f8(x: jax.Array) -> bool:
+    return dtype_name(x.dtype) in ("f8_e4m3fn", "f8_e5m2")
 
 
 def _grouped(
     product: _Product, dtypes: Dtypes, dtype: np.dtype, epilogue: Epilogue
 ) -> jax.Array:
     """Return the product by a graph, with what follows it in XLA's operations."""
-    names: list[Any] = [dtype_name(dtype), dtype_name(dtypes.operands)]
-    sums = sums_dtype(*names)
-    wide = np.dtype(np.float64) if sums == "f64" else dtypes.operands
-    product = product._replace(
-        lhs=product.lhs.astype(wide), rhs=product.rhs.astype(wide)
-    )
+    if dtypes.operands is None:
+        names: list[Any] = [dtype_name(dtype), dtype_name(product.lhs.dtype)]
+        sums = sums_dtype(*names)
+    else:
+        names = [dtype_name(dtype), dtype_name(dtypes.operands)]
+        sums = sums_dtype(*names)
+        wide = np.dtype(np.float64) if sums == "f64" else dtypes.operands
+        product = product._replace(
+            lhs=product.lhs.astype(wide), rhs=product.rhs.astype(wide)
+        )
     is_alone = epilogue.bias is None and epilogue.activation is None
-    value = _run(product, names[0] if is_alone else sums)
+    run = _run_f8 if dtypes.operands is None else _run
+    value = run(names[0] if is_alone else sums, product.call, *product[:3])
     if epilogue.bias is not None:
         bias = as_array(epilogue.bias, sums)
         check_dtype("ragged_dot", "bias", bias)
@@ -223,8 +260,9 @@ def _grouped(
     return value.astype(dtype)
 
 
-def _run(product: _Product, dtype: DTypeName) -> jax.Array:
-    lhs, rhs, sizes, call = product
+def _run(
+    dtype: DTypeName, call: Options, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
+) -> jax.Array:
     operands = {
         "a": Operand(lhs, (0, 1, 2), (1, *lhs.shape)),
         "b": Operand(rhs, (0, 1, 2)),
@@ -233,18 +271,47 @@ def _run(product: _Product, dtype: DTypeName) -> jax.Array:
     tensors = {role: tensor(role, *operand) for role, operand in operands.items()}
     graph = grouped_matmul_graph(tensors, dtype)
     (output,) = run_graph(graph, [lhs, rhs, sizes], call)
-    return jnp.reshape(output, product.shape)
+    return jnp.reshape(output, (lhs.shape[0], rhs.shape[2]))
+
+
+# A cotangent in f8 has no scale, so no graph has the gradients.
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def _run_f8(
+    dtype: DTypeName, call: Options, lhs: jax.Array, rhs: jax.Array, sizes: jax.Array
+) -> jax.Array:
+    return _run(dtype, call, lhs, rhs, sizes)
+
+
+@_run_f8.defjvp
+def _run_f8_jvp(
+    dtype: DTypeName, call: Options, primals: Any, tangents: Any
+) -> tuple[jax.Array, jax.Array]:
+    lhs, rhs, sizes = primals
+
+    def plain(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
+        wide = lhs.astype(jnp.float32), rhs.astype(jnp.float32)
+        groups, precision = Groups.of_sizes(sizes), call.matmul_precision
+        return grouped_product(*wide, groups, jax_dtype(dtype), precision)
+
+    _, along = jax.jvp(plain, (lhs, rhs), tangents[:2])
+    return _run_f8(dtype, call, *primals), along
 
 
 def _bias_of_rows(product: _Product, bias: jax.Array) -> jax.Array:
+    lhs, rhs, sizes, _ = product
+    return bias_of_rows("ragged_dot", bias, rhs, sizes, lhs.shape[0])
+
+
+def bias_of_rows(
+    op: str, bias: jax.Array, rhs: jax.Array, sizes: jax.Array, rows: int
+) -> jax.Array:
     """Return the bias of each row's group, 0 for rows of no group."""
-    _, rhs, sizes, _ = product
     full = (rhs.shape[0], rhs.shape[2])
-    padded = padded_shape("ragged_dot", "bias", bias, full)
+    padded = padded_shape(op, "bias", bias, full)
     if rhs.shape[0] == 0:
-        return jnp.zeros(product.shape, bias.dtype)
+        return jnp.zeros((rows, full[1]), bias.dtype)
     bias = jnp.broadcast_to(jnp.reshape(bias, padded), full)
-    groups, rows = Groups.of_sizes(sizes), product.shape[0]
+    groups = Groups.of_sizes(sizes)
     if is_explicitly_sharded(bias):
         # JAX does not differentiate picking from an array whose type is sharded.
         own = groups.have(rows)

@@ -6,6 +6,7 @@ import math
 from jax_cudnn.graph import Graph, Node, Tensor, is_anchor
 from jax_cudnn.graph.kinds import roles_in
 from jax_cudnn.graph.products.conv import TRIPLES, conv_attributes
+from jax_cudnn.graph.rules import EIGHT_BIT
 from jax_cudnn.graph.walks import made_by, read_by
 from jax_cudnn.legalize.common.editor import GraphEditor
 from jax_cudnn.legalize.common.legalization import Legal
@@ -284,6 +285,7 @@ class GroupedProduct:
         roles = roles_in(part, node)
         self.way = way.names[-1] if way is not None else ""
         self.is_of_16_bits = roles["a"].dtype in NARROW
+        self.is_of_8_bits = roles["a"].dtype in EIGHT_BIT
         self._rows = roles["a"].dims[1]
         self.groups, self._depth, self._columns = roles["b"].dims
 

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_cudnn.graph.rules import accumulator
+from jax_cudnn.graph.rules import EIGHT_BIT, accumulator
 from jax_cudnn.graph.spec import Attributes, Tensor
 from jax_cudnn.reference.dtypes import dtype_name, jax_dtype
 from jax_cudnn.reference.products import grouped_tiles
@@ -68,7 +68,8 @@ def forward(
 ) -> dict[str, jax.Array]:
     """Return the product of each row with the matrix of its group."""
     del attributes
-    a, b, sizes = inputs["a"], inputs["b"], inputs.get("group_sizes")
+    a, b = _exact(inputs["a"]), _exact(inputs["b"])
+    sizes = inputs.get("group_sizes")
     dtype = jax_dtype(outputs["output"].dtype)
     if by_lax and sizes is not None:
         sums = _sums(a.dtype, dtype)
@@ -98,21 +99,23 @@ def backward(
     *,
     by_lax: bool = False,
 ) -> dict[str, jax.Array]:
-    """Return the gradient of a, and that of b if it is asked for.
+    """Return the gradients that are asked for.
 
     The cotangent is rounded to the dtype of the operands first.
     """
     a, b, sizes = inputs["a"], inputs["b"], inputs["group_sizes"]
     grad = inputs["grad_output"].astype(a.dtype)
-    given = {"a": grad, "b": jnp.swapaxes(b, 1, 2), "group_sizes": sizes}
-    product = forward(
-        attributes,
-        given,
-        {"output": outputs["grad_a"]},
-        precision,
-        by_lax=by_lax,
-    )
-    results = {"grad_a": product["output"]}
+    results = {}
+    if "grad_a" in outputs:
+        given = {"a": grad, "b": jnp.swapaxes(b, 1, 2), "group_sizes": sizes}
+        product = forward(
+            attributes,
+            given,
+            {"output": outputs["grad_a"]},
+            precision,
+            by_lax=by_lax,
+        )
+        results["grad_a"] = product["output"]
     if "grad_b" in outputs:
         results["grad_b"] = gradient_of_b(a, grad, sizes, precision, by_lax=by_lax)
     return results
@@ -211,6 +214,12 @@ def _groups_of_rows(sizes: jax.Array, rows: int) -> jax.Array:
 def _sums(*dtypes: np.dtype) -> np.dtype:
     names: list[Any] = [dtype_name(dtype) for dtype in dtypes]
     return jax_dtype(accumulator(*names))
+
+
+def _exact(x: jax.Array) -> jax.Array:
+    """Return an operand of f8 in bf16, which holds all numbers of f8."""
+    is_narrow = dtype_name(x.dtype) in EIGHT_BIT
+    return x.astype(jnp.bfloat16) if is_narrow else x
 
 
 def _has_lax(a: jax.Array, b: jax.Array, precision: Any) -> bool:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_cudnn import UnsupportedError, native, plans, ragged_dot
+from jax_cudnn import UnsupportedError, f8, native, plans, ragged_dot
 from jax_cudnn.legalize.products.grouped_matmul import (
     BY_CUBLASLT,
     BY_GROUP,
@@ -154,6 +154,79 @@ def test_results_and_gradients_match_float64(name: str, dtype: Any, way: str) ->
     if dtype != jnp.float32:
         _told_by(way, operands)
     _assert_right(jax.jit(_results)(*operands), *operands)
+
+
+_NO_F8 = "products in groups need cuBLAS 13.5 for f8"
+
+
+@pytest.mark.parametrize(
+    ("first", "dtype"),
+    [
+        (jnp.float8_e4m3fn, jnp.bfloat16),
+        (jnp.float8_e4m3fn, jnp.float16),
+        (jnp.float8_e4m3fn, jnp.float32),
+        (jnp.float8_e5m2, jnp.bfloat16),
+        (jnp.float8_e5m2, jnp.float32),
+    ],
+)
+@pytest.mark.parametrize("turned", [False, True], ids=["copied", "along the sum"])
+@_EACH
+def test_f8_matches_float64(name: str, turned: bool, first: Any, dtype: Any) -> None:
+    """By cuBLASLt, whether the matrices are stored along the sum or copied so."""
+    lhs, rhs, sizes, _ = _operands(name, jnp.float32)
+    if len(rhs) == 1:
+        pytest.skip("a single group is a matmul")
+    # Rows in no group, and those of other groups, are not read.
+    count = int(sizes.sum())
+    lhs = lhs.at[count:].set(np.nan).astype(first)
+    rhs = rhs.astype(jnp.float8_e4m3fn)
+    given = jnp.swapaxes(rhs, 1, 2).copy() if turned else rhs
+
+    def run(lhs: jax.Array, rhs: jax.Array, sizes: jax.Array) -> jax.Array:
+        rhs = jnp.swapaxes(rhs, 1, 2) if turned else rhs
+        return ragged_dot(
+            lhs, rhs, sizes, preferred_element_type=dtype, implementation="cudnn"
+        )
+
+    try:
+        text = str(plans.inspect(run, lhs, given, sizes))
+    except UnsupportedError as error:
+        if _NO_F8 not in str(error):
+            raise
+        pytest.skip(_NO_F8)
+    assert "one launch of cuBLASLt's" in text
+    got = np.asarray(jax.jit(run)(lhs, given, sizes), np.float64)
+    want, *_ = grouped(lhs, rhs, sizes)
+    size, *_ = grouped(abs(lhs.astype(jnp.float32)), abs(rhs.astype("f4")), sizes)
+    # Tensor cores of Hopper add products of f8 up with 14 bits.
+    bound = float(jnp.finfo(dtype).eps) * np.abs(want) + 2.0**-12 * size
+    np.testing.assert_array_less(np.abs(got - want), bound + 1e-5)
+    assert np.all(got[count:] == 0)
+
+
+def test_layers_of_f8_match_their_rounded_operands() -> None:
+    """With their gradients; that of the matrices adds up over rows, in bf16."""
+    lhs, rhs, sizes, cotangent = _operands("large", jnp.bfloat16)
+
+    def run(how: Any, lhs: jax.Array, rhs: jax.Array, cotangent: jax.Array) -> Any:
+        y, back = jax.vjp(
+            lambda x, w: f8.ragged_dot(x, w, sizes, implementation=how), lhs, rhs
+        )
+        return y, *back(cotangent)
+
+    operands = lhs, rhs, cotangent
+    try:
+        text = str(plans.inspect(functools.partial(run, "cudnn"), *operands))
+    except UnsupportedError as error:
+        if _NO_F8 not in str(error):
+            raise
+        pytest.skip(_NO_F8)
+    assert text.count("b is copied: products of f8 read it along the sum") >= 1
+    got = jax.jit(functools.partial(run, "cudnn"))(*operands)
+    want = jax.jit(functools.partial(run, "xla"))(*operands)
+    for x, y in zip(got, want, strict=True):
+        x, y = np.asarray(x, np.float64), np.asarray(y, np.float64)
+        np.testing.assert_allclose(x, y, rtol=2e-2, atol=4e-3 * np.abs(y).max())
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])

@@ -1,0 +1,226 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`jax_cudnn.f8.ragged_dot`: products of groups of rows in f8, with their gradients.
+
+The product and the gradient of the rows are in f8. That of the matrices adds up over
+rows, along which no operand is stored, and cuBLASLt has no such kernel of f8: the f8
+copy of the rows is multiplied in 16 bits with the cotangent as it came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.typing import ArrayLike
+
+from jax_cudnn.config import Implementation, Options, PlanOptions
+from jax_cudnn.ops.common.activations import Activation, on_array
+from jax_cudnn.ops.common.arguments import (
+    as_operand,
+    check_dtype,
+    check_flag,
+    check_integers,
+    clipped,
+    options,
+)
+from jax_cudnn.ops.common.callers import on_behalf_of
+from jax_cudnn.ops.common.f8_recipes import (
+    BACKWARD,
+    Current,
+    DenseState,
+    Recipe,
+    check_state,
+    scale_and_next,
+)
+from jax_cudnn.ops.common.f8_scaling import dequantize
+from jax_cudnn.ops.products.f8_products import Product, cotangent, operand, products
+from jax_cudnn.ops.products.ragged_dot import (
+    bias_of_rows,
+    check_shapes,
+    product_of_groups,
+)
+
+_BF16 = np.dtype(jnp.bfloat16)
+
+
+def ragged_dot(
+    x: ArrayLike,
+    w: ArrayLike,
+    group_sizes: ArrayLike,
+    *,
+    recipe: Recipe = Current(),  # noqa: B008 (immutable)
+    state: DenseState | None = None,
+    bias: ArrayLike | None = None,
+    activation: Activation | None = None,
+    return_state: bool = False,
+    implementation: Implementation | None = "auto",
+    plan: PlanOptions | None = None,
+) -> Any:
+    r"""Return a product for each group of rows in f8: :func:`dense` with many matrices.
+
+    With j(m) the group of row m,
+
+    .. math::
+
+        \mathrm{output}_{mn} = \mathrm{activation}\Big(s_x s_w \sum_k
+            Q(x / s_x)_{mk} \, Q(w / s_w)_{j(m)kn} + \mathrm{bias}_{j(m)n}\Big)
+
+    Q rounds to f8_e4m3fn and saturates. x and w have one scale each. The gradient of x
+    multiplies the copy of w with the cotangent in f8_e5m2. That of w multiplies the
+    copy of x with the cotangent as it came, in 16 bits: bf16, or f16 where x is f16.
+    Rounding and saturation count as the identity.
+
+    Rows beyond the last group have neither sum nor bias. They reach no scale, and NaN
+    in them reaches nothing. All of JAX's transformations apply. States are those of
+    :func:`dense`, and the gradient by `state` is the state of the next step.
+
+    Axis letters: m rows, k contraction, n columns, g groups.
+
+    Args:
+      x: (m, k); bf16, f16 or f32. The rows of a group lie side by side.
+      w: (g, k, n), of one of these dtypes, which may be another one than x's.
+      group_sizes: (g,) integers, as for :func:`jax_cudnn.ragged_dot`.
+      recipe: `f8.Current()` (default) or `f8.Delayed()`.
+      state: for `f8.Delayed`, of :func:`dense_state`. Default None.
+      bias: (g, n), or what broadcasts to it. Differentiable. Default None: none.
+      activation: as for :func:`jax_cudnn.matmul`. Default None: none.
+      return_state: as for :func:`dense`. Default False.
+      implementation: "auto" (default), "cudnn" or "xla", as for
+        :func:`jax_cudnn.ragged_dot`, for each of the three products.
+      plan: which execution plans may run the products.
+
+    Returns:
+      (m, n), of x's dtype; with `return_state` a pair with the next state.
+
+    Raises:
+      TypeError: other dtypes, no recipe, a state where there is none or none where
+        there must be, group sizes that are no integers.
+      ValueError: shapes that do not fit.
+      UnsupportedError, LibraryError: as :func:`jax_cudnn.ragged_dot`.
+
+    Notes:
+      On a Hopper GPU, cuBLAS 13.5 and newer have the products in f8. Elsewhere XLA
+      multiplies the f8 copies in bf16, with the same meaning. A sum of bf16 operands is
+      rounded to bf16 before it is scaled, and once more after it.
+
+    Example:
+      >>> import jax.numpy as jnp
+      >>> from jax_cudnn import f8
+      >>> x, w = jnp.ones((6, 16), jnp.bfloat16), jnp.ones((3, 16, 32))
+      >>> f8.ragged_dot(x, w, jnp.array([2, 0, 4])).shape
+      (6, 32)
+    """
+    op = "f8.ragged_dot"
+    call = options(op, implementation, plan)
+    x, w = operand(op, "x", x), operand(op, "w", w)
+    sizes = check_integers(op, "group_sizes", group_sizes)
+    with on_behalf_of(op, "ragged_dot", lhs="x", rhs="w"):
+        check_shapes(x, w, sizes)
+    known = check_state(op, recipe, state)
+    (y,), (following,) = grouped_layers(
+        op, x, {"w": w}, {"w": bias}, sizes, [known], recipe, call
+    )
+    y = y if activation is None else on_array(op, activation, y)
+    return (y, following) if check_flag(op, "return_state", return_state) else y
+
+
+def grouped_layers(
+    op: str,
+    x: jax.Array,
+    weights: Mapping[str, jax.Array],
+    biases: Mapping[str, ArrayLike | None],
+    sizes: jax.Array,
+    states: Sequence[DenseState | None],
+    recipe: Recipe,
+    call: Options,
+) -> tuple[list[jax.Array], list[DenseState | None]]:
+    """Return products of x in groups with some weights, by one copy of x, and states.
+
+    The states are the next ones, but for the cotangents'. Shapes were checked.
+    """
+    sizes = clipped(sizes, x.shape[0])
+    is_read = jnp.arange(x.shape[0])[:, None] < jnp.sum(sizes)
+    kept = jnp.where(is_read, x, jnp.zeros((), x.dtype))
+    found, following = products(
+        op,
+        kept,
+        weights,
+        {},
+        states,
+        recipe,
+        ((1,), (1,)),
+        call,
+        kind=_Grouped,
+        more={"sizes": sizes},
+    )
+    # Cotangents of rows in no group end here.
+    results = [jnp.where(is_read, y, jnp.zeros((), y.dtype)) for y in found]
+    for i, (name, w) in enumerate(weights.items()):
+        if (bias := biases.get(name)) is not None:
+            term = as_operand(op, "bias", bias)
+            check_dtype(op, "bias", term)
+            wide = bias_of_rows(op, term.astype(jnp.float32), w, sizes, x.shape[0])
+            results[i] = (results[i].astype(jnp.float32) + wide).astype(x.dtype)
+    return results, following
+
+
+class _Grouped(Product):
+    """A product in groups; ``sizes`` are those of the groups."""
+
+    def by_copies(self, given: Mapping[str, jax.Array]) -> jax.Array:
+        """Return the product by the f8 copies."""
+        stored = self.stored(given, "x"), self.stored(given, "w")
+        return self._scaled(*stored, given["sizes"], given["x"].dtype)
+
+    def gradients_by_copies(
+        self, given: Mapping[str, jax.Array], grad: jax.Array
+    ) -> dict[str, jax.Array]:
+        """Return the gradients, that of x by the f8 copies."""
+        x, w, sizes = given["x"], given["w"], given["sizes"]
+        state = given.get("grad_state")
+        scale, following = scale_and_next(self.recipe, "grad", state, grad, BACKWARD)
+        copy, w_scale = self.stored(given, "w")
+        turned = jnp.swapaxes(copy, 1, 2), w_scale
+        x_grad = self._scaled((cotangent(grad, scale), scale), turned, sizes, x.dtype)
+        narrow = grad.dtype if grad.dtype.itemsize == 2 else _BF16
+        rows = dequantize(*self.stored(given, "x"), narrow)
+
+        def product(w: jax.Array) -> jax.Array:
+            return product_of_groups(self.op, rows, w, sizes, narrow, self.call)
+
+        _, back = jax.vjp(product, jnp.zeros(w.shape, narrow))
+        (w_grad,) = back(grad.astype(narrow))
+        found = {"x": x_grad, "w": w_grad.astype(w.dtype)}
+        return found | self.of_states(given, following)
+
+    def contracted(
+        self, given: Mapping[str, jax.Array], x: jax.Array, w: jax.Array
+    ) -> jax.Array:
+        """Return the product of operands in 16 or 32 bits, in f32."""
+        with jax.numpy_dtype_promotion("standard"):
+            dtype = jnp.promote_types(x.dtype, w.dtype)
+        how = "xla" if self.call.implementation == "xla" else "auto"
+        return product_of_groups(
+            self.op,
+            x.astype(dtype),
+            w.astype(dtype),
+            given["sizes"],
+            np.dtype(np.float32),
+            options(self.op, how, None),
+        )
+
+    def _scaled(
+        self,
+        a: tuple[jax.Array, jax.Array],
+        b: tuple[jax.Array, jax.Array],
+        sizes: jax.Array,
+        dtype: np.dtype,
+    ) -> jax.Array:
+        (x, x_scale), (w, w_scale) = a, b
+        # The sums of stored numbers are beyond what f16 holds.
+        wide = dtype if dtype == _BF16 else np.dtype(np.float32)
+        sums = product_of_groups(self.op, x, w, sizes, wide, self.call)
+        return (sums.astype(jnp.float32) * (x_scale * w_scale)).astype(dtype)
