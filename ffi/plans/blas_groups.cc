@@ -132,7 +132,8 @@ std::string RefusalOf(const Product& product) {
     if (!TypeOf(part.tensor.dtype, i == 2)) {
       return "its products in groups are of bf16 and f16";
     }
-    const int64_t bytes = Size(part, InnerAxis(part)) * DTypeBytes(part.tensor.dtype);
+    const int64_t bits = Size(part, InnerAxis(part)) * DTypeBits(part.tensor.dtype);
+    const int64_t bytes = bits / 8;
     if (bytes % kBlasAlignment != 0) {
       return "a row of " + std::to_string(bytes) +
              " bytes is no multiple of 16, as its products in groups have it";
