@@ -367,6 +367,22 @@ def test_scales_lie_in_tiles_as_nvidia_documents_them() -> None:
         assert found[at] == codes[0, i, j]
 
 
+def test_the_call_has_the_dtypes_of_the_formats() -> None:
+    """A program for CUDA: two numbers of 4 bits in a byte are an array of f4."""
+    x, w = normal(0, 256, 128), normal(1, 128, 384)
+    for name, dtypes in {
+        "MXFP8": ("256x128xf8E4M3FN", "384x128xf8E4M3FN", "256x4xf8E8M0FNU"),
+        "NVFP4": ("256x128xf4E2M1FN", "384x128xf4E2M1FN", "256x8xf8E4M3FN"),
+    }.items():
+        layer = functools.partial(
+            f8.dense, recipe=RECIPES[name], implementation="cudnn"
+        )
+        lowered = jax.jit(layer).trace(x, w).lower(lowering_platforms=("cuda",))
+        calls = re.findall(r'op = "block_scaled_matmul".* : (.*)', lowered.as_text())
+        assert len(calls) == 1
+        assert all(f"tensor<1x{dtype}>" in calls[0] for dtype in dtypes)
+
+
 def test_tiles_are_filled() -> None:
     (way,) = legalize(block_graph("NVFP4", 128, 128, 4), _B200).candidates
     text = to_json(way.graph).replace("128", "120")
