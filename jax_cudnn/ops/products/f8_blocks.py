@@ -20,8 +20,13 @@ _E4M3_MAX = float(jnp.finfo(jnp.float8_e4m3fn).max)
 # The magnitudes of f4_e2m1fn, by their codes.
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1_MAX = _E2M1[-1]
-# An exponent of f8_e8m0fnu is stored with this added. The largest byte is NaN.
-_E8M0_BIAS, _E8M0_NAN = 127, 255
+# An exponent of f32 and f8_e8m0fnu is stored with this added. The largest byte of
+# f8_e8m0fnu is NaN.
+_BIAS, _E8M0_NAN = 127, 255
+# How many bits the fraction of an f32 has, all of them, and that of 448, which is 0.75.
+_FRACTION = 23
+_FRACTION_BITS = 2**_FRACTION - 1
+_OF_448 = 3 * 2 ** (_FRACTION - 2)
 # The smallest exponent has no normal number in f32 and bf16, where it may become 0.
 _LEAST_EXPONENT = -126
 # Below it the scale of a tensor, times the smallest of a block, is no normal f32.
@@ -94,15 +99,15 @@ def _mxfp8(
     x: jax.Array, largest: jax.Array, is_finite: jax.Array
 ) -> tuple[jax.Array, jax.Array, None]:
     """Round to f8_e4m3fn, with powers of two as scales: rounded up, none saturates."""
-    part, exponent = jnp.frexp(largest)
-    most, of_most = 0.875, 9  # 448 is 0.875 * 2^9.
-    exponent = jnp.where(part > most, exponent + 1, exponent) - of_most
-    exponent = jnp.where(largest > 0, exponent, _LEAST_EXPONENT)
-    # The largest f32 has the exponent 120, so the factor is a normal number as well.
+    bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
+    # 448 is 1.75 * 2^8. A number of a larger fraction needs the next power of two.
+    exponent = (bits >> _FRACTION) - (_BIAS + 8)
+    exponent = jnp.where(bits & _FRACTION_BITS > _OF_448, exponent + 1, exponent)
+    # The largest f32 has the exponent 120: the factor is a normal number as well.
     exponent = jnp.maximum(exponent, _LEAST_EXPONENT)
-    factor = jnp.ldexp(jnp.ones_like(largest), -exponent)
+    factor = jax.lax.bitcast_convert_type((_BIAS - exponent) << _FRACTION, jnp.float32)
     values = saturated(x * factor[..., None], jnp.dtype(jnp.float8_e4m3fn))
-    scales = jnp.where(is_finite, exponent + _E8M0_BIAS, _E8M0_NAN)
+    scales = jnp.where(is_finite, exponent + _BIAS, _E8M0_NAN)
     return _bytes(values), scales.astype(jnp.uint8), None
 
 
@@ -110,13 +115,15 @@ def _nvfp4(
     x: jax.Array, largest: jax.Array, is_finite: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Round to f4_e2m1fn, with scales of blocks in f8_e4m3fn, and one of the tensor."""
-    most = jnp.max(largest, initial=0) / (_E4M3_MAX * _E2M1_MAX)
+    # Reciprocals are written as such: XLA makes them of divisions, in some versions.
+    most = jnp.max(largest, initial=0) * np.float32(1 / (_E4M3_MAX * _E2M1_MAX))
     scale = jnp.where(most > 0, jnp.maximum(most, _LEAST_SCALE), 1)
-    scales = saturated(largest / (_E2M1_MAX * scale), jnp.dtype(jnp.float8_e4m3fn))
+    wanted = largest * np.float32(1 / _E2M1_MAX) * (1 / scale)
+    scales = saturated(wanted, jnp.dtype(jnp.float8_e4m3fn))
     step = scales.astype(jnp.float32) * scale
     # A block that is too small for a scale of its own is 0.
-    has_scale = (step > 0)[..., None]
-    x = jnp.where(has_scale, x / jnp.where(has_scale, step[..., None], 1), 0)
+    factor = jnp.where(step > 0, 1 / jnp.where(step > 0, step, 1), 0)
+    x = x * factor[..., None]
     scales = jnp.where(is_finite, scales, jnp.array(jnp.nan, scales.dtype))
     return _pairs(x), _bytes(scales), scale
 

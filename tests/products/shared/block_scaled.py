@@ -56,7 +56,7 @@ def rounded(x: Any, name: str) -> np.ndarray:
         np.abs(finite[i, j : j + size]).max() for i in range(x.shape[0]) for j in starts
     ]
     known = [each for each in largest if not np.isnan(each)]
-    whole = np.float32(max(known, default=0)) / np.float32(448 * 6)
+    whole = np.float32(max(known, default=0)) * np.float32(1 / (448 * 6))
     for i in range(x.shape[0]):
         for j in starts:
             block = finite[i, j : j + size]
@@ -82,12 +82,12 @@ def _nvfp4(block: np.ndarray, amax: float, whole: np.float32) -> np.ndarray:
         return np.full_like(block, np.nan)
     if amax == 0:
         return np.zeros_like(block)
-    stored = np.float32(amax) / (np.float32(6) * whole)
+    stored = np.float32(amax) * np.float32(1 / 6) * (np.float32(1) / whole)
     scale = np.float32(_e4m3(np.minimum(stored, 448))) * whole
     if scale == 0:
         return np.zeros_like(block)
     # The nearest of the numbers, and of two that are as near, the one of even code.
-    apart = np.abs(np.abs(np.float32(block) / scale)[:, None] - _E2M1)
+    apart = np.abs(np.abs(np.float32(block) * (np.float32(1) / scale))[:, None] - _E2M1)
     nearest = [
         min(np.flatnonzero(row == row.min()), key=lambda code: code % 2)
         for row in apart
