@@ -111,9 +111,9 @@ class MXFP8:
     Blocks lie along the axis that a product sums over, so each product rounds its own
     copies: six in a training step, of inputs, weights and cotangent along two axes
     each. A scale is the smallest power of two with which the largest number of its
-    block does not saturate, in f8_e8m0fnu. The specification leaves the choice of
-    scales open; NVIDIA's and JAX's is the same, and the "floor" of its example halves
-    scales and saturates. A block with NaN or an infinity is NaN. There is no state.
+    block does not saturate, in f8_e8m0fnu, and at least 2**-126: TransformerEngine and
+    `jax.nn` round up as well, where the specification's own method rounds down and
+    saturates. A block with NaN or an infinity is NaN. There is no state.
 
     Example:
       >>> import jax.numpy as jnp

@@ -95,9 +95,11 @@ class _BlockProduct(ProductByHand):
         for use in _USES:
             blocks = _laid_out(jax.lax.stop_gradient(x), *self._axes(role, use, x.ndim))
             blocks = in_blocks(blocks, self.recipe)
-            blocks = blocks._replace(
-                values=kept_copy(blocks.values), scales=kept_copy(blocks.scales)
-            )
+            if use == "gradient":
+                # The backward pass does not read the other copy.
+                blocks = blocks._replace(
+                    values=kept_copy(blocks.values), scales=kept_copy(blocks.scales)
+                )
             for name, array in blocks._asdict().items():
                 if array is not None:
                     found[f"{role}_{use}_{name}"] = array
